@@ -52,7 +52,7 @@ once" >&2
     fi
 }
 
-# Whether the file would stop this job: until node 0 owns the run folder (torchllm/runtime/lease.py), another job may.
+# Whether the file would stop this job: until node 0 owns the run folder (torchllm/tools/launch/lease.py), another job may.
 # Without a child process: Slurm signals all processes of a step, several times, and one would die of the next signal.
 is_owner() {
     local file owner
@@ -107,7 +107,7 @@ if [ $# = 0 ] || [ "${1#--}" != "$1" ]; then set -- "$here/train_configs/debug.t
 # The nodes, and the place of this process. With one task per GPU local_rank says which rank this is; else it is empty.
 # Of all processes with this script the one with process = 0 speaks.
 node=0 process=0 head="" port="" job="" local_rank="" cores=1
-job_lines=$("$python" -P -m torchllm.runtime.job)
+job_lines=$("$python" -P -m torchllm.tools.launch.job)
 while IFS= read -r line; do
     case $line in
         NPROC=*) NPROC=${line#*=} ;;
@@ -184,7 +184,7 @@ is_spare=""
 if [ "$node" -ge "$NNODES" ] || { [ -n "$local_rank" ] && [ "$LOCAL_RANK" -ge "$NPROC" ]; }; then
     is_spare=1 request=$report # it stops nobody
     [ "${LOCAL_RANK:-0}" != 0 ] || say "node $node waits for the end of the job: $wait_reason" >&2
-    command=("$python" -P -m torchllm.runtime.spare_node "$folder" "$request" "$start_timeout") end_at_once=KILL
+    command=("$python" -P -m torchllm.tools.launch.spare_node "$folder" "$request" "$start_timeout") end_at_once=KILL
 elif [ -n "$local_rank" ]; then # this is one rank of those that Slurm or mpirun has started
     export RANK=$((node * NPROC + LOCAL_RANK)) WORLD_SIZE=$((NNODES * NPROC)) LOCAL_WORLD_SIZE=$NPROC
     export MASTER_ADDR=$head MASTER_PORT=$port
@@ -192,7 +192,7 @@ elif [ -n "$local_rank" ]; then # this is one rank of those that Slurm or mpirun
 failure let Slurm start it again (--requeue, srun --kill-on-bad-exit=1)" >&2
     command=("$python" "$recipe" "$@") end_at_once=KILL # a shell makes its background processes ignore SIGQUIT
 else
-    launch=("$python" -P -m torchllm.runtime.launch --nproc-per-node="$NPROC") # torchrun
+    launch=("$python" -P -m torchllm.tools.launch.launch --nproc-per-node="$NPROC") # torchrun
     if [ "$NNODES" -gt 1 ]; then
         launch+=(--nnodes="$NNODES" --rdzv-endpoint="$head:$port" --rdzv-conf="rank=$process")
         [ -z "$job" ] || launch+=(--rdzv-id="$job")
@@ -207,7 +207,7 @@ is_training=1
 start "${command[@]}"
 trap 'on_signal QUIT' QUIT
 wait_for_child # and ignore signals from here on: what follows takes seconds
-if [ -n "$on_event" ] && [ "$process" = 0 ]; then "$python" -P -m torchllm.runtime.on_event "$on_event" "$folder" || true; fi
+if [ -n "$on_event" ] && [ "$process" = 0 ]; then "$python" -P -m torchllm.tools.launch.on_event "$on_event" "$folder" || true; fi
 if [ -n "$is_spare" ]; then # it has looked at the marker itself
     [ "$status" != 3 ] || status=$stopped_exit_status
     exit "$status"

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchllm.config import Model
-from torchllm.spec.flops import parameter_count
+from torchllm.facts.flops import parameter_count
 
 BARS_START = 150.0
 """where the bars of the ZeRO stages begin: right of their longest label"""

@@ -1,7 +1,7 @@
 """Prints the validation loss of a checkpoint, on one device, or sharded over several ranks; or evaluates it on tasks.
 
     python recipes/evaluate.py RUN_FOLDER/config.toml [--evaluate.sequences=1000] [--checkpoint.resume=STEP_FOLDER]
-    python -P -m torchllm.runtime.launch --nproc-per-node=8 recipes/evaluate.py RUN_FOLDER/config.toml \\
+    python -P -m torchllm.tools.launch.launch --nproc-per-node=8 recipes/evaluate.py RUN_FOLDER/config.toml \\
         --parallel.dp_shard=8
 
     python recipes/evaluate.py RUN_FOLDER/config.toml --evaluate.tasks=arc_easy,FOLDER
@@ -18,8 +18,8 @@ import os
 import sys
 
 from torchllm.config import Config, Float8
-from torchllm.preflight import inspect_evaluation
-from torchllm.start import load_run
+from torchllm.tools.front.preflight import inspect_evaluation
+from torchllm.tools.front.start import load_run
 
 if __name__ == "__main__":
     ALONE = int(os.environ.get("WORLD_SIZE", 1)) == 1
@@ -32,12 +32,9 @@ from pathlib import Path
 
 import torch
 
-from torchllm.checkpoint.export import export_model
-from torchllm.checkpoint.initial import load_weights_of_run
 from torchllm.checkpoint.state import WEIGHTS
 from torchllm.checkpoint.weights import AVERAGED_WEIGHTS
 from torchllm.data.loader import DataRanks, build_loader
-from torchllm.metrics.tasks import run_tasks, values_of, write_task_results
 from torchllm.models.decoder import build_model, hold_in
 from torchllm.models.lora import apply_lora
 from torchllm.parallel.context import sequence_pieces
@@ -48,6 +45,9 @@ from torchllm.parallel.pipeline import OneStage, build_forward_backward
 from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.process import choose_device, compute_dtype, start_runtime
 from torchllm.runtime.signs_of_life import signs_of_life
+from torchllm.tools.hub.export import export_model
+from torchllm.tools.hub.initial import load_weights_of_run
+from torchllm.tools.watch.tasks import run_tasks, values_of, write_task_results
 from torchllm.train.evaluate import evaluate
 
 log = logging.getLogger("torchllm")

@@ -13,14 +13,14 @@ Of a run with LoRA the model with the updates merged in is written; with export.
 import sys
 
 from torchllm.config import Config
-from torchllm.preflight import inspect_export
-from torchllm.start import load_run
+from torchllm.tools.front.preflight import inspect_export
+from torchllm.tools.front.start import load_run
 
 if __name__ == "__main__":
     CONFIG = load_run(sys.argv[1:], one_device=True, inspect=inspect_export)
 
-from torchllm.checkpoint.export import export_adapter, export_model
 from torchllm.runtime.error_report import report_errors
+from torchllm.tools.hub.export import export_adapter, export_model
 
 
 def main(config: Config) -> None:

@@ -10,7 +10,7 @@ docs/finetune.md.
 import sys
 
 from torchllm.config import Config, log_config_changes, write_config
-from torchllm.start import load_configs
+from torchllm.tools.front.start import load_configs
 
 if __name__ == "__main__":  # before torch is imported: a wrong config is an error in half a second
     CONFIGS = load_configs(sys.argv[1:], uses_epochs=True)
@@ -19,12 +19,8 @@ from dataclasses import asdict, replace
 
 import torch
 
-from torchllm.adapt.supervise import supervise
 from torchllm.checkpoint.checkpointer import Checkpointer
-from torchllm.checkpoint.initial import initial_weights
 from torchllm.data.loader import DataRanks, TrainLoader, build_loader
-from torchllm.dry_run.run import dry_run
-from torchllm.metrics.monitor import Monitor
 from torchllm.models.decoder import build_model
 from torchllm.models.lora import apply_lora
 from torchllm.optim.average import WeightAverage
@@ -37,6 +33,10 @@ from torchllm.parallel.mesh import build_mesh
 from torchllm.parallel.parallelize import parallelize
 from torchllm.parallel.pipeline import build_forward_backward
 from torchllm.runtime.process import Runtime, compute_dtype, start_runtime
+from torchllm.tools.adapt.supervise import supervise
+from torchllm.tools.dry_run.run import dry_run
+from torchllm.tools.hub.initial import initial_weights
+from torchllm.tools.watch.monitor import Monitor
 from torchllm.train.evaluate import evaluate
 from torchllm.train.interval import due
 from torchllm.train.step import TrainStep, read_health

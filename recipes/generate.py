@@ -9,7 +9,7 @@ recipes/finetune.py sets, the prompt is a user's message; without a prompt each 
 import sys
 
 from torchllm.config import Config, Generate
-from torchllm.start import load_run
+from torchllm.tools.front.start import load_run
 
 if __name__ == "__main__":
     CONFIG = load_run(sys.argv[1:], one_device=True)
@@ -20,11 +20,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from torchllm.checkpoint.initial import load_weights_of_run
 from torchllm.checkpoint.manifest import Manifest
-from torchllm.data.chat.examples import Conversation
-from torchllm.data.chat.plan import chat_format_today, chat_plan_of_run
-from torchllm.data.chat.template import Message
 from torchllm.data.tokenizer import Tokenizer, begin_of_text, load_tokenizer
 from torchllm.models.attention import Attention, CachedAttention
 from torchllm.models.decoder import Decoder, build_model, hold_in
@@ -33,6 +29,10 @@ from torchllm.parallel.initialize import materialize
 from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.process import choose_device, compute_dtype
 from torchllm.runtime.terminal import drop_unwritten_output
+from torchllm.tools.hub.initial import load_weights_of_run
+from torchllm.tools.prepare.chat.examples import Conversation
+from torchllm.tools.prepare.chat.plan import chat_format_today, chat_plan_of_run
+from torchllm.tools.prepare.chat.template import Message
 
 
 def main(config: Config) -> str:

@@ -42,10 +42,12 @@ from torchllm.config.checks import conflicts, resolve_degrees
 from torchllm.config.errors import UserError
 from torchllm.config.read import Fault, read_table
 from torchllm.config.toml import dotted, read_files, toml_value
-from torchllm.planner.experts import IMBALANCE
-from torchllm.planner.search.advice import Advice, advice_lines, advise, pick
-from torchllm.planner.search.compare import compare
-from torchllm.planner.search.explain import (
+from torchllm.resources import find_config, name_base, resource
+from torchllm.tools.planner.cluster import Hardware, read_cluster, unknown_cluster
+from torchllm.tools.planner.experts import IMBALANCE
+from torchllm.tools.planner.search.advice import Advice, advice_lines, advise, pick
+from torchllm.tools.planner.search.compare import compare
+from torchllm.tools.planner.search.explain import (
     GIB,
     divides_nowhere,
     fits_nowhere,
@@ -56,13 +58,11 @@ from torchllm.planner.search.explain import (
     scaling,
     why,
 )
-from torchllm.planner.search.first_runs import first_runs
-from torchllm.planner.search.layouts import Job, layout_of
-from torchllm.planner.search.price import NO_PURCHASE, Purchase, failures_line
-from torchllm.planner.search.search import Found, Objective, Ranked, search
-from torchllm.planner.search.validity import UNMEASURED_LIMIT, is_measured, judge
-from torchllm.resources import find_config, name_base, resource
-from torchllm.spec.cluster import Hardware, read_cluster, unknown_cluster
+from torchllm.tools.planner.search.first_runs import first_runs
+from torchllm.tools.planner.search.layouts import Job, layout_of
+from torchllm.tools.planner.search.price import NO_PURCHASE, Purchase, failures_line
+from torchllm.tools.planner.search.search import Found, Objective, Ranked, search
+from torchllm.tools.planner.search.validity import UNMEASURED_LIMIT, is_measured, judge
 
 MODELS = resource("train_configs/models")
 DEFAULT_DATA = [
@@ -276,7 +276,7 @@ def run_rank(options: argparse.Namespace) -> None:
         refuse_risk(results[0], options.accept_risk)
         write_run(Path(options.write), model, options.cluster, results[0], purchase.tokens)
     if options.plot:
-        from torchllm.planner.search.plot import plot
+        from torchllm.tools.planner.search.plot import plot
 
         plot(
             results[0].job, results[0].outcome, options.plot, "\n".join(heading(model, options.cluster, results[0].job))
@@ -541,44 +541,44 @@ def run_explain(options: argparse.Namespace) -> None:
 
 def run_predict(options: argparse.Namespace) -> None:
     """Predict one layout per row."""
-    from torchllm.planner.evidence.score import predict_file
+    from torchllm.tools.planner.evidence.score import predict_file
 
     print(predict_file(options.source, options.output))
 
 
 def run_score(options: argparse.Namespace) -> None:
     """Print the errors of predictions against measurements."""
-    from torchllm.planner.evidence.pack import own_measurements
+    from torchllm.tools.planner.evidence.pack import own_measurements
 
     sources = options.sources or own_measurements()
     if options.leave_out:
-        from torchllm.planner.evidence.cross_validation import cross_validate
+        from torchllm.tools.planner.evidence.cross_validation import cross_validate
 
         print(cross_validate(sources, options.leave_out, options.json))
         return
     if options.intervals:
-        from torchllm.planner.evidence.coverage import score_intervals
+        from torchllm.tools.planner.evidence.coverage import score_intervals
 
         print(score_intervals(sources, options.json))
         return
     if options.picks:
-        from torchllm.planner.evidence.picks import score_picks
+        from torchllm.tools.planner.evidence.picks import score_picks
 
         print(score_picks(sources, options.json))
         return
     if options.first_runs:
-        from torchllm.planner.evidence.trial_runs import score_first_runs
+        from torchllm.tools.planner.evidence.trial_runs import score_first_runs
 
         print(score_first_runs(sources, options.json))
         return
-    from torchllm.planner.evidence.score import score_files
+    from torchllm.tools.planner.evidence.score import score_files
 
     print(score_files(sources, options.json, options.cluster))
 
 
 def run_calibrate(options: argparse.Namespace) -> None:
     """Fit constants and write them to a cluster file."""
-    from torchllm.planner.evidence.calibrate import calibrate_file
+    from torchllm.tools.planner.evidence.calibrate import calibrate_file
 
     print(calibrate_file(options.source, options.output, options.cluster))
 
@@ -586,18 +586,18 @@ def run_calibrate(options: argparse.Namespace) -> None:
 def run_evidence(options: argparse.Namespace) -> None:
     """Convert or pack measurements."""
     if options.pack:
-        from torchllm.planner.evidence.pack import pack_rows
+        from torchllm.tools.planner.evidence.pack import pack_rows
 
         print(pack_rows(options.pack, options.output))
         return
-    from torchllm.planner.evidence.hagemann import convert_hagemann
+    from torchllm.tools.planner.evidence.hagemann import convert_hagemann
 
     print(convert_hagemann(options.hagemann, options.output))
 
 
 def run_residuals(options: argparse.Namespace) -> None:
     """Write the table of residuals."""
-    from torchllm.planner.evidence.residuals import write_residuals
+    from torchllm.tools.planner.evidence.residuals import write_residuals
 
     print(write_residuals(options.folders, options.output))
 

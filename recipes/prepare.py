@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass, field
 
 from torchllm.config import Config, Natural, NonNegative
-from torchllm.start import load_sizes
+from torchllm.tools.front.start import load_sizes
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchllm.config import Source
-from torchllm.data.bad_records import check_not_empty
-from torchllm.data.build import write_corpus
-from torchllm.data.cache import is_raw, plan_corpus
-from torchllm.data.chat.write import describe_counts, untrained
 from torchllm.data.corpus import Corpus
 from torchllm.data.corpus_header import HEADER, CorpusHeader
 from torchllm.data.error import DataError
-from torchllm.data.plan import CorpusPlan, TokenizerSpec
-from torchllm.data.tokenize_shard import describe_unknown
 from torchllm.data.tokenizer import describe_documents, load_tokenizer
 from torchllm.runtime.cores import usable_cores
 from torchllm.runtime.signs_of_life import signs_of_life
 from torchllm.runtime.terminal import LogHandler
+from torchllm.tools.prepare.bad_records import check_not_empty
+from torchllm.tools.prepare.build import write_corpus
+from torchllm.tools.prepare.cache import is_raw, plan_corpus
+from torchllm.tools.prepare.chat.write import describe_counts, untrained
+from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
+from torchllm.tools.prepare.tokenize_shard import describe_unknown
 
 
 class Prepared(NamedTuple):

@@ -1,7 +1,7 @@
 """Every layout of a tiny model that the library accepts, and how one of them is compared with one process.
 
 Two groups of settings: those of LAYOUT are all combined with each other, which is `lattice()`; of OPTIONS every layout
-that is drawn (`torchllm/proof/sample.py`) gets some. The tests compare those of lattice_sample.json.
+that is drawn (`torchllm/tools/proof/sample.py`) gets some. The tests compare those of lattice_sample.json.
 
     python -m tests.lattice FILE.toml                         # a layout that failed, from the TOML of its message
     python -m tests.lattice draw --count=50 --seed=1          # others, in float32 and in bfloat16
@@ -30,8 +30,8 @@ from torchllm.config import Config
 from torchllm.config.read import Fault, read_table
 from torchllm.config.toml import read_files
 from torchllm.config.write import dump_toml
-from torchllm.proof import sample
-from torchllm.proof.layouts import (
+from torchllm.tools.proof import sample
+from torchllm.tools.proof.layouts import (
     AXES,
     EXPERTS,
     MICRO_BATCH,
@@ -47,7 +47,7 @@ from torchllm.proof.layouts import (
     describe_layout,
     ranks_of,
 )
-from torchllm.proof.layouts import OPTIONS as LAYOUT_OPTIONS
+from torchllm.tools.proof.layouts import OPTIONS as LAYOUT_OPTIONS
 
 Layout = Settings
 MOST_RANKS = 8

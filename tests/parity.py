@@ -18,6 +18,7 @@ from tests.workers import run
 from torchllm import config as c
 from torchllm.config import Config
 from torchllm.data.batch import Batch
+from torchllm.facts.parameters import canonical_name, rule_of
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.models.experts import Router, Routing
 from torchllm.models.lora import apply_lora
@@ -29,14 +30,13 @@ from torchllm.parallel.initialize import fill, initialize
 from torchllm.parallel.mesh import Mesh, build_mesh
 from torchllm.parallel.parallelize import parallelize
 from torchllm.parallel.pipeline import build_forward_backward
-from torchllm.proof.compare import FLOAT32, ErrorBounds, bfloat16_bounds, compare_trainings
-from torchllm.proof.forced_routing import LEAST_GAP, ChoiceRecord, Choices, RouterUse
-from torchllm.proof.gather import gather_whole
-from torchllm.proof.layouts import Settings, with_settings
-from torchllm.proof.record import NO_CHOICES, Recording, Trained, record_training
-from torchllm.proof.shrink import one_process
 from torchllm.runtime.process import Runtime, compute_dtype
-from torchllm.spec.parameters import canonical_name, rule_of
+from torchllm.tools.proof.compare import FLOAT32, ErrorBounds, bfloat16_bounds, compare_trainings
+from torchllm.tools.proof.forced_routing import LEAST_GAP, ChoiceRecord, Choices, RouterUse
+from torchllm.tools.proof.gather import gather_whole
+from torchllm.tools.proof.layouts import Settings, with_settings
+from torchllm.tools.proof.record import NO_CHOICES, Recording, Trained, record_training
+from torchllm.tools.proof.shrink import one_process
 from torchllm.train.evaluate import evaluate
 from torchllm.train.step import TrainStep
 

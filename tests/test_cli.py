@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_run import ROOT
-from torchllm import __version__, bug_report, cli
+from torchllm import __version__, cli
 from torchllm.config import Model
 from torchllm.config.toml import read_files
-from torchllm.hugging_face.files import read_hub_config
+from torchllm.tools import bug_report
+from torchllm.tools.hub.files import read_hub_config
 
 
 class Started(Exception):

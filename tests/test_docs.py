@@ -22,10 +22,10 @@ from tests.tiny_run import SMALL, free_port, metrics, process_as_it_was
 from torchllm.checkpoint.weights import load_weights
 from torchllm.config import Config, load_config
 from torchllm.models.decoder import build_model
-from torchllm.proof.axes import TECHNIQUES
-from torchllm.proof.prove import ProofOptions, Prover
-from torchllm.proof.recipe import import_recipe
-from torchllm.start import load_configs, load_run
+from torchllm.tools.front.start import load_configs, load_run
+from torchllm.tools.proof.axes import TECHNIQUES
+from torchllm.tools.proof.prove import ProofOptions, Prover
+from torchllm.tools.proof.recipe import import_recipe
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))

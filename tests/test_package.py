@@ -131,7 +131,7 @@ def test_the_wheel_holds_the_package_and_what_it_needs(distributions: Distributi
         expected |= {f"torchllm/{file}" for file in files_in_git(name)}
     assert held == expected
     assert "torchllm/py.typed" in held
-    for file in files_in_git("torchllm/planner/evidence/data/licenses"):  # of measurements that others published
+    for file in files_in_git("torchllm/tools/planner/evidence/data/licenses"):  # of measurements that others published
         assert any(name.endswith(f".dist-info/licenses/{file}") for name in names), file
 
 

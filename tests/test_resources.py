@@ -6,9 +6,9 @@ import pytest
 
 from tests.tiny_run import ROOT
 from torchllm.config import load_config
-from torchllm.planner.evidence.calibrate import calibrate_file
 from torchllm.resources import find_base, find_config, name_base, resource
-from torchllm.spec.cluster import read_cluster
+from torchllm.tools.planner.cluster import read_cluster
+from torchllm.tools.planner.evidence.calibrate import calibrate_file
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,8 @@
-"""The pool of ranks of the tests: see `torchllm/proof/pool.py`. `run(function, world_size, *arguments)`."""
+"""The pool of ranks of the tests: see `torchllm/tools/proof/pool.py`. `run(function, world_size, *arguments)`."""
 
 import atexit
 
-from torchllm.proof.pool import Pool, WorkerFailed
+from torchllm.tools.proof.pool import Pool, WorkerFailed
 
 __all__ = ["POOL", "WorkerFailed", "run"]
 

@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif command == "model":
         print(model_toml(rest), end="")
     elif command == "env":
-        from torchllm.bug_report import report
+        from torchllm.tools.bug_report import report
 
         print(report())
     elif command in recipes():
@@ -118,8 +118,8 @@ def copy(arguments: Sequence[str]) -> None:
 
 def model_toml(arguments: Sequence[str]) -> str:
     """Return the [model] of a published model as TOML, without the keys that have their defaults."""
-    from torchllm.hugging_face.files import read_hub_config
-    from torchllm.hugging_face.hub import find_hub_model
+    from torchllm.tools.hub.files import read_hub_config
+    from torchllm.tools.hub.hub import find_hub_model
 
     if len(arguments) != 1 or arguments[0].startswith("-"):
         exit_refused("usage: torchllm model FOLDER_OR_HUB_ID")

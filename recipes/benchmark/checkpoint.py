@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from torchllm.adapt.trial import build_trial, synthetic_batches
 from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.parallel.mesh import build_mesh
 from torchllm.runtime.process import Runtime
+from torchllm.tools.adapt.trial import build_trial, synthetic_batches
 
 from .tools import Tables, Work, ratio_row, scratch, seconds_of
 

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchllm.adapt.trial import synthetic_batches
 from torchllm.config import Model, Training
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.parallel.context import apply_context_parallel
@@ -28,6 +27,7 @@ from torchllm.parallel.initialize import initialize
 from torchllm.parallel.mesh import build_mesh
 from torchllm.parallel.recompute import apply_recompute
 from torchllm.runtime.process import Runtime, compute_dtype
+from torchllm.tools.adapt.trial import synthetic_batches
 
 from .tools import TableRow, Tables
 

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchllm.adapt.trial import build_trial
 from torchllm.data.loader import DataRanks, build_loader
 from torchllm.parallel.context import sequence_pieces
 from torchllm.parallel.mesh import build_mesh
 from torchllm.runtime.process import Runtime
+from torchllm.tools.adapt.trial import build_trial
 
 from .tools import TableRow, Tables, seconds_of
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from sweep.job import Overrides, measure_layout, resolve_layout, run_command, run_job
 
+from torchllm.facts.flops import parameter_count
 from torchllm.resources import resource
-from torchllm.spec.flops import parameter_count
 
 Figures = dict[str, Any]
 """what a stage has found, as JSON has it: a number, a text, a list of numbers, or a list of rows, by its title"""
@@ -98,7 +98,7 @@ class Jobs:
         log = self.folder / f"benchmark {name}.log"
         command = [sys.executable]
         if ranks > 1:
-            command += ["-P", "-m", "torchllm.runtime.launch", f"--nproc-per-node={ranks}"]
+            command += ["-P", "-m", "torchllm.tools.launch.launch", f"--nproc-per-node={ranks}"]
         command += [str(Path(__file__).parent), name, *arguments]
         command += ["--benchmark.json=true", f"--run.folder={self.folder / 'benchmark'}"]
         self._check(f"benchmark {name}", run_command(command, {}, self.seconds_left(), log), log)

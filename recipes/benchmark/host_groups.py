@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from torchllm.runtime.descriptors import raise_descriptor_limit
+from torchllm.tools.launch.descriptors import raise_descriptor_limit
 
 GROUPS = ("default", "host")
 TIMEOUT = timedelta(seconds=120)

@@ -14,10 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from torchllm.checkpoint.keeping.retention import folders_to_delete
 from torchllm.checkpoint.plan import region_numbers
-from torchllm.checkpoint.retention import folders_to_delete
 from torchllm.config import Data, Model, Optimizer, Parallel, Source, Training
-from torchllm.data.build import shard_size_mib
 from torchllm.data.corpus import Corpus, Window
 from torchllm.data.corpus_header import (
     FORMAT,
@@ -30,12 +29,7 @@ from torchllm.data.corpus_header import (
 from torchllm.data.loader import DataRanks, build_loader
 from torchllm.data.order import DataOrder
 from torchllm.data.packing import pack_windows
-from torchllm.data.plan import CorpusPlan
-from torchllm.data.source_files import SourceFile
-from torchllm.data.sources import open_raw_source
-from torchllm.metrics.breakdown import PARTS
 from torchllm.metrics.sinks import cut_position
-from torchllm.metrics.slow_rank import Reports, find_slow_rank, rank_report
 from torchllm.models.attention import EagerAttention, ScaledDotProductAttention
 from torchllm.models.block_mask import document_block_mask
 from torchllm.optim.fused import ShardedAdamW
@@ -43,9 +37,15 @@ from torchllm.optim.grad_norm import clip, grad_norm
 from torchllm.optim.optimizer import apply_if_finite
 from torchllm.parallel.mesh import build_mesh
 from torchllm.runtime.exchange import gather_texts
-from torchllm.runtime.hang_report import RankDump, describe_hang, read_dump, write_slices
 from torchllm.runtime.heartbeat import Limit
 from torchllm.runtime.torch_compat import FlightRecord
+from torchllm.tools.launch.hang_report import RankDump, describe_hang, read_dump, write_slices
+from torchllm.tools.prepare.build import shard_size_mib
+from torchllm.tools.prepare.plan import CorpusPlan
+from torchllm.tools.prepare.source_files import SourceFile
+from torchllm.tools.prepare.sources import open_raw_source
+from torchllm.tools.watch.breakdown import PARTS
+from torchllm.tools.watch.slow_rank import Reports, find_slow_rank, rank_report
 
 from .checkpoint_index import count_bytes, count_pieces, index_of, shapes_of_run, synthetic_ranks
 from .counting import OperationCounter, host_bytes, lines_run, peak_bytes

@@ -20,11 +20,11 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from torchllm.config import Parallel, PipelineSchedule
 from torchllm.config.errors import UserError
-from torchllm.planner.simulate import Simulated, StageTimes, idle_in_theory, simulate
+from torchllm.facts.stages import stage_of_rank
 from torchllm.runtime.process import Runtime
 from torchllm.runtime.torch_compat import ConnectedStage
-from torchllm.spec.schedules import orders
-from torchllm.spec.stages import stage_of_rank
+from torchllm.tools.planner.schedules import orders
+from torchllm.tools.planner.simulate import Simulated, StageTimes, idle_in_theory, simulate
 
 from .tools import TableRow, Tables, take_turns
 

@@ -1,7 +1,7 @@
 """Measure speed: torchllm against plain PyTorch, tokenizers and the device's peak, both sides in one run.
 
     python recipes/benchmark NAME [CONFIG.toml] [--section.key=value ...]
-    python -P -m torchllm.runtime.launch --nproc-per-node=2 recipes/benchmark NAME ...      on several ranks
+    python -P -m torchllm.tools.launch.launch --nproc-per-node=2 recipes/benchmark NAME ...      on several ranks
 
 NAME is one of
 
@@ -38,7 +38,7 @@ from torchllm.config import Config, Count, Natural, Positive, Run
 from torchllm.config.arguments import parse_arguments
 from torchllm.config.help import print_help
 from torchllm.resources import resource
-from torchllm.start import load_configs
+from torchllm.tools.front.start import load_configs
 
 EXPERTS = "experts"
 """takes no config, for it has two, but the overrides, for the runs that it starts"""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).parents[1])  # Python put this folder there; pretrain.py is in the one above
 
-from torchllm.start import load_configs
+from torchllm.tools.front.start import load_configs
 
 if __name__ == "__main__":
     CONFIGS = load_configs(sys.argv[1:])

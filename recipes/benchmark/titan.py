@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchllm.adapt.trial import synthetic_batches
 from torchllm.config import Config, Features
 from torchllm.config.errors import UserError
 from torchllm.parallel.mesh import build_mesh
 from torchllm.runtime.process import Runtime, compute_dtype
+from torchllm.tools.adapt.trial import synthetic_batches
 
 from .step import compare_steps
 from .tools import Tables, Work

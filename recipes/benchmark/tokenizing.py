@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchllm.config import Data, Source
 from torchllm.config.errors import UserError
-from torchllm.data.build import write_corpus
-from torchllm.data.cache import is_raw, plan_corpus
-from torchllm.data.plan import TokenizerSpec
-from torchllm.data.source_files import source_files
-from torchllm.data.sources import open_raw_source
 from torchllm.data.tokenizer import HuggingFaceTokenizer, TiktokenTokenizer
-from torchllm.data.tokenizer_json import write_tokenizer
 from torchllm.runtime.process import Runtime
+from torchllm.tools.prepare.build import write_corpus
+from torchllm.tools.prepare.cache import is_raw, plan_corpus
+from torchllm.tools.prepare.plan import TokenizerSpec
+from torchllm.tools.prepare.source_files import source_files
+from torchllm.tools.prepare.sources import open_raw_source
+from torchllm.tools.prepare.tokenizer_json import write_tokenizer
 
 from .tools import TableRow, Tables, Work, ratio_row, scratch, take_turns
 

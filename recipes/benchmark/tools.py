@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from torchllm.config import Config
 from torchllm.data.batch import Batch
+from torchllm.facts.flops import flops_per_token, parameter_count, recomputed_flops_per_token, recomputes_logits
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.models.head import IGNORED
 from torchllm.parallel.compile import apply_compile
@@ -26,7 +27,6 @@ from torchllm.parallel.initialize import initialize
 from torchllm.parallel.mesh import Mesh
 from torchllm.parallel.recompute import apply_recompute
 from torchllm.runtime.process import Runtime, compute_dtype
-from torchllm.spec.flops import flops_per_token, parameter_count, recomputed_flops_per_token, recomputes_logits
 
 Measured = TypeVar("Measured")
 """what one side of a comparison returns"""

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchllm.adapt.trial import build_trial, synthetic_batches
 from torchllm.config.errors import UserError
-from torchllm.metrics.step_profiler import StepProfiler
 from torchllm.parallel.mesh import build_mesh
 from torchllm.runtime.process import Runtime
+from torchllm.tools.adapt.trial import build_trial, synthetic_batches
+from torchllm.tools.watch.step_profiler import StepProfiler
 
 from .tools import Tables, seconds_of, take_turns
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchllm.planner.evidence.calibrate import calibrate
-from torchllm.planner.evidence.fit import with_constants
-from torchllm.planner.evidence.measurements import read_row
-from torchllm.planner.evidence.score import score_rows
+from torchllm.tools.planner.evidence.calibrate import calibrate
+from torchllm.tools.planner.evidence.fit import with_constants
+from torchllm.tools.planner.evidence.measurements import read_row
+from torchllm.tools.planner.evidence.score import score_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,12 +17,12 @@ from typing import NamedTuple
 from torchllm.config import Config
 from torchllm.config.errors import UserError
 from torchllm.config.inert import contradictions, idle_keys
-from torchllm.planner.evidence.cells import COLUMNS as MEASURED_COLUMNS
-from torchllm.planner.evidence.rows import measurement_of
-from torchllm.planner.search.auto import cluster_with_gpu, planned
 from torchllm.resources import resource
-from torchllm.runtime.compiler import first_gpu
-from torchllm.start import load_configs
+from torchllm.tools.front.start import load_configs
+from torchllm.tools.launch.compiler import first_gpu
+from torchllm.tools.planner.evidence.cells import COLUMNS as MEASURED_COLUMNS
+from torchllm.tools.planner.evidence.rows import measurement_of
+from torchllm.tools.planner.search.auto import cluster_with_gpu, planned
 
 Overrides = tuple[str, ...]
 """what makes a layout of the sweep's run: overrides of the command line, such as --parallel.tp=2"""

@@ -28,9 +28,9 @@ from torchllm.config import Count, Positive
 from torchllm.config.errors import UserError
 from torchllm.config.read import Fault, read_table
 from torchllm.config.toml import dotted, read_files
-from torchllm.planner.search.auto import planned, why_unplanned
-from torchllm.planner.search.explain import GIB
 from torchllm.resources import find_config
+from torchllm.tools.planner.search.auto import planned, why_unplanned
+from torchllm.tools.planner.search.explain import GIB
 
 from .job import COLUMNS, Overrides, measure_layout, resolve_layout
 

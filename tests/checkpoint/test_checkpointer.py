@@ -22,18 +22,18 @@ from tests.patience import patience
 from torchllm import __version__, config
 from torchllm.checkpoint import checkpointer as checkpointers
 from torchllm.checkpoint import manifest as manifests
-from torchllm.checkpoint import retention
 from torchllm.checkpoint import tensors as checkpoint_tensors
 from torchllm.checkpoint.checkpointer import Checkpointer, verify_in_parallel
 from torchllm.checkpoint.data_file import read_piece_table
+from torchllm.checkpoint.keeping import retention
+from torchllm.checkpoint.keeping.marks import mark_proven, mark_suspect, read_suspects
 from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint
-from torchllm.checkpoint.marks import mark_proven, mark_suspect, read_suspects
 from torchllm.checkpoint.state import nonfinite_keys, parts_of
 from torchllm.checkpoint.weights import load_newest_weights, load_weights
 from torchllm.config.environment import ATTEMPT
 from torchllm.models.decoder import build_model
 from torchllm.optim.optimizer import build_optimizer
-from torchllm.runtime.lease import LeaseLost
+from torchllm.tools.launch.lease import LeaseLost
 from torchllm.train.step import Health
 
 

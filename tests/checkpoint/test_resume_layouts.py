@@ -17,13 +17,13 @@ from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.config import Checkpoint, Data, Source
 from torchllm.data.batch import Batch
 from torchllm.data.loader import DataRanks, build_loader
+from torchllm.facts.parameters import canonical_name
 from torchllm.models.decoder import Decoder
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.context import sequence_pieces
 from torchllm.parallel.mesh import Mesh
 from torchllm.parallel.pipeline import build_forward_backward
-from torchllm.spec.parameters import canonical_name
 from torchllm.train.step import TrainStep
 
 T = TypeVar("T")

@@ -24,9 +24,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests import parity, workers
 from torchllm import config
 from torchllm.checkpoint import manifest as manifests
-from torchllm.checkpoint import retention
 from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.checkpoint.data_file import DataFileWriter
+from torchllm.checkpoint.keeping import retention
 from torchllm.checkpoint.manifest import CheckpointError
 from torchllm.checkpoint.state import model_tensors, optimizer_tensors
 from torchllm.checkpoint.verify import verify_checkpoint

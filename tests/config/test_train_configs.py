@@ -14,15 +14,15 @@ import pytest
 
 from tests.runtime.test_run_train import clean
 from torchllm.config import Config, load_config, write_config
-from torchllm.dry_run.run import examine
-from torchllm.planner.predict import predict
-from torchllm.planner.search.layouts import Job, layout_of
-from torchllm.spec.cluster import read_cluster
-from torchllm.spec.flops import parameter_count
+from torchllm.facts.flops import parameter_count
+from torchllm.tools.dry_run.run import examine
+from torchllm.tools.planner.cluster import read_cluster
+from torchllm.tools.planner.predict import predict
+from torchllm.tools.planner.search.layouts import Job, layout_of
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "train_configs"
-# Clusters and sweeps are no runs: tests/spec/test_cluster.py and tests/recipes/test_sweep.py read them.
+# Clusters and sweeps are no runs: tests/tools/planner/test_cluster.py and tests/recipes/test_sweep.py read them.
 FILES = sorted({*FOLDER.rglob("*.toml")} - {*FOLDER.glob("clusters/*")} - {*FOLDER.glob("sweeps/*")})
 MODELS = sorted(FOLDER.glob("models/*.toml"))
 MODELS_BY_DEFAULT = ("llama_1b.toml", "moe_debug.toml")

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from tests.data.many_shards import TOKENS_PER_SHARD, counting, opening_cost, write_many_shards
-from tests.data.test_build import BYTES, plan_for, write_documents
+from tests.tools.prepare.test_build import BYTES, plan_for, write_documents
 from torchllm.config import Source
 from torchllm.data import checked_file
 from torchllm.data import corpus as corpus_module
-from torchllm.data.build import write_corpus
 from torchllm.data.checked_file import BLOCK, DamagedFile, unchecked
 from torchllm.data.corpus import Corpus, Synthetic, close_shards
 from torchllm.data.error import DataError
@@ -27,6 +26,7 @@ from torchllm.data.shard import (
     shard_files,
     shard_path,
 )
+from torchllm.tools.prepare.build import write_corpus
 
 FORMAT_1 = Path(__file__).parents[1] / "fixtures" / "version_0_1" / "corpus"
 

@@ -26,14 +26,12 @@ import torchllm.data.loader
 import torchllm.data.verification
 from tests import workers
 from tests.data.many_shards import Calls, counting, descriptors, write_many_shards
-from tests.data.test_build import BYTES, plan_for, write_corpus_of, write_documents
 from tests.data.test_corpus import FORMAT_1, flip_bit, write_two_shards
 from tests.launched import ends
 from tests.patience import patience
+from tests.tools.prepare.test_build import BYTES, plan_for, write_corpus_of, write_documents
 from torchllm.config import Data, Finetune, MixtureStage, Model, Source, Training
 from torchllm.data.batch import Batch
-from torchllm.data.build import write_corpus
-from torchllm.data.cache import cached_corpora, plan_corpus
 from torchllm.data.checked_file import BLOCK
 from torchllm.data.corpus import Corpus, SequenceSource, Synthetic, Window
 from torchllm.data.corpus_header import corpus_fingerprint
@@ -41,9 +39,11 @@ from torchllm.data.error import DataError
 from torchllm.data.loader import DataRanks, TrainLoader, build_loader
 from torchllm.data.order import DataOrder, StageShares
 from torchllm.data.packing import WHOLE_SEQUENCE, SequencePieces
-from torchllm.data.plan import TokenizerSpec
 from torchllm.data.shard import Split
 from torchllm.data.tokenizer import load_tokenizer
+from torchllm.tools.prepare.build import write_corpus
+from torchllm.tools.prepare.cache import cached_corpora, plan_corpus
+from torchllm.tools.prepare.plan import TokenizerSpec
 
 CPU = torch.device("cpu")
 LENGTH = 3
@@ -609,7 +609,7 @@ def test_rounded_shares_are_described() -> None:
 
 def test_the_standard_library_in_bytes_is_tokenized_once(tmp_path: Path) -> None:
     first = real(tmp_path, Source(), length=256)
-    with mock.patch("torchllm.data.cache.write_corpus", side_effect=AssertionError):
+    with mock.patch("torchllm.tools.prepare.cache.write_corpus", side_effect=AssertionError):
         second = real(tmp_path, Source(), length=256)
     assert first.state() == second.state()
     assert first._order._sizes[0] * 256 > 5e6

@@ -19,7 +19,7 @@ from tests.launched import PATIENCE, SCRIPT, clean
 from tests.patience import patience
 from tests.recipes.warm import pretrain
 from tests.tiny_run import DEBUG, ROOT, SMALL, STEPS, curve, tensor_files
-from torchllm.metrics.goodput import read_launches
+from torchllm.tools.watch.goodput import read_launches
 
 ONE_RANK = "--parallel.dp_shard=1"
 QUIET = [ONE_RANK, "--data.workers=0", "--metrics.tensorboard=false"]

@@ -13,7 +13,7 @@ QUICK = ["--metrics.tensorboard=false", "--generate.after_training=false", "--da
 
 
 def test_what_a_run_lacks_ends_it_before_a_process_is_started(tmp_path: Path) -> None:
-    """Each lack has a case in tests/test_preflight.py."""
+    """Each lack has a case in tests/tools/front/test_preflight.py."""
     (tmp_path / "file").touch()
     arguments = ["--checkpoint.resume=/nowhere/step-00000004", f"--run.folder={tmp_path / 'file/run'}"]
     command = [SCRIPT, DEBUG, *arguments]

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from tests.data.test_build import BYTES, plan_for
 from tests.recipes.warm import pretrain
 from tests.tiny_run import STEPS, curve, tensor_files
+from tests.tools.prepare.test_build import BYTES, plan_for
 from torchllm.config import Source
-from torchllm.data.build import write_corpus
 from torchllm.data.shard import shard_path
 from torchllm.runtime.process import STOP, STOPPED
+from torchllm.tools.prepare.build import write_corpus
 
 ONE_RANK = "--parallel.dp_shard=1"
 Damage = Callable[[Path, Random], None]

@@ -27,7 +27,7 @@ QUICK = ["--metrics.tensorboard=false", "--generate.after_training=false"]
 RECIPE = """
 import ctypes, os, sys, time
 from pathlib import Path
-from torchllm.start import load_configs
+from torchllm.tools.front.start import load_configs
 
 if __name__ == "__main__":
     CONFIGS = load_configs(sys.argv[1:])

@@ -20,7 +20,7 @@ from tests.launched import Started, children, launcher_of, start_nodes
 from tests.listening import listening_addresses
 from tests.patience import patience
 from tests.tiny_run import DEBUG, SMALL, curve, free_port
-from torchllm.runtime.rendezvous import BACKEND, AttemptRendezvous
+from torchllm.tools.launch.rendezvous import BACKEND, AttemptRendezvous
 
 pytestmark = [
     pytest.mark.exhaustive,
@@ -63,7 +63,7 @@ def has_ranks(run: Started) -> bool:
 
 def is_launcher(pid: int) -> bool:
     with suppress(FileNotFoundError, ProcessLookupError):
-        return b"torchllm.runtime.launch" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"torchllm.tools.launch.launch" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
 
 

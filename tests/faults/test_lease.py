@@ -25,7 +25,7 @@ ENDLESS += ["--generate.after_training=false"]
 
 QUICK_LEASE = """
 import runpy, sys
-from torchllm.runtime import lease
+from torchllm.tools.launch import lease
 
 take_lease = lease.take_lease
 lease.take_lease = lambda folder: take_lease(folder, lease.Timing(beat=0.1, limit=3.0, look=0.1))

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.recipes.warm import pretrain
 from tests.tiny_run import curve, tensor_files
+from torchllm.checkpoint.keeping.marks import read_suspects
 from torchllm.checkpoint.manifest import step_folders, step_of
-from torchllm.checkpoint.marks import read_suspects
 
 LAYOUTS = {
     "fsdp": [],
@@ -117,7 +117,7 @@ def log_to_file(recipe: Any, rank: int, *, file: Path) -> None:
 
 def refuse_deletion(recipe: Any, rank: int, *, folder: Path, file: Path) -> None:
     """Let no rank delete a folder, as if a file in it were another user's."""
-    from torchllm.checkpoint import retention
+    from torchllm.checkpoint.keeping import retention
 
     log_to_file(recipe, rank, file=file)
     supervise = recipe.supervise

@@ -17,8 +17,8 @@ from tests import workers
 from tests.launched import PATIENCE, Started, children, clean, ends, start_nodes
 from tests.recipes.warm import pretrain
 from tests.tiny_run import DEBUG, ROOT, SMALL, STEPS, curve, tensor_files
-from torchllm.metrics.goodput import account, read_launches
-from torchllm.runtime.restarts import newest_step
+from torchllm.tools.launch.restarts import newest_step
+from torchllm.tools.watch.goodput import account, read_launches
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc to find ranks in")
 
@@ -188,7 +188,7 @@ def test_a_rank_that_ends_with_status_0_in_mid_run_is_named(start: Callable[...,
 SHORT = """
 import os, sys, time
 from torchllm.config.errors import RefusedStart, UserError
-from torchllm.runtime import rank_notes
+from torchllm.tools.launch import rank_notes
 from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.parent import end_with_parent
 end_with_parent()
@@ -215,7 +215,7 @@ def outcome_of(folder: Path, fault: str, restarts: int) -> Outcome:
     """Run a short job in which something happens to rank 1."""
     recipe = folder / "short.py"
     recipe.write_text(SHORT.replace("FAULT", fault))
-    command = [sys.executable, "-m", "torchllm.runtime.launch", f"--restarts={restarts}", f"--run-folder={folder}"]
+    command = [sys.executable, "-m", "torchllm.tools.launch.launch", f"--restarts={restarts}", f"--run-folder={folder}"]
     environment = clean({"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
     done = subprocess.run(
         [*command, "--nproc-per-node=2", str(recipe)],

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-import torchllm.metrics.goodput as goodput_module
 import torchllm.metrics.meter as meter_module
+import torchllm.tools.watch.goodput as goodput_module
 from torchllm.config import Metrics, Model, Recompute, Training
+from torchllm.facts.flops import flops_per_token, recomputed_flops_per_token
 from torchllm.metrics.expert_load import ExpertLoads, LoadAlarm
-from torchllm.metrics.goodput import LAUNCHED, Goodput
 from torchllm.metrics.meter import Meter, measured_peak_flops, memory_gib, peak_flops
 from torchllm.metrics.sinks import Record, TensorBoard
-from torchllm.metrics.slow_rank import SlowRank
-from torchllm.metrics.step_profiler import ProfiledStep
 from torchllm.optim.expert_balance import StepRouting
-from torchllm.runtime.lease import LeaseLost
-from torchllm.spec.flops import flops_per_token, recomputed_flops_per_token
+from torchllm.tools.launch.lease import LeaseLost
+from torchllm.tools.watch.goodput import LAUNCHED, Goodput
+from torchllm.tools.watch.slow_rank import SlowRank
+from torchllm.tools.watch.step_profiler import ProfiledStep
 from torchllm.train.step import StepResult
 
 MODEL = Model(layers=2, hidden=32, heads=4, ffn=64, vocab=50)

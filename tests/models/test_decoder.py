@@ -1,4 +1,4 @@
-"""What every family must hold: what a token may see, and how a model comes apart. tests/hugging_face has its logits."""
+"""What every family must hold: what a token may see, and how a model comes apart. tests/tools/hub has its logits."""
 
 from dataclasses import replace
 from typing import Literal

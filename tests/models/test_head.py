@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchllm.config import Model, Parallel, Training
+from torchllm.facts.flops import recomputes_logits
 from torchllm.models.head import IGNORED, Head, cross_entropy_sum, take_squares
-from torchllm.spec.flops import recomputes_logits
 
 pytestmark = pytest.mark.quick
 MODEL = Model(hidden=16, heads=2, vocab=37)

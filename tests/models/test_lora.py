@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from tests.parity import fill_updates, tiny
 from torchllm.config import Config, Lora
 from torchllm.config.errors import UserError
+from torchllm.facts.flops import target_shapes, update_parameter_count
+from torchllm.facts.parameters import canonical_name, is_low_rank_factor
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.models.lora import LoRALinear, apply_lora, check_trained, has_low_rank_updates, merge_update
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.parallel.initialize import initialize
-from torchllm.spec.flops import target_shapes, update_parameter_count
-from torchllm.spec.parameters import canonical_name, is_low_rank_factor
 
 CONFIG = tiny({"lora.rank": 3, "lora.alpha": 12.0})
 CPU = torch.device("cpu")

@@ -16,13 +16,13 @@ from torchllm import config as c
 from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.checkpoint.weights import AVERAGED_WEIGHTS, load_weights
 from torchllm.config import Config
+from torchllm.facts.parameters import canonical_name
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.optim.average import EMA, WeightAverage
 from torchllm.optim.optimizer import apply_if_finite, build_optimizer
 from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.initialize import initialize
 from torchllm.parallel.pipeline import build_forward_backward
-from torchllm.spec.parameters import canonical_name
 from torchllm.train.step import TrainStep
 
 CPU = torch.device("cpu")

@@ -21,15 +21,15 @@ from tests.parity import Settings, tiny
 from tests.workers import run
 from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.config import Checkpoint, Compile, Config, Float8, Model, Optimizer, Parallel, Recompute
-from torchllm.dry_run.trace import fake_ranks
+from torchllm.facts.parameters import canonical_name, rule_of
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.optim.muon import Muon, OwnedMatrices, deal, orthogonalize, rate_factor
 from torchllm.optim.optimizer import apply_if_finite, build_optimizer
 from torchllm.parallel.initialize import initialize
 from torchllm.parallel.mesh import build_mesh
 from torchllm.parallel.parallelize import parallelize
-from torchllm.proof.layouts import with_settings
-from torchllm.spec.parameters import canonical_name, rule_of
+from torchllm.tools.dry_run.trace import fake_ranks
+from torchllm.tools.proof.layouts import with_settings
 
 CPU = torch.device("cpu")
 # over 4 ranks, or 2 x 2, the rows of most matrices are not shared evenly

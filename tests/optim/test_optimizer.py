@@ -10,13 +10,13 @@ from torch.distributed.tensor import DTensor
 
 from tests.workers import run
 from torchllm.config import Compile, Float8, Model, Optimizer, Parallel, Recompute
+from torchllm.facts.parameters import canonical_name
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.optim.optimizer import apply_if_finite, build_optimizer
 from torchllm.parallel.initialize import initialize
 from torchllm.parallel.mesh import build_mesh
 from torchllm.parallel.parallelize import parallelize
 from torchllm.runtime.torch_compat import local_region
-from torchllm.spec.parameters import canonical_name
 
 CPU = torch.device("cpu")
 # k and v have 2 rows: over 4 ranks some hold nothing of them

@@ -29,9 +29,9 @@ from torchllm.models.experts import ExpertRows, Router, Routing, SharedExperts
 from torchllm.parallel import expert
 from torchllm.parallel.expert import ExchangeDispatch, even_splits, routed_experts
 from torchllm.parallel.pipeline import build_forward_backward
-from torchllm.proof.compare import GRADIENT_ERROR
-from torchllm.proof.layouts import describe_layout
-from torchllm.proof.record import Trained
+from torchllm.tools.proof.compare import GRADIENT_ERROR
+from torchllm.tools.proof.layouts import describe_layout
+from torchllm.tools.proof.record import Trained
 
 exhaustive = pytest.mark.exhaustive
 EXPERTS: Settings = {

@@ -12,13 +12,13 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 from tests.checkpoint.test_resume_layouts import hop_over, train
 from tests.parity import Settings, build, check, check_bfloat16, my_batches, reference, tiny
 from tests.workers import run
+from torchllm.facts.parameters import canonical_name
 from torchllm.models.decoder import build_model
 from torchllm.models.experts import Router, Routing
 from torchllm.parallel.initialize import initialize
 from torchllm.parallel.pipeline import build_forward_backward
-from torchllm.proof.forced_routing import routers_of
-from torchllm.proof.layouts import describe_layout
-from torchllm.spec.parameters import canonical_name
+from torchllm.tools.proof.forced_routing import routers_of
+from torchllm.tools.proof.layouts import describe_layout
 
 exhaustive = pytest.mark.exhaustive
 EXPERTS: Settings = {

@@ -16,11 +16,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import torchllm.parallel.initialize
 from tests.workers import run
 from torchllm.config import Compile, Float8, Model, Parallel, Recompute
+from torchllm.facts.parameters import canonical_name, rule_of
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.parallel.initialize import _hash, fill, initialize, key_of, normal
 from torchllm.parallel.mesh import build_mesh
 from torchllm.parallel.parallelize import parallelize
-from torchllm.spec.parameters import canonical_name, rule_of
 
 CPU = torch.device("cpu")
 # Odd sizes: no dimension divides evenly by the degrees where it need not.
@@ -46,7 +46,7 @@ LAYOUTS: dict[int, dict[str, Layout]] = {
         "hsdp2x2": Layout(ODD, Parallel(dp_replicate=2, dp_shard=2)),
     },
 }
-# names decide: tests/spec/test_parameters.py wraps blocks in all ways
+# names decide: tests/facts/test_parameters.py wraps blocks in all ways
 WRAPPED = [(Recompute("full"), Compile(block=True)), (Recompute("ffn"), Compile(norm=True, loss=True))]
 
 

@@ -45,9 +45,9 @@ from torchllm.config.checks import problems
 from torchllm.models.decoder import build_model
 from torchllm.models.head import IGNORED
 from torchllm.parallel.initialize import initialize
-from torchllm.proof.compare import gradient_errors, root_mean_square
-from torchllm.proof.layouts import AXES, MICRO_BATCH, LayoutSpace, describe_layout
 from torchllm.runtime.torch_compat import local_region
+from torchllm.tools.proof.compare import gradient_errors, root_mean_square
+from torchllm.tools.proof.layouts import AXES, MICRO_BATCH, LayoutSpace, describe_layout
 
 exhaustive = pytest.mark.exhaustive
 sample = functools.cache(read_sample)

@@ -18,11 +18,11 @@ from torchllm.checkpoint.tensors import open_checkpoint
 from torchllm.checkpoint.weights import load_weights
 from torchllm.config import Checkpoint, log_config_changes
 from torchllm.config.errors import UserError
+from torchllm.facts.parameters import is_low_rank_factor
 from torchllm.models.decoder import build_model
 from torchllm.models.lora import apply_lora
 from torchllm.optim.optimizer import build_optimizer
-from torchllm.proof.layouts import with_settings
-from torchllm.spec.parameters import is_low_rank_factor
+from torchllm.tools.proof.layouts import with_settings
 
 LORA: Settings = {"lora.rank": 3, "lora.alpha": 12.0}
 

@@ -30,9 +30,9 @@ import torchllm.parallel.weight_gradients
 import torchllm.train.step
 from tests.parity import Settings, Trained, compare, reference, tiny, train, world_size
 from tests.workers import run
+from torchllm.facts.parameters import canonical_name
 from torchllm.models.decoder import Block, Decoder
 from torchllm.parallel.attention_kernels import PartialAttention
-from torchllm.spec.parameters import canonical_name
 
 FSDP2: Settings = {"parallel.dp_shard": 2}
 HSDP: Settings = {"parallel.dp_replicate": 2, "parallel.dp_shard": 2}

@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 
 import torchllm.parallel.parallelize
 from tests.parity import CPU, Settings, tiny
+from torchllm.facts.parameters import canonical_name
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.parallel.mesh import build_mesh
 from torchllm.parallel.parallelize import parallelize
 from torchllm.runtime.torch_compat import forget_meshes
-from torchllm.spec.parameters import canonical_name
 
 TECHNIQUES = ("apply_float8", "apply_tensor_parallel", "apply_recompute", "apply_compile", "apply_fsdp")
 EVERYTHING: Settings = {

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from tests.parallel.trace import Collective, traced
 from tests.parity import CPU, Settings, build, check, my_batches, step_batch, tiny, whole_gradients
 from tests.workers import run
+from torchllm.facts.parameters import canonical_name
 from torchllm.models.decoder import build_model
 from torchllm.optim.grad_norm import grad_norm
 from torchllm.parallel.initialize import initialize
 from torchllm.parallel.pipeline import build_forward_backward
 from torchllm.runtime.heartbeat import heartbeat
-from torchllm.spec.parameters import canonical_name
 
 SMALL: Settings = {"model.layers": 2, "parallel.dp_shard": 2}  # 4 micro batches on each of 2 ranks
 SCALE = 0.25

@@ -16,12 +16,12 @@ from tests.parallel.trace import Collective, traced
 from tests.parity import CPU, Settings
 from tests.workers import run
 from torchllm.config import Model, Recompute
+from torchllm.facts.flops import recompute_interval
+from torchllm.facts.parameters import canonical_name
 from torchllm.models.decoder import Block, Decoder, build_model
 from torchllm.models.experts import Router
 from torchllm.parallel.initialize import initialize
 from torchllm.parallel.recompute import apply_recompute, save_products
-from torchllm.spec.flops import recompute_interval
-from torchllm.spec.parameters import canonical_name
 
 MODES = [
     Recompute(),
@@ -171,7 +171,7 @@ CALLS: dict[str, tuple[int, int, int]] = {
     "every_k": (8, 8, 8),  # blocks 0, 2, 4
     "every_k3": (7, 7, 7),  # blocks 0 and 3
     "ffn": (5, 5, 10),
-    "selective": (10, 10, 10),  # entered again, but without the products: spec/flops.py counts those
+    "selective": (10, 10, 10),  # entered again, but without the products: facts/flops.py counts those
     "selective_half": (10, 10, 10),
 }
 
@@ -191,7 +191,7 @@ def calls_of_a_step(recompute: Recompute) -> tuple[int, ...]:
 
 
 def test_what_is_computed_again() -> None:
-    """The products in it are compared with spec/flops.py in tests/spec/test_flops.py."""
+    """The products in it are compared with facts/flops.py in tests/facts/test_flops.py."""
     assert {ids(recompute): calls_of_a_step(recompute) for recompute in MODES} == CALLS
 
 

@@ -31,7 +31,7 @@ from torchllm.models.decoder import Decoder
 from torchllm.models.layers import rms_norm
 from torchllm.parallel.pipeline import OneStage
 from torchllm.parallel.tensor import vocab_parallel_cross_entropy_sum, width_parallel_rms_norm
-from torchllm.proof.layouts import with_settings
+from torchllm.tools.proof.layouts import with_settings
 
 LAYERS, TOKENS, HIDDEN, VOCAB = 2, 48, 64, 192
 ONE: Settings = {"model.layers": LAYERS, "model.vocab": VOCAB, "training.global_batch_size": 1, "parallel.tp": 2}

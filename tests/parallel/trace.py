@@ -103,6 +103,6 @@ def traced(
 
 def module_named(stage: nn.Module, name: str) -> nn.Module:
     """By canonical name, whatever wraps it."""
-    from torchllm.spec.parameters import canonical_name
+    from torchllm.facts.parameters import canonical_name
 
     return {canonical_name(n + "."): m for n, m in stage.named_modules()}[name + "."]

@@ -9,11 +9,11 @@ import torch
 
 from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.config import Checkpoint, Config, Lora, Model, Parallel, Run, Training, write_config
+from torchllm.facts.flops import WITHOUT_LORA
+from torchllm.facts.parameters import canonical_name
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.models.lora import apply_lora
 from torchllm.parallel.initialize import initialize
-from torchllm.spec.flops import WITHOUT_LORA
-from torchllm.spec.parameters import canonical_name
 
 SIZES: dict[str, Any] = {
     "layers": 2,

@@ -15,12 +15,12 @@ from recipes import evaluate
 from tests.patience import patience
 from tests.recipes.saved_run import SIZES, save_run
 from tests.tiny_run import DEBUG, ROOT, SMALL, STEPS
-from torchllm.checkpoint.export import export_model
 from torchllm.config import Config, Lora, Model
-from torchllm.metrics.tasks import run_tasks, values_of
-from torchllm.preflight import inspect_evaluation
-from torchllm.spec.flops import WITHOUT_LORA
-from torchllm.start import load_run
+from torchllm.facts.flops import WITHOUT_LORA
+from torchllm.tools.front.preflight import inspect_evaluation
+from torchllm.tools.front.start import load_run
+from torchllm.tools.hub.export import export_model
+from torchllm.tools.watch.tasks import run_tasks, values_of
 
 TASK = """\
 task: tiny_choice
@@ -141,7 +141,7 @@ def test_a_run_evaluates_its_checkpoint_beside_itself(task_folder: Path, tmp_pat
 
 
 def test_values_are_points_of_tensorboard(tmp_path: Path) -> None:
-    from torchllm.metrics.tasks import write_task_results
+    from torchllm.tools.watch.tasks import write_task_results
 
     for step, accuracy in ((8, 0.5), (4, 0.25)):  # an older checkpoint may be evaluated later
         table = {"acc,none": accuracy, "acc_stderr,none": 0.1, "alias": "easy", "f1,strict": 0.75}
@@ -161,7 +161,7 @@ def test_what_is_missing_is_told_before_the_start(
 ) -> None:
     run = tmp_path / "run"
     save_run(run, Model(**SIZES))
-    monkeypatch.setattr("torchllm.preflight.find_spec", lambda name: None)
+    monkeypatch.setattr("torchllm.tools.front.preflight.find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         config_of(run, f"--evaluate.tasks={tmp_path}")
     message = capsys.readouterr().err

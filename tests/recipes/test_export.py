@@ -16,19 +16,19 @@ from torch import Tensor
 
 from recipes import export, generate
 from recipes.generate import continue_text
-from tests.data.chat.families import QWEN25, write_tokenizer
-from tests.hugging_face.published import CONFIGS, as_json, save_published
 from tests.recipes.saved_run import SIZES, save_run
 from tests.recipes.warm import alone, pretrain
-from torchllm.checkpoint.initial import HubWeights
+from tests.tools.hub.published import CONFIGS, as_json, save_published
+from tests.tools.prepare.chat.families import QWEN25, write_tokenizer
 from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint
 from torchllm.config import Config, Generate, Lora, Model
 from torchllm.config.errors import UserError
 from torchllm.data.tokenizer import load_tokenizer
-from torchllm.hugging_face.files import read_hub_config
 from torchllm.models.decoder import Decoder
-from torchllm.preflight import inspect_export
-from torchllm.start import load_run
+from torchllm.tools.front.preflight import inspect_export
+from torchllm.tools.front.start import load_run
+from torchllm.tools.hub.files import read_hub_config
+from torchllm.tools.hub.initial import HubWeights
 
 VOCAB = 258
 """ids of the tokenizer "bytes" """

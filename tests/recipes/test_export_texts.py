@@ -11,16 +11,16 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.data.chat.families import FAMILIES, QWEN25, TALK, Family, system, user, write_tokenizer
-from tests.hugging_face.published import save_published
 from tests.recipes.saved_run import SIZES, save_run
-from torchllm.checkpoint.export import export_model
+from tests.tools.hub.published import save_published
+from tests.tools.prepare.chat.families import FAMILIES, QWEN25, TALK, Family, system, user, write_tokenizer
 from torchllm.config import Config, Finetune, Model
-from torchllm.data.chat.examples import ChatFormat, Conversation
-from torchllm.data.chat.plan import ChatPlan, chat_format, plan_chat
 from torchllm.data.tokenizer import load_tokenizer
-from torchllm.hugging_face.files import read_hub_config
-from torchllm.start import load_run
+from torchllm.tools.front.start import load_run
+from torchllm.tools.hub.export import export_model
+from torchllm.tools.hub.files import read_hub_config
+from torchllm.tools.prepare.chat.examples import ChatFormat, Conversation
+from torchllm.tools.prepare.chat.plan import ChatPlan, chat_format, plan_chat
 
 OLD = "OLD {{ messages[-1].content }}"
 PUBLISHED = {"from": "", "model_type": "llama", "vocab": 0}

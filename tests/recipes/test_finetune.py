@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from recipes import generate
-from tests.data.chat.families import QWEN25, assistant, user, write_tokenizer
-from tests.hugging_face.published import save_published
 from tests.recipes.warm import alone, pretrain
 from tests.tiny_run import ROOT, curve, metrics, tensor_digests
-from torchllm.checkpoint.export import export_model
+from tests.tools.hub.published import save_published
+from tests.tools.prepare.chat.families import QWEN25, assistant, user, write_tokenizer
 from torchllm.checkpoint.manifest import read_manifest, step_folders
 from torchllm.data.corpus import Corpus
+from torchllm.tools.hub.export import export_model
 
 WORDS = ["quick", "brown", "lazy", "general", "hello", "world", "three", "two"]
 TALKS = [(f"how {WORDS[n // 8]} {WORDS[n % 8]}?", f"{WORDS[(n + 3) % 8]} {WORDS[n // 8 ^ 5]}") for n in range(64)]

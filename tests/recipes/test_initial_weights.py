@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from tests.config.conftest import refusal
-from tests.hugging_face.published import save_published
 from tests.recipes.warm import pretrain
 from tests.tiny_run import metrics
+from tests.tools.hub.published import save_published
 from torchllm.checkpoint.weights import load_newest_weights
 from torchllm.config import Config, load_config
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.parallel.initialize import materialize
-from torchllm.start import load_configs
+from torchllm.tools.front.start import load_configs
 
 TOML = """
 [run]

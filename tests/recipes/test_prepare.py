@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.test_build import documents, write_documents
 from tests.patience import patience
+from tests.tools.prepare.test_build import documents, write_documents
 from torchllm.data.corpus import Corpus
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "prepare.py"

@@ -12,9 +12,9 @@ import torch
 
 from tests.recipes.warm import alone, pretrain
 from tests.tiny_run import STEPS, curve, metrics, tensor_files
-from torchllm.metrics.goodput import read_launches
 from torchllm.models.decoder import build_model
 from torchllm.parallel.initialize import initialize
+from torchllm.tools.watch.goodput import read_launches
 
 
 def from_step_4(trained: Path, folder: Path) -> Path:

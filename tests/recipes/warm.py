@@ -14,7 +14,7 @@ from tests import workers
 from tests.tiny_run import DEBUG, ROOT, SMALL, free_port, process_as_it_was
 from torchllm.config import Config, load_config
 from torchllm.config.errors import UserError
-from torchllm.start import load_configs
+from torchllm.tools.front.start import load_configs
 
 Change = Callable[[Any, int], None]
 """what to do to the module recipes.pretrain on a rank before it runs"""

@@ -13,8 +13,9 @@ import pytest
 
 from tests.tiny_run import ROOT, process_as_it_was
 from torchllm.config.errors import RefusedStart, UserError
-from torchllm.runtime import error_report, rank_notes
+from torchllm.runtime import error_report
 from torchllm.runtime.error_report import lost_connection, report_errors
+from torchllm.tools.launch import rank_notes
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,6 @@ from tests.tiny_run import free_port, process_as_it_was
 from torchllm.config import Run, Training
 from torchllm.config.errors import UserError
 from torchllm.runtime import process as runtimes
-from torchllm.runtime.head import NodeMissing, NodeWait
-from torchllm.runtime.lease import DONE, Timing, check_owner, take_lease
 from torchllm.runtime.process import (
     Runtime,
     choose_device,
@@ -30,6 +28,8 @@ from torchllm.runtime.process import (
 )
 from torchllm.runtime.stop import StopRequests
 from torchllm.runtime.torch_compat import flight_records
+from torchllm.tools.launch.head import NodeMissing, NodeWait
+from torchllm.tools.launch.lease import DONE, Timing, check_owner, take_lease
 
 
 @pytest.fixture(autouse=True)

@@ -22,12 +22,12 @@ from tests.launched import PATIENCE, SCRIPT, Started, clean
 from tests.tiny_run import DEBUG, ROOT, SMALL, STEPS, curve, metrics, tensor_files
 from torchllm.config import load_config
 from torchllm.runtime.cores import usable_cores
-from torchllm.runtime.lease import DONE
+from torchllm.tools.launch.lease import DONE
 
 QUICK = ["--metrics.tensorboard=false", "--generate.after_training=false", "--data.workers=0"]
 STAND_IN = """#!/usr/bin/env bash
 # Answers --check, and which job this is, as Python does. Anything else it notes, and does $PRETEND.
-for word; do case $word in --check | torchllm.runtime.job) exec {python} "$@" ;; esac; done
+for word; do case $word in --check | torchllm.tools.launch.job) exec {python} "$@" ;; esac; done
 notes=$(mktemp -d {notes}/XXXXXX)
 printf '%s\\0' "$@" >"$notes/words"
 env -0 >"$notes/environment"
@@ -64,7 +64,7 @@ class Notes:
         """The arguments of the only torchrun, after which at most a sample was made."""
         torchrun, *samples = self.calls
         assert all(sample.words[0].endswith("/generate.py") for sample in samples)
-        assert torchrun.words[:3] == ["-P", "-m", "torchllm.runtime.launch"]
+        assert torchrun.words[:3] == ["-P", "-m", "torchllm.tools.launch.launch"]
         return torchrun.words[3:]
 
 
@@ -282,7 +282,7 @@ def test_slurm_with_more_nodes_than_share_the_batch(noted: Callable[..., Notes])
     notes = noted(DEBUG, NPROC="2", **(SLURM | nodes), SLURM_NODEID="1", SLURM_PROCID="1", SLURM_LOCALID="0")
     assert notes.torchrun[:2] == ["--nproc-per-node=2", "--nnodes=2"]
     notes = noted(DEBUG, NPROC="2", **(SLURM | nodes), SLURM_NODEID="2", SLURM_PROCID="2", SLURM_LOCALID="0")
-    assert notes.calls[0].words[:4] == ["-P", "-m", "torchllm.runtime.spare_node", "runs/debug-70123"]
+    assert notes.calls[0].words[:4] == ["-P", "-m", "torchllm.tools.launch.spare_node", "runs/debug-70123"]
 
     tasks = SLURM | nodes | {"SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}
     outputs = []
@@ -294,7 +294,7 @@ def test_slurm_with_more_nodes_than_share_the_batch(noted: Callable[..., Notes])
             outputs.append(notes.err)
             words, environment = notes.calls[0]
             if node == 2:
-                assert words[2] == "torchllm.runtime.spare_node"
+                assert words[2] == "torchllm.tools.launch.spare_node"
                 continue
             expected = {"RANK": str(2 * node + task), "WORLD_SIZE": "4", "LOCAL_RANK": str(task)}
             assert {name: environment[name] for name in expected} == expected
@@ -309,7 +309,7 @@ def test_slurm_with_more_tasks_than_share_the_batch(noted: Callable[..., Notes])
         place = {"SLURM_NODEID": "1", "SLURM_PROCID": str(3 + task), "SLURM_LOCALID": str(task)}
         words, environment = noted(DEBUG, NPROC="3", **tasks, **place).calls[0]
         if task == 2:
-            assert words[2] == "torchllm.runtime.spare_node"
+            assert words[2] == "torchllm.tools.launch.spare_node"
         else:
             assert (environment["RANK"], environment["WORLD_SIZE"]) == (str(2 + task), "4")
 
@@ -380,7 +380,7 @@ def test_of_three_nodes_two_train_and_the_third_waits(
     (folder / "stopped.json").touch()
     spare = noted(*arguments, **(pod | {"PET_NODE_RANK": "2"}), PRETEND=f"exit {status}")
     (call,) = spare.calls
-    assert call.words[:4] == ["-P", "-m", "torchllm.runtime.spare_node", str(folder)]
+    assert call.words[:4] == ["-P", "-m", "torchllm.tools.launch.spare_node", str(folder)]
     assert spare.err == f"node 2 waits for the end of the job: {SPARE_LINE}"
     assert (spare.status, spare.out) == (expected, "")
 

@@ -515,5 +515,5 @@ def test_dump_memory() -> None:
 
 
 def test_free_gather_buffer() -> None:
-    """That the buffer is freed is held by tests/planner/test_memory.py."""
+    """That the buffer is freed is held by tests/tools/planner/test_memory.py."""
     assert list(inspect.signature(FSDPModule._set_unshard_async_op).parameters) == ["self", "async_op"]

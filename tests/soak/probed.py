@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from torchllm.start import load_configs
+from torchllm.tools.front.start import load_configs
 
 if __name__ == "__main__":  # before torch is imported, as in the recipe
     CONFIGS = load_configs(sys.argv[1:])
 
 import torch.distributed as dist
 
-import torchllm.adapt.supervise
+import torchllm.tools.adapt.supervise
 from recipes import pretrain
 from torchllm.config import Config
-from torchllm.metrics import step_profiler
-from torchllm.metrics.monitor import Bottlenecks, Change, Monitor
+from torchllm.tools.watch import step_profiler
+from torchllm.tools.watch.monitor import Bottlenecks, Change, Monitor
 from torchllm.train.step import StepResult, TrainStep
 
 PAGE_KIB = os.sysconf("SC_PAGE_SIZE") // 1024
@@ -85,7 +85,7 @@ def main() -> None:
     with (
         mock.patch.object(pretrain, "TrainStep", ProbedStep),
         mock.patch.object(step_profiler, "MAX_COST", max_cost),
-        mock.patch.object(torchllm.adapt.supervise, "Monitor", monitor),
+        mock.patch.object(torchllm.tools.adapt.supervise, "Monitor", monitor),
     ):
         pretrain.main(*CONFIGS)
 

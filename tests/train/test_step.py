@@ -15,7 +15,6 @@ from tests.workers import run
 from torchllm.config import Config, Training
 from torchllm.config.errors import UserError
 from torchllm.data.batch import Batch
-from torchllm.metrics.breakdown import PHASES
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.models.head import IGNORED
 from torchllm.optim.grad_norm import gradients
@@ -26,6 +25,7 @@ from torchllm.parallel.mesh import Mesh, build_mesh
 from torchllm.parallel.parallelize import parallelize
 from torchllm.parallel.pipeline import build_forward_backward
 from torchllm.runtime.phase import PREFIX
+from torchllm.tools.watch.breakdown import PHASES
 from torchllm.train.step import Health, StepResult, TrainStep, read_health
 
 CPU = torch.device("cpu")

@@ -39,20 +39,20 @@ from torchllm.checkpoint.agreement import (
     size_of,
 )
 from torchllm.checkpoint.background import saves_in_background
-from torchllm.checkpoint.history import CheckpointHistory, Judgement
 from torchllm.checkpoint.index import INDEX
-from torchllm.checkpoint.initial import InitialWeights, check_same_source
+from torchllm.checkpoint.keeping.history import CheckpointHistory, Judgement
+from torchllm.checkpoint.keeping.marks import mark_suspect, read_suspects, without_suspects
+from torchllm.checkpoint.keeping.retention import BackgroundDeletion, share_of
 from torchllm.checkpoint.manifest import CheckpointError, FileRecord, Manifest
-from torchllm.checkpoint.marks import mark_suspect, read_suspects, without_suspects
 from torchllm.checkpoint.plan import SavePlan, agree_on_plan
-from torchllm.checkpoint.retention import BackgroundDeletion, share_of
 from torchllm.checkpoint.state import Part
 from torchllm.checkpoint.verify import check_files, newest_verified
 from torchllm.config.applied_keys import applied, saves_state
 from torchllm.config.environment import is_restart
 from torchllm.models.lora import has_low_rank_updates
-from torchllm.runtime.hang_watch import SAVES_IN_BACKGROUND
 from torchllm.runtime.heartbeat import during
+from torchllm.tools.hub.initial import InitialWeights, check_same_source
+from torchllm.tools.launch.hang_watch import SAVES_IN_BACKGROUND
 from torchllm.train.step import Health
 
 LISTED = 3

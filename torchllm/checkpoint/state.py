@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from torchllm.checkpoint.index import Region
+from torchllm.facts.parameters import canonical_name, is_low_rank_factor
 from torchllm.models.lora import has_low_rank_updates
 from torchllm.parallel.float8 import plain_tensor
 from torchllm.runtime.torch_compat import local_region
-from torchllm.spec.parameters import canonical_name, is_low_rank_factor
 
 WEIGHTS = "model."
 """what the keys of the weights begin with; their canonical name follows"""

@@ -1,6 +1,6 @@
 """The config of a run: `Config` and its sections, `load_config` to read one, `write_config` to save one. No torch.
 
-A recipe whose layout the planner may choose reads its config with `torchllm.start.load_configs`.
+A recipe whose layout the planner may choose reads its config with `torchllm.tools.front.start.load_configs`.
 """
 
 from torchllm.config.applied_keys import applied, refuse_unapplied

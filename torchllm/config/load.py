@@ -6,8 +6,8 @@ Everything wrong is found at once, before torch is imported, and printed one lin
 
 then the process ends with exit status 2. Nothing is coerced and nothing is dropped.
 
-`load_config` does it all. `torchllm.start` plans the layout between its two halves: `read_draft` reads the files, the
-overrides and the environment; `finish` checks the values against each other and returns the config.
+`load_config` does it all. `torchllm.tools.front.start` plans the layout between its two halves: `read_draft` reads the
+files, the overrides and the environment; `finish` checks the values against each other and returns the config.
 """
 
 import os
@@ -143,7 +143,7 @@ def load_config(arguments: Sequence[str], schema: type[Any] = Config, *, one_dev
 
     `arguments` are `[CONFIG.toml] [--section.key=value ...] [--check] [--json] [--help]`. `schema` may add sections to
     `Config`. `one_device` replaces [parallel] by degrees of 1, for a recipe that runs in one process. A recipe whose
-    layout the planner may choose calls `torchllm.start.load_configs` instead: here parallel.layout must be "manual".
+    layout the planner may choose calls `torchllm.tools.front.start.load_configs`: here parallel.layout is "manual".
 
     --check prints what run_train.sh starts, as lines NPROC=, RUN_FOLDER=, SAMPLE=, START_TIMEOUT= and maybe RESTARTS=,
     STOPPED_EXIT_STATUS=, ON_EVENT=, DRY_RUN= and, where not all nodes train, TRAINING_NODES= and WAIT_REASON=. It ends

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torchllm.config import Data, Source
-from torchllm.data.cache import cached_corpora, is_raw
 from torchllm.data.cache_root import cache_root
+from torchllm.tools.prepare.cache import cached_corpora, is_raw
 
 
 class _SourcePrint(NamedTuple):

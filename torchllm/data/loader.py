@@ -27,13 +27,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchllm.config import Data, Finetune, Model, Source, Training, gradient_accumulation
 from torchllm.config.applied_keys import applied
 from torchllm.data.batch import Batch
-from torchllm.data.cache import is_in_place, is_raw, open_source, plan_corpus, prepare_cached
-from torchllm.data.chat.write import describe_counts
 from torchllm.data.checked_file import DamagedFile
 from torchllm.data.corpus import Corpus, SequenceSource, Synthetic, close_shards
 from torchllm.data.data_changes import data_differences, name_source
 from torchllm.data.error import DataError
-from torchllm.data.in_place import InPlaceCorpus, describe_in_place
 from torchllm.data.order import DataOrder, Location, rounded_shares
 from torchllm.data.packing import IGNORED, WHOLE_SEQUENCE, Packed, PackedBatches, SequencePieces, pack_windows
 from torchllm.data.shard import Split
@@ -46,10 +43,13 @@ from torchllm.data.stages import (
     plan_stages,
     stages_from_state,
 )
-from torchllm.data.tokenize_shard import describe_unknown
 from torchllm.data.tokenizer import describe_documents, load_tokenizer
 from torchllm.data.verification import Verification
 from torchllm.runtime.parent import end_with_starter
+from torchllm.tools.prepare.cache import is_in_place, is_raw, open_source, plan_corpus, prepare_cached
+from torchllm.tools.prepare.chat.write import describe_counts
+from torchllm.tools.prepare.in_place import InPlaceCorpus, describe_in_place
+from torchllm.tools.prepare.tokenize_shard import describe_unknown
 
 log = logging.getLogger(__name__)
 

@@ -56,17 +56,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from torchllm.config import Lora, Metrics, Model, Recompute, Training
+from torchllm.facts.flops import WITHOUT_LORA, device_peak_flops, flops_per_token, recomputed_flops_per_token
 from torchllm.metrics.console import Console
 from torchllm.metrics.device import device_meter
 from torchllm.metrics.expert_load import ExpertLoads, LoadAlarm, pack, unpack
-from torchllm.metrics.goodput import Goodput
 from torchllm.metrics.sinks import Record, Sink
-from torchllm.metrics.step_profiler import ProfiledStep
 from torchllm.runtime.cores import usable_cores
 from torchllm.runtime.phase import phase
 from torchllm.runtime.signs_of_life import signs_of_life
 from torchllm.runtime.tolerance import Tolerance
-from torchllm.spec.flops import WITHOUT_LORA, device_peak_flops, flops_per_token, recomputed_flops_per_token
+from torchllm.tools.watch.goodput import Goodput
+from torchllm.tools.watch.step_profiler import ProfiledStep
 
 if TYPE_CHECKING:
     from torchllm.train.step import StepResult
@@ -102,7 +102,7 @@ class Meter:
         on_imbalance: Callable[[], None] = lambda: None,
     ) -> None:
         """peak_flops: FLOP/s of this rank's device (`peak_flops()` below). sequences: consumed before.
-        has_logits_again: of `spec.flops.recomputes_logits`. lora: it decides how many gradients there are to compute.
+        has_logits_again: of `facts.flops.recomputes_logits`. lora: it decides how many gradients there are to compute.
 
         check_owner: raises if another job owns the run folder by now; called before anything is written. on_imbalance:
         called where the load of experts is warned of.

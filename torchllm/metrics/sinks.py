@@ -19,8 +19,8 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 from torchllm.config import Config
 from torchllm.config.write import dump_toml
 from torchllm.metrics.appended_file import AppendedFile
-from torchllm.metrics.trackers import TrackerSink, environment_facts
 from torchllm.runtime.tolerance import Tolerance
+from torchllm.tools.watch.trackers import TrackerSink, environment_facts
 
 log = logging.getLogger("torchllm")
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torchllm.config import Lora
 from torchllm.config.applied_keys import applied
 from torchllm.config.errors import UserError
+from torchllm.facts.parameters import canonical_name, is_low_rank_factor
 from torchllm.models.decoder import Decoder
-from torchllm.spec.parameters import canonical_name, is_low_rank_factor
 
 
 class LowRankFactor(nn.Module):

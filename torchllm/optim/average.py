@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from torchllm.config.applied_keys import applied, needs_state
+from torchllm.facts.parameters import canonical_name
 from torchllm.optim.fused import local_tensor
 from torchllm.parallel.float8 import is_gathered_as_float8, scale_gathered_weights
-from torchllm.spec.parameters import canonical_name
 
 EMA = "ema."
 """what the names of the averages begin with: `ema.<canonical parameter name>`"""

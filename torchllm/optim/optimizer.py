@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from torchllm.config import Optimizer as OptimizerConfig
 from torchllm.config.applied_keys import applied
+from torchllm.facts.parameters import Role, canonical_name, rule_of
 from torchllm.optim.fused import ShardedAdamW, ShardedSGD
 from torchllm.optim.muon import Muon
 from torchllm.parallel.float8 import is_gathered_as_float8, scale_gathered_weights
 from torchllm.runtime.torch_compat import reads_found_inf
-from torchllm.spec.parameters import Role, canonical_name, rule_of
 
 
 class RoleSettings(NamedTuple):

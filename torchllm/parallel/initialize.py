@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchllm.config import Model
+from torchllm.facts.parameters import canonical_name, rule_of
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.float8 import plain_tensor
 from torchllm.runtime.torch_compat import local_region
-from torchllm.spec.parameters import canonical_name, rule_of
 
 _CUT = 3.0  # in standard deviations
 _ELEMENTS_AT_A_TIME = 1 << 20  # bounds the temporary memory, a few times 8 bytes per element

@@ -33,14 +33,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torchllm.config import SCHEDULES, Parallel, Training, gradient_accumulation
 from torchllm.data.batch import Batch
+from torchllm.facts.flops import recomputes_logits
+from torchllm.facts.stages import balanced_split, stage_of_rank
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.fsdp import begin_micro_batch, effective_zero_stage, free_after_backward
 from torchllm.parallel.mesh import Mesh
 from torchllm.parallel.weight_gradients import WeightGradients
 from torchllm.runtime.heartbeat import beat
 from torchllm.runtime.torch_compat import ConnectedStage, standard_strides
-from torchllm.spec.flops import recomputes_logits
-from torchllm.spec.stages import balanced_split, stage_of_rank
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 Nothing is sharded. Nothing is sent, but collectives inside recomputed modules are sent again (the selective modes save
 their results). Every mode is a wrapper around modules (non-reentrant checkpointing), so that a layout can combine it
-with anything; `spec.parameters.canonical_name` removes the wrapper's prefix from parameter names.
+with anything; `facts.parameters.canonical_name` removes the wrapper's prefix from parameter names.
 
 `segment` is the O(sqrt(L)) memory of Chen et al. 2016, section 4 (also in Stanford CS231n's lecture on large-scale
 training): each of L / k segments saves its input, and while one segment is recomputed the activations of its k blocks
@@ -34,12 +34,12 @@ from torch.utils.checkpoint import (
 )
 
 from torchllm.config import Recompute
+from torchllm.facts.flops import recompute_interval
 from torchllm.models.decoder import Block, Decoder, run_blocks
 from torchllm.models.experts import Router
 from torchllm.parallel.ring import RingAttention
 from torchllm.parallel.saved_results import SavedResults
 from torchllm.runtime.torch_compat import PROFILER_MARKS, VARLEN_ATTENTION, checkpoint_wrapper
-from torchllm.spec.flops import recompute_interval
 
 _WEIGHT_PRODUCTS = (
     torch.ops.aten.mm.default,

@@ -2,7 +2,7 @@
 
 Sharded: q, k, v, gate and up by output features, so that each tp rank has some heads and some of F; o and down by input
 features; embedding and head by vocabulary. Norms, position table and the biases after a sum are whole on every rank.
-The table of `spec/parameters.py` says how each parameter is cut; `parallelize_module` cuts it.
+The table of `facts/parameters.py` says how each parameter is cut; `parallelize_module` cuts it.
 
 Sent, in every block, without sequence parallelism: an all-reduce of the hidden states (B, S, D) after o and one after
 down, and in the backward one before q and one before gate. With sequence parallelism each of these is a reduce-scatter
@@ -36,6 +36,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from torchllm.facts.parameters import Cut, canonical_name, rule_of
 from torchllm.models.decoder import Decoder
 from torchllm.models.experts import MixtureOfExperts, RoutedExperts, Router, SharedExperts
 from torchllm.models.head import IGNORED, Head
@@ -43,7 +44,6 @@ from torchllm.models.layers import LayerNorm, RMSNorm
 from torchllm.models.lora import LoRALinear, LowRankFactor, add_low_rank_update
 from torchllm.parallel.shared_sequence import sum_over_sequence
 from torchllm.runtime.torch_compat import local_region
-from torchllm.spec.parameters import Cut, canonical_name, rule_of
 
 
 def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: bool, shares_experts: bool) -> None:

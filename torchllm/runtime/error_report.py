@@ -18,8 +18,8 @@ from types import TracebackType
 
 from torchllm.config.errors import RefusedStart, UserError
 from torchllm.runtime.parent import end_process
-from torchllm.runtime.rank_notes import note_error
 from torchllm.runtime.terminal import LogHandler, RankFormatter
+from torchllm.tools.launch.rank_notes import note_error
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Named parts of a step, by which `metrics/breakdown.py` or a trace viewer reads its profile.
+"""Named parts of a step, by which `tools/watch/breakdown.py` or a trace viewer reads its profile.
 
 Each is a beat too: the launcher sees that the rank goes on, and where it is (`heartbeat.py`).
 """

@@ -27,24 +27,24 @@ from torchllm.config import Config, Run, Training
 from torchllm.config.applied_keys import applied
 from torchllm.config.environment import LAUNCHED, is_restart
 from torchllm.config.errors import RefusedStart, UserError
-from torchllm.runtime import rank_notes
-from torchllm.runtime.compile_cache import choose_compile_cache
-from torchllm.runtime.descriptors import describe_low_limit, raise_descriptor_limit
 from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.exchange import broadcast_record, gather_texts
-from torchllm.runtime.hang_watch import GRACE, HangWatch
-from torchllm.runtime.head import HeadAddress, NodeMissing, NodeWait, reach_head
 from torchllm.runtime.heartbeat import Limits, beat, heartbeat
-from torchllm.runtime.lease import DONE, Claim, check_owner, release_leases, take_or_inherit
-from torchllm.runtime.network import interface_towards
-from torchllm.runtime.numa import bind_near_gpu
-from torchllm.runtime.on_event import call_at_end, call_on_event
 from torchllm.runtime.parent import end_with_parent
-from torchllm.runtime.same_start import refuse_different_starts
 from torchllm.runtime.stop import STOP, STOPPED, StopRequests, write_marker
-from torchllm.runtime.store import LOOPBACK, HashStore, Store, connect_store, serve_loopback_store, serve_store
 from torchllm.runtime.terminal import drop_unwritten_output
 from torchllm.runtime.tolerance import Tolerance
+from torchllm.tools.launch import rank_notes
+from torchllm.tools.launch.compile_cache import choose_compile_cache
+from torchllm.tools.launch.descriptors import describe_low_limit, raise_descriptor_limit
+from torchllm.tools.launch.hang_watch import GRACE, HangWatch
+from torchllm.tools.launch.head import HeadAddress, NodeMissing, NodeWait, reach_head
+from torchllm.tools.launch.lease import DONE, Claim, check_owner, release_leases, take_or_inherit
+from torchllm.tools.launch.network import interface_towards
+from torchllm.tools.launch.numa import bind_near_gpu
+from torchllm.tools.launch.on_event import call_at_end, call_on_event
+from torchllm.tools.launch.same_start import refuse_different_starts
+from torchllm.tools.launch.store import LOOPBACK, HashStore, Store, connect_store, serve_loopback_store, serve_store
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NamedTuple
 
-from torchllm.runtime import rank_notes
 from torchllm.runtime.parent import end_process
+from torchllm.tools.launch import rank_notes
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,96 @@
+import hashlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests import workers
+from torchllm import config
+from torchllm.checkpoint import data_file
+from torchllm.checkpoint import manifest as manifests
+from torchllm.checkpoint.checkpointer import Checkpointer
+from torchllm.checkpoint.keeping import retention
+from torchllm.checkpoint.keeping.retention import folders_to_delete, share_of
+
+
+def test_the_newest_whole_ones_stay() -> None:
+    folders = [Path(name) for name in "edcba"]
+    judged = []
+
+    def is_whole(folder: Path) -> bool:
+        judged.append(folder.name)
+        return folder.name != "d"
+
+    assert folders_to_delete(folders, 2, is_whole) == [Path("b"), Path("a")]
+    assert judged == ["e", "d", "c"]  # of those that go, none is looked at
+    assert folders_to_delete(folders[:3], 2, is_whole) == []
+
+
+@pytest.mark.parametrize(("count", "ranks"), [(997, 64), (997, 1), (3, 64), (0, 4)])
+def test_deletions_are_shared_out(count: int, ranks: int) -> None:
+    folders = [Path(f".step-{number:08d}.{number:032x}.tmp") for number in range(count)]
+    shares = [share_of(folders, rank, ranks) for rank in range(ranks)]
+    assert sorted(folder for share in shares for folder in share) == folders
+    assert max(map(len, shares)) == -(-count // ranks)
+
+
+def test_a_single_folder_is_not_always_the_same_ranks() -> None:
+    ranks = set()
+    for number in range(100):
+        hidden = Path(f".step-00000001.{hashlib.md5(bytes([number])).hexdigest()}.tmp")
+        ranks.update(rank for rank in range(4) if share_of([hidden], rank, 4))
+    assert ranks == {0, 1, 2, 3}
+
+
+class Counts:
+    """What this rank does to files."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self.counted: Counter[str] = Counter()
+        for module, name in ((manifests, "hash_file"), (data_file, "read_piece_table"), (data_file, "read_range")):
+            self.count(monkeypatch, module, name)
+        self.count(monkeypatch, retention.shutil, "rmtree")
+
+    def count(self, monkeypatch: Any, module: Any, name: str) -> None:
+        function = getattr(module, name)
+
+        def counting(*arguments: Any, **keywords: Any) -> Any:
+            self.counted[name] += 1
+            return function(*arguments, **keywords)
+
+        monkeypatch.setattr(module, name, counting)
+
+
+def lower_keep(folder: str) -> Counter[str]:
+    """Save once more with keep = 3; return what this rank has done to files."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        counts = Counts(monkeypatch)
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters())
+        checkpoints = Checkpointer(
+            config.Checkpoint(keep=3), Path(folder), [model], optimizer, host_group=dist.group.WORLD
+        )
+        checkpoints.save(5000, {})
+        checkpoints.close()
+        return counts.counted
+
+
+def test_a_thousand_checkpoints_go_without_being_read(tmp_path: Path) -> None:
+    """`keep` is lowered: the folders are judged by size, and deleted by all ranks."""
+    model = nn.Linear(2, 2)
+    saving = Checkpointer(config.Checkpoint(keep=0), tmp_path, [model], torch.optim.SGD(model.parameters()))
+    saving.save(1, {})
+    root = tmp_path / "checkpoints"
+    for step in range(2, 1001):
+        (manifests.step_folder(root, step)).mkdir()  # a thousand real ones take a minute: those that go are not read
+    for step in (1001, 1002):
+        saving.save(step, {})
+    counted = workers.run(lower_keep, 4, str(tmp_path))
+    assert [manifests.step_of(folder) for folder in manifests.step_folders(root)] == [5000, 1002, 1001]
+    assert len(list(root.iterdir())) == 3
+    assert [counts["rmtree"] for counts in counted] == [250] * 4
+    assert all(set(counts) == {"rmtree"} for counts in counted)  # nothing is hashed or read

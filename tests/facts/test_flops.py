@@ -1,0 +1,281 @@
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from torchllm.config import Lora, Model, Recompute
+from torchllm.facts.flops import (
+    DEVICE_PEAKS,
+    active_parameter_count,
+    block_flops,
+    causal_pairs,
+    device_peak_flops,
+    executed_flops_per_token,
+    flops_per_token,
+    forward_flops_per_token,
+    parameter_count,
+    product_sizes,
+    recompute_interval,
+    recomputed_flops_per_token,
+    update_parameter_count,
+)
+from torchllm.models.decoder import build_model
+from torchllm.parallel.recompute import apply_recompute
+
+GPT = Model(
+    family="gpt", layers=24, hidden=2304, heads=24, ffn=4 * 2304, vocab=51_200, tied_embeddings=True
+)  # Narayanan et al., table 1, 1.7B
+LLAMA = Model(layers=40, hidden=5120, heads=40, ffn=13_824, vocab=128_000)  # Hagemann et al., 13B
+PALM = Model(
+    layers=118, hidden=18_432, heads=48, kv_heads=1, head_dim=256, ffn=73_728, vocab=256_000, tied_embeddings=True
+)
+SMALL = {
+    "llama": Model(layers=5, hidden=24, heads=6, kv_heads=2, head_dim=8, ffn=40, vocab=33, attention="eager"),
+    "gpt": Model(family="gpt", layers=5, hidden=24, heads=4, ffn=40, vocab=33, tied_embeddings=True, attention="eager"),
+}
+SMALL["norms after"] = replace(SMALL["llama"], norm_position="after", qk_norm="width", qkv_bias=True)
+SMALL["experts"] = replace(SMALL["llama"], experts=6, top_k=2, expert_ffn=16, dense_layers=2)
+SMALL["shared experts"] = replace(SMALL["experts"], top_k=3, shared_experts=2, dense_layers=1)
+SMALL["experts, norms after"] = replace(SMALL["shared experts"], norm_position="after", dense_layers=0)
+RECOMPUTES = [
+    Recompute(),
+    Recompute("full"),
+    Recompute("segment"),
+    Recompute("segment", 3),
+    Recompute("every_k"),
+    Recompute("every_k", 3),
+    Recompute("ffn"),
+    Recompute("selective_half"),
+    Recompute("selective"),
+]
+
+
+@pytest.mark.quick
+def test_forward_and_backward_are_korthikantis_model_flops() -> None:
+    """arXiv 2205.05198, appendix A: 72 B L s h^2 (1 + s / 6h + V / 12hL) in a step."""
+    length, hidden, layers, vocab = 2048, GPT.hidden, GPT.layers, GPT.vocab
+    formula = 72 * layers * hidden**2 * (1 + length / (6 * hidden) + vocab / (12 * hidden * layers))
+    # 1e-12: the formula is in floats; both count the same products.
+    assert 3 * forward_flops_per_token(GPT, length) == pytest.approx(formula, rel=1e-12)
+
+
+@pytest.mark.quick
+def test_full_recompute_is_narayanans_hardware_flops() -> None:
+    """arXiv 2104.04473, equation 3: 96 B s L h^2 (1 + s / 6h + V / 16Lh), each block's forward pass run again."""
+    length, hidden, layers, vocab = 2048, GPT.hidden, GPT.layers, GPT.vocab
+    formula = 96 * layers * hidden**2 * (1 + length / (6 * hidden) + vocab / (16 * hidden * layers))
+    unneeded = layers * 2 * 4 * hidden**2  # Narayanan et al. run down projections again too; torch stops before them
+    executed = executed_flops_per_token(GPT, Recompute("full"), length)
+    assert executed + unneeded == pytest.approx(formula, rel=1e-12)
+
+
+@pytest.mark.quick
+def test_model_flops_give_palms_published_utilization() -> None:
+    """arXiv 2204.02311, table 1 and appendix B: 540.35 B parameters; 238.3 K tokens/s on 6144 TPU v4 are 46.2 %."""
+    assert parameter_count(PALM) / 1e9 == pytest.approx(540.35, abs=0.01)  # PaLM has one norm a block, not two
+    rate = 238.3e3 * flops_per_token(PALM, 2048)
+    assert rate / (6144 * 275e12) == pytest.approx(0.462, abs=5e-4)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("model", "gpus", "seconds", "percent"),
+    [
+        (LLAMA, 64, 26.54, 70.5),
+        (Model(layers=80, hidden=8192, heads=64, ffn=22_016, vocab=128_000), 128, 79.31, 55.3),
+    ],
+)
+def test_model_flops_give_hagemanns_published_utilization(
+    model: Model, gpus: int, seconds: float, percent: float
+) -> None:
+    """arXiv 2311.05610: steps of 2048 sequences of 2048 tokens on A100."""
+    peak = device_peak_flops("NVIDIA A100-SXM4-80GB", "bfloat16")
+    assert peak is not None
+    mfu = 2048 * 2048 / seconds * flops_per_token(model, 2048) / (gpus * peak)
+    assert mfu * 100 == pytest.approx(percent, abs=0.05)  # printed to a tenth
+
+
+@pytest.mark.quick
+def test_causal_attention_is_half_of_palms() -> None:
+    length = 4096
+    matrices = 6 * parameter_count(LLAMA)
+    whole, half = flops_per_token(LLAMA, length), flops_per_token(LLAMA, length, causal_pairs([length]) / length)
+    assert (half - matrices) / (whole - matrices) == (length + 1) / (2 * length)
+
+
+@pytest.mark.quick
+def test_attention_in_windows_is_counted_as_windows() -> None:
+    """By MFU, by HFU and by what balances the stages of a pipeline."""
+    windowed = replace(LLAMA, window=1024)
+    assert flops_per_token(windowed, 4096) == flops_per_token(LLAMA, 1024)
+    assert flops_per_token(windowed, 512) == flops_per_token(LLAMA, 512)
+    full = Recompute("full")
+    assert recomputed_flops_per_token(windowed, full, 4096) == recomputed_flops_per_token(LLAMA, full, 1024)
+    assert block_flops(windowed, 0, 4096) == block_flops(LLAMA, 0, 1024)
+
+
+@pytest.mark.quick
+def test_pairs_are_those_of_the_mask() -> None:
+    lengths = [1, 5, 2, 8]
+    documents = torch.arange(4).repeat_interleave(torch.tensor(lengths))
+    mask = (documents[:, None] == documents[None]) & torch.ones(16, 16, dtype=torch.bool).tril()
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    assert causal_pairs(lengths) == mask.sum() == (positions + 1).sum() == 55
+    assert causal_pairs(lengths, window=3) == mask.triu(-2).sum() == (positions + 1).clamp(max=3).sum() == 37
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_executed_flops_are_what_torch_counts(family: str) -> None:
+    for recompute in RECOMPUTES:
+        check_executed_flops(SMALL[family], recompute, chunk=0)
+    check_executed_flops(SMALL[family], Recompute("full"), chunk=8)
+
+
+def check_executed_flops(model: Model, recompute: Recompute, chunk: int) -> None:
+    """Compare the counts of a step with torch's. chunk: rows of logits at a time; 0: all."""
+    batch, length = 2, 16
+    decoder = build_model(model)
+    for parameter in decoder.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    assert decoder.lm_head is not None
+    decoder.lm_head.chunk = chunk
+    apply_recompute(decoder, recompute, model.layers)
+    tokens = torch.randint(model.vocab, (batch, length))
+    positions = torch.arange(length).expand(batch, length)
+    with FlopCounterMode(display=False) as forward:
+        loss = decoder(tokens, positions, None, tokens)
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    in_forward = forward_flops_per_token(model, length)
+    if chunk:  # with the gradients of the logits
+        in_forward += 2 * 2 * model.hidden * model.vocab
+    assert forward.get_total_flops() == batch * length * in_forward, (recompute, chunk)
+    total = forward.get_total_flops() + backward.get_total_flops()
+    assert total == batch * length * executed_flops_per_token(model, recompute, length), (recompute, chunk)
+
+
+def place_of_product(parameter: tuple[str, torch.Tensor]) -> int:
+    """Return a number that grows with the place of a parameter's product in a block: the first of equals is first."""
+    later = ["shared.gate", ".experts.", "shared.up", "shared.down"]
+    name = parameter[0]
+    return next((place for place, part in enumerate(later, start=1) if part in name), 0)
+
+
+@pytest.mark.parametrize("name", ["experts", "shared experts"])
+def test_products_are_those_of_the_built_block_in_order(name: str) -> None:
+    """The rows of a grouped product have as many elements of the stacked matrix as a token's experts.
+
+    Shared experts compute their first product before the routed ones do, whose tokens may be on their way, and the
+    others after them.
+    """
+    model = SMALL[name]
+    decoder = build_model(model)
+    for layer, block in enumerate(decoder.layers.values()):
+        sizes = []
+        for parameter, value in sorted(block.named_parameters(), key=place_of_product):
+            if "experts." in parameter:
+                sizes.append(value.numel() // model.experts * model.top_k)
+            elif value.dim() == 2:
+                sizes.append(value.numel())
+        assert product_sizes(model, layer) == sizes
+        assert len(sizes) == 7 + model.is_sparse(layer) * (1 + 3 * (name == "shared experts"))
+
+
+@pytest.mark.quick
+def test_experts_count_as_often_as_a_token_uses_them() -> None:
+    model = SMALL["experts"]
+    alone = replace(model, experts=model.top_k)  # a router of fewer rows
+    routers = 3 * model.hidden * (model.experts - model.top_k)
+    assert active_parameter_count(model) == parameter_count(alone) + routers
+    assert active_parameter_count(alone) == parameter_count(alone)
+    assert active_parameter_count(LLAMA) == parameter_count(LLAMA)
+    attention = 12 * model.layers * model.heads * model.head_width * 64
+    assert flops_per_token(model, 64) == 6 * active_parameter_count(model) + attention
+
+
+@pytest.mark.quick
+def test_recompute_modes_differ() -> None:
+    """That the counts above do not agree because nothing was recomputed."""
+    counts = [recomputed_flops_per_token(SMALL["llama"], recompute, 16) for recompute in RECOMPUTES]
+    assert counts[0] == counts[-1] == 0
+    assert len(set(counts[1:-1])) == len(RECOMPUTES) - 2
+    assert all(count > 0 for count in counts[1:-1])
+    assert recomputed_flops_per_token(SMALL["llama"], Recompute(), 16, has_logits_again=True) == 2 * 33 * 24
+
+
+@pytest.mark.quick
+def test_recompute_interval_defaults() -> None:
+    assert recompute_interval(Recompute("segment"), 80) == 9
+    assert recompute_interval(Recompute("every_k"), 80) == 2
+    assert recompute_interval(Recompute("segment", 5), 80) == 5
+
+
+TERAFLOPS = {
+    "NVIDIA A100-SXM4-80GB": 312,
+    "A100-SXM4-40GB": 312,
+    "NVIDIA A100 80GB PCIe": 312,
+    "NVIDIA H100 80GB HBM3": 989.5,
+    "NVIDIA H100 PCIe": 756.5,
+    "NVIDIA H100 NVL": 835.5,
+    "NVIDIA H200": 989.5,
+    "NVIDIA H200 NVL": 835.5,
+    "NVIDIA GH200 480GB": 989.5,
+    "NVIDIA B200": 2250,
+    "NVIDIA GB200": 2500,
+    "NVIDIA A10": 125,
+    "NVIDIA A10G": 70,
+    "NVIDIA L40S": 362,
+    "NVIDIA GeForce RTX 4090": 165.2,
+}
+UNKNOWN = (
+    "",
+    "Tesla T4",
+    "NVIDIA H100",  # sold with several chips under this name
+    "NVIDIA H20",
+    "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+    "NVIDIA A100-SXM-64GB",
+    "NVIDIA A100X",
+    "NVIDIA GeForce RTX 4090 D",
+    "NVIDIA L40S-24Q",
+    "AMD Instinct MI300X",
+)
+
+
+@pytest.mark.quick
+def test_peaks_of_devices_by_the_drivers_names() -> None:
+    assert {name: device_peak_flops(name, "bfloat16") for name in TERAFLOPS} == {
+        name: teraflops * 1e12 for name, teraflops in TERAFLOPS.items()
+    }
+    assert device_peak_flops("NVIDIA H100 80GB HBM3", "float8") == 1979e12
+    assert device_peak_flops("NVIDIA A100-SXM4-80GB", "float8") is None
+
+
+@pytest.mark.quick
+def test_unknown_devices_have_no_peak() -> None:
+    for name in UNKNOWN:
+        assert device_peak_flops(name, "bfloat16") is None, name
+        assert device_peak_flops(name, "tf32") is None, name
+
+
+@pytest.mark.quick
+def test_peaks_are_dense_and_sourced() -> None:
+    for peak in DEVICE_PEAKS:
+        # Every chip here does bfloat16 at twice TF32; a sparse figure slipped into one column would break that.
+        # 2 %: data sheets round to whole TFLOP/s.
+        assert peak.bfloat16 == pytest.approx(2 * peak.tf32, rel=0.02)
+        assert peak.float8 == 0 or peak.float8 == pytest.approx(2 * peak.bfloat16, rel=0.02)
+        assert (peak.float8 == 0) == (re.match("A[1-8]|RTX A6000|RTX 3090", peak.name) is not None)  # Ampere has none
+        assert peak.source
+
+
+@pytest.mark.quick
+def test_frozen_weights_need_no_gradients() -> None:
+    """Of the operations of a weight a third is its gradient's."""
+    lora = Lora(rank=4, targets=("q_proj", "down_proj"))
+    trained = LLAMA.layers * 4 * (LLAMA.heads * LLAMA.head_width + LLAMA.hidden + LLAMA.hidden + LLAMA.ffn)
+    assert update_parameter_count(LLAMA, lora) == trained
+    difference = flops_per_token(LLAMA, 64) - flops_per_token(LLAMA, 64, lora=lora)
+    assert difference == 2 * parameter_count(LLAMA) - 6 * trained
+    assert update_parameter_count(LLAMA, Lora()) == 0

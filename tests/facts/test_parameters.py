@@ -1,0 +1,111 @@
+"""The parameter table: every parameter one rule, every wrapper's name canonical."""
+
+import re
+from dataclasses import replace
+from itertools import product
+from typing import get_args
+
+import pytest
+import torch
+
+from torchllm.config import Compile, Lora, Model, Recompute
+from torchllm.config.schema import RecomputeMode
+from torchllm.facts.parameters import PARAMETER_RULES, canonical_name, is_low_rank_factor, rule_of
+from torchllm.models.decoder import Decoder, build_model
+from torchllm.models.lora import apply_lora
+from torchllm.parallel.compile import apply_compile
+from torchllm.parallel.recompute import apply_recompute
+
+TINY = Model(layers=4, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=31, max_sequence_length=8)
+MODELS = {
+    "llama": TINY,
+    "llama-tied": replace(TINY, tied_embeddings=True),
+    "llama-qk-norm": replace(TINY, qk_norm="head"),
+    "olmo": replace(TINY, qk_norm="width", norm_position="after"),
+    "qwen2": replace(TINY, qkv_bias=True),
+    "experts": replace(TINY, experts=3, expert_ffn=8, shared_experts=2, dense_layers=1),
+    "gpt": replace(TINY, family="gpt"),
+    "gpt-tied": replace(TINY, family="gpt", tied_embeddings=True),
+}
+
+
+def meta(model: Model) -> Decoder:
+    with torch.device("meta"):
+        return build_model(model)
+
+
+def with_updates(model: Model) -> Decoder:
+    """The model with LoRA, which experts have not."""
+    decoder = meta(model)
+    if not model.experts:
+        apply_lora(decoder, Lora(rank=2), torch.float32)
+    return decoder
+
+
+def names_of(decoder: Decoder) -> list[str]:
+    return [canonical_name(name) for name, _ in decoder.named_parameters()]
+
+
+def test_every_parameter_matches_exactly_one_row() -> None:
+    for model in MODELS.values():
+        for parameter in names_of(with_updates(model)):
+            matching = [rule.pattern for rule in PARAMETER_RULES if re.fullmatch(rule.pattern, parameter)]
+            assert len(matching) == 1, (parameter, matching)
+            assert rule_of(parameter).pattern == matching[0]
+
+
+def test_every_row_has_a_parameter() -> None:
+    names = {name for model in MODELS.values() for name in names_of(with_updates(model))}
+    for rule in PARAMETER_RULES:
+        assert any(re.fullmatch(rule.pattern, name) for name in names), rule.pattern
+
+
+def test_an_unknown_parameter_is_named() -> None:
+    with pytest.raises(KeyError, match=r"torchllm/facts/parameters.py.*layers\.0\.mystery\.weight"):
+        rule_of("layers.0.mystery.weight")
+
+
+ROLES_OF_ENDS = {"embed_tokens.weight": "embedding", "embed_positions.weight": "position", "lm_head.weight": "head"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_agree_with_what_the_parameters_are(name: str) -> None:
+    """Vectors start at a constant, matrices at random; those of the blocks have a role of their own."""
+    for parameter, value in meta(MODELS[name]).named_parameters():
+        rule = rule_of(parameter)
+        matrix = value.dim() >= 2  # those of experts are stacked
+        role_in_block = "router" if "router" in parameter else "matrix"
+        assert (rule.role == "vector") == (not matrix), parameter
+        assert (rule.role == role_in_block) == (matrix and parameter.startswith("layers.")), parameter
+        assert rule.role == ROLES_OF_ENDS.get(parameter, rule.role), parameter
+        assert (rule.start in ("normal", "residual")) == matrix, parameter
+        assert (rule.start == "residual") == bool(re.search(r"\b(o|down)_proj(\.weight)?$", parameter)), parameter
+        assert (rule.start == "ones") == ("norm" in parameter and parameter.endswith("weight")), parameter
+
+
+def test_updates_do_not_change_canonical_names() -> None:
+    """Factors are matrices with a role of their own; A starts at random, B at zero."""
+    updated = names_of(with_updates(TINY))
+    factors = [name for name in updated if is_low_rank_factor(name)]
+    assert [name for name in updated if name not in factors] == names_of(meta(TINY))
+    assert "layers.3.self_attn.q_proj.lora_A.weight" in factors
+    for name in factors:
+        assert rule_of(name).role == "adapter"
+        assert rule_of(name).start == ("normal" if "lora_A" in name else "zeros")
+
+
+COMPILED = [Compile(), Compile(norm=True), Compile(block=True), Compile(loss=True), Compile(True, True, True)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_wrappers_do_not_change_canonical_names(name: str) -> None:
+    plain = [parameter for parameter, _ in meta(MODELS[name]).named_parameters()]
+    assert [canonical_name(parameter) for parameter in plain] == plain
+    for mode, compile in product(get_args(RecomputeMode), COMPILED):
+        wrapped = meta(MODELS[name])
+        apply_recompute(wrapped, Recompute(mode=mode), layers=TINY.layers)
+        apply_compile(wrapped, compile)
+        names = [parameter for parameter, _ in wrapped.named_parameters()]
+        assert [canonical_name(parameter) for parameter in names] == plain, (mode, compile)
+        if mode not in ("none", "segment") or compile.block is True:
+            assert names != plain, "no wrapper in the names: this test no longer shows anything"

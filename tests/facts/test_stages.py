@@ -1,0 +1,133 @@
+from dataclasses import replace
+from itertools import combinations, pairwise, product
+from pathlib import Path
+
+import pytest
+
+from torchllm.config import SCHEDULES, Model, Parallel, PipelineSchedule, load_config
+from torchllm.facts.flops import block_flops, forward_flops_per_token
+from torchllm.facts.stages import balanced_split, end_costs, stage_costs, stage_of_rank
+from torchllm.tools.planner.schedules import orders
+from torchllm.tools.planner.simulate import StageTimes, simulate
+
+pytestmark = pytest.mark.quick
+
+ROOT = Path(__file__).parents[2]
+SMALL_HEAD = Model(layers=10, hidden=64, heads=4, ffn=128, vocab=64)
+LARGE_HEAD = Model(layers=10, hidden=64, heads=4, ffn=128, vocab=4000)
+
+
+SPARSE = Model(layers=10, hidden=64, heads=4, ffn=128, vocab=64, experts=8, top_k=2, expert_ffn=192, shared_experts=1)
+
+
+def every_split(blocks: int, stages: int) -> list[tuple[int, ...]]:
+    """Every way to give each stage at least one block."""
+    cuts = [(0, *cut, blocks) for cut in combinations(range(1, blocks), stages - 1)]
+    return [tuple(b - a for a, b in pairwise(cut)) for cut in cuts]
+
+
+def costs_of_ranks(model: Model, parallel: Parallel, split: tuple[int, ...]) -> list[int]:
+    """Return what each rank computes if the blocks are split so."""
+    costs = stage_costs(model, split, 32)
+    return [sum(costs[stage] for stage in stage_of_rank(parallel, rank)) for rank in range(parallel.pp)]
+
+
+def check_split(model: Model, parallel: Parallel) -> None:
+    """Check that no other split has a less busy rank, or as busy a one and is more even."""
+    split = balanced_split(model, parallel, 32)
+    assert sum(split) == model.layers
+    assert min(split) >= 1
+
+    def badness(blocks: tuple[int, ...]) -> tuple[int, int]:
+        ranks = costs_of_ranks(model, parallel, blocks)
+        return max(ranks), sum(cost**2 for cost in ranks)
+
+    assert badness(split) == min(map(badness, every_split(model.layers, parallel.stages))), (model, parallel)
+
+
+@pytest.mark.parametrize("model", [SMALL_HEAD, LARGE_HEAD], ids=["small head", "large head"])
+def test_no_split_has_a_less_busy_rank_or_is_more_even(model: Model) -> None:
+    for pp in (1, 2, 3, 4, 7, 10):
+        check_split(model, Parallel(pp=pp))
+    for pp in (2, 3, 4, 5):
+        check_split(model, Parallel(pp=pp, schedule="Interleaved1F1B"))
+        check_split(model, Parallel(pp=pp, schedule="ZBVZeroBubble"))
+
+
+def test_no_split_of_dense_and_sparse_blocks_is_better() -> None:
+    for pp, ffn, dense_layers in product([1, 2, 3, 4, 7, 10], [128, 1024], [1, 2, 3, 7, 9]):
+        check_split(replace(SPARSE, ffn=ffn, dense_layers=dense_layers), Parallel(pp=pp))
+
+
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
+def test_ranks_of_several_stages_share_dense_and_sparse_blocks(schedule: PipelineSchedule) -> None:
+    """The bound is as found, and holds where no more than six of ten blocks are dense."""
+    for pp, ffn, dense_layers in product([2, 3, 4, 5], [128, 1024], range(1, 7)):
+        parallel = Parallel(pp=pp, schedule=schedule)
+        model = replace(SPARSE, ffn=ffn, dense_layers=dense_layers)
+        splits = every_split(model.layers, parallel.stages)
+        best = min(max(costs_of_ranks(model, parallel, split)) for split in splits)
+        split = balanced_split(model, parallel, 32)
+        assert max(costs_of_ranks(model, parallel, split)) <= 1.02 * best, (pp, ffn, dense_layers)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "over"), [("1F1B", 1.0), ("Interleaved1F1B", 1.05), ("ZBVZeroBubble", 1.02), ("DualPipeV", 1.0)]
+)
+def test_even_ranks_are_nearly_the_best_split_and_even_stages_are_not(schedule: PipelineSchedule, over: float) -> None:
+    """Figures as found; the head weighs six blocks."""
+    parallel = Parallel(pp=2, schedule=schedule)
+    order = orders(parallel, 8)
+
+    def step(split: tuple[int, ...]) -> float:
+        costs = stage_costs(LARGE_HEAD, split, 32)
+        return simulate(order, [StageTimes(cost, cost, cost) for cost in costs]).step
+
+    best = min(map(step, every_split(LARGE_HEAD.layers, parallel.stages)))
+    assert step(balanced_split(LARGE_HEAD, parallel, 32)) <= best * over
+    if parallel.stages == 4:
+        assert step((3, 3, 3, 1)) > best * 1.08
+
+
+def test_a_head_of_128k_words_weighs_two_blocks_of_an_8b_model() -> None:
+    model = load_config([str(ROOT / "train_configs" / "models" / "llama3_8b.toml"), "--parallel.dp_shard=1"]).model
+    assert 1.5 < end_costs(model)[1] / block_flops(model, 0, 8192) < 2.5
+    assert balanced_split(model, Parallel(pp=4), 8192) == (8, 8, 9, 7)
+
+
+def test_405b_is_split_as_its_authors_split_it() -> None:
+    """One block less on the first and the last of 16 ranks (arXiv 2407.21783, section 3.3.2)."""
+    model = load_config([str(ROOT / "train_configs" / "models" / "llama3_405b.toml"), "--parallel.dp_shard=1"]).model
+    assert balanced_split(model, Parallel(pp=16), 8192) == (7, *[8] * 14, 7)
+
+
+def test_equal_blocks_go_to_later_stages_and_to_ranks_with_less() -> None:
+    assert balanced_split(SMALL_HEAD, Parallel(pp=4), 32) == (2, 3, 3, 2)
+    looped = Parallel(pp=2, schedule="Interleaved1F1B", virtual_stages=2)
+    assert balanced_split(SMALL_HEAD, looped, 32) == (2, 3, 3, 2)
+
+
+def test_a_given_split_is_taken() -> None:
+    assert balanced_split(SMALL_HEAD, Parallel(pp=2, split=(9, 1)), 32) == (9, 1)
+
+
+def test_one_rank_has_one_stage() -> None:
+    assert balanced_split(SMALL_HEAD, Parallel(), 32) == (10,)
+    assert stage_of_rank(Parallel(schedule="DualPipeV"), 0) == (0,)
+
+
+@pytest.mark.parametrize("model", [SMALL_HEAD, LARGE_HEAD, SPARSE, replace(SPARSE, dense_layers=4)])
+def test_costs_are_those_of_the_whole_model(model: Model) -> None:
+    products = forward_flops_per_token(model, 32)
+    vectors = model.hidden + 4 * model.hidden + 5 * model.vocab
+    assert sum(stage_costs(model, (3, 3, 4), 32)) == products + vectors
+
+
+def test_ranks_hold_what_torch_expects() -> None:
+    from torch.distributed.pipelining._utils import generate_rank_to_stage_mapping
+
+    for schedule, pp in product(SCHEDULES, [1, 2, 4, 8]):
+        parallel = Parallel(pp=pp, schedule=schedule)
+        style = "v" if schedule in ("ZBVZeroBubble", "DualPipeV") and pp > 1 else "loop"
+        theirs = generate_rank_to_stage_mapping(pp, parallel.stages, style)
+        assert {rank: list(stage_of_rank(parallel, rank)) for rank in range(pp)} == theirs, schedule

@@ -1,0 +1,84 @@
+"""A run that starts again leaves nothing of its former self: no tensor, process group, thread or descriptor."""
+
+import gc
+import os
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.recipes.warm import pretrain
+from tests.workers import POOL
+from torchllm.config import Config
+from torchllm.models.decoder import Decoder
+from torchllm.tools.watch.monitor import Bottlenecks, Change
+
+REBUILDS = 3
+
+
+class Held(NamedTuple):
+    """What a rank holds before it builds a model."""
+
+    models: int
+    tensor_bytes: int
+    groups: int
+    threads: int
+    descriptors: int
+
+
+def held_now() -> Held:
+    models, tensor_bytes = 0, 0
+    for thing in gc.get_objects():
+        kind = type(thing)  # isinstance would also ask objects that answer with a warning
+        models += issubclass(kind, Decoder)
+        if issubclass(kind, torch.Tensor) and not thing.is_meta:
+            tensor_bytes += thing.nbytes
+    groups = len(dist.distributed_c10d._world.pg_map)
+    return Held(models, tensor_bytes, groups, len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")))
+
+
+class Restless:
+    """In place of the adaptation: starts the run again from every checkpoint."""
+
+    def __call__(self, config: Config, bottlenecks: Bottlenecks) -> Change:
+        return Change(replace(config, checkpoint=replace(config.checkpoint, resume="auto")), "a test")
+
+
+def _start_again_and_again(folder: Path, recipe: Any, rank: int) -> None:
+    train, supervise = recipe.train, recipe.supervise
+
+    def train_and_count(*arguments: Any) -> None:
+        with (folder / f"held-{rank}").open("a") as file:
+            print(*held_now(), file=file)
+        train(*arguments)
+
+    def supervise_restlessly(_: Any, *arguments: Any) -> None:
+        with mock.patch("torchllm.tools.adapt.supervise.Adaptation", Restless):
+            supervise(train_and_count, *arguments)
+
+    recipe.supervise = supervise_restlessly
+
+
+FSDP = ["--parallel.dp_shard=2"]
+PIPELINE = ["--parallel.pp=2", "--parallel.dp_shard=1", "--checkpoint.asynchronous=true"]
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(FSDP, id="fsdp", marks=pytest.mark.exhaustive), pytest.param(PIPELINE, id="pipeline")]
+)
+def test_a_rank_holds_as_much_after_many_rebuilds_as_after_one(tmp_path: Path, layout: list[str]) -> None:
+    POOL.stop(range(2))  # fresh ranks: what a failed test has left would end meanwhile, and be counted
+    settings = [f"--training.steps={REBUILDS + 1}", "--checkpoint.interval=1", "--checkpoint.keep=1"]
+    settings += ["--evaluate.interval=2", "--training.micro_batch_size=4"]
+    assert pretrain(2, tmp_path, *layout, *settings, change=partial(_start_again_and_again, tmp_path)) == ["", ""]
+    for rank in range(2):
+        lines = (tmp_path / f"held-{rank}").read_text().splitlines()
+        held = [Held(*map(int, line.split())) for line in lines]
+        assert len(held) == REBUILDS + 1
+        assert [state.models for state in held] == [0] * len(held)
+        assert held[2:] == [held[1]] * (REBUILDS - 1)

@@ -1,0 +1,204 @@
+"""The dry run against eight real ranks: what they hold by purpose, what autograd saves, what is sent."""
+
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.parallel.trace import Trace
+from tests.parity import CPU, Settings, build, my_batches, tiny, world_size
+from tests.tools.dry_run import apart
+from tests.workers import run
+from torchllm.config import gradient_accumulation
+from torchllm.models.experts import Router, Routing
+from torchllm.optim.average import WeightAverage
+from torchllm.optim.grad_norm import gradients
+from torchllm.optim.optimizer import build_optimizer
+from torchllm.optim.schedule import LearningRate
+from torchllm.parallel.expert import routed_experts
+from torchllm.parallel.pipeline import build_forward_backward
+from torchllm.tools.dry_run.replay import Traced
+from torchllm.tools.dry_run.trace import trace
+from torchllm.train.step import TrainStep
+
+LAYOUTS: dict[str, Settings] = {
+    "fsdp, ring and sequence parallel": {
+        "parallel.dp_shard": 2,
+        "parallel.cp": 2,
+        "parallel.tp": 2,
+        "parallel.sequence_parallel": True,
+        "training.micro_batch_size": 2,
+    },
+    "pipeline, HSDP, recompute": {
+        "parallel.pp": 2,
+        "parallel.dp_replicate": 2,
+        "parallel.dp_shard": 2,
+        "recompute.mode": "full",
+    },
+    "interleaved pipeline, tensor parallel, ZeRO 1": {
+        "parallel.pp": 2,
+        "parallel.dp_shard": 2,
+        "parallel.tp": 2,
+        "parallel.schedule": "Interleaved1F1B",
+        "parallel.zero_stage": 1,
+        "training.loss_chunk": 16,
+    },
+    "experts shared by tensor and data parallel ranks": {
+        "parallel.dp_shard": 4,
+        "parallel.tp": 2,
+        "parallel.sequence_parallel": True,
+        "parallel.ep": 4,
+        "model.experts": 8,
+        "model.top_k": 2,
+        "model.shared_experts": 1,
+        "model.dense_layers": 1,
+    },
+    "experts cut by hidden states": {
+        "parallel.dp_shard": 4,
+        "parallel.tp": 2,
+        "parallel.ep": 2,
+        "model.experts": 4,
+        "model.top_k": 2,
+        "training.global_batch_size": 16,
+    },
+    "Muon, moving average and z-loss over HSDP and tensor parallel": {
+        "parallel.dp_replicate": 2,
+        "parallel.dp_shard": 2,
+        "parallel.tp": 2,
+        "optimizer.name": "muon",
+        "optimizer.ema_decay": 0.9,
+        "training.z_loss": 0.02,
+    },
+}
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Address to bytes of the memory behind tensors, or behind their local parts."""
+    local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}
+
+
+class Born(TorchDispatchMode):
+    """Notes the memory that operations make, without keeping it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: list[weakref.ref[Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        before = storages(x for x in args if type(x) is Tensor)
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if type(tensor) is Tensor and tensor.untyped_storage().data_ptr() not in before:
+                self.storages.append(weakref.ref(tensor.untyped_storage()))
+        return out
+
+
+def choose_evenly(router: Router, inputs: Any, routing: Routing) -> Routing:
+    """Forward hook: the tokens use all experts equally often, as the dry run assumes."""
+    count = routing.experts.numel()
+    even = torch.arange(count).view_as(routing.experts) % len(router.weight)
+    return routing._replace(experts=even)
+
+
+def really_held(settings: Settings) -> dict[str, Any]:
+    """On a rank: bytes by purpose, bytes that each forward saves, bytes sent by axis."""
+    config = tiny(settings)
+    mesh, stages = build(config)
+    optimizer = build_optimizer(stages, config.optimizer)
+    average = WeightAverage(stages, config.optimizer.ema_decay)
+    average.follow(optimizer)
+    step = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
+    batches = my_batches(config, mesh, 1, ragged=False)
+    gradient_bytes = 0
+
+    def complete(*arguments: Any) -> Tensor:
+        nonlocal gradient_bytes
+        loss = step(*arguments)
+        sums = [routed.router.sums for stage in stages for routed in routed_experts(stage)]
+        counts = [total for total in sums if total is not None]
+        gradient_bytes = sum(storages([*gradients(stages), *counts]).values())  # both are what a backward leaves
+        return loss
+
+    complete.stages, complete.loss_sum = step.stages, step.loss_sum  # type: ignore[attr-defined]
+    rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)
+    train = TrainStep(stages, complete, optimizer, rate, mesh, config.training, CPU)  # type: ignore[arg-type]
+    train(1, batches)
+
+    born = Born()
+    left: list[int] = []
+
+    def end(module: nn.Module, args: Any, output: Tensor) -> None:
+        time.sleep(0.01)  # gloo's threads let go of what they have sent a moment after it has been waited for
+        weights = storages(module.parameters())  # gathered ones, where they stay so
+        here = {s.data_ptr(): s.nbytes() for s in (reference() for reference in born.storages) if s is not None}
+        left.append(sum(size for at, size in here.items() if at not in weights))
+
+    for stage in stages:
+        for routed in routed_experts(stage):
+            routed.router.register_forward_hook(choose_evenly)
+        stage.register_forward_pre_hook(lambda module, args: born.storages.clear(), prepend=True)
+        stage.register_forward_hook(end)
+    sent = Trace(mesh)
+    sizes = {axis.name: axis.size for axis in mesh.axis_of_group.values()}
+    sent.axes = {group: axis.name for group, axis in mesh.axis_of_group.items()}
+    with born, sent:
+        train(2, batches)
+    by_axis: Counter[str] = Counter()
+    for event in sent.events:
+        assert not isinstance(event, str)
+        by_axis[event.axis] += event.bytes(sizes[event.axis])
+    states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+    return {
+        "parameters": sum(storages(p for stage in stages for p in stage.parameters()).values()),
+        "optimizer": sum(storages([*states, *average.tensors.values()]).values()),
+        "gradients": gradient_bytes,
+        "saved": left,
+        "sent": {axis: count for axis, count in by_axis.items() if count},
+    }
+
+
+def foretold(settings: Settings, pp_rank: int) -> dict[str, Any]:
+    """The same, from the dry run."""
+    config = tiny(settings)
+    count = gradient_accumulation(config.training, config.parallel.data_ranks)
+    traced: Traced = apart(trace, config, torch.float32, pp_rank, count, config.parallel.pp, pp_rank)
+    tail = traced.spans[-1].start
+    sent: Counter[str] = Counter()
+    for span in traced.spans:
+        for one in span.sent:
+            sent[one.axis] += one.bytes
+    return {
+        "parameters": tail["parameters"],
+        "optimizer": tail["optimizer"],
+        "gradients": tail["gradients"],
+        "saved": traced.saved,
+        "sent": dict(sent),
+    }
+
+
+BY_DEFAULT = ("pipeline, HSDP, recompute", "experts shared by tensor and data parallel ranks")
+NAMES = [name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.exhaustive) for name in LAYOUTS]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_traced_is_what_eight_ranks_hold_and_send(name: str) -> None:
+    settings = LAYOUTS[name]
+    parallel = tiny(settings).parallel
+    ranks = world_size(tiny(settings))
+    assert ranks == 8
+    real = run(really_held, ranks, settings)
+    for pp_rank in range(parallel.pp):
+        told = foretold(settings, pp_rank)
+        assert told["saved"]
+        for rank in range(pp_rank * ranks // parallel.pp, (pp_rank + 1) * ranks // parallel.pp):
+            assert real[rank] == told, rank

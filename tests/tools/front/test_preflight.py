@@ -1,0 +1,310 @@
+"""--check finds what a run lacks, before any process is started and without torch."""
+
+import base64
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.config.conftest import RANK_VARIABLES, enter_empty_folder, refusal
+from tests.tiny_run import DEBUG, ROOT
+from torchllm.checkpoint.manifest import Manifest, publish, write_file
+from torchllm.config import Data, Source
+from torchllm.data.error import DataError
+from torchllm.data.tokenizer import ByteTokenizer, load_tokenizer
+from torchllm.tools.front import preflight
+from torchllm.tools.front.start import load_configs, load_run
+from torchllm.tools.prepare.cache import is_cached, plan_corpus, prepare_cached
+
+TEXT_SOURCE = ["--data.sources.0.kind=text", "--data.sources.0.path=words.txt"]
+SHORT = "--training.sequence_length=32"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a text, a cache of its own, and an environment of two processes not started yet."""
+    enter_empty_folder(tmp_path, monkeypatch)
+    monkeypatch.setenv("NPROC", "2")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "words.txt").write_text("some words " * 100)
+    return tmp_path
+
+
+def write_ranks(path: Path, tokens: int = 300) -> None:
+    """Write a tiktoken rank file: the bytes, and pairs of letters."""
+    words = [bytes([byte]) for byte in range(256)]
+    words += [bytes([97 + number // 26, 97 + number % 26]) for number in range(tokens - 256)]
+    path.write_text("".join(f"{base64.b64encode(word).decode()} {rank}\n" for rank, word in enumerate(words)))
+
+
+def write_checkpoint(root: Path, step: int) -> Path:
+    """Write a checkpoint that holds no tensor."""
+    temporary, final = root / "new", root / f"step-{step:08d}"
+    temporary.mkdir(parents=True)
+    files = {"index.json": write_file(temporary / "index.json", b"{}")}
+    publish(temporary, final, Manifest(step, {}, {}, 1, {}, files))
+    return final
+
+
+def prepare(folder: Path) -> Path:
+    """Tokenize words.txt into shards, in bytes."""
+    source = Source("text", str(folder / "words.txt"))
+    data = Data((source,), cache=str(folder / "shards"), validation_fraction=0.0)
+    plan = plan_corpus(source, data, ByteTokenizer(), 264)
+    return prepare_cached(plan, data)
+
+
+def checked(*arguments: str) -> None:
+    """Check train_configs/debug.toml with overrides."""
+    load_configs([str(ROOT / DEBUG), *arguments, "--check"])
+
+
+class Lack(NamedTuple):
+    """A run that lacks something."""
+
+    make: Callable[[Path], object]
+    """what is done to the folder first"""
+    arguments: list[str]
+    line: str
+    """what is said; FOLDER stands for the folder"""
+
+
+def make_file(name: str, content: str = "") -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(content)
+
+
+LACKS = {
+    "data file": Lack(
+        lambda folder: None,
+        ["--data.sources.0.kind=text", "--data.sources.0.path=word.txt"],
+        "--data.sources.0.path: no file matches 'word.txt' (kind 'text')",
+    ),
+    "files in a folder": Lack(
+        lambda folder: (folder / "empty").mkdir(),
+        ["--data.sources.0.kind=text", "--data.sources.0.path=empty"],
+        "--data.sources.0.path: no file matches 'empty' (kind 'text')",
+    ),
+    "shards": Lack(
+        lambda folder: None,
+        ["--data.sources.0.kind=tokens", "--data.sources.0.path=nowhere"],
+        "--data.sources.0.path: nowhere holds no token shards: there is no corpus.json",
+    ),
+    "one shard": Lack(
+        lambda folder: (prepare(folder) / "00000.train.bin").unlink(),
+        ["--data.sources.0.kind=tokens", "--data.sources.0.path=SHARDS", SHORT],
+        "--data.sources.0.path: SHARDS/00000.train.bin",
+    ),
+    "the tokenizer of the shards": Lack(
+        lambda folder: (prepare(folder), write_ranks(folder / "ranks")),
+        ["--data.sources.0.kind=tokens", "--data.sources.0.path=SHARDS", "--data.tokenizer=ranks", "--model.vocab=600"],
+        "--data.sources.0.path: SHARDS holds tokens of 'bytes', but data.tokenizer is 'ranks'",
+    ),
+    "held-out documents": Lack(
+        prepare,
+        ["--data.sources.0.kind=tokens", "--data.sources.0.path=SHARDS", SHORT, "--evaluate.interval=1"],
+        "--evaluate.interval: nothing is held out to evaluate on",
+    ),
+    "text for one sequence": Lack(
+        prepare,
+        ["--data.sources.0.kind=tokens", "--data.sources.0.path=SHARDS", "--training.sequence_length=2048"],
+        "--data.sources.0.path: 'SHARDS' is shorter than one sequence of training.sequence_length = 2048 tokens",
+    ),
+    "tokenizer": Lack(
+        lambda folder: None,
+        ["--data.tokenizer=gpt2"],
+        "--data.tokenizer: there is no file 'gpt2'",
+    ),
+    "a tokenizer in the file": Lack(
+        make_file("tokenizer.json", "{}"),
+        [*TEXT_SOURCE, "--data.tokenizer=tokenizer.json"],
+        "--data.tokenizer: tokenizer.json is not a Hugging Face tokenizer.json",
+    ),
+    "ranks in the file": Lack(
+        make_file("no-ranks", "x"),
+        ["--data.tokenizer=no-ranks"],
+        "--data.tokenizer: no-ranks is not a tiktoken rank file",
+    ),
+    "vocabulary": Lack(
+        lambda folder: write_ranks(folder / "ranks"),
+        [*TEXT_SOURCE, "--data.tokenizer=ranks", "--model.vocab=555"],
+        "--model.vocab: 555 is less than the 556 ids of data.tokenizer 'ranks': set it to 556 or more",
+    ),
+    "vocabulary for bytes": Lack(
+        lambda folder: None,
+        ["--model.vocab=257"],
+        "--model.vocab: 257 is less than the 258 ids of data.tokenizer 'bytes': set it to 258 or more",
+    ),
+    "small text": Lack(
+        lambda folder: None,
+        [*TEXT_SOURCE, "--data.max_raw_mib=0.0001"],
+        "--data.sources.0.path: 'words.txt' is 0 MiB; only 0 MiB (data.max_raw_mib) are tokenized at the start",
+    ),
+    "run folder": Lack(
+        make_file("file"),
+        ["--run.folder=file/run"],
+        "--run.folder: 'file/run' cannot be written: FOLDER/file: Not a directory",
+    ),
+    "folder for metrics": Lack(
+        lambda folder: ((folder / "run").mkdir(), (folder / "run/tensorboard").touch()),
+        ["--run.folder=run"],
+        "--run.folder: 'run' cannot be written: FOLDER/run/tensorboard: Not a directory",
+    ),
+    "file system that can be written": Lack(
+        lambda folder: None,
+        ["--run.folder=/proc/run"],
+        "--run.folder: '/proc/run' cannot be written: /proc: ",
+    ),
+    "cache": Lack(
+        make_file("cache"),
+        [],
+        "debug.toml: data.cache: 'FOLDER/cache/torchllm' cannot be written: FOLDER/cache: Not a directory",
+    ),
+    "checkpoint": Lack(
+        lambda folder: None,
+        ["--checkpoint.resume=run/checkpoints/step-00000003"],
+        "--checkpoint.resume: run/checkpoints/step-00000003: there is no such checkpoint folder",
+    ),
+    "whole checkpoint": Lack(
+        lambda folder: (write_checkpoint(folder, 3) / "index.json").unlink(),
+        ["--checkpoint.resume=step-00000003"],
+        "--checkpoint.resume: step-00000003/index.json",
+    ),
+    "place for the steps after a checkpoint": Lack(
+        lambda folder: (write_checkpoint(folder / "run/checkpoints", 4), write_checkpoint(folder, 3)),
+        ["--checkpoint.resume=step-00000003", "--run.folder=run"],
+        "--checkpoint.resume: names step 3, but run/checkpoints/step-00000004 is newer",
+    ),
+    "empty folder": Lack(
+        lambda folder: write_checkpoint(folder / "run/checkpoints", 4),
+        ["--checkpoint.resume=none", "--run.folder=run"],
+        '--checkpoint.resume: is "none", but run/checkpoints/step-00000004 exists',
+    ),
+}
+
+
+@pytest.mark.parametrize("lack", LACKS.values(), ids=LACKS)
+def test_what_a_run_lacks_is_said_in_one_line(lack: Lack, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lack.make(folder)
+    (shards,) = [*folder.glob("shards/*")] or [folder]
+    arguments = [argument.replace("SHARDS", str(shards)) for argument in lack.arguments]
+    lines = refusal(capsys, lambda: checked(*arguments))
+    assert len([line for line in lines if not line.startswith(" ")]) == 1, lines
+    assert lack.line.replace("FOLDER", str(folder)).replace("SHARDS", str(shards)) in lines[0]
+
+
+def test_all_lacks_are_said_at_once_with_what_is_wrong_in_the_config(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--run.folder=words.txt", "--checkpoint.resume=x", "--data.tokenizer=x", "--parallel.tp=3"]
+    lines = refusal(capsys, lambda: checked(*arguments, "--data.sources.0.kind=text", "--data.sources.0.path=x"))
+    keys = {line.split(": ")[0] for line in lines}
+    assert {"--run.folder", "--checkpoint.resume", "--data.tokenizer", "--data.sources.0.path", "--parallel.tp"} <= keys
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--data.sources.0.kind=hub", "--data.sources.0.path=a/b"], "data.sources.0 (a/b): the hub needs the network"),
+        (TEXT_SOURCE, "data.sources.0 (words.txt): its text is read when the run starts"),
+    ],
+)
+def test_what_cannot_be_looked_at_is_listed(
+    arguments: list[str], line: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        checked(*arguments)
+    assert capsys.readouterr().err.splitlines()[0] == f"not checked: {line}"
+
+
+def test_a_run_that_lacks_nothing_is_not_talked_about(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shards = prepare(folder)
+    for arguments in ([], ["--data.sources.0.kind=tokens", f"--data.sources.0.path={shards}", SHORT]):
+        with pytest.raises(SystemExit, match="0"):
+            checked(*arguments, "--evaluate.interval=0")
+        assert capsys.readouterr().err.startswith("global batch")
+    assert {path.name for path in folder.iterdir()} == {"words.txt", "shards"}  # a look leaves nothing behind
+
+
+def test_a_cache_of_another_user_that_may_not_be_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def denied(path: Path, *arguments: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", denied)  # root may read everything
+    with pytest.raises(
+        DataError, match=r"^data\.cache: .* cannot be read \(Permission denied\): another user has made"
+    ):
+        is_cached(folder / "jsonl-1")
+    (line,) = refusal(capsys, lambda: load_configs([*TEXT_SOURCE, SHORT]))
+    assert line.startswith("defaults: data.cache: ")
+
+
+def test_what_a_dry_run_never_reads_may_be_missing(folder: Path) -> None:
+    missing = ["--run.dry_run=true", "--data.tokenizer=gpt2", "--run.folder=/proc/run", "--checkpoint.resume=x"]
+    (config,) = load_configs([str(ROOT / DEBUG), *missing])
+    assert config.data.tokenizer == "gpt2"
+
+
+def test_the_ranks_do_not_look_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be 16,384 of them, and run_train.sh has looked."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("torchllm.tools.front.start.inspect_training", None)
+    load_configs([str(ROOT / DEBUG), "--run.folder=run"])
+
+
+def test_bytes_have_as_many_ids_as_their_tokenizer() -> None:
+    assert load_tokenizer("bytes").vocab == preflight.BYTES_VOCAB
+
+
+def test_a_broken_file_beside_the_tokenizers_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(name: str, pattern: str) -> None:
+        json.loads("{")
+
+    monkeypatch.setattr("torchllm.data.tokenizer.load_tokenizer", load)
+    (line,) = refusal(capsys, lambda: checked("--data.tokenizer=words.txt"))
+    assert line.startswith("--data.tokenizer: words.txt cannot be read: JSONDecodeError(")
+
+
+@pytest.mark.parametrize("kind", ["bytes", "text", "ranks", "tokens"])
+def test_it_needs_no_torch(kind: str, folder: Path) -> None:
+    """Nor numpy where only Python's own library is read."""
+    arguments = [str(ROOT / DEBUG), "--check"]
+    if kind in ("text", "ranks"):
+        arguments += TEXT_SOURCE
+    if kind == "tokens":
+        arguments += ["--data.sources.0.kind=tokens", f"--data.sources.0.path={prepare(folder)}", SHORT]
+        arguments += ["--evaluate.interval=0"]
+    if kind == "ranks":
+        write_ranks(folder / "ranks")
+        arguments += ["--data.tokenizer=ranks", "--model.vocab=600"]
+    missing = ["torch", "numpy"] if kind == "bytes" else ["torch"]
+    program = f"import sys\nfor name in {missing}: sys.modules[name] = None\n"
+    program += "from torchllm.tools.front.start import load_configs\nload_configs(sys.argv[1:])\n"
+    environment = {key: value for key, value in os.environ.items() if key not in RANK_VARIABLES}
+    environment |= {"NPROC": "2", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_recipe_that_uses_weights_wants_a_checkpoint(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(ROOT / DEBUG), "--run.folder=run"]
+    lines = refusal(capsys, lambda: load_run(arguments, one_device=True))
+    assert lines == [
+        "--run.folder: run/checkpoints holds no checkpoint; name a run folder's config.toml, or checkpoint.resume"
+    ]
+    named = write_checkpoint(folder / "run/checkpoints", 3)
+    assert load_run(arguments, one_device=True).parallel.ranks == 1
+    shutil.rmtree(named)
+    (line,) = refusal(capsys, lambda: load_run([*arguments, f"--checkpoint.resume={named}"], one_device=True))
+    assert line == f"--checkpoint.resume: {named}: there is no such checkpoint folder"

@@ -1,0 +1,277 @@
+"""What a recipe calls first: the config with a planned layout and a checked cluster."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.config.conftest import RANK_VARIABLES, enter_empty_folder, refusal
+from tests.tiny_run import DEBUG, ROOT
+from torchllm.config import Config
+from torchllm.config.checks import obstacle_to_compiled_blocks
+from torchllm.tools.front import start
+from torchllm.tools.front.start import TUNED, load_configs
+from torchllm.tools.planner.cluster import FOLDER
+from torchllm.tools.planner.search import auto
+
+CLUSTERS = ", ".join(sorted(file.stem for file in FOLDER.glob("*.toml")))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder, and an environment of one node with two processes that are not started yet."""
+    enter_empty_folder(tmp_path, monkeypatch)
+    monkeypatch.setenv("NPROC", "2")
+    return tmp_path
+
+
+def lines_of_refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return refusal(capsys, lambda: load_configs(arguments))
+
+
+def test_an_unknown_cluster_is_named_with_all_other_errors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "x.toml").write_text('[cluster]\nname = "dgx_h10"\n[training]\nsteps = 0\n[model]\nkv_heads = 3\n')
+    unknown = f'"dgx_h10" is not in train_configs/clusters ({CLUSTERS}); did you mean "dgx_h100"?'
+    assert lines_of_refusal(["x.toml", "--check"], capsys) == [
+        "x.toml:4: training.steps: must be a whole number of at least 1, not 0",
+        f"x.toml:2: cluster.name: {unknown}",
+        "x.toml:6: model.kv_heads: 3 key-value heads do not divide 8 heads",
+    ]
+
+
+def test_a_cluster_file_of_the_users_is_checked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (FOLDER / "dgx_h100.toml").read_text()
+    (folder / "mine.toml").write_text(text)
+    with pytest.raises(SystemExit, match="0"):
+        load_configs(["--cluster.name=mine.toml", "--check"])
+    capsys.readouterr()
+    (folder / "mine.toml").write_text(text.replace("gpus_per_node", "gpus_per_nod"))
+    (line,) = lines_of_refusal(["--cluster.name=mine.toml", "--check"], capsys)
+    assert line == "mine.toml:3: gpus_per_nod: unknown section or key; did you mean gpus_per_node?"
+
+
+def test_the_planner_sets_the_layout_and_says_which(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    (config,) = load_configs([str(ROOT / DEBUG), "--parallel.layout=auto", "--run.device=cpu", "--run.folder=a"])
+    assert config.parallel.layout == "manual"
+    assert config.parallel.ranks == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("layout: ")
+    assert "layouts of 2 ranks on this_cpu, predicted" in line
+
+
+def test_what_is_told_is_told_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not by ranks other than 0, nor after run_train.sh, whose --check has said it."""
+    arguments = [str(ROOT / DEBUG), "--parallel.layout=auto", "--run.device=cpu", "--run.folder=a"]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    load_configs(arguments)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("TORCHLLM_LAUNCHED", "0")
+    load_configs(arguments)
+    assert capsys.readouterr().err == ""
+    with pytest.raises(SystemExit, match="0"):
+        load_configs([*arguments, "--check"])
+    assert capsys.readouterr().err.startswith("layout: ")
+
+
+def test_tune_returns_several_layouts_of_one_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    configs = load_configs([str(ROOT / DEBUG), "--parallel.layout=tune", "--run.device=cpu"])
+    assert len(configs) == TUNED
+    assert len({config.parallel for config in configs}) > 1
+    assert {config.run.folder for config in configs} == {"runs/debug-7"}
+    assert {replace(config, **_layout_of(configs[0])) for config in configs} == {configs[0]}
+
+
+def _layout_of(config: Config) -> dict[str, object]:
+    return {"parallel": config.parallel, "recompute": config.recompute, "training": config.training}
+
+
+def test_a_layout_for_an_unknown_number_of_ranks_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("NPROC")
+    line, *_ = lines_of_refusal(["--parallel.layout=auto", "--check"], capsys)
+    assert line == ("--parallel.layout: is auto, but the number of ranks is unknown: set NPROC (and NNODES)")
+
+
+def test_nothing_is_planned_for_a_config_with_errors(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def choose(*arguments: object) -> None:
+        raise AssertionError("the planner was asked")
+
+    monkeypatch.setattr(auto, "choose_layouts", choose)
+    lines = lines_of_refusal(["--parallel.layout=auto", "--training.steps=0", "--check"], capsys)
+    assert lines == ["--training.steps: must be a whole number of at least 1, not 0"]
+
+
+@pytest.mark.parametrize("uses_epochs", [True, False], ids=["finetune", "pretrain"])
+def test_a_recipe_that_does_not_count_epochs_says_so(uses_epochs: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(ROOT / DEBUG), "--parallel.dp_shard=1", "--finetune.epochs=2", "--check"]
+    with pytest.raises(SystemExit) as ended:
+        load_configs(arguments, uses_epochs=uses_epochs)
+    assert ended.value.code == 0
+    line = (
+        "--finetune.epochs: does nothing in this recipe, which takes training.steps: start it with "
+        "RECIPE=recipes/finetune.py"
+    )
+    assert (line in capsys.readouterr().err) != uses_epochs
+
+
+def test_steps_of_the_command_line_come_before_epochs_of_a_file(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "x.toml").write_text("[finetune]\nepochs = 2.0\n[training]\nsteps = 9\n")
+    words = ["x.toml", "--run.folder=a", "--run.dry_run=true"]
+    unused = "does nothing in this run: "
+    for more, epochs, told in (
+        ([], 2.0, f"x.toml:4: training.steps: {unused}finetune.epochs decides"),
+        (["--training.steps=3"], 0.0, f"x.toml:2: finetune.epochs: {unused}the command line sets training.steps"),
+        (["--finetune.epochs=1", "--training.steps=3"], 1.0, f"--training.steps: {unused}finetune.epochs decides"),
+    ):
+        (config,) = load_configs([*words, *more], uses_epochs=True)
+        assert config.finetune.epochs == epochs
+        assert capsys.readouterr().err.splitlines() == [told]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that this machine has GPUs, and a compiler for them."""
+    monkeypatch.setattr(start, "count_gpus", lambda: 2)
+    monkeypatch.setattr(start, "lack_of_gpu_compiler", lambda: "")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+
+def compiled(*arguments: str) -> tuple[object, object]:
+    """Return the values of block and loss in the config of a run."""
+    (config,) = load_configs([str(ROOT / DEBUG), "--run.folder=a", *arguments])
+    return config.compile.block, config.compile.loss
+
+
+PIPELINE = ("--parallel.pp=2", "--parallel.dp_shard=1", "--parallel.schedule=ZBVZeroBubble", "--model.layers=4")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), (True, True)),
+        (("--compile.block=false",), (False, True)),
+        (("--run.device=cpu",), (False, False)),
+        (("--run.device=cpu", "--compile.block=true"), (True, False)),
+        (PIPELINE, (False, True)),
+        (("--parallel.cp=2", "--recompute.mode=full"), (False, True)),
+        (("--run.dry_run=true", "--cluster.name=this_cpu"), (False, False)),
+    ],
+)
+def test_on_a_gpu_auto_compiles_what_the_layout_allows(
+    folder: Path, gpu: None, arguments: tuple[str, ...], expected: tuple[bool, bool]
+) -> None:
+    assert compiled(*arguments) == expected
+
+
+def test_auto_compiles_nothing_without_a_gpu_and_says_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(start, "count_gpus", lambda: 0)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert compiled() == (False, False)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_dry_run_of_a_gpu_cluster_assumes_a_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "count_gpus", lambda: 0)
+    assert compiled("--run.dry_run=true", "--cluster.name=dgx_h100") == (True, True)
+    assert compiled("--run.dry_run=true", "--cluster.name=dgx_h100", *PIPELINE) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("lack", "arguments", "says"),
+    [
+        ("Triton is not installed", (), ": compile.block, compile.loss: auto is false: Triton is not installed"),
+        (
+            "",
+            PIPELINE,
+            ": compile.block: auto is false: ZBVZeroBubble computes gradients of inputs and weights separately, which "
+            "a compiled block cannot; to compile, use 1F1B or Interleaved1F1B",
+        ),
+    ],
+)
+def test_why_a_gpu_compiles_less_is_told(
+    folder: Path,
+    gpu: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    lack: str,
+    arguments: tuple[str, ...],
+    says: str,
+) -> None:
+    monkeypatch.setattr(start, "lack_of_gpu_compiler", lambda: lack)
+    compiled(*arguments)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "compile" in line]
+    assert line == str(ROOT / DEBUG) + says
+
+
+@pytest.mark.parametrize("layout", ["auto", "tune"])
+def test_planned_layouts_compile_what_they_allow(
+    folder: Path, gpu: None, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    monkeypatch.setattr(auto, "device", lambda: "NVIDIA H100 80GB HBM3")
+    configs = load_configs([str(ROOT / DEBUG), f"--parallel.layout={layout}", "--run.folder=a", *PIPELINE])
+    assert {(config.compile.block, config.compile.loss) for config in configs} == {(False, True)}
+    configs = load_configs([str(ROOT / DEBUG), f"--parallel.layout={layout}", "--run.folder=a"])
+    for config in configs:
+        parallel = config.parallel
+        obstacle = obstacle_to_compiled_blocks(parallel.pp, parallel.schedule, parallel.cp, config.recompute.mode)
+        assert config.compile.block is (obstacle is None)
+
+
+def test_blocks_with_experts_are_compiled(folder: Path, gpu: None) -> None:
+    assert compiled("--model.experts=8") == (True, True)
+
+
+RECIPE = """
+import sys
+from torchllm.tools.front.start import load_configs
+try:
+    load_configs(sys.argv[1:])
+finally:
+    heavy = {"torch", "numpy"} & sys.modules.keys()
+    assert not heavy, heavy
+    ours = [name for name in sys.modules if name.startswith("torchllm.")]
+    assert len(ours) <= MOST_MODULES, ours
+"""
+MOST_MODULES = 50
+"""of ours that a check imports: what it takes follows from them, a tenth of a second"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["--training.step=3", "--parallel.tp=3"], 2, "--training.step: unknown key; did you mean training.steps?"),
+        (["--check"], 0, "global batch"),
+        (["--help"], 0, "usage: "),
+    ],
+)
+def test_a_check_imports_little_and_says_how_it_ends(arguments: list[str], status: int, says: str) -> None:
+    environment = {key: value for key, value in os.environ.items() if key not in RANK_VARIABLES} | {"NPROC": "2"}
+    command = [
+        sys.executable,
+        "-c",
+        RECIPE.replace("MOST_MODULES", str(MOST_MODULES)),
+        "train_configs/debug.toml",
+        *arguments,
+    ]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+    assert says in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr

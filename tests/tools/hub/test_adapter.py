@@ -1,0 +1,228 @@
+"""Low-rank updates for others: what peft makes of them, and the weights with the updates merged in."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.parity import CPU, Settings, build, tiny
+from tests.tools.hub.published import save_published
+from tests.workers import run
+from torchllm.checkpoint.checkpointer import Checkpointer
+from torchllm.checkpoint.manifest import CheckpointError, Manifest, read_manifest
+from torchllm.checkpoint.weights import load_weights
+from torchllm.config import Checkpoint, Config, Lora, Model
+from torchllm.config.errors import UserError
+from torchllm.models.decoder import Decoder, build_model
+from torchllm.models.lora import apply_lora
+from torchllm.optim.optimizer import build_optimizer
+from torchllm.parallel.initialize import materialize
+from torchllm.tools.hub.adapter import (
+    MergedWeights,
+    PublishedWeights,
+    SeededWeights,
+    adapter_config,
+    frozen_weights,
+    read_updates,
+    write_adapter,
+)
+from torchllm.tools.hub.by_key import WeightReader
+from torchllm.tools.hub.config_json import family_to_export
+from torchllm.tools.hub.files import read_hub_config
+from torchllm.tools.hub.initial import HubWeights, initial_weights, load_frozen_weights, load_weights_of_run
+
+LORA: Settings = {"lora.rank": 3, "lora.alpha": 12.0}
+LAYOUT: Settings = {"parallel.tp": 2, "parallel.dp_shard": 2}
+TOKENS = torch.randint(96, (2, 12), generator=torch.Generator().manual_seed(0))
+POSITIONS = torch.arange(12).expand(2, 12)
+
+
+def config_of(published: Path, settings: Settings) -> Config:
+    """The config of a run that starts from a published model."""
+    return replace(tiny(settings), model=replace(read_hub_config(published).model, from_hf=str(published)))
+
+
+def start_and_save(config: Config, folder: str, step: int) -> Manifest | None:
+    """Start or resume a run, and save a checkpoint; the factors B of a fresh one are filled, as after some steps."""
+    _, stages = build(config)
+    optimizer = build_optimizer(stages, config.optimizer)
+    checkpoints = Checkpointer(
+        Checkpoint(),
+        Path(folder),
+        stages,
+        optimizer,
+        host_group=dist.group.WORLD,
+        record={"config": asdict(config)},
+        initial=initial_weights(config),
+    )
+    restored = checkpoints.resume()
+    checkpoints.save(step, {})
+    checkpoints.close()
+    return restored
+
+
+def trained_model(config: Config, step_folder: Path) -> Decoder:
+    """The model of a checkpoint, in one process."""
+    model = build_model(config.model)
+    apply_lora(model, config.lora, torch.float32)
+    materialize([model], CPU)
+    load_frozen_weights(config, [model])
+    load_weights(step_folder, [model])
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.exhaustive)])
+def test_peft_and_merged_weights_compute_our_logits(name: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    save_published(name, tmp_path / "published")
+    config = config_of(tmp_path / "published", {**LORA, **LAYOUT})
+    run(start_and_save, 4, config, str(tmp_path), 1)
+    step_folder = tmp_path / "checkpoints/step-00000001"
+    logits = trained_model(config, step_folder)(TOKENS, POSITIONS)
+    tolerance = 1e-5 * logits.abs().max()
+
+    family = family_to_export(config.model, name)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    updates = read_updates(WeightReader(step_folder))
+    write_adapter(adapter, config.model, config.lora, family, updates, config.model.from_hf)
+    base = transformers.AutoModelForCausalLM.from_pretrained(config.model.from_hf)
+    without = base(TOKENS).logits
+    tuned = peft.PeftModel.from_pretrained(base, adapter).eval()
+    assert_all_loaded(tuned, adapter)
+    assert (tuned(TOKENS).logits - logits).abs().max() < tolerance
+    assert (without - logits).abs().max() > 1000 * tolerance
+    assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == config.model.from_hf
+
+    merged = MergedWeights(frozen_weights(config, read_manifest(step_folder)), updates, config.lora)
+    plain = build_model(config.model)
+    with torch.no_grad():
+        for parameter_name, parameter in plain.named_parameters():
+            parameter.copy_(merged.read(parameter_name))
+    assert (plain(TOKENS, POSITIONS) - logits).abs().max() < tolerance
+
+
+def assert_all_loaded(tuned: Any, adapter: Path) -> None:
+    """A name that peft does not know is no error there: compare every factor."""
+    held: dict[str, Tensor] = dict(tuned.named_parameters())
+    factors = {key: value for key, value in held.items() if ".lora_" in key}
+    stored = load_file(adapter / "adapter_model.safetensors")
+    assert len(factors) == len(stored) == 2 * 7 * 4
+    for key, value in stored.items():
+        assert torch.equal(factors[key.replace(".weight", ".default.weight")], value), key
+
+
+def test_a_resumed_run_reads_the_frozen_weights_again_and_no_others(tmp_path: Path) -> None:
+    save_published("llama", tmp_path / "published")
+    config = config_of(tmp_path / "published", LORA)
+    assert run(start_and_save, 1, config, str(tmp_path), 1) == [None]
+    (resumed,) = run(start_and_save, 1, config, str(tmp_path), 2)
+    assert resumed is not None
+    logits = []
+    for step in (1, 2):
+        logits.append(trained_model(config, tmp_path / f"checkpoints/step-0000000{step}")(TOKENS, POSITIONS))
+    assert torch.equal(*logits)
+    save_published("llama", tmp_path / "published", bos_token_id=7)
+    with pytest.raises(Exception, match=r"model\.from_hf: the frozen weights are not those that the run started from"):
+        run(start_and_save, 1, config, str(tmp_path), 3)
+
+
+def test_a_recipe_that_uses_a_run_reads_its_frozen_weights_and_no_others(tmp_path: Path) -> None:
+    """As recipes/generate.py and recipes/evaluate.py do."""
+    save_published("llama", tmp_path / "published")
+    config = config_of(tmp_path / "published", LORA)
+    config = replace(config, run=replace(config.run, folder=str(tmp_path)))
+    run(start_and_save, 1, config, str(tmp_path), 1)
+
+    def read(config: Config) -> Decoder:
+        model = build_model(config.model)
+        apply_lora(model, config.lora, torch.float32)
+        materialize([model], CPU)
+        assert load_weights_of_run(config, [model]).step == 1
+        return model
+
+    expected = trained_model(config, tmp_path / "checkpoints/step-00000001")(TOKENS, POSITIONS)
+    assert torch.equal(read(config)(TOKENS, POSITIONS), expected)
+    with pytest.raises(UserError, match=r"run\.seed.*low-rank updates of weights that this key decides"):
+        read(replace(config, run=replace(config.run, seed=5)))
+    save_published("llama", tmp_path / "published", bos_token_id=7)
+    with pytest.raises(CheckpointError, match=r"model\.from_hf: the frozen weights are not those"):
+        read(config)
+
+
+def test_frozen_weights_of_another_run_are_read_by_name(tmp_path: Path) -> None:
+    plain = tiny({})
+    run(start_and_save, 1, plain, str(tmp_path / "first"), 1)
+    config = replace(tiny(LORA), checkpoint=Checkpoint(initial=str(tmp_path / "first")), run=replace(plain.run, seed=5))
+    run(start_and_save, 1, config, str(tmp_path / "second"), 1)
+    step_folder = tmp_path / "second/checkpoints/step-00000001"
+    frozen = frozen_weights(config, read_manifest(step_folder))
+    model = trained_model(config, step_folder)
+    name = "layers.1.mlp.up_proj.base_layer.weight"
+    assert torch.equal(frozen.read("layers.1.mlp.up_proj.weight"), model.get_parameter(name))
+    seeded = SeededWeights(config.model, config.run.seed)
+    assert not torch.equal(seeded.read("layers.1.mlp.up_proj.weight"), model.get_parameter(name))
+    with pytest.raises(CheckpointError, match=r"holds no model\.layers\.9\.mlp"):
+        frozen.read("layers.9.mlp.up_proj.weight")
+
+
+def test_a_run_without_updates_has_none_to_write(tmp_path: Path) -> None:
+    run(start_and_save, 1, tiny({}), str(tmp_path), 1)
+    with pytest.raises(CheckpointError, match="holds no low-rank updates: it is of a run without LoRA"):
+        read_updates(WeightReader(tmp_path / "checkpoints/step-00000001"))
+
+
+def published_weights(model: Model, seed: int = 0) -> PublishedWeights:
+    """Open the frozen weights of a run of a published model, as its checkpoint has recorded them."""
+    weights = HubWeights(model)
+    return PublishedWeights(model, seed, weights.record(*weights.open(Path(model.from_hf))))
+
+
+def test_a_head_of_its_own_beside_a_published_tied_embedding_is_read(tmp_path: Path) -> None:
+    save_published("llama31", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    assert "lm_head.weight" not in tensors
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    save_file(tensors, file, {"format": "pt"})
+    model = replace(read_hub_config(tmp_path).model, from_hf=str(tmp_path), tied_embeddings=False)
+    assert torch.equal(published_weights(model).read("lm_head.weight"), tensors["lm_head.weight"])
+
+
+def test_rows_that_the_files_lack_are_those_that_the_run_drew(tmp_path: Path) -> None:
+    save_published("llama", tmp_path)
+    published = read_hub_config(tmp_path).model
+    model = replace(published, from_hf=str(tmp_path), vocab=published.vocab + 4)
+    weight = published_weights(model, seed=3).read("embed_tokens.weight")
+    stored = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    drawn = SeededWeights(model, 3).read("embed_tokens.weight")
+    assert torch.equal(weight, torch.cat([stored, drawn[published.vocab :]]))
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "revision"),
+    [("org/model@v1", "org/model", "v1"), ("org/model", "org/model", None), ("/at@home/model", "/at@home/model", None)],
+)
+def test_the_config_of_an_adapter_is_what_peft_needs(base: str, name: str, revision: str | None) -> None:
+    lora = Lora(rank=3, alpha=12.0, targets=("up_proj", "q_proj"))
+    assert adapter_config(lora, base) == {
+        "base_model_name_or_path": name,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "lora_alpha": 12.0,
+        "lora_dropout": 0.0,
+        "peft_type": "LORA",
+        "r": 3,
+        "revision": revision,
+        "target_modules": ["q_proj", "up_proj"],
+        "task_type": "CAUSAL_LM",
+        "use_rslora": False,
+    }

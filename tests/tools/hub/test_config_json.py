@@ -1,0 +1,459 @@
+"""config.json in both directions, against the classes of transformers."""
+
+import copy
+import functools
+import inspect
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RotaryEmbeddingConfigMixin
+
+from tests.facts.test_model_sizes import load
+from tests.tools.hub.published import CONFIGS, LLAMA3_SCALING, YARN, as_json, hub_config
+from torchllm.config import Model
+from torchllm.tools.hub.config_json import (
+    NoFamily,
+    family_to_export,
+    form_of,
+    known_fields,
+    read_config_json,
+    why_no_family,
+    write_config_json,
+)
+from torchllm.tools.hub.files import WHOLE_MODEL
+from torchllm.tools.hub.registry import HUB_FAMILIES, UNSUPPORTED_TYPES
+from torchllm.tools.hub.rope import unknown_rope_fields
+from torchllm.tools.hub.safetensors_header import read_header
+
+pytestmark = pytest.mark.quick
+
+
+def model_of(content: dict[str, Any]) -> Model:
+    """Return the [model] of a config.json in which nothing is wrong."""
+    read = read_config_json(content)
+    assert not read.problems
+    model = Model(**read.values)
+    return replace(model, kv_heads=model.kv, head_dim=model.head_width)
+
+
+@functools.cache
+def content_of(name: str) -> dict[str, Any]:
+    """Return the config.json of a tiny published model. Copy it to change it."""
+    return as_json(hub_config(name))
+
+
+def models() -> Iterator[tuple[str, Model]]:
+    """Yield the name and the [model] of each tiny published model."""
+    for name in CONFIGS:
+        yield name, model_of(content_of(name))
+
+
+def test_a_missing_field_is_the_default_of_its_class() -> None:
+    wrong = []
+    for model_type in HUB_FAMILIES:
+        default = transformers.AutoConfig.for_model(model_type)
+        if model_of({"model_type": model_type}) != model_of(as_json(default)):
+            wrong.append(model_type)
+    assert not wrong
+
+
+def test_each_field_may_be_missing() -> None:
+    wrong = []
+    for name in CONFIGS:
+        config = hub_config(name)
+        for field in HUB_FAMILIES[config.model_type].field_names:
+            content = dict(content_of(name))
+            content.pop(field, None)  # some classes have no head_dim
+            if field in ("num_hidden_layers", "use_sliding_window"):
+                content.pop("layer_types", None)  # one per layer
+            if model_of(content) != model_of(as_json(type(config)(**content))):
+                wrong.append((name, field))
+    assert not wrong
+
+
+def test_what_is_written_is_read_alike_by_transformers_and_here() -> None:
+    for name, model in models():
+        config = hub_config(name)
+        written = write_config_json(model, family_to_export(model, config.model_type))
+        assert model_of(written) == model, name
+        read_back = type(config)(**written)
+        assert model_of(as_json(read_back)) == model, name
+        assert read_back.model_type == config.model_type
+
+
+def test_both_spellings_are_read_and_written() -> None:
+    """transformers 4 has rope_theta and rope_scaling, transformers 5 rope_parameters."""
+    for name, model in models():
+        written = write_config_json(model, family_to_export(model))
+        for spelling in (("rope_theta", "rope_scaling"), ("rope_parameters",)):
+            content = {key: value for key, value in written.items() if key not in spelling}
+            assert model_of(content) == model, (name, spelling)
+
+
+def test_spellings_that_differ_are_refused() -> None:
+    content = content_of("llama31") | {"rope_theta": 10000.0}
+    assert read_config_json(content).problems == [
+        "rope_parameters.rope_theta: is 500000.0, but rope_theta is 10000.0: remove one of them"
+    ]
+    content = content_of("llama31") | {"rope_theta": 500000.0}
+    assert read_config_json(content).problems == [
+        "rope_parameters: says otherwise than rope_theta and rope_scaling: remove one of the spellings"
+    ]
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+OLD_LLAMA3 = {key: value for key, value in LLAMA3_SCALING.items() if key != "rope_theta"}
+SAID_ELSEWHERE: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"rope_scaling": {"rope_theta": 1e6, "rope_type": "default"}}),
+    ("llama", {"rope_scaling": LINEAR | {"rope_theta": 1e6}}),
+    ("llama", {"rope_scaling": LINEAR | {"rope_theta": 1e6}, "rope_theta": 1e6}),
+    ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 16}),
+    ("llama", {"rope_scaling": YARN, "rope_theta": 1e4, "original_max_position_embeddings": 16}),
+    ("llama", {"rope_scaling": OLD_LLAMA3, "original_max_position_embeddings": 16}),
+    ("llama", {"rope_scaling": LINEAR, "original_max_position_embeddings": 16}),
+    ("glm4-moe", {"rope_scaling": LINEAR | {"partial_rotary_factor": 0.25}}),
+    ("gpt2", {"num_attention_heads": 8, "num_hidden_layers": 3, "hidden_size": 64, "max_position_embeddings": 16}),
+]
+"""changes of a published config.json that transformers reads by another name, or at another place"""
+
+
+def test_a_field_by_another_name_or_at_another_place_is_read_as_transformers_does() -> None:
+    own_names = {name for name in HUB_FAMILIES["gpt2"].field_names if name.startswith("n_")}
+    for name, change in SAID_ELSEWHERE:
+        content = {key: value for key, value in content_of(name).items() if key not in {"rope_parameters", *own_names}}
+        theirs = type(hub_config(name))(**copy.deepcopy(content | change))
+        if theirs.model_type != "gpt2":
+            theirs.standardize_rope_params()  # as each reader does
+        assert model_of(content | change) == model_of(as_json(theirs)), change
+
+
+def fields_that_transformers_reads(name: str) -> set[str]:
+    """Return the fields of config.json that transformers reads to make and run a tiny published model.
+
+    They are the attributes of the config that are read, their aliases, and what its classes take from further
+    arguments.
+    """
+    config = hub_config(name)
+    reads: set[str] = set()
+
+    class Recording(type(config)):  # type: ignore[misc]
+        def __getattribute__(self, field: str) -> Any:
+            reads.add(field)
+            return super().__getattribute__(field)
+
+    model = getattr(transformers, HUB_FAMILIES[config.model_type].architecture)(Recording(**CONFIGS[name][1]))
+    model.eval()(torch.zeros(1, 4, dtype=torch.long))
+    for kind in type(config).__mro__:
+        for method in ("__post_init__", "convert_rope_params_to_dict"):
+            if method in vars(kind) and kind.__module__.startswith("transformers."):
+                source = inspect.getsource(vars(kind)[method])
+                reads |= set(re.findall(r"""kwargs\.(?:pop|get)\(["'](\w+)["']""", source))
+    methods = {field for field in reads if callable(getattr(type(config), field, None))}
+    return {field for field in reads - methods if not field.startswith("__")} | set(config.attribute_map)
+
+
+@pytest.mark.parametrize("model_type", HUB_FAMILIES)
+def test_each_field_that_transformers_reads_is_known_or_refused(model_type: str) -> None:
+    name = next(name for name in CONFIGS if hub_config(name).model_type == model_type)
+    reads = fields_that_transformers_reads(name)
+    assert {"is_causal", "per_layer_config", "rope_parameters", "quantization_config"} <= reads  # it records
+    assert reads - known_fields(HUB_FAMILIES[model_type]) == set()
+
+
+def test_each_field_of_a_rope_table_that_transformers_reads_is_known() -> None:
+    reader = re.compile(r"""rope_parameters(?:_dict)?(?:\[|\.get\(|\.setdefault\()["'](\w+)["']""")
+    for kind in ("linear", "llama3", "yarn"):
+        readers = (ROPE_INIT_FUNCTIONS[kind], RotaryEmbeddingConfigMixin.standardize_rope_params)
+        sources = [inspect.getsource(read) for read in readers]
+        fields = {field for source in sources for field in reader.findall(source)}
+        assert {"rope_theta", "factor", "type"} <= fields
+        table = dict.fromkeys(fields, 1.0) | {"rope_type": kind}
+        assert unknown_rope_fields({"rope_scaling": table}) == [], kind
+
+
+REFUSED = {
+    "llama": [
+        ({"quantization_config": {"bits": 4}}, "quantization_config: quantized"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: rotary positions of a part of each head"),
+        ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map: a model with code"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_parameters.rope_type: 'longrope' is not"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope_parameters.low_freq_factor: is missing"),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "rope_parameters.partial_rotary_factor: rotary",
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters: is another one for each kind"),
+        ({"rope_parameters": None, "rope_scaling": "linear"}, "rope_scaling: must be a table"),
+        ({"rope_theta": 1e6}, "rope_parameters.rope_theta: is 10000.0, but rope_theta is 1000000.0: remove one"),
+        (
+            {"rope_parameters": YARN, "original_max_position_embeddings": 8},
+            "rope_parameters.original_max_position_embeddings: is 16, but original_max_position_embeddings is 8",
+        ),
+        ({"is_causal": False}, "is_causal: is False: attention to later tokens, not supported"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder: is True: an encoder"),
+        ({"per_layer_config": {"0": {"hidden_act": "gelu"}}}, "per_layer_config: is {'0': "),
+        ({"attention_chunk_size": 8}, "attention_chunk_size: is 8: attention within chunks"),
+        ({"sliding_window": 8}, "sliding_window: is 8: a sliding window in a model of this type"),
+        ({"text_config": {"hidden_size": 8}}, "text_config: is {'hidden_size': 8}: a model within the model"),
+        ({"default_theta": 1e6}, "default_theta: is 1000000.0: an attribute of transformers' classes"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types: sliding_attention needs a sliding_window"),
+        ({"layer_types": ["full_attention", "linear_attention"] * 2}, "layer_types: must be full_attention or"),
+        ({"layer_types": 4}, "layer_types: must be full_attention or sliding_attention for each"),
+        ({"hidden_act": "gelu"}, "hidden_act: is 'gelu': another activation"),
+        ({"attention_bias": True}, "attention_bias: is True: biases"),
+        ({"mlp_bias": True}, "mlp_bias: is True: biases"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "architectures: must be ['LlamaForCausalLM']"),
+        ({"hidden_size": "32"}, "hidden_size: must be a whole number"),
+        ({"hidden_size": None}, "hidden_size: is null, which says nothing"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: must be a whole number of at least 1"),
+    ],
+    "qwen3-moe": [
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step: is 2: a block without experts after one with experts"),
+        ({"mlp_only_layers": [0, 2]}, "mlp_only_layers: is [0, 2]: a block without experts after one with"),
+        ({"mlp_only_layers": [0, 1, 2, 3]}, "mlp_only_layers: leaves no block with experts"),
+        ({"mlp_only_layers": "x"}, "mlp_only_layers: must be a list of whole numbers, not 'x'"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step: must be a whole number of at least 1, not 0"),
+        ({"num_local_experts": 0}, "num_local_experts: is 0, but all models of this type have some"),
+        ({"num_local_experts": "8"}, "num_local_experts: must be a whole number"),
+        ({"moe_intermediate_size": 1.5}, "moe_intermediate_size: must be a whole number"),
+        ({"num_hidden_layers": "4"}, "num_hidden_layers: must be a whole number"),
+        ({"use_sliding_window": True}, "use_sliding_window: is True: a sliding window beside experts"),
+        ({"num_hidden_layers": 1, "decoder_sparse_step": 0}, "decoder_sparse_step: must be a whole number"),
+        ({"num_hidden_layers": 1, "mlp_only_layers": "x"}, "mlp_only_layers: must be a list of whole numbers"),
+    ],
+    "glm4-moe": [
+        (
+            {"partial_rotary_factor": 0.25},
+            "rope_parameters.partial_rotary_factor: is 0.5, but partial_rotary_factor is 0.25",
+        ),
+        ({"n_group": 2}, "n_group: is 2: experts in groups"),
+        ({"first_k_dense_replace": 4}, "first_k_dense_replace: leaves no block with experts"),
+        ({"n_shared_experts": 0}, "n_shared_experts: is 0, but all"),
+    ],
+    "gpt2": [
+        ({"num_attention_heads": 8}, "num_attention_heads: is 8, but n_head is 4: remove one of them"),
+        ({"rope_parameters": {"rope_type": "default"}}, "rope_parameters: is {'rope_type': 'default'}: rotary"),
+    ],
+    "olmoe": [({"head_dim": 16}, "head_dim: is 16: heads of another width")],
+    "qwen2-window": [
+        ({"layer_types": None, "max_window_layers": "0"}, "max_window_layers: must be a whole number, not '0'"),
+        ({"use_sliding_window": False}, "layer_types: sliding_attention needs a sliding_window"),
+        ({"layer_types": ["full_attention"]}, "layer_types: must be full_attention or sliding_attention for each"),
+    ],
+    "mixtral": [({"intermediate_size": "24"}, "intermediate_size: must be a whole number")],
+}
+"""changes of a published config.json, and how the one problem begins that each of them is"""
+
+
+def test_what_the_model_has_not_is_refused_by_its_field() -> None:
+    wrong = []
+    for name, refused in REFUSED.items():
+        content = content_of(name) | ({"mlp_only_layers": []} if name == "qwen3-moe" else {})
+        for change, message in refused:
+            problems = read_config_json(content | change).problems
+            if len(problems) != 1 or not problems[0].startswith(message):
+                wrong.append((name, change, problems))
+    assert not wrong
+
+
+def test_a_window_of_some_blocks_is_refused_by_its_field() -> None:
+    content = content_of("qwen2-window")
+    mixed = ["full_attention"] * 2 + ["sliding_attention"] * 2
+    (problem,) = read_config_json(content | {"layer_types": mixed}).problems
+    assert problem.startswith("layer_types: a sliding window of some blocks")
+    (problem,) = read_config_json(content | {"layer_types": None, "max_window_layers": 2}).problems
+    assert problem.startswith("max_window_layers: a sliding window of some blocks")
+
+
+def test_windows_are_off_where_the_classes_have_them_off() -> None:
+    """Mistral's is 4096 where config.json lacks it, and off where it says null; Qwen's is off unless it is used."""
+    windows = {"mistral": 4096, "qwen2": 0, "qwen3": 0}
+    for model_type, window in windows.items():
+        assert model_of({"model_type": model_type}).window == window
+        assert model_of({"model_type": model_type, "sliding_window": None}).window == 0
+    assert model_of({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 0}).window == 4096
+    assert model_of({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 99}).window == 0
+
+
+def test_yarn_takes_what_is_missing_from_other_fields_as_transformers_does() -> None:
+    content = content_of("yarn")
+    plain = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}
+    scales = {"mscale": 1.0, "mscale_all_dim": 0.5}
+    for more in ({}, scales, scales | {"attention_factor": 1.7}, {"mscale": 1.0}, {"mscale_all_dim": 0.5}):
+        scaling = plain | more
+        model = model_of(content | {"rope_parameters": scaling})
+        assert model.rope_original_length == content["max_position_embeddings"]
+        config = transformers.LlamaConfig(**content | {"rope_parameters": scaling})
+        _, factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+        computed = 0.1 * math.log(4.0) + 1.0  # what 0 stands for
+        assert (model.rope_attention_factor or computed) == pytest.approx(factor), more
+        assert model.rope_truncate
+
+
+def test_all_problems_are_found_at_once() -> None:
+    content = dict(content_of("llama"))
+    for change, _ in REFUSED["llama"]:
+        content |= change
+    assert len(read_config_json(content).problems) >= 8
+
+
+def test_an_unsupported_family_is_named_with_what_it_has() -> None:
+    for model_type in (*UNSUPPORTED_TYPES, "unheard", None):
+        (problem,) = read_config_json({"model_type": model_type}).problems
+        assert "supported are llama" in problem
+        assert UNSUPPORTED_TYPES.get(model_type or "", "") in problem
+
+
+def test_an_unknown_field_is_named() -> None:
+    scaling = {"rope_type": "linear", "factor": 2.0, "finetuned": True}
+    read = read_config_json(content_of("llama") | {"mystery": 1, "rope_parameters": scaling})
+    assert read.unknown_fields == ["mystery", "rope_parameters.finetuned"]
+    assert not read.problems
+
+
+def test_a_model_is_exported_as_the_family_from_which_it_came_if_it_still_can_be() -> None:
+    model = Model()
+    assert family_to_export(model).model_type == "llama"
+    assert family_to_export(model, "qwen3").model_type == "llama"  # it has no norms of q and k
+    assert family_to_export(replace(model, qk_norm="head")).model_type == "qwen3"
+
+
+def test_a_model_of_no_family_is_refused_with_the_reason_of_each() -> None:
+    model = replace(Model(), family="gpt", kv_heads=2)
+    with pytest.raises(NoFamily, match=r"'gpt2' cannot have model.kv_heads = 2"):
+        family_to_export(model)
+
+
+def test_a_llama_whose_heads_do_not_divide_its_width_is_exported_as_mistral() -> None:
+    """transformers 5 refuses it as a llama, and computes the same as a mistral without a window."""
+    model = Model(hidden=32, heads=6, head_dim=8)
+    with pytest.raises(NoFamily, match=r"'llama' cannot have model.heads = 6: .* do not divide hidden_size = 32"):
+        write_config_json(model, HUB_FAMILIES["llama"])
+    assert family_to_export(model, "llama").model_type == "mistral"
+    assert why_no_family(model) == []
+
+
+SPARSE = Model(experts=8)
+EXPORTED_AS = {
+    "mixtral": SPARSE,
+    "qwen3_moe": replace(SPARSE, qk_norm="head", dense_layers=2, expert_ffn=96, router_renormalize=False),
+    "olmoe": replace(SPARSE, qk_norm="width", top_k=4),
+    "glm4_moe": replace(
+        SPARSE, router_score="sigmoid", router_bias=True, shared_experts=2, dense_layers=1, rotary_fraction=0.5
+    ),
+}
+
+
+def test_a_model_with_experts_is_exported_as_the_family_that_has_its_features() -> None:
+    for model_type, model in EXPORTED_AS.items():
+        assert family_to_export(model).model_type == model_type
+        assert why_no_family(model) == []
+
+
+NOT_EXPORTED = [
+    (replace(SPARSE, router_renormalize=False), "'mixtral' cannot have model.router_renormalize = False"),
+    (replace(SPARSE, router_scale=2.5), "'mixtral' cannot have model.router_scale = 2.5"),
+    (replace(SPARSE, shared_experts=2), "'mixtral' cannot have model.shared_experts = 2"),
+    (replace(SPARSE, rotary_fraction=0.5), "'mixtral' cannot have model.rotary_fraction = 0.5"),
+    (replace(EXPORTED_AS["glm4_moe"], router_bias=False), "'glm4_moe' cannot have model.router_bias = False"),
+    (replace(EXPORTED_AS["glm4_moe"], qk_norm="width"), "'glm4_moe' cannot have model.qk_norm = 'width'"),
+    (replace(SPARSE, router_score="sigmoid"), "'mixtral' cannot have model.router_score = 'sigmoid'"),
+    (replace(SPARSE, qk_norm="width", head_dim=64), "'olmoe' cannot have model.head_dim = 64"),
+    (replace(SPARSE, qk_norm="head", window=64), "'qwen3_moe' cannot have model.window = 64"),
+]
+
+
+def test_a_combination_of_features_that_no_family_has_is_named() -> None:
+    for model, reason in NOT_EXPORTED:
+        reasons = why_no_family(model)
+        assert len(reasons[0].keys) == 1, reason  # the family that it differs least from is the first
+        assert f"models of type {reason}" in [str(found) for found in reasons]
+        with pytest.raises(NoFamily, match=reason):
+            family_to_export(model)
+
+
+def test_keys_that_say_nothing_of_a_model_do_not_keep_it_from_an_export() -> None:
+    assert family_to_export(Model(top_k=4, router_scale=2.0)).model_type == "llama"
+    balanced = replace(SPARSE, balance_loss="global", balance_weight=0.1, router_z_loss=0.1)
+    assert family_to_export(balanced).model_type == "mixtral"
+    written = write_config_json(replace(SPARSE, ffn=7, expert_ffn=96), HUB_FAMILIES["mixtral"])
+    assert written["intermediate_size"] == 96  # no block has a layer of width ffn
+
+
+def test_a_model_of_glm_without_shared_experts_is_refused() -> None:
+    with pytest.raises(NoFamily, match=r"'glm4_moe' cannot have n_shared_experts: is 0"):
+        write_config_json(replace(EXPORTED_AS["glm4_moe"], shared_experts=0), HUB_FAMILIES["glm4_moe"])
+
+
+def test_an_export_says_that_it_has_no_block_that_predicts_the_token_after_the_next() -> None:
+    assert write_config_json(EXPORTED_AS["glm4_moe"], HUB_FAMILIES["glm4_moe"])["num_nextn_predict_layers"] == 0
+
+
+def test_both_names_of_the_number_of_experts_are_read_and_written() -> None:
+    """transformers 4 reads num_experts of a Qwen3-MoE, transformers 5 writes num_local_experts."""
+    for model_type in ("mixtral", "qwen3_moe", "olmoe"):
+        written = write_config_json(EXPORTED_AS[model_type], HUB_FAMILIES[model_type])
+        assert written["num_experts"] == written["num_local_experts"] == 8
+        for name in ("num_experts", "num_local_experts"):
+            content = {key: value for key, value in written.items() if key != name}
+            assert model_of(content).experts == 8
+            (problem,) = read_config_json(written | {name: 4}).problems
+            assert re.fullmatch(r"num_\w+: is \d, but num_\w+ is \d: remove one of them", problem)
+
+
+DENSE_BLOCKS = [
+    ({"mlp_only_layers": [0, 1]}, 2),
+    ({"mlp_only_layers": [1, 0, 9]}, 2),
+    ({"decoder_sparse_step": 4}, 3),
+    ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, 3),
+    ({"mlp_only_layers": None}, 0),
+]
+
+
+def test_first_blocks_without_experts_are_those_of_transformers() -> None:
+    for change, dense_layers in DENSE_BLOCKS:
+        content = content_of("qwen3-moe") | change
+        assert model_of(content).dense_layers == dense_layers, change
+        hub_model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3MoeConfig(**content))
+        sparse = [hasattr(block.mlp, "experts") for block in hub_model.model.layers]
+        assert sparse == [index >= dense_layers for index in range(4)], change
+
+
+def test_the_table_names_every_tensor_of_transformers_model_with_its_shape(tmp_path: Path) -> None:
+    """Those of the modules, in which transformers 5 stacks experts, and those of the files that it writes of them."""
+    for name, model in models():
+        config = hub_config(name)
+        hub_model = transformers.AutoModelForCausalLM.from_config(config)
+        of_modules = {key: tuple(tensor.shape) for key, tensor in hub_model.state_dict().items()}
+        if config.tie_word_embeddings:
+            del of_modules["lm_head.weight"]
+        hub_model.save_pretrained(tmp_path / name)
+        header = read_header(tmp_path / name / WHOLE_MODEL)
+        of_file = {key: tensor.shape for key, tensor in header.tensors.items()}
+        family = HUB_FAMILIES[config.model_type]
+        for saved in (of_modules, of_file):
+            stored = {tensor.key: tensor.shape for tensor in family.with_table_of(saved).stored_tensors(model)}
+            assert stored == saved, name
+
+
+RELEASED = Path(__file__).parent / "released"
+"""config.json as released, by the file of train_configs/models that has the same sizes"""
+
+
+def test_a_released_config_says_what_the_file_of_its_sizes_says() -> None:
+    files = sorted(RELEASED.glob("*.json"))
+    assert len(files) == 6
+    for file in files:
+        name = file.stem
+        read = read_config_json(json.loads(file.read_text()))
+        assert (read.problems, read.unknown_fields) == ([], [])
+        assert form_of(Model(**read.values)) == form_of(load(name)), name
+        assert why_no_family(load(name)) == []

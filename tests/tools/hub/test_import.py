@@ -1,0 +1,446 @@
+"""Published weights on every layout: bitwise those of the file, the logits of transformers, and its training."""
+
+import functools
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tests.parity import CPU, build, tiny, world_size
+from tests.tools.hub.published import CONFIGS, save_published
+from tests.workers import run
+from torchllm.config import Config
+from torchllm.config.checks import problems
+from torchllm.data.batch import Batch
+from torchllm.models.decoder import Decoder, build_model
+from torchllm.optim.optimizer import build_optimizer
+from torchllm.optim.schedule import LearningRate
+from torchllm.parallel.initialize import initialize
+from torchllm.parallel.mesh import Mesh
+from torchllm.parallel.pipeline import build_forward_backward
+from torchllm.tools.hub import hf_reader
+from torchllm.tools.hub.files import find_hub_files, read_hub_config
+from torchllm.tools.hub.hf_reader import read_hub_weights
+from torchllm.tools.hub.initial import HubWeights
+from torchllm.tools.proof.gather import gather_whole
+from torchllm.tools.proof.layouts import Settings
+from torchllm.train.evaluate import evaluate
+from torchllm.train.step import TrainStep
+
+Arrays = dict[str, np.ndarray]
+TOKENS = 96
+LENGTH = 32
+"""tokens of a sequence"""
+SEQUENCES = 8
+AXES: dict[str, Settings] = {
+    "fsdp": {"parallel.dp_shard": 2},
+    "hsdp": {"parallel.dp_replicate": 2},
+    "tp": {"parallel.tp": 2},
+    "sp": {"parallel.tp": 2, "parallel.sequence_parallel": True},
+    "1f1b": {"parallel.pp": 2},
+    "v": {"parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble"},
+    "cp": {"parallel.cp": 2},
+    "zero0": {"parallel.dp_shard": 2, "parallel.zero_stage": 0},
+    "zero1": {"parallel.dp_shard": 2, "parallel.zero_stage": 1},
+    "zero2": {"parallel.dp_shard": 2, "parallel.zero_stage": 2},
+}
+MORE = {"tied": {"tie_word_embeddings": True}, "uneven": {"vocab_size": 97}, "stacked": {"stacks": True}}
+"""forms of the published model: changes of its config.json"""
+
+
+def joined(first: str, second: str) -> Settings | None:
+    """Return the layout of two axes together; None if they are no two."""
+    one, two = AXES[first], AXES[second]
+    if first >= second or any(one[key] != two[key] for key in one.keys() & two.keys()):
+        return None
+    if one.keys() & two.keys() and not one.keys() ^ two.keys():
+        return None
+    return one | two
+
+
+PAIRS = [(first, second) for first in AXES for second in AXES if joined(first, second) is not None]
+GRID = [*((axis,) for axis in AXES), *PAIRS]
+
+
+def layout(axes: tuple[str, ...]) -> Settings:
+    """Return the settings of a layout of the grid."""
+    settings: Settings = {}
+    for axis in axes:
+        settings |= AXES[axis]
+    return settings
+
+
+LAYOUTS = [
+    ("llama", ("cp", "tp"), ""),
+    ("olmo2", ("1f1b", "tp"), "tied"),
+    ("gpt2", ("fsdp", "sp"), "uneven"),
+    ("qwen3", ("hsdp", "v"), "tied"),
+    ("glm4-moe", ("v",), ""),
+    ("qwen3-moe", ("sp", "zero0"), "uneven"),
+]
+"""every axis but the ZeRO stages is among them"""
+MORE_LAYOUTS = [
+    ("qwen2", ("zero2",), ""),
+    ("mistral-nemo", ("sp", "v"), "uneven"),
+    ("llama31", ("tp", "zero1"), ""),
+    ("mixtral", ("hsdp", "zero1"), "tied"),
+]
+SEED, DRAWN = 1, 60
+"""of the layouts of the night, from all models, layouts and forms: another seed draws others"""
+
+
+def drawn() -> list[tuple[str, tuple[str, ...], str]]:
+    """Return the layouts of the night."""
+    everything = [(name, axes, form) for name in CONFIGS for axes in GRID for form in ("", *MORE)]
+    return [*MORE_LAYOUTS, *random.Random(SEED).sample(everything, DRAWN)]
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where published models are written, each when it is first asked for."""
+    return tmp_path_factory.mktemp("published")
+
+
+def publish(folders: Path, name: str, form: str) -> Path:
+    """Return the folder of a tiny published model in several files."""
+    folder = folders / f"{name}-{form}"
+    if not folder.exists():
+        save_published(name, folder, max_shard_size="40KB", **MORE.get(form, {}))
+    return folder
+
+
+def config_of(folder: Path, settings: Settings) -> Config:
+    """Return the config of a run that starts from a published model."""
+    config = tiny(settings)
+    model = replace(read_hub_config(folder).model, from_hf=str(folder))
+    if model.router_bias:
+        model = replace(model, router_bias_rate=0.0)  # transformers does not move it
+    training = replace(config.training, global_batch_size=SEQUENCES, sequence_length=LENGTH, max_grad_norm=0.0)
+    if config.parallel.zero_stage != 3 and config.parallel.pp > 1:
+        training = replace(training, micro_batch_size=1)
+    parallel = config.parallel
+    if model.window:  # a ring has none
+        parallel = replace(parallel, cp_method="ulysses")
+    return replace(config, model=model, training=training, parallel=parallel)
+
+
+def tokens_of(step: int) -> Tensor:
+    """Return the tokens of a batch and one more per sequence, its last target."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, TOKENS, (SEQUENCES, LENGTH + 1), generator=generator)
+
+
+class Imported(NamedTuple):
+    """What the ranks have read."""
+
+    weights: Arrays
+    loss: float
+    logits: np.ndarray
+    """(SEQUENCES, LENGTH, V) of the batch of step 0"""
+    totals: list[tuple[int, int]]
+    """of each rank: bytes read, largest block"""
+
+
+class RowLogits(NamedTuple):
+    """Logits of tokens, by their places in the whole batch."""
+
+    places: Tensor
+    """(N), sequence x LENGTH + position"""
+    logits: Tensor
+    """(N, V)"""
+
+
+def batches(config: Config, mesh: Mesh, step: int) -> list[Batch]:
+    """Return this rank's micro batches of a step."""
+    from tests.parity import part_of_sequence, rows_of
+
+    tokens = tokens_of(step)
+    positions = torch.arange(LENGTH).expand(SEQUENCES, LENGTH)
+    whole = Batch(tokens[:, :-1], tokens[:, 1:], positions, None)
+    size = config.training.micro_batch_size
+    parts = []
+    for first in range(mesh.data_rank * size, SEQUENCES, mesh.data_size * size):
+        parts.append(part_of_sequence(rows_of(whole, slice(first, first + size)), mesh))
+    return parts
+
+
+def record_logits(stages: list[Decoder]) -> list[Tensor]:
+    """Return a list that gets the logits (N, V) of each micro batch whose loss this rank computes."""
+    recorded: list[Tensor] = []
+    for stage in stages:
+        if stage.lm_head is not None:
+            project = stage.lm_head.project
+
+            def recording(rows: Tensor, project: Any = project) -> Tensor:
+                logits = project(rows)
+                recorded.append(logits.full_tensor() if isinstance(logits, DTensor) else logits)
+                return logits
+
+            stage.lm_head.project = recording  # type: ignore[method-assign]
+    return recorded
+
+
+def join_logits(recorded: list[Tensor], config: Config, mesh: Mesh) -> np.ndarray:
+    """Return the logits (SEQUENCES, LENGTH, V) of the whole batch, from what all ranks have recorded."""
+    own = []
+    size = config.training.micro_batch_size
+    for number, (batch, logits) in enumerate(zip(batches(config, mesh, 0), recorded, strict=bool(recorded))):
+        first = (mesh.data_rank + number * mesh.data_size) * size
+        sequences = torch.arange(first, first + size).unsqueeze(1)
+        own.append(RowLogits((sequences * LENGTH + batch.positions).flatten(), logits))
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    whole = torch.full((SEQUENCES * LENGTH, config.model.vocab), torch.nan)
+    for of_rank in of_ranks:
+        for rows in of_rank:
+            whole[rows.places] = rows.logits
+    return whole.view(SEQUENCES, LENGTH, -1).numpy()
+
+
+def read_on_layout(config: Config) -> Imported:
+    """Read a published model on every rank of a layout, and evaluate it on a batch."""
+    hf_reader.BLOCK = 1000  # several blocks per tensor
+    mesh, stages = build(config)
+    folder = Path(config.model.from_hf)
+    hub_config = read_hub_config(folder)
+    totals = read_hub_weights(find_hub_files(folder, hub_config.family), hub_config, stages)
+    whole = gather_whole(stages, lambda parameter: parameter.detach())
+    forward_backward = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
+    recorded = record_logits(stages)
+    loss = evaluate(forward_backward, batches(config, mesh, 0), CPU, mesh)
+    logits = join_logits(recorded, config, mesh)
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, (totals.bytes_read, totals.largest_block))
+    if whole is None:
+        return Imported({}, loss, logits, rows)
+    assert not whole.findings
+    return Imported(whole.tensors, loss, logits, rows)
+
+
+def check_layout(folder: Path, settings: Settings) -> Imported:
+    """Compare what a layout reads and its loss with one process, its logits with transformers."""
+    config = config_of(folder, settings)
+    refusals = problems(config, world_size(config))
+    assert not refusals, "no layout of the grid is refused for any model"
+    imported = run(read_on_layout, world_size(config), config)[0]
+    expected = one_process(config)
+    stored = {**dict(expected.named_parameters()), **dict(expected.named_buffers())}
+    assert imported.weights.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert np.array_equal(imported.weights[name], tensor.detach().numpy()), name
+    assert abs(imported.loss - float(plain_loss(expected, 0))) <= 1e-5 * imported.loss
+    assert error_of_logits(imported.logits, logits_of_transformers(folder)) <= 1e-5
+    return imported
+
+
+@functools.cache
+def logits_of_transformers(folder: Path) -> np.ndarray:
+    """Return the logits (SEQUENCES, LENGTH, V) that transformers has of the batch of step 0."""
+    hub_model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return hub_model(tokens_of(0)[:, :-1]).logits.numpy()
+
+
+def error_of_logits(found: np.ndarray, expected: np.ndarray) -> float:
+    """Return the largest difference of logits, as a share of the largest logit."""
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+def one_process(config: Config) -> Decoder:
+    """Return the published model, read by one process."""
+    with torch.device("meta"):
+        model = build_model(config.model)
+    initialize([model], config.model, CPU, 0)
+    HubWeights(config.model).load([model], None)
+    return model
+
+
+def plain_loss(model: Decoder, step: int) -> Tensor:
+    """Return the mean loss of a batch in one process."""
+    tokens = tokens_of(step)
+    positions = torch.arange(LENGTH).expand(SEQUENCES, LENGTH)
+    return model(tokens[:, :-1], positions, labels=tokens[:, 1:]).detach() / tokens[:, 1:].numel()
+
+
+LOGITS = [(name, "") for name in CONFIGS] + [(name, "stacked") for name in ("mixtral", "glm4-moe")]
+MORE_LOGITS = [(name, "tied") for name in CONFIGS] + [(name, "stacked") for name in ("qwen3-moe", "olmoe")]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("published", [LOGITS, pytest.param(MORE_LOGITS, marks=pytest.mark.exhaustive)], ids=len)
+def test_logits_are_those_of_transformers(published: list[tuple[str, str]], tmp_path: Path) -> None:
+    tokens = tokens_of(0)
+    errors = {}
+    for name, form in published:
+        folder = tmp_path / f"{name}-{form}"
+        hub_model = save_published(name, folder, **MORE.get(form, {}))
+        model = one_process(config_of(folder, {}))
+        with torch.no_grad():
+            theirs = hub_model(tokens).logits
+            ours = model(tokens, torch.arange(LENGTH + 1).expand(SEQUENCES, LENGTH + 1))
+        errors[name, form] = error_of_logits(ours.numpy(), theirs.numpy())
+    assert {published: error for published, error in errors.items() if not error <= 1e-5} == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "form"),
+    [*LAYOUTS, *(pytest.param(*layout, marks=pytest.mark.exhaustive) for layout in drawn())],
+)
+def test_a_layout_reads_the_same_weights(name: str, axes: tuple[str, ...], form: str, folders: Path) -> None:
+    check_layout(publish(folders, name, form), layout(axes))
+
+
+def test_ranks_read_their_own_bytes_once_and_hold_one_block(folders: Path) -> None:
+    """Counted, of four ranks that share all weights: the sum is the file's tensors, and a rank has a quarter."""
+    folder = publish(folders, "llama", "")
+    config = read_hub_config(folder)
+    files = find_hub_files(folder, config.family)
+    size = sum(tensor.end - tensor.begin for tensor in files.tensors.values())
+    totals = check_layout(folder, {"parallel.dp_shard": 4}).totals
+    assert sum(read for read, _ in totals) == size
+    assert max(read for read, _ in totals) <= 1.01 * size / 4
+    assert max(largest for _, largest in totals) <= 1000
+
+
+SPARSE_LAYOUTS: list[tuple[str, Settings, str]] = [
+    ("mixtral", {"parallel.dp_shard": 2, "parallel.tp": 2}, ""),  # by expert, and by features
+    ("mixtral", {"parallel.dp_shard": 4}, "stacked"),  # 6 experts: by hidden states
+    ("olmoe", {"parallel.dp_shard": 2, "parallel.cp": 2}, ""),
+    ("qwen3-moe", {"parallel.dp_shard": 4, "parallel.ep": 2}, ""),
+    ("glm4-moe", {"parallel.pp": 2, "parallel.dp_shard": 2}, "stacked"),
+]
+MORE_SPARSE_LAYOUTS: list[tuple[str, Settings, str]] = [
+    ("qwen3-moe", {"parallel.dp_shard": 4}, ""),  # by expert
+    ("qwen3-moe", {"parallel.dp_replicate": 2, "parallel.dp_shard": 2}, ""),
+    ("qwen3-moe", {"parallel.pp": 2, "parallel.tp": 2}, "stacked"),
+    ("olmoe", {"parallel.tp": 2, "parallel.sequence_parallel": True, "parallel.dp_shard": 2}, "stacked"),
+    ("glm4-moe", {"parallel.dp_shard": 2, "parallel.tp": 2}, ""),
+    ("mixtral", {"parallel.dp_shard": 4, "parallel.ep": 2}, "stacked"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "form"),
+    [*SPARSE_LAYOUTS, *(pytest.param(*layout, marks=pytest.mark.exhaustive) for layout in MORE_SPARSE_LAYOUTS)],
+)
+def test_experts_of_a_file_become_parts_of_a_stack(name: str, settings: Settings, form: str, folders: Path) -> None:
+    """Also counted: no rank reads a byte of an expert that it does not hold, and none twice."""
+    folder = publish(folders, name, form)
+    run_config = config_of(folder, settings)
+    assert not problems(run_config, world_size(run_config))  # else it would be skipped
+    imported = check_layout(folder, settings)
+    config = read_hub_config(folder)
+    files = find_hub_files(folder, config.family)
+    size = sum(tensor.end - tensor.begin for tensor in files.tensors.values())
+    shards = {"parallel.dp_shard", "parallel.cp", "parallel.ep"}
+    if settings.keys() <= shards:  # each weight is on one rank
+        assert sum(read for read, _ in imported.totals) == size
+        ranks = len(imported.totals)
+        assert max(read for read, _ in imported.totals) <= size / ranks * 1.01
+
+
+def test_sixteen_bit_weights_are_rounded_to_nothing(tmp_path: Path) -> None:
+    """They are read into float32, which holds them exactly."""
+    hub_model = save_published("llama", tmp_path, dtype="bfloat16")
+    model = one_process(config_of(tmp_path, {}))
+    assert torch.equal(model.norm.weight, hub_model.model.norm.weight)  # type: ignore[union-attr]
+    assert model.norm.weight.dtype == torch.float32  # type: ignore[union-attr]
+
+
+def test_new_rows_start_at_random_as_without_the_file(folders: Path) -> None:
+    config = config_of(publish(folders, "llama", ""), {})
+    larger = replace(config, model=replace(config.model, vocab=100))
+    model = one_process(larger)
+    with torch.device("meta"):
+        random_model = build_model(larger.model)
+    initialize([random_model], larger.model, CPU, 0)
+    for grown, fresh, read in zip(
+        (model.embed_tokens, model.lm_head),
+        (random_model.embed_tokens, random_model.lm_head),
+        (one_process(config).embed_tokens, one_process(config).lm_head),
+        strict=True,
+    ):
+        assert torch.equal(grown.weight[:96], read.weight)  # type: ignore[union-attr, index]
+        assert torch.equal(grown.weight[96:], fresh.weight[96:])  # type: ignore[union-attr, index]
+
+
+STEPS = 20
+
+
+def train_on_layout(config: Config) -> list[float]:
+    """Take AdamW steps from published weights; return the losses."""
+    mesh, stages = build(config)
+    HubWeights(config.model).load(stages, dist.group.WORLD)
+    optimizer = build_optimizer(stages, config.optimizer)
+    forward_backward = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
+    rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)
+    train_step = TrainStep(stages, forward_backward, optimizer, rate, mesh, config.training, CPU)
+    losses = []
+    for step in range(1, STEPS + 1):
+        losses.append(float(train_step(step, batches(config, mesh, step)).loss))
+    return losses
+
+
+def train_with_transformers(hub_model: Any, config: Config) -> list[float]:
+    """Take the same steps with transformers' model and torch's AdamW, in the usual loop."""
+    settings = config.optimizer
+    decayed = [parameter for parameter in hub_model.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in hub_model.parameters() if parameter.dim() == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.epsilon,
+    )
+    losses = []
+    hub_model.train()
+    for step in range(1, STEPS + 1):
+        tokens = tokens_of(step)
+        logits = hub_model(tokens[:, :-1]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    return losses
+
+
+TRAINED = [("llama", (), ""), ("qwen3", ("fsdp",), ""), ("llama31", ("tp",), "uneven")]
+MORE_TRAINED = [
+    ("mixtral", (), ""),
+    ("qwen3-moe", ("fsdp",), ""),
+    ("glm4-moe", ("tp",), "uneven"),
+    ("qwen3-moe", ("fsdp", "tp"), ""),
+    ("olmoe", ("fsdp",), ""),
+    ("qwen3", ("fsdp", "tp"), "uneven"),
+    ("qwen2", ("fsdp", "sp"), "uneven"),
+    ("glm4-moe", ("fsdp", "tp"), ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "form"), [*TRAINED, *(pytest.param(*run, marks=pytest.mark.exhaustive) for run in MORE_TRAINED)]
+)
+def test_training_follows_the_loop_of_transformers(name: str, axes: tuple[str, ...], form: str, tmp_path: Path) -> None:
+    """Also where tp pads the rows of the vocabulary."""
+    hub_model = save_published(name, tmp_path / "model", **MORE.get(form, {}))
+    config = config_of(tmp_path / "model", layout(axes))
+    config = replace(
+        config,
+        model=replace(config.model, vocab_padding=-config.model.vocab % config.parallel.tp),
+        training=replace(config.training, steps=STEPS),
+        schedule=replace(config.schedule, name="constant"),
+    )
+    losses = run(train_on_layout, world_size(config), config)[0]
+    expected = train_with_transformers(hub_model, config)
+    assert losses[-1] < losses[0]
+    assert np.abs(np.array(losses) - np.array(expected)).max() <= 1e-4 * expected[0]

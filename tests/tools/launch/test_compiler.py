@@ -1,0 +1,68 @@
+"""What torch needs to compile for a GPU is found, or named, without torch."""
+
+import importlib.util
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from torchllm.tools.launch import compiler
+from torchllm.tools.launch.compiler import count_gpus, first_gpu, lack_of_gpu_compiler
+
+DRIVER = """
+#include <string.h>
+int cuInit(unsigned flags) { return INIT; }
+int cuDeviceGetCount(int *count) { *count = 3; return 0; }
+int cuDeviceGetName(char *name, int length, int gpu) { strncpy(name, "NVIDIA H100", length); return gpu; }
+"""
+
+
+@pytest.fixture
+def complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with Triton, gcc and the headers of Python, which lie in the folder that is returned."""
+    (tmp_path / "Python.h").touch()
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if name == "gcc" else None)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    return tmp_path
+
+
+def test_nothing_is_missing_on_a_complete_machine(complete: Path) -> None:
+    assert lack_of_gpu_compiler() == ""
+
+
+def test_triton_is_missing(complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert lack_of_gpu_compiler() == "Triton is not installed"
+
+
+def test_a_c_compiler_is_missing(complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "icc")
+    assert lack_of_gpu_compiler() == "there is no C compiler here (icc)"
+    monkeypatch.delenv("CC")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert lack_of_gpu_compiler() == "there is no C compiler here (gcc or clang)"
+
+
+def test_the_headers_are_missing(complete: Path) -> None:
+    (complete / "Python.h").unlink()
+    assert lack_of_gpu_compiler() == f"Python's headers are not installed ({complete / 'Python.h'})"
+
+
+def test_gpus_are_counted_and_named_by_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "CUDA_DRIVER", "no_such_driver.so")
+    assert count_gpus() == 0
+    assert first_gpu() == ""
+    if shutil.which("gcc") is None:
+        pytest.skip("needs a C compiler")
+    (tmp_path / "driver.c").write_text(DRIVER)
+    for init, gpus, name in ((0, 3, "NVIDIA H100"), (100, 0, "")):  # CUDA_ERROR_NO_DEVICE
+        library = tmp_path / f"libcuda{init}.so"
+        command = ["gcc", "-shared", "-fPIC", f"-DINIT={init}", "-o", str(library), str(tmp_path / "driver.c")]
+        subprocess.run(command, check=True)
+        monkeypatch.setattr(compiler, "CUDA_DRIVER", str(library))
+        assert count_gpus() == gpus
+        assert first_gpu() == name

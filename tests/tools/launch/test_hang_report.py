@@ -1,0 +1,254 @@
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchllm.runtime.heartbeat import Limit
+from torchllm.runtime.torch_compat import FlightRecord
+from torchllm.tools.launch.hang_report import (
+    ROOT,
+    RankDump,
+    blocked_operations,
+    describe_hang,
+    find_culprits,
+    format_ranks,
+    read_dump,
+    read_slices,
+    skipped_record,
+    unfinished_records,
+    write_slices,
+)
+
+NOW = 1_000_000_000_000
+GROUPS = {"0": [0, 1, 2, 3], "a": [0, 1], "b": [2, 3], "pp": [1, 3]}
+FOLDER = Path("runs/x/hang/time")
+
+
+def collective(
+    group: str, sequence: int, ago: float = 30, done: bool = False, name: str = "all_reduce", where: str = "x.py:1"
+) -> FlightRecord:
+    """A record of an operation that began `ago` seconds before the dump."""
+    return FlightRecord(0, group, f"gloo:{name}", sequence, NOW - int(ago * 1e9), done, where)
+
+
+def message(name: str, done: bool = False) -> FlightRecord:
+    """A record of a message in the group "pp"."""
+    return collective("pp", 0, name=name, done=done)
+
+
+def dump(rank: int, *records: FlightRecord, at: str = "y.py:9 in work", in_wait: bool = False) -> RankDump:
+    """The dump of a rank whose main thread is at `at`."""
+    groups = {name: write_slices(ranks) for name, ranks in GROUPS.items() if rank in ranks}
+    stack = ["z.py:1 in main", at]
+    return RankDump(rank, f"node{rank}", NOW, stack, in_wait, groups, list(records))
+
+
+def report_lines(*dumps: RankDump, world_size: int = 4) -> list[str]:
+    """The lines of the report but the first and the last, which are always the same."""
+    lines = describe_hang(dumps, world_size, "node{}".format, Limit(30.0, "run.timeout"), FOLDER).split("\n  ")
+    assert lines[0] == "hang: ranks waited over 30 s (run.timeout) for other ranks; aborting"
+    assert lines[-1] == f"every rank's stack and last operations: {FOLDER}"
+    return lines[1:-1]
+
+
+def culprits(*dumps: RankDump, world_size: int = 4) -> list[int]:
+    return find_culprits(dumps, blocked_operations(dumps), world_size)
+
+
+def test_the_rank_that_has_not_entered_is_named_with_the_operation_and_its_place() -> None:
+    done = collective("0", 56, done=True)
+    blocked = collective("0", 57, where=f"{ROOT}torchllm/optim/grad_norm.py:40")
+    waiting = [dump(rank, done, blocked) for rank in (0, 1, 3)]
+    absent = dump(2, done, at="/usr/lib/python3.11/socket.py:5 in recv")
+    assert report_lines(*waiting, absent) == [
+        "rank 2 (node2) has not entered gloo:all_reduce number 57 of ranks 0-3 (torchllm/optim/grad_norm.py:40); "
+        "ranks 0-1, 3 have waited 30 s",
+        "rank 2's main thread is at z.py:1 in main",
+    ]
+
+
+def test_a_rank_that_does_not_answer_is_named() -> None:
+    waiting = [dump(rank, collective("0", 57)) for rank in (0, 1, 2)]
+    assert report_lines(*waiting) == [
+        "rank 3 (node3) has not entered gloo:all_reduce number 57 of ranks 0-3 (x.py:1); ranks 0-2 have waited 30 s",
+        "rank 3 does not answer: its process has ended, is stopped, or is stuck outside Python",
+    ]
+
+
+def test_the_first_of_a_chain_is_named() -> None:
+    """2 computes; 3 waits for it in their group, and so has not come to where 0 and 1 wait for both, for longer."""
+    waiting_for_both = [dump(rank, collective("a", 9, done=True), collective("0", 5, ago=31)) for rank in (0, 1)]
+    waiting_for_2 = dump(3, collective("0", 4, done=True), collective("b", 9))
+    computing = dump(2, collective("0", 4, done=True), collective("b", 8, done=True))
+    assert culprits(*waiting_for_both, computing, waiting_for_2) == [2]
+
+
+def test_if_all_wait_the_rank_that_went_on_alone_is_named() -> None:
+    waiting = [dump(rank, collective("0", 5)) for rank in (0, 1, 3)]
+    alone = dump(2, collective("0", 4, done=True), collective("b", 9, ago=31, where="w.py:3"))
+    assert culprits(*waiting, alone) == [2]
+    assert report_lines(*waiting, alone)[1:] == [
+        "rank 2's main thread is at y.py:9 in work",
+        "rank 2 itself waits in gloo:all_reduce number 9 of ranks 2-3 (w.py:3)",
+    ]
+
+
+def test_two_ranks_that_wait_for_each_other_are_both_named() -> None:
+    groups = {"a": "0:2:1", "pair": "0:2:1"}
+    first = dump(0, collective("a", 5))._replace(groups=groups)
+    second = dump(1, collective("pair", 8))._replace(groups=groups)
+    assert culprits(first, second, world_size=2) == [0, 1]
+
+
+def test_a_skipped_collective_is_found_though_its_rank_went_on_in_the_same_group() -> None:
+    expected = [collective("0", number, where=f"x.py:{number}", done=number < 4) for number in (1, 2, 3, 4)]
+    without_2 = [
+        collective("0", 1, where="x.py:1", done=True),
+        collective("0", 2, where="x.py:3", done=True),
+        collective("0", 3, where="x.py:4", done=True),
+    ]
+    reference = dump(0, *expected)
+    skipper = dump(2, *without_2)
+    assert skipped_record(skipper, reference, "0") == expected[1]
+    lines = report_lines(reference, dump(1, *expected), skipper, dump(3, *expected))
+    assert lines[-1] == "rank 2 seems to have skipped number 2 of this group, gloo:all_reduce at x.py:2"
+
+
+def test_another_branch_of_the_program_is_no_skipped_collective() -> None:
+    expected = [collective("0", number, where=f"x.py:{number}") for number in (1, 2, 3, 4)]
+    branch = [expected[0], collective("0", 2, where="y.py:1"), expected[2]]
+    assert skipped_record(dump(2, *branch), dump(0, *expected), "0") is None
+    assert skipped_record(dump(2, *expected[:3]), dump(0, *expected), "0") is None
+
+
+def test_a_message_of_nccl_names_its_other_end() -> None:
+    receiver = dump(3, message("recv 1<-0"), in_wait=True)
+    assert report_lines(dump(0), dump(1, at="y.py:3 in step"), dump(2), receiver) == [
+        "rank 1 (node1) has not answered gloo:recv 1<-0 of ranks 1, 3 (x.py:1); rank 3 has waited 30 s",
+        "rank 1's main thread is at y.py:3 in step",
+    ]
+
+
+def test_a_message_of_gloo_has_no_record_but_the_rank_that_does_not_wait_is_named() -> None:
+    waiting = [dump(rank, at=f"p.py:{rank} in recv", in_wait=True) for rank in (1, 2, 3)]
+    assert report_lines(dump(0), *waiting) == [
+        "rank 0 (node0) is not waiting for any rank",
+        "rank 0's main thread is at y.py:9 in work",
+        "ranks 1-3 waited for a message at p.py:1 in recv on rank 1",
+    ]
+    # Ranks 2 and 3 compute, but no rank waits for them.
+    assert culprits(dump(0, collective("a", 3)), dump(1), dump(2), dump(3)) == [1]
+
+
+def test_an_operation_that_all_have_entered_names_no_rank() -> None:
+    assert report_lines(*(dump(rank, collective("0", 7)) for rank in range(4))) == [
+        "all ranks of the group have entered gloo:all_reduce number 7 of ranks 0-3 (x.py:1), but it does not end: "
+        "the network, or tensors of unequal sizes"
+    ]
+
+
+def test_the_parts_of_a_batch_are_done_when_it_is() -> None:
+    parts = [message("send 0->1"), message("recv 0<-1")]
+    assert unfinished_records([*parts, message("coalesced", done=True)]) == []
+    assert unfinished_records([*parts, collective("0", 3, done=True)]) == parts
+    assert unfinished_records([message("coalesced", done=True), *parts]) == parts
+
+
+def test_many_ranks_are_few_lines() -> None:
+    lines = report_lines(dump(0, collective("0", 3)), dump(1, collective("0", 3)), world_size=100)
+    assert len(lines) == 9
+    assert lines[-1] == "the same is true of ranks 6-99"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([], ""),
+        ([3], "3"),
+        ([2, 0, 1], "0-2"),
+        ([0, 2, 3, 7], "0, 2-3, 7"),
+        ([3, 11], "3, 11"),
+        (range(3, 16384, 8), "3-16379 in steps of 8"),
+        ([*range(0, 100, 3), 100], "0, 3, 6, 9, 12, 15, 18, 21, 24, 27, 30, 33, 36, 39, 42, 45, … (35 ranks in all)"),
+    ],
+)
+def test_format_ranks(ranks: Sequence[int], text: str) -> None:
+    assert format_ranks(ranks) == text
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([], ""),
+        ([7], "7:8:1"),
+        (range(16384), "0:16384:1"),
+        (range(5, 16384, 128), "5:16389:128"),
+        ([0, 1, 2, 3, 8, 9, 10, 11], "0:4:1,8:12:1"),
+        ([5, 0, 1, 2, 9], "5:-5:-5,1:3:1,9:10:1"),
+    ],
+)
+def test_a_group_is_written_as_slices_in_its_order(ranks: Sequence[int], text: str) -> None:
+    assert write_slices(ranks) == text
+    assert list(read_slices(text)) == list(ranks)
+
+
+def test_a_dump_is_read_as_written_and_shortened_by_group() -> None:
+    whole = dump(1, collective("0", 1), collective("a", 1), collective("0", 2), collective("0", 3))
+    assert read_dump(whole.json()) == whole
+    assert [(record.group, record.sequence) for record in whole.recent(2).records] == [("a", 1), ("0", 2), ("0", 3)]
+
+
+def dump_of_a_large_job(rank: int, world_size: int, record_count: int = 4) -> RankDump:
+    """The dump of a rank of pp 16 x dp x tp 8 that waits in a group of all ranks; rank 1 has not come there."""
+    pipeline = world_size // 16
+    stage, position, lane = rank // pipeline, rank % pipeline, rank % 8
+    groups = {
+        "0": range(world_size),
+        "1": range(world_size),
+        f"pp{position}": range(position, world_size, pipeline),
+        f"fsdp{stage}-{lane}": range(stage * pipeline + lane, (stage + 1) * pipeline, 8),
+        f"tp{rank // 8}": range(rank - lane, rank - lane + 8),
+    }
+    records = []
+    for group in groups:
+        waits = group == "1" and rank != 1
+        for number in range(1, record_count):
+            records.append(collective(group, number, done=True, where="torchllm/train/step.py:69"))
+        records.append(collective(group, record_count, done=not waits, where="torchllm/optim/grad_norm.py:40"))
+        if group == "1" and rank == 1:
+            del records[-1]
+    stack = [f"/opt/venv/lib/python3.11/site-packages/torch/nn/modules/module.py:{line} in _call" for line in range(20)]
+    texts = {name: write_slices(ranks) for name, ranks in groups.items()}
+    return RankDump(rank, f"node{rank // 8}", NOW, stack, rank != 1, texts, records)
+
+
+def test_a_dump_does_not_grow_with_the_ranks() -> None:
+    small_job, large_job = (len(dump_of_a_large_job(1, world_size).json()) for world_size in (256, 16384))
+    assert large_job < small_job + 100
+
+
+def lines_run_in(world_size: int) -> int:
+    """Lines of Python that the reporting rank runs to read all dumps and to describe the hang."""
+    texts = [dump_of_a_large_job(rank, world_size).json() for rank in range(world_size)]
+    lines = 0
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        dumps = [read_dump(text) for text in texts]
+        report = describe_hang(dumps, world_size, "node{}".format, Limit(30.0, "run.timeout"), FOLDER)
+    finally:
+        sys.settrace(None)
+    assert "rank 1 (node1) has not entered gloo:all_reduce number 4 of ranks 0-" in report
+    assert len(report) < 1000
+    return lines
+
+
+def test_the_work_of_a_report_grows_as_the_ranks_do() -> None:
+    assert lines_run_in(1024) < 4.4 * lines_run_in(256)  # a square would be 16 times

@@ -1,0 +1,109 @@
+"""What the variables of schedulers and launchers say about a job: understood, or refused with what to set."""
+
+import re
+
+import pytest
+
+from torchllm.config.errors import UserError
+from torchllm.tools.launch.job import JobPlace, assignments, first_host, read_job
+
+pytestmark = pytest.mark.quick
+
+SLURM = {
+    "SLURM_JOB_ID": "70123",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_STEP_NODELIST": "node[1-2]",
+    "SLURM_NODEID": "1",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+}
+MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+MPI |= {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "MASTER_ADDR": "node1"}
+HYDRA = {"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"}
+RANK = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+RANK |= {"MASTER_ADDR": "pod-0", "MASTER_PORT": "23456"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "job"),
+    [
+        ({}, JobPlace()),
+        ({"NNODES": "2-4"}, JobPlace(nodes="2-4")),
+        ({"WORLD_SIZE": "1", "RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "1"}, JobPlace()),
+        ({"LOCAL_RANK": "1", "MASTER_ADDR": "elsewhere"}, JobPlace()),  # left over
+        (SLURM, JobPlace("2", 1, 1, "node1", 0, "70123.0.0")),
+        (
+            SLURM | {"SLURM_RESTART_COUNT": "2", "MASTER_PORT": "12345"},
+            JobPlace("2", 1, 1, "node1", 12345, "70123.0.2"),
+        ),
+        (SLURM | {"MASTER_ADDR": "[fd00::1]"}, JobPlace("2", 1, 1, "fd00::1", 0, "70123.0.0")),
+        (
+            SLURM | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_PROCID": "2"},
+            JobPlace("2", 1, 2, "node1", 30123, "70123.0.0", "2", 0),
+        ),
+        ({"SLURM_JOB_ID": "1", "SLURM_NNODES": "1"}, JobPlace()),
+        (MPI, JobPlace("2", 1, 3, "node1", 29500, "", "2", 1)),
+        (SLURM | MPI, JobPlace("2", 1, 3, "node1", 29500, "", "2", 1)),  # mpirun inside of a Slurm job
+        (MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, JobPlace("4", 3, 3, "node1")),
+        (HYDRA, JobPlace("1", 0, 1, "127.0.0.1", 29500, "", "2", 1)),
+        (RANK, JobPlace("2", 1, 3, "pod-0", 23456, "", "2", 1)),
+        ({"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"}, JobPlace("2", 1, 1, "algo-1")),
+        ({"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"}, JobPlace()),
+        (
+            {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "[::1]", "PET_NPROC_PER_NODE": "4"} | RANK,
+            JobPlace("2", 1, 1, "::1", 29500, "", "4"),
+        ),
+        ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"}, JobPlace("1")),
+    ],
+)
+def test_what_is_understood(variables: dict[str, str], job: JobPlace) -> None:
+    assert read_job(variables) == job
+
+
+@pytest.mark.parametrize(
+    ("variables", "part"),
+    [
+        ({"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "pod-0", "MASTER_PORT": "1"}, "set PET_NNODES, PET_NODE_RANK"),
+        ({"WORLD_SIZE": "2"}, "unset WORLD_SIZE"),
+        (RANK | {"LOCAL_WORLD_SIZE": "3"}, "there must be as many ranks on each node"),
+        (MPI | {"MASTER_ADDR": ""}, "mpirun -x MASTER_ADDR=HOST"),
+        (MPI | {"OMPI_COMM_WORLD_RANK": "2"}, "mpirun --map-by slot"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "PMI_SIZE=2: a launcher that run_train.sh does not know"),
+        ({"MV2_COMM_WORLD_SIZE": "8"}, "MV2_COMM_WORLD_SIZE=8"),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "3,1"}, "--ntasks-per-node"),
+        ({"SLURM_JOB_ID": "1", "SLURM_NNODES": "2"}, "use srun ./run_train.sh"),
+        ({"PET_NNODES": "1:4"}, "must be a fixed number of nodes"),
+        ({"PET_NNODES": "2", "PET_MAX_RESTARTS": "3"}, "set run.restarts instead"),
+        ({"PET_NNODES": "2", "PET_NODE_RANK": "first"}, "PET_NODE_RANK=first: must be a whole number"),
+    ],
+)
+def test_what_is_refused(variables: dict[str, str], part: str) -> None:
+    with pytest.raises(UserError, match=re.escape(part)):
+        read_job(variables)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("n03", "n03"),
+        ("node[03-05,9],login1", "node03"),
+        ("login1,node[1-2]", "login1"),
+        ("rack[2,4]n[08-10]", "rack2n08"),
+        ("a[1-2]b,c", "a1b"),
+        ("", ""),
+    ],
+)
+def test_the_first_host_of_a_list_as_slurm_writes_it(hosts: str, first: str) -> None:
+    assert first_host(hosts) == first
+
+
+def test_ranks_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchllm.tools.launch.job.count_gpus", lambda: 8)
+    assert assignments(JobPlace(), {})[:2] == ["NPROC_IS_DEFAULT=1", "NPROC=8"]
+    assert assignments(JobPlace(), {"NPROC": "4"})[0] == "NPROC=4"
+    assert assignments(JobPlace(ranks_per_node="3"), {"NPROC": "4"})[0] == "NPROC=3"
+    monkeypatch.setattr("torchllm.tools.launch.job.count_gpus", lambda: 0)
+    assert assignments(JobPlace(), {})[1] == "NPROC=2"

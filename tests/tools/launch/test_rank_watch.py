@@ -1,0 +1,287 @@
+"""A launcher's look at its ranks, which are small programs here: what is stuck is named, and ends."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.launched import ends, is_running
+from tests.patience import patience
+from tests.tiny_run import ROOT
+from torchllm.runtime.heartbeat import HEARTBEATS, Heartbeat
+from torchllm.tools.launch import rank_watch
+from torchllm.tools.launch.rank_watch import RankWatch, StuckRank
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+LIMIT = 0.5
+"""seconds that the ranks of the tests may go without a beat where they are stuck"""
+RANK = """
+import os, sys, threading, time
+from torchllm.runtime import heartbeat
+heartbeat.REARM_INTERVAL = 0.1
+heart, beat, during = heartbeat.heartbeat(), heartbeat.beat, heartbeat.during
+heart.open()
+fifo = sys.argv[1]
+
+def wait_beside():
+    time.sleep(600)
+
+threading.Thread(target=wait_beside, daemon=True).start()
+
+def read_a_file_that_does_not_answer():
+    open(fifo).read()
+
+def wait_in_the_kernel():  # with the GIL held: the parent in a vfork, until its child has opened the file
+    os.posix_spawn("/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, fifo, os.O_RDONLY, 0)])
+
+def be_stopped():
+    os.kill(os.getpid(), 19)
+
+"""
+"""of a rank; what it does follows"""
+
+
+class Node:
+    """A launcher, which is this process, and its ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.fifo = folder / "fifo"
+        os.mkfifo(self.fifo)
+        self.run_folder = folder / "run"
+        self.ended = 0
+        self.watch = RankWatch(run_folder=self.run_folder, end=self._end)
+        self.ranks: list[subprocess.Popen[bytes]] = []
+
+    def start(self, program: str, ranks_on_node: int = 1) -> "subprocess.Popen[bytes]":
+        """Start the next rank."""
+        rank = len(self.ranks)
+        variables = {"RANK": str(8 + rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks_on_node)}
+        environment = os.environ | variables | {"PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", program, str(self.fifo)]
+        self.ranks.append(subprocess.Popen(command, env=environment, start_new_session=True))
+        return self.ranks[-1]
+
+    def look_until(self, happened: Callable[[list[StuckRank]], object]) -> list[StuckRank]:
+        """Look ten times per second until something has happened; return what is stuck."""
+        deadline = time.monotonic() + patience(60)
+        while not happened(stuck := self.watch.look(0.1)):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        return stuck
+
+    def _end(self) -> None:
+        self.ended += 1
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    monkeypatch.setattr(rank_watch, "patience", lambda limit: 0.3)
+    monkeypatch.setenv(HEARTBEATS, "")
+    node = Node(tmp_path)
+    with node.watch.attempt(tmp_path / "heartbeats"):
+        yield node
+    for rank in node.ranks:
+        with suppress(ProcessLookupError):
+            os.killpg(rank.pid, signal.SIGKILL)  # its stopped worker too
+        rank.wait()
+    os.close(os.open(node.fifo, os.O_RDWR))  # who waits for the other end goes on
+
+
+def limits(start: float = 60.0, step: float = 60.0, save: float = 60.0) -> str:
+    return f"heart.limits = heartbeat.Limits({start}, {step}, {save})\nheart.begin('start-up')\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "waits", "key", "doing", "place", "state"),
+    [
+        (
+            limits(step=LIMIT) + "heart.begin_steps()\nbeat('data')\nread_a_file_that_does_not_answer()",
+            "S",
+            "run.timeout",
+            "step, last sign of life: data",
+            "in read_a_file_that_does_not_answer",
+            "",
+        ),
+        (
+            limits(save=LIMIT) + "heart.begin_steps()\nwith during('save'): wait_in_the_kernel()",
+            "D",
+            "run.save_timeout",
+            "save",
+            "in wait_in_the_kernel",
+            "rank 8 is in an uninterruptible call of the kernel, ",
+        ),
+        (
+            limits(start=LIMIT) + "with during('load'): be_stopped()",
+            "T",
+            "run.start_timeout",
+            "load",
+            "",
+            "rank 8 is stopped \\(SIGSTOP, or a debugger\\)",
+        ),
+    ],
+    ids=["file", "kernel", "stopped"],
+)
+def test_a_stuck_rank_is_named_with_what_it_does_and_ends(
+    node: Node, capfd: pytest.CaptureFixture[str], body: str, waits: str, key: str, doing: str, place: str, state: str
+) -> None:
+    """waits: letter of the state in which Linux has the rank, once it is where it is stuck."""
+    rank = node.start(RANK + body)
+    stuck = node.look_until(lambda stuck: stuck and state_of(rank.pid) == waits)
+    assert [(one.pid, one.doing, one.limit) for one in stuck] == [(rank.pid, doing, (LIMIT, key))]
+    assert stuck[0].idle > LIMIT + 0.3
+    node.watch._end_ranks(stuck)
+    assert rank.wait(patience(20)) == -signal.SIGKILL
+    lines = capfd.readouterr().err.splitlines()
+    host = os.uname().nodename
+    assert lines[0] == f"hang: no progress for over 0.5 s ({key}); ending the ranks of {host}"
+    assert lines[1].startswith(f"  rank 8 ({host}) has made no progress since ")
+    assert lines[1].endswith(f": {doing}")
+    found = [line for line in lines if place and line.startswith("  rank 8's main thread is at ")]
+    assert [line.endswith(place) for line in found] == [True] * bool(place)
+    assert any(re.match(f"  {state}", line) for line in lines if state) == bool(state)
+    (report,) = node.run_folder.glob("hang/*/*.txt")
+    assert lines[-1] == f"  all stacks: {report}"
+    assert place in report.read_text()
+    assert not node.ended
+
+
+def state_of(pid: int) -> str:
+    """Return the letter for a process's state: S for one that sleeps."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def wait_for_work(pid: int) -> None:
+    """Wait until a process has computed for two more ticks of the kernel's clock."""
+
+    def ticks() -> int:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])
+
+    began, deadline = ticks(), time.monotonic() + patience(60)
+    while ticks() < began + 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.exhaustive
+def test_a_process_that_gives_no_sign_of_life_at_all_is_ended_too(
+    node: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It may be stuck while Python or torch is read from a file system that does not answer."""
+    node.start(RANK + limits() + "time.sleep(60)", ranks_on_node=2)
+    silent = node.start("import time\ntime.sleep(60)")
+    monkeypatch.setattr(rank_watch, "find_ranks", lambda: [rank.pid for rank in node.ranks])  # not pytest's others
+    node.watch.look(1.0)
+    assert not node.watch.look(100.0)  # nobody has said how long that may take
+    node.watch.start_timeout = 5.0
+    node.look_until(lambda stuck: len(node.watch.watched) == 1)
+    busy = node.start("while True: pass", ranks_on_node=3)
+    for _ in range(3):
+        wait_for_work(busy.pid)
+        assert not node.watch.look(6.0)  # one that computes is not stuck
+    busy.kill()
+    busy.wait()
+    node.ranks.remove(busy)
+    node.watch.look(0.0)
+    stuck = node.watch.look(6.0)
+    assert [(one.pid, one.doing) for one in stuck] == [(silent.pid, "start-up, before the config is read")]
+    node.watch._end_ranks(stuck)
+    assert all(ends(rank.pid) for rank in node.ranks)
+    assert f"process {silent.pid} ({os.uname().nodename}) has made no progress" in capfd.readouterr().err
+
+
+@pytest.mark.exhaustive
+def test_a_rank_that_survives_sigkill_is_not_waited_for(
+    node: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One in an uninterruptible call: no program can make one, so SIGKILL does nothing here."""
+    rank = node.start(RANK + limits(start=LIMIT) + "wait_in_the_kernel()")
+    stuck = node.look_until(bool)
+    monkeypatch.setattr(rank_watch, "SECONDS_TO_DIE", 0.2)
+    monkeypatch.setattr(rank_watch.os, "kill", lambda pid, number: None)
+    node.watch._end_ranks(stuck)
+    monkeypatch.undo()
+    assert node.ended == 1
+    assert is_running(rank.pid)
+    line = capfd.readouterr().err.splitlines()[-1]
+    assert line.startswith(f"error: process {rank.pid} cannot be killed: is in an uninterruptible call of the kernel, ")
+
+
+def test_time_in_which_the_launcher_was_stopped_does_not_count(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by `scontrol suspend`, which stops the ranks as well."""
+    looks: list[float] = []
+    clock = iter([0.0, 1.0, 2.0, 1000.0, 1001.0])
+
+    def look(seconds: float) -> list[StuckRank]:
+        looks.append(seconds)
+        if len(looks) == 4:
+            raise StopIteration
+        return []
+
+    monkeypatch.setattr(node.watch, "look", look)
+    monkeypatch.setattr(rank_watch.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(rank_watch.time, "monotonic", lambda: next(clock))
+    with pytest.raises(StopIteration):
+        node.watch._watch()
+    assert looks == [1.0, 1.0, 2.0, 1.0]
+
+
+def test_ranks_that_report_a_hang_themselves_are_given_time(node: Node) -> None:
+    """They know who waits for whom."""
+    reporting = RANK + limits(start=LIMIT) + "heart.begin('hang report')\ntime.sleep(60)"
+    node.start(RANK + limits(start=LIMIT) + "be_stopped()", ranks_on_node=2)
+    node.start(reporting, ranks_on_node=2)
+
+    def is_reporting(stuck: list[StuckRank]) -> bool:
+        return {rank.beat.activity for rank in node.watch.watched.values()} == {"start-up", "hang report"}
+
+    node.look_until(is_reporting)
+    assert not node.watch.look(30.0)
+    assert sorted(one.name for one in node.watch.look(40.0)) == ["rank 8", "rank 9"]
+
+
+def test_an_attempt_knows_nothing_of_the_ranks_before(node: Node, tmp_path: Path) -> None:
+    node.start(RANK + limits(start=LIMIT) + "time.sleep(60)")
+    node.look_until(bool)
+    with node.watch.attempt(tmp_path / "second"):
+        assert not node.watch.look(100.0)
+        assert os.environ[HEARTBEATS] == str(tmp_path / "second")
+    assert not node.watch.look(100.0)
+
+
+def test_a_look_reads_each_rank_of_the_node_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = 8
+    monkeypatch.setenv(HEARTBEATS, "")
+    watch = RankWatch()
+    reads: list[Path] = []
+    read = rank_watch.read_beat
+    monkeypatch.setattr(rank_watch, "read_beat", lambda file: reads.append(file) or read(file))
+    with watch.attempt(tmp_path / "heartbeats"):
+        for rank in range(ranks):
+            monkeypatch.setenv(HEARTBEATS, str(tmp_path / "heartbeats"))
+            monkeypatch.setenv("LOCAL_RANK", str(rank))
+            heart = Heartbeat()
+            heart.open()
+            heart.close()
+        watch.look(1.0)
+    assert len(reads) == len(set(reads)) == ranks
+
+
+def test_heartbeats_are_in_memory_if_it_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_watch, "SHARED_MEMORY", tmp_path)
+    assert rank_watch.memory_folder() == str(tmp_path)
+    monkeypatch.setattr(rank_watch, "ROOM", 2**60)
+    assert rank_watch.memory_folder() is None
+    monkeypatch.setattr(rank_watch, "SHARED_MEMORY", tmp_path / "missing")
+    assert rank_watch.memory_folder() is None
+
+
+def test_the_launcher_waits_longer_than_the_ranks_by_a_tenth() -> None:
+    assert [rank_watch.patience(limit) for limit in (0.0, 600.0)] == [3.0, 63.0]

@@ -1,0 +1,81 @@
+"""Node 0's decision on what follows an attempt that has failed."""
+
+from pathlib import Path
+
+import pytest
+
+from torchllm.runtime.stop import STOP, STOPPED
+from torchllm.tools.launch.restarts import PartEnding, Restarts, newest_step
+
+pytestmark = pytest.mark.quick
+
+KILLED = PartEnding("failed", 5, -9, "node-b")
+ELSEWHERE = PartEnding("stopped")
+
+
+def publish(folder: Path, step: int) -> None:
+    checkpoint = folder / f"checkpoints/step-{step:08d}"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").touch()
+
+
+def test_restarts_count_anew_after_a_checkpoint_of_a_later_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(tmp_path, 8)
+    restarts = Restarts(2, tmp_path)
+    assert restarts.decide([ELSEWHERE, KILLED], 1) == "restart"
+    (tmp_path / "checkpoints/step-00000008").rename(tmp_path / "damaged")
+    publish(tmp_path, 4)  # an attempt that went back has done nothing new
+    assert restarts.decide([ELSEWHERE, KILLED], 1) == "restart"
+    publish(tmp_path, 12)
+    assert restarts.decide([ELSEWHERE, KILLED], 0) == "restart"
+    assert restarts.decide([KILLED], 0) == "restart"
+    assert restarts.decide([KILLED], 0) == "end"
+    assert capsys.readouterr().err.splitlines() == [
+        "rank 5 on node-b was killed: SIGKILL; restart 1 of 2 from the checkpoint of step 8",
+        "rank 5 on node-b was killed: SIGKILL; restart 2 of 2 from the checkpoint of step 4",
+        "node 0 has failed; restart 1 of 2 from the checkpoint of step 12",
+        "rank 5 on node-b was killed: SIGKILL; restart 2 of 2 from the checkpoint of step 12",
+        "not restarted: 2 of 2 restarts (run.restarts) have made no progress",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ending", "verdict"), [(PartEnding("user_error", 0, 1), "end"), (PartEnding("refused", 0, 2), "refuse")]
+)
+def test_what_would_come_again_is_not_restarted(tmp_path: Path, ending: PartEnding, verdict: str) -> None:
+    assert Restarts(3, tmp_path).decide([KILLED, ending], 0) == verdict
+    assert Restarts(0, tmp_path).decide([KILLED], 0) == "end"
+
+
+@pytest.mark.parametrize("name", [STOP, STOPPED])
+def test_a_run_that_was_asked_to_stop_is_not_restarted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    (tmp_path / name).touch()
+    assert Restarts(3, tmp_path).decide([KILLED], 0) == "end"
+    assert capsys.readouterr().err == "not restarted: the run was asked to stop\n"
+
+
+def test_only_published_checkpoints_count(tmp_path: Path) -> None:
+    assert newest_step(tmp_path / "missing") == -1
+    publish(tmp_path, 3)
+    (tmp_path / "checkpoints/step-00000005").mkdir()
+    (tmp_path / "checkpoints/.step-00000006.save").mkdir()
+    (tmp_path / "checkpoints/.step-00000006.save/manifest.json").touch()
+    assert newest_step(tmp_path) == 3
+
+
+def test_an_ending_says_which_rank_ended_and_how() -> None:
+    assert KILLED.describe() == "rank 5 on node-b was killed: SIGKILL"
+    assert PartEnding("failed", 1, -40).describe() == "rank 1 was killed: signal 40"
+    assert PartEnding("failed", 1, 3).describe() == "rank 1 ended with status 3"
+    assert PartEnding("left", 1).describe() == "rank 1 ended in the middle of the run, with exit status 0"
+    assert ELSEWHERE.describe() == ""
+
+
+@pytest.mark.parametrize("ending", [KILLED, ELSEWHERE, PartEnding("left", 1), PartEnding("failed", 1, -40)])
+def test_an_ending_is_one_line_and_back(ending: PartEnding) -> None:
+    assert PartEnding.parse(ending.text()) == ending
+    assert PartEnding.parse(ending.text() + "\x1b[2J") == PartEnding("stopped")

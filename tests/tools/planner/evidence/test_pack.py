@@ -1,0 +1,100 @@
+"""Rows of a sweep, packed for a pull request; and the rows that come with torchllm."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import torchllm
+from tests.tools.planner.evidence.tables import read_table, write_cells
+from tests.tools.planner.evidence.test_score import ROW, row
+from torchllm.tools.planner.evidence.cells import COLUMNS
+from torchllm.tools.planner.evidence.measurements import read_rows
+from torchllm.tools.planner.evidence.pack import DATA, own_measurements, pack_rows
+
+SWEPT = {**ROW, "dataset": "sweep", "source": "", "layout": "--parallel.tp=1"}
+INVALID = {**SWEPT, "status": "invalid"}
+
+
+def swept(file: Path, *rows: dict[str, str]) -> str:
+    """Write rows as a sweep does: every column, empty where there is nothing."""
+    empty = dict.fromkeys([*COLUMNS, "layout"], "")
+    return write_cells(file, [empty | cells for cells in rows])
+
+
+def test_a_sweep_is_packed(tmp_path: Path) -> None:
+    timed, lost = row(1.0, dataset="sweep"), row(None)
+    source = swept(tmp_path / "mine.csv", timed.cells, lost.cells, INVALID)
+    folder = tmp_path / "out"
+    printed = pack_rows(source, str(folder))
+    first, second = read_table(folder / "mine.csv")
+    assert list(first) == list(COLUMNS)
+    assert first["dataset"] == "mine"
+    assert first["source"] == "recipes/sweep"
+    assert first["software"] == torchllm.__version__
+    assert first["fold"] == "torchllm/llama 1b"
+    assert second["dataset"] == "made up"
+    assert second["status"] == "oom"
+    text = (folder / "README.md").read_text()
+    assert "2 layouts, 1 timed, the others out of memory, on 8 x A100-80GB." in text
+    assert f"| `mine.csv` | 2 | measured for torchllm by ... | {torchllm.__version__} |" in text
+    assert "2 rows are in" in printed
+
+
+def test_a_sweep_is_named_by_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "h100").mkdir()
+    source = swept(tmp_path / "h100" / "results.csv", row(1.0).cells)
+    pack_rows(source, str(tmp_path / "out"))
+    assert len(read_table(tmp_path / "out" / "h100.csv")) == 1
+
+
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        ({"gpu": "", "step_time_s": "1"}, "gpu is missing"),
+        ({"step_time_s": ""}, "step_time_s is missing"),
+        ({"step_time_s": "1", "cluster": "mine.toml"}, "has no file in train_configs/clusters"),
+        ({"status": "crash"}, "status 'crash': only ok and oom say something"),
+        ({"step_time_s": "1", "heads": ""}, "heads is missing"),
+    ],
+)
+def test_rows_that_others_cannot_use_are_refused(tmp_path: Path, cells: dict[str, str], reason: str) -> None:
+    source = swept(tmp_path / "mine.csv", row(1.0).cells, SWEPT | cells)
+    folder = tmp_path / "out"
+    with pytest.raises(ValueError, match=f"row 2: .*{re.escape(reason)}"):
+        pack_rows(source, str(folder))
+    assert not folder.exists()
+
+
+def test_a_sweep_without_a_measured_row_is_refused(tmp_path: Path) -> None:
+    source = swept(tmp_path / "mine.csv", INVALID)
+    with pytest.raises(ValueError, match="no row was measured"):
+        pack_rows(source, str(tmp_path / "out"))
+
+
+def test_every_file_that_comes_with_torchllm_has_its_source_and_its_rows() -> None:
+    text = (DATA / "SOURCES.md").read_text()
+    written_counts = dict(re.findall(r"^\| `(\w+\.csv)` \| (\d+) \|", text, re.MULTILINE))
+    counts = {}
+    for file in own_measurements():
+        counts[Path(file).name] = str(len(read_rows(file)))
+    assert written_counts == counts
+
+
+def test_every_row_that_comes_with_torchllm_names_its_source() -> None:
+    columns = {*COLUMNS, "layer_fwd_ms", "layer_bwd_ms"}
+    for file in own_measurements():
+        for packed in read_rows(file):
+            cells = packed.cells
+            assert cells["source"], file
+            assert cells["fold"], file
+            assert set(cells) <= columns, file
+            assert "hagemann" not in cells["dataset"].lower(), file  # CC BY-NC-SA
+
+
+def test_licences_that_ask_for_their_text_are_there() -> None:
+    text = (DATA / "SOURCES.md").read_text()
+    names = {file.stem for file in (DATA / "licenses").glob("*.txt")}
+    for licence in ("Apache-2.0", "MIT_vTrain", "MIT_KempnerForge", "MIT_dgxc-benchmarking", "BSD-3-Clause_torchtitan"):
+        assert licence in names
+        assert licence.partition("_")[0] in text

@@ -1,0 +1,107 @@
+"""A config's row is read back as the same layout."""
+
+from collections.abc import Sequence
+
+import pytest
+
+import torchllm
+from tests.parity import Settings, tiny
+from tests.tools.planner.evidence.tables import case_of
+from torchllm.config import Model
+from torchllm.tools.planner.case import Case
+from torchllm.tools.planner.evidence.cells import COLUMNS, Cells
+from torchllm.tools.planner.evidence.measurements import read_row
+from torchllm.tools.planner.evidence.row_layout import parallel_of
+from torchllm.tools.planner.evidence.row_model import model_of
+from torchllm.tools.planner.evidence.rows import measurement_of
+from torchllm.tools.planner.evidence.stacks import STACKS
+
+LAYOUTS: dict[str, Settings] = {
+    "HSDP": {"parallel.dp_replicate": 2, "parallel.dp_shard": 2, "parallel.zero_stage": 3},
+    "tensor and sequence": {"parallel.tp": 2, "parallel.sequence_parallel": True, "recompute.mode": "full"},
+    "pipeline": {"parallel.pp": 2, "parallel.schedule": "Interleaved1F1B", "training.micro_batch_size": 1},
+    "context": {"parallel.cp": 4, "parallel.cp_method": "ulysses", "model.attention": "eager"},
+    "grouped heads": {"model.kv_heads": 2, "model.tied_embeddings": True},
+    "as OLMo 2": {"model.qk_norm": "width", "model.norm_position": "after"},
+    "biases and window": {"model.qkv_bias": True, "model.window": 8},
+    "heads as in Qwen3": {"model.kv_heads": 2, "model.head_dim": 32, "model.qk_norm": "head"},
+}
+GPUS = {"HSDP": 4, "tensor and sequence": 2, "pipeline": 2, "context": 4}
+"""of the layouts; all others have one"""
+MESH = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "zero_stage", "sequence_parallel")
+WIDTHS = ("layers", "hidden", "heads", "kv", "head_width", "ffn", "vocab")
+KINDS = ("family", "qkv_bias", "qk_norm", "norm_position", "window", "tied_embeddings")
+BATCH = ("micro_batch_size", "global_batch_size", "sequence_length")
+EXPERTS: Settings = {"parallel.tp": 2, "model.experts": 8, "model.expert_ffn": 32}
+
+
+def read_on_cpu(cells: dict[str, str]) -> Case:
+    """Return the case of a row on this machine."""
+    return case_of(read_row({**cells, "cluster": "this_cpu"}))
+
+
+def assert_equal_fields(section: object, expected: object, names: Sequence[str]) -> None:
+    """Check that two sections of a config agree in these fields."""
+    for name in names:
+        assert getattr(section, name) == getattr(expected, name), name
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_row_is_the_layout(name: str) -> None:
+    config = tiny(LAYOUTS[name])
+    gpus = GPUS.get(name, 1)
+    case = read_on_cpu(measurement_of(config, gpus))
+    assert case.ranks == gpus
+    assert_equal_fields(case.parallel, config.parallel, MESH)
+    if config.parallel.pp > 1:
+        assert_equal_fields(case.parallel, config.parallel, ["schedule", "stages"])
+    if config.parallel.cp > 1:
+        assert case.parallel.cp_method == config.parallel.cp_method
+    assert_equal_fields(case.model, config.model, WIDTHS)
+    assert_equal_fields(case.model, config.model, KINDS)
+    assert_equal_fields(case.training, config.training, BATCH)
+    assert case.recompute.mode == config.recompute.mode
+
+
+def test_a_layout_without_an_axis_has_no_cells_of_it() -> None:
+    cells = measurement_of(tiny({}), 1)
+    assert [cells[column] for column in ("cp_method", "schedule", "interleave_v", "tp_overlap")] == [""] * 4
+
+
+def test_a_mixture_of_experts_is_in_the_columns() -> None:
+    sizes = {"experts": 8, "top_k": 2, "expert_ffn": 32, "shared_experts": 1, "dense_layers": 1, "kv_heads": 2}
+    settings: Settings = {"parallel.tp": 2, "parallel.ep": 2}
+    for key, value in sizes.items():
+        settings[f"model.{key}"] = value
+    cells = measurement_of(tiny(settings), 2)
+    expected = {"experts": "8", "top_k": "2", "moe_ffn": "32", "shared_experts": "1", "dense_layers": "1"}
+    expected |= {"ep": "2", "etp": "1", "tp_overlap": "none"}
+    assert expected.items() <= cells.items()
+    row = Cells(cells, [])
+    model = model_of(row, STACKS["torchllm"])
+    for key, value in sizes.items():
+        assert getattr(model, key) == value, key
+    parallel = parallel_of(row, model, STACKS["torchllm"])
+    assert parallel.ep == 2
+
+
+def test_every_cell_has_a_column() -> None:
+    cells = measurement_of(tiny(EXPERTS), 2)
+    assert set(cells) <= set(COLUMNS)
+
+
+def test_a_row_names_the_software_and_its_fold() -> None:
+    cells = measurement_of(tiny({}), 1)
+    assert cells["software"] == torchllm.__version__
+    assert cells["fold"].startswith("torchllm/llama-")
+
+
+def test_a_table_without_columns_for_parts_of_the_model_is_read() -> None:
+    """Measurements taken before there were columns for them, and published tables."""
+    config = tiny({})
+    cells = measurement_of(config, 1)
+    for column in ("head_dim", "qkv_bias", "qk_norm", "norm_position", "window"):
+        del cells[column]
+    model = read_on_cpu(cells).model
+    assert model.head_width == config.model.hidden // config.model.heads
+    assert_equal_fields(model, Model(), ["qkv_bias", "qk_norm", "norm_position", "window"])

@@ -1,0 +1,172 @@
+"""The words about a search agree with what was predicted."""
+
+import re
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from tests.tools.planner.search.test_search import LARGE, SMALL, cluster, make_job
+from torchllm.tools.planner.predict import predict
+from torchllm.tools.planner.search.explain import (
+    divides_nowhere,
+    fits_nowhere,
+    layout_figures,
+    misses,
+    ranking_table,
+    rejections,
+    scaling,
+    terms,
+    why,
+)
+from torchllm.tools.planner.search.layouts import Job, Layout
+from torchllm.tools.planner.search.price import Purchase
+from torchllm.tools.planner.search.search import Found, Ranked, search
+
+
+@cache
+def large_job() -> Job:
+    """Return the job that most of these tests speak of."""
+    return make_job(LARGE, gpus=16, batch=32, length=2048)
+
+
+@cache
+def outcome() -> Found:
+    """Return what a search of it finds."""
+    return search(large_job())
+
+
+def winner() -> Ranked:
+    """Return its fastest layout."""
+    return outcome().best[0]
+
+
+def first_count(line: str) -> int:
+    """Return the number that a line begins with."""
+    return int(line.split()[0].replace(",", ""))
+
+
+def test_figures_agree_with_each_other() -> None:
+    figures = layout_figures(large_job(), winner(), Purchase(1e12))
+    tokens = 32 * 2048
+    tokens_per_second = figures["tokens_per_second"]
+    assert tokens_per_second == pytest.approx(tokens / figures["step_seconds"])
+    hours = 1e12 / tokens_per_second / 3600
+    assert figures["gpu_hours"] == pytest.approx(16 * hours)
+    assert figures["gpu_hours"] == pytest.approx(16 * 24 * figures["days"])
+    assert figures["petaflops"] == pytest.approx(figures["mfu"] * 16 * 0.312)
+    assert sum(figures["terms"].values()) == pytest.approx(figures["step_seconds"])
+    assert sum(figures["memory"].values()) == pytest.approx(figures["memory_gib"])
+    assert "days" not in layout_figures(large_job(), winner())
+
+
+def test_a_table_has_two_lines_per_layout_and_the_terms_largest_first() -> None:
+    heading, *lines = ranking_table(large_job(), outcome().best, Purchase(1e12))
+    assert "GPU-hours" in heading
+    assert len(lines) == 2 * len(outcome().best)
+    assert lines[0].startswith(" 1.")
+    assert winner().layout.text() in lines[0]
+    numbers = re.findall(r" ([\d.e+-]+) s", terms(winner().prediction))
+    seconds = [float(number) for number in numbers]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_columns_stand_under_their_titles() -> None:
+    purchase = Purchase(1e12, dollars_per_gpu_hour=2)
+    heading, line, _ = ranking_table(large_job(), outcome().best[:1], purchase)
+    figures = layout_figures(large_job(), winner(), purchase)
+    shown = {
+        "step s": f"{figures['step_seconds']:.4g}",
+        "HFU": f"{figures['hfu']:.1%}",
+        "tokens/s": f"{figures['tokens_per_second']:,.0f}",
+        "PFLOP/s": f"{figures['petaflops']:.4g}",
+        "GPU-hours": f"{figures['gpu_hours']:,.0f}",
+        "$": f"{figures['dollars']:,.0f}",
+    }
+    for title, value in shown.items():
+        start = heading.index(f" {title} ")
+        end = start + len(f" {title}")
+        assert line[:end].endswith(value), title
+    assert line.index(winner().layout.text()) == heading.index("layout")
+
+
+def test_scaling_is_against_the_smallest() -> None:
+    twice = replace(large_job(), gpus=32)
+    heading, smallest, largest = scaling([(twice, winner()), (large_job(), winner())])
+    assert heading.split()[0] == "GPUs"
+    assert smallest.split()[0] == "16"
+    assert largest.split()[0] == "32"
+    assert "100.0%" in smallest
+
+
+LONGER = re.compile(r"^With micro batch size (\d+) instead of \d+, a step takes ([\d.]+)% longer")
+
+
+def test_the_reasons_name_layouts_that_are_slower_or_do_not_fit() -> None:
+    """What is compared is predicted anew from the words."""
+    sentence, *comparisons = why(large_job(), winner())
+    assert re.match(r"Matmul takes \d+% of a step, ", sentence)
+    assert len(comparisons) > 1
+    for line in comparisons:
+        assert "takes" in line or "GiB more than a GPU has" in line
+        if "micro batch size" in line and "longer" in line:
+            size, longer = LONGER.match(line).groups()
+            layout = winner().layout._replace(micro_batch_size=int(size))
+            changed = predict(large_job().case(layout))
+            slower = changed.step / winner().prediction.step - 1
+            assert 100 * slower == pytest.approx(float(longer), abs=0.06)
+
+
+def test_near_misses_name_what_is_missing() -> None:
+    job = make_job(LARGE, batch=16, length=4096, hardware=cluster(memory=40e9))
+    found = search(job)
+    lines = list(misses(job, found))
+    assert lines
+    for line, miss in zip(lines, found.misses, strict=True):
+        over = miss.over / 2**30
+        assert f"{over:.1f} GiB more than the 37.3 GiB of a GPU" in line
+
+
+def test_every_layout_and_every_mesh_is_accounted_for() -> None:
+    layouts = meshes = 0
+    for line in rejections(outcome()):
+        if "layout" in line:
+            layouts += first_count(line)
+        if "mesh" in line:
+            meshes += first_count(line)
+    assert layouts + len(outcome().best) == outcome().layouts
+    refused = [mesh for mesh in large_job().meshes if large_job().refusal(mesh)]
+    assert meshes == len(refused)
+
+
+def test_fits_nowhere_says_what_would_do() -> None:
+    job = make_job(LARGE, gpus=4, batch=64, length=4096, hardware=cluster(memory=22e9))
+    message = fits_nowhere(job, search(job))
+    gpus = int(re.search(r"it would fit on (\d+) GPUs", message)[1])
+    enough = replace(job, gpus=gpus)
+    too_few = replace(job, gpus=gpus // 2)
+    assert search(enough).best
+    assert not search(too_few).best
+    assert "; the closest, " in message
+
+
+def test_a_number_that_divides_nowhere_names_one_that_does() -> None:
+    job = make_job(SMALL, gpus=11, batch=16)
+    message = divides_nowhere(job, search(job))
+    assert message.startswith("no valid layout on 11 GPUs: ")
+    gpus = int(re.search(r"; (\d+) GPUs would work$", message)[1])
+    smaller = replace(job, gpus=gpus)
+    assert search(smaller).best
+
+
+def test_one_gpu_is_named_without_a_plural() -> None:
+    job = make_job(SMALL, gpus=2, batch=1)
+    message = divides_nowhere(job, search(job))
+    assert message.endswith("; 1 GPU would work")
+
+
+def test_pipeline_stages_are_traded_for_data_ranks_too() -> None:
+    layout = Layout(pp=4, dp_replicate=1, dp_shard=4, cp=1, tp=1, zero_stage=1)
+    pipeline = Ranked(layout, predict(large_job().case(layout)))
+    text = " ".join(why(large_job(), pipeline))
+    assert "pp 2 instead of 4 and data ranks 8 instead of 4" in text

@@ -1,0 +1,45 @@
+"""What the picture of a search says without its text beside it."""
+
+from functools import cache
+
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+
+from tests.tools.planner.search.test_search import LARGE, SMALL, make_job
+from torchllm.tools.planner.search.layouts import Job
+from torchllm.tools.planner.search.plot import TERMS, draw
+from torchllm.tools.planner.search.search import search
+
+
+@cache
+def large_job() -> Job:
+    return make_job(LARGE, batch=8, length=2048)
+
+
+def color_of_term(figure: Figure) -> dict[str, str]:
+    """The color of each term in the bars of a picture."""
+    bars = figure.axes[0]
+    return {str(bar.get_label()): to_hex(bar.patches[0].get_facecolor()) for bar in bars.containers}
+
+
+def test_a_term_has_one_color_in_all_pictures() -> None:
+    of_term: dict[str, str] = {}
+    for planned in (make_job(SMALL, gpus=8), large_job()):
+        colors = color_of_term(draw(planned, search(planned), "title"))
+        assert colors.keys() <= set(TERMS)
+        assert len(set(colors.values())) == len(colors)
+        for term, color in colors.items():
+            assert of_term.setdefault(term, color) == color
+    assert len(of_term) > 5
+
+
+def test_it_has_a_title_and_says_what_each_color_and_line_means() -> None:
+    figure = draw(large_job(), search(large_job()), "a model on 8 GPUs\n16 sequences")
+    assert figure.get_suptitle() == "a model on 8 GPUs\n16 sequences"
+    bars, cloud = figure.axes
+    for axes in (bars, cloud):
+        assert axes.get_xlabel()
+        assert axes.get_legend() is not None
+    texts = {text.get_text() for text in cloud.get_legend().get_texts()}
+    assert "memory of one GPU" in texts
+    assert texts & {"fits in memory", "does not fit"}

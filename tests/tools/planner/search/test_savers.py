@@ -1,0 +1,63 @@
+"""Settings that free memory, by the planner's figures."""
+
+from dataclasses import replace
+
+from torchllm.config import Cluster, Config, Model, Parallel, Recompute, Training
+from torchllm.tools.planner.search.auto import planned
+from torchllm.tools.planner.search.explain import GIB
+from torchllm.tools.planner.search.savers import savers
+
+LLAMA = Config(
+    cluster=Cluster("dgx_a100"),
+    model=Model(layers=32, hidden=4096, heads=32, ffn=11008, vocab=32000),
+    training=Training(micro_batch_size=4, global_batch_size=64, sequence_length=2048),
+    parallel=Parallel(dp_shard=8),
+)
+
+
+def settings(config: Config) -> list[str]:
+    """Return all settings that free memory."""
+    return [saver.setting for saver in savers(config, count=20)]
+
+
+def test_they_free_what_they_say() -> None:
+    best_first = savers(LLAMA, count=20)
+    freed = [saver.freed for saver in best_first]
+    assert freed == sorted(freed, reverse=True)
+    by_setting = {saver.setting: saver for saver in best_first}
+    assert "--training.micro_batch_size=2" in by_setting
+    assert "--parallel.tp=2 --parallel.dp_shard=4" in by_setting
+
+    full = by_setting["--recompute.mode=full"]
+    usual = planned(LLAMA)
+    recomputed = planned(replace(LLAMA, recompute=Recompute("full")))
+    assert usual is not None
+    assert recomputed is not None
+    assert full.freed == usual.memory.total - recomputed.memory.total
+    assert full.freed > 10 * GIB
+    assert full.slower == recomputed.step / usual.step
+    assert full.slower > 1.1
+    assert str(full).startswith("--recompute.mode=full frees ")
+
+
+def test_three_that_free_something_and_that_the_config_accepts() -> None:
+    assert len(savers(LLAMA)) == 3
+    odd_heads = replace(LLAMA.model, heads=31, hidden=31 * 128)  # tp 2 does not divide them
+    for setting in settings(replace(LLAMA, model=odd_heads)):
+        assert "tp" not in setting
+    one_sequence = replace(LLAMA.training, micro_batch_size=1)
+    thrifty = replace(LLAMA, recompute=Recompute("full"), training=one_sequence)
+    for setting in settings(thrifty):
+        assert "recompute" not in setting
+        assert "micro" not in setting
+
+
+def test_switches_are_written_as_in_toml() -> None:
+    uncut = replace(LLAMA, parallel=Parallel(dp_shard=4, tp=2))
+    assert "--parallel.sequence_parallel=true" in settings(uncut)
+
+
+def test_of_an_unknown_machine_nothing_is_known() -> None:
+    four_ranks = Parallel(dp_shard=4)  # this_cpu is of eight
+    unknown = replace(LLAMA, cluster=Cluster(), parallel=four_ranks)
+    assert savers(unknown) == []

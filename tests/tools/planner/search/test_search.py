@@ -1,0 +1,255 @@
+"""How the search decides early: its bounds hold, and little is predicted. `test_enumeration.py` has what it finds."""
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from recipes.plan import read_model
+from torchllm.config import Cluster, Config, Model, Optimizer, Parallel, Recompute, Training
+from torchllm.tools.planner.case import Case
+from torchllm.tools.planner.cluster import Hardware, read_cluster
+from torchllm.tools.planner.parameters import StageSize
+from torchllm.tools.planner.peak import Memory
+from torchllm.tools.planner.predict import Pipeline, Prediction, memory_of, pipeline_seconds, predict
+from torchllm.tools.planner.search.bounds import Bounds, at_least
+from torchllm.tools.planner.search.layouts import DegreeMesh, Job, Layout
+from torchllm.tools.planner.search.search import Search, mesh_of, search, sharded
+from torchllm.tools.planner.stage import stage_cost
+
+SMALL = Model(layers=6, hidden=512, heads=8, kv_heads=4, ffn=1536, vocab=1024)
+LARGE = Model(layers=8, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256)
+DEEP = Model(layers=80, hidden=8192, heads=64, ffn=22016, vocab=128000)
+WIDE = Model(family="gpt", layers=12, hidden=12288, heads=96, ffn=49152, vocab=51200, tied_embeddings=True)
+
+
+def cluster(name: str = "dgx_a100", **changes: object) -> Hardware:
+    """Return a cluster of train_configs/clusters with these fields changed."""
+    problems_of_file: list[str] = []
+    hardware = read_cluster(name, problems_of_file)
+    assert hardware, problems_of_file
+    return replace(hardware, **changes)
+
+
+def make_job(model: Model = SMALL, gpus: int = 8, batch: int = 16, length: int = 512, **fields: object) -> Job:
+    """Return a job on A100, unless `fields` names other hardware."""
+    training = Training(global_batch_size=batch, sequence_length=length)
+    hardware = fields.pop("hardware", None) or cluster()
+    return Job(model, training, hardware, gpus, **fields)
+
+
+def all_layouts(job: Job) -> list[Layout]:
+    """Return all layouts of a job, one by one."""
+    layouts: list[Layout] = []
+    for mesh in job.meshes:
+        if not job.refusal(mesh):
+            layouts += layouts_of_mesh(job, mesh)
+    return layouts
+
+
+def layouts_of_mesh(job: Job, mesh: DegreeMesh) -> Iterator[Layout]:
+    """Yield all layouts of a mesh."""
+    settings = list(product(job.modes(mesh), job.sequence_parallel(mesh), job.context_methods(mesh)))
+    for size in job.pieces(mesh):
+        for schedule, stages in job.schedules(mesh, size):
+            for sharding, (mode, sp, method) in product(job.shardings(mesh), settings):
+                layout = Layout(mesh.pp, 1, 1, mesh.cp, mesh.tp, schedule, stages, size, 0, mode, sp, method)
+                yield sharded(layout, sharding)
+
+
+def sample(layouts: list[Layout], count: int, seed: int = 0) -> list[Layout]:
+    """Return some of the layouts, the same ones each time."""
+    return random.Random(seed).sample(layouts, count)
+
+
+def test_a_mesh_is_refused_with_its_reason() -> None:
+    job = make_job(replace(SMALL, kv_heads=2, heads=6, hidden=384), gpus=12, batch=10)
+    assert job.refusal(DegreeMesh(1, 1, 3, 4)) == "tp does not divide model.heads = 6"
+    assert job.refusal(DegreeMesh(1, 4, 1, 3)) == "tp does not divide model.kv_heads = 2"
+    assert job.refusal(DegreeMesh(12, 1, 1, 1)) == "pp exceeds model.layers = 6"
+    assert job.refusal(DegreeMesh(1, 12, 1, 1)) == "the data-parallel ranks do not divide the batch of 10 sequences"
+    assert job.refusal(DegreeMesh(1, 1, 12, 1)).startswith("cp divides neither the sequence of 512 tokens")
+    assert not job.refusal(DegreeMesh(3, 2, 1, 2))
+
+
+def job_of_model(model: str, gpus: int, length: int, batch: int) -> Job:
+    """Return a job of a model of train_configs/models on H100."""
+    config = read_model(model).config
+    training = Training(sequence_length=length, global_batch_size=batch)
+    return Job(config.model, training, cluster("dgx_h100"), gpus)
+
+
+def test_few_layouts_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 626,087 layouts. The numbers are about twice those of today."""
+    counts = Counter[str]()
+
+    def counting(case: Case, pipeline: Pipeline = pipeline_seconds) -> Prediction:
+        counts[pipeline.__name__] += 1
+        return predict(case, pipeline)
+
+    monkeypatch.setattr("torchllm.tools.planner.search.search.predict", counting)
+    outcome = search(job_of_model("llama3_8b", 64, 8192, 1024))
+    assert outcome.layouts > 600_000
+    assert counts["pipeline_seconds"] <= 60
+    assert counts["at_least"] <= 400
+
+
+def test_of_few_ranks_the_whole_memory_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mixtral on 64 GPUs, of whose starts most need too much memory under any schedule. About twice today's number."""
+    ranks = []
+
+    def counting(case: Case, sizes: list[StageSize], rank: int) -> Memory:
+        ranks.append(rank)
+        return memory_of(case, sizes, rank)
+
+    monkeypatch.setattr("torchllm.tools.planner.search.bounds.memory_of", counting)
+    found = search(job_of_model("mixtral_8x7b", 64, 4096, 1024))
+    assert found.layouts > 2_000_000
+    assert len(ranks) <= 150
+    assert ranks.count(0) >= len(ranks) / 2  # the last rank only where the first one fits
+
+
+def job_with_bounds(name: str) -> Job:
+    """Return a job by its name; of one stages wait long for each other, which its blocks do once together."""
+    if name == "wide":
+        return make_job(WIDE, gpus=16, batch=16, length=1024)
+    if name == "waits":
+        waits = cluster(constants=replace(cluster().constants, wait=0.1))
+        return make_job(DEEP, gpus=8, batch=64, length=1024, hardware=waits)
+    if name == "experts":
+        experts = replace(SMALL, experts=8, expert_ffn=512, dense_layers=1)
+        return make_job(experts, gpus=8, batch=16, length=1024)
+    optimizer = Optimizer(name="muon" if name == "muon" else "adamw")
+    return make_job(LARGE, gpus=8, batch=8, length=2048, optimizer=optimizer)
+
+
+SLACK = 1 + 1e-9
+
+
+@pytest.mark.parametrize("name", ["large", "wide", "waits", "muon", "experts"])
+def test_bounds_hold(name: str) -> None:
+    """What is decided last costs least when it is open: sharding, schedule, recomputation."""
+    job = job_with_bounds(name)
+    bounds = Bounds(job)
+    for layout in sample(all_layouts(job), 150, seed=1):
+        unsharded = layout._replace(dp_replicate=1, dp_shard=layout.data_ranks, zero_stage=0)
+        start = unsharded._replace(schedule="1F1B", virtual_stages=1)
+        case = job.case(layout)
+        bounded = predict(case, at_least)
+        step = predict(case).step
+        assert bounded.step <= step * SLACK, layout
+        shared = bounds.shared(start)
+        without_recomputation = bounds.shared(start._replace(recompute="none"))
+        assert without_recomputation <= shared * SLACK, layout
+        assert shared <= bounded.step * SLACK, layout
+        scheduled = bounds.scheduled(layout)
+        assert bounds.scheduled(unsharded) <= scheduled * SLACK, layout
+        assert scheduled + bounds.tail(layout) <= bounded.step * SLACK, layout
+
+        most_memory = bounded.memory.total * SLACK
+        held = bounds.held(layout)
+        held_by_smallest = bounds.held(smallest_sharding(bounds, layout))
+        assert held_by_smallest <= held * SLACK, layout
+        assert held <= most_memory, layout
+        assert bounds.needed(layout) <= most_memory, layout
+        start_in_shards = smallest_sharding(bounds, layout)._replace(schedule="1F1B", virtual_stages=1)
+        assert bounds.shared_memory(start_in_shards) <= most_memory, layout
+        assert bounds.in_flight(unsharded) == bounds.in_flight(layout), layout
+
+
+def smallest_sharding(bounds: Bounds, layout: Layout) -> Layout:
+    """Return the layout with its states in the smallest shards."""
+    shardings = bounds.job.shardings(mesh_of(layout))
+    possible = [sharding for sharding in shardings if sharding.ep == layout.ep]
+    return sharded(layout, possible[-1])
+
+
+SPARSE = replace(SMALL, experts=8, top_k=2, expert_ffn=256, dense_layers=2)
+
+
+@pytest.mark.parametrize("model", [SMALL, SPARSE], ids=["dense", "experts"])
+def test_what_layouts_share_is_what_each_of_them_has(model: Model) -> None:
+    """Costs of stages, tails and memory that were computed for other layouts equal those of a layout alone."""
+    job = make_job(model, batch=16)
+    bounds = Bounds(job)
+    layouts = sample(all_layouts(job), 300)
+    for layout in layouts:  # in another order than below
+        bounds.scheduled(layout)
+        bounds.tail(layout)
+        bounds.held(layout)
+        bounds.needed(layout)
+        bounds.shared_memory(layout)
+    for layout in layouts[:150]:
+        case = job.case(layout)
+        alone = Bounds(job)
+        stages = alone.stage_split(layout).stages
+        costs = bounds.costs(layout, stages)
+        for stage in stages:
+            assert costs[stage] == stage_cost(case, stage), layout
+        assert bounds.scheduled(layout) == alone.scheduled(layout), layout
+        assert bounds.tail(layout) == alone.tail(layout), layout
+        assert bounds.held(layout) == alone.held(layout), layout
+        assert bounds.needed(layout) == alone.needed(layout), layout
+        assert bounds.shared_memory(layout) == alone.shared_memory(layout), layout
+
+
+def test_compiled_blocks_are_not_planned_where_the_config_refuses_them() -> None:
+    job = make_job(fixed={"pp": 2, "schedule": "ZBVZeroBubble"})
+    best = search(job).best[0]
+    compiled = job.compile_of(best.layout)
+    assert compiled.norm
+    assert not compiled.block
+
+
+def test_blocks_are_compiled_on_gpus() -> None:
+    layout = Layout(pp=1, dp_replicate=1, dp_shard=8, cp=1, tp=1)
+    on_gpus = make_job().compile_of(layout)
+    on_a_cpu = make_job(hardware=cluster("this_cpu")).compile_of(layout)
+    assert on_gpus.block
+    assert not on_a_cpu.block
+
+
+def test_least_memory_is_among_those_nearly_as_fast() -> None:
+    job = make_job(LARGE, batch=32, length=2048)
+    fastest = search(job).best[0].prediction
+    small = [ranked.prediction for ranked in search(job, objective="memory").best]
+    assert small[0].memory.total < fastest.memory.total
+    assert small[0].step <= 1.05 * fastest.step
+    totals = [prediction.memory.total for prediction in small]
+    assert totals == sorted(totals)
+
+
+def test_bounds_of_another_search_change_nothing() -> None:
+    """With less memory and fewer axes, as the advice searches after the first time."""
+    job = make_job(LARGE, batch=32, length=2048)
+    bounds = search(job).bounds
+    smaller = replace(job, hardware=cluster(memory=60e9), fixed={"cp": 1})
+    shared = search(smaller, bounds=bounds)
+    alone = search(smaller)
+    assert shared.best == alone.best
+    assert shared.rejected == alone.rejected
+    assert shared.misses == alone.misses
+
+
+@pytest.mark.parametrize("memory", [14e9, 24e9, 34e9])
+def test_each_layout_that_does_not_fit_is_counted_once(memory: float) -> None:
+    """All of them, one by one or in groups, where none fits."""
+    job = make_job(LARGE, gpus=4, batch=4, length=4096, hardware=cluster(memory=memory))
+    outcome = Search(job).run()
+    assert not outcome.best
+    assert outcome.rejected == {"more memory than a GPU has": outcome.layouts}
+
+
+def test_a_config_of_a_layout_keeps_the_rest() -> None:
+    base = Config(cluster=Cluster("dgx_a100"))
+    degrees = {"pp": 2, "dp_shard": 2, "tp": 2, "virtual_stages": 2, "zero_stage": 1}
+    parallel = Parallel(**degrees, schedule="Interleaved1F1B", sequence_parallel=True)
+    layout = Layout(2, 1, 2, 1, 2, "Interleaved1F1B", 2, 2, 1, "full", True)
+    config = make_job().config(base, layout)
+    assert config.parallel == parallel
+    assert config.recompute == Recompute("full")
+    assert config.training.micro_batch_size == 2
+    assert config.cluster == base.cluster

@@ -1,0 +1,190 @@
+"""The cluster descriptions: every file reads, what is wrong is said with its line, and links are the right ones."""
+
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.parity import tiny
+from torchllm.tools.planner import cluster
+from torchllm.tools.planner.cluster import (
+    Hardware,
+    read_cluster,
+    slow_tensor_parallel,
+    tensor_parallel_bytes,
+    unknown_cluster,
+)
+
+pytestmark = pytest.mark.quick
+
+NAMES = sorted(file.stem for file in cluster.FOLDER.glob("*.toml"))
+
+
+def read(name: str) -> Hardware:
+    found: list[str] = []
+    hardware = read_cluster(name, found)
+    assert found == []
+    assert hardware is not None
+    return hardware
+
+
+def test_the_files_are_there() -> None:
+    assert {"dgx_a100", "dgx_h100", "hgx_h200", "hgx_b200", "gb200_nvl72", "mi300x", "this_cpu"} <= set(NAMES)
+
+
+def test_files_read_and_every_number_has_a_source() -> None:
+    for name in NAMES:
+        check_file(name)
+
+
+def check_file(name: str) -> None:
+    """Check that the numbers of a file are plausible, each with its source beside it."""
+    hardware = read(name)
+    spans = [link.gpus for link in hardware.links]
+    assert spans == sorted(spans)
+    bandwidths = [link.bandwidth for link in hardware.links]
+    assert bandwidths == sorted(bandwidths, reverse=True)
+    assert (1e9 if hardware.gpu == "CPU" else 40e9) < hardware.memory < 300e9
+    assert hardware.achievable <= hardware.peak.bfloat16
+    assert all(0 < link.efficiency <= 1 for link in hardware.links)
+    sourced, whole_table = set(), False
+    for line in (cluster.FOLDER / f"{name}.toml").read_text().splitlines():
+        setting, has_source = line.partition("#")[0].strip(), "#" in line
+        if line.startswith("["):
+            whole_table = has_source
+        elif setting and not setting.startswith(("gpu =", "name =", "base =")):
+            assert has_source or whole_table or setting in sourced, line  # or said of the link before
+            sourced.add(setting)
+
+
+def test_llama3_has_the_tiers_of_the_paper() -> None:
+    hardware = read("llama3_24k")
+    assert [(link.gpus, link.bandwidth) for link in hardware.links] == [
+        (8, 450e9), (16, 50e9), (3072, 50e9), (24576, 7.14e9)
+    ]  # fmt: skip
+
+
+def test_an_unknown_cluster_is_told_the_nearest() -> None:
+    assert unknown_cluster("dgx_h100") == ""
+    assert unknown_cluster("dgxh100").endswith('did you mean "dgx_h100"?')
+    assert unknown_cluster("zzz").endswith("add it there")
+    assert unknown_cluster("../models/llama_1b")  # a name, not a path
+
+
+GOOD = """gpu = "X"
+gpus_per_node = 4
+nics_per_node = 1
+memory = 1e9
+multiprocessors = 1
+memory_bandwidth = 1e9
+achievable = 1e12
+[peak]
+bfloat16 = 1e12
+tf32 = 1e12
+[attention]
+flash1 = 1e12
+flash2 = 1e12
+flash3 = 1e12
+[[links]]
+name = "in"
+gpus = 4
+bandwidth = 1e9
+efficiency = 0.8
+latency = 1e-6
+[[links]]
+name = "out"
+gpus = 8
+bandwidth = 1e8
+efficiency = 0.8
+latency = 1e-6
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (("memory = 1e9\n", ""), "memory: required key is missing"),
+        (("memory = 1e9", "memory = 0.0"), ":4: memory: must be a number over 0, not 0.0"),
+        (("memory = 1e9", "memroy = 1e9"), ":4: memroy: unknown section or key; did you mean memory?"),
+        (
+            ("[[links]]", "[constants]\nflush = 0.5\n[[links]]"),
+            "(constants.message); fit them with recipes/plan.py calibrate",
+        ),
+        (("tf32 = 1e12\n", ""), "peak.tf32: required key is missing"),
+        (("gpus = 8\n", "gpus = 6\n"), ":23: links.1.gpus: 6 must be a multiple of the 4 of in"),
+        (("latency = 1e-6\n[[", "[["), "links.0.latency: required key is missing"),
+        (("gpus_per_node = 4", "gpus_per_node = 2"), "links: none has gpus = 2, the number on a node (gpus_per_node)"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: tuple[str, str], line: str
+) -> None:
+    monkeypatch.setattr(cluster, "FOLDER", tmp_path)
+    (tmp_path / "x.toml").write_text(GOOD)
+    assert read("x").links[1].name == "out"
+    assert change[0] in GOOD
+    (tmp_path / "x.toml").write_text(GOOD.replace(*change, 1))
+    found: list[str] = []
+    assert read_cluster("x", found) is None
+    assert len(found) == 1
+    assert found[0].endswith(line), found
+
+
+def test_the_link_of_an_axis_is_the_slowest_on_which_its_groups_meet() -> None:
+    hardware = read("llama3_24k")
+
+    def name(shape: tuple[int, ...], *dimensions: int) -> str | None:
+        link = hardware.link_among(shape, dimensions)
+        return link and link.name
+
+    meta = (16, 1, 128, 1, 8)  # pp, dp_replicate, dp_shard, cp, tp of Llama 3 405B
+    assert [name(meta, 4), name(meta, 2, 3), name(meta, 0), name(meta, 0, 1, 2, 3, 4)] == [
+        "NVLink", "pod", "cluster", "cluster"
+    ]  # fmt: skip
+    assert name((1, 1, 2, 1, 8), 2) == "rack"
+    assert name((1, 1, 8, 1, 6), 4) == "pod"  # ranks 12 to 17 are in two racks, though 0 to 5 are on a node
+    assert name((1, 1, 3072, 1, 16), 4) == "rack"
+    assert name((2, 1, 12288, 1, 2), 2) == "cluster"
+    assert name((1, 1, 4096, 1, 8), 2) is None  # more than there are
+
+
+def test_link_among_equals_looking_at_every_group() -> None:
+    hardware = read("llama3_24k")
+    for shape in ((2, 3, 2, 1, 2), (3, 1, 5, 2, 1), (2, 2, 2, 2, 2), (1, 2, 3, 1, 6)):
+        for count in (1, 2, 3):
+            for dimensions in itertools.combinations(range(5), count):
+                groups: dict[tuple[int, ...], list[int]] = {}
+                for rank, place in enumerate(itertools.product(*map(range, shape))):
+                    groups.setdefault(tuple(p for d, p in enumerate(place) if d not in dimensions), []).append(rank)
+                slowest = max(
+                    next(i for i, link in enumerate(hardware.links) if len({r // link.gpus for r in ranks}) == 1)
+                    for ranks in groups.values()
+                )
+                assert hardware.link_among(shape, dimensions) == hardware.links[slowest], (shape, dimensions)
+
+
+def test_tensor_parallel_off_the_node_is_warned_of_with_its_cost() -> None:
+    hardware = read("llama3_24k")
+    assert slow_tensor_parallel(8, 8, 1e9, hardware) == ""
+    assert slow_tensor_parallel(2, 4, 1e9, None) == ""
+    said = slow_tensor_parallel(16, 8, 12.34e9, hardware)
+    assert "parallel.tp = 16 leaves the node (8 ranks): 12.3 GB per rank and step" in said
+    assert "over rack, 9 times slower" in said
+    assert "a tp that divides 8 stays inside" in said
+    assert slow_tensor_parallel(3, 4, 1e9, None)  # inside a node by number, but some groups are on two
+    assert slow_tensor_parallel(4, 1, 1e9, None)
+
+
+def test_tensor_parallel_bytes_are_the_formula() -> None:
+    config = tiny({"parallel.tp": 2, "parallel.dp_shard": 2, "parallel.cp": 2})
+    tokens = 8 / 2 * 32 / 2
+    blocks, hidden = 4, 64
+    want = 4 * blocks * 2 * (1 / 2) * tokens * hidden * 4
+    assert math.isclose(tensor_parallel_bytes(config.model, config.training, config.parallel, 4), want)
+
+
+def test_a_missing_file_is_one_line() -> None:
+    errors: list[str] = []
+    assert read_cluster("nosuch.toml", errors) is None
+    assert errors == ["nosuch.toml: no such file"]

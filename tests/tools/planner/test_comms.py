@@ -1,0 +1,130 @@
+"""Collectives by formula, and which cards a group has."""
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+
+from torchllm.tools.planner.cluster import Hardware, Link, read_cluster
+from torchllm.tools.planner.comms import Group, group
+
+pytestmark = pytest.mark.quick
+
+
+def cluster(name: str) -> Hardware:
+    """Return a cluster of train_configs/clusters."""
+    problems: list[str] = []
+    hardware = read_cluster(name, problems)
+    assert hardware is not None, problems
+    return hardware
+
+
+def dgx_a100() -> Hardware:
+    return cluster("dgx_a100")
+
+
+def link_rate(link: Link) -> float:
+    """Return the bytes per second that a link is expected to reach."""
+    return link.bandwidth * link.efficiency
+
+
+def test_a_ring_sends_what_the_formulas_say() -> None:
+    ring = Group(8, 8, 1e9, 0.0)
+    assert ring.gather(8e9) == pytest.approx(7.0)
+    assert ring.reduce(8e9) == pytest.approx(14.0)
+    assert ring.exchange(8e9) == pytest.approx(7.0)
+    assert ring.send(1e9) == pytest.approx(1.0)
+
+
+def test_one_rank_sends_nothing() -> None:
+    alone = group((1, 1, 1, 1, 8), [0, 1], dgx_a100())
+    for collective in (alone.gather, alone.reduce, alone.exchange, alone.send):
+        assert collective(1e9) == 0.0
+
+
+def test_an_all_reduce_is_no_slower_than_a_tree_of_hops() -> None:
+    tree = Group(1024, 8, 1e9, 1e-3)
+    assert tree.reduce(0.0) == pytest.approx(4 * math.log2(1024) * 1e-3)
+    ring = Group(4, 4, 1e9, 1e-3)
+    assert ring.reduce(0.0) == pytest.approx(6e-3)
+
+
+class AxisOfMesh(NamedTuple):
+    """One axis of a mesh, whose groups are of interest."""
+
+    axis: str
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    def group(self, hardware: Hardware, **settings: Any) -> Group:
+        """Return the group of ranks on the axis."""
+        _, *shape = self
+        dimension = AXES.index(self.axis)
+        return group(tuple(shape), [dimension], hardware, **settings)
+
+
+AXES = AxisOfMesh._fields[1:]
+
+
+# the number of members on a node is the number of cards that they share
+@pytest.mark.parametrize(
+    ("ranks", "on_node"),
+    [
+        (AxisOfMesh("dp_shard", dp_shard=8, tp=8), 1),  # tp fills the node: each data rank has its own card
+        (AxisOfMesh("dp_shard", dp_shard=16, tp=2), 4),  # four data ranks of a group on a node, over four cards
+        (AxisOfMesh("dp_shard", dp_shard=64), 8),
+        (AxisOfMesh("dp_replicate", dp_replicate=8, dp_shard=8), 1),  # HSDP: replicas meet over their own card
+        (AxisOfMesh("pp", pp=8, tp=8), 1),
+        (AxisOfMesh("tp", dp_shard=8, tp=16), 8),
+    ],
+)
+def test_a_group_has_the_cards_of_its_members(ranks: AxisOfMesh, on_node: int) -> None:
+    hardware = dgx_a100()
+    node, network, *_ = hardware.links
+    card_rate = link_rate(network)
+    members = ranks.group(hardware)
+    assert members.on_node == on_node
+    assert members.bandwidth == pytest.approx(min(on_node * card_rate, link_rate(node)))
+    on_one_card = ranks.group(hardware, one_card=True)
+    assert on_one_card.bandwidth == pytest.approx(card_rate)
+
+
+def test_a_group_in_a_node_is_on_its_link() -> None:
+    hardware = dgx_a100()
+    node = hardware.links[0]
+    ranks = AxisOfMesh("tp", pp=4, dp_shard=2, tp=4).group(hardware)
+    assert ranks.size == 4
+    assert ranks.on_node == 4
+    assert ranks.bandwidth == link_rate(node)
+    assert ranks.latency == node.latency
+
+
+def test_collectives_get_slower_over_more_nodes_and_single_messages_do_not() -> None:
+    ranks = AxisOfMesh("dp_shard", dp_shard=16, tp=8)
+    alone = ranks.group(dgx_a100())
+    crowded = ranks.group(dgx_a100(), fall=0.5)
+    assert crowded.collective_bandwidth == pytest.approx(alone.bandwidth / math.sqrt(16 / 2))
+    assert crowded.gather(1e12) == pytest.approx(math.sqrt(8) * alone.gather(1e12), rel=1e-4)
+    assert crowded.send(1e12) == alone.send(1e12)
+
+
+def test_a_network_with_a_measured_fall_keeps_it() -> None:
+    hardware = dgx_a100()
+    links = tuple(replace(link, fall=0.3) for link in hardware.links)
+    measured = replace(hardware, links=links)
+    ranks = AxisOfMesh("dp_shard", dp_shard=16, tp=8)
+    assert ranks.group(measured, fall=0.5) == ranks.group(hardware, fall=0.3)
+
+
+def test_nvlink_that_joins_nodes_is_one_link() -> None:
+    """A rack of trays of 4 GPUs: 8 ranks meet on NVLink alone, and each sends everything over its own port."""
+    rack = cluster("gb200_nvl72")
+    port = link_rate(rack.links[1])
+    eight = group((8,), [0], rack)
+    assert eight.on_node == 8
+    assert eight.bandwidth == port
+    assert eight.exchange(8e9) == pytest.approx(7e9 / port, rel=1e-3)

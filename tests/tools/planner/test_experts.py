@@ -1,0 +1,166 @@
+"""What routed experts cost: parameters, bytes sent, and how times move with experts, rows and links."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.facts.test_model_sizes import load
+from tests.tools.planner.test_comms import dgx_a100, link_rate
+from torchllm.config import Config, Model, Parallel, Recompute, Training
+from torchllm.config.schema import RecomputeMode
+from torchllm.facts.flops import parameter_count
+from torchllm.tools.dry_run.run import examine
+from torchllm.tools.planner.case import Case
+from torchllm.tools.planner.cluster import Hardware
+from torchllm.tools.planner.compute import Kernels, Piece, matmul_seconds
+from torchllm.tools.planner.evidence.stacks import STACKS
+from torchllm.tools.planner.experts import (
+    RoutedRows,
+    exchange_seconds,
+    expert_group,
+    expert_shards,
+    grouped_gradient_seconds,
+    grouped_seconds,
+    other_places,
+    routed_rows,
+    without_experts,
+)
+from torchllm.tools.planner.parameters import gathered_parameters, sizes_of_split, stage_parameters
+from torchllm.tools.planner.predict import Prediction, predict
+from torchllm.tools.planner.software import Software
+from torchllm.tools.planner.stage import expert_parallel
+
+QWEN3, GLM, MIXTRAL = load("qwen3_30b_a3b"), load("glm4.5_air"), load("mixtral_8x7b")
+
+
+def case(
+    model: Model = QWEN3, mode: RecomputeMode = "none", batch: int = 512, imbalance: float = 1.0, **degrees: Any
+) -> Case:
+    """Return a layout on A100s. degrees: of Parallel."""
+    training = Training(micro_batch_size=1, global_batch_size=batch, sequence_length=4096)
+    degrees.setdefault("dp_shard", 64)
+    parallel = Parallel(**degrees)
+    kernels = Kernels(fused_norm=True)
+    software = STACKS["torchllm"]
+    return Case(model, training, parallel, Recompute(mode=mode), kernels, dgx_a100(), software, imbalance=imbalance)
+
+
+def step(**settings: Any) -> Prediction:
+    """Return the prediction of a `case`."""
+    return predict(case(**settings))
+
+
+def exchange(layout: Case, **facts: bool) -> float:
+    """Return the seconds of one exchange of a layout's rows."""
+    return exchange_seconds(layout.model, layout.piece, layout.mesh, layout.hardware, **facts)
+
+
+def card_rate(hardware: Hardware) -> float:
+    """Return the bytes per second of one network card."""
+    return link_rate(hardware.links[1])
+
+
+@pytest.mark.parametrize("model", [QWEN3, GLM, MIXTRAL])
+def test_stages_hold_all_parameters(model: Model) -> None:
+    one_stage = (model.layers,)
+    four_stages = (1, 2, 3, model.layers - 6)
+    for split in (one_stage, four_stages):
+        dense_layers = parameters = 0.0
+        for size in sizes_of_split(model, split, Recompute()):
+            dense_layers += size.dense
+            parameters += stage_parameters(model, size, 1, True)
+        assert dense_layers == model.dense_layers
+        assert parameters == parameter_count(model)
+
+
+def test_with_ep_a_rank_gathers_its_own_experts_alone() -> None:
+    piece = Piece(1, 4096, 4096, tp=1, spread=1)
+    (whole,) = sizes_of_split(QWEN3, (QWEN3.layers,), Recompute())
+    experts = 3 * QWEN3.experts * QWEN3.hidden * QWEN3.expert_width * QWEN3.layers
+    without_ep = gathered_parameters(QWEN3, whole, piece, True)
+    assert without_ep == parameter_count(QWEN3)
+    with_ep = gathered_parameters(QWEN3, whole, piece._replace(ep=8), True)
+    assert with_ep == without_ep - experts * 7 / 8
+
+
+def test_rows_are_those_of_the_tokens_that_a_rank_routes() -> None:
+    piece = Piece(1, 4096, 4096, tp=4, spread=4)
+    assert routed_rows(MIXTRAL, piece) == RoutedRows(4096, 8192, 8, 14336 / 4)
+    assert routed_rows(MIXTRAL, piece._replace(ep=8, imbalance=1.5)) == RoutedRows(1024, 3072, 1, 14336)
+
+
+def test_products_of_one_large_expert_are_a_matrix_product() -> None:
+    hardware = dgx_a100()
+    rows = RoutedRows(8192, 8192, 1, 4096)
+    forward = matmul_seconds(8192, 4096, 8192, hardware)
+    assert grouped_seconds(rows, 4096, 8192, hardware) == pytest.approx(forward, rel=0.03)
+    gradient = matmul_seconds(4096, 8192, 8192, hardware)
+    assert grouped_gradient_seconds(rows, 4096, 8192, hardware) == pytest.approx(gradient, rel=0.03)
+
+
+def test_an_exchange_leaves_the_node_over_one_card() -> None:
+    """T x K x D elements of 2 bytes, of which 7 / 8 leave a node of 8 in a group of 64, at the rate of one card."""
+    across_nodes, in_a_node = case(ep=64), case(ep=8)
+    leaving = 4096 * QWEN3.top_k * QWEN3.hidden * 2 * 56 / 64
+    seconds = exchange(across_nodes)
+    assert seconds == pytest.approx(leaving / card_rate(across_nodes.hardware), rel=0.01)
+    assert exchange(in_a_node) < seconds / 4
+
+
+def test_a_token_that_is_sent_once_travels_to_each_node_and_rank_once() -> None:
+    """Of 8 experts on 64 ranks of 8 nodes, a token's are on 4.6 of 7 other nodes; a copy per expert leaves 7 times."""
+    layout = case(ep=64)
+    other_nodes = 7 * (1 - (7 / 8) ** QWEN3.top_k)
+    assert other_places(8, QWEN3.top_k) == pytest.approx(other_nodes)
+    once = exchange(layout, sends_tokens_once=True)
+    sent = 4096 * QWEN3.hidden * 2 * other_nodes
+    assert once == pytest.approx(sent / card_rate(layout.hardware), rel=0.01)
+    per_expert = exchange(layout)
+    assert once < per_expert
+    assert other_places(8, 1) == pytest.approx(7 / 8)
+
+
+def test_shared_experts_hide_a_part_of_both_exchanges() -> None:
+    """Gate computes on the way to the experts, up and down on the way back, and twice as long in the backward."""
+    layout = case(GLM, ep=64)
+    hideable = exchange(layout) * (1 - layout.software.constants.exposed)
+    nothing = expert_parallel(layout, 0.0)
+    little = expert_parallel(layout, 0.3 * exchange(layout))
+    much = expert_parallel(layout, 30 * exchange(layout))
+    assert nothing.forward - little.forward == pytest.approx(0.3 * hideable)
+    assert nothing.backward - little.backward == pytest.approx(0.6 * hideable)
+    assert nothing.forward - much.forward == pytest.approx(2 * hideable)
+
+
+def test_groups_are_the_innermost_ranks() -> None:
+    """2 pipeline ranks x 2 replicas x 4 shards x 2 x 4 with ep 16: two groups of experts' shards per 32 ranks."""
+    mesh = (2, 2, 4, 2, 4)
+    hardware = dgx_a100()
+    assert expert_group(mesh, 16, hardware).size == 16
+    shards = expert_shards(mesh, 16, hardware, Software())
+    assert shards.size == 2
+    assert shards.on_node == 1
+
+
+def test_ep_sends_what_the_dry_run_says() -> None:
+    """Two exchanges forward, and their gradients; the planner's bytes by the trace of a layout with even routing."""
+    model = replace(QWEN3, layers=2)
+    layout = case(model, dp_shard=8, ep=8, batch=8)
+    training = replace(layout.training, dtype="bfloat16")
+    report = examine(Config(model=model, training=training, parallel=layout.parallel))
+    rows = routed_rows(model, layout.piece).rows
+    counts = 8.0 * model.experts  # numbers of rows, which only the forward sends
+    per_block = 4 * 2.0 * rows * model.hidden + counts
+    (kind,) = report.kinds
+    exchanged = {}
+    for (axis, operation), total in kind.sent.items():
+        if operation == "all_to_all":
+            exchanged[axis] = total.bytes
+    assert exchanged == {"ep": model.layers * per_block * 7 / 8}
+
+
+def test_without_experts_nothing_changes() -> None:
+    dense = without_experts(GLM)
+    assert step(model=dense).terms["expert parallel"] == 0.0
+    assert step(model=dense) == step(model=dense, imbalance=3.0)

@@ -1,0 +1,46 @@
+"""Bytes that an optimizer keeps per parameter, as the planner counts them, against the tensors that there are."""
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from torchllm.config import Model, Optimizer
+from torchllm.models.decoder import Decoder, build_model
+from torchllm.optim.average import WeightAverage
+from torchllm.optim.optimizer import build_optimizer
+from torchllm.tools.planner.evidence.stacks import STACKS
+from torchllm.tools.planner.optimizer_states import with_optimizer_states
+
+DENSE = Model(layers=2, hidden=32, heads=4, ffn=64, vocab=48)
+SPARSE = replace(DENSE, experts=4, top_k=2, expert_ffn=16, shared_experts=1, dense_layers=1)
+WEIGHT_BYTES = 4
+
+
+def parameter_count(model: Decoder) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def held_bytes(model: Decoder, settings: Optimizer) -> int:
+    """Return the bytes of the weights, and of all tensors that an optimizer and an average keep beside them."""
+    held = WEIGHT_BYTES * parameter_count(model)
+    average = WeightAverage([model], settings.ema_decay)
+    for tensor in average.tensors.values():
+        held += tensor.nbytes
+    optimizer = build_optimizer([model], settings)
+    for state in optimizer.state.values():
+        for entry in state.values():
+            if entry.dim() > 0:  # not a counter of steps
+                held += entry.nbytes
+    return held
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+def test_states_are_those_that_exist(name: Any) -> None:
+    for ema_decay, momentum, sizes in product([0.0, 0.9], [0.0, 0.9], [DENSE, SPARSE]):
+        settings = Optimizer(name=name, momentum=momentum, ema_decay=ema_decay)
+        software = with_optimizer_states(STACKS["torchllm"], sizes, settings)
+        model = build_model(sizes)
+        planned = software.states * parameter_count(model)
+        assert planned == pytest.approx(held_bytes(model, settings), rel=1e-9), settings

@@ -1,0 +1,166 @@
+import math
+from itertools import product
+
+import pytest
+
+from torchllm.config import SCHEDULES, Parallel, PipelineSchedule
+from torchllm.tools.planner.schedules import Action, Entry, orders
+from torchllm.tools.planner.simulate import (
+    Simulated,
+    StagePeak,
+    StageTimes,
+    idle_in_theory,
+    peak_memory,
+    peaks,
+    simulate,
+)
+
+pytestmark = pytest.mark.quick
+
+NAMES = list(SCHEDULES)
+SPLIT = [name for name, kind in SCHEDULES.items() if kind.splits_backward]
+WHOLE = [name for name, kind in SCHEDULES.items() if not kind.splits_backward]
+INTERLEAVED = [name for name, kind in SCHEDULES.items() if kind.most_stages == math.inf]
+"""schedules of as many stages per rank as one likes"""
+EQUAL = StageTimes(1, 1, 1)
+
+
+def forward(stage: int, micro_batch: int) -> Entry:
+    return (Action("F", stage, micro_batch),)
+
+
+def backward(stage: int, micro_batch: int) -> Entry:
+    return (Action("B", stage, micro_batch),)
+
+
+def input_gradient(stage: int, micro_batch: int) -> Entry:
+    return (Action("I", stage, micro_batch),)
+
+
+def weight_gradient(stage: int, micro_batch: int) -> Entry:
+    return (Action("W", stage, micro_batch),)
+
+
+def simulate_equal(parallel: Parallel, micro_batches: int, stage: StageTimes) -> Simulated:
+    """Simulate a step of equal stages."""
+    return simulate(orders(parallel, micro_batches), [stage] * parallel.stages)
+
+
+def idle(step: Simulated) -> float:
+    """Return the seconds that the busiest rank waits."""
+    return step.step - max(step.busy)
+
+
+@pytest.mark.parametrize("schedule", WHOLE)
+def test_bubble_of_whole_backwards_is_the_papers(schedule: PipelineSchedule) -> None:
+    """(p - 1) / (v m), whatever forward and backward take."""
+    times = StageTimes(3, 2, 5)
+    for ranks, rounds, virtual in product([2, 4, 8], [1, 2, 5], [0, 4]):
+        stages = virtual if schedule in INTERLEAVED else 0
+        parallel = Parallel(pp=ranks, schedule=schedule, virtual_stages=stages)
+        micro_batches = rounds * ranks
+        step = simulate_equal(parallel, micro_batches, times)
+        bubble = (ranks - 1) / (parallel.stages_per_rank * micro_batches)
+        assert step.bubble == pytest.approx(bubble, rel=1e-12)
+        assert idle(step) == idle_in_theory(parallel, times)
+
+
+@pytest.mark.parametrize("schedule", SPLIT)
+def test_bubble_of_split_backwards_is_the_papers(schedule: PipelineSchedule) -> None:
+    split_times = [StageTimes(1, 1, 1), StageTimes(4, 4, 3), StageTimes(2, 2, 1)]
+    for ranks, rounds, times in product([2, 4, 8], [2, 3, 8], split_times):
+        parallel = Parallel(pp=ranks, schedule=schedule)
+        step = simulate_equal(parallel, rounds * ranks, times)
+        assert idle(step) == idle_in_theory(parallel, times)
+
+
+def test_a_zero_bubble_of_the_paper_needs_equal_parts() -> None:
+    """Not a closed form: ZB-V with slow gradients of weights waits for them too."""
+    parallel = Parallel(pp=4, schedule="ZBVZeroBubble")
+    times = StageTimes(1, 1, 2)
+    step = simulate_equal(parallel, 8, times)
+    assert idle(step) > idle_in_theory(parallel, times)
+
+
+def test_two_ranks_by_hand() -> None:
+    """1F1B, two micro batches, F = 1, I = 1, W = 1; the boundary takes 10 each way.
+
+    Rank 0: F0 0-1, F1 1-2, B0 24-26, B1 27-29. Rank 1: F0 11-12, B0 12-14, F1 14-15, B1 15-17.
+    """
+    order = orders(Parallel(pp=2), 2)
+    step = simulate(order, [EQUAL, EQUAL], [10])
+    assert step == Simulated(29, (6, 6), (29, 6))  # rank 1 works from 11 to 17
+    assert step.bubble == pytest.approx(2 * 29 / 12 - 1)
+
+
+def test_a_pair_sends_nothing_before_both_are_computed() -> None:
+    """Rank 0: F1 0-1, then F0 1-2 and B1 2-7. Rank 1 has F0's input at 7 from a pair, else at 2; it takes 1."""
+    both = forward(0, 0) + backward(0, 1)
+    pair = [forward(0, 1), both]
+    apart = [forward(0, 1), forward(0, 0), backward(0, 1)]
+    last_rank = [forward(1, 1), backward(1, 1), forward(1, 0)]
+    stages = [StageTimes(1, 2, 3), StageTimes(1, 0, 0)]
+    assert simulate([pair, last_rank], stages).step == 8
+    assert simulate([apart, last_rank], stages).step == 7
+
+
+def test_stages_on_one_rank_need_no_transfer() -> None:
+    order = orders(Parallel(pp=2, schedule="ZBVZeroBubble"), 4)
+    stages = [EQUAL] * 4
+    without_transfers = simulate(order, stages)
+    at_the_bottom_of_the_v = simulate(order, stages, [0, 100, 0])
+    between_ranks = simulate(order, stages, [1, 0, 0])
+    assert at_the_bottom_of_the_v == without_transfers
+    assert between_ranks.step > without_transfers.step
+
+
+def test_ranks_that_wait_for_each_other_are_an_error() -> None:
+    first = [forward(0, 0), backward(0, 0), forward(0, 1), backward(0, 1)]
+    last = [forward(1, 1), backward(1, 1), forward(1, 0), backward(1, 0)]
+    with pytest.raises(ValueError, match=r"ranks \[0, 1\] wait"):
+        simulate([first, last], [EQUAL] * 2)
+
+
+def peaks_of_ranks(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> list[dict[int, StagePeak]]:
+    """Return each rank's peaks, by stage."""
+    parallel = Parallel(pp=ranks, schedule=schedule)
+    return [peaks(order) for order in orders(parallel, micro_batches)]
+
+
+def in_flight(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> list[int]:
+    """Return the micro batches that each rank has in flight at its peak, summed over its stages."""
+    counts = []
+    for peaks_of_rank in peaks_of_ranks(schedule, ranks, micro_batches):
+        counts.append(sum(peak.in_flight for peak in peaks_of_rank.values()))
+    return counts
+
+
+def test_micro_batches_in_flight() -> None:
+    """GPipe: all; 1F1B: p - r; Interleaved1F1B: v p + p - 1 of 1/v the size (arXiv 2205.05198)."""
+    assert in_flight("GPipe", 4, 12) == [12] * 4
+    assert in_flight("1F1B", 4, 12) == [4, 3, 2, 1]
+    first_rank, _ = peaks_of_ranks("LoopedBFS", 2, 6)
+    assert first_rank == {0: StagePeak(6, 0), 2: StagePeak(6, 0)}
+
+
+def test_zero_bubble_holds_what_waits_for_its_weights() -> None:
+    deferred = []
+    for peaks_of_rank in peaks_of_ranks("InterleavedZeroBubble", 4, 8):
+        deferred.append(max(peak.deferred for peak in peaks_of_rank.values()))
+    assert deferred == [1, 2, 3, 4]
+
+
+def test_peak_memory_counts_what_is_there_at_one_time() -> None:
+    order = [
+        forward(0, 0),  # 10
+        forward(0, 1),  # 20
+        input_gradient(0, 0),  # 10 + 4
+        input_gradient(0, 1),  # 8
+        forward(2, 0),  # 8 + 3
+        weight_gradient(0, 0),  # 4 + 3
+        weight_gradient(0, 1),
+        backward(2, 0),
+    ]
+    assert peak_memory(order, {0: 10, 2: 3}, {0: 4, 2: 1}) == 20
+    assert peak_memory(order, {0: 1, 2: 3}, {0: 4, 2: 1}) == 11
+    assert peaks(order) == {0: StagePeak(2, 2), 2: StagePeak(1, 0)}

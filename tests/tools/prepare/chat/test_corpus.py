@@ -1,0 +1,313 @@
+"""A corpus of conversations: whole examples in sequences of one length, and which of their tokens are trained."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tools.prepare.chat.families import QWEN3, QWEN25, Family, Messages, assistant, user, write_tokenizer
+from torchllm.config import Data, Finetune, Source
+from torchllm.data.checked_file import DamagedFile
+from torchllm.data.corpus import Corpus, close_shards
+from torchllm.data.corpus_header import corpus_fingerprint
+from torchllm.data.error import DataError
+from torchllm.data.packing import IGNORED, PackedBatches, SequencePieces, pack_windows
+from torchllm.data.tokenizer import load_tokenizer
+from torchllm.tools.prepare.build import write_corpus
+from torchllm.tools.prepare.cache import open_source, plan_corpus
+from torchllm.tools.prepare.chat.bins import pack_examples
+from torchllm.tools.prepare.chat.examples import Conversation
+from torchllm.tools.prepare.chat.plan import chat_format, preparation_day
+from torchllm.tools.prepare.chat.write import describe_counts
+from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
+
+LENGTH = 160
+NUMBERS = ["two", "three", "the quick brown fox", "a lazy dog"]
+
+
+def talk(number: int) -> Messages:
+    """One to three turns, of different lengths."""
+    messages: Messages = []
+    for turn in range(1 + number % 3):
+        messages += [user(f"why {number} {NUMBERS[turn]}?"), assistant(f"{NUMBERS[number % 4]} {number}")]
+    return messages
+
+
+TALKS = [talk(number) for number in range(30)]
+
+
+def write_lines(path: Path, talks: list[Messages], **keys: Any) -> Source:
+    path.write_text("".join(json.dumps({"messages": messages} | keys) + "\n" for messages in talks))
+    return Source(kind="jsonl", path=str(path), messages_key="messages")
+
+
+def settings(folder: Path, family: Family = QWEN25, **changed: Any) -> Data:
+    tokenizer = str(write_tokenizer(folder, family))
+    return Data(tokenizer=tokenizer, document_mask=True, **{"validation_fraction": 0.0} | changed)
+
+
+def planned(source: Source, data: Data, shard_mib: float = 0.0, length: int = LENGTH) -> CorpusPlan:
+    tokenizer = load_tokenizer(data.tokenizer)
+    return plan_corpus(source, data, tokenizer, tokenizer.vocab, shard_mib, Finetune(), length)
+
+
+def written(folder: Path, source: Source, data: Data, processes: int = 1, **plan: Any) -> Corpus:
+    write_corpus(planned(source, data, **plan), TokenizerSpec(data.tokenizer, data.pattern), folder, processes)
+    return Corpus(folder)
+
+
+Tokens = tuple[tuple[int, bool], ...]
+"""of an example: ids, and whether they are trained, without what is not trained at the end"""
+
+
+def tokens_of(ids: Any, is_target: Any) -> Tokens:
+    last = int(np.flatnonzero(is_target)[-1])
+    return tuple(zip(ids[: last + 1].tolist(), is_target[: last + 1].tolist(), strict=True))
+
+
+def stored_examples(corpus: Corpus, length: int = LENGTH) -> Counter[Tokens]:
+    """The examples in all sequences."""
+    found: Counter[Tokens] = Counter()
+    for number in range(corpus.count("train", length)):
+        window = corpus.window("train", number, length)
+        assert window.targets is not None
+        assert window.begins[-1] == length
+        for index in range(len(window.begins) - 1):
+            part = slice(window.begins[index], window.begins[index + 1])
+            found[tokens_of(window.ids[part], window.targets[part])] += 1
+    return found
+
+
+def direct_examples(source: Source, data: Data, talks: list[Messages], folder: Path) -> Counter[Tokens]:
+    """The examples that the conversations become, one by one, cut to LENGTH."""
+    chat = planned(source, data).chat
+    assert chat is not None
+    form = chat_format(data.tokenizer, chat, preparation_day(folder))
+    found: Counter[Tokens] = Counter()
+    for messages in talks:
+        for ids, is_target in form.examples(Conversation(messages)).examples:
+            found[tokens_of(ids[:LENGTH], is_target[:LENGTH])] += 1
+    return found
+
+
+@pytest.mark.parametrize("family", [QWEN25, QWEN3], ids=["one example", "one per turn"])
+def test_sequences_hold_whole_examples(family: Family, tmp_path: Path) -> None:
+    data = settings(tmp_path, family)
+    source = write_lines(tmp_path / "talks.jsonl", TALKS)
+    corpus = written(tmp_path / "corpus", source, data)
+    counts = corpus.header.counts
+    assert stored_examples(corpus) == direct_examples(source, data, TALKS, tmp_path / "corpus")
+    sequences = corpus.count("train", LENGTH)
+    assert sequences * LENGTH == counts["tokens of examples"] + counts["padding tokens"] == corpus.header.tokens
+    assert counts["padding tokens"] < 0.2 * corpus.header.tokens
+    assert counts["conversations"] == 30
+    first, rules, lengths = describe_counts(counts)[:3]
+    assert f"30 conversations, {counts['examples']} examples" in first
+    assert rules.startswith("conversations by rule: one example per ")
+    assert lengths.startswith("examples by length: up to 64: ")
+
+
+def test_a_corpus_does_not_depend_on_its_processes(tmp_path: Path) -> None:
+    data = settings(tmp_path)
+    source = write_lines(tmp_path / "talks.jsonl", TALKS)
+    corpora = []
+    for processes in (1, 2):
+        corpora.append(written(tmp_path / str(processes), source, data, processes, shard_mib=2e-3))
+    assert corpora[0].header.shards > 1
+    assert corpora[0].fingerprint == corpora[1].fingerprint
+    assert stored_examples(corpora[1]) == direct_examples(source, data, TALKS, tmp_path / "1")
+
+
+def test_long_examples_are_cut_and_counted(tmp_path: Path) -> None:
+    """One is cut within its answer, and of one the sequence length holds no answer; the masks behind them are right."""
+    long = "a lazy dog " * 200
+    talks = [[user("why?"), assistant(long)], [user(long), assistant("three")], *TALKS[:3]]
+    data = settings(tmp_path)
+    source = write_lines(tmp_path / "talks.jsonl", talks)
+    corpus = written(tmp_path / "corpus", source, data)
+    trained = [talks[0], *talks[2:]]
+    assert stored_examples(corpus) == direct_examples(source, data, trained, tmp_path / "corpus")
+    counts = corpus.header.counts
+    assert counts["examples cut to the sequence length"] == 2
+    assert counts["examples dropped, for nothing in the sequence length is trained"] == 1
+    assert counts["examples"] == 4
+    assert "examples cut to the sequence length: 2" in describe_counts(counts)
+
+
+def test_a_corpus_of_which_nothing_is_trained_is_an_error(tmp_path: Path) -> None:
+    """All answers are cut away, or have weight 0."""
+    data = settings(tmp_path)
+    for name, question, weight in (("cut", "a lazy dog " * 200, 1), ("weightless", "why?", 0)):
+        source = write_lines(tmp_path / f"{name}.jsonl", [[user(question), assistant("two") | {"weight": weight}]] * 3)
+        with pytest.raises(
+            DataError, match=rf"{name}.jsonl.*: nothing is trained of 3 examples \(examples by length: up to"
+        ):
+            written(tmp_path / name, source, data)
+        assert not (tmp_path / name / "corpus.json").exists()
+
+
+def test_merged_and_endless_examples_are_counted(tmp_path: Path) -> None:
+    colon = QWEN25._replace(
+        template="{% for message in messages %}{{ message.role }}: {{ message.content }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    corpus = written(tmp_path / "a", write_lines(tmp_path / "talks.jsonl", TALKS[:3]), settings(tmp_path, colon))
+    lines = describe_counts(corpus.header.counts)
+    assert "tokens across the border of a prompt and its answer, which inference never sees: 6" in lines
+    assert "examples whose last turn no special token ends, so that the model does not learn to stop: 3" in lines
+    harmless = written(tmp_path / "b", write_lines(tmp_path / "talks.jsonl", TALKS[:3]), settings(tmp_path)).header
+    assert len(describe_counts(harmless.counts)) == 3
+
+
+def test_a_corpus_of_an_earlier_version_says_so() -> None:
+    """It has no key for what never came about, nor for what was not counted then."""
+    counts = {"conversations": 2, "conversations by rule: one example per turn": 2, "examples by length: up to 64": 2}
+    lines = describe_counts(counts)
+    assert lines[0] == "2 conversations, 0 examples: 0.0% of their tokens are trained; 0.0% of the sequences is padding"
+    assert lines[-1].startswith(
+        "written by an earlier version, which did not train the end of a turn behind a tool call"
+    )
+
+
+def test_the_targets_are_a_part_of_the_fingerprint(tmp_path: Path) -> None:
+    """The same tokens, of which others are trained, are another corpus; a damaged byte of the targets is found."""
+    data = settings(tmp_path)
+    source = write_lines(tmp_path / "talks.jsonl", TALKS)
+    corpus = written(tmp_path / "a", source, data)
+    weighted = [
+        [*messages[:-1], messages[-1] | {"weight": 1 - index % 2}] for index, messages in enumerate(TALKS[2::3])
+    ]
+    one, other = TALKS[2::3], weighted
+    prints = []
+    for name, talks in (("one", one), ("other", other)):
+        made = written(tmp_path / name, write_lines(tmp_path / f"{name}.jsonl", talks), data)
+        prints.append((made.fingerprint, made.window("train", 0, LENGTH).ids.tolist()))
+    assert prints[0][1] == prints[1][1]
+    assert prints[0][0] != prints[1][0]
+    path = tmp_path / "a/00000.train.bin"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+    close_shards()
+    with pytest.raises(DamagedFile, match="do not have their checksum"):
+        corpus.verify("train", 0)
+
+
+def test_it_is_tied_to_its_sequence_length_and_to_the_document_mask(tmp_path: Path) -> None:
+    data = settings(tmp_path)
+    corpus = written(tmp_path / "corpus", write_lines(tmp_path / "talks.jsonl", TALKS), data)
+    with pytest.raises(DataError, match=r"packed into sequences of 160 tokens, but training.sequence_length is 128"):
+        corpus.count("train", 128)
+    assert len({corpus_fingerprint("<u2", "tokenizer", "table", length) for length in (0, 64, 128)}) == 3
+    tokens = Source(kind="tokens", path=str(tmp_path / "corpus"))
+    tokenizer = load_tokenizer(data.tokenizer)
+    assert open_source(tokens, "", data, tokenizer, tokenizer.vocab).count("train", LENGTH)
+    with pytest.raises(DataError, match=r"data.document_mask = true"):
+        open_source(tokens, "", replace(data, document_mask=False), tokenizer, tokenizer.vocab)
+    with pytest.raises(DataError, match=r"recipes/finetune.py"):
+        plan_corpus(replace(tokens, kind="jsonl", messages_key="messages"), data, tokenizer, tokenizer.vocab)
+
+
+def test_labels_are_the_targets_on_every_piece_of_a_sequence(tmp_path: Path) -> None:
+    """What a rank of cp reads of a sequence is what the whole has there."""
+    data = settings(tmp_path)
+    corpus = written(tmp_path / "corpus", write_lines(tmp_path / "talks.jsonl", TALKS), data)
+    batches = []
+    for pieces in (SequencePieces(1, (0,)), SequencePieces(4, (0, 1, 2, 3))):
+        parts = pieces.positions(LENGTH)
+        windows = []
+        for number in range(4):
+            windows += [corpus.window("train", number, LENGTH, part) for part in parts]
+        packed = PackedBatches(torch.from_numpy(pack_windows(windows, True)), 1, 4, parts, True, has_targets=True)
+        batches += packed.unpack(torch.device("cpu"))
+    whole, cut = batches
+    for name in ("tokens", "labels", "positions", "document_ids"):
+        assert torch.equal(getattr(whole, name), getattr(cut, name)), name
+    assert whole.document_ids is not None
+    for row in range(4):
+        window = corpus.window("train", row, LENGTH)
+        assert window.targets is not None
+        expected = np.where(window.targets, window.ids.astype(np.int64), IGNORED)[1:]
+        assert whole.labels[row].tolist() == expected.tolist()
+        assert whole.tokens[row].tolist() == window.ids[:-1].tolist()
+        assert int((whole.positions[row] == 0).sum()) == len(window.begins) - 1
+    assert int((whole.labels != IGNORED).sum()) > 0
+
+
+def nested(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+BAD = [
+    ({"text": "a"}, r"wrong key: no 'messages', it has: text \(data.sources.messages_key\)"),
+    ({"messages": "a"}, "no messages: 'messages' must be a list of objects"),
+    ({"messages": [{"content": "a"}]}, "no messages"),
+    ({"messages": [user("a")]}, "no message of the assistant"),
+    ({"messages": [user("a"), assistant("b") | {"weight": "0"}]}, "weight is not 0 or 1: messages.1.weight is '0'"),
+    ({"messages": [user("a"), assistant("b") | {"extra": nested(700)}]}, "nested too deeply"),
+]
+
+
+@pytest.mark.parametrize(("record", "words"), BAD)
+def test_bad_conversations_are_named_or_skipped(record: dict[str, Any], words: str, tmp_path: Path) -> None:
+    path = tmp_path / "talks.jsonl"
+    source = write_lines(path, TALKS)
+    path.write_text(path.read_text() + json.dumps(record) + "\n")
+    data = settings(tmp_path)
+    with pytest.raises(DataError, match=f"talks.jsonl:31: {words}"):
+        written(tmp_path / "corpus", source, data)
+    corpus = written(tmp_path / "other", source, replace(data, on_bad_record="skip"))
+    assert sum(corpus.header.skipped.values()) == 1
+    assert corpus.header.counts["conversations"] == 30
+
+
+def test_a_hub_set_is_read_by_its_columns(tmp_path: Path) -> None:
+    import datasets
+
+    rows = [{"messages": messages, "tools": [{"name": "fox"}], "other": 1} for messages in TALKS]
+    (tmp_path / "set").mkdir()
+    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "set/train.parquet"))
+    data = settings(tmp_path)
+    source = Source(kind="hub", path=str(tmp_path / "set"), messages_key="messages")
+    corpus = written(tmp_path / "corpus", source, data)
+    lines = write_lines(tmp_path / "talks.jsonl", TALKS, tools=[{"name": "fox"}])
+    assert stored_examples(corpus) == stored_examples(written(tmp_path / "lines", lines, data))
+
+
+class Counted(int):
+    """A number of tokens that counts how often it is compared."""
+
+    comparisons = 0
+
+    def __eq__(self, other: object) -> bool:
+        Counted.comparisons += 1
+        return int(self) == other
+
+    def __hash__(self) -> int:
+        return int(self)
+
+    def __sub__(self, other: int) -> "Counted":
+        return Counted(int(self) - other)
+
+
+def test_packing_fills_sequences_and_takes_log_n_comparisons_per_example() -> None:
+    random = np.random.default_rng(0)
+    per_example = []
+    for count in (64, 1024):
+        lengths = random.integers(1, 600, count).tolist()
+        Counted.comparisons = 0
+        sequences = pack_examples(lengths, Counted(1000))
+        per_example.append(Counted.comparisons / count)
+        assert sorted(index for sequence in sequences for index in sequence) == list(range(count))
+        assert all(sum(lengths[index] for index in sequence) <= 1000 for sequence in sequences)
+        assert len(sequences) <= 1.1 * sum(lengths) / 1000 + 1
+    assert 0 < per_example[1] < 3 * per_example[0]
+    assert pack_examples([5, 3, 2, 5], 5) == [[0], [3], [1, 2]]

@@ -1,0 +1,312 @@
+"""What a conversation becomes: the ids that transformers makes of it, and which of them are trained."""
+
+import errno
+import json
+import os
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from tests.tools.prepare.chat.families import (
+    FAMILIES,
+    QWEN25,
+    TALK,
+    Family,
+    Messages,
+    assistant,
+    system,
+    user,
+    write_tokenizer,
+)
+from torchllm.config import Finetune
+from torchllm.data.error import DataError
+from torchllm.data.tokenizer import HuggingFaceTokenizer
+from torchllm.tools.prepare.chat.examples import ChatFormat, Conversation, ConversationExamples
+from torchllm.tools.prepare.chat.plan import DAY_FILE, chat_format, plan_chat, preparation_day
+from torchllm.tools.prepare.chat.template import RefusedConversation
+
+THINKING = [
+    user("how?"),
+    assistant("<think>\nwhy\n</think>\n\nhello"),
+    user("two"),
+    assistant("<think>\n3\n</think>\n\nthree"),
+]
+TODAY = date.today()
+PREFIXES = ["llama3", "qwen25", "gemma", "olmo2", "mistral", "generation", "bare"]
+"""families whose whole conversation is one example"""
+ENDS = {"llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "olmo2": "<|endoftext|>", "mistral": "</s>"}
+"""token that ends a turn; of the others <|im_end|>"""
+
+
+def format_of(family: Family, folder: Path, today: date = TODAY) -> ChatFormat:
+    path = str(write_tokenizer(folder, family))
+    return chat_format(path, plan_chat(path, Finetune(), 64), today)
+
+
+def reference(family: Family, folder: Path, messages: Messages, **options: Any) -> list[int]:
+    """The ids that transformers makes."""
+    begin, end = family.special[:2]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), bos_token=begin, eos_token=end)
+    tokenizer.chat_template = family.template
+    ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
+    assert isinstance(ids, list)
+    return ids
+
+
+def trained(made: ConversationExamples, folder: Path) -> list[list[str]]:
+    """The texts of the trained stretches of each example."""
+    tokenizer = HuggingFaceTokenizer(folder / "tokenizer.json", threads=1)
+    texts = []
+    for ids, is_target in made.examples:
+        stretches: list[list[int]] = []
+        for index in range(1, len(ids)):
+            if is_target[index] and not is_target[index - 1]:
+                stretches.append([])
+            if is_target[index]:
+                stretches[-1].append(int(ids[index]))
+        texts.append([tokenizer.decode(stretch) for stretch in stretches])
+    return texts
+
+
+@pytest.mark.parametrize("name", PREFIXES)
+def test_a_conversation_has_the_ids_that_transformers_gives_it(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    chat = format_of(family, tmp_path)
+    talks = [TALK, [user("  blanks \n"), assistant(" and é≠世界 \n\n more  ")]]
+    if name in ("llama3", "qwen25", "olmo2"):
+        talks.append([system("the date"), *TALK])
+    for messages in talks:
+        (example,) = chat.examples(Conversation(messages)).examples
+        assert example.ids.tolist() == reference(family, tmp_path, messages)
+    prompt = chat.prompt(Conversation(TALK[:3])).tolist()
+    assert prompt == reference(family, tmp_path, TALK[:3], add_generation_prompt=True)
+    begin = chat.encoder.token_id(family.special[0])
+    assert prompt[:2] != [begin, begin]
+
+
+@pytest.mark.parametrize("name", PREFIXES)
+def test_the_turns_of_the_assistant_are_trained_with_their_ends(name: str, tmp_path: Path) -> None:
+    """The prompt before a turn and blanks behind its end are not."""
+    chat = format_of(FAMILIES[name], tmp_path)
+    made = chat.examples(Conversation(TALK))
+    end = ENDS.get(name, "<|im_end|>")
+    blank = " " if name == "mistral" else ""
+    assert trained(made, tmp_path) == [[f"{blank}hello there{end}", f"{blank}they are lazy: 12{end}"]]
+    by_blocks = name in ("generation", "bare")
+    assert made.rule == ("generation blocks" if by_blocks else "one example per conversation")
+    assert chat.ends_of_turn == {end: chat.encoder.token_id(end)}
+
+
+def test_a_template_that_renders_earlier_turns_otherwise_gives_an_example_per_turn(tmp_path: Path) -> None:
+    chat = format_of(FAMILIES["qwen3"], tmp_path)
+    made = chat.examples(Conversation(THINKING))
+    assert made.rule == "one example per turn"
+    assert trained(made, tmp_path) == [
+        ["<think>\nwhy\n</think>\n\nhello<|im_end|>"],
+        ["<think>\n3\n</think>\n\nthree<|im_end|>"],
+    ]
+    for example, end in zip(made.examples, (2, 4), strict=True):
+        assert example.ids.tolist() == reference(FAMILIES["qwen3"], tmp_path, THINKING[:end])
+    assert chat.examples(Conversation(THINKING[:2])).rule == "one example per conversation"
+
+
+CALL = {"type": "function", "function": {"name": "sun", "arguments": {"days": 2}}}
+CALLED = '<tool_call>\n{"name": "sun", "arguments": {"days": 2}}\n</tool_call>'
+WITH_CALL = [user("how?"), assistant("") | {"tool_calls": [CALL]}, {"role": "tool", "content": "2"}, assistant("two")]
+
+
+def test_a_turn_that_ends_with_a_tool_call_is_trained_with_its_end(tmp_path: Path) -> None:
+    """`</tool_call>` is an added token at the end of the block, and ends no turn."""
+    made = format_of(FAMILIES["calling"], tmp_path).examples(Conversation(WITH_CALL))
+    assert trained(made, tmp_path) == [[f"{CALLED}<|im_end|>", "two<|im_end|>"]]
+    assert made.rule == "generation blocks"
+    assert made.without_end == 0
+
+
+@pytest.mark.parametrize("name", ["generation", "bare", "calling", "qwen25", "llama3"])
+@pytest.mark.parametrize("is_last", [False, True], ids=["first turn", "last turn"])
+def test_words_that_look_like_the_end_of_a_turn_are_none(name: str, is_last: bool, tmp_path: Path) -> None:
+    chat = format_of(FAMILIES[name], tmp_path)
+    (end,) = chat.ends_of_turn
+    for words in (f"close it with {end}", f"two {FAMILIES[name].special[0]}"):
+        talk = [user("how?"), assistant("three"), user("how?"), assistant("two")]
+        talk[3 if is_last else 1] = assistant(words)
+        made = chat.examples(Conversation(talk))
+        assert trained(made, tmp_path)[0][is_last].strip() == f"{words}{end}"
+        (example,) = made.examples
+        ends = example.is_target & (example.ids == chat.ends_of_turn[end])
+        assert ends.sum() == 2
+
+
+@pytest.mark.parametrize(("name", "ends"), [("phi", ["<|end|>", "<|endoftext|>"]), ("parts", ["<|im_end|>"])])
+def test_what_ends_a_turn_is_read_from_the_template(name: str, ends: list[str], tmp_path: Path) -> None:
+    chat = format_of(FAMILIES[name], tmp_path)
+    assert chat.ends_of_turn == {end: chat.encoder.token_id(end) for end in ends}
+    made = chat.examples(Conversation(TALK[:2]))
+    assert trained(made, tmp_path) == [["hello there" + "\n".join(ends)]]
+
+
+def test_a_template_without_an_end_is_counted(tmp_path: Path) -> None:
+    endless = QWEN25._replace(
+        template=QWEN25.template.replace("{{ message.content }}<|im_end|>", "{{ message.content }}")
+    )
+    made = format_of(endless, tmp_path).examples(Conversation(TALK))
+    assert made.without_end == 1
+    assert format_of(endless, tmp_path).ends_of_turn == {}
+    words = [user("how?"), assistant("close it with <|im_end|>")]
+    assert format_of(endless, tmp_path).examples(Conversation(words)).without_end == 1
+
+
+def test_a_token_that_is_added_and_not_special_may_end_a_turn(tmp_path: Path) -> None:
+    calling = FAMILIES["calling"]
+    family = calling._replace(special=("<|endoftext|>", "<|endoftext|>"), words=(*calling.words, *calling.special[1:]))
+    chat = format_of(family, tmp_path)
+    assert chat.ends_of_turn == {"<|im_end|>": chat.encoder.token_id("<|im_end|>")}
+    assert trained(chat.examples(Conversation(WITH_CALL)), tmp_path) == [[f"{CALLED}<|im_end|>", "two<|im_end|>"]]
+
+
+def test_tokens_that_hold_the_end_of_a_prompt_are_counted(tmp_path: Path) -> None:
+    """A blank at its end is merged with the first word of the answer, which no model sees when it answers."""
+    colon = QWEN25._replace(
+        template="{% for message in messages %}{{ message.role }}: {{ message.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    chat = format_of(colon, tmp_path)
+    made = chat.examples(Conversation([user("a"), assistant("hello"), user("a"), assistant("fox")]))
+    assert made.merged_tokens == 2
+    assert chat.examples(Conversation([user("a"), assistant("(")])).merged_tokens == 0
+    assert format_of(QWEN25, tmp_path).examples(Conversation(TALK)).merged_tokens == 0
+
+
+@pytest.mark.parametrize("name", ["r1", "mistral"])
+def test_a_turn_without_its_prompt_is_an_error_that_names_the_key(name: str, tmp_path: Path) -> None:
+    chat = format_of(FAMILIES[name], tmp_path)
+    messages = THINKING if name == "r1" else [system("be brief"), *TALK]
+    with pytest.raises(RefusedConversation, match=r"finetune\.chat_template = FILE"):
+        chat.examples(Conversation(messages))
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen25", "gemma", "mistral", "generation"])
+def test_special_tokens_in_messages_are_plain_text_and_counted(name: str, tmp_path: Path) -> None:
+    """The template's own keep their ids, the text stays the same, and the targets are where they were."""
+    family = FAMILIES[name]
+    chat = format_of(family, tmp_path)
+    end = ENDS.get(name, "<|im_end|>")
+    words = f"the {end}{family.special[0]} fox"
+    made = chat.examples(Conversation([user(words), assistant(f"hello {end} world")]))
+    assert made.words_as_text == 3
+    (example,) = made.examples
+    (harmless,) = chat.examples(Conversation([user("the fox"), assistant("hello world")])).examples
+    special = {chat.encoder.token_id(token) for token in family.special}
+    assert [token for token in example.ids if token in special] == [token for token in harmless.ids if token in special]
+    (stretch,) = trained(made, tmp_path)[0]
+    assert stretch.strip() == f"hello {end} world{end}"
+    text = HuggingFaceTokenizer(tmp_path / "tokenizer.json", threads=1).decode(example.ids.tolist())
+    assert words in text
+
+
+def test_text_around_a_special_word_is_encoded_in_one_go(tmp_path: Path) -> None:
+    chat = format_of(QWEN25, tmp_path)
+    content = "fox<|im_end|>dog"
+    (example,) = chat.examples(Conversation([user(content), assistant("a")])).examples
+    (plain,) = HuggingFaceTokenizer(tmp_path / "tokenizer.json", threads=1).encode_documents([f"\n{content}"])
+    ids = example.ids.tolist()
+    assert any(ids[start : start + len(plain)] == plain.tolist()[0:] for start in range(len(ids))) or any(
+        ids[start : start + len(plain) - 1] == plain.tolist()[1:] for start in range(len(ids))
+    )
+
+
+def test_tools_and_weights_of_the_openai_form(tmp_path: Path) -> None:
+    """A message of weight 0 is not trained, a value of null is as if it were not there, the last question is left."""
+    tools = [{"type": "function", "function": {"name": "fox", "parameters": {"type": "object", "properties": {}}}}]
+    messages = [TALK[0], TALK[1] | {"weight": 0, "name": None}, *TALK[2:], user("never answered")]
+    chat = format_of(QWEN25, tmp_path)
+    made = chat.examples(Conversation(messages, tools))
+    assert trained(made, tmp_path) == [["they are lazy: 12<|im_end|>"]]
+    assert made.examples[0].ids.tolist() == reference(QWEN25, tmp_path, messages[:4], tools=tools)
+    made = format_of(FAMILIES["generation"], tmp_path / "blocks").examples(Conversation(messages))
+    assert trained(made, tmp_path / "blocks") == [["they are lazy: 12<|im_end|>"]]
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([user("a")], "no message of the assistant"),
+        ([system("a"), user("b"), assistant("c")], r"the chat template refuses it \(System role not supported\)"),
+        ([user("\U0010fff2"), assistant("c")], "reserved character"),
+    ],
+)
+def test_refused_conversations(messages: Messages, words: str, tmp_path: Path) -> None:
+    chat = format_of(FAMILIES["gemma"], tmp_path)
+    with pytest.raises(RefusedConversation, match=words):
+        chat.examples(Conversation(messages))
+
+
+def test_the_sandbox_holds(tmp_path: Path) -> None:
+    family = QWEN25._replace(template="{{ ''.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(RefusedConversation, match="unsafe"):
+        format_of(family, tmp_path).examples(Conversation(TALK))
+
+
+def test_the_date_is_that_of_the_preparation(tmp_path: Path) -> None:
+    """It is noted when the preparation begins, and stays after an interruption."""
+    (tmp_path / DAY_FILE).write_text("2024-07-26\n")
+    assert preparation_day(tmp_path) == date(2024, 7, 26)
+    new = tmp_path / "new"
+    new.mkdir()
+    assert preparation_day(new) in (TODAY, date.today())
+    assert preparation_day(new) == preparation_day(new)
+    assert [path.name for path in new.iterdir()] == [DAY_FILE]
+    chat = format_of(FAMILIES["llama3"], tmp_path, preparation_day(tmp_path))
+    (example,) = chat.examples(Conversation([system("a"), *TALK])).examples
+    tokenizer = HuggingFaceTokenizer(tmp_path / "tokenizer.json", threads=1)
+    assert "Today Date: 26 Jul 2024" in tokenizer.decode(example.ids.tolist())
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
+def test_the_day_is_noted_without_hard_links(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(*paths: Path) -> None:
+        raise OSError(code, "no hard links")
+
+    monkeypatch.setattr(os, "link", link)
+    assert preparation_day(tmp_path) in (TODAY, date.today())
+    assert [path.name for path in tmp_path.iterdir()] == [DAY_FILE]
+
+
+def test_where_the_template_is_found(tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path, QWEN25)
+    assert plan_chat(str(path), Finetune(), 8).template == QWEN25.template
+    named = tmp_path / "other.jinja"
+    named.write_text("{{ messages[-1].content }}")
+    assert plan_chat(str(path), Finetune(chat_template=str(named)), 8).template == "{{ messages[-1].content }}"
+    named.write_text("{% if %}")
+    with pytest.raises(DataError, match="error in line 1"):
+        plan_chat(str(path), Finetune(chat_template=str(named)), 8)
+    with pytest.raises(DataError, match=r"tokenizer\.json"):
+        plan_chat("bytes", Finetune(), 8)
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
+def test_a_template_in_the_tokenizer_config(several: bool, tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path, QWEN25)
+    path.with_name("chat_template.jinja").unlink()
+    with pytest.raises(DataError, match=r"no chat template .* finetune\.chat_template = FILE"):
+        plan_chat(str(path), Finetune(), 8)
+    named = [{"name": "tools", "template": "x"}, {"name": "default", "template": QWEN25.template}]
+    config = tmp_path / "tokenizer_config.json"
+    content = json.loads(config.read_text()) | {"chat_template": named if several else QWEN25.template}
+    config.write_text(json.dumps(content))
+    assert plan_chat(str(path), Finetune(), 8).template == QWEN25.template
+
+
+def test_a_list_of_templates_without_a_default_is_an_error(tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path, QWEN25)
+    path.with_name("chat_template.jinja").unlink()
+    config = tmp_path / "tokenizer_config.json"
+    for named in ([{"name": "x"}], [{"name": "rag", "template": "x"}], ["x"], [{"name": "default", "template": 3}]):
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": named}))
+        with pytest.raises(DataError, match=r"is a list, .* finetune\.chat_template = FILE"):
+            plan_chat(str(path), Finetune(), 8)

@@ -1,0 +1,101 @@
+"""What the messages of a conversation may hold: text, and 0 or 1 as a weight."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.tools.prepare.chat.families import assistant, user
+from torchllm.tools.prepare.chat.sources import check_conversation, conversation_of
+from torchllm.tools.prepare.records import Origin, TextRecord
+
+HERE = Origin("talks.jsonl", byte=0)
+
+
+def text(words: str) -> dict[str, str]:
+    return {"type": "text", "text": words}
+
+
+def checked(answer: dict[str, Any], has_columns: bool = False, **beside: Any) -> TextRecord:
+    """The record of a question and this answer."""
+    messages = [user("a"), {"role": "assistant", "content": "b"} | answer]
+    return check_conversation({"messages": messages} | beside, "messages", HERE, has_columns)
+
+
+@pytest.mark.parametrize(
+    ("parts", "joined"), [([text("red"), text(" green")], "red green"), ([], ""), ([text("red") | {"a": 1}], "red")]
+)
+def test_parts_of_text_are_joined(parts: list[dict[str, str]], joined: str) -> None:
+    record = checked({"content": parts})
+    assert not record.fault
+    assert conversation_of(record).messages == [user("a"), assistant(joined)]
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    (
+        {"content": [{"type": "image_url", "image_url": {}}]},
+        "content is no text: messages.1.content.0 is of type 'image",
+    ),
+    ({"content": ["red"]}, "content is no text: messages.1.content.0 is text, not"),
+    ({"content": [{"type": "text", "text": 3}]}, "content is no text: messages.1.content.0 is of type 'text', not"),
+    ({"content": 3}, "content is no text: messages.1.content is a number"),
+    ({"content": True}, "content is no text: messages.1.content is true or false"),
+    ({"content": {"text": "red"}}, "content is no text: messages.1.content is an object"),
+    ({"content": None}, "content is no text: messages.1.content is missing or null"),
+    ({"content": None, "tool_calls": []}, "content is no text: messages.1.content is missing or null"),
+    ({"role": 3}, "no messages: 'messages' must be a list of objects, each with a role"),
+    ({"weight": "0"}, "weight is not 0 or 1: messages.1.weight is '0'"),
+    ({"weight": 0.5}, "weight is not 0 or 1: messages.1.weight is 0.5"),
+    ({"weight": -1}, "weight is not 0 or 1: messages.1.weight is -1"),
+    ({"weight": None}, "weight is not 0 or 1: messages.1.weight is None"),
+    ({"weight": float("nan")}, "weight is not 0 or 1: messages.1.weight is nan"),
+    ({"train": False}, "a mask that is not read: messages.1.train: remove it"),
+    ({"loss": True}, "a mask that is not read: messages.1.loss"),
+    ({"masked": 0}, "a mask that is not read: messages.1.masked"),
+]
+
+
+@pytest.mark.parametrize(("answer", "words"), BAD, ids=[json.dumps(answer) for answer, _ in BAD])
+def test_what_is_no_text_and_no_weight_is_a_fault(answer: dict[str, Any], words: str) -> None:
+    record = checked(answer)
+    assert f"{record.fault}{record.detail}".startswith(words)
+
+
+@pytest.mark.parametrize("weight", [0, 1, 0.0, 1.0, True, False])
+def test_a_weight_is_0_or_1(weight: float) -> None:
+    assert not checked({"weight": weight}).fault
+
+
+def test_a_call_needs_no_content() -> None:
+    for key in ("tool_calls", "function_call"):
+        assert not checked({"content": None, key: [{"function": {"name": "f", "arguments": {}}}]}).fault
+
+
+def test_what_is_beside_the_messages() -> None:
+    """Descriptions of tools are objects, and a weight of the whole conversation is not read."""
+    assert not checked({}, tools=[{"name": "f"}]).fault
+    assert not checked({}, tools=[], weight=None, source="web").fault
+    assert checked({}, tools="[]").fault == "tools are no list of objects"
+    assert checked({}, tools=["f"]).fault == "tools are no list of objects"
+    assert checked({}, weight=0.5).fault == "a mask that is not read"
+    assert checked({}, train=False).fault == "a mask that is not read"
+
+
+def test_a_row_of_a_table_has_null_where_others_have_a_weight() -> None:
+    record = checked({"weight": None}, has_columns=True)
+    assert not record.fault
+    assert conversation_of(record).messages[1]["weight"] is None
+
+
+def test_the_text_of_a_conversation_is_what_it_was() -> None:
+    """A hash of it decides what is held out, and the order of keys what the model sees of a tool."""
+    messages = [user("é"), {"content": "b", "role": "assistant", "name": None, "weight": 1}]
+    record = check_conversation({"messages": messages, "tools": []}, "messages", HERE)
+    assert record.text == json.dumps({"messages": messages, "tools": None}, ensure_ascii=False)
+
+
+def test_deep_nesting_is_a_fault() -> None:
+    deep: Any = {}
+    for _ in range(100000):
+        deep = {"a": deep}
+    assert checked({"extra": deep}).fault == "nested too deeply"

@@ -1,0 +1,88 @@
+"""What a chat template may do with a conversation, and what it may not."""
+
+import re
+import resource
+from datetime import date
+from typing import Any
+
+import pytest
+
+from tests.tools.prepare.chat.families import assistant, user
+from torchllm.data.error import DataError
+from torchllm.tools.prepare.chat.template import ChatTemplate, RefusedConversation
+
+TODAY = date(2026, 11, 25)
+VALUES: dict[str, Any] = {"extra": {"a": 1}, "number": 2.5, "flag": True, "tool_calls": [{"number": 3}]}
+TOOLS = [{"name": "f", "count": 2}]
+
+
+def rendered(template: str) -> str:
+    """Text of a conversation whose messages hold values of all kinds."""
+    loop = f"{{% for message in messages %}}{{{{ message.content }}}}{template}{{% endfor %}}"
+    return ChatTemplate(loop, {}, TODAY).render([user("a") | VALUES, assistant("b") | VALUES], TOOLS)
+
+
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        ("{{ message.extra }}", '{"a": 1}'),
+        ("{{ message.extra | trim }}", '{"a": 1}'),
+        ("{{ 'x' ~ message.extra }}", '{"a": 1}'),
+        ("{{ [message.extra] | join }}", '{"a": 1}'),
+        ("{{ [message.extra] ~ 'x' }}", '{"a": 1}'),
+        ("{{ message.extra | list }}", '["a"]'),
+        ("{{ '%s' % message.number }}", "2.5"),
+        ("{{ message.number }}", "2.5"),
+        ("{{ message.flag }}", "true"),
+        ("{{ none }}", "null"),
+        ("{{ tools }}", '[{"name": "f", "count": 2}]'),
+    ],
+)
+def test_what_a_template_would_print_as_python_does_is_refused(template: str, shown: str) -> None:
+    with pytest.raises(RefusedConversation, match=re.escape(f"it prints {shown} as Python writes it")):
+        rendered(template)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ message.extra | tojson }}", '{"a": 1}'),
+        ("{{ 'é<書' | tojson }}", '"é<書"'),
+        ("{{ message.number | int }}", "2"),
+        ("{{ message.tool_calls[0].number }}", "3"),
+        ("{{ tools[0].count }}", "2"),
+        ("{% if message.number > 2 and message.extra.a == 1 and message.flag %}yes{% endif %}", "yes"),
+        ("{% for key, value in message.extra.items() %}{{ key }}{% endfor %}", "a"),
+        ("{{ message.extra is mapping and message.tool_calls is iterable and 'yes' }}", "yes"),
+        ("{{ missing }}", ""),
+    ],
+)
+def test_a_template_reads_objects_and_numbers(template: str, text: str) -> None:
+    assert rendered(template) == f"a{text}b{text}"
+
+
+def test_compiling_a_template_computes_nothing() -> None:
+    """Not even what no conversation reaches: it would be computed here, without a limit."""
+    before = most_memory()
+    never = "{% if false %}{{ 'a' * 300000000 }}{{ 'a' | center(300000000) }}{% endif %}"
+    ChatTemplate(never + "{{ messages[1].content }}", {}, TODAY).render([user("a"), assistant("b")], None)
+    assert most_memory() - before < 2**27
+
+
+def most_memory() -> int:
+    """Peak of this process, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def test_a_template_that_reads_parts_gets_parts() -> None:
+    parts = "{% for message in messages %}{% for part in message.content %}{{ part.text }};{% endfor %}{% endfor %}"
+    template = ChatTemplate(parts, {}, TODAY)
+    assert template.reads_parts
+    assert template.render([user("hello"), assistant("world")], None) == "hello;world;"
+    assert not ChatTemplate("{{ messages[-1].content }}", {}, TODAY).reads_parts
+
+
+def test_a_template_that_leaves_out_the_answers_is_an_error() -> None:
+    template = ChatTemplate("{% for message in messages %}{{ message.contents }}{% endfor %}", {}, TODAY)
+    with pytest.raises(DataError, match=r"does not write the content .* finetune\.chat_template = FILE"):
+        template.render([user("hello"), assistant("world")], None)

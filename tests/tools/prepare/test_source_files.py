@@ -1,0 +1,169 @@
+"""Which files of a raw source are read."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from torchllm.config import Data, Source
+from torchllm.data.corpus import Corpus
+from torchllm.data.error import DataError
+from torchllm.data.shard import SPLITS
+from torchllm.data.tokenizer import load_tokenizer
+from torchllm.tools.prepare.build import write_corpus
+from torchllm.tools.prepare.cache import plan_corpus
+from torchllm.tools.prepare.in_place import describe_in_place, token_files
+from torchllm.tools.prepare.plan import TokenizerSpec
+from torchllm.tools.prepare.source_files import choose_files, source_files
+from torchllm.tools.prepare.sources import raw_mib
+
+
+def test_stdlib_is_this_interpreters() -> None:
+    files = source_files(Source())
+    names = {Path(file.path).name for file in files}
+    assert names >= {"argparse.py", "dataclasses.py", "base_events.py"}
+    for file in files:
+        assert "site-packages" not in file.path
+        assert "/test/" not in file.path
+    assert source_files(Source()) == files
+    assert (raw_mib(Source(), files) or 0) > 5
+
+
+def test_a_folder_is_the_files_in_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / ".git").mkdir()
+    for name in ("b.jsonl", "deep/er/a.jsonl", "README", ".git/c.jsonl", ".hidden.jsonl"):
+        (tmp_path / name).write_text("{}")
+    lines = source_files(Source(kind="jsonl", path=str(tmp_path)))
+    assert [file.path for file in lines] == [f"{tmp_path}/b.jsonl", f"{tmp_path}/deep/er/a.jsonl"]
+    assert caplog.messages == [
+        f"data.sources: 2 files in '{tmp_path}'; 2 hidden ones and ones of another kind are not read"
+    ]
+    texts = source_files(Source(kind="text", path=str(tmp_path)))
+    assert [Path(file.path).name for file in texts] == ["README", "b.jsonl", "a.jsonl"]
+
+
+def test_json_lines_that_are_read_as_text_are_noticed(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text('{"text": "one"}\n{"text": "two"}\n')
+    source = Source(kind="text", path=str(tmp_path))
+    with pytest.raises(DataError, match=r'holds JSON lines, .* set kind = "jsonl", and text_key to the key'):
+        source_files(source)
+    (tmp_path / "b.txt").write_text('{"a": 1}\n"two"\n')
+    assert len(source_files(source)) == 2
+
+
+SPLIT_TEXTS = {"train-0": "red", "validation-0": "green", "dev/part": "blue", "test-0": "black", "latest": "white"}
+KINDS = {"text": "txt", "delimited": "txt", "jsonl": "jsonl", "parquet": "parquet"}
+
+
+def write_splits(folder: Path, kind: str) -> Source:
+    """Write files of a data set with splits, each with one document, the name of a colour."""
+    for name, text in SPLIT_TEXTS.items():
+        path = folder / f"{name}.{KINDS[kind]}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if kind == "parquet":
+            pyarrow.parquet.write_table(pyarrow.table({"text": [text]}), path)
+        else:
+            path.write_text(json.dumps({"text": text}) if kind == "jsonl" else text)
+    if kind == "delimited":
+        return Source(kind="text", path=str(folder), delimiter="|")
+    return Source(kind=kind, path=str(folder))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_splits_by_name_are_those_of_the_corpus(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    source = write_splits(tmp_path / "set", kind)
+    tokenizer = load_tokenizer("bytes")
+    plan = plan_corpus(source, Data(validation_fraction=0.5), tokenizer, 258)
+    folder, end = tmp_path / "set", KINDS[kind]
+    assert caplog.messages == [
+        f"data.sources: 2 files in '{folder}'; 2 files ({folder}/dev/part.{end}, {folder}/validation-0.{end}) held out "
+        f"by name, in place of data.validation_fraction; 1 files ({folder}/test-0.{end}) left out as a test set"
+    ]
+    write_corpus(plan, TokenizerSpec("bytes", "llama3"), tmp_path / "out")
+    corpus = Corpus(tmp_path / "out")
+    texts = {}
+    for split in SPLITS:
+        ids = corpus.window(split, 0, corpus.tokens(split) - 1).ids.tolist()
+        texts[split] = tokenizer.decode([token for token in ids if token < 256])
+    assert texts == {"train": "whitered", "validation": "bluegreen"}
+    assert corpus.header.plan["held_out"] == 2
+
+
+def test_a_file_or_folder_that_is_named_is_trained(tmp_path: Path) -> None:
+    source = write_splits(tmp_path / "set", "jsonl")
+    for path in (f"{source.path}/test-0.jsonl", f"{source.path}/dev", f"{source.path}/test-*.jsonl"):
+        chosen = choose_files(Source(kind="jsonl", path=path))
+        assert (len(chosen.train), chosen.held_out) == (1, [])
+    for name in ("train-0", "latest"):
+        Path(source.path, f"{name}.jsonl").unlink()
+    with pytest.raises(
+        DataError, match=r"all of the 3 files at .* are for validation or a test, as .*: to train on them"
+    ):
+        choose_files(source)
+
+
+def test_keys_of_corpora_without_splits_are_those_of_earlier_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("one")
+    os.utime("a.txt", (1, 1))
+    plan = plan_corpus(Source(kind="text", path="a.txt"), Data(), load_tokenizer("bytes"), 258)
+    assert plan.key == "3d5248bced54f7dc"  # as commit 8ca45ed made it
+
+
+def test_token_files_are_split_by_the_same_names(tmp_path: Path) -> None:
+    for name in ("train", "dev", "eval/a", "test", "contest"):
+        path = tmp_path / f"{name}.bin"
+        path.parent.mkdir(exist_ok=True)
+        np.array([1, 2], "<u2").tofile(path)
+    (tmp_path / "again").symlink_to(".")
+    (tmp_path / "train.txt").touch()
+    chosen = token_files(Source(kind="nanogpt", path=str(tmp_path)))
+    names = [[Path(file.path).relative_to(tmp_path).as_posix() for file in files] for files in chosen]
+    assert names == [["contest.bin", "train.bin"], ["dev.bin", "eval/a.bin"]]
+
+
+def test_links_of_a_data_set_are_read_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    for name in ("data/a.jsonl", "disk2/b.jsonl"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text('{"text": "one"}')
+    (tmp_path / "data" / "shard1").symlink_to("../disk2")
+    (tmp_path / "data" / "shard2").symlink_to("../disk2")
+    (tmp_path / "disk2" / "back").symlink_to("../data")
+    files = source_files(Source(kind="jsonl", path=f"{tmp_path}/data"))
+    assert [file.path for file in files] == [f"{tmp_path}/data/a.jsonl", f"{tmp_path}/data/shard1/b.jsonl"]
+    assert caplog.messages == [f"data.sources: 2 files in '{tmp_path}/data'"]
+    source_files(Source(kind="jsonl", path=f"{tmp_path}/data/*"))
+    assert caplog.messages[1:] == [f"data.sources: 1 files in '{tmp_path}/data/*'; 2 folders that match are not read"]
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 4241003\n"
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "nanogpt"])
+def test_a_pointer_of_git_lfs_or_a_pipe_is_no_data(kind: str, tmp_path: Path) -> None:
+    name = {"nanogpt": "a.bin", "text": "a.txt"}.get(kind, f"a.{kind}")
+    source = Source(kind=kind, path=str(tmp_path))  # type: ignore[arg-type]
+
+    def choose() -> None:
+        if kind == "nanogpt":
+            describe_in_place(source, Data(dtype="uint16", separator=0, cache=str(tmp_path)), 300)
+        else:
+            choose_files(source)
+
+    (tmp_path / name).write_text(POINTER)
+    with pytest.raises(DataError, match=rf"{name} is a pointer of git-lfs in place of the file: run `git lfs pull`"):
+        choose()
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(DataError, match=rf"{name} is .*not a regular file"):
+        choose()

@@ -1,0 +1,653 @@
+import errno
+import gzip
+import io
+import json
+import lzma
+import os
+import re
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchllm.config import Data, Source
+from torchllm.data.corpus import Corpus
+from torchllm.data.corpus_header import HEADER, read_description
+from torchllm.data.error import DataError
+from torchllm.data.tokenizer import BEGIN, END, ByteTokenizer, load_tokenizer
+from torchllm.tools.prepare import records, sources, unpack
+from torchllm.tools.prepare.build import write_corpus
+from torchllm.tools.prepare.cache import plan_corpus
+from torchllm.tools.prepare.in_place import token_files
+from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
+from torchllm.tools.prepare.records import TextRecord
+from torchllm.tools.prepare.source_files import source_files
+from torchllm.tools.prepare.sources import HubRows, ShardRange, open_raw_source
+
+
+def read(source: Source, shards: int = 1) -> list[TextRecord]:
+    raw = open_raw_source(source, source_files(source))
+    return [record for shard in raw.cut_shards(shards) for record in raw.records(shard)]
+
+
+class Read(NamedTuple):
+    """What a test compares of a record."""
+
+    where: str
+    text: str
+    fault: str = ""
+
+
+def read_all(source: Source, shards: int = 1) -> list[Read]:
+    return [Read(record.origin.describe(), record.text, record.fault) for record in read(source, shards)]
+
+
+def write_table(path: Path, columns: dict[str, list[Any]]) -> None:
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+
+
+def test_text_files_are_documents_in_sorted_order(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "2.txt").write_bytes(b"\xef\xbb\xbftwo\r\n")
+    (tmp_path / "1.txt").write_text("one\n")
+    records = read(Source(kind="text", path=f"{tmp_path}/**/*.txt"))
+    assert [record.text for record in records] == ["one\n", "two\r\n"]
+    assert not any(record.fault for record in records)
+
+
+def test_jsonl(tmp_path: Path) -> None:
+    path = tmp_path / "a[1].jsonl"  # a name that a glob would not find
+    path.write_bytes(b'\xef\xbb\xbf{"body": "one"}\r\n\n{"id": 2, "body": "tw\\u00f6"}')
+    records = read_all(Source(kind="jsonl", path=str(path), text_key="body"))
+    assert records == [Read(f"{path}:1", "one"), Read(f"{path}:3", "twö")]
+
+
+def test_parquet(tmp_path: Path) -> None:
+    write_table(tmp_path / "a.parquet", {"text": ["one", "two"], "id": [0, 0]})
+    write_table(tmp_path / "b.parquet", {"text": ["three"], "id": [0]})
+    records = read(Source(kind="parquet", path=f"{tmp_path}/*.parquet"), shards=5)
+    assert [record.text for record in records] == ["one", "two", "three"]
+    assert records[1].origin.describe() == f"{tmp_path}/a.parquet row 1"
+
+
+def test_hub_reads_whatever_datasets_loads(tmp_path: Path) -> None:
+    folder = tmp_path / "local"
+    folder.mkdir()
+    lines = [json.dumps({"text": text}) for text in ("one", "", "three")]
+    (folder / "train.jsonl").write_text("\n".join(lines))
+    source = Source(kind="hub", path=str(folder))
+    expected = [
+        Read(f"{folder}[train] row 0", "one"),
+        Read(f"{folder}[train] row 1", "", "empty document"),
+        Read(f"{folder}[train] row 2", "three"),
+    ]
+    assert read_all(source) == read_all(source, shards=2) == expected
+    with pytest.raises(DataError, match="no column 'body', it has: text"):
+        read(Source(kind="hub", path=str(folder), text_key="body"))
+    with pytest.raises(DataError, match="cannot load split 'nosuch'"):
+        read(Source(kind="hub", path=str(folder), split="nosuch"))
+
+
+def test_the_key_of_a_hub_source_has_its_revision(tmp_path: Path) -> None:
+    folder = tmp_path / "local"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text('{"text": "one"}')
+    source = Source(kind="hub", path=str(folder))
+    plan = plan_corpus(source, Data(), load_tokenizer("bytes"), 258)
+    assert plan == plan_corpus(source, Data(), load_tokenizer("bytes"), 258)
+    (folder / "train.jsonl").write_text('{"text": "another"}')
+    os.utime(folder / "train.jsonl", (1, 1))
+    assert plan_corpus(source, Data(), load_tokenizer("bytes"), 258).key != plan.key
+
+
+def write_hub_set(folder: Path, texts: list[str]) -> None:
+    """Lay out a data set as the hub has it: two configurations, the default one of three files."""
+    (folder / "default").mkdir(parents=True)
+    for number in range(3):
+        write_table(folder / "default" / f"train-{number}.parquet", {"text": texts[number::3], "id": texts[number::3]})
+    (folder / "small").mkdir()
+    write_table(folder / "small" / "only.parquet", {"text": ["of the subset"]})
+    parts = ["- {config_name: default, data_files: default/*.parquet}", "- {config_name: small, data_files: small/*}"]
+    (folder / "README.md").write_text("\n".join(["---", "configs:", *parts, "---"]))
+
+
+class FakeHub:
+    """A hub with one data set, a/b, whose commits are folders on this machine."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        import datasets
+        import huggingface_hub
+
+        self.folder = folder
+        self.branches: dict[str | None, str] = {}
+        """commit of each branch; None is the default one"""
+        self.asked: list[str | None] = []
+        """revisions whose commit was asked for"""
+        self.opened: list[tuple[object, ...]] = []
+        """configuration, revision and whether it is streamed, of each opened set"""
+        load = datasets.load_dataset
+
+        def dataset_info(api: object, path: str, revision: str | None) -> huggingface_hub.DatasetInfo:
+            assert path == "a/b"
+            self.asked.append(revision)
+            return huggingface_hub.DatasetInfo(id=path, sha=self.branches[revision])
+
+        def load_dataset(path: str, name: str | None, split: str, revision: str, streaming: bool) -> Any:
+            assert path == "a/b"
+            self.opened.append((name, revision, streaming))
+            return load(str(self.folder / revision), name, split=split, streaming=streaming)
+
+        monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
+        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "copies")
+
+    def commit(self, commit: str, texts: list[str], branch: str | None = None) -> None:
+        """Add a commit, and let a branch name it."""
+        write_hub_set(self.folder / commit, texts)
+        self.branches[branch] = commit
+
+
+OLD, NEW = "0" * 40, "1" * 40
+HUB_TEXTS = [f"text {number}" for number in range(10)]
+
+
+def plan_of(source: Source, cache: Path) -> CorpusPlan:
+    return plan_corpus(source, Data(cache=str(cache)), load_tokenizer("bytes"), 258)
+
+
+def written_texts(folder: Path) -> list[list[str]]:
+    """The documents of each shard of a corpus of bytes without held-out ones."""
+    corpus = Corpus(folder)
+    texts = []
+    for number, tokens in enumerate(read_description(folder).columns["train"].tokens.tolist()):
+        ids = corpus.open_shard("train", number).read_ids(0, tokens)
+        text = load_tokenizer("bytes").decode(ids.tolist()).removeprefix(BEGIN)
+        texts.append(text.removesuffix(END).split(END + BEGIN))
+    return texts
+
+
+def test_the_branch_of_a_hub_set_is_the_commit_that_it_was_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = FakeHub(tmp_path / "hub", monkeypatch)
+    hub.commit(OLD, HUB_TEXTS)
+    source = Source(kind="hub", path="a/b")
+    plan = plan_of(source, tmp_path)
+    assert plan.source.revision == OLD
+    hub.commit(NEW, ["other texts"] * 3)
+    assert plan_of(source, tmp_path) == plan
+    assert plan_of(replace(source, revision=OLD), tmp_path).key == plan.key
+    assert hub.asked == [None]  # a commit asks nobody, and a restart needs no network
+    hub.branches["v2"] = NEW
+    other = plan_of(replace(source, revision="v2"), tmp_path)
+    assert other.source.revision == NEW
+    assert other.key != plan.key
+    (tmp_path / "revisions" / "a--b@newest").unlink()
+    assert plan_of(source, tmp_path).key == other.key
+    assert hub.asked == [None, "v2", None]
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_a_hub_set_streams_into_shards_by_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int) -> None:
+    hub = FakeHub(tmp_path / "hub", monkeypatch)
+    hub.commit(OLD, HUB_TEXTS)
+    plan = plan_corpus(
+        Source(kind="hub", path="a/b"), Data(cache=str(tmp_path), validation_fraction=0.0), ByteTokenizer(), 258
+    )
+    header = write_corpus(plan, TokenizerSpec("bytes", "llama3"), tmp_path / "corpus", processes)
+    assert hub.opened == [(None, OLD, True)]
+    assert header.shards == 3
+    assert header.plan["source"]["revision"] == OLD
+    assert written_texts(tmp_path / "corpus") == [HUB_TEXTS[0::3], HUB_TEXTS[1::3], HUB_TEXTS[2::3]]
+    assert not list((tmp_path / "hub" / "copies").rglob("*.arrow"))
+
+
+def test_a_stopped_preparation_goes_on_with_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = FakeHub(tmp_path / "hub", monkeypatch)
+    hub.commit(OLD, HUB_TEXTS)
+    source = Source(kind="hub", path="a/b")
+    header = write_corpus(plan_of(source, tmp_path), TokenizerSpec("bytes", "llama3"), tmp_path / "corpus")
+    (tmp_path / "corpus" / HEADER).unlink()
+    (tmp_path / "corpus" / "00001.json").unlink()
+    hub.commit(NEW, ["other texts"] * 3)
+    assert write_corpus(plan_of(source, tmp_path), TokenizerSpec("bytes", "llama3"), tmp_path / "corpus") == header
+    assert hub.opened == 2 * [(None, OLD, True)]
+
+
+def test_the_subset_of_a_hub_set_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = FakeHub(tmp_path / "hub", monkeypatch)
+    hub.commit(OLD, HUB_TEXTS)
+    source = Source(kind="hub", path="a/b", subset="small", revision=OLD)
+    assert read_all(source) == [Read("a/b[train] row 0", "of the subset")]
+    assert hub.opened == [("small", OLD, True)]
+    source = Source(kind="hub", path="a/b", revision=OLD)
+    assert read_all(source)[4] == Read("a/b[train] file 1 row 0", "text 1")
+
+
+def test_files_of_a_hub_set_share_a_shard_where_its_size_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = FakeHub(tmp_path / "hub", monkeypatch)
+    hub.commit(OLD, HUB_TEXTS)
+    raw = HubRows(Source(kind="hub", path="a/b", revision=OLD), "text")
+    assert (raw.total, raw.mib) == (3, 0.0)
+    assert [(shard.start, shard.stop) for shard in raw.cut_shards(2)] == [(0, 1), (1, 2), (2, 3)]
+    raw.mib = 100.0
+    assert [(shard.start, shard.stop) for shard in raw.cut_shards(2)] == [(0, 1), (1, 3)]
+    assert [(shard.start, shard.stop) for shard in raw.cut_shards(9)] == [(0, 1), (1, 2), (2, 3)]
+
+
+def test_a_file_of_the_hub_that_breaks_off_is_a_clear_error(tmp_path: Path) -> None:
+    write_hub_set(tmp_path / "set", HUB_TEXTS)
+    raw = HubRows(Source(kind="hub", path=str(tmp_path / "set")), "text")
+    broken = tmp_path / "set" / "default" / "train-1.parquet"
+    broken.write_bytes(broken.read_bytes()[:-20])
+    first, second, _ = raw.cut_shards(3)
+    assert len(list(raw.records(first))) == 4
+    with pytest.raises(DataError, match=rf"cannot load split 'train' of '{tmp_path}/set': "):
+        list(raw.records(second))
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
+def test_a_full_disk_under_the_hubs_cache_is_named(monkeypatch: pytest.MonkeyPatch, code: int, tmp_path: Path) -> None:
+    import datasets
+
+    def load(*arguments: object, **options: object) -> None:
+        try:
+            raise OSError(code, os.strerror(code))
+        except OSError as error:
+            raise datasets.exceptions.DatasetGenerationError("An error occurred while generating the data") from error
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    message = (
+        rf"'a/b': An error .* data: .*{os.strerror(code)} \(data sets are kept in {tmp_path}/cache, [\d,]+ MiB free"
+    )
+    with pytest.raises(DataError, match=message):
+        read(Source(kind="hub", path="a/b"))
+
+
+def test_hub_without_network_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match=r"cannot load split 'train' of 'nobody/nothing': .*[Hh]ub"):
+        read(Source(kind="hub", path="nobody/nothing"))
+
+
+LINES = [
+    b"\n",
+    b"  \r\n",
+    b"nonsense\n",
+    b'{"text": "\xff"}\n',
+    b'{"text": "long ' + b"x" * 30 + b'"}\n',
+    b'{"text": "cr"}\r\n',
+]
+CONTENTS = st.lists(
+    st.sampled_from(LINES) | st.integers(0, 99).map(lambda number: b'{"text": "%d"}\n' % number), max_size=6
+)
+
+
+@settings(derandomize=True, max_examples=60, deadline=None)
+@given(files=st.lists(CONTENTS, min_size=1, max_size=3), last_line_ends=st.booleans(), shards=st.integers(2, 60))
+def test_records_of_json_lines_do_not_depend_on_the_cut(
+    files: list[list[bytes]], last_line_ends: bool, shards: int
+) -> None:
+    with tempfile.TemporaryDirectory() as folder, patch.object(sources, "BLOCK", 7):
+        for number, lines in enumerate(files):
+            content = b"".join(lines)
+            Path(folder, f"{number}.jsonl").write_bytes(content if last_line_ends else content.rstrip(b"\n"))
+        source = Source(kind="jsonl", path=f"{folder}/*.jsonl")
+        assert read_all(source, shards) == read_all(source)
+
+
+class CountedFile(io.FileIO):
+    """A file that adds up what is read of all such files."""
+
+    read_bytes = 0
+
+    def readinto(self, buffer: Any, /) -> int | None:
+        count = super().readinto(buffer)
+        CountedFile.read_bytes += count or 0
+        return count
+
+
+def test_all_shards_of_a_file_together_read_it_once(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "0123456789"}\n' * 20_000)
+    source = Source(kind="jsonl", path=str(path))
+    block = 512
+
+    def counted_open(name: str, mode: str, buffering: int) -> io.BufferedReader:
+        assert mode == "rb"
+        return io.BufferedReader(CountedFile(name), buffering)
+
+    for shards in (1, 16, 64):
+        CountedFile.read_bytes = 0
+        with patch.object(sources, "BLOCK", block), patch.object(sources, "open", counted_open, create=True):
+            assert len(read(source, shards)) == 20_000
+        assert path.stat().st_size <= CountedFile.read_bytes <= path.stat().st_size + shards * 3 * block
+
+
+def test_records_of_text_and_parquet_do_not_depend_on_the_cut(tmp_path: Path) -> None:
+    for number, rows in enumerate([40, 1, 0, 25]):
+        (tmp_path / f"{number}.txt").write_text("x" * rows)
+        table = pyarrow.table({"text": [f"{number} {row}" for row in range(rows)], "other": ["y" * 50] * rows})
+        pyarrow.parquet.write_table(table, tmp_path / f"{number}.parquet", row_group_size=4)
+    (tmp_path / "4.parquet").write_bytes(b"no parquet at all, and long enough to be in more than one shard")
+    kinds = (("text", "txt", 4), ("parquet", "parquet", 68))
+    for kind, suffix, count in kinds:
+        source = Source(kind=kind, path=f"{tmp_path}/*.{suffix}")  # type: ignore[arg-type]
+        expected = read_all(source)
+        assert len(expected) == count
+        raw = open_raw_source(source, source_files(source))
+        for shards in (2, 3, 7, 30):
+            assert read_all(source, shards) == expected
+            assert 1 < len(raw.cut_shards(shards)) <= shards
+
+
+def test_a_row_group_is_in_the_shard_in_which_it_begins(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": [f"row {row}" for row in range(12)]}), path, row_group_size=4)
+    source = Source(kind="parquet", path=str(path))
+    raw = open_raw_source(source, source_files(source))
+    assert [record.origin.describe() for record in read(source)] == [f"{path} row {row}" for row in range(12)]
+    begin = pyarrow.parquet.read_metadata(path).row_group(1).column(0).dictionary_page_offset
+    first, rest = list(raw.records(ShardRange(0, 0, begin))), list(raw.records(ShardRange(1, begin, raw.total)))
+    assert [record.text for record in first] == [f"row {row}" for row in range(4)]
+    assert [record.origin.row for record in rest] == list(range(4, 12))
+
+
+def test_a_file_that_changes_after_it_was_listed_is_an_error(tmp_path: Path) -> None:
+    for kind in ("text", "jsonl", "parquet"):
+        path = tmp_path / f"a.{kind}"
+        path.write_text('{"text": "one"}\n')
+        source = Source(kind=kind, path=str(path))  # type: ignore[arg-type]
+        raw = open_raw_source(source, source_files(source))
+        with path.open("a") as file:
+            file.write('{"text": "two"}\n')
+        with pytest.raises(DataError, match=rf"{path} was changed after the preparation had begun"):
+            list(raw.records(raw.cut_shards(1)[0]))
+
+
+BAD_LINES = [
+    (b'{"text": "cut off', "broken JSON"),
+    (b'{"text": "\xff"}', "not UTF-8"),
+    (b'{"text": "a\\u0000b"}', "NUL character"),
+    (b'{"body": "x"}', "wrong key"),
+    (b'{"text": 7}', "not text"),
+    (b'["text"]', "not a JSON object"),
+    (b'{"text": " \\n"}', "empty document"),
+    (b'{"text": "\\ud800"}', "half of a surrogate pair"),
+    (b"[" * 100_000, "broken JSON"),
+]
+
+
+def test_bad_lines_are_named_and_reading_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"".join(line + b'\n{"text": "good"}\n' for line, _ in BAD_LINES))
+    expected = []
+    for number, (_, fault) in enumerate(BAD_LINES):
+        expected += [Read(f"{path}:{2 * number + 1}", "", fault), Read(f"{path}:{2 * number + 2}", "good")]
+    assert read_all(Source(kind="jsonl", path=str(path))) == expected
+
+
+BAD_FILES = [
+    (b"a\nb\xffc", ":2", "not UTF-8"),
+    (b"\xef\xbb\xbfa\n\xf0\x9f\x99\x82\nb\n\xf0\x9f", ":4", "not UTF-8"),
+    (b"a\n\nb\0", ":3", "NUL character"),
+    (b"\xef\xbb\xbf\xc3\xb6\xc3\xb6\n\n\0", ":3", "NUL character"),
+    (b"", "", "empty file"),
+    (b" \n\t \r\n\xe3\x80\x80  ", "", "empty file"),
+]
+
+
+def test_a_bad_text_file_is_named_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    for content, line, fault in BAD_FILES:
+        path.write_bytes(content)
+        for block in (2**20, 5, 1):
+            with patch.object(records, "BLOCK", block):
+                (record,) = read(Source(kind="text", path=str(path)))
+            assert record.origin.describe() == f"{path}{line}"
+            assert record.fault == fault
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_a_large_text_file_is_checked_but_not_kept(tmp_path: Path, mark: bytes) -> None:
+    text = "naïve 日本語 🙂\r\n" * 10
+    path = tmp_path / "a.txt"
+    path.write_bytes(mark + text.encode())
+    source = Source(kind="text", path=str(path))
+    (small,) = read(source)
+    with patch.object(records, "IN_MEMORY", 100), patch.object(records, "BLOCK", 7):
+        (large,) = read(source)
+        assert large.is_long
+        assert "".join(large.blocks()) == text
+    assert not small.is_long
+    assert (small.text, large.text) == (text, "")
+    assert small._replace(text="") == large
+    assert small.size == len(text.encode())
+
+
+DELIMITED = st.lists(st.sampled_from(["a", "bc", "\n", "\n\n", "\n\n\n", "<|s|>", "<", " ", "é"]), max_size=12)
+
+
+@settings(derandomize=True, max_examples=150, deadline=None)
+@given(texts=st.lists(DELIMITED.map("".join), min_size=1, max_size=3), shards=st.integers(1, 40))
+@pytest.mark.parametrize(("delimiter", "split"), [("\n\n", r"\n\n+"), ("<|s|>", r"<\|s\|>")])
+def test_documents_between_delimiters_do_not_depend_on_the_cut(
+    delimiter: str, split: str, texts: list[str], shards: int
+) -> None:
+    with tempfile.TemporaryDirectory() as folder, patch.object(sources, "BLOCK", 7):
+        expected = []
+        for number, text in enumerate(texts):
+            Path(folder, f"{number}.txt").write_text(text)
+            found = [document for document in re.split(split, text) if document.strip()]
+            expected += found or ([] if text.strip() else [""])
+        source = Source(kind="text", path=f"{folder}/*.txt", delimiter=delimiter)
+        documents = read(source, shards)
+        assert [document.text for document in documents] == expected
+        for document in documents:
+            if document.text:
+                assert document.origin.byte is not None
+                content = Path(document.origin.name).read_bytes()[document.origin.byte :]
+                assert content.startswith(document.text.encode())
+
+
+def test_a_bad_document_between_delimiters_is_named_by_its_line(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\n\ntwo\n\xff\n\nthree")
+    one, two, three = read(Source(kind="text", path=str(tmp_path), delimiter="\n\n"))
+    assert (one.text, two.fault, three.text) == ("one", "not UTF-8", "three")
+    assert two.origin.describe() == f"{tmp_path}/a.txt:4"
+
+
+NO_PATHS = (
+    ("s3://bucket/*.jsonl", 'it is a URL, .* download it. .* set kind = "hub"'),
+    ("file:///data/a.jsonl", "it is a URL"),
+    ("$DATA/a.jsonl", "variables in it are not replaced"),
+    ("{a,b}.jsonl", r"braces are no part of a glob: give one \[\[data.sources\]\] table per path"),
+    ('["a.jsonl", "b.jsonl"]', "it looks like a list: give one"),
+    ("a.jsonl,b.jsonl", "if it is several paths, give one"),
+    ("/nowhere/a.jsonl", "check the path"),
+    ("a.jsonl", "the path is relative to the folder in which the command was started, /"),
+)
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "megatron", "nanogpt", "llmc", "mds"])
+def test_a_path_that_is_no_path_is_named(kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    find = source_files if kind in ("text", "jsonl", "parquet") else token_files
+    for path, words in NO_PATHS:
+        with pytest.raises(DataError, match=rf"^data\.sources: no file .*: {words}"):
+            find(Source(kind=kind, path=path))
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
+def test_empty_missing_and_dangling_files(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(DataError, match="no file matches"):
+        source_files(Source(kind=kind, path=str(tmp_path / "missing")))  # type: ignore[arg-type]
+    (tmp_path / "dangling.x").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "empty.x").touch()
+    dangling, empty = read(Source(kind=kind, path=f"{tmp_path}/*.x"))  # type: ignore[arg-type]
+    assert dangling.origin.describe() == str(tmp_path / "dangling.x")
+    assert dangling.fault == "unreadable file"
+    assert empty.origin.describe() == str(tmp_path / "empty.x")
+    assert empty.fault == ("unreadable file" if kind == "parquet" else "empty file")
+
+
+def test_bad_parquet(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 and nothing else")
+    write_table(tmp_path / "b.parquet", {"body": ["x"]})
+    write_table(tmp_path / "c.parquet", {"text": ["x", None]})
+    write_table(tmp_path / "d.parquet", {"text": [[1, 2]], "words": ["x"]})
+    found = read(Source(kind="parquet", path=f"{tmp_path}/*.parquet"))
+    assert [record.fault for record in found] == ["unreadable file", "wrong key", "", "not text", "wrong key"]
+    assert found[3].origin.describe() == f"{tmp_path}/c.parquet row 1"
+    assert found[4].detail.startswith(
+        ": the column 'text' is no text, it has: text (list<element: int64>), words (string)"
+    )
+
+
+def compressed(content: bytes, compression: str) -> bytes:
+    """Return `content` in two frames of a compression; the first byte is in the first."""
+    return _frame(content[:1], compression) + _frame(content[1:], compression)
+
+
+def _frame(content: bytes, compression: str) -> bytes:
+    if compression == "xz":
+        return lzma.compress(content)
+    packed = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(packed, compression) as stream:
+        stream.write(content)
+    return packed.getvalue().to_pybytes()
+
+
+COMPRESSIONS = ["gzip", "zstd", "bz2", "lz4", "xz"]
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize(
+    ("source", "content", "texts"),
+    [
+        (Source(kind="jsonl"), b'\n{"text": "one"}\n{"text": "tw\xc3\xb6"}\n', ["one", "twö"]),
+        (Source(kind="text", delimiter="\n\n"), b"\xef\xbb\xbfone\n\n\ntw\xc3\xb6", ["one", "twö"]),
+        (Source(kind="text"), b"\xef\xbb\xbfone\n\xc3\xb6", ["one\nö"]),
+        (Source(kind="jsonl"), b"\n \n", [""]),
+    ],
+)
+def test_a_compressed_file_is_what_is_in_it(
+    tmp_path: Path, compression: str, source: Source, content: bytes, texts: list[str]
+) -> None:
+    path = tmp_path / "a"  # the name does not say it
+    source = replace(source, path=str(path))
+    path.write_bytes(content)
+    plain = read_all(source)
+    path.write_bytes(compressed(content, compression))
+    assert read_all(source) == read_all(source, shards=7) == plain
+    assert [record.text for record in plain] == texts
+    assert plain[0].fault == ("" if texts[0] else "empty file")
+    path.write_bytes(path.read_bytes()[:-3])
+    *_, last = read(source)
+    assert last.fault == "unreadable file"
+    assert last.detail.startswith(f" ({compression}, and damaged or cut off: ")
+
+
+def test_a_large_compressed_text_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(gzip.compress("naïve ".encode() * 100))
+    with patch.object(records, "IN_MEMORY", 100), patch.object(records, "BLOCK", 7):
+        (large,) = read(Source(kind="text", path=str(path)))
+        assert (large.text, "".join(large.blocks())) == ("", "naïve " * 100)
+
+
+@pytest.mark.parametrize("delimiter", ["", "\n\n"])
+@pytest.mark.parametrize("kind", ["jsonl", "text"])
+def test_what_a_file_unpacks_to_is_limited(
+    tmp_path: Path, kind: str, delimiter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unpack, "_ALWAYS", 1000)
+    monkeypatch.setattr(sources, "LONGEST", 2**19)
+    path = tmp_path / "bomb"
+    source = Source(kind=kind, path=str(path), delimiter=delimiter)  # type: ignore[arg-type]
+    if kind == "text" or delimiter:
+        path.write_bytes(gzip.compress(b"a\n\n" * 1_000_000))
+        with pytest.raises(DataError, match=r"bomb has [\d,]+ bytes and unpacks to over [\d,]+, as hardly"):
+            read(replace(source, kind="text"))
+    if kind == "jsonl" or delimiter:
+        path.write_bytes(b"".join(map(gzip.compress, [os.urandom(2**15).hex().encode() for _ in range(20)])))
+        (record,) = read(source)
+        assert record.fault == "unreadable file"
+        assert record.detail in (" (a line of over 524,288 bytes)", " (no delimiter in 524,288 bytes)")
+
+
+def test_rows_that_share_a_text_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.parquet"
+    write_table(path, {"text": ["x" * 10_000] * 5_000})
+    with pyarrow.parquet.ParquetFile(path) as file:
+        assert sources._longest_repeated(str(path), file.metadata.row_group(0), "text") == 10_004
+    source = Source(kind="parquet", path=str(path))
+    monkeypatch.setattr(sources, "_REPEATED_IN_MEMORY", 50_000)
+    batches = []
+    iter_batches = pyarrow.parquet.ParquetFile.iter_batches
+    monkeypatch.setattr(
+        pyarrow.parquet.ParquetFile,
+        "iter_batches",
+        lambda self, **options: batches.append(options["batch_size"]) or iter_batches(self, **options),
+    )
+    assert len(read(source)) == 5_000
+    assert batches == [4]
+    monkeypatch.setattr(unpack, "_ALWAYS", 1000)
+    with pytest.raises(DataError, match=r"a\.parquet has [\d,]+ bytes and unpacks to over"):
+        read(source)
+
+
+FORMS = [
+    (b"PK\x03\x04rest", "a zip archive: unpack it"),
+    (b"a.txt".ljust(257, b"\0") + b"ustar\0", "a tar archive: unpack it"),
+    (b"PAR1rest", 'parquet: set kind = "parquet"'),
+    (b"\x93NUMPY\x01\0", "an array of numpy"),
+    ('{"text": "one"}\n'.encode("utf-16"), "text in UTF-16 or UTF-32: convert it by iconv -t UTF-8"),
+]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("content", "words"), FORMS)
+@pytest.mark.parametrize(
+    "source", [Source(kind="jsonl"), Source(kind="text"), Source(kind="text", delimiter="\n")], ids=str
+)
+def test_a_file_of_another_form_is_named(
+    tmp_path: Path, source: Source, content: bytes, words: str, packed: bool
+) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(gzip.compress(content) if packed else content + b"\n" * 100)
+    (record,) = read(replace(source, path=str(path)), shards=5)
+    assert (record.fault, record.detail) == ("file of another form", f": it is {words}")
+
+
+@pytest.mark.parametrize(
+    ("content", "faults"),
+    [
+        (b'[{"text": "one"}, {"text": "two"}]', ["file of another form"]),
+        (b'\xef\xbb\xbf\n[\n  {"text": "one"}\n]\n', ["file of another form"]),
+        (b'[{"text": "one"}]\n{"text": "two"}\n', ["not a JSON object", ""]),
+    ],
+)
+def test_a_json_array_is_named(tmp_path: Path, content: bytes, faults: list[str]) -> None:
+    path = tmp_path / "a b.json"
+    path.write_bytes(content)
+    found = read(Source(kind="jsonl", path=str(path)))
+    assert [record.fault for record in found] == faults
+    if len(faults) == 1:
+        command = f"jq -c '.[]' '{path}' > LINES.jsonl"
+        assert found[0].detail == f": it is one JSON array, not JSON lines: {command} makes it lines"
+        path.write_bytes(gzip.compress(content))
+        (packed,) = read(Source(kind="jsonl", path=str(path)))
+        assert packed.detail.endswith(": unpack it, and jq -c '.[]' FILE > LINES.jsonl makes it lines")

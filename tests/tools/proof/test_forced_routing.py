@@ -1,0 +1,151 @@
+"""Routers that take the choices of another process."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests import parity, workers
+from tests.models.test_layers import filled, inputs
+from tests.tools.proof.forks import Change, write_fork
+from tests.tools.proof.test_prove import MIXTURE, OPTIONS, PRETRAIN, technique
+from torchllm.config import Model
+from torchllm.config.errors import UserError
+from torchllm.models.experts import MixtureOfExperts
+from torchllm.tools.proof import prove
+from torchllm.tools.proof.forced_routing import ChoiceRecord, force_choices, gap
+from torchllm.tools.proof.prove import Prover
+
+MODEL = Model(layers=1, hidden=24, heads=4, ffn=40, vocab=32, experts=6, top_k=2, expert_ffn=16)
+
+
+def test_a_token_has_the_recorded_experts_and_weights_of_the_router_itself() -> None:
+    layer, other = filled(MixtureOfExperts(MODEL)), filled(MixtureOfExperts(MODEL))
+    record = ChoiceRecord([layer])
+    tokens = inputs(2, 40, 24)
+    layer(tokens)
+    choices = record.choices()
+    with torch.no_grad():
+        other.routed.router.weight.neg_()  # would choose the worst
+    order = torch.randperm(80, generator=torch.Generator().manual_seed(0))
+    moved = (tokens + 0.01 * torch.randn(tokens.shape, generator=torch.Generator().manual_seed(1))).flatten(0, 1)
+    part = moved[order[:30]].unsqueeze(0)
+    expected = layer.routed.router(tokens).experts[order[:30]]
+    assert not torch.equal(other.routed.router(part).experts, expected)
+    force_choices([other], choices)
+    routing = other.routed.router(part)
+    assert torch.equal(routing.experts, expected)
+    scores = torch.softmax(part[0] @ other.routed.router.weight.T, -1).gather(-1, expected)
+    torch.testing.assert_close(routing.weights, scores / scores.sum(-1, keepdim=True))
+
+
+def test_an_evaluation_after_the_bias_has_moved_has_choices_of_its_own() -> None:
+    layer = filled(MixtureOfExperts(replace(MODEL, router_bias=True)))
+    router = layer.routed.router
+    record = ChoiceRecord([layer])
+    tokens = inputs(1, 40, 24)
+    trained = router(tokens).experts
+    assert router.bias is not None
+    router.bias += torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0, 1.0])  # more than any score
+    with torch.no_grad():
+        evaluated = router(tokens).experts
+    force_choices([layer], record.choices())
+    assert torch.equal(router(tokens).experts, trained)
+    with torch.no_grad():
+        assert torch.equal(router(tokens).experts, evaluated)
+    assert not torch.equal(trained, evaluated)
+
+
+def test_a_token_that_is_not_recorded_is_an_error() -> None:
+    layer = filled(MixtureOfExperts(MODEL))
+    record = ChoiceRecord([layer])
+    layer(inputs(2, 40, 24))
+    force_choices([layer], record.choices())
+    with pytest.raises(UserError, match=r"routed\.router: gets a token that one process in float32 does not have"):
+        layer(-inputs(1, 3, 24))
+
+
+def test_the_gap_is_that_of_the_last_expert_chosen_and_the_first_that_is_not() -> None:
+    router = filled(MixtureOfExperts(replace(MODEL, router_bias=True))).routed.router
+    router.score = lambda logits: logits
+    x = torch.eye(24)[:2].unsqueeze(0)  # the scores of a token are a column of the weights
+    with torch.no_grad():
+        router.weight[:, 0] = torch.tensor([0.0, 5.0, 2.0, 1.5, -3.0, 1.0])
+        router.weight[:, 1] = torch.tensor([9.0, 9.1, 0.0, 1.0, 2.0, 3.0])  # 9 and 9.1 are both chosen
+    deviation = router.weight.detach()[:, :2].std()
+    assert gap(router, x) == pytest.approx(float(0.5 / deviation))
+    assert router.bias is not None
+    router.bias[3] += 0.4  # 2 and 1.9
+    with_bias = router.weight.detach()[:, :2] + router.bias.unsqueeze(1)
+    assert gap(router, x) == pytest.approx(float(0.1 / with_bias.std()), rel=1e-4)
+    router.top_k = 6
+    assert gap(router, x) == math.inf
+
+
+def test_the_smallest_gap_of_all_passes_and_routers_is_recorded() -> None:
+    layers = nn.ModuleList([filled(MixtureOfExperts(MODEL)), filled(MixtureOfExperts(replace(MODEL, top_k=4)))])
+    record = ChoiceRecord([layers])
+    assert record.smallest_gap == math.inf
+    gaps = []
+    for sequences in (1, 3, 2):
+        for layer in layers:
+            tokens = inputs(sequences, 40, 24)
+            layer(tokens)
+            gaps.append(gap(layer.routed.router, tokens))
+    assert record.smallest_gap == min(gaps) < min(gaps[0], gaps[1], gaps[-1])
+
+
+UNDECIDED = """
+def change(stages):
+    if torch.initial_seed() in SEEDS:
+        for stage in stages:
+            for name, module in stage.named_modules():
+                if name.endswith(".router"):
+                    module.register_forward_pre_hook(lambda router, inputs: (0.0 * inputs[0],))
+"""
+"""a fork with whose seeds all experts are equally good for all tokens"""
+
+
+def test_in_float32_the_next_seed_is_taken_where_a_choice_hangs_on_last_digits(tmp_path: Path) -> None:
+    fork = write_fork(tmp_path / "fork.py", Change(UNDECIDED.replace("SEEDS", "(0, 1)")))
+    prover = Prover(fork, MIXTURE, OPTIONS, tmp_path, workers.POOL)
+    layout = prover.layout_with(technique("dp_shard=2"))
+    assert layout is not None
+    result = prover.prove(layout)
+    assert result.is_right, result.agreement.findings
+    assert result.config.run.seed == 2
+
+
+def test_experts_whose_choice_hangs_on_last_digits_with_every_seed_are_not_proven(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prove, "SEEDS", 2)
+    fork = write_fork(tmp_path / "fork.py", Change(UNDECIDED.replace("SEEDS", "range(30)")))
+    prover = Prover(fork, MIXTURE, OPTIONS, tmp_path, workers.POOL)
+    layout = prover.layout_with(technique("tp=2"))
+    assert layout is not None
+    with pytest.raises(UserError, match=r"^--dtype: in float32 a token .* with each of 2 seeds: take bfloat16"):
+        prover.prove(layout)
+
+
+def test_parity_tests_take_the_next_seed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parity.tiny({"model.experts": 6, "model.layers": 2, "training.steps": 1})
+    first = parity.reference_of(config).smallest_gap
+    assert parity.decided(config, ragged=False) == config
+    monkeypatch.setattr(parity, "LEAST_GAP", 1.01 * first)
+    other = parity.decided(config, ragged=False)
+    assert other.run.seed > config.run.seed
+    assert parity.reference_of(other).smallest_gap > 1.01 * first
+
+
+@pytest.mark.parametrize("name", ["dp_shard=2 ep=2", pytest.param("tp=2", marks=pytest.mark.exhaustive)])
+def test_experts_are_proven_in_bfloat16(name: str, tmp_path: Path) -> None:
+    prover = Prover(PRETRAIN, MIXTURE, OPTIONS._replace(dtype="bfloat16"), tmp_path, workers.POOL)
+    layout = prover.layout_with(technique(name))
+    assert layout is not None
+    result = prover.prove(layout)
+    assert result.is_right, result.agreement.findings
+    assert 1e-3 < result.agreement.error < 1e-1

@@ -1,0 +1,339 @@
+"""`torchllm prove`: what it draws, what it finds wrong in a fork, what it says about it."""
+
+import itertools
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from recipes import prove as recipe
+from tests import workers
+from tests.tiny_run import ROOT
+from tests.tools.proof import forks, planted
+from tests.tools.proof.forks import Change, write_fork
+from torchllm.config import Config, Float8, Model, Optimizer, gradient_accumulation
+from torchllm.config.checks import problems
+from torchllm.config.errors import UserError
+from torchllm.config.read import read_table
+from torchllm.config.toml import read_files
+from torchllm.tools.proof import prove
+from torchllm.tools.proof.axes import TECHNIQUES, Technique
+from torchllm.tools.proof.layouts import with_settings
+from torchllm.tools.proof.prove import ProofOptions, ProvenLayout, Prover, culprits
+from torchllm.tools.proof.recipe import MODULE, import_recipe
+from torchllm.tools.proof.shrink import one_process, shrink
+
+exhaustive = pytest.mark.exhaustive
+PRETRAIN = ROOT / "recipes" / "pretrain.py"
+OPTIONS = ProofOptions(ranks=2, dtype="float32", layouts=0, seed=0)
+MIXTURE = Config(model=Model(experts=4))
+"""a config in which every technique can be used"""
+
+
+def technique(name: str) -> Technique:
+    (found,) = (technique for technique in TECHNIQUES if technique.name == name)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        pytest.param(forks.MEAN_OVER_LOCAL_TOKENS, "cp=2 cp_method=ring", marks=exhaustive),
+        pytest.param(forks.MEAN_OVER_LOCAL_TOKENS, "cp=2 cp_method=ulysses", marks=exhaustive),
+        (forks.MEAN_OVER_LOCAL_SEQUENCES, "dp_shard=2"),
+        pytest.param(forks.MEAN_OVER_LOCAL_SEQUENCES, "dp_replicate=2", marks=exhaustive),
+        (forks.MEAN_OVER_LOCAL_SEQUENCES, "micro_batch_size=1"),
+        (forks.PAST_THE_RESIDUAL_STREAM, "pp=2"),
+        (forks.CHANGING_STATE, "recompute.mode=full"),
+        (forks.LOSS_OF_A_CHUNK, "loss_chunk=20"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_bug_is_found_by_the_technique_that_it_breaks(change: Change, name: str, tmp_path: Path) -> None:
+    prover = Prover(write_fork(tmp_path / "fork.py", change), Config(), OPTIONS, tmp_path, workers.POOL)
+    layout = prover.layout_with(technique(name))
+    assert layout is not None
+    result = prover.prove(layout, technique(name))
+    assert not result.is_right
+    assert re.match(r"step 1(, [\w.]+: gradient differs|: loss differs)", result.agreement.findings[0])
+    assert culprits([result]) == [technique(name)]
+
+
+RESUMED = "checkpoint.resume=auto"
+"""no technique of a layout, but a run that is saved and resumed"""
+OTHER_BATCH = "step 1, .*: gradient differs"
+FOUND = {
+    "mean per rank": ("dp_replicate=2", OTHER_BATCH),
+    "largest local head": ("tp=2", OTHER_BATCH),
+    "running mean": ("micro_batch_size=1", OTHER_BATCH),
+    "trust ratio of local norms": ("dp_shard=2", "step 1, .*: the update is wrong, not the gradient"),
+    "auxiliary loss per micro batch": ("micro_batch_size=1", OTHER_BATCH),
+    "local positions": ("tp=2 sequence_parallel=True", OTHER_BATCH),
+    "detached under tp": ("tp=2", OTHER_BATCH),
+    "clipped per stage": ("pp=2", ".*: the update is wrong, not the gradient"),
+    "rate by world size": ("dp_replicate=2", "step 1, .*: the update is wrong, not the gradient"),
+    "label smoothing over the local vocabulary": ("tp=2", OTHER_BATCH),
+    "weights by the mean of the batch": ("micro_batch_size=1", OTHER_BATCH),
+    "balance of local tokens": ("micro_batch_size=1", OTHER_BATCH),
+    "dropout by place": ("cp=2 cp_method=ulysses", OTHER_BATCH),
+    "random buffers": ("pp=2", OTHER_BATCH),
+    "tied by hand": ("dp_replicate=2", ""),
+    "average on the first rank": ("dp_replicate=2", "extra state after step 3, own.*: ranks differ"),
+    "data by the rank among all": ("dp_shard=2 tp=2", OTHER_BATCH),
+    "state that is not saved": (RESUMED, "step 3, .*: gradient differs"),
+}
+"""by which technique a mistake is found, and what is said of it"""
+QUICKLY_FOUND = ("trust ratio of local norms", "average on the first rank", "state that is not saved")
+
+
+def prove_fork(fork: Path, names: Sequence[str], mixture: bool = False) -> list[ProvenLayout]:
+    """Return what comes of some techniques alone."""
+    config = MIXTURE if mixture else Config()
+    prover = Prover(fork, config, OPTIONS._replace(ranks=4), fork.parent, workers.POOL)
+    results = []
+    for name in names:
+        if name == RESUMED:
+            results.append(prover.prove_resumed())
+            continue
+        layout = prover.layout_with(technique(name))
+        assert layout is not None
+        results.append(prover.prove(layout, technique(name)))
+    return results
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICKLY_FOUND else exhaustive) for name in FOUND]
+)
+def test_a_planted_mistake_is_found(name: str, tmp_path: Path) -> None:
+    technique_name, finding = FOUND[name]
+    fork = write_fork(tmp_path / "fork.py", planted.MISTAKES[name])
+    (result,) = prove_fork(fork, [technique_name], mixture=name == "balance of local tokens")
+    assert result.agreement.findings
+    assert re.match(finding, result.agreement.findings[0])
+    assert [one.name for one in culprits([result])] == [technique_name]
+
+
+TRIED = ("micro_batch_size=1", "dp_shard=2", "tp=2 sequence_parallel=True", "cp=2 cp_method=ring", "pp=2", RESUMED)
+QUICKLY_RIGHT = (("AdamW", "dp_shard=2"), ("AdamW, fused", "micro_batch_size=1"), ("a counter of the module", RESUMED))
+
+
+@pytest.mark.parametrize(
+    ("name", "technique_name"),
+    [
+        pytest.param(*case, marks=() if case in QUICKLY_RIGHT else exhaustive)
+        for case in itertools.product(planted.RIGHT, TRIED)
+    ],
+)
+def test_a_change_that_is_right_is_not_called_wrong(name: str, technique_name: str, tmp_path: Path) -> None:
+    (result,) = prove_fork(write_fork(tmp_path / "fork.py", planted.RIGHT[name]), [technique_name])
+    assert result.is_right, result.agreement.findings
+    assert result.agreement.error < 1e-5
+
+
+@pytest.mark.parametrize(
+    "optimizer", [Optimizer(name="muon"), pytest.param(Optimizer(name="sgd", momentum=0.9), marks=exhaustive)]
+)
+def test_the_library_is_right_with_every_optimizer(optimizer: Optimizer, tmp_path: Path) -> None:
+    prover = Prover(PRETRAIN, Config(optimizer=optimizer), OPTIONS, tmp_path, workers.POOL)
+    layout = prover.layout_with(technique("dp_shard=2"))
+    assert layout is not None
+    assert prover.prove(layout).agreement.findings == []
+
+
+def test_rounding_is_told_from_a_mistake_in_float64(tmp_path: Path) -> None:
+    """A sum that cancels loses four digits, in one process others than under tp."""
+    cancelling = planted.of_blocks("def hook(mlp, inputs):\n    return ((inputs[0] + 3e4) - 3e4,)")
+    (result,) = prove_fork(write_fork(tmp_path / "fork.py", cancelling), ["tp=2"])
+    assert result.is_right, result.agreement.findings
+    assert result.agreement.precision == "float64"
+
+
+def test_the_reference_recipe_is_right(tmp_path: Path) -> None:
+    config = Config(model=Model(qk_norm="head", tied_embeddings=True, kv_heads=4, vocab=263))
+    prover = Prover(PRETRAIN, config, OPTIONS, tmp_path, workers.POOL)
+    assert prover.base.model.vocab % 8 == 7
+    layout = prover.layout_with(technique("tp=2 sequence_parallel=True"))
+    assert layout is not None
+    result = prover.prove(layout)
+    assert result.is_right, result.agreement.findings
+    assert 0 < result.agreement.error < 1e-5
+    assert not list(tmp_path.rglob("step-*"))  # nothing is saved
+
+
+@exhaustive
+def test_bfloat16_is_measured_by_one_processs_own_error(tmp_path: Path) -> None:
+    prover = Prover(PRETRAIN, Config(), OPTIONS._replace(dtype="bfloat16"), tmp_path, workers.POOL)
+    layout = prover.layout_with(technique("tp=2"))
+    assert layout is not None
+    result = prover.prove(layout)
+    assert result.is_right, result.agreement.findings
+    assert 1e-3 < result.agreement.error < 1e-1
+
+
+@exhaustive
+@pytest.mark.parametrize("is_broken", [False, True], ids=["right", "broken"])
+def test_float8_is_measured_by_one_processs_own_error(is_broken: bool, tmp_path: Path) -> None:
+    recipe = write_fork(tmp_path / "fork.py", forks.documented_change()) if is_broken else PRETRAIN
+    config = Config(float8=Float8("rowwise"))
+    prover = Prover(recipe, config, OPTIONS._replace(dtype="bfloat16"), tmp_path, workers.POOL)
+    layout = prover.layout_with(technique("tp=2"))
+    assert layout is not None
+    result = prover.prove(layout)
+    assert result.is_right is not is_broken, result.agreement.findings
+    assert result.agreement.error > 0.05  # bfloat16's is 1e-2
+
+
+def test_the_command_names_layout_parameter_and_axis(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The example of docs/prove.md, with some of the techniques."""
+    fork = write_fork(tmp_path / "mine.py", forks.documented_change())
+    monkeypatch.setenv("RECIPE", str(fork))
+    monkeypatch.setattr(prove, "TECHNIQUES", [technique(name) for name in ("recompute.mode=full", "tp=2", "pp=2")])
+    arguments = [str(ROOT / "train_configs/debug.toml"), "--ranks=2", "--layouts=0"]
+    assert recipe.main(arguments, workers.POOL) == 1
+    lines = capsys.readouterr().out.splitlines()
+    (wrong,) = (index for index, line in enumerate(lines) if line.startswith("    wrong: "))
+    assert " tp=2" in lines[wrong - 1]
+    assert re.search(r"layers\.\d\.self_attn\.[qk]_proj\.weight", lines[wrong - 1])
+    assert sum(bool(re.search(r" (pp=2|recompute.mode=full)", line)) for line in lines) == 2
+    assert lines[-1].startswith("tp=2: each rank has some of the heads")
+
+
+def test_a_fork_that_fails_in_one_process_is_an_error(tmp_path: Path) -> None:
+    fork = write_fork(tmp_path / "fork.py", Change("def change(stages):\n    raise ValueError('rotten')\n"))
+    prover = Prover(fork, Config(), OPTIONS, tmp_path, workers.POOL)
+    layout = prover.layout_with(technique("tp=2"))
+    assert layout is not None
+    with pytest.raises(UserError, match=r"fork.py fails in one process(?s:.*)ValueError: rotten"):
+        prover.prove(layout)
+
+
+def test_a_layout_that_fails_has_the_error_as_its_finding(tmp_path: Path) -> None:
+    change = "def change(stages):\n    if torch.distributed.get_world_size() > 1:\n        raise ValueError('rotten')\n"
+    fork = write_fork(tmp_path / "fork.py", Change(change))
+    prover = Prover(fork, Config(), OPTIONS, tmp_path, workers.POOL)
+    layout = prover.layout_with(technique("tp=2"))
+    assert layout is not None
+    assert prover.prove(layout).agreement.findings == ["ValueError: rotten"]
+
+
+def test_every_pair_of_settings_is_drawn(tmp_path: Path) -> None:
+    prover = Prover(PRETRAIN, MIXTURE, OPTIONS._replace(ranks=4), tmp_path, workers.POOL)
+    drawn = prover.draw(None)
+    assert len(drawn) < 130
+    for technique in TECHNIQUES:
+        if technique.settings:
+            assert any(technique.is_used(prover.space.config(layout)) for layout in drawn), technique.name
+    for layout in drawn:
+        config = prover.space.config(layout)
+        assert not problems(config, config.parallel.ranks)
+        assert config.parallel.ranks <= 4
+    accumulations = {gradient_accumulation(prover.space.config(layout).training, 1) for layout in drawn}
+    assert len(accumulations) > 2
+
+
+def test_each_technique_has_a_layout_of_its_own(tmp_path: Path) -> None:
+    prover = Prover(PRETRAIN, MIXTURE, OPTIONS._replace(ranks=4), tmp_path, workers.POOL)
+    for technique in TECHNIQUES:
+        layout = prover.layout_with(technique)
+        if not technique.settings:
+            assert layout is None  # compiled, which this config is not
+            continue
+        assert layout is not None, technique.name
+        used = [other.name for other in TECHNIQUES if other.is_used(prover.space.config(layout))]
+        assert technique.name in used
+        allowed = {technique.name, "micro_batch_size=1", "tp=2", "pp=2", "dp_shard=2", "cp=2 cp_method=ring"}
+        assert set(used) <= allowed, (technique.name, used)
+
+
+FEATURES = ("family", "tied_embeddings", "qkv_bias", "qk_norm", "norm_position", "norm_epsilon", "rope_theta")
+FEATURES += ("rope_scaling", "rope_scaling_factor")
+
+
+def test_a_small_copy_keeps_the_features(tmp_path: Path) -> None:
+    for file in sorted((ROOT / "train_configs" / "models").glob("*.toml")):
+        config: Config = read_table(Config, read_files(str(file), []).table, [])
+        small = shrink(config, 4, 3, tmp_path)
+        assert not problems(one_process(small), 1), file
+        model, small_model = config.model, small.model
+        for name in FEATURES:
+            assert getattr(model, name) == getattr(small_model, name), file
+        assert (small_model.heads > small_model.kv) == (model.heads > model.kv), file
+        assert small_model.vocab % 8 == model.vocab % 8, file
+        assert small_model.hidden <= 128, file
+        has_head_width = model.heads * model.head_width != model.hidden
+        assert (small_model.heads * small_model.head_width != small_model.hidden) == has_head_width, file
+
+
+def test_a_small_copy_in_float8_has_sizes_that_ranks_can_multiply(tmp_path: Path) -> None:
+    model = Model(hidden=4096, heads=32, kv_heads=8, head_dim=64, ffn=14336)
+    small = shrink(Config(model=model, float8=Float8("rowwise")), 4, 3, tmp_path)
+    for tp in (1, 2, 4):
+        assert not problems(with_settings(small, {"parallel.dp_shard": 1, "parallel.tp": tp}), tp)
+
+
+@pytest.mark.parametrize(("layers", "top_k"), [(1, 8), (2, 1), (94, 160)])
+def test_a_small_copy_keeps_experts(layers: int, top_k: int, tmp_path: Path) -> None:
+    model = Model(layers=layers, hidden=4096, heads=32, kv_heads=8, ffn=12288, experts=160, top_k=top_k)
+    model = replace(
+        model,
+        router_renormalize=top_k > 1,
+        expert_ffn=1536,
+        shared_experts=1,
+        dense_layers=min(3, layers - 1),
+        router_score="sigmoid",
+    )
+    small = shrink(Config(model=model), 4, 3, tmp_path).model
+    for tp in (1, 2, 4):
+        config = with_settings(Config(model=small), {"parallel.dp_shard": 1, "parallel.tp": tp})
+        assert not problems(config, tp)
+    assert 1 < small.experts <= 12
+    assert (small.top_k == small.experts) == (top_k == 160)
+    assert small.expert_width < small.ffn
+    assert (small.shared_experts, small.router_score) == (1, "sigmoid")
+    assert (small.dense_layers > 0) == (layers > 1)
+    assert any(small.is_sparse(layer) for layer in range(small.layers))
+
+
+def test_keys_of_the_command_line_are_kept(tmp_path: Path) -> None:
+    config = Config(model=Model(hidden=48, heads=4), optimizer=Optimizer(name="sgd", momentum=0.9))
+    small = shrink(config, 4, 3, tmp_path, kept={"model.hidden"})
+    assert small.model.hidden == 48
+    assert small.optimizer.momentum == 0.9
+
+
+SCHEMAS = """
+from dataclasses import dataclass
+from torchllm.config import Config
+
+@dataclass(frozen=True)
+class First(Config):
+    pass
+
+@dataclass(frozen=True)
+class Second({base}):
+    pass
+
+def train(config, runtime, monitor):
+    pass
+"""
+
+
+def test_the_config_of_a_fork_is_its_subclass(tmp_path: Path) -> None:
+    fork = tmp_path / "fork.py"
+    fork.write_text(SCHEMAS.format(base="First"))
+    assert import_recipe(fork).schema.__name__ == "Second"
+    assert import_recipe(PRETRAIN).schema is Config
+    fork.write_text(SCHEMAS.format(base="Config"))
+    with pytest.raises(UserError, match="First and Second are both subclasses of Config"):
+        import_recipe(fork)
+    fork.write_text("train = 1\n")
+    del sys.modules[MODULE]
+    with pytest.raises(UserError, match="has no train"):
+        import_recipe(fork)
+    with pytest.raises(UserError, match="there is no such file"):
+        import_recipe(tmp_path / "none.py")

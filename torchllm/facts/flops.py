@@ -1,0 +1,282 @@
+"""Floating-point operations of a model and of a device: what MFU and HFU are made of. No torch.
+
+One multiply-add is two operations. Everything is per input token of a training step, forward and backward, unless it
+says otherwise. Shapes: D hidden, H heads, K key-value heads, Q head width, F feed-forward, V vocabulary, L blocks,
+S sequence.
+
+- Model FLOPs (`flops_per_token`): PaLM (arXiv 2204.02311, appendix B), 6 N + 12 L H Q S with N = all parameters, and
+  the window for S where there is one. Of experts N has those that a token uses (`active_parameter_count`). They do not
+  depend on how the step is computed, so two layouts compare by MFU = tokens/s * model FLOPs / peak.
+- `flops_per_token(pairs=...)`: the same with the attention that causal mask, window and document mask leave.
+- HFU adds `recomputed_flops_per_token`.
+- `executed_flops_per_token`: the matrix products that really run. It lacks what N counts though it multiplies nothing:
+  the embedding's look-up, norms, biases.
+"""
+
+import math
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from torchllm.config import SCHEDULES, Lora, Model, Parallel, Recompute, Training
+from torchllm.facts.shapes import block_shapes, parameter_shapes
+
+WITHOUT_LORA = Lora()
+"""all weights are trained"""
+
+
+class Matrices(NamedTuple):
+    """Numbers of elements in the weight matrices that one token is multiplied with in a block."""
+
+    attention: int
+    """q, k, v and output projection"""
+    ffn: int
+    """feed-forward layer; with experts the router, the experts that a token uses, and the shared ones"""
+    down: int
+    """the block's last product, included in `ffn`, if no gradient needs its result: output projection of the
+    feed-forward layer; 0 with experts, whose weighted sum needs it"""
+
+
+@lru_cache(maxsize=1024)
+def matrices(model: Model, layer: int) -> Matrices:
+    """Return the sizes of a block's weight matrices that a token is multiplied with. layer: its index."""
+    sizes = product_sizes(model, layer)
+    return Matrices(
+        attention=sum(sizes[:4]),
+        ffn=sum(sizes[4:]),
+        down=0 if model.is_sparse(layer) else sizes[-1],
+    )
+
+
+def head_size(model: Model) -> int:
+    """Return the elements of the output projection; when tied, the embedding is the same matrix."""
+    return model.vocab_rows * model.hidden
+
+
+def product_sizes(model: Model, layer: int) -> list[int]:
+    """Return the sizes of the weight matrices of a block's products, in the order of their use. layer: its index.
+
+    q, k, v, o, then (gate,) up, down. With experts: router, gate of the shared ones, gate, up, down of the routed ones,
+    of which one product has the matrices that a token uses, and up, down of the shared ones.
+    """
+    q = model.hidden * model.heads * model.head_width
+    k = model.hidden * model.kv * model.head_width
+    attention = [q, k, k, q]
+    if not model.is_sparse(layer):
+        count = 3 if model.features.gated_ffn else 2
+        return [*attention, *[model.hidden * model.ffn] * count]
+    router = model.hidden * model.experts
+    expert = model.hidden * model.expert_width
+    routed = [model.top_k * expert] * 3
+    if not model.shared_experts:
+        return [*attention, router, *routed]
+    shared = model.shared_experts * expert
+    return [*attention, router, shared, *routed, shared, shared]
+
+
+def half_of_products(model: Model, layer: int) -> int:
+    """Return the size of those of a block's matrices whose products recompute.mode selective_half computes again.
+
+    They are the first, third, fifth, ... The last product's result is needed again only by a norm after it, or by the
+    weighted sum of experts.
+    """
+    sizes = product_sizes(model, layer)
+    is_last_needed = model.norm_position == "after" or model.is_sparse(layer)
+    return sum(sizes[::2] if is_last_needed else sizes[:-1:2])
+
+
+@lru_cache(maxsize=1024)
+def parameter_count(model: Model) -> int:
+    """Return the number of parameters (N): both embedding matrices, a tied one once; norms, biases, positions."""
+    return sum(math.prod(shape) for shape in parameter_shapes(model).values())
+
+
+def active_parameter_count(model: Model) -> int:
+    """Return the number of parameters that one token uses: all, but of each block's experts top_k."""
+    sparse_blocks = sum(model.is_sparse(layer) for layer in range(model.layers))
+    expert = 3 * model.hidden * model.expert_width
+    return parameter_count(model) - sparse_blocks * (model.experts - model.top_k) * expert
+
+
+class MatrixShape(NamedTuple):
+    """Sizes of a weight matrix."""
+
+    outputs: int
+    inputs: int
+
+
+def target_shapes(model: Model) -> dict[str, MatrixShape]:
+    """Return the shapes of the matrices of a block that LoRA may update, by name. A model with experts has no LoRA."""
+    shapes = {}
+    for name, shape in block_shapes(model, layer=0).items():
+        layer = name.removesuffix(".weight")
+        if layer.endswith("_proj"):
+            shapes[layer.rpartition(".")[2]] = MatrixShape(*shape)
+    return shapes
+
+
+def update_parameter_count(model: Model, lora: Lora) -> int:
+    """Return the number of parameters of the low-rank updates: all that are trained; 0 without LoRA."""
+    if not lora.is_on:
+        return 0
+    shapes = target_shapes(model)
+    return model.layers * lora.rank * sum(sum(shapes[target]) for target in lora.targets)
+
+
+def causal_pairs(lengths: Iterable[int], window: int = 0) -> int:
+    """Count the (query, key) pairs that a causal mask leaves in documents of these lengths, in tokens.
+
+    window: a token sees so many tokens, itself the last of them; 0: all before it.
+    """
+    pairs = 0
+    for length in lengths:
+        reach = min(window or length, length)
+        pairs += reach * (reach + 1) // 2  # of the first tokens, which see one token more each
+        pairs += (length - reach) * reach
+    return pairs
+
+
+def flops_per_token(model: Model, sequence_length: int, pairs: float | None = None, lora: Lora = WITHOUT_LORA) -> float:
+    """Return the model FLOPs of one token (PaLM, appendix B), N being the parameters that it uses.
+
+    pairs: keys that a query sees, on average; None: all S of them, as PaLM counts, or a whole window.
+    With LoRA frozen weights have no gradient, which is a third of their operations: 4 N + 6 n, n being the parameters
+    of the updates.
+    """
+    keys = model.window_within(sequence_length) if pairs is None else pairs
+    attention = 12 * model.layers * model.heads * model.head_width * keys
+    if lora.is_on:
+        return 4 * active_parameter_count(model) + 6 * update_parameter_count(model, lora) + attention
+    return 6 * active_parameter_count(model) + attention
+
+
+def forward_flops_per_token(model: Model, sequence_length: int) -> int:
+    """Return the FLOPs of one token's forward pass as it runs, attention unmasked but for a window.
+
+    The backward pass is twice that.
+    """
+    blocks = sum(block_flops(model, layer, sequence_length) for layer in range(model.layers))
+    return blocks + 2 * head_size(model)
+
+
+def block_flops(model: Model, layer: int, sequence_length: int) -> int:
+    """Return the FLOPs of one token's forward pass in a block, by its index; attention is unmasked but for a window."""
+    sizes = matrices(model, layer)
+    return 2 * (sizes.attention + sizes.ffn) + attention_flops(model, sequence_length)
+
+
+def attention_flops(model: Model, sequence_length: int) -> int:
+    """Return the FLOPs of one token's scores in a block, and of their product with the values."""
+    return 4 * model.heads * model.head_width * model.window_within(sequence_length)
+
+
+def recomputes_logits(training: Training, parallel: Parallel) -> bool:
+    """Return whether the backward pass computes the logits again, instead of the forward pass all their gradients.
+
+    It does with training.loss_chunk under pipeline schedules that split the backward pass, or run the forward passes of
+    all micro batches first.
+    """
+    if not training.loss_chunk or parallel.pp == 1:
+        return False
+    return SCHEDULES[parallel.schedule].splits_backward or parallel.schedule in ("GPipe", "LoopedBFS")
+
+
+def recomputed_flops_per_token(
+    model: Model, recompute: Recompute, sequence_length: int, has_logits_again: bool = False
+) -> int:
+    """Return the FLOPs of the matrix products that the backward pass runs a second time.
+
+    has_logits_again: the output projection too (`recomputes_logits`). torch ends a recomputation at the last tensor
+    that it needs, so the last product of whatever is recomputed at once (always a down projection) is not among them,
+    unless a norm after it (`norm_position`) or the weighted sum of experts needs its result; nor, for every mode, is
+    what fused attention kernels recompute inside their backward (no published HFU counts it).
+    """
+    layers = range(model.layers)
+    sizes = [matrices(model, layer) for layer in layers]
+    blocks = [block_flops(model, layer, sequence_length) for layer in layers]
+    last = [0 if model.norm_position == "after" else 2 * size.down for size in sizes]
+    interval = recompute_interval(recompute, model.layers)
+    match recompute.mode:
+        case "none" | "selective":
+            recomputed = 0
+        case "full":
+            recomputed = sum(blocks) - sum(last)
+        case "segment":
+            ends = [min(start + interval, model.layers) - 1 for start in layers[::interval]]
+            recomputed = sum(blocks) - sum(last[end] for end in ends)
+        case "every_k":
+            recomputed = sum(blocks[::interval]) - sum(last[::interval])
+        case "ffn":
+            recomputed = sum(2 * (size.ffn - size.down) for size in sizes)
+        case "selective_half":
+            recomputed = sum(2 * half_of_products(model, layer) for layer in layers)
+    return recomputed + (2 * head_size(model) if has_logits_again else 0)
+
+
+def recompute_interval(recompute: Recompute, layers: int) -> int:
+    """Return `recompute.k` with its default filled in."""
+    if recompute.k:
+        return recompute.k
+    return 2 if recompute.mode == "every_k" else round(math.sqrt(layers))
+
+
+def executed_flops_per_token(model: Model, recompute: Recompute, sequence_length: int) -> int:
+    """Return the FLOPs that a training step runs: forward, backward and what is recomputed; attention unmasked."""
+    recomputed = recomputed_flops_per_token(model, recompute, sequence_length)
+    return 3 * forward_flops_per_token(model, sequence_length) + recomputed
+
+
+class DevicePeak(NamedTuple):
+    """Dense matrix-product peak of one kind of GPU, in TFLOP/s."""
+
+    name: str
+    """regular expression of the whole device name, without NVIDIA and GeForce"""
+    bfloat16: float
+    """rate with float32 accumulation"""
+    tf32: float
+    float8: float
+    """rate with float32 accumulation; 0: the chip has no unit for it"""
+    source: str
+    """data sheet or white paper that gives the rates"""
+
+
+# FOOTGUN: data sheets print the figure with 2:4 sparsity, twice the dense one that is here. Names are matched whole: an
+# H100 PCIe is not an H100, a laptop's or a MIG slice's peak is not the card's, an A100 of 64 GB is another chip.
+DEVICE_PEAKS = (
+    DevicePeak(r"A100-(SXM4?|PCIE)-[48]0GB|A100 80GB PCIe", 312, 156, 0, "NVIDIA A100 data sheet"),
+    DevicePeak(r"A800-SXM4-80GB|A800 80GB PCIe", 312, 156, 0, "NVIDIA A800 data sheet"),
+    DevicePeak(r"A40", 149.7, 74.8, 0, "NVIDIA A40 data sheet"),
+    DevicePeak(r"A10", 125, 62.5, 0, "NVIDIA A10 data sheet"),
+    DevicePeak(r"A10G", 70, 35, 0, "NVIDIA A10G data sheet (AWS)"),
+    DevicePeak(r"H100 80GB HBM3", 989.5, 494.5, 1979, "NVIDIA H100 data sheet, SXM"),
+    DevicePeak(r"H100 PCIe", 756.5, 378, 1513, "NVIDIA H100 data sheet of 2022, PCIe"),
+    DevicePeak(r"H100 NVL", 835.5, 417.5, 1671, "NVIDIA H100 data sheet, NVL, one GPU"),
+    DevicePeak(r"H800", 989.5, 494.5, 1979, "NVIDIA H800 data sheet, SXM"),
+    DevicePeak(r"H200", 989.5, 494.5, 1979, "NVIDIA H200 data sheet, SXM"),
+    DevicePeak(r"H200 NVL", 835.5, 417.5, 1671, "NVIDIA H200 data sheet, NVL"),
+    DevicePeak(r"GH200 (480|144G)\w*( HBM3e)?", 989.5, 494.5, 1979, "NVIDIA GH200 data sheet"),
+    DevicePeak(r"B200", 2250, 1125, 4500, "NVIDIA HGX B200 data sheet, an eighth"),
+    DevicePeak(r"GB200", 2500, 1250, 5000, "NVIDIA GB200 NVL72 data sheet, one GPU"),
+    DevicePeak(r"L4", 121, 60, 242.5, "NVIDIA L4 data sheet"),
+    DevicePeak(r"L40", 181, 90.5, 362, "NVIDIA L40 data sheet"),
+    DevicePeak(r"L40S", 362, 183, 733, "NVIDIA L40S data sheet"),
+    DevicePeak(r"RTX A6000", 154.8, 77.4, 0, "NVIDIA RTX A6000 data sheet"),
+    DevicePeak(r"RTX 6000 Ada Generation", 364.2, 182.1, 728.5, "NVIDIA Ada architecture white paper, appendix"),
+    DevicePeak(r"RTX 3090", 71.2, 35.6, 0, "NVIDIA Ampere GA102 white paper, appendix A"),
+    DevicePeak(r"RTX 4090", 165.2, 82.6, 330.3, "NVIDIA Ada architecture white paper, appendix A"),
+    DevicePeak(r"RTX 5090", 209.5, 104.8, 419, "NVIDIA RTX Blackwell architecture white paper, appendix A"),
+)
+
+
+def device_peak_flops(name: str, precision: Literal["bfloat16", "tf32", "float8"]) -> float | None:
+    """Return the dense peak of a GPU in FLOP/s by its driver's name for it.
+
+    None if it is not in `DEVICE_PEAKS`, or has no unit for that precision.
+    """
+    bare = re.sub(r"^(NVIDIA )?(GeForce )?", "", name.strip())
+    for peak in DEVICE_PEAKS:
+        if re.fullmatch(peak.name, bare, re.IGNORECASE):
+            teraflops: float = getattr(peak, precision)
+            return teraflops * 1e12 or None
+    return None

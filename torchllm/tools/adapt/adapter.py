@@ -1,0 +1,68 @@
+"""What a run changes in its own config at a checkpoint; weights and samples stay the same.
+
+    ranks wait for data           one more worker per rank (`data.workers`)
+    stages take unequal times     another split of the blocks (`parallel.rebalance`, `torchllm/tools/adapt/balance.py`)
+
+All ranks decide the same, from figures that all of them have.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torchllm.config import Config
+from torchllm.facts.flops import block_flops
+from torchllm.facts.stages import balanced_split, end_costs
+from torchllm.tools.adapt.balance import Costs, Rebalancer
+from torchllm.tools.watch.bottlenecks import DataWait, ForwardTimes
+from torchllm.tools.watch.monitor import Bottlenecks, Change
+
+MAX_WORKERS = 8
+
+
+class Adapter:
+    """Decides for a run, and remembers the splits that it has tried."""
+
+    def __init__(self) -> None:
+        self.rebalancer = Rebalancer()
+
+    def change(self, config: Config, bottlenecks: Bottlenecks) -> Change | None:
+        """Return the config to go on with and the reasons, or None where nothing would help."""
+        reasons = []
+        changed = config
+        if bottlenecks.data_wait is not None and config.data.workers < MAX_WORKERS:
+            changed, reason = with_another_worker(changed, bottlenecks.data_wait)
+            reasons.append(reason)
+        if bottlenecks.stage_times is not None:
+            rebalanced = with_next_split(changed, bottlenecks.stage_times, self.rebalancer)
+            if rebalanced is not None:
+                changed, reason = rebalanced
+                reasons.append(reason)
+        if not reasons:
+            return None
+        # A run may have begun at a checkpoint that its config names; it goes on from the one just written.
+        changed = replace(changed, checkpoint=replace(config.checkpoint, resume="auto"))
+        return Change(changed, ", ".join(reasons))
+
+
+def with_another_worker(config: Config, data_wait: DataWait) -> Change:
+    """Return the config with one more process that reads data for each rank."""
+    workers = config.data.workers + 1
+    reason = f"rank {data_wait.rank} waits {data_wait.share:.0%} of its time for data, so data.workers = {workers}"
+    return Change(replace(config, data=replace(config.data, workers=workers)), reason)
+
+
+def with_next_split(config: Config, times: ForwardTimes, rebalancer: Rebalancer) -> Change | None:
+    """Return the config with the next split of the blocks that the measured times ask for; None: keep the split."""
+    length = config.training.sequence_length
+    split = balanced_split(config.model, config.parallel, length)
+    embedding, head = end_costs(config.model)
+    blocks = [block_flops(config.model, layer, length) for layer in range(config.model.layers)]
+    following = rebalancer.next_split(split, times, Costs(embedding, blocks, head))
+    if following is None:
+        return None
+    reason = f"stages of {_text(following)} blocks instead of {_text(split)}"
+    return Change(replace(config, parallel=replace(config.parallel, split=following)), reason)
+
+
+def _text(split: Sequence[int]) -> str:
+    return "+".join(str(blocks) for blocks in split)

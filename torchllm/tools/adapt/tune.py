@@ -1,0 +1,128 @@
+"""`[parallel] layout = "tune"`: measures the planner's best layouts for a few steps each; the fastest trains.
+
+All in one launch: each layout is built as the run would build it, takes `STEPS` steps of random tokens, and is taken
+down again. The times are kept in tuned.json of the cache folder, by model, batch, machine and versions: the next run
+measures nothing. A layout that ended a job before it had a time (out of memory) is not tried again.
+"""
+
+import hashlib
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from torchllm.config import Config
+from torchllm.config.errors import UserError
+from torchllm.parallel.mesh import build_mesh, destroy_mesh
+from torchllm.runtime.process import Runtime
+from torchllm.tools.adapt.trial import build_trial, synthetic_batches
+from torchllm.tools.planner.search.layouts import layout_of
+
+log = logging.getLogger("torchllm")
+
+C = TypeVar("C", bound=Config)
+STEPS = 4
+"""of each layout; the first is not counted"""
+
+
+def fastest(configs: Sequence[C], runtime: Runtime, cache: Path) -> C:
+    """Return the config whose steps are fastest here, of several that differ in their layouts.
+
+    cache: folder of the times measured before; rank 0's count. UserError if none could be measured.
+    """
+    if len(configs) == 1:
+        return configs[0]
+    times = LayoutTimes(cache, configs[0], runtime)
+    for config in configs:
+        layout = layout_of(config).text()
+        if layout in times.seconds:
+            log.info("tune: %.4g s per step, measured before: %s", times.seconds[layout], layout)
+            continue
+        times.write(layout, math.inf)  # so it stays if measuring ends the job
+        times.write(layout, measure(config, runtime))
+        log.info("tune: %.4g s per step: %s", times.seconds[layout], layout)
+    best = min(configs, key=lambda config: times.seconds[layout_of(config).text()])
+    layout = layout_of(best).text()
+    if times.seconds[layout] == math.inf:
+        raise UserError(
+            f"parallel.layout: every proposed layout crashed earlier (recorded in {times.file}); delete that file to "
+            "try again"
+        )
+    log.info("tune: the fastest of %d is %s", len(configs), layout)
+    return best
+
+
+def measure(config: Config, runtime: Runtime) -> float:
+    """Return the seconds of a step of this layout: the median, on the slowest rank."""
+    device = runtime.device
+    mesh = build_mesh(config.parallel, device)
+    step = build_trial(config, runtime, mesh).step
+    batches = synthetic_batches(config, mesh, device)
+    seconds = []
+    for n in range(1, STEPS + 1):
+        runtime.barrier()
+        start = time.perf_counter()
+        float(step(n, batches).loss)  # waits for the device
+        seconds.append(time.perf_counter() - start)
+    slowest = torch.tensor(median(seconds[1:]), dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=runtime.host_group)
+    del step
+    destroy_mesh(mesh)
+    runtime.release_memory()
+    return float(slowest)
+
+
+class LayoutTimes:
+    """Times of layouts of one model on one machine, from and to a file; every rank has rank 0's."""
+
+    def __init__(self, cache: Path, config: Config, runtime: Runtime) -> None:
+        self.file = cache / "tuned.json"
+        self.is_main = runtime.is_main
+        self.job = job_key(config, runtime)
+        tables: list[Any] = [self._read()]
+        dist.broadcast_object_list(tables, src=0, group=runtime.host_group)
+        self.seconds: dict[str, float] = tables[0].get(self.job, {})
+        """of a step, by layout; infinite for a layout that ended a job"""
+
+    def write(self, layout: str, seconds: float) -> None:
+        """Set the time of a layout, on disk at once."""
+        self.seconds[layout] = seconds
+        if not self.is_main:
+            return
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.file.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(self._read() | {self.job: self.seconds}, indent=1) + "\n")
+        temporary.replace(self.file)
+
+    def _read(self) -> dict[str, Any]:
+        """Return the file's times by job; none if it is missing or damaged."""
+        try:
+            table = json.loads(self.file.read_text())
+        except (OSError, ValueError):
+            return {}
+        return table if isinstance(table, dict) else {}
+
+
+def job_key(config: Config, runtime: Runtime) -> str:
+    """Return a name for what the time of a layout depends on, beside the layout."""
+    device = torch.cuda.get_device_name() if runtime.device.type == "cuda" else f"CPU x {os.cpu_count()}"
+    # The micro batch is part of the layout; a time does not depend on how long the run is.
+    training = asdict(config.training) | {"steps": 0, "micro_batch_size": 0}
+    parts = (
+        asdict(config.model),
+        training,
+        asdict(config.compile),
+        runtime.world_size,
+        device,
+        torch.__version__,
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -1,0 +1,196 @@
+"""The dry run: traces every distinct kind of rank of a layout, puts its whole step together, and prints a report.
+
+Ranks with the same pipeline rank differ only in the data that they read, so the first stands for all. Pipeline ranks
+are of one kind if their stages have the same blocks and ends. They still hold different numbers of micro batches, so
+the step of each is put together, and for each kind the rank with the highest peak is shown.
+"""
+
+import logging
+import multiprocessing
+import signal
+from dataclasses import replace
+from functools import cache, partial
+from itertools import accumulate, product
+from typing import NamedTuple
+
+import torch
+
+from torchllm.config import Config, Parallel, gradient_accumulation
+from torchllm.facts.flops import recompute_interval
+from torchllm.facts.stages import balanced_split, stage_of_rank
+from torchllm.parallel.mesh import build_mesh
+from torchllm.runtime.cores import usable_cores
+from torchllm.runtime.error_report import report_errors
+from torchllm.runtime.process import compute_dtype
+from torchllm.runtime.signs_of_life import signs_of_life
+from torchllm.tools.dry_run.replay import Key, ReplayedStep, Traced, action_keys, replay
+from torchllm.tools.dry_run.report import RankKind, Report, as_json, as_text
+from torchllm.tools.dry_run.trace import CPU, fake_ranks, trace, true_orders
+from torchllm.tools.planner.cluster import read_cluster
+
+log = logging.getLogger(__name__)
+
+LONGEST_PIPELINE = 7
+"""pipeline ranks to trace at most: enough for each kind of action of every schedule"""
+
+
+class TracePlan(NamedTuple):
+    """How the pipeline ranks of one kind are traced: by one of them, in a step of fewer ranks and micro batches."""
+
+    ranks: list[int]
+    """pipeline ranks of the kind"""
+    rank: int
+    """pipeline rank whose stages are built"""
+    micro_batches: int
+    """micro batches of the traced step"""
+    pp: int
+    """pipeline ranks of the traced step"""
+    traced_rank: int
+    """which of the `pp` ranks runs the stages"""
+
+
+def dry_run(config: Config) -> None:
+    """Print what every kind of rank would hold in memory and send. config: resolved, for any number of ranks."""
+    report_errors()
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it silently
+    logging.getLogger("torchllm.parallel").setLevel(logging.WARNING)  # or it logs the techniques per kind of rank
+    with signs_of_life("dry run"):
+        report = examine(config)
+    print(as_json(report) if config.run.json else as_text(report))
+
+
+def examine(config: Config) -> Report:
+    """Return the report that `dry_run` prints. config: resolved."""
+    training, parallel = config.training, config.parallel
+    hardware = read_cluster(config.cluster.name, []) if config.cluster.name else None
+    has_gpu = torch.cuda.is_available() and config.run.device != "cpu"
+    gpu = hardware.is_gpu if hardware is not None else has_gpu
+    dtype = compute_dtype(training, torch.device("cuda" if gpu else "cpu"))
+    count = gradient_accumulation(training, parallel.data_ranks)
+    plans = [plan_trace(parallel, ranks, count) for ranks in rank_kinds(config)]
+    # Each trace has its own process: DTensor's caches hold process groups by name and would find those of another
+    # layout. It is forked from a server: a fork of a process that has computed with several threads may wait for them
+    # forever.
+    processes = multiprocessing.get_context("forkserver")
+    kinds = f"{len(plans)} kinds of rank" if len(plans) > 1 else "the only kind of rank"
+    log.info("tracing %s", kinds)
+    traces = []
+    with processes.Pool(min(len(plans), usable_cores()), maxtasksperchild=1) as pool:
+        for traced in pool.imap(partial(_trace, config, dtype, gpu), plans):
+            traces.append(traced)
+            if len(plans) > 1:
+                log.info("traced %d of %s", len(traces), kinds)
+    rank_reports = [_highest(parallel, plan, traced, count) for plan, traced in zip(plans, traces, strict=True)]
+    with fake_ranks(0, parallel.ranks):
+        mesh = build_mesh(parallel, CPU)
+        axes = list(mesh.axis_of_group.values())
+        return Report(config, dtype, gpu, tuple(mesh.world.shape), axes, hardware, count, rank_reports)
+
+
+def _trace(config: Config, dtype: torch.dtype, gpu: bool, plan: TracePlan) -> Traced:
+    return trace(config, dtype, plan.rank, plan.micro_batches, plan.pp, plan.traced_rank, gpu)
+
+
+class StageKind(NamedTuple):
+    """The properties in which stages may differ."""
+
+    first: bool
+    """whether it has the embedding"""
+    last: bool
+    """whether it has the head"""
+    recomputed: tuple[bool, ...]
+    """for each block, whether recompute.mode = "every_k" recomputes it"""
+    sparse: tuple[bool, ...]
+    """for each block, whether it has experts"""
+
+
+def rank_kinds(config: Config) -> list[list[int]]:
+    """Return lists of pipeline ranks; those in one list have stages of the same kinds."""
+    parallel = config.parallel
+    blocks: tuple[int, ...] = (0,)
+    if parallel.pp > 1:
+        blocks = balanced_split(config.model, parallel, config.training.sequence_length)
+    first_blocks = list(accumulate(blocks, initial=0))
+    every = recompute_interval(config.recompute, config.model.layers)
+
+    def kind_of_stage(stage: int) -> StageKind:
+        numbers = range(first_blocks[stage], first_blocks[stage + 1])
+        recomputed = tuple(config.recompute.mode == "every_k" and number % every == 0 for number in numbers)
+        sparse = tuple(config.model.is_sparse(number) for number in numbers)
+        return StageKind(stage == 0, stage == parallel.stages - 1, recomputed, sparse)
+
+    ranks_of_kind: dict[object, list[int]] = {}
+    for rank in range(parallel.pp):
+        stages = tuple(kind_of_stage(stage) for stage in stage_of_rank(parallel, rank))
+        # The ends of a pipeline send in one direction only, whatever stages they hold.
+        kind = _ends(rank, parallel.pp), stages
+        ranks_of_kind.setdefault(kind, []).append(rank)
+    return list(ranks_of_kind.values())
+
+
+def plan_trace(parallel: Parallel, ranks: list[int], micro_batches: int) -> TracePlan:
+    """Return the plan of fewest micro batches, then pipeline ranks, that has all actions of the first of `ranks`."""
+    needed = set(_keys(parallel, micro_batches, ranks[0]))
+    shortest = min(parallel.pp, 3)
+    longest = min(parallel.pp, LONGEST_PIPELINE)
+    for count, length in product(range(1, micro_batches), range(shortest, longest + 1)):
+        short = replace(parallel, pp=length, split=())
+        for traced_rank in range(length):
+            rank = _rank_like(ranks, parallel.pp, traced_rank, length)
+            if rank is None:
+                continue
+            try:
+                keys = set(_keys(short, count, traced_rank))
+            except ValueError:  # the schedule wants more micro batches
+                continue
+            if needed <= keys:
+                return TracePlan(ranks, rank, count, length, traced_rank)
+    return TracePlan(ranks, ranks[0], micro_batches, parallel.pp, ranks[0])
+
+
+def _rank_like(ranks: list[int], pp: int, traced_rank: int, length: int) -> int | None:
+    """Return the first of `ranks` that can be traced as rank `traced_rank` of a pipeline of `length` ranks, else None.
+
+    In the short pipeline it has at most as many ranks before it and after it as in the pipeline of `pp` ranks, and it
+    is an end of the one if it is the same end of the other.
+    """
+    for rank in ranks:
+        fits = 0 <= rank - traced_rank <= pp - length
+        if fits and _ends(rank, pp) == _ends(traced_rank, length):
+            return rank
+    return None
+
+
+def _ends(rank: int, pp: int) -> tuple[bool, bool]:
+    """Return whether a rank is the first of a pipeline, and whether it is the last."""
+    return rank == 0, rank == pp - 1
+
+
+@cache
+def _orders(parallel: Parallel, micro_batches: int) -> list[list[str]]:
+    with fake_ranks(0, parallel.pp):
+        return true_orders(parallel, micro_batches, None)
+
+
+def _keys(parallel: Parallel, micro_batches: int, rank: int) -> list[Key]:
+    return action_keys(_orders(parallel, micro_batches)[rank], stage_of_rank(parallel, rank))
+
+
+def _highest(parallel: Parallel, plan: TracePlan, traced: Traced, micro_batches: int) -> RankKind:
+    """Return the step with the highest peak among the ranks whose actions are all in the trace."""
+    steps: dict[int, ReplayedStep] = {}
+    for rank in plan.ranks:
+        order = _keys(parallel, micro_batches, rank)
+        if set(order) <= set(traced.keys):
+            steps[rank] = replay(traced, order, micro_batches)
+    rank = max(steps, key=lambda rank: sum(steps[rank].peak.values()))
+    step = steps[rank]
+    return RankKind(
+        pp_ranks=plan.ranks,
+        shown=rank,
+        memory=step.peak,
+        highest=step.highest,
+        sent=step.sent,
+        traced_micro_batches=traced.micro_batches,
+        traced_pp_ranks=plan.pp,
+    )

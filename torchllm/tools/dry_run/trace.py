@@ -1,0 +1,244 @@
+"""Runs one rank of any layout on fake tensors: a step of the library's own model, parallelisms, loss and optimizer.
+
+torch's fake process group stands for any number of other ranks; fake tensors have shapes but no values. The step runs
+twice and the second counts, because DTensor propagates shapes at the first use of each operation.
+
+A long pipeline is traced as a short one around this rank's own stages, and a step of many micro batches as one of few
+(`run.plan_trace`); `replay.py` puts the whole step together from it.
+"""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
+
+from torchllm.config import Compile, Config, Parallel
+from torchllm.data.batch import Batch
+from torchllm.facts.stages import stage_of_rank
+from torchllm.models.decoder import Decoder, build_model
+from torchllm.models.lora import apply_lora
+from torchllm.optim.average import WeightAverage
+from torchllm.optim.grad_norm import gradients
+from torchllm.optim.optimizer import build_optimizer
+from torchllm.optim.schedule import LearningRate
+from torchllm.parallel.expert import split_evenly
+from torchllm.parallel.initialize import materialize
+from torchllm.parallel.mesh import Mesh, build_mesh
+from torchllm.parallel.parallelize import parallelize
+from torchllm.parallel.pipeline import ForwardBackward, Pipeline, build_forward_backward
+from torchllm.runtime.torch_compat import FakeTensorMode, skip_pipeline_vote
+from torchllm.tools.dry_run.fused_norm import use_fused_norms
+from torchllm.tools.dry_run.memory import memory_per_micro_batch, saved_by_forwards, spans
+from torchllm.tools.dry_run.replay import Traced, action_keys
+from torchllm.tools.dry_run.tracker import Tracker
+from torchllm.tools.planner.schedules import flat, orders
+from torchllm.train.step import TrainStep
+
+CPU = torch.device("cpu")
+
+
+def traceable(config: Config) -> Config:
+    """Return the config without what fake tensors cannot run; `assumptions` in report.py tells the user."""
+    if config.model.attention in ("flash", "flex"):  # one needs its package, the other a compiler
+        config = replace(config, model=replace(config.model, attention="sdpa"))  # which keeps the same
+    return replace(config, compile=Compile(norm=False, block=False, loss=False))
+
+
+@contextmanager
+def fake_ranks(rank: int, ranks: int) -> Iterator[None]:
+    """Provide, within a `with` block, a process group of any size in which sending does nothing."""
+    dist.init_process_group("fake", rank=rank, world_size=ranks)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # FSDP takes the copy that a fake collective returns for a view
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def trace(
+    config: Config,
+    dtype: torch.dtype,
+    pp_rank: int,
+    micro_batches: int,
+    pp: int,
+    traced_rank: int,
+    gpu: bool = False,
+) -> Traced:
+    """Trace a step of the first of the ranks that hold the stages of `pp_rank`. config: resolved.
+
+    micro_batches: number in the traced step, at most as many as in a step of the config. pp: ranks of the traced
+    pipeline, at most as many as in the config. traced_rank: which of them holds the stages. gpu: hold what the kernels
+    of a GPU hold, where a CPU's hold more.
+    """
+    config, parallel, training = traceable(config), config.parallel, config.training
+    ranks, length = parallel.ranks, training.sequence_length
+    with fake_ranks(pp_rank * (ranks // parallel.pp), ranks):
+        mesh = build_mesh(parallel, CPU)
+        with torch.device("meta"):
+            model = build_model(config.model, training.loss_chunk, training.z_loss)
+        apply_lora(model, config.lora, dtype)
+        if gpu:
+            use_fused_norms(model)
+        stages = parallelize(model, mesh, parallel, config.recompute, config.compile, config.float8, dtype, length)
+        for stage in stages:
+            split_evenly(stage)
+        part = _part(mesh, parallel, pp, traced_rank) if pp < parallel.pp else (mesh, parallel)
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            return _trace(config, dtype, stages, mesh, part, micro_batches, fake)
+
+
+def _trace(
+    config: Config,
+    dtype: torch.dtype,
+    stages: list[Decoder],
+    mesh: Mesh,
+    part: tuple[Mesh, Parallel],
+    micro_batches: int,
+    fake: FakeTensorMode,
+) -> Traced:
+    training, (line, parallel) = config.training, part
+    materialize(stages, CPU)
+    optimizer = build_optimizer(stages, config.optimizer)
+    average = WeightAverage(stages, config.optimizer.ema_decay)
+    average.follow(optimizer)
+    tracker = Tracker(fake, mesh.axis_of_group | line.axis_of_group, line.pp.get_group().group_name)
+    fewer = replace(training, global_batch_size=training.micro_batch_size * mesh.data_size * micro_batches)
+    with tracker:
+        forward_backward = build_forward_backward(stages, line, parallel, fewer, dtype)
+        names_actions = False
+        if isinstance(forward_backward, Pipeline):
+            skip_pipeline_vote(forward_backward.schedule)
+            names_actions = isinstance(forward_backward.schedule, PipelineScheduleMulti)
+        for index, stage in enumerate(stages):
+            _watch(stage, index, tracker, columns=-(-config.model.vocab_rows // parallel.tp), marks=not names_actions)
+        rate = LearningRate(config.schedule, config.optimizer.learning_rate, training.steps)
+        step = TrainStep(stages, _Watched(forward_backward, tracker), optimizer, rate, mesh, fewer, CPU)
+        shape = (training.micro_batch_size, training.sequence_length // parallel.cp)
+        batches = [_batch(shape, config.data.document_mask) for _ in range(micro_batches)]
+        built = tracker.now
+        step(1, batches)
+        tracker.restart()
+        tracker.claim((p for stage in stages for p in stage.parameters()), "parameters")
+        tracker.claim((*_state(optimizer), *average.tensors.values()), "optimizer")
+        tracker.claim((x for batch in batches for x in batch if isinstance(x, Tensor)), "inputs")
+        tracker.mark("begin")
+        step(2, batches)
+    rank = line.pp.get_local_rank()
+    return Traced(
+        spans(tracker),
+        action_keys(true_orders(parallel, micro_batches, line.pp.get_group())[rank], stage_of_rank(parallel, rank)),
+        micro_batches,
+        memory_per_micro_batch(tracker, built, batches[0].tokens.nbytes, micro_batches),
+        saved_by_forwards(tracker),
+    )
+
+
+def true_orders(parallel: Parallel, micro_batches: int, group: dist.ProcessGroup | None) -> list[list[str]]:
+    """Return, for each pipeline rank, the names of its actions in a step, such as 2F0, in their order.
+
+    They are torch's own lists for schedules of which torch makes lists. group: that of the pipeline; None: all ranks.
+    """
+    schedule_class = get_schedule_class(parallel.schedule)
+    if parallel.pp == 1 or issubclass(schedule_class, PipelineScheduleSingle):
+        names_of_ranks = []
+        for order in orders(parallel, micro_batches):
+            names_of_ranks.append([f"{action.stage}{action.kind}" for action in flat(order)])
+        return names_of_ranks
+    like = torch.empty(1, requires_grad=True)
+    stages = [
+        PipelineStage(nn.Identity(), index, parallel.stages, CPU, input_args=like, output_args=like, group=group)
+        for index in stage_of_rank(parallel, dist.get_rank(group))
+    ]
+    schedule = schedule_class(stages, n_microbatches=micro_batches, scale_grads=False)
+    listed = schedule.pipeline_order_with_comms
+    return [[str(action) for action in listed[rank]] for rank in sorted(listed)]
+
+
+class _Watched:
+    """Runs forward and backward, then claims the gradients, which are complete, and marks the tail of the step."""
+
+    def __init__(self, inner: ForwardBackward, tracker: Tracker) -> None:
+        self.inner, self.tracker, self.stages = inner, tracker, inner.stages
+        self.loss_sum = inner.loss_sum
+
+    def __call__(self, batches: Sequence[Batch], scale: Tensor) -> Tensor:
+        loss = self.inner(batches, scale)
+        self.tracker.claim(gradients(self.stages), "gradients")
+        self.tracker.mark("tail")
+        return loss
+
+
+def _watch(stage: Decoder, position: int, tracker: Tracker, columns: int, marks: bool) -> None:
+    """Tell the tracker when a stage runs forward, and when its head makes logits.
+
+    columns: width of the logits. marks: whether to mark each forward and backward as an action.
+    """
+
+    begun: set[int] = set()  # forward passes whose backward has begun
+
+    def begin(module: nn.Module, args: Any) -> None:
+        if marks:
+            tracker.mark(f"{position}F")
+        tracker.begin_forward()
+
+    def end(module: nn.Module, args: Any, output: Tensor) -> None:
+        mark_backward(module, args, output)
+        tracker.end_forward()
+
+    def mark_backward(module: nn.Module, args: Any, output: Tensor) -> None:
+        number = tracker.window
+        if marks and number >= 0:  # not while recomputing
+            output.register_hook(lambda gradient: backward_begins(number))
+
+    def backward_begins(number: int) -> None:
+        if number not in begun:
+            begun.add(number)
+            tracker.mark(f"{position}B")
+
+    def head_at_work(width: int) -> None:
+        tracker.columns = width
+
+    def into_head(head: nn.Module, args: Any) -> None:
+        head_at_work(columns)
+        args[0].register_hook(lambda gradient: head_at_work(0))
+
+    def out_of_head(head: nn.Module, args: Any, output: Tensor) -> None:
+        head_at_work(0)
+        output.register_hook(lambda gradient: head_at_work(columns))
+
+    stage.register_forward_pre_hook(begin, prepend=True)
+    stage.register_forward_hook(end)
+    # Where the stage's result is its last module's, FSDP's hook on that gathers weights: be there before.
+    last = stage.lm_head if stage.lm_head is not None else list(stage.layers.values())[-1]
+    last.register_forward_hook(mark_backward, prepend=True)
+    if stage.lm_head is not None:
+        stage.lm_head.register_forward_pre_hook(into_head, prepend=True)
+        stage.lm_head.register_forward_hook(out_of_head)
+
+
+def _batch(shape: tuple[int, int], documents: bool) -> Batch:
+    """Return a micro batch of any content; its tensors are of `shape` (B, S / n), on one of n cp ranks."""
+    tokens, labels, positions, ids = (torch.empty(shape, dtype=torch.int64) for _ in range(4))
+    return Batch(tokens, labels, positions, ids if documents else None)
+
+
+def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Return the tensors of the optimizer's state."""
+    return (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+
+
+def _part(mesh: Mesh, parallel: Parallel, pp: int, traced_rank: int) -> tuple[Mesh, Parallel]:
+    """Return a pipeline of `pp` ranks in which this rank is number `traced_rank`; the choice of the others is free."""
+    ranks = dist.get_process_group_ranks(mesh.pp.get_group())
+    first = mesh.pp.get_local_rank() - traced_rank
+    line = DeviceMesh("cpu", ranks[first : first + pp], mesh_dim_names=mesh.pp.mesh_dim_names)
+    return replace(mesh, pp=line), replace(parallel, pp=pp, split=())

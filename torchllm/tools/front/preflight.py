@@ -1,0 +1,412 @@
+"""Find what is wrong with a run outside its config: files, folders and the checkpoint that it names. No torch.
+
+`torchllm.tools.front.start` calls it before any process is started. What only the network or the text itself can tell
+is listed as not checked. The libraries that read tokenizers and token shards are imported by the runs that have some.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchllm.checkpoint.manifest import CheckpointError, read_manifest, step_folders, step_of
+from torchllm.config import Config, Source
+from torchllm.config.checks import Problem
+from torchllm.config.errors import UserError
+from torchllm.config.inert import IN_PLACE_KINDS
+from torchllm.data.cache_root import cache_root
+from torchllm.data.error import DataError
+
+if TYPE_CHECKING:
+    from torchllm.checkpoint.index import TensorEntry
+    from torchllm.data.corpus import SequenceSource
+    from torchllm.data.tokenizer import Tokenizer
+
+BYTES_VOCAB = 258
+"""ids of data.tokenizer = "bytes" """
+NEW_FOLDERS = "runs"
+"""where a run without run.folder gets one"""
+WRITTEN = ("", "checkpoints", "tensorboard", "profile", "trackers")
+"""folders in a run folder, and itself, in which a run creates files"""
+
+
+@dataclass
+class Inspection:
+    """What was found before a start."""
+
+    problems: list[Problem] = field(default_factory=list)
+    """what would end the run"""
+    unchecked: list[str] = field(default_factory=list)
+    """what could not be looked at, and why"""
+
+    def report(self, key: str, message: str) -> None:
+        """Add a problem."""
+        self.problems.append(Problem(key, message))
+
+
+def inspect_training(config: Config) -> Inspection:
+    """Look at everything that a training run needs."""
+    inspection = Inspection()
+    _inspect_run_folder(config, inspection)
+    _inspect_trackers(config, inspection)
+    _inspect_named_checkpoint(config, inspection)
+    _inspect_initial_checkpoint(config, inspection)
+    _DataInspector(config, inspection).inspect()
+    return inspection
+
+
+def inspect_trained_run(config: Config) -> Inspection:
+    """Look at what a recipe needs that reads the weights of a run: a checkpoint and the tokenizer."""
+    inspection = Inspection()
+    resume = config.checkpoint.resume
+    root = Path(config.run.folder) / "checkpoints"
+    if resume not in ("auto", "none"):
+        _inspect_step_folder(Path(resume), inspection)
+    elif not step_folders(root):
+        inspection.report(
+            "run.folder", f"{root} holds no checkpoint; name a run folder's config.toml, or checkpoint.resume"
+        )
+    if config.data.tokenizer != "bytes":
+        _DataInspector(config, inspection).load_tokenizer()
+    if config.lora.is_on:
+        _inspect_frozen_weights(config, inspection)
+    return inspection
+
+
+def inspect_export(config: Config) -> Inspection:
+    """Look at what an export needs: besides weights and tokenizer a new folder, and a family that the model fits."""
+    inspection = inspect_trained_run(config)
+    folder = config.export.folder
+    if not folder:
+        inspection.report("export.folder", "is missing: name a new folder for the model, --export.folder=FOLDER")
+    elif os.path.lexists(folder):
+        inspection.report("export.folder", f"{folder!r} exists, and nothing is overwritten: name another folder")
+    elif reason := why_unwritable(Path(folder).absolute().parent):
+        inspection.report("export.folder", f"{folder!r} cannot be written: {reason}")
+    if config.export.adapter and config.export.average > 1:
+        inspection.report(
+            "export.average",
+            f"is {config.export.average}, but a mean of low-rank updates has another rank: set it to 1, or leave out "
+            "export.adapter, and the mean of the merged models is written",
+        )
+    _inspect_exported_model(config, inspection)
+    return inspection
+
+
+def inspect_evaluation(config: Config) -> Inspection:
+    """Look at what an evaluation needs: checkpoint and tokenizer; for tasks the harness, and what an export needs."""
+    inspection = inspect_trained_run(config)
+    if not config.evaluate.tasks:
+        return inspection
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        inspection.report("evaluate.tasks", "are evaluated on one device: start recipes/evaluate.py without a launcher")
+    if find_spec("lm_eval") is None:
+        inspection.report("evaluate.tasks", "need the package lm-eval: pip install 'torchllm[lm-eval]'")
+    for task in config.evaluate.tasks:
+        if os.path.isdir(task) and not list(Path(task).glob("*.yaml")):
+            inspection.report("evaluate.tasks", f"the folder {task!r} has no .yaml file")
+    if reason := why_unwritable(Path(config.run.folder)):
+        inspection.report("run.folder", f"{config.run.folder!r} cannot be written: {reason}")
+    _inspect_exported_model(config, inspection)
+    return inspection
+
+
+def _inspect_frozen_weights(config: Config, inspection: Inspection) -> None:
+    """Check that the weights are there which LoRA freezes and no checkpoint holds; download a published model's."""
+    from torchllm.tools.hub.hub import find_hub_model
+    from torchllm.tools.hub.safetensors_header import HubFileError
+
+    initial = config.checkpoint.initial
+    if initial and not Path(initial).is_dir():
+        inspection.report("checkpoint.initial", f"{initial!r} is no folder: the weights that LoRA froze are not there")
+    if config.model.from_hf:
+        try:
+            find_hub_model(config.model.from_hf, weights=True, may_download=True)
+        except HubFileError as error:
+            inspection.report("model.from_hf", f"the weights that LoRA froze are not there: {error}")
+
+
+def _inspect_exported_model(config: Config, inspection: Inspection) -> None:
+    """Check that a run has the checkpoints that are exported, and that a family of models has the form of its model."""
+    from torchllm.tools.hub.config_json import NoFamily, family_to_export
+    from torchllm.tools.hub.exported import checkpoints_to_export, published_origin
+
+    if inspection.problems:
+        return
+    try:
+        newest, *_ = checkpoints_to_export(config)
+        origin = published_origin(read_manifest(newest).record)
+        family_to_export(config.model, origin.model_type)
+    except CheckpointError as error:
+        inspection.report("export.average", str(error).removeprefix("export.average: "))
+    except NoFamily as error:
+        inspection.report("model.family", str(error))
+
+
+def why_unwritable(folder: Path) -> str:
+    """Return why no file can be created in a folder, or in the nearest one above it that exists; "" if one can.
+
+    It creates a file without a name: a permission says nothing about a read-only file system or a full one.
+    """
+    place = folder.absolute()
+    while not os.path.lexists(place) and place != place.parent:
+        place = place.parent
+    try:
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        return f"{place}: {error.strerror}"
+    return ""
+
+
+def _inspect_run_folder(config: Config, inspection: Inspection) -> None:
+    """Check that the run can write where it will."""
+    folder = Path(config.run.folder or NEW_FOLDERS)
+    for reason in dict.fromkeys(why_unwritable(folder / name) for name in WRITTEN):
+        if reason:
+            inspection.report("run.folder", f"{str(folder)!r} cannot be written: {reason}")
+    metrics = folder / "metrics.jsonl"
+    if metrics.exists() and not os.access(metrics, os.W_OK):
+        inspection.report("run.folder", f"{str(folder)!r} cannot be written: {metrics}: Permission denied")
+
+
+def _inspect_trackers(config: Config, inspection: Inspection) -> None:
+    """Check that the packages of the run's experiment trackers are installed."""
+    for name in config.metrics.trackers:
+        if find_spec(name) is None:
+            inspection.report(
+                f"metrics.{name}", f"the package {name} is missing: install the extra (pip install -e '.[{name}]')"
+            )
+
+
+def _inspect_named_checkpoint(config: Config, inspection: Inspection) -> None:
+    """Check the checkpoint to resume from, if the config names one; of "auto" a damaged one is passed over."""
+    resume = config.checkpoint.resume
+    if resume == "auto":
+        return
+    folders = step_folders(Path(config.run.folder or NEW_FOLDERS) / "checkpoints")
+    if resume == "none":
+        if folders:
+            inspection.report(
+                "checkpoint.resume", f'is "none", but {folders[0]} exists: use "auto", or another run.folder'
+            )
+        return
+    step = _inspect_step_folder(Path(resume), inspection)
+    if step is not None and folders and step_of(folders[0]) > step:
+        inspection.report(
+            "checkpoint.resume",
+            f"names step {step}, but {folders[0]} is newer and would be in the way: set another run.folder, or move "
+            "the newer ones away",
+        )
+
+
+def _inspect_step_folder(folder: Path, inspection: Inspection) -> int | None:
+    """Check manifest and file sizes of a checkpoint; return its step. None after a problem."""
+    from torchllm.checkpoint.verify import check_sizes  # imports numpy
+
+    try:
+        manifest = read_manifest(folder)
+        damages = check_sizes(folder, manifest)
+    except (CheckpointError, OSError) as error:
+        damages = [str(error)]
+    for damage in damages:
+        inspection.report("checkpoint.resume", damage)
+    return None if damages else manifest.step
+
+
+def _inspect_initial_checkpoint(config: Config, inspection: Inspection) -> None:
+    """Check the checkpoint whose weights a fresh run starts from, and that its model is the run's."""
+    initial = config.checkpoint.initial
+    is_resumed = config.checkpoint.resume != "none" and step_folders(Path(config.run.folder) / "checkpoints")
+    if not initial or (is_resumed and config.run.folder):
+        return
+    from torchllm.checkpoint.index import INDEX, parse_index  # imports numpy
+    from torchllm.checkpoint.verify import check_sizes
+    from torchllm.facts.shapes import parameter_shapes
+
+    folder = next(iter(step_folders(Path(initial) / "checkpoints")), Path(initial))
+    try:
+        manifest = read_manifest(folder)
+        damages = check_sizes(folder, manifest)
+        if not damages and manifest.format > 1:
+            stored = parse_index((folder / INDEX).read_bytes(), folder / INDEX).tensors
+            damages = _differing_shapes(parameter_shapes(config.model), stored)
+    except (CheckpointError, OSError) as error:
+        damages = [str(error)]
+    for damage in damages:
+        inspection.report("checkpoint.initial", damage)
+
+
+def _differing_shapes(shapes: Mapping[str, tuple[int, ...]], stored: "Mapping[str, TensorEntry]") -> list[str]:
+    """Return a line for each parameter of a model that a checkpoint lacks, or has in another shape."""
+    lines = []
+    for name, shape in shapes.items():
+        entry = stored.get(f"model.{name}")
+        if entry is None:
+            lines.append(f"{name}: missing in the checkpoint, {list(shape)} by [model]")
+        elif entry.grid.shape != shape:
+            lines.append(f"{name}: {list(entry.grid.shape)} in the checkpoint, {list(shape)} by [model]")
+    return lines
+
+
+class _DataInspector:
+    """Looks at tokenizer and sources of a run."""
+
+    def __init__(self, config: Config, inspection: Inspection) -> None:
+        self.config = config
+        self.data = config.data
+        self.inspection = inspection
+        has_random_tokens = any(source.kind == "synthetic" for source in config.data.sources)
+        self.held_out = None if has_random_tokens else 0
+        """held-out sequences of all sources; None: unknown, or of no matter"""
+
+    def inspect(self) -> None:
+        """Look at all that data.sources needs."""
+        sources = list(self._sources_of_text())
+        if not sources:
+            return
+        if self._is_python_itself(sources):
+            if self.config.model.vocab < BYTES_VOCAB:
+                self._report_vocab(BYTES_VOCAB)
+            return
+        tokenizer = self.load_tokenizer()
+        is_tokenized_here = any(source.kind != "tokens" for _, source in sources)
+        if tokenizer is not None and is_tokenized_here and tokenizer.vocab > self.config.model.vocab:
+            self._report_vocab(tokenizer.vocab)
+            tokenizer = None
+        for index, source in sources:
+            self._inspect_source(index, source, tokenizer)
+        if self.config.evaluate.interval and self.held_out == 0:
+            self.inspection.report(
+                "evaluate.interval",
+                "nothing is held out to evaluate on: raise data.validation_fraction, read more documents, or set it "
+                "to 0",
+            )
+
+    def load_tokenizer(self) -> "Tokenizer | None":
+        """Return data.tokenizer; None after a problem, or if none is needed."""
+        from torchllm.data.tokenizer import load_tokenizer
+
+        if not list(self._sources_of_text()):
+            return None
+        try:
+            return load_tokenizer(self.data.tokenizer, self.data.pattern)
+        except UserError as error:
+            self.inspection.report("data.tokenizer", str(error).removeprefix("data.tokenizer: "))
+        except Exception as error:  # of a library, or in a file beside the tokenizer's
+            self.inspection.report("data.tokenizer", f"{self.data.tokenizer} cannot be read: {error!r}")
+        return None
+
+    def _sources_of_text(self) -> Iterator[tuple[int, Source]]:
+        """Yield the sources of text or of its tokens, with their indices; a missing path is an error already."""
+        for index, source in enumerate(self.data.sources):
+            if source.path or source.kind == "stdlib":
+                yield index, source
+
+    def _is_python_itself(self, sources: list[tuple[int, Source]]) -> bool:
+        """Return whether no file of the data can be missing: the text is that of the Python that runs."""
+        is_stdlib = all(source.kind == "stdlib" for _, source in sources)
+        return is_stdlib and self.data.tokenizer == "bytes" and not why_unwritable(cache_root(self.data))
+
+    def _report_vocab(self, needed: int) -> None:
+        self.inspection.report(
+            "model.vocab",
+            f"{self.config.model.vocab} is less than the {needed} ids of data.tokenizer {self.data.tokenizer!r}: set "
+            f"it to {needed} or more",
+        )
+
+    def _inspect_source(self, index: int, source: Source, tokenizer: "Tokenizer | None") -> None:
+        """Look at a source. tokenizer None: it is missing, or of no use with this model."""
+        try:
+            if source.kind == "tokens":
+                self._inspect_shards(source, source.path, tokenizer)
+            elif source.kind in IN_PLACE_KINDS:
+                self._inspect_token_files(source, tokenizer)
+            else:
+                self._inspect_raw_source(index, source, tokenizer)
+        except (UserError, OSError) as error:
+            self.held_out = None
+            key, _, message = str(error).partition(": ")
+            is_of_source = key != "data.cache"
+            self.inspection.report(
+                f"data.sources.{index}.path" if is_of_source else key,
+                str(error).removeprefix("data.sources: ") if is_of_source else message,
+            )
+
+    def _inspect_shards(self, source: Source, folder: str, tokenizer: "Tokenizer | None") -> None:
+        """Look at a corpus of token shards, of which every file is asked for its size. Raises DataError."""
+        from torchllm.data.corpus import Corpus
+        from torchllm.tools.prepare.cache import open_source
+
+        corpus: SequenceSource = Corpus(folder)
+        if tokenizer is not None:
+            corpus = open_source(source, folder, self.data, tokenizer, self.config.model.vocab)
+        if isinstance(corpus, Corpus):
+            corpus.check()
+        self._count_sequences(source, corpus)
+
+    def _inspect_token_files(self, source: Source, tokenizer: "Tokenizer | None") -> None:
+        """Look at the token files of another program. Raises DataError."""
+        from torchllm.tools.prepare.cache import open_source
+        from torchllm.tools.prepare.in_place import describe_in_place
+
+        self._inspect_cache_folder()
+        if tokenizer is not None:
+            description = describe_in_place(source, self.data, self.config.model.vocab)
+            corpus = open_source(source, str(description), self.data, tokenizer, self.config.model.vocab)
+            self._count_sequences(source, corpus)
+
+    def _count_sequences(self, source: Source, corpus: "SequenceSource") -> None:
+        """Count what a corpus holds out. Raises UserError if it is too short to train on."""
+        length = self.config.training.sequence_length
+        if not corpus.count("train", length):
+            raise UserError(
+                f"{source.path or source.kind!r} is shorter than one sequence of training.sequence_length = {length} "
+                "tokens"
+            )
+        if self.held_out is not None:
+            self.held_out += corpus.count("validation", length)
+
+    def _inspect_raw_source(self, index: int, source: Source, tokenizer: "Tokenizer | None") -> None:
+        """Look at the files of a source that is tokenized when the run starts, or at its shards if it has been."""
+        from torchllm.tools.prepare.cache import cached_folder, is_cached, open_source, plan_corpus, refuse_large_source
+        from torchllm.tools.prepare.source_files import source_files
+
+        if source.kind == "hub":
+            self.held_out = None
+            self.inspection.unchecked.append(f"data.sources.{index} ({source.path}): the hub needs the network")
+            return
+        if tokenizer is None:
+            self.held_out = None
+            source_files(source)
+            return
+        plan = plan_corpus(
+            source,
+            self.data,
+            tokenizer,
+            self.config.model.vocab,
+            finetune=self.config.finetune,
+            sequence_length=self.config.training.sequence_length,
+        )
+        folder = cached_folder(self.data, plan)
+        if is_cached(folder):
+            with suppress(DataError):  # a damaged corpus in the cache is made again
+                corpus = open_source(source, str(folder), self.data, tokenizer, self.config.model.vocab)
+                self._count_sequences(source, corpus)
+                return
+        self.held_out = None
+        self._inspect_cache_folder()
+        refuse_large_source(plan, self.data)
+        if source.kind != "stdlib":
+            self.inspection.unchecked.append(
+                f"data.sources.{index} ({source.path}): its text is read when the run starts"
+            )
+
+    def _inspect_cache_folder(self) -> None:
+        """Check that the folder for tokenized text can be written."""
+        folder = cache_root(self.data)
+        if reason := why_unwritable(folder):
+            self.inspection.report("data.cache", f"{str(folder)!r} cannot be written: {reason}")

@@ -1,0 +1,180 @@
+"""Low-rank updates (LoRA) outside of a run: as the package peft reads them, or merged into the weights.
+
+peft finds an update by the name of the module that it changes. A name that it does not find is no error there, only a
+warning, and the update is left out: so names come from the table that the weights are exported by.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchllm.checkpoint.manifest import CheckpointError, Manifest, step_folder
+from torchllm.checkpoint.state import parts_of
+from torchllm.config import Config, Lora, Model
+from torchllm.config.changes import check_frozen_weights
+from torchllm.facts.parameters import is_low_rank_factor
+from torchllm.facts.shapes import parameter_shapes
+from torchllm.models.lora import merge_update
+from torchllm.parallel.initialize import fill
+from torchllm.tools.hub.by_key import WeightReader, Weights
+from torchllm.tools.hub.family import HubFamily, StoredPart, StoredTensor
+from torchllm.tools.hub.hf_reader import ReadTotals, fill_part
+from torchllm.tools.hub.hf_writer import write_json, write_safetensors
+from torchllm.tools.hub.hub import find_hub_model, is_hub_id
+from torchllm.tools.hub.initial import HubWeights, check_same_source
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+PEFT_PREFIX = "base_model.model."
+"""what peft puts before a name of transformers; with another prefix it leaves an update out, without an exception"""
+
+
+class SeededWeights:
+    """The weights that a run with random initial weights freezes: they are computed from its seed."""
+
+    def __init__(self, model: Model, seed: int) -> None:
+        self.model = model
+        self.seed = seed
+        self.shapes = parameter_shapes(model)
+
+    def read(self, name: str) -> Tensor:
+        """Return the initial value of a parameter, float32."""
+        weight = torch.empty(self.shapes[name])
+        fill(weight, name, self.model, self.seed)
+        return weight
+
+
+class PublishedWeights:
+    """The weights that a run of a published model freezes."""
+
+    def __init__(self, model: Model, seed: int, recorded: Mapping[str, Any] | None) -> None:
+        """Open the files of `model.from_hf`. recorded: what a checkpoint of the run remembers of them.
+
+        Raises HubFileError if they are not there, CheckpointError if they do not fit or are not the recorded ones.
+        """
+        folder = find_hub_model(model.from_hf, weights=True, may_download=False).folder
+        weights = HubWeights(model)
+        config, self.files = weights.open(folder)
+        check_same_source(weights.key, weights.record(config, self.files), recorded)
+        self.family = self.files.family
+        self.published_shapes = parameter_shapes(replace(config.model, tied_embeddings=False))
+        self.seeded = SeededWeights(model, seed)
+
+    def read(self, name: str) -> Tensor:
+        """Return a parameter, float32; its rows that the files lack are random."""
+        tensors = self.family.tensors_of(name, self.published_shapes)
+        shape = self.seeded.shapes[name]  # of the run: its embedding may have more rows
+        # Random numbers take longer than reading, so they are drawn only where some of them stay.
+        is_padded = shape != self.published_shapes[name]
+        weight = self.seeded.read(name) if is_padded else torch.empty(shape)
+        fill_part(self.files, tensors, name, parts_of({name: weight})[name], ReadTotals())
+        return weight
+
+
+def frozen_weights(config: Config, manifest: Manifest) -> Weights:
+    """Return the weights that LoRA freezes in a run, by name: published ones, another run's, or random ones.
+
+    manifest: of a checkpoint of the run, which says the step of that other run. Raises CheckpointError if it is gone,
+    and CheckpointError or UserError if the frozen weights are not those of the checkpoint.
+    """
+    check_frozen_weights(manifest.record, config)
+    if config.checkpoint.initial:
+        folder = Path(config.checkpoint.initial)
+        in_run = step_folder(folder / "checkpoints", manifest.record["initial"]["step"])
+        return WeightReader(in_run if in_run.exists() else folder)
+    if config.model.from_hf:
+        return PublishedWeights(config.model, config.run.seed, manifest.record.get("initial"))
+    return SeededWeights(config.model, config.run.seed)
+
+
+class MergedWeights:
+    """Frozen weights with their updates merged in, one at a time: W + alpha / r * B A."""
+
+    def __init__(self, frozen: Weights, updates: dict[str, Tensor], lora: Lora) -> None:
+        """Read from `frozen`; updates: what `read_updates` returns."""
+        self.frozen = frozen
+        self.updates = updates
+        self.lora = lora
+
+    def read(self, name: str) -> Tensor:
+        """Return a weight of the model that was trained, in the type of the frozen one."""
+        weight = self.frozen.read(name)
+        layer = name.removesuffix(".weight")
+        a = self.updates.get(f"{layer}.lora_A.weight")
+        if a is None:
+            return weight
+        return merge_update(weight, a, self.updates[f"{layer}.lora_B.weight"], self.lora.scale)
+
+
+def model_weights(config: Config, checkpoint: WeightReader) -> Weights:
+    """Return the weights of the model that a checkpoint of a run is of; with LoRA, its updates are merged in.
+
+    Raises what `frozen_weights` and `read_updates` do.
+    """
+    if not config.lora.is_on:
+        return checkpoint
+    return MergedWeights(frozen_weights(config, checkpoint.manifest), read_updates(checkpoint), config.lora)
+
+
+def read_updates(checkpoint: WeightReader) -> dict[str, Tensor]:
+    """Return the factors of all low-rank updates of a checkpoint, by canonical name, verified.
+
+    They are held whole: a hundredth of the model. Raises DamagedCheckpoint if a bit of them is not what was written,
+    CheckpointError if it holds none.
+    """
+    names = [name for name in checkpoint.entries if is_low_rank_factor(name)]
+    if not names:
+        raise CheckpointError(
+            f"{checkpoint.folder}: holds no low-rank updates: it is of a run without LoRA (lora.rank), or it has no "
+            "moving average"
+        )
+    return {name: checkpoint.read(name) for name in names}
+
+
+def write_adapter(
+    folder: Path,
+    model: Model,
+    lora: Lora,
+    family: HubFamily,
+    updates: Mapping[str, Tensor],
+    base: str,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Write low-rank updates into a folder that exists, as `peft.PeftModel.from_pretrained` reads them.
+
+    family: as which the model that they belong to is published. base: its folder or hub id; may be empty, for a user of
+    the adapter names the model too. Raises UnmappedParameter if the family has no matrix for one of them, and OSError.
+    """
+    shapes = parameter_shapes(model)
+    tensors = []
+    for name, factor in updates.items():
+        layer, letter = name.removesuffix(".weight").rsplit(".", 1)
+        (stored,) = family.tensors_of(f"{layer}.weight", shapes)
+        matrix = stored.key.removesuffix(".weight")
+        part = StoredPart(name, first_row=0, rows=len(factor))
+        tensors.append(StoredTensor(f"{PEFT_PREFIX}{matrix}.{letter}.weight", tuple(factor.shape), False, (part,)))
+    write_safetensors(folder / ADAPTER_WEIGHTS, tensors, lambda tensor: updates[tensor.parts[0].name], dtype)
+    write_json(folder / ADAPTER_CONFIG, adapter_config(lora, base))
+
+
+def adapter_config(lora: Lora, base: str) -> dict[str, Any]:
+    """Return the content of adapter_config.json."""
+    name, _, revision = base.partition("@") if is_hub_id(base) else (base, "", "")
+    return {
+        "base_model_name_or_path": name,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "peft_type": "LORA",
+        "r": lora.rank,
+        "revision": revision or None,
+        "target_modules": sorted(lora.targets),
+        "task_type": "CAUSAL_LM",
+        "use_rslora": False,
+    }

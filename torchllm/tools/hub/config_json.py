@@ -1,0 +1,472 @@
+"""config.json -> the keys of [model], and back. No torch.
+
+read = read_config_json(fields)         values of [model], what the weights fix, all problems at once
+fields = write_config_json(model, family)       every field, in the spelling of transformers 4 and 5
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from torchllm.config import Model
+from torchllm.config.errors import UserError
+from torchllm.config.read import Fault, read_table
+from torchllm.tools.hub.family import ConfigField, HubFamily, RequiredField, UnmappedParameter
+from torchllm.tools.hub.registry import HUB_FAMILIES, UNSUPPORTED_TYPES
+from torchllm.tools.hub.rope import (
+    FRACTION,
+    ORIGINAL_LENGTH,
+    RopeError,
+    read_rope,
+    read_rotary_fraction,
+    unknown_rope_fields,
+    write_rope,
+)
+
+ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters", ORIGINAL_LENGTH)
+SPARSE_STEP_FIELDS = ("decoder_sparse_step", "mlp_only_layers")
+ATTENTION_KINDS = ("full_attention", "sliding_attention")
+"""entries of layer_types"""
+WINDOW_FIELDS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+UNUSED_FIELDS = {
+    "_attn_implementation",
+    "_attn_implementation_internal",
+    "_commit_hash",
+    "_experts_implementation",
+    "_experts_implementation_internal",
+    "_name_or_path",
+    "_output_attentions",
+    "architectures",
+    "attention_dropout",
+    "attn_implementation",
+    "base_model_ep_plan",
+    "base_model_fsdp_plan",
+    "base_model_pp_plan",
+    "base_model_tp_plan",
+    "bos_token_id",
+    "chunk_size_feed_forward",
+    "dtype",
+    "eos_token_id",
+    "experts_implementation",
+    "finetuning_task",
+    "gradient_checkpointing",
+    "id2label",
+    "ignore_keys_at_rope_validation",
+    "is_decoder",
+    "label2id",
+    "model_type",
+    "mtp_layer_types",
+    "name_or_path",
+    "num_labels",
+    "output_attentions",
+    "output_cross_attentions",
+    "output_hidden_states",
+    "pad_token_id",
+    "problem_type",
+    "return_dict",
+    "torch_dtype",
+    "transformers.js_config",
+    "transformers_version",
+    "use_cache",
+    "vision_aspect_ratio",
+    "vision_feature_layer",
+    "vision_feature_select_strategy",
+}
+"""fields of any config.json that do not change the weights or what is computed with them"""
+BASE_FIELDS = (
+    RequiredField("is_causal", (None, True), "attention to later tokens"),
+    RequiredField("is_encoder_decoder", (False, None), "an encoder"),
+    RequiredField("attention_chunk_size", (None,), "attention within chunks"),
+    RequiredField("kv_sharing_modes", (None,), "keys and values that several blocks share"),
+    RequiredField("per_layer_config", (None, {}), "blocks of several forms"),
+    *(RequiredField(name, (None,), "a model within the model") for name in ("decoder", "generator", "text_config")),
+    *(
+        RequiredField(name, (None,), "an attribute of transformers' classes, not of a model")
+        for name in (
+            "_heterogeneity_spec",
+            "_rope_type_labels",
+            "default_rope_type",
+            "default_theta",
+            "is_heterogeneous",
+            "sub_configs",
+            "sub_configs_defaults",
+        )
+    ),
+)
+"""fields that transformers' base classes read of any config.json; no export writes them"""
+WINDOW = RequiredField("sliding_window", (None,), "a sliding window in a model of this type")
+PLAIN_FEATURES = {
+    "qk_norm": "none",
+    "qkv_bias": False,
+    "norm_position": "before",
+    "experts": 0,
+    "shared_experts": 0,
+    "dense_layers": 0,
+    "router_score": "softmax",
+    "router_bias": False,
+}
+"""keys of [model] that a family's `features` or fields may say otherwise"""
+EXPERT_KEYS = (
+    "top_k",
+    "expert_ffn",
+    "shared_experts",
+    "dense_layers",
+    "router_score",
+    "router_renormalize",
+    "router_scale",
+    "router_bias",
+)
+"""keys of [model] that say nothing of a dense model"""
+ZERO_MEANS_NULL = {"kv_heads", "head_dim", "window"}
+"""keys of [model] whose 0 is null in config.json: as many as heads; hidden / heads; no window"""
+FREE_KEYS = {
+    "attention",
+    "from_hf",
+    "upcycle",
+    "upcycle_noise",
+    "vocab_padding",
+    "router_dtype",
+    "router_bias_rate",
+    "balance_loss",
+    "balance_weight",
+    "router_z_loss",
+}
+"""keys of [model] that no config.json knows: they say how a model is trained or run, not what it is"""
+
+
+class NoFamily(UserError):
+    """A model that a family of Hugging Face, or none of them, has the form of."""
+
+    def __init__(self, message: str, keys: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.keys = keys
+        """of [model], whose values the family cannot have"""
+
+
+@dataclass
+class ReadConfig:
+    """What a config.json says."""
+
+    family: HubFamily | None = None
+    """None: unknown, or not supported"""
+    values: dict[str, Any] = field(default_factory=dict)
+    """keys of [model]"""
+    fixed: dict[str, str] = field(default_factory=dict)
+    """keys of [model] that the weights fix -> the fields of config.json that say so"""
+    problems: list[str] = field(default_factory=list)
+    """what is wrong with it, each with its field"""
+    unknown_fields: list[str] = field(default_factory=list)
+    """fields that nothing here knows, and that are not used"""
+
+    def report(self, name: str, message: str) -> None:
+        """Add a problem of a field."""
+        self.problems.append(f"{name}: {message}")
+
+
+def read_config_json(content: Mapping[str, Any]) -> ReadConfig:
+    """Return what a config.json says of [model], with all that is wrong or not supported."""
+    read = ReadConfig()
+    model_type = content.get("model_type")
+    read.family = HUB_FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if content.get("quantization_config"):
+        read.report("quantization_config", "quantized weights are not supported: take the model's original ones")
+    if content.get("auto_map"):
+        read.report("auto_map", "a model with code of its own is not supported")
+    if read.family is None:
+        read.report("model_type", _why_unsupported(model_type))
+        return read
+    _check_required(content, read.family, read)
+    _read_fields(content, read.family, read)
+    if read.family.has_rotary_positions:
+        try:
+            read.values["rotary_fraction"] = read_rotary_fraction(content, read.family.rotary_fraction)
+            read.values |= read_rope(content, read.family.rope_theta)
+        except RopeError as error:
+            read.problems.append(str(error))
+    _read_window(content, read.family, read)
+    _check_values(content, read)
+    if read.family.has_experts:
+        _read_experts(content, read.family, read)
+    read.unknown_fields = sorted(content.keys() - known_fields(read.family))
+    if read.family.has_rotary_positions:
+        read.unknown_fields += sorted(unknown_rope_fields(content))
+    return read
+
+
+def _why_unsupported(model_type: Any) -> str:
+    """Return why models of a type cannot be read."""
+    supported = f"supported are {', '.join(HUB_FAMILIES)}"
+    if model_type is None:
+        return f"is missing; {supported}"
+    if model_type in UNSUPPORTED_TYPES:
+        return f"{model_type!r} has {UNSUPPORTED_TYPES[model_type]}, which cannot be read here; {supported}"
+    return f"{model_type!r} is not supported; {supported}"
+
+
+def known_fields(family: HubFamily) -> set[str]:
+    """Return the fields of a family's config.json that are understood, or of which it is known that they do nothing."""
+    names = set(UNUSED_FIELDS) | family.field_names | set(family.ignored_fields)
+    names |= {required.name for required in _required_fields(family)}
+    names |= {"quantization_config", FRACTION, "auto_map", "layer_types"} | family.constant_fields.keys()
+    if family.has_rotary_positions:
+        names |= set(ROPE_FIELDS)
+    if family.has_window_fields:
+        names |= set(WINDOW_FIELDS)
+    if family.has_sparse_step:
+        names |= set(SPARSE_STEP_FIELDS)
+    return names
+
+
+def _required_fields(family: HubFamily) -> list[RequiredField]:
+    """Return the fields that must have one of some values in a family's config.json."""
+    required = [*family.required, *family.unwritten, *BASE_FIELDS]
+    has_window = family.has_window_fields or "sliding_window" in family.field_names | set(family.ignored_fields)
+    return required if has_window else [*required, WINDOW]
+
+
+def _check_required(content: Mapping[str, Any], family: HubFamily, read: ReadConfig) -> None:
+    """Report the fields that say what the model here cannot do."""
+    architectures = content.get("architectures")
+    if architectures and architectures != [family.architecture]:
+        read.report("architectures", f"must be {[family.architecture]}, a language model, not {architectures}")
+    for required in _required_fields(family):
+        value = content.get(required.name, required.values[0])
+        if value not in required.values:
+            read.report(required.name, f"is {value!r}: {required.feature}, not supported")
+
+
+def _read_fields(content: Mapping[str, Any], family: HubFamily, read: ReadConfig) -> None:
+    """Read the fields that are keys of [model] by themselves."""
+    read.values |= PLAIN_FEATURES | family.features
+    read.fixed |= dict.fromkeys([*PLAIN_FEATURES, "family"], "model_type")
+    for config_field in family.fields:
+        value = _read_field(content, config_field, read)
+        if value is None and config_field.key == "ffn" and family.computes_ffn:
+            value = 4 * read.values["hidden"]
+        if value is None and config_field.key in ZERO_MEANS_NULL:
+            value = 0
+        if value is None:
+            read.report(_name_in(content, config_field), "is null, which says nothing")
+        else:
+            read.values[config_field.key] = config_field.value_of(value)
+        if config_field.is_fixed:
+            read.fixed[config_field.key] = config_field.name
+
+
+def _name_in(content: Mapping[str, Any], config_field: ConfigField) -> str:
+    """Return the name by which a config.json has a field; the first of its names if it lacks it."""
+    return next((name for name in config_field.names if name in content), config_field.name)
+
+
+def _read_field(content: Mapping[str, Any], config_field: ConfigField, read: ReadConfig) -> Any:
+    """Return what a field says, by the first of its names that is there; report another one that says otherwise."""
+    first = _name_in(content, config_field)
+    value = content.get(first, config_field.default)
+    for other in config_field.names:
+        if content.get(other, value) != value:
+            read.report(other, f"is {content[other]!r}, but {first} is {value!r}: remove one of them")
+    return value
+
+
+def _read_experts(content: Mapping[str, Any], family: HubFamily, read: ReadConfig) -> None:
+    """Read which blocks have experts, and how wide those of a family are whose blocks all have them."""
+    for config_field in family.fields:
+        if config_field.key in ("experts", "shared_experts") and read.values.get(config_field.key) == 0:
+            read.report(_name_in(content, config_field), "is 0, but all models of this type have some")
+    if family.has_sparse_step and "layers" in read.values:
+        read.values["dense_layers"] = _read_dense_layers(content, read.values["layers"], read)
+    if read.values.get("dense_layers", 0) >= read.values.get("layers", math.inf):
+        read.report(read.fixed["dense_layers"], "leaves no block with experts")
+    has_dense_width = any(config_field.key == "ffn" for config_field in family.fields)
+    if not has_dense_width and "expert_ffn" in read.values:
+        read.values |= {"ffn": read.values["expert_ffn"], "expert_ffn": 0}
+        read.fixed["ffn"] = read.fixed["expert_ffn"]
+
+
+def _read_dense_layers(content: Mapping[str, Any], layers: int, read: ReadConfig) -> int:
+    """Return how many of the first blocks have no experts; report it if that is so of others.
+
+    A block has experts if its number, counted from 1, is a multiple of decoder_sparse_step, and its index, counted from
+    0, is not in mlp_only_layers.
+    """
+    step = content.get("decoder_sparse_step", 1)
+    dense = content.get("mlp_only_layers") or []
+    if type(step) is not int or step < 1:
+        read.report("decoder_sparse_step", f"must be a whole number of at least 1, not {step!r}")
+        return 0
+    if not isinstance(dense, list) or not all(type(index) is int for index in dense):
+        read.report("mlp_only_layers", f"must be a list of whole numbers, not {dense!r}")
+        return 0
+    sparse = [index for index in range(layers) if (index + 1) % step == 0 and index not in dense]
+    dense_layers = layers - len(sparse)
+    name = "mlp_only_layers" if step == 1 else "decoder_sparse_step"
+    read.fixed["dense_layers"] = name
+    if sparse and sparse[0] != dense_layers:
+        read.report(name, f"is {content[name]!r}: a block without experts after one with experts is not supported")
+    return dense_layers
+
+
+def _read_window(content: Mapping[str, Any], family: HubFamily, read: ReadConfig) -> None:
+    """Read the sliding window of a family that says it by layers, and whether it is that of all blocks.
+
+    Qwen's is off unless use_sliding_window is true.
+    """
+    kinds = content.get("layer_types")
+    if kinds is not None and not _are_kinds(kinds, read.values.get("layers")):
+        known = " or ".join(ATTENTION_KINDS)
+        read.report("layer_types", f"must be {known} for each of num_hidden_layers blocks, not {kinds!r}")
+        return
+    name = "layer_types"
+    if family.has_window_fields:
+        is_used = content.get("use_sliding_window", False)
+        read.values["window"] = (content.get("sliding_window", 4096) or 0) if is_used else 0
+        if kinds is None:
+            name = "max_window_layers"
+            kinds = _kinds_of_blocks(content, read)
+    kinds = set(kinds or [])
+    if len(kinds) > 1:
+        read.report(name, "a sliding window of some blocks and not of others is not supported")
+    elif "sliding_attention" in kinds and not read.values.get("window"):
+        read.report(name, "sliding_attention needs a sliding_window, but there is none")
+    elif "full_attention" in kinds and family.has_window_fields:
+        read.values["window"] = 0
+
+
+def _are_kinds(kinds: Any, layers: Any) -> bool:
+    """Return whether layer_types has a kind of attention for each block."""
+    return isinstance(kinds, list) and len(kinds) == layers and all(kind in ATTENTION_KINDS for kind in kinds)
+
+
+def _kinds_of_blocks(content: Mapping[str, Any], read: ReadConfig) -> list[str]:
+    """Return the kind of attention of each block, by max_window_layers: the blocks from there on have the window."""
+    layers, full = read.values.get("layers"), content.get("max_window_layers", 28)
+    if type(layers) is not int or not read.values["window"]:
+        return []
+    if type(full) is not int:
+        read.report("max_window_layers", f"must be a whole number, not {full!r}")
+        return []
+    return ["full_attention" if index < full else "sliding_attention" for index in range(layers)]
+
+
+def _check_values(content: Mapping[str, Any], read: ReadConfig) -> None:
+    """Report the values that [model] does not allow, by the names of their fields."""
+    assert read.family is not None
+    names = {config_field.key: _name_in(content, config_field) for config_field in read.family.fields}
+    names["rotary_fraction"] = FRACTION
+    faults: list[Fault] = []
+    read_table(Model, read.values, faults)
+    for fault in faults:
+        (key,) = fault.path
+        read.report(names.get(key, "rope_parameters"), fault.message)
+        del read.values[key]
+
+
+def write_config_json(model: Model, family: HubFamily) -> dict[str, Any]:
+    """Return a config.json of a model: every field that changes what is computed, in all spellings.
+
+    Raises NoFamily if the family's models cannot be like this one.
+    """
+    if family.heads_divide_hidden and model.hidden % model.heads:
+        raise NoFamily(
+            f"models of type {family.model_type!r} cannot have model.heads = {model.heads}: transformers reads none "
+            f"whose heads do not divide hidden_size = {model.hidden}",
+            ["heads"],
+        )
+    written = _write_fields(model, family)
+    read = read_config_json(written)
+    ours, theirs = form_of(model), form_of(Model(**read.values))
+    differences = [key for key in ours if ours[key] != theirs[key]]
+    if read.problems or differences:
+        text = ", ".join(f"model.{key} = {getattr(model, key)!r}" for key in differences) or "; ".join(read.problems)
+        raise NoFamily(f"models of type {family.model_type!r} cannot have {text}", differences)
+    try:
+        list(family.stored_tensors(replace(model, layers=model.dense_layers + 1)))  # a block of each kind
+    except UnmappedParameter as error:
+        raise NoFamily(str(error)) from error
+    return written
+
+
+def _write_fields(model: Model, family: HubFamily) -> dict[str, Any]:
+    """Return the fields of config.json that say what [model] says, and those that a family's models share."""
+    resolved = form_of(model) | {"ffn": model.ffn}
+    written: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
+    written |= family.constant_fields
+    for config_field in family.fields:
+        value = resolved[config_field.key]
+        if config_field.key in ZERO_MEANS_NULL and value == 0:
+            value = None
+        written |= dict.fromkeys(config_field.written_names, config_field.spelling_of(value))
+    for required in family.required:
+        written[required.name] = required.values[0]
+    if family.has_rotary_positions:
+        written |= write_rope(model)
+    if family.rotary_fraction is not None:
+        written[FRACTION] = model.rotary_fraction
+        written["rope_parameters"][FRACTION] = model.rotary_fraction
+    if family.has_window_fields:
+        kind = "sliding_attention" if model.window else "full_attention"
+        written |= {"use_sliding_window": model.window > 0, "sliding_window": model.window or None}
+        written |= {"max_window_layers": 0 if model.window else model.layers, "layer_types": [kind] * model.layers}
+    if family.has_sparse_step:
+        written |= {"decoder_sparse_step": 1, "mlp_only_layers": list(range(model.dense_layers))}
+    return written
+
+
+def form_of(model: Model) -> dict[str, Any]:
+    """Return the keys of [model] that a config.json can say; those that 0 leaves to others are resolved.
+
+    Keys that say nothing of the model have their default: of a dense one those of experts, and `ffn` if no block has a
+    layer of that width.
+    """
+    defaults = {item.name: item.default for item in fields(model)}
+    values = {name: getattr(model, name) for name in defaults if name not in FREE_KEYS}
+    values |= {"kv_heads": model.kv, "head_dim": model.head_width}
+    if not model.experts:
+        return values | {key: defaults[key] for key in EXPERT_KEYS}
+    values["expert_ffn"] = model.expert_width
+    if not model.dense_layers:
+        values["ffn"] = defaults["ffn"]
+    return values
+
+
+def fitting_families(model: Model) -> Iterator[HubFamily]:
+    """Yield the families as which a model can be exported."""
+    for family in HUB_FAMILIES.values():
+        try:
+            write_config_json(model, family)
+        except NoFamily:
+            continue
+        yield family
+
+
+def family_to_export(model: Model, model_type: str = "") -> HubFamily:
+    """Return the family as which a model is exported: that of model_type, from which it came, else the first that fits.
+
+    Raises NoFamily if there is none, with the reason of each.
+    """
+    fitting = list(fitting_families(model))
+    for family in fitting:
+        if family.model_type == model_type:
+            return family
+    if fitting:
+        return fitting[0]
+    reasons = [str(reason) for reason in why_no_family(model)]
+    raise NoFamily("the model has the form of no published family:\n  " + "\n  ".join(reasons))
+
+
+def why_no_family(model: Model) -> list[NoFamily]:
+    """Return why a model cannot be exported, for each family that has experts as it has or has not; the nearest first.
+
+    The list is empty if it can be exported as one of them.
+    """
+    reasons = []
+    for family in HUB_FAMILIES.values():
+        if family.has_experts == (model.experts > 0):
+            try:
+                write_config_json(model, family)
+            except NoFamily as error:
+                reasons.append(error)
+            else:
+                return []
+    return sorted(reasons, key=lambda reason: len(reason.keys))

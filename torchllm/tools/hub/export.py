@@ -1,0 +1,126 @@
+"""Export a run into a new folder: its weights, configs, tokenizer and model card; or the adapter that it trained."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from torchllm.checkpoint.state import WEIGHTS
+from torchllm.checkpoint.weights import AVERAGED_WEIGHTS
+from torchllm.config import Config, Model
+from torchllm.config.changes import check_frozen_weights
+from torchllm.data.tokenizer import Tokenizer, load_tokenizer
+from torchllm.tools.hub.adapter import model_weights, read_updates, write_adapter
+from torchllm.tools.hub.by_key import MeanOfWeights, WeightReader
+from torchllm.tools.hub.config_json import family_to_export
+from torchllm.tools.hub.exported import (
+    checkpoints_to_export,
+    has_its_tokenizer,
+    published_origin,
+    tokens_seen,
+    without_padding,
+)
+from torchllm.tools.hub.hf_writer import new_folder, weight_bytes, write_configs, write_weights
+from torchllm.tools.hub.model_card import CardFacts, write_model_card
+from torchllm.tools.hub.text_facts import TextFacts, text_facts
+from torchllm.tools.prepare.tokenizer_json import InexactTokenizer, write_tokenizer
+
+
+class ExportedModel(NamedTuple):
+    """A folder that transformers reads, or of an adapter, which peft reads."""
+
+    folder: Path
+    architecture: str
+    """class of transformers, of the model that an adapter belongs to"""
+    facts: CardFacts
+
+
+def export_model(config: Config, final: Path | str, *, ema: bool = False) -> ExportedModel:
+    """Write the weights of a run as a model of transformers into the folder `final`, which must not exist.
+
+    Of a run with LoRA that is the model with the low-rank updates merged in. ema: their moving average
+    (optimizer.ema_decay) instead.
+    Raises CheckpointError if there is no such checkpoint, the folder cannot be written, or the frozen weights are gone,
+    DamagedCheckpoint if what is read is not what was written, NoFamily if no family of models has the form of this one,
+    DataError if nothing says how the run's conversations were written. Then nothing is left.
+    """
+    settings = config.export
+    checkpoints = open_checkpoints(config, ema)
+    manifest = checkpoints[0].manifest
+    origin = published_origin(manifest.record)
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.pattern)
+    trained = replace(config.model, max_sequence_length=config.longest_text)
+    model = without_padding(trained, tokenizer.vocab, origin)
+    family = family_to_export(model, origin.model_type)
+    tensors = list(family.stored_tensors(model))
+    dtype = getattr(torch, settings.dtype)
+    path = Path(final)
+    weights = {checkpoint.folder: model_weights(config, checkpoint) for checkpoint in checkpoints}
+    with new_folder(path, weight_bytes(tensors, dtype)) as folder:
+        write_weights(folder, tensors, MeanOfWeights(weights), dtype)
+        texts = text_facts(config, manifest, tokenizer) if has_its_tokenizer(config.model, tokenizer.vocab) else None
+        missing_tokenizer = export_tokenizer(tokenizer, trained, folder, texts)
+        write_configs(folder, model, family, settings.dtype, None if missing_tokenizer else texts)
+        facts = facts_of_run(config, checkpoints)._replace(
+            model=model, name=path.name, base_model=origin.name, missing_tokenizer=missing_tokenizer
+        )
+        write_model_card(folder, facts)
+    return ExportedModel(path, family.architecture, facts)
+
+
+def export_adapter(config: Config, final: Path | str, *, ema: bool = False) -> ExportedModel:
+    """Write the low-rank updates of a run as an adapter of peft into the folder `final`, which must not exist.
+
+    The rest is as in `export_model`; there is one checkpoint, for a mean of low-rank updates has another rank.
+    """
+    (checkpoint,) = open_checkpoints(config, ema)
+    check_frozen_weights(checkpoint.manifest.record, config)
+    updates = read_updates(checkpoint)
+    family = family_to_export(config.model, published_origin(checkpoint.manifest.record).model_type)
+    dtype = getattr(torch, config.export.dtype)
+    path = Path(final)
+    base = config.model.from_hf
+    with new_folder(path, sum(factor.numel() for factor in updates.values()) * dtype.itemsize) as folder:
+        write_adapter(folder, config.model, config.lora, family, updates, base, dtype)
+        facts = facts_of_run(config, [checkpoint])._replace(name=path.name, base_model=base, is_adapter=True)
+        write_model_card(folder, facts)
+    return ExportedModel(path, family.architecture, facts)
+
+
+def open_checkpoints(config: Config, ema: bool) -> list[WeightReader]:
+    """Return the checkpoints that are exported, the newest first. Raises what `export_model` does."""
+    prefix = AVERAGED_WEIGHTS if ema else WEIGHTS
+    return [WeightReader(folder, prefix) for folder in checkpoints_to_export(config)]
+
+
+def facts_of_run(config: Config, checkpoints: Sequence[WeightReader]) -> CardFacts:
+    """Return what a model card says of the run; what is exported is to be filled in."""
+    newest = checkpoints[0].manifest
+    return CardFacts(
+        model=config.model,
+        lora=config.lora,
+        dtype=config.export.dtype,
+        steps=[checkpoint.manifest.step for checkpoint in checkpoints],
+        tokens=tokens_seen(newest),
+        run=newest.record.get("config", {}),
+        versions=newest.versions,
+    )
+
+
+def export_tokenizer(tokenizer: Tokenizer, model: Model, folder: Path, texts: TextFacts | None) -> str:
+    """Write the files of a run's tokenizer into the folder of an exported model; return why not, "" if it is done.
+
+    model: of the run, with its padding. texts: None if the tokenizer is not that of the model.
+    """
+    if texts is None:
+        return (
+            f"data.tokenizer = {tokenizer.name!r} has {tokenizer.vocab} ids, but model.vocab is {model.vocab}: it is "
+            "not the tokenizer of this model; name that in data.tokenizer, or put its files into the folder"
+        )
+    try:
+        write_tokenizer(tokenizer, folder, model.max_sequence_length, texts.chat)
+    except InexactTokenizer as error:
+        return f"no tokenizer.json gives the ids of {tokenizer.name}: {error}"
+    return ""

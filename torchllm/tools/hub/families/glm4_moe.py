@@ -1,0 +1,64 @@
+"""GLM-4.5 and GLM-4.5-Air (GLM-4.5 Team 2025, arXiv 2508.06471): a router of sigmoid scores with a bias per expert,
+shared experts, dense first blocks, and rotary positions of a half of each head.
+
+A published file holds one block more, which predicts the token after the next and is not read here.
+"""
+
+from torchllm.tools.hub.families.llama import (
+    ATTENTION_TENSORS,
+    ENDS,
+    MLP,
+    MLP_TENSORS,
+    NORMS_BEFORE,
+    SILU,
+    decoder_fields,
+)
+from torchllm.tools.hub.families.mixtral import ROUTER_TRAINING_FIELDS, STACKED_TENSORS
+from torchllm.tools.hub.families.qwen2 import QKV_BIASES
+from torchllm.tools.hub.families.qwen3 import HEAD_NORMS
+from torchllm.tools.hub.families.qwen3_moe import EXPERT_TENSORS
+from torchllm.tools.hub.family import ConfigField, HubFamily, RequiredField, TensorRule
+
+OTHER_TENSORS = (
+    *ENDS,
+    *ATTENTION_TENSORS,
+    *QKV_BIASES,
+    *HEAD_NORMS,
+    *NORMS_BEFORE,
+    *MLP_TENSORS,
+    TensorRule(MLP + "gate.e_score_correction_bias", ("layers.{}.mlp.routed.router.bias",), is_float32=True),
+    TensorRule(MLP + "shared_experts.gate_proj.weight", ("layers.{}.mlp.shared.gate_proj.weight",)),
+    TensorRule(MLP + "shared_experts.up_proj.weight", ("layers.{}.mlp.shared.up_proj.weight",)),
+    TensorRule(MLP + "shared_experts.down_proj.weight", ("layers.{}.mlp.shared.down_proj.weight",)),
+)
+
+GLM4_MOE = HubFamily(
+    model_type="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    features={"family": "llama", "router_score": "sigmoid", "router_bias": True},
+    fields=(
+        *decoder_fields(
+            vocab=151552, ffn=10944, kv_heads=8, length=131072, epsilon=1e-5, layers=46, hidden=4096, heads=96
+        ),
+        ConfigField("attention_bias", "qkv_bias", False),
+        ConfigField("use_qk_norm", "qk_norm", False, spellings=((False, "none"), (True, "head"))),
+        ConfigField("n_routed_experts", "experts", 128, other_names=("num_local_experts",)),
+        ConfigField("num_experts_per_tok", "top_k", 8, is_fixed=False),
+        ConfigField("moe_intermediate_size", "expert_ffn", 1408),
+        ConfigField("n_shared_experts", "shared_experts", 1),
+        ConfigField("first_k_dense_replace", "dense_layers", 1),
+        ConfigField("norm_topk_prob", "router_renormalize", True, is_fixed=False),
+        ConfigField("routed_scaling_factor", "router_scale", 1.0, is_fixed=False),
+    ),
+    required=(
+        SILU,
+        RequiredField("n_group", (1,), "experts in groups, of which a token uses some"),
+        RequiredField("topk_group", (1,), "experts in groups, of which a token uses some"),
+    ),
+    tensors=(*OTHER_TENSORS, *EXPERT_TENSORS),
+    stacked_tensors=(*OTHER_TENSORS, *STACKED_TENSORS),
+    ignored_fields=(*ROUTER_TRAINING_FIELDS, "num_mtp_layers"),
+    has_prediction_blocks=True,
+    constant_fields={"num_nextn_predict_layers": 0},
+    rotary_fraction=0.5,
+)

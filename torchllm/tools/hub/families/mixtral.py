@@ -1,0 +1,56 @@
+"""Mixtral (Jiang et al. 2024, arXiv 2401.04088): Mistral's form, and experts in all blocks.
+
+The files name the matrices of an expert w1, w3 and w2: gate, up and down.
+"""
+
+from torchllm.tools.hub.families.llama import (
+    ATTENTION_TENSORS,
+    ENDS,
+    INVERSE_FREQUENCIES,
+    NORMS_BEFORE,
+    SILU,
+    decoder_fields,
+)
+from torchllm.tools.hub.family import ConfigField, HubFamily, TensorRule
+
+EXPERTS = "layers.{}.mlp.routed.experts."
+"""of the parameters here, which stack the experts of a block"""
+ROUTER = "layers.{}.mlp.routed.router.weight"
+MIXTRAL_EXPERT = "model.layers.{}.block_sparse_moe.experts.{expert}."
+
+STACKED_MLP = "model.layers.{}.mlp."
+STACKED_TENSORS = (
+    TensorRule(STACKED_MLP + "gate.weight", (ROUTER,)),
+    TensorRule(STACKED_MLP + "experts.gate_up_proj", (EXPERTS + "gate_proj", EXPERTS + "up_proj")),
+    TensorRule(STACKED_MLP + "experts.down_proj", (EXPERTS + "down_proj",)),
+)
+"""of all families with experts, as the modules of transformers 5 have them"""
+
+ROUTER_TRAINING_FIELDS = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
+"""say how transformers trains a router, not what the model computes"""
+
+MIXTRAL = HubFamily(
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    features={"family": "llama", "router_renormalize": True, "router_scale": 1.0},
+    fields=(
+        *decoder_fields(vocab=32000, ffn=14336, kv_heads=8, length=131072, epsilon=1e-5, ffn_key="expert_ffn"),
+        ConfigField("num_local_experts", "experts", 8, other_names=("num_experts",)),
+        ConfigField("num_experts_per_tok", "top_k", 2, is_fixed=False),
+        ConfigField("sliding_window", "window", None, is_fixed=False),
+    ),
+    required=(SILU,),
+    tensors=(
+        *ENDS,
+        *ATTENTION_TENSORS,
+        *NORMS_BEFORE,
+        TensorRule("model.layers.{}.block_sparse_moe.gate.weight", (ROUTER,)),
+        TensorRule(MIXTRAL_EXPERT + "w1.weight", (EXPERTS + "gate_proj",)),
+        TensorRule(MIXTRAL_EXPERT + "w3.weight", (EXPERTS + "up_proj",)),
+        TensorRule(MIXTRAL_EXPERT + "w2.weight", (EXPERTS + "down_proj",)),
+    ),
+    stacked_tensors=(*ENDS, *ATTENTION_TENSORS, *NORMS_BEFORE, *STACKED_TENSORS),
+    ignored_tensors=INVERSE_FREQUENCIES,
+    ignored_fields=ROUTER_TRAINING_FIELDS,
+    rope_theta=1e6,
+)

@@ -1,0 +1,27 @@
+"""OLMo 2 (OLMo Team 2024, arXiv 2501.00656): norms after attention and feed-forward layer; one of all heads of q, one
+of all heads of k.
+"""
+
+from torchllm.tools.hub.families.llama import ATTENTION, DECODER_TENSORS, NO_ATTENTION_BIAS, SILU, decoder_fields
+from torchllm.tools.hub.family import HubFamily, TensorRule
+
+WIDTH_NORMS = (
+    TensorRule(ATTENTION + "q_norm.weight", ("layers.{}.self_attn.q_width_norm.weight",)),
+    TensorRule(ATTENTION + "k_norm.weight", ("layers.{}.self_attn.k_width_norm.weight",)),
+)
+
+OLMO2 = HubFamily(
+    model_type="olmo2",
+    architecture="Olmo2ForCausalLM",
+    features={"family": "llama", "qk_norm": "width", "norm_position": "after"},
+    fields=decoder_fields(vocab=50304, ffn=11008, kv_heads=None, length=2048, epsilon=1e-5),
+    required=(SILU, NO_ATTENTION_BIAS),
+    tensors=(
+        *DECODER_TENSORS,
+        *WIDTH_NORMS,
+        TensorRule("model.layers.{}.post_attention_layernorm.weight", ("layers.{}.post_attention_layernorm.weight",)),
+        TensorRule(
+            "model.layers.{}.post_feedforward_layernorm.weight", ("layers.{}.post_feedforward_layernorm.weight",)
+        ),
+    ),
+)

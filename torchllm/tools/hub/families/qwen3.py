@@ -1,0 +1,26 @@
+"""Qwen3 (Yang et al. 2025, arXiv 2505.09388), the dense models: Llama's form with a norm of each query and key head."""
+
+from torchllm.tools.hub.families.llama import (
+    ATTENTION,
+    DECODER_TENSORS,
+    NO_ATTENTION_BIAS,
+    NORMS_BEFORE,
+    SILU,
+    decoder_fields,
+)
+from torchllm.tools.hub.family import HubFamily, TensorRule
+
+HEAD_NORMS = (
+    TensorRule(ATTENTION + "q_norm.weight", ("layers.{}.self_attn.q_norm.weight",)),
+    TensorRule(ATTENTION + "k_norm.weight", ("layers.{}.self_attn.k_norm.weight",)),
+)
+
+QWEN3 = HubFamily(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    features={"family": "llama", "qk_norm": "head"},
+    fields=decoder_fields(vocab=151936, ffn=22016, kv_heads=32, length=32768, head_dim=128),
+    required=(SILU, NO_ATTENTION_BIAS),
+    tensors=(*DECODER_TENSORS, *NORMS_BEFORE, *HEAD_NORMS),
+    has_window_fields=True,
+)

@@ -1,0 +1,262 @@
+"""What a family of published models is: fields of its config.json, names and forms of its tensors. No torch.
+
+A family is one file of `families/`: a table that is read in both directions, by the import and by the export. Add a
+family: docs/hugging_face.md.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from torchllm.config import FAMILIES, Model
+from torchllm.config.errors import UserError
+from torchllm.facts.shapes import Shape, stored_shapes
+
+STACKED_EXPERTS = ".experts.gate_up_proj"
+"""ends of keys of files in which the experts of a block are stacked"""
+
+
+class ConfigField(NamedTuple):
+    """A field of config.json that says what one key of [model] says."""
+
+    name: str
+    """in config.json: "hidden_size" """
+    key: str
+    """in [model]: "hidden" """
+    default: Any
+    """what it is where a file lacks it: the default of the family's class in transformers"""
+    is_fixed: bool = True
+    """the weights are of this size, so that a run cannot choose another"""
+    other_names: tuple[str, ...] = ()
+    """further names of it, which other versions of transformers read: all are read, and all are written"""
+
+    aliases: tuple[str, ...] = ()
+    """further names of it (transformers' attribute_map), which are read and never written"""
+    spellings: tuple[tuple[Any, Any], ...] = ()
+    """pairs of a value in config.json and what it is in [model], where they are not the same"""
+
+    def value_of(self, spelling: Any) -> Any:
+        """Return the value in [model] of what config.json says."""
+        return next((value for known, value in self.spellings if known == spelling), spelling)
+
+    def spelling_of(self, value: Any) -> Any:
+        """Return what config.json says for a value in [model]; None if it has no word for it."""
+        if not self.spellings:
+            return value
+        return next((spelling for spelling, known in self.spellings if known == value), None)
+
+    @property
+    def written_names(self) -> tuple[str, ...]:
+        """The names by which an export writes it."""
+        return (self.name, *self.other_names)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the field."""
+        return (*self.written_names, *self.aliases)
+
+
+class RequiredField(NamedTuple):
+    """A field of config.json that must have one of some values, because the model here has no other form."""
+
+    name: str
+    values: tuple[Any, ...]
+    """allowed; the first is written at an export"""
+    feature: str
+    """what another value would mean, for the error: "biases of the attention's matrices" """
+
+
+class TensorRule(NamedTuple):
+    """A tensor of a file, and the parameters of this library that it holds. "{}" stands for the index of a block.
+
+    With "{expert}" there is a tensor for each expert, and each holds a matrix of the stacked parameters.
+    """
+
+    key: str
+    """in the file: "model.layers.{}.self_attn.q_proj.weight", "model.layers.{}.mlp.experts.{expert}.up_proj.weight" """
+    names: tuple[str, ...]
+    """canonical names; where there are several, the tensor holds their rows one after the other, of stacked parameters
+    expert by expert"""
+    is_transposed: bool = False
+    """the file has inputs as rows and outputs as columns (GPT-2's Conv1D)"""
+    is_float32: bool = False
+    """whatever the type of the other tensors is, because last digits count"""
+
+
+class StoredPart(NamedTuple):
+    """A parameter, or one expert's matrix of a stacked parameter, in a tensor of a file."""
+
+    name: str
+    """canonical"""
+    first_row: int
+    """where its rows begin in the tensor, seen as a matrix (not transposed)"""
+    rows: int
+    expert: int = 0
+    """index of the expert"""
+    experts: int = 0
+    """how many the parameter stacks; 0: it is no stack"""
+
+
+class StoredTensor(NamedTuple):
+    """A tensor as a file holds it."""
+
+    key: str
+    shape: tuple[int, ...]
+    """as in the file"""
+    is_transposed: bool
+    parts: tuple[StoredPart, ...]
+    """one after the other along the rows"""
+    is_float32: bool = False
+    """written so, whatever the type of the other tensors is"""
+
+    @property
+    def columns(self) -> int:
+        """Columns of the tensor, seen as a matrix of which each row is contiguous; a vector has one."""
+        return self.shape[-1] if len(self.shape) > 1 else 1
+
+
+class UnmappedParameter(UserError):
+    """A parameter for which a family has no tensor."""
+
+
+@dataclass(frozen=True)
+class HubFamily:
+    """A family of models as Hugging Face publishes them."""
+
+    model_type: str
+    """as config.json names it"""
+    architecture: str
+    """class of transformers with the language model's head"""
+    features: dict[str, Any]
+    """keys of [model] that all models of the family share"""
+    fields: tuple[ConfigField, ...]
+    required: tuple[RequiredField, ...]
+    """which an export writes"""
+    tensors: tuple[TensorRule, ...]
+    stacked_tensors: tuple[TensorRule, ...] = ()
+    """of files in which the experts of a block are stacked: transformers 5 can save its modules as they are. They are
+    read and never written, for transformers 4 and others do not know them"""
+    prefix: str = "model."
+    """what the keys of the file begin with, except the head's; some published files lack it"""
+    ignored_tensors: str = r"(?!)"
+    """regular expression of the keys, without the prefix, of buffers that old versions saved and no model needs"""
+    unwritten: tuple[RequiredField, ...] = ()
+    """further ones that no export writes: the family's class has no such field, and transformers' base classes read
+    it all the same"""
+    ignored_fields: tuple[str, ...] = ()
+    """fields of config.json that do not change what the model computes here"""
+    has_window_fields: bool = False
+    """sliding windows are said by use_sliding_window, max_window_layers and layer_types (Qwen)"""
+    has_sparse_step: bool = False
+    """which blocks have experts is said by decoder_sparse_step and mlp_only_layers (Qwen)"""
+    has_prediction_blocks: bool = False
+    """files may hold blocks after the last one, which predict the tokens after the next: they are not read"""
+    constant_fields: Mapping[str, Any] = field(default_factory=dict)
+    """what an export says of parts that are not read"""
+    rotary_fraction: float | None = None
+    """share of each head that rotary positions turn, where config.json has no partial_rotary_factor; None: whole heads,
+    and no other share is supported"""
+    rope_theta: float = 10000.0
+    """base of the rotary frequencies where config.json has none"""
+    heads_divide_hidden: bool = False
+    """transformers refuses models whose heads do not divide their width, though it could run them"""
+    computes_ffn: bool = False
+    """a missing width of the feed-forward layer is four times the model's (GPT-2)"""
+
+    @property
+    def has_rotary_positions(self) -> bool:
+        """Whether config.json has the fields of rotary positions."""
+        return not FAMILIES[self.features["family"]].learned_positions
+
+    @property
+    def field_names(self) -> set[str]:
+        """The fields of config.json that are keys of [model]."""
+        return {name for config_field in self.fields for name in config_field.names}
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the family's models are mixtures of experts."""
+        return any(config_field.key == "experts" for config_field in self.fields)
+
+    def ignores(self, key: str, layers: int) -> bool:
+        """Return whether a tensor of a file with so many blocks is of no use, though files have it."""
+        name = key.removeprefix(self.prefix)
+        block = re.match(r"layers\.(\d+)\.", name)
+        if self.has_prediction_blocks and block is not None and int(block[1]) >= layers:
+            return True
+        return re.fullmatch(self.ignored_tensors, name) is not None
+
+    def with_table_of(self, keys: Iterable[str]) -> "HubFamily":
+        """Return the family with the table that the keys of a file follow: experts of a block are stacked, or not."""
+        if any(key.endswith(STACKED_EXPERTS) for key in keys) and self.stacked_tensors:
+            return replace(self, tensors=self.stacked_tensors)
+        return self
+
+    def stored_tensors(self, model: Model) -> Iterator[StoredTensor]:
+        """Yield the tensors of a file with the weights of a model, in the order of its layers; a tied head is none.
+
+        Raises UnmappedParameter if the family has no tensor for one of the model's parameters.
+        """
+        shapes = stored_shapes(model)
+        yielded: set[str] = set()
+        for name in shapes:
+            for stored in self.tensors_of(name, shapes):
+                if stored.key not in yielded:
+                    yielded.add(stored.key)
+                    yield stored
+
+    def tensors_of(self, name: str, shapes: dict[str, Shape]) -> list[StoredTensor]:
+        """Return the tensors of a file that hold a parameter: one, or one for each expert of a stacked parameter.
+
+        shapes: `stored_shapes` of the model. Raises UnmappedParameter if there is none.
+        """
+        block = re.search(r"\d+", name)
+        index = block[0] if block else ""
+        for rule in self.tensors:
+            names = [pattern.format(index) for pattern in rule.names]
+            if name in names:
+                return _build(rule, names, index, shapes)
+        raise UnmappedParameter(f"models of type {self.model_type!r} have no tensor for {name}")
+
+
+def _build(rule: TensorRule, names: list[str], block: str, shapes: dict[str, Shape]) -> list[StoredTensor]:
+    """Return the tensors of a rule for one block."""
+    shape = shapes[names[0]]
+    if len(shape) < 3:
+        parts = _parts_of_tensor(names, shapes)
+        whole = (parts[-1].first_row + parts[-1].rows, *shape[1:])
+        stored_shape = whole[::-1] if rule.is_transposed else whole
+        return [StoredTensor(rule.key.format(block), stored_shape, rule.is_transposed, parts, rule.is_float32)]
+    experts, _, columns = shape
+    parts = _parts_of_stack(names, shapes, range(experts))
+    if "{expert}" not in rule.key:
+        rows = sum(shapes[name][1] for name in names)
+        return [StoredTensor(rule.key.format(block), (experts, rows, columns), False, parts)]
+    tensors = []
+    for part in parts:
+        key = rule.key.format(block, expert=part.expert)
+        tensors.append(StoredTensor(key, (part.rows, columns), False, (part._replace(first_row=0),)))
+    return tensors
+
+
+def _parts_of_tensor(names: list[str], shapes: dict[str, Shape]) -> tuple[StoredPart, ...]:
+    """Return the places of parameters that lie one after the other in a tensor."""
+    parts = []
+    first_row = 0
+    for name in names:
+        parts.append(StoredPart(name, first_row, shapes[name][0]))
+        first_row += shapes[name][0]
+    return tuple(parts)
+
+
+def _parts_of_stack(names: list[str], shapes: dict[str, Shape], experts: range) -> tuple[StoredPart, ...]:
+    """Return the places of the experts' matrices in a tensor that has all parameters of an expert, then of the next."""
+    parts = []
+    first_row = 0
+    for expert in experts:
+        for name in names:
+            rows = shapes[name][1]
+            parts.append(StoredPart(name, first_row, rows, expert, len(experts)))
+            first_row += rows
+    return tuple(parts)

@@ -1,0 +1,170 @@
+"""Read the weights of a published model into this rank's shards.
+
+A rank reads the byte ranges of its own shards and no others, in blocks of at most `BLOCK` bytes, whatever the layout:
+nothing is sent between ranks, and none ever holds a whole model.
+"""
+
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchllm.checkpoint.state import WEIGHTS, Part, PartsToFill, fill_tied_copies, initial_parts
+from torchllm.facts.shapes import stored_shapes
+from torchllm.tools.hub.family import StoredPart, StoredTensor
+from torchllm.tools.hub.files import HubConfig, HubFiles
+from torchllm.tools.hub.safetensors_header import ITEM_SIZES, FileTensor, HubFileError
+
+THREADS = 4
+"""of a rank, that read"""
+BLOCK = 1 << 24
+"""bytes of a tensor that a thread holds at once"""
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass
+class ReadTotals:
+    """What a rank has read."""
+
+    bytes_read: int = 0
+    largest_block: int = 0
+    """bytes that were held at once, by a thread"""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, size: int) -> None:
+        """Count a block of so many bytes."""
+        with self.lock:
+            self.bytes_read += size
+            self.largest_block = max(self.largest_block, size)
+
+
+class Box(NamedTuple):
+    """Rows and columns of a tensor in a file; a vector has one column."""
+
+    first_row: int
+    rows: int
+    first_column: int
+    columns: int
+
+
+class PartRead(NamedTuple):
+    """What a rank reads of one tensor in a file."""
+
+    box: Box
+    local: Tensor
+    """what it fills, of as many rows and columns as the box, or transposed"""
+    is_transposed: bool
+
+
+def read_hub_weights(
+    files: HubFiles, config: HubConfig, stages: Sequence[nn.Module], to_fill: PartsToFill = initial_parts
+) -> ReadTotals:
+    """Fill this rank's part of a model from the files of a published one.
+
+    Rows of the embedding that the files lack, and parameters that a published model cannot have (adapters), stay as
+    they are. The tensors have been checked (`check_tensors`). Raises HubFileError if a file is shorter than it was.
+    """
+    parts = {key.removeprefix(WEIGHTS): part for key, part in to_fill(stages).items()}
+    shapes = stored_shapes(replace(config.model, tied_embeddings=False))
+    totals = ReadTotals()
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="hf-read") as pool:
+        reads = []
+        for name, part in parts.items():
+            if name in shapes:
+                stored = files.family.tensors_of(name, shapes)
+                reads.append(pool.submit(fill_part, files, stored, name, part, totals))
+        for read in reads:
+            read.result()
+    fill_tied_copies(stages)
+    return totals
+
+
+@torch.no_grad()
+def fill_part(files: HubFiles, tensors: Sequence[StoredTensor], name: str, part: Part, totals: ReadTotals) -> None:
+    """Read what this rank holds of one parameter from the tensors that hold it. Rows that they lack stay as they are.
+
+    Of a tensor for an expert that is on another rank nothing is read, nor is its file opened.
+    """
+    for stored in tensors:
+        for place in stored.parts:
+            if place.name == name:
+                read = plan_read(stored, place, part)
+                if read is not None:
+                    _fill_from(files, stored, read, totals)
+
+
+def _fill_from(files: HubFiles, stored: StoredTensor, read: PartRead, totals: ReadTotals) -> None:
+    """Read a box of one tensor, block by block."""
+    tensor = files.tensors[stored.key]
+    path = files.folder / tensor.file
+    item_size = ITEM_SIZES[tensor.dtype]
+    rows_at_a_time = max(1, BLOCK // (read.box.columns * item_size))
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        for row in range(0, read.box.rows, rows_at_a_time):
+            rows = min(rows_at_a_time, read.box.rows - row)
+            block = Box(read.box.first_row + row, rows, read.box.first_column, read.box.columns)
+            content = _read_block(handle, tensor, block, stored.columns, item_size)
+            if content is None:
+                raise HubFileError(f"{path}: {stored.key}: the file was cut short while it was read")
+            totals.add(len(content))
+            values = torch.frombuffer(content, dtype=DTYPES[tensor.dtype]).view(rows, read.box.columns)
+            if read.is_transposed:
+                read.local[:, row : row + rows].copy_(values.t())
+            else:
+                read.local[row : row + rows].copy_(values)
+    finally:
+        os.close(handle)
+
+
+def plan_read(stored: StoredTensor, place: StoredPart, part: Part) -> PartRead | None:
+    """Return what to read of a tensor for this rank's part of a parameter; None if that has nothing of it."""
+    local, offset, size = part.local, part.region.offset, part.region.size
+    if place.experts:
+        index = place.expert - offset[0]
+        if not 0 <= index < size[0]:
+            return None
+        local, offset, size = local[index], offset[1:], size[1:]
+    if local.dim() == 1:
+        local = local.unsqueeze(1)
+    first_row = offset[0]
+    rows = min(size[0], place.rows - first_row)  # the embedding may have more rows than the file
+    if rows <= 0 or local.numel() == 0:
+        return None
+    first_column = offset[1] if len(offset) == 2 else 0
+    columns = local.shape[1]
+    local = local[:rows]
+    if stored.is_transposed:
+        return PartRead(Box(first_column, columns, place.first_row + first_row, rows), local, True)
+    return PartRead(Box(place.first_row + first_row, rows, first_column, columns), local, False)
+
+
+def _read_block(handle: int, tensor: FileTensor, block: Box, columns_in_file: int, item_size: int) -> bytearray | None:
+    """Return the bytes of a block of rows and columns; None if the file ends before."""
+    width = block.columns * item_size
+    content = bytearray(block.rows * width)
+    view = memoryview(content)
+    begin = tensor.begin + (block.first_row * columns_in_file + block.first_column) * item_size
+    if block.columns == columns_in_file:
+        return content if _read_into(handle, view, begin) else None
+    for row in range(block.rows):
+        if not _read_into(handle, view[row * width : (row + 1) * width], begin):
+            return None
+        begin += columns_in_file * item_size
+    return content
+
+
+def _read_into(handle: int, view: memoryview, begin: int) -> bool:
+    """Fill a buffer with the bytes of a file from `begin` on; return whether there were enough."""
+    done = 0
+    while done < len(view):
+        count = os.preadv(handle, [view[done:]], begin + done)
+        if count == 0:
+            return False
+        done += count
+    return True

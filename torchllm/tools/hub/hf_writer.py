@@ -1,0 +1,236 @@
+"""Write the weights of a model as Hugging Face does: safetensors files, and an index where there are several.
+
+Tensors are made, written and freed one by one, so that one of them bounds the memory, not a file or the model. All is
+written into a hidden folder, which is renamed when it is whole (`new_folder`): nothing is ever overwritten.
+
+    8 bytes     length of the header, little-endian
+    header      JSON: name -> dtype, shape, first byte and end of its data; padded with blanks to a multiple of 8
+    data        the tensors one after the other, without gaps
+
+torch's HuggingFaceStorageWriter is not used: its files lack {"format": "pt"}, which transformers 4.46 wants, and it
+overwrites what is there (torch 2.13).
+"""
+
+import json
+import math
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint, sync_folder
+from torchllm.config import Model
+from torchllm.facts.parameters import rule_of
+from torchllm.tools.hub.by_key import Weights
+from torchllm.tools.hub.config_json import write_config_json
+from torchllm.tools.hub.family import HubFamily, StoredPart, StoredTensor
+from torchllm.tools.hub.files import CONFIG_JSON, INDEX_JSON, WHOLE_MODEL
+from torchllm.tools.hub.hf_reader import DTYPES
+from torchllm.tools.hub.text_facts import END, GENERATION_JSON, TextFacts
+
+BYTES_PER_FILE = 5 * 10**9
+"""bytes of tensors in a file, unless a single tensor has more: what transformers 4 writes"""
+SAFETENSORS_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
+HEADER_MULTIPLE = 8
+"""bytes that the length of a header is a multiple of, so that tensors are aligned in memory"""
+
+
+class WeightFile(NamedTuple):
+    """A safetensors file that is to be written."""
+
+    name: str
+    tensors: tuple[StoredTensor, ...]
+
+
+@contextmanager
+def new_folder(final: Path, needed: int) -> Iterator[Path]:
+    """Yield an empty hidden folder, which becomes `final` at the end of the context; it is removed after an error.
+
+    needed: bytes that will be written. Raises CheckpointError if `final` exists, if the disk has less room than needed,
+    or if it fails.
+    """
+    if os.path.lexists(final):
+        raise CheckpointError(f"export.folder: {final} exists, and nothing is overwritten: name another folder")
+    parent = final.absolute().parent
+    temporary = parent / f".{final.name}.{uuid.uuid4().hex}.tmp"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        if (free := shutil.disk_usage(parent).free) < needed:
+            raise CheckpointError(
+                f"export.folder: {final} needs {needed} bytes, {free} are free in {parent}: make room, name a folder "
+                "on another disk, or set export.dtype"
+            )
+        temporary.mkdir()
+        yield temporary
+        sync_folder(temporary)
+        os.rename(temporary, final)
+        sync_folder(parent)
+    except DamagedCheckpoint as error:
+        raise DamagedCheckpoint(
+            f"{error}; nothing was exported: name an older checkpoint, --checkpoint.resume=STEP_FOLDER"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"export.folder: {final} cannot be written: {error}; nothing is left of it") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def weight_bytes(tensors: Sequence[StoredTensor], dtype: torch.dtype) -> int:
+    """Return the bytes that tensors take in files of a dtype, without headers."""
+    return sum(_bytes_of(tensor, dtype) for tensor in tensors)
+
+
+def plan_files(
+    tensors: Sequence[StoredTensor], dtype: torch.dtype, bytes_per_file: int = BYTES_PER_FILE
+) -> list[WeightFile]:
+    """Return the files that hold tensors, in their order: each has `bytes_per_file` at most, or one tensor."""
+    groups: list[list[StoredTensor]] = []
+    size = 0
+    for tensor in tensors:
+        size += _bytes_of(tensor, dtype)
+        if not groups or size > bytes_per_file:
+            groups.append([])
+            size = _bytes_of(tensor, dtype)
+        groups[-1].append(tensor)
+    if len(groups) == 1:
+        return [WeightFile(WHOLE_MODEL, tuple(groups[0]))]
+    files = []
+    for number, group in enumerate(groups, start=1):
+        files.append(WeightFile(f"model-{number:05d}-of-{len(groups):05d}.safetensors", tuple(group)))
+    return files
+
+
+def write_weights(
+    folder: Path,
+    tensors: Sequence[StoredTensor],
+    weights: Weights,
+    dtype: torch.dtype,
+    bytes_per_file: int = BYTES_PER_FILE,
+) -> None:
+    """Write tensors into the files of a model, each made of the weights that it holds, and the index if there are
+    several files. Raises what `weights` does, and OSError."""
+    files = plan_files(tensors, dtype, bytes_per_file)
+    parts = PartReader(weights)
+    for file in files:
+        write_safetensors(folder / file.name, file.tensors, lambda tensor: stored_form(tensor, parts), dtype)
+    if len(files) > 1:
+        file_of_key = {tensor.key: file.name for file in files for tensor in file.tensors}
+        index = {"metadata": {"total_size": weight_bytes(tensors, dtype)}, "weight_map": file_of_key}
+        write_json(folder / INDEX_JSON, index)
+
+
+class PartReader:
+    """Reads the parts of tensors from weights. A stack, which has a part for each expert, is kept until another weight
+    is read."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+        self._stack: Tensor | None = None
+        self._name = ""
+
+    def read(self, part: StoredPart) -> Tensor:
+        """Return a weight, or the matrix of an expert in it; of a vocabulary that was padded only the first rows.
+
+        Raises CheckpointError if there is another number of experts, and what the weights raise.
+        """
+        if not part.experts:
+            self._stack = None
+            weight = self.weights.read(part.name)
+            is_padded = len(weight) > part.rows and rule_of(part.name).cut == "vocab"
+            return weight[: part.rows] if is_padded else weight
+        if self._stack is None or self._name != part.name:
+            self._stack = None  # before the next one is read
+            self._stack, self._name = self.weights.read(part.name), part.name
+            if len(self._stack) != part.experts:
+                raise CheckpointError(
+                    f"{part.name}: has {part.experts} experts by the config, {len(self._stack)} in the checkpoint: use "
+                    "the config of the checkpoint"
+                )
+        return self._stack[part.expert]
+
+
+def stored_form(tensor: StoredTensor, reader: PartReader) -> Tensor:
+    """Return a tensor as the file holds it, in the dtype of the weights that it is made of.
+
+    Raises CheckpointError if the weights have other shapes than the config says, and what the reader raises.
+    """
+    parts = [reader.read(part) for part in tensor.parts]
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if tensor.is_transposed:
+        whole = whole.t()
+    if tuple(whole.shape) != tensor.shape:
+        names = ", ".join(part.name for part in tensor.parts)
+        raise CheckpointError(
+            f"{tensor.key}: is {tensor.shape} by the config, {tuple(whole.shape)} in the checkpoint ({names}): use the "
+            "config of the checkpoint"
+        )
+    return whole
+
+
+def write_safetensors(
+    path: Path, tensors: Sequence[StoredTensor], make: Callable[[StoredTensor], Tensor], dtype: torch.dtype
+) -> None:
+    """Write a new safetensors file and force it to disk. `make` returns each tensor when its turn comes.
+
+    A tensor is rounded here, and nowhere else: to `dtype`, or to float32 if it is stored so in any model.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        begin, end = end, end + _bytes_of(tensor, dtype)
+        header[tensor.key] = {
+            "dtype": SAFETENSORS_DTYPES[_dtype_of(tensor, dtype)],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    content = json.dumps(header, separators=(",", ":")).encode()
+    content += b" " * (-len(content) % HEADER_MULTIPLE)
+    with path.open("xb") as file:
+        file.write(len(content).to_bytes(8, "little"))
+        file.write(content)
+        for tensor in tensors:
+            _write_tensor(file, make(tensor), _dtype_of(tensor, dtype))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_tensor(file: IO[bytes], tensor: Tensor, dtype: torch.dtype) -> None:
+    """Write the elements of a tensor in row-major order, rounded to a dtype."""
+    data = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
+    file.write(data.flatten().view(torch.uint8).numpy().data)
+
+
+def write_configs(folder: Path, model: Model, family: HubFamily, dtype: str, texts: TextFacts | None) -> None:
+    """Write config.json and generation_config.json. texts: what begins and ends them; None: unknown.
+
+    Raises NoFamily if the family's models cannot be like this one.
+    """
+    special: dict[str, int | list[int] | None] = {"bos_token_id": None, END: None}
+    if texts is not None:
+        special = {"bos_token_id": texts.begin, END: texts.end}
+    spellings = {"dtype": dtype, "torch_dtype": dtype}  # of transformers 5, and of 4
+    write_json(folder / CONFIG_JSON, write_config_json(model, family) | spellings | special)
+    write_json(folder / GENERATION_JSON, {"_from_model_config": True, **special})
+
+
+def _dtype_of(tensor: StoredTensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a tensor in a file of a dtype."""
+    return torch.float32 if tensor.is_float32 else dtype
+
+
+def _bytes_of(tensor: StoredTensor, dtype: torch.dtype) -> int:
+    return math.prod(tensor.shape) * _dtype_of(tensor, dtype).itemsize
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a new JSON file as transformers does, and force it to disk."""
+    with path.open("x", encoding="utf-8") as file:
+        file.write(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,130 @@
+"""The model card of an exported model: README.md with the facts of its run. No torch."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchllm import __version__
+from torchllm.config import Lora, Model
+from torchllm.facts.flops import parameter_count, update_parameter_count
+
+
+class CardFacts(NamedTuple):
+    """What a model card says."""
+
+    model: Model
+    lora: Lora
+    dtype: str
+    """of the written weights"""
+    steps: Sequence[int]
+    """of the checkpoints whose mean it is, the newest first"""
+    tokens: int | None
+    """seen until the newest step"""
+    run: Mapping[str, Any]
+    """the run's config, as the checkpoint has it"""
+    versions: Mapping[str, str]
+    """of what the run was trained with"""
+    name: str = ""
+    """of the folder"""
+    base_model: str = ""
+    """published model whose weights the run started from; "" if they were random"""
+    missing_tokenizer: str = ""
+    """why there are no tokenizer files; "" if there are"""
+    is_adapter: bool = False
+    """there are the low-rank updates alone"""
+
+    @property
+    def steps_in_words(self) -> str:
+        """The step, or the steps of which it is the mean."""
+        if len(self.steps) == 1:
+            return str(self.steps[0])
+        return f"mean of {', '.join(str(step) for step in sorted(self.steps))}"
+
+
+def write_model_card(folder: Path, facts: CardFacts) -> None:
+    """Write README.md into the folder of a model."""
+    (folder / "README.md").write_text(model_card(facts), encoding="utf-8")
+
+
+def model_card(facts: CardFacts) -> str:
+    """Return the text of README.md, with the head that the hub reads."""
+    library = "peft" if facts.is_adapter else "transformers"
+    head = [f"library_name: {library}", "pipeline_tag: text-generation", "tags:", "- torchllm"]
+    if facts.base_model and not Path(facts.base_model).is_absolute():
+        head.append(f"base_model: {facts.base_model.partition('@')[0]}")
+    lines = ["---", *head, "---", "", f"# {facts.name}", ""]
+    kind = "An adapter (LoRA) of a language model" if facts.is_adapter else "A language model"
+    lines += [f"{kind} trained with [torchllm](https://pypi.org/project/torchllm) {__version__}.", ""]
+    lines += ["| | |", "|---|---|"]
+    lines += [f"| {key} | {value} |" for key, value in _rows(facts)]
+    lines += ["", *(_use_of_adapter(facts) if facts.is_adapter else _use_of_model(facts)), ""]
+    return "\n".join(lines)
+
+
+def _use_of_model(facts: CardFacts) -> list[str]:
+    """Return the lines that say how the model is loaded."""
+    lines = ["```python", "from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
+    lines += [f'model = AutoModelForCausalLM.from_pretrained("{facts.name}")']
+    if facts.missing_tokenizer:
+        return [*lines, "```", "", f"There are no tokenizer files: {facts.missing_tokenizer}."]
+    return [*lines, f'tokenizer = AutoTokenizer.from_pretrained("{facts.name}")', "```"]
+
+
+def _use_of_adapter(facts: CardFacts) -> list[str]:
+    """Return the lines that say how the adapter is loaded, upon which model."""
+    base = facts.base_model.partition("@")[0] or "MODEL"
+    lines = ["```python", "from peft import PeftModel", "from transformers import AutoModelForCausalLM", ""]
+    lines += [f'model = AutoModelForCausalLM.from_pretrained("{base}")']
+    lines += [f'model = PeftModel.from_pretrained(model, "{facts.name}")', "```"]
+    if not facts.base_model:
+        lines += ["", "MODEL is an export of the run from whose weights this one has started; it is not published."]
+    return lines
+
+
+def _rows(facts: CardFacts) -> list[tuple[str, str]]:
+    """Return the facts that are known, each with its name."""
+    model = facts.model
+    training = facts.run.get("training", {})
+    optimizer = facts.run.get("optimizer", {})
+    schedule = facts.run.get("schedule", {})
+    parameters = f"{parameter_count(model):,}"
+    updates = f"{update_parameter_count(model, facts.lora):,}"
+    rows = [
+        ("parameters", f"{updates}, beside {parameters} of the model" if facts.is_adapter else parameters),
+        ("sizes", f"{model.layers} blocks, hidden {model.hidden}, {model.heads} heads, {model.kv} key-value heads"),
+        ("vocabulary", f"{model.vocab:,}"),
+        ("weights", facts.dtype),
+        ("step", facts.steps_in_words),
+    ]
+    if facts.base_model:
+        rows.append(("started from", f"`{facts.base_model}`"))
+    if facts.lora.is_on:
+        targets = ", ".join(facts.lora.targets)
+        rows.append(
+            ("LoRA", f"{updates} parameters trained, rank {facts.lora.rank}, alpha {facts.lora.alpha}, {targets}")
+        )
+    if facts.tokens is not None:
+        rows.append(("training tokens", f"{facts.tokens:,}"))
+    if training:
+        rows.append(("sequence length", f"{training.get('sequence_length')}"))
+        rows.append(("global batch", f"{training.get('global_batch_size')} sequences"))
+    if optimizer:
+        decay = optimizer.get("weight_decay")
+        rows.append(
+            ("optimizer", f"{optimizer.get('name')}, learning rate {optimizer.get('learning_rate')}, decay {decay}")
+        )
+    if schedule:
+        rows.append(("schedule", f"{schedule.get('name')}, {schedule.get('warmup_steps')} warmup steps"))
+    sources = facts.run.get("data", {}).get("sources", [])
+    if sources:
+        rows.append(("data", ", ".join(_source(source) for source in sources)))
+    if facts.versions:
+        rows.append(("trained with", ", ".join(f"{name} {version}" for name, version in facts.versions.items())))
+    return rows
+
+
+def _source(source: Mapping[str, Any]) -> str:
+    """Return the name of a source of text; of a path on the machine only the last part."""
+    path = str(source.get("path", ""))
+    name = path if source.get("kind") == "hub" else Path(path).name
+    return f"{source.get('kind')} {name}".strip()

@@ -1,0 +1,114 @@
+"""Give a run the [model] of a published model, `model.from_hf`, before torch is imported. No torch."""
+
+from dataclasses import replace
+from typing import TypeVar
+
+from torchllm.config import Config, Model
+from torchllm.config.load import Draft
+from torchllm.config.read import read_table
+from torchllm.tools.hub.config_json import form_of
+from torchllm.tools.hub.files import HubConfig, check_tensors, find_hub_files, read_hub_config
+from torchllm.tools.hub.hub import find_hub_model
+from torchllm.tools.hub.safetensors_header import HubFileError
+
+C = TypeVar("C", bound=Config)
+FROM_HF = ("model", "from_hf")
+
+
+def resolve_from_hf(draft: Draft[C], *, weights: bool, may_download: bool) -> None:
+    """Fill in the keys of [model] that nobody has written from the config.json of the model that `model.from_hf` names.
+
+    What a key says otherwise is an error if the weights fix it, else a note. weights: look at the files with the
+    weights, too. may_download: False in a rank of a run whose check has downloaded the files.
+    """
+    try:
+        found = find_hub_model(draft.config.model.from_hf, weights=weights, may_download=may_download)
+        config = read_hub_config(found.folder)
+    except HubFileError as error:
+        _report_lines(draft, str(error).split("\n"))
+        return
+    fill_unwritten(draft, config.model)
+    draft.config = replace(draft.config, model=replace(draft.config.model, from_hf=found.pinned))
+    _compare_written(draft, config)
+    _pad_vocab(draft)
+    if config.read.unknown_fields:
+        draft.notes.append(f"{config.path}: not known and not used: {', '.join(config.read.unknown_fields)}")
+    if weights and may_download and not draft.errors:
+        files = find_hub_files(found.folder, config.family)
+        draft.notes += files.notes
+        is_tying_chosen = "tied_embeddings" in _written(draft)
+        _report_lines(draft, check_tensors(files, config, draft.config.model, is_tying_chosen=is_tying_chosen))
+
+
+def resolve_from_record(draft: Draft[C], recorded: dict[str, object], checkpoint: str) -> None:
+    """Fill in the keys of [model] that nobody has written from those of the checkpoint that the run goes on from.
+
+    recorded: [model] as the checkpoint's manifest has it; a key that it lacks or that is none now has its default.
+    """
+    model: Model = read_table(Model, recorded, [])
+    fill_unwritten(draft, model)
+    name = draft.config.model.from_hf
+    if model.from_hf.partition("@")[0] == name.partition("@")[0]:  # the same one, pinned
+        draft.config = replace(draft.config, model=replace(draft.config.model, from_hf=model.from_hf))
+    if not draft.config.lora.is_on:  # else its weights are frozen, and in no checkpoint
+        draft.notes.append(draft.located(FROM_HF, f"is not read: the run goes on from {checkpoint}"))
+
+
+def fill_unwritten(draft: Draft[C], model: Model) -> None:
+    """Give the keys of [model] that nobody has written their values in `model`."""
+    written = _written(draft) | {"from_hf", "attention"}
+    values = {key: value for key, value in vars(model).items() if key not in written}
+    draft.config = replace(draft.config, model=replace(draft.config.model, **values))
+
+
+def _written(draft: Draft[C]) -> set[str]:
+    """Return the keys of [model] that a file or the command line gives a value."""
+    return set(draft.layer.table.get("model", {}))
+
+
+def _compare_written(draft: Draft[C], config: HubConfig) -> None:
+    """Report, or note, where what is written differs from the published model."""
+    model = draft.config.model
+    theirs = form_of(config.model)
+    if model.upcycle and config.model.experts:
+        message = f"copies layers of a dense model, but that of {config.path} has experts: remove the key"
+        draft.report(("model", "upcycle"), message)
+    ours = form_of(replace(model, experts=0) if model.upcycle else model)
+    for key in sorted(_written(draft) & theirs.keys()):
+        path = ("model", key)
+        if ours[key] == theirs[key] or f"model.{key}" in draft.wrong:
+            continue
+        if key not in config.read.fixed:
+            draft.notes.append(draft.located(path, f"{ours[key]} is used, not the {theirs[key]} of {config.path}"))
+        elif key == "vocab" and ours[key] > theirs[key]:
+            new = ours[key] - theirs[key]
+            draft.notes.append(draft.located(path, f"{new} rows more than in {config.path}: they start at random"))
+        elif key == "tied_embeddings" and theirs[key]:
+            draft.notes.append(draft.located(path, f"the head has weights of its own, against {config.path}"))
+        elif key == "experts" and not theirs[key]:
+            draft.report(path, f"the weights of {config.path} are dense: remove the key, or set model.upcycle = true")
+        else:
+            field = config.read.fixed[key]
+            draft.report(
+                path, f"is {ours[key]}, but the weights have {theirs[key]} ({field} in {config.path}): remove the key"
+            )
+
+
+def _pad_vocab(draft: Draft[C]) -> None:
+    """Let tp ranks share the rows of the embedding evenly, unless their number is written."""
+    tp = draft.config.parallel.tp
+    vocab = draft.config.model.vocab
+    if _written(draft) & {"vocab", "vocab_padding"} or vocab % tp == 0:
+        return
+    model = replace(draft.config.model, vocab_padding=-vocab % tp)
+    draft.notes.append(
+        f"{draft.file}: model.vocab: {vocab} rows are padded to {model.vocab_rows}, a multiple of parallel.tp; the "
+        "softmax leaves the others out"
+    )
+    draft.config = replace(draft.config, model=model)
+
+
+def _report_lines(draft: Draft[C], lines: list[str]) -> None:
+    """Add each line as an error of model.from_hf."""
+    for line in lines:
+        draft.report(FROM_HF, line)

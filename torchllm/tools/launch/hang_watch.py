@@ -1,0 +1,378 @@
+"""End a job that hangs, and say why: which rank the others wait for, in which operation, and where its program is.
+
+A thread on every rank looks once per second, for microseconds, whether an operation of this rank, or its main thread in
+a wait for a message, has made no progress for too long: run.timeout in a step, run.start_timeout in the start-up,
+run.save_timeout in a save (`heartbeat.Limits`). The first rank that finds one raises the alarm in the job's
+store. Then every rank publishes there what it knows (`hang_report.RankDump`) and writes it, in full, to
+RUN/hang/TIME/rank_N.json. One rank, as a rule rank 0, draws the conclusion and logs it, once; then all ranks end their
+process. A rank that cannot reach the store ends alone. The process groups' own time-outs are `GRACE` seconds longer
+than the longest limit: they are for a job in which no such thread runs any more. What no rank can see, because all are
+stuck in the same call, its launcher sees (`rank_watch.py`).
+
+One store serves all ranks. Therefore a rank asks for an alarm the less often the more ranks there are, and what it
+publishes grows with its groups, not with their ranks. One watch per node that asks for all ranks of the node would need
+a channel to them, and would leave a whole node deaf when its own process is the one that is stopped.
+
+Only rank 0's node must be alive for that. Where a rank is busy on its own (a slow disk) while others wait longer than
+the limit, they raise the alarm too, as a process group's time-out would: raise the setting that the report names.
+"""
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from traceback import StackSummary, walk_stack
+from types import FrameType
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from torchllm.runtime.heartbeat import Limit, heartbeat
+from torchllm.runtime.torch_compat import FlightRecord, GroupProgress, flight_records, group_progress, limit_groups
+from torchllm.tools.launch.hang_report import RankDump, describe_hang, read_dump, unfinished_records, write_slices
+from torchllm.tools.launch.on_event import call_on_event
+from torchllm.tools.launch.store import Signer, connect_store
+
+log = logging.getLogger(__name__)
+
+TICK = 1.0
+"""seconds between two looks"""
+PATIENCE = 3.0
+"""seconds that the other ranks have to publish what they know"""
+GRACE = 10.0
+"""seconds by which the process groups' time-out is longer than all limits"""
+SAVES_IN_BACKGROUND = "saves in the background"
+"""description of a process group that has the limit of a save, whatever the main thread is doing"""
+POLLS_PER_SECOND = 20_000
+"""requests per second that all ranks together send to the store after an alarm; it answers 70,000 on two cores"""
+CHECKS_PER_SECOND = 4_000
+"""requests per second that all ranks together send to the store to ask for an alarm"""
+PUBLISHED_RECORDS = 20_000
+"""records per process group that all ranks together publish; the files hold all records"""
+WAITING_CODE = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/pipelining/", "/torchllm/parallel/")
+"""files that wait for other ranks: a main thread that stays for minutes on one line of theirs is waiting"""
+
+STORE_TIMEOUT = timedelta(seconds=300)
+"""of a request to the store"""
+ALARM = "alarm"
+"""key of the store: name of the folder of dumps, set by the first rank that finds a hang"""
+ALARM_FORMAT = "%Y%m%d-%H%M%S"
+"""of the name: when the alarm was raised, in that rank's local time"""
+PUBLISHED = "published"
+"""key of the store: number of ranks that have published their dump"""
+ANSWERING = "answering"
+"""key of the store: the ranks that have published their dump, with a space after each"""
+SPEAKERS = "speakers"
+"""key of the store: number of ranks that were about to report; only the first does"""
+CANDIDATES = 8
+"""lowest ranks, the first of which that has published reports; if none has, the first rank of all that has"""
+DUMPS_PER_REQUEST = 1024
+"""dumps that the reporting rank reads from the store at once"""
+REPORTED = "reported"
+"""key of the store: set when the report is logged"""
+
+
+class RankProcess(NamedTuple):
+    """The process of a rank."""
+
+    host: str
+    parent: int
+    """process id of the launcher that started it"""
+    pid: int
+
+    def text(self) -> str:
+        """Return the process as one line; `parse` is the inverse."""
+        return f"{self.host} {self.parent} {self.pid}"
+
+    @classmethod
+    def parse(cls, text: str) -> "RankProcess":
+        """Read a line that `text` wrote."""
+        host, parent, pid = text.split()
+        return cls(host, int(parent), int(pid))
+
+
+def seconds_between_checks(world_size: int) -> float:
+    """Return how often a rank asks the store for an alarm, so that all together do so `CHECKS_PER_SECOND` times."""
+    return max(TICK, world_size / CHECKS_PER_SECOND)
+
+
+class HangWatch:
+    """The thread that watches this rank. It starts at once and ends the process if the job hangs."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        ranks_of_node: range,
+        folder: Path,
+        secret: bytes,
+        on_event: str = "",
+    ) -> None:
+        """Watch `rank`. Call it on all ranks: it waits for the others of this node.
+
+        ranks_of_node: those of this rank's node. folder: the run's; dumps go to its folder "hang". secret: the same on
+        all ranks.
+        on_event: command that the reporting rank calls (`run.on_event`).
+        """
+        self.rank = rank
+        self.world_size = world_size
+        self.folder = folder
+        self.on_event = on_event
+        self.check_interval = seconds_between_checks(world_size)
+        self.process = RankProcess(os.uname().nodename, os.getppid(), os.getpid())
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        # A client of its own: that of the process groups is blocked for as long as a rank waits in it.
+        client = connect_store(address, port, STORE_TIMEOUT)
+        self.store = dist.PrefixStore("hang_watch", client)  # type: ignore[attr-defined]  # not re-exported there
+        self.signer = Signer(secret)
+        self.siblings = self._open_siblings(ranks_of_node)
+        self.has_store = True
+        """it answers"""
+        self.exceeded: Limit | None = None
+        """that this rank has found exceeded"""
+        self.background_groups: set[str] = set()
+        """names of the groups that save in the background"""
+        self.group_ranks: dict[str, str] = {}
+        """ranks of each process group (`write_slices`), by torch's name of the group"""
+        self.progress: dict[str, GroupProgress] = {}
+        """at the last look"""
+        self.last_moved: dict[str, float] = {}
+        """time.monotonic() when each group was last seen idle or making progress"""
+        self.position: object = None
+        """of the main thread at the last look, with the groups' progress"""
+        self.position_since = time.monotonic()
+        self.closed = threading.Event()
+        self.thread = threading.Thread(target=self._watch, name="hang watch", daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self.closed.set()
+        self.thread.join()
+
+    def _watch(self) -> None:
+        """Look once per `TICK` until `close` is called; end the process if this or another rank finds a hang."""
+        next_check = time.monotonic()
+        while not self.closed.wait(TICK):
+            for name, group in limit_groups(max(heartbeat().limits) + GRACE, self.group_ranks).items():
+                self.group_ranks[name] = write_slices(group.ranks)
+                if group.description == SAVES_IN_BACKGROUND:
+                    self.background_groups.add(name)
+            alarm = self.hangs()
+            if not alarm and self.has_store and time.monotonic() >= next_check:
+                next_check += self.check_interval
+                try:
+                    alarm = self.store.check([ALARM]) and self._alarm_name(self.store.get(ALARM)) is not None
+                except dist.DistError:
+                    self.has_store = False  # it ends with the job; this rank may be stuck in an operation for ever
+            if alarm:
+                self._end_job()
+
+    def hangs(self) -> bool:
+        """Return whether this rank has waited for other ranks longer than its limit. Call it once per `TICK`."""
+        moment = time.monotonic()
+        progress = group_progress()
+        for group, state in progress.items():
+            if state.enqueued == state.completed or self.progress.get(group) != state:
+                self.last_moved[group] = moment
+        self.progress = progress
+        return self._main_thread_hangs(moment) or self._group_hangs(moment)
+
+    def _main_thread_hangs(self, moment: float) -> bool:
+        """Return whether the main thread has waited on one instruction for too long: perhaps for a message."""
+        frame = _main_frame()
+        position = id(frame), frame.f_lasti, self.progress
+        if position != self.position:
+            self.position, self.position_since = position, moment
+        limit = heartbeat().limit()
+        if moment - self.position_since <= limit.seconds or not _in_waiting_code(frame):
+            return False
+        self.exceeded = limit
+        return True
+
+    def _group_hangs(self, moment: float) -> bool:
+        """Return whether a collective has been unfinished for too long."""
+        seconds = heartbeat().limit().seconds
+        stuck = [group for group, moved in self.last_moved.items() if moment - moved > seconds]
+        if not stuck:
+            return False
+        self.last_moved.update(dict.fromkeys(stuck, moment))
+        # The counts of a group can be off by one (see `group_progress`), the flight recorder's records cannot.
+        for record in unfinished_records(flight_records()):
+            limit = self._limit_of(record)
+            if time.time_ns() - record.created > limit.seconds * 1e9:
+                self.exceeded = limit
+                return True
+        return False
+
+    def _limit_of(self, record: FlightRecord) -> Limit:
+        """Return how long an operation may take."""
+        if record.group in self.background_groups:
+            return Limit(heartbeat().limits.save, "run.save_timeout")
+        return heartbeat().limit()
+
+    def _end_job(self) -> None:
+        """Report the hang together with the other ranks and end this process."""
+        self.exceeded = self.exceeded or heartbeat().limit()
+        heartbeat().begin("hang report")  # the launcher waits for it
+        # The main thread may fail now because other ranks end: it has nothing to add to the report.
+        sys.excepthook = lambda *error: time.sleep(10 * PATIENCE)
+        try:
+            self._report()
+        except (dist.DistError, OSError) as error:
+            log.error("hang: rank %d, perhaps others, and the ranks cannot reach each other: %s", self.rank, error)
+        finally:
+            os._exit(1)
+
+    def _report(self) -> None:
+        """Publish this rank's dump and write it to its file; one rank logs the report of all."""
+        folder = self.folder / "hang" / self._raise_alarm()
+        dump = _dump(self.rank, self.process.host, self.group_ranks)
+        position = self._publish(dump.recent(max(4, PUBLISHED_RECORDS // self.world_size)))
+        # In a thread: a file system that does not answer may be the reason of the hang.
+        writer = threading.Thread(target=_write, args=(folder, dump), daemon=True)
+        writer.start()
+        patience = PATIENCE + self.check_interval - TICK  # other ranks may hear of the alarm only then
+        deadline = time.monotonic() + patience
+        while self.store.add(PUBLISHED, 0) < self.world_size and time.monotonic() < deadline:
+            time.sleep(max(0.05, self.world_size / POLLS_PER_SECOND))
+        writer.join(max(0.5, deadline - time.monotonic()))
+        if self._speaks_for_all(position):
+            call_on_event(self.on_event, "hang", self.folder)
+            dumps = self._published_dumps()
+            limit = self.exceeded or heartbeat().limit()
+            log.error("%s", describe_hang(dumps, self.world_size, self._host_of, limit, folder))
+            self.store.set(REPORTED, "")
+        else:
+            self.store.wait([REPORTED], timedelta(seconds=3 * patience))
+        self._kill_silent_siblings()
+
+    def _raise_alarm(self) -> str:
+        """Tell all ranks to report; return the name of the folder of dumps, that of the first rank to do so."""
+        name = time.strftime(ALARM_FORMAT)
+        alarm = self.signer.sign(name)
+        raised = self._alarm_name(self.store.compare_set(ALARM, "", alarm))
+        if raised is None:  # not from a rank
+            self.store.set(ALARM, alarm)
+            return name
+        return raised
+
+    def _alarm_name(self, value: bytes) -> str | None:
+        """Return the name of the folder of dumps in an alarm; None if no rank has raised it.
+
+        Whoever reaches the store may write there: the name is built from the time in it, so that it can only be a time.
+        """
+        text = self.signer.verify(value)
+        if text is None:
+            return None
+        return time.strftime(ALARM_FORMAT, time.strptime(text, ALARM_FORMAT))
+
+    def _publish(self, dump: RankDump) -> int:
+        """Put a dump into the store; return how many ranks have done so by then."""
+        self.store.set(f"rank_{self.rank}", dump.json())
+        self.store.append(ANSWERING, f"{self.rank} ")  # type: ignore[attr-defined]  # missing in torch's stubs
+        return int(self.store.add(PUBLISHED, 1))
+
+    def _published_dumps(self) -> list[RankDump]:
+        """Return the dumps in the store, by rank."""
+        answering = sorted(int(rank) for rank in bytes(self.store.get(ANSWERING)).split())
+        dumps = []
+        for start in range(0, len(answering), DUMPS_PER_REQUEST):
+            keys = [f"rank_{rank}" for rank in answering[start : start + DUMPS_PER_REQUEST]]
+            dumps += [read_dump(bytes(text).decode()) for text in self.store.multi_get(keys)]
+        return dumps
+
+    def _speaks_for_all(self, position: int) -> bool:
+        """Return whether this rank reports, and no other rank thought so earlier.
+
+        position: how many ranks had published when this one had.
+        """
+        candidates = range(min(CANDIDATES, self.world_size))
+        speaker = next((rank for rank in candidates if self._has_published(rank)), None)
+        is_speaker = position == 1 if speaker is None else speaker == self.rank
+        return is_speaker and self.store.add(SPEAKERS, 1) == 1
+
+    def _open_siblings(self, ranks_of_node: range) -> dict[int, int]:
+        """Return a handle (pidfd) on each other rank that the same torchrun started, by rank.
+
+        A process id may be given to another process when its owner ends; a handle cannot.
+        """
+        self.store.set(f"process_{self.rank}", self.signer.sign(self.process.text()))
+        handles: dict[int, int] = {}
+        if self.process.parent <= 1:  # its torchrun has ended: ranks of other jobs have the same parent
+            return handles
+        keys = [f"process_{rank}" for rank in ranks_of_node]
+        for rank, text in zip(ranks_of_node, self.store.multi_get(keys), strict=True):
+            process = self._process_of(text)
+            if process is None:
+                continue
+            if rank != self.rank and process.host == self.process.host and process.parent == self.process.parent:
+                with suppress(OSError, AttributeError):  # no pidfd on this system: the launcher kills them 10 s later
+                    handles[rank] = os.pidfd_open(process.pid)
+        return handles
+
+    def _host_of(self, rank: int) -> str:
+        """Return the host of a rank, which need not answer any more."""
+        process = self._process_of(self.store.get(f"process_{rank}"))
+        return "unknown host" if process is None else process.host
+
+    def _process_of(self, value: bytes) -> RankProcess | None:
+        """Return the process that a value of the store describes; None if no rank has written it."""
+        text = self.signer.verify(value)
+        return None if text is None else RankProcess.parse(text)
+
+    def _has_published(self, rank: int) -> bool:
+        return bool(self.store.check([f"rank_{rank}"]))
+
+    def _kill_silent_siblings(self) -> None:
+        """Kill the ranks of this node that published nothing; the lowest rank of the node that did publish does it.
+
+        A stopped process, or one stuck outside Python, does not react to SIGTERM: the launcher would wait 10 s for it.
+        """
+        silent = []
+        for rank in self.siblings:
+            if not self._has_published(rank):
+                silent.append(rank)
+            elif rank < self.rank:
+                return  # that one does it
+        if silent:
+            time.sleep(0.5)  # let the other ranks of this node end first: torchrun reports the first that ended
+        for rank in silent:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.siblings[rank], signal.SIGKILL)
+
+
+def _main_frame() -> FrameType:
+    """Return the frame that the main thread executes."""
+    return sys._current_frames()[threading.main_thread().ident or 0]
+
+
+def _in_waiting_code(frame: FrameType) -> bool:
+    """Return whether a frame is in code that waits for other ranks."""
+    return any(part in frame.f_code.co_filename for part in WAITING_CODE)
+
+
+def _dump(rank: int, host: str, group_ranks: dict[str, str]) -> RankDump:
+    """Collect what this rank knows, now."""
+    frame = _main_frame()
+    lines = StackSummary.extract(walk_stack(frame), lookup_lines=False)
+    stack = [f"{line.filename}:{line.lineno} in {line.name}" for line in reversed(lines)]
+    return RankDump(
+        rank, host, time.time_ns(), stack, _in_waiting_code(frame), group_ranks, flight_records(places=True)
+    )
+
+
+def _write(folder: Path, dump: RankDump) -> None:
+    """Write a dump to its file, which appears whole; log what goes wrong."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / f".rank_{dump.rank}"
+        temporary.write_text(dump.json())
+        temporary.rename(folder / f"rank_{dump.rank}.json")
+    except OSError as error:
+        log.error("rank %d: %s", dump.rank, error)

@@ -1,0 +1,340 @@
+"""The launcher's look at the heartbeats of its ranks: a rank that is stuck is named, and the ranks of the node end.
+
+`hang_watch.py` sees a rank that waits for another one. It does not see that all ranks are stuck in the same call, or
+the only rank of a job. The launcher does: once per second it reads the last beat of each of its ranks (`heartbeat.py`)
+from memory, and counts the seconds without a new one by its own clock. After a rank's limit, and `patience`, in which
+ranks that have noticed the hang themselves report it better, it prints where the rank is, writes all stacks to
+RUN/hang/TIME/HOST.txt and kills its ranks. torchrun then starts them again, or ends the job on all nodes, as after any
+death of a rank. A rank in an uninterruptible call of the kernel survives even that, and the launcher does not wait for
+it.
+"""
+
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from torchllm.config.environment import START_TIMEOUT
+from torchllm.runtime.heartbeat import HEARTBEATS, Beat, Limit, read_beat, stack_file
+from torchllm.runtime.parent import find_children, find_ranks
+from torchllm.tools.launch.hang_report import DESCRIBED, format_ranks, shorten_path
+from torchllm.tools.launch.on_event import call_on_event
+
+log = logging.getLogger(__name__)
+
+TICK = 1.0
+"""seconds between two looks"""
+SECONDS_TO_WRITE = 3.0
+"""that the report may take to be written into the run folder, which may be what hangs"""
+SECONDS_TO_DIE = 10.0
+"""after SIGKILL, before a rank counts as stuck in the kernel"""
+SHARED_MEMORY = Path("/dev/shm")
+ROOM = 2**20
+"""bytes that must be free there: the heartbeats of a node take some hundred per rank"""
+_THREAD = re.compile(r"Thread 0x([0-9a-f]+)\b")
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+
+
+def patience(limit: float) -> float:
+    """Return how many seconds after a rank's limit the launcher ends it."""
+    return 3.0 + limit / 10
+
+
+def memory_folder() -> str | None:
+    """Return a folder for temporary files that is in memory; None, which is tempfile's own, if none has room."""
+    if not os.access(SHARED_MEMORY, os.W_OK):
+        return None
+    system = os.statvfs(SHARED_MEMORY)  # the 64 MB of a container are soon full
+    return str(SHARED_MEMORY) if system.f_bavail * system.f_frsize >= ROOM else None
+
+
+@dataclass
+class _Watched:
+    """A rank as the launcher sees it."""
+
+    file: Path
+    beat: Beat
+    idle: float = 0.0
+    """seconds without a new beat"""
+
+
+class StuckRank(NamedTuple):
+    """A rank that has gone without a beat for too long."""
+
+    rank: int | None
+    """None: unknown, for it has not begun to beat"""
+    name: str
+    """such as "rank 3" """
+    pid: int
+    idle: float
+    limit: Limit
+    doing: str
+    """what its last beat said"""
+    stacks: str
+    """of all its threads, by faulthandler; empty if it has none"""
+    thread: int
+    """id of its main thread"""
+
+
+class RankWatch:
+    """Watches the ranks that this launcher has started, in a thread: those of one attempt after the other."""
+
+    def __init__(
+        self,
+        start_timeout: float | None = None,
+        run_folder: Path | None = None,
+        on_event: str = "",
+        end: Callable[[], None] = lambda: os._exit(1),
+    ) -> None:
+        """Make one that `start` starts.
+
+        start_timeout: `run.start_timeout`, for ranks that have not begun to beat; None: they may have no heart, and are
+        not watched. run_folder: None: stacks are printed. on_event: `run.on_event`. end: ends this process at once.
+        """
+        self.start_timeout = start_timeout
+        self.run_folder = run_folder
+        self.on_event = on_event
+        self.end = end
+        self.folder: Path | None = None
+        """of this attempt's heartbeats; None between two attempts"""
+        self.watched: dict[Path, _Watched] = {}
+        self.unbegun_seconds = 0.0
+        """in which ranks of this attempt had no beat yet, and did not compute"""
+        self.unbegun_ticks = 0
+        """of the processor, that these ranks have taken so far"""
+        self.found: StuckRank | None = None
+        """the rank for which the ranks of this attempt were killed"""
+        self._lock = threading.Lock()
+        if start_timeout is not None:
+            os.environ[START_TIMEOUT] = str(start_timeout)
+
+    def start(self) -> None:
+        """Watch until this process ends."""
+        threading.Thread(target=self._watch, name="rank watch", daemon=True).start()
+
+    @contextmanager
+    def attempt(self, folder: Path) -> Iterator[None]:
+        """Return a context in which the ranks of an attempt are watched. folder: for their heartbeats, to be made."""
+        folder.mkdir()
+        os.environ[HEARTBEATS] = str(folder)
+        with self._lock:
+            self.folder = folder
+            self.watched = {}
+            self.unbegun_seconds = 0.0
+            self.found = None
+        try:
+            yield
+        finally:
+            with self._lock:  # a report is complete
+                self.folder = None
+
+    def _watch(self) -> None:
+        """Look once per `TICK`, without counting the time in which this process was stopped: so were its ranks."""
+        last_look = time.monotonic()
+        while True:
+            time.sleep(TICK)
+            moment = time.monotonic()
+            with self._lock:
+                stuck = self.look(min(moment - last_look, 2 * TICK))
+                if stuck and self.found is None:
+                    self.found = stuck[0]
+                    self._end_ranks(stuck)
+            last_look = moment
+
+    def look(self, seconds: float) -> list[StuckRank]:
+        """Return the ranks that are stuck, the longest first. seconds: since the last look."""
+        if self.folder is None:
+            return []
+        with os.scandir(self.folder) as entries:
+            files = [Path(entry.path) for entry in entries if "." not in entry.name]
+        for file in files:
+            beat = read_beat(file)
+            if beat is not None and (file not in self.watched or self.watched[file].beat != beat):
+                self.watched[file] = _Watched(file, beat)
+            elif beat is not None:
+                self.watched[file].idle += seconds
+        ranks = list(self.watched.values())
+        if any(rank.beat.activity == "hang report" and not _is_overdue(rank) for rank in ranks):
+            return []  # they know more of the hang
+        stuck = [_describe_rank(rank) for rank in ranks if _is_overdue(rank) and _lives(rank.beat.pid)]
+        stuck.sort(key=lambda rank: -rank.idle)
+        return stuck + self._find_unbegun(seconds)
+
+    def _find_unbegun(self, seconds: float) -> list[StuckRank]:
+        """Return the processes that should have begun to beat: they hang while Python, torch or the config loads.
+
+        Those that compute do not hang: a recipe that never calls `start_runtime` has no heart.
+        """
+        limit = self.start_timeout
+        ranks_on_node = max((rank.beat.ranks_on_node for rank in self.watched.values()), default=1)
+        if limit is None or len(self.watched) >= ranks_on_node:
+            return []
+        begun = {_session(rank.beat.pid) for rank in self.watched.values()}
+        unbegun = [pid for pid in find_ranks() if pid not in begun]
+        ticks = sum(map(processor_ticks, unbegun))
+        is_idle = unbegun and ticks == self.unbegun_ticks  # without a process torchrun waits for other nodes
+        self.unbegun_seconds = self.unbegun_seconds + seconds if is_idle else 0.0
+        self.unbegun_ticks = ticks
+        if self.unbegun_seconds <= limit + patience(limit):
+            return []
+        key = Limit(limit, "run.start_timeout")
+        doing = "start-up, before the config is read"
+        return [StuckRank(None, f"process {pid}", pid, self.unbegun_seconds, key, doing, "", 0) for pid in unbegun]
+
+    def _end_ranks(self, stuck: Sequence[StuckRank]) -> None:
+        """Kill all ranks of this node, report the stuck ones, and end this process if SIGKILL does not end them."""
+        ranks = find_ranks()
+        ranks += [rank.pid for rank in stuck if rank.pid not in ranks]  # behind a wrapper
+        try:
+            lines, details = list(describe_stuck(stuck)), "\n".join(describe_details(stuck))
+        finally:
+            for pid in ranks:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+        self._report(lines, details)
+        deadline = time.monotonic() + SECONDS_TO_DIE
+        while survivors := [pid for pid in ranks if _lives(pid)]:
+            if time.monotonic() > deadline:
+                for pid in survivors:
+                    _say(f"error: process {pid} cannot be killed: {describe_state(pid)}; its node needs a look")
+                self.end()
+                return
+            time.sleep(0.05)
+
+    def _report(self, lines: Sequence[str], details: str) -> None:
+        """Print lines, and leave the details in the run folder, in a thread: that folder may be what hangs."""
+        if self.run_folder is None:
+            _say("\n  ".join([*lines, details]))
+            return
+        moment = time.strftime("%Y%m%d-%H%M%S")
+        file = self.run_folder / "hang" / moment / f"{os.uname().nodename}.txt"
+        _say("\n  ".join([*lines, f"all stacks: {file}"]))
+        writer = threading.Thread(target=self._leave_report, args=(self.run_folder, file, details), daemon=True)
+        writer.start()
+        writer.join(SECONDS_TO_WRITE)
+
+    def _leave_report(self, run_folder: Path, file: Path, details: str) -> None:
+        """Write the report and call the user's command."""
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(details + "\n")
+        except OSError as error:
+            _say(f"{file}: {error}")
+        call_on_event(self.on_event, "hang", run_folder)
+
+
+def _is_overdue(rank: _Watched) -> bool:
+    """Return whether a rank has gone without a beat longer than its limit, and the launcher's patience."""
+    limit = rank.beat.limit.seconds
+    return rank.idle > limit + patience(limit)
+
+
+def _describe_rank(rank: _Watched) -> StuckRank:
+    beat = rank.beat
+    stacks = ""
+    with suppress(FileNotFoundError):
+        stacks = stack_file(rank.file).read_text(errors="replace")
+    doing = f"{beat.activity}, last sign of life: {beat.part}" if beat.part else beat.activity
+    return StuckRank(beat.rank, f"rank {beat.rank}", beat.pid, rank.idle, beat.limit, doing, stacks, beat.thread)
+
+
+def describe_stuck(stuck: Sequence[StuckRank]) -> Iterator[str]:
+    """Yield the lines of the report: who is stuck on this host, in what, since when, and where its program is."""
+    host = os.uname().nodename
+    limit = stuck[0].limit
+    yield f"hang: no progress for over {limit.seconds:g} s ({limit.key}); ending the ranks of {host}"
+    for rank in stuck[:DESCRIBED]:
+        since = time.strftime("%H:%M:%S", time.localtime(time.time() - rank.idle))
+        yield f"{rank.name} ({host}) has made no progress since {since}, for {rank.idle:.0f} s: {rank.doing}"
+        if position := place_of(rank):
+            yield f"{rank.name}'s main thread is at {position}"
+        for pid in [rank.pid, *find_children(rank.pid)]:
+            if process_state(pid) in ("D", "T", "t"):
+                whose = rank.name if pid == rank.pid else f"process {pid}, started by {rank.name},"
+                yield f"{whose} {describe_state(pid)}"
+    if len(stuck) > DESCRIBED:
+        kind = stuck[-1].name.split()[0]
+        numbers = [int(rank.name.split()[1]) for rank in stuck[DESCRIBED:]]
+        yield f"the same is true of {kind}s {format_ranks(numbers)}"
+
+
+def describe_details(stuck: Sequence[StuckRank]) -> Iterator[str]:
+    """Yield all that is known of each stuck rank."""
+    for rank in stuck:
+        yield f"{rank.name}: process {rank.pid}, {rank.doing}, {rank.idle:.0f} s without progress"
+        for pid in [rank.pid, *find_children(rank.pid)]:
+            yield f"process {pid} {describe_state(pid)}"
+            yield _read(Path(f"/proc/{pid}/stack"))  # root's only, as a rule
+        yield rank.stacks
+
+
+def place_of(rank: StuckRank) -> str:
+    """Return where the main thread of a rank is: its innermost line outside Python's library, or ""."""
+    frames: list[str] = []
+    is_main = False
+    for line in rank.stacks.splitlines():
+        if thread := _THREAD.search(line):
+            is_main = int(thread[1], 16) == rank.thread
+        elif is_main and (frame := _FRAME.match(line)):
+            frames.append(f"{shorten_path(frame[1])}:{frame[2]} in {frame[3]}")
+    outside = [frame for frame in frames if "/lib/python3" not in frame]
+    return (outside or frames or [""])[0]
+
+
+def process_state(pid: int) -> str:
+    """Return the kernel's letter for the state of a process (R, S, D, T, Z …); "" if there is no such process."""
+    return next(iter(_status_fields(pid)), "")
+
+
+def processor_ticks(pid: int) -> int:
+    """Return the time that a process has computed, with what the kernel did for it; 0 if there is no such process."""
+    return sum(map(int, _status_fields(pid)[11:13]))
+
+
+def _status_fields(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat after the name, from the state on: fields 3 and later of proc(5)."""
+    return _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+
+
+def _lives(pid: int) -> bool:
+    return process_state(pid) not in ("", "Z")
+
+
+def _session(pid: int) -> int | None:
+    """Return the session of a process, which is the id of the child of the launcher that it descends from."""
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def describe_state(pid: int) -> str:
+    """Return what the kernel says of a process, as the end of a sentence."""
+    state = process_state(pid)
+    if state in ("T", "t"):
+        return "is stopped (SIGSTOP, or a debugger)"
+    channel = _read(Path(f"/proc/{pid}/wchan")).strip("\0\n0 ") or "an unknown function"
+    if state == "D":
+        return f"is in an uninterruptible call of the kernel, {channel}, which no signal ends: storage or a device"
+    return f"is in state {state or 'ended'}, in {channel} of the kernel"
+
+
+def _read(file: Path) -> str:
+    """Return a file of /proc; "" if it cannot be read."""
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # nobody reads the output
+        print(text, file=sys.stderr, flush=True)

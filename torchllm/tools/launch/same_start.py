@@ -1,0 +1,112 @@
+"""Refuse a job whose nodes were not started alike: with another config, another torchllm or another torch.
+
+Nothing else would tell: a job whose second node has another learning rate trains to its end, and its weights are those
+of neither.
+"""
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from torchllm import __version__
+from torchllm.config import Config
+from torchllm.config.errors import RefusedStart
+from torchllm.runtime.exchange import gather_texts, same_on_all_ranks
+
+SHOWN = 20
+"""differences that the error lists at most"""
+PACKAGE = Path(__file__).parents[2]
+
+
+class Difference(NamedTuple):
+    """A fact that is not the same at two starts; "missing" where there is none."""
+
+    name: str
+    first: str
+    second: str
+
+
+def refuse_different_starts(configs: Sequence[Config], group: dist.ProcessGroup) -> None:
+    """Raise RefusedStart on every rank if configs, code or torch of one are not those of rank 0.
+
+    The error names each key that differs, with both values. All ranks must call it; where they are alike they exchange
+    32 bytes, whatever their number.
+    """
+    facts = facts_of_start(configs)
+    if same_on_all_ranks(json.dumps(facts), group):
+        return
+    of_rank_0: list[Any] = [facts]
+    dist.broadcast_object_list(of_rank_0, group_src=0, group=group)
+    differences = json.dumps(compare_starts(of_rank_0[0], facts))
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in enumerate(gather_texts(differences, group)):
+        if text and json.loads(text):
+            ranks_of.setdefault(text, []).append(rank)
+    lines = []
+    for text, ranks in ranks_of.items():
+        differing = f"rank {ranks[0]}" if len(ranks) == 1 else f"rank {ranks[0]} and {len(ranks) - 1} more"
+        for difference in map(Difference._make, json.loads(text)):
+            lines.append(f"{difference.name}: {difference.first} on rank 0, {difference.second} on {differing}")
+    if len(lines) > SHOWN:
+        lines[SHOWN:] = ["..."]
+    listed = "\n  ".join(lines)
+    raise RefusedStart(
+        f"not all ranks were started alike: start every node with the same config, code and torch\n  {listed}"
+    )
+
+
+def facts_of_start(configs: Sequence[Config]) -> dict[str, str]:
+    """Return what must be the same on all ranks, by name: each key of the configs as JSON, and the versions."""
+    facts = {}
+    for number, config in enumerate(configs):
+        prefix = f"layout {number + 1}: " if number else ""  # of those that parallel.layout = "tune" measures
+        for path, value in _flat(asdict(config)).items():
+            facts[prefix + path] = json.dumps(value)
+    facts["torchllm"] = f"{__version__} ({hash_of_code()})"
+    facts["torch"] = str(torch.__version__)
+    return facts
+
+
+def _flat(tree: Any, path: str = "") -> dict[str, Any]:
+    """Return the leaves of nested tables and arrays by their dotted path; an empty table or array is a leaf."""
+    if isinstance(tree, dict):
+        children = dict(tree)
+    elif isinstance(tree, list | tuple):
+        children = {str(index): child for index, child in enumerate(tree)}
+    else:
+        children = {}
+    if not children:
+        return {path: tree}
+    leaves: dict[str, Any] = {}
+    for key, child in children.items():
+        leaves |= _flat(child, f"{path}.{key}" if path else key)
+    return leaves
+
+
+def hash_of_code() -> str:
+    """Return a hash of torchllm's own files and of the recipe that runs: a version may have been edited."""
+    digest = hashlib.sha256()
+    recipe = Path(sys.argv[0])
+    for file in [*sorted(PACKAGE.rglob("*.py")), recipe]:
+        if file.is_file():
+            name = file.relative_to(PACKAGE).as_posix() if file.is_relative_to(PACKAGE) else file.name
+            digest.update(f"{name} {file.stat().st_size}\n".encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def compare_starts(first: Mapping[str, str], second: Mapping[str, str]) -> list[Difference]:
+    """Return the facts that differ."""
+    differences = []
+    for name in {**first, **second}:
+        difference = Difference(name, first.get(name, "missing"), second.get(name, "missing"))
+        if difference.first != difference.second:
+            differences.append(difference)
+    return differences

@@ -1,0 +1,425 @@
+"""Predict the bytes that blocks keep of a micro batch for their backward, and what the backward needs. No torch.
+
+Computation is in 16 bits. With dropout and a fused softmax, the bytes per token are those of Korthikanti et al. 2022
+(arXiv 2205.05198, table 2), generalized to any heads, key-value heads, feed-forward width, features and fusion; without
+them they are what autograd keeps, which `tests/tools/planner/test_memory.py` compares with the dry run.
+
+Shapes: T tokens of a rank in a micro batch, D hidden, H and K query and key-value heads of width Q, F feed-forward.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from torchllm.config import Lora, Model
+from torchllm.facts.flops import WITHOUT_LORA, matrices
+from torchllm.tools.planner.compute import Kernels, Piece, dense_width
+from torchllm.tools.planner.experts import RoutedActivations, expert_parameters, routed_activations
+from torchllm.tools.planner.software import Software
+
+
+class Phase(NamedTuple):
+    """A moment at which a block's backward may hold most."""
+
+    working: float
+    """bytes of gradients of activations, minus the activations that are already freed"""
+    gradients: float
+    """parameters whose gradients exist"""
+    reduced: float = 0.0
+    """parameters whose gradients are being reduced"""
+    after_unit: bool = True
+    """whether the buffer of the last reduction before this block is still there, which the block's first one frees"""
+    freed: float = 0.0
+    """parameters of this block that are no longer gathered, if it frees its weights"""
+    reduces_experts: bool = False
+    """whether those that are reduced are a rank's own experts, which other ranks share than the rest of the block"""
+
+
+class BlockActivations(NamedTuple):
+    """Bytes that one micro batch leaves in one block on one rank."""
+
+    norm: float
+    """what one norm keeps"""
+    entry: float
+    """the input, which is all that a recomputed block keeps"""
+    attention: float
+    """norm, projections and core"""
+    core: float
+    """part of `attention`: matrices of scores, or a flash kernel's sums"""
+    ffn: float
+    """between the two products of the feed-forward layer"""
+    residual: float
+    """the second norm, and what feeds the feed-forward layer"""
+    products: float
+    """results of matrix products, of attention and of collectives, the input: what selective recomputation keeps"""
+    shared: float
+    """part of `products` that is kept without recomputation too"""
+    half: float
+    """results of every second matrix product and of attention, the input: what selective_half keeps"""
+    half_shared: float
+    """part of `half` that is kept without recomputation too"""
+    deferred: float
+    """inputs and output gradients of the matrices, where their gradients are put off"""
+    phases: tuple[Phase, ...]
+    """moments of the backward"""
+
+    @property
+    def whole(self) -> float:
+        """Everything that is kept if nothing is recomputed."""
+        return self.attention + self.residual + self.ffn
+
+
+class Widths(NamedTuple):
+    """Features of a token on one rank."""
+
+    hidden: float
+    """D: of hidden states that tp leaves whole"""
+    local: float
+    """D, over the ranks among which sequence parallelism spreads the tokens"""
+    query: float
+    """H Q: all query heads of a rank; so many features has attention's result, too"""
+    key: float
+    """K Q: keys, or values"""
+    ffn: float
+    """F: of the feed-forward layer that every token uses; 0 in a sparse block without shared experts"""
+    heads: float
+    """H"""
+
+    @classmethod
+    def of(cls, model: Model, piece: Piece) -> "Widths":
+        """Return the widths of a block; of a sparse one where a model has experts."""
+        local = model.hidden / piece.spread
+        heads = model.heads / piece.tp
+        query = heads * model.head_width
+        key = model.kv * model.head_width / piece.tp
+        ffn = dense_width(model) / piece.tp
+        return cls(float(model.hidden), local, query, key, ffn, heads)
+
+    @property
+    def has_ffn(self) -> float:
+        """1 if there is a feed-forward layer that every token uses, else 0."""
+        return 1.0 if self.ffn else 0.0
+
+
+class BlockProduct(NamedTuple):
+    """A product of a block with a weight, in the order of the forward pass."""
+
+    result: float
+    """features of its result"""
+    stored: float = 0.0
+    """features of it that autograd keeps if nothing is recomputed"""
+
+
+class StoredParts(NamedTuple):
+    """Bytes per token that a block keeps if nothing is recomputed."""
+
+    norm: float
+    feeds_attention: float
+    """what the products of attention read"""
+    feeds_ffn: float
+    """what the first products of the feed-forward layer read; 0 in a sparse block without shared experts"""
+    qk_norms: float
+    dropped: float
+    """masks of dropout"""
+    exchanged: float
+    """attention's result in the other arrangement of an all-to-all"""
+    core: float
+    inner: float
+    """between the products of the feed-forward layer"""
+    low_rank: float
+    """what A of LoRA's updates B A x returns"""
+
+
+def stored_per_token(
+    model: Model, piece: Piece, kernels: Kernels, software: Software, lora: Lora, ulysses: bool
+) -> StoredParts:
+    """Return what one block keeps, routed experts apart."""
+    width = Widths.of(model, piece)
+    feeds = 2.0 * width.local
+    if software.keeps_gathered:
+        feeds = 2.0 * width.hidden
+    fused_norm = fuses_norm(model, kernels)
+    qk_norms = 0.0
+    if model.qk_norm != "none":
+        fused_qk_norm = kernels.fuses_qk_norm(model, piece.tp)
+        qk_norms = _norm_bytes(fused_qk_norm) * (width.query + width.key)
+    inner = 4.0 * width.ffn
+    if model.features.gated_ffn:
+        inner = (6.0 if kernels.compiled else 8.0) * width.ffn
+    if not _is_trained(lora, "down_proj"):
+        inner -= 2.0 * width.ffn
+    reads_attention = _is_trained(lora, "q_proj", "k_proj", "v_proj")
+    reads_ffn = width.ffn > 0 and _is_trained(lora, "gate_proj", "up_proj")
+    dropped = width.local * software.dropout  # a mask of a byte
+    low_rank = 2.0 * lora.rank * len(lora.targets)
+    exchanged = 2.0 * width.query * ulysses
+    scores = core(model, piece, kernels, software)
+    return StoredParts(
+        norm=_norm_bytes(fused_norm) * width.local,
+        feeds_attention=feeds * reads_attention,
+        feeds_ffn=feeds * reads_ffn,
+        qk_norms=qk_norms,
+        dropped=dropped,
+        exchanged=exchanged,
+        core=scores,
+        inner=inner,
+        low_rank=low_rank,
+    )
+
+
+def attention_bytes(width: Widths, stored: StoredParts) -> float:
+    """Return the bytes per token of attention and its norm: q, k, v and the result in 16 bits, and the rest."""
+    heads = 4 * (width.query + width.key)
+    norms = stored.norm + stored.dropped + stored.qk_norms
+    products = stored.feeds_attention + stored.low_rank
+    return heads + norms + products + stored.exchanged + stored.core
+
+
+def fuses_norm(model: Model, kernels: Kernels) -> bool:
+    """Return whether a norm of the residual stream is one kernel, which keeps its input alone."""
+    return model.features.norm == "layer" or kernels.fused_norm or kernels.compiled
+
+
+def _norm_bytes(fused: bool) -> float:
+    """Return the bytes per feature that a norm keeps: the input; or it, and its normalised self in float32."""
+    return 2.0 if fused else 8.0
+
+
+def _is_trained(lora: Lora, *layers: str) -> bool:
+    """Return whether one of these layers has a gradient, for which its input is stored."""
+    if not lora.is_on:
+        return True
+    return any(layer in lora.targets for layer in layers)
+
+
+def block_products(model: Model, piece: Piece, kernels: Kernels, lora: Lora) -> list[BlockProduct]:
+    """Return the products of a block in the order of their use (`facts.flops.product_sizes`).
+
+    Of a sparse block `RoutedActivations` has the results of router and routed experts, which are empty here: they stand
+    between the first product of the shared experts and the other two. What is kept of q and k are the inputs of their
+    norms, of o and down those of norms after them. With LoRA a layer is three products, W x, A x and B A x; kept are
+    A x and, of the others, the sum.
+    """
+    width = Widths.of(model, piece)
+    keeps_qk = model.qk_norm != "none" and kernels.fuses_qk_norm(model, piece.tp)
+    keeps_sums = width.local * (model.norm_position == "after" and fuses_norm(model, kernels))
+    layers = {
+        "q_proj": BlockProduct(width.query, width.query * keeps_qk),
+        "k_proj": BlockProduct(width.key, width.key * keeps_qk),
+        "v_proj": BlockProduct(width.key, width.key),
+        "o_proj": BlockProduct(width.hidden, keeps_sums),
+    }
+    if model.experts:
+        layers["router"] = BlockProduct(0.0)
+    if width.ffn and model.features.gated_ffn:
+        layers["gate_proj"] = BlockProduct(width.ffn, width.ffn)
+    if model.experts:
+        for matrix in ("gate", "up", "down"):
+            layers[f"routed {matrix}"] = BlockProduct(0.0)
+    if width.ffn:
+        layers["up_proj"] = BlockProduct(width.ffn, width.ffn)
+        layers["down_proj"] = BlockProduct(width.hidden, keeps_sums)
+    products = []
+    for name, product in layers.items():
+        if lora.is_on and name in lora.targets:
+            products += [BlockProduct(product.result), BlockProduct(lora.rank, lora.rank), BlockProduct(product.result)]
+        else:
+            products.append(product)
+    return products
+
+
+class Selected(NamedTuple):
+    """Bytes per token of a selective recomputation."""
+
+    saved: float
+    """results that it keeps"""
+    shared: float
+    """part of it that is kept without recomputation too"""
+
+
+def selected_products(products: Sequence[BlockProduct]) -> Selected:
+    """Return the bytes per token of the results of some products, in 16 bits."""
+    return Selected(
+        saved=2.0 * sum(product.result for product in products),
+        shared=2.0 * sum(product.stored for product in products),
+    )
+
+
+def saved_collectives(model: Model, piece: Piece, software: Software, ulysses: bool) -> Selected:
+    """Return the results of collectives that selective recomputation keeps.
+
+    Under tensor parallelism they can make it keep more than no recomputation does.
+    """
+    width = Widths.of(model, piece)
+    if not software.saves_collectives:
+        return Selected(0.0, 0.0)
+    saved = shared = 0.0
+    if piece.spread > 1:  # gathered before attention and the feed-forward layer, scattered after them
+        saved = 4 * width.hidden + 4 * width.local
+        shared = 4 * width.hidden * software.keeps_gathered
+    elif piece.tp > 1:  # summed over the ranks
+        saved = 4 * width.hidden
+    if ulysses:  # q, k, v and the result of attention
+        saved += 4 * (width.query + width.key)
+    return Selected(saved, shared)
+
+
+@lru_cache(maxsize=1024)
+def block_activations(
+    model: Model,
+    piece: Piece,
+    kernels: Kernels,
+    software: Software,
+    lora: Lora = WITHOUT_LORA,
+    ulysses: bool = False,
+) -> BlockActivations:
+    """Return what one block keeps; of a sparse block where a model has experts. Cached: many layouts share it.
+
+    ulysses: whether context parallelism exchanges heads, whose results are kept.
+    """
+    width = Widths.of(model, piece)
+    stored = stored_per_token(model, piece, kernels, software, lora, ulysses)
+    routed = routed_activations(model, piece, kernels)
+    attention = attention_bytes(width, stored)
+    residual = stored.norm + stored.feeds_ffn + stored.dropped
+
+    products = block_products(model, piece, kernels, lora)
+    every_second = selected_products(products[1::2])
+    selected = selected_products(products)
+    if software.keeps_every_other:
+        selected = selected_products(products[::2])
+    collectives = saved_collectives(model, piece, software, ulysses)
+    # attention's own result, and the float32 sums of its kernel
+    of_attention = 2 * width.query + 4 * width.heads
+    always = 2 * width.local + of_attention + collectives.saved
+    always_shared = of_attention + collectives.shared
+
+    deferred = 0.0  # gradients of low-rank updates are computed at once
+    if not lora.is_on:
+        deferred = deferred_bytes(model, width)
+    phases = backward_phases(model, piece, kernels, stored, routed)
+    tokens = piece.tokens
+    return BlockActivations(
+        norm=tokens * stored.norm,
+        entry=tokens * 2 * width.local,
+        attention=tokens * attention,
+        core=tokens * stored.core,
+        ffn=tokens * stored.inner + routed.whole,
+        residual=tokens * residual,
+        products=tokens * (always + selected.saved) + routed.products,
+        shared=tokens * (always_shared + selected.shared) + routed.shared,
+        half=tokens * (always + every_second.saved) + routed.half,
+        half_shared=tokens * (always_shared + every_second.shared) + routed.half_shared,
+        deferred=tokens * deferred,
+        phases=tuple(phases),
+    )
+
+
+def gate_bytes(model: Model, width: Widths) -> float:
+    """Return the bytes per token of the results of the first products of the feed-forward layer."""
+    products = 2 if model.features.gated_ffn else 1
+    return 2.0 * products * width.ffn
+
+
+def deferred_bytes(model: Model, width: Widths) -> float:
+    """Return the bytes per token of the inputs of a block's products, and of the gradients of their results."""
+    hidden = 2 * width.hidden * (1 + width.has_ffn)
+    inputs = hidden + 2 * width.query + 2 * width.ffn
+    heads = 2 * (width.query + 2 * width.key)
+    return inputs + heads + hidden + gate_bytes(model, width)
+
+
+class BlockWeights(NamedTuple):
+    """Parameters of a block's matrices on one rank, gathered."""
+
+    attention: float
+    ffn: float
+    """of the feed-forward layer that every token uses"""
+    down: float
+    """part of `ffn`: its last product"""
+    experts: float
+    """of the routed experts"""
+
+
+def block_weights(model: Model, piece: Piece) -> BlockWeights:
+    """Return the parameters of a block on one rank; of a sparse block in a model with experts."""
+    sizes = matrices(model, layer=model.layers - 1)
+    attention = sizes.attention / piece.tp
+    if not model.experts:
+        return BlockWeights(attention, sizes.ffn / piece.tp, sizes.down / piece.tp, 0.0)
+    down = model.hidden * dense_width(model) / piece.tp
+    sharing = piece.ep if piece.ep > 1 else piece.tp
+    experts = expert_parameters(model, sharing)
+    return BlockWeights(attention, 3 * down, down, experts)
+
+
+def backward_phases(
+    model: Model, piece: Piece, kernels: Kernels, stored: StoredParts, routed: RoutedActivations
+) -> list[Phase]:
+    """Return the moments of a block's backward; the reduction of its gradients is the last."""
+    width = Widths.of(model, piece)
+    weights = block_weights(model, piece)
+    own_unit = weights.experts if piece.ep > 1 else 0.0  # reduced and freed before the rest of the block
+    of_ffn = weights.ffn + weights.experts - own_unit
+    unit = weights.attention + of_ffn
+    per_feature = 4.0 if fuses_norm(model, kernels) else 20.0
+    of_norm = per_feature * width.local + 2 * width.hidden
+    freed_by_ffn = stored.inner + stored.feeds_ffn
+    whole = attention_bytes(width, stored) + stored.norm + stored.dropped + freed_by_ffn
+    second_norm = Phase(
+        working=piece.tokens * (of_norm - freed_by_ffn) - routed.whole,
+        gradients=of_ffn,
+        after_unit=not model.experts,  # the router, a unit of its own, is reduced before
+        freed=own_unit,
+    )
+    at_first_norm = piece.tokens * (of_norm - whole) - routed.whole
+    first_norm = second_norm._replace(working=at_first_norm, gradients=unit)
+    reduction = first_norm._replace(reduced=unit, after_unit=False, freed=own_unit + unit)
+    phases = [*routed_phases(model, piece, routed, weights.experts), second_norm]
+    if width.ffn:
+        at_gates = 2 * width.hidden + gate_bytes(model, width)
+        working = piece.tokens * at_gates - routed.whole
+        of_down = weights.down + weights.experts - own_unit
+        phases.append(second_norm._replace(working=working, gradients=of_down))
+    if stored.core > 4.0 * width.heads:  # matrices of scores have gradients as large
+        of_scores = SCORES * width.heads * piece.keys
+        freed = freed_by_ffn + stored.norm
+        working = piece.tokens * (of_scores - freed) - routed.whole
+        phases.append(second_norm._replace(working=working))
+    return [*phases, first_norm, reduction]
+
+
+def routed_phases(model: Model, piece: Piece, routed: RoutedActivations, experts: float) -> list[Phase]:
+    """Return the moments of a backward through router and routed experts; experts: parameters on this rank.
+
+    The results' gradients come in float32 from the weighted sum; then those of rows and gates in 16 bits.
+    """
+    if not model.experts:
+        return []
+    out = 2.0 * piece.tokens * model.hidden
+    weighted_sum = out + 4 * routed.results
+    through_down = out + routed.rows - routed.results + routed.gates / 2
+    through_gates = out + 2 * routed.rows + routed.gates - routed.results - routed.inner
+    phases = [Phase(weighted_sum, 0.0), Phase(through_down, experts / 3), Phase(through_gates, experts)]
+    if piece.ep > 1:
+        reduction = Phase(out - routed.whole, experts, experts, after_unit=False, freed=experts, reduces_experts=True)
+        phases.append(reduction)
+    return phases
+
+
+SCORES = 10.0
+"""bytes per score while its gradient is computed: the weights' gradient in 16 bits and float32, its own in float32"""
+
+
+def core(model: Model, piece: Piece, kernels: Kernels, software: Software) -> float:
+    """Return the bytes per token that attention's core keeps besides q, k, v and its result.
+
+    Matrices of scores: a fused softmax keeps its result in 16 bits, and with dropout a mask of a byte and the dropped
+    result (Korthikanti et al., 5 a s / h); a plain one keeps it in float32 and in 16 bits. A flash kernel keeps a
+    float32 per head and token.
+    """
+    heads = model.heads / piece.tp
+    if kernels.attention not in ("eager", "fused_softmax"):
+        return 4.0 * heads
+    per_score = software.fused_scores if kernels.attention == "fused_softmax" else software.eager_scores
+    return (per_score + 3.0 * software.dropout) * heads * piece.keys

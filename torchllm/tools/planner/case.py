@@ -1,0 +1,80 @@
+"""The input of every prediction: one layout of one model on one cluster, under one framework. No torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from torchllm.config import Lora, Model, Optimizer, Parallel, Recompute, Training
+from torchllm.facts.flops import WITHOUT_LORA
+from torchllm.tools.planner import comms
+from torchllm.tools.planner.cluster import Hardware
+from torchllm.tools.planner.compute import Kernels, Piece
+from torchllm.tools.planner.experts import IMBALANCE, without_experts
+from torchllm.tools.planner.software import Software
+
+PP, REPLICATE, SHARD, CP, TP = range(5)
+"""dimensions of `Case.mesh`"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout of one model on one cluster, degrees resolved."""
+
+    model: Model
+    training: Training
+    parallel: Parallel
+    recompute: Recompute
+    kernels: Kernels
+    hardware: Hardware
+    software: Software
+    lora: Lora = WITHOUT_LORA
+    """`software` is `frozen_weights.with_frozen_weights` of it"""
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    """`software` is `optimizer_states.with_optimizer_states` of it"""
+    imbalance: float = IMBALANCE
+    """with experts: rows of the busiest rank's experts over those of an average rank"""
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that read different sequences."""
+        return self.parallel.data_ranks
+
+    @property
+    def ranks(self) -> int:
+        """Number of GPUs."""
+        return self.parallel.ranks
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro batches of a step on one data-parallel rank."""
+        return self.training.global_batch_size // (self.training.micro_batch_size * self.data_ranks)
+
+    @property
+    def mesh(self) -> tuple[int, ...]:
+        """Sizes of pp, dp_replicate, dp_shard, cp, tp: the order in which ranks are numbered."""
+        parallel = self.parallel
+        return (parallel.pp, parallel.dp_replicate, parallel.dp_shard, parallel.cp, parallel.tp)
+
+    def group(self, dimensions: Sequence[int], one_card: bool = False) -> comms.Group:
+        """Return the ranks that differ in `dimensions` of the mesh, with the rates at which they send."""
+        return comms.group(self.mesh, dimensions, self.hardware, self.software.constants.fall, one_card)
+
+    @property
+    def piece(self) -> Piece:
+        """One micro batch on one rank."""
+        parallel, training = self.parallel, self.training
+        tokens = training.micro_batch_size * training.sequence_length // parallel.cp
+        spread = parallel.tp if parallel.sequence_parallel else 1
+        return Piece(
+            training.micro_batch_size,
+            tokens,
+            training.sequence_length,
+            parallel.tp,
+            spread,
+            parallel.ep if self.model.experts else 1,
+            self.imbalance,
+        )
+
+    @property
+    def of_dense_blocks(self) -> "Case":
+        """The same layout of a model whose blocks are all like the first, dense ones of a model with experts."""
+        return replace(self, model=without_experts(self.model))

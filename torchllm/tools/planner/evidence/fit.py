@@ -1,0 +1,330 @@
+"""Fit the constants that all frameworks share, and a speed of each framework, to published measurements. No torch.
+
+`python -P -m torchllm.tools.planner.evidence.fit FOLDER...` reads every table of the folders and prints the constants:
+those that all frameworks share are the defaults of `software.Constants`, the speeds are in `stacks.STACKS`.
+`recipes/plan.py score --leave-out fold FILES` prints errors on what was not fitted.
+
+The fit minimizes the errors of log(predicted / measured) in units of `NOISE`, or of their scatter if that is larger,
+plus the distance of each constant from its prior in units of the prior's spread. The larger an error beside the typical
+one, the less its row weighs, as in a fit of Student's t: what the model does not know, like a run that waited for a
+time-out, decides nothing. The descent is Gauss-Newton's: logs of steps are nearly linear in the logs of constants.
+"""
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean, median
+from typing import NamedTuple
+
+from torchllm.tools.planner.case import Case
+from torchllm.tools.planner.evidence.measurements import MeasuredRow, read_rows
+from torchllm.tools.planner.evidence.stacks import is_known
+from torchllm.tools.planner.predict import predict
+from torchllm.tools.planner.software import PRIORS, Constants, Prior
+
+SHARED = ("launch", "host", "traffic", "exposed", "wait", "message", "fall")
+"""constants that are the same for all frameworks"""
+NOISE = 0.05
+"""error of a step, as a logarithm, that a row may well have: repeats and versions of software differ by as much"""
+STEP = 0.05
+"""change of a constant's logarithm from which derivatives are computed"""
+LEAP = 1.5
+"""largest change of a logarithm from one round to the next: far away the errors are not linear"""
+CLOSE = 0.01
+"""largest change of a logarithm after which a fit ends"""
+ELSEWHERE = 5.0
+"""factor by which priors know less of a CPU than of a GPU"""
+ROUNDS = 12
+"""most rounds of a fit"""
+
+
+class Timed(NamedTuple):
+    """A row to fit."""
+
+    case: Case
+    seconds: float
+    fold: str
+    """what is left out together: framework/model"""
+    framework: str
+
+
+def timed_rows(rows: Iterable[MeasuredRow]) -> list[Timed]:
+    """Return the rows to fit: timed, dense, of a framework in `STACKS`, predicted from what the table says alone."""
+    timed = []
+    for row in rows:
+        if row.case is None or not row.seconds:
+            continue
+        is_assumed = bool(row.cells.get("assumed"))
+        if is_assumed or row.case.model.experts or not is_known(row.cells.get("stack", "")):
+            continue
+        fold = fold_of(row)
+        timed.append(Timed(row.case, row.seconds, fold, framework_of_fold(fold)))
+    return timed
+
+
+def fold_of(row: MeasuredRow) -> str:
+    """Return the fold of a row, framework/model: rows of one fold are left out together."""
+    framework, model = row.cells.get("stack", ""), row.cells.get("model", "")
+    return row.cells.get("fold") or f"{framework}/{model}"
+
+
+def framework_of_fold(fold: str) -> str:
+    """Return the framework of a fold: all its folds are left out together where a framework is."""
+    return fold.split("/")[0]
+
+
+Point = dict[str, float]
+"""the logarithm of each constant by its name; a framework's speed has the name of the framework"""
+
+
+class Linear(NamedTuple):
+    """The errors of rows near a point."""
+
+    point: Point
+    errors: list[float]
+    """log of predicted over measured time"""
+    slopes: dict[str, list[float]]
+    """derivative of each row's error by each constant"""
+
+
+class FitProblem(NamedTuple):
+    """Rows, and what is known of the constants before they are seen."""
+
+    rows: Sequence[Timed]
+    middle: Point
+    """the constants that are fitted, where their priors have them"""
+    is_gpu: bool = True
+    """False: the bounds of `PRIORS`, which are a GPU's, do not hold, and their spreads are `ELSEWHERE` times as wide"""
+
+    def counts(self) -> list[float]:
+        """Return how much each row counts: a fold of n rows as the square root of n, for their errors are alike."""
+        sizes = Counter(row.fold for row in self.rows)
+        return [sizes[row.fold] ** -0.5 for row in self.rows]
+
+    def trust(self, name: str) -> float:
+        """Return what the square of a constant's distance from its middle counts."""
+        spread = prior_of(name).spread
+        if not self.is_gpu:
+            spread *= ELSEWHERE
+        return spread**-2
+
+    def bounded(self, name: str, value: float) -> float:
+        """Return the logarithm of a constant, or the bound that it exceeds."""
+        prior = prior_of(name)
+        if not self.is_gpu:
+            return min(value, 0.0) if name == "exposed" else value
+        return min(math.log(prior.high), max(math.log(prior.low), value))
+
+
+def prior_of(name: str) -> Prior:
+    """Return the prior of a constant, or of a framework's speed."""
+    return PRIORS[name if name in SHARED else "speed"]
+
+
+def joint_problem(rows: Sequence[Timed]) -> FitProblem:
+    """Return the fit of the constants that all frameworks share, and of a speed of each framework."""
+    middle = {name: math.log(PRIORS[name].middle) for name in SHARED}
+    for framework in sorted({row.framework for row in rows}):
+        middle[framework] = 0.0
+    return FitProblem(rows, middle)
+
+
+def constants_at(point: Point, framework: str, start: Constants) -> Constants:
+    """Return the constants of a framework. What the point does not have stays; an unknown framework has speed 1."""
+    shared = {name: math.exp(point[name]) for name in SHARED if name in point}
+    return replace(start, **shared, speed=math.exp(point.get(framework, 0.0)))
+
+
+def with_constants(case: Case, constants: Constants) -> Case:
+    """Return the case with other constants of its software."""
+    return replace(case, software=replace(case.software, constants=constants))
+
+
+def log_step(case: Case, framework: str, point: Point) -> float:
+    """Return the logarithm of the predicted seconds of a step."""
+    constants = constants_at(point, framework, case.software.constants)
+    prediction = predict(with_constants(case, constants))
+    return math.log(prediction.step)
+
+
+def log_error(row: Timed, point: Point) -> float:
+    """Return the logarithm of predicted over measured time."""
+    return log_step(row.case, row.framework, point) - math.log(row.seconds)
+
+
+def linearize(rows: Sequence[Timed], point: Point) -> Linear:
+    """Return errors and derivatives. All speeds are moved at once, for each row has one."""
+    errors = [log_error(row, point) for row in rows]
+    slopes: dict[str, list[float]] = {}
+    for name in SHARED:
+        if name in point:
+            slopes[name] = slopes_towards(rows, errors, {**point, name: point[name] + STEP})
+    faster = dict(point)
+    for name in point.keys() - set(SHARED):
+        faster[name] += STEP
+    speed_slopes = slopes_towards(rows, errors, faster)
+    for framework in point.keys() - set(SHARED):
+        slopes[framework] = []
+        for row, slope in zip(rows, speed_slopes, strict=True):
+            slopes[framework].append(slope if row.framework == framework else 0.0)
+    return Linear(point, errors, slopes)
+
+
+def slopes_towards(rows: Sequence[Timed], errors: Sequence[float], moved: Point) -> list[float]:
+    """Return the change of each row's error, for a change `STEP` of the logarithm of a constant."""
+    slopes = []
+    for row, error in zip(rows, errors, strict=True):
+        slopes.append((log_error(row, moved) - error) / STEP)
+    return slopes
+
+
+def improve(problem: FitProblem, near: Linear, counts: Sequence[float]) -> Point:
+    """Return the best point for the errors as they are near a point, at most `LEAP` away from it."""
+    point = dict(near.point)
+    for _ in range(4):  # an error counts less the larger it is, which the first solution does not know
+        errors = errors_at(near, point)
+        typical = max(NOISE, median(map(abs, errors)))
+        noise = max(NOISE, scatter(errors))
+        weights = []
+        for count, error in zip(counts, errors, strict=True):
+            weights.append(count / noise**2 / (1 + (error / typical) ** 2))
+        changes = best_changes(problem, near, point, errors, weights)
+        for name, change in changes.items():
+            leap = point[name] + change - near.point[name]
+            leap = max(-LEAP, min(LEAP, leap))
+            point[name] = problem.bounded(name, near.point[name] + leap)
+    return point
+
+
+def scatter(errors: Sequence[float]) -> float:
+    """Return the median distance of errors from their median: what no speed explains, however large it is."""
+    middle = median(errors)
+    return median(abs(error - middle) for error in errors)
+
+
+def errors_at(near: Linear, point: Point) -> list[float]:
+    """Return the errors at another point, taken as linear."""
+    errors = list(near.errors)
+    for name, slopes in near.slopes.items():
+        change = point[name] - near.point[name]
+        if change:
+            errors = [error + change * slope for error, slope in zip(errors, slopes, strict=True)]
+    return errors
+
+
+def best_changes(
+    problem: FitProblem, near: Linear, point: Point, errors: Sequence[float], weights: Sequence[float]
+) -> Point:
+    """Return the changes of the constants that minimize the weighted squares of errors and distances from priors."""
+    names = list(point)
+    matrix = information(problem, near.slopes, names, weights)
+    right = []
+    for name in names:
+        distance = problem.middle[name] - point[name]
+        pull = sum_of_products(weights, near.slopes[name], errors)
+        right.append(problem.trust(name) * distance - pull)
+    return dict(zip(names, solve(matrix, right), strict=True))
+
+
+def information(
+    problem: FitProblem, slopes: dict[str, list[float]], names: Sequence[str], weights: Sequence[float]
+) -> list[list[float]]:
+    """Return what rows and priors say of the constants: the inverse of the constants' covariance."""
+    matrix: list[list[float]] = []
+    for name in names:
+        row = [sum_of_products(weights, slopes[name], slopes[column]) for column in names]
+        row[len(matrix)] += problem.trust(name)
+        matrix.append(row)
+    return matrix
+
+
+def sum_of_products(first: Sequence[float], second: Sequence[float], third: Sequence[float]) -> float:
+    """Return the sum of the products of three values each."""
+    triples = zip(first, second, third, strict=True)
+    return sum(x * y * z for x, y, z in triples)
+
+
+def solve(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """Solve equations of a positive definite matrix by elimination."""
+    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
+    for step, pivot in enumerate(rows):
+        for row in rows[step + 1 :]:
+            factor = row[step] / pivot[step]
+            for column in range(step, len(pivot)):
+                row[column] -= factor * pivot[column]
+    solution = [0.0] * len(rows)
+    for step in reversed(range(len(rows))):
+        row = rows[step]
+        value = row[-1]
+        for column in range(step + 1, len(rows)):
+            value -= row[column] * solution[column]
+        solution[step] = value / row[step]
+    return solution
+
+
+def fit(problem: FitProblem, start: Point | None = None) -> Linear:
+    """Return the fitted point, with the errors near it. start: where to begin, if not at the priors."""
+    near = linearize(problem.rows, start or problem.middle)
+    if not problem.rows:
+        return near
+    for _ in range(ROUNDS):
+        point = improve(problem, near, problem.counts())
+        changes = [abs(point[name] - near.point[name]) for name in point]
+        if max(changes) < CLOSE:
+            break
+        near = linearize(problem.rows, point)
+    return near
+
+
+def left_out_points(problem: FitProblem, near: Linear, names: Sequence[str]) -> dict[str, Point]:
+    """Return, for each name, the constants fitted to the rows of all other names.
+
+    near: the fit to all rows, from whose linear errors the other fits start. names: of each row, what it belongs to.
+    """
+    points = {}
+    for name in dict.fromkeys(names):
+        counts = problem.counts()
+        for index, row_name in enumerate(names):
+            if row_name == name:
+                counts[index] = 0.0
+        points[name] = improve(problem, near, counts)
+    return points
+
+
+def left_out(problem: FitProblem, near: Linear, names: Sequence[str]) -> dict[str, list[float]]:
+    """Return the log errors of the rows of each name with constants as `left_out_points` has them."""
+    points = left_out_points(problem, near, names)
+    errors: dict[str, list[float]] = {name: [] for name in points}
+    for row, name in zip(problem.rows, names, strict=True):
+        errors[name].append(log_error(row, points[name]))
+    return errors
+
+
+def fitted_constants(folders: Sequence[str]) -> str:
+    """Return the constants fitted to all tables of some folders, and the number of rows, as text."""
+    files: list[Path] = []
+    for folder in folders:
+        files += sorted(Path(folder).glob("*.csv"))
+    rows: list[Timed] = []
+    for file in files:
+        try:
+            rows += timed_rows(read_rows(str(file)))
+        except ValueError:
+            print(f"{file}: no table of layouts", file=sys.stderr)
+    if not rows:
+        raise ValueError(f"{', '.join(folders)}: no row of a known framework has a step time")
+    near = fit(joint_problem(rows))
+    folds = len({row.fold for row in rows})
+    error = mean(map(abs, near.errors))
+    lines = [f"{len(rows)} rows of {folds} folds: mean error of the log {error:.3f}"]
+    for name, value in near.point.items():
+        kind = PRIORS[name].unit if name in SHARED else "speed"
+        lines.append(f"{name:30s}{math.exp(value):12.4g}  {kind}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(fitted_constants(sys.argv[1:]))

@@ -1,0 +1,351 @@
+"""Predict what the routed experts of a sparse block cost: parameters, seconds, bytes sent and kept. No torch.
+
+The first blocks of a model with experts may be dense. They are predicted as blocks of `without_experts`, a model whose
+blocks are all like them. The shared experts of a sparse block are one layer that every token uses: `compute` predicts
+them as it predicts a dense feed-forward layer.
+
+Shapes: T tokens that a rank routes, D hidden, E experts, K experts per token, F width of an expert.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from torchllm.config import Model
+from torchllm.tools.planner import comms
+from torchllm.tools.planner.cluster import Hardware
+from torchllm.tools.planner.compute import (
+    ELEMENT_BYTES,
+    FLOAT32_BYTES,
+    GATED_BYTES,
+    GATED_BYTES_FUSED,
+    MULTIPLY_ADD,
+    NO_TIME,
+    TILE,
+    BackwardSeconds,
+    Kernels,
+    PerPass,
+    Piece,
+    Seconds,
+    gradient_traffic,
+    matmul_seconds,
+    memory_seconds,
+    product_rate,
+    tiled_seconds,
+)
+from torchllm.tools.planner.software import Software
+
+IMBALANCE = 1.2
+"""rows of the busiest rank's experts over those of an average rank, where a run has not measured it (`metrics.jsonl`,
+experts/largest_load, is that of single experts: an upper bound)"""
+FLOAT32_RATE = 1 / 16
+"""rate of float32 products over that of 16-bit ones: 19.5 of 312 TFLOP/s on an A100, 67 of 989 on an H100, by their
+data sheets"""
+TILE_ROWS = 128
+"""rows of a tile: the last one of each expert is half empty on average"""
+MATRICES = 3
+"""matrices of an expert: gate, up, down"""
+
+PERMUTED_BYTES, PERMUTED_BYTES_FUSED = PerPass(4.0, 8.0), PerPass(4.0, 4.0)
+"""bytes per element that putting rows in another order moves: in torch the backward adds to zeros, in a kernel of its
+own it reads and writes"""
+COMBINED_BYTES, COMBINED_BYTES_FUSED = PerPass(10.0, 20.0), PerPass(2.0, 6.0)
+"""bytes per element of the results that their weighted sum moves: in float32 tensors, and in the registers of one
+kernel"""
+ROUTER_SCORE_BYTES = PerPass(100.0, 60.0)
+"""bytes per token and expert that scores, their sort, and the record of the choices move"""
+ROUTER_INPUT_BYTES = 6.0
+"""bytes per element of the router's input: 16 bits read, float32 written"""
+ROUTED_KERNELS = PerPass(45.0, 60.0)
+"""kernels of router and routed experts; the gradients of their weights come on top"""
+ROUTED_GRADIENT_KERNELS = 8.0
+"""kernels of the gradients of their weights, and of adding them to the step's"""
+
+INDEX_BYTES = 8.0
+"""bytes of an index in torch"""
+
+
+@lru_cache(maxsize=1024)
+def without_experts(model: Model) -> Model:
+    """Return the model whose blocks are all like the first, dense blocks of a model with experts."""
+    return replace(model, experts=0, shared_experts=0, dense_layers=0, expert_ffn=0, router_bias=False)
+
+
+def expert_parameters(model: Model, ranks: int) -> float:
+    """Return the parameters of a block's routed experts on one of the `ranks` that share them, router excluded."""
+    parameters = MATRICES * model.hidden * model.expert_width * model.experts
+    return parameters / ranks
+
+
+class RoutedRows(NamedTuple):
+    """What the experts of the busiest rank compute with in one micro batch."""
+
+    tokens: float
+    """tokens that this rank routes"""
+    rows: float
+    """rows that reach its experts, a row per token and expert"""
+    experts: int
+    """number of experts of which this rank has some or all features"""
+    width: float
+    """features of each expert that are on this rank"""
+
+    @property
+    def features(self) -> float:
+        """Elements of what is between the products of the experts."""
+        return self.rows * self.width
+
+
+def routed_rows(model: Model, piece: Piece) -> RoutedRows:
+    """Return the rows of the busiest rank.
+
+    With ep a rank routes its own part of a sequence and has whole experts; without, tp cuts every expert.
+    """
+    if piece.ep == 1:
+        rows = piece.tokens * model.top_k
+        return RoutedRows(piece.tokens, rows, model.experts, model.expert_width / piece.tp)
+    tokens = piece.tokens / piece.tp
+    rows_of_busiest = tokens * model.top_k * piece.imbalance
+    return RoutedRows(tokens, rows_of_busiest, model.experts // piece.ep, model.expert_width)
+
+
+def grouped_seconds(
+    routed: RoutedRows, outputs: float, inputs: float, hardware: Hardware, float8: float = 0.0
+) -> float:
+    """Return the seconds of one product per expert, all in one kernel: the roofline of `matmul_seconds`.
+
+    Rows are padded to tiles, and the kernel reads every expert's matrix, however few rows it has.
+    float8: `Kernels.float8`.
+    """
+    padded_rows = routed.rows + routed.experts * TILE_ROWS / 2
+    waves = padded_rows * outputs / (TILE * hardware.multiprocessors)
+    operations = MULTIPLY_ADD * padded_rows * outputs * inputs
+    computing = tiled_seconds(operations, product_rate(hardware, float8), waves, depth=inputs)
+    return max(computing, _operand_seconds(routed, outputs, inputs, hardware))
+
+
+def grouped_gradient_seconds(
+    routed: RoutedRows, outputs: float, inputs: float, hardware: Hardware, float8: float = 0.0
+) -> float:
+    """Return the seconds of the gradients of all experts' matrices: products over the rows of each expert."""
+    rows_per_expert = max(1.0, routed.rows / routed.experts)
+    tiles = routed.experts * outputs * inputs / TILE
+    waves = max(1.0, tiles / hardware.multiprocessors)
+    operations = MULTIPLY_ADD * routed.rows * outputs * inputs
+    computing = tiled_seconds(operations, product_rate(hardware, float8), waves, depth=rows_per_expert)
+    return max(computing, _operand_seconds(routed, outputs, inputs, hardware))
+
+
+def _operand_seconds(routed: RoutedRows, outputs: float, inputs: float, hardware: Hardware) -> float:
+    """Return the seconds in which rows, results and matrices of a grouped product go through memory once."""
+    elements = routed.rows * (inputs + outputs)
+    elements += routed.experts * outputs * inputs
+    return memory_seconds(ELEMENT_BYTES * elements, hardware)
+
+
+def routed_forward(model: Model, piece: Piece, kernels: Kernels, software: Software, hardware: Hardware) -> Seconds:
+    """Return the time of router and routed experts in a block's forward, without what is sent."""
+    if not model.experts:
+        return NO_TIME
+    routed = routed_rows(model, piece)
+    width, hidden = routed.width, model.hidden
+    gate = grouped_seconds(routed, width, hidden, hardware, kernels.float8)
+    down = grouped_seconds(routed, hidden, width, hardware, kernels.float8)
+    matmul = 2 * gate + down  # up takes as long as gate
+    matmul += _router_seconds(model, routed, hardware)
+    moving = _elementwise_seconds(model, piece, kernels, software, hardware, backward=False)
+    return Seconds(matmul, elementwise=moving, kernels=ROUTED_KERNELS.forward)
+
+
+def routed_backward(
+    model: Model, piece: Piece, kernels: Kernels, software: Software, hardware: Hardware
+) -> BackwardSeconds:
+    """Return the times of the gradients of what goes into router and experts, and of their weights."""
+    if not model.experts:
+        return BackwardSeconds(NO_TIME, NO_TIME)
+    routed = routed_rows(model, piece)
+    width, hidden = routed.width, model.hidden
+    router = _router_seconds(model, routed, hardware)
+
+    gate = grouped_seconds(routed, hidden, width, hardware, kernels.float8)
+    down = grouped_seconds(routed, width, hidden, hardware, kernels.float8)
+    matmul = 2 * gate + down
+    matmul += router
+    moving = _elementwise_seconds(model, piece, kernels, software, hardware, backward=True)
+    inputs = Seconds(matmul, elementwise=moving, kernels=ROUTED_KERNELS.backward)
+
+    gate_weights = grouped_gradient_seconds(routed, width, hidden, hardware, kernels.float8)
+    down_weights = grouped_gradient_seconds(routed, hidden, width, hardware, kernels.float8)
+    matmul = 2 * gate_weights + down_weights
+    matmul += router
+    added = gradient_traffic(software) * MATRICES * routed.experts * width * hidden
+    adding = memory_seconds(added, hardware)
+    weights = Seconds(matmul, elementwise=adding, kernels=ROUTED_GRADIENT_KERNELS)
+    return BackwardSeconds(inputs, weights)
+
+
+def _router_seconds(model: Model, routed: RoutedRows, hardware: Hardware) -> float:
+    """Return the seconds of the product of tokens and router, in float32."""
+    in_16_bits = matmul_seconds(int(routed.tokens), model.experts, model.hidden, hardware)
+    return in_16_bits / FLOAT32_RATE
+
+
+def _elementwise_seconds(
+    model: Model, piece: Piece, kernels: Kernels, software: Software, hardware: Hardware, backward: bool
+) -> float:
+    """Return the seconds of the elementwise work around router and experts, by the bytes that it moves."""
+    permuted, combined = PERMUTED_BYTES, COMBINED_BYTES
+    if software.fuses_permutations:
+        permuted, combined = PERMUTED_BYTES_FUSED, COMBINED_BYTES_FUSED
+    activation = GATED_BYTES
+    if kernels.compiled or software.fused_elementwise:
+        activation = GATED_BYTES_FUSED
+    permutations = 4 if piece.ep > 1 else 2  # by expert and back; with ep by rank and back too
+    bytes_per_element = permutations * permuted.of(backward)
+    bytes_per_element += combined.of(backward)
+    bytes_per_token = ROUTER_INPUT_BYTES * model.hidden
+    bytes_per_token += ROUTER_SCORE_BYTES.of(backward) * model.experts
+
+    routed = routed_rows(model, piece)
+    moved = routed.rows * model.hidden * bytes_per_element
+    moved += routed.features * activation.of(backward)
+    moved += routed.tokens * bytes_per_token
+    return memory_seconds(moved * software.constants.traffic, hardware)
+
+
+def shared_seconds(model: Model, piece: Piece, hardware: Hardware) -> float:
+    """Return the seconds of the shared experts' products in a forward, behind which rows may be sent."""
+    width = model.shared_experts * model.expert_width // piece.tp
+    if not width:
+        return 0.0
+    gate_and_up = matmul_seconds(piece.tokens, 2 * width, model.hidden, hardware)
+    down = matmul_seconds(piece.tokens, model.hidden, width, hardware)
+    return gate_and_up + down
+
+
+def exchange_seconds(
+    model: Model, piece: Piece, mesh: Sequence[int], hardware: Hardware, sends_tokens_once: bool = False
+) -> float:
+    """Return the seconds in which the busiest rank sends or receives its rows once: 0 without ep.
+
+    T x K x D elements of 16 bits (GShard, arXiv 2006.16668, section 3.2), over the innermost ranks. mesh: of all ranks.
+    sends_tokens_once: `Software.sends_tokens_once`.
+    """
+    if not model.experts or piece.ep == 1:
+        return 0.0
+    routed = routed_rows(model, piece)
+    group = expert_group(mesh, piece.ep, hardware)
+    row_bytes = ELEMENT_BYTES * routed.rows * model.hidden
+    if not sends_tokens_once:
+        return group.exchange(row_bytes)
+    token_bytes = row_bytes / model.top_k
+    nodes = group.size // group.on_node
+    over_network = token_bytes * other_places(nodes, model.top_k) / group.card
+    within_node = token_bytes * other_places(group.size, model.top_k) / group.bandwidth
+    return max(over_network, within_node) + group.latency
+
+
+def other_places(count: int, top_k: int) -> float:
+    """Return at how many of `count` nodes or ranks, without its own, a token has at least one of its K experts.
+
+    The mean over evenly loaded experts; several of a token's experts may be at one place.
+    """
+    none_there = (1 - 1 / count) ** top_k
+    return (count - 1) * (1 - none_there)
+
+
+def expert_group(mesh: Sequence[int], ep: int, hardware: Hardware) -> comms.Group:
+    """Return the ranks that share the experts of a block: the innermost ones."""
+    groups = math.prod(mesh) // ep
+    return comms.group((groups, ep), [1], hardware)
+
+
+def expert_shards(mesh: Sequence[int], ep: int, hardware: Hardware, software: Software) -> comms.Group:
+    """Return the ranks over which FSDP shards a rank's experts: what ep leaves of dp_shard x cp x tp (efsdp)."""
+    pp, dp_replicate, *borrowed = mesh
+    shards = math.prod(borrowed) // ep
+    shape = (pp * dp_replicate, shards, ep)
+    return comms.group(shape, [1], hardware, software.constants.fall, software.one_card)
+
+
+class RoutedActivations(NamedTuple):
+    """Bytes that router and routed experts leave of one micro batch for their backward."""
+
+    choices: float
+    """of the router: its input in float32, logits, scores, the order of the experts"""
+    rows: float
+    """rows in the order of the experts, their input"""
+    inner: float
+    """between the products of an expert"""
+    gates: float
+    """part of `inner`: results of the products"""
+    results: float
+    """rows that the experts return, which the weighted sum keeps"""
+    products: float
+    """results of products and of what is sent: what selective recomputation keeps"""
+    shared: float
+    """part of `products` that is kept without recomputation too"""
+    half: float
+    """results of every second product, and of what is sent: what selective_half keeps"""
+    half_shared: float
+    """part of `half` that is kept without recomputation too"""
+
+    @property
+    def whole(self) -> float:
+        """What is kept if nothing is recomputed."""
+        return self.choices + self.rows + self.inner + self.results
+
+
+NO_ACTIVATIONS = RoutedActivations(*[0.0] * len(RoutedActivations._fields))
+"""what a block without experts keeps"""
+SCORE_AND_ORDER_BYTES = 16.0
+"""bytes per token and expert: logits and scores in float32, and the order of the experts"""
+CHOICE_BYTES = 8.0
+"""bytes per token and chosen expert"""
+
+
+def routed_activations(model: Model, piece: Piece, kernels: Kernels) -> RoutedActivations:
+    """Return what router and routed experts keep, of evenly loaded experts times `piece.imbalance`."""
+    if not model.experts:
+        return NO_ACTIVATIONS
+    routed = routed_rows(model, piece)
+    has_ep = piece.ep > 1
+    rows_of_own_tokens = routed.tokens * model.top_k
+
+    bytes_per_token = FLOAT32_BYTES * model.hidden
+    bytes_per_token += SCORE_AND_ORDER_BYTES * model.experts
+    bytes_per_token += CHOICE_BYTES * model.top_k
+    order = INDEX_BYTES * (2 * rows_of_own_tokens)  # which token a row is of, and where it goes
+    if has_ep:
+        order += INDEX_BYTES * routed.rows
+    choices = routed.tokens * bytes_per_token + order
+
+    gates = 2 * ELEMENT_BYTES * routed.features
+    activated = ELEMENT_BYTES * routed.features  # the input of down
+    if not kernels.compiled:
+        activated += ELEMENT_BYTES * routed.features  # the gate after its activation
+    rows = ELEMENT_BYTES * routed.rows * model.hidden
+    results = ELEMENT_BYTES * rows_of_own_tokens * model.hidden
+    logits = FLOAT32_BYTES * routed.tokens * model.experts
+    products = logits + gates
+    received = rows if has_ep else 0.0
+    returned = results if has_ep else 0.0
+    sent = received + returned
+
+    # Products in order: q, k, v, o, router, gate, up, down of the shared experts, gate, up, down of the routed ones. Of
+    # the routed ones the second, fourth, ... is up with shared experts; without them they are gate and down.
+    second_products = gates / 2
+    if not model.shared_experts:
+        second_products += rows
+    return RoutedActivations(
+        choices=choices,
+        rows=rows,
+        inner=gates + activated,
+        gates=gates,
+        results=results,
+        products=products + rows + sent,
+        shared=products + returned,
+        half=second_products + sent,
+        half_shared=gates / 2 + returned,
+    )

@@ -1,0 +1,77 @@
+"""What LoRA changes in a prediction: bytes per parameter, and the time of the low-rank updates. No torch.
+
+Frozen weights are held in 16 bits, without gradients and moments. Bytes of gradients and moments are counted per
+parameter, so they shrink by the share of the parameters that are trained.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from torchllm.config import Lora, Model
+from torchllm.facts.flops import parameter_count, target_shapes, update_parameter_count
+from torchllm.tools.planner.cluster import Hardware
+from torchllm.tools.planner.compute import MEMORY_RATE, Piece, Seconds, matmul_seconds
+from torchllm.tools.planner.software import Software
+
+ROWWISE = ("o_proj", "down_proj")
+"""targets whose inputs are cut over tp; of the others the outputs are"""
+FROZEN = 2.0
+"""bytes of a frozen weight"""
+WEIGHT, MOMENTS = 4.0, 8.0
+"""bytes of a trained weight, or of its gradient, and of its two moments"""
+
+
+def with_frozen_weights(software: Software, model: Model, lora: Lora) -> Software:
+    """Return torchllm's sizes per parameter for a run with LoRA; without it, the same."""
+    if not lora.is_on:
+        return software
+    trained = update_parameter_count(model, lora) / parameter_count(model)
+    return replace(
+        software,
+        trained=trained,
+        shards=FROZEN + software.shards * trained,
+        states=FROZEN + software.states * trained,
+        gradients=software.gradients * trained,
+        temporary_gradients=software.temporary_gradients * trained,
+    )
+
+
+def uncut_elements(model: Model, lora: Lora, tp: int) -> float:
+    """Return the elements of a block's low-rank updates that a rank has beyond 1 / tp of all.
+
+    tp cuts the factor at the side where it cuts the matrix, and the other is whole on every rank.
+    """
+    shapes = target_shapes(model)
+    beyond = 0.0
+    for target in lora.targets:
+        outputs, inputs = shapes[target]
+        beyond += (outputs if target in ROWWISE else inputs) * (1 - 1 / tp)
+    return lora.rank * beyond
+
+
+class UpdateSeconds(NamedTuple):
+    """Times of the low-rank updates of one block and one micro batch."""
+
+    forward: Seconds
+    backward: Seconds
+    """gradients of their inputs and of their factors"""
+
+
+def update_seconds(model: Model, lora: Lora, piece: Piece, hardware: Hardware) -> UpdateSeconds:
+    """Return the time of A x, B A x and their sum with W x, and of their gradients; without LoRA none."""
+    forward = backward = Seconds()
+    if not lora.is_on:
+        return UpdateSeconds(forward, backward)
+    shapes = target_shapes(model)
+    for target in lora.targets:
+        outputs, inputs = shapes[target]
+        if target in ROWWISE:
+            inputs //= piece.tp
+        else:
+            outputs //= piece.tp
+        tokens, rank = piece.tokens, lora.rank
+        products = matmul_seconds(tokens, rank, inputs, hardware) + matmul_seconds(tokens, outputs, rank, hardware)
+        added = 6.0 * tokens / (hardware.memory_bandwidth * MEMORY_RATE)  # two 16-bit numbers read, one written
+        forward = forward.plus(Seconds(products, 0.0, added * outputs, 3))
+        backward = backward.plus(Seconds(2 * products, 0.0, added * inputs, 5))
+    return UpdateSeconds(forward, backward)

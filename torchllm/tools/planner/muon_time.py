@@ -1,0 +1,134 @@
+"""What Muon adds to the end of a step: the products of its iterations, and what is sent for them. No torch.
+
+As in `optim/muon.py`: the ranks that share the weights own the matrices of their blocks in turns, those of a round of
+like cost, and all of a round wait for its largest.
+"""
+
+import math
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from torchllm.config import Model
+from torchllm.facts.flops import MatrixShape, target_shapes
+from torchllm.tools.planner.case import CP, SHARD, TP, Case
+from torchllm.tools.planner.cluster import Hardware
+from torchllm.tools.planner.compute import dense_width, matmul_seconds
+from torchllm.tools.planner.experts import expert_parameters, expert_shards, without_experts
+
+ITERATIONS = 5
+"""of Newton-Schulz (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/)"""
+SENT = 2.0
+"""bytes per element of what is sent, and type of the iterations: 16 bits on a GPU"""
+
+
+class MatrixProduct(NamedTuple):
+    """A matrix product (m, k) x (k, n)."""
+
+    m: int
+    n: int
+    k: int
+
+    @property
+    def flops(self) -> int:
+        """Operations; a multiply-add is two."""
+        return 2 * self.m * self.n * self.k
+
+
+def iteration_products(shape: MatrixShape) -> list[MatrixProduct]:
+    """Return the products of one iteration: the Gram matrix, its square, and the product with the matrix."""
+    m, n = sorted(shape)
+    return [MatrixProduct(m, m, n), MatrixProduct(m, m, m), MatrixProduct(m, n, m)]
+
+
+def orthogonalization_flops(shape: MatrixShape) -> int:
+    """Return the operations for a matrix of m rows or columns, whichever are fewer, and n of the other:
+    5 (4 m² n + 2 m³)."""
+    return ITERATIONS * sum(product.flops for product in iteration_products(shape))
+
+
+def products_seconds(shape: MatrixShape, hardware: Hardware) -> float:
+    """Return the seconds of the products of one iteration."""
+    return sum(matmul_seconds(*product, hardware) for product in iteration_products(shape))
+
+
+@lru_cache(maxsize=1024)
+def iteration_seconds(model: Model, blocks: int, owners: int, hardware: Hardware) -> float:
+    """Return the seconds of all iterations for the matrices of some blocks, which ranks own in turns."""
+    shapes = sorted(matrix_shapes(model), key=orthogonalization_flops, reverse=True)
+    seconds_of_shape = [
+        sum(matmul_seconds(*product, hardware) for product in iteration_products(shape)) for shape in shapes
+    ]
+    seconds = 0.0
+    for first in range(0, blocks * len(shapes), owners):
+        seconds += ITERATIONS * seconds_of_shape[first // blocks]  # as many matrices as blocks have each shape
+    return seconds
+
+
+def matrix_shapes(model: Model) -> list[MatrixShape]:
+    """Return the shapes of a block's matrices that ranks own in turns: of a sparse block all but its routed experts."""
+    if not model.experts:
+        return list(target_shapes(model).values())
+    width = dense_width(model)
+    shapes = target_shapes(replace(without_experts(model), ffn=width))
+    return [shape for shape in shapes.values() if min(shape) > 0]
+
+
+def expert_seconds(model: Model, blocks: int, owners: int, hardware: Hardware) -> float:
+    """Return the seconds of the iterations for the routed experts of some blocks, all taken as sparse.
+
+    Each rank iterates for its share of them; where there are more ranks than experts, for one.
+    """
+    if not model.experts:
+        return 0.0
+    shape = MatrixShape(model.expert_width, model.hidden)
+    per_expert = ITERATIONS * products_seconds(shape, hardware)
+    return blocks * 3 * math.ceil(model.experts / owners) * per_expert
+
+
+def expert_exchange_seconds(case: Case, blocks: int) -> float:
+    """Return the seconds in which parts of experts are sent there and back, where ranks do not have them whole.
+
+    tp without ep cuts their features, and FSDP the hidden states where ranks could not have equally many.
+    """
+    model, parallel = case.model, case.parallel
+    if not model.experts:
+        return 0.0
+    shards = case.group([SHARD, CP] if parallel.zero_stage else [])
+    tp = case.group([TP])
+    owners = shards.size * tp.size
+    cutting = [tp]
+    if parallel.ep > 1:
+        cutting = []
+        shards = expert_shards(case.mesh, parallel.ep, case.hardware, case.software)
+    experts_per_rank = model.experts // parallel.ep
+    if experts_per_rank % shards.size and model.hidden % shards.size == 0:
+        cutting.append(shards)
+    stacks = 3 * blocks
+    elements = blocks * expert_parameters(model, owners)
+    sent = SENT * elements / stacks
+    one_way = sum(group.exchange(sent) for group in cutting)
+    return 2 * stacks * one_way
+
+
+def muon_seconds(case: Case, blocks: int) -> float:
+    """Return the seconds that Muon needs for the matrices of a rank's blocks: 0 with another optimizer, or LoRA.
+
+    Each round sends all parts of its matrices there and back over the ranks of FSDP, and over those of tp.
+    """
+    if case.optimizer.name != "muon" or case.lora.is_on or not blocks:
+        return 0.0
+    parallel = case.parallel
+    over_shards = case.group([SHARD, CP] if parallel.zero_stage else [])
+    over_tp = case.group([TP])
+    owners = over_shards.size * over_tp.size
+    shapes = matrix_shapes(case.model)
+    rounds = math.ceil(blocks * len(shapes) / owners)
+    elements = sum(math.prod(shape) for shape in shapes)
+    sent = SENT * blocks * elements / owners / rounds
+    one_way = over_shards.exchange(sent) + over_tp.exchange(sent)
+    seconds = 2 * rounds * one_way
+    seconds += iteration_seconds(case.model, blocks, owners, case.hardware)
+    seconds += expert_seconds(case.model, blocks, owners, case.hardware)
+    seconds += expert_exchange_seconds(case, blocks)
+    return seconds

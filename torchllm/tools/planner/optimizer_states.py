@@ -1,0 +1,33 @@
+"""What the optimizer changes in a prediction: the bytes that it keeps per parameter. No torch.
+
+They are a mean over the whole model, also for a pipeline's ends, whose tables Muon leaves to AdamW.
+"""
+
+from dataclasses import replace
+
+from torchllm.config import Model, Optimizer
+from torchllm.facts.flops import matrices, parameter_count
+from torchllm.tools.planner.software import Software
+
+ENTRY = 4.0
+"""bytes per parameter of one moment, or of the moving average"""
+
+
+def with_optimizer_states(software: Software, model: Model, optimizer: Optimizer) -> Software:
+    """Return torchllm's sizes per parameter for an optimizer. software: has those of AdamW, which keeps two moments."""
+    entries = 0.0
+    if optimizer.name == "sgd":
+        entries = -1.0 if optimizer.momentum else -2.0
+    if optimizer.name == "muon":  # one moment of each matrix of the blocks
+        in_matrices = 0.0
+        for layer in range(model.layers):
+            sizes = matrices(model, layer)
+            in_matrices += sizes.attention + sizes.ffn
+        if model.experts:  # all experts, and not the router
+            sparse = model.layers - model.dense_layers
+            elements_beyond = 3 * (model.experts - model.top_k) * model.expert_width - model.experts
+            in_matrices += sparse * model.hidden * elements_beyond
+        entries = -in_matrices / parameter_count(model)
+    if optimizer.ema_decay:
+        entries += 1.0
+    return replace(software, states=software.states + ENTRY * entries)

@@ -1,0 +1,106 @@
+"""Count the parameters of a pipeline stage on a rank. No torch."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from torchllm.config import Model, Recompute
+from torchllm.facts.flops import head_size, matrices, recompute_interval
+from torchllm.tools.planner.compute import Piece, dense_width
+from torchllm.tools.planner.experts import expert_parameters, without_experts
+
+
+class StageSize(NamedTuple):
+    """What one pipeline stage has."""
+
+    blocks: int
+    first: bool
+    last: bool
+    dense: int = 0
+    """of `blocks`, the first, dense ones of a model with experts"""
+    first_recomputed: int = 0
+    """of recompute.mode every_k: number within the stage of the first block that is recomputed"""
+
+
+def sizes_of_split(model: Model, split: Sequence[int], recompute: Recompute) -> list[StageSize]:
+    """Return what each stage has. split: the blocks of each."""
+    sizes = []
+    dense_left = model.dense_layers if model.experts else 0
+    first_recomputed = 0
+    for stage, blocks in enumerate(split):
+        dense = min(blocks, dense_left)
+        dense_left -= dense
+        is_last = stage == len(split) - 1
+        sizes.append(StageSize(blocks, stage == 0, is_last, dense, first_recomputed))
+        if recompute.mode == "every_k":  # every k-th block of the model, wherever stages begin
+            first_recomputed = (first_recomputed - blocks) % recompute_interval(recompute, model.layers)
+    return sizes
+
+
+def block_matrices(model: Model, tp: int) -> float:
+    """Return the elements of a block's matrices on one of `tp` ranks; of a sparse block where experts are cut by tp."""
+    sizes = matrices(model, layer=model.layers - 1)
+    if not model.experts:
+        return (sizes.attention + sizes.ffn) / tp
+    shared = 3 * model.hidden * dense_width(model)
+    router = model.hidden * model.experts
+    return (sizes.attention + shared) / tp + router + expert_parameters(model, tp)
+
+
+@lru_cache(maxsize=1024)
+def stage_parameters(model: Model, stage: StageSize, tp: int, vocab_parallel: bool) -> float:
+    """Return the parameters of a stage on one tp rank. A tied embedding is on both ends of a pipeline.
+
+    Of experts those that it has without ep. With ep FSDP shards those of a rank over fewer ranks, which leaves each as
+    many. Cached: many layouts have stages of the same sizes.
+    """
+    features = model.features
+    norm = model.hidden * (2 if features.norm == "layer" else 1)
+    queries = model.heads * model.head_width / tp
+    keys = model.kv * model.head_width / tp
+    count = (stage.blocks - stage.dense) * block_matrices(model, tp)
+    count += stage.blocks * 2 * norm
+    if stage.dense:
+        count += stage.dense * block_matrices(without_experts(model), tp)
+    if model.qk_norm == "head":
+        count += stage.blocks * 2 * model.head_width
+    if model.qk_norm == "width":
+        count += stage.blocks * (queries + keys)
+    if model.has_qkv_bias:
+        count += stage.blocks * (queries + 2 * keys)
+    if features.biases:  # those after a sum are whole on every rank
+        count += stage.blocks * (model.ffn / tp + 2 * model.hidden)
+    table = head_size(model) / (tp if vocab_parallel else 1)
+    if stage.first:
+        positions = features.learned_positions * model.max_sequence_length
+        count += table + positions * model.hidden
+    if stage.last:
+        is_first_too = model.tied_embeddings and stage.first
+        count += norm + table * (not is_first_too)
+    return count
+
+
+def gathered_parameters(model: Model, stage: StageSize, piece: Piece, vocab_parallel: bool) -> float:
+    """Return the parameters of a stage that a rank has once they are gathered: with ep all of its own experts."""
+    count = stage_parameters(model, stage, piece.tp, vocab_parallel)
+    if piece.ep > 1:
+        sparse = stage.blocks - stage.dense
+        of_rank = expert_parameters(model, piece.ep)
+        count += sparse * (of_rank - expert_parameters(model, piece.tp))
+    return count
+
+
+class ShardedParameters(NamedTuple):
+    """Parameters of some part of the model."""
+
+    whole: float
+    """on a tp rank, gathered"""
+    shard: float
+    """divided by the ranks that share them"""
+
+
+def sum_of_parameters(stages: Sequence[ShardedParameters]) -> ShardedParameters:
+    """Return the parameters of several stages together."""
+    whole = sum([stage.whole for stage in stages])
+    shard = sum([stage.shard for stage in stages])
+    return ShardedParameters(whole, shard)

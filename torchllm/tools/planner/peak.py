@@ -1,0 +1,86 @@
+"""What a pipeline rank holds at its peak, in bytes by purpose. No torch."""
+
+from collections.abc import Sequence
+from operator import add
+from typing import NamedTuple
+
+from torchllm.tools.planner.software import Software
+
+
+class Memory(NamedTuple):
+    """Bytes of a rank at its peak."""
+
+    weights: float = 0.0
+    """float32 shards, 16-bit ones of frozen weights, or the 16-bit copy of a framework that keeps one"""
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    """moments, and the float32 weights of a framework that has 16-bit ones beside them"""
+    gathered: float = 0.0
+    """weights that are gathered for a while, in 16 bits"""
+    activations: float = 0.0
+    logits: float = 0.0
+    buffers: float = 0.0
+    """buffers in which pipeline stages receive"""
+    temporary: float = 0.0
+    allocator: float = 0.0
+    """memory that the allocator caches and nothing uses"""
+    reserve: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The sum over all purposes."""
+        return sum(self)
+
+    def plus(self, added: "Memory") -> "Memory":
+        """Return the sum, purpose by purpose."""
+        return Memory(*map(add, self, added))
+
+    @property
+    def under_way(self) -> float:
+        """The part that comes and goes within a step."""
+        return self.gathered + self.activations + self.logits + self.buffers + self.temporary
+
+    @property
+    def live(self) -> float:
+        """What tensors hold: without the allocator's cache and memory outside torch."""
+        return sum(self[:-2])
+
+
+def reserved(memory: Memory, software: Software) -> float:
+    """Return the bytes that the allocator takes for what tensors hold: it caches a part of what comes and goes."""
+    return memory.total + (software.constants.allocator - 1) * memory.under_way
+
+
+class Peak(NamedTuple):
+    """The worst of several moments. What tensors hold and what is reserved may be largest at two different ones."""
+
+    live: Memory
+    """the moment at which tensors hold most"""
+    reserved: float
+    """bytes that the allocator has reserved at most"""
+
+    @classmethod
+    def of(cls, moments: Sequence[Memory], software: Software) -> "Peak":
+        """Return the peak of these moments."""
+        live = max(moments, key=lambda moment: moment.total)
+        most_reserved = max([reserved(moment, software) for moment in moments])
+        return cls(live, most_reserved)
+
+    def with_peak(self, other: "Peak") -> "Peak":
+        """Return the peak of the moments of both."""
+        live = max(self.live, other.live, key=lambda moment: moment.total)
+        return Peak(live, max(self.reserved, other.reserved))
+
+
+def counted(memory: Memory, software: Software) -> float:
+    """Return the part that a framework's measured peaks count: torch's counters exclude CUDA's context and NCCL.
+
+    Reserved bytes also have what the moments broke up. torch's optimizers make them at the end of the first step, in
+    segments that its activations have left; the second step finds no room there, and reserves as much again. Of FSDP2
+    runs of Llama 3 8B that torchtitan publishes (d9bdfbb206), that is 7.6 GiB on 8 GPUs, whose moments are 7.5 GiB, and
+    1.0 on 64, with 0.9. Where memory is short the allocator frees such segments, so that `Memory.total` has none.
+    """
+    if software.peaks_allocated:
+        return memory.live
+    broken_up = min(memory.optimizer, memory.under_way) if software.fsdp else 0.0
+    return memory.live + max(memory.allocator, broken_up)

@@ -1,0 +1,263 @@
+"""What the memory of a pipeline rank is computed from: its blocks, its share of weights, when weights are gathered.
+
+No torch.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torchllm.config import Lora, Model, Parallel, Recompute, Training
+from torchllm.facts.flops import WITHOUT_LORA, recomputes_logits
+from torchllm.tools.planner.activations import BlockActivations
+from torchllm.tools.planner.case import Case
+from torchllm.tools.planner.compute import Kernels, Piece
+from torchllm.tools.planner.experts import expert_parameters
+from torchllm.tools.planner.parameters import (
+    ShardedParameters,
+    StageSize,
+    gathered_parameters,
+    stage_parameters,
+    sum_of_parameters,
+)
+from torchllm.tools.planner.software import Software
+from torchllm.tools.planner.stage_activations import activations_of_blocks
+
+
+class LogitBytes(NamedTuple):
+    """Bytes that a loss holds per logit."""
+
+    kept: float
+    """from its forward to its backward"""
+    forward: float
+    """at the peak of its forward"""
+    backward: float
+    """at the peak of its backward"""
+
+    @classmethod
+    def of(cls, kernels: Kernels, software: Software) -> "LogitBytes":
+        """Return those of a compiled loss, which converts logits as it reads them, or of the framework's own."""
+        if kernels.compiled_loss:
+            return COMPILED_LOSS
+        return cls(software.kept_logits, software.logits_forward, software.logits_backward)
+
+
+COMPILED_LOSS = LogitBytes(kept=2.0, forward=2.0, backward=4.0)
+"""logits in 16 bits, and then their gradient beside them"""
+
+
+class BlockMemory(NamedTuple):
+    """What a block of one of a model's kinds keeps and holds."""
+
+    activations: BlockActivations
+    """what it keeps of a micro batch"""
+    unit: ShardedParameters
+    """what FSDP gathers and reduces as a whole: all of it, with ep all but its experts"""
+    experts: ShardedParameters
+    """those of the experts of a sparse block, which with ep are a unit of their own; else 0"""
+
+    @property
+    def whole(self) -> float:
+        """Parameters on a tp rank, gathered."""
+        return self.unit.whole + self.experts.whole
+
+    @property
+    def shard(self) -> float:
+        """Parameters, divided by the ranks that share them."""
+        return self.unit.shard + self.experts.shard
+
+
+class Rank(NamedTuple):
+    """What the moments of a rank are computed from."""
+
+    model: Model
+    training: Training
+    parallel: Parallel
+    recompute: Recompute
+    software: Software
+    piece: Piece
+    usual: BlockMemory
+    """with experts: a sparse block"""
+    dense: BlockMemory
+    """of the first, dense blocks of a model with experts; without experts all are alike"""
+    zero: int
+    """ZeRO stage in effect"""
+    micro_batches: int
+    logit_bytes: LogitBytes
+    stages: tuple[StageSize, ...]
+    """of the rank, first to last"""
+    of_size: dict[StageSize, ShardedParameters]
+    """parameters of a stage of each size"""
+    table: float
+    """elements of the embedding, or of the head, on a tp rank"""
+    lora: Lora = WITHOUT_LORA
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether only low-rank updates are trained: the head and the embedding have no gradients."""
+        return self.lora.is_on
+
+    def block(self, stage: StageSize, position: int) -> BlockMemory:
+        """Return a block of a stage. The first blocks of a model with experts are dense."""
+        return self.dense if position < stage.dense else self.usual
+
+    def parameters(self, first: int = 0, end: int | None = None) -> ShardedParameters:
+        """Return the parameters of the stages from `first` to `end` - 1 of the rank, by default of all."""
+        return sum_of_parameters([self.of_size[stage] for stage in self.stages[first:end]])
+
+    def block_parameters(self, stage: StageSize, first: int, end: int) -> ShardedParameters:
+        """Return the parameters of the blocks from `first` to `end` - 1 of a stage."""
+        dense = max(0, min(end, stage.dense) - first)
+        usual = end - first - dense
+        return ShardedParameters(
+            whole=usual * self.usual.whole + dense * self.dense.whole,
+            shard=usual * self.usual.shard + dense * self.dense.shard,
+        )
+
+    def last_block(self, stage: StageSize) -> BlockMemory:
+        """Return the last block of a stage."""
+        return self.block(stage, max(0, stage.blocks - 1))
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks that share the weights that are not those of experts."""
+        return self.parallel.dp_shard * self.parallel.cp if self.parallel.zero_stage else 1
+
+    @property
+    def root(self) -> float:
+        """Elements gathered besides the blocks and an untied embedding: a tied embedding, and learned positions."""
+        model = self.model
+        root = self.table if model.tied_embeddings else 0.0
+        if model.features.learned_positions:
+            root += model.max_sequence_length * model.hidden
+        return root
+
+    @property
+    def head(self) -> float:
+        """Elements of a head that is a unit of its own: 0 if it is tied to the embedding."""
+        return 0.0 if self.model.tied_embeddings else self.table
+
+    @property
+    def gathers_per_use(self) -> bool:
+        """Whether weights are gathered each time they are used."""
+        return self.zero == 3
+
+    @property
+    def per_use(self) -> float:
+        """Bytes of a weight that is gathered for each use; 0 if weights are gathered once per step."""
+        return self.software.gathered * self.gathers_per_use
+
+    @property
+    def per_step(self) -> float:
+        """Bytes of a weight that is gathered once per step; 0 if weights are gathered for each use.
+
+        Where every rank holds whole weights in the type of the computation, there is nothing to gather.
+        """
+        is_there = self.shards == 1 and self.software.shards == self.software.gathered
+        if is_there or self.gathers_per_use or not self.software.fsdp:
+            return 0.0
+        return self.software.gathered
+
+    @property
+    def has_gradients_in_forward(self) -> bool:
+        """Whether the head computes its gradients in the forward pass."""
+        return self.training.loss_chunk > 0 and not recomputes_logits(self.training, self.parallel)
+
+    @property
+    def gathers_stages(self) -> bool:
+        """Whether whole stages are gathered ahead, as torch's schedules of several stages per rank do."""
+        return self.parallel.pp > 1 and self.parallel.schedule not in ("GPipe", "1F1B")
+
+    @property
+    def hidden_states(self) -> float:
+        """Bytes of a micro batch's hidden states, whole on each tp rank."""
+        return 2.0 * self.piece.tokens * self.model.hidden
+
+    @property
+    def reduces_every_micro_batch(self) -> bool:
+        """Whether gradients are reduced after every micro batch of several."""
+        return self.zero >= 2 and self.parallel.pp == 1 and self.software.fsdp
+
+    @property
+    def reduces_in_only_backward(self) -> bool:
+        """Whether a step has one backward, which reduces gradients and frees weights as it goes."""
+        return self.micro_batches == 1 and self.parallel.pp == 1 and self.software.fsdp
+
+    @property
+    def reduces_sums(self) -> bool:
+        """Whether the last of several backwards reduces the gradients that were summed over all."""
+        is_last_of_several = self.micro_batches > 1 and self.zero < 2
+        return is_last_of_several and self.parallel.pp == 1 and self.software.fsdp
+
+    @property
+    def reduced_at_once(self) -> float:
+        """Bytes of a gradient that is reduced right after the backward of its unit, in the micro batch at hand."""
+        return self.software.gradients * (self.reduces_every_micro_batch or self.reduces_in_only_backward)
+
+    @property
+    def boundary(self) -> float:
+        """Bytes of the hidden states that are sent to the next stage."""
+        return boundary_bytes(self.model, self.parallel, self.piece)
+
+    def logits_per_token(self) -> float:
+        """Return the logits of a token on this rank."""
+        is_cut = self.software.vocab_parallel and not self.software.whole_logits
+        return self.model.vocab / (self.piece.tp if is_cut else 1)
+
+
+def boundary_bytes(model: Model, parallel: Parallel, piece: Piece) -> float:
+    """Return the bytes of the hidden states that a rank sends to the next stage."""
+    cut = parallel.tp if parallel.sequence_parallel or parallel.scatter_gather else 1
+    return 2.0 * piece.tokens * model.hidden / cut
+
+
+def describe_rank(case: Case, stages: Sequence[StageSize]) -> Rank:
+    """Return what the memory of a rank that holds these stages, first to last, is computed from."""
+    model, parallel, software, piece = case.model, case.parallel, case.software, case.piece
+    shards = parallel.dp_shard * parallel.cp if parallel.zero_stage else 1
+    of_size = {}
+    for size in dict.fromkeys(stages):
+        whole = gathered_parameters(model, size, piece, software.vocab_parallel)
+        shard = stage_parameters(model, size, parallel.tp, software.vocab_parallel) / shards
+        of_size[size] = ShardedParameters(whole, shard)
+    activations = activations_of_blocks(case)
+    usual = dense = usual_block(model, piece, activations.usual, shards)
+    if model.experts:
+        dense = dense_block(model, piece, activations.dense, shards)
+    return Rank(
+        model,
+        case.training,
+        parallel,
+        case.recompute,
+        software,
+        piece,
+        usual,
+        dense,
+        zero=parallel.zero_stage if shards > 1 else min(parallel.zero_stage, 1),
+        micro_batches=case.micro_batches,
+        logit_bytes=LogitBytes.of(case.kernels, software),
+        stages=tuple(stages),
+        of_size=of_size,
+        table=model.vocab * model.hidden / (parallel.tp if software.vocab_parallel else 1),
+        lora=case.lora,
+    )
+
+
+ONE_BLOCK = StageSize(1, first=False, last=False)
+
+
+def usual_block(model: Model, piece: Piece, activations: BlockActivations, shards: int) -> BlockMemory:
+    """Return a block of a model; of one with experts a sparse one. shards: ranks that share weights."""
+    whole = gathered_parameters(model, ONE_BLOCK, piece, True)
+    shard = stage_parameters(model, ONE_BLOCK, piece.tp, True) / shards
+    experts = ShardedParameters(0.0, 0.0)
+    if piece.ep > 1:
+        experts_shard = expert_parameters(model, piece.tp) / shards
+        experts = ShardedParameters(expert_parameters(model, piece.ep), experts_shard)
+    unit = ShardedParameters(whole - experts.whole, shard - experts.shard)
+    return BlockMemory(activations, unit, experts)
+
+
+def dense_block(model: Model, piece: Piece, activations: BlockActivations, shards: int) -> BlockMemory:
+    """Return a dense block of a model with experts. shards: ranks that share weights."""
+    whole = stage_parameters(model, ONE_BLOCK._replace(dense=1), piece.tp, True)
+    return BlockMemory(activations, ShardedParameters(whole, whole / shards), ShardedParameters(0.0, 0.0))

@@ -1,0 +1,246 @@
+"""Choose a layout that one can rent GPUs on: not only the fastest, but one that is simple, and that will fit. No torch.
+
+Of each level of simplicity, in the order of `LEVELS_OF_SIMPLICITY`, the fastest layout is taken that leaves room in
+memory. The one with the least step time *in the bad case* is the fastest to bet on: a layout of a kind that has hardly
+been measured has a wide interval, and must be much faster. The simplest wins that is predicted to be at most `AS_FAST`
+slower than that one, or that measurements cannot tell from it: if the 90 % interval of the ratio of the two step times
+contains 1, and the expected loss is at most `SMALL_LOSS`.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torchllm.tools.planner.evidence.residuals import Spread
+from torchllm.tools.planner.search.bounds import Bounds
+from torchllm.tools.planner.search.layouts import Job, Layout
+from torchllm.tools.planner.search.search import Found, Ranked, Search, search
+from torchllm.tools.planner.search.validity import (
+    RISK,
+    is_measured,
+    judge,
+    largest_memory_limit,
+    memory_limit,
+    spread_of_pair,
+)
+
+AS_FAST = 0.02
+"""share of the fastest layout's step time that is within what nobody can predict"""
+SMALL_LOSS = 0.03
+"""expected loss that is worth a simpler layout, if it may also be no loss"""
+
+
+TRIES, STEP_DOWN = 8, 0.01
+"""searches for a layout whose own limit of memory is kept, and the share by which each gets less memory at least"""
+
+
+class Level(NamedTuple):
+    """Layouts that use nothing more complex than this."""
+
+    name: str
+    without: dict[str, int]
+    """degrees that are 1"""
+
+
+LEVELS_OF_SIMPLICITY = (
+    Level("FSDP", {"pp": 1, "cp": 1, "tp": 1, "dp_replicate": 1}),
+    Level("HSDP", {"pp": 1, "cp": 1, "tp": 1}),
+    Level("tp", {"pp": 1, "cp": 1}),
+    Level("pp", {"cp": 1}),
+    Level("cp", {}),
+)
+"""the simplest first; expert parallelism is no level: experts need it"""
+
+
+class Pick(NamedTuple):
+    """A layout that one may choose, and what it costs in the bad case."""
+
+    title: str
+    ranked: Ranked
+    fits: str
+    seconds: tuple[float, float]
+    """interval that holds 90 % of the step times of rows like it"""
+    out_of_memory: float
+    """probability"""
+
+
+class Advice(NamedTuple):
+    """The three layouts that answer "which one?", and why the first of them is the first."""
+
+    simple: Pick
+    bet: Pick
+    if_right: Pick
+    reason: str
+    """rule that decided for the simple one"""
+    is_measured: bool
+    """whether this framework was measured on this GPU"""
+    evidence: str
+    """rows that the intervals of the simple one are from"""
+    candidates: list[Ranked]
+    """layouts of every level that fit"""
+
+    @property
+    def first(self) -> Ranked:
+        """The layout to take."""
+        return self.simple.ranked
+
+    @property
+    def picks(self) -> tuple[Pick, Pick, Pick]:
+        """The three, the one to take first."""
+        return self.simple, self.bet, self.if_right
+
+
+class Ratio(NamedTuple):
+    """The step time of a simple layout over that of another one."""
+
+    predicted: float
+    interval: tuple[float, float]
+    """of 90 % of the pairs of rows like them"""
+    mean: float
+    """geometric, which does not depend on which of the two is divided by the other"""
+
+    def may_be_no_loss(self) -> bool:
+        """Return whether the simple layout is as good a choice, as far as measurements can tell."""
+        low, high = self.interval
+        return low <= 1 <= high and self.mean - 1 <= SMALL_LOSS
+
+
+def advise(job: Job, outcome: Found) -> Advice:
+    """Return which layouts to consider. outcome: of `search`, whose best may leave no room in memory."""
+    candidates = list(_safe(job, outcome.bounds))
+    if candidates:
+        bet = min(candidates, key=lambda ranked: judge(job.case(ranked.layout), ranked.prediction).seconds[1])
+        simple, reason = simplest(job, candidates, bet)
+    else:
+        roomy = search(job, count=1, objective="memory", bounds=outcome.bounds).best[0]
+        simple = bet = roomy
+        reason = (
+            f"every layout's risk of running out of memory is above {RISK:.0%}; of those that are nearly the fastest, "
+            "this one leaves most room"
+        )
+    case = job.case(simple.layout)
+    return Advice(
+        pick("the simple one", job, simple),
+        pick("the fastest we would bet on", job, bet),
+        pick("the fastest if the model is right", job, outcome.best[0]),
+        reason,
+        is_measured(case),
+        judge(case, simple.prediction).evidence,
+        [*candidates, simple],
+    )
+
+
+def pick(title: str, job: Job, ranked: Ranked) -> Pick:
+    """Return a layout with what it costs in the bad case."""
+    verdict = judge(job.case(ranked.layout), ranked.prediction)
+    return Pick(title, ranked, verdict.fits, verdict.seconds, verdict.out_of_memory)
+
+
+def level_of(layout: Layout) -> int:
+    """Return the index of the first of `LEVELS_OF_SIMPLICITY` that has this layout."""
+    degrees = layout._asdict()
+    if layout.dp_shard == 1:
+        degrees["dp_replicate"] = 1  # plain data parallelism has one data axis, whatever its name
+    for index, level in enumerate(LEVELS_OF_SIMPLICITY):
+        if all(degrees[axis] == 1 for axis in level.without):
+            return index
+    raise AssertionError("the last level has all layouts")
+
+
+def _safe(job: Job, bounds: Bounds | None) -> Iterator[Ranked]:
+    """Yield the fastest layout of each level that leaves room in memory, the simplest level first."""
+    layouts = set()
+    for level in LEVELS_OF_SIMPLICITY:
+        ranked = fastest_of(job, level, bounds)
+        if ranked is not None and ranked.layout not in layouts:
+            layouts.add(ranked.layout)
+            yield ranked
+
+
+def fastest_of(job: Job, level: Level, bounds: Bounds | None) -> Ranked | None:
+    """Return the fastest layout of a level that stays below its limit of memory; None if there is none.
+
+    bounds: of the job; None: there are none yet.
+    """
+    restricted = only(job, level.without)
+    if restricted is None:
+        return None
+    limit = largest_memory_limit(job.case(Layout(1, 1, job.gpus, 1, 1)))
+    for _ in range(TRIES):
+        smaller = replace(restricted, hardware=replace(job.hardware, memory=limit))
+        best = Search(smaller, count=1, bounds=bounds).find_best().best
+        if not best:
+            return None
+        case = job.case(best[0].layout)
+        if best[0].prediction.memory.total <= memory_limit(case):
+            return best[0]
+        limit = min(memory_limit(case), limit * (1 - STEP_DOWN))  # other layouts may have another limit
+    return None
+
+
+def only(job: Job, without: dict[str, int]) -> Job | None:
+    """Return the job with these degrees fixed; None if the run sets one of them to something else."""
+    if any(job.fixed.get(key, degree) != degree for key, degree in without.items()):
+        return None
+    fixed: dict[str, Any] = {**job.fixed, **without}
+    return replace(job, fixed=fixed)
+
+
+def simplest(job: Job, candidates: Sequence[Ranked], bet: Ranked) -> tuple[Ranked, str]:
+    """Return the layout that the rule takes, and why. candidates: the fastest of each level, simplest first."""
+    name = LEVELS_OF_SIMPLICITY[level_of(bet.layout)].name
+    for simple in candidates:
+        if simple.layout == bet.layout:
+            return simple, "it has the least step time in the bad case, and no simpler one comes close"
+        ratio = ratio_of(job, simple, bet)
+        slower = f"it is predicted {ratio.predicted - 1:.1%} slower than the fastest to bet on, which needs {name}"
+        if ratio.predicted <= 1 + AS_FAST:
+            return simple, slower
+        if ratio.may_be_no_loss():
+            low, high = ratio.interval
+            pairs = f"pairs of measured layouts say {low:.2f} to {high:.2f} times its step, {ratio.mean:.2f} on average"
+            return simple, f"{slower}; {pairs}"
+    raise AssertionError("the fastest to bet on is one of them")
+
+
+def ratio_of(job: Job, simple: Ranked, complex: Ranked) -> Ratio:
+    """Return the step time of the simple layout over the complex one's, with what pairs of measured rows say of it."""
+    predicted = simple.prediction.step / complex.prediction.step
+    spread = reversed_spread(spread_of_pair(job.case(simple.layout), job.case(complex.layout)))
+    low, high = spread.interval
+    return Ratio(predicted, (predicted * math.exp(low), predicted * math.exp(high)), predicted * math.exp(spread.mean))
+
+
+def reversed_spread(spread: Spread) -> Spread:
+    """Return the residuals of the inverse ratios."""
+    return spread._replace(quantiles=tuple(-quantile for quantile in reversed(spread.quantiles)))
+
+
+def pick_lines(choice: Pick, first: Ranked) -> Iterator[str]:
+    """Yield a line with the layout, and one with what it costs, in the bad case too."""
+    prediction = choice.ranked.prediction
+    low, high = choice.seconds
+    comparison = ""
+    if choice.ranked.layout != first.layout:
+        change = prediction.step / first.prediction.step - 1
+        comparison = f" ({change:+.1%})"
+    yield f"{choice.title}: {choice.ranked.layout.text()}"
+    yield (
+        f"    {prediction.step:.4g} s per step{comparison}, {low:.4g} to {high:.4g} s in 9 of 10 cases; "
+        f"out of memory in {100 * choice.out_of_memory:.0f} of 100"
+    )
+
+
+def advice_lines(advice: Advice) -> Iterator[str]:
+    """Yield the three picks, the rule that decided, and what the intervals are from."""
+    shown: dict[Layout, Pick] = {}
+    for choice in advice.picks:
+        layout = choice.ranked.layout
+        if layout in shown:
+            yield f"{choice.title}: the same as {shown[layout].title}"
+            continue
+        shown[layout] = choice
+        yield from pick_lines(choice, advice.first)
+    yield f"Take the first: {advice.reason}."
+    yield f"Intervals: {advice.evidence}."

@@ -1,0 +1,203 @@
+"""Choose layouts for a run with `[parallel] layout = "auto"` or "tune", on the machine it is started on. No torch.
+
+The choice depends only on the config, the number of ranks and the name of the machine, so that all ranks agree.
+"""
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torchllm.config import Config
+from torchllm.config.errors import UserError
+from torchllm.tools.planner.case import Case
+from torchllm.tools.planner.cluster import FOLDER, Hardware, read_cluster
+from torchllm.tools.planner.evidence.stacks import STACKS
+from torchllm.tools.planner.frozen_weights import with_frozen_weights
+from torchllm.tools.planner.optimizer_states import with_optimizer_states
+from torchllm.tools.planner.predict import Prediction, predict
+from torchllm.tools.planner.search.advice import Advice, advise
+from torchllm.tools.planner.search.explain import GIB, divides_nowhere, fits_nowhere
+from torchllm.tools.planner.search.layouts import Job, Layout, kernels_of
+from torchllm.tools.planner.search.search import Ranked, search
+from torchllm.tools.planner.search.validity import memory_limit
+
+C = TypeVar("C", bound=Config)
+DRIVER = Path("/proc/driver/nvidia/gpus")
+CPU = "this_cpu"
+"""cluster of a machine without a GPU"""
+NVIDIAS_OWN = ("dgx_", "hgx_")
+"""how names of NVIDIA's own systems begin"""
+
+
+def choose_layouts(config: C, world_size: int, written: Collection[str], count: int = 1) -> tuple[list[C], str]:
+    """Return the config with each of `count` layouts, and a line that describes the first.
+
+    The first is the first pick of `advice`; after it come the fastest that leave as much room in memory.
+
+    written: keys ("parallel.tp", "recompute.mode") that the run sets; they stay, unless they are -1 or a default.
+    UserError if nothing fits, or the machine is unknown.
+    """
+    name = _cluster_of_run(config)
+    problems: list[str] = []
+    hardware = read_cluster(name, problems)
+    if hardware is None:
+        raise UserError("; ".join(problems))
+    job = job_of(config, world_size, written, hardware)
+    outcome = search(job, count)
+    if not outcome.layouts:
+        raise UserError(divides_nowhere(job, outcome))
+    if not outcome.best:
+        raise UserError(fits_nowhere(job, outcome))
+    advice = advise(job, outcome)
+    chosen = []
+    for ranked in roomy_layouts(job, advice, count):
+        run = job.config(config, ranked.layout)
+        chosen.append(replace(run, parallel=replace(run.parallel, layout="manual")))
+    layouts = f"{outcome.layouts:,} layouts of {world_size} ranks on {name}"
+    return chosen, _line(advice, layouts, is_float8=config.float8.is_on)
+
+
+def _line(advice: Advice, layouts: str, is_float8: bool) -> str:
+    """Return a line that describes the first pick. layouts: from which it was picked."""
+    layout, prediction = advice.first
+    memory = f"{prediction.memory.total / GIB:.3g} GiB per GPU"
+    line = f"{layout.text()}: first pick of {layouts}, predicted {prediction.step:.3g} s per step, {memory}"
+    if not advice.is_measured:
+        line += "; not measured on this GPU"
+    if advice.simple.fits != "fits":
+        line += f"; out of memory in {100 * advice.simple.out_of_memory:.0f} of 100 cases like it"
+    if is_float8:
+        line += "; planned with products in bfloat16, not in float8"
+    return line
+
+
+def roomy_layouts(job: Job, advice: Advice, count: int) -> list[Ranked]:
+    """Return the first pick, and after it the fastest layouts that leave as much room in memory as a pick does."""
+    roomy = [advice.first]
+    if count == 1:
+        return roomy
+    limit = memory_limit(job.case(advice.first.layout))
+    smaller = replace(job, hardware=replace(job.hardware, memory=limit))
+    for ranked in search(smaller, count).best:
+        if ranked.layout != advice.first.layout:
+            roomy.append(ranked)
+    return roomy[:count]
+
+
+def planned(config: Config) -> Prediction | None:
+    """Predict a run whose layout is resolved. None if `why_unplanned` says why it cannot be predicted."""
+    if why_unplanned(config):
+        return None
+    hardware = read_cluster(_cluster_of_run(config), [])
+    assert hardware is not None
+    return predict(case_of(config, hardware))
+
+
+def why_unplanned(config: Config) -> str:
+    """Return why a run whose layout is resolved cannot be predicted; "" if it can."""
+    unknown_machine = "no cluster file describes this machine"
+    try:
+        name = _cluster_of_run(config)
+    except UserError:
+        return unknown_machine
+    hardware = read_cluster(name, [])
+    # FOOTGUN: the CPU's figures hold for the number of ranks that shared it when they were measured.
+    if hardware is None or (name == CPU and config.parallel.ranks != hardware.gpus_per_node):
+        return unknown_machine
+    return ""
+
+
+def _cluster_of_run(config: Config) -> str:
+    if config.cluster.name:
+        return config.cluster.name
+    gpu = "" if config.run.device == "cpu" else device()
+    return cluster_with_gpu(gpu)
+
+
+def case_of(config: Config, hardware: Hardware) -> Case:
+    """Return a run as the planner sees it: torchllm, with the cluster's constants."""
+    software = replace(STACKS["torchllm"], constants=hardware.constants)
+    software = with_optimizer_states(software, config.model, config.optimizer)
+    software = with_frozen_weights(software, config.model, config.lora)
+    kernels = kernels_of(config.model, config.compile, software, hardware)
+    return Case(
+        config.model,
+        config.training,
+        config.parallel,
+        config.recompute,
+        kernels,
+        hardware,
+        software,
+        config.lora,
+        config.optimizer,
+    )
+
+
+def job_of(config: Config, world_size: int, written: Collection[str], hardware: Hardware) -> Job:
+    """Return what is to be planned: what the run sets is fixed, the rest is open."""
+    fixed: dict[str, Any] = {}
+    if "training.micro_batch_size" in written:
+        fixed["micro_batch_size"] = config.training.micro_batch_size
+    if "recompute.mode" in written:
+        fixed["recompute"] = config.recompute.mode
+    for key in Layout._fields:
+        value = getattr(config.parallel, key, -1)
+        is_open = value == -1 or (key == "virtual_stages" and value == 0)
+        if f"parallel.{key}" in written and not is_open:
+            fixed[key] = value
+    return Job(
+        config.model,
+        config.training,
+        hardware,
+        world_size,
+        compile=config.compile,
+        float8=config.float8,
+        lora=config.lora,
+        optimizer=config.optimizer,
+        fixed=fixed,
+    )
+
+
+def device() -> str:
+    """Return the driver's name of this machine's first GPU; empty if it has none."""
+    for file in sorted(DRIVER.glob("*/information")):
+        if model := re.search(r"^Model:\s*(.+)$", file.read_text(), re.MULTILINE):
+            return model[1].strip()
+    return ""
+
+
+def cluster_with_gpu(gpu: str) -> str:
+    """Return the first of train_configs/clusters that has this GPU, NVIDIA's own systems first."""
+    if not gpu:
+        return CPU
+    names = sorted(file.stem for file in FOLDER.glob("*.toml"))
+    nvidias_own = [name for name in names if name.startswith(NVIDIAS_OWN)]
+    for name in [*nvidias_own, *names]:
+        hardware = read_cluster(name, [])
+        if hardware is not None and _same(gpu, hardware.gpu):
+            return name
+    raise UserError(f"no file of train_configs/clusters has a {gpu}: set cluster.name")
+
+
+def _same(gpu: str, gpu_of_file: str) -> bool:
+    """Return whether a driver's "NVIDIA H100 80GB HBM3" is the file's "H100-SXM5-80GB".
+
+    They name the same chip, and the same memory if both name one. A PCIe card is another chip.
+    """
+    words, words_of_file = _words(gpu), _words(gpu_of_file)
+    if words[0] != words_of_file[0] or {"PCIE", "NVL"} & set(words):
+        return False
+    size, size_of_file = _memory_size(words), _memory_size(words_of_file)
+    return size == size_of_file or not size or not size_of_file
+
+
+def _words(gpu: str) -> list[str]:
+    """Return the words of a GPU's name: the chip first."""
+    return [word for word in re.findall(r"\w+", gpu.upper()) if word != "NVIDIA"]
+
+
+def _memory_size(words: Sequence[str]) -> set[str]:
+    """Return the word that says how much memory a GPU has, if there is one."""
+    return {word for word in words if re.fullmatch(r"\d+GB", word)}

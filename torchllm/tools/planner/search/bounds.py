@@ -1,0 +1,446 @@
+"""Lower bounds of the time and memory of layouts, by which `search` leaves out whole groups. No torch.
+
+A bound of a group is what the cost model says of its layouts if what is open costs nothing. `Bounds.shared` bounds the
+time of all schedules and shardings, `Bounds.scheduled` that of one schedule, with `Bounds.tail` of one sharding too;
+`Bounds.shared_memory` bounds the memory of all schedules, `Bounds.held` that of a layout, `Bounds.needed` that of its
+shardings under one ZeRO stage.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from copy import copy
+from itertools import groupby
+from typing import NamedTuple
+
+from torchllm.config import SCHEDULES
+from torchllm.facts.flops import head_size
+from torchllm.facts.stages import stages_of_ranks
+from torchllm.tools.planner.case import Case
+from torchllm.tools.planner.compute import Kernels, Piece
+from torchllm.tools.planner.frozen_weights import uncut_elements
+from torchllm.tools.planner.memory import receiving_buffers, sharded_states, updates_states
+from torchllm.tools.planner.moments import REDUCED, WHOLE, of_rank
+from torchllm.tools.planner.parameters import StageSize, gathered_parameters, stage_parameters
+from torchllm.tools.planner.predict import memory_of, stage_sizes, tail
+from torchllm.tools.planner.rank import boundary_bytes
+from torchllm.tools.planner.search.layouts import Job, Layout
+from torchllm.tools.planner.simulate import StageTimes
+from torchllm.tools.planner.stage import BlockCost, Computed, StageCost, boundary, computed, cost_of_block, stage_cost
+from torchllm.tools.planner.stage_activations import (
+    ActivationsOfBlocks,
+    ActivationsOfStage,
+    activations_of_blocks,
+    activations_of_stage,
+)
+
+ONE_BLOCK = (
+    StageSize(1, first=False, last=False, first_recomputed=1),
+    StageSize(1, first=False, last=False, dense=1, first_recomputed=1),
+)
+"""the least that a stage may have: of mode every_k, a block that is not recomputed"""
+Key = tuple[object, ...]
+"""settings that decide a figure: layouts that agree in them share it"""
+
+
+def at_least(case: Case, stages: Sequence[StageTimes], transfer: float) -> tuple[float, list[float]]:
+    """Return a bound of `predict.pipeline_seconds`, and each rank's computing time.
+
+    A rank computes all its work after a first micro batch has come through the previous ranks, and before the last
+    one's gradients go back through them. Where the backward is split that last wait may be filled.
+    """
+    micro_batches = case.micro_batches
+    splits_backward = SCHEDULES[case.parallel.schedule].splits_backward
+    totals = [sum(times) for times in stages]
+    busy = []
+    for stages_of_rank in stages_of_ranks(case.parallel):
+        busy.append(micro_batches * sum([totals[stage] for stage in stages_of_rank]))
+    step = waits = 0.0
+    for rank, work in enumerate(busy):
+        step = max(step, waits + work)
+        waits += _passage(stages[rank], transfer, splits_backward)
+    return step, busy
+
+
+def _passage(entry: StageTimes, transfer: float, splits_backward: bool) -> float:
+    """Return the seconds that the ranks after one wait for it: while the first micro batch comes, and the last leaves.
+
+    entry: of the rank's first stage.
+    """
+    passage = entry.forward + transfer
+    if not splits_backward:
+        passage += entry.input_gradient + entry.weight_gradient + transfer
+    return passage
+
+
+class RankGroup(NamedTuple):
+    """Neighbouring ranks of a pipeline that have stages of the same sizes."""
+
+    ranks: int
+    entry: StageSize
+    """size of the first stage of each rank"""
+    stages: Counter[StageSize]
+    """number of stages of each size on each rank"""
+
+
+class StageSplit(NamedTuple):
+    """How a schedule spreads the blocks over the ranks of a pipeline."""
+
+    stages: list[StageSize]
+    """first to last"""
+    sizes: list[StageSize]
+    """different ones of `stages`"""
+    first_rank: list[StageSize]
+    """stages of the first rank"""
+    groups: list[RankGroup]
+
+
+class UnderWay(NamedTuple):
+    """What the first rank holds at the end of a forward, or as a backward begins."""
+
+    flying: Counter[StageSize]
+    """micro batches whose activations it holds, by their stage"""
+    graded: Counter[StageSize]
+    """stages that have whole gradients"""
+    backward: StageSize | None
+    """the stage whose backward begins"""
+
+    def is_within(self, larger: "UnderWay") -> bool:
+        """Return whether another one holds as much of everything."""
+        is_alike = self.backward == larger.backward
+        return is_alike and self.flying <= larger.flying and self.graded <= larger.graded
+
+
+class BlockBytes(NamedTuple):
+    """Bytes of a micro batch in the blocks of a stage."""
+
+    kept: float
+    """until the backward"""
+    backward: float
+    """more, or less, at the worst moment of the last block's backward at which its weights are still gathered"""
+
+    @classmethod
+    def of(cls, stage: StageSize, activations: ActivationsOfStage, of_blocks: ActivationsOfBlocks) -> "BlockBytes":
+        """Return those of a stage whose blocks keep `activations`."""
+        if not stage.blocks:
+            return cls(activations.held, 0.0)
+        last, recomputed = of_blocks.usual, activations.usual.recomputed
+        if stage.dense == stage.blocks:
+            last, recomputed = of_blocks.dense, activations.dense.recomputed
+        working = max([phase.working for phase in last.phases if not phase.freed])
+        return cls(activations.held, working + recomputed)
+
+
+class StageCosts(NamedTuple):
+    """Costs of one micro batch: of a block, of a dense block of a model with experts, and of the stages so far."""
+
+    block: BlockCost
+    dense: BlockCost
+    of_size: dict[StageSize, StageCost]
+
+
+class Bounds:
+    """The bounds of one job's layouts. What layouts share is computed once, stored by the settings that decide it."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._dense_blocks = job.model.dense_layers if job.model.experts else 0
+        self._whole_model = StageSize(job.model.layers, first=True, last=True, dense=self._dense_blocks)
+        self._scheduled: dict[Layout, float] = {}
+        self._in_flight: dict[Layout, float] = {}
+        self._computed: dict[tuple[Piece, Kernels], tuple[Computed, Computed]] = {}
+        self._costs: dict[Key, StageCosts] = {}
+        self._splits: dict[Key, StageSplit] = {}
+        self._transfers: dict[Key, float] = {}
+        self._boundaries: dict[Key, float] = {}
+        self._tails: dict[Key, float] = {}
+        self._needed: dict[Layout, float] = {}
+        self._standing: dict[Key, float] = {}
+        self._shared_standing: dict[Key, float] = {}
+        self._under_way: dict[Key, list[UnderWay]] = {}
+        self._parameters: dict[Key, float] = {}
+        self._block_bytes: dict[Key, dict[StageSize, BlockBytes]] = {}
+
+    def for_job(self, job: Job) -> "Bounds":
+        """Return the bounds of a job with other `fixed` keys or another memory. They share all that is computed."""
+        bounds = copy(self)
+        bounds.job = job
+        return bounds
+
+    def shared(self, layout: Layout) -> float:
+        """Return the seconds if the ranks of a pipeline share all work evenly and never wait."""
+        times = self.costs(layout, [self._whole_model])[self._whole_model].times
+        return self.micro_batches(layout) * sum(times) / layout.pp
+
+    def scheduled(self, layout: Layout) -> float:
+        """Return `at_least` of the layout. It is computed per group of ranks, as a pipeline has few kinds of ranks."""
+        if layout in self._scheduled:
+            return self._scheduled[layout]
+        split = self.stage_split(layout)
+        costs = self.costs(layout, split.sizes)
+        transfer = self.transfer(layout)
+        splits_backward = SCHEDULES[layout.schedule].splits_backward
+        micro_batches = self.micro_batches(layout)
+        step = waits = 0.0
+        for group in split.groups:
+            passage = _passage(costs[group.entry].times, transfer, splits_backward)
+            seconds = 0.0
+            for size, number in group.stages.items():
+                seconds += number * sum(costs[size].times)
+            waits += (group.ranks - 1) * passage  # the last of the group waits longest
+            step = max(step, waits + micro_batches * seconds)
+            waits += passage
+        self._scheduled[layout] = step
+        return step
+
+    def transfer(self, layout: Layout) -> float:
+        """Return the seconds from a stage to the next."""
+        key = layout.pp, layout.cp, layout.tp, layout.micro_batch_size, layout.sequence_parallel
+        if key not in self._transfers:
+            self._transfers[key] = boundary(self.job.case(layout))
+        return self._transfers[key]
+
+    def costs(self, layout: Layout, sizes: Sequence[StageSize]) -> dict[StageSize, StageCost]:
+        """Return the costs of stages of these sizes, and maybe of others.
+
+        Only ZeRO stages 2 and 3 gather weights, or reduce gradients, meanwhile.
+        """
+        computes = layout.micro_batch_size, layout.recompute, self.job.compile_of(layout).block
+        sends = layout.pp > 1, layout.cp, layout.cp_method, layout.tp, layout.sequence_parallel, layout.ep
+        gathers = (layout.dp_shard, layout.zero_stage) if layout.zero_stage >= 2 else ()
+        key = *computes, *sends, *gathers
+        costs = self._costs.get(key)
+        if costs is None:
+            costs = self._costs[key] = self._costs_of_blocks(self.job.case(layout))
+        missing = [size for size in sizes if size not in costs.of_size]
+        if missing:
+            case = self.job.case(layout)
+            for size in missing:
+                costs.of_size[size] = stage_cost(case, size, costs.block, costs.dense)
+        return costs.of_size
+
+    def _costs_of_blocks(self, case: Case) -> StageCosts:
+        """Return the costs of blocks, and of no stage yet."""
+        key = case.piece, case.kernels
+        if key not in self._computed:
+            usual = computed(case)
+            dense = computed(case.of_dense_blocks) if self._dense_blocks else usual
+            self._computed[key] = usual, dense
+        usual, dense = self._computed[key]
+        cost = dense_cost = cost_of_block(case, usual)
+        if self._dense_blocks:
+            dense_cost = cost_of_block(case.of_dense_blocks, dense)
+        return StageCosts(cost, dense_cost, {})
+
+    def stage_split(self, layout: Layout) -> StageSplit:
+        """Return how the blocks are spread over the ranks."""
+        key = _split_key(layout)
+        if key not in self._splits:
+            case = self.job.case(layout)
+            stages = stage_sizes(case)
+            sizes = list(dict.fromkeys(stages))
+            ranks = []
+            for stages_of_rank in stages_of_ranks(case.parallel):
+                ranks.append([stages[stage] for stage in stages_of_rank])
+            groups = []
+            for sizes_of_rank, alike in groupby(ranks):
+                number = len(list(alike))
+                groups.append(RankGroup(number, sizes_of_rank[0], Counter(sizes_of_rank)))
+            self._splits[key] = StageSplit(stages, sizes, ranks[0], groups)
+        return self._splits[key]
+
+    def tail(self, layout: Layout) -> float:
+        """Return the seconds at the end of a step, if a rank has no end of the model and its backward hides all."""
+        key = layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.zero_stage, layout.ep
+        if key not in self._tails:
+            sparse_blocks = self.job.model.layers - self._dense_blocks
+            size = StageSize(sparse_blocks // layout.pp, first=False, last=False)
+            cost = StageCost(StageTimes(0.0, math.inf, 0.0), {})
+            terms = tail(self.job.case(layout), [size], [cost])
+            self._tails[key] = sum(terms.values())
+        return self._tails[key]
+
+    def shared_memory(self, layout: Layout) -> float:
+        """Return the bytes per rank if the ranks of a pipeline share all memory evenly.
+
+        In any schedule a first micro batch has come through all stages of a rank before its first backward, which frees
+        nothing before it has computed a block again.
+        """
+        shards = layout.dp_shard * layout.cp
+        sums_gradients = self._sums_gradients(layout)
+        key = layout.pp, layout.tp, layout.ep, shards, layout.zero_stage, sums_gradients
+        if key not in self._shared_standing:
+            self._shared_standing[key] = self._standing_of(layout, [self._whole_model]) / layout.pp
+        bytes_of_size = self.block_bytes(layout, [self._whole_model, *ONE_BLOCK])
+        backward = min([bytes_of_size[block].backward for block in ONE_BLOCK]) - self._freed_head(layout)
+        stage_per_rank = [StageSize(0, stage == 0, stage == layout.pp - 1) for stage in range(layout.pp)]
+        shared = bytes_of_size[self._whole_model].kept + self._buffers(layout, stage_per_rank)
+        comes_and_goes = shared / layout.pp + max(0.0, backward)
+        in_flight = self.job.software.constants.allocator * comes_and_goes
+        return self.job.software.reserve + self._shared_standing[key] + in_flight
+
+    def held(self, layout: Layout) -> float:
+        """Return the bytes that the first rank holds all step long, and at the action that adds most."""
+        return self.standing(layout) + self.in_flight(layout)
+
+    def in_flight(self, layout: Layout) -> float:
+        """Return the bytes that the first rank holds at an action that adds most, whatever the sharding of weights."""
+        if layout not in self._in_flight:
+            software = self.job.software
+            allocator = software.constants.allocator
+            stages = self.stage_split(layout).first_rank
+            bytes_of_size = self.block_bytes(layout, stages)
+            freed_head = self._freed_head(layout)
+            largest = 0.0
+            for under_way in self.under_way(layout):
+                comes_and_goes = gradients = 0.0
+                for size, count in under_way.flying.items():
+                    comes_and_goes += count * bytes_of_size[size].kept
+                for size, count in under_way.graded.items():
+                    gradients += software.gradients * count * self.parameters(layout, size)
+                if under_way.backward:
+                    comes_and_goes += bytes_of_size[under_way.backward].backward - freed_head
+                largest = max(largest, allocator * comes_and_goes + gradients)
+            self._in_flight[layout] = largest + allocator * self._buffers(layout, stages)
+        return self._in_flight[layout]
+
+    def _buffers(self, layout: Layout, stages: Sequence[StageSize]) -> float:
+        """Return the bytes in which a rank with these stages receives."""
+        if layout.pp == 1:
+            return 0.0
+        key = layout.cp, layout.tp, layout.micro_batch_size, layout.sequence_parallel
+        if key not in self._boundaries:
+            case = self.job.case(layout)
+            self._boundaries[key] = boundary_bytes(case.model, case.parallel, case.piece)
+        return receiving_buffers(stages, self.micro_batches(layout), self._boundaries[key])
+
+    def _freed_head(self, layout: Layout) -> float:
+        """Return the bytes of the head's weights, which the only backward of a step frees before those of blocks."""
+        if layout.pp > 1 or self.micro_batches(layout) > 1:
+            return 0.0
+        return self.job.software.gathered * head_size(self.job.model) / layout.tp
+
+    def needed(self, layout: Layout) -> float:
+        """Return the bytes that the first or the last rank needs with more shards than in any layout.
+
+        If the first does not fit, the last is not looked at. More shards need less memory. A higher ZeRO stage may need
+        more, as it gathers weights while blocks compute.
+        """
+        sharded = layout._replace(dp_replicate=1, dp_shard=layout.data_ranks)
+        if sharded not in self._needed:
+            case = self.job.case(sharded)
+            stages = self.stage_split(sharded).stages
+            needed = memory_of(case, stages, 0).total
+            if layout.pp > 1 and needed <= self.job.hardware.memory:
+                needed = max(needed, memory_of(case, stages, layout.pp - 1).total)
+            self._needed[sharded] = needed
+        return self._needed[sharded]
+
+    def standing(self, layout: Layout) -> float:
+        """Return the bytes that the first rank holds all step long."""
+        shards = layout.dp_shard * layout.cp
+        stages = layout.pp, layout.schedule, layout.virtual_stages
+        key = *stages, layout.tp, layout.ep, shards, layout.zero_stage, self._sums_gradients(layout)
+        if key not in self._standing:
+            standing = self._standing_of(layout, self.stage_split(layout).first_rank)
+            self._standing[key] = self.job.software.reserve + standing
+        return self._standing[key]
+
+    def _sums_gradients(self, layout: Layout) -> bool:
+        """Return whether a rank has sums of gradients all step long. In a pipeline it has them for a while."""
+        return layout.pp == 1 and self.micro_batches(layout) > 1
+
+    def _standing_of(self, layout: Layout, stages: Sequence[StageSize]) -> float:
+        """Return the bytes of some stages that a rank holds all step long."""
+        software = self.job.software
+        standing = self.states(layout, stages)
+        if layout.zero_stage < 3:
+            for size in stages:
+                standing += software.gathered * self.parameters(layout, size)
+        if self._sums_gradients(layout):
+            for size in stages:
+                standing += software.gradients * self.summed_gradients(layout, size)
+        return standing
+
+    def states(self, layout: Layout, stages: Sequence[StageSize]) -> float:
+        """Return the bytes of the weights and the optimizer of some stages."""
+        model, software, lora = self.job.model, self.job.software, self.job.lora
+        shards = layout.dp_shard * layout.cp if layout.zero_stage else 1
+        parameters = 0.0
+        blocks = 0
+        for size in stages:
+            parameters += stage_parameters(model, size, layout.tp, software.vocab_parallel)
+            blocks += size.blocks
+        states = sharded_states(software, parameters / shards)
+        if lora.is_on:
+            states = states.plus(updates_states(blocks * uncut_elements(model, lora, layout.tp) / shards))
+        return states.total
+
+    def summed_gradients(self, layout: Layout, size: StageSize) -> float:
+        """Return the parameters of a stage whose gradients a rank sums over a step's micro batches."""
+        if layout.zero_stage < 2:
+            return self.parameters(layout, size)
+        whole = stage_parameters(self.job.model, size, layout.tp, self.job.software.vocab_parallel)
+        return whole / (layout.dp_shard * layout.cp)
+
+    def parameters(self, layout: Layout, size: StageSize) -> float:
+        """Return the parameters of a stage, gathered."""
+        key = layout.tp, layout.ep, size
+        if key not in self._parameters:
+            case = self.job.case(layout)
+            self._parameters[key] = gathered_parameters(case.model, size, case.piece, case.software.vocab_parallel)
+        return self._parameters[key]
+
+    def block_bytes(self, layout: Layout, stages: Sequence[StageSize]) -> dict[StageSize, BlockBytes]:
+        """Return the bytes of a micro batch in the blocks of these stages, and maybe of others."""
+        compiled = self.job.compile_of(layout).block
+        tokens = layout.micro_batch_size, layout.cp, layout.cp_method, layout.sequence_parallel
+        key = *tokens, layout.tp, layout.ep, compiled, layout.recompute
+        bytes_of_size = self._block_bytes.setdefault(key, {})
+        missing = [size for size in stages if size not in bytes_of_size]
+        if missing:
+            case = self.job.case(layout)
+            of_blocks = activations_of_blocks(case)
+            for size in missing:
+                activations = activations_of_stage(case.model, case.recompute, case.software, size, of_blocks)
+                bytes_of_size[size] = BlockBytes.of(size, activations, of_blocks)
+        return bytes_of_size
+
+    def micro_batches(self, layout: Layout) -> int:
+        """Return the micro batches of a step on one data rank."""
+        return self.job.training.global_batch_size // (layout.micro_batch_size * layout.data_ranks)
+
+    def under_way(self, layout: Layout) -> list[UnderWay]:
+        """Return what the first rank holds at the actions at which it may hold most."""
+        key = *_split_key(layout), self.micro_batches(layout)
+        if key not in self._under_way:
+            self._under_way[key] = _under_way_of(self.job.case(layout), self.stage_split(layout).first_rank)
+        return self._under_way[key]
+
+
+def _split_key(layout: Layout) -> Key:
+    """Return what decides the sizes of the stages: with every_k also which of their blocks are recomputed."""
+    return layout.pp, layout.schedule, layout.virtual_stages, layout.recompute == "every_k"
+
+
+def _under_way_of(case: Case, stages: Sequence[StageSize]) -> list[UnderWay]:
+    """Return what the first rank, which has these stages, holds at those of its actions that are within no other one.
+
+    Of backwards those before any weights are freed, which are gathered once per step.
+    """
+    parallel = case.parallel
+    moments = of_rank(parallel.schedule, parallel.pp, parallel.stages_per_rank, case.micro_batches, rank=0)
+    largest: list[UnderWay] = []
+    for moment in moments:
+        is_backward = moment.kind in "BI"
+        if moment.kind == "W" or (is_backward and REDUCED in moment.graded):
+            continue
+        under_way = UnderWay(Counter(), Counter(), stages[moment.stage] if is_backward else None)
+        for size, count, graded in zip(stages, moment.flying, moment.graded, strict=True):
+            under_way.flying[size] += count
+            if parallel.pp > 1 and graded == WHOLE:
+                under_way.graded[size] += 1
+        if not any(under_way.is_within(larger) for larger in largest):
+            largest = [smaller for smaller in largest if not smaller.is_within(under_way)]
+            largest.append(under_way)
+    return largest

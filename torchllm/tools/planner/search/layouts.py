@@ -1,0 +1,449 @@
+"""Enumerate the layouts of a model on a number of GPUs that the config accepts, and say why others are refused.
+
+No torch. A layout is a mesh (pp x data-parallel ranks x cp x tp), how a step is cut (micro batch, schedule), what is
+sharded (HSDP's two degrees, ZeRO stage) and what is kept (recomputation, sequence parallelism). Of layouts that run
+alike one is listed: without pp one schedule, without cp one method, without sharding one ZeRO stage; DDP has one data
+axis; segments and intervals of recomputation are the default ones. A rank has at most 4 virtual stages, or any number
+that cuts the blocks evenly.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
+
+from torchllm.config import (
+    SCHEDULES,
+    Compile,
+    Config,
+    Float8,
+    Lora,
+    Model,
+    Optimizer,
+    Parallel,
+    PipelineSchedule,
+    Recompute,
+    Training,
+)
+from torchllm.config.checks import (
+    BLOCK_MODES,
+    FLOAT8_MULTIPLE,
+    obstacle_to_compiled_blocks,
+    takes_float8_tokens,
+    unfit_for_float8,
+)
+from torchllm.config.schema import RecomputeMode
+from torchllm.facts.flops import WITHOUT_LORA
+from torchllm.tools.planner.case import Case
+from torchllm.tools.planner.cluster import Hardware
+from torchllm.tools.planner.compute import Kernels
+from torchllm.tools.planner.evidence.stacks import STACKS
+from torchllm.tools.planner.experts import IMBALANCE
+from torchllm.tools.planner.frozen_weights import with_frozen_weights
+from torchllm.tools.planner.optimizer_states import with_optimizer_states
+from torchllm.tools.planner.software import Software
+
+C = TypeVar("C", bound=Config)
+ContextMethod = Literal["ring", "ulysses"]
+MODES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
+RECOMPUTE = {mode: Recompute(mode=mode) for mode in MODES}
+UNEVEN_STAGES = 4
+"""virtual stages up to which they need not cut the blocks evenly"""
+
+
+class Layout(NamedTuple):
+    """One way to run the model; the fields are named as in the config."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    schedule: PipelineSchedule = "1F1B"
+    virtual_stages: int = 0
+    micro_batch_size: int = 1
+    zero_stage: int = 3
+    recompute: RecomputeMode = "none"
+    sequence_parallel: bool = False
+    cp_method: ContextMethod = "ring"
+    ep: int = 1
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that read different sequences."""
+        return self.dp_replicate * self.dp_shard
+
+    def text(self) -> str:
+        """Return the layout in one line; degrees of 1 and defaults are omitted."""
+        parts = []
+        for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
+            degree = getattr(self, axis)
+            if degree > 1:
+                parts.append(f"{axis} {degree}")
+        if not parts:
+            parts.append("one rank")
+        if self.pp > 1:
+            stages = f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""
+            parts.append(f"{self.schedule}{stages}")
+        parts.append(f"micro batch {self.micro_batch_size}")
+        if self.data_ranks * self.cp > 1:
+            parts.append(f"zero {self.zero_stage}")
+        if self.ep > 1:
+            parts.append(f"ep {self.ep}")
+        if self.cp > 1:
+            parts.append(self.cp_method)
+        if self.sequence_parallel:
+            parts.append("sp")
+        if self.recompute != "none":
+            parts.append(f"recompute {self.recompute}")
+        return ", ".join(parts)
+
+
+def layout_of(config: Config) -> Layout:
+    """Return the layout of a config whose degrees are resolved."""
+    parallel = config.parallel
+    keys = [key for key in Layout._fields if hasattr(parallel, key)]
+    values = {key: getattr(parallel, key) for key in keys}
+    return Layout(**values, micro_batch_size=config.training.micro_batch_size, recompute=config.recompute.mode)
+
+
+def kernels_of(model: Model, compile: Compile, software: Software, hardware: Hardware) -> Kernels:
+    """Return the kernels that a torchllm run computes with; a GPU has one for RMSNorm, compiled or not."""
+    compiled = compile.block is True
+    attention = "eager" if model.attention == "eager" else software.attention
+    fused_norm = hardware.is_gpu or compile.norm or compiled
+    return Kernels(attention, fused_norm, compiled, compiled_loss=compile.loss is True)
+
+
+class DegreeMesh(NamedTuple):
+    """The degrees of a layout, with one degree for both data-parallel axes."""
+
+    pp: int
+    data: int
+    cp: int
+    tp: int
+
+
+class ShardingDegrees(NamedTuple):
+    """How a mesh shares weights, gradients and optimizer; the fields are named as in the config."""
+
+    dp_replicate: int
+    dp_shard: int
+    zero_stage: int
+    ep: int = 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to plan: a model, a batch, machines, and the keys that are already decided."""
+
+    model: Model
+    training: Training
+    """sequence_length, global_batch_size and loss_chunk count; the micro batch is searched"""
+    hardware: Hardware
+    gpus: int
+    compile: Compile | None = None
+    """where it is "auto", the blocks are compiled if the layout allows it; None: whatever the layout allows"""
+    float8: Float8 = field(default_factory=Float8)
+    """rules layouts out; products are costed in bfloat16"""
+    lora: Lora = WITHOUT_LORA
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """fields of `Layout` that the run sets; all others are searched"""
+    imbalance: float = IMBALANCE
+    """with experts: rows of the busiest rank's experts over those of an average rank"""
+
+    @cached_property
+    def software(self) -> Software:
+        """torchllm, with the constants of the cluster file."""
+        software = replace(STACKS["torchllm"], constants=self.hardware.constants)
+        software = with_optimizer_states(software, self.model, self.optimizer)
+        return with_frozen_weights(software, self.model, self.lora)
+
+    def allowed(self, key: str, values: list[Any]) -> list[Any]:
+        """Return the `values` that agree with `fixed`."""
+        return [value for value in values if self.fixed.get(key, value) == value]
+
+    def compile_of(self, layout: Layout) -> Compile:
+        """Return what torch.compile compiles in this layout: whole blocks, or what it else can."""
+        return self._compiled[_can_compile_blocks(layout.pp, layout.schedule, layout.cp, layout.recompute)]
+
+    @property
+    def _must_compile_blocks(self) -> bool:
+        """Whether a layout whose blocks torch cannot compile is out of the question."""
+        return self.compile is not None and self.compile.block is True
+
+    @cached_property
+    def _compiled(self) -> tuple[Compile, Compile]:
+        """What is compiled if blocks cannot be, and if they can."""
+        on_gpu = self.hardware.is_gpu  # a CPU needs a compiler, which may not be there
+        if self.compile is None:
+            norm = on_gpu and self.model.features.norm == "rms"
+            return Compile(norm, block=False, loss=on_gpu), Compile(block=on_gpu, loss=on_gpu)
+        block, loss = self.compile.block, self.compile.loss
+        if block == "auto":
+            block = on_gpu
+        if loss == "auto":
+            loss = on_gpu
+        compiled = replace(self.compile, block=block, loss=loss)
+        return replace(compiled, block=False), compiled
+
+    @cached_property
+    def _training_of(self) -> Callable[[int], Training]:
+        """A cached function: micro batch size -> [training]."""
+        return cache(lambda size: replace(self.training, micro_batch_size=size))
+
+    def case(self, layout: Layout) -> Case:
+        """Return what `predict` takes."""
+        return Case(
+            self.model,
+            self._training_of(layout.micro_batch_size),
+            self.parallel(layout),
+            RECOMPUTE[layout.recompute],
+            kernels_of(self.model, self.compile_of(layout), self.software, self.hardware),
+            self.hardware,
+            self.software,
+            self.lora,
+            self.optimizer,
+            self.imbalance,
+        )
+
+    def parallel(self, layout: Layout, base: Parallel | None = None) -> Parallel:
+        """Return [parallel] with this layout; its other keys are those of `base`."""
+        values = layout._asdict()
+        del values["micro_batch_size"], values["recompute"]
+        values["scatter_gather"] = self.training.sequence_length // layout.cp % layout.tp == 0
+        return replace(base, **values) if base else Parallel(**values)
+
+    def config(self, base: C, layout: Layout) -> C:
+        """Return a run's config with this layout; its other keys are those of `base`."""
+        training = replace(
+            base.training,
+            micro_batch_size=layout.micro_batch_size,
+            global_batch_size=self.training.global_batch_size,
+            sequence_length=self.training.sequence_length,
+        )
+        return replace(
+            base,
+            model=self.model,
+            training=training,
+            parallel=self.parallel(layout, base.parallel),
+            recompute=RECOMPUTE[layout.recompute],
+            compile=self.compile_of(layout),
+        )
+
+    @cached_property
+    def meshes(self) -> list[DegreeMesh]:
+        """All factorizations of the GPUs that agree with `fixed`."""
+        meshes = []
+        for tp in self.allowed("tp", divisors(self.gpus)):
+            outside_tp = self.gpus // tp
+            for cp in self.allowed("cp", divisors(outside_tp)):
+                outside_cp = outside_tp // cp
+                for pp in self.allowed("pp", divisors(outside_cp)):
+                    meshes.append(DegreeMesh(pp, outside_cp // pp, cp, tp))
+        return meshes
+
+    def refusal(self, mesh: DegreeMesh) -> str:
+        """Return why the mesh has no valid layout, as `config.checks` would say; empty if it has some."""
+        model, tp = self.model, mesh.tp
+        for name, size in (("heads", model.heads), ("kv_heads", model.kv), ("ffn", model.ffn)):
+            if size % tp:
+                return f"tp does not divide model.{name} = {size}"
+        unfit_width = next(unfit_for_float8(model, tp), "")
+        if self.float8.is_on and unfit_width:
+            return f"{unfit_width} is no multiple of {FLOAT8_MULTIPLE}, which float8 products need"
+        if not self._takes_vocabulary(mesh):
+            return f"tp does not divide model.vocab = {model.vocab}"
+        if mesh.pp > model.layers:
+            return f"pp exceeds model.layers = {model.layers}"
+        batch = self.training.global_batch_size
+        if batch % mesh.data:
+            return f"the data-parallel ranks do not divide the batch of {batch} sequences"
+        if not self.context_methods(mesh):
+            return f"cp divides neither the sequence of {self.training.sequence_length} tokens nor the heads"
+        has_pieces = next(self.pieces(mesh), None) is not None
+        if not has_pieces or not self.shardings(mesh) or not self.sequence_parallel(mesh):
+            return "the batch has too few micro batches for any schedule, or the keys that the run sets rule it out"
+        return ""
+
+    def _takes_vocabulary(self, mesh: DegreeMesh) -> bool:
+        """Return whether tp can cut the vocabulary: each rank has a row, and FSDP on more than 2 ranks equal parts."""
+        vocab, tp = self.model.vocab_rows, mesh.tp
+        if vocab % tp == 0:
+            return True
+        largest_part = -(-vocab // tp)
+        return mesh.data * mesh.cp <= 2 and largest_part * (tp - 1) < vocab
+
+    def context_methods(self, mesh: DegreeMesh) -> list[ContextMethod]:
+        """Return the methods of context parallelism that the mesh allows."""
+        length, cp = self.training.sequence_length, mesh.cp
+        if cp == 1:
+            return [self.fixed.get("cp_method", "ring")]
+        methods = []
+        if length % (2 * cp) == 0 and self.model.attention not in ("flash", "flex"):
+            methods.append("ring")
+        heads = self.model.kv // mesh.tp
+        if length % cp == 0 and heads % cp == 0:
+            methods.append("ulysses")
+        return self.allowed("cp_method", methods)
+
+    def sequence_parallel(self, mesh: DegreeMesh) -> list[bool]:
+        """Return the values of sequence_parallel that the mesh allows: off, and on if tp can cut the sequence."""
+        values = [False]
+        if mesh.tp > 1 and self._cuts_sequence(mesh):
+            values.append(True)
+        return self.allowed("sequence_parallel", values)
+
+    def _cuts_sequence(self, mesh: DegreeMesh) -> bool:
+        """Return whether tp divides the part of a sequence that a cp rank has."""
+        length = self.training.sequence_length // mesh.cp
+        return length % mesh.tp == 0
+
+    def pieces(self, mesh: DegreeMesh) -> Iterator[int]:
+        """Yield the micro batch sizes that leave a schedule enough micro batches."""
+        sequences = self.training.global_batch_size // mesh.data
+        for size in self.allowed("micro_batch_size", divisors(sequences)):
+            tokens = size * self.training.sequence_length // mesh.cp
+            if self.float8.is_on and not takes_float8_tokens(self.float8, tokens):
+                continue
+            if self.schedules(mesh, size):
+                yield size
+
+    def needs_context_parallelism(self, mesh: DegreeMesh, micro_batch_size: int) -> bool:
+        """Return whether no layout with fewer cp ranks gives each rank the same work; True if the run sets these keys.
+
+        Let n > 1 divide both cp and the micro batch. With cp / n ranks, 1 / n of the sequences in a micro batch and n
+        times the data ranks, a rank has as many tokens and shares its weights with as many ranks, but sends less over
+        cp, or nothing.
+        """
+        if {"cp", "dp_shard", "micro_batch_size"} & self.fixed.keys():
+            return True
+        return math.gcd(mesh.cp, micro_batch_size) == 1
+
+    def schedules(self, mesh: DegreeMesh, micro_batch_size: int) -> list[tuple[PipelineSchedule, int]]:
+        """Return the possible schedules, each with a number of virtual stages."""
+        micro_batches = self.training.global_batch_size // (micro_batch_size * mesh.data)
+        return self._schedules(mesh.pp, micro_batches)
+
+    @cached_property
+    def _schedules(self) -> Callable[[int, int], list[tuple[PipelineSchedule, int]]]:
+        """A cached function: pipeline ranks, micro batches -> schedules."""
+        return cache(self._schedules_of)
+
+    def _schedules_of(self, pp: int, micro_batches: int) -> list[tuple[PipelineSchedule, int]]:
+        """Return the possible schedules of `pp` ranks."""
+        if pp == 1:
+            return [(self.fixed.get("schedule", "1F1B"), self.fixed.get("virtual_stages", 0))]
+        schedules: list[tuple[PipelineSchedule, int]] = []
+        for name in self.allowed("schedule", list(SCHEDULES)):
+            if self._takes_schedule(name, pp, micro_batches):
+                stages = self.allowed("virtual_stages", self._virtual_stages(name, pp))
+                schedules += [(name, number) for number in stages]
+        return schedules
+
+    def _takes_schedule(self, name: PipelineSchedule, pp: int, micro_batches: int) -> bool:
+        """Return whether a schedule can run these micro batches, with the kernels that the run sets."""
+        if SCHEDULES[name].splits_backward and (self._must_compile_blocks or self.float8.is_on):
+            return False
+        if name == "1F1B":
+            return micro_batches >= pp
+        if name == "DualPipeV":
+            return micro_batches >= 2 * pp
+        if name in ("Interleaved1F1B", "InterleavedZeroBubble") and micro_batches > pp:
+            rounds = micro_batches // pp
+            return micro_batches % rounds == 0
+        return True
+
+    def _virtual_stages(self, name: PipelineSchedule, pp: int) -> list[int]:
+        """Return the possible numbers of stages per rank."""
+        layers, kind = self.model.layers, SCHEDULES[name]
+        fewest = 1 if name == "InterleavedZeroBubble" else kind.default_stages
+        limit = int(min(kind.most_stages, layers // pp))
+        numbers = range(fewest, limit + 1)
+        return [number for number in numbers if number <= UNEVEN_STAGES or layers % (pp * number) == 0]
+
+    @cached_property
+    def shardings(self) -> Callable[[DegreeMesh], list[ShardingDegrees]]:
+        """A cached function: mesh -> the possible ways to share weights, gradients and optimizer, experts too."""
+        return cache(self._shardings_of)
+
+    def _shardings_of(self, mesh: DegreeMesh) -> list[ShardingDegrees]:
+        """Return the possible ways to share weights, gradients, optimizer and experts on a mesh."""
+        shardings = []
+        for shard in self.allowed("dp_shard", divisors(mesh.data)):
+            replicate = mesh.data // shard
+            if self.fixed.get("dp_replicate", replicate) != replicate:
+                continue
+            for stage in self._zero_stages(mesh, replicate, shard):
+                for ep in self.expert_degrees(mesh, shard, stage):
+                    shardings.append(ShardingDegrees(replicate, shard, stage, ep))
+        return shardings
+
+    def _zero_stages(self, mesh: DegreeMesh, dp_replicate: int, dp_shard: int) -> list[int]:
+        """Return the possible ZeRO stages of a split of the data-parallel ranks."""
+        if mesh.data * mesh.cp == 1:  # nothing is shared, whatever the stage
+            return [self.fixed.get("zero_stage", 3)]
+        if dp_shard * mesh.cp == 1:  # DDP is written with dp_shard
+            return []
+        stages = self.allowed("zero_stage", [0, 1, 2, 3])
+        if mesh.pp > 1 and 1 in stages and 2 in stages:  # torch's stages reduce once per step: 2 is 1
+            stages.remove(2)
+        if dp_replicate > 1 and 0 in stages:
+            stages.remove(0)
+        return stages
+
+    def expert_degrees(self, mesh: DegreeMesh, dp_shard: int, zero_stage: int) -> list[int]:
+        """Return the possible degrees of expert parallelism, as `config.checks` accepts them."""
+        model = self.model
+        if not model.experts:
+            return self.allowed("ep", [1])
+        borrowed = dp_shard * mesh.cp * mesh.tp
+        degrees = divisors(math.gcd(model.experts, borrowed))
+        shared_width = model.shared_experts * model.expert_width
+        if zero_stage == 0 or shared_width % mesh.tp or not self._cuts_sequence(mesh):
+            degrees = [1]
+        if model.expert_width % mesh.tp:  # without ep tp cuts each expert
+            degrees = [ep for ep in degrees if ep > 1]
+        return self.allowed("ep", degrees)
+
+    def modes(self, mesh: DegreeMesh) -> list[RecomputeMode]:
+        """Return the possible modes of recomputation."""
+        modes = self.allowed("recompute", list(MODES))
+        if mesh.cp > 1 and self._must_compile_blocks:
+            return [mode for mode in modes if mode not in BLOCK_MODES]
+        return modes
+
+    def accepts(self, layout: Layout) -> bool:
+        """Return whether the layout is one of those enumerated here."""
+        mesh = DegreeMesh(layout.pp, layout.data_ranks, layout.cp, layout.tp)
+        if mesh not in self.meshes or self.refusal(mesh) or layout.micro_batch_size not in self.pieces(mesh):
+            return False
+        schedule = layout.schedule, layout.virtual_stages
+        sharding = ShardingDegrees(layout.dp_replicate, layout.dp_shard, layout.zero_stage, layout.ep)
+        return (
+            schedule in self.schedules(mesh, layout.micro_batch_size)
+            and sharding in self.shardings(mesh)
+            and layout.cp_method in self.context_methods(mesh)
+            and layout.sequence_parallel in self.sequence_parallel(mesh)
+            and layout.recompute in self.modes(mesh)
+        )
+
+    def count(self, mesh: DegreeMesh) -> int:
+        """Return the number of layouts of a mesh that is not refused."""
+        schedules = sum(len(self.schedules(mesh, size)) for size in self.pieces(mesh))
+        shardings, modes = len(self.shardings(mesh)), len(self.modes(mesh))
+        return schedules * shardings * modes * len(self.context_methods(mesh)) * len(self.sequence_parallel(mesh))
+
+
+@cache
+def _can_compile_blocks(pp: int, schedule: PipelineSchedule, cp: int, mode: RecomputeMode) -> bool:
+    return obstacle_to_compiled_blocks(pp, schedule, cp, mode) is None
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a positive number, ascending."""
+    up_to_root = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    beyond_root = [number // divisor for divisor in reversed(up_to_root) if divisor * divisor != number]
+    return up_to_root + beyond_root

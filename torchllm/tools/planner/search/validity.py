@@ -1,0 +1,196 @@
+"""Say how far a prediction can be trusted: an interval of its step, and the risk of running out of memory. No torch.
+
+They come from published rows that the constants were not fitted to: what a step is spent on says how far off it may be
+(`evidence/step_errors.py`), and rows of like layouts how far off its memory (`evidence/residuals.py`).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torchllm.tools.planner.case import Case
+from torchllm.tools.planner.evidence.residuals import (
+    ANY,
+    LEVELS,
+    RowClass,
+    Spread,
+    classes_of,
+    classes_of_pair,
+    own_class,
+    read_outcomes,
+    read_spreads,
+)
+from torchllm.tools.planner.evidence.step_errors import (
+    RARELY_MEASURED,
+    ErrorModels,
+    StepInterval,
+    generation,
+    read_error_models,
+    shares_of,
+)
+from torchllm.tools.planner.peak import Memory
+from torchllm.tools.planner.predict import Prediction
+from torchllm.tools.planner.software import Constants
+
+ENOUGH_ROWS, ENOUGH_FOLDS = 15, 3
+"""rows and folds of a class from which its quantiles are taken without those of a broader class; the range of 15 rows
+holds 7 of 8 others"""
+RISK = 0.05
+"""probability of running out of memory up to which a layout "fits\""""
+UNMEASURED_LIMIT = 0.9
+"""share of a GPU's memory that a plan uses at most, where this framework has not been measured on this GPU"""
+
+
+class Verdict(NamedTuple):
+    """How far a prediction can be trusted."""
+
+    fits: str
+    """"fits", "may fit" (the risk is above `RISK`) or "does not fit" (the prediction exceeds the GPU's memory)"""
+    seconds: tuple[float, float]
+    """interval that holds 90 % of the step times of rows like it"""
+    out_of_memory: float
+    """probability of running out of memory"""
+    evidence: str
+    """what the interval of the step time is from"""
+
+
+def judge(case: Case, prediction: Prediction) -> Verdict:
+    """Return how far a prediction can be trusted."""
+    interval = step_interval(case, prediction)
+    low, high = interval.bounds
+    seconds = (prediction.step * math.exp(low), prediction.step * math.exp(high))
+    risk = out_of_memory(case, prediction.memory)
+    fits = "fits" if risk <= RISK else "may fit"
+    if not prediction.fits:
+        fits = "does not fit"
+    return Verdict(fits, seconds, risk, described(case, interval))
+
+
+def is_measured(case: Case) -> bool:
+    """Return whether this framework was measured on this GPU: by others, or by you, who calibrated the cluster file."""
+    return is_calibrated(case) or ("step time", "framework", own_class(case)) in read_spreads()
+
+
+def is_calibrated(case: Case) -> bool:
+    """Return whether you fitted the constants of the cluster file to runs of yours."""
+    return case.software.name == "torchllm" and case.hardware.constants != Constants()
+
+
+def step_interval(case: Case, prediction: Prediction) -> StepInterval:
+    """Return the interval of the error of a predicted step."""
+    return interval_from(read_error_models(), case, shares_of(case, prediction))
+
+
+def step_deviation(case: Case, prediction: Prediction) -> float:
+    """Return the deviation of the error of a predicted step, as a logarithm."""
+    return step_interval(case, prediction).deviation
+
+
+def interval_from(models: ErrorModels, case: Case, shares: Mapping[str, float]) -> StepInterval:
+    """Return the interval of a step from what is known of errors. shares: as `shares_of`.
+
+    Where other models of the framework were measured, or the constants are calibrated, they were fitted to those.
+    """
+    is_known = is_calibrated(case) or case.software.name in models["fold"].factors
+    model = models["fold" if is_known else "framework"]
+    return model.interval(shares, case.software.name, generation(case.hardware.gpu))
+
+
+def described(case: Case, interval: StepInterval) -> str:
+    """Return what an interval is from, and what of the case hardly any row has."""
+    gpu = generation(case.hardware.gpu)
+    text = f"from {interval.rows:,} steps of {interval.folds} models"
+    if interval.factor != 1:
+        text += f", those of {case.software.name} {interval.factor:.2g} times as far off as others"
+    remarks = []
+    if not is_measured(case):
+        remarks.append(f"{case.software.name} is not measured on {gpu}")
+    if interval.widest == RARELY_MEASURED:
+        remarks.append(f"few models are measured on {gpu}")
+    else:
+        remarks.append(f"what is known least is {interval.widest}")
+    return f"{text} ({', '.join(remarks)})"
+
+
+def spread_of(case: Case, quantity: str) -> Spread:
+    """Return the residuals of rows like a case: of the closest class with rows enough.
+
+    A closer class that has too few rows widens those of the broader one.
+    """
+    return _closest(quantity, is_measured(case), list(classes_of(case)))
+
+
+def spread_of_pair(simple: Case, complex: Case) -> Spread:
+    """Return by how much layouts like the complex one were slower than predicted, beside layouts like the simple."""
+    return _closest("ratio of two layouts", is_measured(complex), list(classes_of_pair(simple, complex)))
+
+
+def _closest(quantity: str, is_measured: bool, classes: Sequence[RowClass]) -> Spread:
+    """Return the residuals of the first of some classes that has rows enough, widened by those before it.
+
+    is_measured: take residuals of rows of whose framework other folds were fitted to, where the table has some.
+    """
+    table = read_spreads()
+    has_folds = any((quantity, "fold", row_class) in table for row_class in classes)
+    knowledge = "fold" if is_measured and has_folds else "framework"
+    closest: Spread | None = None
+    for row_class in classes:
+        spread = table.get((quantity, knowledge, row_class))
+        if spread is None:
+            continue
+        closest = spread if closest is None else _widened(spread, closest)
+        if spread.rows >= ENOUGH_ROWS and spread.folds >= ENOUGH_FOLDS:
+            return closest
+    assert closest is not None, f"residuals.csv has no row of {quantity} for all frameworks"
+    return closest
+
+
+def _widened(broad: Spread, narrow: Spread) -> Spread:
+    """Return the broad class with the narrow one's quantiles where they lie farther out."""
+    quantiles = []
+    for level, quantile, narrow_quantile in zip(LEVELS, broad.quantiles, narrow.quantiles, strict=True):
+        if level < 0.5:
+            quantile = min(quantile, narrow_quantile)
+        elif level > 0.5:
+            quantile = max(quantile, narrow_quantile)
+        quantiles.append(quantile)
+    return broad._replace(quantiles=tuple(quantiles))
+
+
+def out_of_memory(case: Case, memory: Memory) -> float:
+    """Return the probability of running out of memory."""
+    share = memory.total / case.hardware.memory
+    for outcome in read_outcomes():
+        is_alike = outcome.framework == case.software.name and outcome.share_from <= share < outcome.share_to
+        if is_alike and outcome.rows:
+            return outcome.risk
+    return peaks_of(case).share_above(1 - share)
+
+
+def largest_memory_limit(case: Case) -> float:
+    """Return a number of bytes that no layout's `memory_limit` exceeds, on this GPU and under this framework."""
+    return case.hardware.memory * (1.0 if is_measured(case) else UNMEASURED_LIMIT)
+
+
+def memory_limit(case: Case) -> float:
+    """Return the bytes that a layout like this may be predicted to need, so that the risk is at most `RISK`.
+
+    Where the framework has not been measured on this GPU, it is at most `UNMEASURED_LIMIT` of the memory.
+    """
+    _, high = peaks_of(case).interval
+    return min(case.hardware.memory * (1 - max(high, 0.0)), largest_memory_limit(case))
+
+
+def peaks_of(case: Case) -> Spread:
+    """Return the residuals of peak memory.
+
+    Those of torchllm are true peaks of its layouts on a GPU without a chip (tests/hollow): what tensors hold does not
+    depend on the machine. What an allocator adds differs between versions; how much is seen where others repeated a
+    layout.
+    """
+    tensors = read_spreads().get(("peak memory", "framework", RowClass(case.software.name, ANY, ANY)))
+    if case.software.name != "torchllm" or tensors is None:
+        return spread_of(case, "peak memory")
+    versions = read_spreads()["repeated peak", "framework", RowClass(ANY, ANY, "H100")]
+    quantiles = [held + added for held, added in zip(tensors.quantiles, versions.quantiles, strict=True)]
+    return tensors._replace(quantiles=tuple(quantiles))

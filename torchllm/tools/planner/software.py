@@ -1,0 +1,182 @@
+"""What a training framework does that a layout does not say, and the constants that are fitted. No torch.
+
+Facts are read from its source or paper. Constants are the same for every framework, model, sequence length and number
+of GPUs; what belongs to a GPU or a network is in `train_configs/clusters/*.toml`, shared by all frameworks on it.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+AttentionKernel = Literal["eager", "fused_softmax", "flash1", "flash2", "flash3"]
+"""attention kernels: matrices of scores in memory; the same with scale, mask and softmax in one kernel; FlashAttention
+1 and 2; cuDNN's or FlashAttention 3"""
+
+
+class Prior(NamedTuple):
+    """What is known of a constant before anything is fitted."""
+
+    middle: float
+    low: float
+    high: float
+    """physical bounds: no fit leaves them"""
+    unit: str
+    spread: float
+    """natural logarithm of the factor by which it may well differ from the middle"""
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What no data sheet says. All frameworks share these values, but for their own speed and allocator.
+
+    `python -m torchllm.tools.planner.evidence.fit FOLDER` fits them jointly to published measurements, within the
+    bounds of `PRIORS`; `recipes/plan.py calibrate` fits those in `OF_A_MACHINE` to a few runs on one machine.
+    """
+
+    launch: float = 8.5e-6
+    """seconds that each kernel adds to its computation: the gap before it, its start and its end"""
+    host: float = 7.7e-5
+    """seconds that the host needs to start a kernel: with small ones the device waits for it"""
+    traffic: float = 1.24
+    """bytes that elementwise kernels move, divided by the bytes that the formulas count"""
+    exposed: float = 0.38
+    """share of the gathers and reductions that could overlap with computation but does not (1: nothing overlaps)"""
+    wait: float = 1.6e-4
+    """seconds that a collective of tensor parallelism adds to its bytes and hops: its ramp, the slowest rank"""
+    message: float = 6e-5
+    """seconds that a pipeline stage waits, beyond the transfer, for each message of the stage before it"""
+    fall: float = 0.04
+    """exponent with which the bandwidth of collectives falls with their number of nodes, beyond two"""
+    speed: float = 1.0
+    """rate of a framework's kernels over that which the formulas expect"""
+    allocator: float = 1.17
+    """bytes reserved divided by bytes in use, for tensors that are allocated and freed within a step"""
+
+
+PRIORS = {
+    "launch": Prior(5e-6, 3e-6, 1.5e-5, "s", 0.5),
+    "host": Prior(5e-5, 5e-6, 1.5e-4, "s", 0.7),
+    "traffic": Prior(1.2, 1.0, 2.0, "x", 0.2),
+    "exposed": Prior(0.5, 0.05, 1.0, "x", 1.0),
+    "wait": Prior(3e-5, 3e-6, 3e-4, "s", 1.0),
+    "message": Prior(5e-5, 3e-6, 5e-4, "s", 1.5),
+    "fall": Prior(0.05, 0.01, 1.0, "x", 0.7),
+    "speed": Prior(1.0, 0.7, 1.3, "x", 0.1),
+    "allocator": Prior(1.17, 1.0, 1.5, "x", 0.1),
+}
+"""for each of the constants; unit x: a ratio.
+
+launch: what CUDA needs from one kernel to the next. host: PyTorch needs some 10 us for an operation that is not
+compiled, and a kernel that the formulas count stands for several. traffic: no kernel moves less than its operands
+once. wait: a collective's ramp too, and its slowest rank; no table of them was found, so that the prior is wide.
+message: from one kernel's launch to a host that waits for each message. fall: a full fat tree does not fall; a
+network that does, like EFA, has its own in the cluster file.
+"""
+UNITS = {name: prior.unit for name, prior in PRIORS.items()}
+"""unit of each constant; x: a ratio"""
+OF_A_MACHINE = ("speed", "exposed", "wait", "message", "fall")
+"""constants that a few runs on one machine tell"""
+
+
+@dataclass(frozen=True)
+class Software:
+    """One training framework. Sizes are in bytes per parameter or per element unless they say otherwise."""
+
+    name: str = "torchllm"
+    weights: float = 2.0
+    """working copy of a weight, if there is one beside the states"""
+    gradients: float = 4.0
+    """a gradient, as it is stored and reduced"""
+    reduced: float = 0.0
+    """a gradient, as it is sent in a reduction; 0: as it is stored"""
+    all_reduces: bool = False
+    """True: under ZeRO 1 every rank gets all gradients; False: those of its shard"""
+    gathered: float = 2.0
+    """a weight, as it is sent in an all-gather"""
+    states: float = 12.0
+    """master weight and moments"""
+    shards: float = 4.0
+    """of `states`, a weight's shard (fsdp)"""
+    trained: float = 1.0
+    """share of the parameters that are trained; less than 1: LoRA, and sizes are means over all parameters"""
+    reserve: float = 2.0e9
+    """bytes per device outside the allocator: CUDA context, NCCL's buffers, libraries"""
+    peaks_allocated: bool = False
+    """True: its measured peaks are bytes that tensors hold; False: bytes that the allocator has reserved"""
+    fsdp: bool = True
+    """True: weights are float32 shards, gathered in 16 bits; False: a 16-bit copy is stored beside the states"""
+    temporary_gradients: float = 2.0
+    """a weight's gradient of one micro batch, until it is added to the step's"""
+    gradient_copies: float = 0.0
+    """buffers from which gradients are sent (buckets, flat buffers); 0: they are sent in place"""
+    kept_logits: float = 4.0
+    """bytes per logit from the forward of the loss to its backward"""
+    logits_forward: float = 10.0
+    """bytes per logit at the peak of that forward: 16 bits, float32, and shifted or normalized copies"""
+    logits_backward: float = 12.0
+    """bytes per logit at the peak of that backward"""
+    loss_forward: float = 14.0
+    """bytes per logit that the forward of the loss moves: to float32 (6), its log-softmax (8)"""
+    loss_backward: float = 14.0
+    """bytes per logit that its backward moves: the gradient of the log-softmax (8), to 16 bits (6)"""
+    keeps_gathered: bool = True
+    """True: with sequence parallelism, gathered inputs are stored for the backward; False: they are gathered again"""
+    fused_scores: float = 2.0
+    """bytes per score that a fused softmax stores: its result"""
+    eager_scores: float = 6.0
+    """bytes per score that a plain softmax stores: float32, and 16 bits for the product with the values"""
+    vocab_parallel: bool = True
+    """True: the head and the logits are sharded over tp"""
+    whole_logits: bool = False
+    """True: the logits of all tp ranks are gathered, and each rank computes the loss of all of them"""
+    recomputes_attention_only: bool = False
+    """True: recompute.mode selective recomputes the core of attention (Korthikanti et al. 2022, arXiv 2205.05198);
+    False: everything except matrix products and attention"""
+    keeps_every_other: bool = False
+    """True: recompute.mode selective stores every second matrix product; False: all of them"""
+    saves_collectives: bool = False
+    """True: recompute.mode selective also stores what collectives of tensor and context parallelism return"""
+    recomputes_whole_blocks: bool = True
+    """True: the last product of a recomputed block is computed again too"""
+    dropout: bool = False
+    """True: each block has three dropouts, whose masks are stored"""
+    fused_elementwise: bool = False
+    """True: bias, activation, dropout and residual are fused into one kernel each"""
+    fuses_permutations: bool = False
+    """True: kernels of their own put the rows of experts in order, and add them up"""
+    sends_tokens_once: bool = False
+    """True: a token goes to another node, and to another rank, once, however many of its experts are there (DeepEP,
+    HybridEP); False: once per expert"""
+    plain_norm: tuple[float, float] = (36.0, 76.0)
+    """bytes per element that an RMSNorm of single float32 operations moves, forward and backward: to float32 (6),
+    square (8), mean (4), product (8), to 16 bits (6), times the weight (4), and the gradients of these"""
+    gate_apart: bool = False
+    """True: without sequence parallelism, the gradients of a gate's and of its neighbor's input are reduced apart"""
+    one_card: bool = False
+    """True: gathers of sharded weights use one network card per node; False: all cards"""
+    overlaps_tensor_parallel: bool = False
+    """True: tensor parallelism's collectives in the backward overlap with the gradients of the weights"""
+    overlaps_products: bool = False
+    """True: those of both passes overlap with the products beside them too, which are computed in pieces (Transformer
+    Engine's userbuffers, torch's asynchronous tensor parallelism)"""
+    waits_for_sends: bool = False
+    """True: a pipeline stage computes nothing until what it sends has arrived; False: it goes on"""
+    overlaps_reduction: bool = False
+    """True: gradients are reduced while the last backward computes"""
+    overlaps_gather: bool = False
+    """True: under ZeRO 1 and 2 weights are gathered while the first forward computes"""
+    attention: AttentionKernel = "flash2"
+    """kernel, if a measurement does not say"""
+    fused_norm: bool = False
+    """whether RMSNorm is one kernel, if a measurement does not say"""
+    default_sequence_parallel: bool = False
+    """whether sequences are split over tp, if a measurement does not say"""
+    default_zero_stage: int = 3
+    """ZeRO stage, if a measurement does not say"""
+    default_vocab: int = 51200
+    """rows of the embedding, if a measurement does not say: GPT-2's, made divisible"""
+    constants: Constants = Constants()
+
+    @property
+    def sent_gradients(self) -> float:
+        """Bytes of a gradient in a reduction."""
+        return self.reduced or self.gradients

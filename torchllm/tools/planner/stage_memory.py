@@ -1,0 +1,266 @@
+"""Predict the bytes that a pipeline stage adds to its rank: per micro batch in flight, and while it computes.
+
+No torch.
+
+While it computes the peak is at the worst of a few named moments:
+
+  look-up    the embedding's weights are gathered, and the activations of all other micro batches are held
+  loss       logits in 16 bits and in float32, their softmax; then its gradient
+  head       the head's whole gradient, and what it is reduced from
+  block      a block's backward: what it recomputes, gradients of activations and weights, weights gathered ahead
+  embedding  the same as head, for the embedding
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from torchllm.tools.planner.parameters import StageSize
+from torchllm.tools.planner.peak import Memory, Peak
+from torchllm.tools.planner.rank import BlockMemory, Rank
+from torchllm.tools.planner.schedules import Kind
+from torchllm.tools.planner.stage_activations import (
+    ActivationsOfBlocks,
+    ActivationsOfStage,
+    StageActivations,
+    activations_of_stage,
+)
+
+
+class Stage(NamedTuple):
+    """Bytes that a stage adds: per micro batch in flight, per one with deferred weight gradients, and while it runs."""
+
+    held: float
+    ends: float
+    """part of `held` that the last norm and the head keep"""
+    of_head: float
+    """part of `ends`: the gradient of the head's weight, computed in the forward pass with training.loss_chunk"""
+    logits: float
+    deferred: float
+    extra: dict[Kind, Peak]
+    """peak of each kind of action"""
+
+
+def stage_memory(rank: Rank, stage: StageSize, kinds: Iterable[Kind]) -> Stage:
+    """Return what one stage adds; its actions are of `kinds`."""
+    model, tokens, software = rank.model, rank.piece.tokens, rank.software
+    of_blocks = ActivationsOfBlocks(rank.usual.activations, rank.dense.activations)
+    blocks = activations_of_stage(model, rank.recompute, software, stage, of_blocks)
+    held, ends, logits, of_head = blocks.held, 0.0, 0.0, 0.0
+    deferred = (stage.blocks - stage.dense) * rank.usual.activations.deferred
+    deferred += stage.dense * rank.dense.activations.deferred
+    if not model.features.learned_positions:
+        held += tokens * 8.0 * model.rotary_width  # cosine and sine in float32
+    if stage.last:
+        if rank.has_gradients_in_forward and not rank.is_frozen:
+            of_head = software.temporary_gradients * rank.table
+        ends = rank.usual.activations.norm + of_head
+        if rank.training.loss_chunk == 0:
+            logits = rank.logit_bytes.kept * tokens * rank.logits_per_token()
+        if not rank.is_frozen:  # the head's input, for the gradient of its weight
+            ends += tokens * 2.0 * model.hidden
+            deferred += tokens * (2.0 * model.hidden + 2.0 * rank.logits_per_token())
+    else:
+        held += rank.boundary
+    held += ends
+    memory = Stage(held, ends, of_head, logits, deferred, {})
+    for kind in kinds:
+        if kind == "F":
+            moments = _forward(rank, stage, memory)
+        elif kind == "W":
+            moments = _weight_gradients(rank, stage)
+        else:
+            moments = _backward(rank, stage, memory, blocks, kind)
+        memory.extra[kind] = Peak.of(list(moments), software)
+    return memory
+
+
+def _previous_reduction(rank: Rank) -> float:
+    """Return the buffer of the last reduction of a micro batch, which FSDP keeps until the next one's first."""
+    if rank.micro_batches == 1 or not rank.reduces_every_micro_batch:
+        return 0.0
+    return rank.software.gradients * rank.table
+
+
+def _loss(rank: Rank, bytes_per_logit: float) -> float:
+    """Return the bytes of the logits of a micro batch, or of a chunk of it, beyond those that a forward keeps."""
+    if rank.training.loss_chunk:
+        tokens = min(rank.piece.tokens, rank.training.loss_chunk)
+        return bytes_per_logit * tokens * rank.logits_per_token()
+    beyond = bytes_per_logit - rank.logit_bytes.kept
+    return beyond * rank.piece.tokens * rank.logits_per_token()
+
+
+def _ends_gathered(rank: Rank, copies: int, block: BlockMemory | None) -> float:
+    """Return the weights of the head (or the embedding) and of its neighbouring block, if they are gathered per use.
+
+    copies: 2 while the buffer that they are gathered in exists too. block: None if it is not gathered.
+    """
+    of_block = block.whole if block else 0.0
+    return rank.per_use * (copies * rank.table + of_block)
+
+
+def _head_gather(rank: Rank, memory: Stage, last_block: BlockMemory) -> Memory:
+    """Return the moment at which the head is gathered, of which there are no results yet.
+
+    FSDP frees the buffer in which the last block came only when the head is there. If weights are gathered once per
+    step, that is in its first forward, when there are no gradients yet.
+    """
+    blocks = 1 + rank.parallel.keep_last_block
+    gathered = rank.per_use * (2 * rank.head + blocks * last_block.whole)
+    later_is_larger = rank.micro_batches > 1 and not rank.is_frozen  # with its sums of gradients
+    if rank.shards > 1 and rank.parallel.pp == 1 and not later_is_larger:  # of pipelines: `first_forward`
+        gathered += rank.per_step * (rank.head + last_block.whole)
+    temporary = _previous_reduction(rank)
+    return Memory(gathered=gathered, temporary=temporary, logits=-memory.logits, activations=-memory.of_head)
+
+
+def _forward(rank: Rank, stage: StageSize, memory: Stage) -> Iterator[Memory]:
+    """Yield the moments of a forward pass."""
+    previous = _previous_reduction(rank)
+    last_block = rank.last_block(stage)
+    if stage.last and rank.head:
+        yield _head_gather(rank, memory, last_block)
+    if stage.last:
+        frees_buffer = rank.model.tied_embeddings or rank.training.loss_chunk > 0
+        kept_block = last_block if rank.parallel.keep_last_block else None
+        gathered = _ends_gathered(rank, 1 if frees_buffer else 2, kept_block)
+        if rank.has_gradients_in_forward:  # hidden states, and their gradient, which is the result that is kept
+            rows = rank.hidden_states
+            logits = _loss(rank, rank.logit_bytes.backward)
+            yield Memory(gathered=gathered, temporary=previous + 2 * rows, logits=logits, activations=-rows)
+        else:
+            logits = _loss(rank, rank.logit_bytes.forward)
+            yield Memory(gathered=gathered, temporary=previous, logits=logits)
+            is_largest = rank.micro_batches == 1 or rank.is_frozen  # else sums of gradients are larger
+            if not frees_buffer and is_largest and not rank.gathers_stages:
+                yield Memory(gathered=gathered + rank.per_step * rank.table, temporary=previous, logits=logits)
+    if stage.first:
+        gathered = _ends_gathered(rank, 2, rank.block(stage, 0))
+        if rank.is_frozen and rank.parallel.pp > 1:  # of the forward before, before any backward: else sums are larger
+            gathered += rank.per_use * last_block.whole * rank.parallel.keep_last_block
+        yield Memory(gathered=gathered, temporary=previous, activations=-memory.held)
+    units = 1 + min(stage.blocks, 1 + rank.parallel.prefetch)  # one of them is the buffer of the next
+    gathered = rank.per_use * units * last_block.whole
+    if stage.first and rank.is_frozen and rank.parallel.pp > 1:  # in the first block
+        gathered += rank.per_use * rank.table
+    yield Memory(gathered=gathered, temporary=previous)
+
+
+def _weight_gradients(rank: Rank, stage: StageSize) -> Iterator[Memory]:
+    """Yield the moment at which deferred gradients of weights are computed."""
+    units = min(stage.blocks, 2)
+    block = rank.last_block(stage).whole
+    gathered = rank.per_use * units * block
+    yield Memory(gathered=gathered, temporary=rank.software.temporary_gradients * block)
+
+
+def _backward(rank: Rank, stage: StageSize, memory: Stage, blocks: ActivationsOfStage, kind: Kind) -> Iterator[Memory]:
+    """Yield the moments of a backward pass, of both gradients (B) or of those of inputs (I).
+
+    What a micro batch has kept is freed as its backward proceeds, its logits first.
+    """
+    gradient = rank.software.temporary_gradients * (kind == "B")
+    if stage.last:
+        yield from _loss_backward(rank, memory, gradient, rank.last_block(stage))
+    usual_blocks = stage.blocks - stage.dense
+    for finished in sorted({0, 1, usual_blocks, stage.blocks - 1}):
+        if 0 <= finished < stage.blocks:
+            yield from _block_backward(rank, stage, memory, blocks, gradient, finished)
+    if rank.reduces_sums:
+        yield _last_reduction(rank, memory, blocks.usual, stage)
+    if stage.first:
+        yield _embedding_backward(rank, stage, memory, gradient)
+
+
+def _loss_backward(rank: Rank, memory: Stage, gradient: float, last_block: BlockMemory) -> Iterator[Memory]:
+    """Yield the moments of the backward of loss and head. gradient: bytes of a weight's."""
+    previous = _previous_reduction(rank)
+    gathered = _ends_gathered(rank, 1, last_block)
+    of_weight = 0.0 if rank.is_frozen else gradient * rank.table
+    if rank.has_gradients_in_forward:  # they are multiplied by that of the loss
+        yield Memory(gathered=gathered, temporary=previous + of_weight + rank.hidden_states)
+    else:
+        of_loss = _ends_gathered(rank, 1, last_block if rank.parallel.keep_last_block else None)
+        yield Memory(gathered=of_loss, temporary=previous, logits=_loss(rank, rank.logit_bytes.backward))
+    if rank.reduces_sums and not rank.is_frozen:  # the sum is copied to be sent, and what comes back is beside it
+        sent = rank.software.gradients * rank.head * (1 + 1 / rank.shards)
+        freed = rank.per_step * rank.head
+        yield Memory(gathered=-freed, temporary=sent, logits=-memory.logits, activations=-memory.of_head)
+    elif rank.software.fsdp and rank.parallel.pp == 1 and not rank.is_frozen:
+        of_weight += rank.software.gradients * rank.head
+    gathered -= rank.per_use * rank.head  # freed before its gradient is reduced
+    yield Memory(gathered=gathered, temporary=previous + of_weight, logits=-memory.logits, activations=-memory.of_head)
+
+
+def _block_backward(
+    rank: Rank, stage: StageSize, memory: Stage, blocks: ActivationsOfStage, gradient: float, finished: int
+) -> Iterator[Memory]:
+    """Yield the moments of a block's backward. gradient: bytes of a weight's. finished: blocks whose is over."""
+    tied = rank.model.tied_embeddings
+    root = rank.root * (stage.first or (tied and stage.last))
+    waiting = rank.table * (tied and stage.last)  # a tied embedding's gradient is that of both its uses
+    head = rank.head * stage.last
+    position = stage.blocks - 1 - finished
+    block = rank.block(stage, position)
+    recomputed = (blocks.dense if position < stage.dense else blocks.usual).recomputed
+    first_ahead = max(0, position - rank.parallel.prefetch)
+    gathered = rank.per_use * (rank.block_parameters(stage, first_ahead, position + 1).whole + root)
+    gradients = 0.0
+    if rank.reduces_in_only_backward:
+        over = rank.block_parameters(stage, position + 1, stage.blocks)
+        gathered -= rank.per_step * (over.whole + head)
+        gradients = rank.software.gradients * (over.shard + head / rank.shards)
+    freeing = rank.per_use + rank.per_step * rank.reduces_in_only_backward
+    at_once = rank.reduced_at_once
+    previous = 0.0
+    if finished:
+        previous = at_once * rank.block(stage, position + 1).unit.whole
+    elif stage.last:
+        previous = at_once * head
+    freed = blocks.freed(stage, finished)
+    for phase in block.activations.phases:
+        working = phase.working + recomputed
+        shard = block.experts.shard if phase.reduces_experts else phase.reduced / rank.shards
+        reduced = phase.reduced + shard  # what is sent, and what comes back
+        temporary = max(0.0, working) + gradient * (phase.gradients + waiting)
+        temporary += at_once * reduced
+        temporary += previous * phase.after_unit
+        activations = min(0.0, working) - memory.ends - freed
+        still_gathered = gathered - freeing * phase.freed
+        yield Memory(0.0, gradients, 0.0, still_gathered, activations, -memory.logits, temporary=temporary)
+
+
+def _last_reduction(rank: Rank, memory: Stage, blocks: StageActivations, stage: StageSize) -> Memory:
+    """Return the moment at which the last block's gradients, summed over a step's micro batches, are reduced.
+
+    They are copied to be sent, and what comes back is memory of its own. The weights are no longer gathered.
+    """
+    block = rank.usual
+    first_norm = block.activations.phases[-1].working + blocks.recomputed
+    head = rank.head * stage.last
+    in_shards = 1 / rank.shards
+    # Sums of the head are gone by then. `gradients` stays what is held all step long, which `search.bounds` reads.
+    reduced = block.unit.whole * (1 + in_shards) - head * (1 - in_shards)
+    sent = rank.software.gradients * max(0.0, reduced)
+    gathered = -rank.per_step * (block.unit.whole + head)
+    activations = min(0.0, first_norm) - memory.ends
+    temporary = max(0.0, first_norm) + sent
+    return Memory(gathered=gathered, activations=activations, logits=-memory.logits, temporary=temporary)
+
+
+def _embedding_backward(rank: Rank, stage: StageSize, memory: Stage, gradient: float) -> Memory:
+    """Return the moment at which the embedding's gradient is reduced. gradient: bytes of a weight's."""
+    of_weight = gradient
+    if rank.software.fsdp and rank.parallel.pp == 1 and not rank.reduces_sums:  # which are reduced when others are gone
+        of_weight += rank.software.gradients
+    gathered = rank.per_use * rank.root
+    gradients = 0.0
+    if rank.reduces_in_only_backward:
+        head = rank.head * stage.last
+        of_blocks = rank.block_parameters(stage, 0, stage.blocks)
+        gathered -= rank.per_step * (of_blocks.whole + head)
+        gradients = rank.software.gradients * (rank.parameters().shard - rank.table / rank.shards)
+    temporary = rank.reduced_at_once * rank.block(stage, 0).unit.whole + rank.hidden_states
+    if not rank.is_frozen:
+        temporary += of_weight * rank.table
+    return Memory(0.0, gradients, 0.0, gathered, -memory.held, -memory.logits, temporary=temporary)

@@ -1,0 +1,273 @@
+"""Write the corpus of a source into a folder: cut the source into shards, write them in parallel, then the header.
+
+`corpus.json` is written when all shards are complete. So a killed preparation never leaves a corpus that looks
+complete, and starting it again keeps the finished shards; nothing else reads the `.json` of a shard. What is written
+depends on the plan and the records alone: two nodes that build one corpus in one shared folder write the same bytes.
+"""
+
+import errno
+import logging
+import math
+import os
+import signal
+import time
+from collections import Counter, deque
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from torchllm.data.corpus_header import FORMAT, CorpusHeader, ShardTableWriter, corpus_fingerprint, write_header
+from torchllm.data.error import DataError
+from torchllm.runtime.heartbeat import beat
+from torchllm.runtime.parent import end_with_starter
+from torchllm.tools.prepare.bad_records import BadShare, check_not_empty
+from torchllm.tools.prepare.chat.sources import open_conversations
+from torchllm.tools.prepare.chat.write import ConversationWriter, untrained
+from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
+from torchllm.tools.prepare.records import UNREADABLE
+from torchllm.tools.prepare.sources import RawSource, ShardRange, open_raw_source
+from torchllm.tools.prepare.tokenize_shard import FinishedShard, ShardTokenizer, ShardWriter, id_dtype, refuse_unknown
+
+if TYPE_CHECKING:
+    from multiprocessing.sharedctypes import Synchronized
+
+log = logging.getLogger(__name__)
+
+_ADVICE = {errno.ENOSPC: "Make room there, or choose", errno.EDQUOT: "Remove files of yours there, or choose"}
+"""by what went wrong when a folder was written"""
+_SMALLEST_SHARD_MIB = 64.0
+_LARGEST_SHARD_MIB = 1024.0
+_SHARDS = 256
+"""of a corpus of medium size: enough that its processes end at about the same time"""
+_SECONDS_BETWEEN_LOOKS = 1.0
+"""at how far the processes are"""
+_WAITING_PER_PROCESS = 4
+"""shards that are finished or in work while an earlier one is waited for"""
+
+
+def write_corpus(
+    plan: CorpusPlan, tokenizer: TokenizerSpec, folder: Path, processes: int = 1, max_bad_share: float = 0.01
+) -> CorpusHeader:
+    """Write the corpus of a plan's source into `folder` and return its header.
+
+    max_bad_share: as data.max_bad_share.
+
+    Raises DataError if the source cannot be read, the folder cannot be written or, naming the first bad record, if
+    plan.on_bad_record is "error"; and if too many of a file are left out, or no document is found.
+    """
+    # No user can fix the standard library.
+    bad_share = BadShare(1.0 if plan.source.kind == "stdlib" else max_bad_share)
+    try:
+        return _write_shards_and_header(plan, tokenizer, folder, processes, bad_share)
+    except OSError as error:
+        raise DataError(
+            f"{folder} cannot be written: {error.strerror or error}. {_ADVICE.get(error.errno or 0, 'Choose')} another "
+            "folder (data.cache for the start of a run, prepare.folder for recipes/prepare.py)"
+        ) from error
+
+
+def _write_shards_and_header(
+    plan: CorpusPlan, tokenizer: TokenizerSpec, folder: Path, processes: int, bad_share: BadShare
+) -> CorpusHeader:
+    """Write a corpus; raises OSError if that fails."""
+    source: RawSource
+    writer: type[ShardWriter]
+    if plan.chat is None:
+        source = open_raw_source(plan.source, plan.files)
+        writer = ShardWriter
+    else:
+        source = open_conversations(plan.source, plan.files)
+        writer = ConversationWriter
+    shards = source.cut_shards(math.ceil(source.mib / shard_size_mib(source.mib, plan.shard_mib)) or 1)
+    folder.mkdir(parents=True, exist_ok=True)
+    table = ShardTableWriter()
+    totals: Counter[str] = Counter()
+    skipped: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    unreadable: set[str] = set()
+    largest_id = 0
+    shard_tokenizer = ShardTokenizer(source, plan, plan.key, tokenizer, folder, writer)
+    name = f"tokenizing {plan.source.kind}"
+    with (
+        closing(TokenizingProgress(name, source)) as progress,
+        closing(_finished_shards(shard_tokenizer, shards, processes, progress)) as finished_shards,
+    ):
+        for shard, finished in zip(shards, finished_shards, strict=True):
+            progress.finish(shard)
+            bad_share.add(finished.tallies)
+            table.add(finished.splits)
+            for split in finished.splits.values():
+                totals["documents"] += split.documents
+                totals["tokens"] += split.tokens
+            totals["text_bytes"] += finished.text_bytes
+            skipped.update(finished.skipped)
+            counts.update(finished.counts)
+            unreadable.update(finished.unreadable)
+            largest_id = max(largest_id, finished.max_token)
+    bad_share.finish()
+    if unreadable:
+        skipped[UNREADABLE] = len(unreadable)  # a file may be in many shards
+    if reason := untrained(counts):
+        raise DataError(f"data.sources: {plan.source.path!r}: {reason}")
+    check_not_empty(f"data.sources: {plan.source.path!r}", totals["documents"], skipped)
+    loaded = tokenizer.load()
+    refuse_unknown(plan.source.path or plan.source.kind, loaded, counts, totals["tokens"])
+    sequence_length = plan.chat.sequence_length if plan.chat else 0
+    sums = table.write(folder)
+    header = CorpusHeader(
+        format=FORMAT,
+        key=plan.key,
+        plan=asdict(plan) | {"files": len(plan.files)},
+        dtype=id_dtype(loaded),
+        tokenizer=plan.tokenizer,
+        documents=totals["documents"],
+        tokens=totals["tokens"],
+        text_bytes=totals["text_bytes"],
+        max_token=largest_id,
+        skipped=dict(skipped),
+        shards=table.shards,
+        fingerprint=corpus_fingerprint(id_dtype(loaded), plan.tokenizer, sums.table, sequence_length),
+        table_sha256=sums.table,
+        sums_sha256=sums.sums,
+        sequence_length=sequence_length,
+        counts=dict(counts),
+    )
+    write_header(folder, header)
+    return header
+
+
+def shard_size_mib(source_mib: float, shard_mib: float) -> float:
+    """Return the size of a shard's part of the source, in MiB: `shard_mib` or, if that is 0, one that fits the source.
+
+    Then a source has 256 shards, of 64 MiB to 1 GiB: up to 16 GiB they are 64 MiB, which as many processes as possible
+    share, from 256 GiB on they are 1 GiB, so that the table of a corpus of 15T tokens (60,000 shards) stays small. It
+    does not depend on the number of processes, which must not decide what is in a corpus.
+    """
+    return shard_mib or min(max(source_mib / _SHARDS, _SMALLEST_SHARD_MIB), _LARGEST_SHARD_MIB)
+
+
+class TokenizingProgress:
+    """Shows how far a source is tokenized: a bar on a terminal, else a line in the log every ten seconds."""
+
+    def __init__(self, name: str, source: RawSource, interval: float = 10.0) -> None:
+        """`interval`: seconds between two lines."""
+        self.name = name
+        self.text_bytes = 0
+        """tokenized so far, in shards that are not finished, too"""
+        self._source = source
+        self._interval = interval
+        self._position = 0
+        """of the source: all before it is finished"""
+        self._started = self._shown = time.monotonic()
+        self._bar = tqdm(total=source.total, unit=source.unit, unit_scale=True, desc=name, disable=None)
+
+    def finish(self, shard: ShardRange) -> None:
+        """Count a shard as finished."""
+        self._position = shard.stop
+        self.show()
+
+    def add(self, text_bytes: int) -> None:
+        """Count text that this process has tokenized."""
+        self.text_bytes += text_bytes
+        self.show()
+
+    def show(self) -> None:
+        """Update the bar, or log a line if the last one is ten seconds old."""
+        place = self._position
+        if self._source.unit == "B":  # there a shard that is in work is known to be so far, at least
+            place = max(place, min(self.text_bytes, self._source.total))
+        self._bar.update(place - self._bar.n)
+        now = time.monotonic()
+        if self._bar.disable and now - self._shown >= self._interval:
+            self._shown = now
+            megabytes = self.text_bytes / 1e6
+            rate = megabytes / (now - self._started)
+            percent = 100 * place / self._source.total
+            log.info("%s: %.0f %%, %s MB of text, %.1f MB/s", self.name, percent, f"{megabytes:,.0f}", rate)
+
+    def close(self) -> None:
+        """End the bar."""
+        self._bar.close()
+
+
+_shard_tokenizer: ShardTokenizer
+"""of this worker process"""
+_text_bytes: "Synchronized[int]"
+"""tokenized by all worker processes"""
+
+
+def _start_worker(starter: int, shard_tokenizer: ShardTokenizer, text_bytes: "Synchronized[int]") -> None:
+    """Keep what all shards of this worker process have in common, so that a job is a few numbers.
+
+    It ends with the process `starter`.
+    """
+    global _shard_tokenizer, _text_bytes
+    end_with_starter(starter)
+    _shard_tokenizer = shard_tokenizer
+    _text_bytes = text_bytes
+
+
+def _count_text(size: int) -> None:
+    """Count text that this worker process has tokenized."""
+    with _text_bytes.get_lock():
+        _text_bytes.value += size
+
+
+def _write_shard(shard: ShardRange) -> FinishedShard:
+    """Write a shard in a worker process."""
+    return _shard_tokenizer.write(shard, _count_text)
+
+
+@contextmanager
+def _user_signals_blocked() -> Iterator[None]:
+    """Let processes started here never hear SIGUSR1 and SIGUSR2, from their first instruction on.
+
+    With these a scheduler tells all processes of a job that their time is nearly over; their parent decides.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _finished_shards(
+    shard_tokenizer: ShardTokenizer, shards: Sequence[ShardRange], processes: int, progress: TokenizingProgress
+) -> Generator[FinishedShard, None, None]:
+    """Yield the shards in their order, written here or in `processes` other processes."""
+    processes = min(processes, len(shards))
+    if processes <= 1:
+        for shard in shards:
+            yield shard_tokenizer.write(shard, progress.add)
+        return
+    # spawn: the caller may hold threads and locks, and a preparation is long against an interpreter's start
+    spawn = get_context("spawn")
+    waiting: deque[Future[FinishedShard]] = deque()
+    text_bytes: Synchronized[int] = spawn.Value("q", 0)
+    arguments = (os.getpid(), shard_tokenizer, text_bytes)
+
+    def result(future: Future[FinishedShard]) -> FinishedShard:
+        while not wait([future], timeout=_SECONDS_BETWEEN_LOOKS).done:
+            progress.text_bytes = text_bytes.value
+            progress.show()
+        progress.text_bytes = text_bytes.value
+        beat("tokenizing")
+        return future.result()
+
+    with ProcessPoolExecutor(processes, spawn, initializer=_start_worker, initargs=arguments) as pool:
+        try:
+            for shard in shards:
+                with _user_signals_blocked():  # submitting starts processes
+                    waiting.append(pool.submit(_write_shard, shard))
+                if len(waiting) == processes * _WAITING_PER_PROCESS:
+                    yield result(waiting.popleft())
+            while waiting:
+                yield result(waiting.popleft())
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,209 @@
+"""Turn a source of the config into an open corpus; small raw sources are tokenized at the first run and cached."""
+
+import logging
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from torchllm.config import Data, Finetune, Source
+from torchllm.config.inert import IN_PLACE_KINDS, RAW_KINDS
+from torchllm.data.cache_root import cache_root
+from torchllm.data.checked_file import DamagedFile
+from torchllm.data.corpus import Corpus, SequenceSource, Synthetic
+from torchllm.data.corpus_header import HEADER, read_description
+from torchllm.data.error import DataError
+from torchllm.data.tokenizer import Tokenizer
+from torchllm.runtime.cores import usable_cores
+from torchllm.tools.prepare.bad_records import describe_earlier_loss
+from torchllm.tools.prepare.build import write_corpus
+from torchllm.tools.prepare.chat.plan import plan_chat
+from torchllm.tools.prepare.earlier_files import earlier_files
+from torchllm.tools.prepare.in_place import InPlaceCorpus, in_place_settings
+from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
+from torchllm.tools.prepare.source_files import choose_files
+from torchllm.tools.prepare.sources import hub_folder_version, pin_hub_source, raw_mib
+
+log = logging.getLogger(__name__)
+
+
+def is_raw(source: Source) -> bool:
+    """Return whether a source has to be tokenized."""
+    return source.kind in RAW_KINDS
+
+
+def is_in_place(source: Source) -> bool:
+    """Return whether a source is token files of another program."""
+    return source.kind in IN_PLACE_KINDS
+
+
+def plan_corpus(
+    source: Source,
+    data: Data,
+    tokenizer: Tokenizer,
+    vocab: int,
+    shard_mib: float = 0.0,
+    finetune: Finetune | None = None,
+    sequence_length: int = 0,
+    pins: Path | None = None,
+    earlier: bool = False,
+) -> CorpusPlan:
+    """Return what decides the corpus of a raw source; `vocab` is model.vocab, `shard_mib` as in `shard_size_mib`.
+
+    finetune and training.sequence_length decide how conversations become tokens; text needs neither. pins: folder that
+    remembers the commits of data sets of the hub; None: in the cache. earlier: the corpus that earlier versions made of
+    the source, whose files and begins of documents may be others.
+
+    Bad records of Python's standard library are always skipped, for no user can fix them. Raises DataError if the
+    source has no file or cannot be found, or `vocab` is too small for the tokenizer's special tokens.
+    """
+    if max(tokenizer.begin or 0, tokenizer.end) >= vocab:
+        raise DataError(
+            f"model.vocab = {vocab} has no room for the special tokens of data.tokenizer {tokenizer.name!r}: "
+            f"set it to {tokenizer.vocab} or more"
+        )
+    chat = None
+    if source.messages_key:
+        if finetune is None:
+            raise DataError(f"data.sources: {source.path!r} holds conversations: train on them by recipes/finetune.py")
+        chat = plan_chat(data.tokenizer, finetune, sequence_length)
+    revision = ""
+    if source.kind == "hub":
+        source = pin_hub_source(source, pins or cache_root(data) / "revisions")
+        revision = hub_folder_version(source)
+    files = earlier_files(source) if earlier else choose_files(source)
+    return CorpusPlan(
+        source=replace(source, weight=1.0),
+        files=[*files.train, *files.held_out],
+        held_out=len(files.held_out),
+        revision=revision,
+        tokenizer=tokenizer.earlier_fingerprints[0] if earlier else tokenizer.fingerprint,
+        vocab=min(vocab, tokenizer.vocab),
+        validation_fraction=data.validation_fraction,
+        on_bad_record="skip" if source.kind == "stdlib" else data.on_bad_record,
+        shard_mib=shard_mib,
+        chat=chat,
+    )
+
+
+def cached_folder(data: Data, plan: CorpusPlan) -> Path:
+    """Return the folder in which the corpus of a plan is cached."""
+    return cache_root(data) / f"{plan.source.kind}-{plan.key}"
+
+
+def is_cached(folder: Path) -> bool:
+    """Return whether a folder of the cache holds a corpus. Raises DataError if it may not be read."""
+    try:
+        (folder / HEADER).open("rb").close()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except PermissionError as error:
+        raise DataError(
+            f"data.cache: {folder} cannot be read ({error.strerror}): another user has made it. Set data.cache to a "
+            "folder of yours, or ask its owner to let you read it"
+        ) from error
+    return True
+
+
+def cached_corpora(data: Data, fingerprint: str) -> list[Path]:
+    """Return the folders in the cache that hold the corpus with this fingerprint, of any version."""
+    folders = []
+    for header in sorted(cache_root(data).glob(f"*/{HEADER}")):
+        try:
+            cached = Corpus(header.parent)
+        except DataError:
+            continue
+        if cached.fingerprint == fingerprint:
+            folders.append(cached.folder)
+    return folders
+
+
+def refuse_large_source(plan: CorpusPlan, data: Data) -> None:
+    """Raise DataError if the raw source of a plan is over data.max_raw_mib, or of the hub and of unknown size."""
+    size = raw_mib(plan.source, plan.files)
+    if size is None or size > data.max_raw_mib:
+        arguments = shlex.join(_arguments_of_the_config())
+        size_text = "of unknown size" if size is None else f"{size:,.0f} MiB"
+        raise DataError(
+            f"data.sources: {plan.source.path or plan.source.kind!r} is {size_text}; only {data.max_raw_mib:,.0f} MiB "
+            "(data.max_raw_mib) are tokenized at the start of a run. Tokenize it once, then train on kind = 'tokens':\n"
+            f"    python recipes/prepare.py {arguments} --prepare.folder=tokens"
+        )
+
+
+def _arguments_of_the_config() -> list[str]:
+    """Return the words of the command line that recipes/prepare.py needs too."""
+    return [word for word in sys.argv[1:] if word != "--check" and not word.startswith("--run.folder=")]
+
+
+def prepare_cached(plan: CorpusPlan, data: Data) -> Path:
+    """Return the folder with the corpus of a raw source, after tokenizing the source if it is not cached or damaged.
+
+    Raises DataError if it has to be tokenized and is over data.max_raw_mib.
+    """
+    folder = cached_folder(data, plan)
+    if is_cached(folder):
+        damage = _find_damage(folder, data)
+        if damage is None:
+            header = read_description(folder).header
+            most = 1.0 if plan.source.kind == "stdlib" else data.max_bad_share
+            if loss := describe_earlier_loss(header.documents, header.skipped, most):
+                log.warning("data.cache: of %s %s; delete it to tokenize its source again", folder, loss)
+            return folder
+        log.warning("data.cache: %s; its source is tokenized again", damage)
+    refuse_large_source(plan, data)
+    tokenizer = TokenizerSpec(data.tokenizer, data.pattern, usable_cores())
+    write_corpus(plan, tokenizer, folder, max_bad_share=data.max_bad_share)
+    return folder
+
+
+def _records(data: Data) -> Path:
+    """Return the folder that remembers which files of corpora were found whole."""
+    return cache_root(data) / "verified"
+
+
+def _find_damage(folder: Path, data: Data) -> str | None:
+    """Return what is wrong with a corpus in the cache, None if it is whole; what was verified earlier is not read."""
+    try:
+        corpus = Corpus(folder, _records(data))
+        for shard in corpus.check():
+            corpus.verify(*shard)
+    except DamagedFile as damage:
+        return f"{damage.path} {damage.fault}"
+    except DataError as error:
+        return str(error)
+    return None
+
+
+def open_source(source: Source, folder: str, data: Data, tokenizer: Tokenizer | None, vocab: int) -> SequenceSource:
+    """Return an open source; `vocab` is model.vocab.
+
+    folder: in the cache, of the corpus of a raw source; the description of files that are read in place.
+
+    `tokenizer` is None only if every source is synthetic, which needs none. Raises DataError if the tokens of the
+    source are not of this tokenizer or not under `vocab`.
+    """
+    if tokenizer is None:
+        return Synthetic(vocab)
+    if source.kind == "synthetic":
+        return Synthetic(min(vocab, tokenizer.vocab))
+    if is_in_place(source):
+        return InPlaceCorpus(Path(folder), in_place_settings(source, data), vocab)
+    corpus = Corpus(folder if is_raw(source) else source.path, _records(data))
+    if corpus.header.tokenizer not in tokenizer.begins:
+        raise DataError(
+            f"{corpus.folder} holds tokens of {corpus.header.tokenizer!r}, but data.tokenizer is "
+            f"{data.tokenizer!r} ({tokenizer.fingerprint!r}): set it to the one the tokens were made with"
+        )
+    if corpus.header.sequence_length and not data.document_mask:
+        raise DataError(
+            f"{corpus.folder} holds conversations, several of which share a sequence: set data.document_mask = true, "
+            "or each would read those that stand before it"
+        )
+    largest = corpus.header.max_token
+    if largest >= vocab:
+        raise DataError(
+            f"{corpus.folder} holds token id {largest} >= model.vocab = {vocab}: raise model.vocab "
+            f"(data.tokenizer has {tokenizer.vocab} ids)"
+        )
+    return corpus

@@ -1,0 +1,227 @@
+"""Which tokens of a conversation are trained: the assistant's, each seen behind what stands before it at inference.
+
+A conversation becomes one example, or several, by the first of these rules that holds:
+
+1. the template says what the model generates, by `{% generation %}` blocks: these are trained;
+2. each turn of the assistant, rendered with what came before it, is a prefix of the whole conversation, and begins with
+   the prompt that the template makes for it: one example, in which the turns behind these prompts are trained (Llama 3,
+   Qwen2.5, Gemma, OLMo 2);
+3. else, as the template renders earlier turns in another way (Qwen3 leaves out their thinking), one example per turn of
+   the assistant: the conversation up to it, in which it alone is trained;
+4. where a turn does not even begin with its prompt (DeepSeek-R1, Mistral with a system message), what is trained would
+   never be seen at inference: an error.
+
+The token that ends a turn is trained, so that the model learns to stop; blanks that the template writes after it are
+not. `ChatFormat.ends_of_turn` says which tokens end a turn: training, generation and export ask it.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from torchllm.data.tokenizer import Ids
+from torchllm.tools.prepare.chat.encoder import ChatEncoder, is_inside
+from torchllm.tools.prepare.chat.marks import RenderedChat, SpecialWords, TextSpan, has_marks, read_marks
+from torchllm.tools.prepare.chat.template import ANSWER, QUESTION_AND_ANSWER, ChatTemplate, Message, RefusedConversation
+
+Rule = Literal["generation blocks", "one example per conversation", "one example per turn"]
+
+_BLANKS = re.compile(r"\s*")
+
+NO_PROMPT = "a turn of the assistant does not begin with its prompt"
+_NO_PROMPT_DETAIL = (
+    ": the chat template moves a system message or leaves out thinking, and what is trained would never be seen at "
+    "inference. Name a template that does not, finetune.chat_template = FILE"
+)
+
+
+class Conversation(NamedTuple):
+    """A record of the data."""
+
+    messages: list[Message]
+    tools: list[Any] | None = None
+
+
+class TrainedText(NamedTuple):
+    """A text, and what of it is trained."""
+
+    chat: RenderedChat
+    trained: list[TextSpan]
+
+
+class Example(NamedTuple):
+    """Tokens that are trained together: they attend to each other, and to no others."""
+
+    ids: Ids
+    is_target: npt.NDArray[np.bool_]
+    """(tokens,): the model is trained to predict this token"""
+
+
+class ConversationExamples(NamedTuple):
+    """What a conversation becomes."""
+
+    examples: list[Example]
+    rule: Rule
+    words_as_text: int
+    """words of messages that look like special tokens, and are encoded as plain text"""
+    merged_tokens: int
+    """tokens that hold the end of a prompt and the beginning of its answer, which inference never sees"""
+    without_end: int
+    """examples whose last turn no special token ends"""
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """A tokenizer and a chat template: how conversations are written as tokens."""
+
+    encoder: ChatEncoder
+    template: ChatTemplate
+
+    def examples(self, conversation: Conversation) -> ConversationExamples:
+        """Return what is trained of a conversation. Raises RefusedConversation."""
+        words = SpecialWords(self.encoder.special)
+        if has_marks([conversation.messages, conversation.tools]):
+            raise RefusedConversation("reserved character", " (private use, from U+10FFF0 to U+10FFF4)")
+        tools = words.mark(conversation.tools)
+        messages: list[Message] = words.mark(conversation.messages)
+        turns = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
+        if not turns:
+            raise RefusedConversation("no message of the assistant")
+        messages = messages[: turns[-1] + 1]  # nothing is trained behind the last turn
+        rule, texts = self._trained_texts(messages, tools, turns)
+        examples, merged = [], 0
+        for text, encoded in zip(texts, self.encoder.encode([text.chat for text in texts]), strict=True):
+            is_target = encoded.inside(text.trained)
+            is_target[:1] = False  # nothing stands before it
+            merged += encoded.across([span.start for span in text.trained])
+            examples.append(Example(encoded.ids, is_target))
+        words_as_text = sum(len(text.chat.plain) for text in texts)
+        without_end = sum(not self._has_end(text) for text in texts)
+        return ConversationExamples(examples, rule, words_as_text, merged, without_end)
+
+    def prompt(self, conversation: Conversation) -> Ids:
+        """Return the tokens of a conversation up to where the assistant answers. Raises RefusedConversation."""
+        words = SpecialWords(self.encoder.special)
+        marked = self.template.render(words.mark(conversation.messages), words.mark(conversation.tools), True)
+        (encoded,) = self.encoder.encode([read_marks(marked)])
+        return encoded.ids
+
+    @cached_property
+    def ends_of_turn(self) -> dict[str, int]:
+        """The added tokens that the template writes behind an answer, in their order, and their ids.
+
+        There are none if the template ends no turn by a token, or refuses a conversation of a question and an answer.
+        """
+        try:
+            text = read_marks(self.template.render(QUESTION_AND_ANSWER, None)).text
+            header = self._header_tokens(QUESTION_AND_ANSWER, None, 1)
+        except RefusedConversation:
+            return {}
+        ends = {}
+        for token in self.encoder.added_pattern.findall(text.rpartition(ANSWER)[2]):
+            token_id = self.encoder.token_id(token)
+            if token not in header and token_id is not None:
+                ends[token] = token_id
+        return ends
+
+    def _trained_texts(
+        self, messages: list[Message], tools: list[Any] | None, turns: Sequence[int]
+    ) -> tuple[Rule, list[TrainedText]]:
+        """Return the texts of a conversation by the first rule that holds. turns: the assistant's messages."""
+        whole = read_marks(self.template.render(messages, tools))
+        if whole.generated:
+            return "generation blocks", [self._by_blocks(whole, messages, tools, turns)]
+        prompts, ends = [], []
+        for turn in turns:
+            prompts.append(read_marks(self.template.render(messages[:turn], tools, add_generation_prompt=True)))
+            ends.append(read_marks(self.template.render(messages[: turn + 1], tools)))
+        if not all(end.text.startswith(prompt.text) for prompt, end in zip(prompts, ends, strict=True)):
+            raise RefusedConversation(NO_PROMPT, _NO_PROMPT_DETAIL)
+        spans = [self._turn(end, len(prompt.text)) for prompt, end in zip(prompts, ends, strict=True)]
+        is_trained = [_is_trained(messages[turn]) for turn in turns]
+        if all(whole.text.startswith(end.text) for end in ends):
+            trained = [span for span, wanted in zip(spans, is_trained, strict=True) if wanted]
+            return "one example per conversation", [TrainedText(whole, trained)]
+        texts = []
+        for end, span, wanted in zip(ends, spans, is_trained, strict=True):
+            if wanted:
+                texts.append(TrainedText(end, [span]))
+        return "one example per turn", texts
+
+    def _by_blocks(
+        self, whole: RenderedChat, messages: list[Message], tools: list[Any] | None, turns: Sequence[int]
+    ) -> TrainedText:
+        """Return the text of a template with generation blocks, and the blocks of the turns that are trained."""
+        is_trained = [_is_trained(messages[turn]) for turn in turns]
+        blocks = list(whole.generated)
+        if not all(is_trained):
+            if len(blocks) != len(turns):
+                detail = f": the template has {len(blocks)} of them for {len(turns)} messages of the assistant"
+                raise RefusedConversation("weight 0 without a generation block", detail)
+            blocks = [block for block, wanted in zip(blocks, is_trained, strict=True) if wanted]
+        header = self._header_tokens(messages, tools, turns[0])
+        return TrainedText(whole, [self._with_end_of_turn(whole, block, header) for block in blocks])
+
+    def _header_tokens(self, messages: list[Message], tools: list[Any] | None, turn: int) -> set[str]:
+        """Return the added tokens that the template writes before a turn of the assistant."""
+        before = read_marks(self.template.render(messages[:turn], tools)).text
+        prompt = read_marks(self.template.render(messages[:turn], tools, add_generation_prompt=True)).text
+        is_same = [one == other for one, other in zip(before, prompt, strict=False)]
+        start = is_same.index(False) if False in is_same else len(is_same)
+        return {token.group() for token in self.encoder.added_pattern.finditer(prompt) if token.end() > start}
+
+    def _with_end_of_turn(self, chat: RenderedChat, block: TextSpan, header: set[str]) -> TextSpan:
+        """Return a generation block with the token that ends its turn, which may be behind it.
+
+        The token with which the block ends need not be that: `</tool_call>` is none, and a word of the message may look
+        like one.
+        """
+        following = self._token_behind(chat, block.end)
+        if following is None:
+            return block
+        ends_turn = following.group() in self.ends_of_turn
+        if not ends_turn and not self._ends_with_turn(chat, block):  # the turn may have an end of another kind
+            ends_turn = following.group() in self.encoder.special and following.group() not in header
+        return TextSpan(block.start, following.end()) if ends_turn else block
+
+    def _ends_with_turn(self, chat: RenderedChat, span: TextSpan) -> bool:
+        """Return whether a token that ends a turn is the last one of a part of the text."""
+        last = self._last_token(chat, span)
+        return last is not None and last.group() in self.ends_of_turn
+
+    def _turn(self, end: RenderedChat, start: int) -> TextSpan:
+        """Return what is trained of a turn that begins at `start`: all, or up to an added token before final blanks."""
+        turn = TextSpan(start, len(end.text))
+        last = self._last_token(end, turn)
+        return turn if last is None else TextSpan(start, last.end())
+
+    def _token_behind(self, chat: RenderedChat, start: int) -> re.Match[str] | None:
+        """Return the added token of the template that follows, perhaps after blanks; None if there is none."""
+        blanks = _BLANKS.match(chat.text, start)
+        assert blanks is not None
+        token = self.encoder.added_pattern.match(chat.text, blanks.end())
+        return None if token is None or is_inside(token, chat.plain) else token
+
+    def _last_token(self, chat: RenderedChat, span: TextSpan) -> re.Match[str] | None:
+        """Return the added token of the template with which a part of the text ends, but for blanks behind it."""
+        tokens = list(self.encoder.added_pattern.finditer(chat.text, span.start, span.end))
+        if not tokens or chat.text[tokens[-1].end() : span.end].strip() or is_inside(tokens[-1], chat.plain):
+            return None
+        return tokens[-1]
+
+    def _has_end(self, text: TrainedText) -> bool:
+        """Return whether a special token, or another one that ends a turn, is the last that is trained of a text."""
+        if not text.trained:
+            return True
+        last = self._last_token(text.chat, text.trained[-1])
+        return last is not None and last.group() in {*self.encoder.special, *self.ends_of_turn}
+
+
+def _is_trained(message: Message) -> bool:
+    """Return whether a turn of the assistant is trained: all are but those with "weight": 0, as in OpenAI's form."""
+    return bool(message.get("weight", 1) != 0)

@@ -1,0 +1,100 @@
+"""Check the messages of a conversation, as somebody has written them, and bring them into one form.
+
+Nothing is passed over in silence that says what a message holds, or whether it is trained: what is neither text nor a
+list of texts, and a key that other programs read as a mask, is a fault of the conversation.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchllm.tools.prepare.chat.template import CALLS, Message
+
+WEIGHT = "weight"
+"""key of a message of the assistant: 0 leaves its turn out of what is trained"""
+MASKS = ("train", "training", "trainable", "train_on_turn", "train_detail", "loss", "loss_weight", "mask", "masked")
+"""keys of a message by which other programs say what is trained; none is read here"""
+MASKS_OF_CONVERSATIONS = ("train", WEIGHT)
+"""keys beside the messages, likewise"""
+NESTED = "nested too deeply"
+"""fault of a conversation that holds objects in objects in objects ..."""
+
+
+class BadConversation(ValueError):
+    """A conversation has another form than it should."""
+
+    def __init__(self, fault: str, detail: str) -> None:
+        """`fault`: what is wrong, in the same words for all such conversations. `detail`: where, and what to do."""
+        super().__init__(fault + detail)
+        self.fault = fault
+        self.detail = detail
+
+
+def read_messages(value: object, key: str, has_columns: bool = False) -> list[Message]:
+    """Return the messages under `key` of a record, of which each content is one text. Raises BadConversation.
+
+    has_columns: it is a row of a table, in which a message has null for each key that only others have.
+    """
+    if not isinstance(value, list) or not all(_has_role(message) for message in value):
+        raise BadConversation("no messages", f": {key!r} must be a list of objects, each with a role")
+    return [_read_message(message, f"{key}.{index}", has_columns) for index, message in enumerate(value)]
+
+
+def read_tools(value: object, key: str) -> list[Any] | None:
+    """Return the descriptions of tools under `key` of a record; None if there are none. Raises BadConversation."""
+    if value is None or value == []:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise BadConversation("tools are no list of objects", f": {key!r} is {_kind(value)}")
+    return value
+
+
+def refuse_masks(record: Mapping[str, Any], where: str, keys: Sequence[str] = MASKS) -> None:
+    """Raise BadConversation if an object has one of `keys`, which seem to say what is trained and are not read."""
+    for key in keys:
+        if record.get(key) is not None:
+            advice = 'remove it; what is not to be trained is a message of the assistant with "weight": 0'
+            raise BadConversation("a mask that is not read", f": {where}{key}: {advice}")
+
+
+def _has_role(message: object) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("role"), str)
+
+
+def _read_message(message: Message, where: str, has_columns: bool) -> Message:
+    refuse_masks(message, f"{where}.")
+    is_weight_absent = WEIGHT not in message or (has_columns and message[WEIGHT] is None)
+    if not is_weight_absent and not _is_weight(message[WEIGHT]):
+        raise BadConversation("weight is not 0 or 1", f": {where}.{WEIGHT} is {message[WEIGHT]!r}")
+    content = message.get("content")
+    if content is None and message["role"] == "assistant" and any(message.get(key) for key in CALLS):
+        return message
+    if isinstance(content, str):
+        return message
+    return message | {"content": _join_parts(content, f"{where}.content")}
+
+
+def _is_weight(value: object) -> bool:
+    return isinstance(value, (int, float)) and value in (0, 1)
+
+
+def _join_parts(content: object, where: str) -> str:
+    """Return the text of a content that is a list of parts of type text, as OpenAI's API takes it."""
+    if not isinstance(content, list):
+        raise BadConversation("content is no text", f": {where} is {_kind(content)}, not text or a list of text parts")
+    texts = []
+    for index, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = f"of type {part['type']!r}" if isinstance(part, dict) and "type" in part else _kind(part)
+            raise BadConversation(
+                "content is no text", f': {where}.{index} is {kind}, not {{"type": "text", "text": …}}'
+            )
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _kind(value: object) -> str:
+    """Return what a value of JSON is, in words."""
+    if value is None:
+        return "missing or null"
+    kinds = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
+    return kinds.get(type(value), f"a {type(value).__name__}")

@@ -1,0 +1,88 @@
+"""What decides, beside its text, how a conversation is written as tokens."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from torchllm.config import Config, Finetune
+from torchllm.tools.prepare.chat.encoder import load_chat_encoder
+from torchllm.tools.prepare.chat.examples import ChatFormat
+from torchllm.tools.prepare.chat.template import ChatTemplate, read_special_tokens, read_template
+from torchllm.tools.prepare.chat.trial import try_template
+
+DAY_FILE = "prepared_on.txt"
+"""of a corpus folder: the day on which its preparation began, as 2026-11-23"""
+
+
+@dataclass(frozen=True)
+class ChatPlan:
+    """A part of the plan of a corpus of conversations."""
+
+    sequence_length: int
+    """training.sequence_length, in tokens"""
+    template: str
+    """source of the chat template"""
+    special_tokens: dict[str, str]
+    """that the template knows by name, such as {"eos_token": "</s>"}"""
+
+
+def plan_chat(tokenizer: str, finetune: Finetune, sequence_length: int) -> ChatPlan:
+    """Return the plan for conversations with data.tokenizer. Raises DataError if it or the template cannot be used."""
+    load_chat_encoder(tokenizer)
+    path = Path(tokenizer).expanduser()
+    special_tokens = read_special_tokens(path)
+    template = read_template(path, finetune.chat_template)
+    try_template(template, special_tokens)
+    return ChatPlan(sequence_length, template, special_tokens)
+
+
+def chat_format(tokenizer: str, plan: ChatPlan, today: date) -> ChatFormat:
+    """Return how conversations become tokens; today: what the template takes for the date."""
+    return ChatFormat(load_chat_encoder(tokenizer), ChatTemplate(plan.template, plan.special_tokens, today))
+
+
+def preparation_day(folder: Path) -> date:
+    """Return the day on which the preparation of a corpus began, which is today if no process has noted one.
+
+    Some templates write the date. So that all processes write the same one, also after an interruption over midnight,
+    the first notes it in the folder.
+    """
+    path = folder / DAY_FILE
+    if not path.exists():
+        draft = folder / f"{DAY_FILE}.{os.uname().nodename}-{os.getpid()}.tmp"
+        draft.write_text(f"{date.today().isoformat()}\n")
+        try:
+            os.link(draft, path)  # unlike a rename it fails if another process was first
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without hard links
+            if not path.exists():
+                draft.rename(path)
+        finally:
+            draft.unlink(missing_ok=True)
+    return date.fromisoformat(path.read_text().strip())
+
+
+def chat_plan_of_run(config: Config, state: Mapping[str, Any], record: Mapping[str, Any]) -> ChatPlan | None:
+    """Return how the conversations of a run were written; None if it had none.
+
+    state, record: of the data and of the run, in a checkpoint. One of an earlier version does not hold the template;
+    then, and where the config names another file than the run did, it is read. Raises DataError if that fails.
+    """
+    saved = state.get("chat")
+    template_file = record.get("config", {}).get("finetune", {}).get("chat_template", "")
+    if saved is not None and config.finetune.chat_template == template_file:
+        plan = ChatPlan(**saved)
+        try_template(plan.template, plan.special_tokens)
+        return plan
+    if saved is not None or config.generate.chat or any(source.messages_key for source in config.data.sources):
+        return plan_chat(config.data.tokenizer, config.finetune, config.training.sequence_length)
+    return None
+
+
+def chat_format_today(tokenizer: str, plan: ChatPlan) -> ChatFormat:
+    """Return the format with which a trained model is talked to: today is today."""
+    return chat_format(tokenizer, plan, date.today())

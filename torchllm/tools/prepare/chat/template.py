@@ -1,0 +1,298 @@
+"""The chat template of a tokenizer: a Jinja program that turns messages into one text.
+
+Templates come with downloaded tokenizers, so they run in Jinja's sandbox, with the settings and names that the library
+transformers gives them (`apply_chat_template`): the same messages become the same text. Nothing is computed when a
+template is compiled, and what a template prints must be text: an object or a number of a message that it prints as
+Python writes it refuses the conversation.
+"""
+
+import json
+from collections.abc import Mapping
+from datetime import date, datetime, time
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, meta, nodes, pass_context
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context, Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from torchllm.data.error import DataError
+from torchllm.regular_file import read_regular
+from torchllm.tools.prepare.chat.marks import GENERATED_BEGIN, GENERATED_END
+
+TEMPLATE_FILE = "chat_template.jinja"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""keys of a tokenizer_config.json that templates know as variables"""
+_SHOWN = 60
+"""characters of a value that an error shows"""
+
+CALLS = ("tool_calls", "function_call")
+"""keys of a message whose objects hold the arguments of functions"""
+
+Message = dict[str, Any]
+"""of a conversation: its role, its content, and what a template may use besides"""
+
+ANSWER = "314159265"
+QUESTION_AND_ANSWER: list[Message] = [
+    {"role": "user", "content": "271828182"},
+    {"role": "assistant", "content": ANSWER},
+]
+"""a conversation by which a template is tried, of words that no template writes"""
+
+
+class RefusedConversation(ValueError):
+    """A conversation cannot be trained on, or not with this chat template."""
+
+    def __init__(self, fault: str, detail: str = "") -> None:
+        """`fault`: what is wrong, in the same words for all such conversations. `detail`: the rest of the text."""
+        super().__init__(fault + detail)
+        self.fault = fault
+        self.detail = detail
+
+
+class _GenerationTag(Extension):
+    """Puts marks around what is between `{% generation %}` and `{% endgeneration %}`."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja2 declares it as an attribute of the instance
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Macro) -> str:
+        return f"{GENERATED_BEGIN}{caller()}{GENERATED_END}"
+
+
+def _raise_exception(message: str) -> NoReturn:
+    """Refuse a conversation; templates call it."""
+    raise TemplateError(message)
+
+
+def _refuse_to_print(value: Any) -> NoReturn:
+    text = json.dumps(value, default=repr)
+    shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    raise TemplateError(
+        f"it prints {shown} as Python writes it: make it text in the data, or use tojson in the template"
+    )
+
+
+class _Object(dict[str, Any]):
+    """An object of a conversation. A template may read it, or write it as JSON, but not print it."""
+
+    __repr__ = _refuse_to_print
+
+
+class _List(list[Any]):
+    """A list, likewise."""
+
+    __repr__ = _refuse_to_print
+
+
+class _Whole(int):
+    """A whole number, likewise."""
+
+    __repr__ = _refuse_to_print
+
+
+class _Decimal(float):
+    """A number with a fraction, likewise."""
+
+    __repr__ = _refuse_to_print
+
+
+def _unprintable(value: Any, has_printable_numbers: bool = False) -> Any:
+    """Return a value of JSON whose objects and lists cannot be printed, and whose numbers neither.
+
+    Numbers in the arguments of functions may be printed: some templates write them so (Qwen3-Coder), as JSON would.
+    """
+    if isinstance(value, dict):
+        items = {}
+        for key, item in value.items():
+            items[key] = _unprintable(item, has_printable_numbers or key in CALLS)
+        return _Object(items)
+    if isinstance(value, list):
+        return _List(_unprintable(item, has_printable_numbers) for item in value)
+    if type(value) is int and not has_printable_numbers:
+        return _Whole(value)
+    if type(value) is float and not has_printable_numbers:
+        return _Decimal(value)
+    return value
+
+
+@pass_context
+def _check_printed(context: Context, value: Any) -> Any:
+    """Return what a template prints; what is no text or number raises TemplateError.
+
+    A function with a context is never called by the compiler, so no constant is computed before the template runs.
+    """
+    if value is None or isinstance(value, (bool, dict, list, tuple, set)):
+        _refuse_to_print(value)
+    return value
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return a value as JSON; Jinja's own filter would write characters of HTML as escapes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class ChatTemplate:
+    """A compiled template, and the day that it takes for today."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], today: date) -> None:
+        """Compile `source`. Raises DataError if it is no template.
+
+        special_tokens: names of variables and their texts, such as {"bos_token": "<s>"}. today: some templates write
+        the date of the day on which they run (Llama 3.2), which must not change what a corpus holds.
+        """
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationTag, loopcontrols],
+            optimized=False,
+            finalize=_check_printed,
+        )
+        noon = datetime.combine(today, time(12))
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = noon.strftime
+        try:
+            self._template = environment.from_string(source)
+        except TemplateError as error:
+            raise DataError(
+                f"the chat template has an error in line {getattr(error, 'lineno', '?')}: {error}"
+            ) from error
+        except (RecursionError, MemoryError, SyntaxError) as error:  # the parser's, and that of Python behind it
+            raise DataError("the chat template cannot be compiled: it is nested too deeply") from error
+        self._special_tokens = dict(special_tokens)
+
+    def render(self, messages: list[Message], tools: list[Any] | None, add_generation_prompt: bool = False) -> str:
+        """Return the text of a conversation, with marks. Raises RefusedConversation.
+
+        add_generation_prompt: end with what stands before the model's answer.
+        """
+        return self._render(_with_parts(messages) if self.reads_parts else messages, tools, add_generation_prompt)
+
+    @cached_property
+    def reads_parts(self) -> bool:
+        """Whether the template shows the content of a message only if it is a list of parts (Idefics, SmolVLM).
+
+        Raises DataError if it shows the words of an answer in neither form.
+        """
+        if self._shows_answer(QUESTION_AND_ANSWER):
+            return False
+        if self._shows_answer(_with_parts(QUESTION_AND_ANSWER)):
+            return True
+        raise DataError(
+            "the chat template does not write the content of the assistant's messages: nothing could be trained. Name "
+            "another one, finetune.chat_template = FILE"
+        )
+
+    def _shows_answer(self, messages: list[Message]) -> bool:
+        """Return whether the answer is in the text; also True if the template refuses this conversation."""
+        try:
+            return ANSWER in self._render(messages, None, False)
+        except RefusedConversation:
+            return True
+
+    def _render(self, messages: list[Message], tools: list[Any] | None, add_generation_prompt: bool) -> str:
+        known = []
+        for message in messages:
+            known.append({key: value for key, value in message.items() if value is not None})
+        try:
+            return self._template.render(
+                messages=_unprintable(known),
+                tools=_unprintable(tools, has_printable_numbers=True),
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
+        except Exception as error:  # whatever the program of somebody does
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            raise RefusedConversation("the chat template refuses it", f" ({reason})") from error
+
+
+def _with_parts(messages: list[Message]) -> list[Message]:
+    """Return messages whose text is the only part of a list."""
+    changed = []
+    for message in messages:
+        content = message.get("content")
+        is_text = isinstance(content, str)
+        changed.append(message | {"content": [{"type": "text", "text": content}]} if is_text else message)
+    return changed
+
+
+def read_special_tokens(tokenizer: Path) -> dict[str, str]:
+    """Return the special tokens that the tokenizer_config.json beside a tokenizer.json names, by their key."""
+    return special_tokens_of(_read_tokenizer_config(tokenizer))
+
+
+def special_tokens_of(content: Mapping[str, Any]) -> dict[str, str]:
+    """Return the special tokens that the content of a tokenizer_config.json names, by their key."""
+    tokens = {}
+    for name in _SPECIAL_NAMES:
+        token = content.get(name)
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str):
+            tokens[name] = token
+    return tokens
+
+
+def special_names(source: str) -> set[str]:
+    """Return which special tokens a template reads, by their key: {"eos_token"}."""
+    environment = ImmutableSandboxedEnvironment(extensions=[_GenerationTag, loopcontrols])
+    return meta.find_undeclared_variables(environment.parse(source)) & set(_SPECIAL_NAMES)
+
+
+def read_template(tokenizer: Path, file: str) -> str:
+    """Return the source of the chat template to use with a tokenizer.json.
+
+    file: finetune.chat_template; empty: `chat_template.jinja` in the tokenizer's folder, else the template in its
+    tokenizer_config.json. Raises DataError if there is none.
+    """
+    path = Path(file).expanduser() if file else tokenizer.with_name(TEMPLATE_FILE)
+    if file or path.is_file():
+        try:
+            return read_regular(path).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"finetune.chat_template: {path} cannot be read ({error})") from error
+    template = _read_tokenizer_config(tokenizer).get("chat_template")
+    if isinstance(template, list):  # several, by name
+        by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = by_name.get("default")
+        if not isinstance(template, str):
+            raise DataError(
+                f"{tokenizer.with_name(TOKENIZER_CONFIG)}: chat_template is a list, in which no template has the name "
+                '"default": name a file with the one to use, finetune.chat_template = FILE'
+            )
+    if not isinstance(template, str):
+        raise DataError(
+            f"the tokenizer {tokenizer} has no chat template ({TEMPLATE_FILE} or {TOKENIZER_CONFIG} in its folder): "
+            "name one, finetune.chat_template = FILE"
+        )
+    return template
+
+
+def _read_tokenizer_config(tokenizer: Path) -> dict[str, Any]:
+    """Return the content of the tokenizer_config.json beside a tokenizer.json; {} if there is none."""
+    path = tokenizer.with_name(TOKENIZER_CONFIG)
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"data.tokenizer: {path} cannot be read ({error}): copy it again") from error
+    if not isinstance(content, dict):
+        raise DataError(f"data.tokenizer: {path} is no JSON object: copy it again")
+    return content

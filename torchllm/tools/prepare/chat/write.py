@@ -1,0 +1,186 @@
+"""Write the shards of a corpus of conversations: examples, packed whole into sequences of one length.
+
+The sequences are fixed here, when the corpus is prepared, so that the n-th sequence of a run is a function of the seed
+and n, as it is for text. Examples of one shard share sequences, and none is cut but one that is longer than a sequence.
+
+The header's `counts` say what became of the conversations; their keys are the names below.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from torchllm.data.shard import ShardFileWriter
+from torchllm.data.tokenizer import Tokenizer
+from torchllm.runtime.heartbeat import beat
+from torchllm.tools.prepare.chat.bins import pack_examples
+from torchllm.tools.prepare.chat.examples import Example
+from torchllm.tools.prepare.chat.messages import NESTED
+from torchllm.tools.prepare.chat.plan import chat_format, preparation_day
+from torchllm.tools.prepare.chat.sources import conversation_of
+from torchllm.tools.prepare.chat.template import RefusedConversation
+from torchllm.tools.prepare.plan import CorpusPlan
+from torchllm.tools.prepare.records import TextRecord
+from torchllm.tools.prepare.tokenize_shard import UNTOKENIZED, ShardWriter, is_of_tokenizer
+
+CONVERSATIONS = "conversations"
+EXAMPLES = "examples"
+TARGETS = "trained tokens"
+TOKENS = "tokens of examples"
+PADDING = "padding tokens"
+TRUNCATED = "examples cut to the sequence length"
+UNTRAINED = "examples dropped, for nothing in the sequence length is trained"
+WORDS = "special tokens in messages, encoded as plain text"
+MERGED = "tokens across the border of a prompt and its answer, which inference never sees"
+ENDLESS = "examples whose last turn no special token ends, so that the model does not learn to stop"
+RULE = "conversations by rule: "
+LENGTH = "examples by length: up to "
+_PACKED_TOGETHER = 4096
+"""examples that are in memory and share sequences"""
+_SHORTEST_LENGTH = 64
+"""tokens, up to which examples are counted together"""
+
+
+class ConversationWriter(ShardWriter):
+    """Turns records into examples and writes them, packed, into the files of their splits."""
+
+    def __init__(self, files: Sequence[IO[bytes]], plan: CorpusPlan, tokenizer: Tokenizer, folder: Path) -> None:
+        """Write to `files`, one per split in the order of SPLITS."""
+        super().__init__(files, plan, tokenizer, folder)
+        assert plan.chat is not None
+        self._length = plan.chat.sequence_length
+        self._format = chat_format(tokenizer.name, plan.chat, preparation_day(folder))
+        self._waiting: dict[ShardFileWriter, list[Example]] = {split: [] for split in self.splits}
+
+    def write(self, records: Iterable[TextRecord]) -> None:
+        """Write records: some thousand examples at a time, the longest first."""
+        for record in records:
+            beat("tokenizing")
+            if record.fault:
+                self.skip(record)
+            else:
+                self._write_conversation(record)
+
+    def finish(self) -> None:
+        """Write the last examples, and what follows the ids of each file."""
+        for split in self.splits:
+            self._pack(split)
+        super().finish()
+
+    def _write_conversation(self, record: TextRecord) -> None:
+        """Count a conversation, and keep its examples until there are enough to pack."""
+        try:
+            made = self._format.examples(conversation_of(record))
+        except RefusedConversation as refusal:
+            self.skip(record._replace(fault=refusal.fault, detail=refusal.detail))
+            return
+        except RecursionError:
+            self.skip(record._replace(fault=NESTED))
+            return
+        except BaseException as error:
+            if not is_of_tokenizer(error):
+                raise
+            self.skip(record._replace(fault=UNTOKENIZED))
+            return
+        for example in made.examples:
+            if self.over_vocab(example.ids):
+                self.skip_over_vocab(record, example.ids)
+                return
+        self.tally.good(record)
+        self.counts[CONVERSATIONS] += 1
+        self.counts[RULE + made.rule] += 1
+        self.counts[WORDS] += made.words_as_text
+        self.counts[MERGED] += made.merged_tokens
+        self.counts[ENDLESS] += made.without_end
+        self.text_bytes += record.size
+        split = self.split_of(record)
+        for example in made.examples:
+            self._add(split, example)
+        if len(self._waiting[split]) >= _PACKED_TOGETHER:
+            self._pack(split)
+
+    def _add(self, split: ShardFileWriter, example: Example) -> None:
+        self.counts[LENGTH + str(_length_class(len(example.ids)))] += 1
+        if len(example.ids) > self._length:
+            self.counts[TRUNCATED] += 1
+            example = Example(example.ids[: self._length], example.is_target[: self._length])
+        targets = int(example.is_target.sum())
+        if not targets:
+            self.counts[UNTRAINED] += 1
+            return
+        self.counts[EXAMPLES] += 1
+        self.counts[TARGETS] += targets
+        self.counts[TOKENS] += len(example.ids)
+        self.count_unknown(example.ids)
+        self._waiting[split].append(example)
+
+    def _pack(self, split: ShardFileWriter) -> None:
+        """Write the examples that wait."""
+        examples = self._waiting[split]
+        for numbers in pack_examples([len(example.ids) for example in examples], self._length):
+            room = self._length
+            for number in numbers:
+                ids, is_target = examples[number]
+                split.add(ids)
+                split.add_targets(is_target)
+                room -= len(ids)
+            split.extend(np.full(room, self.tokenizer.end))  # behind an example nothing attends to it
+            split.add_targets(np.zeros(room, dtype=np.bool_))
+            self.counts[PADDING] += room
+        examples.clear()
+
+
+def _length_class(length: int) -> int:
+    """Return the power of two up to which an example of this length is counted."""
+    limit = _SHORTEST_LENGTH
+    while limit < length:
+        limit *= 2
+    return limit
+
+
+def untrained(counts: Mapping[str, int]) -> str:
+    """Return why nothing of a corpus of conversations is trained; "" if something is, or it is a corpus of text."""
+    if not counts.get(UNTRAINED) or counts.get(TARGETS):
+        return ""
+    return (
+        f"nothing is trained of {counts[UNTRAINED]:,} examples ({_describe_lengths(counts)}): their answers have "
+        "weight 0 or begin behind training.sequence_length. Raise it, or shorten what stands before the answers"
+    )
+
+
+def describe_counts(counts: Mapping[str, int]) -> list[str]:
+    """Return lines on what became of conversations, with a histogram of the lengths of examples.
+
+    counts: of a corpus; those of text are none.
+    """
+    if CONVERSATIONS not in counts:
+        return []
+    known = Counter(counts)  # what never came about has no key
+    trained = known[TARGETS] / max(1, known[TOKENS])
+    padding = known[PADDING] / max(1, known[TOKENS] + known[PADDING])
+    lines = [
+        f"{known[CONVERSATIONS]:,} conversations, {known[EXAMPLES]:,} examples: {trained:.1%} of their tokens are "
+        f"trained; {padding:.1%} of the sequences is padding"
+    ]
+    rules = [f"{name.removeprefix(RULE)} {count:,}" for name, count in counts.items() if name.startswith(RULE)]
+    lines.append(f"{RULE}{', '.join(rules)}")
+    lines.append(_describe_lengths(counts))
+    for name in (TRUNCATED, UNTRAINED, WORDS, MERGED, ENDLESS):
+        if known[name]:
+            lines.append(f"{name}: {known[name]:,}")
+    if MERGED not in counts:
+        lines.append(
+            "written by an earlier version, which did not train the end of a turn behind a tool call and wrote "
+            "content in parts as Python does: before a new run, remove the folder of the corpus, and it is written anew"
+        )
+    return lines
+
+
+def _describe_lengths(counts: Mapping[str, int]) -> str:
+    """Return a histogram of the lengths of examples."""
+    lengths = {int(name.removeprefix(LENGTH)): count for name, count in counts.items() if name.startswith(LENGTH)}
+    histogram = [f"{length:,}: {lengths[length]:,}" for length in sorted(lengths)]
+    return f"{LENGTH}{', '.join(histogram)} tokens"

@@ -1,0 +1,291 @@
+"""Corpora in the token files of other programs, read where they are.
+
+The process that prepares for its node lists the files once and writes what it finds into the cache: which files, how
+many ids, where the validation split begins, and a fingerprint. All ranks of the node read that description, so a file
+is looked at by one process, and opened by another only when a sequence of it is read.
+
+The files have no checksums. The fingerprint is of the size of each file and of blocks of 64 KiB: of all blocks of a
+corpus of up to 256 MiB; of a larger one, blocks at even distances, first and last among them, 256 MiB together.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from torchllm.config import Data, Source
+from torchllm.data.cache_root import cache_root
+from torchllm.data.checked_file import CorpusFile
+from torchllm.data.corpus import ShardStream
+from torchllm.data.error import DataError
+from torchllm.data.path_hint import describe_missing
+from torchllm.data.shard import SPLITS, Begins, Ids, Split, replacing
+from torchllm.tools.prepare.earlier_files import earlier_token_files
+from torchllm.tools.prepare.file_search import FoundFiles, find_files
+from torchllm.tools.prepare.formats.llmc import LLMC
+from torchllm.tools.prepare.formats.mds import MDS
+from torchllm.tools.prepare.formats.megatron import MEGATRON
+from torchllm.tools.prepare.formats.nanogpt import NANOGPT
+from torchllm.tools.prepare.formats.token_file import InPlaceSettings, OpenTokens, TokenFormat, TokenShard
+from torchllm.tools.prepare.source_files import ChosenFiles, SourceFile, choose_by_name, stat_file
+
+_FORMATS: dict[str, TokenFormat] = {"megatron": MEGATRON, "llmc": LLMC, "nanogpt": NANOGPT, "mds": MDS}
+_SAMPLED = 2**28
+"""bytes that are hashed for the fingerprint; whole blocks, and two of each file at least"""
+_SAMPLE = 2**16
+"""bytes of a block"""
+_IDS_PER_LOOK = 2**16
+"""ids in which the first document after a place is sought at a time"""
+_VERSION = 2
+"""of the description"""
+
+
+class _Piece(NamedTuple):
+    """A part of a shard that belongs to one split."""
+
+    shard: TokenShard
+    first: int
+    """token of the shard with which it begins"""
+    end: int
+    """token of the shard before which it ends"""
+
+
+class _Description(NamedTuple):
+    """What is in the files."""
+
+    pieces: dict[Split, list[_Piece]]
+    fingerprint: str
+    files: list[SourceFile]
+    """all that was read"""
+
+
+def in_place_settings(source: Source, data: Data) -> InPlaceSettings:
+    """Return what the config says of the files of a source."""
+    column = source.text_key if source.kind == "mds" and source.text_key != Source().text_key else ""
+    return InPlaceSettings(source.kind, data.dtype, data.separator, column, str(cache_root(data)))
+
+
+def token_files(source: Source) -> ChosenFiles:
+    """Return the files of a source that are a shard each, or list some: all in a folder, those that match a glob.
+
+    Raises DataError if there is none to train on.
+    """
+    pattern = _FORMATS[source.kind].pattern
+    path = os.path.expanduser(source.path)
+    if source.kind == "megatron" and not os.path.isdir(path):
+        index = Path(path).with_suffix(".idx") if os.path.exists(path) else Path(f"{path}.idx")
+        if index.is_file():  # of the .bin, or of the prefix that Megatron-LM's own options take
+            path = str(index)
+    found = find_files(path, lambda name: fnmatchcase(name, pattern))
+    if not os.path.lexists(path):
+        found = FoundFiles([file for file in found.files if Path(file.path).match(pattern)])
+    if not found.files:
+        hint = describe_missing(source.path)
+        raise DataError(f"data.sources: no file {pattern} at {source.path!r} (kind {source.kind!r}): {hint}")
+    return choose_by_name(source, found)
+
+
+def describe_in_place(source: Source, data: Data, vocab: int, earlier: bool = False) -> Path:
+    """Return the file in the cache that describes a source, after writing it if it is not there.
+
+    earlier: choose files as earlier versions did. Raises DataError if a file is not of the format, or has ids of
+    `vocab` or more among its first ones.
+    """
+    settings = in_place_settings(source, data)
+    files = earlier_token_files(source, _FORMATS[source.kind].pattern) if earlier else token_files(source)
+    listed = [_VERSION, settings._replace(cache=""), data.validation_fraction, files]
+    key = hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
+    path = cache_root(data) / f"{source.kind}-{key}.json"
+    if not path.is_file() or not _is_current(_read(path)):
+        description = _describe(settings, files, data.validation_fraction, vocab)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing([path]) as (file,):
+            file.write(json.dumps(description, default=str).encode())
+    return path
+
+
+def _is_current(description: _Description) -> bool:
+    """Return whether the files are as they were described."""
+    return all(stat_file(file.path) == file for file in description.files)
+
+
+def _describe(settings: InPlaceSettings, files: ChosenFiles, held_out: float, vocab: int) -> _Description:
+    """Return what is in the files of a source. `held_out`: share of the validation split if no file is one."""
+    reader = _FORMATS[settings.kind]
+    by_split: dict[Split, list[TokenShard]] = {split: [] for split in SPLITS}
+    for split, chosen in zip(SPLITS, files, strict=True):
+        for file in chosen:
+            by_split[split] += reader.list_shards(Path(file.path), settings)
+    pieces: dict[Split, list[_Piece]] = {}
+    for split, shards in by_split.items():
+        pieces[split] = [_Piece(shard, 0, shard.tokens) for shard in _joined(shards, settings, vocab)]
+    if not pieces["validation"] and held_out > 0:
+        pieces = _cut_documents(pieces["train"], settings, held_out)
+    found = [stat_file(str(file.path)) for file in _files_of(pieces)]
+    return _Description(pieces, _fingerprint(pieces, settings), found)
+
+
+def _joined(shards: Sequence[TokenShard], settings: InPlaceSettings, vocab: int) -> list[TokenShard]:
+    """Return the shards of a split, with whether each begins a document.
+
+    Raises DataError if an id among the first ones of a shard is not under `vocab`.
+    """
+    joined: list[TokenShard] = []
+    last_id = -1
+    for shard in shards:
+        tokens = _PieceTokens(_Piece(shard, 0, shard.tokens), settings, vocab)
+        tokens.read_ids(0, min(shard.tokens, _IDS_PER_LOOK))
+        joined.append(shard._replace(starts_document=not joined or tokens.begins_after(last_id)))
+        last_id = int(tokens.read_ids(shard.tokens - 1, shard.tokens)[0])
+        tokens.close()
+    return joined
+
+
+def _cut_documents(pieces: Sequence[_Piece], settings: InPlaceSettings, held_out: float) -> dict[Split, list[_Piece]]:
+    """Return the pieces of both splits: the last documents, `held_out` of all ids, are the validation split."""
+    place = int(sum(piece.end for piece in pieces) * (1 - held_out))
+    train: list[_Piece] = []
+    validation: list[_Piece] = []
+    for piece in pieces:
+        if validation:
+            validation.append(piece)
+            continue
+        cut = piece.end
+        if place < piece.end:
+            cut = _first_begin(piece, max(0, place), settings)
+        place -= piece.end
+        train.append(piece._replace(end=cut))
+        if cut < piece.end:
+            validation.append(piece._replace(first=cut))
+    return {"train": [piece for piece in train if piece.end > piece.first], "validation": validation}
+
+
+def _first_begin(piece: _Piece, first: int, settings: InPlaceSettings) -> int:
+    """Return the first token of a shard, from `first` on, that begins a document; the end of the shard if none does."""
+    tokens = _FORMATS[settings.kind].open_shard(piece.shard, settings)
+    try:
+        for start in range(first, piece.end, _IDS_PER_LOOK):
+            begins = tokens.read_begins(start, min(start + _IDS_PER_LOOK, piece.end))
+            if len(begins):
+                return int(begins[0])
+        return piece.end
+    finally:
+        tokens.close()
+
+
+def _files_of(pieces: Mapping[Split, Sequence[_Piece]]) -> list[CorpusFile]:
+    """Return the files of a corpus, each once."""
+    files: dict[CorpusFile, None] = {}
+    for split in SPLITS:
+        for piece in pieces[split]:
+            files.update(dict.fromkeys(piece.shard.files))
+    return list(files)
+
+
+def _fingerprint(pieces: Mapping[Split, Sequence[_Piece]], settings: InPlaceSettings) -> str:
+    """Return a hash of what is read of the files: ids, their order, splits and document boundaries; not the folder."""
+    files = _files_of(pieces)
+    number_of = {file: number for number, file in enumerate(files)}
+    total = sum(file.size for file in files)
+    digest = hashlib.sha256(json.dumps(settings._replace(cache="")).encode())
+    for split in SPLITS:
+        for piece in pieces[split]:
+            numbers = [number_of[file] for file in piece.shard.files]
+            described = [split, numbers, piece.first, piece.end, piece.shard.starts_document]
+            digest.update(json.dumps(described).encode())
+    for file in files:
+        digest.update(f"{file.size}".encode())
+        with file.path.open("rb") as content:
+            for block in _sampled_blocks(file.size, total):
+                content.seek(block * _SAMPLE)
+                digest.update(content.read(_SAMPLE))
+    return digest.hexdigest()[:16]
+
+
+def _sampled_blocks(size: int, total: int) -> list[int]:
+    """Return the blocks of a file of `size` bytes that are hashed, in a corpus of `total` bytes."""
+    blocks = max(1, math.ceil(size / _SAMPLE))
+    share = blocks * _SAMPLED // total
+    wanted = min(blocks, max(2, share))
+    places = np.linspace(0, blocks - 1, wanted).astype(int)
+    return np.unique(places).tolist()
+
+
+def _read(path: Path) -> _Description:
+    """Return a description that is in the cache."""
+    content_pieces, fingerprint, files = json.loads(path.read_bytes())
+    pieces: dict[Split, list[_Piece]] = {}
+    for split in SPLITS:
+        pieces[split] = []
+        for (paths, tokens, starts_document), first, end in content_pieces[split]:
+            corpus_files = [CorpusFile(Path(path), size) for path, size in paths]
+            pieces[split].append(_Piece(TokenShard(corpus_files, tokens, starts_document), first, end))
+    return _Description(pieces, fingerprint, [SourceFile(*file) for file in files])
+
+
+class _PieceTokens(OpenTokens):
+    """The open ids of a piece of a shard, counted from its begin, which are checked to be under a vocabulary."""
+
+    def __init__(self, piece: _Piece, settings: InPlaceSettings, vocab: int) -> None:
+        self._tokens = _FORMATS[settings.kind].open_shard(piece.shard, settings)
+        self._piece = piece
+        self._vocab = vocab
+
+    def read_ids(self, first: int, end: int) -> Ids:
+        """Return the ids of the tokens first <= i < end. Raises DataError if one is not under the vocabulary."""
+        offset = self._piece.first
+        ids = self._tokens.read_ids(first + offset, end + offset)
+        if len(ids) and ids.max() >= self._vocab:
+            index = int(np.argmax(ids >= self._vocab))
+            raise DataError(
+                f"{self._piece.shard.files[0].path}: its token {first + offset + index:,} has the id {ids[index]} >= "
+                f"model.vocab = {self._vocab}: raise model.vocab, or see whether kind and data.dtype are right"
+            )
+        return ids
+
+    def read_begins(self, first: int, end: int) -> Begins:
+        """Return which of the tokens first <= i < end begin a document, ascending."""
+        offset = self._piece.first
+        return self._tokens.read_begins(first + offset, end + offset) - offset
+
+    def begins_after(self, last_id: int) -> bool:
+        """Return whether the first token begins a document where the shard before ends with `last_id`."""
+        return self._tokens.begins_after(last_id)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._tokens.close()
+
+
+class InPlaceCorpus(ShardStream):
+    """A corpus in the files of another program, as a description in the cache says."""
+
+    def __init__(self, description: Path, settings: InPlaceSettings, vocab: int) -> None:
+        """Read a description. `vocab`: ids must be under this."""
+        self._description_path = description
+        self._settings = settings
+        self._vocab = vocab
+        self._pieces, self.fingerprint, _ = _read(description)
+        lengths = {}
+        for split in SPLITS:
+            lengths[split] = [piece.end - piece.first for piece in self._pieces[split]]
+        super().__init__(lengths)
+
+    def __reduce__(self) -> tuple[type["InPlaceCorpus"], tuple[Path, InPlaceSettings, int]]:
+        return InPlaceCorpus, (self._description_path, self._settings, self._vocab)  # it is read again, not sent
+
+    def open_shard(self, split: Split, number: int) -> OpenTokens:
+        """Open a part of a shard. Raises DataError if a file is missing or has another size."""
+        return _PieceTokens(self._pieces[split][number], self._settings, self._vocab)
+
+    def describe(self) -> str:
+        """Return how much there is, in words."""
+        files = len(_files_of(self._pieces))
+        train, held_out = self.tokens("train"), self.tokens("validation")
+        return f"{files:,} files, {train:,} tokens to train on, {held_out:,} held out"

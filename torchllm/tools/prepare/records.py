@@ -1,0 +1,205 @@
+"""One record of a raw source: a document, or what is wrong with it.
+
+Everything that can be wrong with a text is found here, before any of it is tokenized, and written into the record. So
+reading continues, and `data.on_bad_record` decides later.
+"""
+
+import codecs
+from collections.abc import Iterator
+from hashlib import blake2b
+from typing import NamedTuple
+
+from torchllm.tools.prepare.file_form import foreign_form
+from torchllm.tools.prepare.unpack import first_bytes, open_unpacked
+
+BLOCK = 2**18
+"""bytes read, or characters handled, at a time"""
+IN_MEMORY = 2**19
+"""a text of more bytes is tokenized in pieces; a text file of more bytes is not kept in memory, but read again"""
+EMPTY_FILE = "empty file"
+"""what a file is that holds nothing but blanks: no fault, for there is nothing that could be missed"""
+UNREADABLE = "unreadable file"
+"""fault of a file that cannot be read; a file in several shards has it in each"""
+ANOTHER_FORM = "file of another form"
+"""fault of a file that is not of the kind of its source"""
+WRONG_KEY = "wrong key"
+"""fault of a record, or of a file of records, that has nothing under the key of the config"""
+NO_PLACE_TO_CUT = "no place to cut"
+"""fault of a long text that cannot be tokenized in pieces"""
+
+
+class Origin(NamedTuple):
+    """Where a record, or its fault, begins."""
+
+    name: str
+    """file; of a data set of the hub, its id and split"""
+    row: int | None = None
+    """number of the row, from 0"""
+    byte: int | None = None
+    """offset in the file"""
+
+    def describe(self) -> str:
+        """Return file:line, file and row, or file.
+
+        The line is found by counting line ends from the start of the file, so call this for an error message only.
+        """
+        if self.row is not None:
+            return f"{self.name} row {self.row}"
+        if self.byte is None:
+            return self.name
+        return f"{self.name}:{_line_ends(self.name, self.byte) + 1}"
+
+
+def _line_ends(path: str, stop: int) -> int:
+    """Return the number of line ends in the first `stop` bytes of a file."""
+    count = 0
+    with open_unpacked(path) as file:
+        while stop > 0:
+            block = file.read(min(BLOCK, stop))
+            if not block:
+                break
+            count += block.count(b"\n")
+            stop -= len(block)
+    return count
+
+
+class TextRecord(NamedTuple):
+    """One record of a source: a document, or what is wrong with it."""
+
+    origin: Origin
+    text: str = ""
+    """empty if the record has a fault, or is a large file"""
+    size: int = 0
+    """bytes of the text in UTF-8"""
+    text_hash: int = 0
+    """64 bits of the BLAKE2b of the text in UTF-8: the same text has the same hash in any source"""
+    fault: str = ""
+    """kind of fault, such as "not UTF-8"; empty for a good record"""
+    detail: str = ""
+    """of the fault, for the error message"""
+
+    @property
+    def is_long(self) -> bool:
+        """Return whether the text is tokenized in pieces."""
+        return self.size > IN_MEMORY
+
+    def blocks(self) -> Iterator[str]:
+        """Yield the text in blocks of at most BLOCK characters; a large file is read again."""
+        if not self.text and self.size:
+            yield from _decoded_file(self.origin.name)
+        for start in range(0, len(self.text), BLOCK):
+            yield self.text[start : start + BLOCK]
+
+
+class _TextHash:
+    """Size and hash of a text that is seen block by block."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._digest = blake2b(digest_size=8)
+
+    def update(self, encoded: bytes) -> None:
+        """Add a block of the text in UTF-8."""
+        self.size += len(encoded)
+        self._digest.update(encoded)
+
+    def value(self) -> int:
+        """Return the hash as a number of 64 bits."""
+        return int.from_bytes(self._digest.digest(), "little")
+
+
+def check_text(text: object, origin: Origin) -> TextRecord:
+    """Return the record of a value that should be a text."""
+    if not isinstance(text, str):
+        return TextRecord(origin, fault="not text", detail=f" but {type(text).__name__}")
+    if not text or text.isspace():
+        return TextRecord(origin, fault="empty document")
+    if "\0" in text:
+        return TextRecord(origin, fault="NUL character")
+    text_hash = _TextHash()
+    try:
+        for start in range(0, len(text), BLOCK):
+            text_hash.update(text[start : start + BLOCK].encode())
+    except UnicodeEncodeError:
+        return TextRecord(origin, fault="half of a surrogate pair", detail=" (not Unicode text)")
+    return TextRecord(origin, text, text_hash.size, text_hash.value())
+
+
+class _BadByte(ValueError):
+    """A text file is not UTF-8, or has a NUL character."""
+
+    def __init__(self, offset: int, value: int) -> None:
+        """`value` is the byte at `offset` of the file."""
+        self.offset = offset
+        self.value = value
+
+
+def _decoded_file(path: str) -> Iterator[str]:
+    """Yield the text of a UTF-8 file in blocks, without its byte order mark. Raises _BadByte, and OSError."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with open_unpacked(path) as file:
+        offset = 0
+        mark = file.read(len(codecs.BOM_UTF8))
+        following = mark
+        if mark == codecs.BOM_UTF8:
+            offset = len(mark)
+            following = b""
+        while True:
+            raw = following + file.read(BLOCK)
+            following = b""
+            undecoded = len(decoder.getstate()[0])  # the first bytes of a character that ends in this block
+            try:
+                text = decoder.decode(raw, final=not raw)
+            except UnicodeDecodeError as error:
+                raise _BadByte(offset - undecoded + error.start, error.object[error.start]) from error
+            if b"\0" in raw:
+                raise _BadByte(offset + raw.index(b"\0"), 0)
+            yield text
+            if not raw:
+                break
+            offset += len(raw)
+
+
+def read_text_file(path: str) -> TextRecord:
+    """Return the record of a whole text file, which is read block by block.
+
+    The text of a file over IN_MEMORY bytes is not in the record; `TextRecord.blocks` reads it.
+    """
+    text_hash = _TextHash()
+    in_memory: list[str] = []
+    blank = True
+    try:
+        if form := foreign_form(first_bytes(path)):
+            return another_form(path, form)
+        for text in _decoded_file(path):
+            text_hash.update(text.encode())
+            blank = blank and (not text or text.isspace())
+            if text_hash.size <= IN_MEMORY:
+                in_memory.append(text)
+            else:
+                in_memory.clear()
+    except OSError as error:
+        return unreadable_file(path, error)
+    except _BadByte as error:
+        if error.value == 0:
+            return TextRecord(Origin(path, byte=error.offset), fault="NUL character")
+        return not_utf8(path, error.offset, error.value)
+    if blank:
+        return TextRecord(Origin(path), fault=EMPTY_FILE)
+    return TextRecord(Origin(path), "".join(in_memory), text_hash.size, text_hash.value())
+
+
+def unreadable_file(path: str, error: Exception) -> TextRecord:
+    """Return the record of a file that cannot be read."""
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return TextRecord(Origin(path), fault=UNREADABLE, detail=f" ({reason})")
+
+
+def another_form(path: str, form: str) -> TextRecord:
+    """Return the record of a file that is known to be of another form; `form` says which, and what to do."""
+    return TextRecord(Origin(path), fault=ANOTHER_FORM, detail=f": it is {form}")
+
+
+def not_utf8(path: str, byte: int, value: int) -> TextRecord:
+    """Return the record of bytes that are not UTF-8; the first wrong one is at `byte` of the file."""
+    return TextRecord(Origin(path, byte=byte), fault="not UTF-8", detail=f" (byte 0x{value:02x})")

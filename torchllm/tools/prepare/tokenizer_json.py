@@ -1,0 +1,201 @@
+"""Write a run's tokenizer as the files that transformers reads: tokenizer.json and tokenizer_config.json.
+
+A Hugging Face tokenizer is copied. Bytes and tiktoken rank files are converted, and only if the result gives the same
+ids: pairs of tokens that tiktoken merges by their rank become a list of merges, and the pattern, which another library
+of regular expressions reads, loses its possessive quantifiers.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchllm.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, TiktokenTokenizer, Tokenizer
+from torchllm.tools.prepare.chat.plan import ChatPlan
+from torchllm.tools.prepare.chat.template import TEMPLATE_FILE, TOKENIZER_CONFIG, special_names, special_tokens_of
+
+if TYPE_CHECKING:
+    import tiktoken
+    import tokenizers
+
+COPIED = (TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE)
+"""files beside a tokenizer.json that belong to it"""
+TRIED_TEXTS = 200
+"""texts of tokens drawn at random by which a conversion is tested, besides those written here"""
+TRIED_TOKENS = 50
+"""tokens of each"""
+TEXTS = (
+    "",
+    " ",
+    "Hello, world! It's 3.14159 o'clock; they'll SAY'S I'D we'Ve don't",
+    "  two  blanks\n\n\nthree lines \t tabs\r\n and \r returns \n \n",
+    "def f(x):\n    return x**2 + 1234567890  # (comment)\n\n",
+    "Größe, naïve, Ελληνικά, русский, 中文字符, 日本語, 한국어, العربية, हिन्दी, 🙂👩‍👩‍👧‍👦",
+    "https://example.org/a_b-c?d=e&f=%20 <|not a token|> […] $1,000.00!!!...???",
+    "\u00a0\u2003wide\u200bspaces \u017f'\u017f",
+    "x" * 300 + " " * 300 + "\n" * 300,
+)
+"""texts of all kinds"""
+
+
+class InexactTokenizer(Exception):
+    """A tokenizer for which no tokenizer.json with the same ids can be made. The message says why."""
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int, chat: ChatPlan | None = None) -> None:
+    """Write the files of a tokenizer into a folder.
+
+    max_length: tokens of the longest text for the model. chat: whose template is written; None: that of the tokenizer.
+
+    Raises InexactTokenizer, and writes nothing, if a conversion would give other ids than the tokenizer.
+    """
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        source = Path(tokenizer.name).expanduser()
+        shutil.copyfile(source, folder / "tokenizer.json")
+        for name in COPIED:
+            if source.with_name(name).is_file():
+                shutil.copyfile(source.with_name(name), folder / name)
+        encoding = tokenizer.encoding
+    else:
+        assert isinstance(tokenizer, (ByteTokenizer, TiktokenTokenizer))
+        encoding = convert(tokenizer)
+        encoding.save(str(folder / "tokenizer.json"))
+    config = folder / TOKENIZER_CONFIG
+    if not config.exists():
+        content = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": None if tokenizer.begin is None else encoding.id_to_token(tokenizer.begin),
+            "eos_token": encoding.id_to_token(tokenizer.end),
+            "model_max_length": max_length,
+            "clean_up_tokenization_spaces": False,
+        }
+        _write_json(config, content)
+    if chat is not None:
+        content = json.loads(config.read_text("utf-8"))
+        template = with_special_tokens(chat.template, chat.special_tokens, special_tokens_of(content))
+        (folder / TEMPLATE_FILE).write_text(template, encoding="utf-8")
+        _write_json(config, content | {"chat_template": template})
+
+
+def with_special_tokens(template: str, known: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """Return a chat template that gives the texts of a run where the special tokens have other names.
+
+    known: the texts of special tokens as the run knew them, by their names in a template. now: as the tokenizer that is
+    written knows them.
+    """
+    lines = []
+    for name in sorted(special_names(template)):
+        if known.get(name, "") != now.get(name, ""):
+            lines.append(f"{{% set {name} = {json.dumps(known.get(name, ''))} %}}\n")  # Jinja drops the line end
+    return "".join(lines) + template
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def convert(tokenizer: ByteTokenizer | TiktokenTokenizer) -> "tokenizers.Tokenizer":
+    """Return a tokenizer of the library tokenizers with the same ids, which puts the begin token, if there is one,
+    before each text.
+
+    Raises InexactTokenizer if a text is found that has other ids.
+    """
+    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
+    from tokenizers import Tokenizer as LibraryTokenizer
+
+    special = {name: tokenizer.encoding.encode_single_token(name) for name in tokenizer.encoding.special_tokens_set}
+    ranks = token_ranks(tokenizer.encoding)
+    ids = {printable(token): rank for token, rank in ranks.items()} | special
+    merges = [(printable(left), printable(right)) for left, right in merges_of(ranks)]
+    has_pattern = isinstance(tokenizer, TiktokenTokenizer)
+    converted = LibraryTokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=has_pattern))
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    converted.pre_tokenizer = byte_level
+    if isinstance(tokenizer, TiktokenTokenizer):
+        try:
+            split = pre_tokenizers.Split(Regex(without_possessive(tokenizer.split)), "isolated")
+        except Exception as error:  # the library raises bare Exception
+            raise InexactTokenizer(f"its pattern is none of the library tokenizers ({error})") from error
+        converted.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    converted.decoder = decoders.ByteLevel()
+    converted.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in special])
+    if tokenizer.begin is not None:
+        begin = converted.id_to_token(tokenizer.begin)
+        converted.post_processor = processors.TemplateProcessing(
+            single=f"{begin} $A", pair=f"{begin} $A {begin}:1 $B:1", special_tokens=[(begin, tokenizer.begin)]
+        )
+    check_same_ids(tokenizer, converted, special)
+    return converted
+
+
+def token_ranks(encoding: "tiktoken.Encoding") -> dict[bytes, int]:
+    """Return the bytes of all tokens but the special ones, with their ids, which are their ranks."""
+    special = {encoding.encode_single_token(name) for name in encoding.special_tokens_set}
+    ranks = {}
+    for token in range(encoding.n_vocab):
+        if token in special:
+            continue
+        with suppress(KeyError):  # ids may have gaps
+            ranks[encoding.decode_single_token_bytes(token)] = token
+    return ranks
+
+
+def merges_of(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """Return the pairs of tokens whose bytes together are a token, by the rank of that; of one token by the pair's."""
+    merges = []
+    for token, rank in ranks.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in ranks and right in ranks:
+                merges.append((rank, ranks[left], ranks[right], left, right))
+    merges.sort()
+    return [(left, right) for *_, left, right in merges]
+
+
+def without_possessive(pattern: str) -> str:
+    """Return a pattern of tiktoken's library as that of tokenizers reads it.
+
+    The latter takes `{1,3}+` for a repetition of a repetition, and `$` for the end of each line.
+    """
+    return re.sub(r"(\{\d+(?:,\d*)?\}|(?<!\\)[?*+])\+", r"\1", pattern).replace("$", r"\z")
+
+
+def _printable_bytes() -> dict[int, str]:
+    """Return the character that stands for each byte in a tokenizer.json, as in GPT-2's vocabulary."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    characters = {value: chr(value) for value in shown}
+    hidden = [value for value in range(256) if value not in characters]
+    for number, value in enumerate(hidden):
+        characters[value] = chr(256 + number)
+    return characters
+
+
+PRINTABLE_BYTES = _printable_bytes()
+
+
+def printable(token: bytes) -> str:
+    """Return the text that stands for a token's bytes in a tokenizer.json."""
+    return "".join(PRINTABLE_BYTES[value] for value in token)
+
+
+def check_same_ids(tokenizer: Tokenizer, converted: "tokenizers.Tokenizer", special: Mapping[str, int]) -> None:
+    """Raise InexactTokenizer if the converted tokenizer gives a text other ids, or a special token another one."""
+    for name, token in special.items():
+        if converted.token_to_id(name) != token:
+            raise InexactTokenizer(f"the special token {name} would be {converted.token_to_id(name)}, not {token}")
+    random = np.random.default_rng(0)
+    drawn = random.integers(0, tokenizer.vocab, (TRIED_TEXTS, TRIED_TOKENS))
+    texts = [*TEXTS, *(tokenizer.decode(ids.tolist()) for ids in drawn)]
+    converted.encode_special_tokens = True  # as the tokenizers of a run do: a document has none
+    for text, ids in zip(texts, tokenizer.encode_documents(texts), strict=True):
+        new_ids = converted.encode(text, add_special_tokens=False).ids
+        if new_ids != ids.tolist():
+            raise InexactTokenizer(
+                f"the text {text[:80]!r} would have other ids: {new_ids[:8]}, not {ids[:8].tolist()}"
+            )
+    converted.encode_special_tokens = False

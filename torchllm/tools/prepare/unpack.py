@@ -1,0 +1,95 @@
+"""Read compressed files as what is in them: gzip, zstd and lz4 (of several frames, too), bz2 and xz.
+
+A compressed file can be read from its begin only. What it unpacks to is limited: a file of some KB may hold more than
+all memory and disks.
+"""
+
+import io
+import lzma
+import os
+from typing import Any, BinaryIO, NoReturn
+
+from torchllm.data.error import DataError
+from torchllm.tools.prepare.file_form import HEAD, compression_of
+
+_BUFFER = 2**18
+"""bytes unpacked at a time"""
+_ALWAYS = 2**30
+"""bytes that any file may unpack to"""
+_TIMES = 100
+"""its size, that a file may unpack to"""
+LONGEST = 2**27
+"""bytes of a line, or of a document between delimiters, in a compressed file"""
+
+
+def compression_of_file(path: str) -> str:
+    """Return how a file is compressed; "" if it is not. Raises OSError."""
+    with open(path, "rb", buffering=0) as file:
+        return compression_of(file.read(HEAD))
+
+
+def open_unpacked(path: str) -> BinaryIO:
+    """Open a file for reading, a compressed one as what is in it: then it has no `seek`. Raises OSError."""
+    compression = compression_of_file(path)
+    if not compression:
+        return open(path, "rb", buffering=_BUFFER)
+    return io.BufferedReader(_Unpacked(path, compression), _BUFFER)
+
+
+def first_bytes(path: str, size: int = HEAD) -> bytes:
+    """Return the first bytes of what is in a file. Raises OSError."""
+    with open_unpacked(path) as file:
+        return file.read(size)
+
+
+def most_unpacked(size: int) -> int:
+    """Return to how many bytes a file of `size` bytes may unpack."""
+    return _ALWAYS + _TIMES * size
+
+
+def refuse_bomb(path: str, size: int) -> NoReturn:
+    """Raise the DataError of a file of `size` bytes that unpacks to more than it may."""
+    raise DataError(
+        f"{path} has {size:,} bytes and unpacks to over {most_unpacked(size):,}, as hardly any text does: take it out "
+        "of data.sources.path or, if you know what is in it, write it anew without compression"
+    )
+
+
+def _open_stream(path: str, compression: str) -> Any:
+    if compression == "xz":
+        return lzma.open(path)
+    import pyarrow
+
+    return pyarrow.input_stream(path, compression=compression)
+
+
+class _Unpacked(io.RawIOBase):
+    """What is in a compressed file."""
+
+    def __init__(self, path: str, compression: str) -> None:
+        self._path = path
+        self._compression = compression
+        self._size = os.path.getsize(path)
+        self._unpacked = 0
+        self._stream = _open_stream(path, compression)
+
+    def readable(self) -> bool:
+        """Say that this can be read."""
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Unpack the next bytes. Raises OSError if they are damaged or missing, DataError if they are too many."""
+        try:
+            count: int = self._stream.readinto(buffer)
+        except (OSError, EOFError, ValueError, lzma.LZMAError) as error:  # pyarrow's own errors are ValueErrors
+            raise OSError(f"{self._compression}, and damaged or cut off: {error}") from error
+        self._unpacked += count
+        if self._unpacked > most_unpacked(self._size):
+            refuse_bomb(self._path, self._size)
+        return count
+
+    def close(self) -> None:
+        """Close the file."""
+        if not self.closed:
+            self._stream.close()
+        super().close()

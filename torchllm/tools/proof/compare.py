@@ -1,0 +1,299 @@
+"""Compare two trainings parameter by parameter: of a layout, and of one process.
+
+In float32 the errors are those of sums in another order: small, unless a sum cancels, as it may in the gradients of
+queries and keys. So what is over its bound in float32 is tried again in float64 (`prove.py`), where a mistake stays and
+rounding goes. The updates are judged apart from the gradients: a weight may be as far from one process's as that one
+moves it if its gradients change by their bound. AdamW with its usual epsilon lets a gradient that is rounding alone
+decide a weight; SGD does not.
+
+In bfloat16 every product is rounded, on one process too: its
+own error, against float32, is the measure of what a layout may add. Single parameters are no measure there: under tp 8,
+where the ranks' parts of a product are rounded before they are summed, the error of some is 1.6 times one process's
+own, while the largest and the median of all parameters are at most 1.25 times theirs.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+
+from torchllm.tools.proof.gather import FloatArray
+from torchllm.tools.proof.record import Trained, scales
+
+GRADIENT_ERROR = 1e-5
+"""of a parameter's largest gradient: the worst seen over correct layouts is 2e-6"""
+LOSS_ERROR = 1e-6
+"""relative"""
+WEIGHT_ERROR = 6e-7
+"""of weights up to 1, and a share of larger ones: some roundings of float32, which is good to 6e-8 there"""
+RESPONSE_GROWTH = 2.0
+"""how many times one process's own response to other gradients a weight's error may be"""
+BFLOAT16_GROWTH = 1.4
+"""how many times one process's own bfloat16 error that of a layout may be"""
+BFLOAT16_LOSS_ERROR = 1e-3
+"""relative; where one process's own error is larger, `BFLOAT16_GROWTH` times that"""
+
+FLOAT8_LOSS_ERROR = 2e-2
+"""relative; the worst seen over correct layouts is 6e-3, of a validation loss after one step"""
+
+
+def largest_element(values: FloatArray) -> float:
+    """Return the largest absolute value."""
+    return float(np.abs(values).max(initial=0.0))
+
+
+def root_mean_square(values: FloatArray) -> float:
+    """Return the root of the mean of the squares."""
+    return float(np.sqrt(np.square(values, dtype=np.float64).mean()))
+
+
+State = Mapping[str, FloatArray]
+"""tensors by name"""
+
+
+class ErrorBounds(NamedTuple):
+    """How far a training may be from the one that it is compared with."""
+
+    size: Callable[[FloatArray], float]
+    """what of an error, and of a gradient, is compared"""
+    gradient: float
+    """of each parameter's gradient, relative to its size (see `gradient_error`)"""
+    median: float
+    """of the errors of all parameters of a step"""
+    loss: float
+    """relative"""
+    norm: float
+    """of the gradient, relative"""
+    weights: float
+    """of each weight after a step, if it is at most 1, and a share of larger ones"""
+    has_smallest_scale: bool = False
+    """whether a gradient far smaller than the model's largest one is measured by a share of that (`record.scales`)"""
+    responses: Sequence[State] = ()
+    """per step, how far one process's weights move if its gradients do; weights may differ by more by so much"""
+    extra_response: State = MappingProxyType({})
+    """the same of the recipe's extra state after the last step"""
+
+
+FLOAT32 = ErrorBounds(
+    largest_element,
+    GRADIENT_ERROR,
+    median=GRADIENT_ERROR,
+    loss=LOSS_ERROR,
+    norm=GRADIENT_ERROR,  # it is float64 over float32 gradients, each good to about 1e-6
+    weights=WEIGHT_ERROR,
+)
+
+
+def bfloat16_bounds(own: Trained, exact: Trained) -> ErrorBounds:
+    """Return how far a layout may be from one process in float32, where it computes in bfloat16.
+
+    own: one process in bfloat16, with the layout's micro batches; exact: in float32, whose error does not count. Both
+    in bfloat16 are made to choose the experts of that one (`forced_routing.py`).
+    """
+    errors = gradient_errors(own.gradients[0], exact.gradients[0], root_mean_square).values()
+    worst = BFLOAT16_GROWTH * max(errors)
+    return ErrorBounds(
+        root_mean_square,
+        worst,
+        median=BFLOAT16_GROWTH * median(errors),
+        loss=max(BFLOAT16_LOSS_ERROR, BFLOAT16_GROWTH * abs(own.losses[0] / exact.losses[0] - 1)),
+        norm=worst,
+        weights=np.inf,
+    )
+
+
+def float32_bounds(expected: Trained, nudged: Sequence[Trained]) -> ErrorBounds:
+    """Return how far a layout may be from one process. nudged: the same with gradients changed by `GRADIENT_ERROR`.
+
+    Without these no update may amplify rounding.
+    """
+    bounds = FLOAT32._replace(has_smallest_scale=True)
+    if not nudged:
+        return bounds
+    responses = []
+    for step, weights in enumerate(expected.weights):
+        responses.append(_response(weights, [other.weights[step] for other in nudged]))
+    extra_response = _response(expected.extra_state, [other.extra_state for other in nudged])
+    return bounds._replace(responses=responses, extra_response=extra_response)
+
+
+def _response(state: State, others: Sequence[State]) -> State:
+    """Return how far each element is from those of `others` at most, and half of all elements besides.
+
+    The second is for updates, such as Muon's, in which each element depends on the gradients of all.
+    """
+    response = {}
+    for name, values in state.items():
+        largest = np.max([np.abs(other[name] - values) for other in others], axis=0)
+        response[name] = RESPONSE_GROWTH * (largest + np.median(largest))
+    return response
+
+
+def float8_bounds(own: Trained, exact: Trained) -> ErrorBounds:
+    """Return how far a layout may be from one process in float32, where products are in float8; own: with these."""
+    return bfloat16_bounds(own, exact)._replace(loss=FLOAT8_LOSS_ERROR)
+
+
+class Agreement(NamedTuple):
+    """How well a training agrees with another one."""
+
+    parameter: str
+    """whose gradient has the largest error, in the first step with one that is wrong"""
+    error: float
+    """of that gradient"""
+    findings: list[str]
+    """what does not agree, the cause first; empty: the two are the same model"""
+    precision: str = ""
+    """in which they agree, where it is not that of the proof: float64"""
+
+
+def compare_trainings(trained: Trained, expected: Trained, bounds: ErrorBounds) -> Agreement:
+    """Compare two trainings: gradients and weights of each step, losses, the gradients' norms, the recipe's own state.
+
+    trained: may have resumed another training, and has the steps after that.
+    """
+    expected = expected.since(trained.start)
+    findings = list(trained.findings)
+    if len(trained.losses) != len(expected.losses):
+        findings.append(f"{len(trained.losses)} steps were taken, not {len(expected.losses)}")
+    findings += _differing_step(trained, expected, bounds)
+    findings += _differing_numbers("loss", trained.losses, expected.losses, bounds.loss)
+    findings += _differing_numbers("gradient norm", trained.norms, expected.norms, bounds.norm)
+    losses = trained.validation_losses, expected.validation_losses
+    findings += _differing_numbers("validation loss", *losses, bounds.loss)
+    findings += _differing_tokens(trained.tokens_per_expert, expected.tokens_per_expert)
+    states = trained.extra_state, expected.extra_state
+    findings += _differing_state("extra state", *states, bounds.weights, bounds.extra_response)
+    worst = ParameterError("", 0.0)
+    for gradients, expected_gradients in zip(trained.gradients, expected.gradients, strict=False):
+        worst_of_step = _worst(gradient_errors(gradients, expected_gradients, bounds.size, bounds.has_smallest_scale))
+        if not worst_of_step.error <= worst.error:
+            worst = worst_of_step
+        if not worst.error <= bounds.gradient:
+            break
+    return Agreement(worst.parameter, worst.error, findings)
+
+
+class ParameterError(NamedTuple):
+    """The error of one parameter, of its gradient or its weights."""
+
+    parameter: str
+    error: float
+
+
+def _worst(errors: Mapping[str, float]) -> ParameterError:
+    """Return the parameter with the largest error; one that is not a number is larger than all others."""
+    worst = ParameterError("", 0.0)
+    for name, error in errors.items():
+        if not error <= worst.error:
+            worst = ParameterError(name, error)
+    return worst
+
+
+def _differing_step(trained: Trained, expected: Trained, bounds: ErrorBounds) -> list[str]:
+    """Return what is wrong with the first step whose gradients or weights are, [] if none is."""
+    for index, (gradients, expected_gradients) in enumerate(zip(trained.gradients, expected.gradients, strict=False)):
+        number = trained.start + index + 1
+        findings = _differing_gradients(f"step {number}", gradients, expected_gradients, bounds)
+        if findings and index:
+            findings[0] += "; no gradient of the steps before does: look at what a step leaves behind for the next one"
+        if not findings:
+            response = bounds.responses[number - 1] if bounds.responses else {}
+            weights = trained.weights[index], expected.weights[index]
+            findings = _differing_state(f"step {number}", *weights, bounds.weights, response)
+            if findings:
+                findings[0] += ": the update is wrong, not the gradient"
+        if findings:
+            return findings
+    return []
+
+
+def _differing_gradients(step: str, gradients: State, expected: State, bounds: ErrorBounds) -> list[str]:
+    """Return what is wrong with the gradients of a step, of several parameters the worst."""
+    findings = _missing(step, gradients, expected)
+    errors = gradient_errors(gradients, expected, bounds.size, bounds.has_smallest_scale)
+    worst = _worst(errors)
+    if not worst.error <= bounds.gradient:
+        others = sum(not error <= bounds.gradient for error in errors.values()) - 1
+        text = f"{step}, {worst.parameter}: gradient differs by {worst.error:.1e}, over {bounds.gradient:.1e}"
+        findings.append(text + _others(others))
+    if errors and not median(errors.values()) <= bounds.median:
+        middle = median(errors.values())
+        findings.append(f"{step}: the median error of the gradients is {middle:.1e}, over {bounds.median:.1e}")
+    return findings
+
+
+def _differing_state(when: str, state: State, expected: State, rounding: float, response: State) -> list[str]:
+    """Return what is wrong with weights or other tensors, of several the worst: as far from their bounds as it gets.
+
+    An element may differ by `rounding`, by that share of the tensor's largest one, and by its `response` besides.
+    """
+    findings = _missing(when, state, expected)
+    excess = {}
+    for name, values in expected.items():
+        if name in state:
+            bound = rounding * max(1.0, largest_element(values)) + response.get(name, np.zeros(()))
+            excess[name] = largest_element((state[name] - values) / bound)
+    worst = _worst(excess)
+    if not worst.error <= 1.0:
+        name = worst.parameter
+        difference = largest_element(state[name] - expected[name])
+        text = f"{when}, {name}: differs by {difference:.1e} afterwards, {worst.error:.1f} times its bound"
+        findings.append(text + _others(sum(not ratio <= 1.0 for ratio in excess.values()) - 1))
+    return findings
+
+
+def _missing(when: str, tensors: State, expected: State) -> list[str]:
+    """Return a finding for each tensor that only one of the two trainings has."""
+    findings = []
+    for name in sorted(tensors.keys() ^ expected.keys()):
+        fault = "nothing there" if name in expected else "one process does not have it"
+        findings.append(f"{when}, {name}: {fault}")
+    return findings
+
+
+def _others(count: int) -> str:
+    """Return how many other parameters are wrong too, for the end of a finding."""
+    return f" (and {count} others)" if count else ""
+
+
+def gradient_errors(
+    gradients: State, expected: State, size: Callable[[FloatArray], float], has_smallest_scale: bool = False
+) -> dict[str, float]:
+    """Return the error of every expected gradient, as a share of the size of the parameter's expected gradient.
+
+    A bias of the keys shifts every score of a query alike: its gradient is zero in theory and rounding in practice. Its
+    error is a share of the gradient of the keys' matrix, unless a norm follows the keys.
+    """
+    sizes = {name: size(gradient) for name, gradient in expected.items()}
+    if has_smallest_scale:
+        sizes = scales(sizes)
+    errors = {}
+    for name in expected:
+        if name not in gradients:
+            continue
+        scale_name = name
+        norms = {name.replace("k_proj.bias", f"{norm}.weight") for norm in ("k_norm", "k_width_norm")}
+        if name.endswith("k_proj.bias") and norms.isdisjoint(expected):
+            scale_name = name.replace("k_proj.bias", "k_proj.weight")
+        error, scale = size(gradients[name] - expected[name]), sizes[scale_name]
+        errors[name] = error / scale if scale else np.inf * bool(error)
+    return errors
+
+
+def _differing_numbers(name: str, numbers: Sequence[float], expected: Sequence[float], bound: float) -> list[str]:
+    """Return a finding for the first step whose number differs by more than `bound`, relative."""
+    for step, (number, expected_number) in enumerate(zip(numbers, expected, strict=False), start=1):
+        if not abs(number - expected_number) <= bound * abs(expected_number):
+            return [f"step {step}: {name} differs: {number:.8g} instead of {expected_number:.8g}"]
+    return []
+
+
+def _differing_tokens(steps: list[list[list[int]]], expected: list[list[list[int]]]) -> list[str]:
+    """Return a finding for the first step in which an expert had more or fewer tokens. By step, block and expert."""
+    for step, (tokens, expected_tokens) in enumerate(zip(steps, expected, strict=False), start=1):
+        if tokens != expected_tokens:
+            return [f"step {step}: tokens per expert differ: {tokens} instead of {expected_tokens}"]
+    return []

@@ -1,0 +1,144 @@
+"""The same experts for the same tokens, in every layout and type.
+
+In bfloat16 what a router gets is rounded, so that a token whose experts are nearly as good as others goes to these in
+another layout. A gradient of an expert then lacks a whole token, and no bound tells that from an error. So the choices
+of one process in float32 are recorded, and the routers that are compared with it are made to choose alike; what they
+compute with their choices is their own.
+
+A token is found again by what its router gets: rounding moves that by a hundredth, and another token is far away.
+
+In float32 layouts choose for themselves, for what they get differs in the last digits only. But of a few thousand
+choices one may hang on these: a model with such a choice is no measure of layouts, and `gap` tells it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchllm.config.errors import UserError
+from torchllm.facts.parameters import canonical_name
+from torchllm.models.experts import Router, Routing
+
+NEAREST = 0.3
+"""how far a token may be from the recorded one, as a share of its length: correct layouts are below 0.05"""
+
+
+class RouterUse(NamedTuple):
+    """A router in the training step, or in the evaluation after it.
+
+    They are apart, for between them the step moves the routers' biases: the same input may have other experts.
+    """
+
+    name: str
+    """canonical"""
+    trains: bool
+
+
+class Choices(NamedTuple):
+    """What a router has chosen, in one or several forward passes."""
+
+    inputs: Tensor
+    """hidden states of the tokens, (N, D) float32"""
+    experts: Tensor
+    """(N, K) int64, best first"""
+
+
+def routers_of(stages: Sequence[nn.Module]) -> dict[str, Router]:
+    """Return the routers of a rank's stages, by canonical name."""
+    routers = {}
+    for stage in stages:
+        for name, module in stage.named_modules():
+            if isinstance(module, Router):
+                routers[canonical_name(name)] = module
+    return routers
+
+
+LEAST_GAP = 5e-6
+"""some ten times what differs between layouts in float32: were two experts nearer to each other, a token could go to
+the one in one layout and to the other in another"""
+
+
+class ChoiceRecord:
+    """The choices of the routers of a whole model from now on."""
+
+    def __init__(self, stages: Sequence[nn.Module]) -> None:
+        """Record what each router chooses. stages: of one process in float32."""
+        self.smallest_gap = math.inf
+        """least `gap` of all passes; infinite before the first, and without experts"""
+        self._passes: dict[RouterUse, list[Choices]] = {}
+        for name, router in routers_of(stages).items():
+            router.register_forward_hook(partial(self._note, name))
+
+    def choices(self) -> dict[RouterUse, Choices]:
+        """Return the choices of all passes."""
+        joined = {}
+        for use, passes in self._passes.items():
+            inputs = torch.cat([choices.inputs for choices in passes])
+            joined[use] = Choices(inputs, torch.cat([choices.experts for choices in passes]))
+        return joined
+
+    def _note(self, name: str, router: Router, inputs: tuple[Tensor], routing: Routing) -> None:
+        """Add a forward pass: a forward hook."""
+        choices = Choices(inputs[0].detach().flatten(0, -2).float().clone(), routing.experts)
+        self._passes.setdefault(RouterUse(name, torch.is_grad_enabled()), []).append(choices)
+        self.smallest_gap = min(self.smallest_gap, gap(router, inputs[0]))
+
+
+@torch.no_grad()
+def gap(router: Router, x: Tensor) -> float:
+    """Return how near a token of x (B, S, D) is to choosing another expert.
+
+    It is the least difference between what a chosen expert was chosen by and what one that was not has of it, in
+    standard deviations: of the logits, whose order without a bias is that of the scores, or of score + bias. Infinite
+    where all experts are chosen.
+    """
+    preferences = x @ router.local(router.weight).T
+    if router.bias is not None:
+        preferences = router.preferences(router.score(preferences))
+    if router.top_k == preferences.shape[-1]:
+        return math.inf
+    ordered = preferences.sort(dim=-1, descending=True).values
+    smallest = float((ordered[..., router.top_k - 1] - ordered[..., router.top_k]).min())
+    return smallest / float(preferences.std()) if smallest else 0.0
+
+
+def force_choices(stages: Sequence[nn.Module], choices: Mapping[RouterUse, Choices]) -> None:
+    """Make the routers of a rank's stages choose what `choices` has for the same tokens, from now on."""
+    for name, router in routers_of(stages).items():
+        forced = ForcedChoices(name, choices)
+        router.register_forward_pre_hook(forced.find)
+        router.preferences = forced.preferences  # type: ignore[method-assign]  # whatever the scores are
+
+
+class ForcedChoices:
+    """Makes a router choose as another one did."""
+
+    def __init__(self, name: str, choices: Mapping[RouterUse, Choices]) -> None:
+        self.name = name
+        self.choices = choices
+        self.experts: Tensor | None = None
+        """of the forward pass that is under way, (B, S, K)"""
+
+    def find(self, router: nn.Module, inputs: tuple[Tensor]) -> None:
+        """Find the recorded choices for the tokens of a forward pass: a forward pre-hook.
+
+        Raises UserError if a token is none of those that are recorded.
+        """
+        choices = self.choices[RouterUse(self.name, torch.is_grad_enabled())]
+        x = inputs[0].detach().float()
+        distances = torch.cdist(x.flatten(0, -2), choices.inputs)
+        nearest, index = distances.min(dim=-1)
+        if (nearest > NEAREST * x.flatten(0, -2).norm(dim=-1)).any():
+            raise UserError(f"{self.name}: gets a token that one process in float32 does not have")
+        self.experts = choices.experts[index].view(*x.shape[:-1], -1)
+
+    def preferences(self, scores: Tensor) -> Tensor:
+        """Return by what experts are chosen, in place of the scores (..., E): see `Router.preferences`."""
+        assert self.experts is not None
+        top_k = self.experts.shape[-1]
+        ranks = torch.arange(top_k, 0, -1, device=scores.device, dtype=scores.dtype)
+        return torch.zeros_like(scores).scatter(-1, self.experts, ranks.expand_as(self.experts))

@@ -1,0 +1,351 @@
+"""Train a small copy of a config under many layouts with its recipe, and compare each with one process."""
+
+import pickle
+import tempfile
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from torchllm.config import Config
+from torchllm.config.errors import UserError
+from torchllm.tools.proof.axes import RESUMED, TECHNIQUES, Technique
+from torchllm.tools.proof.compare import (
+    GRADIENT_ERROR,
+    Agreement,
+    ErrorBounds,
+    bfloat16_bounds,
+    compare_trainings,
+    float8_bounds,
+    float32_bounds,
+)
+from torchllm.tools.proof.forced_routing import LEAST_GAP
+from torchllm.tools.proof.layouts import (
+    AXES,
+    BALANCED,
+    MICRO_BATCH,
+    OPTIONS,
+    PARALLEL,
+    RECOMPUTE,
+    SPLIT,
+    LayoutSpace,
+    Settings,
+    degrees,
+    describe_layout,
+    ranks_of,
+    with_settings,
+)
+from torchllm.tools.proof.pool import Pool, WorkerFailed
+from torchllm.tools.proof.recipe import import_recipe
+from torchllm.tools.proof.record import Recording, Trained, record_training
+from torchllm.tools.proof.sample import covering
+from torchllm.tools.proof.shrink import one_process, shrink, write_documents
+
+FLOAT32_STEPS = 3
+LARGEST_ROUNDING = 1e-2
+"""of a gradient in float32: what is farther off is wrong, and need not be tried in float64"""
+SAVED_STEP = 2
+"""after which a run is saved in one layout, to go on in another"""
+BFLOAT16_STEPS = 1
+"""after it the weights of two layouts differ by their rounding, and with them the next gradients"""
+
+
+SEEDS = 30
+"""that are tried for one with which the choices of experts do not hang on last digits"""
+
+
+class ProofOptions(NamedTuple):
+    """What is proven."""
+
+    ranks: int
+    """a layout has so many at most"""
+    dtype: str
+    """float32 or bfloat16"""
+    layouts: int | None
+    """how many layouts are drawn besides the techniques alone; None: until every pair of settings has occurred"""
+    seed: int
+    """of the draw, the weights and the data"""
+
+
+class ProvenLayout(NamedTuple):
+    """What came of one layout."""
+
+    layout: Settings
+    config: Config
+    agreement: Agreement
+    seconds: float
+    technique: Technique | None
+    """that the layout has alone"""
+    saved: Settings | None = None
+    """the layout of the run that this one resumes"""
+
+    @property
+    def is_right(self) -> bool:
+        """Whether it trains the same model as one process."""
+        return not self.agreement.findings
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it is one process."""
+        return self.config.parallel.ranks == 1
+
+    @property
+    def name(self) -> str:
+        """The layout in one line."""
+        name = name_of(self.layout)
+        return name if self.saved is None else f"{name_of(self.saved)}, saved; {name}, resumed"
+
+
+PLAIN: Settings = {
+    **dict.fromkeys(AXES, 1),
+    "parallel.sequence_parallel": False,
+    "parallel.scatter_gather": True,
+    "parallel.zero_stage": 3,
+    "parallel.ep": 1,
+    "parallel.keep_last_block": True,
+    "parallel.prefetch": 1,
+    SPLIT: BALANCED,
+    "recompute.mode": "none",
+    "recompute.k": 0,
+    "training.loss_chunk": 0,
+}
+"""values that a technique alone has, and that need not be printed"""
+
+
+def name_of(layout: Settings) -> str:
+    """Return a layout in one line."""
+    words = describe_layout({key: value for key, value in layout.items() if value != PLAIN.get(key)})
+    return words or "one process"
+
+
+def prove(
+    recipe: Path, config: Config, options: ProofOptions, pool: Pool, kept: Collection[str] = ()
+) -> Iterator[ProvenLayout]:
+    """Train small copies of a config with a recipe, and yield what came of each layout as soon as it is known.
+
+    First come the techniques alone, of one process and then of several; pairs of axes; a run that is saved and resumed;
+    then layouts in which every pair of settings occurs. If one process does not agree with itself, nothing else is
+    tried. kept: dotted keys of the config that stay as they are. UserError if the recipe fails in one process.
+    """
+    with tempfile.TemporaryDirectory(prefix="torchllm-prove-") as folder:
+        prover = Prover(recipe, config, options, Path(folder), pool, kept)
+        agrees_with_itself = all_right = True
+        for technique in TECHNIQUES:  # those of one process first
+            layout = prover.layout_with(technique)
+            if layout is None:
+                continue
+            if ranks_of(layout) > 1 and not agrees_with_itself:
+                return
+            result = prover.prove(layout, technique)
+            all_right &= result.is_right
+            agrees_with_itself &= result.is_right or ranks_of(layout) > 1
+            yield result
+        if not agrees_with_itself:
+            return
+        if all_right and not prover.is_bfloat16:  # else the layout that resumes may be wrong by itself
+            yield prover.prove_resumed()
+        for layout in prover.draw(options.layouts):
+            yield prover.prove(layout)
+
+
+class Prover:
+    """Trains the layouts of one small config, and compares them with one process."""
+
+    def __init__(
+        self,
+        recipe: Path,
+        config: Config,
+        options: ProofOptions,
+        folder: Path,
+        pool: Pool,
+        kept: Collection[str] = (),
+    ) -> None:
+        """Shrink the config. folder: an empty one, for the documents and the run."""
+        write_documents(folder, options.seed)
+        self.recipe, self.pool, self.seed, self.folder, self.kept = recipe, pool, options.seed, folder, kept
+        self.is_bfloat16 = options.dtype == "bfloat16"
+        self.steps = BFLOAT16_STEPS if self.is_bfloat16 else FLOAT32_STEPS
+        fixed = {"training.dtype": options.dtype, "run.seed": options.seed}
+        if not self.is_bfloat16:  # in float32 the layout is proven; float8 is a rounding of bfloat16
+            fixed["float8.recipe"] = "none"
+        self.base = with_settings(shrink(config, options.ranks, self.steps, folder, kept), fixed)
+        batch = self.base.training.global_batch_size
+        sizes = tuple(size for size in range(batch, 0, -1) if batch % size == 0)
+        drawn_options = {key: values for key, values in {**OPTIONS, MICRO_BATCH: sizes}.items() if key not in kept}
+        combined = {**degrees(options.ranks), **PARALLEL, **RECOMPUTE}
+        self.space = LayoutSpace(self.base, combined, drawn_options, options.ranks)
+        self.layouts = self.space.census().layouts
+        self.proven: list[Settings] = []
+        self.trained_alone: dict[tuple[Config, float, bool], Trained] = {}
+
+    def layout_with(self, technique: Technique) -> Settings | None:
+        """Return the smallest valid layout with a technique alone; None if the config allows none."""
+        if any(key in self.kept and not key.startswith("parallel.") for key in technique.settings):
+            return None
+        asked = {key: value for key, value in technique.settings.items() if key not in self.space.options}
+        for layout in self.layouts:
+            expected = {**PLAIN, **asked}
+            if any(layout.get(key, value) != value for key, value in expected.items()):
+                continue
+            if not asked.keys() <= layout.keys():
+                continue
+            for size in (technique.settings.get(MICRO_BATCH), *self.space.options.get(MICRO_BATCH, ())):
+                sized = layout | technique.settings | ({} if size is None else {MICRO_BATCH: size})
+                if self.space.is_valid(sized) and technique.is_used(self.space.config(sized)):
+                    return sized
+        return None
+
+    def draw(self, count: int | None) -> list[Settings]:
+        """Draw layouts: with those that are proven already they have every pair of settings, if count is None."""
+        if count == 0:
+            return []
+        return covering(self.space, self.layouts, self.seed, self.proven)[:count]
+
+    def prove(self, layout: Settings, technique: Technique | None = None) -> ProvenLayout:
+        """Train a layout and compare it with one process."""
+        started = time.monotonic()
+        self.proven.append(layout)
+        config = self.decided(self.space.config(layout))
+        return ProvenLayout(layout, config, self.agreement(config), time.monotonic() - started, technique)
+
+    def prove_resumed(self) -> ProvenLayout:
+        """Save a run in one layout, resume it in another one, and compare it with one process that was not resumed.
+
+        If that is wrong and saving and resuming in one process is too, it returns the latter.
+        """
+        saved, layout = self.layout_like({"parallel.dp_shard": 2}), self.layout_like({"parallel.tp": 2})
+        result = self._prove_resumed(saved, layout)
+        alone = self.layout_like({})
+        if not result.is_right and ranks_of(layout) > 1:
+            result_alone = self._prove_resumed(alone, alone)
+            return result if result_alone.is_right else result_alone
+        return result
+
+    def _prove_resumed(self, saved: Settings, layout: Settings) -> ProvenLayout:
+        started = time.monotonic()
+        config = self.decided(self.space.config(layout))
+        saving = with_settings(self.space.config(saved), {"run.seed": config.run.seed})
+        agreement = self.agreement(config, saving)
+        return ProvenLayout(layout, config, agreement, time.monotonic() - started, RESUMED, saved)
+
+    def layout_like(self, settings: Settings) -> Settings:
+        """Return the smallest valid layout with these settings alone, or of one process if there is none."""
+        layout = self.layout_with(Technique(settings, lambda config: True, ""))
+        return self.layout_like({}) if layout is None else layout
+
+    def agreement(self, config: Config, saving: Config | None = None) -> Agreement:
+        """Return how well a layout agrees with one process: in float64, if it does in that and not in float32.
+
+        saving: the layout of a run that is resumed.
+        """
+        found = self.agreement_in(config, saving, in_float64=False)
+        if not found.findings or self.is_bfloat16 or not found.error <= LARGEST_ROUNDING:
+            return found
+        exact = self.agreement_in(config, saving, in_float64=True)
+        return found if exact.findings else exact._replace(precision="float64")
+
+    def agreement_in(self, config: Config, saving: Config | None, in_float64: bool) -> Agreement:
+        """Return how well a layout agrees with one process in a type."""
+        alone = one_process(config)
+        expected = self.expected(alone, in_float64)
+        recording = Recording(self.steps, weights=expected.weights, in_float64=in_float64)
+        if self.is_bfloat16:
+            recording = Recording(self.steps, expected.choices)
+        try:
+            if saving is not None:
+                folder = {"run.folder": tempfile.mkdtemp(dir=self.folder)}
+                saving = with_settings(saving, {**folder, "checkpoint.interval": SAVED_STEP})
+                self.train(saving, recording._replace(steps=SAVED_STEP, saves=True))
+                config = with_settings(config, {**folder, "checkpoint.resume": "auto"})
+            trained = self.train(config, recording)
+        except WorkerFailed as error:
+            return Agreement("", float("nan"), [last_line(str(error))])
+        if self.is_bfloat16:
+            return compare_trainings(trained, expected, self.bfloat16_bounds(config, expected))
+        agreement = compare_trainings(trained, expected, float32_bounds(expected, ()))
+        if not agreement.findings or not agreement.error <= GRADIENT_ERROR:
+            return agreement
+        nudged = []
+        for nudge in (GRADIENT_ERROR, -GRADIENT_ERROR):
+            nudged.append(self.train_alone(alone, recording._replace(nudge=nudge)))
+        return compare_trainings(trained, expected, float32_bounds(expected, nudged))
+
+    def decided(self, config: Config) -> Config:
+        """Return the config with the next seed with which no token of one process is about to choose another expert.
+
+        In bfloat16 choices are forced, and any seed will do. UserError if there is none.
+        """
+        if self.is_bfloat16:
+            return config
+        for seed in range(self.seed, self.seed + SEEDS):
+            seeded = with_settings(config, {"run.seed": seed})
+            if self.expected(one_process(seeded)).smallest_gap >= LEAST_GAP:
+                return seeded
+        raise UserError(
+            f"--dtype: in float32 a token is about to choose another expert with each of {SEEDS} seeds: take bfloat16, "
+            "in which tokens go to the experts of one process"
+        )
+
+    def expected(self, config: Config, in_float64: bool = False) -> Trained:
+        """Return what one process computes in float32, or in float64. UserError if it is not seen to compute."""
+        config = with_settings(config, {"training.dtype": "float32", "float8.recipe": "none"})
+        trained = self.train_alone(config, Recording(self.steps, in_float64=in_float64))
+        if not any(trained.gradients):
+            raise UserError(f"{self.recipe}: no gradients are seen, for its optimizer is no torch.optim.Optimizer")
+        return trained
+
+    def bfloat16_bounds(self, config: Config, expected: Trained) -> ErrorBounds:
+        """Return how far a layout in bfloat16 may be from one process in float32."""
+        alone = one_process(config, config.training.micro_batch_size)
+        own = self.train_alone(alone, Recording(self.steps, expected.choices))
+        return float8_bounds(own, expected) if config.float8.is_on else bfloat16_bounds(own, expected)
+
+    def train_alone(self, config: Config, recording: Recording) -> Trained:
+        """Train in one process, once for each config. UserError if that fails."""
+        key = config, recording.nudge, recording.in_float64
+        if key not in self.trained_alone:
+            try:
+                self.trained_alone[key] = self.train(config, recording)
+            except WorkerFailed as error:
+                text = f"{self.recipe} fails in one process, on the small copy of the config:"
+                raise UserError(f"{text}\n{error}") from error
+        return self.trained_alone[key]
+
+    def train(self, config: Config, recording: Recording) -> Trained:
+        """Take the recorded steps on the ranks of a layout. WorkerFailed if that fails."""
+        ranks, pickled = config.parallel.ranks, pickle.dumps(config)
+        trained: Trained = self.pool.run(train_on_rank, ranks, str(self.recipe), pickled, recording)[0]
+        self.pool.renew(range(ranks))  # for what a training leaves behind in the modules of a fork
+        return trained
+
+
+def train_on_rank(recipe: str, pickled_config: bytes, recording: Recording) -> Trained | None:
+    """Train a config with a recipe on this rank.
+
+    pickled_config: the class of a fork's config can be found when its recipe has been imported, not before.
+    """
+    train = import_recipe(Path(recipe)).train
+    return record_training(train, pickle.loads(pickled_config), recording)
+
+
+def last_line(text: str) -> str:
+    """Return the last line of a traceback: the error."""
+    return text.strip().splitlines()[-1]
+
+
+def culprits(results: list[ProvenLayout]) -> list[Technique]:
+    """Return the techniques that make layouts wrong: those that are wrong alone, else all of a wrong layout."""
+    wrong = [result for result in results if not result.is_right]
+    alone = [(result.technique, result.config) for result in wrong if result.technique is not None]
+    if alone:  # of tp, and tp with sequence parallelism, the first says enough
+        causes = []
+        for technique, config in alone:
+            if not any(other.is_used(config) for other, _ in alone if other is not technique):
+                causes.append(technique)
+        return causes
+    found: dict[str, Technique] = {}
+    for result in wrong[:1]:
+        for technique in TECHNIQUES:
+            if technique.is_used(result.config):
+                found[technique.name] = technique
+    return list(found.values())

@@ -1,0 +1,63 @@
+"""Find the recipe that is proven: its `train`, and the config that it reads."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchllm.config import Config
+from torchllm.config.errors import UserError
+from torchllm.tools.proof.record import RecipeTrain
+
+MODULE = "recipe_under_proof"
+"""name under which the file of the recipe is imported, on all ranks alike"""
+
+
+class ImportedRecipe(NamedTuple):
+    """What a recipe has that can be proven."""
+
+    train: RecipeTrain
+    schema: type[Any]
+    """Config, or the fork's subclass of it, which has sections of its own"""
+
+
+def import_recipe(file: Path) -> ImportedRecipe:
+    """Import the file of a recipe; modules in its folder can be imported by it.
+
+    UserError if it does not exist or has no `train(config, runtime, monitor)`.
+    """
+    if not file.is_file():
+        raise UserError(f"RECIPE={file}: there is no such file")
+    module = sys.modules.get(MODULE)
+    if module is None or module.__file__ != str(file):
+        specification = importlib.util.spec_from_file_location(MODULE, file)
+        if specification is None or specification.loader is None:
+            raise UserError(f"RECIPE={file}: is no Python file")
+        module = importlib.util.module_from_spec(specification)
+        sys.modules[MODULE] = module
+        sys.path.insert(0, str(file.parent))
+        specification.loader.exec_module(module)
+    train = getattr(module, "train", None)
+    if not callable(train):
+        raise UserError(
+            f"RECIPE={file}: has no train(config, runtime, monitor), which a copy of recipes/pretrain.py has"
+        )
+    return ImportedRecipe(train, find_schema(file, vars(module)))
+
+
+def find_schema(file: Path, names: dict[str, Any]) -> type[Any]:
+    """Return the class of a recipe's config: the most derived of its subclasses of Config, else Config.
+
+    UserError if two subclasses have no common one.
+    """
+    schemas = {value for value in names.values() if isinstance(value, type) and issubclass(value, Config)}
+    if not schemas:
+        return Config
+    derived = []
+    for schema in schemas:
+        if not any(other is not schema and issubclass(other, schema) for other in schemas):
+            derived.append(schema)
+    if len(derived) > 1:
+        listed = " and ".join(sorted(schema.__name__ for schema in derived))
+        raise UserError(f"RECIPE={file}: which config does it read? {listed} are both subclasses of Config")
+    return derived[0]

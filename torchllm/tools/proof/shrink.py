@@ -1,0 +1,183 @@
+"""Make a config small: narrow and few layers, a small vocabulary, short sequences, a few steps; all features kept.
+
+What makes up the model and the training stays: family, shares of key-value heads, norms of queries and keys, tied
+embeddings, experts, windows, document masks, optimizer, schedule, compilation, and every section of a fork.
+"""
+
+import json
+import random
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from torchllm.config import Config, Model, Source
+from torchllm.config.checks import FLOAT8_MULTIPLE
+from torchllm.config.inert import without_contradictions
+from torchllm.tools.proof.layouts import Settings, with_settings
+
+C = TypeVar("C", bound=Config)
+
+BATCH, LENGTH = 12, 48
+"""sequences per step and tokens per sequence: what 1, 2, 3 and 4 ranks can share"""
+LAYERS, HEAD_WIDTH, FFN_MULTIPLE = 4, 8, 24
+EXPERTS, TOP_K = 12, 4
+"""most experts of a block, which 1, 2, 3, 4 and 6 ranks can share, and most of a token"""
+BYTES = 264
+"""vocabulary of the byte tokenizer, rounded up to a multiple of 8 and 3"""
+LEARNING_RATE = 2e-3
+
+
+def shrink(config: C, ranks: int, steps: int, folder: Path, kept: Collection[str] = ()) -> C:
+    """Return a small config with the features of `config`, for layouts of up to `ranks` ranks.
+
+    folder: for the run and its data, which `write_documents` has written. kept: dotted keys that stay as they are.
+    """
+    settings: Settings = {
+        **small_model(config.model, ranks, config.float8.is_on),
+        "model.window": small_window(config.model.window, config.training.sequence_length),
+        **small_training(steps),
+        **documents_as_data(config, folder),
+        "model.from_hf": "",
+        "model.upcycle": False,
+        "model.upcycle_noise": 0.0,
+        "run.folder": str(folder / "run"),
+        "run.device": "cpu",
+        "run.deterministic": False,
+        "run.dry_run": False,
+        "run.json": False,
+        "run.on_event": "",
+        "checkpoint.interval": 0,
+        "checkpoint.resume": "none",
+        "checkpoint.initial": "",
+        "checkpoint.keep_every": 0,
+        "checkpoint.asynchronous": False,
+        "evaluate.tasks_interval": 0,
+        "metrics.profile_steps": "",
+    }
+    changed = {key: value for key, value in settings.items() if key not in kept}
+    return without_contradictions(with_settings(config, changed))
+
+
+def small_model(model: Model, ranks: int, float8: bool = False) -> Settings:
+    """Return sizes of a small model: of heads the share that keys and values have, of the vocabulary the remainder.
+
+    float8: a rank's widths must be multiples of what products in float8 need.
+    """
+    head_width, ffn_multiple = HEAD_WIDTH, FFN_MULTIPLE
+    if float8:
+        head_width, ffn_multiple = FLOAT8_MULTIPLE, 12 * FLOAT8_MULTIPLE
+    kv_heads = min(model.kv, ranks)
+    heads = kv_heads * min(model.heads // model.kv, 4)
+    hidden = heads * head_width
+    has_head_width = model.head_width * model.heads != model.hidden
+    ffn = max(2, round(hidden * model.ffn / model.hidden / ffn_multiple)) * ffn_multiple
+    layers = min(model.layers, LAYERS)
+    vocab = BYTES + model.vocab % 8
+    settings: Settings = {
+        "model.layers": layers,
+        "model.hidden": hidden,
+        "model.heads": heads,
+        "model.kv_heads": kv_heads if model.kv_heads else 0,
+        "model.head_dim": (2 * head_width if float8 else head_width + 4) if has_head_width else 0,
+        "model.ffn": ffn,
+        "model.vocab": vocab,
+        "model.vocab_padding": -vocab % 8 if model.vocab_padding else 0,
+        "model.max_sequence_length": 2 * LENGTH,
+    }
+    if model.experts:
+        settings |= small_experts(model, layers)
+    if model.rotary_fraction < 1:
+        settings["model.rotary_fraction"] = 0.5  # of a small head another share may not be pairs
+    if model.rope_scaling_factor > 1:
+        settings["model.rope_original_length"] = LENGTH // 3
+    if model.attention in ("flash", "flex"):  # a CPU has no kernel of them, or no backward
+        settings["model.attention"] = "sdpa"
+    return settings
+
+
+def small_experts(model: Model, layers: int) -> Settings:
+    """Return sizes of a few small experts in a model of so many blocks: a token uses some, or all if it did."""
+    experts = min(model.experts, EXPERTS)
+    return {
+        "model.experts": experts,
+        "model.top_k": experts if model.top_k == model.experts else min(model.top_k, TOP_K),
+        "model.expert_ffn": FFN_MULTIPLE if model.expert_ffn else 0,
+        "model.shared_experts": min(model.shared_experts, 2),
+        "model.dense_layers": min(model.dense_layers, layers // 2),
+    }
+
+
+def small_window(window: int, length: int) -> int:
+    """Return a window of which there are several in a short sequence, if there are in a sequence of `length` tokens."""
+    return LENGTH // 3 if 0 < window < length else 0
+
+
+def small_training(steps: int) -> Settings:
+    """Return the settings of a training of a few steps, one more than are looked at."""
+    return {
+        "training.steps": steps + 1,
+        "training.micro_batch_size": 1,
+        "training.global_batch_size": BATCH,
+        "training.sequence_length": LENGTH,
+        "training.loss_chunk": 0,
+        "training.on_nonfinite": "skip",
+        "optimizer.learning_rate": LEARNING_RATE,
+        "schedule.warmup_steps": 0,
+        "schedule.decay_steps": 0,
+        "evaluate.interval": steps,
+        "evaluate.sequences": 8,
+    }
+
+
+def documents_as_data(config: Config, folder: Path) -> Settings:
+    """Return the settings of data that `write_documents` has written."""
+    return {
+        "data.sources": (Source(kind="jsonl", path=str(documents_file(folder))),),
+        "data.tokenizer": "bytes",
+        "data.pattern": "llama3",
+        "data.validation_fraction": config.data.validation_fraction or 0.1,
+        "data.on_bad_record": "error",
+        "data.workers": 0,
+        "data.cache": str(folder / "cache"),
+    }
+
+
+def documents_file(folder: Path) -> Path:
+    """Return where the documents are."""
+    return folder / "documents.jsonl"
+
+
+def write_documents(folder: Path, seed: int) -> None:
+    """Write documents of random letters: runs of very short ones between long ones.
+
+    The last token of a document has no target, so sequences have very unequal numbers of them: the mean over ranks of
+    their mean losses is then another number than the mean over all targets, which a proof has to notice.
+    """
+    generator = random.Random(seed)
+    texts = []
+    for _ in range(40):
+        lengths = [generator.randint(100, 400)] + [1] * generator.randint(0, 60)
+        for length in lengths:
+            texts.append("".join(chr(generator.randint(33, 126)) for _ in range(length)))
+    with documents_file(folder).open("w", encoding="utf-8") as lines:
+        for text in texts:
+            lines.write(json.dumps({"text": text}) + "\n")
+
+
+def one_process(config: C, micro_batch_size: int = 0) -> C:
+    """Return a config for one process: nothing recomputed, compiled or chunked.
+
+    micro_batch_size: 0 for the whole batch at once.
+    """
+    plain = {
+        "training.micro_batch_size": micro_batch_size or config.training.global_batch_size,
+        "training.loss_chunk": 0,
+    }
+    defaults = Config()
+    return replace(
+        with_settings(config, plain),
+        parallel=replace(defaults.parallel, dp_shard=1),
+        recompute=defaults.recompute,
+        compile=defaults.compile,
+    )

@@ -1,0 +1,179 @@
+"""Goodput: the share of a run's wall time that trained it, over all its launches, and where the rest went.
+
+    start-up     from ./run_train.sh to the first step: processes, imports, model, data, checkpoint
+    compile      what the first step of a launch takes beyond the later ones: compilation, allocation, warm-up
+    data         waiting for a batch
+    checkpoint   saving
+    evaluate     evaluation
+    rebuild      going on with another config (`torchllm/tools/adapt`)
+    restart      between the end of one launch and the start of the next, unless the run was finished, and steps that
+                 had to be done again
+
+Kept in goodput.json of the run folder, as of the last logged step: a killed launch leaves all but its last steps there.
+The file is a list in JSON with a line per launch. A logged step overwrites only the last line.
+
+Within a launch a clock is read that nobody sets. Between launches it is the machine's clock; if that was set back, no
+time has passed between them. So a run's time is never less than what it is made of.
+"""
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from torchllm.config.environment import LAUNCHED
+from torchllm.runtime.tolerance import Tolerance
+
+FILE = "goodput.json"
+SHOWN = 0.0005
+"""causes with a smaller share of the time are not in the summary"""
+
+
+@dataclass
+class Launch:
+    """One start of the run. The names of the fields are those of goodput.json."""
+
+    started: float
+    """seconds since 1970"""
+    first: int
+    """step that it resumed from"""
+    seen: float = 0.0
+    """when it logged last, in seconds since 1970"""
+    step: int = 0
+    """the step that it logged last"""
+    lost: dict[str, float] = field(default_factory=dict)
+    """seconds by cause"""
+    last: int = 0
+    """the step that it was to train to; 0: unknown, of an earlier version"""
+
+    @property
+    def seconds(self) -> float:
+        """From the start of the launch to its last logged step."""
+        return max(0.0, self.seen - self.started)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has trained all of its steps: what comes later is more than was asked for."""
+        return 0 < self.last <= self.step
+
+    @property
+    def productive(self) -> float:
+        """Seconds of steps."""
+        return max(0.0, self.seconds - sum(self.lost.values()))
+
+
+class Goodput:
+    """The account of a run; only rank 0 has one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / FILE
+        self.tolerance = Tolerance(str(self.file))
+        self.earlier_launches = read_launches(self.file)
+        self.clock_started = time.monotonic()
+        self.began = started = time.time()
+        launched = float(os.environ.get(LAUNCHED, started))
+        if self.earlier_launches:  # a time that two launches share is counted once
+            launched = max(launched, self.earlier_launches[-1].seen)
+        launched = min(started, launched)
+        self.launch = Launch(launched, 0, launched)
+        self.line_begin: int | None = None
+        """byte of the file at which the line of this launch begins, once it has one"""
+        self.line_length = 0
+
+    def begin(self, start: int, last: int = 0) -> None:
+        """Note that steps begin after `start`, up to `last`: the time since the launch or `write` trained nothing."""
+        self.launch.last = last
+        begun = self._now()
+        preparing = begun - self.launch.seen
+        if "start-up" in self.launch.lost:
+            self.charge("rebuild", preparing)
+        else:
+            self.launch.first = start
+            self.charge("start-up", preparing)
+        self.launch.seen, self.launch.step = begun, start
+
+    def charge(self, cause: str, seconds: float) -> None:
+        """Charge `seconds` of wall time to `cause`."""
+        self.launch.lost[cause] = self.launch.lost.get(cause, 0.0) + seconds
+
+    def write(self, step: int) -> None:
+        """Write this launch to goodput.json, as of now and of the logged step `step`; earlier ones stay as they are.
+
+        A file that cannot be written is logged and ends nothing; the next logged step writes it.
+        """
+        self.launch.seen, self.launch.step = self._now(), step
+        with self.tolerance.attempt():
+            self._write_launch()
+
+    def _now(self) -> float:
+        """Return seconds since 1970, as if nobody had set the clock since this launch began."""
+        return self.began + time.monotonic() - self.clock_started
+
+    def _write_launch(self) -> None:
+        # Padded, so that nothing is left of a longer line that it overwrites.
+        line = json.dumps(asdict(self.launch)).ljust(self.line_length)
+        self.line_length = len(line)
+        if self.line_begin is None or not self.file.exists():
+            earlier = "[\n" + "".join(json.dumps(asdict(launch)) + ",\n" for launch in self.earlier_launches)
+            temporary = self.file.with_suffix(".partial")
+            temporary.write_text(f"{earlier}{line}\n]\n")
+            temporary.replace(self.file)
+            self.line_begin = len(earlier)
+            return
+        with self.file.open("r+b") as file:
+            file.seek(self.line_begin)
+            file.write(f"{line}\n]\n".encode())
+
+    def summary(self) -> str:
+        """Return a line: "goodput 91.2% of 104 s; start-up 5.1%, checkpoint 3.7%"."""
+        seconds, lost = account([*self.earlier_launches, self.launch])
+        if not seconds:
+            return "goodput: no step was taken"
+        line = f"goodput {max(0.0, 1 - sum(lost.values()) / seconds):.1%} of {seconds:.0f} s"
+        causes = []
+        for cause, lost_seconds in sorted(lost.items(), key=lambda item: -item[1]):
+            share = lost_seconds / seconds
+            if share >= SHOWN:
+                causes.append(f"{cause} {share:.1%}")
+        return f"{line}; {', '.join(causes)}" if causes else line
+
+
+def read_launches(file: Path) -> list[Launch]:
+    """Read the earlier launches, up to a damaged one; none if the file is missing: an account stops no run."""
+    launches = []
+    try:
+        text = file.read_text()
+        begin = text.find("{")
+        while begin >= 0:
+            launch, end = json.JSONDecoder().raw_decode(text, begin)
+            launches.append(Launch(**launch))
+            begin = text.find("{", end)
+    except (OSError, ValueError, TypeError):
+        pass
+    return launches
+
+
+def account(launches: list[Launch]) -> tuple[float, dict[str, float]]:
+    """Return the wall seconds from the first launch to the last logged step, and those that were lost, by cause."""
+    wall = sum(launch.seconds for launch in launches)
+    lost: dict[str, float] = {}
+    for launch in launches:
+        for cause, seconds in launch.lost.items():
+            lost[cause] = lost.get(cause, 0.0) + seconds
+    retained = launches[-1].step
+    """the last step that no later launch did again"""
+    for launch, following in reversed(list(pairwise(launches))):
+        retained = min(retained, following.first)
+        pause = 0.0 if launch.is_finished else max(0.0, following.started - launch.seen)
+        wall += pause
+        lost["restart"] = lost.get("restart", 0.0) + pause + redone_seconds(launch, retained)
+    return wall, lost
+
+
+def redone_seconds(launch: Launch, retained: int) -> float:
+    """Return the seconds of a launch's steps after step `retained`, which later launches did again."""
+    steps = launch.step - launch.first
+    redone = min(steps, max(0, launch.step - retained))
+    return launch.productive * redone / steps if redone else 0.0

@@ -1,0 +1,214 @@
+"""Experiment trackers beside TensorBoard: Weights & Biases, MLflow, trackio. No torch.
+
+A tracker's library may raise, block, or wait for a network. So a helper process of rank 0 (`send_records.py`) calls it,
+which reads metrics.jsonl while the run appends to it: nothing of a tracker is on the path of a step, and no record is
+lost that is in metrics.jsonl. A helper that ends is started again; one that does not finish at the end of the run is
+killed. What was not sent by then is sent when the run resumes, or by
+
+    python -P -m torchllm.tools.watch.send_records RUN_FOLDER TRACKER
+
+RUN_FOLDER/trackers holds, for each tracker, the records that it was sent (`SentRecords`), which also name its run, so
+that a resumed run continues it, and what its library printed.
+"""
+
+import json
+import logging
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from shlex import quote
+from typing import Any, NamedTuple, Protocol
+
+from torchllm import __version__
+from torchllm.config import Config
+from torchllm.runtime.tolerance import Tolerance
+
+log = logging.getLogger("torchllm")
+
+FOLDER = "trackers"
+"""in the run folder"""
+METRICS = "metrics.jsonl"
+END = b"end\n"
+"""what the run writes to a helper's standard input: send what is left, and end"""
+PATIENCE = 20.0
+"""seconds that the end of a run waits for a helper"""
+RESTART_SECONDS = 60.0
+"""after which a helper that has ended is started again"""
+
+
+class RunFacts(NamedTuple):
+    """What a tracker is told of a run."""
+
+    project: str
+    """project or experiment: the value of the tracker's key in [metrics]"""
+    name: str
+    run_id: str
+    """the same for a resumed run; letters, digits and hyphens"""
+    folder: Path
+    """for the tracker's own files"""
+    config: Mapping[str, Any]
+    """the run's config by section, and `environment`"""
+
+
+class ExperimentTracker(Protocol):
+    """An open run of a tracker. Its calls may block and raise."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Send the values of a step, by name."""
+
+    def close(self) -> None:
+        """Send what was not sent yet, and end the run."""
+
+
+def record_key(record: Mapping[str, Any]) -> tuple[int, bool]:
+    """Return what tells the records of a run apart: the step, and whether it is its loss or its profile."""
+    return record["step"], "loss" in record
+
+
+class SentRecords:
+    """The records that a tracker's run was sent, in a file to which each is appended; and the name of that run.
+
+    A line is `["run", ID]`, after which a new run of the tracker begins, or `[step, has_loss, loss]`.
+    """
+
+    def __init__(self, run_folder: Path, tracker: str) -> None:
+        self.path = run_folder / FOLDER / f"{tracker}.jsonl"
+        self.run_id = ""
+        """empty: no run was begun"""
+        self.losses: dict[tuple[int, bool], float | None] = {}
+        for first, *rest in complete_lines(self.path):
+            if first == "run":
+                [self.run_id] = rest
+                self.losses = {}
+            else:
+                has_loss, loss = rest
+                self.losses[first, has_loss] = loss
+
+    def begin_run(self, run_id: str) -> None:
+        """Note that all records are to be sent to a new run."""
+        self.run_id = run_id
+        self.losses = {}
+        self._append(["run", run_id])
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Note that a record was sent."""
+        step, has_loss = record_key(record)
+        self.losses[step, has_loss] = record.get("loss")
+        self._append([step, has_loss, record.get("loss")])
+
+    def _append(self, line: list[Any]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def complete_lines(path: Path) -> Iterator[Any]:
+    """Yield the JSON values of a file's lines; none if there is no file. What a killed writer left is passed over."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                with suppress(ValueError):
+                    yield json.loads(line)
+
+
+def count_unsent(run_folder: Path, tracker: str) -> int:
+    """Return how many records of metrics.jsonl a tracker was not sent."""
+    sent = SentRecords(run_folder, tracker).losses
+    return sum(record_key(record) not in sent for record in complete_lines(run_folder / METRICS))
+
+
+def environment_facts(config: Config, device: str) -> dict[str, Any]:
+    """Return what a tracker is told of the machine. device: "cpu", or the name of the GPU."""
+    return {
+        "torchllm": __version__,
+        "torch": metadata.version("torch"),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "host": platform.node(),
+        "device": device,
+        "ranks": config.parallel.ranks,
+    }
+
+
+def flat_settings(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a config with their dotted keys."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from flat_settings(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+class TrackerSink:
+    """Keeps a helper process that sends the run's records to a tracker. It takes no time of a step.
+
+    The helper is started with the first record, when metrics.jsonl was cut to the step that the run resumed from.
+    """
+
+    def __init__(
+        self, run_folder: Path, tracker: str, environment: Mapping[str, Any], patience: float = PATIENCE
+    ) -> None:
+        """environment: facts of `environment_facts`. patience: seconds that `close` waits at most."""
+        self.run_folder = run_folder
+        self.tracker = tracker
+        self.environment = environment
+        self.patience = patience
+        self.tolerance = Tolerance(f"metrics.{tracker}")
+        self.helper: subprocess.Popen[bytes] | None = None
+        self.started = 0.0
+        self.output = run_folder / FOLDER / f"{tracker}.log"
+
+    def write(self, step: int, record: Mapping[str, float | None]) -> None:
+        """Start the helper if it does not run, at most once in `RESTART_SECONDS`: the record is in metrics.jsonl."""
+        has_ended = self.helper is not None and self.helper.poll() is not None
+        if has_ended:
+            self.tolerance.failed(ChildProcessError(0, f"its process has ended; see {self.output}"))
+        if self.helper is None or (has_ended and time.monotonic() - self.started > RESTART_SECONDS):
+            self._start()
+
+    def _start(self) -> None:
+        self.started = time.monotonic()
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-P", "-m", "torchllm.tools.watch.send_records", str(self.run_folder), self.tracker]
+        command += [f"--follow={os.getpid()}", f"--environment={json.dumps(self.environment)}"]
+        with self.output.open("ab") as output:
+            # In a session of its own: the terminal's Ctrl-C is for the run, which tells the helper to end.
+            self.helper = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
+            )
+
+    def close(self) -> None:
+        """Wait until all is sent, `patience` seconds at most, and say what is not."""
+        if self.helper is None:
+            return
+        assert self.helper.stdin is not None
+        with suppress(OSError):  # it has ended already
+            self.helper.stdin.write(END)
+            self.helper.stdin.close()
+        try:
+            self.helper.wait(self.patience)
+        except subprocess.TimeoutExpired:
+            text = "metrics.%s: its process has not ended %g s after the steps, and is killed; see %s"
+            log.warning(text, self.tracker, self.patience, self.output)
+        with suppress(ProcessLookupError):
+            os.killpg(self.helper.pid, signal.SIGKILL)  # and what the tracker's library has started
+        self.helper.wait()
+        self.helper = None
+        if unsent := count_unsent(self.run_folder, self.tracker):
+            log.warning(
+                "metrics.%s: %d records are not sent; the run sends them when it resumes, or: "
+                "python -P -m torchllm.tools.watch.send_records %s %s",
+                self.tracker,
+                unsent,
+                quote(str(self.run_folder)),
+                self.tracker,
+            )

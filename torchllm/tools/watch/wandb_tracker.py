@@ -1,0 +1,76 @@
+"""Weights & Biases: `metrics.wandb = "PROJECT"`, extra `wandb`. The API key comes from `wandb login` or WANDB_API_KEY.
+
+Without a key or a network the run is written to RUN_FOLDER/trackers/wandb; `wandb sync` sends it later.
+"""
+
+import ssl
+from collections.abc import Mapping
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import urlopen
+
+import wandb
+
+from torchllm.tools.watch.trackers import RunFacts
+
+CONNECT_SECONDS = 15.0
+"""that wandb may take to reach its server"""
+ANSWER_SECONDS = 5.0
+"""that the server may take to answer at all; wandb alone takes 26 s to give up, and a run waits 20 s for its helper"""
+
+
+class WandbTracker:
+    """A run of Weights & Biases."""
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+        # wandb's own step may not go back, and a step's profile comes after the next step's loss.
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Send the values of a step."""
+        self.run.log({"step": step, **values})
+
+    def close(self) -> None:
+        """Wait until all is sent."""
+        self.run.finish()
+
+
+def open_wandb(facts: RunFacts) -> WandbTracker:
+    """Return the run that has the id of `facts`, new or continued; offline where the server cannot be reached."""
+    arguments: dict[str, Any] = {
+        "project": facts.project,
+        "name": facts.name,
+        "id": facts.run_id,
+        "resume": "allow",
+        "config": dict(facts.config),
+        "allow_val_change": True,  # of the config of a resumed run
+        "dir": facts.folder,
+        "settings": wandb.Settings(init_timeout=CONNECT_SECONDS, console="off", x_disable_stats=True),
+    }
+    settings = wandb.setup().settings
+    reason = why_out_of_reach(settings.base_url) if settings.mode == "online" else ""
+    if not reason:
+        try:
+            return WandbTracker(wandb.init(**arguments))
+        except wandb.errors.Error as error:
+            reason = str(error)
+            wandb.teardown()  # its service still has a run with this id
+    print(f"wandb: {reason}; offline: `wandb sync {facts.folder}/wandb/offline-run-*` sends it later", flush=True)
+    return WandbTracker(wandb.init(**arguments, mode="offline"))
+
+
+def why_out_of_reach(url: str) -> str:
+    """Return why a server gives no answer, through the proxies of the environment; "" if it gives any."""
+    try:
+        urlopen(url, timeout=ANSWER_SECONDS).close()
+    except HTTPError:
+        return ""  # an answer
+    except URLError as error:
+        if isinstance(error.reason, ssl.SSLError):
+            return ""  # wandb has certificates of its own
+        return f"{url} is out of reach ({error.reason})"
+    except OSError as error:
+        return f"{url} is out of reach ({error})"
+    return ""
