@@ -311,9 +311,9 @@ REFUSALS = {
         "[run]\ndry_run = true\n[model]\nvocab = 265\nvocab_padding = 1\n[parallel]\ndp_shard = 4\ntp = 4",
         [],
         [
-            "x.toml:4: model.vocab: 266 rows are no multiple of tp 4: torch 2.13 misplaces uneven rows silently on more "
-            "than two ranks of dp x cp; choose a tp that divides them, or in a new run set model.vocab_padding = 3, "
-            "rows that the softmax leaves out"
+            "x.toml:4: model.vocab: 266 rows are no multiple of tp 4: torch 2.13 misplaces uneven rows silently on "
+            "more than two ranks of dp x cp; choose a tp that divides them, or in a new run set "
+            "model.vocab_padding = 3, rows that the softmax leaves out"
         ],
     ),
     "source without a path": Refusal(

@@ -472,8 +472,8 @@ def _data_rank_problems(config: Config, parallel: Parallel) -> Iterator[Problem]
         yield Problem(
             "model.vocab",
             f"{rows} rows are no multiple of tp {parallel.tp}: torch 2.13 misplaces uneven rows silently on more than "
-            f"two ranks of dp x cp; choose a tp that divides them, or in a new run set model.vocab_padding = {padding}, "
-            "rows that the softmax leaves out",
+            "two ranks of dp x cp; choose a tp that divides them, or in a new run set "
+            f"model.vocab_padding = {padding}, rows that the softmax leaves out",
         )
     per_pass = training.micro_batch_size * parallel.data_ranks
     if training.global_batch_size % per_pass:
