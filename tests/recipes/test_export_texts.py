@@ -14,10 +14,11 @@ from torch import Tensor
 from tests.recipes.saved_run import SIZES, save_run
 from tests.tools.hub.published import save_published
 from tests.tools.prepare.chat.families import FAMILIES, QWEN25, TALK, Family, system, user, write_tokenizer
-from torchllm.config import Config, Finetune, Model
+from torchllm.config import Config, Finetune, Lora, Model
 from torchllm.data.tokenizer import load_tokenizer
+from torchllm.facts.flops import WITHOUT_LORA
 from torchllm.tools.front.start import load_run
-from torchllm.tools.hub.export import export_model
+from torchllm.tools.hub.export import export_adapter, export_model
 from torchllm.tools.hub.files import read_hub_config
 from torchllm.tools.prepare.chat.examples import ChatFormat, Conversation
 from torchllm.tools.prepare.chat.plan import ChatPlan, chat_format, plan_chat
@@ -27,12 +28,16 @@ PUBLISHED = {"from": "", "model_type": "llama", "vocab": 0}
 
 
 def save_chat_run(
-    folder: Path, tokenizer: Path, chat: ChatPlan | None, record: dict[str, Any] | None = None, **changed: Any
+    folder: Path,
+    tokenizer: Path,
+    chat: ChatPlan | None,
+    record: dict[str, Any] | None = None,
+    lora: Lora = WITHOUT_LORA,
 ) -> Config:
     """Write a run of a tokenizer, whose checkpoint says how its conversations were written; return its config."""
-    sizes: dict[str, Any] = SIZES | {"vocab": load_tokenizer(str(tokenizer)).vocab} | changed
+    sizes: dict[str, Any] = SIZES | {"vocab": load_tokenizer(str(tokenizer)).vocab}
     state = {} if chat is None else {"chat": asdict(chat)}
-    save_run(folder, Model(**sizes), record=record, state=state)
+    save_run(folder, Model(**sizes), record=record, lora=lora, state=state)
     return load_run([str(folder / "config.toml"), f"--data.tokenizer={tokenizer}"], one_device=True)
 
 
@@ -73,6 +78,24 @@ def test_a_chat_has_the_ids_that_were_trained_and_ends_as_they_did(name: str, tm
     assert ends_of(folder)[: len(own.ends_of_turn)] == list(own.ends_of_turn.values())
     assert load_tokenizer(str(tokenizer)).end in ends_of(folder)
     assert read_hub_config(folder).model.vocab == config.model.vocab
+
+
+def test_an_adapter_says_of_its_texts_what_a_model_does(tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path, QWEN25)
+    plan = plan_chat(str(tokenizer), Finetune(), 64)
+    (tmp_path / "chat_template.jinja").write_text(OLD)
+    config = save_chat_run(tmp_path / "run", tokenizer, plan, lora=Lora(rank=2))
+    folder = export_adapter(config, tmp_path / "adapter").folder
+    whole = export_model(config, tmp_path / "merged").folder
+    texts = {"chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    of_peft = {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    assert {path.name for path in folder.iterdir()} == texts | of_peft
+    assert all((folder / name).read_bytes() == (whole / name).read_bytes() for name in texts)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    (example,) = format_of(tokenizer, plan).examples(Conversation(TALK)).examples
+    assert theirs.apply_chat_template(TALK, tokenize=True, return_dict=False) == example.ids.tolist()
+    generation = transformers.GenerationConfig.from_pretrained(folder)
+    assert generation.eos_token_id == theirs.convert_tokens_to_ids("<|im_end|>")
 
 
 def in_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

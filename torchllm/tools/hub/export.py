@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import torch
 
+from torchllm.checkpoint.manifest import Manifest
 from torchllm.checkpoint.state import WEIGHTS
 from torchllm.checkpoint.weights import AVERAGED_WEIGHTS
-from torchllm.config import Config, Model
+from torchllm.config import Config
 from torchllm.config.changes import check_frozen_weights
 from torchllm.data.tokenizer import Tokenizer, load_tokenizer
 from torchllm.tools.hub.adapter import model_weights, read_updates, write_adapter
@@ -22,7 +23,13 @@ from torchllm.tools.hub.exported import (
     tokens_seen,
     without_padding,
 )
-from torchllm.tools.hub.hf_writer import new_folder, weight_bytes, write_configs, write_weights
+from torchllm.tools.hub.hf_writer import (
+    new_folder,
+    weight_bytes,
+    write_configs,
+    write_generation_config,
+    write_weights,
+)
 from torchllm.tools.hub.model_card import CardFacts, write_model_card
 from torchllm.tools.hub.text_facts import TextFacts, text_facts
 from torchllm.tools.prepare.tokenizer_json import InexactTokenizer, write_tokenizer
@@ -60,9 +67,8 @@ def export_model(config: Config, final: Path | str, *, ema: bool = False) -> Exp
     weights = {checkpoint.folder: model_weights(config, checkpoint) for checkpoint in checkpoints}
     with new_folder(path, weight_bytes(tensors, dtype)) as folder:
         write_weights(folder, tensors, MeanOfWeights(weights), dtype)
-        texts = text_facts(config, manifest, tokenizer) if has_its_tokenizer(config.model, tokenizer.vocab) else None
-        missing_tokenizer = export_tokenizer(tokenizer, trained, folder, texts)
-        write_configs(folder, model, family, settings.dtype, None if missing_tokenizer else texts)
+        texts, missing_tokenizer = export_texts(config, manifest, tokenizer, folder)
+        write_configs(folder, model, family, settings.dtype, texts)
         facts = facts_of_run(config, checkpoints)._replace(
             model=model, name=path.name, base_model=origin.name, missing_tokenizer=missing_tokenizer
         )
@@ -76,15 +82,22 @@ def export_adapter(config: Config, final: Path | str, *, ema: bool = False) -> E
     The rest is as in `export_model`; there is one checkpoint, for a mean of low-rank updates has another rank.
     """
     (checkpoint,) = open_checkpoints(config, ema)
-    check_frozen_weights(checkpoint.manifest.record, config)
+    manifest = checkpoint.manifest
+    check_frozen_weights(manifest.record, config)
     updates = read_updates(checkpoint)
-    family = family_to_export(config.model, published_origin(checkpoint.manifest.record).model_type)
+    family = family_to_export(config.model, published_origin(manifest.record).model_type)
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.pattern)
     dtype = getattr(torch, config.export.dtype)
     path = Path(final)
     base = config.model.from_hf
     with new_folder(path, sum(factor.numel() for factor in updates.values()) * dtype.itemsize) as folder:
         write_adapter(folder, config.model, config.lora, family, updates, base, dtype)
-        facts = facts_of_run(config, [checkpoint])._replace(name=path.name, base_model=base, is_adapter=True)
+        texts, missing_tokenizer = export_texts(config, manifest, tokenizer, folder)
+        if texts is not None:
+            write_generation_config(folder, texts)
+        facts = facts_of_run(config, [checkpoint])._replace(
+            name=path.name, base_model=base, missing_tokenizer=missing_tokenizer, is_adapter=True
+        )
         write_model_card(folder, facts)
     return ExportedModel(path, family.architecture, facts)
 
@@ -109,18 +122,29 @@ def facts_of_run(config: Config, checkpoints: Sequence[WeightReader]) -> CardFac
     )
 
 
-def export_tokenizer(tokenizer: Tokenizer, model: Model, folder: Path, texts: TextFacts | None) -> str:
-    """Write the files of a run's tokenizer into the folder of an exported model; return why not, "" if it is done.
+class ExportedTexts(NamedTuple):
+    """What an exported folder says of the texts of its model."""
 
-    model: of the run, with its padding. texts: None if the tokenizer is not that of the model.
+    facts: TextFacts | None
+    """None: there are no tokenizer files"""
+    missing_tokenizer: str
+    """why there are none; "" if there are"""
+
+
+def export_texts(config: Config, manifest: Manifest, tokenizer: Tokenizer, folder: Path) -> ExportedTexts:
+    """Write the files of a run's tokenizer, with the run's chat template, into an exported folder.
+
+    manifest: of the checkpoint. Raises DataError if nothing says how the run's conversations were written.
     """
-    if texts is None:
-        return (
-            f"data.tokenizer = {tokenizer.name!r} has {tokenizer.vocab} ids, but model.vocab is {model.vocab}: it is "
-            "not the tokenizer of this model; name that in data.tokenizer, or put its files into the folder"
+    if not has_its_tokenizer(config.model, tokenizer.vocab):
+        return ExportedTexts(
+            None,
+            f"data.tokenizer = {tokenizer.name!r} has {tokenizer.vocab} ids, but model.vocab is {config.model.vocab}: "
+            "it is not the tokenizer of this model; name that in data.tokenizer, or put its files into the folder",
         )
+    facts = text_facts(config, manifest, tokenizer)
     try:
-        write_tokenizer(tokenizer, folder, model.max_sequence_length, texts.chat)
+        write_tokenizer(tokenizer, folder, config.longest_text, facts.chat)
     except InexactTokenizer as error:
-        return f"no tokenizer.json gives the ids of {tokenizer.name}: {error}"
-    return ""
+        return ExportedTexts(None, f"no tokenizer.json gives the ids of {tokenizer.name}: {error}")
+    return ExportedTexts(facts, "")

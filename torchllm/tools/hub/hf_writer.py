@@ -211,12 +211,20 @@ def write_configs(folder: Path, model: Model, family: HubFamily, dtype: str, tex
 
     Raises NoFamily if the family's models cannot be like this one.
     """
-    special: dict[str, int | list[int] | None] = {"bos_token_id": None, END: None}
-    if texts is not None:
-        special = {"bos_token_id": texts.begin, END: texts.end}
     spellings = {"dtype": dtype, "torch_dtype": dtype}  # of transformers 5, and of 4
-    write_json(folder / CONFIG_JSON, write_config_json(model, family) | spellings | special)
-    write_json(folder / GENERATION_JSON, {"_from_model_config": True, **special})
+    write_json(folder / CONFIG_JSON, write_config_json(model, family) | spellings | _special_ids(texts))
+    write_generation_config(folder, texts)
+
+
+def write_generation_config(folder: Path, texts: TextFacts | None) -> None:
+    """Write generation_config.json. texts: as in `write_configs`."""
+    write_json(folder / GENERATION_JSON, {"_from_model_config": True, **_special_ids(texts)})
+
+
+def _special_ids(texts: TextFacts | None) -> dict[str, int | list[int] | None]:
+    if texts is None:
+        return {"bos_token_id": None, END: None}
+    return {"bos_token_id": texts.begin, END: texts.end}
 
 
 def _dtype_of(tensor: StoredTensor, dtype: torch.dtype) -> torch.dtype:

@@ -73,9 +73,14 @@ def _use_of_model(facts: CardFacts) -> list[str]:
 def _use_of_adapter(facts: CardFacts) -> list[str]:
     """Return the lines that say how the adapter is loaded, upon which model."""
     base = facts.base_model.partition("@")[0] or "MODEL"
-    lines = ["```python", "from peft import PeftModel", "from transformers import AutoModelForCausalLM", ""]
+    lines = ["```python", "from peft import PeftModel"]
+    lines += ["from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig", ""]
     lines += [f'model = AutoModelForCausalLM.from_pretrained("{base}")']
-    lines += [f'model = PeftModel.from_pretrained(model, "{facts.name}")', "```"]
+    lines += [f'model = PeftModel.from_pretrained(model, "{facts.name}")']
+    if not facts.missing_tokenizer:
+        lines += [f'model.generation_config = GenerationConfig.from_pretrained("{facts.name}")']
+        lines += [f'tokenizer = AutoTokenizer.from_pretrained("{facts.name}")']
+    lines += ["```"]
     if not facts.base_model:
         lines += ["", "MODEL is an export of the run from whose weights this one has started; it is not published."]
     return lines
