@@ -42,11 +42,12 @@ from torchllm.parallel.initialize import materialize
 from torchllm.parallel.mesh import build_mesh
 from torchllm.parallel.parallelize import parallelize
 from torchllm.parallel.pipeline import OneStage, build_forward_backward
+from torchllm.runtime.device import choose_device, compute_dtype
 from torchllm.runtime.error_report import report_errors
-from torchllm.runtime.process import choose_device, compute_dtype, start_runtime
 from torchllm.runtime.signs_of_life import signs_of_life
 from torchllm.tools.hub.export import export_model
 from torchllm.tools.hub.initial import load_weights_of_run
+from torchllm.tools.launch.rank_start import start_runtime
 from torchllm.tools.watch.tasks import run_tasks, values_of, write_task_results
 from torchllm.train.evaluate import evaluate
 

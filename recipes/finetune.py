@@ -32,10 +32,12 @@ from torchllm.parallel.initialize import initialize
 from torchllm.parallel.mesh import build_mesh
 from torchllm.parallel.parallelize import parallelize
 from torchllm.parallel.pipeline import build_forward_backward
-from torchllm.runtime.process import Runtime, compute_dtype, start_runtime
+from torchllm.runtime.device import compute_dtype
+from torchllm.runtime.process import Runtime
 from torchllm.tools.adapt.supervise import supervise
 from torchllm.tools.dry_run.run import dry_run
 from torchllm.tools.hub.initial import initial_weights
+from torchllm.tools.launch.rank_start import start_runtime
 from torchllm.tools.watch.monitor import Monitor
 from torchllm.train.evaluate import evaluate
 from torchllm.train.interval import due

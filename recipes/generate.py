@@ -26,8 +26,8 @@ from torchllm.models.attention import Attention, CachedAttention
 from torchllm.models.decoder import Decoder, build_model, hold_in
 from torchllm.models.lora import apply_lora
 from torchllm.parallel.initialize import materialize
+from torchllm.runtime.device import choose_device, compute_dtype
 from torchllm.runtime.error_report import report_errors
-from torchllm.runtime.process import choose_device, compute_dtype
 from torchllm.runtime.terminal import drop_unwritten_output
 from torchllm.tools.hub.initial import load_weights_of_run
 from torchllm.tools.prepare.chat.examples import Conversation

@@ -26,8 +26,8 @@ from torchllm.optim.grad_norm import clip, grad_norm
 from torchllm.optim.optimizer import apply_if_finite, build_optimizer
 from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.initialize import initialize
+from torchllm.runtime.device import choose_device, compute_dtype
 from torchllm.runtime.error_report import report_errors
-from torchllm.runtime.process import choose_device, compute_dtype
 
 SAVES = ("checkpoint.interval", "checkpoint.keep", "checkpoint.keep_every", "checkpoint.asynchronous")
 LEFT_OUT = ("recompute", "compile", *SAVES, "evaluate")

@@ -30,7 +30,8 @@ from torchllm.parallel.initialize import fill, initialize
 from torchllm.parallel.mesh import Mesh, build_mesh
 from torchllm.parallel.parallelize import parallelize
 from torchllm.parallel.pipeline import build_forward_backward
-from torchllm.runtime.process import Runtime, compute_dtype
+from torchllm.runtime.device import compute_dtype
+from torchllm.runtime.process import Runtime
 from torchllm.tools.proof.compare import FLOAT32, ErrorBounds, bfloat16_bounds, compare_trainings
 from torchllm.tools.proof.forced_routing import LEAST_GAP, ChoiceRecord, Choices, RouterUse
 from torchllm.tools.proof.gather import gather_whole

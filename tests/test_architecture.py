@@ -58,21 +58,6 @@ CROSSINGS = {
     },
     "metrics.meter": {"tools.watch.goodput", "tools.watch.step_profiler"},
     "metrics.sinks": {"tools.watch.trackers"},
-    "runtime.error_report": {"tools.launch.rank_notes"},
-    "runtime.process": {
-        "tools.launch.compile_cache",
-        "tools.launch.descriptors",
-        "tools.launch.hang_watch",
-        "tools.launch.head",
-        "tools.launch.lease",
-        "tools.launch.network",
-        "tools.launch.numa",
-        "tools.launch.on_event",
-        "tools.launch.rank_notes",
-        "tools.launch.same_start",
-        "tools.launch.store",
-    },
-    "runtime.stop": {"tools.launch.rank_notes"},
 }
 """imports of tools by the core that have still to be cut"""
 TORCH_FREE = {

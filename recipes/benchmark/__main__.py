@@ -14,7 +14,7 @@ import json
 import signal
 
 from benchmark.tools import Tables, environment, print_tables
-from torchllm.runtime.process import start_runtime
+from torchllm.tools.launch.rank_start import start_runtime
 
 
 def main(request: Request) -> None:

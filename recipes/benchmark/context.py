@@ -26,7 +26,8 @@ from torchllm.parallel.context import apply_context_parallel
 from torchllm.parallel.initialize import initialize
 from torchllm.parallel.mesh import build_mesh
 from torchllm.parallel.recompute import apply_recompute
-from torchllm.runtime.process import Runtime, compute_dtype
+from torchllm.runtime.device import compute_dtype
+from torchllm.runtime.process import Runtime
 from torchllm.tools.adapt.trial import synthetic_batches
 
 from .tools import TableRow, Tables

@@ -17,7 +17,8 @@ import torch
 from torchllm.models.attention import CORES
 from torchllm.parallel.attention_kernels import block_kernel
 from torchllm.parallel.kernel_check import TOLERANCES, kernel_errors
-from torchllm.runtime.process import Runtime, compute_dtype
+from torchllm.runtime.device import compute_dtype
+from torchllm.runtime.process import Runtime
 
 from .tools import TableRow, Tables
 

@@ -12,7 +12,8 @@ from torchllm.config.errors import UserError
 from torchllm.data.batch import Batch
 from torchllm.metrics.meter import peak_flops
 from torchllm.parallel.mesh import Mesh, build_mesh
-from torchllm.runtime.process import Runtime, compute_dtype
+from torchllm.runtime.device import compute_dtype
+from torchllm.runtime.process import Runtime
 from torchllm.tools.adapt.trial import build_trial, synthetic_batches
 
 from .tools import TableRow, Tables, Work, bare_loop, ratio_row, seconds_of, speed, take_turns, warmed_up

@@ -12,7 +12,8 @@ import torch
 from torchllm.config import Config, Features
 from torchllm.config.errors import UserError
 from torchllm.parallel.mesh import build_mesh
-from torchllm.runtime.process import Runtime, compute_dtype
+from torchllm.runtime.device import compute_dtype
+from torchllm.runtime.process import Runtime
 from torchllm.tools.adapt.trial import synthetic_batches
 
 from .step import compare_steps

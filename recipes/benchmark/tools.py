@@ -26,7 +26,8 @@ from torchllm.parallel.fsdp import begin_micro_batch, effective_zero_stage
 from torchllm.parallel.initialize import initialize
 from torchllm.parallel.mesh import Mesh
 from torchllm.parallel.recompute import apply_recompute
-from torchllm.runtime.process import Runtime, compute_dtype
+from torchllm.runtime.device import compute_dtype
+from torchllm.runtime.process import Runtime
 
 Measured = TypeVar("Measured")
 """what one side of a comparison returns"""

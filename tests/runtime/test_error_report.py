@@ -27,7 +27,7 @@ def _process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def end_with(error: Exception, rank: int, local_rank: int) -> None:
     """Do what Python does at the end of a process with an uncaught error."""
-    report_errors(rank, local_rank)
+    report_errors(rank, local_rank, rank_notes.note_error)
     sys.excepthook(type(error), error, None)
 
 

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from torchllm.runtime.process import _appears
 from torchllm.runtime.signs_of_life import signs_of_life
+from torchllm.tools.launch.rank_start import _appears
 
 
 def test_what_takes_long_says_so_and_where_it_is(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,5 +1,7 @@
 """The errors that are meant for the user rather than for the developer."""
 
+from typing import Literal
+
 
 class UserError(Exception):
     """Something the user can fix: the text says what is wrong, where, and what to do.
@@ -10,3 +12,7 @@ class UserError(Exception):
 
 class RefusedStart(UserError):
     """A start that is refused before anything is touched: the exit status is 2, as for a wrong config."""
+
+
+ErrorKind = Literal["refused", "user_error"]
+"""of an error that another attempt would have again: a RefusedStart, another UserError"""

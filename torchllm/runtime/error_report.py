@@ -12,14 +12,13 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import TracebackType
 
-from torchllm.config.errors import RefusedStart, UserError
+from torchllm.config.errors import ErrorKind, RefusedStart, UserError
 from torchllm.runtime.parent import end_process
 from torchllm.runtime.terminal import LogHandler, RankFormatter
-from torchllm.tools.launch.rank_notes import note_error
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +37,10 @@ LOST_WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (?:is kil
 """what torch says, wherever it interrupts the main thread, when a process that reads data has ended"""
 
 
+def _note_nothing(kind: ErrorKind) -> None:
+    """Tell no launcher of an error."""
+
+
 class _Ending:
     """How this process ends after an error."""
 
@@ -48,13 +51,13 @@ class _Ending:
 _ending = _Ending()
 
 
-def report_errors(rank: int = 0, local_rank: int = 0) -> None:
+def report_errors(rank: int = 0, local_rank: int = 0, note_error: Callable[[ErrorKind], None] = _note_nothing) -> None:
     """Set up logging and what happens to an uncaught error.
 
     Rank 0 logs everything, the other ranks log errors only, with their rank in front. A UserError is printed as one
     plain line, once per job; a lost connection to another rank as one line, later than that rank's error; a killed
     process that reads data as one line; any other error is a bug and keeps its traceback. The exit status is 2 after a
-    RefusedStart, else 1.
+    RefusedStart, else 1. note_error: tells the launcher of the error, which may end this process before it ends itself.
     """
     main = rank == 0
     handler = LogHandler(sys.stderr)

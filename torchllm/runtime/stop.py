@@ -13,12 +13,12 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NamedTuple
 
 from torchllm.runtime.parent import end_process
-from torchllm.tools.launch import rank_notes
 
 log = logging.getLogger(__name__)
 
@@ -51,14 +51,22 @@ class StopRequests:
     """
 
     def __init__(
-        self, folder: Path, rank: int, world_size: int, is_launched: bool = False, *, is_owned: bool = True
+        self,
+        folder: Path,
+        rank: int,
+        world_size: int,
+        is_launched: bool = False,
+        *,
+        is_owned: bool = True,
+        leave: Callable[[], None] = lambda: None,
     ) -> None:
         """Make one for `rank`; `listen` starts it.
 
         folder: the run's. is_launched: run_train.sh, which hears the signals, has started this rank. is_owned: this job
         owns the folder already, and has removed what asked an earlier one to stop; else a file `STOP` that is there now
-        counts only from `folder_is_owned` on.
+        counts only from `folder_is_owned` on. leave: called before a process that was asked to stop ends.
         """
+        self._leave = leave
         self.folder = folder
         self._earlier = None if is_owned else self._file()
         """the file that may have been meant for an earlier job"""
@@ -150,7 +158,7 @@ class StopRequests:
         if self.rank == 0:
             log.warning("%s: ending in the start-up, with nothing to save", self.folder / STOP)
             write_marker(self.folder, None)
-        rank_notes.leave(self.rank)
+        self._leave()
         end_process(0)
 
     def _hide_consequences(self) -> None:

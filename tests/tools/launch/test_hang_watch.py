@@ -18,9 +18,10 @@ import torch.distributed as dist
 from tests.patience import patience
 from tests.workers import POOL
 from torchllm.config import Run
-from torchllm.runtime.process import Runtime, start_runtime
+from torchllm.runtime.process import Runtime
 from torchllm.tools.launch.hang_report import read_dump
 from torchllm.tools.launch.hang_watch import ALARM, CHECKS_PER_SECOND, SAVES_IN_BACKGROUND, seconds_between_checks
+from torchllm.tools.launch.rank_start import LaunchHooks, start_runtime
 
 TIMEOUT = 2.0
 HOST = os.uname().nodename
@@ -100,9 +101,11 @@ def skip_one(runtime: Runtime) -> None:
 
 def raise_false_alarm(runtime: Runtime, value: str) -> None:
     """Write into the job's store what a stranger might, to end the job or to have files written in another folder."""
-    assert runtime.hang_watch is not None
+    hooks = runtime.hooks
+    assert isinstance(hooks, LaunchHooks)
+    assert hooks.hang_watch is not None
     if runtime.rank == 0:
-        runtime.hang_watch.store.set(ALARM, value)
+        hooks.hang_watch.store.set(ALARM, value)
     runtime.barrier()
 
 
@@ -138,7 +141,7 @@ class GoneStore:
 def lose_the_store(runtime: Runtime) -> None:
     reduce()
     if runtime.rank == 0:
-        runtime.hang_watch.store = GoneStore()  # type: ignore[union-attr, assignment]  # of several ranks; a stand-in
+        runtime.hooks.hang_watch.store = GoneStore()  # type: ignore[attr-defined]  # a stand-in
         reduce()
     time.sleep(3 * TIMEOUT)
     os._exit(3)

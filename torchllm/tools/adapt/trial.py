@@ -16,7 +16,8 @@ from torchllm.parallel.initialize import initialize
 from torchllm.parallel.mesh import Mesh
 from torchllm.parallel.parallelize import parallelize
 from torchllm.parallel.pipeline import build_forward_backward
-from torchllm.runtime.process import Runtime, compute_dtype
+from torchllm.runtime.device import compute_dtype
+from torchllm.runtime.process import Runtime
 from torchllm.train.step import TrainStep
 
 

@@ -7,13 +7,12 @@ A rank that has joined the job says so until it leaves it as it should. One that
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
+
+from torchllm.config.errors import ErrorKind
 
 FOLDER = "TORCHLLM_RANK_NOTES"
 """environment variable: the folder that the launcher has made for the notes; unset in a job without launcher"""
-
-RankError = Literal["refused", "user_error"]
-"""kind of an error that another attempt would have again: a RefusedStart, another UserError"""
 
 
 class Member(NamedTuple):
@@ -23,12 +22,12 @@ class Member(NamedTuple):
     pid: int
 
 
-def note_error(kind: RankError) -> None:
+def note_error(kind: ErrorKind) -> None:
     """Tell the launcher of an error; it may end this process before it ends itself."""
     _write(kind, "")
 
 
-def has_error(kind: RankError) -> bool:
+def has_error(kind: ErrorKind) -> bool:
     """Return whether a rank of this node has noted an error of this kind; for the launcher."""
     folder = _folder()
     return folder is not None and (folder / kind).exists()

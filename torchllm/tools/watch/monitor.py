@@ -31,7 +31,8 @@ from torchllm.metrics.sinks import Record, Sink, TolerantSink, open_loads_file, 
 from torchllm.models.decoder import Decoder
 from torchllm.models.lora import check_trained
 from torchllm.parallel.mesh import Mesh
-from torchllm.runtime.process import Runtime, compute_dtype
+from torchllm.runtime.device import compute_dtype
+from torchllm.runtime.process import Runtime
 from torchllm.runtime.signs_of_life import signs_of_life
 from torchllm.runtime.tolerance import Tolerance
 from torchllm.tools.launch.on_event import call_on_event

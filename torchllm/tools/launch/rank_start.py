@@ -1,0 +1,308 @@
+"""Start of a training process: its rank, device, seeds, signals, and the run folder that all ranks share."""
+
+import atexit
+import gc
+import logging
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from torchllm.config import Config, Run
+from torchllm.config.applied_keys import applied
+from torchllm.config.environment import LAUNCHED, is_restart
+from torchllm.config.errors import RefusedStart, UserError
+from torchllm.runtime.device import choose_device
+from torchllm.runtime.error_report import report_errors
+from torchllm.runtime.exchange import broadcast_record
+from torchllm.runtime.heartbeat import Limits, beat, heartbeat
+from torchllm.runtime.parent import end_with_parent
+from torchllm.runtime.process import Hooks, Runtime, raise_first_error
+from torchllm.runtime.stop import StopRequests
+from torchllm.tools.launch import rank_notes
+from torchllm.tools.launch.compile_cache import choose_compile_cache
+from torchllm.tools.launch.descriptors import describe_low_limit, raise_descriptor_limit
+from torchllm.tools.launch.hang_watch import GRACE, HangWatch
+from torchllm.tools.launch.head import HeadAddress, NodeMissing, NodeWait, reach_head
+from torchllm.tools.launch.lease import DONE, Claim, check_owner, release_leases, take_or_inherit
+from torchllm.tools.launch.network import interface_towards
+from torchllm.tools.launch.numa import bind_near_gpu
+from torchllm.tools.launch.on_event import call_at_end, call_on_event
+from torchllm.tools.launch.same_start import refuse_different_starts
+from torchllm.tools.launch.store import (
+    LOOPBACK,
+    HashStore,
+    Store,
+    connect_store,
+    serve_loopback_store,
+    serve_store,
+)
+
+log = logging.getLogger(__name__)
+
+SECRET_BYTES = 32
+"""of the secret with which ranks sign what they leave in the store"""
+FILE_SYSTEM_PATIENCE = 5.0
+"""seconds; a network file system shows a new file on other nodes a moment late"""
+
+
+@dataclass
+class LaunchHooks(Hooks):
+    """Watches over the run folder's owner and over hangs; leaves the job at its end."""
+
+    rank: int
+    folder: Path
+    claim: Claim | None
+    """proves that this job owns the run folder; rank 0's"""
+    hang_watch: HangWatch | None = None
+    """None in a job of one rank, which waits for no other one: its launcher watches it"""
+
+    def check_owner(self) -> None:
+        """See Hooks: a run that was suspended for minutes may have been taken for dead."""
+        if self.claim is not None:
+            check_owner(self.folder, self.claim)
+
+    def end(self) -> None:
+        """See Hooks."""
+        if self.hang_watch is not None:
+            self.hang_watch.close()
+        release_leases(DONE)
+        rank_notes.leave(self.rank)
+
+
+def start_runtime(run: Run, configs: Sequence[Config] = (), *, reads_only: bool = False) -> Runtime:
+    """Join the job that torchrun has started, or start a job of one rank, and set this process up as `run` says.
+
+    configs: what the job may train with. RefusedStart is raised on all ranks if they, or the code, are not the same on
+    all. reads_only: the job writes nothing into the run folder, which may belong to another job. Otherwise RefusedStart
+    is raised on all ranks if another job owns it. Raises UserError on all ranks if a rank lacks its device or sees
+    another run folder than rank 0.
+    """
+    end_with_parent()
+    heart = heartbeat()
+    heart.open()
+    heart.limits = Limits(run.start_timeout, run.timeout, run.save_timeout)
+    heart.begin("start-up")
+    rank = int(os.environ.get("RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0)) if world_size > 1 else 0  # else it may be left over
+    report_errors(rank, local_rank, rank_notes.note_error)
+    rank_notes.join(rank)
+    is_launched = LAUNCHED in os.environ and not reads_only
+    is_owned = has_launcher() or not is_launched  # a launcher starts no rank before it owns the folder
+    leave = partial(rank_notes.leave, rank)
+    stop_requests = StopRequests(Path(run.folder), rank, world_size, is_launched, is_owned=is_owned, leave=leave)
+    stop_requests.listen()
+    too_low = describe_low_limit(raise_descriptor_limit(), world_size)
+    if rank == 0 and too_low is not None:
+        log.warning("%s", too_low)
+    device = torch.device("cpu")
+    device_error = None
+    try:
+        device = choose_device(run.device, local_rank)
+    except UserError as error:
+        device_error = str(error)  # raised below on all ranks: raised here, it would leave the others waiting
+    ownership = _Ownership()
+    if rank == 0 and not reads_only:
+        ownership = _own_folder(Path(run.folder))
+    timeout = timedelta(seconds=max(heart.limits) + GRACE)
+    store = _open_store(run, rank, timeout)
+    _join_job(run, rank, world_size, store, timeout)
+    _set_torch_up(run, device)
+    if device.type == "cuda" or any(config.compile.compiles_anything for config in configs):
+        choose_compile_cache(Path(run.folder), world_size // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    hooks = LaunchHooks(rank, Path(run.folder), ownership.claim)
+    runtime = Runtime(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        device=device,
+        folder=Path(run.folder),
+        host_group=dist.new_group(backend="gloo", timeout=timeout),
+        collect_interval=run.collect_garbage_interval,
+        stop_requests=stop_requests,
+        hooks=hooks,
+    )
+    beat("all ranks have joined")
+    refuse_different_starts(configs, runtime.host_group)
+    raise_first_error(runtime.gather_texts, ownership.refusal, RefusedStart)
+    stop_requests.folder_is_owned()
+    raise_first_error(runtime.gather_texts, device_error)
+    device_types = runtime.gather_texts(device.type)
+    if len(set(device_types)) > 1:
+        blind, sighted = device_types.index("cpu"), device_types.index("cuda")
+        raise UserError(f"rank {blind} sees no GPU but rank {sighted} does: fix rank {blind}'s node")
+    applied("run.deterministic", run.deterministic)
+    bind_near_gpu(device)
+    if world_size > 1:
+        first = rank - local_rank
+        ranks_of_node = range(first, min(first + runtime.ranks_on_node, world_size))
+        hooks.hang_watch = HangWatch(
+            rank,
+            world_size,
+            ranks_of_node,
+            runtime.folder,
+            _share_secret(runtime.host_group),
+            run.on_event,
+        )
+    if not reads_only:
+        _share_folder(runtime)
+        if runtime.is_main:
+            _call_on_restart_and_end(run, runtime.folder)
+    return runtime
+
+
+def _call_on_restart_and_end(run: Run, folder: Path) -> None:
+    """Call `run.on_event` if the launchers have started the job again, and at the end of one without run_train.sh."""
+    if is_restart():
+        call_on_event(run.on_event, "restart", folder)
+    if run.on_event and LAUNCHED not in os.environ:  # run_train.sh sees the end of every job that it starts
+        atexit.register(call_at_end, run.on_event, folder)
+
+
+class _Ownership(NamedTuple):
+    """What came of an attempt to own the run folder."""
+
+    claim: Claim | None = None
+    refusal: str | None = None
+    """why the job may not start"""
+
+
+def _own_folder(folder: Path) -> _Ownership:
+    """Take the lease of the run folder, if this job's launcher has not; for rank 0."""
+    try:
+        return _Ownership(take_or_inherit(folder))
+    except RefusedStart as error:
+        return _Ownership(refusal=str(error))
+
+
+def has_launcher() -> bool:
+    """Return whether a launcher has started this rank, and not run_train.sh itself, as with one task per GPU."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _join_job(run: Run, rank: int, world_size: int, store: Store, timeout: timedelta) -> None:
+    """Create the default process group: through torchrun's rendezvous, or of this process alone."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "5000")  # operations that the flight recorder keeps
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch 2.13's profiler prints two lines per profile
+    # A gloo group connects two ranks when they first send to each other; without this each rank opens a socket to every
+    # other one, in every gloo group, and asks the store for every address: at 16,384 ranks for hours.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) == world_size:  # one node: no rank listens to other hosts
+        loopback = "lo" if sys.platform == "linux" else "lo0"
+        # Also where a cluster's modules name another interface for all jobs: gloo asks for no password.
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
+    elif interface := interface_towards(os.environ.get("MASTER_ADDR", "")):  # NCCL finds its own
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    # On GPUs no group of the mesh can send a tensor on the host: what ranks agree on goes through the host group, the
+    # only gloo group of a run that saves in the foreground.
+    backend = "nccl" if torch.cuda.is_available() and run.device != "cpu" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _open_store(run: Run, rank: int, timeout: timedelta) -> Store:
+    """Return the store of all ranks, which the launcher serves, or rank 0 if the ranks have no launcher.
+
+    Raises UserError if rank 0 does not come, or if it is unknown where it is.
+    """
+    missing = {"RANK", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
+    if missing and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but {' and '.join(sorted(missing))} not set: start the recipe "
+            "with RECIPE=... ./run_train.sh, or unset WORLD_SIZE to train on this process alone"
+        )
+    if missing:
+        return HashStore()
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if has_launcher():
+        return connect_store(address, port, timeout)
+    speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+    wait = NodeWait(run.start_timeout, speaks=speaks)
+    try:
+        if rank != 0:
+            reach_head(HeadAddress(address, port), wait)
+            store = connect_store(address, port, timeout)
+            store.set(joined_key(rank), "")
+            return store
+        store = serve_loopback_store(port, timeout) if address == LOOPBACK else serve_store(address, port, timeout)
+        await_ranks(store, int(os.environ["WORLD_SIZE"]), wait)
+        return store
+    except NodeMissing as error:
+        raise UserError(str(error)) from error
+
+
+def joined_key(rank: int) -> str:
+    """Return the key that a rank without a launcher leaves in the store of rank 0."""
+    return f"joined/{rank}"
+
+
+def await_ranks(store: Store, world_size: int, wait: NodeWait) -> None:
+    """Wait on rank 0 until all other ranks have joined. Raises NodeMissing that names the first that has not."""
+    for rank in range(1, world_size):
+        while not store.check([joined_key(rank)]):
+            wait.go_on(
+                f"rank {rank} of {world_size} to join",
+                "Does it run, and may its node reach the ports of this one? Its own output says what it waits for",
+            )
+
+
+def _share_secret(group: dist.ProcessGroup) -> bytes:
+    """Return random bytes that all ranks know, and nobody who only reaches the job's store."""
+    secret = np.frombuffer(secrets.token_bytes(SECRET_BYTES), np.uint8)
+    return broadcast_record(secret, group).tobytes()
+
+
+def _set_torch_up(run: Run, device: torch.device) -> None:
+    """Set the seed, deterministic algorithms, matmul precision and garbage collection that `run` asks for."""
+    torch.manual_seed(run.seed)
+    if run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is not deterministic without it
+        torch.use_deterministic_algorithms(True)
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    if run.collect_garbage_interval:
+        gc.disable()  # Runtime.collect_garbage does it, at the same step on all ranks
+        atexit.register(gc.unfreeze)  # what stays frozen is never freed, and torch 2.15's Triton prints it as leaked
+
+
+def _share_folder(runtime: Runtime) -> None:
+    """Create the run folder and check that all ranks see the same one: here, not at the first checkpoint.
+
+    Raises UserError on all ranks if it cannot be written or a node has another file system at its path.
+    """
+    name = f"run.folder = {str(runtime.folder)!r}"
+    probe = runtime.folder / ".shared"
+    error = None
+    if runtime.is_main:
+        try:
+            runtime.folder.mkdir(parents=True, exist_ok=True)
+            probe.write_text(str(os.getpid()))
+        except OSError as problem:
+            error = f"{name} cannot be written: {problem}"
+    raise_first_error(runtime.gather_texts, error)
+    # The other ranks of a node see what its first one sees.
+    if runtime.local_rank == 0 and not runtime.is_main and not _appears(probe.exists):
+        error = f"{name} is not the folder of rank 0: it must be on one file system for all nodes (NFS, Lustre, …)"
+    raise_first_error(runtime.gather_texts, error)
+    if runtime.is_main:
+        probe.unlink()
+
+
+def _appears(exists: Callable[[], bool], patience: float = FILE_SYSTEM_PATIENCE) -> bool:
+    """Wait up to `patience` seconds for `exists` to be true; return whether it was."""
+    deadline = time.monotonic() + patience
+    while not exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
