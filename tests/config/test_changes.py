@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from torchllm.config import Config, Source, Training, log_config_changes
+from torchllm.config import Config, Data, Evaluate, Lora, Model, Source, Training, log_config_changes
 from torchllm.config.changes import config_changes
+from torchllm.config.paths import absolute_paths
 
 pytestmark = pytest.mark.quick
 
@@ -41,6 +42,25 @@ def test_every_key_that_differs_is_told_with_both_values() -> None:
         "optimizer.learning_rate: 0.0003 in the checkpoint, 3.1e-05 now",
         "parallel.split: [] in the checkpoint, [1, 3] now",
         'schedule.name: "cosine" in the checkpoint, "constant" now',
+    ]
+
+
+def test_a_path_is_the_same_however_it_is_written() -> None:
+    """A run's config.toml has it absolute; the checkpoint has it as it was given, in that or another working folder."""
+    given = Config(
+        lora=Lora(rank=2),
+        data=Data(sources=(Source(kind="text", path="./a/*.txt"),)),
+        model=Model(from_hf="tests"),
+        evaluate=Evaluate(tasks=("arc_easy", "tests")),
+    )
+    changes = config_changes(saved(given), absolute_paths(given))
+    assert changes == []
+    log_config_changes({"config": saved(given)}, absolute_paths(given))  # no other frozen weights
+    elsewhere = replace(given.data, sources=(Source(kind="text", path="/b/a/*.txt"),))
+    assert config_changes(saved(given), replace(given, data=elsewhere)) == []
+    other = replace(given.data, sources=(Source(kind="text", path="/b/aa/*.txt"),))
+    assert [change.key for change in config_changes(saved(given), replace(given, data=other))] == [
+        "data.sources.0.path"
     ]
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.config.conftest import refusal
 from torchllm.config import Bound, Config, Training, load_config, write_config
+from torchllm.config.paths import absolute_paths
 
 pytestmark = pytest.mark.quick
 
@@ -56,7 +57,7 @@ def test_forked_schema(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert config.training.patience == 1.0
     assert config.distill == Distill((Teacher("b"),), Teacher("a"), (0, 3), 1)
     write_config(config, folder / "again.toml")
-    assert load_config(["again.toml"], MyConfig) == config
+    assert load_config(["again.toml"], MyConfig) == absolute_paths(config)
 
     arguments = ["x.toml", "--distill.layers.1=-1", "--distill.power=3", "--distill.main.pth=a", "--data.patience=2"]
     assert refusal(capsys, lambda: load_config(arguments, MyConfig)) == [

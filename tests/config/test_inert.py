@@ -18,6 +18,7 @@ from torchllm.config.inert import (
     without_contradictions,
 )
 from torchllm.config.load import finish, read_draft
+from torchllm.config.paths import absolute_paths
 from torchllm.config.toml import toml_value
 from torchllm.config.write import dump_toml
 
@@ -185,7 +186,7 @@ def test_a_resolved_config_is_not_told_again(
 
     resolved = tmp_path / "config.toml"
     write_config(config, resolved)
-    assert load_config([str(resolved)]) == config
+    assert load_config([str(resolved)]) == absolute_paths(config)
     assert capsys.readouterr().err == ""
     load_config([str(resolved), "--parallel.zero_stage=2"])
     assert "--parallel.zero_stage: does nothing in this run" in capsys.readouterr().err

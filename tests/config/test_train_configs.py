@@ -14,6 +14,7 @@ import pytest
 
 from tests.runtime.test_run_train import clean
 from torchllm.config import Config, load_config, write_config
+from torchllm.config.paths import absolute_paths
 from torchllm.facts.flops import parameter_count
 from torchllm.tools.dry_run.run import examine
 from torchllm.tools.planner.cluster import read_cluster
@@ -86,7 +87,7 @@ def test_files_and_their_resolved_configs_load_without_a_line(
         with monkeypatch.context() as environment:
             config = load_for_dry_run(file, environment)
             write_config(config, tmp_path / "config.toml")
-            assert load_config([str(tmp_path / "config.toml")]) == config, file
+            assert load_config([str(tmp_path / "config.toml")]) == absolute_paths(config), file
             assert capsys.readouterr() == ("", ""), file
 
 

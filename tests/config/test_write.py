@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from torchllm.config import Config, MixtureStage, Parallel, Source, load_config, write_config
+from torchllm.config.paths import absolute_paths
 from torchllm.config.write import dump_toml
 
 pytestmark = pytest.mark.quick
@@ -28,6 +29,7 @@ WHOLE_NUMBERS = (0, 1, 2**53 + 1, 2**63 - 1)
 
 
 def written_and_loaded(config: Config, folder: Path) -> Config:
+    """Return the written config; `config` has absolute paths."""
     write_config(config, folder / "config.toml")
     assert [path.name for path in folder.iterdir()] == ["config.toml"]
     return load_config(["config.toml"])
@@ -54,13 +56,14 @@ def test_texts_load_back(text: str, folder: Path) -> None:
     sources = (replace(first, path="x" + text), second)
     config = replace(config, data=replace(config.data, sources=sources, cache=text, tokenizer=text or "bytes"))
     config = replace(config, generate=replace(config.generate, prompt=text))
+    config = absolute_paths(config)
     assert written_and_loaded(config, folder) == config
 
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_numbers_load_back(number: float, folder: Path) -> None:
     config = usual()
-    config = replace(config, optimizer=replace(config.optimizer, learning_rate=number))
+    config = absolute_paths(replace(config, optimizer=replace(config.optimizer, learning_rate=number)))
     loaded = written_and_loaded(config, folder)
     assert loaded == config
     assert type(loaded.optimizer.learning_rate) is float
@@ -69,7 +72,7 @@ def test_numbers_load_back(number: float, folder: Path) -> None:
 @pytest.mark.parametrize("number", WHOLE_NUMBERS)
 def test_whole_numbers_load_back(number: int, folder: Path) -> None:
     config = usual()
-    config = replace(config, run=replace(config.run, seed=number))
+    config = absolute_paths(replace(config, run=replace(config.run, seed=number)))
     assert written_and_loaded(config, folder) == config
 
 
@@ -86,13 +89,13 @@ def test_the_config_of_a_copied_run_is_of_the_copy(folder: Path, capsys: pytest.
         (folder / name / "checkpoints/step-00000001").mkdir(parents=True)
         config = replace(usual(), run=replace(usual().run, folder="runs/a"))
         write_config(config, folder / name / "config.toml")
-    assert load_config(["runs/a/config.toml"]).run.folder == "runs/a"
+    assert load_config(["runs/a/config.toml"]).run.folder == str(folder / "runs/a")
     assert capsys.readouterr().err == ""
     assert load_config(["runs/copy/config.toml"]).run.folder == "runs/copy"
-    assert 'run.folder: is "runs/a", which is another folder: runs/copy is taken' in capsys.readouterr().err
+    assert f'run.folder: is "{folder}/runs/a", which is another folder: runs/copy is taken' in capsys.readouterr().err
     assert load_config(["runs/copy/config.toml", "--run.folder=runs/b"]).run.folder == "runs/b"
     (folder / "runs/a").rename(folder / "runs/renamed")
     assert load_config(["runs/renamed/config.toml"]).run.folder == "runs/renamed"
     assert capsys.readouterr().err == ""
     (folder / "runs/copy/checkpoints/step-00000001").rmdir()  # no run, only a config that lies there
-    assert load_config(["runs/copy/config.toml"]).run.folder == "runs/a"
+    assert load_config(["runs/copy/config.toml"]).run.folder == str(folder / "runs/a")

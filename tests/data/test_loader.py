@@ -42,7 +42,7 @@ from torchllm.data.packing import WHOLE_SEQUENCE, SequencePieces
 from torchllm.data.shard import Split
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.prepare.build import write_corpus
-from torchllm.tools.prepare.cache import cached_corpora, plan_corpus
+from torchllm.tools.prepare.cache import cached_corpora, cached_folder, plan_corpus, prepare_cached
 from torchllm.tools.prepare.plan import TokenizerSpec
 
 CPU = torch.device("cpu")
@@ -332,6 +332,28 @@ def next_tokens(loader: TrainLoader, steps: int) -> list[list[int]]:
     return [next_batches(loader)[0].tokens[0].tolist() for _ in range(steps)]
 
 
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_cached_corpus_is_found_however_its_path_is_written(
+    earlier: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier versions named its folder by the path of the config, a run's config.toml has absolute paths."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a.txt").write_text("some text")
+    monkeypatch.chdir(tmp_path)
+    data = Data(cache="cache", validation_fraction=0.0)
+    plans = [
+        plan_corpus(Source(kind="text", path=path), data, load_tokenizer("bytes"), 258)
+        for path in ("data", "./data/", str(tmp_path / "data"))
+    ]
+    folder = Path("cache", f"text-{plans[0].key}") if earlier else prepare_cached(plans[0], data)
+    if earlier:
+        write_corpus(plans[0], TokenizerSpec("bytes", "llama3"), folder)
+    assert [prepare_cached(plan, data) for plan in plans] == [folder] * 3
+    monkeypatch.chdir(tmp_path.parent)
+    if not earlier:
+        assert cached_folder(replace(data, cache=str(tmp_path / "cache")), plans[2]) == tmp_path / folder
+
+
 @pytest.mark.parametrize("cached", [True, False])
 def test_a_run_goes_on_with_the_files_and_tokens_of_an_earlier_version(
     cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -350,8 +372,8 @@ def test_a_run_goes_on_with_the_files_and_tokens_of_an_earlier_version(
     )
     tokenizer = load_tokenizer("tokenizer.json")
     plan = plan_corpus(data.sources[0], data, tokenizer, 6, earlier=True)
+    folder = Path("cache", "jsonl-0275e65f13035678")
     if cached:
-        folder = Path("cache", "jsonl-0275e65f13035678")
         header = write_corpus(plan, TokenizerSpec("tokenizer.json", "llama3"), folder)
         assert header.fingerprint == "275b58cf72f5248a"
         caplog.clear()
@@ -363,7 +385,7 @@ def test_a_run_goes_on_with_the_files_and_tokens_of_an_earlier_version(
     loader.load_state(earlier_state("275b58cf72f5248a", ["tokenizer.json-1-1-2d86df6a95f8138c"]))
     assert "data.sources.0 (jsonl 'data'): the run goes on with the files and tokens that its corpus" in caplog.text
     assert next_tokens(loader, 6) == [[1, 1, 2], [1, 5, 2], [1, 2, 3], [1, 2, 3], [2, 1, 1], [2, 3, 1]]
-    assert [folder.name for folder in cached_corpora(data, "275b58cf72f5248a")] == ["jsonl-0275e65f13035678"]
+    assert (cached_corpora(data, "275b58cf72f5248a") == [folder]) == cached
     with pytest.raises(DataError, match="nothing is held out"):
         loader.validation_sequences(9)
     loader.load_state(loader.state())  # as the next start does

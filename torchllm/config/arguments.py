@@ -137,7 +137,7 @@ def _parse(text: str, kind: Any) -> Any:
 
     An array of strings may be words with commas between them.
     """
-    if get_origin(kind) is tuple and get_args(kind)[0] is str and text[:1] != "[":
+    if get_origin(kind) is tuple and plain_type(get_args(kind)[0])[0] is str and text[:1] != "[":
         return text.split(",") if text else []
     choices = get_args(kind) if get_origin(kind) is Literal else ()
     is_text = kind is str or (choices and all(isinstance(choice, str) for choice in choices))

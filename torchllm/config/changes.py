@@ -1,11 +1,14 @@
 """Which keys of a run's config are not those of the checkpoint that it resumes from."""
 
 import logging
+import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from torchllm.config.errors import UserError
+from torchllm.config.paths import same_path
+from torchllm.config.read import path_note, type_at
 from torchllm.config.schema import Config
 from torchllm.config.toml import KeyPath, dotted, toml_value
 
@@ -57,9 +60,20 @@ def config_changes(saved: Mapping[str, Any], config: Config) -> list[ConfigChang
     for key in sorted(saved_values.keys() | current_values.keys()):
         saved_value, current_value = saved_values.get(key), current_values.get(key)
         is_new_key = key not in saved_values and current_value == defaults.get(key)
-        if saved_value != current_value and not is_new_key:
+        kind = type_at(type(config), tuple(key.split(".")))
+        if saved_value != current_value and not is_new_key and not _same_paths(kind, saved_value, current_value):
             changes.append(ConfigChange(key, saved_value, current_value))
     return changes
+
+
+def _same_paths(kind: Any, saved: str | None, current: str | None) -> bool:
+    """Return whether two values of a key, as TOML, are the same path or paths."""
+    if not any(map(path_note, (kind, *get_args(kind)))) or saved is None or current is None:
+        return False
+    values = tomllib.loads(f"saved = {saved}\ncurrent = {current}")
+    if isinstance(values["saved"], str):
+        return same_path(values["saved"], values["current"])
+    return len(values["saved"]) == len(values["current"]) and all(map(same_path, values["saved"], values["current"]))
 
 
 def log_config_changes(record: Mapping[str, Any], config: Config) -> None:

@@ -38,7 +38,7 @@ from torchllm.config.environment import (
 from torchllm.config.inert import Inert, contradictions, describe_inert, idle_keys
 from torchllm.config.read import Fault, read_table
 from torchllm.config.schema import Config, Parallel, Training, gradient_accumulation
-from torchllm.config.toml import KeyPath, Layer, dotted, read_files, shown
+from torchllm.config.toml import KeyPath, Layer, dotted, read_files, shown, toml_value
 
 C = TypeVar("C", bound=Config)
 
@@ -223,7 +223,7 @@ def _take_folder_of_copy(draft: Draft[C]) -> None:
         draft.config = replace(draft.config, run=replace(draft.config.run, folder=str(folder)))
         if not os.path.exists(named):  # it was renamed, or the working folder is another one
             return
-        message = f"is {shown(named)}, which is another folder: {folder} is taken, in which this file lies"
+        message = f"is {toml_value(named)}, which is another folder: {folder} is taken, in which this file lies"
         draft.notes.append(draft.located(path, message))
 
 

@@ -13,7 +13,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from torchllm.config.schema import Bound, ExpandsHome, Unsupported
+from torchllm.config.schema import Bound, IsPath, Unsupported
 from torchllm.config.toml import KeyPath, dotted, shown, toml_value
 
 _WRONG = object()
@@ -74,7 +74,7 @@ class _TableReader:
         if message:
             self.faults.append(Fault(path, message))
             return _WRONG
-        if _is_path(annotated):
+        if path_note(annotated) is not None:
             return os.path.expanduser(value)
         return float(value) if kind is float else value
 
@@ -96,7 +96,7 @@ def _scalar_problem(annotated: Any, value: Any) -> str:
         return "must fit into 64 bits"
     if isinstance(value, str) and not _is_utf8(value):
         return "must be UTF-8"
-    if isinstance(value, str) and _is_path(annotated) and (variable := _shell_variable(value)):
+    if isinstance(value, str) and path_note(annotated) is not None and (variable := _shell_variable(value)):
         return f"{variable} is not expanded in a config: write the path itself, or ~ for the home folder"
     if _has_type(kind, value, is_number) and (kind not in (int, float) or _is_within(bound, value)):
         return ""
@@ -111,9 +111,9 @@ def _reason_against(annotated: Any, value: Any) -> str:
     return ""
 
 
-def _is_path(annotated: Any) -> bool:
-    """Return whether a type is that of a path."""
-    return any(isinstance(note, ExpandsHome) for note in get_args(annotated))
+def path_note(annotated: Any) -> IsPath | None:
+    """Return the note on the type of a path; None if a type is no path."""
+    return next((note for note in get_args(annotated) if isinstance(note, IsPath)), None)
 
 
 def _shell_variable(path: str) -> str:

@@ -31,11 +31,19 @@ class Unsupported(NamedTuple):
     reason: str
 
 
-class ExpandsHome(NamedTuple):
-    """A note on the type of a path: a leading ~ is the home folder."""
+class IsPath(NamedTuple):
+    """A note on the type of a path: a leading ~ is the home folder, and the config.toml of a run has it absolute."""
+
+    names: tuple[str, ...] = ()
+    """values that are no paths"""
+    or_name: bool = False
+    """a value is a path if it exists; else it is the name of something else, such as a model of the hub"""
+    ending: str = ""
+    """which paths have, and names do not"""
 
 
-FilePath = Annotated[str, ExpandsHome()]
+FilePath = Annotated[str, IsPath()]
+PathOrName = Annotated[str, IsPath(or_name=True)]
 Count = Annotated[int, Bound(at_least=1)]
 Natural = Annotated[int, Bound(at_least=0)]
 Degree = Annotated[int, Bound(at_least=1)]
@@ -87,7 +95,7 @@ class Run:
 class Cluster:
     """The machines, for the dry run and the planner; training needs no description of them."""
 
-    name: FilePath = ""
+    name: Annotated[str, IsPath(or_name=True, ending=".toml")] = ""
     """a file of train_configs/clusters, such as dgx_h100, or the path of a TOML file; empty: unknown"""
 
 
@@ -118,7 +126,7 @@ FAMILIES = {
 class Model:
     """Sizes of the decoder."""
 
-    from_hf: FilePath = ""
+    from_hf: PathOrName = ""
     """published model whose sizes and weights a fresh run starts with: a folder with config.json, or an id of the
     Hugging Face Hub, ORG/NAME or ORG/NAME@REVISION; empty: the sizes below, and random weights"""
     family: Literal["llama", "gpt"] = "llama"
@@ -288,7 +296,7 @@ class Source:
     ] = "stdlib"
     """stdlib: Python's own source code; tokens: shards from recipes/prepare.py; megatron, llmc, nanogpt and mds: token
     files of other programs, read in place; synthetic: random tokens"""
-    path: str = ""
+    path: FilePath = ""
     """file, folder, glob or hub id, depending on kind; a folder is all files in it"""
     text_key: str = "text"
     """key or column that holds the text (jsonl, parquet, hub), or the tokens where several columns are arrays (mds)"""
@@ -322,7 +330,7 @@ class Data:
 
     sources: tuple[Source, ...] = (Source(),)
     """one [[data.sources]] table per source"""
-    tokenizer: str = "bytes"
+    tokenizer: Annotated[str, IsPath(names=("bytes",))] = "bytes"
     """bytes, a tiktoken rank file (Llama 3's tokenizer.model), or a Hugging Face tokenizer.json"""
     pattern: Annotated[
         Literal["llama3", "cl100k", "gpt2", "o200k"],
@@ -347,7 +355,7 @@ class Data:
     skipped, or all; 1: never"""
     workers: Natural = 1
     """processes per rank that prefetch batches; 0: the training process reads them"""
-    cache: str = ""
+    cache: FilePath = ""
     """folder for tokenized raw sources; empty: torchllm in the user's cache folder"""
     max_raw_mib: Positive = 256.0
     """raw sources larger than this many MiB are refused: tokenize them once with recipes/prepare.py"""
@@ -619,7 +627,7 @@ class Checkpoint:
 
     interval: Natural = 500
     """steps between checkpoints; 0: only the last step"""
-    resume: FilePath = "auto"
+    resume: Annotated[str, IsPath(names=("auto", "none"))] = "auto"
     """auto: the newest verified step of the run folder; none: start fresh; or the path of a step folder"""
     initial: FilePath = ""
     """run folder, or step folder, whose weights a fresh run starts from, without its optimizer, step and data; empty:
@@ -668,7 +676,7 @@ class Evaluate:
     """steps between evaluations; the last step is evaluated too; 0: never"""
     sequences: Count = 64
     """held-out sequences per evaluation, over all ranks"""
-    tasks: tuple[str, ...] = ()
+    tasks: tuple[PathOrName, ...] = ()
     """tasks of lm-evaluation-harness (extra lm-eval): their names, or folders with a YAML file per task"""
     tasks_interval: Natural = 0
     """steps between evaluations of the tasks, each by a process beside rank 0, on CPUs; a multiple of
@@ -700,7 +708,7 @@ class Generate:
 class Finetune:
     """How conversations become tokens, and how long recipes/finetune.py trains on them."""
 
-    chat_template: str = ""
+    chat_template: FilePath = ""
     """file of a Jinja chat template; empty: that of data.tokenizer (chat_template.jinja or tokenizer_config.json in its
     folder)"""
     epochs: NonNegative = 0.0

@@ -5,6 +5,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchllm.config.paths import absolute_paths
 from torchllm.config.schema import Config
 from torchllm.config.toml import KeyPath, dotted, toml_value
 
@@ -44,10 +45,10 @@ def _lines(value: Any, path: KeyPath) -> list[str]:
 
 
 def write_config(config: Config, path: Path) -> None:
-    """Write `dump_toml(config)` to `path`. After a crash the file is whole, or as it was before."""
+    """Write every key as TOML to `path`, with absolute paths. After a crash the file is whole, or as it was before."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("w", encoding="utf-8", newline="\n") as file:
-        file.write(dump_toml(config))
+        file.write(dump_toml(absolute_paths(config)))
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torchllm.config import Data, Source
+from torchllm.config.paths import same_path
 from torchllm.data.cache_root import cache_root
 from torchllm.tools.prepare.cache import cached_corpora, is_raw
 
@@ -48,7 +49,7 @@ def _source_differences(
         in_checkpoint, in_run = _SourcePrint(*saved[index]), _SourcePrint(*current[index])
         settings = data.sources[index]
         if in_checkpoint.fingerprint != in_run.fingerprint:
-            if saved_names and saved_names[index] != _describe_source(settings.kind, settings.path):
+            if saved_settings and not _is_same_source(saved_settings[index], settings):
                 lines.append(f"{names[index]}: in the checkpoint it is {saved_names[index]}")
             else:
                 lines.append(f"{names[index]}: its tokens are others: its files have changed, or how they are read")
@@ -61,6 +62,10 @@ def _source_differences(
         lines += [f"only in the checkpoint: {name}" for name in saved_names[len(current) :]]
         lines += [f"only now: {name}" for name in names[len(saved) :]]
     return lines
+
+
+def _is_same_source(saved: Mapping[str, Any], source: Source) -> bool:
+    return bool(saved["kind"] == source.kind and same_path(saved["path"], source.path))
 
 
 def name_source(index: int, source: Source) -> str:

@@ -19,6 +19,6 @@ def describe_missing(path: str) -> str:
         return "braces are no part of a glob: give one [[data.sources]] table per path"
     if "," in path or "\n" in path:
         return "if it is several paths, give one [[data.sources]] table for each"
-    if os.path.isabs(os.path.expanduser(path)):
+    if os.path.isabs(path):
         return "check the path"
     return f"the path is relative to the folder in which the command was started, {os.getcwd()}"

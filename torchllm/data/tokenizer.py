@@ -75,7 +75,7 @@ def load_tokenizer(name: str, pattern: Pattern = "llama3", threads: int = 1) -> 
     """
     if name == "bytes":
         return ByteTokenizer()
-    path = Path(name).expanduser()
+    path = Path(name)
     if path.is_dir():
         raise DataError(f"data.tokenizer: {name!r} is a folder: name the tokenizer file in it, such as tokenizer.json")
     if not path.is_file():

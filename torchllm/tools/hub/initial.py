@@ -20,6 +20,7 @@ from torchllm.checkpoint.weights import load_newest_weights
 from torchllm.config import Config, Model
 from torchllm.config.applied_keys import applied
 from torchllm.config.changes import check_frozen_weights
+from torchllm.config.paths import same_path
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.initialize import fill_all
 from torchllm.tools.hub.files import HubConfig, HubFiles, check_tensors, find_hub_files, read_hub_config
@@ -102,6 +103,8 @@ def check_same_source(key: str, found: Mapping[str, Any], recorded: Mapping[str,
 
     key: of the config, which names them. found: what `InitialWeights.load` returns of them now.
     """
+    if recorded is not None and same_path(recorded["from"], found["from"]):
+        recorded = {**recorded, "from": found["from"]}
     if json.dumps(found, sort_keys=True) != json.dumps(recorded, sort_keys=True):  # tuples are lists in a checkpoint
         raise CheckpointError(
             f"{key}: the frozen weights are not those that the run started from: the checkpoint's low-rank updates "

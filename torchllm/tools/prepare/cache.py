@@ -1,8 +1,10 @@
 """Turn a source of the config into an open corpus; small raw sources are tokenized at the first run and cached."""
 
 import logging
+import os
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,8 +89,23 @@ def plan_corpus(
 
 
 def cached_folder(data: Data, plan: CorpusPlan) -> Path:
-    """Return the folder in which the corpus of a plan is cached."""
-    return cache_root(data) / f"{plan.source.kind}-{plan.key}"
+    """Return the folder in which the corpus of a plan is cached; it depends on the absolute paths of the files.
+
+    Earlier versions took the paths as the config had them: what they have cached is found, too. Raises DataError if a
+    folder may not be read.
+    """
+    spellings = (_spelled(plan, os.path.abspath), plan, _spelled(plan, os.path.relpath))
+    folders = (cache_root(data) / f"{spelling.source.kind}-{spelling.key}" for spelling in spellings)
+    first = next(folders)
+    return next((folder for folder in (first, *folders) if is_cached(folder)), first)
+
+
+def _spelled(plan: CorpusPlan, spell: Callable[[str], str]) -> CorpusPlan:
+    """Return a plan with all paths written in another way; a data set of the hub and Python's library have none."""
+    if not plan.source.path or plan.source.kind == "hub":
+        return plan
+    files = [file._replace(path=spell(file.path)) for file in plan.files]
+    return replace(plan, source=replace(plan.source, path=spell(plan.source.path)), files=files)
 
 
 def is_cached(folder: Path) -> bool:

@@ -20,7 +20,7 @@ def earlier_files(source: Source) -> ChosenFiles:
     """Return the files of a raw source: all are trained, and nothing behind a link to a folder is."""
     if source.kind in ("hub", "stdlib"):
         return choose_files(source)
-    pattern = os.path.expanduser(source.path)
+    pattern = source.path
     matches = [pattern] if os.path.lexists(pattern) else glob.glob(pattern, recursive=True)
     if matches == [pattern] and os.path.isdir(pattern):
         paths = []
@@ -36,7 +36,7 @@ def earlier_files(source: Source) -> ChosenFiles:
 
 def earlier_token_files(source: Source, pattern: str) -> ChosenFiles:
     """Return the token files of another program; pattern: of their names. A test set is trained."""
-    path = Path(source.path).expanduser()
+    path = Path(source.path)
     if source.kind == "megatron" and not path.exists() and path.with_name(path.name + ".idx").is_file():
         found = [path.with_name(path.name + ".idx")]
     elif path.is_dir():

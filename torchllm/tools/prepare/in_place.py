@@ -77,7 +77,7 @@ def token_files(source: Source) -> ChosenFiles:
     Raises DataError if there is none to train on.
     """
     pattern = _FORMATS[source.kind].pattern
-    path = os.path.expanduser(source.path)
+    path = source.path
     if source.kind == "megatron" and not os.path.isdir(path):
         index = Path(path).with_suffix(".idx") if os.path.exists(path) else Path(f"{path}.idx")
         if index.is_file():  # of the .bin, or of the prefix that Megatron-LM's own options take

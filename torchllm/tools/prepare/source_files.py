@@ -58,7 +58,7 @@ def choose_files(source: Source) -> ChosenFiles:
     if source.kind == "stdlib":
         return ChosenFiles([stat_file(path) for path in _stdlib_paths()], [])
     suffixes = _SUFFIXES.get(source.kind, ("",))
-    found = find_files(os.path.expanduser(source.path), lambda name: name.endswith(suffixes))
+    found = find_files(source.path, lambda name: name.endswith(suffixes))
     if not found.files:
         raise DataError(
             f"data.sources: no file matches {source.path!r} (kind {source.kind!r}): {describe_missing(source.path)}"
@@ -101,7 +101,7 @@ def choose_by_name(source: Source, found: FoundFiles) -> ChosenFiles:
         notes.append(f"{found.ignored:,} hidden ones and ones of another kind are not read")
     if found.folders:
         notes.append(f"{found.folders:,} folders that match are not read")
-    if notes or os.path.isdir(os.path.expanduser(source.path)):
+    if notes or os.path.isdir(source.path):
         log.info("data.sources: %s", "; ".join([f"{len(paths['train']):,} files in {source.path!r}", *notes]))
     chosen = ChosenFiles(*([stat_file(path) for path in paths[split]] for split in ("train", "held out")))
     for path, size, _ in [*chosen.train, *chosen.held_out]:

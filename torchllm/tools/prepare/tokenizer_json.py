@@ -55,7 +55,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int, chat: C
     Raises InexactTokenizer, and writes nothing, if a conversion would give other ids than the tokenizer.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        source = Path(tokenizer.name).expanduser()
+        source = Path(tokenizer.name)
         shutil.copyfile(source, folder / "tokenizer.json")
         for name in COPIED:
             if source.with_name(name).is_file():

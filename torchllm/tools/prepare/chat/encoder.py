@@ -143,7 +143,7 @@ def _offsets(encoding: tokenizers.Encoding) -> Offsets:
 @lru_cache(maxsize=2)
 def load_chat_encoder(tokenizer: str) -> ChatEncoder:
     """Return the encoder of a tokenizer.json. Raises DataError if data.tokenizer is no such file."""
-    path = Path(tokenizer).expanduser()
+    path = Path(tokenizer)
     if path.suffix != ".json" or not path.is_file():
         raise DataError(
             f"data.tokenizer: conversations need a Hugging Face tokenizer.json, which has special tokens and offsets; "

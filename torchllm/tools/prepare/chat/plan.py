@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchllm.config import Config, Finetune
+from torchllm.config.paths import same_path
 from torchllm.tools.prepare.chat.encoder import load_chat_encoder
 from torchllm.tools.prepare.chat.examples import ChatFormat
 from torchllm.tools.prepare.chat.template import ChatTemplate, read_special_tokens, read_template
@@ -32,7 +33,7 @@ class ChatPlan:
 def plan_chat(tokenizer: str, finetune: Finetune, sequence_length: int) -> ChatPlan:
     """Return the plan for conversations with data.tokenizer. Raises DataError if it or the template cannot be used."""
     load_chat_encoder(tokenizer)
-    path = Path(tokenizer).expanduser()
+    path = Path(tokenizer)
     special_tokens = read_special_tokens(path)
     template = read_template(path, finetune.chat_template)
     try_template(template, special_tokens)
@@ -74,7 +75,7 @@ def chat_plan_of_run(config: Config, state: Mapping[str, Any], record: Mapping[s
     """
     saved = state.get("chat")
     template_file = record.get("config", {}).get("finetune", {}).get("chat_template", "")
-    if saved is not None and config.finetune.chat_template == template_file:
+    if saved is not None and same_path(template_file, config.finetune.chat_template):
         plan = ChatPlan(**saved)
         try_template(plan.template, plan.special_tokens)
         return plan

@@ -261,7 +261,7 @@ def read_template(tokenizer: Path, file: str) -> str:
     file: finetune.chat_template; empty: `chat_template.jinja` in the tokenizer's folder, else the template in its
     tokenizer_config.json. Raises DataError if there is none.
     """
-    path = Path(file).expanduser() if file else tokenizer.with_name(TEMPLATE_FILE)
+    path = Path(file) if file else tokenizer.with_name(TEMPLATE_FILE)
     if file or path.is_file():
         try:
             return read_regular(path).decode()

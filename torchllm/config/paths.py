@@ -1,0 +1,44 @@
+"""Paths of a config, which its types mark: independent of the working folder, and compared across working folders."""
+
+import os
+from dataclasses import is_dataclass, replace
+from typing import Any, TypeVar, get_args
+
+from torchllm.config.read import field_types, path_note, plain_type
+from torchllm.config.schema import Config, IsPath, Source
+
+C = TypeVar("C", bound=Config)
+
+
+def absolute_paths(config: C) -> C:
+    """Return a config whose paths mean the same from every working folder."""
+    absolute: C = _absolute(type(config), config)
+    return absolute
+
+
+def same_path(saved: str, current: str) -> bool:
+    """Return whether two values of a key are one path: a relative one may be of an earlier working folder."""
+    if "" in (saved, current):
+        return saved == current
+    saved = os.path.expanduser(saved)
+    if os.path.abspath(saved) == os.path.abspath(current):
+        return True
+    return not os.path.isabs(saved) and current.endswith(f"/{os.path.normpath(saved)}")
+
+
+def _absolute(annotated: Any, value: Any) -> Any:
+    if isinstance(value, Source) and value.kind == "hub":  # its path is an id
+        return value
+    if is_dataclass(value) and not isinstance(value, type):
+        types = field_types(type(value))
+        return replace(value, **{name: _absolute(types[name], getattr(value, name)) for name in types})
+    if isinstance(value, tuple):
+        item = get_args(plain_type(annotated)[0])[0]
+        return tuple(_absolute(item, element) for element in value)
+    note = path_note(annotated)
+    return os.path.abspath(value) if note is not None and _is_path(note, value) else value
+
+
+def _is_path(note: IsPath, value: str) -> bool:
+    is_name = value in note.names or not value.endswith(note.ending)
+    return value != "" and not is_name and (os.path.exists(value) or not note.or_name)
