@@ -54,7 +54,7 @@ def plan_corpus(
 
     finetune and training.sequence_length decide how conversations become tokens; text needs neither. pins: folder that
     remembers the commits of data sets of the hub; None: in the cache. earlier: the corpus that earlier versions made of
-    the source, whose files and begins of documents may be others.
+    the source, whose files, begins of documents and chat template may be others.
 
     Bad records of Python's standard library are always skipped, for no user can fix them. Raises DataError if the
     source has no file or cannot be found, or `vocab` is too small for the tokenizer's special tokens.
@@ -68,7 +68,7 @@ def plan_corpus(
     if source.messages_key:
         if finetune is None:
             raise DataError(f"data.sources: {source.path!r} holds conversations: train on them by recipes/finetune.py")
-        chat = plan_chat(data.tokenizer, finetune, sequence_length)
+        chat = plan_chat(data.tokenizer, finetune, sequence_length, earlier)
     revision = ""
     if source.kind == "hub":
         source = pin_hub_source(source, pins or cache_root(data) / "revisions")

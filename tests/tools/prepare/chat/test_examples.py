@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.tools.prepare.chat.families import (
     FAMILIES,
@@ -35,6 +35,7 @@ THINKING = [
     assistant("<think>\n3\n</think>\n\nthree"),
 ]
 TODAY = date.today()
+TOOLS = [{"type": "function", "function": {"name": "fox", "parameters": {"type": "object", "properties": {}}}}]
 PREFIXES = ["llama3", "qwen25", "gemma", "olmo2", "mistral", "generation", "bare"]
 """families whose whole conversation is one example"""
 ENDS = {"llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "olmo2": "<|endoftext|>", "mistral": "</s>"}
@@ -221,12 +222,11 @@ def test_text_around_a_special_word_is_encoded_in_one_go(tmp_path: Path) -> None
 
 def test_tools_and_weights_of_the_openai_form(tmp_path: Path) -> None:
     """A message of weight 0 is not trained, a value of null is as if it were not there, the last question is left."""
-    tools = [{"type": "function", "function": {"name": "fox", "parameters": {"type": "object", "properties": {}}}}]
     messages = [TALK[0], TALK[1] | {"weight": 0, "name": None}, *TALK[2:], user("never answered")]
     chat = format_of(QWEN25, tmp_path)
-    made = chat.examples(Conversation(messages, tools))
+    made = chat.examples(Conversation(messages, TOOLS))
     assert trained(made, tmp_path) == [["they are lazy: 12<|im_end|>"]]
-    assert made.examples[0].ids.tolist() == reference(QWEN25, tmp_path, messages[:4], tools=tools)
+    assert made.examples[0].ids.tolist() == reference(QWEN25, tmp_path, messages[:4], tools=TOOLS)
     made = format_of(FAMILIES["generation"], tmp_path / "blocks").examples(Conversation(messages))
     assert trained(made, tmp_path / "blocks") == [["they are lazy: 12<|im_end|>"]]
 
@@ -289,17 +289,56 @@ def test_where_the_template_is_found(tmp_path: Path) -> None:
         plan_chat("bytes", Finetune(), 8)
 
 
-@pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
-def test_a_template_in_the_tokenizer_config(several: bool, tmp_path: Path) -> None:
+def test_a_template_in_the_tokenizer_config(tmp_path: Path) -> None:
     path = write_tokenizer(tmp_path, QWEN25)
     path.with_name("chat_template.jinja").unlink()
     with pytest.raises(DataError, match=r"no chat template .* finetune\.chat_template = FILE"):
         plan_chat(str(path), Finetune(), 8)
-    named = [{"name": "tools", "template": "x"}, {"name": "default", "template": QWEN25.template}]
     config = tmp_path / "tokenizer_config.json"
-    content = json.loads(config.read_text()) | {"chat_template": named if several else QWEN25.template}
-    config.write_text(json.dumps(content))
-    assert plan_chat(str(path), Finetune(), 8).template == QWEN25.template
+    named = [{"name": "rag", "template": "x"}, {"name": "default", "template": QWEN25.template}]
+    for template in (QWEN25.template, named):
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": template}))
+        assert plan_chat(str(path), Finetune(), 8).template == QWEN25.template
+
+
+WITH_TOOLS = """
+{% set word = "fox" %}
+{%- macro shown(tool) %}{{ word }} {{ tool.function.name }}
+{% endmacro %}
+    {% for tool in tools %}{{ shown(tool) }}{% endfor %}
+""" + QWEN25.template.replace("You are helpful.", "brown")
+
+
+@pytest.mark.parametrize("place", ["list", "dict", "folder"])
+def test_of_named_templates_the_one_is_taken_that_transformers_takes(place: str, tmp_path: Path) -> None:
+    """By whether there are tools."""
+    path = write_tokenizer(tmp_path, QWEN25)
+    named = {"default": QWEN25.template, "tool_use": WITH_TOOLS, "rag": "x"}
+    if place == "folder":
+        path.with_name("chat_template.jinja").write_text(named["default"])
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates/tool_use.jinja").write_text(named["tool_use"])
+    else:
+        path.with_name("chat_template.jinja").unlink()
+        config = tmp_path / "tokenizer_config.json"
+        listed = [{"name": name, "template": template} for name, template in named.items()]
+        templates = listed if place == "list" else named
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": templates}))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    chat = chat_format(str(path), plan_chat(str(path), Finetune(), 64), TODAY)
+    texts = []
+    for tools in (None, TOOLS):
+        ids = theirs.apply_chat_template(TALK, tools=tools, tokenize=True, return_dict=False)
+        prompt = theirs.apply_chat_template(
+            TALK[:1], tools=tools, tokenize=True, return_dict=False, add_generation_prompt=True
+        )
+        (example,) = chat.examples(Conversation(TALK, tools)).examples
+        assert example.ids.tolist() == ids
+        assert chat.prompt(Conversation(TALK[:1], tools)).tolist() == prompt
+        texts.append(theirs.decode(ids))
+    assert "You are helpful." in texts[0]
+    assert "fox fox" in texts[1]
+    assert plan_chat(str(path), Finetune(), 64, earlier=True).template == named["default"]
 
 
 def test_a_list_of_templates_without_a_default_is_an_error(tmp_path: Path) -> None:
@@ -308,5 +347,5 @@ def test_a_list_of_templates_without_a_default_is_an_error(tmp_path: Path) -> No
     config = tmp_path / "tokenizer_config.json"
     for named in ([{"name": "x"}], [{"name": "rag", "template": "x"}], ["x"], [{"name": "default", "template": 3}]):
         config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": named}))
-        with pytest.raises(DataError, match=r"is a list, .* finetune\.chat_template = FILE"):
+        with pytest.raises(DataError, match=r"none has the name \"default\": .* finetune\.chat_template = FILE"):
             plan_chat(str(path), Finetune(), 8)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.tools.prepare.chat.families import assistant, user
 from torchllm.data.error import DataError
-from torchllm.tools.prepare.chat.template import ChatTemplate, RefusedConversation
+from torchllm.tools.prepare.chat.template import ChatTemplate, RefusedConversation, chosen_by_tools
 
 TODAY = date(2026, 11, 25)
 VALUES: dict[str, Any] = {"extra": {"a": 1}, "number": 2.5, "flag": True, "tool_calls": [{"number": 3}]}
@@ -86,3 +86,15 @@ def test_a_template_that_leaves_out_the_answers_is_an_error() -> None:
     template = ChatTemplate("{% for message in messages %}{{ message.contents }}{% endfor %}", {}, TODAY)
     with pytest.raises(DataError, match=r"does not write the content .* finetune\.chat_template = FILE"):
         template.render([user("hello"), assistant("world")], None)
+
+
+WORDS = "{{ messages[-1].content }}"
+
+
+@pytest.mark.parametrize(
+    "template", [f"\n {WORDS} \n  \n", f"{{%- set x = 1 -%}} {WORDS} {{%- if x %}}\n{{% endif %}}\n", f"{WORDS}\n\n"]
+)
+def test_a_template_for_tools_and_one_for_the_rest_give_the_texts_that_they_give_alone(template: str) -> None:
+    alone = ChatTemplate(template, {}, TODAY)
+    for tools, source in ((TOOLS, chosen_by_tools(template, WORDS)), (None, chosen_by_tools(WORDS, template))):
+        assert ChatTemplate(source, {}, TODAY).render([user("a")], tools) == alone.render([user("a")], tools)

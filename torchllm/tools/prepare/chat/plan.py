@@ -30,12 +30,15 @@ class ChatPlan:
     """that the template knows by name, such as {"eos_token": "</s>"}"""
 
 
-def plan_chat(tokenizer: str, finetune: Finetune, sequence_length: int) -> ChatPlan:
-    """Return the plan for conversations with data.tokenizer. Raises DataError if it or the template cannot be used."""
+def plan_chat(tokenizer: str, finetune: Finetune, sequence_length: int, earlier: bool = False) -> ChatPlan:
+    """Return the plan for conversations with data.tokenizer. earlier: as in `read_template`.
+
+    Raises DataError if the tokenizer or the template cannot be used.
+    """
     load_chat_encoder(tokenizer)
     path = Path(tokenizer)
     special_tokens = read_special_tokens(path)
-    template = read_template(path, finetune.chat_template)
+    template = read_template(path, finetune.chat_template, earlier)
     try_template(template, special_tokens)
     return ChatPlan(sequence_length, template, special_tokens)
 

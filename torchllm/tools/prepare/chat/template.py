@@ -24,7 +24,11 @@ from torchllm.regular_file import read_regular
 from torchllm.tools.prepare.chat.marks import GENERATED_BEGIN, GENERATED_END
 
 TEMPLATE_FILE = "chat_template.jinja"
+OTHER_TEMPLATES = "additional_chat_templates"
+"""folder of transformers beside chat_template.jinja, with a file for each other template"""
 TOKENIZER_CONFIG = "tokenizer_config.json"
+WITH_TOOLS = "tool_use"
+"""name of the template for conversations with tools, by which transformers takes it"""
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """keys of a tokenizer_config.json that templates know as variables"""
 _SHOWN = 60
@@ -255,33 +259,67 @@ def special_names(source: str) -> set[str]:
     return meta.find_undeclared_variables(environment.parse(source)) & set(_SPECIAL_NAMES)
 
 
-def read_template(tokenizer: Path, file: str) -> str:
+def read_template(tokenizer: Path, file: str, earlier: bool = False) -> str:
     """Return the source of the chat template to use with a tokenizer.json.
 
     file: finetune.chat_template; empty: `chat_template.jinja` in the tokenizer's folder, else the template in its
-    tokenizer_config.json. Raises DataError if there is none.
+    tokenizer_config.json. Where there is one for conversations with tools, too, both are in the source. earlier: the
+    default one alone, as in earlier versions. Raises DataError if there is none.
     """
-    path = Path(file) if file else tokenizer.with_name(TEMPLATE_FILE)
-    if file or path.is_file():
-        try:
-            return read_regular(path).decode()
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"finetune.chat_template: {path} cannot be read ({error})") from error
+    if file:
+        return _read_template_file(Path(file))
+    beside = tokenizer.with_name(TEMPLATE_FILE)
+    if beside.is_file():
+        named = {"default": _read_template_file(beside)}
+        with_tools = tokenizer.with_name(OTHER_TEMPLATES) / f"{WITH_TOOLS}.jinja"
+        if with_tools.is_file():
+            named[WITH_TOOLS] = _read_template_file(with_tools)
+    else:
+        named = _templates_in_config(tokenizer)
+    if earlier or WITH_TOOLS not in named:
+        return named["default"]
+    return chosen_by_tools(named[WITH_TOOLS], named["default"])
+
+
+def _templates_in_config(tokenizer: Path) -> dict[str, str]:
+    """Return the templates in the tokenizer_config.json beside a tokenizer.json by name; "default" is among them.
+
+    Raises DataError if it is not.
+    """
     template = _read_tokenizer_config(tokenizer).get("chat_template")
-    if isinstance(template, list):  # several, by name
-        by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = by_name.get("default")
-        if not isinstance(template, str):
-            raise DataError(
-                f"{tokenizer.with_name(TOKENIZER_CONFIG)}: chat_template is a list, in which no template has the name "
-                '"default": name a file with the one to use, finetune.chat_template = FILE'
-            )
-    if not isinstance(template, str):
+    if isinstance(template, str):
+        return {"default": template}
+    if isinstance(template, list):
+        template = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+    if not isinstance(template, dict):
         raise DataError(
             f"the tokenizer {tokenizer} has no chat template ({TEMPLATE_FILE} or {TOKENIZER_CONFIG} in its folder): "
             "name one, finetune.chat_template = FILE"
         )
-    return template
+    named = {name: source for name, source in template.items() if isinstance(source, str)}
+    if "default" not in named:
+        raise DataError(
+            f"{tokenizer.with_name(TOKENIZER_CONFIG)}: of the templates in chat_template none has the name "
+            '"default": name a file with the one to use, finetune.chat_template = FILE'
+        )
+    return named
+
+
+def _read_template_file(path: Path) -> str:
+    try:
+        return read_regular(path).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"finetune.chat_template: {path} cannot be read ({error})") from error
+
+
+def chosen_by_tools(with_tools: str, without: str) -> str:
+    """Return a template that is one template for conversations with tools, and the other one for those without.
+
+    Each gives the text that it gives alone: Jinja drops one line end at the end of a template; with the plus signs it
+    drops nothing around the tags.
+    """
+    with_tools, without = with_tools.removesuffix("\n"), without.removesuffix("\n")
+    return f"{{% if tools is defined and tools is not none +%}}{with_tools}{{%+ else +%}}{without}{{%+ endif %}}"
 
 
 def _read_tokenizer_config(tokenizer: Path) -> dict[str, Any]:
