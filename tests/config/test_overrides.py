@@ -117,6 +117,17 @@ def test_an_array_of_strings_may_be_words_with_commas(folder: Path, text: str, t
     assert load_config([f"--evaluate.tasks={text}"]).evaluate.tasks == tasks
 
 
+def test_any_array_may_be_values_with_commas(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layers = ["--parallel.pp=2", "--parallel.dp_shard=1", "--run.dry_run=true", "--model.layers=3", "--lora.rank=2"]
+    config = load_config([*layers, "--lora.targets=q_proj", "--parallel.split=1,2"])
+    assert (config.lora.targets, config.parallel.split) == (("q_proj",), (1, 2))
+    lines = refusal(capsys, lambda: load_config([*layers, "--parallel.split=1,x", "--data.sources=book.txt"]))
+    assert lines == [
+        '--parallel.split: parallel.split.1: must be a whole number of at least 1, not "x"',
+        '--data.sources: must be an array, each a table, not "book.txt"',
+    ]
+
+
 def test_an_override_mends_the_file(folder: Path) -> None:
     (folder / "x.toml").write_text("[training]\nsteps = 'abc'")
     assert load_config(["x.toml", "--training.steps=7"]).training.steps == 7

@@ -135,10 +135,12 @@ def _plain(value: Any) -> Any:
 def _parse(text: str, kind: Any) -> Any:
     """Return an override's value: text where text is wanted (quotes are optional), else TOML; other text stays text.
 
-    An array of strings may be words with commas between them.
+    An array may be its values with commas between them; one of tables may not.
     """
-    if get_origin(kind) is tuple and plain_type(get_args(kind)[0])[0] is str and text[:1] != "[":
-        return text.split(",") if text else []
+    if get_origin(kind) is tuple and text[:1] != "[":
+        item, _ = plain_type(get_args(kind)[0])
+        if not is_dataclass(item):
+            return [_parse(word, item) for word in text.split(",")] if text else []
     choices = get_args(kind) if get_origin(kind) is Literal else ()
     is_text = kind is str or (choices and all(isinstance(choice, str) for choice in choices))
     if is_text and text[:1] not in ("'", '"'):
