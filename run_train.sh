@@ -222,4 +222,5 @@ fi
 if [ "$status" != 0 ] || [ -n "$is_requested" ] || [ "$sample" = 0 ] || [ "$process" != 0 ]; then exit "$status"; fi
 unset RANK WORLD_SIZE
 trap - TERM INT HUP QUIT
+say "a sample of the last checkpoint:" >&2
 exec "$python" "$here/recipes/generate.py" "$folder/config.toml" --checkpoint.resume=auto </dev/null # a chat reads it

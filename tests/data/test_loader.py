@@ -432,6 +432,14 @@ def test_the_runs_random_state_is_not_touched_and_nothing_warns() -> None:
         assert torch.equal(torch.get_rng_state(), expected)
 
 
+def test_an_evaluation_says_how_many_of_its_sequences_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Callable[[], str]] = []
+    monkeypatch.setattr("torchllm.data.loader.show_progress", shown.append)
+    loader = numbered_loader([5], 1, 2, micro_batch=2, held_out=[9])
+    assert len(list(loader.validation_batches(9, CPU))) == 3
+    assert [text() for text in shown] == ["0 of 9 sequences", "4 of 9 sequences", "8 of 9 sequences"]
+
+
 def validation_stream(
     ranks: int, micro_batch: int, seed: int, count: int, held_out: list[int]
 ) -> list[tuple[int, ...]]:

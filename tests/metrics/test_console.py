@@ -1,6 +1,7 @@
 import io
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -56,8 +57,20 @@ def test_console_on_a_terminal_is_a_progress_bar() -> None:
     sink.close()
     text = stream.getvalue()
     assert "50/100" in text
-    assert "<" in text  # the bar's elapsed<left
-    assert "loss 2.3457  validation 2.5000  12,346 tokens/s  MFU 31.2%" in text.split("\r")[-1]
+    assert "| 50/100 left 0" in text
+    assert "loss 2.3457  rate 3.00e-04  12,346 tokens/s  validation 2.5000  MFU 31.2%" in text.split("\r")[-1]
+
+
+def test_a_bar_of_80_columns_shows_what_matters_most() -> None:
+    stream = Terminal()
+    sink = Console(500_000, start=123_456, stream=stream)
+    assert sink.bar is not None
+    sink.bar.ncols, sink.bar.dynamic_ncols = 80, None
+    sink.write(123_457, RECORD | {"validation_loss": 2.5})
+    line = stream.getvalue().split("\r")[-1]
+    assert len(line) <= 80
+    assert re.search(r"123457/500000 left [\d:]+, loss 2.3457  rate 3.00e-04  12,346 tokens/s", line)
+    sink.close()
 
 
 @contextmanager
@@ -116,9 +129,14 @@ def test_the_bar_moves_at_every_step_and_is_drawn_rarely() -> None:
 def test_the_bar_says_what_else_the_run_does() -> None:
     stream = Terminal()
     sink = Console(100, stream=stream)
+    sink.write(50, RECORD)
     with sink.aside("evaluate"):
-        assert "evaluate:   0%" in stream.getvalue().split("\r")[-1]
-    assert "evaluate" not in stream.getvalue().split("\r")[-1]
+        line = stream.getvalue().split("\r")[-1]
+        assert re.search("50/100 left .*, evaluate$", line.rstrip())
+        assert "loss" not in line  # nothing that could be taken for the evaluation's
+    line = stream.getvalue().split("\r")[-1]
+    assert "loss 2.3457" in line
+    assert "evaluate" not in line
     sink.close()
 
 

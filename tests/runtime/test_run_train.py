@@ -527,6 +527,7 @@ def test_the_main_job(whole: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     assert errors[0] == "global batch 16 sequences = 2 data ranks x 2 micro batch x 4 accumulated"
     assert f"no checkpoint in {folder}/checkpoints: starting fresh" in errors
     assert f"saved {folder}/checkpoints/step-00000008" in errors
+    assert errors[-1] == "a sample of the last checkpoint:"
     assert len(errors) == len(set(errors))  # one rank speaks
     assert not [line for line in errors if re.search(r"rank 1:|Warning|Traceback|W\d{4}", line)]
 

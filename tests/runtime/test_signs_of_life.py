@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from torchllm.runtime.signs_of_life import signs_of_life
+from torchllm.runtime.signs_of_life import show_progress, signs_of_life
 from torchllm.tools.launch.rank_start import _appears
 
 
@@ -22,6 +22,17 @@ def test_only_functions_of_the_library_are_named(caplog: pytest.LogCaptureFixtur
         while not caplog.messages:
             time.sleep(0.01)
     assert caplog.messages[0] == "evaluate: 0 s so far"
+
+
+def test_work_that_says_how_far_it_is_is_logged_so(caplog: pytest.LogCaptureFixture) -> None:
+    for progress, expected in (("2 of 8 sequences".format, ", 2 of 8 sequences"), (None, "")):
+        caplog.clear()
+        with caplog.at_level(logging.INFO), signs_of_life("evaluate", interval=0.05):
+            if progress is not None:
+                show_progress(progress)
+            while not caplog.messages:
+                time.sleep(0.01)
+        assert caplog.messages[0] == f"evaluate: 0 s so far{expected}"  # the next work does not go on with it
 
 
 def test_what_is_quick_says_nothing(caplog: pytest.LogCaptureFixture) -> None:

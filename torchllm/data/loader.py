@@ -46,6 +46,7 @@ from torchllm.data.stages import (
 from torchllm.data.tokenizer import describe_documents, load_tokenizer
 from torchllm.data.verification import Verification
 from torchllm.runtime.parent import end_with_starter
+from torchllm.runtime.signs_of_life import show_progress
 from torchllm.tools.prepare.cache import is_in_place, is_raw, open_source, plan_corpus, prepare_cached
 from torchllm.tools.prepare.chat.write import describe_counts
 from torchllm.tools.prepare.in_place import InPlaceCorpus, describe_in_place
@@ -566,6 +567,7 @@ class TrainLoader:
         for batch_of_rank_0 in range(0, len(locations), size * self._ranks.size):
             start = batch_of_rank_0 + self._ranks.rank * size
             share = locations[start : start + size]
+            show_progress(f"{batch_of_rank_0:,} of {len(locations):,} sequences".format)
             padding = locations[:1] * (size - len(share))
             values = torch.from_numpy(self._reader.read("validation", share + padding))
             (batch,) = self._reader.packed_batches(values, 1, size).unpack(device)

@@ -12,12 +12,15 @@ from tqdm import tqdm
 from torchllm.metrics.sinks import Record, TensorBoard
 from torchllm.runtime.tolerance import Tolerance
 
+BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} left {remaining}{postfix}"
+"""of tqdm; a terminal cuts the line at its edge, so the values that matter most come first"""
+
 
 class Console:
     """Shows a progress bar where the output is a terminal, else one line per logged step. '-' stands for unknown.
 
-    The bar moves at every step, and says what else the run does. An output that cannot be written (a full disk, a pipe
-    whose reader has ended) is logged once and ends nothing.
+    The bar moves at every step; while the run does something else, the bar says so in place of the step's values. An
+    output that cannot be written (a full disk, a pipe whose reader has ended) is logged once and ends nothing.
     """
 
     def __init__(self, steps: int, start: int = 0, stream: TextIO | None = None) -> None:
@@ -33,7 +36,9 @@ class Console:
                 self._open_bar(start)
 
     def _open_bar(self, start: int) -> None:
-        self.bar = tqdm(total=self.steps, initial=start, file=self.stream, unit="step", dynamic_ncols=True)
+        self.bar = tqdm(
+            total=self.steps, initial=start, file=self.stream, dynamic_ncols=True, bar_format=BAR, postfix=""
+        )
         if (self.bar.ncols or 80) < 0:  # a terminal that was never given a size: tqdm would draw nothing
             self.bar.ncols, self.bar.nrows, self.bar.dynamic_ncols = 80, 20, None
 
@@ -46,16 +51,17 @@ class Console:
     @contextmanager
     def aside(self, work: str) -> Iterator[None]:
         """Return a context around work between steps, which the bar names meanwhile."""
-        self._describe(work)
+        values = self.bar.postfix if self.bar is not None else ""
+        self._set_values(work)
         try:
             yield
         finally:
-            self._describe("")
+            self._set_values(values)
 
-    def _describe(self, text: str) -> None:
+    def _set_values(self, text: str) -> None:
         if self.bar is not None:
             with self.tolerance.attempt():
-                self.bar.set_description_str(text)
+                self.bar.set_postfix_str(text)
 
     def write(self, step: int, record: Record) -> None:
         """Show a logged step."""
@@ -69,10 +75,12 @@ class Console:
 
     def _draw(self, bar: "tqdm[None]", step: int, record: Record) -> None:
         self.validation = record.get("validation_loss", self.validation)
-        words = [f"loss {_number(record.get('loss'), '.4f')}"]
+        loss, rate = _number(record.get("loss"), ".4f"), _number(record.get("learning_rate"), ".2e")
+        tokens_per_second, mfu = _speed(record)
+        words = [f"loss {loss}", f"rate {rate}", tokens_per_second]
         if self.validation is not None:
             words.append(f"validation {_number(self.validation, '.4f')}")
-        bar.set_postfix_str("  ".join([*words, *_load(record), *_speed(record), *_extra(record)]), refresh=False)
+        bar.set_postfix_str("  ".join([*words, mfu, *_load(record), *_extra(record)]), refresh=False)
         bar.update(step - bar.n)
         bar.refresh()
 

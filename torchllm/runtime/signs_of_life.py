@@ -4,7 +4,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,9 +15,23 @@ INTERVAL = 10.0
 """seconds between two lines"""
 
 
+class _Progress:
+    """How far the work of this process is, if it says so."""
+
+    text: Callable[[], str] | None = None
+
+
+def show_progress(text: Callable[[], str]) -> None:
+    """Have the lines of the work that goes on say how far it is, such as "32 of 64 sequences"."""
+    _Progress.text = text
+
+
 @contextmanager
 def signs_of_life(work: str, interval: float = INTERVAL) -> Iterator[None]:
-    """Log every `interval` seconds that `work` goes on, and in which function of torchllm: a context around it."""
+    """Log every `interval` seconds that `work` goes on, and how far it is: a context around it.
+
+    Work that does not call `show_progress` is logged with the function of torchllm that it is in.
+    """
     ended = threading.Event()
     thread = threading.Thread(
         target=_speak, args=(work, interval, threading.get_ident(), ended), name="signs of life", daemon=True
@@ -28,12 +42,14 @@ def signs_of_life(work: str, interval: float = INTERVAL) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+        _Progress.text = None
 
 
 def _speak(work: str, interval: float, working_thread: int, ended: threading.Event) -> None:
     started = time.monotonic()
     while not ended.wait(interval):
-        log.info("%s: %.0f s so far%s", work, time.monotonic() - started, _place(working_thread))
+        progress = f", {_Progress.text()}" if _Progress.text else _place(working_thread)
+        log.info("%s: %.0f s so far%s", work, time.monotonic() - started, progress)
 
 
 def _place(thread: int) -> str:

@@ -1,15 +1,15 @@
 """The report: what it says in words and in JSON, whether it fits, which links are crossed, what is warned of."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.parity import Settings, tiny
+from torchllm.tools.dry_run import run
 from torchllm.tools.dry_run.report import Report, as_json, as_text, size, warnings
-from torchllm.tools.dry_run.run import examine
 from torchllm.tools.planner import cluster
 from torchllm.tools.planner.cluster import tensor_parallel_bytes
 
@@ -24,8 +24,23 @@ LAYOUT: Settings = {
 
 
 @pytest.fixture(scope="module")
-def report() -> Report:
-    return examine(tiny(LAYOUT))
+def progress() -> list[Callable[[], str]]:
+    """What the examination below has shown of its progress."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def report(progress: list[Callable[[], str]]) -> Report:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "show_progress", progress.append)
+        return run.examine(tiny(LAYOUT))
+
+
+def test_its_progress_is_told_by_blocks(report: Report, progress: list[Callable[[], str]]) -> None:
+    """Two steps are traced of each of three kinds of rank, which have two blocks."""
+    done, _, total = progress[0]().removeprefix("block ").partition(" of ")
+    assert done == total
+    assert int(total) == 2 * 2 * sum(kind.traced_micro_batches for kind in report.kinds)
 
 
 def test_it_says_what_every_kind_of_rank_holds_and_sends(report: Report) -> None:
@@ -134,7 +149,7 @@ ASSUMED: dict[str, tuple[Settings, str]] = {
 @pytest.mark.parametrize("name", ASSUMED)
 def test_what_it_assumes_is_said_and_traced(name: str) -> None:
     settings, words = ASSUMED[name]
-    report = examine(tiny(settings))
+    report = run.examine(tiny(settings))
     assert any(words in line for line in as_text(report).splitlines() if line.startswith("assumed: "))
 
 

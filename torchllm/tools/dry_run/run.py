@@ -22,10 +22,10 @@ from torchllm.parallel.mesh import build_mesh
 from torchllm.runtime.cores import usable_cores
 from torchllm.runtime.device import compute_dtype
 from torchllm.runtime.error_report import report_errors
-from torchllm.runtime.signs_of_life import signs_of_life
+from torchllm.runtime.signs_of_life import show_progress, signs_of_life
 from torchllm.tools.dry_run.replay import Key, ReplayedStep, Traced, action_keys, replay
 from torchllm.tools.dry_run.report import RankKind, Report, as_json, as_text
-from torchllm.tools.dry_run.trace import CPU, fake_ranks, trace, true_orders
+from torchllm.tools.dry_run.trace import CPU, TRACED_STEPS, count_blocks, fake_ranks, trace, true_orders
 from torchllm.tools.planner.cluster import read_cluster
 
 log = logging.getLogger(__name__)
@@ -74,8 +74,11 @@ def examine(config: Config) -> Report:
     processes = multiprocessing.get_context("forkserver")
     kinds = f"{len(plans)} kinds of rank" if len(plans) > 1 else "the only kind of rank"
     log.info("tracing %s", kinds)
+    traced_blocks = processes.Value("L", 0)
+    blocks = sum(TRACED_STEPS * plan.micro_batches * _blocks_of_rank(config, plan.rank) for plan in plans)
+    show_progress(lambda: f"block {min(traced_blocks.value, blocks)} of {blocks}")
     traces = []
-    with processes.Pool(min(len(plans), usable_cores()), maxtasksperchild=1) as pool:
+    with processes.Pool(min(len(plans), usable_cores()), count_blocks, (traced_blocks,), maxtasksperchild=1) as pool:
         for traced in pool.imap(partial(_trace, config, dtype, gpu), plans):
             traces.append(traced)
             if len(plans) > 1:
@@ -85,6 +88,19 @@ def examine(config: Config) -> Report:
         mesh = build_mesh(parallel, CPU)
         axes = list(mesh.axis_of_group.values())
         return Report(config, dtype, gpu, tuple(mesh.world.shape), axes, hardware, count, rank_reports)
+
+
+def _blocks_of_rank(config: Config, pp_rank: int) -> int:
+    """Return the number of blocks of all stages of a pipeline rank."""
+    blocks = _blocks_of_stages(config)
+    return sum(blocks[stage] for stage in stage_of_rank(config.parallel, pp_rank))
+
+
+def _blocks_of_stages(config: Config) -> tuple[int, ...]:
+    """Return the number of blocks of each stage of the pipeline."""
+    if config.parallel.pp == 1:
+        return (config.model.layers,)
+    return balanced_split(config.model, config.parallel, config.training.sequence_length)
 
 
 def _trace(config: Config, dtype: torch.dtype, gpu: bool, plan: TracePlan) -> Traced:
@@ -107,10 +123,7 @@ class StageKind(NamedTuple):
 def rank_kinds(config: Config) -> list[list[int]]:
     """Return lists of pipeline ranks; those in one list have stages of the same kinds."""
     parallel = config.parallel
-    blocks: tuple[int, ...] = (0,)
-    if parallel.pp > 1:
-        blocks = balanced_split(config.model, parallel, config.training.sequence_length)
-    first_blocks = list(accumulate(blocks, initial=0))
+    first_blocks = list(accumulate(_blocks_of_stages(config), initial=0))
     every = recompute_interval(config.recompute, config.model.layers)
 
     def kind_of_stage(stage: int) -> StageKind:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing.sharedctypes import Synchronized
 from typing import Any
 
 import torch
@@ -43,6 +44,25 @@ from torchllm.tools.planner.schedules import flat, orders
 from torchllm.train.step import TrainStep
 
 CPU = torch.device("cpu")
+TRACED_STEPS = 2
+"""steps that a trace runs: the first makes the optimizer's state"""
+
+
+class _BlockCount:
+    """How many blocks the traces of all processes have run forward."""
+
+    shared: "Synchronized[int] | None" = None
+
+
+def count_blocks(count: "Synchronized[int]") -> None:
+    """Have the traces of this process add 1 to `count` for each block that they have run forward."""
+    _BlockCount.shared = count
+
+
+def _count_block(block: nn.Module, args: Any, output: Any) -> None:
+    if _BlockCount.shared is not None:
+        with _BlockCount.shared:
+            _BlockCount.shared.value += 1
 
 
 def traceable(config: Config) -> Config:
@@ -118,6 +138,8 @@ def _trace(
         if isinstance(forward_backward, Pipeline):
             skip_pipeline_vote(forward_backward.schedule)
             names_actions = isinstance(forward_backward.schedule, PipelineScheduleMulti)
+        for block in (block for stage in stages for block in stage.layers.values()):
+            block.register_forward_hook(_count_block)
         for index, stage in enumerate(stages):
             _watch(stage, index, tracker, columns=-(-config.model.vocab_rows // parallel.tp), marks=not names_actions)
         rate = LearningRate(config.schedule, config.optimizer.learning_rate, training.steps)
