@@ -11,7 +11,7 @@ from torchllm.tools.launch.rank_start import _appears
 def test_what_takes_long_says_so_and_where_it_is(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO), signs_of_life("evaluate", interval=0.05):
         assert _appears(lambda: len(caplog.messages) >= 2, patience=20)  # a function that takes long
-    assert caplog.messages[0] == "evaluate: 0 s so far, in _appears (process.py)"
+    assert caplog.messages[0] == "evaluate: 0 s so far, in _appears (rank_start.py)"
     count = len(caplog.messages)
     time.sleep(0.12)
     assert len(caplog.messages) == count  # none after it
