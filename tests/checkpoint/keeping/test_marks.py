@@ -35,7 +35,9 @@ def test_marks_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert sorted(path.name for path in newest.iterdir()) == ["suspect.json"]  # and no temporary file
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"why": 1}', b"\xff"])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[1]", b'{"why": 1}', b"\xff", pytest.param(b"[" * 200_000, id="nested")]
+)
 def test_a_mark_that_cannot_be_read_is_still_one(tmp_path: Path, content: bytes) -> None:
     [folder] = folders(tmp_path, 1)
     (folder / SUSPECT).write_bytes(content)

@@ -385,6 +385,19 @@ def test_a_header_is_not_read_as_ids_of_nanogpt(header: str, tmp_path: Path) -> 
         open_in_place("nanogpt", tmp_path, settings_of(tmp_path, dtype="uint16", separator=END), vocab=65_536)
 
 
+def test_a_damaged_description_is_written_anew(tmp_path: Path) -> None:
+    data = written("nanogpt", tmp_path / "data")
+    whole = open_in_place("nanogpt", tmp_path / "data", data)
+    (path,) = (tmp_path / "cache").iterdir()
+    content = path.read_bytes()
+    for damaged in (b"[" * 200_000, content[:-9], b"{}", b"[{}, 1, []]"):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=rf"{path} is damaged: the next start writes it anew"):
+            pickle.loads(pickle.dumps(whole))  # as a worker opens it
+        assert open_in_place("nanogpt", tmp_path / "data", data).fingerprint == whole.fingerprint
+        assert path.read_bytes() == content
+
+
 def test_no_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no file \*\.idx at '.*nowhere' \(kind 'megatron'\)"):
         open_in_place("megatron", tmp_path / "nowhere", settings_of(tmp_path))

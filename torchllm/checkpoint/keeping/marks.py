@@ -54,7 +54,7 @@ def read_suspects(folders: Iterable[Path]) -> dict[Path, str]:
 def _reason(path: Path) -> str:
     try:
         return str(json.loads(path.read_bytes())["reason"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return f"{path.name} cannot be read"
 
 

@@ -102,7 +102,7 @@ def describe_in_place(source: Source, data: Data, vocab: int, earlier: bool = Fa
     listed = [_VERSION, settings._replace(cache=""), data.validation_fraction, files]
     key = hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
     path = cache_root(data) / f"{source.kind}-{key}.json"
-    if not path.is_file() or not _is_current(_read(path)):
+    if not path.is_file() or not _is_current(path):
         description = _describe(settings, files, data.validation_fraction, vocab)
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing([path]) as (file,):
@@ -110,9 +110,12 @@ def describe_in_place(source: Source, data: Data, vocab: int, earlier: bool = Fa
     return path
 
 
-def _is_current(description: _Description) -> bool:
-    """Return whether the files are as they were described."""
-    return all(stat_file(file.path) == file for file in description.files)
+def _is_current(path: Path) -> bool:
+    """Return whether a description in the cache is whole, and the files are as they were described."""
+    try:
+        return all(stat_file(file.path) == file for file in _read(path).files)
+    except DataError:
+        return False
 
 
 def _describe(settings: InPlaceSettings, files: ChosenFiles, held_out: float, vocab: int) -> _Description:
@@ -218,15 +221,18 @@ def _sampled_blocks(size: int, total: int) -> list[int]:
 
 
 def _read(path: Path) -> _Description:
-    """Return a description that is in the cache."""
-    content_pieces, fingerprint, files = json.loads(path.read_bytes())
-    pieces: dict[Split, list[_Piece]] = {}
-    for split in SPLITS:
-        pieces[split] = []
-        for (paths, tokens, starts_document), first, end in content_pieces[split]:
-            corpus_files = [CorpusFile(Path(path), size) for path, size in paths]
-            pieces[split].append(_Piece(TokenShard(corpus_files, tokens, starts_document), first, end))
-    return _Description(pieces, fingerprint, [SourceFile(*file) for file in files])
+    """Return a description that is in the cache. Raises DataError if it is damaged."""
+    try:
+        content_pieces, fingerprint, files = json.loads(path.read_bytes())
+        pieces: dict[Split, list[_Piece]] = {}
+        for split in SPLITS:
+            pieces[split] = []
+            for (paths, tokens, starts_document), first, end in content_pieces[split]:
+                corpus_files = [CorpusFile(Path(path), size) for path, size in paths]
+                pieces[split].append(_Piece(TokenShard(corpus_files, tokens, starts_document), first, end))
+        return _Description(pieces, fingerprint, [SourceFile(*file) for file in files])
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise DataError(f"{path} is damaged: the next start writes it anew") from error
 
 
 class _PieceTokens(OpenTokens):
