@@ -55,10 +55,10 @@ def prove_parser() -> argparse.ArgumentParser:
 
 def print_result(result: ProvenLayout) -> None:
     """Print the line of a layout, and what is wrong with it."""
-    parameter, error, findings, precision = result.agreement
+    parameter, error, findings, rounding = result.agreement
     shown = f"{error:.1e}" if error else "same bits"
-    in_precision = f" (in {precision}; rounding in float32)" if precision else ""
-    print(LINE.format(shown, f"{result.seconds:.1f}", parameter, result.name + in_precision))
+    in_float64 = f" (in float64; {rounding:.1e} in float32, by rounding)" if rounding else ""
+    print(LINE.format(shown, f"{result.seconds:.1f}", parameter, result.name + in_float64))
     if findings:
         print(f"    wrong: {findings[0]}")
     sys.stdout.flush()

@@ -125,7 +125,8 @@ def _plain_training(config: Config, ragged: bool) -> Trained:
         trained.weights.append(_copies({**weights, **dict(model.named_buffers())}))
     if config.evaluate.interval:
         with torch.no_grad():
-            trained.validation_losses.append(_plain_loss(model, step_batch(config, HELD_OUT, ragged)).item())
+            loss = _plain_loss(model, step_batch(config, HELD_OUT, ragged))
+        trained.validation_losses[config.training.steps] = loss.item()
     trained.choices, trained.smallest_gap = record.choices(), record.smallest_gap
     return trained
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchllm.config import Model
 from torchllm.config.errors import UserError
 from torchllm.models.document_attention import document_attention, fused_attention
-from torchllm.models.layers import RMSNorm, Rotary, rotate
+from torchllm.models.layers import RMSNorm, Rotary, rotate, widened
 from torchllm.models.varlen_attention import (
     Documents,
     attend_within_documents,
@@ -108,7 +108,7 @@ class EagerAttention(nn.Module):
         k = k.repeat_interleave(queries_per_key, dim=2)
         v = v.repeat_interleave(queries_per_key, dim=2)
         scale = q.shape[-1] ** -0.5
-        scores = torch.einsum("bqhd,bkhd->bhqk", q, k).float() * scale
+        scores = widened(torch.einsum("bqhd,bkhd->bhqk", q, k)) * scale
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).to(v.dtype)
         return torch.einsum("bhqk,bkhd->bqhd", weights, v)
 

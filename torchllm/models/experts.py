@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from torchllm.config import Model
 from torchllm.models.grouped_products import grouped_linear
-from torchllm.models.layers import SwiGLU, gated
+from torchllm.models.layers import SwiGLU, gated, widened
 from torchllm.models.router_penalties import (
     BALANCE_LOSS,
     ROUTER_Z_LOSS,
@@ -86,7 +86,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Routing:
         """Route each token: (B, S, D) -> K experts and their weights, (B S, K)."""
-        logits = self.product(x, self.local(self.weight)).float()
+        logits = widened(self.product(x, self.local(self.weight)))
         scores = self.score(logits)
         order = self.preferences(scores.detach()).sort(dim=-1, descending=True, stable=True)
         experts = order.indices[..., : self.top_k]  # of equal scores the lower expert is first
@@ -150,7 +150,7 @@ class Router(nn.Module):
 
 def _float32_product(x: Tensor, weight: Tensor) -> Tensor:
     with torch.autocast(x.device.type, enabled=False):  # in which recipes/minimal.py runs: it would round both
-        return F.linear(x.float(), weight.float())
+        return F.linear(widened(x), widened(weight))
 
 
 def _product_in_type_of_input(x: Tensor, weight: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from torchllm.config import Model
+from torchllm.models.layers import widened
 
 IGNORED = -100
 """label of a position that has no target"""
@@ -26,7 +27,7 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, vocab: int | None = None) 
     logits (N, V), labels (N) -> () float32. vocab: number of tokens; columns after it are left out; None: V.
     """
     logits = logits_of_tokens(logits, vocab)
-    return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(widened(logits), labels, ignore_index=IGNORED, reduction="sum")
 
 
 def cross_entropy_and_squares(logits: Tensor, labels: Tensor, vocab: int | None = None) -> Tensor:
@@ -38,8 +39,8 @@ def cross_entropy_and_squares(logits: Tensor, labels: Tensor, vocab: int | None 
     logits = logits_of_tokens(logits, vocab)
     is_target = labels != IGNORED
     rows = torch.arange(len(labels), device=labels.device)
-    targets = logits[rows, labels.where(is_target, 0)].float()  # gather would keep the logits for its backward
-    losses = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="none")
+    targets = widened(logits[rows, labels.where(is_target, 0)])  # gather would keep the logits for its backward
+    losses = F.cross_entropy(widened(logits), labels, ignore_index=IGNORED, reduction="none")
     log_sum_exp = (losses + targets).where(is_target, 0.0)
     return torch.stack((losses.sum(), log_sum_exp.square().sum()))
 

@@ -16,6 +16,11 @@ from torch.autograd.function import FunctionCtx
 from torchllm.config import Model
 
 
+def widened(x: Tensor) -> Tensor:
+    """Return x in float32, or in float64 if it is that already, as in a proof that tells a mistake from rounding."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class RMSNorm(nn.Module):
     """Normalizes x by its root mean square: x / rms(x) * weight, computed in float32 (arXiv 1910.07467).
 

@@ -18,6 +18,7 @@ from torchllm.config.applied_keys import applied
 from torchllm.config.errors import UserError
 from torchllm.facts.parameters import canonical_name, is_low_rank_factor
 from torchllm.models.decoder import Decoder
+from torchllm.models.layers import widened
 
 
 class LowRankFactor(nn.Module):
@@ -91,4 +92,4 @@ def check_trained(stages: Iterable[nn.Module], lora: Lora) -> None:
 
 def merge_update(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Return W + scale * B A in W's type, computed in float32: weight (N, M), a (r, M), b (N, r) -> (N, M)."""
-    return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale).to(weight.dtype)
+    return torch.addmm(widened(weight), widened(b), widened(a), alpha=scale).to(weight.dtype)

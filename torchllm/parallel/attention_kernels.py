@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchllm.models.document_attention import visible_keys
+from torchllm.models.layers import widened
 
 UNSEEN = -1e30
 """added to the score of a key that a query may not see"""
@@ -97,7 +98,7 @@ class EagerKernel:
     """
 
     def forward(self, q: Tensor, kv: Tensor, mask: KeyMask) -> PartialAttention:
-        q, kv = _widened(q), _widened(kv)
+        q, kv = widened(q), widened(kv)
         k, v = kv
         scores = _scores(q, k, mask)
         lse = scores.logsumexp(-1)
@@ -106,7 +107,7 @@ class EagerKernel:
         return PartialAttention(out.flatten(1, 2), lse.flatten(1, 2))
 
     def backward(self, d_out: Tensor, q: Tensor, kv: Tensor, attention: PartialAttention, mask: KeyMask) -> Gradients:
-        d_out, q, kv, out = _widened(d_out), _widened(q), _widened(kv), _widened(attention.out)
+        d_out, q, kv, out = widened(d_out), widened(q), widened(kv), widened(attention.out)
         k, v = kv
         grouped = (k.shape[1], -1)  # H -> K, H / K
         scores = _scores(q, k, mask)
@@ -120,11 +121,6 @@ class EagerKernel:
         dk = (d_scores.mT @ q.unflatten(1, grouped)).sum(2)
         dq = (d_scores @ k.unsqueeze(2)).flatten(1, 2)
         return Gradients(dq, dk, dv)
-
-
-def _widened(x: Tensor) -> Tensor:
-    """Return x in float32, or in its own type if that is wider."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _scores(q: Tensor, k: Tensor, mask: KeyMask) -> Tensor:

@@ -25,6 +25,7 @@ stage 1, and `parallelize` leaves one rank in float32 without FSDP.
 
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -38,9 +39,6 @@ from torchllm.config import Parallel
 from torchllm.models.decoder import Decoder
 from torchllm.models.experts import Experts, Router
 from torchllm.runtime.torch_compat import free_gather_buffer, local_region
-
-FLOAT32 = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-"""of routers, whose weights are gathered in float32: which experts a token uses depends on last digits"""
 
 
 class Unit(NamedTuple):
@@ -60,10 +58,12 @@ def apply_fsdp(
     float32. expert_mesh: the same, of experts that are shared by rank; None without expert parallelism.
     """
     policy = MixedPrecisionPolicy(
-        param_dtype=None if dtype == torch.float32 else dtype,
-        reduce_dtype=torch.float32,
+        param_dtype=None if dtype == torch.get_default_dtype() else dtype,
+        reduce_dtype=torch.promote_types(dtype, torch.float32),
         cast_forward_inputs=False,  # float inputs are hidden states, cast already, and angles, which stay float32
     )
+    # Gathered as they are: which experts a token uses depends on last digits.
+    router_policy = replace(policy, param_dtype=None)
     shard = partial(fully_shard, mesh=mesh, mp_policy=policy)
     # With tp a unit returns a view, and torch warns that adding to it in place would go wrong. Nothing here does that.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
@@ -76,7 +76,7 @@ def apply_fsdp(
         is_kept = parallel.keep_last_block and name == last_block
         frees = reshard_after_forward and not is_kept
         inner = [
-            fully_shard(router, mesh=mesh, mp_policy=FLOAT32, reshard_after_forward=frees)
+            fully_shard(router, mesh=mesh, mp_policy=router_policy, reshard_after_forward=frees)
             for router in block.modules()
             if isinstance(router, Router) and stage.model.router_dtype == "float32"
         ]

@@ -79,8 +79,8 @@ def parallelize(
             apply_compile(stage, compile, must_recompute_outside(recompute, stage.model, mesh.tp))
             say("compile norm %s, block %s, loss %s", compile.norm, compile.block is True, compile.loss is True)
 
-        # On one rank in float32 FSDP would only copy weights and run hooks, which takes 40 % of a small step.
-        if mesh.world.size() > 1 or dtype != torch.float32:
+        # On one rank that computes in the weights' type FSDP would only copy and run hooks: 40 % of a small step.
+        if mesh.world.size() > 1 or dtype != torch.get_default_dtype():
             apply_fsdp(stage, mesh.fsdp, parallel, dtype, mesh.expert_fsdp)
             say("FSDP, ZeRO stage %d, over %s", effective_zero_stage(parallel), mesh.describe())
     return stages

@@ -40,7 +40,7 @@ from torchllm.facts.parameters import Cut, canonical_name, rule_of
 from torchllm.models.decoder import Decoder
 from torchllm.models.experts import MixtureOfExperts, RoutedExperts, Router, SharedExperts
 from torchllm.models.head import IGNORED, Head
-from torchllm.models.layers import LayerNorm, RMSNorm
+from torchllm.models.layers import LayerNorm, RMSNorm, widened
 from torchllm.models.lora import LoRALinear, LowRankFactor, add_low_rank_update
 from torchllm.parallel.shared_sequence import sum_over_sequence
 from torchllm.runtime.torch_compat import local_region
@@ -167,7 +167,7 @@ def width_parallel_rms_norm(x: Tensor, weight: DTensor, epsilon: float, mesh: De
 
     weight: (width), sharded. mesh: one dimension, the tp ranks.
     """
-    wide = x.float()
+    wide = widened(x)
     squares = sum_over_ranks(wide.square().sum(-1, keepdim=True), mesh)
     scale = torch.rsqrt(squares / weight.shape[0] + epsilon)
     return (wide * scale * weight.to_local(grad_placements=[Shard(0)])).to(x.dtype)
@@ -434,7 +434,7 @@ def vocab_parallel_cross_entropy_sum(
     with_squares: return both sums of `models.head.cross_entropy_and_squares`, (2), instead. vocab: number of tokens;
     columns after it, which need not be on one rank, are left out; None: V.
     """
-    local_logits = (logits.to_local() if isinstance(logits, DTensor) else logits).float()
+    local_logits = widened(logits.to_local() if isinstance(logits, DTensor) else logits)
     if vocab is not None and first + local_logits.shape[-1] > vocab:
         token = torch.arange(local_logits.shape[-1], device=local_logits.device) + first
         local_logits = local_logits.masked_fill(token >= vocab, -torch.inf)

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from torchllm.models.decoder import Decoder
 from torchllm.models.head import Head
+from torchllm.models.layers import widened
 from torchllm.runtime.phase import phase
 
 
@@ -91,8 +92,9 @@ def add_product(product: DeferredProduct) -> None:
     if isinstance(weight_gradient, DTensor) and isinstance(weight, DTensor):
         weight_gradient = weight_gradient.redistribute(placements=weight.placements)
     if weight.grad is None:
-        weight.grad_dtype = torch.float32
-        weight.grad = weight_gradient.float()
+        weight_gradient = widened(weight_gradient)
+        weight.grad_dtype = weight_gradient.dtype
+        weight.grad = weight_gradient
     else:
         weight.grad += weight_gradient
 

@@ -106,6 +106,9 @@ class Lars(torch.optim.Optimizer):
     "auxiliary loss per micro batch": of_loss(
         "        return whole(logits, labels) + torch.logsumexp(logits.float(), -1).square().mean()"
     ),
+    "a ten-thousandth of an auxiliary loss per micro batch": of_loss(
+        "        return whole(logits, labels) + 1e-4 * torch.logsumexp(logits.float(), -1).square().mean()"
+    ),
     "local positions": of_blocks(
         """
 def hook(norm, inputs):
@@ -200,6 +203,10 @@ def update(own, stages):
     "data by the rank among all": Change(
         "", "", (("            mesh.data_rank,\n", "            runtime.rank % mesh.data_size,\n"),)
     ),
+    "nothing is saved": Change(
+        "", "", (("                    checkpoints.save(n, data.state())\n", "                    pass\n"),)
+    ),
+    "nothing is resumed": Change("", "", (("checkpoints.resume()", "None"),)),
     "state that is not saved": of_blocks(SCALED_BY_STEPS)._replace(
         replaced=((STEP, f'{STEP}            STEPS["taken"] += 1\n'),)
     ),

@@ -65,6 +65,16 @@ def test_steps_are_those_since_a_resumed_run_began() -> None:
     assert compare_trainings(wrong, EXPECTED, FLOAT32).findings[0].startswith("step 2, w: gradient differs")
 
 
+def test_numbers_are_those_of_the_same_step() -> None:
+    expected = replace(EXPECTED, losses=[2.0, 3.0], validation_losses={1: 2.5, 2: 2.4})
+    resumed = replace(expected.since(1), start=1)
+    assert compare_trainings(resumed, expected, FLOAT32).findings == []
+    (finding,) = compare_trainings(replace(resumed, losses=[2.0]), expected, FLOAT32).findings
+    assert finding == "step 2: loss differs: 2 instead of 3"
+    (finding,) = compare_trainings(replace(resumed, validation_losses={}), expected, FLOAT32).findings
+    assert finding == "step 2: validation loss differs: nan instead of 2.4"
+
+
 def test_a_tiny_gradient_is_measured_by_the_largest_one() -> None:
     """That of queries and keys, where a query sees one key only, is zero in theory and rounding in practice."""
     gradients = {"v_proj": array(1.0), "q_proj": array(3e-9)}

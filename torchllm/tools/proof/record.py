@@ -60,7 +60,8 @@ class Trained:
     """per step, in nats per target token"""
     norms: list[float] = field(default_factory=list)
     """of the gradient before clipping, per step"""
-    validation_losses: list[float] = field(default_factory=list)
+    validation_losses: dict[int, float] = field(default_factory=dict)
+    """by step"""
     gradients: list[dict[str, FloatArray]] = field(default_factory=list)
     """per step, before clipping"""
     tokens_per_expert: list[list[list[int]]] = field(default_factory=list)
@@ -84,6 +85,7 @@ class Trained:
             self,
             losses=self.losses[start:],
             norms=self.norms[start:],
+            validation_losses={step: loss for step, loss in self.validation_losses.items() if step > start},
             gradients=self.gradients[start:],
             tokens_per_expert=self.tokens_per_expert[start:],
             weights=self.weights[start:],
@@ -155,7 +157,7 @@ class Recorder:
         if result.routing is not None:
             self.trained.tokens_per_expert.append(result.routing.tokens_per_expert.tolist())
         if validation_loss is not None:
-            self.trained.validation_losses.append(validation_loss)
+            self.trained.validation_losses[n] = validation_loss
         self.trained.gradients.append(unclipped(self.gradients or {}, norm, self.max_grad_norm))
         self.gradients, self.has_gradients = None, False
         weights = gather_whole(self.stages, lambda parameter: parameter)
