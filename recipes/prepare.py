@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchllm.config import Source
+from torchllm.config.inert import RAW_KINDS
 from torchllm.data.corpus import Corpus
 from torchllm.data.corpus_header import HEADER, CorpusHeader
 from torchllm.data.error import DataError
@@ -50,10 +51,10 @@ from torchllm.runtime.signs_of_life import signs_of_life
 from torchllm.runtime.terminal import LogHandler
 from torchllm.tools.prepare.bad_records import check_not_empty
 from torchllm.tools.prepare.build import write_corpus
-from torchllm.tools.prepare.cache import is_raw, plan_corpus
-from torchllm.tools.prepare.chat.write import describe_counts, untrained
+from torchllm.tools.prepare.cache import plan_corpus
+from torchllm.tools.prepare.chat.write import untrained
+from torchllm.tools.prepare.counts import describe_counts, describe_unknown
 from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
-from torchllm.tools.prepare.tokenize_shard import describe_unknown
 
 
 class Prepared(NamedTuple):
@@ -77,7 +78,7 @@ def main(config: PrepareConfig) -> None:
     tables = []
     for index, source in enumerate(config.data.sources):
         table = source
-        if is_raw(source):
+        if source.kind in RAW_KINDS:
             folder = root / folder_name(index, source)
             plan = plan_corpus(
                 source,

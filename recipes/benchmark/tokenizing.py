@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchllm.config import Data, Source
 from torchllm.config.errors import UserError
+from torchllm.config.inert import RAW_KINDS
 from torchllm.data.tokenizer import HuggingFaceTokenizer, TiktokenTokenizer
 from torchllm.runtime.process import Runtime
 from torchllm.tools.prepare.build import write_corpus
-from torchllm.tools.prepare.cache import is_raw, plan_corpus
+from torchllm.tools.prepare.cache import plan_corpus
 from torchllm.tools.prepare.plan import TokenizerSpec
 from torchllm.tools.prepare.source_files import source_files
 from torchllm.tools.prepare.sources import open_raw_source
@@ -46,7 +47,7 @@ class Rate(NamedTuple):
 
 def tokenizing(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
     """Time a file of JSON lines to a corpus on disk, and the encoder alone on the same texts in memory."""
-    if not is_raw(config.data.sources[0]):
+    if config.data.sources[0].kind not in RAW_KINDS:
         raise UserError("benchmark tokenizing: needs text as the first of data.sources")
     if runtime.world_size > 1:
         raise UserError("benchmark tokenizing: runs on one process, which starts others")

@@ -35,6 +35,7 @@ from torchllm.data.batch import Batch
 from torchllm.data.checked_file import BLOCK
 from torchllm.data.corpus import Corpus, SequenceSource, Synthetic, Window
 from torchllm.data.corpus_header import corpus_fingerprint
+from torchllm.data.data_changes import cached_corpora
 from torchllm.data.error import DataError
 from torchllm.data.loader import DataRanks, TrainLoader, build_loader
 from torchllm.data.order import DataOrder, StageShares
@@ -42,7 +43,7 @@ from torchllm.data.packing import WHOLE_SEQUENCE, SequencePieces
 from torchllm.data.shard import Split
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.prepare.build import write_corpus
-from torchllm.tools.prepare.cache import cached_corpora, cached_folder, plan_corpus, prepare_cached
+from torchllm.tools.prepare.cache import cached_folder, plan_corpus, prepare_cached
 from torchllm.tools.prepare.plan import TokenizerSpec
 
 CPU = torch.device("cpu")
@@ -59,6 +60,9 @@ class Numbered:
 
     def count(self, split: Split, length: int) -> int:
         return self.sizes[split]
+
+    def describe(self) -> str:
+        return "numbered sequences"
 
     def window(self, split: Split, number: int, length: int, piece: range | None = None) -> Window:
         ids = np.array([self.source, split == "validation", number, 0], dtype=np.uint32)
@@ -623,7 +627,7 @@ def test_held_out_sequences_are_listed_once() -> None:
 
 
 def test_sources_are_described() -> None:
-    name = "data.sources.{} (synthetic): random tokens; {} epochs in 5 steps"
+    name = "data.sources.{} (synthetic): numbered sequences; {} epochs in 5 steps"
     lines = numbered_loader([10, 40], accumulation=8).describe_sources(steps=5)
     assert lines == [name.format(0, 2), name.format(1, 0.5)]
     assert numbered_loader([10] * 8).describe_sources(steps=5)[5:] == ["and 3 other sources"]

@@ -19,8 +19,6 @@ from torchllm.metrics.sinks import Record, TensorBoard
 from torchllm.optim.expert_balance import StepRouting
 from torchllm.tools.launch.lease import LeaseLost
 from torchllm.tools.watch.goodput import LAUNCHED, Goodput
-from torchllm.tools.watch.slow_rank import SlowRank
-from torchllm.tools.watch.step_profiler import ProfiledStep
 from torchllm.train.step import StepResult
 
 MODEL = Model(layers=2, hidden=32, heads=4, ffn=64, vocab=50)
@@ -284,26 +282,6 @@ def test_peak_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert peak_flops(gpu, dtype) == expected
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     assert peak_flops(gpu, torch.bfloat16, float8=True) == 1979e12
-
-
-def test_a_profiled_step_has_a_record_of_its_own_and_the_first_a_line(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
-    sink = RecordingSink()
-    meter = make(sink, peak=1e6)
-    slow = SlowRank(2, "node-7", "forward", 0.9, 0.3)
-    with caplog.at_level("INFO"):
-        meter.report(ProfiledStep(4, {"forward": 0.5, "backward": 1.0, "exposed fsdp": 0.5}, None))
-        meter.report(ProfiledStep(8, {"forward": 2.0}, slow))
-    assert sink.records[0] == {
-        "step": 4, "breakdown/forward": 0.25, "breakdown/backward": 0.5, "breakdown/exposed fsdp": 0.25,
-    }  # fmt: skip
-    assert sink.records[1] == {"step": 8, "breakdown/forward": 1.0}
-    first, second = caplog.messages
-    mfu = TRAINING.global_batch_size * TRAINING.sequence_length / 2.0 * flops_per_token(MODEL, 16) / 4e6
-    assert first.startswith("step 4, 2 s: backward 50.0%, ")
-    assert f"MFU {mfu:.1%} measured; exposed fsdp costs {100 * (mfu / 0.75 - mfu):.1f} points" in first
-    assert second == "step 8: rank 2 (node-7) is slow: forward takes 0.9 s, 0.3 s on its peers"
 
 
 def test_goodput_is_told_what_was_no_step(clock: Clock, tmp_path: Path) -> None:

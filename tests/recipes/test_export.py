@@ -28,7 +28,7 @@ from torchllm.models.decoder import Decoder
 from torchllm.tools.front.preflight import inspect_export
 from torchllm.tools.front.start import load_run
 from torchllm.tools.hub.files import read_hub_config
-from torchllm.tools.hub.initial import HubWeights
+from torchllm.tools.hub.published_weights import HubWeights
 
 VOCAB = 258
 """ids of the tokenizer "bytes" """

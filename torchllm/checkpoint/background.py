@@ -8,6 +8,8 @@ from torchllm.checkpoint.state import Part
 from torchllm.config.schema import Switch
 from torchllm.runtime.host_memory import host_memory_per_rank
 
+SAVES_IN_BACKGROUND = "saves in the background"
+"""description of a process group that has the limit of a save, whatever the main thread is doing"""
 SHARE = 0.5
 """of the available host memory that copies may take: pinned memory comes in powers of two, at most twice the copies"""
 

@@ -38,8 +38,9 @@ from torchllm.checkpoint.agreement import (
     rank_of,
     size_of,
 )
-from torchllm.checkpoint.background import saves_in_background
+from torchllm.checkpoint.background import SAVES_IN_BACKGROUND, saves_in_background
 from torchllm.checkpoint.index import INDEX
+from torchllm.checkpoint.initial import InitialWeights, check_same_source
 from torchllm.checkpoint.keeping.history import CheckpointHistory, Judgement
 from torchllm.checkpoint.keeping.marks import mark_suspect, read_suspects, without_suspects
 from torchllm.checkpoint.keeping.retention import BackgroundDeletion, share_of
@@ -51,8 +52,6 @@ from torchllm.config.applied_keys import applied, saves_state
 from torchllm.config.environment import is_restart
 from torchllm.models.lora import has_low_rank_updates
 from torchllm.runtime.heartbeat import during
-from torchllm.tools.hub.initial import InitialWeights, check_same_source
-from torchllm.tools.launch.hang_watch import SAVES_IN_BACKGROUND
 from torchllm.train.step import Health
 
 LISTED = 3

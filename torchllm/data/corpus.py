@@ -93,6 +93,9 @@ class SequenceSource(Protocol):
         piece: positions in the sequence, without gaps; None: all.
         """
 
+    def describe(self) -> str:
+        """Return how much there is, in words."""
+
 
 class ReadableShard(Protocol):
     """One split of a shard that is open; tokens are counted from its begin."""
@@ -264,6 +267,11 @@ class Corpus(ShardStream):
         """Return whether it holds conversations, packed into sequences of one length."""
         return self.header.sequence_length > 0
 
+    def describe(self) -> str:
+        """Return how much there is, in words."""
+        train, held_out = self.tokens("train"), self.tokens("validation")
+        return f"{self.header.documents:,} documents, {train:,} tokens to train on, {held_out:,} held out"
+
     def check(self, part: int = 0, parts: int = 1) -> list[ShardSplit]:
         """Check the fingerprint, and the size of the files of every `parts`-th shard from shard `part` on.
 
@@ -430,6 +438,10 @@ class Synthetic:
     def count(self, split: Split, length: int) -> int:
         """Return a number that no run reaches."""
         return 2**40
+
+    def describe(self) -> str:
+        """Return what it is, in words."""
+        return "random tokens"
 
     def window(self, split: Split, number: int, length: int, piece: range | None = None) -> Window:
         """Return sequence `number` or a piece of it: always the same tokens for the same split, number and length."""

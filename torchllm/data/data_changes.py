@@ -2,12 +2,16 @@
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchllm.config import Data, Source
+from torchllm.config.inert import RAW_KINDS
 from torchllm.config.paths import same_path
 from torchllm.data.cache_root import cache_root
-from torchllm.tools.prepare.cache import cached_corpora, is_raw
+from torchllm.data.corpus import Corpus
+from torchllm.data.corpus_header import HEADER
+from torchllm.data.error import DataError
 
 
 class _SourcePrint(NamedTuple):
@@ -53,7 +57,7 @@ def _source_differences(
                 lines.append(f"{names[index]}: in the checkpoint it is {saved_names[index]}")
             else:
                 lines.append(f"{names[index]}: its tokens are others: its files have changed, or how they are read")
-            if is_raw(settings):
+            if settings.kind in RAW_KINDS:
                 lines.append(_advise_earlier_corpus(index, data, in_checkpoint.fingerprint))
         if in_checkpoint.weight != in_run.weight:
             lines.append(f"{names[index]}: weight {in_checkpoint.weight} in the checkpoint, {in_run.weight} now")
@@ -93,3 +97,16 @@ def _advise_earlier_corpus(index: int, data: Data, fingerprint: str) -> str:
         f"the checkpoint was trained on a corpus of other files or settings, or of an earlier version of torchllm; to "
         f'go on with that corpus, set kind = "tokens" and path = {path} in data.sources.{index}'
     )
+
+
+def cached_corpora(data: Data, fingerprint: str) -> list[Path]:
+    """Return the folders in the cache that hold the corpus with this fingerprint, of any version."""
+    folders = []
+    for header in sorted(cache_root(data).glob(f"*/{HEADER}")):
+        try:
+            cached = Corpus(header.parent)
+        except DataError:
+            continue
+        if cached.fingerprint == fingerprint:
+            folders.append(cached.folder)
+    return folders

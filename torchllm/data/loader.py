@@ -26,13 +26,16 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchllm.config import Data, Finetune, Model, Source, Training, gradient_accumulation
 from torchllm.config.applied_keys import applied
+from torchllm.config.inert import RAW_KINDS
 from torchllm.data.batch import Batch
 from torchllm.data.checked_file import DamagedFile
 from torchllm.data.corpus import Corpus, SequenceSource, Synthetic, close_shards
+from torchllm.data.corpus_header import CorpusHeader
 from torchllm.data.data_changes import data_differences, name_source
 from torchllm.data.error import DataError
 from torchllm.data.order import DataOrder, Location, rounded_shares
 from torchllm.data.packing import IGNORED, WHOLE_SEQUENCE, Packed, PackedBatches, SequencePieces, pack_windows
+from torchllm.data.readers import ReaderSettings, reader_of
 from torchllm.data.shard import Split
 from torchllm.data.stages import (
     PlannedStage,
@@ -47,10 +50,6 @@ from torchllm.data.tokenizer import describe_documents, load_tokenizer
 from torchllm.data.verification import Verification
 from torchllm.runtime.parent import end_with_starter
 from torchllm.runtime.signs_of_life import show_progress
-from torchllm.tools.prepare.cache import is_in_place, is_raw, open_source, plan_corpus, prepare_cached
-from torchllm.tools.prepare.chat.write import describe_counts
-from torchllm.tools.prepare.in_place import InPlaceCorpus, describe_in_place
-from torchllm.tools.prepare.tokenize_shard import describe_unknown
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +114,8 @@ def _open_on_all_ranks(
     """Prepare and open the sources of data.sources; DataError if not all ranks read the same data."""
 
     def prepare() -> str:
-        return json.dumps(_prepare(data, training, model, finetune, recorded)) if ranks.prepares else ""
+        settings = _reader_settings(data, training, model, finetune)
+        return json.dumps(_prepare(data, settings, recorded)) if ranks.prepares else ""
 
     answers = _on_all_ranks(ranks, prepare)
     folders: list[str] = json.loads(answers[ranks.preparing_rank])
@@ -125,7 +125,7 @@ def _open_on_all_ranks(
 
     def open_and_hash() -> str:
         nonlocal verification
-        sources.extend(_open(folders, data, training, model))
+        sources.extend(_open(folders, data, _reader_settings(data, training, model, finetune)))
         if ranks.prepares:
             corpora = [source for source in sources if isinstance(source, Corpus)]
             verification = Verification(corpora, preparing_ranks.index(ranks.preparing_rank), len(preparing_ranks))
@@ -170,33 +170,26 @@ def _needs_tokenizer(data: Data) -> bool:
     return any(source.kind != "synthetic" for source in data.sources)
 
 
-def _prepare(
-    data: Data, training: Training, model: Model, finetune: Finetune | None, recorded: Sequence[str]
-) -> list[str]:
-    """Return the cache folder of each raw source, the description of each one that is read in place, else "".
-
-    Raw sources are tokenized, and files described, if they are not in the cache. recorded: fingerprints of the sources
-    of a run that goes on; a source keeps the files and the tokens that earlier versions chose if these have its
-    fingerprint.
-    """
+def _reader_settings(data: Data, training: Training, model: Model, finetune: Finetune | None) -> ReaderSettings:
     tokenizer = load_tokenizer(data.tokenizer, data.pattern) if _needs_tokenizer(data) else None
-    if any(map(is_raw, data.sources)) and tokenizer is not None and not recorded:
-        for line in describe_documents(tokenizer):
+    return ReaderSettings(data, model.vocab, tokenizer, finetune, training.sequence_length)
+
+
+def _prepare(data: Data, settings: ReaderSettings, recorded: Sequence[str]) -> list[str]:
+    """Return what the readers have prepared for each source (`SourceReader.prepare`).
+
+    recorded: fingerprints of the sources of a run that goes on; a source keeps the files and the tokens that earlier
+    versions chose if these have its fingerprint.
+    """
+    if settings.tokenizer is not None and not recorded and any(source.kind in RAW_KINDS for source in data.sources):
+        for line in describe_documents(settings.tokenizer):
             log.info("%s", line)
 
     def prepare(source: Source, earlier: bool) -> str:
-        if is_in_place(source):
-            return str(describe_in_place(source, data, model.vocab, earlier))
-        if tokenizer is None or not is_raw(source):
-            return ""
-        length = training.sequence_length
-        plan = plan_corpus(
-            source, data, tokenizer, model.vocab, finetune=finetune, sequence_length=length, earlier=earlier
-        )
-        return str(prepare_cached(plan, data))
+        return reader_of(source.kind).prepare(source, settings, earlier)
 
     def fingerprint(source: Source, folder: str) -> str:
-        return open_source(source, folder, data, tokenizer, model.vocab).fingerprint
+        return reader_of(source.kind).open(source, folder, settings).fingerprint
 
     def prepare_recorded(index: int, source: Source, folder: str) -> str:
         """Return the folder of what earlier versions chose if it has the recorded fingerprint, else `folder`."""
@@ -223,19 +216,18 @@ _KEPT = (
 )
 
 
-def _open(folders: Sequence[str], data: Data, training: Training, model: Model) -> list[SequenceSource]:
-    """Open all sources; `folders` has the cache folders of raw sources.
+def _open(folders: Sequence[str], data: Data, settings: ReaderSettings) -> list[SequenceSource]:
+    """Open all sources; `folders`: what was prepared for each.
 
     Raises DataError if a source has not a single training sequence.
     """
-    tokenizer = load_tokenizer(data.tokenizer, data.pattern) if _needs_tokenizer(data) else None
     opened = []
     for source, folder in zip(data.sources, folders, strict=True):
-        sequences = open_source(source, folder, data, tokenizer, model.vocab)
-        if not sequences.count("train", training.sequence_length):
+        sequences = reader_of(source.kind).open(source, folder, settings)
+        if not sequences.count("train", settings.sequence_length):
             raise DataError(
                 f"data.sources: {source.path or source.kind!r} is shorter than one sequence of "
-                f"training.sequence_length = {training.sequence_length} tokens"
+                f"training.sequence_length = {settings.sequence_length} tokens"
             )
         opened.append(sequences)
     return opened
@@ -590,17 +582,8 @@ class TrainLoader:
         sequences = self._consumed + (steps - self._steps) * self._training.global_batch_size
         lines = []
         for index, source in enumerate(self._reader.sources[:_LISTED]):
-            content = "random tokens"
-            if isinstance(source, Corpus):
-                train, held_out = source.tokens("train"), source.tokens("validation")
-                content = f"{source.header.documents:,} documents, {train:,} tokens to train on, {held_out:,} held out"
-            elif isinstance(source, InPlaceCorpus):
-                content = source.describe()
             epochs = self._order.epochs(index, sequences)
-            lines.append(f"{self._names[index]}: {content}; {epochs:.3g} epochs in {steps} steps")
-            if isinstance(source, Corpus):
-                details = [*describe_counts(source.header.counts), *describe_unknown(source.header)]
-                lines += [f"{self._names[index]}: {line}" for line in details]
+            lines.append(f"{self._names[index]}: {source.describe()}; {epochs:.3g} epochs in {steps} steps")
         if len(self._names) > _LISTED:
             lines.append(f"and {len(self._names) - _LISTED} other sources")
         first_step = 1
@@ -610,6 +593,11 @@ class TrainLoader:
         if first_step > 1:
             lines.append(f"from step {first_step} on: {self._describe_shares(self._stages[-2].end)}")
         return lines
+
+    def corpora(self) -> dict[str, CorpusHeader]:
+        """Return what the first corpora among the sources say about themselves, by the names of the sources."""
+        named = zip(self._names[:_LISTED], self._reader.sources, strict=False)
+        return {name: source.header for name, source in named if isinstance(source, Corpus)}
 
     def _describe_shares(self, n: int) -> str:
         """Return which shares the sources have at the n-th sequence, and how often each has been gone through then."""

@@ -51,7 +51,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
@@ -65,13 +65,21 @@ from torchllm.runtime.cores import usable_cores
 from torchllm.runtime.phase import phase
 from torchllm.runtime.signs_of_life import signs_of_life
 from torchllm.runtime.tolerance import Tolerance
-from torchllm.tools.watch.goodput import Goodput
-from torchllm.tools.watch.step_profiler import ProfiledStep
 
 if TYPE_CHECKING:
     from torchllm.train.step import StepResult
 
 log = logging.getLogger("torchllm")
+
+
+class TimeAccount(Protocol):
+    """Counts what the time of a run goes to."""
+
+    def charge(self, cause: str, seconds: float) -> None:
+        """Add seconds that went to a cause."""
+
+    def write(self, step: int) -> None:
+        """Write the account up to a step."""
 
 
 class Meter:
@@ -93,8 +101,7 @@ class Meter:
         sinks: Sequence[Sink],
         check_owner: Callable[[], None] = lambda: None,
         console: Console | None = None,
-        goodput: Goodput | None = None,
-        planned_mfu: float | None = None,
+        goodput: TimeAccount | None = None,
         sequences: int = 0,
         has_logits_again: bool = False,
         lora: Lora = WITHOUT_LORA,
@@ -118,7 +125,6 @@ class Meter:
         self.console = console
         self.goodput = goodput
         self.sequences = sequences
-        self.planned_mfu = planned_mfu
         self.gpu = device_meter(device) if sinks else None
         self.gpu_tolerance = Tolerance("the GPU's driver")
         length = training.sequence_length
@@ -127,7 +133,6 @@ class Meter:
         self.loads_file = loads_file
         self.load_alarm = LoadAlarm(model)
         self.on_imbalance = on_imbalance
-        self.has_described_a_step = False
         self.first = True
         """no step was logged yet"""
         self.first_seconds: float | None = None
@@ -208,25 +213,17 @@ class Meter:
             if key in record:
                 raise ValueError(f"the record has {key} already: choose another name")
             record[key] = float(value)
-        self._write(step, record)
+        self.write(step, record)
         self._charge_compilation(record)
         self._write_goodput(step)
         self.first = False
         return record
 
-    def report(self, profiled: ProfiledStep) -> None:
-        """Write the record of a profiled step; log the first, and every slow rank."""
-        seconds = profiled.seconds
-        parts: Record = {f"breakdown/{name}": part / seconds for name, part in profiled.parts.items()}
-        self._write(profiled.step, {"step": profiled.step} | parts)
-        if not self.has_described_a_step:
-            tokens = self.training.global_batch_size * self.training.sequence_length
-            flops = flops_per_token(self.model, self.training.sequence_length, lora=self.lora)
-            mfu = self._utilization(tokens / seconds * flops)
-            log.info("%s", profiled.describe(mfu, self.planned_mfu))
-        self.has_described_a_step = True
-        if profiled.slow:
-            log.warning("step %d: %s", profiled.step, profiled.slow)
+    def step_mfu(self, seconds: float) -> float | None:
+        """Return the MFU of a step that takes `seconds`; None if the device's peak is not known."""
+        tokens = self.training.global_batch_size * self.training.sequence_length
+        flops = flops_per_token(self.model, self.training.sequence_length, lora=self.lora)
+        return self._utilization(tokens / seconds * flops)
 
     def close(self) -> None:
         """Close the sinks, and the account with what came after the last logged step."""
@@ -239,7 +236,8 @@ class Meter:
         if self.step:
             self._write_goodput(self.step)
 
-    def _write(self, step: int, record: Record) -> None:
+    def write(self, step: int, record: Record) -> None:
+        """Write a record to the sinks and the console."""
         self.check_owner()
         for sink in self.sinks:
             sink.write(step, record)

@@ -20,7 +20,6 @@ from torchllm.config import Config
 from torchllm.config.write import dump_toml
 from torchllm.metrics.appended_file import AppendedFile
 from torchllm.runtime.tolerance import Tolerance
-from torchllm.tools.watch.trackers import TrackerSink, environment_facts
 
 log = logging.getLogger("torchllm")
 
@@ -85,19 +84,13 @@ class TolerantSink:
             self.sink.close()
 
 
-def open_sinks(folder: Path, config: Config, start: int = 0, device: str = "cpu") -> list[Sink]:
-    """Return the sinks of a run that has done `start` steps; for rank 0. They open their files at the first record.
-
-    device: name of what the run computes on, for trackers.
-    """
+def open_sinks(folder: Path, config: Config, start: int = 0) -> list[Sink]:
+    """Return the sinks of a run that has done `start` steps; for rank 0. They open their files at the first record."""
     lines = folder / "metrics.jsonl"
     sinks: list[Sink] = [TolerantSink(str(lines), JsonLines(lines, start))]
     if config.metrics.tensorboard:
         board = TensorBoard(folder / "tensorboard", start, dump_toml(config))
         sinks.append(TolerantSink(str(board.file.path), board))
-    for name in config.metrics.trackers:  # after metrics.jsonl, which their helpers read
-        tracker = TrackerSink(folder, name, environment_facts(config, device))
-        sinks.append(TolerantSink(f"metrics.{name}", tracker))
     return sinks
 
 

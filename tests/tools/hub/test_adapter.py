@@ -36,7 +36,8 @@ from torchllm.tools.hub.adapter import (
 from torchllm.tools.hub.by_key import WeightReader
 from torchllm.tools.hub.config_json import family_to_export
 from torchllm.tools.hub.files import read_hub_config
-from torchllm.tools.hub.initial import HubWeights, initial_weights, load_frozen_weights, load_weights_of_run
+from torchllm.tools.hub.initial import initial_weights, load_frozen_weights, load_weights_of_run
+from torchllm.tools.hub.published_weights import HubWeights
 
 LORA: Settings = {"lora.rank": 3, "lora.alpha": 12.0}
 LAYOUT: Settings = {"parallel.tp": 2, "parallel.dp_shard": 2}

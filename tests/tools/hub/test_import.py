@@ -30,7 +30,7 @@ from torchllm.parallel.pipeline import build_forward_backward
 from torchllm.tools.hub import hf_reader
 from torchllm.tools.hub.files import find_hub_files, read_hub_config
 from torchllm.tools.hub.hf_reader import read_hub_weights
-from torchllm.tools.hub.initial import HubWeights
+from torchllm.tools.hub.published_weights import HubWeights
 from torchllm.tools.proof.gather import gather_whole
 from torchllm.tools.proof.layouts import Settings
 from torchllm.train.evaluate import evaluate

@@ -30,10 +30,10 @@ from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.prepare import build, records, tokenize_shard
 from torchllm.tools.prepare.build import TokenizingProgress, shard_size_mib, write_corpus
 from torchllm.tools.prepare.cache import plan_corpus
+from torchllm.tools.prepare.counts import describe_unknown
 from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
 from torchllm.tools.prepare.source_files import SourceFile, source_files, stat_file
 from torchllm.tools.prepare.sources import RawSource, ShardRange, open_raw_source
-from torchllm.tools.prepare.tokenize_shard import describe_unknown
 
 BYTES = TokenizerSpec("bytes", "llama3")
 

@@ -16,7 +16,7 @@ from tests.parity import CPU, build, tiny
 from tests.workers import run
 from torchllm.config import Config
 from torchllm.config.errors import UserError
-from torchllm.facts.flops import parameter_count
+from torchllm.facts.flops import flops_per_token, parameter_count
 from torchllm.tools.watch.monitor import SLOW_NODES, TIMED_STEPS, Bottlenecks, Change, Monitor
 from torchllm.tools.watch.slow_rank import SlowRank
 from torchllm.tools.watch.step_profiler import ProfiledStep
@@ -48,6 +48,7 @@ def begin(monitor: Monitor, config: Config, start: int, rounded_shares: str = ""
         state=lambda: {"sequences": 0},
         skipped={},
         describe_sources=lambda steps: [f"data.sources.0: read in {steps} steps"],
+        corpora=dict,
         describe_rounded_shares=lambda: rounded_shares,
     )
     monitor.begin(config, mesh, stages, data, start)
@@ -213,7 +214,7 @@ def _records_of_another_sink(folder: Path) -> tuple[int, bool]:
     sink: Any = SimpleNamespace(write=lambda n, record: records.append(record), close=lambda: closed.append(True))
     monitor = monitor_of(folder, tiny({"parallel.dp_shard": 2}))
     monitor.add_sink(sink)
-    monitor.meter._write(1, {"step": 1})
+    monitor.meter.write(1, {"step": 1})
     monitor.end()
     return len(records), closed == [True]
 
@@ -294,3 +295,33 @@ def _refusal(folder: Path) -> str:
 def test_a_recipe_that_ignores_a_key_is_refused_before_its_first_step(tmp_path: Path) -> None:
     [error] = run(_refusal, 1, tmp_path)
     assert 'checkpoint.initial: is "another run", but this recipe does not apply it: call Checkpointer(' in error
+
+
+def _report_two_steps(folder: Path) -> tuple[list[Any], list[str], float]:
+    """The records and lines of two profiled steps on a device whose peak is 1 MFLOP/s; the MFU of the first."""
+    records: list[Any] = []
+    sink: Any = SimpleNamespace(write=lambda step, record: records.append(record), close=lambda: None)
+    config = tiny({})
+    with log_lines() as lines:
+        monitor = monitor_of(folder, config, None)
+        monitor.add_sink(sink)
+        monitor.meter.peak = 1e6
+        before = len(lines)
+        monitor._report(ProfiledStep(4, {"forward": 0.5, "backward": 1.0, "exposed fsdp": 0.5}, None))
+        monitor._report(ProfiledStep(8, {"forward": 2.0}, SlowRank(2, "node-7", "forward", 0.9, 0.3)))
+        monitor.end()
+    length = config.training.sequence_length
+    return (
+        records,
+        lines[before:],
+        config.training.global_batch_size * length / 2.0 * flops_per_token(config.model, length) / 1e6,
+    )
+
+
+def test_a_profiled_step_has_a_record_of_its_own_and_the_first_a_line(tmp_path: Path) -> None:
+    [(records, lines, mfu)] = run(_report_two_steps, 1, tmp_path)
+    shares = {"breakdown/forward": 0.25, "breakdown/backward": 0.5, "breakdown/exposed fsdp": 0.25}
+    assert records == [{"step": 4} | shares, {"step": 8, "breakdown/forward": 1.0}]
+    assert lines[0].startswith("step 4, 2 s: backward 50.0%, ")
+    assert f"MFU {mfu:.1%} measured; exposed fsdp costs {100 * (mfu / 0.75 - mfu):.1f} points" in lines[0]
+    assert lines[1] == "step 8: rank 2 (node-7) is slow: forward takes 0.9 s, 0.3 s on its peers"

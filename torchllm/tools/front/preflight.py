@@ -24,6 +24,7 @@ from torchllm.data.error import DataError
 if TYPE_CHECKING:
     from torchllm.checkpoint.index import TensorEntry
     from torchllm.data.corpus import SequenceSource
+    from torchllm.data.readers import ReaderSettings
     from torchllm.data.tokenizer import Tokenizer
 
 BYTES_VOCAB = 258
@@ -339,25 +340,26 @@ class _DataInspector:
     def _inspect_shards(self, source: Source, folder: str, tokenizer: "Tokenizer | None") -> None:
         """Look at a corpus of token shards, of which every file is asked for its size. Raises DataError."""
         from torchllm.data.corpus import Corpus
-        from torchllm.tools.prepare.cache import open_source
+        from torchllm.data.readers import open_corpus
 
-        corpus: SequenceSource = Corpus(folder)
-        if tokenizer is not None:
-            corpus = open_source(source, folder, self.data, tokenizer, self.config.model.vocab)
-        if isinstance(corpus, Corpus):
-            corpus.check()
+        corpus = Corpus(folder) if tokenizer is None else open_corpus(folder, self._reader_settings(tokenizer))
+        corpus.check()
         self._count_sequences(source, corpus)
 
     def _inspect_token_files(self, source: Source, tokenizer: "Tokenizer | None") -> None:
         """Look at the token files of another program. Raises DataError."""
-        from torchllm.tools.prepare.cache import open_source
-        from torchllm.tools.prepare.in_place import describe_in_place
+        from torchllm.data.readers import reader_of
 
         self._inspect_cache_folder()
         if tokenizer is not None:
-            description = describe_in_place(source, self.data, self.config.model.vocab)
-            corpus = open_source(source, str(description), self.data, tokenizer, self.config.model.vocab)
-            self._count_sequences(source, corpus)
+            reader, settings = reader_of(source.kind), self._reader_settings(tokenizer)
+            self._count_sequences(source, reader.open(source, reader.prepare(source, settings), settings))
+
+    def _reader_settings(self, tokenizer: "Tokenizer") -> "ReaderSettings":
+        from torchllm.data.readers import ReaderSettings
+
+        length = self.config.training.sequence_length
+        return ReaderSettings(self.data, self.config.model.vocab, tokenizer, self.config.finetune, length)
 
     def _count_sequences(self, source: Source, corpus: "SequenceSource") -> None:
         """Count what a corpus holds out. Raises UserError if it is too short to train on."""
@@ -372,7 +374,8 @@ class _DataInspector:
 
     def _inspect_raw_source(self, index: int, source: Source, tokenizer: "Tokenizer | None") -> None:
         """Look at the files of a source that is tokenized when the run starts, or at its shards if it has been."""
-        from torchllm.tools.prepare.cache import cached_folder, is_cached, open_source, plan_corpus, refuse_large_source
+        from torchllm.data.readers import open_corpus
+        from torchllm.tools.prepare.cache import cached_folder, is_cached, plan_corpus, refuse_large_source
         from torchllm.tools.prepare.source_files import source_files
 
         if source.kind == "hub":
@@ -394,7 +397,7 @@ class _DataInspector:
         folder = cached_folder(self.data, plan)
         if is_cached(folder):
             with suppress(DataError):  # a damaged corpus in the cache is made again
-                corpus = open_source(source, str(folder), self.data, tokenizer, self.config.model.vocab)
+                corpus = open_corpus(str(folder), self._reader_settings(tokenizer))
                 self._count_sequences(source, corpus)
                 return
         self.held_out = None

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchllm.checkpoint.initial import check_same_source
 from torchllm.checkpoint.manifest import CheckpointError, Manifest, step_folder
 from torchllm.checkpoint.state import parts_of
 from torchllm.config import Config, Lora, Model
@@ -25,7 +26,7 @@ from torchllm.tools.hub.family import HubFamily, StoredPart, StoredTensor
 from torchllm.tools.hub.hf_reader import ReadTotals, fill_part
 from torchllm.tools.hub.hf_writer import write_json, write_safetensors
 from torchllm.tools.hub.hub import find_hub_model, is_hub_id
-from torchllm.tools.hub.initial import HubWeights, check_same_source
+from torchllm.tools.hub.published_weights import HubWeights
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"

@@ -5,11 +5,15 @@ A rank reads its part of a layer once, into the first of its experts, and copies
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from torchllm.checkpoint.agreement import Group
 from torchllm.checkpoint.index import Region
+from torchllm.checkpoint.initial import InitialWeights
 from torchllm.checkpoint.state import WEIGHTS, Part, TensorSharding, initial_model_tensors, parts_of
 from torchllm.config import Model
 from torchllm.parallel.initialize import fill
@@ -53,3 +57,25 @@ def copy_first_expert(stages: Sequence[nn.Module], model: Model, seed: int) -> N
             part.local.mul_(model.upcycle_noise).add_(copied)
         else:
             part.local.copy_(copied)
+
+
+@dataclass(frozen=True)
+class UpcycledWeights:
+    """The weights of a dense model, of whose feed-forward layers all experts of a block are copies."""
+
+    source: InitialWeights
+    """fills `dense_parts`"""
+    model: Model
+    """of the run"""
+    seed: int
+
+    @property
+    def key(self) -> str:
+        """See `InitialWeights`."""
+        return self.source.key
+
+    def load(self, stages: Sequence[nn.Module], group: Group) -> dict[str, Any]:
+        """Fill this rank's part of the model, but for the routers: see `InitialWeights`."""
+        record = self.source.load(stages, group)
+        copy_first_expert(stages, self.model, self.seed)
+        return record

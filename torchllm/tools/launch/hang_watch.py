@@ -32,6 +32,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from torchllm.checkpoint.background import SAVES_IN_BACKGROUND
 from torchllm.runtime.heartbeat import Limit, heartbeat
 from torchllm.runtime.torch_compat import FlightRecord, GroupProgress, flight_records, group_progress, limit_groups
 from torchllm.tools.launch.hang_report import RankDump, describe_hang, read_dump, unfinished_records, write_slices
@@ -46,8 +47,6 @@ PATIENCE = 3.0
 """seconds that the other ranks have to publish what they know"""
 GRACE = 10.0
 """seconds by which the process groups' time-out is longer than all limits"""
-SAVES_IN_BACKGROUND = "saves in the background"
-"""description of a process group that has the limit of a save, whatever the main thread is doing"""
 POLLS_PER_SECOND = 20_000
 """requests per second that all ranks together send to the store after an alarm; it answers 70,000 on two cores"""
 CHECKS_PER_SECOND = 4_000

@@ -1,4 +1,4 @@
-"""Turn a source of the config into an open corpus; small raw sources are tokenized at the first run and cached."""
+"""The cache of corpora: small raw sources are tokenized at the first run."""
 
 import logging
 import os
@@ -9,10 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from torchllm.config import Data, Finetune, Source
-from torchllm.config.inert import IN_PLACE_KINDS, RAW_KINDS
 from torchllm.data.cache_root import cache_root
 from torchllm.data.checked_file import DamagedFile
-from torchllm.data.corpus import Corpus, SequenceSource, Synthetic
+from torchllm.data.corpus import Corpus
 from torchllm.data.corpus_header import HEADER, read_description
 from torchllm.data.error import DataError
 from torchllm.data.tokenizer import Tokenizer
@@ -21,22 +20,11 @@ from torchllm.tools.prepare.bad_records import describe_earlier_loss
 from torchllm.tools.prepare.build import write_corpus
 from torchllm.tools.prepare.chat.plan import plan_chat
 from torchllm.tools.prepare.earlier_files import earlier_files
-from torchllm.tools.prepare.in_place import InPlaceCorpus, in_place_settings
 from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
 from torchllm.tools.prepare.source_files import choose_files
 from torchllm.tools.prepare.sources import hub_folder_version, pin_hub_source, raw_mib
 
 log = logging.getLogger(__name__)
-
-
-def is_raw(source: Source) -> bool:
-    """Return whether a source has to be tokenized."""
-    return source.kind in RAW_KINDS
-
-
-def is_in_place(source: Source) -> bool:
-    """Return whether a source is token files of another program."""
-    return source.kind in IN_PLACE_KINDS
 
 
 def plan_corpus(
@@ -122,19 +110,6 @@ def is_cached(folder: Path) -> bool:
     return True
 
 
-def cached_corpora(data: Data, fingerprint: str) -> list[Path]:
-    """Return the folders in the cache that hold the corpus with this fingerprint, of any version."""
-    folders = []
-    for header in sorted(cache_root(data).glob(f"*/{HEADER}")):
-        try:
-            cached = Corpus(header.parent)
-        except DataError:
-            continue
-        if cached.fingerprint == fingerprint:
-            folders.append(cached.folder)
-    return folders
-
-
 def refuse_large_source(plan: CorpusPlan, data: Data) -> None:
     """Raise DataError if the raw source of a plan is over data.max_raw_mib, or of the hub and of unknown size."""
     size = raw_mib(plan.source, plan.files)
@@ -190,37 +165,3 @@ def _find_damage(folder: Path, data: Data) -> str | None:
     except DataError as error:
         return str(error)
     return None
-
-
-def open_source(source: Source, folder: str, data: Data, tokenizer: Tokenizer | None, vocab: int) -> SequenceSource:
-    """Return an open source; `vocab` is model.vocab.
-
-    folder: in the cache, of the corpus of a raw source; the description of files that are read in place.
-
-    `tokenizer` is None only if every source is synthetic, which needs none. Raises DataError if the tokens of the
-    source are not of this tokenizer or not under `vocab`.
-    """
-    if tokenizer is None:
-        return Synthetic(vocab)
-    if source.kind == "synthetic":
-        return Synthetic(min(vocab, tokenizer.vocab))
-    if is_in_place(source):
-        return InPlaceCorpus(Path(folder), in_place_settings(source, data), vocab)
-    corpus = Corpus(folder if is_raw(source) else source.path, _records(data))
-    if corpus.header.tokenizer not in tokenizer.begins:
-        raise DataError(
-            f"{corpus.folder} holds tokens of {corpus.header.tokenizer!r}, but data.tokenizer is "
-            f"{data.tokenizer!r} ({tokenizer.fingerprint!r}): set it to the one the tokens were made with"
-        )
-    if corpus.header.sequence_length and not data.document_mask:
-        raise DataError(
-            f"{corpus.folder} holds conversations, several of which share a sequence: set data.document_mask = true, "
-            "or each would read those that stand before it"
-        )
-    largest = corpus.header.max_token
-    if largest >= vocab:
-        raise DataError(
-            f"{corpus.folder} holds token id {largest} >= model.vocab = {vocab}: raise model.vocab "
-            f"(data.tokenizer has {tokenizer.vocab} ids)"
-        )
-    return corpus

@@ -14,13 +14,14 @@ from typing import IO
 import numpy as np
 
 from torchllm.data.checked_file import file_sums
-from torchllm.data.corpus_header import CorpusHeader, SplitRecord
+from torchllm.data.corpus_header import SplitRecord
 from torchllm.data.error import DataError
 from torchllm.data.pieces import LONGEST, NoPlaceToCut, cut_pieces
 from torchllm.data.shard import SPLITS, Ids, ShardFileWriter, Split, replacing, shard_path
 from torchllm.data.tokenizer import Tokenizer
 from torchllm.runtime.heartbeat import beat
 from torchllm.tools.prepare.bad_records import FileTally, RecordTally
+from torchllm.tools.prepare.counts import UNKNOWN, unknown_share
 from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
 from torchllm.tools.prepare.records import NO_PLACE_TO_CUT, UNREADABLE, Origin, TextRecord
 from torchllm.tools.prepare.sources import RawSource, ShardRange
@@ -29,16 +30,12 @@ _RECORDS_PER_CALL = 64
 """records tokenized at a time, at most"""
 _BYTES_PER_CALL = 2**19
 """text tokenized at a time, but for the last record's"""
-_NOTED_UNKNOWN = 0.001
-"""share of the tokens from which on unknown ones are worth a line"""
 _MOST_UNKNOWN = 0.5
 """share of the tokens over which unknown ones are an error"""
 ReportText = Callable[[int], None]
 OVER_VOCAB = "token id over model.vocab"
 """fault of a record whose tokens the model does not have"""
 UNTOKENIZED = "text that the tokenizer fails on"
-UNKNOWN = "unknown tokens"
-"""in the counts of a corpus: tokens that stand for text that the tokenizer does not know"""
 
 
 @dataclass(frozen=True)
@@ -266,27 +263,12 @@ def is_of_tokenizer(error: BaseException) -> bool:
 
 def refuse_unknown(name: str, tokenizer: Tokenizer, counts: Mapping[str, int], tokens: int) -> None:
     """Raise DataError if most tokens of a source stand for text that the tokenizer does not know."""
-    share = _unknown_share(counts, tokens)
+    share = unknown_share(counts, tokens)
     if tokenizer.unknown is not None and share > _MOST_UNKNOWN:
         raise DataError(
             f"data.tokenizer: {tokenizer.name} does not know the text of {name}: {share:.0%} of its tokens are "
             f'{tokenizer.decode([tokenizer.unknown])}. Use a tokenizer that was made for this text, or "bytes"'
         )
-
-
-def describe_unknown(header: CorpusHeader) -> list[str]:
-    """Return a line if a corpus has many tokens for text that the tokenizer does not know, or nothing."""
-    share = _unknown_share(header.counts, header.tokens)
-    if share < _NOTED_UNKNOWN:
-        return []
-    return [
-        f"{share:.1%} of the tokens stand for text that the tokenizer does not know ([UNK]): a model learns nothing "
-        "from them; take a tokenizer that was made for this text, or one of bytes"
-    ]
-
-
-def _unknown_share(counts: Mapping[str, int], tokens: int) -> float:
-    return counts.get(UNKNOWN, 0) / max(1, tokens)
 
 
 def _split_record(path: Path, writer: ShardFileWriter) -> SplitRecord:

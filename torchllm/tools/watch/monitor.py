@@ -37,7 +37,7 @@ from torchllm.runtime.signs_of_life import signs_of_life
 from torchllm.runtime.tolerance import Tolerance
 from torchllm.tools.launch.on_event import call_on_event
 from torchllm.tools.planner.cluster import tensor_parallel_warning
-from torchllm.tools.planner.search.auto import planned
+from torchllm.tools.prepare.counts import describe_counts, describe_unknown
 from torchllm.tools.watch.bottlenecks import (
     STARVED,
     STARVED_SECONDS,
@@ -59,6 +59,14 @@ log = logging.getLogger("torchllm")
 TIMED_STEPS = 5
 """steps after the first by which stages, and steps before and after a change of the config, are compared"""
 SLOW_NODES = "slow_nodes"
+
+
+def planned_mfu(config: Config) -> float | None:
+    """Return the MFU that the planner predicts; None where it does not know the machine, or some products (float8)."""
+    from torchllm.tools.planner.search.auto import planned  # on rank 0, once: the planner is large
+
+    prediction = None if config.float8.is_on else planned(config)
+    return prediction.mfu if prediction else None
 
 
 class Bottlenecks(NamedTuple):
@@ -124,13 +132,12 @@ class Monitor:
         dtype = compute_dtype(training, device)
         self.config, self.next_config = config, None
         self.skipped_steps = 0.0
+        self.has_described_a_step = False
         peak = peak_flops(device, dtype, runtime.ranks_on_node, config.float8.is_on)
         if not self.change_reason:
             self.describe(config, data, start)
             self.describe_peak(config, peak)
         self.warn(config, data, dtype, start)
-        # The planner knows products in bfloat16.
-        prediction = None if config.float8.is_on else planned(config)
         self.meter = Meter(
             config.metrics,
             config.model,
@@ -139,12 +146,11 @@ class Monitor:
             device=device,
             world_size=runtime.world_size,
             peak_flops=peak,
-            sinks=open_sinks(runtime.folder, config, start, device_name(device)) if runtime.is_main else [],
+            sinks=self._open_sinks(start) if runtime.is_main else [],
             loads_file=open_loads_file(runtime.folder, start) if runtime.is_main and config.model.experts else None,
             console=Console(training.steps, start) if runtime.is_main else None,
             check_owner=runtime.check_owner,
             goodput=self.goodput,
-            planned_mfu=prediction.mfu if prediction else None,
             sequences=data.state()["sequences"],
             has_logits_again=recomputes_logits(training, config.parallel),
             lora=config.lora,
@@ -189,6 +195,9 @@ class Monitor:
             )
         for line in data.describe_sources(training.steps):
             log.info("%s", line)
+        for name, header in data.corpora().items():
+            for line in (*describe_counts(header.counts), *describe_unknown(header)):
+                log.info("%s: %s", name, line)
         tokens_per_step = training.global_batch_size * training.sequence_length
         if start < training.steps:
             tokens = f"{(training.steps - start) * tokens_per_step:,} tokens, {tokens_per_step:,} per step"
@@ -218,6 +227,15 @@ class Monitor:
             log.warning("shares of data.sources are rounded: %s", rounded)
         if slow := tensor_parallel_warning(config, self.runtime.ranks_on_node, dtype.itemsize):
             log.warning("%s", slow)
+
+    def _open_sinks(self, start: int) -> list[Sink]:
+        """Return the sinks of rank 0: the files, and the trackers that the config names."""
+        sinks = open_sinks(self.runtime.folder, self.config, start)
+        if self.config.metrics.trackers:
+            from torchllm.tools.watch.trackers import open_trackers  # of no use to other runs
+
+            sinks += open_trackers(self.runtime.folder, self.config, device_name(self.runtime.device))
+        return sinks
 
     def add_sink(self, sink: Sink) -> None:
         """Write the records of this config to one more sink: rank 0's. Call it after `begin`.
@@ -346,7 +364,14 @@ class Monitor:
         self.seconds_before_change = None
 
     def _report(self, profiled: ProfiledStep) -> None:
-        self.meter.report(profiled)
+        seconds = profiled.seconds
+        parts: Record = {f"breakdown/{name}": part / seconds for name, part in profiled.parts.items()}
+        self.meter.write(profiled.step, {"step": profiled.step} | parts)
+        if not self.has_described_a_step and self.runtime.is_main:
+            log.info("%s", profiled.describe(self.meter.step_mfu(seconds), planned_mfu(self.config)))
+        self.has_described_a_step = True
+        if profiled.slow:
+            log.warning("step %d: %s", profiled.step, profiled.slow)
         if profiled.slow is not None and self.runtime.is_main and profiled.slow.host not in self.slow_nodes:
             self.slow_nodes.append(profiled.slow.host)
             with self.slow_nodes_tolerance.attempt():

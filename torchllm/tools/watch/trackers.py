@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torchllm import __version__
 from torchllm.config import Config
+from torchllm.metrics.sinks import Sink, TolerantSink
 from torchllm.runtime.tolerance import Tolerance
 
 log = logging.getLogger("torchllm")
@@ -212,3 +213,13 @@ class TrackerSink:
                 quote(str(self.run_folder)),
                 self.tracker,
             )
+
+
+def open_trackers(run_folder: Path, config: Config, device: str) -> list[Sink]:
+    """Return a sink for each tracker in [metrics]; they come after metrics.jsonl, which their helpers read.
+
+    device: name of what the run computes on.
+    """
+    facts = environment_facts(config, device)
+    names = config.metrics.trackers
+    return [TolerantSink(f"metrics.{name}", TrackerSink(run_folder, name, facts)) for name in names]

@@ -17,13 +17,14 @@ from torchllm.data.corpus import Corpus, close_shards
 from torchllm.data.corpus_header import corpus_fingerprint
 from torchllm.data.error import DataError
 from torchllm.data.packing import IGNORED, PackedBatches, SequencePieces, pack_windows
+from torchllm.data.readers import ReaderSettings, open_corpus
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.prepare.build import write_corpus
-from torchllm.tools.prepare.cache import open_source, plan_corpus
+from torchllm.tools.prepare.cache import plan_corpus
 from torchllm.tools.prepare.chat.bins import pack_examples
 from torchllm.tools.prepare.chat.examples import Conversation
 from torchllm.tools.prepare.chat.plan import chat_format, preparation_day
-from torchllm.tools.prepare.chat.write import describe_counts
+from torchllm.tools.prepare.counts import describe_counts
 from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
 
 LENGTH = 160
@@ -206,9 +207,10 @@ def test_it_is_tied_to_its_sequence_length_and_to_the_document_mask(tmp_path: Pa
     assert len({corpus_fingerprint("<u2", "tokenizer", "table", length) for length in (0, 64, 128)}) == 3
     tokens = Source(kind="tokens", path=str(tmp_path / "corpus"))
     tokenizer = load_tokenizer(data.tokenizer)
-    assert open_source(tokens, "", data, tokenizer, tokenizer.vocab).count("train", LENGTH)
+    reads = ReaderSettings(data, tokenizer.vocab, tokenizer)
+    assert open_corpus(tokens.path, reads).count("train", LENGTH)
     with pytest.raises(DataError, match=r"data.document_mask = true"):
-        open_source(tokens, "", replace(data, document_mask=False), tokenizer, tokenizer.vocab)
+        open_corpus(tokens.path, reads._replace(data=replace(data, document_mask=False)))
     with pytest.raises(DataError, match=r"recipes/finetune.py"):
         plan_corpus(replace(tokens, kind="jsonl", messages_key="messages"), data, tokenizer, tokenizer.vocab)
 

@@ -6,7 +6,6 @@ and n, as it is for text. Examples of one shard share sequences, and none is cut
 The header's `counts` say what became of the conversations; their keys are the names below.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -22,22 +21,25 @@ from torchllm.tools.prepare.chat.messages import NESTED
 from torchllm.tools.prepare.chat.plan import chat_format, preparation_day
 from torchllm.tools.prepare.chat.sources import conversation_of
 from torchllm.tools.prepare.chat.template import RefusedConversation
+from torchllm.tools.prepare.counts import (
+    CONVERSATIONS,
+    ENDLESS,
+    EXAMPLES,
+    LENGTH,
+    MERGED,
+    PADDING,
+    RULE,
+    TARGETS,
+    TOKENS,
+    TRUNCATED,
+    UNTRAINED,
+    WORDS,
+    describe_lengths,
+)
 from torchllm.tools.prepare.plan import CorpusPlan
 from torchllm.tools.prepare.records import TextRecord
 from torchllm.tools.prepare.tokenize_shard import UNTOKENIZED, ShardWriter, is_of_tokenizer
 
-CONVERSATIONS = "conversations"
-EXAMPLES = "examples"
-TARGETS = "trained tokens"
-TOKENS = "tokens of examples"
-PADDING = "padding tokens"
-TRUNCATED = "examples cut to the sequence length"
-UNTRAINED = "examples dropped, for nothing in the sequence length is trained"
-WORDS = "special tokens in messages, encoded as plain text"
-MERGED = "tokens across the border of a prompt and its answer, which inference never sees"
-ENDLESS = "examples whose last turn no special token ends, so that the model does not learn to stop"
-RULE = "conversations by rule: "
-LENGTH = "examples by length: up to "
 _PACKED_TOGETHER = 4096
 """examples that are in memory and share sequences"""
 _SHORTEST_LENGTH = 64
@@ -146,41 +148,6 @@ def untrained(counts: Mapping[str, int]) -> str:
     if not counts.get(UNTRAINED) or counts.get(TARGETS):
         return ""
     return (
-        f"nothing is trained of {counts[UNTRAINED]:,} examples ({_describe_lengths(counts)}): their answers have "
+        f"nothing is trained of {counts[UNTRAINED]:,} examples ({describe_lengths(counts)}): their answers have "
         "weight 0 or begin behind training.sequence_length. Raise it, or shorten what stands before the answers"
     )
-
-
-def describe_counts(counts: Mapping[str, int]) -> list[str]:
-    """Return lines on what became of conversations, with a histogram of the lengths of examples.
-
-    counts: of a corpus; those of text are none.
-    """
-    if CONVERSATIONS not in counts:
-        return []
-    known = Counter(counts)  # what never came about has no key
-    trained = known[TARGETS] / max(1, known[TOKENS])
-    padding = known[PADDING] / max(1, known[TOKENS] + known[PADDING])
-    lines = [
-        f"{known[CONVERSATIONS]:,} conversations, {known[EXAMPLES]:,} examples: {trained:.1%} of their tokens are "
-        f"trained; {padding:.1%} of the sequences is padding"
-    ]
-    rules = [f"{name.removeprefix(RULE)} {count:,}" for name, count in counts.items() if name.startswith(RULE)]
-    lines.append(f"{RULE}{', '.join(rules)}")
-    lines.append(_describe_lengths(counts))
-    for name in (TRUNCATED, UNTRAINED, WORDS, MERGED, ENDLESS):
-        if known[name]:
-            lines.append(f"{name}: {known[name]:,}")
-    if MERGED not in counts:
-        lines.append(
-            "written by an earlier version, which did not train the end of a turn behind a tool call and wrote "
-            "content in parts as Python does: before a new run, remove the folder of the corpus, and it is written anew"
-        )
-    return lines
-
-
-def _describe_lengths(counts: Mapping[str, int]) -> str:
-    """Return a histogram of the lengths of examples."""
-    lengths = {int(name.removeprefix(LENGTH)): count for name, count in counts.items() if name.startswith(LENGTH)}
-    histogram = [f"{length:,}: {lengths[length]:,}" for length in sorted(lengths)]
-    return f"{LENGTH}{', '.join(histogram)} tokens"

@@ -1,0 +1,115 @@
+"""Opens the sources of data.sources: one reader per kind.
+
+Token corpora and random tokens are read here. A kind that has to be tokenized or described first is read by
+`torchllm/tools/prepare/readers.py`, which is imported by the first source of such a kind. A fork adds a kind of its own
+with `READERS[kind] = "its.module:Reader"`.
+"""
+
+import importlib
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from torchllm.config import Data, Finetune, Source
+from torchllm.config.inert import IN_PLACE_KINDS, RAW_KINDS
+from torchllm.data.cache_root import cache_root
+from torchllm.data.corpus import Corpus, SequenceSource, Synthetic
+from torchllm.data.error import DataError
+from torchllm.data.tokenizer import Tokenizer
+
+
+class ReaderSettings(NamedTuple):
+    """The part of the config on which the sequences of a source depend."""
+
+    data: Data
+    vocab: int
+    """model.vocab"""
+    tokenizer: Tokenizer | None
+    """None only if every source is synthetic"""
+    finetune: Finetune | None = None
+    """how conversations become tokens; None: they are an error"""
+    sequence_length: int = 0
+    """training.sequence_length; of conversations"""
+
+    @property
+    def records(self) -> Path:
+        """Return the folder that remembers which files of corpora were found whole."""
+        return cache_root(self.data) / "verified"
+
+
+class SourceReader(Protocol):
+    """Reads the sources of a kind."""
+
+    def prepare(self, source: Source, settings: ReaderSettings, earlier: bool = False) -> str:
+        """Make what `open` reads, such as a corpus in the cache, if it is not there; return where it is, or "".
+
+        One process per node calls it. earlier: as earlier versions of torchllm chose files and tokens. Raises
+        DataError.
+        """
+
+    def open(self, source: Source, folder: str, settings: ReaderSettings) -> SequenceSource:
+        """Open a source; `folder` is what `prepare` has returned. Raises DataError if it does not fit the run."""
+
+
+class TokensReader:
+    """Reads a corpus folder that recipes/prepare.py has written."""
+
+    def prepare(self, source: Source, settings: ReaderSettings, earlier: bool = False) -> str:
+        """See SourceReader: it is prepared."""
+        return ""
+
+    def open(self, source: Source, folder: str, settings: ReaderSettings) -> SequenceSource:
+        """See SourceReader."""
+        return open_corpus(source.path, settings)
+
+
+class SyntheticReader:
+    """Makes random tokens."""
+
+    def prepare(self, source: Source, settings: ReaderSettings, earlier: bool = False) -> str:
+        """See SourceReader: there is nothing to prepare."""
+        return ""
+
+    def open(self, source: Source, folder: str, settings: ReaderSettings) -> SequenceSource:
+        """See SourceReader."""
+        tokenizer = settings.tokenizer
+        return Synthetic(settings.vocab if tokenizer is None else min(settings.vocab, tokenizer.vocab))
+
+
+READERS = {
+    "tokens": "torchllm.data.readers:TokensReader",
+    "synthetic": "torchllm.data.readers:SyntheticReader",
+    **dict.fromkeys(RAW_KINDS, "torchllm.tools.prepare.readers:RawReader"),
+    **dict.fromkeys(IN_PLACE_KINDS, "torchllm.tools.prepare.readers:InPlaceReader"),
+}
+"""kind of a source -> module:class of its reader"""
+
+
+def reader_of(kind: str) -> SourceReader:
+    """Return the reader of a kind of sources."""
+    module, _, name = READERS[kind].partition(":")
+    reader: SourceReader = getattr(importlib.import_module(module), name)()
+    return reader
+
+
+def open_corpus(folder: str, settings: ReaderSettings) -> Corpus:
+    """Open a corpus folder. Raises DataError if its tokens are not of the run's tokenizer, or not under its vocab."""
+    data, tokenizer, vocab = settings.data, settings.tokenizer, settings.vocab
+    assert tokenizer is not None, "only random tokens need none"
+    corpus = Corpus(folder, settings.records)
+    if corpus.header.tokenizer not in tokenizer.begins:
+        raise DataError(
+            f"{corpus.folder} holds tokens of {corpus.header.tokenizer!r}, but data.tokenizer is "
+            f"{data.tokenizer!r} ({tokenizer.fingerprint!r}): set it to the one the tokens were made with"
+        )
+    if corpus.is_packed and not data.document_mask:
+        raise DataError(
+            f"{corpus.folder} holds conversations, several of which share a sequence: set data.document_mask = true, "
+            "or each would read those that stand before it"
+        )
+    largest = corpus.header.max_token
+    if largest >= vocab:
+        raise DataError(
+            f"{corpus.folder} holds token id {largest} >= model.vocab = {vocab}: raise model.vocab "
+            f"(data.tokenizer has {tokenizer.vocab} ids)"
+        )
+    return corpus

@@ -1,0 +1,74 @@
+"""Counts in the header of a corpus: their names, and the lines that a run logs of them."""
+
+from collections import Counter
+from collections.abc import Mapping
+
+from torchllm.data.corpus_header import CorpusHeader
+
+CONVERSATIONS = "conversations"
+EXAMPLES = "examples"
+TARGETS = "trained tokens"
+TOKENS = "tokens of examples"
+PADDING = "padding tokens"
+TRUNCATED = "examples cut to the sequence length"
+UNTRAINED = "examples dropped, for nothing in the sequence length is trained"
+WORDS = "special tokens in messages, encoded as plain text"
+MERGED = "tokens across the border of a prompt and its answer, which inference never sees"
+ENDLESS = "examples whose last turn no special token ends, so that the model does not learn to stop"
+RULE = "conversations by rule: "
+LENGTH = "examples by length: up to "
+UNKNOWN = "unknown tokens"
+"""tokens that stand for text that the tokenizer does not know"""
+_NOTED_UNKNOWN = 0.001
+"""share of the tokens from which on unknown ones are worth a line"""
+
+
+def describe_counts(counts: Mapping[str, int]) -> list[str]:
+    """Return lines on what became of conversations, with a histogram of the lengths of examples.
+
+    counts: of a corpus; those of text are none.
+    """
+    if CONVERSATIONS not in counts:
+        return []
+    known = Counter(counts)  # what never came about has no key
+    trained = known[TARGETS] / max(1, known[TOKENS])
+    padding = known[PADDING] / max(1, known[TOKENS] + known[PADDING])
+    lines = [
+        f"{known[CONVERSATIONS]:,} conversations, {known[EXAMPLES]:,} examples: {trained:.1%} of their tokens are "
+        f"trained; {padding:.1%} of the sequences is padding"
+    ]
+    rules = [f"{name.removeprefix(RULE)} {count:,}" for name, count in counts.items() if name.startswith(RULE)]
+    lines.append(f"{RULE}{', '.join(rules)}")
+    lines.append(describe_lengths(counts))
+    for name in (TRUNCATED, UNTRAINED, WORDS, MERGED, ENDLESS):
+        if known[name]:
+            lines.append(f"{name}: {known[name]:,}")
+    if MERGED not in counts:
+        lines.append(
+            "written by an earlier version, which did not train the end of a turn behind a tool call and wrote "
+            "content in parts as Python does: before a new run, remove the folder of the corpus, and it is written anew"
+        )
+    return lines
+
+
+def describe_lengths(counts: Mapping[str, int]) -> str:
+    """Return a histogram of the lengths of examples."""
+    lengths = {int(name.removeprefix(LENGTH)): count for name, count in counts.items() if name.startswith(LENGTH)}
+    histogram = [f"{length:,}: {lengths[length]:,}" for length in sorted(lengths)]
+    return f"{LENGTH}{', '.join(histogram)} tokens"
+
+
+def describe_unknown(header: CorpusHeader) -> list[str]:
+    """Return a line if a corpus has many tokens for text that the tokenizer does not know, or nothing."""
+    share = unknown_share(header.counts, header.tokens)
+    if share < _NOTED_UNKNOWN:
+        return []
+    return [
+        f"{share:.1%} of the tokens stand for text that the tokenizer does not know ([UNK]): a model learns nothing "
+        "from them; take a tokenizer that was made for this text, or one of bytes"
+    ]
+
+
+def unknown_share(counts: Mapping[str, int], tokens: int) -> float:
+    """Return the share of unknown tokens."""
+    return counts.get(UNKNOWN, 0) / max(1, tokens)
