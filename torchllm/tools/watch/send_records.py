@@ -99,7 +99,7 @@ class Sender:
             folder=(self.run_folder / FOLDER).resolve(),
             config={**config, "environment": dict(self.environment)},
         )
-        module = import_module(f"torchllm.metrics.{self.name}_tracker")
+        module = import_module(f"torchllm.tools.watch.{self.name}_tracker")
         tracker: ExperimentTracker = getattr(module, f"open_{self.name}")(facts)
         return tracker
 
