@@ -527,7 +527,7 @@ def run_explain(options: argparse.Namespace) -> None:
     cluster = options.cluster or run.config.cluster.name
     if not cluster:
         raise UserError(f"--cluster is missing: {run.file} has no cluster.name")
-    parallel, wrong = resolve_degrees(run.config.parallel, options.gpus)
+    parallel, wrong = resolve_degrees(run.config.parallel, options.gpus, "set --gpus")
     config = replace(run.config, model=model.config.model, parallel=parallel)
     wrong = wrong or conflicts(config, parallel.ranks)
     if wrong:

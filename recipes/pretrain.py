@@ -99,6 +99,7 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
     if restored is not None:
         start = restored.step
         log_config_changes(restored.record, config)
+        learning_rate.log_jump(restored.record, start)
         data.load_state(restored.data, restored.record)
     average.restart(checkpoints.missing_extra_state)  # of a run that began without one
     if runtime.is_main:

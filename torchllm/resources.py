@@ -29,17 +29,15 @@ def find_config(file: str) -> str:
     return file
 
 
-def find_base(directory: str, base: str) -> str:
+def find_base(directory: str, base: str, folder: str = "train_configs") -> str:
     """Return where to read the parent of a TOML file in `directory` that says `base = "models/debug.toml"`.
 
-    A base is relative to the file that names it. If there is none, it is looked up in the train_configs that come with
-    torchllm, so that a run file of your own can build on a shipped model from any folder.
+    A base is relative to the file that names it. If there is none, it is looked up in `folder` and in the train_configs
+    that come with torchllm, so that a run file of your own can build on a shipped model from any folder.
     """
     path = Path(directory) / base
-    shipped = resource("train_configs") / base
-    if not path.exists() and shipped.is_file():
-        return str(shipped)
-    return str(path)
+    shipped = (resource(folder) / base, resource("train_configs") / base)
+    return str(next(filter(Path.is_file, shipped), path) if not path.exists() else path)
 
 
 def name_base(file: str, directory: str) -> str:

@@ -1,11 +1,13 @@
 """Learning-rate schedules: their values at the corners and their shapes between."""
 
+import json
 import math
+from dataclasses import asdict, replace
 from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from torchllm.config import Schedule
+from torchllm.config import Config, Optimizer, Schedule, Training
 from torchllm.optim.schedule import LearningRate
 
 pytestmark = pytest.mark.quick
@@ -108,3 +110,24 @@ def test_one_step_and_steps_past_the_end_are_finite() -> None:
         assert math.isfinite(LearningRate(schedule, PEAK, 1)(1)), name
         rate = LearningRate(schedule, PEAK, STEPS)
         assert rate(STEPS + 50) == rate(STEPS), name
+
+
+@pytest.mark.parametrize(
+    ("steps", "schedule", "line"),
+    [
+        (6, Schedule(name="linear", warmup_steps=6), "jumps from 3.00e-04 at step 6 to 2.62e-04: "),
+        (6, Schedule(name="constant", warmup_steps=0), ""),
+        (8, Schedule(name="linear", warmup_steps=8), ""),
+    ],
+)
+def test_a_run_whose_rate_does_not_go_on_says_so(
+    steps: int, schedule: Schedule, line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps and warm-up of a first try are cut to 6; the run goes on to 8, with a warm-up of 8 or without one."""
+    saved = Config(training=Training(steps=steps), optimizer=Optimizer(learning_rate=PEAK), schedule=schedule)
+    record = {"config": json.loads(json.dumps(asdict(saved)))}
+    now = replace(schedule, warmup_steps=min(schedule.warmup_steps, 8) and 8)
+    with caplog.at_level("INFO"):
+        LearningRate(now, PEAK, 8).log_jump(record, 6)
+        LearningRate(now, PEAK, 8).log_jump({}, 6)  # of a checkpoint without a config
+    assert (line in caplog.text) if line else caplog.text == ""

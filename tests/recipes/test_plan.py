@@ -126,6 +126,10 @@ def test_a_run_is_explained_beside_the_first_pick(tmp_path: Path, capsys: pytest
     file.write_text(text.replace("tp = 8", "tp = 3"))
     with pytest.raises(UserError, match=r"mine.toml: parallel\."):
         main(["explain", str(file)])
+    file.write_text(text.replace("dp_shard = 4", "dp_shard = -1"))
+    with pytest.raises(UserError, match="ranks is unknown: set --gpus, or give a degree"):
+        main(["explain", str(file)])
+    main(["explain", str(file), "--gpus", "32"])
 
 
 def test_a_size_that_nobody_gave_is_an_error() -> None:

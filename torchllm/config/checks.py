@@ -104,10 +104,12 @@ def layout_problems(config: Config, world_size: int | None) -> list[Problem]:
     return result
 
 
-def resolve_degrees(parallel: Parallel, world_size: int | None) -> tuple[Parallel, list[Problem]]:
+def resolve_degrees(
+    parallel: Parallel, world_size: int | None, remedy: str = "set NPROC (and NNODES)"
+) -> tuple[Parallel, list[Problem]]:
     """Return `parallel` with a degree of -1 filled in, and what is wrong with the degrees.
 
-    `world_size` None: the number of ranks is unknown; then a -1 is a problem.
+    `world_size` None: the number of ranks is unknown; then a -1 is a problem. remedy: how a user says the number.
     """
     degrees = {axis: getattr(parallel, axis) for axis in AXES}
     zeros = [axis for axis in AXES if degrees[axis] == 0]
@@ -126,7 +128,7 @@ def resolve_degrees(parallel: Parallel, world_size: int | None) -> tuple[Paralle
         (axis,) = open_axes
         key = f"parallel.{axis}"
         if world_size is None:
-            hint = "set NPROC (and NNODES), or give a degree"
+            hint = f"{remedy}, or give a degree"
             return parallel, [Problem(key, f"is -1, but the number of ranks is unknown: {hint}")]
         if world_size % ranks:
             return parallel, [Problem(key, f"is -1, but {world_size} ranks are no multiple of {product}")]

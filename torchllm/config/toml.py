@@ -40,8 +40,11 @@ class Layer(NamedTuple):
                 del self.origins[key]
 
 
-def read_files(file: str, errors: list[str]) -> Layer:
-    """Return a file merged over its chain of bases. Appends a line to `errors` for each file that cannot be read."""
+def read_files(file: str, errors: list[str], folder: str = "train_configs") -> Layer:
+    """Return a file merged over its chain of bases. Appends a line to `errors` for each file that cannot be read.
+
+    folder: where bases that come with torchllm are.
+    """
     layers: list[Layer] = []
     file = find_config(file)
     names: dict[str, str] = {}  # real path -> as it is named in messages
@@ -65,7 +68,7 @@ def read_files(file: str, errors: list[str]) -> Layer:
             errors.append(f"{named_at}base: must name a file, not {shown(base)}")
             layers.append(_unread())
             break
-        file = os.path.normpath(find_base(os.path.dirname(file), base))
+        file = os.path.normpath(find_base(os.path.dirname(file), base, folder))
     return merge_layers(tuple(reversed(layers)))
 
 

@@ -1,9 +1,18 @@
 """The learning rate as a pure function of the step number: there is no state to save or restore."""
 
+import logging
 import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
-from torchllm.config import Schedule
+from torchllm.config import Config, Schedule
 from torchllm.config.applied_keys import applied
+from torchllm.config.read import read_table
+
+SECTIONS_OF_THE_RATE = ("schedule", "optimizer", "training")
+
+logger = logging.getLogger(__name__)
 
 
 class LearningRate:
@@ -23,27 +32,49 @@ class LearningRate:
 
     def __call__(self, step: int) -> float:
         """Return the rate of a step, counted from 1."""
-        warmup = self.schedule.warmup_steps
-        if step <= warmup:
-            return self.peak * step / warmup
-        height = self._decay(step)
-        final = self.schedule.final_fraction
-        return self.peak * (final + (1.0 - final) * height)
+        return _rate(self.schedule, self.peak, self.steps, step)
 
-    def _decay(self, step: int) -> float:
-        """Return how much of the way from the final rate to the peak is left: 1 at first, 0 at the last step."""
-        start = self.schedule.warmup_steps
-        if self.schedule.name == "wsd":
-            decay_steps = self.schedule.decay_steps or max(1, self.steps // 10)
-            start = max(start, self.steps - decay_steps)
-        progress = (step - start) / max(1, self.steps - start)
-        progress = min(1.0, max(0.0, progress))
-        match self.schedule.name:
-            case "cosine":
-                return 0.5 * (1.0 + math.cos(math.pi * progress))
-            case "wsd" if self.schedule.decay == "1-sqrt":
-                return 1.0 - math.sqrt(progress)
-            case "linear" | "wsd":
-                return 1.0 - progress
-            case "constant":
-                return 1.0
+    def log_jump(self, record: Mapping[str, Any], step: int) -> None:
+        """Log that a run does not go on with the rate that its checkpoint ended with, because its schedule is another.
+
+        record: of the checkpoint of `step`, which holds the config.
+        """
+        sections = {name: table for name, table in record.get("config", {}).items() if name in SECTIONS_OF_THE_RATE}
+        saved = read_table(Config, sections, [])
+        earlier = partial(_rate, saved.schedule, saved.optimizer.learning_rate, saved.training.steps)
+        if sections and not math.isclose(earlier(step), self(step), rel_tol=0.01):
+            logger.info(
+                "the learning rate jumps from %.2e at step %d to %.2e: by the schedule of this run it would have been "
+                "%.2e there",
+                earlier(step),
+                step,
+                self(step + 1),
+                self(step),
+            )
+
+
+def _rate(schedule: Schedule, peak: float, steps: int, step: int) -> float:
+    """Return the rate of a step, counted from 1, of a run of `steps` steps."""
+    if step <= schedule.warmup_steps:
+        return peak * step / schedule.warmup_steps
+    final = schedule.final_fraction
+    return peak * (final + (1.0 - final) * _decay(schedule, steps, step))
+
+
+def _decay(schedule: Schedule, steps: int, step: int) -> float:
+    """Return how much of the way from the final rate to the peak is left: 1 at first, 0 at the last step."""
+    start = schedule.warmup_steps
+    if schedule.name == "wsd":
+        decay_steps = schedule.decay_steps or max(1, steps // 10)
+        start = max(start, steps - decay_steps)
+    progress = (step - start) / max(1, steps - start)
+    progress = min(1.0, max(0.0, progress))
+    match schedule.name:
+        case "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * progress))
+        case "wsd" if schedule.decay == "1-sqrt":
+            return 1.0 - math.sqrt(progress)
+        case "linear" | "wsd":
+            return 1.0 - progress
+        case "constant":
+            return 1.0

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -275,3 +276,18 @@ def test_a_check_imports_little_and_says_how_it_ends(arguments: list[str], statu
     assert done.returncode == status, done.stderr
     assert says in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_data_that_a_plan_writes_is_said_to_stand_in(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "data.sources: is Python's standard library as bytes, to try the layout, and model.vocab = 128,256 is of"
+    (folder / "x.toml").write_text('base = "models/llama3_8b.toml"\n[data]\ntokenizer = "bytes"\n')
+    for arguments, is_said in (
+        ([], True),
+        (["--model.vocab=264"], False),
+        (["--data.sources.0.kind=synthetic"], False),
+    ):
+        with suppress(SystemExit):
+            load_configs(["x.toml", "--parallel.dp_shard=2", "--training.global_batch_size=2", "--check", *arguments])
+        assert (said in capsys.readouterr().err) == is_said

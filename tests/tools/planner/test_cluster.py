@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,15 @@ def test_llama3_has_the_tiers_of_the_paper() -> None:
     assert [(link.gpus, link.bandwidth) for link in hardware.links] == [
         (8, 450e9), (16, 50e9), (3072, 50e9), (24576, 7.14e9)
     ]  # fmt: skip
+
+
+def test_a_cluster_of_ones_own_builds_on_a_shipped_one_from_any_folder(tmp_path: Path) -> None:
+    for base in ("dgx_h100.toml", "clusters/dgx_h100.toml"):
+        (tmp_path / "mine.toml").write_text(f'base = "{base}"\nmemory = 7e10\n')
+        problems: list[str] = []
+        hardware = read_cluster(str(tmp_path / "mine.toml"), problems)
+        assert problems == []
+        assert hardware == replace(read("dgx_h100"), memory=7e10)
 
 
 def test_an_unknown_cluster_is_told_the_nearest() -> None:

@@ -27,6 +27,8 @@ from torchllm.tools.launch.compiler import count_gpus, lack_of_gpu_compiler
 
 C = TypeVar("C", bound=Config)
 
+MOST_OF_BYTES = 512
+"""rows of a vocabulary of bytes with special tokens, at most"""
 TUNED = 4
 """layouts that parallel.layout = "tune" measures"""
 
@@ -60,6 +62,7 @@ def load_configs(arguments: Sequence[str], schema: type[Any] = Config, *, uses_e
     else:
         _note_unused_epochs(draft)
     _note_unprinted_sample(draft)
+    _note_data_of_a_plan(draft)
     draft.config = resolve_compile(draft.config, compiles)
     if not is_rank_of_launcher(draft) and not draft.config.run.dry_run and _is_readable(draft):
         _report(inspect_training(draft.config), draft)
@@ -285,6 +288,17 @@ def _note_unprinted_sample(draft: Draft[Any]) -> None:
     path = ("generate", "after_training")
     if draft.config.generate.after_training and draft.is_overridden(path) and not draft.arguments.check:
         draft.notes.append(draft.located(path, "does nothing in this run: it is run_train.sh that prints the sample"))
+
+
+def _note_data_of_a_plan(draft: Draft[Any]) -> None:
+    """Note that a run of a published model's size trains on what stands in for a corpus, as plan.py writes it."""
+    data, vocab = draft.config.data, draft.config.model.vocab
+    is_stand_in = data.tokenizer == "bytes" and all(source.kind == "stdlib" for source in data.sources)
+    if is_stand_in and vocab > MOST_OF_BYTES and not draft.is_resolved and not draft.config.run.dry_run:
+        draft.notes.append(
+            f"{draft.file}: data.sources: is Python's standard library as bytes, to try the layout, and model.vocab = "
+            f"{vocab:,} is of another tokenizer: put your corpus and tokenizer in its place"
+        )
 
 
 def plan_layout(draft: Draft[C]) -> list[C]:

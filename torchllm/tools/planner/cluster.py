@@ -195,7 +195,7 @@ def read_cluster(name: str, errors: list[str]) -> Hardware | None:
     Return None if the file is missing or invalid, after adding a line to `errors` for each fault.
     """
     file = name if name.endswith(".toml") else str(FOLDER / f"{name}.toml")
-    layer = read_files(file, errors)
+    layer = read_files(file, errors, "train_configs/clusters")
     if not layer.is_complete:  # its keys are unknown, not missing
         return None
     faults: list[Fault] = []

@@ -7,6 +7,7 @@ skipped, and said so. What still runs at the end of the training goes on, as lon
 
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -45,7 +46,8 @@ class TaskProcesses:
             return
         self.latest = due
         if self.process is not None:
-            command = f"python recipes/evaluate.py {self.run_folder}/config.toml --checkpoint.resume={due_folder}"
+            words = [f"{self.run_folder}/config.toml", f"--checkpoint.resume={due_folder}"]
+            command = f"python recipes/evaluate.py {shlex.join(words)}"
             running = self.process_step
             log.warning("evaluate.tasks: step %d is skipped: step %d is not done yet; later: %s", due, running, command)
             return

@@ -3,6 +3,7 @@
 Without a key or a network the run is written to RUN_FOLDER/trackers/wandb; `wandb sync` sends it later.
 """
 
+import shlex
 import ssl
 from collections.abc import Mapping
 from typing import Any
@@ -57,7 +58,8 @@ def open_wandb(facts: RunFacts) -> WandbTracker:
         except wandb.errors.Error as error:
             reason = str(error)
             wandb.teardown()  # its service still has a run with this id
-    print(f"wandb: {reason}; offline: `wandb sync {facts.folder}/wandb/offline-run-*` sends it later", flush=True)
+    folder = shlex.quote(f"{facts.folder}/wandb")
+    print(f"wandb: {reason}; offline: `wandb sync {folder}/offline-run-*` sends it later", flush=True)
     return WandbTracker(wandb.init(**arguments, mode="offline"))
 
 
