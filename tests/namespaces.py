@@ -16,8 +16,8 @@ from typing import Any
 from tests.patience import patience
 
 NAMESPACES = ["--net", "--uts", "--ipc", "--mount", "--pid"]
-SUBNET = "10.213.77"
-"""of the hosts; only they see it"""
+SUBNETS = {4: "10.213.77.{}/24", 6: "fd00:213:77::{}/64"}
+"""of the hosts, by version of IP; only they see it"""
 FIRST_PROCESS = "read -r _"
 """in bash, which waits for processes that lost their parent, as a first process must"""
 PATIENCE = patience(20)
@@ -35,15 +35,23 @@ def can_make_hosts() -> bool:
 class Network:
     """Hosts that reach each other through a switch, and nobody else."""
 
-    def __init__(self, names: list[str], folder: Path) -> None:
-        """Make hosts with these names, of at most 15 letters. folder: for the file with their addresses."""
+    def __init__(self, names: list[str], folder: Path, version: int = 4) -> None:
+        """Make hosts with these names, of at most 15 letters. folder: for the file with their addresses.
+
+        version: of IP, the only one that they speak with each other.
+        """
+        self.subnet = SUBNETS[version]
         self._switch = subprocess.Popen(["unshare", "--net", "bash", "-c", FIRST_PROCESS], stdin=subprocess.PIPE)
         _wait_for_namespace(self._switch.pid, "net")
         self._at_switch("ip", "link", "add", "switch", "type", "bridge")
         self._at_switch("ip", "link", "set", "switch", "up")
-        addresses = {name: f"{SUBNET}.{number}" for number, name in enumerate(names, start=1)}
+        addresses = {name: self.subnet.format(number).split("/")[0] for number, name in enumerate(names, start=1)}
         table = folder / "hosts"
-        table.write_text("127.0.0.1 localhost\n" + "".join(f"{addresses[name]} {name}\n" for name in names))
+        table.write_text(
+            {4: "127.0.0.1", 6: "::1"}[version]
+            + " localhost\n"
+            + "".join(f"{addresses[name]} {name}\n" for name in names)
+        )
         self.hosts = {name: self._add(name, addresses[name], table) for name in names}
 
     def _add(self, name: str, address: str, table: Path) -> "Host":
@@ -51,7 +59,7 @@ class Network:
         host = Host(name, address, table)
         self._at_switch("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", str(host.pid))
         self._at_switch("ip", "link", "set", name, "master", "switch", "up")
-        host.run("ip", "address", "add", f"{address}/24", "dev", "eth0")
+        host.run("ip", "address", "add", f"{address}/{self.subnet.split('/')[1]}", "dev", "eth0", "nodad")
         host.run("ip", "link", "set", "eth0", "up")
         return host
 
@@ -139,9 +147,9 @@ class Host:
 
 
 @contextmanager
-def network(names: list[str], folder: Path) -> Iterator[Network]:
+def network(names: list[str], folder: Path, version: int = 4) -> Iterator[Network]:
     """Make a network, and remove it at the end."""
-    made = Network(names, folder)
+    made = Network(names, folder, version)
     try:
         yield made
     finally:

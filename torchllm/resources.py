@@ -24,7 +24,7 @@ def find_config(file: str) -> str:
     the file that comes with torchllm, so that a command of the documentation works in any folder.
     """
     shipped = resource(file)
-    if not Path(file).exists() and Path(file).parts[:1] == ("train_configs",) and shipped.is_file():
+    if not os.path.exists(file) and Path(file).parts[:1] == ("train_configs",) and shipped.is_file():
         return str(shipped)
     return file
 
@@ -37,7 +37,7 @@ def find_base(directory: str, base: str, folder: str = "train_configs") -> str:
     """
     path = Path(directory) / base
     shipped = (resource(folder) / base, resource("train_configs") / base)
-    return str(next(filter(Path.is_file, shipped), path) if not path.exists() else path)
+    return str(next(filter(Path.is_file, shipped), path) if not os.path.exists(path) else path)
 
 
 def name_base(file: str, directory: str) -> str:

@@ -98,16 +98,16 @@ def _unread() -> Layer:
 
 def _read_file(file: str, named_at: str, errors: list[str]) -> Layer:
     path = Path(file)
-    if path.exists() and not path.is_file():  # never opened: reading a pipe or a device may not end
+    if os.path.exists(path) and not os.path.isfile(path):  # never opened: reading a pipe or a device may not end
         errors.append(f"{named_at}{file}: is not a file")
         return _unread()
-    if not path.exists():
+    try:
+        data = read_regular(path)
+    except FileNotFoundError:
         near = _near_files(path)
         hint = f"; did you mean {near}?" if near else ""
         errors.append(f"{named_at}{file}: no such file{hint}")
         return _unread()
-    try:
-        data = read_regular(path)
     except OSError as error:
         errors.append(f"{named_at}{file}: cannot be read: {error.strerror}")
         return _unread()

@@ -1,5 +1,6 @@
 """What a recipe calls first: the config with a planned layout and a checked cluster."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from tests.tiny_run import DEBUG, ROOT
 from torchllm.config import Config
 from torchllm.config.checks import obstacle_to_compiled_blocks
 from torchllm.tools.front import start
+from torchllm.tools.front.preflight import Inspection
 from torchllm.tools.front.start import TUNED, load_configs
 from torchllm.tools.planner.cluster import FOLDER
 from torchllm.tools.planner.search import auto
@@ -291,3 +293,15 @@ def test_the_data_that_a_plan_writes_is_said_to_stand_in(
         with suppress(SystemExit):
             load_configs(["x.toml", "--parallel.dp_shard=2", "--training.global_batch_size=2", "--check", *arguments])
         assert (said in capsys.readouterr().err) == is_said
+
+
+def test_a_folder_that_may_not_be_looked_into_is_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def inspect(config: Config) -> Inspection:
+        raise PermissionError(errno.EACCES, "Permission denied", "/home/other/run/metrics.jsonl")
+
+    monkeypatch.setattr(start, "inspect_training", inspect)
+    (folder / "x.toml").touch()
+    [line] = refusal(capsys, lambda: load_configs(["x.toml", "--check"]))
+    assert line == "/home/other/run/metrics.jsonl: cannot be read: Permission denied"

@@ -170,7 +170,7 @@ def _inspect_run_folder(config: Config, inspection: Inspection) -> None:
         if reason:
             inspection.report("run.folder", f"{str(folder)!r} cannot be written: {reason}")
     metrics = folder / "metrics.jsonl"
-    if metrics.exists() and not os.access(metrics, os.W_OK):
+    if os.path.exists(metrics) and not os.access(metrics, os.W_OK):
         inspection.report("run.folder", f"{str(folder)!r} cannot be written: {metrics}: Permission denied")
 
 

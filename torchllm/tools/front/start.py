@@ -65,7 +65,7 @@ def load_configs(arguments: Sequence[str], schema: type[Any] = Config, *, uses_e
     _note_data_of_a_plan(draft)
     draft.config = resolve_compile(draft.config, compiles)
     if not is_rank_of_launcher(draft) and not draft.config.run.dry_run and _is_readable(draft):
-        _report(inspect_training(draft.config), draft)
+        _inspect(inspect_training, draft)
     config = finish(draft)
     return [config, *(replace(alternative, run=config.run) for alternative in alternatives)]
 
@@ -86,7 +86,7 @@ def load_run(
     resolve_published_model(draft)
     draft.config = resolve_compile(draft.config, can_compile(draft))
     if os.environ.get("RANK", "0") == "0" and _is_readable(draft):
-        _report(inspect(draft.config), draft)
+        _inspect(inspect, draft)
     return finish(draft)
 
 
@@ -169,8 +169,13 @@ def _is_readable(draft: Draft[Any]) -> bool:
     return draft.layer.is_complete and not draft.wrong
 
 
-def _report(inspection: Inspection, draft: Draft[Any]) -> None:
-    """Add what was found to a draft."""
+def _inspect(inspect: Callable[[Config], Inspection], draft: Draft[Any]) -> None:
+    """Add to a draft what is found on this machine; also that a folder of another user may not be looked into."""
+    try:
+        inspection = inspect(draft.config)
+    except PermissionError as error:
+        draft.errors.append(f"{error.filename}: cannot be read: {error.strerror}")
+        return
     for problem in inspection.problems:
         draft.report(tuple(problem.key.split(".")), problem.message)
     draft.notes += [f"not checked: {line}" for line in inspection.unchecked]
