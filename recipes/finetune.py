@@ -21,6 +21,7 @@ import torch
 
 from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.data.loader import DataRanks, TrainLoader, build_loader
+from torchllm.metrics.monitor import Monitor
 from torchllm.models.decoder import build_model
 from torchllm.models.lora import apply_lora
 from torchllm.optim.average import WeightAverage
@@ -38,7 +39,6 @@ from torchllm.tools.adapt.supervise import supervise
 from torchllm.tools.dry_run.run import dry_run
 from torchllm.tools.hub.initial import initial_weights
 from torchllm.tools.launch.rank_start import start_runtime
-from torchllm.tools.watch.monitor import Monitor
 from torchllm.train.evaluate import evaluate
 from torchllm.train.interval import due
 from torchllm.train.step import TrainStep, read_health

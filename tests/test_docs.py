@@ -157,17 +157,17 @@ def test_every_cited_work_is_listed() -> None:
 def z_loss_fork(tmp_path: Path) -> Path:
     """Return recipes/pretrain.py with all changes that docs/fork_a_recipe.md describes."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/fork_a_recipe.md").read_text(), re.S)
-    settings, read_config, loss, call, add_sink, sink, learning_rate, *_ = blocks
+    settings, read_config, loss, call, add_sink, sink, add_observer, observer, learning_rate, *_ = blocks
     text = (ROOT / "recipes/pretrain.py").read_text()
     guard = 'if __name__ == "__main__":'
     head, body = text.split(guard, 1)
     text = f"{head}{settings}\n\n{guard}{body}"
     text, replaced = re.subn(r"    CONFIGS = load_configs\(sys\.argv\[1:\]\)\n", lambda _: read_config, text)
     assert replaced == 1
-    text = text.replace("\ndef train(", f"\n{loss}\n\n{sink}\n\ndef train(", 1)
+    text = text.replace("\ndef train(", f"\n{loss}\n\n{sink}\n\n{observer}\n\ndef train(", 1)
     text, inserted = re.subn(r"(    stages = parallelize\((?:.|\n)*?\)\n)", lambda match: match[1] + call, text)
     assert inserted == 1
-    text, inserted = re.subn(r"(    monitor\.begin\(.*\)\n)", lambda match: match[1] + add_sink, text)
+    text, inserted = re.subn(r"(    monitor\.begin\(.*\)\n)", lambda match: add_observer + match[1] + add_sink, text)
     assert inserted == 1
     text, replaced = re.subn(r"    learning_rate = LearningRate\(.*\)\n", lambda _: learning_rate, text)
     assert replaced == 1

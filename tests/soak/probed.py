@@ -23,8 +23,10 @@ import torch.distributed as dist
 import torchllm.tools.adapt.supervise
 from recipes import pretrain
 from torchllm.config import Config
+from torchllm.metrics.observer import Change
+from torchllm.tools.adapt.adaptation import Adaptation
 from torchllm.tools.watch import step_profiler
-from torchllm.tools.watch.monitor import Bottlenecks, Change, Monitor
+from torchllm.tools.watch.bottlenecks import Bottlenecks
 from torchllm.train.step import StepResult, TrainStep
 
 PAGE_KIB = os.sysconf("SC_PAGE_SIZE") // 1024
@@ -71,21 +73,19 @@ def rebuild(config: Config, bottlenecks: Bottlenecks) -> Change:
     return Change(config, "rebuilt")
 
 
-class RebuildingMonitor(Monitor):
-    """A monitor that asks for another config at each checkpoint."""
-
-    def __init__(self, runtime: Any, adapt: Any, *arguments: Any) -> None:
-        super().__init__(runtime, rebuild, *arguments)
+def rebuilding(starved_seconds: float) -> Adaptation:
+    """Return an observer that asks for another config at each checkpoint."""
+    return Adaptation(rebuild, starved_seconds)
 
 
 def main() -> None:
     """Train, probed."""
-    monitor = RebuildingMonitor if os.environ.get("SOAK_REBUILD") else Monitor
+    adaptation = rebuilding if os.environ.get("SOAK_REBUILD") else Adaptation
     max_cost = math.inf if os.environ.get("SOAK_PROFILE") else step_profiler.MAX_COST
     with (
         mock.patch.object(pretrain, "TrainStep", ProbedStep),
         mock.patch.object(step_profiler, "MAX_COST", max_cost),
-        mock.patch.object(torchllm.tools.adapt.supervise, "Monitor", monitor),
+        mock.patch.object(torchllm.tools.adapt.supervise, "Adaptation", adaptation),
     ):
         pretrain.main(*CONFIGS)
 

@@ -51,7 +51,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -70,16 +70,6 @@ if TYPE_CHECKING:
     from torchllm.train.step import StepResult
 
 log = logging.getLogger("torchllm")
-
-
-class TimeAccount(Protocol):
-    """Counts what the time of a run goes to."""
-
-    def charge(self, cause: str, seconds: float) -> None:
-        """Add seconds that went to a cause."""
-
-    def write(self, step: int) -> None:
-        """Write the account up to a step."""
 
 
 class Meter:
@@ -101,18 +91,17 @@ class Meter:
         sinks: Sequence[Sink],
         check_owner: Callable[[], None] = lambda: None,
         console: Console | None = None,
-        goodput: TimeAccount | None = None,
+        spend: Callable[[str, float], None] = lambda cause, seconds: None,
         sequences: int = 0,
         has_logits_again: bool = False,
         lora: Lora = WITHOUT_LORA,
         loads_file: Sink | None = None,
-        on_imbalance: Callable[[], None] = lambda: None,
     ) -> None:
         """peak_flops: FLOP/s of this rank's device (`peak_flops()` below). sequences: consumed before.
         has_logits_again: of `facts.flops.recomputes_logits`. lora: it decides how many gradients there are to compute.
 
-        check_owner: raises if another job owns the run folder by now; called before anything is written. on_imbalance:
-        called where the load of experts is warned of.
+        check_owner: raises if another job owns the run folder by now; called before anything is written. spend: called
+        with a cause and seconds that were no step's.
         sinks, console and loads_file, which gets the tokens per expert: rank 0's; none of them raises (`TolerantSink`).
         """
         self.config = config
@@ -123,7 +112,7 @@ class Meter:
         self.sinks = list(sinks)
         self.check_owner = check_owner
         self.console = console
-        self.goodput = goodput
+        self.spend = spend
         self.sequences = sequences
         self.gpu = device_meter(device) if sinks else None
         self.gpu_tolerance = Tolerance("the GPU's driver")
@@ -132,16 +121,14 @@ class Meter:
         self.recomputed = recomputed_flops_per_token(model, recompute, length, has_logits_again)
         self.loads_file = loads_file
         self.load_alarm = LoadAlarm(model)
-        self.on_imbalance = on_imbalance
+        self.load_alarms = 0
+        """warnings of the load of experts so far"""
         self.first = True
         """no step was logged yet"""
         self.first_seconds: float | None = None
         """of the first step without its wait for data, until it is compared with the next ones"""
-        self.charges: dict[str, float] = {}
-        """seconds by cause that `goodput` was not told yet"""
         self.pairs = torch.zeros((), dtype=torch.float64, device=device)
         self.targets = torch.zeros((), dtype=torch.float64, device=device)
-        self.step = 0
         self.total_data_wait = 0.0
         self.start_interval()
 
@@ -156,7 +143,7 @@ class Meter:
             seconds = time.perf_counter() - start
             self.data_wait_seconds += seconds
             self.total_data_wait += seconds
-            self._charge("data", seconds)
+            self.spend("data", seconds)
 
     @contextmanager
     def pause(self, cause: Literal["evaluate", "checkpoint"]) -> Iterator[None]:
@@ -173,7 +160,7 @@ class Meter:
             self._synchronize()
             seconds = time.perf_counter() - start
             self.paused_seconds += seconds
-            self._charge(cause, seconds)
+            self.spend(cause, seconds)
 
     @contextmanager
     def _shown(self, cause: str) -> Iterator[None]:
@@ -215,7 +202,6 @@ class Meter:
             record[key] = float(value)
         self.write(step, record)
         self._charge_compilation(record)
-        self._write_goodput(step)
         self.first = False
         return record
 
@@ -233,8 +219,6 @@ class Meter:
             self.loads_file.close()
         if self.console is not None:
             self.console.close()
-        if self.step:
-            self._write_goodput(self.step)
 
     def write(self, step: int, record: Record) -> None:
         """Write a record to the sinks and the console."""
@@ -244,9 +228,6 @@ class Meter:
         if self.console is not None:
             self.console.write(step, record)
 
-    def _charge(self, cause: str, seconds: float) -> None:
-        self.charges[cause] = self.charges.get(cause, 0.0) + seconds
-
     def _charge_compilation(self, record: Record) -> None:
         """Charge what the first step took beyond the next ones: compilation, allocation, warm-up."""
         # Without the wait for data: that of a first step is long, and charged to "data" already.
@@ -254,16 +235,8 @@ class Meter:
         if self.first:
             self.first_seconds = seconds
         elif self.first_seconds is not None:
-            self._charge("compile", max(0.0, self.first_seconds - seconds))
+            self.spend("compile", max(0.0, self.first_seconds - seconds))
             self.first_seconds = None
-
-    def _write_goodput(self, step: int) -> None:
-        self.step = step
-        if self.goodput is not None:
-            for cause, seconds in self.charges.items():
-                self.goodput.charge(cause, seconds)
-            self.goodput.write(step)
-        self.charges = {}
 
     def _record(self, step: int, result: "StepResult") -> Record:
         # One transfer for all values: this is where a logged step waits for the device, so the clock is read after it.
@@ -319,7 +292,7 @@ class Meter:
         self.loads_file.write(step, tokens)
         if problem := self.load_alarm.notice(loads):
             log.warning("step %d: %s; model.router_bias and model.balance_loss keep loads equal", step, problem)
-            self.on_imbalance()
+            self.load_alarms += 1
 
     def start_interval(self) -> None:
         """Start the clock of the steps up to the next logged one."""

@@ -12,10 +12,10 @@ from tests.parity import tiny
 from tests.recipes.warm import pretrain
 from tests.tiny_run import curve
 from torchllm.config import Checkpoint, Config, Data
+from torchllm.metrics.observer import Change
+from torchllm.tools.adapt.adaptation import Adaptation
 from torchllm.tools.adapt.adapter import MAX_WORKERS, Adapter
-from torchllm.tools.adapt.supervise import Adaptation
-from torchllm.tools.watch.bottlenecks import DataWait, ForwardTimes
-from torchllm.tools.watch.monitor import Bottlenecks, Change
+from torchllm.tools.watch.bottlenecks import Bottlenecks, DataWait, ForwardTimes
 
 PIPELINE = [
     "--parallel.pp=2",
@@ -31,15 +31,19 @@ PIPELINE = [
 def _measured(recipe: Any, rank: int) -> None:
     """In place of what is measured: the first of two equal stages is slow, and a rank without workers waits."""
     supervise = recipe.supervise
-    decide = Adaptation.__call__
+    decide = Adapter.change
 
-    def decide_by_these(self: Adaptation, config: Config, bottlenecks: Bottlenecks) -> Change | None:
+    def decide_by_these(self: Adapter, config: Config, bottlenecks: Bottlenecks) -> Change | None:
         seconds = [1.0, 1.0] if config.parallel.split else [3.0, 1.0]
         wait = WAIT if config.data.workers == 0 else None
         return decide(self, config, Bottlenecks(wait, ForwardTimes(seconds, noise=0.0)))
 
     def supervise_by_these(*arguments: Any) -> None:
-        with mock.patch.object(Adaptation, "__call__", decide_by_these):
+        always = Bottlenecks(WAIT, None)
+        with (
+            mock.patch.object(Adapter, "change", decide_by_these),
+            mock.patch.object(Adaptation, "_bottlenecks", return_value=always),
+        ):
             supervise(*arguments)
 
     recipe.supervise = supervise_by_these

@@ -14,9 +14,8 @@ import torch.distributed as dist
 
 from tests.recipes.warm import pretrain
 from tests.workers import POOL
-from torchllm.config import Config
+from torchllm.metrics.observer import Change, ObservedRun, Observer
 from torchllm.models.decoder import Decoder
-from torchllm.tools.watch.monitor import Bottlenecks, Change
 
 REBUILDS = 3
 
@@ -42,10 +41,17 @@ def held_now() -> Held:
     return Held(models, tensor_bytes, groups, len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")))
 
 
-class Restless:
+class Restless(Observer):
     """In place of the adaptation: starts the run again from every checkpoint."""
 
-    def __call__(self, config: Config, bottlenecks: Bottlenecks) -> Change:
+    def __init__(self, starved_seconds: float) -> None:
+        """It looks at nothing."""
+
+    def begin(self, run: ObservedRun) -> None:
+        self.config = run.config
+
+    def saved(self, n: int) -> Change:
+        config = self.config
         return Change(replace(config, checkpoint=replace(config.checkpoint, resume="auto")), "a test")
 
 

@@ -12,9 +12,9 @@ from dataclasses import replace
 from torchllm.config import Config
 from torchllm.facts.flops import block_flops
 from torchllm.facts.stages import balanced_split, end_costs
+from torchllm.metrics.observer import Change
 from torchllm.tools.adapt.balance import Costs, Rebalancer
-from torchllm.tools.watch.bottlenecks import DataWait, ForwardTimes
-from torchllm.tools.watch.monitor import Bottlenecks, Change
+from torchllm.tools.watch.bottlenecks import Bottlenecks, DataWait, ForwardTimes
 
 MAX_WORKERS = 8
 

@@ -13,9 +13,11 @@ from torchllm.config import Config
 from torchllm.config.applied_keys import new_training
 from torchllm.config.errors import UserError
 from torchllm.data.cache_root import cache_root
+from torchllm.metrics.monitor import Monitor
 from torchllm.runtime.process import Runtime
+from torchllm.tools.adapt.adaptation import Adaptation
 from torchllm.tools.watch.bottlenecks import STARVED_SECONDS
-from torchllm.tools.watch.monitor import Bottlenecks, Change, Monitor
+from torchllm.tools.watch.standard import standard_observers
 
 Train = Callable[[Any, Runtime, Monitor], None]
 """of a recipe; its config may have sections of its own"""
@@ -28,7 +30,8 @@ def supervise(
 
     UserError, with advice, where this rank runs out of memory; `train` may raise others.
     """
-    monitor = Monitor(runtime, Adaptation(), starved_seconds)
+    observers = [*standard_observers(configs[0], runtime), Adaptation(starved_seconds=starved_seconds)]
+    monitor = Monitor(runtime, observers)
     config: Config | None = configs[0]
     if len(configs) > 1:
         from torchllm.tools.adapt.tune import fastest
@@ -44,25 +47,7 @@ def supervise(
             if is_out_of_memory(error):
                 raise UserError(explain(error, config, runtime)) from error
             raise
-        config = monitor.next_config
+        config = monitor.change.config if monitor.change is not None else None
         if config is not None:
             runtime.release_memory()  # of the old model, before the new one is built
     monitor.close()
-
-
-class Adaptation:
-    """Decides at a checkpoint whether a run goes on with another config; loads the adapter when there is a reason."""
-
-    def __init__(self) -> None:
-        self.adapter: Any = None
-
-    def __call__(self, config: Config, bottlenecks: Bottlenecks) -> Change | None:
-        """Return the config to go on with from a checkpoint, or None: go on as before."""
-        if bottlenecks.data_wait is None and bottlenecks.stage_times is None:
-            return None
-        if self.adapter is None:
-            from torchllm.tools.adapt.adapter import Adapter
-
-            self.adapter = Adapter()
-        change: Change | None = self.adapter.change(config, bottlenecks)
-        return change

@@ -102,6 +102,8 @@ class Recorder:
     def __init__(self, recording: Recording) -> None:
         """Record what is asked. Without choices of experts, those of one process are recorded."""
         self.recording = recording
+        self.observers: list[object] = []
+        """a fork's, which are not called"""
         self.choice_record: ChoiceRecord | None = None
         self.trained = Trained()
         self.stages: Sequence[nn.Module] = ()

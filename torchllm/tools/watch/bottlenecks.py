@@ -1,6 +1,6 @@
 """Measures two reasons for slow steps, so that every rank has the same figures: a starved loader, uneven stages.
 
-Monitor asks for them at checkpoints. What is done about them is decided elsewhere (`torchllm/tools/adapt`).
+They are asked for at checkpoints. What is done about them is decided elsewhere (`torchllm/tools/adapt`).
 """
 
 import time
@@ -129,3 +129,12 @@ def gather_stage_times(times: dict[int, ForwardSeconds], stages: int, group: dis
         local[index] = forward
     first_half, second_half = np.nanmedian(gather_records(local, group), axis=0).T  # of each stage
     return ForwardTimes(((first_half + second_half) / 2).tolist(), float(np.abs(first_half - second_half).max()))
+
+
+class Bottlenecks(NamedTuple):
+    """What has slowed the run down since its last checkpoint; the same on all ranks."""
+
+    data_wait: DataWait | None
+    """the longest wait for data, if the loader is starved"""
+    stage_times: ForwardTimes | None
+    """of the forwards of the pipeline's stages, once they were measured (`parallel.rebalance`)"""

@@ -17,6 +17,7 @@ time has passed between them. So a run's time is never less than what it is made
 """
 
 import json
+import logging
 import os
 import time
 from dataclasses import asdict, dataclass, field
@@ -24,7 +25,11 @@ from itertools import pairwise
 from pathlib import Path
 
 from torchllm.config.environment import LAUNCHED
+from torchllm.metrics.observer import ObservedRun, Observer
+from torchllm.metrics.sinks import Record
 from torchllm.runtime.tolerance import Tolerance
+
+log = logging.getLogger("torchllm")
 
 FILE = "goodput.json"
 SHOWN = 0.0005
@@ -138,6 +143,36 @@ class Goodput:
             if share >= SHOWN:
                 causes.append(f"{cause} {share:.1%}")
         return f"{line}; {', '.join(causes)}" if causes else line
+
+
+class GoodputObserver(Observer):
+    """Keeps the account of a run; on rank 0."""
+
+    def __init__(self, folder: Path) -> None:
+        self.account = Goodput(folder)
+        self.logged_step: int | None = None
+
+    def begin(self, run: ObservedRun) -> None:
+        """See Observer."""
+        self.account.begin(run.start, run.config.training.steps)
+
+    def spent(self, cause: str, seconds: float) -> None:
+        """See Observer."""
+        self.account.charge(cause, seconds)
+
+    def logged(self, n: int, record: Record) -> None:
+        """See Observer."""
+        self.logged_step = n
+        self.account.write(n)
+
+    def end(self) -> None:
+        """See Observer: what came after the last logged step."""
+        if self.logged_step is not None:
+            self.account.write(self.logged_step)
+
+    def close(self) -> None:
+        """See Observer."""
+        log.info("%s", self.account.summary())
 
 
 def read_launches(file: Path) -> list[Launch]:

@@ -11,9 +11,12 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from torchllm.checkpoint.manifest import MANIFEST, step_folder
+from torchllm.metrics.observer import ObservedRun, Observer
 from torchllm.resources import resource
 from torchllm.runtime.tolerance import Tolerance
 from torchllm.tools.watch.tasks import EVALUATIONS
@@ -83,3 +86,30 @@ class TaskProcesses:
         if self.process.returncode != 0:
             log.warning("evaluate.tasks: step %d failed: see %s", self.process_step, log_file)
         self.process = None
+
+
+class TaskEvaluations(Observer):
+    """Starts an evaluation of the tasks for each checkpoint that is due; on rank 0."""
+
+    def __init__(self) -> None:
+        self.processes: TaskProcesses | None = None
+        self.last_step = 0
+
+    def begin(self, run: ObservedRun) -> None:
+        """See Observer."""
+        self.last_step = run.start
+        interval = run.config.evaluate.tasks_interval
+        if interval and self.processes is None:
+            self.processes = TaskProcesses(run.runtime.folder, interval, run.start)
+
+    @contextmanager
+    def step(self, n: int) -> Iterator[None]:
+        """See Observer."""
+        yield
+        self.last_step = n
+        self.end()
+
+    def end(self) -> None:
+        """See Observer."""
+        if self.processes is not None:
+            self.processes.start_due(self.last_step)

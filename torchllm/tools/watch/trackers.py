@@ -28,7 +28,9 @@ from typing import Any, NamedTuple, Protocol
 
 from torchllm import __version__
 from torchllm.config import Config
-from torchllm.metrics.sinks import Sink, TolerantSink
+from torchllm.metrics.meter import device_name
+from torchllm.metrics.observer import ObservedRun, Observer
+from torchllm.metrics.sinks import TolerantSink
 from torchllm.runtime.tolerance import Tolerance
 
 log = logging.getLogger("torchllm")
@@ -215,11 +217,11 @@ class TrackerSink:
             )
 
 
-def open_trackers(run_folder: Path, config: Config, device: str) -> list[Sink]:
-    """Return a sink for each tracker in [metrics]; they come after metrics.jsonl, which their helpers read.
+class Trackers(Observer):
+    """Sends the records of rank 0 to the trackers that [metrics] names."""
 
-    device: name of what the run computes on.
-    """
-    facts = environment_facts(config, device)
-    names = config.metrics.trackers
-    return [TolerantSink(f"metrics.{name}", TrackerSink(run_folder, name, facts)) for name in names]
+    def begin(self, run: ObservedRun) -> None:
+        """See Observer. The sinks come after metrics.jsonl, which their helpers read."""
+        facts = environment_facts(run.config, device_name(run.runtime.device))
+        for name in run.config.metrics.trackers:
+            run.meter.sinks.append(TolerantSink(f"metrics.{name}", TrackerSink(run.runtime.folder, name, facts)))

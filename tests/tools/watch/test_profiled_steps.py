@@ -1,0 +1,54 @@
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tests.metrics.test_monitor import log_lines, monitor_of
+from tests.parity import tiny
+from tests.workers import run
+from torchllm.facts.flops import flops_per_token
+from torchllm.tools.watch.profiled_steps import SLOW_NODES, ProfiledSteps
+from torchllm.tools.watch.slow_rank import SlowRank
+from torchllm.tools.watch.step_profiler import ProfiledStep
+
+
+def _slow_nodes(folder: Path) -> str:
+    profiled = ProfiledSteps()
+    monitor_of(folder, tiny({}), [profiled])
+    for step, host in enumerate(("node-7", "node-7", "node-3"), 1):
+        profiled.report(ProfiledStep(step, {"forward": 1.0}, SlowRank(step, host, "forward", 1.0, 0.5)))
+    return (folder / SLOW_NODES).read_text()
+
+
+def test_the_nodes_of_slow_ranks_are_written_for_slurm(tmp_path: Path) -> None:
+    assert run(_slow_nodes, 1, tmp_path) == ["node-7,node-3"]
+
+
+def _report_two_steps(folder: Path) -> tuple[list[Any], list[str], float]:
+    """The records and lines of two profiled steps on a device whose peak is 1 MFLOP/s; the MFU of the first."""
+    records: list[Any] = []
+    sink: Any = SimpleNamespace(write=lambda step, record: records.append(record), close=lambda: None)
+    config = tiny({})
+    with log_lines() as lines:
+        profiled = ProfiledSteps()
+        monitor = monitor_of(folder, config, [profiled])
+        monitor.add_sink(sink)
+        monitor.meter.peak = 1e6
+        before = len(lines)
+        profiled.report(ProfiledStep(4, {"forward": 0.5, "backward": 1.0, "exposed fsdp": 0.5}, None))
+        profiled.report(ProfiledStep(8, {"forward": 2.0}, SlowRank(2, "node-7", "forward", 0.9, 0.3)))
+        monitor.end()
+    length = config.training.sequence_length
+    return (
+        records,
+        lines[before:],
+        config.training.global_batch_size * length / 2.0 * flops_per_token(config.model, length) / 1e6,
+    )
+
+
+def test_a_profiled_step_has_a_record_of_its_own_and_the_first_a_line(tmp_path: Path) -> None:
+    [(records, lines, mfu)] = run(_report_two_steps, 1, tmp_path)
+    shares = {"breakdown/forward": 0.25, "breakdown/backward": 0.5, "breakdown/exposed fsdp": 0.25}
+    assert records == [{"step": 4} | shares, {"step": 8, "breakdown/forward": 1.0}]
+    assert lines[0].startswith("step 4, 2 s: backward 50.0%, ")
+    assert f"MFU {mfu:.1%} measured; exposed fsdp costs {100 * (mfu / 0.75 - mfu):.1f} points" in lines[0]
+    assert lines[1] == "step 8: rank 2 (node-7) is slow: forward takes 0.9 s, 0.3 s on its peers"

@@ -1,0 +1,220 @@
+"""What a recipe calls to have its run observed: without it the run trains the same weights.
+
+The Meter times the steps and writes the records of logged ones to the sinks. Observers (`observer.py`) do everything
+else, such as those in `torchllm/tools/watch`. Every rank has a Monitor; rank 0's writes and logs.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Literal
+
+import torch
+
+from torchllm.config import Config, applied, refuse_unapplied
+from torchllm.config.errors import UserError
+from torchllm.data.loader import TrainLoader
+from torchllm.facts.flops import active_parameter_count, parameter_count, recomputes_logits, update_parameter_count
+from torchllm.metrics.console import Console
+from torchllm.metrics.meter import Meter, peak_flops
+from torchllm.metrics.observer import Change, ObservedRun, Observer
+from torchllm.metrics.sinks import Record, Sink, TolerantSink, open_loads_file, open_sinks
+from torchllm.models.decoder import Decoder
+from torchllm.models.lora import check_trained
+from torchllm.parallel.mesh import Mesh
+from torchllm.runtime.device import compute_dtype
+from torchllm.runtime.process import Runtime
+from torchllm.runtime.signs_of_life import signs_of_life
+from torchllm.train.interval import due
+from torchllm.train.step import StepResult
+
+log = logging.getLogger("torchllm")
+
+
+class Monitor:
+    """Observes this rank. One per process; `begin` starts it for a config, `end` ends it."""
+
+    def __init__(self, runtime: Runtime, observers: Sequence[Observer] = ()) -> None:
+        self.runtime = runtime
+        self.observers = list(observers)
+        self.start_up = ExitStack()
+        """closed when the steps begin"""
+        if runtime.is_main:
+            self.start_up.enter_context(signs_of_life("start-up"))
+        self.change: Change | None = None
+        """the config with which to go on from the last checkpoint; set by `wants_change`"""
+        self.has_begun = False
+
+    def begin(self, config: Config, mesh: Mesh, stages: Sequence[Decoder], data: TrainLoader, start: int) -> None:
+        """Start the clocks, right before step `start` + 1, the first with this config.
+
+        Raises UserError if it does not train what the config says (`check_trained`, `refuse_unapplied`).
+        """
+        check_trained(stages, config.lora)
+        if not isinstance(data, TrainLoader):  # a fork's own knows what these keys mean to it
+            applied("evaluate.interval")
+            applied("finetune.epochs")
+        self.unread_keys = refuse_unapplied(config)
+        self.records = 0
+        runtime, device, training = self.runtime, self.runtime.device, config.training
+        runtime.check_owner()  # metrics.jsonl is cut to `start`
+        dtype = compute_dtype(training, device)
+        self.config, self.change = config, None
+        peak = peak_flops(device, dtype, runtime.ranks_on_node, config.float8.is_on)
+        if not self.has_begun:
+            self.describe(config, data, start)
+            self.describe_peak(config, peak)
+        self.has_begun = True
+        self.warn(config, data, start)
+        self.meter = Meter(
+            config.metrics,
+            config.model,
+            config.recompute,
+            training,
+            device=device,
+            world_size=runtime.world_size,
+            peak_flops=peak,
+            sinks=open_sinks(runtime.folder, config, start) if runtime.is_main else [],
+            loads_file=open_loads_file(runtime.folder, start) if runtime.is_main and config.model.experts else None,
+            console=Console(training.steps, start) if runtime.is_main else None,
+            check_owner=runtime.check_owner,
+            spend=self._spend,
+            sequences=data.state()["sequences"],
+            has_logits_again=recomputes_logits(training, config.parallel),
+            lora=config.lora,
+        )
+        self.start_up.close()
+        run = ObservedRun(config, runtime, mesh, stages, data, start, self.meter)
+        for observer in self.observers:
+            observer.begin(run)
+        self.meter.start_interval()
+
+    def describe(self, config: Config, data: TrainLoader, start: int) -> None:
+        """Log what is trained, on what."""
+        training, model = config.training, config.model
+        log.info("model: %s parameters in %d blocks", f"{parameter_count(model):,}", model.layers)
+        if model.experts:
+            log.info(
+                "experts: %d of %d for a token, in %d blocks; it uses %s of the parameters",
+                model.top_k,
+                model.experts,
+                model.layers - model.dense_layers,
+                f"{active_parameter_count(model):,}",
+            )
+        if config.lora.is_on:
+            trained = update_parameter_count(model, config.lora)
+            log.info(
+                "LoRA of rank %d: %s parameters are trained, the others are frozen", config.lora.rank, f"{trained:,}"
+            )
+        for line in data.describe_sources(training.steps):
+            log.info("%s", line)
+        tokens_per_step = training.global_batch_size * training.sequence_length
+        if start < training.steps:
+            tokens = f"{(training.steps - start) * tokens_per_step:,} tokens, {tokens_per_step:,} per step"
+            log.info("steps %d to %d: %s", start + 1, training.steps, tokens)
+
+    def describe_peak(self, config: Config, peak: float | None) -> None:
+        """Log against which peak MFU counts where some products are in float8 and others are not."""
+        if not config.float8.is_on or peak is None:
+            return
+        kind = "float8's" if self.runtime.device.type == "cuda" else "bfloat16's, for a CPU emulates float8"
+        log.info("MFU and HFU are against %.4g TFLOP/s per rank, %s", peak / 1e12, kind)
+
+    def warn(self, config: Config, data: TrainLoader, start: int) -> None:
+        """Log what a user should know about a config before its first step."""
+        if start >= config.training.steps:
+            log.info(
+                "nothing to do: the run is at step %d of training.steps = %d; raise training.steps, or set another "
+                "run.folder",
+                start,
+                config.training.steps,
+            )
+        if self.unread_keys:
+            log.warning("set, but not read by this recipe: %s", ", ".join(self.unread_keys))
+        if data.skipped:
+            log.warning("records skipped: %s", data.skipped)
+        if rounded := data.describe_rounded_shares():
+            log.warning("shares of data.sources are rounded: %s", rounded)
+
+    def add_sink(self, sink: Sink) -> None:
+        """Write the records of this config to one more sink: rank 0's. Call it after `begin`.
+
+        A sink that raises ends no training (`TolerantSink`).
+        """
+        if self.runtime.is_main:
+            self.meter.sinks.append(TolerantSink(type(sink).__name__, sink))
+
+    @contextmanager
+    def step(self, n: int) -> Iterator[None]:
+        """Observe step `n`: a context around all that the loop does in it."""
+        with ExitStack() as stack:
+            for observer in self.observers:
+                stack.enter_context(observer.step(n))
+            yield
+            if self.meter.console is not None:
+                self.meter.console.advance(n)
+
+    def data_wait(self) -> AbstractContextManager[None]:
+        """Return a context around the call that waits for the next batch."""
+        return self.meter.data_wait()
+
+    def pause(self, cause: Literal["evaluate", "checkpoint"]) -> AbstractContextManager[None]:
+        """Return a context around an evaluation or a checkpoint, whose time is not the step's."""
+        return self.meter.pause(cause)
+
+    def log(
+        self,
+        n: int,
+        result: StepResult,
+        validation_loss: float | None,
+        force: bool,
+        extra: Mapping[str, float | torch.Tensor] | None = None,
+    ) -> Record | None:
+        """Count step `n`; write and return its record if it is a logged one, as `Meter.log` says.
+
+        Raises LeaseLost on rank 0 if another job owns the run folder by now, and UserError if the recipe has not done
+        what the config asks for after a step: evaluate where it is due, and read the health of logged steps.
+        """
+        config = self.config
+        if validation_loss is None and due(n, config.evaluate.interval, config.training.steps):
+            raise UserError(
+                f"evaluate.interval: is {config.evaluate.interval}, but this recipe has not evaluated step {n}: give "
+                "monitor.log what evaluate(...) returns, as torchllm's own recipes do; or remove the key"
+            )
+        record = self.meter.log(n, result, validation_loss=validation_loss, force=force, extra=extra)
+        if record is not None:
+            self.records += 1
+            if self.records == 2:
+                refuse_unapplied(config, late=True)
+            for observer in self.observers:
+                observer.logged(n, record)
+        if validation_loss is not None:
+            for observer in self.observers:
+                observer.evaluated(n, validation_loss)
+        return record
+
+    def wants_change(self, n: int) -> bool:
+        """Return whether the run should go on with another config (`change`) from the checkpoint of step `n`.
+
+        Call it on all ranks, after a checkpoint.
+        """
+        changes = [observer.saved(n) for observer in self.observers]
+        self.change = next((change for change in changes if change is not None), None)
+        if self.change is not None:
+            log.info("step %d: %s, from this checkpoint on", n, self.change.reason)
+        return self.change is not None
+
+    def end(self) -> None:
+        """End what `begin` started; checkpoints are written by now."""
+        self.meter.close()
+        for observer in self.observers:
+            observer.end()
+
+    def close(self) -> None:
+        """End the observers: the run is over."""
+        for observer in self.observers:
+            observer.close()
+
+    def _spend(self, cause: str, seconds: float) -> None:
+        for observer in self.observers:
+            observer.spent(cause, seconds)

@@ -1,0 +1,80 @@
+"""Observers of a run: objects that a Monitor calls at the events of a training. They change no weight.
+
+A fork adds one of its own before `monitor.begin`:
+
+    class Norms(Observer):
+        def logged(self, n, record):
+            if record["grad_norm"] > 10:
+                print(f"step {n}: gradient norm {record['grad_norm']:.1f}")
+
+    monitor.observers.append(Norms())
+
+Every rank has the same observers and calls them in the same order, so they may communicate. An exception of an observer
+ends the training, as one of the recipe would; for a receiver of records that may fail see `TolerantSink`.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+from torchllm.config import Config
+from torchllm.data.loader import TrainLoader
+from torchllm.metrics.meter import Meter
+from torchllm.metrics.sinks import Record
+from torchllm.models.decoder import Decoder
+from torchllm.parallel.mesh import Mesh
+from torchllm.runtime.process import Runtime
+
+
+class ObservedRun(NamedTuple):
+    """A run whose steps begin with this config."""
+
+    config: Config
+    runtime: Runtime
+    mesh: Mesh
+    stages: Sequence[Decoder]
+    """this rank's part of the model"""
+    data: TrainLoader
+    start: int
+    """the last step that was taken before"""
+    meter: Meter
+
+
+class Change(NamedTuple):
+    """Another config for the run to go on with, from a checkpoint."""
+
+    config: Config
+    reason: str
+
+
+class Observer:
+    """The base of observers: its methods do nothing."""
+
+    def begin(self, run: ObservedRun) -> None:
+        """Called before the first step with a config; again if the run goes on with another one."""
+
+    def step(self, n: int) -> AbstractContextManager[None]:
+        """Return a context around step `n`."""
+        return nullcontext()
+
+    def spent(self, cause: str, seconds: float) -> None:
+        """Called when `seconds` of this rank went to "data", "evaluate", "checkpoint" or "compile", not to a step."""
+
+    def logged(self, n: int, record: Record) -> None:
+        """Called after a logged step; the keys of a record are those of `metrics/meter.py`."""
+
+    def evaluated(self, n: int, loss: float) -> None:
+        """Called after an evaluation; loss: nats per held-out target token."""
+
+    def saved(self, n: int) -> Change | None:
+        """Called after a checkpoint but the last one. All ranks must return the same: a config to go on with, or None.
+
+        None: with the same config.
+        """
+        return None
+
+    def end(self) -> None:
+        """Called after the last step with a config."""
+
+    def close(self) -> None:
+        """Called at the end of the run."""

@@ -1,0 +1,76 @@
+"""Observes the steps that are profiled: their records, where the time of the first went, and slow ranks."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from shlex import quote
+
+from torchllm.config import Config
+from torchllm.metrics.observer import ObservedRun, Observer
+from torchllm.metrics.sinks import Record
+from torchllm.runtime.tolerance import Tolerance
+from torchllm.tools.watch.step_profiler import ProfiledStep, StepProfiler
+from torchllm.tools.watch.trace import TraceWriter, parse_steps
+
+log = logging.getLogger("torchllm")
+
+SLOW_NODES = "slow_nodes"
+"""file in the run folder: the nodes of slow ranks, as Slurm's --exclude takes them"""
+
+
+class ProfiledSteps(Observer):
+    """Profiles some steps (`metrics.breakdown_interval`, `metrics.profile_steps`); every rank has one."""
+
+    def __init__(self) -> None:
+        self.slow_nodes: list[str] = []
+
+    def begin(self, run: ObservedRun) -> None:
+        """See Observer."""
+        self.run = run
+        self.has_described_a_step = False
+        self.slow_nodes_file = run.runtime.folder / SLOW_NODES
+        self.tolerance = Tolerance(str(self.slow_nodes_file))
+        settings, runtime = run.config.metrics, run.runtime
+        traces = TraceWriter(runtime.folder, parse_steps(settings.profile_steps), runtime.rank)
+        self.profiler = StepProfiler(
+            settings.breakdown_interval, run.mesh, runtime.host_group, runtime.device, traces, run.start
+        )
+
+    @contextmanager
+    def step(self, n: int) -> Iterator[None]:
+        """See Observer."""
+        with self.profiler.step(n):
+            yield
+        if self.profiler.latest is not None:
+            self.report(self.profiler.latest)
+
+    def report(self, profiled: ProfiledStep) -> None:
+        """Write the record of a profiled step; log the first, and every slow rank."""
+        run, seconds = self.run, profiled.seconds
+        parts: Record = {f"breakdown/{name}": part / seconds for name, part in profiled.parts.items()}
+        run.meter.write(profiled.step, {"step": profiled.step} | parts)
+        if not self.has_described_a_step and run.runtime.is_main:
+            log.info("%s", profiled.describe(run.meter.step_mfu(seconds), planned_mfu(run.config)))
+        self.has_described_a_step = True
+        if profiled.slow is None:
+            return
+        log.warning("step %d: %s", profiled.step, profiled.slow)
+        if run.runtime.is_main and profiled.slow.host not in self.slow_nodes:
+            self._note_slow_node(profiled.slow.host)
+
+    def _note_slow_node(self, host: str) -> None:
+        self.slow_nodes.append(host)
+        with self.tolerance.attempt():
+            self.slow_nodes_file.write_text(",".join(self.slow_nodes))
+            if "SLURM_JOB_ID" in os.environ:
+                advice = 'to exclude %s from the next start: sbatch --exclude="$(cat %s)"'
+                log.warning(advice, host, quote(str(self.slow_nodes_file)))
+
+
+def planned_mfu(config: Config) -> float | None:
+    """Return the MFU that the planner predicts; None where it does not know the machine, or some products (float8)."""
+    from torchllm.tools.planner.search.auto import planned  # large: on rank 0, once
+
+    prediction = None if config.float8.is_on else planned(config)
+    return prediction.mfu if prediction else None
