@@ -1,8 +1,8 @@
-"""Predict the bytes that blocks keep of a micro batch for their backward, and what the backward needs. No torch.
+"""Predict the bytes that blocks keep of a micro batch for their backward, and the working memory of it. No torch.
 
-Computation is in 16 bits. With dropout and a fused softmax, the bytes per token are those of Korthikanti et al. 2022
-(arXiv 2205.05198, table 2), generalized to any heads, key-value heads, feed-forward width, features and fusion; without
-them they are what autograd keeps, which `tests/tools/planner/test_memory.py` compares with the dry run.
+Computation is in 16 bits. With dropout and a fused softmax, the bytes per token follow Korthikanti et al. 2022 (arXiv
+2205.05198, table 2), generalized to any heads, key-value heads, feed-forward width, features and fusion; without
+them they follow autograd, which `tests/tools/planner/test_memory.py` compares with the dry run.
 
 Shapes: T tokens of a rank in a micro batch, D hidden, H and K query and key-value heads of width Q, F feed-forward.
 """
@@ -19,7 +19,7 @@ from torchllm.tools.planner.software import Software
 
 
 class Phase(NamedTuple):
-    """A moment at which a block's backward may hold most."""
+    """A moment of a block's backward that may be its peak."""
 
     working: float
     """bytes of gradients of activations, minus the activations that are already freed"""
@@ -39,7 +39,7 @@ class BlockActivations(NamedTuple):
     """Bytes that one micro batch leaves in one block on one rank."""
 
     norm: float
-    """what one norm keeps"""
+    """saved by one norm"""
     entry: float
     """the input, which is all that a recomputed block keeps"""
     attention: float
@@ -49,13 +49,13 @@ class BlockActivations(NamedTuple):
     ffn: float
     """between the two products of the feed-forward layer"""
     residual: float
-    """the second norm, and what feeds the feed-forward layer"""
+    """the second norm, and the input of the feed-forward layer"""
     products: float
-    """results of matrix products, of attention and of collectives, the input: what selective recomputation keeps"""
+    """results of matrix products, of attention and of collectives, the input: saved by selective recomputation"""
     shared: float
     """part of `products` that is kept without recomputation too"""
     half: float
-    """results of every second matrix product and of attention, the input: what selective_half keeps"""
+    """results of every second matrix product and of attention, the input: saved by selective_half"""
     half_shared: float
     """part of `half` that is kept without recomputation too"""
     deferred: float
@@ -77,7 +77,7 @@ class Widths(NamedTuple):
     local: float
     """D, over the ranks among which sequence parallelism spreads the tokens"""
     query: float
-    """H Q: all query heads of a rank; so many features has attention's result, too"""
+    """H Q: all query heads of a rank; also the number of features of attention's result"""
     key: float
     """K Q: keys, or values"""
     ffn: float
@@ -115,9 +115,9 @@ class StoredParts(NamedTuple):
 
     norm: float
     feeds_attention: float
-    """what the products of attention read"""
+    """inputs of attention's products"""
     feeds_ffn: float
-    """what the first products of the feed-forward layer read; 0 in a sparse block without shared experts"""
+    """input of the first products of the feed-forward layer; 0 in a sparse block without shared experts"""
     qk_norms: float
     dropped: float
     """masks of dropout"""
@@ -127,13 +127,13 @@ class StoredParts(NamedTuple):
     inner: float
     """between the products of the feed-forward layer"""
     low_rank: float
-    """what A of LoRA's updates B A x returns"""
+    """results of A in LoRA's updates B A x"""
 
 
 def stored_per_token(
     model: Model, piece: Piece, kernels: Kernels, software: Software, lora: Lora, ulysses: bool
 ) -> StoredParts:
-    """Return what one block keeps, routed experts apart."""
+    """Return the bytes that one block keeps, without routed experts."""
     width = Widths.of(model, piece)
     feeds = 2.0 * width.local
     if software.keeps_gathered:
@@ -186,7 +186,7 @@ def _norm_bytes(fused: bool) -> float:
 
 
 def _is_trained(lora: Lora, *layers: str) -> bool:
-    """Return whether one of these layers has a gradient, for which its input is stored."""
+    """Return whether one of these layers has a gradient, so that its input is stored."""
     if not lora.is_on:
         return True
     return any(layer in lora.targets for layer in layers)
@@ -195,9 +195,9 @@ def _is_trained(lora: Lora, *layers: str) -> bool:
 def block_products(model: Model, piece: Piece, kernels: Kernels, lora: Lora) -> list[BlockProduct]:
     """Return the products of a block in the order of their use (`facts.flops.product_sizes`).
 
-    Of a sparse block `RoutedActivations` has the results of router and routed experts, which are empty here: they stand
-    between the first product of the shared experts and the other two. What is kept of q and k are the inputs of their
-    norms, of o and down those of norms after them. With LoRA a layer is three products, W x, A x and B A x; kept are
+    In a sparse block the results of router and routed experts are empty here (`RoutedActivations` has them): they stand
+    between the first product of the shared experts and the other two. For q and k the inputs of their norms are kept,
+    for o and down the inputs of norms after them. With LoRA a layer is three products, W x, A x and B A x; kept are
     A x and, of the others, the sum.
     """
     width = Widths.of(model, piece)
@@ -273,7 +273,7 @@ def block_activations(
     lora: Lora = WITHOUT_LORA,
     ulysses: bool = False,
 ) -> BlockActivations:
-    """Return what one block keeps; of a sparse block where a model has experts. Cached: many layouts share it.
+    """Return the activations of one block; of a sparse block if a model has experts. Cached: many layouts share it.
 
     ulysses: whether context parallelism exchanges heads, whose results are kept.
     """
@@ -369,7 +369,7 @@ def backward_phases(
     second_norm = Phase(
         working=piece.tokens * (of_norm - freed_by_ffn) - routed.whole,
         gradients=of_ffn,
-        after_unit=not model.experts,  # the router, a unit of its own, is reduced before
+        after_unit=not model.experts,  # the router is a separate unit, reduced before
         freed=own_unit,
     )
     at_first_norm = piece.tokens * (of_norm - whole) - routed.whole
@@ -392,7 +392,7 @@ def backward_phases(
 def routed_phases(model: Model, piece: Piece, routed: RoutedActivations, experts: float) -> list[Phase]:
     """Return the moments of a backward through router and routed experts; experts: parameters on this rank.
 
-    The results' gradients come in float32 from the weighted sum; then those of rows and gates in 16 bits.
+    The results' gradients come in float32 from the weighted sum; then the gradients of rows and gates in 16 bits.
     """
     if not model.experts:
         return []

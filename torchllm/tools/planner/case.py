@@ -31,7 +31,7 @@ class Case:
     optimizer: Optimizer = field(default_factory=Optimizer)
     """`software` is `optimizer_states.with_optimizer_states` of it"""
     imbalance: float = IMBALANCE
-    """with experts: rows of the busiest rank's experts over those of an average rank"""
+    """with experts: rows of the busiest rank's experts, divided by the average over ranks"""
 
     @property
     def data_ranks(self) -> int:
@@ -50,12 +50,12 @@ class Case:
 
     @property
     def mesh(self) -> tuple[int, ...]:
-        """Sizes of pp, dp_replicate, dp_shard, cp, tp: the order in which ranks are numbered."""
+        """Sizes of pp, dp_replicate, dp_shard, cp, tp: the order of the ranks' numbers."""
         parallel = self.parallel
         return (parallel.pp, parallel.dp_replicate, parallel.dp_shard, parallel.cp, parallel.tp)
 
     def group(self, dimensions: Sequence[int], one_card: bool = False) -> comms.Group:
-        """Return the ranks that differ in `dimensions` of the mesh, with the rates at which they send."""
+        """Return the ranks that differ in `dimensions` of the mesh, with their rates of sending."""
         return comms.group(self.mesh, dimensions, self.hardware, self.software.constants.fall, one_card)
 
     @property

@@ -39,8 +39,8 @@ class Link:
     efficiency: Positive = 1.0
     """share of the bandwidth that large collectives reach"""
     fall: Annotated[float, Bound(at_least=0.0)] = math.inf
-    """exponent with which the bandwidth of collectives falls with their number of nodes, beyond two; inf: not measured
-    on this network, so that it is `Constants.fall`"""
+    """exponent of the fall of the collectives' bandwidth with their number of nodes, beyond two; inf: not measured
+    on this network, so that `Constants.fall` applies"""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Hardware:
     def link_among(self, shape: Sequence[int], dimensions: Sequence[int]) -> Link | None:
         """Return the slowest link over which groups of ranks communicate; None if a group exceeds the cluster.
 
-        shape: of the mesh of all ranks, numbered row by row; dimensions: those in which the ranks of a group differ.
+        shape: of the mesh of all ranks, numbered row by row; dimensions: axes that the ranks of a group differ in.
         """
         spans = tuple(link.gpus for link in self.links)
         index = _link_among(spans, tuple(shape), tuple(dimensions))
@@ -126,10 +126,10 @@ def _link_among(spans: tuple[int, ...], shape: tuple[int, ...], dimensions: tupl
 
 
 def _first_ranks(span: int, shape: Sequence[int], strides: Sequence[int], axes: Sequence[int]) -> set[int]:
-    """Return the first rank, modulo `span`, of every group. axes: those in which the groups differ from each other."""
+    """Return the first rank, modulo `span`, of every group. axes: mesh axes that the groups differ in."""
     remainders = {0}
     for axis in axes:
-        period = span // math.gcd(span, strides[axis])  # after as many steps along the axis, remainders repeat
+        period = span // math.gcd(span, strides[axis])  # steps along the axis until remainders repeat
         steps = range(min(shape[axis], period))
         remainders = {(start + step * strides[axis]) % span for start in remainders for step in steps}
     return remainders
@@ -190,7 +190,7 @@ def unknown_cluster(name: str) -> str:
 
 
 def read_cluster(name: str, errors: list[str]) -> Hardware | None:
-    """Return the cluster with this name in train_configs/clusters, or that of a TOML file.
+    """Return the cluster of this name in train_configs/clusters, or of a TOML file.
 
     Return None if the file is missing or invalid, after adding a line to `errors` for each fault.
     """
@@ -210,7 +210,7 @@ def read_cluster(name: str, errors: list[str]) -> Hardware | None:
 
 
 def replaced_constant(fault: Fault) -> Fault:
-    """Return the fault; if it is a constant that was, say what there is instead."""
+    """Return the fault; for a constant that was removed, with a message that names its replacement."""
     if fault.path != ("constants", "flush"):
         return fault
     return fault._replace(

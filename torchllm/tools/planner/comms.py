@@ -1,7 +1,7 @@
 """Predict the seconds of collectives over the links that they cross. No torch.
 
-A ring of n ranks passes n - 1 pieces per gather or reduction, and twice as many per all-reduce. Several members of a
-group on one node send over as many of its network cards; the other cards are used by other groups.
+A ring of n ranks passes n - 1 pieces per gather or reduction, twice that per all-reduce. Several members of a group
+on one node send over one network card each; the other cards are used by other groups.
 """
 
 import math
@@ -71,7 +71,7 @@ class Group(NamedTuple):
 
 
 ALONE = Group(1, 1, math.inf, 0.0)
-"""a rank that has nobody to send to"""
+"""a rank without peers"""
 PAIR = 2
 """nodes over which a collective still has the whole rate"""
 
@@ -116,7 +116,7 @@ def _members_on_node(shape: Sequence[int], dimensions: Sequence[int], size: int,
 
 
 def _share_of_rate(nodes: float, link: Link, fall: float) -> float:
-    """Return the share of a link's rate that is left to a collective over so many nodes."""
+    """Return the share of a link's rate that remains for a collective over `nodes` nodes."""
     if nodes <= PAIR:
         return 1.0
     exponent = fall if math.isinf(link.fall) else link.fall

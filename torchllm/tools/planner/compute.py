@@ -16,18 +16,18 @@ TILE = 128 * 128
 WAVE = 0.68
 """rounds of tiles that are lost at the end of a product, when not all multiprocessors have one"""
 DEPTH = 230.0
-"""inner size at which a tile takes twice as long as its operations: it is filled and written out too"""
+"""inner size at which a tile takes twice the time of its operations, because it is also filled and written out"""
 MEMORY_RATE = 0.85
 """share of the memory's bandwidth that elementwise kernels reach"""
 ELEMENT_BYTES = 2.0
-"""bytes of an element of 16 bits, in which activations, weights and the factors of products are"""
+"""bytes per 16-bit element of activations, weights and the operands of products"""
 FLOAT32_BYTES = 4.0
 MULTIPLY_ADD = 2.0
-"""operations of a multiply-add, by which FLOPs are counted"""
+"""FLOPs per multiply-add"""
 
 
 class Seconds(NamedTuple):
-    """Time of a GPU by what it does."""
+    """Time of a GPU by kind of work."""
 
     matmul: float = 0.0
     attention: float = 0.0
@@ -45,17 +45,17 @@ class Seconds(NamedTuple):
         )
 
     def total(self, constants: Constants) -> float:
-        """Return wall time: what the kernels compute, and `launch` seconds per kernel to start and end."""
+        """Return wall time: the time of the kernels, and `launch` seconds per kernel to start and end."""
         return self.computing / constants.speed + self.kernels * constants.launch
 
     @property
     def computing(self) -> float:
-        """Seconds in which a kernel computes or moves bytes."""
+        """Seconds that kernels spend on computing or moving bytes."""
         return self.matmul + self.attention + self.elementwise
 
 
 NO_TIME = Seconds()
-"""what nothing takes"""
+"""no time at all"""
 
 
 class BackwardSeconds(NamedTuple):
@@ -88,10 +88,10 @@ class Kernels(NamedTuple):
     compiled_loss: bool = False
     """cross entropy compiled: it never holds logits in float32"""
     float8: float = 0.0
-    """share of the float8 units' peak over that of bfloat16 that the products of blocks gain; 0: they are in 16 bits"""
+    """gain of the blocks' products, as a share of float8 peak / bfloat16 peak; 0: they are in 16 bits"""
 
     def fuses_qk_norm(self, model: Model, tp: int) -> bool:
-        """Return whether norms of q and k are one kernel each: over a width of which a rank has a part, if compiled."""
+        """Return whether norms of q and k are one kernel each; with a width split over ranks only if compiled."""
         return self.compiled or (self.fused_norm and (model.qk_norm == "head" or tp == 1))
 
 
@@ -109,11 +109,11 @@ class Piece(NamedTuple):
     ep: int = 1
     """ranks that share the experts of a sparse block"""
     imbalance: float = 1.0
-    """rows of the busiest rank's experts over those of an average rank"""
+    """rows of the busiest rank's experts, divided by the average over ranks"""
 
 
 def memory_seconds(bytes: float, hardware: Hardware) -> float:
-    """Return the seconds in which elementwise kernels move `bytes` through the GPU's memory."""
+    """Return the seconds that elementwise kernels take to move `bytes` through the GPU's memory."""
     return bytes / (hardware.memory_bandwidth * MEMORY_RATE)
 
 
@@ -127,7 +127,7 @@ def product_rate(hardware: Hardware, float8: float) -> float:
 def tiled_seconds(operations: float, rate: float, waves: float, depth: float) -> float:
     """Return the seconds of a product's operations: longer if its tiles are few or shallow.
 
-    rate: FLOP/s of a large product. waves: rounds in which all multiprocessors compute a tile each. depth: inner size.
+    rate: FLOP/s of a large product. waves: number of tiles per multiprocessor, rounded up. depth: inner size.
     """
     seconds = operations / rate
     seconds *= 1 + WAVE / waves
@@ -225,9 +225,9 @@ def gradient_traffic(software: Software) -> float:
 NARROW = 0.98
 """rate of a flash kernel on heads of no width over that on heads of `WIDE_HEAD`: linear between"""
 WIDE_HEAD = 128
-"""width of the heads on which `Hardware.attention` is measured"""
+"""head width used to measure `Hardware.attention`"""
 SHORT = 1100.0
-"""keys at which a flash kernel has half its rate"""
+"""number of keys with half the rate of a flash kernel"""
 FLASH_BACKWARD_OPERATIONS = 2.5
 """operations of a flash kernel's backward over its forward's: 5 products for 2 (arXiv 2307.08691, section 4.1)"""
 BACKWARD_RATE = 0.81
@@ -238,7 +238,7 @@ ATTENTION_PRODUCTS = 2
 """products of attention: of queries and keys, of scores and values"""
 
 BATCHED = 0.45
-"""rate of attention's batched products over that of large ones"""
+"""rate of attention's batched products, relative to large products"""
 SCORE_BYTES = PerPass(4.0, 8.0)
 """bytes per score that the batched products themselves write and read, in 16 bits"""
 EAGER_BYTES = PerPass(34.0, 42.0)
@@ -251,7 +251,7 @@ backward reads two matrices and writes one"""
 FUSED_SOFTMAX_KERNELS = PerPass(3, 5)
 """kernels of the same, and of the products"""
 DROPOUT_BYTES = 5.0
-"""bytes per element that a dropout of its own moves: 16 bits read and written, a mask of a byte"""
+"""bytes per element that a separate dropout kernel moves: 16 bits read and written, a mask of a byte"""
 
 
 def attention(
@@ -318,7 +318,7 @@ GATED_BYTES, GATED_BYTES_FUSED = PerPass(10.0, 18.0), PerPass(6.0, 10.0)
 UNGATED_BYTES = PerPass(4.0, 6.0)
 """bytes per feature that an activation without a gate moves: it reads one number, its gradient two"""
 BACKWARD_KERNELS = 1.5
-"""elementwise kernels of a backward over those of its forward"""
+"""number of elementwise kernels of a backward, relative to its forward"""
 
 
 def elementwise(
@@ -397,7 +397,7 @@ class HeadSeconds(NamedTuple):
 COMPILED_LOSS = PerPass(8.0, 8.0)
 """bytes per logit that a compiled loss moves"""
 HEAD_KERNELS = PerPass(12, 8)
-"""kernels of last norm, output projection and loss; those of the weights' gradient come on top"""
+"""kernels of last norm, output projection and loss; the kernels of the weights' gradient come on top"""
 WEIGHT_GRADIENT_KERNELS = 2
 """kernels of a gradient of weights: the product, and the sum with the step's gradient"""
 
@@ -448,7 +448,7 @@ EMBEDDING_KERNELS = PerPass(2, 4)
 def embedding_seconds(model: Model, piece: Piece, software: Software, hardware: Hardware) -> EmbeddingSeconds:
     """Return the times of the look-up and of its gradient.
 
-    The gradient is a whole table of zeros, to which rows are added, and which is then added to the step's sum.
+    The gradient is a whole table of zeros; rows are added to it, and then it is added to the step's sum.
     """
     table = model.vocab * model.hidden
     elements = table / piece.tp if software.vocab_parallel else table
@@ -476,7 +476,7 @@ def recomputed(
     elementwise_work: Seconds,
     software: Software,
 ) -> Seconds:
-    """Return the time of what the backward runs again of a block's forward, on average over the blocks.
+    """Return the time of the forward operations that the backward recomputes, on average over the blocks.
 
     core, elementwise_work: the parts of `forward` that are attention's core and elementwise kernels.
     """

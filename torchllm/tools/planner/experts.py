@@ -1,4 +1,4 @@
-"""Predict what the routed experts of a sparse block cost: parameters, seconds, bytes sent and kept. No torch.
+"""Predict the costs of the routed experts of a sparse block: parameters, seconds, bytes sent and kept. No torch.
 
 The first blocks of a model with experts may be dense. They are predicted as blocks of `without_experts`, a model whose
 blocks are all like them. The shared experts of a sparse block are one layer that every token uses: `compute` predicts
@@ -38,10 +38,10 @@ from torchllm.tools.planner.compute import (
 from torchllm.tools.planner.software import Software
 
 IMBALANCE = 1.2
-"""rows of the busiest rank's experts over those of an average rank, where a run has not measured it (`metrics.jsonl`,
-experts/largest_load, is that of single experts: an upper bound)"""
+"""rows of the busiest rank's experts, divided by the average over ranks, if a run has not measured it
+(`metrics.jsonl`, experts/largest_load, is measured for single experts: an upper bound)"""
 FLOAT32_RATE = 1 / 16
-"""rate of float32 products over that of 16-bit ones: 19.5 of 312 TFLOP/s on an A100, 67 of 989 on an H100, by their
+"""rate of float32 products relative to 16-bit ones: 19.5 of 312 TFLOP/s on an A100, 67 of 989 on an H100, from their
 data sheets"""
 TILE_ROWS = 128
 """rows of a tile: the last one of each expert is half empty on average"""
@@ -80,20 +80,20 @@ def expert_parameters(model: Model, ranks: int) -> float:
 
 
 class RoutedRows(NamedTuple):
-    """What the experts of the busiest rank compute with in one micro batch."""
+    """Sizes of the experts' products on the busiest rank in one micro batch."""
 
     tokens: float
     """tokens that this rank routes"""
     rows: float
     """rows that reach its experts, a row per token and expert"""
     experts: int
-    """number of experts of which this rank has some or all features"""
+    """number of experts that have some or all of their features on this rank"""
     width: float
     """features of each expert that are on this rank"""
 
     @property
     def features(self) -> float:
-        """Elements of what is between the products of the experts."""
+        """Elements of the activations between the products of the experts."""
         return self.rows * self.width
 
 
@@ -138,14 +138,14 @@ def grouped_gradient_seconds(
 
 
 def _operand_seconds(routed: RoutedRows, outputs: float, inputs: float, hardware: Hardware) -> float:
-    """Return the seconds in which rows, results and matrices of a grouped product go through memory once."""
+    """Return the seconds to read and write rows, results and matrices of a grouped product once."""
     elements = routed.rows * (inputs + outputs)
     elements += routed.experts * outputs * inputs
     return memory_seconds(ELEMENT_BYTES * elements, hardware)
 
 
 def routed_forward(model: Model, piece: Piece, kernels: Kernels, software: Software, hardware: Hardware) -> Seconds:
-    """Return the time of router and routed experts in a block's forward, without what is sent."""
+    """Return the time of router and routed experts in a block's forward, without communication."""
     if not model.experts:
         return NO_TIME
     routed = routed_rows(model, piece)
@@ -161,7 +161,7 @@ def routed_forward(model: Model, piece: Piece, kernels: Kernels, software: Softw
 def routed_backward(
     model: Model, piece: Piece, kernels: Kernels, software: Software, hardware: Hardware
 ) -> BackwardSeconds:
-    """Return the times of the gradients of what goes into router and experts, and of their weights."""
+    """Return the times of the gradients of router and experts: of their inputs, and of their weights."""
     if not model.experts:
         return BackwardSeconds(NO_TIME, NO_TIME)
     routed = routed_rows(model, piece)
@@ -227,7 +227,7 @@ def shared_seconds(model: Model, piece: Piece, hardware: Hardware) -> float:
 def exchange_seconds(
     model: Model, piece: Piece, mesh: Sequence[int], hardware: Hardware, sends_tokens_once: bool = False
 ) -> float:
-    """Return the seconds in which the busiest rank sends or receives its rows once: 0 without ep.
+    """Return the seconds that the busiest rank takes to send or receive its rows once: 0 without ep.
 
     T x K x D elements of 16 bits (GShard, arXiv 2006.16668, section 3.2), over the innermost ranks. mesh: of all ranks.
     sends_tokens_once: `Software.sends_tokens_once`.
@@ -262,7 +262,7 @@ def expert_group(mesh: Sequence[int], ep: int, hardware: Hardware) -> comms.Grou
 
 
 def expert_shards(mesh: Sequence[int], ep: int, hardware: Hardware, software: Software) -> comms.Group:
-    """Return the ranks over which FSDP shards a rank's experts: what ep leaves of dp_shard x cp x tp (efsdp)."""
+    """Return the ranks that FSDP shards a rank's experts over: dp_shard x cp x tp / ep (efsdp)."""
     pp, dp_replicate, *borrowed = mesh
     shards = math.prod(borrowed) // ep
     shape = (pp * dp_replicate, shards, ep)
@@ -283,22 +283,22 @@ class RoutedActivations(NamedTuple):
     results: float
     """rows that the experts return, which the weighted sum keeps"""
     products: float
-    """results of products and of what is sent: what selective recomputation keeps"""
+    """results of products and of exchanges: saved by selective recomputation"""
     shared: float
     """part of `products` that is kept without recomputation too"""
     half: float
-    """results of every second product, and of what is sent: what selective_half keeps"""
+    """results of every second product, and of exchanges: saved by selective_half"""
     half_shared: float
     """part of `half` that is kept without recomputation too"""
 
     @property
     def whole(self) -> float:
-        """What is kept if nothing is recomputed."""
+        """All activations, kept if nothing is recomputed."""
         return self.choices + self.rows + self.inner + self.results
 
 
 NO_ACTIVATIONS = RoutedActivations(*[0.0] * len(RoutedActivations._fields))
-"""what a block without experts keeps"""
+"""of a block without experts"""
 SCORE_AND_ORDER_BYTES = 16.0
 """bytes per token and expert: logits and scores in float32, and the order of the experts"""
 CHOICE_BYTES = 8.0
@@ -306,7 +306,7 @@ CHOICE_BYTES = 8.0
 
 
 def routed_activations(model: Model, piece: Piece, kernels: Kernels) -> RoutedActivations:
-    """Return what router and routed experts keep, of evenly loaded experts times `piece.imbalance`."""
+    """Return the activations of router and routed experts, evenly loaded and then scaled by `piece.imbalance`."""
     if not model.experts:
         return NO_ACTIVATIONS
     routed = routed_rows(model, piece)

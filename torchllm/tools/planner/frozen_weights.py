@@ -1,4 +1,4 @@
-"""What LoRA changes in a prediction: bytes per parameter, and the time of the low-rank updates. No torch.
+"""The effect of LoRA on a prediction: bytes per parameter, and the time of the low-rank updates. No torch.
 
 Frozen weights are held in 16 bits, without gradients and moments. Bytes of gradients and moments are counted per
 parameter, so they shrink by the share of the parameters that are trained.

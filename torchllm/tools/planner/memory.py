@@ -1,7 +1,7 @@
 """Predict the bytes that a pipeline rank holds at its peak, by purpose. No torch.
 
 A rank holds some memory all step long (weights, optimizer, summed gradients) and some for a while. The peak is at the
-worst moment of its stages' actions (`stage_memory.py`) or of what a pipeline does around them (`pipeline_memory.py`).
+worst moment of its stages' actions (`stage_memory.py`) or of the work around them (`pipeline_memory.py`).
 The schedule decides how many micro batches are in flight at each action (`moments.py`).
 """
 
@@ -39,9 +39,9 @@ def rank_memory(rank: Rank, moments: tuple[Moment, ...]) -> Memory:
 
 
 def peak_of_actions(rank: Rank, memory_of_size: dict[StageSize, Stage], moments: tuple[Moment, ...]) -> Peak:
-    """Return the peak of what a rank holds for a while, of all its actions.
+    """Return the peak of a rank's temporary memory over all its actions.
 
-    memory_of_size: what a stage of each size adds. moments: `rank_memory`.
+    memory_of_size: memory of a stage of each size. moments: `rank_memory`.
     """
     memories = list(memory_of_size.values())
     costs = [StageMemoryCosts.of(rank, size, stage) for size, stage in memory_of_size.items()]
@@ -61,7 +61,7 @@ def peak_of_actions(rank: Rank, memory_of_size: dict[StageSize, Stage], moments:
 
 
 class StageMemoryCosts(NamedTuple):
-    """Bytes that a stage has because of what is under way in it, whichever stage of the rank computes."""
+    """Bytes of a stage for its work in flight, whichever stage of the rank computes."""
 
     activations: float
     """of each micro batch in flight"""
@@ -123,7 +123,7 @@ def sum_of_stages(moment: Total, costs: Sequence[StageMemoryCosts]) -> float:
 
 
 def memory_of_stages(moment: Total, costs: Sequence[StageMemoryCosts]) -> Memory:
-    """Return what all stages of a rank have under way at a moment."""
+    """Return the memory for the work in flight of all stages of a rank at a moment."""
     memory = Memory()
     for size, stage in enumerate(costs):
         flying, reduced = moment.flying[size], moment.reduced[size]
@@ -155,14 +155,14 @@ def standing_memory(rank: Rank) -> Memory:
 
 
 def receiving_buffers(stages: Sequence[StageSize], micro_batches: int, boundary: float) -> float:
-    """Return the bytes in which torch's schedules receive: per micro batch what each neighbour of a stage sends."""
+    """Return the bytes of torch's receive buffers: per micro batch the message of each neighbour of a stage."""
     ends = sum(stage.first + stage.last for stage in stages)
     neighbours = 2 * len(stages) - ends
     return micro_batches * boundary * neighbours
 
 
 def updates_memory(rank: Rank) -> Memory:
-    """Return what low-rank updates need beyond their share of all parameters: tp cuts one factor of each alone."""
+    """Return the extra memory of low-rank updates, beyond their share of all parameters: tp cuts one factor of each."""
     blocks = sum(stage.blocks for stage in rank.stages)
     beyond = blocks * uncut_elements(rank.model, rank.lora, rank.piece.tp)
     in_shards = beyond / rank.shards
@@ -178,5 +178,5 @@ def sharded_states(software: Software, parameters: float) -> Memory:
 
 
 def updates_states(elements: float) -> Memory:
-    """Return the weights and moments of low-rank updates, of which a rank has these elements beyond its share."""
+    """Return the weights and moments of low-rank updates. elements: of a rank, beyond its share of the model."""
     return Memory(weights=WEIGHT * elements, optimizer=MOMENTS * elements)

@@ -1,4 +1,4 @@
-"""Find the moments at which a pipeline rank may hold most memory, among the states that its schedule goes through.
+"""Find the moments that may be the peak of a pipeline rank's memory, among the states that its schedule goes through.
 
 No torch.
 """
@@ -13,13 +13,13 @@ from torchllm.tools.planner.schedules import Entry, Kind, flat, rank_order
 
 
 class Moment(NamedTuple):
-    """One action of a rank, and what is under way while it runs, for each of the rank's stages, first to last."""
+    """One action of a rank, and the work in flight while it runs, for each of the rank's stages, first to last."""
 
     stage: int
     """position on the rank of the stage that computes"""
     kind: Kind
     flying: tuple[int, ...]
-    """micro batches whose activations are held, that of the action too"""
+    """micro batches whose activations are held, including the action's own"""
     deferred: tuple[int, ...]
     """micro batches whose gradients of weights are still to come"""
     graded: tuple[int, ...]
@@ -41,7 +41,7 @@ LIMITS = {"ZB-H1": 1, "ZB-H2": 2}
 """micro batches over the ranks: schedules that were measured as an automatic scheduler makes them, which fills this
 limit on each rank (arXiv 2401.10241, ZB-1p and ZB-2p)"""
 ROUNDS = 3
-"""of as many micro batches as there are ranks: a longer step goes through no state that one of these has not"""
+"""of one micro batch per rank: a longer step goes through no other states"""
 
 
 def of_rank(schedule: str, pp: int, stages_per_rank: int, micro_batches: int, rank: int) -> tuple[Moment, ...]:
@@ -68,7 +68,7 @@ class PeakCandidate(NamedTuple):
     """A moment that may be the worst of its kind of action."""
 
     measure: tuple[int, ...]
-    """sums of what is under way, of which the largest counts, in order"""
+    """sums of the work in flight, compared from the left"""
     moment: Moment
 
 

@@ -1,7 +1,7 @@
-"""What Muon adds to the end of a step: the products of its iterations, and what is sent for them. No torch.
+"""The time that Muon adds to the end of a step: the products of its iterations, and its communication. No torch.
 
-As in `optim/muon.py`: the ranks that share the weights own the matrices of their blocks in turns, those of a round of
-like cost, and all of a round wait for its largest.
+As in `optim/muon.py`: the ranks that share the weights own the matrices of their blocks in turns. The matrices
+of a round have similar cost, and all ranks wait for its largest.
 """
 
 import math
@@ -19,7 +19,7 @@ from torchllm.tools.planner.experts import expert_parameters, expert_shards, wit
 ITERATIONS = 5
 """of Newton-Schulz (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/)"""
 SENT = 2.0
-"""bytes per element of what is sent, and type of the iterations: 16 bits on a GPU"""
+"""bytes per element that is sent, and the type of the iterations: 16 bits on a GPU"""
 
 
 class MatrixProduct(NamedTuple):
@@ -61,7 +61,7 @@ def iteration_seconds(model: Model, blocks: int, owners: int, hardware: Hardware
     ]
     seconds = 0.0
     for first in range(0, blocks * len(shapes), owners):
-        seconds += ITERATIONS * seconds_of_shape[first // blocks]  # as many matrices as blocks have each shape
+        seconds += ITERATIONS * seconds_of_shape[first // blocks]  # each shape comes once per block
     return seconds
 
 
@@ -77,7 +77,7 @@ def matrix_shapes(model: Model) -> list[MatrixShape]:
 def expert_seconds(model: Model, blocks: int, owners: int, hardware: Hardware) -> float:
     """Return the seconds of the iterations for the routed experts of some blocks, all taken as sparse.
 
-    Each rank iterates for its share of them; where there are more ranks than experts, for one.
+    Each rank iterates for its share of them; with more ranks than experts, for one.
     """
     if not model.experts:
         return 0.0
@@ -87,7 +87,7 @@ def expert_seconds(model: Model, blocks: int, owners: int, hardware: Hardware) -
 
 
 def expert_exchange_seconds(case: Case, blocks: int) -> float:
-    """Return the seconds in which parts of experts are sent there and back, where ranks do not have them whole.
+    """Return the seconds to exchange parts of experts, there and back, if ranks do not have them whole.
 
     tp without ep cuts their features, and FSDP the hidden states where ranks could not have equally many.
     """
@@ -114,7 +114,7 @@ def expert_exchange_seconds(case: Case, blocks: int) -> float:
 def muon_seconds(case: Case, blocks: int) -> float:
     """Return the seconds that Muon needs for the matrices of a rank's blocks: 0 with another optimizer, or LoRA.
 
-    Each round sends all parts of its matrices there and back over the ranks of FSDP, and over those of tp.
+    Each round sends all parts of its matrices there and back over the ranks of FSDP, and over the ranks of tp.
     """
     if case.optimizer.name != "muon" or case.lora.is_on or not blocks:
         return 0.0

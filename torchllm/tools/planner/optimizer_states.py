@@ -1,4 +1,4 @@
-"""What the optimizer changes in a prediction: the bytes that it keeps per parameter. No torch.
+"""The effect of the optimizer on a prediction: its bytes per parameter. No torch.
 
 They are a mean over the whole model, also for a pipeline's ends, whose tables Muon leaves to AdamW.
 """
@@ -14,7 +14,7 @@ ENTRY = 4.0
 
 
 def with_optimizer_states(software: Software, model: Model, optimizer: Optimizer) -> Software:
-    """Return torchllm's sizes per parameter for an optimizer. software: has those of AdamW, which keeps two moments."""
+    """Return torchllm's sizes per parameter for an optimizer. software: has AdamW's sizes, with two moments."""
     entries = 0.0
     if optimizer.name == "sgd":
         entries = -1.0 if optimizer.momentum else -2.0

@@ -11,7 +11,7 @@ from torchllm.tools.planner.experts import expert_parameters, without_experts
 
 
 class StageSize(NamedTuple):
-    """What one pipeline stage has."""
+    """The parts of the model in one pipeline stage."""
 
     blocks: int
     first: bool
@@ -23,7 +23,7 @@ class StageSize(NamedTuple):
 
 
 def sizes_of_split(model: Model, split: Sequence[int], recompute: Recompute) -> list[StageSize]:
-    """Return what each stage has. split: the blocks of each."""
+    """Return the size of each stage. split: the blocks of each."""
     sizes = []
     dense_left = model.dense_layers if model.experts else 0
     first_recomputed = 0
@@ -51,8 +51,8 @@ def block_matrices(model: Model, tp: int) -> float:
 def stage_parameters(model: Model, stage: StageSize, tp: int, vocab_parallel: bool) -> float:
     """Return the parameters of a stage on one tp rank. A tied embedding is on both ends of a pipeline.
 
-    Of experts those that it has without ep. With ep FSDP shards those of a rank over fewer ranks, which leaves each as
-    many. Cached: many layouts have stages of the same sizes.
+    Experts count as without ep. With ep FSDP shards a rank's experts over fewer ranks, which leaves the same number on
+    each. Cached: many layouts have stages of the same sizes.
     """
     features = model.features
     norm = model.hidden * (2 if features.norm == "layer" else 1)
@@ -81,7 +81,7 @@ def stage_parameters(model: Model, stage: StageSize, tp: int, vocab_parallel: bo
 
 
 def gathered_parameters(model: Model, stage: StageSize, piece: Piece, vocab_parallel: bool) -> float:
-    """Return the parameters of a stage that a rank has once they are gathered: with ep all of its own experts."""
+    """Return the parameters of a stage on a rank after the gather: with ep all of the rank's experts."""
     count = stage_parameters(model, stage, piece.tp, vocab_parallel)
     if piece.ep > 1:
         sparse = stage.blocks - stage.dense

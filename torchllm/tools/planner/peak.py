@@ -1,4 +1,4 @@
-"""What a pipeline rank holds at its peak, in bytes by purpose. No torch."""
+"""Peak memory of a pipeline rank, in bytes by purpose. No torch."""
 
 from collections.abc import Sequence
 from operator import add
@@ -14,13 +14,13 @@ class Memory(NamedTuple):
     """float32 shards, 16-bit ones of frozen weights, or the 16-bit copy of a framework that keeps one"""
     gradients: float = 0.0
     optimizer: float = 0.0
-    """moments, and the float32 weights of a framework that has 16-bit ones beside them"""
+    """moments, and the float32 weights of a framework that computes with separate 16-bit ones"""
     gathered: float = 0.0
     """weights that are gathered for a while, in 16 bits"""
     activations: float = 0.0
     logits: float = 0.0
     buffers: float = 0.0
-    """buffers in which pipeline stages receive"""
+    """receive buffers of pipeline stages"""
     temporary: float = 0.0
     allocator: float = 0.0
     """memory that the allocator caches and nothing uses"""
@@ -42,20 +42,20 @@ class Memory(NamedTuple):
 
     @property
     def live(self) -> float:
-        """What tensors hold: without the allocator's cache and memory outside torch."""
+        """Bytes of tensors: without the allocator's cache and memory outside torch."""
         return sum(self[:-2])
 
 
 def reserved(memory: Memory, software: Software) -> float:
-    """Return the bytes that the allocator takes for what tensors hold: it caches a part of what comes and goes."""
+    """Return the bytes that the allocator reserves: it caches a part of the memory that comes and goes."""
     return memory.total + (software.constants.allocator - 1) * memory.under_way
 
 
 class Peak(NamedTuple):
-    """The worst of several moments. What tensors hold and what is reserved may be largest at two different ones."""
+    """The worst of several moments. Bytes of tensors and reserved bytes may be largest at two different moments."""
 
     live: Memory
-    """the moment at which tensors hold most"""
+    """the moment with most bytes of tensors"""
     reserved: float
     """bytes that the allocator has reserved at most"""
 
@@ -75,7 +75,7 @@ class Peak(NamedTuple):
 def counted(memory: Memory, software: Software) -> float:
     """Return the part that a framework's measured peaks count: torch's counters exclude CUDA's context and NCCL.
 
-    Reserved bytes also have what the moments broke up. torch's optimizers make them at the end of the first step, in
+    Reserved bytes also include fragments. torch's optimizers create their moments at the end of the first step, in
     segments that its activations have left; the second step finds no room there, and reserves as much again. Of FSDP2
     runs of Llama 3 8B that torchtitan publishes (d9bdfbb206), that is 7.6 GiB on 8 GPUs, whose moments are 7.5 GiB, and
     1.0 on 64, with 0.9. Where memory is short the allocator frees such segments, so that `Memory.total` has none.

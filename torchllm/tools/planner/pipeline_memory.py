@@ -15,16 +15,16 @@ from torchllm.tools.planner.stage_memory import Stage
 
 
 def peak_of_pipeline(rank: Rank, last: Stage) -> Peak:
-    """Return the peak of what FSDP holds for a while before and after a pipeline's actions.
+    """Return the peak of FSDP's temporary memory before and after a pipeline's actions.
 
-    last: what the last stage of the rank adds.
+    last: memory of the last stage of the rank.
     """
     moments = [*pipeline_reductions(rank), first_forward(rank, last)]
     return Peak.of(moments, rank.software)
 
 
 class Units(NamedTuple):
-    """Parts of a stage that are alike. FSDP gathers and reduces each as a whole."""
+    """Parts of a stage with the same sizes. FSDP gathers and reduces each as a whole."""
 
     parameters: ShardedParameters
     number: int
@@ -33,7 +33,7 @@ class Units(NamedTuple):
 
 
 def units_of_stage(rank: Rank, stage: StageSize) -> Iterator[Units]:
-    """Yield the units of a stage, in the order in which a pipeline reduces their gradients."""
+    """Yield the units of a stage, in the order of their reductions."""
     table = ShardedParameters(rank.table, rank.table / rank.shards)
     if stage.first or (stage.last and not rank.head):
         yield Units(table, 1, has_one_matrix=True)
@@ -59,7 +59,7 @@ def pipeline_reductions(rank: Rank) -> Iterator[Memory]:
     """Yield the memory when the gradients of a rank's first stage, the last to end, are reduced, unit by unit.
 
     A unit's weights are freed, and its gradients are copied to be sent. Then the whole gradients are freed but the last
-    one, to which FSDP to torch 2.14 still refers while it takes memory for what comes back. Where no other rank shares
+    one, because FSDP up to torch 2.14 refers to it while it allocates the result. If no other rank shares
     a unit, nothing comes back, but the copy is divided into one copy more. The gradients of the rank's other stages are
     reduced by then.
     """
@@ -85,10 +85,10 @@ def first_forward(rank: Rank, last: Stage) -> Memory:
 
     A schedule of several stages per rank gathers whole stages ahead, each unit into a buffer; when the first stage
     computes, one unit after the other is copied out of its buffer. 1F1B and GPipe gather a unit when it is used: when
-    the last one of a stage is copied out, the buffer of the one before it is still there. Beside sums of gradients that
-    is little, but with LoRA there are none.
+    the last one of a stage is copied out, the buffer of the one before it is still there. Compared to sums of gradients
+    that is little, but with LoRA there are none.
 
-    last: what the last stage of the rank adds.
+    last: memory of the last stage of the rank.
     """
     if rank.shards == 1:
         return Memory()

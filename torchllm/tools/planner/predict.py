@@ -36,7 +36,7 @@ from torchllm.tools.planner.stage import (
 
 
 class Prediction(NamedTuple):
-    """What a step is predicted to cost."""
+    """The predicted cost of a step."""
 
     step: float
     """seconds"""
@@ -88,7 +88,7 @@ def pipeline_seconds(case: Case, stages: list[StageTimes], transfer: float) -> t
 
 
 class Order(NamedTuple):
-    """What the order of a schedule's actions depends on."""
+    """The inputs of the order of a schedule's actions."""
 
     schedule: PipelineSchedule
     pp: int
@@ -135,7 +135,7 @@ def _largest_memory(case: Case, sizes: list[StageSize], busiest: int) -> Memory:
 
 
 def stage_sizes(case: Case) -> list[StageSize]:
-    """Return what each pipeline stage has, first to last."""
+    """Return the size of each pipeline stage, first to last."""
     split = balanced_split(case.model, case.parallel, case.training.sequence_length)
     return sizes_of_split(case.model, split, case.recompute)
 
@@ -221,7 +221,7 @@ def _recomputed_flops(case: Case) -> float:
 
 
 def tail(case: Case, sizes: list[StageSize], costs: list[StageCost]) -> dict[str, float]:
-    """Return the seconds after the last backward: what the data ranks exchange, and the optimizer."""
+    """Return the seconds after the last backward: the exchange between the data ranks, and the optimizer."""
     software = case.software
     share = software.constants.exposed
     shards = _sharded_rank(case, sizes)
@@ -287,17 +287,17 @@ def _sharded_rank(case: Case, sizes: list[StageSize]) -> ShardedRank:
 
 
 class DataExchange(NamedTuple):
-    """Seconds in which the data ranks exchange gradients and weights at the end of a step."""
+    """Seconds of the exchange of gradients and weights between data ranks at the end of a step."""
 
     reduction: float
-    """what the last backward may hide"""
+    """the part that the last backward may hide"""
     last_reduction: float
-    """what it cannot hide"""
+    """the part that cannot be hidden"""
     gather: float
 
 
 def _data_exchange(case: Case, shards: ShardedRank) -> DataExchange:
-    """Return what the data ranks exchange, by the ZeRO stage (Rajbhandari et al., arXiv 1910.02054, section 5).
+    """Return the exchange between the data ranks, by the ZeRO stage (Rajbhandari et al., arXiv 1910.02054, section 5).
 
     ZeRO 3 exchanges while blocks compute (`stage.sharded_weights`), but its first gather and its last reduction, those
     of the embedding, have nothing to hide behind. Under pp gradients are reduced once per step.

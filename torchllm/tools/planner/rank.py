@@ -1,4 +1,4 @@
-"""What the memory of a pipeline rank is computed from: its blocks, its share of weights, when weights are gathered.
+"""The inputs of a pipeline rank's memory: its blocks, its share of weights, when weights are gathered.
 
 No torch.
 """
@@ -35,25 +35,25 @@ class LogitBytes(NamedTuple):
 
     @classmethod
     def of(cls, kernels: Kernels, software: Software) -> "LogitBytes":
-        """Return those of a compiled loss, which converts logits as it reads them, or of the framework's own."""
+        """Return the bytes of a compiled loss, which converts logits as it reads them, or of the framework's own."""
         if kernels.compiled_loss:
             return COMPILED_LOSS
         return cls(software.kept_logits, software.logits_forward, software.logits_backward)
 
 
 COMPILED_LOSS = LogitBytes(kept=2.0, forward=2.0, backward=4.0)
-"""logits in 16 bits, and then their gradient beside them"""
+"""logits in 16 bits, then also their gradient"""
 
 
 class BlockMemory(NamedTuple):
-    """What a block of one of a model's kinds keeps and holds."""
+    """Memory of a block: one for each kind of blocks in a model."""
 
     activations: BlockActivations
-    """what it keeps of a micro batch"""
+    """activations of a micro batch"""
     unit: ShardedParameters
-    """what FSDP gathers and reduces as a whole: all of it, with ep all but its experts"""
+    """parameters that FSDP gathers and reduces as a whole: the whole block, with ep all but its experts"""
     experts: ShardedParameters
-    """those of the experts of a sparse block, which with ep are a unit of their own; else 0"""
+    """parameters of a sparse block's experts, a separate unit with ep; else 0"""
 
     @property
     def whole(self) -> float:
@@ -67,7 +67,7 @@ class BlockMemory(NamedTuple):
 
 
 class Rank(NamedTuple):
-    """What the moments of a rank are computed from."""
+    """The inputs of all moments of a rank."""
 
     model: Model
     training: Training
@@ -78,7 +78,7 @@ class Rank(NamedTuple):
     usual: BlockMemory
     """with experts: a sparse block"""
     dense: BlockMemory
-    """of the first, dense blocks of a model with experts; without experts all are alike"""
+    """of the first, dense blocks of a model with experts; without experts all blocks are the same"""
     zero: int
     """ZeRO stage in effect"""
     micro_batches: int
@@ -119,7 +119,7 @@ class Rank(NamedTuple):
 
     @property
     def shards(self) -> int:
-        """Number of ranks that share the weights that are not those of experts."""
+        """Number of ranks that share the weights, those of experts excluded."""
         return self.parallel.dp_shard * self.parallel.cp if self.parallel.zero_stage else 1
 
     @property
@@ -133,7 +133,7 @@ class Rank(NamedTuple):
 
     @property
     def head(self) -> float:
-        """Elements of a head that is a unit of its own: 0 if it is tied to the embedding."""
+        """Elements of a head that is a separate unit: 0 if it is tied to the embedding."""
         return 0.0 if self.model.tied_embeddings else self.table
 
     @property
@@ -211,7 +211,7 @@ def boundary_bytes(model: Model, parallel: Parallel, piece: Piece) -> float:
 
 
 def describe_rank(case: Case, stages: Sequence[StageSize]) -> Rank:
-    """Return what the memory of a rank that holds these stages, first to last, is computed from."""
+    """Return the inputs of the memory of a rank with these stages, first to last."""
     model, parallel, software, piece = case.model, case.parallel, case.software, case.piece
     shards = parallel.dp_shard * parallel.cp if parallel.zero_stage else 1
     of_size = {}

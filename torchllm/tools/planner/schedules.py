@@ -1,14 +1,14 @@
-"""The order in which every pipeline rank computes, for each of torch's schedules. No torch.
+"""The order of computation of every pipeline rank, for each of torch's schedules. No torch.
 
 The lists are made from the published descriptions; they know no times and no waiting: a rank goes through its list and
-waits where something has not arrived. They equal torch's own, entry by entry
-(`tests/tools/planner/test_schedules.py`): what is simulated and counted from them is what a pipelined step runs.
+waits for inputs that have not arrived. They equal torch's own, entry by entry
+(`tests/tools/planner/test_schedules.py`), so that predictions from them hold for a pipelined step.
 
 - GPipe (arXiv 1811.06965): all forwards, then all backwards.
 - LoopedBFS (arXiv 2211.05953): the same, stage by stage, the backwards from the last micro batch to the first.
 - 1F1B and Interleaved1F1B (arXiv 2104.04473, section 2.2): some forwards, then a forward and a backward in turns.
 - InterleavedZeroBubble (arXiv 2401.10241, ZB-H1, with several stages per rank): the same with the gradients of the
-  inputs; those of the weights follow some actions later.
+  inputs; the gradients of the weights follow some actions later.
 - ZBVZeroBubble (arXiv 2401.10241, section 6): two stages per rank, down the ranks and back up.
 - DualPipeV (arXiv 2412.19437, folded in half as in github.com/deepseek-ai/DualPipe): a forward and a backward in pairs.
 """
@@ -39,7 +39,7 @@ sends neither result before both are there"""
 
 
 def orders(parallel: Parallel, micro_batches: int) -> list[list[Entry]]:
-    """Return what each pipeline rank computes in a step, first to last.
+    """Return the actions of each pipeline rank in a step, first to last.
 
     micro_batches: a number that `config.checks.problems` allows. With pp = 1 the order is one stage's forward and
     backward of each micro batch in turn, whatever the schedule.
@@ -61,7 +61,7 @@ def flat(order: Iterable[Entry]) -> Iterator[Action]:
 
 
 class _PipelineRank(NamedTuple):
-    """What a rank's order follows from."""
+    """A rank of a pipeline, and the inputs of its order."""
 
     rank: int
     ranks: int
@@ -78,7 +78,7 @@ class _PipelineRank(NamedTuple):
     def round_size(self) -> int:
         """Micro batches that go through a stage before the rank turns to its next one.
 
-        As many as there are ranks, or a few more where they do not divide (they divide by the rounds).
+        One per rank, or a few more where they do not divide (they divide by the rounds).
         """
         rounds = max(1, self.micro_batches // self.ranks)
         return self.micro_batches // rounds
@@ -101,7 +101,7 @@ class _PipelineRank(NamedTuple):
 
 
 def _entries(actions: Iterable[Action]) -> Iterator[Entry]:
-    """Yield each action as an entry of its own."""
+    """Yield each action as a single entry."""
     for action in actions:
         yield (action,)
 
@@ -147,9 +147,9 @@ def _interleaved(rank: _PipelineRank) -> Iterator[Entry]:
 
 
 def _interleaved_zero_bubble(rank: _PipelineRank) -> Iterator[Entry]:
-    """Return the order of ZB-H1: gradients of weights come `rank` actions after those of the inputs.
+    """Return the order of ZB-H1: gradients of weights come `rank` actions after the gradients of inputs.
 
-    So as many of them remain to fill the end of the step.
+    So `rank` of them remain to fill the end of the step.
     """
     inputs = rank.depth_first("I")
     weights = [action._replace(kind="W") for action in inputs]
@@ -166,12 +166,12 @@ def _interleaved_zero_bubble(rank: _PipelineRank) -> Iterator[Entry]:
 
 
 def _zero_bubble_h1(rank: _PipelineRank) -> Iterator[Entry]:
-    """Return the order of ZB-H1 with one stage per rank: as many micro batches in flight as in 1F1B."""
+    """Return the order of ZB-H1 with one stage per rank: it has the same number of micro batches in flight as 1F1B."""
     return _interleaved_zero_bubble(rank)
 
 
 def _zero_bubble_h2(rank: _PipelineRank) -> Iterator[Entry]:
-    """Return the order of ZB-H2: twice as many micro batches in flight as in 1F1B fill the start of the step.
+    """Return the order of ZB-H2: twice the micro batches in flight of 1F1B fill the start of the step.
 
     The gradients of weights of the last 2 `rank` micro batches fill its end.
     """
@@ -236,7 +236,7 @@ def _zero_bubble_v(rank: _PipelineRank) -> Iterator[Entry]:
 
 
 def _dual_pipe_v(rank: _PipelineRank) -> Iterator[Entry]:
-    """Return the order of at least twice as many micro batches as ranks.
+    """Return the order for at least two micro batches per rank.
 
     The gradients of weights of the last `ranks` backwards fill the end of the step.
     """

@@ -1,4 +1,4 @@
-"""Simulate a pipeline schedule: step time, idle time, and what is held in memory. No torch.
+"""Simulate a pipeline schedule: step time, idle time, and peak memory. No torch.
 
 A rank computes its order (`schedules`) entry by entry. A forward waits for the previous stage, a gradient of
 inputs for the next stage, and for the transfer if that stage is on another rank; sending takes no time of a rank
@@ -31,7 +31,7 @@ class Simulated(NamedTuple):
     busy: tuple[float, ...]
     """computing time of each rank"""
     spans: tuple[float, ...]
-    """from the first to the last action of each rank: what a step takes where the next one starts without waiting for
+    """from the first to the last action of each rank: the time of a step if the next one starts without waiting for
     all ranks (arXiv 2401.10241, section 4)"""
 
     @property
@@ -47,7 +47,7 @@ NO_WORK = -1
 NO_TRANSFER = -1
 """transfer of a result that stays on its rank"""
 AT_HAND = 0
-"""number of a result that is there from the start: what micro batch 0 brings to the first stage"""
+"""number of a result that exists from the start: the input of micro batch 0 on the first stage"""
 
 
 class Step(NamedTuple):
@@ -79,8 +79,8 @@ class Played(NamedTuple):
 class Route(NamedTuple):
     """The way of the micro batches through the stages and back. It has 2 x stages stops.
 
-    What a micro batch brings to a stop is a result, with the number stop x micro batches + its own. To stop 0 it brings
-    nothing, so that those results are there from the start. Nobody waits for what leaves the last stop.
+    The input of a micro batch at a stop is a result, numbered stop x micro batches + micro batch. The inputs of stop 0
+    exist from the start. No step waits for the outputs of the last stop.
     """
 
     stages: int
@@ -90,12 +90,12 @@ class Route(NamedTuple):
 
     @property
     def unused(self) -> int:
-        """Number of a result that no step waits for: what micro batch 0 brings from the last stop."""
+        """Number of a result that no step waits for: the output of micro batch 0 at the last stop."""
         return 2 * self.stages * self.micro_batches
 
     @property
     def results(self) -> int:
-        """How many results there are: what is brought to each stop, and from the last."""
+        """Number of results: the inputs of each stop, and the outputs of the last."""
         return self.unused + self.micro_batches
 
     def step_of(self, action: Action, rank: int) -> Step:
@@ -185,10 +185,10 @@ def play(orders: Sequence[Sequence[Entry]]) -> Played:
 
 
 def first_rounds(micro_batches: int, pp: int, rounds: int) -> int:
-    """Return a number of micro batches: the first rounds of a schedule, and what does not fill a round.
+    """Return a number of micro batches that simulates like all: the first rounds of a schedule, and the incomplete one.
 
-    A round has as many micro batches as the pipeline has ranks, or a few more where they do not divide. A schedule
-    repeats itself after it.
+    A round has one micro batch per pipeline rank, or a few more if they do not divide. A schedule repeats itself
+    after each round.
     """
     size = round_size(micro_batches, pp)
     return min(micro_batches, rounds * size + micro_batches % size)
@@ -260,7 +260,7 @@ def idle_in_theory(parallel: Parallel, stage: StageTimes) -> float:
     - DualPipeV: (p - 1) (F + B + B - 3 W) (github.com/deepseek-ai/DualPipe, which counts the ranks unfolded, and may
       compute a pair faster than F + B; torch does not), where F = I >= W.
 
-    The last two need twice as many micro batches as ranks.
+    The last two need at least two micro batches per rank.
     """
     forward, inputs, weights = stage
     waiting_times = {
@@ -278,7 +278,7 @@ class StagePeak(NamedTuple):
     in_flight: int
     """micro batches between their forward and their gradient of inputs: their activations are held"""
     deferred: int
-    """micro batches between their gradients of inputs and of weights: what the latter need is held"""
+    """micro batches between their gradients of inputs and of weights: the tensors for the latter are held"""
 
 
 def peaks(order: Iterable[Entry]) -> dict[int, StagePeak]:
@@ -295,9 +295,9 @@ def peaks(order: Iterable[Entry]) -> dict[int, StagePeak]:
 
 
 KEEPS_ALL = ("GPipe", "LoopedBFS")
-"""schedules in which all micro batches of a step are in flight before the first backward"""
+"""schedules that run all forwards of a step before the first backward"""
 ROUNDS = 3
-"""rounds of as many micro batches as ranks, in which every other schedule reaches its peak"""
+"""rounds after which every other schedule has reached its peak; a round has one micro batch per rank"""
 
 
 @lru_cache(maxsize=4096)
@@ -316,9 +316,10 @@ def most_in_flight(
 
 
 def peak_memory(order: Iterable[Entry], activations: Mapping[int, float], deferred: Mapping[int, float]) -> float:
-    """Return the most that a rank holds at once, in the unit of what one micro batch leaves in each stage.
+    """Return the most that a rank holds at once, in the unit of `activations` and `deferred`.
 
-    `activations`: what it leaves after its forward; `deferred`: after its gradient of inputs, for that of the weights.
+    `activations`: memory of a micro batch in each stage after its forward; `deferred`: memory that remains after the
+    gradient of its inputs, for the gradient of the weights.
     """
     peak = 0.0
     for _, in_flight, late_gradients in _held(order):
@@ -329,7 +330,7 @@ def peak_memory(order: Iterable[Entry], activations: Mapping[int, float], deferr
 
 
 class HeldMicroBatches(NamedTuple):
-    """What a rank holds after an action, in micro batches per stage."""
+    """Memory of a rank after an action, in micro batches per stage."""
 
     action: Action
     in_flight: Counter[int]
@@ -343,7 +344,7 @@ DEFERRED = {"F": 0, "I": 1, "W": -1, "B": 0}
 
 
 def _held(order: Iterable[Entry]) -> Iterator[HeldMicroBatches]:
-    """Yield each action with what is held after it. The counters are always the same objects."""
+    """Yield each action with the micro batches held after it. The counters are always the same objects."""
     in_flight = Counter[int]()
     deferred = Counter[int]()
     for action in flat(order):

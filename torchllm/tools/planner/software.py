@@ -1,7 +1,7 @@
-"""What a training framework does that a layout does not say, and the constants that are fitted. No torch.
+"""Properties of training frameworks that a layout does not say, and the fitted constants. No torch.
 
 Facts are read from its source or paper. Constants are the same for every framework, model, sequence length and number
-of GPUs; what belongs to a GPU or a network is in `train_configs/clusters/*.toml`, shared by all frameworks on it.
+of GPUs; those of a GPU or a network are in `train_configs/clusters/*.toml`, shared by all frameworks on it.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ AttentionKernel = Literal["eager", "fused_softmax", "flash1", "flash2", "flash3"
 
 
 class Prior(NamedTuple):
-    """What is known of a constant before anything is fitted."""
+    """The knowledge of a constant before the fit."""
 
     middle: float
     low: float
@@ -21,12 +21,12 @@ class Prior(NamedTuple):
     """physical bounds: no fit leaves them"""
     unit: str
     spread: float
-    """natural logarithm of the factor by which it may well differ from the middle"""
+    """natural logarithm of a plausible factor between the constant and the middle"""
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What no data sheet says. All frameworks share these values, but for their own speed and allocator.
+    """Constants that no data sheet has. All frameworks share them, except for the speed and the allocator.
 
     `python -m torchllm.tools.planner.evidence.fit FOLDER` fits them jointly to published measurements, within the
     bounds of `PRIORS`; `recipes/plan.py calibrate` fits those in `OF_A_MACHINE` to a few runs on one machine.
@@ -43,9 +43,9 @@ class Constants:
     wait: float = 1.6e-4
     """seconds that a collective of tensor parallelism adds to its bytes and hops: its ramp, the slowest rank"""
     message: float = 6e-5
-    """seconds that a pipeline stage waits, beyond the transfer, for each message of the stage before it"""
+    """seconds that a pipeline stage waits, beyond the transfer, for each message of the previous stage"""
     fall: float = 0.04
-    """exponent with which the bandwidth of collectives falls with their number of nodes, beyond two"""
+    """exponent of the fall of the collectives' bandwidth with their number of nodes, beyond two"""
     speed: float = 1.0
     """rate of a framework's kernels over that which the formulas expect"""
     allocator: float = 1.17
@@ -65,7 +65,7 @@ PRIORS = {
 }
 """for each of the constants; unit x: a ratio.
 
-launch: what CUDA needs from one kernel to the next. host: PyTorch needs some 10 us for an operation that is not
+launch: time that CUDA needs between two kernels. host: PyTorch needs some 10 us for an operation that is not
 compiled, and a kernel that the formulas count stands for several. traffic: no kernel moves less than its operands
 once. wait: a collective's ramp too, and its slowest rank; no table of them was found, so that the prior is wide.
 message: from one kernel's launch to a host that waits for each message. fall: a full fat tree does not fall; a
@@ -83,13 +83,13 @@ class Software:
 
     name: str = "torchllm"
     weights: float = 2.0
-    """working copy of a weight, if there is one beside the states"""
+    """working copy of a weight, if there is one in addition to the states"""
     gradients: float = 4.0
     """a gradient, as it is stored and reduced"""
     reduced: float = 0.0
     """a gradient, as it is sent in a reduction; 0: as it is stored"""
     all_reduces: bool = False
-    """True: under ZeRO 1 every rank gets all gradients; False: those of its shard"""
+    """True: under ZeRO 1 every rank gets all gradients; False: the gradients of its shard"""
     gathered: float = 2.0
     """a weight, as it is sent in an all-gather"""
     states: float = 12.0
@@ -103,11 +103,11 @@ class Software:
     peaks_allocated: bool = False
     """True: its measured peaks are bytes that tensors hold; False: bytes that the allocator has reserved"""
     fsdp: bool = True
-    """True: weights are float32 shards, gathered in 16 bits; False: a 16-bit copy is stored beside the states"""
+    """True: weights are float32 shards, gathered in 16 bits; False: a 16-bit copy is stored as well as the states"""
     temporary_gradients: float = 2.0
     """a weight's gradient of one micro batch, until it is added to the step's"""
     gradient_copies: float = 0.0
-    """buffers from which gradients are sent (buckets, flat buffers); 0: they are sent in place"""
+    """send buffers of gradients (buckets, flat buffers); 0: they are sent in place"""
     kept_logits: float = 4.0
     """bytes per logit from the forward of the loss to its backward"""
     logits_forward: float = 10.0
@@ -134,7 +134,7 @@ class Software:
     keeps_every_other: bool = False
     """True: recompute.mode selective stores every second matrix product; False: all of them"""
     saves_collectives: bool = False
-    """True: recompute.mode selective also stores what collectives of tensor and context parallelism return"""
+    """True: recompute.mode selective also stores the results of collectives of tensor and context parallelism"""
     recomputes_whole_blocks: bool = True
     """True: the last product of a recomputed block is computed again too"""
     dropout: bool = False
@@ -142,7 +142,7 @@ class Software:
     fused_elementwise: bool = False
     """True: bias, activation, dropout and residual are fused into one kernel each"""
     fuses_permutations: bool = False
-    """True: kernels of their own put the rows of experts in order, and add them up"""
+    """True: separate kernels put the rows of experts in order, and add them up"""
     sends_tokens_once: bool = False
     """True: a token goes to another node, and to another rank, once, however many of its experts are there (DeepEP,
     HybridEP); False: once per expert"""
@@ -156,10 +156,10 @@ class Software:
     overlaps_tensor_parallel: bool = False
     """True: tensor parallelism's collectives in the backward overlap with the gradients of the weights"""
     overlaps_products: bool = False
-    """True: those of both passes overlap with the products beside them too, which are computed in pieces (Transformer
-    Engine's userbuffers, torch's asynchronous tensor parallelism)"""
+    """True: the collectives of both passes also overlap with their products, which are computed in pieces
+    (Transformer Engine's userbuffers, torch's asynchronous tensor parallelism)"""
     waits_for_sends: bool = False
-    """True: a pipeline stage computes nothing until what it sends has arrived; False: it goes on"""
+    """True: a pipeline stage waits until its message has arrived; False: it goes on computing"""
     overlaps_reduction: bool = False
     """True: gradients are reduced while the last backward computes"""
     overlaps_gather: bool = False

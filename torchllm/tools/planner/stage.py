@@ -41,7 +41,7 @@ class StageCost(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """Times of what a GPU computes on one micro batch in a block."""
+    """Times of a GPU's computation of one micro batch in a block."""
 
     forward: Seconds
     inputs: Seconds
@@ -61,7 +61,7 @@ class KernelCounts(NamedTuple):
 
     forward: float
     input_gradient: float
-    """what is recomputed included"""
+    """including recomputation"""
     weight_gradient: float
 
 
@@ -94,7 +94,7 @@ class PassSeconds(NamedTuple):
     forward: float
     backward: float
     recomputed: float = 0.0
-    """seconds of what the backward repeats, unless it is part of `backward`"""
+    """seconds of the collectives that recomputation repeats, unless they are part of `backward`"""
 
     @property
     def total(self) -> float:
@@ -107,7 +107,7 @@ NO_WAIT = PassSeconds(0.0, 0.0)
 
 
 def computed(case: Case) -> Computed:
-    """Return what a GPU computes; it depends on case.piece and case.kernels, not on what is recomputed or sent."""
+    """Return the time of a GPU's computation; depends on case.piece and case.kernels, not on recompute or transfers."""
     model, piece, kernels = case.model, case.piece, case.kernels
     software, hardware = case.software, case.hardware
     dense_forward = block_forward(model, piece, kernels, software, hardware)
@@ -181,7 +181,7 @@ def stage_cost(
 ) -> StageCost:
     """Return the time of one micro batch in a stage.
 
-    block: `cost_of_block(case)`, and dense: that of `case.of_dense_blocks`, if the caller has them.
+    block: `cost_of_block(case)`, and dense: the same of `case.of_dense_blocks`, if the caller has them.
     """
     block = block or cost_of_block(case)
     if not size.dense:
@@ -235,7 +235,7 @@ def waits_for_sends(case: Case) -> bool:
 
 
 def exposed(sent: float, behind: float, share: float) -> float:
-    """Return the exposed time of a transfer that overlaps a computation: what is longer, and a share of the overlap."""
+    """Return the exposed time of a transfer that overlaps a computation: the excess, plus a share of the overlap."""
     return max(0.0, sent - behind) + share * min(sent, behind)
 
 
@@ -356,7 +356,7 @@ def context_parallel(case: Case, core: float) -> PassSeconds:
     if parallel.cp_method == "ulysses":
         sent = head_bytes * (model.heads + model.kv) * model.head_width / parallel.tp
         exchange = over_cp.exchange(sent)
-        exchange += (ALL_TO_ALLS - 1) * over_cp.latency  # it has that of one
+        exchange += (ALL_TO_ALLS - 1) * over_cp.latency  # `exchange` has the latency of one
         return PassSeconds(exchange, exchange)
     keys_and_values = head_bytes * model.kv * model.head_width / parallel.tp
     turns = parallel.cp - 1
@@ -369,7 +369,7 @@ def context_parallel(case: Case, core: float) -> PassSeconds:
 def sharded_weights(case: Case, forward: float, backward: float) -> PassSeconds:
     """Return the exposed seconds of FSDP's gathers and scatters of one block, forward and backward.
 
-    Under pp gradients are reduced once per step (`predict.tail`). forward, backward: seconds of what they overlap with.
+    Under pp gradients are reduced once per step (`predict.tail`). forward, backward: seconds of the overlapping work.
     """
     parallel, software = case.parallel, case.software
     if parallel.dp_shard * parallel.cp == 1 or parallel.zero_stage < 2:
@@ -383,7 +383,7 @@ def sharded_weights(case: Case, forward: float, backward: float) -> PassSeconds:
 
 
 def _block_gather(case: Case, bytes_per_parameter: float) -> float:
-    """Return the seconds in which FSDP gathers a block, or scatters its gradients. A rank's experts have own shards."""
+    """Return the seconds of FSDP's gather of a block, or of its scatter of gradients. Experts have other shards."""
     model, tp, ep = case.model, case.parallel.tp, case.piece.ep
     over_shards = case.group([SHARD, CP], case.software.one_card)
     parameters = stage_parameters(model, StageSize(1, first=False, last=False), tp, vocab_parallel=True)
@@ -438,7 +438,7 @@ def end_times(case: Case, size: StageSize, over_tp: float) -> EndTimes:
 def boundary(case: Case) -> float:
     """Return the seconds from the end of one micro batch in a stage to its beginning in the next.
 
-    Unless a stage stands still for it (`waits_for_sends`), what a schedule hides of it is simulated.
+    Unless a stage waits for its sends (`waits_for_sends`), a schedule may hide some of it: that is simulated.
     """
     parallel = case.parallel
     if parallel.pp == 1:

@@ -13,7 +13,7 @@ from torchllm.tools.planner.software import Software
 
 
 class ActivationsOfBlocks(NamedTuple):
-    """What a block keeps of each kind that a model has; both are the same in one without experts."""
+    """Activations of a block of each kind; both are the same in a model without experts."""
 
     usual: BlockActivations
     """with experts: of a sparse block"""
@@ -22,7 +22,7 @@ class ActivationsOfBlocks(NamedTuple):
 
 
 def activations_of_blocks(case: Case) -> ActivationsOfBlocks:
-    """Return what the blocks of a layout keep."""
+    """Return the activations of the blocks of a layout."""
     parallel = case.parallel
     ulysses = parallel.cp > 1 and parallel.cp_method == "ulysses"
     settings = case.piece, case.kernels, case.software, case.lora, ulysses
@@ -34,7 +34,7 @@ def activations_of_blocks(case: Case) -> ActivationsOfBlocks:
 
 
 class StageActivations(NamedTuple):
-    """What the blocks of a stage keep of one micro batch."""
+    """Activations of one micro batch in the blocks of a stage."""
 
     held: float
     """bytes that are kept until the backward"""
@@ -77,14 +77,14 @@ def stage_activations(
 
 
 def _selective(blocks: int, whole: float, saved: float, shared: float, software: Software) -> StageActivations:
-    """Return what blocks keep that save some results. shared: part of `saved` that is kept without recomputation."""
+    """Return the activations of blocks that save some results. shared: part of `saved` kept without recomputation."""
     if not software.saves_collectives:
         saved = min(saved, whole)
     return StageActivations(blocks * saved, max(0.0, whole - shared))
 
 
 class ActivationsOfStage(NamedTuple):
-    """What the blocks of a stage keep of one micro batch, by kind."""
+    """Activations of one micro batch in the blocks of a stage, by kind."""
 
     usual: StageActivations
     dense: StageActivations
@@ -110,7 +110,7 @@ class ActivationsOfStage(NamedTuple):
 def activations_of_stage(
     model: Model, recompute: Recompute, software: Software, stage: StageSize, of_blocks: ActivationsOfBlocks
 ) -> ActivationsOfStage:
-    """Return what the blocks of a stage keep, dense and sparse ones; the backward recomputes one at a time."""
+    """Return the activations of a stage's blocks, dense and sparse ones; the backward recomputes one at a time."""
     usual_blocks = stage.blocks - stage.dense
     first_recomputed = (stage.first_recomputed - stage.dense) % recompute_interval(recompute, model.layers)
     return ActivationsOfStage(

@@ -6,8 +6,8 @@ While it computes the peak is at the worst of a few named moments:
 
   look-up    the embedding's weights are gathered, and the activations of all other micro batches are held
   loss       logits in 16 bits and in float32, their softmax; then its gradient
-  head       the head's whole gradient, and what it is reduced from
-  block      a block's backward: what it recomputes, gradients of activations and weights, weights gathered ahead
+  head       the head's whole gradient, and the buffer that it is reduced from
+  block      a block's backward: recomputed tensors, gradients of activations and weights, weights gathered ahead
   embedding  the same as head, for the embedding
 """
 
@@ -41,7 +41,7 @@ class Stage(NamedTuple):
 
 
 def stage_memory(rank: Rank, stage: StageSize, kinds: Iterable[Kind]) -> Stage:
-    """Return what one stage adds; its actions are of `kinds`."""
+    """Return the memory that one stage adds; its actions are of `kinds`."""
     model, tokens, software = rank.model, rank.piece.tokens, rank.software
     of_blocks = ActivationsOfBlocks(rank.usual.activations, rank.dense.activations)
     blocks = activations_of_stage(model, rank.recompute, software, stage, of_blocks)
@@ -56,7 +56,7 @@ def stage_memory(rank: Rank, stage: StageSize, kinds: Iterable[Kind]) -> Stage:
         ends = rank.usual.activations.norm + of_head
         if rank.training.loss_chunk == 0:
             logits = rank.logit_bytes.kept * tokens * rank.logits_per_token()
-        if not rank.is_frozen:  # the head's input, for the gradient of its weight
+        if not rank.is_frozen:  # input of the head, kept for the gradient of its weight
             ends += tokens * 2.0 * model.hidden
             deferred += tokens * (2.0 * model.hidden + 2.0 * rank.logits_per_token())
     else:
@@ -100,9 +100,9 @@ def _ends_gathered(rank: Rank, copies: int, block: BlockMemory | None) -> float:
 
 
 def _head_gather(rank: Rank, memory: Stage, last_block: BlockMemory) -> Memory:
-    """Return the moment at which the head is gathered, of which there are no results yet.
+    """Return the moment when the head is gathered; its results do not exist yet.
 
-    FSDP frees the buffer in which the last block came only when the head is there. If weights are gathered once per
+    FSDP frees the buffer of the last block only after the head has been gathered. If weights are gathered once per
     step, that is in its first forward, when there are no gradients yet.
     """
     blocks = 1 + rank.parallel.keep_last_block
@@ -147,7 +147,7 @@ def _forward(rank: Rank, stage: StageSize, memory: Stage) -> Iterator[Memory]:
 
 
 def _weight_gradients(rank: Rank, stage: StageSize) -> Iterator[Memory]:
-    """Yield the moment at which deferred gradients of weights are computed."""
+    """Yield the moment when deferred gradients of weights are computed."""
     units = min(stage.blocks, 2)
     block = rank.last_block(stage).whole
     gathered = rank.per_use * units * block
@@ -155,9 +155,9 @@ def _weight_gradients(rank: Rank, stage: StageSize) -> Iterator[Memory]:
 
 
 def _backward(rank: Rank, stage: StageSize, memory: Stage, blocks: ActivationsOfStage, kind: Kind) -> Iterator[Memory]:
-    """Yield the moments of a backward pass, of both gradients (B) or of those of inputs (I).
+    """Yield the moments of a backward pass, of both gradients (B) or of the gradients of inputs (I).
 
-    What a micro batch has kept is freed as its backward proceeds, its logits first.
+    The activations of a micro batch are freed as its backward proceeds, its logits first.
     """
     gradient = rank.software.temporary_gradients * (kind == "B")
     if stage.last:
@@ -177,12 +177,12 @@ def _loss_backward(rank: Rank, memory: Stage, gradient: float, last_block: Block
     previous = _previous_reduction(rank)
     gathered = _ends_gathered(rank, 1, last_block)
     of_weight = 0.0 if rank.is_frozen else gradient * rank.table
-    if rank.has_gradients_in_forward:  # they are multiplied by that of the loss
+    if rank.has_gradients_in_forward:  # multiplied by the gradient of the loss
         yield Memory(gathered=gathered, temporary=previous + of_weight + rank.hidden_states)
     else:
         of_loss = _ends_gathered(rank, 1, last_block if rank.parallel.keep_last_block else None)
         yield Memory(gathered=of_loss, temporary=previous, logits=_loss(rank, rank.logit_bytes.backward))
-    if rank.reduces_sums and not rank.is_frozen:  # the sum is copied to be sent, and what comes back is beside it
+    if rank.reduces_sums and not rank.is_frozen:  # the sum is copied to be sent; the result is a second buffer
         sent = rank.software.gradients * rank.head * (1 + 1 / rank.shards)
         freed = rank.per_step * rank.head
         yield Memory(gathered=-freed, temporary=sent, logits=-memory.logits, activations=-memory.of_head)
@@ -198,7 +198,7 @@ def _block_backward(
     """Yield the moments of a block's backward. gradient: bytes of a weight's. finished: blocks whose is over."""
     tied = rank.model.tied_embeddings
     root = rank.root * (stage.first or (tied and stage.last))
-    waiting = rank.table * (tied and stage.last)  # a tied embedding's gradient is that of both its uses
+    waiting = rank.table * (tied and stage.last)  # a tied embedding sums the gradients of both its uses
     head = rank.head * stage.last
     position = stage.blocks - 1 - finished
     block = rank.block(stage, position)
@@ -221,7 +221,7 @@ def _block_backward(
     for phase in block.activations.phases:
         working = phase.working + recomputed
         shard = block.experts.shard if phase.reduces_experts else phase.reduced / rank.shards
-        reduced = phase.reduced + shard  # what is sent, and what comes back
+        reduced = phase.reduced + shard  # the buffer that is sent, and the result
         temporary = max(0.0, working) + gradient * (phase.gradients + waiting)
         temporary += at_once * reduced
         temporary += previous * phase.after_unit
@@ -231,15 +231,15 @@ def _block_backward(
 
 
 def _last_reduction(rank: Rank, memory: Stage, blocks: StageActivations, stage: StageSize) -> Memory:
-    """Return the moment at which the last block's gradients, summed over a step's micro batches, are reduced.
+    """Return the moment when the last block's gradients, summed over a step's micro batches, are reduced.
 
-    They are copied to be sent, and what comes back is memory of its own. The weights are no longer gathered.
+    They are copied to be sent, and the result is another buffer. The weights are no longer gathered.
     """
     block = rank.usual
     first_norm = block.activations.phases[-1].working + blocks.recomputed
     head = rank.head * stage.last
     in_shards = 1 / rank.shards
-    # Sums of the head are gone by then. `gradients` stays what is held all step long, which `search.bounds` reads.
+    # The head's sums are freed by then. `gradients` stays constant all step long: `search.bounds` relies on it.
     reduced = block.unit.whole * (1 + in_shards) - head * (1 - in_shards)
     sent = rank.software.gradients * max(0.0, reduced)
     gathered = -rank.per_step * (block.unit.whole + head)
@@ -249,7 +249,7 @@ def _last_reduction(rank: Rank, memory: Stage, blocks: StageActivations, stage: 
 
 
 def _embedding_backward(rank: Rank, stage: StageSize, memory: Stage, gradient: float) -> Memory:
-    """Return the moment at which the embedding's gradient is reduced. gradient: bytes of a weight's."""
+    """Return the moment when the embedding's gradient is reduced. gradient: bytes per element of the gradient."""
     of_weight = gradient
     if rank.software.fsdp and rank.parallel.pp == 1 and not rank.reduces_sums:  # which are reduced when others are gone
         of_weight += rank.software.gradients

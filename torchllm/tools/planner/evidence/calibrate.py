@@ -1,8 +1,8 @@
 """Fit the constants of one machine to a few runs on it. No torch.
 
-Only what a machine tells is fitted (`planner.software.OF_A_MACHINE`): the speed of its kernels, what does not overlap,
-what messages wait, how collectives slow down over nodes. Priors hold what the rows say nothing of. The error that is
-reported is of rows that were not fitted: each is left out in turn, or each twentieth of more than twenty.
+Only constants of a machine are fitted (`planner.software.OF_A_MACHINE`): the speed of its kernels, the part that does
+not overlap, the waiting for messages, the slowdown of collectives over nodes. Priors decide where rows are silent.
+The reported error is of rows that were not fitted: each is left out in turn, or each twentieth of more than twenty.
 """
 
 import math
@@ -64,7 +64,7 @@ def run_of(case: Case, seconds: float, number: int) -> Timed:
 
 
 def problem_of(timed: Sequence[Timed]) -> FitProblem:
-    """Return what is to be fitted to runs on one machine, from the constants that the first one has."""
+    """Return the problem of fitting to runs on one machine, starting from the first run's constants."""
     start = timed[0].case.software.constants
     middle = {}
     for name in OF_A_MACHINE:

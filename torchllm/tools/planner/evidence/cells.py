@@ -1,4 +1,4 @@
-"""The columns of a table of measurements, and one row of it: its cells, and what is assumed where they are silent.
+"""The columns of a table of measurements, and one row of it: its cells, and assumptions for the empty ones.
 
 No torch.
 """
@@ -30,7 +30,7 @@ class Cells:
     texts: Mapping[str, str]
     """cells by column, those included that the column `assumed` fills"""
     assumed: list[str]
-    """what is assumed, for the reader of a score; more is added while the row is read"""
+    """assumptions, for the reader of a score; more are added while the row is read"""
 
     def text(self, column: str) -> str:
         """Return a cell; "" if it is empty or there is no such column."""

@@ -1,7 +1,7 @@
 """Compute errors on data that the constants were not fitted to: a fold or a whole framework is left out at a time.
 
 No torch. A fold is a framework and a model: all lengths, numbers of GPUs and files of it together. Where a framework is
-left out its speed is 1, which is what a user of an unknown framework gets. Facts about frameworks and the cluster files
+left out its speed is 1, as for a user of an unknown framework. Facts about frameworks and the cluster files
 stay.
 """
 
@@ -36,7 +36,7 @@ Knowledge = Knowledge
 
 
 class LeftOut(NamedTuple):
-    """The errors of what was left out."""
+    """The errors of rows that were left out of a fit."""
 
     name: str
     rows: int
@@ -57,7 +57,7 @@ class Residual(NamedTuple):
     """the row's"""
     fold: str
     left_out: Knowledge
-    """what the constants were not fitted to"""
+    """rows that the constants were not fitted to"""
     time: float | None
     """log of measured over predicted step time; None: not timed"""
     is_fitted: bool

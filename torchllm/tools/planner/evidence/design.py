@@ -7,11 +7,11 @@ of each constant, their priors P and the noise n, errors e of some runs move the
 
 The chosen runs are those that leave the least expected squared error of all others after calibration: an I-optimal
 design (Atkinson, Donev and Tobias 2007, Optimum Experimental Designs, section 10.6), chosen one by one. FOOTGUN: with
-the error of the chosen ones in the sum, those that are least certain themselves would be chosen. A run is not wrong by
-its constants alone, though. Runs that spend their steps alike err alike: of rows of one fold, the errors (in deviations
-of `step_errors`) are correlated by `ALIKE`, falling to a third of that at a distance of `FALL`. So what is taken as
-known of errors before any run is a covariance with that correlation, beside `NOISE`, and runs that stand for many
-others are preferred to runs that are only extreme.
+the error of the chosen ones in the sum, the least certain ones would be chosen. A run's error has other causes than
+the constants, too. Runs with similar terms have similar errors: within a fold, the errors (in deviations of
+`step_errors`) are correlated by `ALIKE`, falling to a third at a distance of `FALL`. So the prior of the errors
+is a covariance with that correlation, plus `NOISE`, and runs that stand for many others are preferred to runs
+that are only extreme.
 """
 
 import math
@@ -21,14 +21,14 @@ from typing import NamedTuple
 from torchllm.tools.planner.evidence.fit import NOISE, FitProblem, Linear, solve
 
 ALIKE = 0.5
-"""correlation of the errors of runs that spend their steps nearly alike, measured over the rows of folds"""
+"""correlation of the errors of runs with nearly the same shares of terms, measured over the rows of folds"""
 FALL = 0.4
 """difference of two runs' shares, of at most 2, over which that correlation falls by the factor e"""
 
 
 Vector = Sequence[float]
 Shares = Mapping[str, float]
-"""of a step, by what its seconds are spent on"""
+"""share of a step by term"""
 
 
 class Candidate(NamedTuple):
@@ -42,7 +42,7 @@ class Candidate(NamedTuple):
 
 
 def candidates_of(near: Linear, shares: Sequence[Shares], deviations: Vector) -> list[Candidate]:
-    """Return runs near the constants from which calibration starts."""
+    """Return runs near the constants that calibration starts from."""
     candidates = []
     for index, deviation in enumerate(deviations):
         slopes = [near.slopes[name][index] for name in near.point]
@@ -60,7 +60,7 @@ def unlike(first: Shares, second: Shares) -> float:
 
 
 def covariance(first: Candidate, second: Candidate) -> float:
-    """Return the covariance of the errors of two runs, less the noise that each has of its own."""
+    """Return the covariance of the errors of two runs, without the independent noise of each."""
     distance = unlike(first.shares, second.shares)
     correlation = ALIKE * math.exp(-distance / FALL)
     return correlation * first.deviation * second.deviation
@@ -78,10 +78,10 @@ def columns_of(rows: Sequence[Vector]) -> list[Vector]:
 
 
 class Design:
-    """What calibrating to some of the candidates gains."""
+    """The gain of calibrating to some of the candidates."""
 
     def __init__(self, candidates: Sequence[Candidate], trusts: Vector) -> None:
-        """trusts: what the square of each constant's distance from its prior counts (`FitProblem.trust`)."""
+        """trusts: weight of the squared distance of each constant from its prior (`FitProblem.trust`)."""
         self.candidates = candidates
         self.trusts = trusts
         self.errors = self.error_covariances()
@@ -91,7 +91,7 @@ class Design:
         for row in columns:
             self.products.append([dot(column, row) for column in columns])
         self.pulls: list[Vector] = []
-        """covariance of a run's error with those of all runs, times their slopes"""
+        """covariance of a run's error with the errors of all runs, times their slopes"""
         for errors in self.errors:
             self.pulls.append([dot(errors, column) for column in columns])
 

@@ -2,11 +2,11 @@
 
 `python -P -m torchllm.tools.planner.evidence.fit FOLDER...` reads every table of the folders and prints the constants:
 those that all frameworks share are the defaults of `software.Constants`, the speeds are in `stacks.STACKS`.
-`recipes/plan.py score --leave-out fold FILES` prints errors on what was not fitted.
+`recipes/plan.py score --leave-out fold FILES` prints errors on left-out rows.
 
 The fit minimizes the errors of log(predicted / measured) in units of `NOISE`, or of their scatter if that is larger,
-plus the distance of each constant from its prior in units of the prior's spread. The larger an error beside the typical
-one, the less its row weighs, as in a fit of Student's t: what the model does not know, like a run that waited for a
+plus the distance of each constant from its prior in units of the prior's spread. The larger an error relative to the
+typical one, the less its row weighs, as in a fit of Student's t: an outlier, e.g. a run that waited for a
 time-out, decides nothing. The descent is Gauss-Newton's: logs of steps are nearly linear in the logs of constants.
 """
 
@@ -30,13 +30,13 @@ SHARED = ("launch", "host", "traffic", "exposed", "wait", "message", "fall")
 NOISE = 0.05
 """error of a step, as a logarithm, that a row may well have: repeats and versions of software differ by as much"""
 STEP = 0.05
-"""change of a constant's logarithm from which derivatives are computed"""
+"""step of the numerical derivatives, in a constant's logarithm"""
 LEAP = 1.5
 """largest change of a logarithm from one round to the next: far away the errors are not linear"""
 CLOSE = 0.01
 """largest change of a logarithm after which a fit ends"""
 ELSEWHERE = 5.0
-"""factor by which priors know less of a CPU than of a GPU"""
+"""factor by which priors are wider for a CPU than for a GPU"""
 ROUNDS = 12
 """most rounds of a fit"""
 
@@ -47,12 +47,12 @@ class Timed(NamedTuple):
     case: Case
     seconds: float
     fold: str
-    """what is left out together: framework/model"""
+    """unit of cross-validation: framework/model"""
     framework: str
 
 
 def timed_rows(rows: Iterable[MeasuredRow]) -> list[Timed]:
-    """Return the rows to fit: timed, dense, of a framework in `STACKS`, predicted from what the table says alone."""
+    """Return the rows to fit: timed, dense, of a framework in `STACKS`, and predicted without assumptions."""
     timed = []
     for row in rows:
         if row.case is None or not row.seconds:
@@ -91,7 +91,7 @@ class Linear(NamedTuple):
 
 
 class FitProblem(NamedTuple):
-    """Rows, and what is known of the constants before they are seen."""
+    """Rows, and the prior knowledge of the constants."""
 
     rows: Sequence[Timed]
     middle: Point
@@ -100,12 +100,12 @@ class FitProblem(NamedTuple):
     """False: the bounds of `PRIORS`, which are a GPU's, do not hold, and their spreads are `ELSEWHERE` times as wide"""
 
     def counts(self) -> list[float]:
-        """Return how much each row counts: a fold of n rows as the square root of n, for their errors are alike."""
+        """Return the weight of each row: n rows of a fold weigh sqrt(n) together, because their errors are similar."""
         sizes = Counter(row.fold for row in self.rows)
         return [sizes[row.fold] ** -0.5 for row in self.rows]
 
     def trust(self, name: str) -> float:
-        """Return what the square of a constant's distance from its middle counts."""
+        """Return the weight of the squared distance of a constant from its middle."""
         spread = prior_of(name).spread
         if not self.is_gpu:
             spread *= ELSEWHERE
@@ -133,7 +133,7 @@ def joint_problem(rows: Sequence[Timed]) -> FitProblem:
 
 
 def constants_at(point: Point, framework: str, start: Constants) -> Constants:
-    """Return the constants of a framework. What the point does not have stays; an unknown framework has speed 1."""
+    """Return the constants of a framework. Those missing in `point` stay; an unknown framework has speed 1."""
     shared = {name: math.exp(point[name]) for name in SHARED if name in point}
     return replace(start, **shared, speed=math.exp(point.get(framework, 0.0)))
 
@@ -156,7 +156,7 @@ def log_error(row: Timed, point: Point) -> float:
 
 
 def linearize(rows: Sequence[Timed], point: Point) -> Linear:
-    """Return errors and derivatives. All speeds are moved at once, for each row has one."""
+    """Return errors and derivatives. All speeds are moved at once, because each row has one."""
     errors = [log_error(row, point) for row in rows]
     slopes: dict[str, list[float]] = {}
     for name in SHARED:
@@ -174,7 +174,7 @@ def linearize(rows: Sequence[Timed], point: Point) -> Linear:
 
 
 def slopes_towards(rows: Sequence[Timed], errors: Sequence[float], moved: Point) -> list[float]:
-    """Return the change of each row's error, for a change `STEP` of the logarithm of a constant."""
+    """Return the derivative of each row's error. moved: the point with a constant's logarithm larger by `STEP`."""
     slopes = []
     for row, error in zip(rows, errors, strict=True):
         slopes.append((log_error(row, moved) - error) / STEP)
@@ -200,7 +200,7 @@ def improve(problem: FitProblem, near: Linear, counts: Sequence[float]) -> Point
 
 
 def scatter(errors: Sequence[float]) -> float:
-    """Return the median distance of errors from their median: what no speed explains, however large it is."""
+    """Return the median distance of errors from their median: it does not depend on the framework's speed."""
     middle = median(errors)
     return median(abs(error - middle) for error in errors)
 
@@ -232,7 +232,7 @@ def best_changes(
 def information(
     problem: FitProblem, slopes: dict[str, list[float]], names: Sequence[str], weights: Sequence[float]
 ) -> list[list[float]]:
-    """Return what rows and priors say of the constants: the inverse of the constants' covariance."""
+    """Return the information of rows and priors: the inverse of the constants' covariance."""
     matrix: list[list[float]] = []
     for name in names:
         row = [sum_of_products(weights, slopes[name], slopes[column]) for column in names]
@@ -282,7 +282,7 @@ def fit(problem: FitProblem, start: Point | None = None) -> Linear:
 def left_out_points(problem: FitProblem, near: Linear, names: Sequence[str]) -> dict[str, Point]:
     """Return, for each name, the constants fitted to the rows of all other names.
 
-    near: the fit to all rows, from whose linear errors the other fits start. names: of each row, what it belongs to.
+    near: the fit to all rows; the other fits start from its linear errors. names: the group of each row.
     """
     points = {}
     for name in dict.fromkeys(names):

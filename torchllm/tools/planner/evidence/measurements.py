@@ -1,7 +1,7 @@
 """Read measured layouts, one per row of a CSV file, as cases for `predict`. No torch.
 
-The columns are `cells.COLUMNS`. Published tables omit much. What a framework or a GPU settles is read as a fact
-(`stacks`, train_configs/clusters); what nothing settles is assumed and named in `MeasuredRow.assumed`, or the row is
+The columns are `cells.COLUMNS`. Published tables omit much. Cells that follow from the framework or the GPU are read as
+facts (`stacks`, train_configs/clusters); others are assumed and named in `MeasuredRow.assumed`, or the row is
 invalid and says why: nothing is assumed that changes a prediction by more than a few per cent.
 """
 
@@ -105,7 +105,7 @@ def read_row(cells: dict[str, str]) -> MeasuredRow:
 
 
 def _case(cells: Cells) -> Case:
-    """Return what a row is predicted from. ValueError or UserError says why it cannot be."""
+    """Return the case of a row. ValueError or UserError says why there is none."""
     if "RL trainer step" in cells.text("note"):
         raise ValueError("the step of a reinforcement learner: its loss is another one")
     hardware = _hardware(cells)
@@ -119,7 +119,7 @@ def _case(cells: Cells) -> Case:
 
 
 def _imbalance(cells: Cells, model: Model) -> float:
-    """Return `Case.imbalance`: a benchmark whose note says so gives each expert as many tokens."""
+    """Return `Case.imbalance`: 1 for a benchmark with the same number of tokens per expert, as its note says."""
     if not model.experts or "force-balanced" in cells.text("note"):
         return 1.0
     cells.assume(f"the busiest rank's experts have {IMBALANCE} times the mean of rows")
@@ -127,7 +127,7 @@ def _imbalance(cells: Cells, model: Model) -> float:
 
 
 def _software(cells: Cells, hardware: Hardware) -> Software:
-    """Return the framework of a row, with what the row says of it."""
+    """Return the framework of a row, with the row's settings."""
     software = stack_of(cells.text("stack"), cells.assumed)
     if not software.fsdp and cells.number_or("zero_stage", 0) == 3:  # Megatron has no ZeRO 3
         software = STACKS["deepspeed-zero3-2021"]
@@ -161,7 +161,7 @@ def _with_dispatcher(software: Software, dispatcher: str) -> Software:
 
 
 def cluster_of_row(cells: dict[str, str]) -> str:
-    """Return the cluster file of a row: the one it names, or that of its GPU. ValueError if neither is known."""
+    """Return the cluster file of a row: the one it names, or its GPU's. ValueError if neither is known."""
     name, gpu = cells.get("cluster", ""), cells.get("gpu", "")
     name = CLUSTER_ALIASES.get(name, name)
     if name.endswith(".toml") or (FOLDER / f"{name}.toml").is_file():
@@ -173,7 +173,7 @@ def cluster_of_row(cells: dict[str, str]) -> str:
 
 
 def _hardware(cells: Cells) -> Hardware:
-    """Return the cluster of a row. That of its GPU is assumed if the row's own is unknown and its network counts."""
+    """Return the cluster of a row. Its GPU's is assumed if the row's own is unknown and its network counts."""
     name = cluster_of_row(dict(cells.texts))
     hardware = _read_cluster(name)
     named = cells.text("cluster")

@@ -36,9 +36,9 @@ def own_measurements() -> list[str]:
 
 
 def pack_rows(source: str, folder: str) -> str:
-    """Write the rows of a sweep as FOLDER/NAME.csv with a README.md. Return what to do with them.
+    """Write the rows of a sweep as FOLDER/NAME.csv with a README.md. Return the next steps for the user.
 
-    Layouts that were invalid are dropped. OSError or ValueError says what is wrong, of every row.
+    Layouts that were invalid are dropped. OSError or ValueError lists the faults of every row.
     """
     rows = [row for row in read_rows(source) if row.cells.get("status") != "invalid"]
     problems = []
@@ -84,7 +84,7 @@ def row_problems(row: MeasuredRow) -> list[str]:
 
 
 def filled(cells: dict[str, str], name: str) -> dict[str, str]:
-    """Return a row with what every row of the evidence has: data set, fold, software and source."""
+    """Return a row with the columns that all rows of the evidence have: data set, fold, software and source."""
     framework = cells.get("stack", "")
     model = cells.get("model", "")
     fold = f"{framework}/{model}".lower()

@@ -1,10 +1,10 @@
-"""How far measurements were from predictions that knew nothing of them: the tables that advice is computed from.
+"""The errors of predictions on rows that the constants were not fitted to: the tables that advice is computed from.
 
-`recipes/plan.py residuals FOLDER ...` writes three tables, of which none has the figure of one row. step_errors.csv is
-what is known of the errors of steps (`step_errors`). residuals.csv has quantiles of classes of rows: of peak memory,
-and of how much slower one layout was than another one of its job, beside what was predicted. out_of_memory.csv counts
+`recipes/plan.py residuals FOLDER ...` writes three tables; none has the figure of a single row. step_errors.csv is
+the error model of steps (`step_errors`). residuals.csv has quantiles of classes of rows: of peak memory, and of the
+measured slowdown of one layout against another of its job, relative to the prediction. out_of_memory.csv counts
 which layouts ran out of memory. A residual is log(measured / predicted) of a step time, and (measured - predicted) /
-the GPU's memory of a peak: what the allocator adds to the tensors does not grow with them. A class is a framework (its
+the GPU's memory of a peak: the allocator's overhead does not grow with the tensors. A class is a framework (its
 name, its kind, or any), the axes that the layout uses, and a generation of GPUs. No torch.
 """
 
@@ -37,7 +37,7 @@ LEVELS = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)
 """shares of the rows below the quantiles of the table"""
 ANY = "any"
 SHOWN_FROM = 10
-"""rows of a class from which it is in the table: of fewer, quantiles are the rows themselves"""
+"""rows that a class needs to be in the table: with fewer, quantiles would be the rows themselves"""
 AXES = ("tp", "pp", "cp", "ep")
 SAME = "the same"
 """axes that a layout adds to another one that has them all"""
@@ -48,12 +48,12 @@ SMALLEST_DEVIATION = 1e-3
 
 
 class RowClass(NamedTuple):
-    """What rows have in common."""
+    """Properties that rows have in common."""
 
     framework: str
     """its name, its kind (`NATIVE`, `MEGATRON`) or `ANY`"""
     axes: str
-    """those of more than one rank, joined by +; of two layouts, those of the second alone; "data only" or `ANY`"""
+    """axes of more than one rank, joined by +; of two layouts, those that only the second uses; "data only" or `ANY`"""
     gpu: str
     """generation (A100, H100), or `ANY`"""
 
@@ -68,7 +68,7 @@ class Spread(NamedTuple):
 
     quantity: str
     left_out: str
-    """what the constants were not fitted to: the row's fold, or its whole framework"""
+    """rows that the constants were not fitted to: the row's fold, or its whole framework"""
     row_class: RowClass
     rows: int
     folds: int
@@ -114,7 +114,7 @@ class Spread(NamedTuple):
 
 
 def axes_of(case: Case) -> str:
-    """Return the axes that a layout uses beside data parallelism; experts are as unlike dense layers as an axis is."""
+    """Return the axes that a layout uses besides data parallelism; experts count as an axis, they change as much."""
     parallel = case.parallel
     used = [axis for axis in AXES if getattr(parallel, axis) > 1]
     if case.model.experts:
@@ -130,7 +130,7 @@ def kind_of(case: Case) -> str:
 def classes_of(case: Case) -> Iterator[RowClass]:
     """Yield the classes of a case, the one most like it first.
 
-    The axes count most: rows of the same framework that do not use them say nothing of them.
+    The axes count most: rows of the same framework without these axes do not inform it.
     """
     frameworks = (case.software.name, kind_of(case), ANY)
     gpus = (generation(case.hardware.gpu), ANY)
@@ -189,7 +189,7 @@ def points(residuals: Sequence[Residual]) -> Iterator[Point]:
 
 
 def peak_classes(case: Case) -> tuple[RowClass, ...]:
-    """Return the classes of a peak. Those of torchllm are of a GPU without a chip: no evidence for other frameworks."""
+    """Return the classes of a peak. torchllm's are measured on a GPU without a chip: they tell nothing about others."""
     if case.software.name == "torchllm":
         return (RowClass(case.software.name, ANY, ANY),)
     return (*classes_of(case), own_class(case))
@@ -229,7 +229,7 @@ def pairs(evidence: Iterable[Residual]) -> Iterator[Point]:
 
 
 def question_of(residual: Residual) -> tuple[object, ...]:
-    """Return what rows must have in common to answer one question: which layout of this job is faster?"""
+    """Return the key that rows share if they answer one question: which layout of this job is faster?"""
     case, cells = residual.case, residual.row.cells
     group = residual.left_out, residual.fold, cells.get("group", ""), cells.get("compile", "")
     machines = case.hardware.gpu, case.ranks
@@ -288,7 +288,7 @@ def write_spreads(target: str, classes: Iterable[Spread]) -> None:
 
 @lru_cache(maxsize=1)
 def read_spreads() -> dict[tuple[str, str, RowClass], Spread]:
-    """Return the table that comes with torchllm, by quantity, what was left out, and class."""
+    """Return the table that comes with torchllm, by quantity, kind of left-out rows, and class."""
     table = {}
     with TABLE.open(newline="") as opened:
         for cells in csv.DictReader(opened):
@@ -301,7 +301,7 @@ def read_spreads() -> dict[tuple[str, str, RowClass], Spread]:
 
 
 class Outcomes(NamedTuple):
-    """How many layouts ran out of memory, of those of a framework that were predicted to need such a share of it."""
+    """Number of layouts that ran out of memory, among those of a framework with this predicted share of memory."""
 
     framework: str
     share_from: float
@@ -317,7 +317,7 @@ class Outcomes(NamedTuple):
 
 OUTCOMES = Path(__file__).with_name("out_of_memory.csv")
 OUTCOMES_FROM = 100
-"""rows of a framework from which it is in that table: of fewer, a line is one row"""
+"""rows that a framework needs to be in that table: with fewer, a line would be one row"""
 SHARES = (0.0, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.5, math.inf)
 """borders of the shares of memory in out_of_memory.csv"""
 
@@ -325,7 +325,7 @@ SHARES = (0.0, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.5, math.inf)
 def outcomes(residuals: Iterable[Residual]) -> Iterator[Outcomes]:
     """Yield the outcomes by framework and share of memory, with constants not fitted to the framework.
 
-    What a layout in float8 keeps is not known well enough.
+    The activations of float8 layouts are not known well enough.
     """
     frameworks: dict[str, list[Residual]] = {}
     for residual in residuals:
@@ -361,7 +361,7 @@ def read_outcomes() -> list[Outcomes]:
 
 
 def write_residuals(folders: Sequence[str], target: str) -> str:
-    """Write the tables of all measurements in some folders into a folder; return what was read."""
+    """Write the tables of all measurements in some folders into a folder; return a summary of the rows read."""
     rows: list[MeasuredRow] = []
     lines = []
     for folder in folders:

@@ -1,4 +1,4 @@
-"""Read which kernels a row of measurements used, and what it recomputed. No torch."""
+"""Read the kernels and the recomputation of a row of measurements. No torch."""
 
 import re
 from dataclasses import replace
@@ -33,36 +33,36 @@ RECOMPUTATION = {
     "selective (core_attn)": "selective",
     "selective layer (every other)": "every_k",
 }
-"""what is recomputed, by its other names"""
+"""modes of recomputation, by their other names"""
 ELEMENTWISE = ("selective op", "selective (layernorm, moe_act)")
-"""names of what recomputes elementwise work, whatever a framework usually selects"""
+"""names of modes that recompute elementwise work, whatever a framework usually selects"""
 NO_FLOAT8 = re.compile(r"auto|(amp_)?(bf16|bfloat16|fp16|float16|float32)( .*)?")
 FLOAT8 = re.compile(
     r"(amp_)?(mx)?(float8|fp8)(-\w+|_cublas|_cublas_rceil)?( dynamic| nocompile)*"
     r"( tensorwise| rowwise| rowwise_with_gw_hp| current scaling| linears \+ grouped gemm)?( \+ fp8 all-gather)?"
 )
-"""precisions in which all products of the blocks have factors of eight bits"""
+"""precisions with 8-bit operands in all products of the blocks"""
 
 FLOAT8_SHARES = {"rowwise": 0.62, "rowwise_with_gw_hp": 0.575}
 TENSORWISE, TRANSFORMER_ENGINE = 0.8, 0.88
-"""by recipe, what products gain as a share of the ratio of peaks (2 on an H100); tensorwise: all others, MXFP8 too.
+"""by recipe, the gain of products as a share of the ratio of peaks (2 on an H100); tensorwise: all others, MXFP8 too.
 
 github.com/pytorch/ao at 36027d82, docs/source/workflows/training.md: Llama 3 8B on 8 H100 takes 1.332 s per step in
 bfloat16, 1.065 s tensorwise and 1.210 s rowwise. The blocks' products are about 0.65 s of these, so they gain 1.6 to
 1.7 and 1.23. With gradients of weights in high precision, two of three products gain. Transformer Engine casts in the
-kernels before a product, so that it gains what products alone do: on an H100 the largest reach 1,403 TFLOP/s of
+kernels before a product, so that it gains all that products gain: on an H100 the largest reach 1,403 TFLOP/s of
 1,979, and 794.5 of 989 in bfloat16 (github.com/stas00/ml-engineering, compute/accelerator)."""
 
 
 class Recomputed(NamedTuple):
-    """What is recomputed, and the software if that says more than the mode."""
+    """The recomputation of a row, and its software if the row says more than the mode."""
 
     recompute: Recompute
     software: Software
 
 
 def recompute_of(cells: Cells, software: Software) -> Recomputed:
-    """Return what a row recomputes: nothing in a table without this column.
+    """Return the recomputation of a row: none in a table without this column.
 
     ValueError if only this row does not say it, or in unknown words.
     """
@@ -93,11 +93,11 @@ def measured_kernels(cells: Cells, software: Software) -> Kernels:
 
 
 def _attention(cells: Cells, software: Software) -> AttentionKernel:
-    """Return the attention kernel of a row, or that of its framework. ValueError if its name is unknown."""
+    """Return the attention kernel of a row, or its framework's. ValueError if its name is unknown."""
     word = cells.text("attn_impl").lower()
     if not word:
         cells.assume(f"attention {software.attention}")
-    if word in ("", "flash"):  # that of the framework's time
+    if word in ("", "flash"):  # the framework's kernel at that time
         return software.attention
     kind = ATTENTION.get(word, word)
     kinds = get_args(AttentionKernel)
@@ -107,7 +107,7 @@ def _attention(cells: Cells, software: Software) -> AttentionKernel:
 
 
 def _float8_share(cells: Cells, software: Software) -> float:
-    """Return `Kernels.float8`. ValueError if the precision is not that of all products of the blocks."""
+    """Return `Kernels.float8`. ValueError if the precision does not apply to all products of the blocks."""
     word = cells.text("precision").lower()
     if not word:
         cells.assume("precision bf16")

@@ -18,7 +18,7 @@ OTHER_NAMES = {
     "zbh2": "ZB-H2",
     "zbv": "ZBVZeroBubble",
 }
-"""what others call a schedule, in small letters and digits alone"""
+"""other names of schedules, in small letters and digits alone"""
 
 
 class Degrees(NamedTuple):
@@ -42,7 +42,7 @@ class Degrees(NamedTuple):
 
 
 def parallel_of(cells: Cells, model: Model, software: Software) -> Parallel:
-    """Return the layout of a row. ValueError says what is missing, or why there is no such layout."""
+    """Return the layout of a row. ValueError names the missing cell, or says why there is no such layout."""
     degrees = _degrees(cells)
     schedule = _schedule(cells) if degrees.pp > 1 else PipelineOrder("1F1B", 0)
     is_split = cells.is_set("seq_parallel", default=software.default_sequence_parallel)
@@ -83,7 +83,7 @@ def training_of(cells: Cells, parallel: Parallel) -> Training:
 
 
 def _micro_batch(cells: Cells, data_ranks: int) -> int:
-    """Return the sequences of a micro batch: as the row says, or what the batch leaves of it."""
+    """Return the sequences of a micro batch: the row's own, or computed from the batch."""
     follows_from_batch = cells.text("global_batch_seqs") and cells.text("grad_accum")
     if cells.text("micro_batch") or not follows_from_batch:
         return cells.number("micro_batch")
@@ -103,7 +103,7 @@ def _accumulation(cells: Cells, parallel: Parallel) -> int:
 
 
 def _degrees(cells: Cells) -> Degrees:
-    """Return the degrees of a row. ValueError if they are missing, zero, or not those of its GPUs."""
+    """Return the degrees of a row. ValueError if they are missing, zero, or do not multiply to its GPUs."""
     gpus = cells.number("gpus")
     pp = cells.number_or("pp", 1)
     cp = cells.number_or("cp", 1)
@@ -112,7 +112,7 @@ def _degrees(cells: Cells) -> Degrees:
     names_data_ranks = cells.text("dp") or cells.text("dp_shard")
     if model_ranks != gpus and not names_data_ranks:
         for column in ("tp", "pp"):
-            cells.number(column)  # what a degree that is not named leaves to data parallelism is unknown
+            cells.number(column)  # a degree that is not named is unknown, and so is data parallelism
     if min(gpus, pp, cp, tp) < 1:
         raise ValueError(f"gpus {gpus}, pp {pp}, cp {cp}, tp {tp}: each must be at least 1")
     data_ranks = cells.number_or("dp", 0) or gpus // model_ranks

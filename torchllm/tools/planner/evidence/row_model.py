@@ -11,7 +11,7 @@ from torchllm.tools.planner.software import Software
 UNITS = {"M": 1e6, "B": 1e9, "T": 1e12}
 """letters after a number of parameters"""
 SAME_MODEL = 0.3
-"""largest difference of two numbers of parameters of one model: by what is counted of its ends"""
+"""largest difference of two parameter counts of one model: sources count embeddings and heads differently"""
 
 
 def model_of(cells: Cells, software: Software) -> Model:

@@ -1,8 +1,8 @@
 """Compare predictions with measurements: errors, rank correlation, regret, out of memory. No torch.
 
 An error is predicted over measured step time, minus one; `scaled` errors are after dividing by the data set's median
-ratio. Of layouts predicted alike, the one measured slowest counts as chosen. Each row is of one class, and every line
-counts all three: scored, scored under a stated assumption, unscored with the reason.
+ratio. Among layouts with equal predictions, the one measured slowest counts as chosen. Each row is of one class,
+and every line counts all three: scored, scored under a stated assumption, unscored with the reason.
 """
 
 import csv
@@ -73,7 +73,7 @@ def score_rows(rows: Iterable[MeasuredRow]) -> list[Scored]:
 
 
 def predict_file(source: str, target: str) -> str:
-    """Write a table of layouts with their predictions; return what was assumed, as text. Errors as `read_rows`."""
+    """Write a table of layouts with their predictions; return the assumptions, as text. Errors as `read_rows`."""
     scored = score_rows(read_rows(source))
     columns: dict[str, None] = {}
     for row in scored:
@@ -171,7 +171,7 @@ def _constants(scored: Sequence[Scored]) -> list[str]:
 
 
 def _remarks(scored: Sequence[Scored]) -> list[str]:
-    """Return why rows are unscored and what was assumed, each once with its number of rows."""
+    """Return why rows are unscored, and the assumptions, each once with its number of rows."""
     counts: Counter[str] = Counter()
     for row in scored:
         if row.unscored:
@@ -190,7 +190,7 @@ def _by(scored: Iterable[Scored], column: str) -> dict[str, list[Scored]]:
 
 
 def _summary(scored: Sequence[Scored]) -> dict[str, Any]:
-    """Return counts and errors of some rows; what none of them measured is missing."""
+    """Return counts and errors of some rows; figures that none of them measured are missing."""
     counts = Counter(row.row_class for row in scored)
     timed = [row for row in scored if row.error is not None]
     summary: dict[str, Any] = {"rows": len(scored)}
@@ -370,7 +370,7 @@ LEGEND = (
     "oom: % of rows that fit or ran out of memory as predicted; regret: % that the layout predicted fastest is slower",
     "than the one measured fastest",
 )
-"""what the columns say"""
+"""legend of the columns"""
 _HEADER = " " * 54 + "".join(f"{name:>9s}" for name in _COLUMNS)
 
 

@@ -1,6 +1,6 @@
 """The frameworks whose measurements are published: facts of each, and a speed that `evidence.fit` gives. No torch.
 
-A framework is a class of facts, one per line: what differs from the class that it derives from, in the end from
+A framework is a class of facts, one per line: its differences from its base class, in the end from
 torchllm. `STACKS` has them by name, with the fitted constants.
 """
 
@@ -11,7 +11,7 @@ from torchllm.tools.planner.software import AttentionKernel, Constants, Software
 
 @dataclass(frozen=True)
 class Megatron(Software):
-    """github.com/NVIDIA/Megatron-LM before its core became a library: what all its versions share."""
+    """github.com/NVIDIA/Megatron-LM before its core became a library: common to all its versions."""
 
     gradients: float = 4.0
     states: float = 12.0
@@ -77,8 +77,8 @@ class AlephAlpha(Megatron):
     dropout: bool = False
     fused_elementwise: bool = False
     plain_norm: tuple[float, float] = (80.0, 60.0)  # fitted to its rows with and without a kernel for norms
-    fused_scores: float = 5.0  # as with dropout, though Llama has none: the boundary of what ran out of memory says so
-    keeps_gathered: bool = True  # its norms gather, its products keep what they read (core/nn)
+    fused_scores: float = 5.0  # as with dropout, though Llama has none: fitted to the rows that ran out of memory
+    keeps_gathered: bool = True  # its norms gather, its products keep their inputs (core/nn)
     gate_apart: bool = True  # core/nn/mlp.py: two column-parallel products, each with its all-reduce
     # torch's own loss, of logits that the pipeline's last stage keeps as its result
     whole_logits: bool = True
@@ -103,7 +103,8 @@ class Nanotron(Megatron):
     default_sequence_parallel: bool = True  # its benchmark's tp_mode is REDUCE_SCATTER
     keeps_gathered: bool = True
     temporary_gradients: float = 2.0
-    # optim/gradient_accumulator.py, distributed.py: buckets of DistributedDataParallel, or what ZeRO-1's reduce_scatter
+    # optim/gradient_accumulator.py, distributed.py: buckets of DistributedDataParallel, or the flat buffer of ZeRO-1's
+    # reduce_scatter
     # is flattened in
     gradient_copies: float = 2.0
     overlaps_reduction: bool = True
@@ -275,7 +276,7 @@ SPEEDS = {
 }
 """`Constants.speed` of the frameworks whose rows `evidence.fit` fits"""
 ALLOCATORS = {"nanotron-2025": 1.06}
-"""`Constants.allocator` of the frameworks that differ from what all others share"""
+"""`Constants.allocator` of the frameworks that differ from the default"""
 
 
 def _stack(name: str, facts: Software) -> Software:
@@ -302,7 +303,7 @@ OTHER_NAMES = {
     "fms-fsdp-2024": "fms-fsdp",
     "prime-rl (fsdp2)": "prime-rl",
 }
-"""names of stacks in tables, in small letters, and what they are here"""
+"""lower-case names of stacks in tables, and their names here"""
 KINDS = {
     "nanotron": "nanotron-2025",
     "llm-foundry": "llm-foundry-2023",

@@ -1,15 +1,15 @@
 """How wrong a predicted step may be: a spread that each of its terms has, fitted to steps that were left out. No torch.
 
 The error of a step is log(measured / predicted). Its terms are known unequally well: a matrix product to a few per
-cent, what kernels wait for each other to a factor. So an error's variance is taken as a sum over sources,
+cent, the waiting of kernels for each other to a factor. So an error's variance is taken as a sum over sources,
 
     variance = (factor of the framework)^2 x sum over sources of (share of the step x deviation of the source)^2
 
 where a source is a term of the prediction, or something that concerns the whole step (`WHOLE_STEP`). The deviations are
-those with which a Student's t distribution makes the errors likeliest (Lange, Little and Taylor 1989, J. Am. Stat.
+fitted by maximum likelihood under a Student's t distribution (Lange, Little and Taylor 1989, J. Am. Stat.
 Assoc. 84), found by minorization (Zhou, Hu, Zhou and Lange 2019, J. Comput. Graph. Stat. 28). The 90 % interval is a
 quantile of |error| / deviation over the rows (split conformal prediction; Lei et al. 2018, J. Am. Stat. Assoc. 113),
-widened by what so few independent units cannot tell: rows of one fold err alike.
+widened because so few independent units are a small sample: errors within a fold are similar.
 """
 
 import csv
@@ -27,7 +27,7 @@ from torchllm.tools.planner.predict import Prediction
 TABLE = Path(__file__).with_name("step_errors.csv")
 HEADER = ("left_out", "what", "name", "value")
 Knowledge = Literal["fold", "framework"]
-"""what the constants were not fitted to"""
+"""rows that the constants were not fitted to"""
 KNOWLEDGE: tuple[Knowledge, ...] = ("fold", "framework")
 
 EVERY_STEP = "every step"
@@ -47,11 +47,11 @@ RARELY_FOLDS = 6
 DEGREES = 4.0
 """degrees of freedom of Student's t distribution: errors have heavier tails than a normal distribution's"""
 ROUNDS, CLOSE = 60, 1e-3
-"""most rounds of a fit, and the relative change of a deviation at which it ends"""
+"""limits of a fit: the number of rounds, and the relative change of a deviation that ends it"""
 SMALL = 0.1
 """standardized error below which a row says no more of its framework's factor: no run is exactly as predicted"""
 PRIOR_FOLDS = 1.0
-"""folds as which the factor 1 counts beside the folds of a framework"""
+"""weight of the factor 1 against the folds of a framework, in folds"""
 COVERED = 0.9
 """share of the steps that an interval shall hold"""
 NORMAL_EDGE = NormalDist().inv_cdf((1 + COVERED) / 2)
@@ -59,7 +59,7 @@ NORMAL_EDGE = NormalDist().inv_cdf((1 + COVERED) / 2)
 
 
 class StepError(NamedTuple):
-    """The error of one step, and what it may be due to."""
+    """The error of one step, and its possible sources."""
 
     error: float
     """log of measured over predicted seconds"""
@@ -70,7 +70,7 @@ class StepError(NamedTuple):
     gpu: str
     """generation"""
     unit: str
-    """what is left out together: rows of different units err independently"""
+    """unit of cross-validation: errors of rows from different units are independent"""
 
 
 class StepInterval(NamedTuple):
@@ -81,7 +81,7 @@ class StepInterval(NamedTuple):
     rows: int
     folds: int
     factor: float
-    """how far off the framework's steps are beside others; 1 if it was not measured"""
+    """size of the framework's errors relative to other frameworks; 1 if it was not measured"""
     widest: str
     """source that adds most to the variance"""
 
@@ -92,7 +92,7 @@ class StepInterval(NamedTuple):
 
 
 class ErrorModel(NamedTuple):
-    """What left-out errors say of the error of another step."""
+    """The error model: left-out errors predict the error of another step."""
 
     deviations: dict[str, float]
     """by source"""
@@ -128,7 +128,7 @@ class ErrorModel(NamedTuple):
 
 
 ErrorModels = dict[Knowledge, ErrorModel]
-"""by what the constants were not fitted to"""
+"""by kind of left-out rows"""
 
 
 def prior_deviation(source: str) -> float:
@@ -159,10 +159,10 @@ def generation(gpu: str) -> str:
 
 
 def fit_errors(errors: Sequence[StepError], with_factors: bool, start: ErrorModel | None = None) -> ErrorModel:
-    """Return the model in which these errors are likeliest.
+    """Return the maximum-likelihood model of these errors.
 
-    with_factors: whether a framework has one, as it should where other folds of it are known. start: a model of nearly
-    the same errors, from which the fit is faster. Without errors it is that of the priors.
+    with_factors: whether frameworks get a factor, which needs other folds of the same framework. start: a model of
+    nearly the same errors, which makes the fit faster. Without errors the priors are returned.
     """
     if not errors:
         return ErrorModel({}, {}, {}, NORMAL_EDGE, 0, 0)
@@ -203,7 +203,7 @@ def fit_deviations(
 ) -> dict[str, float]:
     """Return the deviations of the sources that make the errors likeliest, by minorization.
 
-    Each round multiplies the variance of a source by the square root of what the errors that it explains are, over what
+    Each round multiplies the variance of a source by the square root of observed over expected squared errors,
     they were to be expected: it never makes the errors less likely.
     """
     names = sorted({name for shares in sources for name in shares})
@@ -235,7 +235,7 @@ def fit_deviations(
 
 
 def fit_factors(errors: Sequence[StepError], counts: Sequence[float], model: ErrorModel) -> dict[str, float]:
-    """Return how far off each framework's steps are beside others': the mean of its folds, drawn towards 1.
+    """Return the size of each framework's errors relative to others: the mean of its folds, drawn towards 1.
 
     The fewer folds there are, the closer the factor is to 1.
     """
@@ -273,7 +273,7 @@ def effective_number(weights: Iterable[float]) -> float:
 def covering_size(sizes: Sequence[float], counts: Sequence[float], errors: Sequence[StepError]) -> float:
     """Return the size that 90 % of unseen standardized errors do not exceed.
 
-    The quantile's level is that of n + 1 folds, of which the unseen one may be the worst (Lei et al. 2018). The more
+    The quantile's level is computed for n + 1 folds: the unseen one may be the worst (Lei et al. 2018). The more
     the units are that could be left out, the less the deviations themselves may be wrong: Student's t distribution over
     the normal one.
     """
@@ -312,7 +312,7 @@ def wider_than_normal(degrees: float) -> float:
 
 
 def write_error_models(target: str, models: ErrorModels) -> None:
-    """Write the table of what is known of the errors of steps."""
+    """Write the table of the error model of steps."""
     with open(target, "w", newline="") as opened:
         writer = csv.writer(opened, lineterminator="\n")
         writer.writerow(HEADER)

@@ -1,4 +1,4 @@
-"""Choose a layout that one can rent GPUs on: not only the fastest, but one that is simple, and that will fit. No torch.
+"""Choose the simplest layout that is almost as fast as the fastest and fits in memory. No torch.
 
 Of each level of simplicity, in the order of `LEVELS_OF_SIMPLICITY`, the fastest layout is taken that leaves room in
 memory. The one with the least step time *in the bad case* is the fastest to bet on: a layout of a kind that has hardly
@@ -26,13 +26,13 @@ from torchllm.tools.planner.search.validity import (
 )
 
 AS_FAST = 0.02
-"""share of the fastest layout's step time that is within what nobody can predict"""
+"""share of the fastest layout's step time that is below any prediction's error"""
 SMALL_LOSS = 0.03
 """expected loss that is worth a simpler layout, if it may also be no loss"""
 
 
 TRIES, STEP_DOWN = 8, 0.01
-"""searches for a layout whose own limit of memory is kept, and the share by which each gets less memory at least"""
+"""searches for a layout within the limit of its own memory, and the share of memory that each search takes away"""
 
 
 class Level(NamedTuple):
@@ -54,7 +54,7 @@ LEVELS_OF_SIMPLICITY = (
 
 
 class Pick(NamedTuple):
-    """A layout that one may choose, and what it costs in the bad case."""
+    """A layout to choose, with its pessimistic estimate."""
 
     title: str
     ranked: Ranked
@@ -92,15 +92,15 @@ class Advice(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """The step time of a simple layout over that of another one."""
+    """The step time of a simple layout divided by another layout's."""
 
     predicted: float
     interval: tuple[float, float]
     """of 90 % of the pairs of rows like them"""
     mean: float
-    """geometric, which does not depend on which of the two is divided by the other"""
+    """geometric, so that it does not depend on the order of the two"""
 
-    def may_be_no_loss(self) -> bool:
+    def within_error(self) -> bool:
         """Return whether the simple layout is as good a choice, as far as measurements can tell."""
         low, high = self.interval
         return low <= 1 <= high and self.mean - 1 <= SMALL_LOSS
@@ -132,7 +132,7 @@ def advise(job: Job, outcome: Found) -> Advice:
 
 
 def pick(title: str, job: Job, ranked: Ranked) -> Pick:
-    """Return a layout with what it costs in the bad case."""
+    """Return a layout with its pessimistic estimate."""
     verdict = judge(job.case(ranked.layout), ranked.prediction)
     return Pick(title, ranked, verdict.fits, verdict.seconds, verdict.out_of_memory)
 
@@ -197,7 +197,7 @@ def simplest(job: Job, candidates: Sequence[Ranked], bet: Ranked) -> tuple[Ranke
         slower = f"it is predicted {ratio.predicted - 1:.1%} slower than the fastest to bet on, which needs {name}"
         if ratio.predicted <= 1 + AS_FAST:
             return simple, slower
-        if ratio.may_be_no_loss():
+        if ratio.within_error():
             low, high = ratio.interval
             pairs = f"pairs of measured layouts say {low:.2f} to {high:.2f} times its step, {ratio.mean:.2f} on average"
             return simple, f"{slower}; {pairs}"
@@ -205,7 +205,7 @@ def simplest(job: Job, candidates: Sequence[Ranked], bet: Ranked) -> tuple[Ranke
 
 
 def ratio_of(job: Job, simple: Ranked, complex: Ranked) -> Ratio:
-    """Return the step time of the simple layout over the complex one's, with what pairs of measured rows say of it."""
+    """Return the step time of the simple layout divided by the complex one's, with the spread of measured pairs."""
     predicted = simple.prediction.step / complex.prediction.step
     spread = reversed_spread(spread_of_pair(job.case(simple.layout), job.case(complex.layout)))
     low, high = spread.interval
@@ -218,7 +218,7 @@ def reversed_spread(spread: Spread) -> Spread:
 
 
 def pick_lines(choice: Pick, first: Ranked) -> Iterator[str]:
-    """Yield a line with the layout, and one with what it costs, in the bad case too."""
+    """Yield a line with the layout, and one with its expected and its pessimistic step time."""
     prediction = choice.ranked.prediction
     low, high = choice.seconds
     comparison = ""
@@ -233,7 +233,7 @@ def pick_lines(choice: Pick, first: Ranked) -> Iterator[str]:
 
 
 def advice_lines(advice: Advice) -> Iterator[str]:
-    """Yield the three picks, the rule that decided, and what the intervals are from."""
+    """Yield the three picks, the rule that decided, and the sources of the intervals."""
     shown: dict[Layout, Pick] = {}
     for choice in advice.picks:
         layout = choice.ranked.layout

@@ -60,7 +60,7 @@ def choose_layouts(config: C, world_size: int, written: Collection[str], count: 
 
 
 def _line(advice: Advice, layouts: str, is_float8: bool) -> str:
-    """Return a line that describes the first pick. layouts: from which it was picked."""
+    """Return a line that describes the first pick. layouts: description of the layouts it was picked from."""
     layout, prediction = advice.first
     memory = f"{prediction.memory.total / GIB:.3g} GiB per GPU"
     line = f"{layout.text()}: first pick of {layouts}, predicted {prediction.step:.3g} s per step, {memory}"
@@ -136,7 +136,7 @@ def case_of(config: Config, hardware: Hardware) -> Case:
 
 
 def job_of(config: Config, world_size: int, written: Collection[str], hardware: Hardware) -> Job:
-    """Return what is to be planned: what the run sets is fixed, the rest is open."""
+    """Return the question to the planner: keys that the run sets are fixed, others are open."""
     fixed: dict[str, Any] = {}
     if "training.micro_batch_size" in written:
         fixed["micro_batch_size"] = config.training.micro_batch_size

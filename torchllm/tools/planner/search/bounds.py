@@ -1,8 +1,8 @@
-"""Lower bounds of the time and memory of layouts, by which `search` leaves out whole groups. No torch.
+"""Lower bounds of the time and memory of layouts: `search` uses them to skip whole groups. No torch.
 
-A bound of a group is what the cost model says of its layouts if what is open costs nothing. `Bounds.shared` bounds the
-time of all schedules and shardings, `Bounds.scheduled` that of one schedule, with `Bounds.tail` of one sharding too;
-`Bounds.shared_memory` bounds the memory of all schedules, `Bounds.held` that of a layout, `Bounds.needed` that of its
+A bound of a group is the prediction of the cost model with all open settings at no cost. `Bounds.shared` bounds the
+time of all schedules and shardings, `Bounds.scheduled` the time of one schedule, with `Bounds.tail` of one sharding
+too; `Bounds.shared_memory` bounds the memory of all schedules, `Bounds.held` of one layout, `Bounds.needed` of its
 shardings under one ZeRO stage.
 """
 
@@ -95,20 +95,20 @@ class StageSplit(NamedTuple):
     groups: list[RankGroup]
 
 
-class UnderWay(NamedTuple):
-    """What the first rank holds at the end of a forward, or as a backward begins."""
+class InFlight(NamedTuple):
+    """Memory of the first rank at the end of a forward, or as a backward begins."""
 
-    flying: Counter[StageSize]
+    activations: Counter[StageSize]
     """micro batches whose activations it holds, by their stage"""
-    graded: Counter[StageSize]
+    gradients: Counter[StageSize]
     """stages that have whole gradients"""
     backward: StageSize | None
     """the stage whose backward begins"""
 
-    def is_within(self, larger: "UnderWay") -> bool:
+    def is_within(self, larger: "InFlight") -> bool:
         """Return whether another one holds as much of everything."""
         is_alike = self.backward == larger.backward
-        return is_alike and self.flying <= larger.flying and self.graded <= larger.graded
+        return is_alike and self.activations <= larger.activations and self.gradients <= larger.gradients
 
 
 class BlockBytes(NamedTuple):
@@ -117,11 +117,11 @@ class BlockBytes(NamedTuple):
     kept: float
     """until the backward"""
     backward: float
-    """more, or less, at the worst moment of the last block's backward at which its weights are still gathered"""
+    """more, or less, at the peak of the last block's backward while its weights are still gathered"""
 
     @classmethod
     def of(cls, stage: StageSize, activations: ActivationsOfStage, of_blocks: ActivationsOfBlocks) -> "BlockBytes":
-        """Return those of a stage whose blocks keep `activations`."""
+        """Return the bytes of a stage whose blocks keep `activations`."""
         if not stage.blocks:
             return cls(activations.held, 0.0)
         last, recomputed = of_blocks.usual, activations.usual.recomputed
@@ -140,7 +140,7 @@ class StageCosts(NamedTuple):
 
 
 class Bounds:
-    """The bounds of one job's layouts. What layouts share is computed once, stored by the settings that decide it."""
+    """The bounds of one job's layouts. Results are cached under the settings that decide them."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -157,7 +157,7 @@ class Bounds:
         self._needed: dict[Layout, float] = {}
         self._standing: dict[Key, float] = {}
         self._shared_standing: dict[Key, float] = {}
-        self._under_way: dict[Key, list[UnderWay]] = {}
+        self._under_way: dict[Key, list[InFlight]] = {}
         self._parameters: dict[Key, float] = {}
         self._block_bytes: dict[Key, dict[StageSize, BlockBytes]] = {}
 
@@ -294,9 +294,9 @@ class Bounds:
             largest = 0.0
             for under_way in self.under_way(layout):
                 comes_and_goes = gradients = 0.0
-                for size, count in under_way.flying.items():
+                for size, count in under_way.activations.items():
                     comes_and_goes += count * bytes_of_size[size].kept
-                for size, count in under_way.graded.items():
+                for size, count in under_way.gradients.items():
                     gradients += software.gradients * count * self.parameters(layout, size)
                 if under_way.backward:
                     comes_and_goes += bytes_of_size[under_way.backward].backward - freed_head
@@ -305,7 +305,7 @@ class Bounds:
         return self._in_flight[layout]
 
     def _buffers(self, layout: Layout, stages: Sequence[StageSize]) -> float:
-        """Return the bytes in which a rank with these stages receives."""
+        """Return the bytes of the receive buffers of a rank with these stages."""
         if layout.pp == 1:
             return 0.0
         key = layout.cp, layout.tp, layout.micro_batch_size, layout.sequence_parallel
@@ -315,7 +315,7 @@ class Bounds:
         return receiving_buffers(stages, self.micro_batches(layout), self._boundaries[key])
 
     def _freed_head(self, layout: Layout) -> float:
-        """Return the bytes of the head's weights, which the only backward of a step frees before those of blocks."""
+        """Return the bytes of the head's weights, if a step's only backward frees them before the blocks' weights."""
         if layout.pp > 1 or self.micro_batches(layout) > 1:
             return 0.0
         return self.job.software.gathered * head_size(self.job.model) / layout.tp
@@ -410,8 +410,8 @@ class Bounds:
         """Return the micro batches of a step on one data rank."""
         return self.job.training.global_batch_size // (layout.micro_batch_size * layout.data_ranks)
 
-    def under_way(self, layout: Layout) -> list[UnderWay]:
-        """Return what the first rank holds at the actions at which it may hold most."""
+    def under_way(self, layout: Layout) -> list[InFlight]:
+        """Return the states of the first rank that may be its peak."""
         key = *_split_key(layout), self.micro_batches(layout)
         if key not in self._under_way:
             self._under_way[key] = _under_way_of(self.job.case(layout), self.stage_split(layout).first_rank)
@@ -419,27 +419,27 @@ class Bounds:
 
 
 def _split_key(layout: Layout) -> Key:
-    """Return what decides the sizes of the stages: with every_k also which of their blocks are recomputed."""
+    """Return the settings that decide the sizes of the stages: with every_k also which blocks are recomputed."""
     return layout.pp, layout.schedule, layout.virtual_stages, layout.recompute == "every_k"
 
 
-def _under_way_of(case: Case, stages: Sequence[StageSize]) -> list[UnderWay]:
-    """Return what the first rank, which has these stages, holds at those of its actions that are within no other one.
+def _under_way_of(case: Case, stages: Sequence[StageSize]) -> list[InFlight]:
+    """Return the states of the first rank, with these stages, that no other state exceeds in everything.
 
-    Of backwards those before any weights are freed, which are gathered once per step.
+    A backward counts before it frees any weights, because these are gathered once per step.
     """
     parallel = case.parallel
     moments = of_rank(parallel.schedule, parallel.pp, parallel.stages_per_rank, case.micro_batches, rank=0)
-    largest: list[UnderWay] = []
+    largest: list[InFlight] = []
     for moment in moments:
         is_backward = moment.kind in "BI"
         if moment.kind == "W" or (is_backward and REDUCED in moment.graded):
             continue
-        under_way = UnderWay(Counter(), Counter(), stages[moment.stage] if is_backward else None)
+        under_way = InFlight(Counter(), Counter(), stages[moment.stage] if is_backward else None)
         for size, count, graded in zip(stages, moment.flying, moment.graded, strict=True):
-            under_way.flying[size] += count
+            under_way.activations[size] += count
             if parallel.pp > 1 and graded == WHOLE:
-                under_way.graded[size] += 1
+                under_way.gradients[size] += 1
         if not any(under_way.is_within(larger) for larger in largest):
             largest = [smaller for smaller in largest if not smaller.is_within(under_way)]
             largest.append(under_way)

@@ -1,4 +1,4 @@
-"""Say why a plan takes another layout than the user's: term by term, part by part of the memory, and by which rule.
+"""Say why a plan takes another layout than the user's: by term, by part of the memory, and by the rule that decided.
 
 No torch.
 """
@@ -24,7 +24,7 @@ GIB = 2**30
 
 
 def compare(job: Job, layout: Layout, advice: Advice) -> Iterator[str]:
-    """Yield lines on a layout beside the first pick."""
+    """Yield lines that compare a layout with the first pick."""
     yours, first = Ranked(layout, predict(job.case(layout))), advice.first
     yield from pick_lines(pick("yours", job, yours), first)
     yield from pick_lines(advice.simple._replace(title="first pick"), first)
@@ -65,12 +65,12 @@ class Line(NamedTuple):
 
     @property
     def difference(self) -> float:
-        """What yours has more of than the first pick."""
+        """Excess of yours over the first pick."""
         return self.yours - self.first
 
 
 def why_not(job: Job, yours: Ranked, advice: Advice) -> str:
-    """Return the rule by which a layout is not the first pick."""
+    """Return the rule that a layout fails, so that it is not the first pick."""
     too_large = _why_too_large(job, yours)
     if too_large:
         return too_large
@@ -110,7 +110,7 @@ def _why_too_large(job: Job, yours: Ranked) -> str:
 
 
 def _largest_part(yours: Ranked) -> str:
-    """Return what takes most of a layout's memory."""
+    """Return the largest part of a layout's memory."""
     parts = yours.prediction.memory._asdict()
     largest = max(parts, key=lambda name: parts[name])
     return f"most of it is {largest}, {parts[largest] / GIB:.1f} GiB"

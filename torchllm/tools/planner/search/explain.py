@@ -1,6 +1,6 @@
-"""Explain a search in words: a table of its layouts, why the first is first, what to change if nothing fits.
+"""Explain a search in words: a table of its layouts, why the first is first, changes to try if nothing fits.
 
-No torch. Every sentence states predictions: the winner's, and those of layouts that differ from it in one setting.
+No torch. Every sentence states predictions: of the winner, and of layouts that differ from it in one setting.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from torchllm.tools.planner.search.validity import judge
 
 GIB = 2**30
 FURTHER = (2, 4, 8, 16, 32)
-"""factors by which GPUs are added, or sequences shortened, to find something that fits"""
+"""factors to try for more GPUs, or shorter sequences, until a layout fits"""
 DEGREES = ("pp", "data", "cp", "tp")
 """fields of `DegreeMesh`"""
 SMALL = 1 / 1000
@@ -65,7 +65,7 @@ def _budget_heading(purchase: Purchase) -> str:
 
 
 def _budget(figures: dict[str, Any]) -> str:
-    """Return what the whole training costs; empty if its tokens are unknown."""
+    """Return the cost of the whole training; empty if its tokens are unknown."""
     if "days" not in figures:
         return ""
     columns = f" {figures['days']:6.1f} {figures['gpu_hours']:11,.0f}"
@@ -75,7 +75,7 @@ def _budget(figures: dict[str, Any]) -> str:
 
 
 def ranking_table(job: Job, best: Sequence[Ranked], purchase: Purchase = NO_PURCHASE) -> Iterator[str]:
-    """Yield a heading, then two lines per layout: what it costs and is; where its time goes, the largest term first."""
+    """Yield a heading, then two lines per layout: its cost and settings; the terms of its step, the largest first."""
     budget = _budget_heading(purchase)
     yield f"      step s    MFU    HFU    GiB           tokens/s  PFLOP/s{budget}  layout"
     for number, ranked in enumerate(best, start=1):
@@ -110,8 +110,8 @@ def terms(prediction: Prediction) -> str:
 def why(job: Job, winner: Ranked) -> list[str]:
     """Return a sentence on where the winner's time goes, and up to three on layouts that differ in one setting.
 
-    Of each setting (a degree, recomputation, the micro batch) the best layout with another value is compared: what it
-    costs, and which term or how many missing bytes are the reason.
+    For each setting (a degree, recomputation, the micro batch) the best layout with another value is compared: its
+    cost, and the term or the missing memory that explains it.
     """
     compared = []
     for layouts in one_change(job, winner.layout):
@@ -144,7 +144,7 @@ def _fastest(job: Job, layouts: Sequence[Layout]) -> Layout:
 
 
 def one_change(job: Job, layout: Layout) -> Iterator[list[Layout]]:
-    """Yield a list of layouts for each change of one setting; what has to follow the change varies within the list."""
+    """Yield a list of layouts for each change of one setting; settings that must follow vary within the list."""
     mesh = mesh_of(layout)
     degrees = mesh._asdict()
     for doubled, halved in permutations(DEGREES, 2):
@@ -194,7 +194,7 @@ COMPARED_KEYS = ("tp", "pp", "cp", "ep", "recompute", "micro_batch_size", "data_
 
 
 def _compare(job: Job, winner: Ranked, changed: Ranked) -> str:
-    """Return a sentence on what another layout costs beside the winner."""
+    """Return a sentence on the cost of another layout relative to the winner."""
     prediction, best = changed.prediction, winner.prediction
     settings = " and ".join(_changed_settings(winner.layout, changed.layout))
     sentence = f"With {settings}, a step {_time_beside(prediction.step, best.step)}"
@@ -214,7 +214,7 @@ def _changed_settings(old: Layout, new: Layout) -> Iterator[str]:
 
 
 def _time_beside(step: float, best: float) -> str:
-    """Return how long a step takes beside the best one."""
+    """Return the duration of a step relative to the best one."""
     slower = step / best - 1
     if abs(slower) < NO_DIFFERENCE:
         return "takes the same time"
@@ -222,7 +222,7 @@ def _time_beside(step: float, best: float) -> str:
 
 
 def _reasons(prediction: Prediction, best: Prediction) -> Iterator[str]:
-    """Yield the term of which a step has most more than the best one, and that of which it has most less."""
+    """Yield the term with the largest increase over the other step, and the one with the largest decrease."""
     differences = {}
     for name in best.terms | prediction.terms:
         differences[name] = prediction.terms.get(name, 0.0) - best.terms.get(name, 0.0)
@@ -246,7 +246,7 @@ def rejections(outcome: Found) -> Iterator[str]:
 
 
 def misses(job: Job, outcome: Found) -> Iterator[str]:
-    """Yield a line for each layout that would have won but does not fit, with what it lacks."""
+    """Yield a line for each layout that would have won but does not fit, with its missing memory."""
     capacity = _gib(job.hardware.memory)
     best = outcome.best[0].prediction.step
     for miss in outcome.misses:
@@ -283,7 +283,7 @@ def fits_nowhere(job: Job, outcome: Found) -> str:
 
 
 def _enough_gpus(job: Job) -> int:
-    """Return the first larger number of GPUs on which a layout fits; 0 if the cluster has too few."""
+    """Return the next larger number of GPUs that a layout fits on; 0 if the cluster has too few."""
     for factor in FURTHER:
         larger = replace(job, gpus=factor * job.gpus)
         if larger.gpus > job.hardware.links[-1].gpus:
@@ -294,7 +294,7 @@ def _enough_gpus(job: Job) -> int:
 
 
 def _short_enough_sequence(job: Job) -> int:
-    """Return the first smaller sequence length with which a layout fits; 0 if none does."""
+    """Return the next smaller sequence length that a layout fits with; 0 if none does."""
     for factor in FURTHER:
         length = job.training.sequence_length // factor
         if length:

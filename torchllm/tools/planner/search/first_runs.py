@@ -1,6 +1,6 @@
 """Which runs of a job to measure first, where its framework has not been measured on its GPU. No torch.
 
-They are those to which `plan.py calibrate` is expected to lower the error of the job's other runs most
+They are the runs that are expected to lower the error of the job's other runs most in `plan.py calibrate`
 (`evidence/design.py`). Candidates are the fastest layout of each level of simplicity, and those that differ from the
 first pick in one setting; all leave room in memory. `plan.py score --first-runs` compares such a choice with random
 ones, on published runs.

@@ -1,8 +1,8 @@
 """Enumerate the layouts of a model on a number of GPUs that the config accepts, and say why others are refused.
 
-No torch. A layout is a mesh (pp x data-parallel ranks x cp x tp), how a step is cut (micro batch, schedule), what is
-sharded (HSDP's two degrees, ZeRO stage) and what is kept (recomputation, sequence parallelism). Of layouts that run
-alike one is listed: without pp one schedule, without cp one method, without sharding one ZeRO stage; DDP has one data
+No torch. A layout is a mesh (pp x data-parallel ranks x cp x tp), the parts of a step (micro batch, schedule), the
+sharding (HSDP's two degrees, ZeRO stage) and the kept activations (recomputation, sequence parallelism). Of equivalent
+layouts one is listed: without pp one schedule, without cp one method, without sharding one ZeRO stage; DDP has one data
 axis; segments and intervals of recomputation are the default ones. A rank has at most 4 virtual stages, or any number
 that cuts the blocks evenly.
 """
@@ -49,7 +49,7 @@ ContextMethod = Literal["ring", "ulysses"]
 MODES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
 RECOMPUTE = {mode: Recompute(mode=mode) for mode in MODES}
 UNEVEN_STAGES = 4
-"""virtual stages up to which they need not cut the blocks evenly"""
+"""largest number of virtual stages that need not divide the blocks evenly"""
 
 
 class Layout(NamedTuple):
@@ -136,7 +136,7 @@ class ShardingDegrees(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """What to plan: a model, a batch, machines, and the keys that are already decided."""
+    """The question to the planner: a model, a batch, machines, and the keys that are already set."""
 
     model: Model
     training: Training
@@ -152,7 +152,7 @@ class Job:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """fields of `Layout` that the run sets; all others are searched"""
     imbalance: float = IMBALANCE
-    """with experts: rows of the busiest rank's experts over those of an average rank"""
+    """with experts: rows of the busiest rank's experts, divided by the average over ranks"""
 
     @cached_property
     def software(self) -> Software:
@@ -166,7 +166,7 @@ class Job:
         return [value for value in values if self.fixed.get(key, value) == value]
 
     def compile_of(self, layout: Layout) -> Compile:
-        """Return what torch.compile compiles in this layout: whole blocks, or what it else can."""
+        """Return the parts that torch.compile compiles in this layout: whole blocks, or smaller parts."""
         return self._compiled[_can_compile_blocks(layout.pp, layout.schedule, layout.cp, layout.recompute)]
 
     @property
@@ -176,7 +176,7 @@ class Job:
 
     @cached_property
     def _compiled(self) -> tuple[Compile, Compile]:
-        """What is compiled if blocks cannot be, and if they can."""
+        """The compiled parts if blocks cannot be compiled, and if they can."""
         on_gpu = self.hardware.is_gpu  # a CPU needs a compiler, which may not be there
         if self.compile is None:
             norm = on_gpu and self.model.features.norm == "rms"
@@ -210,14 +210,14 @@ class Job:
         )
 
     def parallel(self, layout: Layout, base: Parallel | None = None) -> Parallel:
-        """Return [parallel] with this layout; its other keys are those of `base`."""
+        """Return [parallel] with this layout; other keys are taken from `base`."""
         values = layout._asdict()
         del values["micro_batch_size"], values["recompute"]
         values["scatter_gather"] = self.training.sequence_length // layout.cp % layout.tp == 0
         return replace(base, **values) if base else Parallel(**values)
 
     def config(self, base: C, layout: Layout) -> C:
-        """Return a run's config with this layout; its other keys are those of `base`."""
+        """Return a run's config with this layout; other keys are taken from `base`."""
         training = replace(
             base.training,
             micro_batch_size=layout.micro_batch_size,
@@ -315,8 +315,8 @@ class Job:
         """Return whether no layout with fewer cp ranks gives each rank the same work; True if the run sets these keys.
 
         Let n > 1 divide both cp and the micro batch. With cp / n ranks, 1 / n of the sequences in a micro batch and n
-        times the data ranks, a rank has as many tokens and shares its weights with as many ranks, but sends less over
-        cp, or nothing.
+        times the data ranks, a rank has the same number of tokens and shares its weights with the same number of ranks,
+        but sends less over cp, or nothing.
         """
         if {"cp", "dp_shard", "micro_batch_size"} & self.fixed.keys():
             return True

@@ -1,4 +1,4 @@
-"""What a training costs in days and money, restarts included. No torch.
+"""The cost of a training in days and money, restarts included. No torch.
 
 Failures come at random, on average one per `hours_between_failures` of the whole job. Each loses half a save interval,
 on average, and the time until the job trains again (Young 1974; Daly 2006, docs/references.md). That time is itself
@@ -12,7 +12,7 @@ from torchllm.config.errors import UserError
 
 
 class Purchase(NamedTuple):
-    """What the user says of the training and of the machines."""
+    """The user's terms: the length of the training, the price and reliability of the machines."""
 
     tokens: float = 0.0
     """of the whole training; 0: unknown"""
@@ -49,7 +49,7 @@ NO_PURCHASE = Purchase()
 
 
 class Bill(NamedTuple):
-    """What a whole training costs."""
+    """The cost of a whole training."""
 
     days: float
     gpu_hours: float
@@ -59,7 +59,7 @@ class Bill(NamedTuple):
 
 
 def bill(purchase: Purchase, step_seconds: float, tokens_per_step: int, gpus: int) -> Bill:
-    """Return what a training costs. UserError if failures come faster than the job restarts."""
+    """Return the cost of a training. UserError if failures come faster than the job restarts."""
     lost = purchase.lost_share()
     hours = purchase.tokens / tokens_per_step * step_seconds / 3600 / (1 - lost)
     gpu_hours = hours * gpus
@@ -67,7 +67,7 @@ def bill(purchase: Purchase, step_seconds: float, tokens_per_step: int, gpus: in
 
 
 def failures_line(purchase: Purchase) -> str:
-    """Return what failures add to the days and the price; empty if the user named none."""
+    """Return the share of failures in the days and the price; empty if the user gave no failure rate."""
     if math.isinf(purchase.hours_between_failures):
         return ""
     return (

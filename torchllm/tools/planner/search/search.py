@@ -2,7 +2,7 @@
 
 It is a best-first search. One queue holds partly decided layouts, the least possible step time in front. The first is
 decided one step further and its parts go back into the queue, until a whole layout comes out with its time predicted.
-What needs more memory than a GPU has is rejected on the way.
+Groups that need more memory than a GPU has are rejected on the way.
 
     mesh, micro batch, sequence and context parallelism -> recomputation -> schedule -> sharding -> memory -> time
 """
@@ -26,7 +26,7 @@ SLOWER = 1.05
 CLOUD = 4000
 """number of layouts that are kept for a plot"""
 ROUNDING = 1e-12
-"""share by which a bound may exceed what it bounds, as sums are rounded"""
+"""relative rounding error of sums: a bound may exceed the exact value by it"""
 LOOKED_AT = 40
 """number of layouts that are predicted to find the closest miss"""
 NEARLY = 0.25
@@ -37,7 +37,7 @@ MEMORY, SLOW = "more memory than a GPU has", "slower than those shown"
 
 
 class Ranked(NamedTuple):
-    """A layout and what it is predicted to cost."""
+    """A layout and its predicted cost."""
 
     layout: Layout
     prediction: Prediction
@@ -81,17 +81,17 @@ class Found:
     cloud: list[CloudPoint] = field(default_factory=list)
     """layouts that were predicted one by one"""
     bounds: Bounds | None = None
-    """what the search has computed, which makes another one of the same job faster"""
+    """intermediate results of the search, which make another search of the same job faster"""
 
 
 class Open(NamedTuple):
-    """Layouts that agree in what is decided so far."""
+    """Layouts that agree in all settings decided so far."""
 
     layout: Layout
     start: Layout
     """the layout without schedule and sharding"""
     decide: Callable[["Open"], None] | None
-    """what comes next; None: it is predicted"""
+    """the next step; None: the layout is predicted"""
     prediction: Prediction | None = None
 
 
@@ -133,13 +133,13 @@ class Search:
         self._numbers = itertools.count()
 
     def run(self) -> Found:
-        """Return the best layouts, what became of the others, and near misses."""
+        """Return the best layouts, the fate of the others, and near misses."""
         self.find_best()
         self.find_near_misses()
         return self.outcome
 
     def find_best(self) -> Found:
-        """Return the best layouts, and what became of the others."""
+        """Return the best layouts, and the fate of the others."""
         self.open_meshes()
         while self._queue and not self.is_done():
             *_, node = heapq.heappop(self._queue)
@@ -167,7 +167,7 @@ class Search:
                 self.push(self.bounds.shared(start), Open(start, start, self.decide_recomputation))
 
     def is_done(self) -> bool:
-        """Return whether all others take as long as `below`, or are too slow beside enough that are found."""
+        """Return whether all others take at least `below` seconds, or are too slow compared to the layouts found."""
         best = self.outcome.best
         least_seconds = self._queue[0][0]
         if least_seconds >= self.below:
@@ -179,7 +179,7 @@ class Search:
     def push(self, seconds: float, node: Open) -> None:
         """Add a node that takes at least `seconds` to the queue.
 
-        Of equal times what is open comes first, then what needs least memory.
+        Among equal times, undecided nodes come first, then the least memory.
         """
         memory = 0.0
         if node.decide:  # a bound adds up in another order: rounded up, it would come after a twin of the same time
@@ -206,7 +206,7 @@ class Search:
                         yield start._replace(micro_batch_size=size)
 
     def decide_recomputation(self, node: Open) -> None:
-        """Decide what is recomputed."""
+        """Decide the mode of recomputation."""
         mesh = mesh_of(node.start)
         shardings = self.shardings(mesh, node.start.ep)
         for mode in self.job.modes(mesh):
@@ -259,7 +259,7 @@ class Search:
             self.push(seconds + self.bounds.tail(layout), node._replace(layout=layout, decide=decide))
 
     def add_gathers(self, node: Open) -> None:
-        """Bound the time again, with what is sent while blocks compute."""
+        """Bound the time again, with the communication while blocks compute."""
         seconds = self.bounds.scheduled(node.layout) + self.bounds.tail(node.layout)
         self.push(seconds, node._replace(decide=self.check_memory))
 

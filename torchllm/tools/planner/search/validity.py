@@ -1,7 +1,7 @@
 """Say how far a prediction can be trusted: an interval of its step, and the risk of running out of memory. No torch.
 
-They come from published rows that the constants were not fitted to: what a step is spent on says how far off it may be
-(`evidence/step_errors.py`), and rows of like layouts how far off its memory (`evidence/residuals.py`).
+They come from published rows that the constants were not fitted to: the error of a step depends on the shares of its
+terms (`evidence/step_errors.py`), the error of its memory on rows of similar layouts (`evidence/residuals.py`).
 """
 
 import math
@@ -33,10 +33,10 @@ from torchllm.tools.planner.predict import Prediction
 from torchllm.tools.planner.software import Constants
 
 ENOUGH_ROWS, ENOUGH_FOLDS = 15, 3
-"""rows and folds of a class from which its quantiles are taken without those of a broader class; the range of 15 rows
+"""rows and folds that a class needs for quantiles without a broader class; the range of 15 rows
 holds 7 of 8 others"""
 RISK = 0.05
-"""probability of running out of memory up to which a layout "fits\""""
+"""largest probability of running out of memory for a layout that "fits\""""
 UNMEASURED_LIMIT = 0.9
 """share of a GPU's memory that a plan uses at most, where this framework has not been measured on this GPU"""
 
@@ -51,7 +51,7 @@ class Verdict(NamedTuple):
     out_of_memory: float
     """probability of running out of memory"""
     evidence: str
-    """what the interval of the step time is from"""
+    """source of the step time's interval"""
 
 
 def judge(case: Case, prediction: Prediction) -> Verdict:
@@ -87,7 +87,7 @@ def step_deviation(case: Case, prediction: Prediction) -> float:
 
 
 def interval_from(models: ErrorModels, case: Case, shares: Mapping[str, float]) -> StepInterval:
-    """Return the interval of a step from what is known of errors. shares: as `shares_of`.
+    """Return the interval of a step from the error models. shares: as `shares_of`.
 
     Where other models of the framework were measured, or the constants are calibrated, they were fitted to those.
     """
@@ -97,7 +97,7 @@ def interval_from(models: ErrorModels, case: Case, shares: Mapping[str, float]) 
 
 
 def described(case: Case, interval: StepInterval) -> str:
-    """Return what an interval is from, and what of the case hardly any row has."""
+    """Return the source of an interval, and the properties of the case that are rare in it."""
     gpu = generation(case.hardware.gpu)
     text = f"from {interval.rows:,} steps of {interval.folds} models"
     if interval.factor != 1:
@@ -115,13 +115,13 @@ def described(case: Case, interval: StepInterval) -> str:
 def spread_of(case: Case, quantity: str) -> Spread:
     """Return the residuals of rows like a case: of the closest class with rows enough.
 
-    A closer class that has too few rows widens those of the broader one.
+    A closer class with too few rows widens the residuals of the broader one.
     """
     return _closest(quantity, is_measured(case), list(classes_of(case)))
 
 
 def spread_of_pair(simple: Case, complex: Case) -> Spread:
-    """Return by how much layouts like the complex one were slower than predicted, beside layouts like the simple."""
+    """Return the slowdown of layouts like the complex one against layouts like the simple, relative to predictions."""
     return _closest("ratio of two layouts", is_measured(complex), list(classes_of_pair(simple, complex)))
 
 
@@ -184,9 +184,9 @@ def memory_limit(case: Case) -> float:
 def peaks_of(case: Case) -> Spread:
     """Return the residuals of peak memory.
 
-    Those of torchllm are true peaks of its layouts on a GPU without a chip (tests/hollow): what tensors hold does not
-    depend on the machine. What an allocator adds differs between versions; how much is seen where others repeated a
-    layout.
+    For torchllm they are true peaks of its layouts on a GPU without a chip (tests/hollow): the bytes of tensors do not
+    depend on the machine. The allocator's overhead differs between versions; its size is known from repeated
+    measurements of a layout by others.
     """
     tensors = read_spreads().get(("peak memory", "framework", RowClass(case.software.name, ANY, ANY)))
     if case.software.name != "torchllm" or tensors is None:
