@@ -47,6 +47,7 @@ def test_nodes_with_different_configs_end_with_status_2_before_they_train(tmp_pa
             "  optimizer.learning_rate: 0.003 on rank 0, 0.01 on rank 1",
             "  schedule.final_fraction: 0.0 on rank 0, 0.5 on rank 1",
         ]
+        assert f"rank 1: {lines[-3]}" in said[1][1].splitlines()  # each node says why it ends
         assert not [line for _, err in said for line in err.splitlines() if "Traceback" in line or "terminate" in line]
         assert not os.path.exists(folder / "metrics.jsonl")
         assert not os.path.exists(folder / "config.toml")

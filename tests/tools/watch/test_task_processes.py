@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shlex
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "evaluate.py").write_text(RECIPE)
     monkeypatch.setattr(task_processes, "resource", lambda name: tmp_path / "evaluate.py")
     monkeypatch.setenv("RANK", "0")
-    folder = tmp_path / "run"
+    folder = tmp_path / "a run"
     for step in (4, 8):
         publish(folder, step)
     return folder
@@ -85,7 +86,8 @@ def test_one_is_skipped_while_another_runs_and_a_failure_ends_nothing(
         monkeypatch.setattr(running, "poll", lambda: running.returncode)
         processes.process = running
         processes.start_due(8)
-        command = f"python recipes/evaluate.py {run}/config.toml --checkpoint.resume={run}/checkpoints/step-00000008"
+        words = [f"{run}/config.toml", f"--checkpoint.resume={run}/checkpoints/step-00000008"]
+        command = f"python recipes/evaluate.py {shlex.join(words)}"
         assert f"evaluate.tasks: step 8 is skipped: step 4 is not done yet; later: {command}" in caplog.messages
         running.returncode = 1
         processes.start_due(9)

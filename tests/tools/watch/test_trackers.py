@@ -143,12 +143,12 @@ def server() -> Iterator[str]:
 def test_without_a_server_or_a_key_wandb_writes_offline(
     tmp_path: Path, calls: Path, server: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = run_folder(tmp_path / "run", "wandb")
+    folder = run_folder(tmp_path / "a run", "wandb")
     monkeypatch.setenv("FAKE_KEY", "1")
     write_steps(folder, range(1, 3))
     send(folder, "wandb")
     assert read_calls(calls)[0][4] == "offline"
-    told = f"`wandb sync {folder}/trackers/wandb/offline-run-*`"
+    told = f"`wandb sync '{folder}/trackers/wandb'/offline-run-*`"
     output = capsys.readouterr().out
     assert "http://127.0.0.1:9 is out of reach ([Errno 111] Connection refused)" in output
     assert told in output
