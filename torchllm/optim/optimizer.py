@@ -11,7 +11,6 @@ from torchllm.config import Optimizer as OptimizerConfig
 from torchllm.config.applied_keys import applied
 from torchllm.facts.parameters import Role, canonical_name, rule_of
 from torchllm.optim.fused import ShardedAdamW, ShardedSGD
-from torchllm.optim.muon import Muon
 from torchllm.parallel.float8 import is_gathered_as_float8, scale_gathered_weights
 from torchllm.runtime.torch_compat import reads_found_inf
 
@@ -64,6 +63,8 @@ def build_optimizer(stages: Sequence[nn.Module], config: OptimizerConfig) -> tor
     if config.name == "sgd":
         optimizer = ShardedSGD(groups, config.learning_rate, config.momentum)
     elif config.name == "muon":
+        from torchllm.optim.muon import Muon  # of no use to other runs
+
         optimizer = Muon(groups, config)
     else:
         optimizer = ShardedAdamW(groups, config)

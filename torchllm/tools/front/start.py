@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from torchllm.checkpoint.manifest import CheckpointError, read_manifest, step_folders
 from torchllm.config import Config
@@ -22,8 +22,10 @@ from torchllm.config.checks import Obstacle, obstacle_to_compiled_blocks
 from torchllm.config.errors import UserError
 from torchllm.config.load import Draft, finish, read_draft
 from torchllm.runtime.heartbeat import heartbeat
-from torchllm.tools.front.preflight import Inspection, inspect_trained_run, inspect_training
 from torchllm.tools.launch.compiler import count_gpus, lack_of_gpu_compiler
+
+if TYPE_CHECKING:
+    from torchllm.tools.front.preflight import Inspection
 
 C = TypeVar("C", bound=Config)
 
@@ -65,6 +67,8 @@ def load_configs(arguments: Sequence[str], schema: type[Any] = Config, *, uses_e
     _note_data_of_a_plan(draft)
     draft.config = resolve_compile(draft.config, compiles)
     if not is_rank_of_launcher(draft) and not draft.config.run.dry_run and _is_readable(draft):
+        from torchllm.tools.front.preflight import inspect_training  # of no use to ranks
+
         _inspect(inspect_training, draft)
     config = finish(draft)
     return [config, *(replace(alternative, run=config.run) for alternative in alternatives)]
@@ -74,7 +78,7 @@ def load_run(
     arguments: Sequence[str],
     *,
     one_device: bool = False,
-    inspect: Callable[[Config], Inspection] = inspect_trained_run,
+    inspect: Callable[[Config], "Inspection"] | None = None,
 ) -> Config:
     """Return the config of a run whose weights a recipe uses: that of its run folder, as a rule.
 
@@ -86,7 +90,9 @@ def load_run(
     resolve_published_model(draft)
     draft.config = resolve_compile(draft.config, can_compile(draft))
     if os.environ.get("RANK", "0") == "0" and _is_readable(draft):
-        _inspect(inspect, draft)
+        from torchllm.tools.front.preflight import inspect_trained_run
+
+        _inspect(inspect or inspect_trained_run, draft)
     return finish(draft)
 
 
@@ -169,7 +175,7 @@ def _is_readable(draft: Draft[Any]) -> bool:
     return draft.layer.is_complete and not draft.wrong
 
 
-def _inspect(inspect: Callable[[Config], Inspection], draft: Draft[Any]) -> None:
+def _inspect(inspect: Callable[[Config], "Inspection"], draft: Draft[Any]) -> None:
     """Add to a draft what is found on this machine; also that a folder of another user may not be looked into."""
     try:
         inspection = inspect(draft.config)

@@ -7,7 +7,6 @@ from torchllm.metrics.observer import ObservedRun, Observer
 from torchllm.metrics.sinks import Record
 from torchllm.runtime.device import compute_dtype
 from torchllm.tools.launch.on_event import call_on_event
-from torchllm.tools.planner.cluster import tensor_parallel_warning
 from torchllm.tools.prepare.counts import describe_counts, describe_unknown
 
 log = logging.getLogger("torchllm")
@@ -21,6 +20,10 @@ class Notices(Observer):
         for name, header in run.data.corpora().items():
             for line in (*describe_counts(header.counts), *describe_unknown(header)):
                 log.info("%s: %s", name, line)
+        if run.config.parallel.tp == 1:
+            return
+        from torchllm.tools.planner.cluster import tensor_parallel_warning
+
         dtype = compute_dtype(run.config.training, run.runtime.device)
         if slow := tensor_parallel_warning(run.config, run.runtime.ranks_on_node, dtype.itemsize):
             log.warning("%s", slow)
