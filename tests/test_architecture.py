@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from torchllm.config import FAMILIES
+from torchllm.models.seams import SEAMS
 
 pytestmark = pytest.mark.quick
 
@@ -315,3 +316,46 @@ def test_a_public_name_means_one_thing() -> None:
     assert len(files_of["main"]) > 1
     repeated = {name: files for name, files in files_of.items() if len(files) > 1 and name not in REPEATED}
     assert not repeated, f"rename all but one of each: {repeated}"
+
+
+SET_ON_MODULES = {
+    "arriving": "an exchange of tokens that is under way",
+    "embed_positions": "a stage has no such end",
+    "embed_tokens": "as above",
+    "embeds": "as above",
+    "lm_head": "as above",
+    "norm": "as above",
+    "grad": "of a tied embedding, or one that was deferred",
+    "grad_dtype": "as above",
+    "recomputes_logits": "a number of the layout",
+    "weight": "a parameter, sharded",
+}
+"""attributes that files of torchllm/parallel set on other objects, beyond the seams, and what they are"""
+
+
+def exchanges(file: Path) -> Iterator[tuple[str, int]]:
+    """Yield the attributes that a file sets on another object than itself and autograd's context, and where."""
+    for node in nodes(file):
+        for target in node.targets if isinstance(node, ast.Assign) else []:
+            if isinstance(target, ast.Attribute) and ast.unparse(target.value) not in ("self", "ctx"):
+                yield target.attr, node.lineno
+
+
+def test_seams_are_exchanged_by_the_files_that_are_listed() -> None:
+    by: dict[str, set[str]] = {}
+    for seam in SEAMS:
+        by.setdefault(seam.attribute, set()).update(seam.exchanged_by)
+    wrong = []
+    used = set()
+    for module, file in MODULES.items():
+        for attribute, line in exchanges(file):
+            if attribute in by and module.startswith(("models.", "parallel.", "optim.", "train.", "tools.")):
+                used.add((attribute, file.name))
+                if file.name not in by[attribute]:
+                    wrong.append(
+                        f"{module}:{line}: {attribute} is exchanged, but torchllm/models/seams.py does not say so"
+                    )
+            elif module.startswith("parallel.") and attribute not in SET_ON_MODULES:
+                wrong.append(f"{module}:{line}: {attribute} is no seam: add it to torchllm/models/seams.py")
+    assert wrong == []
+    assert used == {(seam.attribute, name) for seam in SEAMS for name in seam.exchanged_by}

@@ -1,0 +1,44 @@
+"""The seams of a model: the attributes of its modules that a technique exchanges at run time.
+
+A module calls these attributes instead of computing by itself, so that a technique changes how, not where. Every
+exchange of an attribute that is not in SEAMS fails tests/test_architecture.py, as does one by another file. A fork may
+exchange them, too, after `parallelize`; it then wraps what is there, as `compile.py` does.
+"""
+
+from typing import NamedTuple
+
+
+class Seam(NamedTuple):
+    """An attribute that is exchanged."""
+
+    attribute: str
+    of: str
+    """class that has it"""
+    exchanged_by: tuple[str, ...]
+    """files, most in torchllm/parallel, in the order of the exchanges: a later one wraps what is there by then"""
+
+
+SEAMS = (
+    Seam("forward", "nn.Embedding", ("tensor.py",)),
+    Seam("forward", "nn.Linear", ("weight_gradients.py",)),
+    Seam("kernel", "RMSNorm", ("tensor.py", "compile.py", "fused_norm.py")),
+    Seam("merge", "RingAttention", ("compile.py",)),
+    Seam("core", "Attention", ("context.py",)),
+    Seam("attend", "Block", ("recompute.py", "compile.py")),
+    Seam("run_blocks", "Decoder", ("recompute.py",)),
+    Seam("cross_entropy", "Head", ("tensor.py", "compile.py", "fsdp.py")),
+    Seam("project", "Head", ("weight_gradients.py",)),
+    Seam("local", "Head", ("tensor.py",)),
+    Seam("local", "Router", ("tensor.py",)),
+    Seam("local", "Experts", ("expert.py", "tensor.py")),
+    Seam("repeats", "Router", ("tensor.py",)),
+    Seam("gated", "Experts", ("compile.py",)),
+    Seam("gated", "SwiGLU", ("compile.py",)),
+    Seam("dispatch", "RoutedExperts", ("expert.py",)),
+    Seam("splits", "ExchangeDispatch", ("expert.py",)),
+    Seam("own_tokens", "RoutedExperts", ("tensor.py",)),
+    Seam("hidden_states", "RoutedExperts", ("tensor.py",)),
+    Seam("combine", "RoutedExperts", ("compile.py",)),
+    Seam("all_tokens", "SharedExperts", ("tensor.py",)),
+    Seam("add_update", "LoRALinear", ("tensor.py",)),
+)
