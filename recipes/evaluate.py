@@ -17,9 +17,9 @@ what it is for training, and may be another layout than the one that wrote the c
 import os
 import sys
 
-from torchllm.config import Config, Float8
+from torchllm.config import Float8
+from torchllm.recipe import Config, load_run
 from torchllm.tools.front.preflight import inspect_evaluation
-from torchllm.tools.front.start import load_run
 
 if __name__ == "__main__":
     ALONE = int(os.environ.get("WORLD_SIZE", 1)) == 1
@@ -34,22 +34,28 @@ import torch
 
 from torchllm.checkpoint.state import WEIGHTS
 from torchllm.checkpoint.weights import AVERAGED_WEIGHTS
-from torchllm.data.loader import DataRanks, build_loader
-from torchllm.models.decoder import build_model, hold_in
-from torchllm.models.lora import apply_lora
-from torchllm.parallel.context import sequence_pieces
-from torchllm.parallel.initialize import materialize
-from torchllm.parallel.mesh import build_mesh
-from torchllm.parallel.parallelize import parallelize
-from torchllm.parallel.pipeline import OneStage, build_forward_backward
-from torchllm.runtime.device import choose_device, compute_dtype
-from torchllm.runtime.error_report import report_errors
+from torchllm.recipe import (
+    DataRanks,
+    OneStage,
+    apply_lora,
+    build_forward_backward,
+    build_loader,
+    build_mesh,
+    build_model,
+    choose_device,
+    compute_dtype,
+    evaluate,
+    export_model,
+    hold_in,
+    load_weights_of_run,
+    materialize,
+    parallelize,
+    report_errors,
+    sequence_pieces,
+    start_runtime,
+)
 from torchllm.runtime.signs_of_life import signs_of_life
-from torchllm.tools.hub.export import export_model
-from torchllm.tools.hub.initial import load_weights_of_run
-from torchllm.tools.launch.rank_start import start_runtime
 from torchllm.tools.watch.tasks import run_tasks, values_of, write_task_results
-from torchllm.train.evaluate import evaluate
 
 log = logging.getLogger("torchllm")
 

@@ -12,15 +12,13 @@ Of a run with LoRA the model with the updates merged in is written; with export.
 
 import sys
 
-from torchllm.config import Config
+from torchllm.recipe import Config, load_run
 from torchllm.tools.front.preflight import inspect_export
-from torchllm.tools.front.start import load_run
 
 if __name__ == "__main__":
     CONFIG = load_run(sys.argv[1:], one_device=True, inspect=inspect_export)
 
-from torchllm.runtime.error_report import report_errors
-from torchllm.tools.hub.export import export_adapter, export_model
+from torchllm.recipe import export_adapter, export_model, report_errors
 
 
 def main(config: Config) -> None:

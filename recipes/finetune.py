@@ -9,8 +9,7 @@ docs/finetune.md.
 
 import sys
 
-from torchllm.config import Config, log_config_changes, write_config
-from torchllm.tools.front.start import load_configs
+from torchllm.recipe import Config, load_configs, log_config_changes, write_config
 
 if __name__ == "__main__":  # before torch is imported: a wrong config is an error in half a second
     CONFIGS = load_configs(sys.argv[1:], uses_epochs=True)
@@ -19,29 +18,33 @@ from dataclasses import asdict, replace
 
 import torch
 
-from torchllm.checkpoint.checkpointer import Checkpointer
-from torchllm.data.loader import DataRanks, TrainLoader, build_loader
-from torchllm.metrics.monitor import Monitor
-from torchllm.models.decoder import build_model
-from torchllm.models.lora import apply_lora
-from torchllm.optim.average import WeightAverage
-from torchllm.optim.optimizer import build_optimizer
-from torchllm.optim.schedule import LearningRate
-from torchllm.parallel.chosen_kernel import log_attention_kernel
-from torchllm.parallel.context import sequence_pieces
-from torchllm.parallel.initialize import initialize
-from torchllm.parallel.mesh import build_mesh
-from torchllm.parallel.parallelize import parallelize
-from torchllm.parallel.pipeline import build_forward_backward
-from torchllm.runtime.device import compute_dtype
-from torchllm.runtime.process import Runtime
-from torchllm.tools.adapt.supervise import supervise
-from torchllm.tools.dry_run.run import dry_run
-from torchllm.tools.hub.initial import initial_weights
-from torchllm.tools.launch.rank_start import start_runtime
-from torchllm.train.evaluate import evaluate
-from torchllm.train.interval import due
-from torchllm.train.step import TrainStep, read_health
+from torchllm.recipe import (
+    Checkpointer,
+    DataRanks,
+    LearningRate,
+    Monitor,
+    Runtime,
+    TrainLoader,
+    TrainStep,
+    WeightAverage,
+    apply_lora,
+    build_forward_backward,
+    build_loader,
+    build_mesh,
+    build_model,
+    build_optimizer,
+    compute_dtype,
+    due,
+    evaluate,
+    initial_weights,
+    initialize,
+    log_attention_kernel,
+    parallelize,
+    read_health,
+    sequence_pieces,
+    start_runtime,
+    supervise,
+)
 
 
 def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
@@ -168,6 +171,8 @@ def main(config: Config, *candidates: Config) -> None:
 
 if __name__ == "__main__":
     if CONFIGS[0].run.dry_run:
+        from torchllm.recipe import dry_run
+
         dry_run(CONFIGS[0])
     else:
         main(*CONFIGS)

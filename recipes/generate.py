@@ -8,8 +8,8 @@ recipes/finetune.py sets, the prompt is a user's message; without a prompt each 
 
 import sys
 
-from torchllm.config import Config, Generate
-from torchllm.tools.front.start import load_run
+from torchllm.config import Generate
+from torchllm.recipe import Config, load_run
 
 if __name__ == "__main__":
     CONFIG = load_run(sys.argv[1:], one_device=True)
@@ -23,13 +23,18 @@ from torch import Tensor
 from torchllm.checkpoint.manifest import Manifest
 from torchllm.data.tokenizer import Tokenizer, begin_of_text, load_tokenizer
 from torchllm.models.attention import Attention, CachedAttention
-from torchllm.models.decoder import Decoder, build_model, hold_in
-from torchllm.models.lora import apply_lora
-from torchllm.parallel.initialize import materialize
-from torchllm.runtime.device import choose_device, compute_dtype
-from torchllm.runtime.error_report import report_errors
+from torchllm.models.decoder import Decoder
+from torchllm.recipe import (
+    apply_lora,
+    build_model,
+    choose_device,
+    compute_dtype,
+    hold_in,
+    load_weights_of_run,
+    materialize,
+    report_errors,
+)
 from torchllm.runtime.terminal import drop_unwritten_output
-from torchllm.tools.hub.initial import load_weights_of_run
 from torchllm.tools.prepare.chat.examples import Conversation
 from torchllm.tools.prepare.chat.plan import chat_format_today, chat_plan_of_run
 from torchllm.tools.prepare.chat.template import Message

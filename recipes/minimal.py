@@ -8,7 +8,7 @@ the same order, sharded over ranks, and trains the same model (tested).
 
 import sys
 
-from torchllm.config import Config, load_config, refuse_unapplied
+from torchllm.recipe import Config, load_config, refuse_unapplied
 
 if __name__ == "__main__":
     CONFIG = load_config(sys.argv[1:], one_device=True)
@@ -17,17 +17,23 @@ import time
 
 import torch
 
-from torchllm.data.loader import DataRanks, build_loader
-from torchllm.models.decoder import build_model
-from torchllm.models.head import IGNORED
-from torchllm.models.lora import apply_lora
-from torchllm.optim.expert_balance import ExpertBalance
-from torchllm.optim.grad_norm import clip, grad_norm
-from torchllm.optim.optimizer import apply_if_finite, build_optimizer
-from torchllm.optim.schedule import LearningRate
-from torchllm.parallel.initialize import initialize
-from torchllm.runtime.device import choose_device, compute_dtype
-from torchllm.runtime.error_report import report_errors
+from torchllm.recipe import (
+    IGNORED,
+    DataRanks,
+    ExpertBalance,
+    LearningRate,
+    apply_if_finite,
+    apply_lora,
+    build_loader,
+    build_model,
+    build_optimizer,
+    choose_device,
+    clip,
+    compute_dtype,
+    grad_norm,
+    initialize,
+    report_errors,
+)
 
 SAVES = ("checkpoint.interval", "checkpoint.keep", "checkpoint.keep_every", "checkpoint.asynchronous")
 LEFT_OUT = ("recompute", "compile", *SAVES, "evaluate")

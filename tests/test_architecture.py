@@ -47,7 +47,7 @@ TOOLS = [
     "tools.bug_report",
 ]
 """They stand on the core, which imports none of them; each also imports only those above it."""
-ROOMS = [*CORE, *TOOLS, "cli", "__main__", "recipes"]
+ROOMS = [*CORE, *TOOLS, "recipe", "cli", "__main__", "recipes"]
 TORCH_FREE = {
     "resources",
     "regular_file",
@@ -57,6 +57,7 @@ TORCH_FREE = {
     "tools.planner",
     "tools.front",
     "tools.bug_report",
+    "recipe",
     "cli",
     "__main__",
 }

@@ -81,7 +81,7 @@ FORKS = {  # what a fork of recipes/pretrain.py lacks, what the command line ask
         ["--model.experts=4", "--model.balance_loss=global"],
         "--model.balance_loss: needs expert_shares.layers.",
     ),
-    "dry run": (instead("dry_run", None), ["--run.dry_run=true", "--parallel.dp_shard=1"], "--run.dry_run: is true"),
+    "dry run": (None, ["--run.dry_run=true", "--parallel.dp_shard=1"], "--run.dry_run: is true"),
 }
 
 

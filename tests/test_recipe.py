@@ -1,0 +1,66 @@
+"""The face of the library: each name is that of its module, documented, and loaded only where it is used."""
+
+import ast
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from tests.test_architecture import imports, tree
+from tests.tiny_run import ROOT
+from torchllm import recipe
+
+pytestmark = pytest.mark.quick
+
+TRAINING = ("pretrain", "minimal", "finetune")
+
+
+def test_every_name_is_that_of_its_module() -> None:
+    assert 30 <= len(recipe.__all__) <= 50
+    for name, module in recipe.HOMES.items():
+        value = getattr(recipe, name)
+        assert value is getattr(import_module(module), name)
+        assert getattr(value, "__module__", module) == module  # defined there, not imported
+    with pytest.raises(AttributeError, match=r"module 'torchllm.recipe' has no attribute 'build_modle'"):
+        recipe.build_modle  # noqa: B018
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    (block,) = (node for node in tree(Path(recipe.__file__)).body if isinstance(node, ast.If))
+    seen = {}
+    for node in block.body:
+        assert isinstance(node, ast.ImportFrom)
+        for alias in node.names:
+            assert alias.name == alias.asname  # or it is not exported
+            seen[alias.name] = node.module
+    assert seen == recipe.HOMES
+
+
+def test_every_name_is_documented() -> None:
+    documented = re.findall(r"^::: (\S+)$", (ROOT / "docs/api.md").read_text(), re.M)
+    assert sorted(documented) == sorted(f"{module}.{name}" for name, module in recipe.HOMES.items())
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_recipe_that_trains_imports_nothing_else_of_the_library(name: str) -> None:
+    modules = {dotted.rpartition(".")[0] for dotted in imports(ROOT / f"recipes/{name}.py")}
+    assert {module for module in modules if module.startswith("torchllm")} == {"torchllm.recipe"}
+
+
+def test_a_recipe_loads_only_what_it_uses() -> None:
+    """The face itself no module; minimal.py no tool; pretrain.py neither the dry run nor published models."""
+    program = """
+import sys
+import torchllm.recipe
+before = [name for name in sys.modules if name.startswith("torchllm.")]
+import recipes.minimal
+tools = [name for name in sys.modules if name.startswith("torchllm.tools")]
+import recipes.pretrain
+unused = ("torchllm.tools.dry_run", "torchllm.tools.hub.published", "torchllm.tools.planner.search")
+print(before, tools, [name for name in sys.modules if name.startswith(unused)])
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "['torchllm.recipe'] [] []\n"

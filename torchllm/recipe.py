@@ -1,0 +1,119 @@
+"""The names that a recipe imports, each from its module when it is asked for: torch only with what needs it.
+
+What stands here keeps its meaning from one version to the next. New parameters are keyword-only and have a default; a
+name that changes works for one more version, with a FutureWarning. A section that a recipe adds to the config takes
+its types from `torchllm.config`.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+HOMES = {
+    "Checkpointer": "torchllm.checkpoint.checkpointer",
+    "applied": "torchllm.config.applied_keys",
+    "refuse_unapplied": "torchllm.config.applied_keys",
+    "log_config_changes": "torchllm.config.changes",
+    "UserError": "torchllm.config.errors",
+    "load_config": "torchllm.config.load",
+    "Config": "torchllm.config.schema",
+    "write_config": "torchllm.config.write",
+    "DataRanks": "torchllm.data.loader",
+    "TrainLoader": "torchllm.data.loader",
+    "build_loader": "torchllm.data.loader",
+    "build_model": "torchllm.models.decoder",
+    "hold_in": "torchllm.models.decoder",
+    "IGNORED": "torchllm.models.head",
+    "apply_lora": "torchllm.models.lora",
+    "WeightAverage": "torchllm.optim.average",
+    "ExpertBalance": "torchllm.optim.expert_balance",
+    "clip": "torchllm.optim.grad_norm",
+    "grad_norm": "torchllm.optim.grad_norm",
+    "apply_if_finite": "torchllm.optim.optimizer",
+    "build_optimizer": "torchllm.optim.optimizer",
+    "LearningRate": "torchllm.optim.schedule",
+    "log_attention_kernel": "torchllm.parallel.chosen_kernel",
+    "sequence_pieces": "torchllm.parallel.context",
+    "initialize": "torchllm.parallel.initialize",
+    "materialize": "torchllm.parallel.initialize",
+    "build_mesh": "torchllm.parallel.mesh",
+    "parallelize": "torchllm.parallel.parallelize",
+    "OneStage": "torchllm.parallel.pipeline",
+    "build_forward_backward": "torchllm.parallel.pipeline",
+    "choose_device": "torchllm.runtime.device",
+    "compute_dtype": "torchllm.runtime.device",
+    "report_errors": "torchllm.runtime.error_report",
+    "Runtime": "torchllm.runtime.process",
+    "supervise": "torchllm.tools.adapt.supervise",
+    "dry_run": "torchllm.tools.dry_run.run",
+    "load_configs": "torchllm.tools.front.start",
+    "load_run": "torchllm.tools.front.start",
+    "export_adapter": "torchllm.tools.hub.export",
+    "export_model": "torchllm.tools.hub.export",
+    "initial_weights": "torchllm.tools.hub.initial",
+    "load_weights_of_run": "torchllm.tools.hub.initial",
+    "start_runtime": "torchllm.tools.launch.rank_start",
+    "Monitor": "torchllm.metrics.monitor",
+    "evaluate": "torchllm.train.evaluate",
+    "due": "torchllm.train.interval",
+    "TrainStep": "torchllm.train.step",
+    "read_health": "torchllm.train.step",
+}
+"""name -> the module that defines it"""
+__all__ = sorted(HOMES)
+
+if TYPE_CHECKING:  # the same names, for type checkers and editors
+    from torchllm.checkpoint.checkpointer import Checkpointer as Checkpointer
+    from torchllm.config.applied_keys import applied as applied
+    from torchllm.config.applied_keys import refuse_unapplied as refuse_unapplied
+    from torchllm.config.changes import log_config_changes as log_config_changes
+    from torchllm.config.errors import UserError as UserError
+    from torchllm.config.load import load_config as load_config
+    from torchllm.config.schema import Config as Config
+    from torchllm.config.write import write_config as write_config
+    from torchllm.data.loader import DataRanks as DataRanks
+    from torchllm.data.loader import TrainLoader as TrainLoader
+    from torchllm.data.loader import build_loader as build_loader
+    from torchllm.metrics.monitor import Monitor as Monitor
+    from torchllm.models.decoder import build_model as build_model
+    from torchllm.models.decoder import hold_in as hold_in
+    from torchllm.models.head import IGNORED as IGNORED
+    from torchllm.models.lora import apply_lora as apply_lora
+    from torchllm.optim.average import WeightAverage as WeightAverage
+    from torchllm.optim.expert_balance import ExpertBalance as ExpertBalance
+    from torchllm.optim.grad_norm import clip as clip
+    from torchllm.optim.grad_norm import grad_norm as grad_norm
+    from torchllm.optim.optimizer import apply_if_finite as apply_if_finite
+    from torchllm.optim.optimizer import build_optimizer as build_optimizer
+    from torchllm.optim.schedule import LearningRate as LearningRate
+    from torchllm.parallel.chosen_kernel import log_attention_kernel as log_attention_kernel
+    from torchllm.parallel.context import sequence_pieces as sequence_pieces
+    from torchllm.parallel.initialize import initialize as initialize
+    from torchllm.parallel.initialize import materialize as materialize
+    from torchllm.parallel.mesh import build_mesh as build_mesh
+    from torchllm.parallel.parallelize import parallelize as parallelize
+    from torchllm.parallel.pipeline import OneStage as OneStage
+    from torchllm.parallel.pipeline import build_forward_backward as build_forward_backward
+    from torchllm.runtime.device import choose_device as choose_device
+    from torchllm.runtime.device import compute_dtype as compute_dtype
+    from torchllm.runtime.error_report import report_errors as report_errors
+    from torchllm.runtime.process import Runtime as Runtime
+    from torchllm.tools.adapt.supervise import supervise as supervise
+    from torchllm.tools.dry_run.run import dry_run as dry_run
+    from torchllm.tools.front.start import load_configs as load_configs
+    from torchllm.tools.front.start import load_run as load_run
+    from torchllm.tools.hub.export import export_adapter as export_adapter
+    from torchllm.tools.hub.export import export_model as export_model
+    from torchllm.tools.hub.initial import initial_weights as initial_weights
+    from torchllm.tools.hub.initial import load_weights_of_run as load_weights_of_run
+    from torchllm.tools.launch.rank_start import start_runtime as start_runtime
+    from torchllm.train.evaluate import evaluate as evaluate
+    from torchllm.train.interval import due as due
+    from torchllm.train.step import TrainStep as TrainStep
+    from torchllm.train.step import read_health as read_health
+
+
+def __getattr__(name: str) -> Any:
+    """Return a name of the table from its module, which is imported now."""
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(HOMES[name]), name)
