@@ -26,7 +26,7 @@ import torchllm.data.loader
 import torchllm.data.verification
 from tests import workers
 from tests.data.many_shards import Calls, counting, descriptors, write_many_shards
-from tests.data.test_corpus import FORMAT_1, flip_bit, write_two_shards
+from tests.data.test_corpus import flip_bit, write_two_shards
 from tests.launched import ends
 from tests.patience import patience
 from tests.tools.prepare.test_build import BYTES, plan_for, write_corpus_of, write_documents
@@ -283,7 +283,7 @@ def test_another_tokenizer_is_refused_by_its_name(tmp_path: Path) -> None:
 def test_a_checkpoint_on_an_earlier_corpus_is_refused_with_where_that_corpus_is(tmp_path: Path) -> None:
     loader = real(tmp_path, write_documents(tmp_path, 50))
     state = loader.state()
-    earlier = Corpus(FORMAT_1).fingerprint
+    earlier = write_two_shards(tmp_path).fingerprint
     state["fingerprint"] = state["fingerprint"] | {"sources": [[earlier, 1.0]]}
     (tmp_path / "cache" / "damaged").mkdir()
     (tmp_path / "cache" / "damaged" / "corpus.json").write_text("{")
@@ -291,7 +291,7 @@ def test_a_checkpoint_on_an_earlier_corpus_is_refused_with_where_that_corpus_is(
     with pytest.raises(DataError, match=advice.format(r"its folder \(it is not in the cache, .*/cache\)")):
         loader.load_state(state)
     folder = tmp_path / "cache" / "jsonl-84bbf7219609ea6a"
-    shutil.copytree(FORMAT_1, folder)
+    shutil.copytree(tmp_path / "c", folder)
     with pytest.raises(DataError, match=advice.format(f'"{folder}"')):
         loader.load_state(state)
     real(tmp_path, Source(kind="tokens", path=str(folder))).load_state(state)

@@ -141,11 +141,10 @@ class Checkpointer:
 
     def _log_other_versions(self, manifest: Manifest) -> None:
         """Say by which versions a checkpoint was written, if by others: they may compute something else."""
-        written = {"torchllm": "0.1 or earlier", **manifest.versions}
         differences = [
-            f"{name} {written.get(name)}, now {version}"
+            f"{name} {manifest.versions.get(name)}, now {version}"
             for name, version in current_versions().items()
-            if written.get(name) != version
+            if manifest.versions.get(name) != version
         ]
         if differences:
             log_on_first(self._group, f"the checkpoint was written by other versions: {'; '.join(differences)}")

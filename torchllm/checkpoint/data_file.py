@@ -81,8 +81,7 @@ class StoredPiece(NamedTuple):
     """in bytes"""
     length: int
     """in bytes"""
-    sha256: bytes | None
-    """None in a checkpoint of format 1, whose files are verified as wholes"""
+    sha256: bytes
 
 
 class PieceTable:
@@ -91,7 +90,7 @@ class PieceTable:
     def __init__(
         self, numbers: NDArray[np.int64], offsets: NDArray[np.int64], lengths: NDArray[np.int64], sums: NDArray[np.void]
     ) -> None:
-        """Take columns with one entry per piece; `numbers` increase. sums: empty in a checkpoint of format 1."""
+        """Take columns with one entry per piece; `numbers` increase. sums: sha256 of the pieces."""
         self.numbers, self.offsets, self.lengths, self.sums = numbers, offsets, lengths, sums
 
     def __iter__(self) -> Iterator[StoredPiece]:
@@ -106,8 +105,7 @@ class PieceTable:
         return self._piece(row)
 
     def _piece(self, row: int) -> StoredPiece:
-        sha256 = self.sums[row].tobytes() if len(self.sums) else None
-        return StoredPiece(int(self.offsets[row]), int(self.lengths[row]), sha256)
+        return StoredPiece(int(self.offsets[row]), int(self.lengths[row]), self.sums[row].tobytes())
 
 
 def read_piece_table(path: Path, record: FileRecord) -> PieceTable:
@@ -147,7 +145,7 @@ def check_file_size(path: Path, record: FileRecord) -> None:
 def read_piece(descriptor: int, piece: StoredPiece, path: Path) -> bytes:
     """Return the bytes of a piece from an open file, verified. Raises DamagedCheckpoint, naming `path`."""
     content = read_range(descriptor, piece.offset, piece.length, path)
-    if piece.sha256 is not None and hashlib.sha256(content).digest() != piece.sha256:
+    if hashlib.sha256(content).digest() != piece.sha256:
         raise DamagedCheckpoint(
             f"{path}: damaged: the sha256 of bytes {piece.offset} to {piece.offset + piece.length} is not the table's"
         )

@@ -24,7 +24,7 @@ from torchllm.config.errors import UserError
 
 MANIFEST = "manifest.json"
 FORMAT = 2
-"""version of the format that is written; 1, of version 0.1, is read too (`dcp_metadata.py`)"""
+"""version of the format that is written and read"""
 _STEP = re.compile(r"step-(\d{8,})")
 _TEMPORARY = re.compile(r"\.step-\d{8,}\.[0-9a-f]{32}\.tmp")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -155,8 +155,10 @@ def _parse_manifest(content: bytes, path: Path) -> Manifest:
     damaged = DamagedCheckpoint(f"{path}: damaged: it is not what was written")
     try:
         fields = json.loads(content)
-        if fields["format"] not in range(1, FORMAT + 1):
-            raise DamagedCheckpoint(f"{path}: written by another version of torchllm (its format is not 1 or {FORMAT})")
+        if fields["format"] != FORMAT:
+            raise DamagedCheckpoint(
+                f"{path}: a checkpoint of format {fields['format']!r}; this version of torchllm reads format {FORMAT}"
+            )
         del fields["sha256"]
         files = {name: FileRecord(*record) for name, record in fields.pop("files").items()}
         manifest = Manifest(**fields, files=files)

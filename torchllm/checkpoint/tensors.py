@@ -21,7 +21,6 @@ from torch import Tensor
 
 from torchllm.checkpoint.agreement import Group, any_rank, gather_rows, on_all, on_first, rank_of, size_of
 from torchllm.checkpoint.data_file import DataFileWriter, PieceTable, data_file_name, read_piece, read_piece_table
-from torchllm.checkpoint.dcp_metadata import read_metadata
 from torchllm.checkpoint.index import INDEX, Index, Region, TensorEntry, TensorPiece, parse_index
 from torchllm.checkpoint.manifest import (
     CheckpointError,
@@ -33,7 +32,7 @@ from torchllm.checkpoint.manifest import (
 )
 from torchllm.checkpoint.plan import SavePlan
 from torchllm.checkpoint.state import EXTRA, Part
-from torchllm.checkpoint.verify import check_files, check_sizes
+from torchllm.checkpoint.verify import check_sizes
 
 LISTED = 20
 """differences between a checkpoint and the model that an error lists at most"""
@@ -93,21 +92,16 @@ class StoredTensors:
     folder: Path
     manifest: Manifest
     index: Index
-    tables: dict[int, PieceTable] | None
+    tables: dict[int, PieceTable] | None = None
     """of the data files, by their writer; None: each is read from the end of its file"""
 
 
 def open_checkpoint(group: Group, folder: Path) -> StoredTensors:
     """Verify manifest, index and the size of every file of a checkpoint, each rank a share of them.
 
-    The files of a checkpoint of format 1 have no sums of pieces: they are read here, wholly. Raises DamagedCheckpoint
-    on all ranks.
+    Raises DamagedCheckpoint on all ranks.
     """
     manifest = on_first(group, lambda: read_manifest(folder))
-    if manifest.format == 1:
-        check_in_parallel(group, folder, manifest, check_files)
-        old = on_first(group, lambda: read_metadata(folder, manifest.files))
-        return StoredTensors(folder, manifest, old.index, old.tables)
     check_in_parallel(group, folder, manifest, check_sizes)
     path = folder / INDEX
     content = on_first(group, lambda: read_index(path, manifest))
@@ -115,7 +109,7 @@ def open_checkpoint(group: Group, folder: Path) -> StoredTensors:
     missing = sorted({data_file_name(writer) for writer in index.writers()} - manifest.files.keys())
     if missing:
         raise DamagedCheckpoint(f"{path}: points to files that the manifest does not list: {missing[:LISTED]}")
-    return StoredTensors(folder, manifest, index, None)
+    return StoredTensors(folder, manifest, index)
 
 
 def read_index(path: Path, manifest: Manifest) -> bytes:
@@ -298,10 +292,9 @@ def _unpack(content: bytes, read: _Read, dtype: str, path: Path) -> Tensor:
     except Exception as error:  # a crafted file can fail in any way
         raise DamagedCheckpoint(f"{path}: cannot read its piece of {read.key}: {error}") from error
     size = read.piece.region.size
-    is_tensor = isinstance(tensor, Tensor) and str(tensor.dtype) == f"torch.{dtype}"
-    if not is_tensor or tensor.numel() != math.prod(size):
+    if not isinstance(tensor, Tensor) or str(tensor.dtype) != f"torch.{dtype}" or tensor.shape != size:
         raise DamagedCheckpoint(f"{path}: its piece of {read.key} is not a tensor of {dtype} {size}")
-    return tensor.reshape(size)  # random generators of version 0.1 have one dimension less
+    return tensor
 
 
 def _copy_overlap(stored_piece: Tensor, read: _Read) -> None:

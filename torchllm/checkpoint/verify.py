@@ -29,7 +29,7 @@ def check_files(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1)
     names = sorted(manifest.files)[part::parts]
 
     def check(path: Path, record: FileRecord) -> None:
-        if manifest.format > 1 and path.suffix == SUFFIX:
+        if path.suffix == SUFFIX:
             check_data_file(path, record)
         else:
             check_content(path, record)

@@ -11,7 +11,6 @@ Opening a corpus reads the description only. The file of a shard is opened when 
 holds the last few open, whatever the number of shards, sources and epochs. What is read is checked (`checked_file.py`).
 """
 
-import hashlib
 import zlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -25,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 
 from torchllm.data.checked_file import (
-    BLOCK,
     BlockSums,
     CheckedFile,
     Checksums,
@@ -34,13 +32,7 @@ from torchllm.data.checked_file import (
     check_size,
     damaged_blocks,
 )
-from torchllm.data.corpus_header import (
-    check_fingerprint,
-    file_hashes_of_format_1,
-    first_blocks,
-    read_description,
-    read_sums,
-)
+from torchllm.data.corpus_header import check_fingerprint, first_blocks, read_description, read_sums
 from torchllm.data.error import DataError
 from torchllm.data.shard import (
     SPLITS,
@@ -52,13 +44,13 @@ from torchllm.data.shard import (
     ShardSplit,
     Split,
     Targets,
-    shard_files,
     shard_of,
+    shard_path,
 )
 from torchllm.data.verified_files import VerifiedFiles, record_path
 
 _OPEN_SHARDS = 16
-"""shards that a process holds open: one descriptor each, two in format 1"""
+"""shards that a process holds open, one descriptor each"""
 _CHECKING_THREADS = 16
 """that ask for the size of files: on a parallel file system an answer takes some tenths of a millisecond"""
 
@@ -293,34 +285,28 @@ class Corpus(ShardStream):
         unverified = []
         for number in numbers:
             for split in SPLITS:
-                changed_ns = [check_size(file) for file in self._files(split, number)]
-                if changed_ns and not self._verified.has(self._file_number(split, number), max(changed_ns)):
+                file = self._file(split, number)
+                if file.size and not self._verified.has(self._file_number(split, number), check_size(file)):
                     unverified.append(ShardSplit(split, number))
         return unverified
 
     def bytes_of(self, split: Split, number: int) -> int:
-        """Return the size of the files of one split of a shard."""
-        return sum(file.size for file in self._files(split, number))
+        """Return the size of the file of one split of a shard."""
+        return self._size(split, number).file_bytes
 
     def verify(self, split: Split, number: int, pace: Callable[[int], None] = lambda size: None) -> None:
-        """Read the files of one split of a shard, compare them with their checksums, and remember that they are whole.
+        """Read the file of one split of a shard, compare it with its checksums, and remember that it is whole.
 
         `pace` is called with the number of bytes after each MiB. Raises DataError that names a damaged file.
         """
-        files = [CheckedFile(file) for file in self._files(split, number)]
+        if not self.bytes_of(split, number):
+            return
+        file = CheckedFile(self._file(split, number))
         try:
-            for file in files:
-                if self.header.format == 1:
-                    hashes = self._hashes_of_format_1[number]
-                    self._verify_hash(file, hashes[file.file.path.name], pace)
-                else:
-                    self._verify_blocks(file, self.block_sums(split, number), pace)
+            self._verify_blocks(file, self.block_sums(split, number), pace)
         finally:
-            for file in files:
-                file.close()
-        if files:
-            changed_ns = max(file.changed_ns for file in files)
-            self._verified.add(self._file_number(split, number), changed_ns)
+            file.close()
+        self._verified.add(self._file_number(split, number), file.changed_ns)
 
     def _verify_blocks(self, file: CheckedFile, sums: BlockSums, pace: Callable[[int], None]) -> None:
         """Read all blocks of a file. Raises DamagedFile that names those without their checksum."""
@@ -333,20 +319,6 @@ class Corpus(ShardStream):
         if damaged:
             raise damaged_blocks(file.file, damaged)
 
-    def _verify_hash(self, file: CheckedFile, sha256: str, pace: Callable[[int], None]) -> None:
-        """Read a file of format 1. Raises DamagedFile if it does not have this sha256."""
-        digest = hashlib.sha256()
-        for block in range(-(-file.file.size // BLOCK)):
-            content = file.read_block(block)
-            digest.update(content)
-            pace(len(content))
-        if digest.hexdigest() != sha256:
-            raise DamagedFile(file.file.path, "is damaged: it does not have its sha256", [range(file.file.size)])
-
-    @cached_property
-    def _hashes_of_format_1(self) -> list[dict[str, str]]:
-        return file_hashes_of_format_1(self.folder)
-
     def _file_number(self, split: Split, number: int) -> int:
         """Return the place of a shard's split among the files of the corpus, in the order of `sums.bin`."""
         return number * len(SPLITS) + SPLITS.index(split)
@@ -355,29 +327,25 @@ class Corpus(ShardStream):
         tokens, documents = self._description.columns[split]
         return self.header.shard_size(int(tokens[number]), int(documents[number]))
 
-    def _files(self, split: Split, number: int) -> list[CorpusFile]:
-        return shard_files(self.folder, number, split, self._size(split, number), self.header.format)
+    def _file(self, split: Split, number: int) -> CorpusFile:
+        return CorpusFile(shard_path(self.folder, number, split), self.bytes_of(split, number))
 
     def open_shard(self, split: Split, number: int) -> OpenShard:
         """Open a shard that is not empty. Raises DataError if a file is missing or has another size."""
         find_checksums = partial(self._checksums, split, number)
-        return OpenShard(self._files(split, number), self._size(split, number), self.header.max_token, find_checksums)
+        path = shard_path(self.folder, number, split)
+        return OpenShard(path, self._size(split, number), self.header.max_token, find_checksums)
 
     def _checksums(self, split: Split, number: int, changed_ns: int) -> Checksums | None:
         """Return what the file of a shard, last changed at this time, is checked against; None if it is not."""
-        if self.header.format == 1 or self._verified.has(self._file_number(split, number), changed_ns):
+        if self._verified.has(self._file_number(split, number), changed_ns):
             return None
         sums = self.block_sums(split, number)
         is_checked = self._checked_blocks.setdefault(ShardSplit(split, number), np.zeros(len(sums), dtype=np.bool_))
         return Checksums(sums, is_checked)
 
     def block_sums(self, split: Split, number: int) -> BlockSums:
-        """Return the CRC-32 (zlib) of each MiB of the file of one split of a shard.
-
-        Raises DataError for a corpus of format 1, which has no such sums.
-        """
-        if self.header.format == 1:
-            raise DataError(f"{self.folder} has no checksums of blocks (format 1): prepare the corpus again")
+        """Return the CRC-32 (zlib) of each MiB of the file of one split of a shard."""
         file = self._file_number(split, number)
         first, end = self._first_blocks[file : file + 2]
         return read_sums(self.folder, int(first), int(end))

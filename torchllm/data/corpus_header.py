@@ -13,8 +13,6 @@ sums of files that it checks. 15T tokens in shards of 1 GiB of text are 60,000 s
 
 The fingerprint of a corpus is a hash of its tokens, their order, splits and document boundaries, through the sha256 of
 its files, and does not depend on the folder.
-
-Format 1 (version 0.1) kept a record per shard in `corpus.json` and no sums. It is read into the same columns.
 """
 
 import hashlib
@@ -66,10 +64,10 @@ class CorpusHeader:
     shards: int
     """number of shards"""
     fingerprint: str
-    table_sha256: str = ""
-    """sha256 of shards.bin; empty in format 1"""
-    sums_sha256: str = ""
-    """sha256 of sums.bin; empty in format 1"""
+    table_sha256: str
+    """sha256 of shards.bin"""
+    sums_sha256: str
+    """sha256 of sums.bin"""
     sequence_length: int = 0
     """over 0: the corpus holds whole examples, packed into sequences of so many tokens, and says which are trained; it
     can be read with this training.sequence_length only; 0: documents, for any length"""
@@ -113,16 +111,9 @@ class SplitRecord(NamedTuple):
 def read_description(folder: Path) -> CorpusDescription:
     """Read header and columns of a corpus. Raises DataError if they are missing, of another format, or damaged."""
     content = _read_json(folder)
-    corpus_format = content.get("format")
-    if corpus_format not in (1, FORMAT):
-        raise DataError(
-            f"{folder / HEADER}: format {corpus_format!r} is neither 1 nor {FORMAT}: prepare the corpus again"
-        )
     try:
-        if corpus_format == 1:
-            return _describe_format_1(content)
         header = CorpusHeader(**content)
-    except (KeyError, TypeError) as error:
+    except TypeError as error:
         raise DataError(f"{folder / HEADER} is damaged ({error}): prepare the corpus again") from None
     fingerprint = corpus_fingerprint(header.dtype, header.tokenizer, header.table_sha256, header.sequence_length)
     if header.fingerprint != fingerprint:
@@ -139,29 +130,9 @@ def read_description(folder: Path) -> CorpusDescription:
     return CorpusDescription(header, columns)
 
 
-def _describe_format_1(content: dict[str, Any]) -> CorpusDescription:
-    """Turn a corpus.json of format 1 into header and columns."""
-    shards = content["shards"]
-    header = CorpusHeader(**content | {"shards": len(shards)})
-    columns = {}
-    for split in SPLITS:
-        tokens, documents = array("q"), array("q")
-        for number, shard in enumerate(shards):
-            name = f"{number:05d}.{split}"
-            tokens.append(shard["files"][f"{name}.bin"]["bytes"] // header.id_bytes)
-            documents.append(shard["files"][f"{name}.begins"]["bytes"] // 8)
-        columns[split] = ShardColumns(np.array(tokens), np.array(documents))
-    return CorpusDescription(header, columns)
-
-
 def check_fingerprint(folder: Path) -> None:
     """Raise DataError if records or checksums of the shards are not those that were written. O(shards + MiB)."""
     content = _read_json(folder)
-    if content["format"] == 1:
-        records = [shard["files"] for shard in content["shards"]]
-        if content["fingerprint"] != corpus_fingerprint(content["dtype"], content["tokenizer"], records):
-            raise _changed(folder / HEADER)
-        return
     for name, sha256 in ((SHARD_TABLE, content["table_sha256"]), (SUMS, content["sums_sha256"])):
         try:
             is_as_written = file_sums(folder / name).sha256 == sha256
@@ -171,12 +142,9 @@ def check_fingerprint(folder: Path) -> None:
             raise _changed(folder / name)
 
 
-def corpus_fingerprint(dtype: str, tokenizer: str, files: str | list[Any], sequence_length: int = 0) -> str:
-    """Return a hash of a corpus: its tokens, their order, splits and document boundaries, but not its folder.
-
-    `files` says what is in the files: the sha256 of `shards.bin` or, in format 1, the records of all shards.
-    """
-    parts: list[Any] = [dtype, tokenizer, files]
+def corpus_fingerprint(dtype: str, tokenizer: str, table_sha256: str, sequence_length: int = 0) -> str:
+    """Return a hash of a corpus: its tokens, their order, splits and document boundaries, but not its folder."""
+    parts: list[Any] = [dtype, tokenizer, table_sha256]
     if sequence_length:
         parts.append(sequence_length)
     content = json.dumps(parts, sort_keys=True)
@@ -184,7 +152,7 @@ def corpus_fingerprint(dtype: str, tokenizer: str, files: str | list[Any], seque
 
 
 LARGEST_HEADER = 1 << 30
-"""bytes; that of format 1 has a record of each shard"""
+"""bytes; its plan names every file of the source"""
 
 
 def _read_json(folder: Path) -> dict[str, Any]:
@@ -202,6 +170,11 @@ def _read_json(folder: Path) -> dict[str, Any]:
         raise DataError(f"{path} is damaged ({error}): prepare the corpus again") from error
     if not isinstance(content, dict):
         raise DataError(f"{path} is damaged (it holds no JSON object): prepare the corpus again")
+    if content.get("format") != FORMAT:
+        raise DataError(
+            f"{path}: a corpus of format {content.get('format')!r}; this version of torchllm reads format {FORMAT}: "
+            "prepare the corpus again"
+        )
     return content
 
 
@@ -211,14 +184,6 @@ def _changed(path: Path) -> DataError:
 
 def _unreadable(path: Path, error: OSError) -> DataError:
     return DataError(f"{path} cannot be read ({error.strerror}): copy or prepare the corpus again")
-
-
-def file_hashes_of_format_1(folder: Path) -> list[dict[str, str]]:
-    """Return the sha256 of each file by its name, of each shard of a corpus of format 1."""
-    hashes = []
-    for shard in _read_json(folder)["shards"]:
-        hashes.append({name: record["sha256"] for name, record in shard["files"].items()})
-    return hashes
 
 
 def first_blocks(description: CorpusDescription) -> Column:

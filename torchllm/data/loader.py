@@ -470,7 +470,7 @@ class TrainLoader:
         self.keep_sources_of(state)
         settings = (record or {}).get("config", {}).get("data", {})
         batch = self._training.global_batch_size
-        progress = Progress(state.get("steps", state["sequences"] // batch), state["sequences"])
+        progress = Progress(state["steps"], state["sequences"])
         saved = stages_from_state(state, len(self._sources))
         continued = continue_stages(self._mixture_as_in(saved), batch, saved, progress)
         current = self._fingerprint
@@ -492,8 +492,7 @@ class TrainLoader:
     def _mixture_as_in(self, saved: Sequence[PlannedStage]) -> Data:
         """Return settings with the shares of a checkpoint where the run has chosen none: equal ones, or by size.
 
-        Runs that count epochs drew their sources equally often in torchllm 0.1, and one that began to count them may go
-        on to a step that the command line names.
+        A run that counts epochs draws its sources by size, else equally often; it may begin or cease to count them.
         """
         for mixture in (self._mixture, self._data, mixed_by_size(self._data, self._sizes)):
             if saved[0].weights == tuple(source.weight for source in mixture.sources):

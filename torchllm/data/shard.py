@@ -13,8 +13,6 @@ The index finds the documents of a sequence without a search: a sequence anywher
 and one of about 65,536 tokens' worth of begins. Ids and begins are in one file because a sequence drawn at random from
 many shards has to open a file, and on a parallel file system an open costs as much as a read. For the same reason the
 targets have no file of their own; the file's sha256, of which the corpus's fingerprint is made, covers them.
-
-Format 1 kept the begins in a file of their own and had no index; it is computed when such a shard is opened.
 """
 
 import os
@@ -106,18 +104,6 @@ def shard_of(path: Path) -> ShardSplit:
     return ShardSplit("train" if split == "train" else "validation", int(number))
 
 
-def shard_files(folder: Path, number: int, split: Split, size: ShardSize, corpus_format: int) -> list[CorpusFile]:
-    """Return the files of one split of a shard: the one with the ids and, in format 1, the one with the begins."""
-    if not size.tokens:
-        return []
-    path = shard_path(folder, number, split)
-    if corpus_format > 1:
-        return [CorpusFile(path, size.file_bytes)]
-    ids = CorpusFile(path, size.tokens * size.id_bytes)
-    begins = CorpusFile(path.with_suffix(".begins"), 8 * size.documents)
-    return [ids, begins]
-
-
 def _document_index(begins: Begins, tokens: int) -> Begins:
     """Return for each k the number of documents that begin before token k x _INDEX_STRIDE, up to all `tokens`."""
     entries = ShardSize(tokens, len(begins), id_bytes=2).index_entries
@@ -189,30 +175,22 @@ class ShardFileWriter:
 
 
 class OpenShard:
-    """The open files of one split of a shard: one descriptor, two in format 1."""
+    """The open file of one split of a shard."""
 
-    def __init__(
-        self, files: Sequence[CorpusFile], size: ShardSize, max_token: int, find_checksums: FindChecksums
-    ) -> None:
-        """Open `files` (see `shard_files`), whose ids are at most `max_token`.
+    def __init__(self, path: Path, size: ShardSize, max_token: int, find_checksums: FindChecksums) -> None:
+        """Open the file, whose ids are at most `max_token`.
 
-        Raises DataError if a file is missing or has another size; every method does if what it reads is damaged.
+        Raises DataError if it is missing or has another size; every method does if what it reads is damaged.
         """
         self._size = size
         self._max_token = max_token
         self._dtype = f"<u{size.id_bytes}"
-        self._files = [CheckedFile(file, find_checksums) for file in files]
-        self._ids, self._begins = self._files[0], self._files[-1]
-        self._begins_offset = size.begins_offset
-        if self._ids is not self._begins:  # format 1
-            self._begins_offset = 0
-            self._index = _document_index(self._documents(0, size.documents), size.tokens)
-        else:
-            self._index = self._ids.read("<i8", size.index_entries, size.index_offset)
+        self._file = CheckedFile(CorpusFile(path, size.file_bytes), find_checksums)
+        self._index = self._file.read("<i8", size.index_entries, size.index_offset)
 
     def read_ids(self, first: int, end: int) -> Ids:
         """Return the ids of the tokens first <= i < end."""
-        ids = self._ids.read(self._dtype, end - first, first * self._size.id_bytes)
+        ids = self._file.read(self._dtype, end - first, first * self._size.id_bytes)
         if len(ids) and ids.max() > self._max_token:
             raise self._unknown_id(ids, first)
         return ids
@@ -222,7 +200,7 @@ class OpenShard:
         index = int(np.argmax(ids > self._max_token))
         byte = (first + index) * self._size.id_bytes
         fault = f"is damaged: at byte {byte:,} is token id {ids[index]}, but the corpus has none over {self._max_token}"
-        return DamagedFile(self._ids.file.path, fault, [range(byte, byte + self._size.id_bytes)])
+        return DamagedFile(self._file.file.path, fault, [range(byte, byte + self._size.id_bytes)])
 
     def read_begins(self, first: int, end: int) -> Begins:
         """Return which of the tokens first <= i < end begin a document, as indices in the shard, ascending."""
@@ -236,7 +214,7 @@ class OpenShard:
     def read_targets(self, first: int, end: int) -> Targets:
         """Return which of the tokens first <= i < end are trained."""
         first_byte = first // 8
-        packed = self._ids.read("u1", -(-end // 8) - first_byte, self._size.targets_offset + first_byte)
+        packed = self._file.read("u1", -(-end // 8) - first_byte, self._size.targets_offset + first_byte)
         bits = np.unpackbits(packed, bitorder="little").astype(np.bool_)
         return bits[first - 8 * first_byte : end - 8 * first_byte]
 
@@ -255,12 +233,11 @@ class OpenShard:
 
     def _documents(self, first: int, end: int) -> Begins:
         """Return where the documents first <= i < end begin."""
-        return self._begins.read("<i8", end - first, self._begins_offset + 8 * first)
+        return self._file.read("<i8", end - first, self._size.begins_offset + 8 * first)
 
     def close(self) -> None:
-        """Close the files."""
-        for file in self._files:
-            file.close()
+        """Close the file."""
+        self._file.close()
 
 
 @contextmanager

@@ -124,15 +124,9 @@ def describe_stages(stages: Iterable[PlannedStage]) -> str:
 
 
 def stages_from_state(state: Mapping[str, Any], sources: int) -> list[PlannedStage]:
-    """Return the stages that the state of a loader holds, for a run that may have more sources by now.
-
-    A state of torchllm 0.1 has the weights of its sources only.
-    """
-    saved = state.get("stages")
-    if saved is None:
-        saved = [[0, 0, [weight for _, weight in state["fingerprint"]["sources"]]]]
+    """Return the stages that the state of a loader holds, for a run that may have more sources by now."""
     stages = []
-    for until, end, weights in saved:
+    for until, end, weights in state["stages"]:
         padding = [0.0] * (sources - len(weights))
         stages.append(PlannedStage(until, end, (*weights, *padding)))
     return stages

@@ -46,13 +46,11 @@ class WeightReader:
         self.manifest = stored.manifest
         self.folder = folder
         self._prefix = prefix
-        if stored.tables is None:  # once, not for each weight
-            tables = {}
-            for writer in stored.index.writers():
-                name = data_file_name(writer)
-                tables[writer] = read_piece_table(folder / name, stored.manifest.files[name])
-            stored = replace(stored, tables=tables)
-        self._stored = stored
+        tables = {}  # read once, not for each weight
+        for writer in stored.index.writers():
+            name = data_file_name(writer)
+            tables[writer] = read_piece_table(folder / name, stored.manifest.files[name])
+        self._stored = replace(stored, tables=tables)
 
     def read(self, name: str) -> Tensor:
         """Return a weight. Raises CheckpointError if the checkpoint has none of that name, DamagedCheckpoint if a bit

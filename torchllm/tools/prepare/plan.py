@@ -13,7 +13,7 @@ from torchllm.tools.prepare.chat.plan import ChatPlan
 from torchllm.tools.prepare.source_files import SourceFile
 
 _LATER_SOURCE_FIELDS = ("messages_key", "delimiter", "subset", "revision")
-"""keys of a source that torchllm 0.1 did not have"""
+"""keys of a source that are in the hash only where they are set, as before they were added"""
 
 
 @dataclass(frozen=True)
