@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).parents[1])  # Python put this folder there; the package `benchmark` is found beside it
+sys.path[0] = str(Path(__file__).parents[1])  # Python put this folder there; the package `benchmark` is next to it
 from benchmark.settings import EXPERTS, FIRST_HOUR, Request, read_arguments
 
 if __name__ == "__main__":  # before torch is imported: a wrong config is an error in half a second

@@ -1,4 +1,4 @@
-"""benchmark checkpoint: what a save takes from training."""
+"""benchmark checkpoint: the time that a save takes from training."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +23,9 @@ class Round(NamedTuple):
 
     synchronous_ms: float
     call_ms: float
-    """what the asynchronous save's call takes"""
+    """duration of the asynchronous save's call"""
     slower_steps_ms: float
-    """what the steps take longer until the checkpoint is there, in all"""
+    """extra time of the steps until the checkpoint is there, in total"""
     step_ms: float
     """a step with no save under way"""
     step_beside_ms: float
@@ -35,12 +35,12 @@ class Round(NamedTuple):
 
     @property
     def asynchronous_ms(self) -> float:
-        """What the asynchronous save takes from training."""
+        """Time that the asynchronous save takes from training."""
         return self.call_ms + self.slower_steps_ms
 
 
 def checkpoint(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
-    """Measure what a save takes from training: a synchronous one; an asynchronous one's call and slower steps."""
+    """Measure the time that a save takes from training: synchronous; asynchronous, by its call and slower steps."""
     device = runtime.device
     settings = config.benchmark
     mesh = build_mesh(config.parallel, device)
@@ -92,7 +92,7 @@ def checkpoint(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
 
 
 def save_seconds(checkpoints: Checkpointer, number: int, runtime: Runtime) -> float:
-    """Return what the call to save checkpoint `number` takes the slowest rank: others would wait for it in a step."""
+    """Return the seconds of the call to save checkpoint `number` on the slowest rank, which the others wait for."""
 
     def save() -> None:
         runtime.barrier()
@@ -105,7 +105,7 @@ def save_seconds(checkpoints: Checkpointer, number: int, runtime: Runtime) -> fl
 def steps_until_written(work: Work, checkpoints: Checkpointer, written: Path, runtime: Runtime) -> list[float]:
     """Take steps until the checkpoint is there; return the seconds of each.
 
-    All ranks take as many: they stop when rank 0 sees the checkpoint, or when any rank's save has failed.
+    All ranks take the same number: they stop when rank 0 sees the checkpoint, or when any rank's save has failed.
     """
     seconds: list[float] = []
     while not runtime.should_stop(checkpoints.failed or (runtime.is_main and written.exists())):

@@ -1,10 +1,10 @@
-"""What the index of a checkpoint costs, by counts and seconds, for ranks that need not exist.
+"""The cost of a checkpoint's index, by counts and seconds, for ranks that need not exist.
 
     python -m recipes.benchmark.checkpoint_index [MODEL.toml] [RANKS ...]
 
 Every rank holds a part of each parameter and of its three entries of AdamW, as FSDP shards them; the model exists as
-shapes only. Printed: what ranks send each other at the first save, the size of the index, and the time to make it, and
-to find the pieces that one rank reads when it resumes on as many ranks.
+shapes only. Printed: the bytes that ranks send each other at the first save, the size of the index, and the time to
+make it, and to find the pieces that one rank reads when it resumes on the same number of ranks.
 """
 
 import json
@@ -26,7 +26,7 @@ MODEL = "train_configs/models/llama3_70b.toml"
 
 
 class SyntheticRanks(NamedTuple):
-    """What ranks would say about their parts."""
+    """The parts of all ranks, as they would report them."""
 
     inventory: list[InventoryEntry]
     """of all ranks"""
@@ -35,7 +35,7 @@ class SyntheticRanks(NamedTuple):
 
 
 class IndexCost(NamedTuple):
-    """What an index costs."""
+    """The cost of an index."""
 
     ranks: int
     tensors: int
@@ -52,7 +52,7 @@ class IndexCost(NamedTuple):
 
 
 def shapes_of_run(model_toml: str = MODEL) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of a run by key: of the parameters, and of what AdamW keeps for each."""
+    """Return the shape of every tensor of a run by key: of the parameters, and of AdamW's states for each."""
     config = load_config([model_toml], one_device=True)
     with torch.device("meta"):
         model = build_model(config.model)
@@ -66,7 +66,7 @@ def shapes_of_run(model_toml: str = MODEL) -> dict[str, tuple[int, ...]]:
 
 
 def synthetic_ranks(shapes: Mapping[str, tuple[int, ...]], shard: int, replicate: int = 1) -> SyntheticRanks:
-    """Return what shard x replicate ranks say of tensors that are sharded on their first dimension, float32."""
+    """Return the parts of shard x replicate ranks, of float32 tensors that are sharded on their first dimension."""
     distinct = list(dict.fromkeys(shapes.values()))
     inventory = [InventoryEntry(key, "float32", shape, 4, distinct.index(shape)) for key, shape in shapes.items()]
     regions = []
@@ -92,7 +92,7 @@ def index_of(ranks: SyntheticRanks) -> Index:
 
 
 def measure_index(shapes: Mapping[str, tuple[int, ...]], shard: int, replicate: int = 1) -> IndexCost:
-    """Return what the index of these tensors costs on shard x replicate ranks."""
+    """Return the cost of the index of these tensors on shard x replicate ranks."""
     ranks = synthetic_ranks(shapes, shard, replicate)
     start = time.perf_counter()
     content = index_of(ranks).serialize()
@@ -124,8 +124,8 @@ def count_pieces(index: Index, inventory: Sequence[InventoryEntry], regions: Seq
 
 
 def count_bytes(index: Index, inventory: Sequence[InventoryEntry], regions: Sequence[Region]) -> int:
-    """Return how many bytes a rank with these regions reads: a piece is read whole, for it has one sum."""
-    elements_of_sharding: dict[int, int] = {}  # tensors of one shape are cut alike
+    """Return how many bytes a rank with these regions reads: pieces are read whole, to verify their checksums."""
+    elements_of_sharding: dict[int, int] = {}  # tensors of one shape have the same parts
     total = 0
     for entry in inventory:
         if entry.sharding not in elements_of_sharding:

@@ -1,11 +1,11 @@
-"""benchmark context: what one rank of a context-parallel job keeps and sends, by cp, for sequences of one length.
+"""benchmark context: memory and traffic of one rank of a context-parallel job, by cp, for sequences of one length.
 
 One micro batch goes forward and backward through the model without FSDP, whose weights are no activations and whose
 traffic is not context parallelism's. The degrees of [parallel] are not read: cp is every divisor of the ranks.
 
 Activations are the storages that the forward leaves for the backward, each counted once, without the weights. Bytes
-sent are those that a rank hands to the network over cp; the formulas say, per layer and with n = cp:
-  ring      forward (n - 1) x 2 B S/n K Q numbers, backward as many and their gradients in float32
+sent are counted where a rank hands them to the network over cp; the formulas are, per layer and with n = cp:
+ring      forward (n - 1) x 2 B S/n K Q numbers, backward the same number, and their gradients in float32
   ulysses   forward and backward each (n - 1) / n x B S/n (2 H + 2 K) Q numbers
 A backward that recomputes attention repeats the forward's traffic, which the formulas do not count.
 """
@@ -61,7 +61,7 @@ class TrafficRecorder(TorchDispatchMode):
         return out
 
     def kept(self, module: nn.Module) -> int:
-        """Return the bytes of the storages that still exist, without the module's weights, of which views are made."""
+        """Return the bytes of the storages that still exist, without the module's weights, which have views."""
         weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
         total = 0
         for address, reference in self.made.items():
@@ -116,7 +116,7 @@ def measured(config: "BenchmarkConfig", runtime: Runtime, method: Method, ranks:
     degrees = replace(config.parallel, pp=1, dp_replicate=1, dp_shard=shards, cp=ranks, tp=1)
     mesh = build_mesh(replace(degrees, cp_method=method, zero_stage=3), runtime.device)
     stage = built(config, runtime)
-    if ranks > 1:  # one rank runs the plain attention core, with which the others are compared
+    if ranks > 1:  # one rank runs the plain attention core, the baseline
         apply_context_parallel(stage, mesh.cp, method, compute_dtype(config.training, runtime.device))
     apply_recompute(stage, config.recompute, config.model.layers)
     batch = synthetic_batches(config, mesh, runtime.device)[0]
@@ -133,7 +133,7 @@ def measured(config: "BenchmarkConfig", runtime: Runtime, method: Method, ranks:
 def traffic_row(
     config: "BenchmarkConfig", runtime: Runtime, method: str, ranks: int, traffic: Traffic, of_one_rank: float
 ) -> TableRow:
-    """Return the table's row: what was measured, beside what the formulas say."""
+    """Return the table's row: measurements, and the formulas' values."""
     itemsize = compute_dtype(config.training, runtime.device).itemsize
     formula = bytes_sent(config.model, config.training, method, ranks, itemsize)
     return {

@@ -1,4 +1,4 @@
-"""Count what a piece of work takes: lines of Python, memory, operations of torch. No clocks."""
+"""Count the cost of a piece of work: lines of Python, memory, operations of torch. No clocks."""
 
 import sys
 import tracemalloc
@@ -13,7 +13,7 @@ from torchllm.runtime.torch_compat import allocations
 
 
 def lines_run(work: Callable[[], object]) -> int:
-    """Return how many lines of Python `work` executes, those of libraries too."""
+    """Return how many lines of Python `work` executes, including libraries."""
     lines = 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:

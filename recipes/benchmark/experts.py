@@ -1,8 +1,8 @@
-"""benchmark experts: what a mixture of experts learns from the tokens that a dense model learns from, and in what time.
+"""benchmark experts: loss and time of a mixture of experts and of a dense model, trained on the same tokens.
 
-train_configs/debug.toml and train_configs/moe_debug.toml have as many active parameters. For each seed, from run.seed
-on, run_train.sh trains one after the other, on one process each. The data are prepared before. Seconds are those of the
-whole command: start, training, evaluations and checkpoints.
+train_configs/debug.toml and train_configs/moe_debug.toml have the same number of active parameters. For each seed,
+starting with run.seed, run_train.sh trains one after the other, on one process each. The data are prepared before.
+Seconds are those of the whole command: start, training, evaluations and checkpoints.
 """
 
 import json
@@ -42,7 +42,7 @@ LINES = 20
 
 
 class TrainedRun(NamedTuple):
-    """What came of one run."""
+    """The result of one run."""
 
     config: Config
     loss: float
@@ -57,7 +57,7 @@ class TrainedRun(NamedTuple):
         return str(self.config.run.seed)
 
     def facts(self) -> dict[str, Any]:
-        """Return what both sides must have in common for their losses to be comparable."""
+        """Return the settings that both sides must share for their losses to be comparable."""
         facts: dict[str, Any] = {"data": self.data}
         for section in ("training", "schedule", "evaluate"):
             facts[section] = getattr(self.config, section)
@@ -69,7 +69,7 @@ Runs = Sequence[TrainedRun]
 
 
 def experts(config: "BenchmarkConfig", runtime: Runtime, overrides: Mapping[str, str]) -> Tables:
-    """Train both in turns. `overrides` of the command line, key to text, are those of all runs, too."""
+    """Train both in turns. `overrides` of the command line, key to text, apply to all runs, too."""
     if runtime.world_size > 1:
         raise UserError("benchmark experts: runs on one process, which starts others")
     if not config.evaluate.interval:
@@ -97,7 +97,7 @@ def prepare_data(config: Config) -> None:
 
 
 def result_tables(dense: Runs, sparse: Runs) -> Tables:
-    """Return losses, times, and what the first run of each side was trained on."""
+    """Return losses, times, and the training data of the first run of each side."""
     seconds = ratio_row("experts / dense", seconds_of_runs(sparse), seconds_of_runs(dense))
     seconds["target"] = TIME_TARGET
     first_runs = [fact_row("dense", dense[0]), fact_row("experts", sparse[0])]
@@ -110,7 +110,7 @@ def result_tables(dense: Runs, sparse: Runs) -> Tables:
 
 
 def train_next(name: str, seeds: Iterator[int], overrides: Mapping[str, str], folder: Path) -> TrainedRun:
-    """Train the side `name` from the next seed, in a folder of its own in `folder`. UserError if the run fails."""
+    """Train the side `name` from the next seed, in a new subfolder of `folder`. UserError if the run fails."""
     seed = next(seeds)
     run_folder = folder / f"{name}-{seed}"
     log = folder / f"{name}-{seed}.log"
@@ -140,7 +140,7 @@ def end_of(log: Path) -> str:
 
 
 def read_run(folder: Path, seconds: float) -> TrainedRun:
-    """Return what a run that took `seconds` has left in its folder."""
+    """Return the result of a run from its folder. seconds: its duration."""
     metrics = (folder / "metrics.jsonl").read_text()
     losses = []
     for line in metrics.splitlines():
@@ -154,7 +154,7 @@ def read_run(folder: Path, seconds: float) -> TrainedRun:
 
 
 def check_alike(dense: TrainedRun, sparse: TrainedRun) -> None:
-    """UserError if two runs were not trained on the same tokens in the same batches, or not evaluated alike."""
+    """UserError if two runs differ in their tokens, their batches or their evaluation."""
     sparse_facts = sparse.facts()
     for name, dense_fact in dense.facts().items():
         sparse_fact = sparse_facts[name]

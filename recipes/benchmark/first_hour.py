@@ -1,12 +1,12 @@
-"""benchmark first_hour: what must be known of a machine before a long run on it, what is worth most first.
+"""benchmark first_hour: the checks of a machine before a long run on it, the most valuable first.
 
-It needs no network. Each stage (first_hour_stages.py) asks one question of this machine, with jobs of its own, on one
-GPU and on all; without a GPU it is a rehearsal on two CPU processes with a tiny model. What a stage has found is one
-line of RUN_FOLDER/first_hour.jsonl. The same command goes on where it was ended, and tries again what has failed;
+It needs no network. Each stage (first_hour_stages.py) answers one question about this machine, with jobs on one
+GPU and on all; without a GPU it is a rehearsal on two CPU processes with a tiny model. The result of a stage is one
+line of RUN_FOLDER/first_hour.jsonl. The same command continues after an interruption, and tries failed stages again;
 --benchmark.only=losses,resume takes these stages alone, also again.
 
-At the end RUN_FOLDER/first_hour.md is the page of all that was found, and RUN_FOLDER/first_hour.csv has the measured
-layouts, as `recipes/plan.py score` and `calibrate` read them. Exit status 1: something is not as it should be.
+At the end RUN_FOLDER/first_hour.md is a page of all results, and RUN_FOLDER/first_hour.csv has the measured
+layouts, as `recipes/plan.py score` and `calibrate` read them. Exit status 1: a stage ended with FAIL or error.
 """
 
 import datetime
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 STAGE_SECONDS = 480
 """after which a stage is ended"""
-RIGHT, WRONG, FAILED, SKIPPED = "as it should be", "NOT as it should be", "failed", "not tried"
+PASSED, FAILED, ERROR, SKIPPED = "pass", "FAIL", "error", "not tried"
 Record = dict[str, Any]
 """one line of first_hour.jsonl: stage, outcome, problems, figures, seconds, date, machine"""
 
@@ -44,11 +44,11 @@ import json, torch
 gpus = [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())]
 print(json.dumps({"gpus": gpus, "torch": torch.__version__, "cuda": torch.version.cuda}))
 """
-"""asks torch for this machine's GPUs in a process of its own: this one must not take memory on any"""
+"""asks torch for this machine's GPUs in another process: this one must not take memory on any"""
 
 
 def first_hour(config: "BenchmarkConfig", config_file: str) -> None:
-    """Run the stages that are due, one after the other. SystemExit(1) if one is not as it should be."""
+    """Run the stages that are due, one after the other. SystemExit(1) if one ended with FAIL or error."""
     report_errors()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: the running job is ended too
     os.environ.pop("WORLD_SIZE", None)  # this process is no rank; the jobs have their own
@@ -74,12 +74,12 @@ def first_hour(config: "BenchmarkConfig", config_file: str) -> None:
     page = folder / "first_hour.md"
     page.write_text(format_page(records))
     print(page)
-    if any(record["outcome"] in (WRONG, FAILED) for record in records):
+    if any(record["outcome"] in (FAILED, ERROR) for record in records):
         raise SystemExit(1)
 
 
 def find_machine() -> Machine:
-    """Ask torch, and the driver where there is one, what this machine is."""
+    """Ask torch, and the driver where there is one, for this machine's hardware."""
     answer = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True)
     facts = json.loads(answer.stdout)
     driver = ""
@@ -105,19 +105,19 @@ def due_stages(stages: Sequence[FirstHourStage], records: Sequence[Record], mach
     """Return the stages that have no answer of this machine yet."""
     answered = set()
     for record in records:
-        if record["outcome"] in (RIGHT, WRONG) and machine_of(record) == machine:
+        if record["outcome"] in (PASSED, FAILED) and machine_of(record) == machine:
             answered.add(record["stage"])
     return [stage for stage in stages if stage.name not in answered]
 
 
 def machine_of(record: Record) -> Machine:
-    """Return the machine on which a record was made."""
+    """Return the machine of a record."""
     facts = dict(record["machine"])
     return Machine(**facts | {"gpus": tuple(facts["gpus"])})  # JSON has lists only
 
 
 def run_stage(stage: FirstHourStage, machine: Machine, config_file: str, folder: Path) -> Record:
-    """Return what a stage has found on this machine."""
+    """Run a stage and return its record."""
     started = time.monotonic()
     record: Record = {"stage": stage.name, "date": datetime.date.today().isoformat(), "machine": machine._asdict()}
     figures: Figures = {}
@@ -128,9 +128,9 @@ def run_stage(stage: FirstHourStage, machine: Machine, config_file: str, folder:
         try:
             figures = stage.measure(jobs)
             problems = stage.problems(figures)
-            outcome = WRONG if problems else RIGHT
+            outcome = FAILED if problems else PASSED
         except StageFailed as failure:
-            outcome, problems = FAILED, [str(failure)]
+            outcome, problems = ERROR, [str(failure)]
         finally:
             jobs.clean_up()
     return record | {

@@ -14,7 +14,7 @@ from torchllm.facts.flops import parameter_count
 from torchllm.resources import resource
 
 Figures = dict[str, Any]
-"""what a stage has found, as JSON has it: a number, a text, a list of numbers, or a list of rows, by its title"""
+"""figures of a stage by title, as JSON has them: a number, a text, a list of numbers, or a list of rows"""
 MOST_RANKS = 8
 """GPUs of this node that a stage takes at most"""
 
@@ -25,7 +25,7 @@ LOGGED = (
     "--evaluate.interval=0",
     "--generate.after_training=false",
 )
-"""overrides of every run: it logs each step, and does nothing beside training and saving"""
+"""overrides of every run: it logs each step, and only trains and saves"""
 
 
 class StageFailed(Exception):
@@ -33,7 +33,7 @@ class StageFailed(Exception):
 
 
 class Machine(NamedTuple):
-    """What the figures depend on besides the code."""
+    """The conditions of the figures besides the code."""
 
     gpus: tuple[str, ...]
     """names; none: the rehearsal on a CPU"""
@@ -70,7 +70,7 @@ class Jobs:
         folder.mkdir(parents=True)
 
     def clean_up(self) -> None:
-        """Delete what the jobs have written."""
+        """Delete the files of the jobs."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def seconds_left(self) -> float:
@@ -117,7 +117,7 @@ class Jobs:
         environment = {"NPROC": str(ranks), "PYTHON": sys.executable}
         self._check("dry run", run_command(command, environment, self.seconds_left(), log), log)
         text = log.read_text(errors="replace")
-        begin = text.find("{\n")  # what it warns of may stand before the report
+        begin = text.find("{\n")  # warnings may precede the report
         if begin < 0:
             raise StageFailed(f"the dry run printed no report: {_last_line(log)}")
         report: dict[str, Any] = json.JSONDecoder().raw_decode(text, begin)[0]

@@ -1,6 +1,6 @@
-"""The stages of `benchmark first_hour`: one question each, how it is answered, and what would be wrong.
+"""The stages of `benchmark first_hour`: each answers one question, and knows a wrong answer.
 
-A stage's `measure` starts jobs and returns what they found; its `problems` judges that, without a machine, so that each
+A stage's `measure` starts jobs and returns their figures; its `problems` judges these, without a machine, so that each
 judgement can be tested with a planted fault. A stage whose jobs fail raises StageFailed.
 """
 
@@ -22,7 +22,7 @@ GIB = 2**30
 STEPS = 40
 """of the runs whose losses are compared"""
 EXACT_STEPS = 10
-"""in which losses in float32 must agree; later ones drift apart, for each step enlarges what rounding did"""
+"""first steps, whose float32 losses must agree; later ones drift apart, because each step enlarges rounding errors"""
 FLOAT32_DIFFERENCE = 1e-3
 """of losses in float32, relative: products are in tf32 on a GPU; a wrong gradient changes them by 1e-1"""
 BFLOAT16_DIFFERENCE = 3e-2
@@ -52,7 +52,7 @@ OWN_DATA = ("--data.tokenizer=bytes", "--data.sources.0.kind=stdlib", "--data.so
 ONE_GPU_CONFIG = "train_configs/llama_1b_1gpu.toml"
 NODE_CONFIG = "train_configs/llama3_8b_8gpu.toml"
 MEASUREMENTS = "measurements"
-"""title of the figures that go into first_hour.csv, for the planner"""
+"""title of the figures in first_hour.csv, for the planner"""
 LAYOUT_SECONDS = 30
 """that a stage must have left for another layout to be measured"""
 NO_TIME = {
@@ -70,7 +70,7 @@ class FirstHourStage(NamedTuple):
     question: str
     measure: Callable[[Jobs], Figures]
     problems: Callable[[Figures], list[str]]
-    """returns what is not as it should be, a sentence each"""
+    """returns the faults, a sentence each"""
     gpus: int = 0
     """that it needs at least"""
     package: str = ""
@@ -130,7 +130,7 @@ def kernel_problems(figures: Figures) -> list[str]:
 
 
 def measure_resume(jobs: Jobs) -> Figures:
-    """Train 20 steps, lose the checkpoint of the last one, and train again from that of step 10."""
+    """Train 20 steps, lose the last checkpoint, and train again from the one of step 10."""
     options = ["--run.deterministic=true", "--training.steps=20", "--checkpoint.interval=10"]
     ranks = jobs.machine.ranks
     whole = jobs.losses("resume", *options, ranks=ranks)
@@ -275,7 +275,7 @@ def measured_layout_problems(figures: Figures) -> list[str]:
 
 
 def memory_overrides(jobs: Jobs, mode: str) -> Overrides:
-    """Return what the steps of stage `memory` change of `large_config`: nothing is compiled."""
+    """Return the overrides of `large_config` in stage `memory`: nothing is compiled."""
     _, *overrides = layout_config(jobs)
     return (*overrides, "--compile.block=false", "--compile.loss=false", f"--recompute.mode={mode}")
 
@@ -326,7 +326,7 @@ def memory_problems(figures: Figures) -> list[str]:
 
 
 def measure_saves(jobs: Jobs) -> Figures:
-    """Time a synchronous save, and what an asynchronous one takes from the steps beside it."""
+    """Time a synchronous save, and the time that an asynchronous one takes from training."""
     checkpoint_bytes = BYTES_PER_PARAMETER * jobs.parameter_count(large_config(jobs)[0])
     needed = CHECKPOINTS * checkpoint_bytes
     free = shutil.disk_usage(jobs.folder).free
@@ -349,7 +349,7 @@ def save_problems(figures: Figures) -> list[str]:
 
 
 def measure_stopped_rank(jobs: Jobs) -> Figures:
-    """Train on two ranks of which one stops, and see who is named."""
+    """Train on two ranks, stop one of them, and check that it is named."""
     recipe = Path(__file__).with_name("stopped_rank.py")
     options = ["--training.steps=1000000", f"--run.timeout={TIMEOUT}", "--checkpoint.interval=0"]
     if jobs.machine.ranks < 2:  # one GPU has no place for two ranks
@@ -377,7 +377,7 @@ def large_config(jobs: Jobs) -> list[str]:
 
 
 def layout_config(jobs: Jobs) -> list[str]:
-    """Return that config with a batch of one or two sequences per GPU, for a run."""
+    """Return `large_config` with a batch of one or two sequences per GPU, for a run."""
     config = large_config(jobs)
     if not jobs.machine.gpus:
         return [*config, "--training.micro_batch_size=2"]
@@ -418,4 +418,4 @@ STAGES: tuple[FirstHourStage, ...] = (
     FirstHourStage("saves", "What does an asynchronous save take from training?", measure_saves, save_problems),
     FirstHourStage("stopped_rank", "Is a rank that stops named?", measure_stopped_rank, stopped_rank_problems),
 )
-"""what is worth most first"""
+"""the most valuable first"""

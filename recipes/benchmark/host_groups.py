@@ -1,9 +1,9 @@
-"""What it costs to set up gloo groups of all ranks: sockets, requests to the store, and their bytes, per rank.
+"""The cost of setting up gloo groups of all ranks: sockets, requests to the store, and their bytes, per rank.
 
     python -m recipes.benchmark.host_groups 8 16 32 64
 
 Every rank is a thread with its own connection to one store, and has the two groups that each run has: the default one
-and the one for what the ranks agree on. Counted are both groups with one all-reduce and one all-gather in each.
+and the host group. Counted are both groups with one all-reduce and one all-gather in each.
 """
 
 import os
@@ -73,7 +73,7 @@ class SetupCost(NamedTuple):
 
 
 def setup_cost(ranks: int, lazy: bool = True) -> SetupCost:
-    """Set up the groups of so many ranks in this process, and count.
+    """Set up the groups of `ranks` ranks in this process, and count.
 
     lazy: connect two ranks when they first send to each other, as a run does; else all at once, torch's default.
     """

@@ -1,10 +1,10 @@
 """benchmark kernels: how exact this device's attention kernels are, and which kernels they are.
 
-Blocks: what ring attention calls per block, forward and backward, against the eager kernel in float64 on a CPU and the
-same numbers, for each width of a head and number of query heads per key-value head. The error is the largest
-difference, of the largest element; `limit` is what a run with context parallelism allows before it starts.
+Blocks: ring attention's kernels per block, forward and backward, against the eager kernel in float64 on a CPU with
+the same numbers, for each width of a head and number of query heads per key-value head. The error is the largest
+difference, relative to the largest element; `limit` is the check of a run with context parallelism before it starts.
 
-Kernels: what a forward and backward of `model.attention` runs on this device, with and without documents. A kernel
+Kernels: of a forward and backward of `model.attention` on this device, with and without documents. A kernel
 whose name has "math" or "softmax" holds S x S scores in memory.
 """
 

@@ -1,8 +1,8 @@
-"""benchmark scale: how the costs beside the step itself grow with ranks, tokens, shards, parameters.
+"""benchmark scale: how costs besides the step itself grow with ranks, tokens, shards, parameters.
 
 Time on a shared machine says little about 16,384 ranks, so each row is a count: bytes, requests, calls, operations,
-lines of Python (`scale_counts.py`). What has no machine here stands for it: a fake process group, made-up reports and
-manifests, threads as ranks. A row's exponent is that of the power of the size that fits its counts best: 1 is
+lines of Python (`scale_counts.py`). Stand-ins replace the machine: a fake process group, made-up reports and
+manifests, threads as ranks. A row's exponent is the power of the size that fits its counts best: 1 is
 proportional, 2 is the square. Where a count is not taken at the largest size, that power extends it, and the row says
 so.
 """
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 
 class Count(NamedTuple):
-    """What is counted for one row of a table."""
+    """One row of a table: a count and its limit."""
 
     work: str
     unit: str
     measure: Callable[[int], float]
-    """returns the count at a size; its docstring says what is counted"""
+    """returns the count at a size; its docstring says what it counts"""
     small: tuple[int, int]
-    """two sizes at which a test takes it in seconds"""
+    """two sizes that a test can count in seconds"""
     limit: float
     """largest exponent that the test allows"""
     sizes: Sequence[int] = ()
-    """at which it is taken; empty: at those of its table"""
+    """sizes of the count; empty: the table's"""
 
 
 class CountTable(NamedTuple):
@@ -151,7 +151,7 @@ TABLES = [
     CountTable("ranks", (64, 1024, 16384), BY_RANKS),
     CountTable("tokens of a sequence", (2048, 8192, 131_072), BY_TOKENS),
     CountTable("ranks that share a sequence", (2, 4, 16), BY_RANKS_OF_A_SEQUENCE),
-    # 291 tensors are those of Llama 3 8B, 1,137 those of 405B
+    # Llama 3 8B has 291 tensors, 405B has 1,137
     CountTable("parameters (tensors)", (64, 291, 1137), BY_PARAMETERS),
     # 60,000 shards are 15T tokens in shards of 1 GiB of text
     CountTable("shards of a corpus", (1000, 20_000, 60_000), BY_SHARDS),

@@ -1,4 +1,4 @@
-"""The counts of `benchmark scale`: each function returns what one thing costs at one size, and says what it counts."""
+"""The counts of `benchmark scale`: each function counts the cost of one thing at one size; its docstring says how."""
 
 import io
 import pickle
@@ -128,7 +128,7 @@ def mesh_groups(ranks: int) -> int:
 
 @cache
 def setup_of_groups(ranks: int) -> SetupCost:
-    """Return what it costs to set up gloo groups of so many ranks, which are threads here; once for all counts."""
+    """Return the cost of setting up gloo groups of `ranks` ranks, which are threads here; cached for all counts."""
     return setup_cost(ranks)
 
 
@@ -148,7 +148,7 @@ def gloo_sockets(ranks: int) -> float:
 
 
 def profiled_reports(ranks: int) -> Reports:
-    """Return the reports of ranks about a profiled step; those of 16 pipeline stages are peers, the last is slow."""
+    """Return the reports of ranks about a profiled step; reports of 16 pipeline stages are peers, the last is slow."""
     reports = []
     for rank in range(ranks):
         seconds = dict.fromkeys(PARTS, 0.1 if rank < ranks - 1 else 0.2)
@@ -175,7 +175,7 @@ def slices_of(ranks: range) -> str:
 
 
 def hang_dump(rank: int, ranks: int) -> RankDump:
-    """Return what a rank of tp 8 x dp publishes while all wait for rank 1 in its data-parallel group."""
+    """Return the dump of a rank of tp 8 x dp while all wait for rank 1 in its data-parallel group."""
     lane = rank % 8
     groups = {
         "world": range(ranks),
@@ -199,7 +199,7 @@ def hang_bytes(ranks: int) -> int:
 
 
 def hang_lines(ranks: int) -> int:
-    """Count the lines of Python with which one rank reads what all have published, and says who hangs."""
+    """Count the lines of Python that one rank runs to read all dumps and name the rank that hangs."""
     texts = [hang_dump(rank, ranks).json() for rank in range(ranks)]
 
     def describe() -> str:
@@ -222,13 +222,13 @@ def index_lines(ranks: int) -> int:
 
 
 def pieces_read(ranks: int) -> int:
-    """Count the pieces of tensors that a rank reads when 70B resumes on as many ranks."""
+    """Count the pieces of tensors that a rank reads when 70B resumes on the same number of ranks."""
     parts = synthetic_ranks(shapes_of_run(), ranks)
     return count_pieces(index_of(parts), parts.inventory, parts.regions[0])
 
 
 def evaluation_read_bytes(ranks: int) -> int:
-    """Count the bytes of a checkpoint of 70B, written by so many ranks, that 8 processes read to evaluate it."""
+    """Count the bytes of a checkpoint of 70B, written by `ranks` ranks, that 8 processes read to evaluate it."""
     shapes = {key: shape for key, shape in shapes_of_run().items() if key.startswith("model.")}
     index = index_of(synthetic_ranks(shapes, ranks))
     readers = synthetic_ranks(shapes, 8)
@@ -274,7 +274,7 @@ def raw_source_lines(files: int) -> int:
 
 
 def locate_lines(sequences: int) -> int:
-    """Count the lines of Python that find the last sequence of an epoch of `sequences`: what a resume does."""
+    """Count the lines of Python that find the last sequence of an epoch of `sequences`, as a resume does."""
     order = DataOrder(0, [sequences], [1.0])
     return lines_run(lambda: order.locate(sequences - 1))
 
@@ -286,12 +286,12 @@ def mixture_order(sources: int) -> DataOrder:
 
 
 def mixture_lines(sources: int) -> int:
-    """Count the lines of Python that make the order of a run over so many sources."""
+    """Count the lines of Python that make the order of a run over `sources` sources."""
     return lines_run(lambda: mixture_order(sources))
 
 
 def evaluation_lines(sources: int) -> int:
-    """Count the lines of Python that choose 256 sequences of an evaluation over so many sources."""
+    """Count the lines of Python that choose 256 sequences of an evaluation over `sources` sources."""
     order = mixture_order(sources)
     return lines_run(lambda: order.first_epoch(256))
 
@@ -310,7 +310,7 @@ def bytes_of_sequence_ranks(ranks: int) -> int:
 
 
 def resume_metrics_lines(records: int) -> int:
-    """Count the lines of Python that find where a metrics.jsonl of so many records goes on, at its last record."""
+    """Count the lines of Python that find the last record of a metrics.jsonl with `records` records."""
     text = "".join(f'{{"step": {step}, "loss": 2.0}}\n' for step in range(1, records + 1))
     return lines_run(lambda: cut_position(NamedBytes(text.encode()), records))
 
@@ -322,7 +322,7 @@ class NamedBytes(io.BytesIO):
 
 
 def write_shard_table(folder: Path, shards: int) -> None:
-    """Write the description of a corpus of so many shards, without the shards."""
+    """Write the description of a corpus of `shards` shards, without the shards."""
     record = SplitRecord(tokens=2**28, documents=2**18, sha256="00" * 32, sums=[0])
     empty = SplitRecord(tokens=0, documents=0, sha256="", sums=[])
     table = ShardTableWriter()
@@ -363,7 +363,7 @@ def corpus_lines(shards: int) -> int:
 
 
 def plan_of_files(files: int) -> CorpusPlan:
-    """Return the plan of a corpus of so many files of 64 MiB that need not exist."""
+    """Return the plan of a corpus of `files` files of 64 MiB that need not exist."""
     made_up = [SourceFile(f"/text/{number:06d}.txt", 64 * 2**20, number) for number in range(files)]
     return CorpusPlan(
         source=Source(kind="text", path="/text/*.txt"),
@@ -397,7 +397,7 @@ def shard_job_bytes(files: int) -> int:
 
 
 def retention_folders(checkpoints: int) -> int:
-    """Count the checkpoints that a save looks into where 3 are kept of so many."""
+    """Count the checkpoints that a save looks into if 3 of them are kept."""
     looked_into = []
 
     def is_whole(folder: Path) -> bool:

@@ -1,9 +1,9 @@
 """benchmark schedules: steps of torch's pipeline schedules on stages that sleep, against simulator and theory.
 
 Every rank of the job is a pipeline rank. A sleeping stage needs no core, so 8 ranks on 2 cores wait for each other as
-8 GPUs would; what is measured beyond the sleep is torch's schedule, autograd and gloo. A rank's work on one micro batch
-is the same under every schedule: with v stages per rank each sleeps 1/v as long. Forward and the two gradients take the
-same time, as Qi et al. 2023 (arXiv 2401.10241) assume.
+8 GPUs would; the time beyond the sleep is spent in torch's schedule, autograd and gloo. A rank's work on one micro
+batch is the same under every schedule: with v stages per rank each sleeps 1/v as long. Forward and the two gradients
+take the same time, as Qi et al. 2023 (arXiv 2401.10241) assume.
 
 A `bubble` is the ranks' idle time over their computing time; `gain` is how many times faster than 1F1B a step is.
 """
@@ -74,7 +74,7 @@ class Sleeper(nn.Module):
         return Sleep.apply(x, self.parameter, self.times)
 
     def weight_gradient(self) -> Callable[[], None]:
-        """Return what torch calls for a micro batch's gradient of weights, at once or later (`dw_builder`)."""
+        """Return the function for a micro batch's gradient of weights, called at once or later (`dw_builder`)."""
         return partial(time.sleep, self.times.weight_gradient)
 
 
@@ -127,7 +127,7 @@ class ScheduleTime(NamedTuple):
 
 
 def schedules(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
-    """Time all cases in turns: as many micro batches as ranks, and four times as many; equal and unequal stages."""
+    """Time all cases in turns: one micro batch per rank, and four; equal and unequal stages."""
     if runtime.world_size == 1:
         raise UserError("benchmark schedules: start it under torchrun with 4 or 8 ranks: each is a pipeline rank")
     torch.set_num_threads(1)

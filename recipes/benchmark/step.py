@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ComparedSteps(NamedTuple):
-    """What came of a comparison."""
+    """The result of a comparison."""
 
     library: Work
     """takes one step of torchllm's"""

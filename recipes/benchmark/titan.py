@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from .settings import BenchmarkConfig
 
 LLAMA = Features(norm="rms", gated_ffn=True, biases=False, learned_positions=False)
-"""what torchtitan's model is made of"""
+"""features of torchtitan's model"""
 RECOMPUTE = {"none": "none", "full": "full", "selective_half": "selective"}
 """torchtitan's names of the modes that save the same, or as much"""
 NEVER = 1_000_000
 """steps between two lines of its log, which wait for the GPU"""
 NAME = "torchllm"
-"""of the model, among those of torchtitan"""
+"""of the model, in torchtitan's registry"""
 
 
 def titan(config: "BenchmarkConfig", runtime: Runtime) -> Tables:

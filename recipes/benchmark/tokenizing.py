@@ -1,4 +1,4 @@
-"""benchmark tokenizing: what recipes/prepare.py does, against the same encoder's own encode_batch; and on processes."""
+"""benchmark tokenizing: recipes/prepare.py against the same encoder's encode_batch; and on several processes."""
 
 import importlib.util
 import json
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .settings import BenchmarkConfig
 
 TEXTS_PER_CALL = 64
-"""of encode_batch: with all texts in one call it is slower, for the result of the whole corpus is in memory"""
+"""of encode_batch: with all texts in one call it is slower, because the result of the whole corpus is in memory"""
 SHARDS = 8
 """of the corpus: enough for two processes to end at about the same time"""
 
@@ -165,7 +165,7 @@ def encode_all(tokenizer: TiktokenTokenizer | HuggingFaceTokenizer, texts: Seque
         batch = list(texts[start : start + TEXTS_PER_CALL])
         if isinstance(tokenizer, TiktokenTokenizer):
             tokenizer.encoding.encode_batch(batch, num_threads=1, disallowed_special=())
-        else:  # in one thread, for the tokenizer was loaded with one
+        else:  # in one thread, because the tokenizer was loaded with one
             tokenizer.encoding.encode_batch(batch, add_special_tokens=False)
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the loop one would write by hand, clocks, tables."""
+"""Tools of the benchmarks: the loop one would write by hand, clocks, tables."""
 
 import platform
 import shutil
@@ -30,7 +30,7 @@ from torchllm.runtime.device import compute_dtype
 from torchllm.runtime.process import Runtime
 
 Measured = TypeVar("Measured")
-"""what one side of a comparison returns"""
+"""result of one side of a comparison"""
 Work = Callable[[], object]
 TableRow = dict[str, str | int | float | None]
 Tables = dict[str, list[TableRow]]
@@ -121,7 +121,7 @@ def weight_copies(model: Decoder, dtype: torch.dtype) -> list[WeightCopy]:
 
 
 def add_gradients(copies: Sequence[WeightCopy]) -> None:
-    """Add the copies' gradients to those of their weights, in float32."""
+    """Add the copies' gradients to their weights' gradients, in float32."""
     for computed, weight in copies:
         assert computed.grad is not None
         if weight.grad is None:
@@ -172,7 +172,7 @@ def warmed_up(build: Callable[[], Work], steps: int, device: torch.device) -> Wa
 
 
 def take_turns(sides: Sequence[Callable[[], Measured]], rounds: int) -> list[list[Measured]]:
-    """Call every side once per round; return what each side returned.
+    """Call every side once per round; return the results of each side.
 
     Every other round goes backwards, so that no side is always first.
     """
@@ -209,7 +209,7 @@ def ratio_row(name: str, over: Sequence[float], under: Sequence[float]) -> Table
 
 
 def speed(config: Config, seconds: float, peak: float | None) -> TableRow:
-    """Return a step time and what follows from it. `peak`: FLOP/s of all devices, None if unknown."""
+    """Return a step time and the figures derived from it. `peak`: FLOP/s of all devices, None if unknown."""
     training = config.training
     length = training.sequence_length
     tokens_per_second = training.global_batch_size * length / seconds
@@ -225,7 +225,7 @@ def speed(config: Config, seconds: float, peak: float | None) -> TableRow:
 
 
 def environment(config: Config, runtime: Runtime) -> TableRow:
-    """Return what the figures depend on besides the code."""
+    """Return the conditions of the figures besides the code."""
     training = config.training
     device = f"CPU {platform.machine()}"
     if runtime.device.type == "cuda":

@@ -1,4 +1,4 @@
-"""benchmark watch: what profiling a step now and then (`metrics.breakdown_interval`) costs a run."""
+"""benchmark watch: the cost of profiling a step now and then (`metrics.breakdown_interval`) in a run."""
 
 import time
 from functools import partial
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def watch(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
-    """Time `steps` steps of which the first is profiled, and as many without a profile, in turns."""
+    """Time `steps` steps with the first one profiled, and the same number without a profile, in turns."""
     device = runtime.device
     settings = config.benchmark
     mesh = build_mesh(config.parallel, device)

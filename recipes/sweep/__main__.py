@@ -4,7 +4,7 @@ import signal
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).parents[1])  # Python put this folder there; the package `sweep` is found beside it
+sys.path[0] = str(Path(__file__).parents[1])  # Python put this folder there; the package `sweep` is next to it
 from sweep.sweep import main
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ FIGURES = {
     "tensor_pipeline": ComparedSetting("tp pp", "tensor and pipeline parallelism"),
     "sequence_parallel": ComparedSetting("tp seq_parallel", "sequence parallelism"),
 }
-"""file name -> what the figure compares"""
+"""file name -> the settings that the figure compares"""
 COLUMN_WORDS = {
     "attn_impl": "attention",
     "rmsnorm_kernel": "fused norm",
@@ -45,7 +45,7 @@ COLUMN_WORDS = {
     "micro_batch": "micro batch",
     "seq_parallel": "sequence parallel",
 }
-"""what a figure calls a column, if not by its name"""
+"""names of columns in figures, if they differ from the table's"""
 SWITCHES = ("rmsnorm_kernel", "compile", "seq_parallel")
 """columns whose 0 and 1 mean off and on"""
 
@@ -167,7 +167,7 @@ def setting_figure(best: dict[str, ResultRow], title: str) -> "Figure":
 def prediction_figure(default: Sequence[Comparison], fitted: Sequence[Comparison], run: str) -> "Figure":
     """Draw predicted over measured times, with the planner's constants and with constants fitted to the sweep.
 
-    run: in words, for the title.
+    run: description, for the title.
     """
     from matplotlib.figure import Figure
 
@@ -180,7 +180,7 @@ def prediction_figure(default: Sequence[Comparison], fitted: Sequence[Comparison
 
 
 def draw_points(axes: "Axes", title: str, comparisons: Sequence[Comparison]) -> None:
-    """Draw one point per layout, in a color per kind, and the diagonal on which predictions would be exact."""
+    """Draw one point per layout, in a color per kind, and the diagonal of exact predictions."""
     from matplotlib import colormaps
     from matplotlib.ticker import LogLocator
 

@@ -25,7 +25,7 @@ from torchllm.tools.planner.evidence.rows import measurement_of
 from torchllm.tools.planner.search.auto import cluster_with_gpu, planned
 
 Overrides = tuple[str, ...]
-"""what makes a layout of the sweep's run: overrides of the command line, such as --parallel.tp=2"""
+"""overrides of the command line for a layout of the sweep's run, e.g. --parallel.tp=2"""
 
 COLUMNS = (*MEASURED_COLUMNS, "spread_pct", "layout")
 """columns of a measurement, as recipes/plan.py reads them; then the spread of the steps and the overrides"""
@@ -40,7 +40,7 @@ MEASURING = (
     "--schedule.warmup_steps=0",
     "--schedule.decay_steps=0",
 )
-"""overrides of every job: it logs each step and does nothing beside training"""
+"""overrides of every job: it logs each step and only trains"""
 
 OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|out of memory|can't allocate memory|Cannot allocate memory|MemoryError", re.IGNORECASE
@@ -60,7 +60,7 @@ class Resolved(NamedTuple):
 
 @contextlib.contextmanager
 def processes_on_node(processes: int) -> Iterator[None]:
-    """Set NPROC, from which the config derives its degrees, for the length of a `with` block."""
+    """Set NPROC, the source of the config's degrees, for the length of a `with` block."""
     original = os.environ.get("NPROC")
     os.environ["NPROC"] = str(processes)
     try:
@@ -129,7 +129,7 @@ def measure_layout(
     exit_status = run_job(arguments, processes, timeout, folder / "log")
     log = (folder / "log").read_text(errors="replace")
     ran = resolve_layout(str(run_folder / "config.toml"), (), processes)
-    if ran.config is not None:  # it holds what the job has chosen for what is "auto"
+    if ran.config is not None:  # it holds the job's values for keys that were "auto"
         row |= layout_cells(ran.config, processes)
     row |= read_outcome(exit_status, log, run_folder / "metrics.jsonl", timeout)
     shutil.rmtree(folder, ignore_errors=True)
@@ -170,7 +170,7 @@ def run_command(command: list[str], environment: Mapping[str, str], timeout: flo
 def end_job(job: "subprocess.Popen[bytes]") -> None:
     """End a job and all that it started, as a user would: SIGQUIT tells run_train.sh "at once".
 
-    FOOTGUN: torchrun's ranks are in sessions of their own. If torchrun is killed rather than asked, they live on and
+    FOOTGUN: torchrun's ranks are in other sessions. If torchrun is killed rather than asked, they live on and
     share the machine with the layouts that are measured next.
     """
     for number, patience in ((signal.SIGTERM, 7.0), (signal.SIGQUIT, 40.0), (signal.SIGKILL, None)):
@@ -182,9 +182,9 @@ def end_job(job: "subprocess.Popen[bytes]") -> None:
 
 
 def cpu_cells(config: Config, seconds: float) -> dict[str, str]:
-    """Return the cells in which a CPU's job differs from a GPU's. `seconds`: measured step time.
+    """Return the cells of a CPU's job that differ from a GPU's. `seconds`: measured step time.
 
-    MFU and HFU: every job measures a peak of its own, with which layouts cannot be compared, so the peak is that of the
+    MFU and HFU: every job measures its own peak, so that layouts could not be compared; the peak is taken from the
     planner's cluster file; empty if that file describes another number of ranks. Memory: empty, because most of a
     process's resident memory is Python and torch, not tensors.
     """

@@ -1,16 +1,16 @@
-"""Measure layouts, each as a job of its own: the study of Hagemann et al. 2023 (arXiv 2311.05610) as one command.
+"""Measure layouts, one job each: the study of Hagemann et al. 2023 (arXiv 2311.05610) as one command.
 
     python recipes/sweep SWEEP.toml [--output=FOLDER] [--planner-top=K] [--dry-run]
 
 SWEEP.toml names a run and lists values for some of its keys; all combinations are measured (train_configs/sweeps has an
 example). Degrees of -1 and gradient accumulation follow from the rest. run_train.sh runs every layout for `sweep.steps`
-steps, of which the first is not counted. A layout that is invalid, runs out of memory or time, or crashes gets a row
+steps; the first is not counted. A layout that is invalid, runs out of memory or time, or crashes gets a row
 with the reason; the sweep goes on.
 
 FOLDER/results.csv has one row per layout, in the columns that `recipes/plan.py score` and `calibrate` read; results.md
 is a table, *.png are figures. The same command continues a sweep that was ended. --planner-top measures the K layouts
-that the planner expects to be fastest, and for calibration a quarter as many spread over the others. --dry-run lists
-the layouts and what the planner expects of each.
+that the planner predicts to be fastest, and for calibration a quarter of that number spread over the others.
+--dry-run lists the layouts and their predictions.
 """
 
 import argparse
@@ -47,7 +47,7 @@ class SweepAxis:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is measured, and how long."""
+    """The layouts to measure, and for how long."""
 
     config: str = ""
     """the run's TOML, relative to this file"""
@@ -98,7 +98,7 @@ def combinations(sweep: Sweep) -> list[Overrides]:
 
 
 def main(arguments: list[str]) -> None:
-    """Measure what is not yet in results.csv, then write the summary."""
+    """Measure layouts that are not in results.csv yet, then write the summary."""
     options = sweep_parser().parse_args(arguments)
     sweep_file = find_config(options.sweep)
     sweep = read_sweep(sweep_file)
@@ -174,7 +174,7 @@ def measure_all(sweep: Sweep, config: str, layouts: Sequence[Overrides], results
 def promising(config: str, layouts: Sequence[Overrides], processes: int, count: int) -> list[Overrides]:
     """Return the `count` layouts that the planner expects to take least time per sequence, and some of the others.
 
-    The others are a quarter as many, at least two, evenly spread from fast to slow.
+    The others are a quarter of `count`, at least two, evenly spread from fast to slow.
     """
     predicted: list[tuple[float, Overrides]] = []
     for overrides in layouts:
@@ -194,7 +194,7 @@ def promising(config: str, layouts: Sequence[Overrides], processes: int, count: 
 
 
 def expected(config: str, overrides: Overrides, processes: int) -> str:
-    """Return what the planner predicts of a layout, or why the layout is invalid."""
+    """Return the planner's prediction of a layout, or why the layout is invalid."""
     resolved = resolve_layout(config, overrides, processes)
     if resolved.config is None:
         return f"invalid: {resolved.problem}"

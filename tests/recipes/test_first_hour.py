@@ -16,10 +16,10 @@ import pytest
 from sweep.job import Overrides, resolve_layout
 
 from recipes.benchmark.first_hour import (
+    ERROR,
     FAILED,
-    RIGHT,
+    PASSED,
     SKIPPED,
-    WRONG,
     chosen_stages,
     due_stages,
     format_page,
@@ -205,9 +205,9 @@ def test_the_outcomes_of_a_stage(tmp_path: Path) -> None:
         raise StageFailed("run float32 ended with exit status 1: out of memory")
 
     cases = [
-        (stage_that(answers), RIGHT, [], {"answer": 1}),
-        (stage_that(answers, ["too slow"]), WRONG, ["too slow"], {"answer": 1}),
-        (stage_that(fails), FAILED, ["run float32 ended with exit status 1: out of memory"], {}),
+        (stage_that(answers), PASSED, [], {"answer": 1}),
+        (stage_that(answers, ["too slow"]), FAILED, ["too slow"], {"answer": 1}),
+        (stage_that(fails), ERROR, ["run float32 ended with exit status 1: out of memory"], {}),
         (stage_that(answers, gpus=9), SKIPPED, ["needs 9 GPUs, and there are 8"], {}),
     ]
     for stage, outcome, problems, figures in cases:
@@ -224,14 +224,14 @@ def record_of(stage: str, outcome: str, machine: Machine = H100) -> dict[str, An
 def test_it_goes_on_with_what_has_no_answer_of_this_machine(tmp_path: Path) -> None:
     results = tmp_path / "first_hour.jsonl"
     assert read_records(results) == []
-    records = [record_of("losses", RIGHT), record_of("kernels", FAILED), record_of("weights", SKIPPED)]
-    records += [record_of("resume", WRONG), record_of("step", RIGHT, CPU)]
+    records = [record_of("losses", PASSED), record_of("kernels", ERROR), record_of("weights", SKIPPED)]
+    records += [record_of("resume", FAILED), record_of("step", PASSED, CPU)]
     write_records(results, records)
     assert json.loads(results.read_text().splitlines()[0])["stage"] == "losses"
     due = [stage.name for stage in due_stages(STAGES, read_records(results), H100)]
     assert due == [stage.name for stage in STAGES if stage.name not in ("losses", "resume")]
-    first, *_ = latest_records([*read_records(results), record_of("losses", WRONG)])
-    assert (first["stage"], first["outcome"]) == ("losses", WRONG)
+    first, *_ = latest_records([*read_records(results), record_of("losses", FAILED)])
+    assert (first["stage"], first["outcome"]) == ("losses", FAILED)
 
 
 def test_only_takes_the_stages_it_names() -> None:
@@ -241,9 +241,9 @@ def test_only_takes_the_stages_it_names() -> None:
 
 
 def test_the_page_has_every_figure() -> None:
-    page = format_page([record_of(name, RIGHT) for name in STAGE])
+    page = format_page([record_of(name, PASSED) for name in STAGE])
     assert "8 x NVIDIA H100 80GB HBM3, driver 580.65, torch 2.13.0, CUDA 13.0, 2026-11-22" in page
-    assert "| losses | Does this device train the model that a CPU trains? | as it should be |" in page
+    assert "| losses | Does this device train the model that a CPU trains? | pass |" in page
     assert "bfloat16: 5.77, 5.1, 4.4" in page
     assert "| recompute | status | peak_gib | hollow_gib | dry_run_gib |" in page
     assert "| full | ok | 26.5 | 26.6 | 26 |" in page
@@ -260,7 +260,7 @@ def test_a_stage_runs_and_is_written_down(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "a rehearsal, which says nothing of a GPU" in done.stdout
     (record,) = read_records(tmp_path / "first_hour.jsonl")
-    assert record["outcome"] == RIGHT
+    assert record["outcome"] == PASSED
     rows = record["figures"]["initial weights"]
     assert [row["device"] for row in rows] == ["cpu", "cpu"]
     assert re.fullmatch("[0-9a-f]{64}", rows[0]["sha256"])
@@ -278,7 +278,7 @@ def test_the_rehearsal(tmp_path: Path) -> None:
     assert list(records) == [stage.name for stage in STAGES], done.stderr
     slow_here = {"step", "saves"}
     for name, record in records.items():
-        allowed = {RIGHT, SKIPPED, WRONG} if name in slow_here else {RIGHT, SKIPPED}
+        allowed = {PASSED, SKIPPED, FAILED} if name in slow_here else {PASSED, SKIPPED}
         assert record["outcome"] in allowed, record
     assert [name for name, record in records.items() if record["outcome"] == SKIPPED] == ["memory", "torchtitan"]
     assert (tmp_path / "first_hour.csv").read_text().count(",ok,") == 2

@@ -22,13 +22,13 @@ from torchllm.tools.watch.bottlenecks import (
 log = logging.getLogger("torchllm")
 
 TIMED_STEPS = 5
-"""steps after the first by which stages, and steps before and after a change of the config, are compared"""
+"""steps that are timed to compare stages (after the first step), and before and after a change of the config"""
 
 
 class Adaptation(Observer):
     """Measures this rank, and decides at checkpoints, the same on all ranks.
 
-    adapt: what to go on with because of the bottlenecks; by default `Adapter.change`. starved_seconds: a rank that
+    adapt: returns the change of the config for some bottlenecks; default `Adapter.change`. starved_seconds: a rank that
     waits less for data between two checkpoints has no starved loader.
     """
 

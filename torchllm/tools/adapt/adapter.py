@@ -1,4 +1,4 @@
-"""What a run changes in its own config at a checkpoint; weights and samples stay the same.
+"""Changes of a run to its config at a checkpoint; weights and samples stay the same.
 
     ranks wait for data           one more worker per rank (`data.workers`)
     stages take unequal times     another split of the blocks (`parallel.rebalance`, `torchllm/tools/adapt/balance.py`)

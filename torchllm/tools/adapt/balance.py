@@ -16,7 +16,7 @@ MAX_SPLITS = 3
 
 
 class Costs(NamedTuple):
-    """Operations of one token's forward pass, by which the measured time of a stage is shared out to its parts."""
+    """Operations of one token's forward pass: they divide the measured time of a stage among its parts."""
 
     embedding: int
     blocks: list[int]
@@ -31,7 +31,7 @@ class MeasuredSplit(NamedTuple):
     slowest: float
     """seconds of its slowest stage"""
     noise: float
-    """seconds by which a measured time may be off"""
+    """error of a measured time, in seconds"""
 
 
 class Rebalancer:
@@ -103,7 +103,7 @@ def better_split(split: Sequence[int], times: ForwardTimes, costs: Costs) -> tup
 def best_partition(block_seconds: Sequence[float], fixed: Sequence[float]) -> PartialSplit:
     """Return the split into stages of at least one block whose slowest stage is fastest.
 
-    fixed: seconds of each stage beside its blocks. Stages are added one by one; of the ways to give them the first n
+    fixed: seconds of each stage without its blocks. Stages are added one by one; of the ways to give them the first n
     blocks only the best can be part of the best whole (dynamic programming).
     """
     until = [0.0, *accumulate(block_seconds)]  # seconds of the first n blocks

@@ -10,12 +10,12 @@ from torchllm.tools.planner.search.savers import savers
 
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether a GPU, or torch's allocator for CPUs, had no memory left."""
-    # torch has no class of its own for a CPU's
+    # torch has no exception class for a CPU's allocator
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def explain(error: RuntimeError, config: Config, runtime: Runtime) -> str:
-    """Return lines for the user. On a GPU, write what its memory holds to a file in the run folder.
+    """Return lines for the user. On a GPU, write a memory snapshot to a file in the run folder.
 
     config: the run's, resolved.
     """

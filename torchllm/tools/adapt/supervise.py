@@ -20,7 +20,7 @@ from torchllm.tools.watch.bottlenecks import STARVED_SECONDS
 from torchllm.tools.watch.standard import standard_observers
 
 Train = Callable[[Any, Runtime, Monitor], None]
-"""of a recipe; its config may have sections of its own"""
+"""of a recipe; its config may have additional sections"""
 
 
 def supervise(

@@ -22,7 +22,7 @@ from torchllm.train.step import TrainStep
 
 
 class Trial(NamedTuple):
-    """What takes steps, without data and checkpoints."""
+    """The parts that take steps, without data and checkpoints."""
 
     stages: list[Decoder]
     optimizer: torch.optim.Optimizer
@@ -30,7 +30,7 @@ class Trial(NamedTuple):
 
 
 def build_trial(config: Config, runtime: Runtime, mesh: Mesh) -> Trial:
-    """Build stages, optimizer and step on this rank. The order of calls is that of recipes/pretrain.py."""
+    """Build stages, optimizer and step on this rank. The order of calls is the same as in recipes/pretrain.py."""
     device, training = runtime.device, config.training
     dtype = compute_dtype(training, device)
     length = training.sequence_length

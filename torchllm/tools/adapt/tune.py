@@ -113,7 +113,7 @@ class LayoutTimes:
 
 
 def job_key(config: Config, runtime: Runtime) -> str:
-    """Return a name for what the time of a layout depends on, beside the layout."""
+    """Return a name for the conditions of a layout's time, besides the layout."""
     device = torch.cuda.get_device_name() if runtime.device.type == "cuda" else f"CPU x {os.cpu_count()}"
     # The micro batch is part of the layout; a time does not depend on how long the run is.
     training = asdict(config.training) | {"steps": 0, "micro_batch_size": 0}

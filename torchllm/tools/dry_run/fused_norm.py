@@ -1,4 +1,4 @@
-"""RMS norms in the dry run of a GPU: the tensors of its fused kernel instead of those of a CPU's single operations."""
+"""RMS norms in the dry run of a GPU: the tensors of its fused kernel instead of those from single CPU operations."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from torchllm.models.layers import RMSNorm
 
 
 def use_fused_norms(model: Decoder) -> None:
-    """Make every RMS norm of a model hold what it holds on a GPU, in place; what it returns has no values."""
+    """Make every RMS norm of a model hold the tensors of a GPU's, in place; its results have no values."""
     for module in model.modules():
         if isinstance(module, RMSNorm):
             module.kernel = _fused_rms_norm
@@ -23,7 +23,7 @@ def _fused_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """Has the shapes of torch.ops.aten._fused_rms_norm and its backward, each of which is one kernel on a GPU.
+    """Has the shapes of torch.ops.aten._fused_rms_norm and its backward, one kernel each on a GPU.
 
     It keeps its input and a float32 per row. On a CPU torch takes it apart into operations that also keep the input
     and the normalized input in float32: five times the bytes.

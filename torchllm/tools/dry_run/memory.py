@@ -48,7 +48,7 @@ def purpose(held: Held, tracker: Tracker) -> str:
         return "buffers"
     if held.window >= 0:
         return "activations" if held.died > tracker.forward_ends[held.window] else "temporary"
-    # Of what a backward pass makes, only gradients of weights outlive its action: later ones are added to them.
+    # Of the tensors of a backward pass, only gradients of weights outlive its action: later ones are added to them.
     action_ends = next((time for time, _ in tracker.marks if time > held.born), NEVER)
     return "gradients" if held.like_gradient and action_ends < held.died else "temporary"
 
@@ -134,7 +134,7 @@ class PerMicroBatch(NamedTuple):
 
 
 def memory_per_micro_batch(tracker: Tracker, since: int, at_least: int, count: int) -> PerMicroBatch:
-    """Return what one of `count` micro batches adds to the step.
+    """Return the memory that one of `count` micro batches adds to the step.
 
     These are its inputs (tokens, labels, positions), and storages that were made after `since` and are held when the
     first action begins. Storages smaller than `at_least` bytes are sums over micro batches and do not count. Nor do
@@ -161,7 +161,7 @@ def _divided(level: Bytes, count: int) -> Bytes:
 
 
 def saved_by_forwards(tracker: Tracker) -> list[int]:
-    """Return the bytes that each forward pass made and that outlive it: what its backward needs, and its result."""
+    """Return the bytes that each forward pass made and that outlive it: for its backward, and its result."""
     first = tracker.marks[0][0]
     saved = {number: 0 for number, end in enumerate(tracker.forward_ends) if end > first}
     for held in tracker.held:

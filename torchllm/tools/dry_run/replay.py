@@ -1,10 +1,10 @@
 """Puts a step of any number of micro batches and pipeline ranks together from a traced step with few of both.
 
-What an action does to memory and what it sends depends on its kind (F, B, ...), on its stage, and on the kinds of the
+The memory and messages of an action depend on its kind (F, B, ...), on its stage, and on the kinds of the
 stage's previous action (weights may still be gathered) and following action (which may gather its weights ahead). The
-first backward of a stage (sums of gradients are allocated) and the last (they are reduced) are kinds of their own, and
+first backward of a stage (sums of gradients are allocated) and the last (they are reduced) are separate kinds, and
 so is the last action of the step. Each kind of action is traced once; the order of the schedule says how often it runs
-and what is in memory meanwhile.
+and how much memory is in use meanwhile.
 """
 
 import re
@@ -20,7 +20,7 @@ _MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "WAIT_SEND_F", "WAIT_SEND_B
 
 
 class ActionKind(NamedTuple):
-    """What decides an action's memory and messages. Two actions of one kind cost the same: one of them is traced."""
+    """The properties that decide an action's memory and messages. Actions of one kind cost the same: one is traced."""
 
     stage: int
     """position of the stage among this rank's stages"""
@@ -35,7 +35,7 @@ class ActionKind(NamedTuple):
     finishes_gradients: bool = False
     """last backward of the stage: its gradients are reduced"""
     ends_step: bool = False
-    """last action of the step: with it the schedule frees what it held throughout"""
+    """last action of the step: the schedule frees everything that it held throughout"""
 
 
 Key = tuple[ActionKind, ...]
@@ -62,11 +62,11 @@ class Collectives(NamedTuple):
 
     number: int
     bytes: float
-    """sum of what this rank sends"""
+    """sum of the bytes that this rank sends"""
 
 
 SentTotals = dict[tuple[str, str], Collectives]
-"""(axis, kind of collective) -> what a rank sends in a step"""
+"""(axis, kind of collective) -> messages of a rank in a step"""
 
 
 class ReplayedStep(NamedTuple):
@@ -150,7 +150,7 @@ def replay(traced: Traced, order: Sequence[Key], micro_batches: int) -> Replayed
         peaks.append(plus(level, span.above_start(span.peak)))
         highest = larger_of_each(highest, plus(level, span.above_start(span.highest)))
         level = plus(level, span.above_start(span.end))
-    # Not the sum over the actions: the last one frees what others held until the end, such as messages in torch 2.15.
+    # Not the sum over the actions: the last one also frees buffers of earlier ones, e.g. messages in torch 2.15.
     level = plus(tail.start, during_tail, missing)
     peaks.append(plus(level, tail.above_start(tail.peak)))
     sent = _sum_of_sent([begin, *(span_of_key[key] for key in order), tail])

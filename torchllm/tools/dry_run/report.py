@@ -20,7 +20,7 @@ from torchllm.tools.dry_run.replay import SentTotals
 from torchllm.tools.planner.cluster import Hardware, Link, slow_tensor_parallel
 
 TIGHT = 0.9
-"""share of a device's memory over which a peak is "tight": the rest is needed for what is not counted"""
+"""share of a device's memory above which a peak is "tight": the rest is left for memory that is not counted"""
 
 
 class RankKind(NamedTuple):
@@ -35,7 +35,7 @@ class RankKind(NamedTuple):
     """for each purpose, its memory when that was largest"""
     sent: SentTotals
     traced_micro_batches: int
-    """micro batches of the step that was traced, from which the whole step was put together"""
+    """micro batches of the traced step, the source of the whole step"""
     traced_pp_ranks: int
     """pipeline ranks of the step that was traced"""
 
@@ -52,7 +52,7 @@ class Report(NamedTuple):
     dtype: torch.dtype
     """data type of the computation"""
     gpu: bool
-    """whether a GPU is meant: what its kernels hold was counted"""
+    """whether the device is a GPU: the tensors of its kernels are counted"""
     shape: tuple[int, ...]
     """degrees of the mesh"""
     axes: list[MeshAxis]
@@ -249,7 +249,7 @@ def assumptions(report: Report) -> Iterator[str]:
 
 
 def warnings(report: Report) -> Iterator[str]:
-    """Yield a line for what will be slow, and for GPUs that the cluster lacks."""
+    """Yield a line for each cause of a slow run, and for GPUs that the cluster lacks."""
     hardware, parallel = report.hardware, report.config.parallel
     if hardware is None:
         return

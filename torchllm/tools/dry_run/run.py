@@ -50,7 +50,7 @@ class TracePlan(NamedTuple):
 
 
 def dry_run(config: Config) -> None:
-    """Print what every kind of rank would hold in memory and send. config: resolved, for any number of ranks."""
+    """Print the memory and the messages of every kind of rank. config: resolved, for any number of ranks."""
     report_errors()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it silently
     logging.getLogger("torchllm.parallel").setLevel(logging.WARNING)  # or it logs the techniques per kind of rank
@@ -68,7 +68,7 @@ def examine(config: Config) -> Report:
     dtype = compute_dtype(training, torch.device("cuda" if gpu else "cpu"))
     count = gradient_accumulation(training, parallel.data_ranks)
     plans = [plan_trace(parallel, ranks, count) for ranks in rank_kinds(config)]
-    # Each trace has its own process: DTensor's caches hold process groups by name and would find those of another
+    # Each trace has its own process: DTensor's caches hold process groups by name and would find groups of another
     # layout. It is forked from a server: a fork of a process that has computed with several threads may wait for them
     # forever.
     processes = multiprocessing.get_context("forkserver")
@@ -108,7 +108,7 @@ def _trace(config: Config, dtype: torch.dtype, gpu: bool, plan: TracePlan) -> Tr
 
 
 class StageKind(NamedTuple):
-    """The properties in which stages may differ."""
+    """The properties that stages may differ in."""
 
     first: bool
     """whether it has the embedding"""
@@ -164,7 +164,7 @@ def plan_trace(parallel: Parallel, ranks: list[int], micro_batches: int) -> Trac
 def _rank_like(ranks: list[int], pp: int, traced_rank: int, length: int) -> int | None:
     """Return the first of `ranks` that can be traced as rank `traced_rank` of a pipeline of `length` ranks, else None.
 
-    In the short pipeline it has at most as many ranks before it and after it as in the pipeline of `pp` ranks, and it
+    The short pipeline has no more ranks before it, or after it, than the pipeline of `pp` ranks, and it
     is an end of the one if it is the same end of the other.
     """
     for rank in ranks:

@@ -66,7 +66,7 @@ def _count_block(block: nn.Module, args: Any, output: Any) -> None:
 
 
 def traceable(config: Config) -> Config:
-    """Return the config without what fake tensors cannot run; `assumptions` in report.py tells the user."""
+    """Return the config without features that fake tensors cannot run; `assumptions` in report.py tells the user."""
     if config.model.attention in ("flash", "flex"):  # one needs its package, the other a compiler
         config = replace(config, model=replace(config.model, attention="sdpa"))  # which keeps the same
     return replace(config, compile=Compile(norm=False, block=False, loss=False))
@@ -74,7 +74,7 @@ def traceable(config: Config) -> Config:
 
 @contextmanager
 def fake_ranks(rank: int, ranks: int) -> Iterator[None]:
-    """Provide, within a `with` block, a process group of any size in which sending does nothing."""
+    """Provide, within a `with` block, a process group of any size that sends nothing."""
     dist.init_process_group("fake", rank=rank, world_size=ranks)
     try:
         with warnings.catch_warnings():
@@ -95,9 +95,9 @@ def trace(
 ) -> Traced:
     """Trace a step of the first of the ranks that hold the stages of `pp_rank`. config: resolved.
 
-    micro_batches: number in the traced step, at most as many as in a step of the config. pp: ranks of the traced
-    pipeline, at most as many as in the config. traced_rank: which of them holds the stages. gpu: hold what the kernels
-    of a GPU hold, where a CPU's hold more.
+    micro_batches: number in the traced step, not above the config's. pp: ranks of the traced pipeline, not above the
+    config's. traced_rank: the pipeline rank that is traced. gpu: count the tensors of a GPU's kernels, where a CPU's
+    hold more.
     """
     config, parallel, training = traceable(config), config.parallel, config.training
     ranks, length = parallel.ranks, training.sequence_length
@@ -165,9 +165,9 @@ def _trace(
 
 
 def true_orders(parallel: Parallel, micro_batches: int, group: dist.ProcessGroup | None) -> list[list[str]]:
-    """Return, for each pipeline rank, the names of its actions in a step, such as 2F0, in their order.
+    """Return the names of the actions in a step, such as 2F0, in order: one list per pipeline rank.
 
-    They are torch's own lists for schedules of which torch makes lists. group: that of the pipeline; None: all ranks.
+    They are torch's lists if the schedule has some. group: the pipeline's; None: all ranks.
     """
     schedule_class = get_schedule_class(parallel.schedule)
     if parallel.pp == 1 or issubclass(schedule_class, PipelineScheduleSingle):
@@ -259,7 +259,7 @@ def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def _part(mesh: Mesh, parallel: Parallel, pp: int, traced_rank: int) -> tuple[Mesh, Parallel]:
-    """Return a pipeline of `pp` ranks in which this rank is number `traced_rank`; the choice of the others is free."""
+    """Return a pipeline of `pp` ranks with this rank as number `traced_rank`; the choice of the others is free."""
     ranks = dist.get_process_group_ranks(mesh.pp.get_group())
     first = mesh.pp.get_local_rank() - traced_rank
     line = DeviceMesh("cpu", ranks[first : first + pp], mesh_dim_names=mesh.pp.mesh_dim_names)

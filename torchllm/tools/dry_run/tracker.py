@@ -24,7 +24,7 @@ from torchllm.parallel.mesh import MeshAxis
 from torchllm.runtime.torch_compat import FakeTensor, FakeTensorMode, TorchDispatchMode, group_with_name
 
 NEVER = 1 << 62
-"""time of what has not happened: it is after all other times"""
+"""time of an event that has not happened: it is after all other times"""
 ACTION = "PP:"
 """prefix of the names that torch's pipeline schedules give their actions for the profiler"""
 
@@ -36,7 +36,7 @@ class Held:
     bytes: int
     born: int
     window: int
-    """number of the forward pass in which it was made; -1: none"""
+    """number of the forward pass that made it; -1: none"""
     kind: str
     """its purpose, if that is known; else empty"""
     like_gradient: bool
@@ -61,7 +61,7 @@ class Tracker(TorchDispatchMode):
     """Notes, while it is active, the memory that is held and the collectives that are run.
 
     fake: the mode whose tensors count; None: real tensors count. axes: `Mesh.axis_of_group`. pipeline: name of the
-    process group in which pipeline stages send to each other.
+    process group of the pipeline stages.
     """
 
     def __init__(self, fake: FakeTensorMode | None, axes: dict[str, MeshAxis], pipeline: str = "") -> None:
@@ -70,7 +70,7 @@ class Tracker(TorchDispatchMode):
         self.held: list[Held] = []
         self.sent: list[Sent] = []
         self.forward_ends: list[int] = []
-        """time at which each forward pass of a stage ended"""
+        """end time of each forward pass of a stage"""
         self.marks: list[tuple[int, str]] = []
         """time and name of each action that began; schedules of several stages name their actions themselves"""
         self.now = 0
@@ -186,9 +186,9 @@ class Tracker(TorchDispatchMode):
                     self._keep(storage, Held(storage.nbytes(), self.now, -1, "gathered", False))
 
     def _pass_on(self, old: Tensor, new: Tensor) -> None:
-        """Treat the memory of `old` as that of `new` too: waiting copies fake tensors only, not real ones.
+        """Let `new` share the memory of `old`: waiting copies fake tensors only, not real ones.
 
-        It is held as long as either is: selective recomputation saves what a collective returns before the wait.
+        It is held until both are freed: selective recomputation saves the result of a collective before the wait.
         """
         old_storage, new_storage = old.untyped_storage(), new.untyped_storage()
         live = self._live.get(id(old_storage))
@@ -200,7 +200,7 @@ class Tracker(TorchDispatchMode):
     # -- collectives
 
     def _note_sent(self, name: str, args: Any, out: Any) -> None:
-        """Note a collective with what this rank sends. Operations that only receive or wait are not in `KINDS`.
+        """Note a collective, with this rank's sent bytes. Operations that only receive or wait are not in `KINDS`.
 
         RuntimeError if it runs in a process group of several ranks that belongs to no axis.
         """

@@ -1,7 +1,7 @@
-"""Find what is wrong with a run outside its config: files, folders and the checkpoint that it names. No torch.
+"""Find faults of a run outside its config: files, folders and the checkpoint that it names. No torch.
 
-`torchllm.tools.front.start` calls it before any process is started. What only the network or the text itself can tell
-is listed as not checked. The libraries that read tokenizers and token shards are imported by the runs that have some.
+`torchllm.tools.front.start` calls it before any process is started. Facts that only the network or the text can tell
+are listed as not checked. The libraries that read tokenizers and token shards are imported only by runs with some.
 """
 
 import os
@@ -32,17 +32,17 @@ BYTES_VOCAB = 258
 NEW_FOLDERS = "runs"
 """where a run without run.folder gets one"""
 WRITTEN = ("", "checkpoints", "tensorboard", "profile", "trackers")
-"""folders in a run folder, and itself, in which a run creates files"""
+"""folders that a run creates files in, relative to the run folder"""
 
 
 @dataclass
 class Inspection:
-    """What was found before a start."""
+    """Findings before a start."""
 
     problems: list[Problem] = field(default_factory=list)
-    """what would end the run"""
+    """faults that would end the run"""
     unchecked: list[str] = field(default_factory=list)
-    """what could not be looked at, and why"""
+    """parts that could not be checked, and why"""
 
     def report(self, key: str, message: str) -> None:
         """Add a problem."""
@@ -61,7 +61,7 @@ def inspect_training(config: Config) -> Inspection:
 
 
 def inspect_trained_run(config: Config) -> Inspection:
-    """Look at what a recipe needs that reads the weights of a run: a checkpoint and the tokenizer."""
+    """Check the inputs of a recipe that reads the weights of a run: a checkpoint and the tokenizer."""
     inspection = Inspection()
     resume = config.checkpoint.resume
     root = Path(config.run.folder) / "checkpoints"
@@ -79,7 +79,7 @@ def inspect_trained_run(config: Config) -> Inspection:
 
 
 def inspect_export(config: Config) -> Inspection:
-    """Look at what an export needs: besides weights and tokenizer a new folder, and a family that the model fits."""
+    """Check the inputs of an export: besides weights and tokenizer a new folder, and a family that the model fits."""
     inspection = inspect_trained_run(config)
     folder = config.export.folder
     if not folder:
@@ -99,7 +99,7 @@ def inspect_export(config: Config) -> Inspection:
 
 
 def inspect_evaluation(config: Config) -> Inspection:
-    """Look at what an evaluation needs: checkpoint and tokenizer; for tasks the harness, and what an export needs."""
+    """Check the inputs of an evaluation: checkpoint and tokenizer; for tasks the harness, and those of an export."""
     inspection = inspect_trained_run(config)
     if not config.evaluate.tasks:
         return inspection
@@ -297,7 +297,7 @@ class _DataInspector:
             return load_tokenizer(self.data.tokenizer, self.data.pattern)
         except UserError as error:
             self.inspection.report("data.tokenizer", str(error).removeprefix("data.tokenizer: "))
-        except Exception as error:  # of a library, or in a file beside the tokenizer's
+        except Exception as error:  # of a library, or in another file of the tokenizer's folder
             self.inspection.report("data.tokenizer", f"{self.data.tokenizer} cannot be read: {error!r}")
         return None
 
@@ -308,7 +308,7 @@ class _DataInspector:
                 yield index, source
 
     def _is_python_itself(self, sources: list[tuple[int, Source]]) -> bool:
-        """Return whether no file of the data can be missing: the text is that of the Python that runs."""
+        """Return whether no file of the data can be missing: the text is the library of the running Python."""
         is_stdlib = all(source.kind == "stdlib" for _, source in sources)
         return is_stdlib and self.data.tokenizer == "bytes" and not why_unwritable(cache_root(self.data))
 
@@ -338,7 +338,7 @@ class _DataInspector:
             )
 
     def _inspect_shards(self, source: Source, folder: str, tokenizer: "Tokenizer | None") -> None:
-        """Look at a corpus of token shards, of which every file is asked for its size. Raises DataError."""
+        """Check a corpus of token shards: the size of every file. Raises DataError."""
         from torchllm.data.corpus import Corpus
         from torchllm.data.readers import open_corpus
 
@@ -362,7 +362,7 @@ class _DataInspector:
         return ReaderSettings(self.data, self.config.model.vocab, tokenizer, self.config.finetune, length)
 
     def _count_sequences(self, source: Source, corpus: "SequenceSource") -> None:
-        """Count what a corpus holds out. Raises UserError if it is too short to train on."""
+        """Count the held-out sequences of a corpus. Raises UserError if it is too short to train on."""
         length = self.config.training.sequence_length
         if not corpus.count("train", length):
             raise UserError(

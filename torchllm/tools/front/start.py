@@ -1,11 +1,11 @@
-"""Read the config of a run, plan its layout and look at its files: what a recipe calls before it imports torch.
+"""Read the config of a run, plan its layout and check its files: the calls of a recipe before it imports torch.
 
     CONFIGS = load_configs(sys.argv[1:])          a recipe that trains
     CONFIG = load_run(sys.argv[1:], one_device=True)    a recipe that uses the weights of a run
     CONFIG = load_sizes(sys.argv[1:])             a recipe of one process that needs the sizes of a model, no weights
 
 `model.from_hf` gives a run the sizes and the weights of a published model. `parallel.layout = "auto"` leaves the layout
-to the planner, for the machine that the run is started on; with "tune" the run measures the planner's best few. A
+to the planner, for the machine that starts the run; with "tune" the run measures the planner's best few. A
 recipe that needs none of these, nor a look at the files, calls `config.load_config`.
 """
 
@@ -43,7 +43,7 @@ def load_configs(arguments: Sequence[str], schema: type[Any] = Config, *, uses_e
     """Return the checked config of a run, with its layout, its degrees and its run folder filled in.
 
     With parallel.layout = "tune" there are several, which differ in their layouts, the planner's best first. Arguments,
-    output and exit status are those of `torchllm.config.load_config`. The cluster's file is checked too, and, before
+    output and exit status are those of `torchllm.config.load_config`. It also checks the cluster's file and, before
     the processes of the run are started, the files that it reads and the folders that it writes. uses_epochs: the
     recipe takes its steps from finetune.epochs; for another one it is printed that the key does nothing.
     """
@@ -80,7 +80,7 @@ def load_run(
     one_device: bool = False,
     inspect: Callable[[Config], "Inspection"] | None = None,
 ) -> Config:
-    """Return the config of a run whose weights a recipe uses: that of its run folder, as a rule.
+    """Return the config of a run whose weights a recipe uses: usually from its run folder.
 
     A forked recipe may have written it: its own keys are printed and not used. Before torch is imported it is checked
     that the run has a checkpoint, and that the tokenizer is there, or what `inspect` looks at. The rest is as in
@@ -188,7 +188,7 @@ def _inspect(inspect: Callable[[Config], "Inspection"], draft: Draft[Any]) -> No
 
 
 def check_cluster(draft: Draft[Any]) -> None:
-    """Report what is wrong with `cluster.name` and the file that it names."""
+    """Report faults of `cluster.name` and of its file."""
     name = draft.config.cluster.name
     if name:
         from torchllm.tools.planner.cluster import read_cluster, unknown_cluster  # of no use to other runs
@@ -225,7 +225,7 @@ def _note_longer_sequences(draft: Draft[Any]) -> None:
 
 
 def can_compile(draft: Draft[Any]) -> bool:
-    """Return whether torch compiles what is "auto" in [compile]: on a GPU with a compiler. Note what a GPU lacks.
+    """Return whether torch compiles keys of [compile] that are "auto": on a GPU with a compiler. Note what a GPU lacks.
 
     A dry run is of the machines that cluster.name describes, which are taken to have a compiler.
     """
@@ -247,7 +247,7 @@ def can_compile(draft: Draft[Any]) -> bool:
 
 
 def resolve_compile(config: C, compiles: bool) -> C:
-    """Return a config in which no key of [compile] is "auto". compiles: what `can_compile` returns."""
+    """Return a config where no key of [compile] is "auto". compiles: result of `can_compile`."""
     obstacle = _obstacle_to_compiled_blocks(config)
     values: dict[str, bool] = dict.fromkeys(_auto_keys(config), compiles)
     if "block" in values and obstacle is not None:
@@ -266,7 +266,7 @@ def _obstacle_to_compiled_blocks(config: Config) -> Obstacle | None:
 
 
 def _note_uncompiled_blocks(draft: Draft[Any]) -> None:
-    """Note that the layout leaves the blocks uncompiled, if it does and nobody has chosen that."""
+    """Note that the layout leaves the blocks uncompiled, if compile.block is "auto"."""
     obstacle = _obstacle_to_compiled_blocks(draft.config)
     if draft.config.compile.block == "auto" and obstacle is not None:
         draft.notes.append(f"{draft.file}: compile.block: auto is false: {obstacle.why}; to compile, {obstacle.remedy}")
@@ -302,7 +302,7 @@ def _note_unprinted_sample(draft: Draft[Any]) -> None:
 
 
 def _note_data_of_a_plan(draft: Draft[Any]) -> None:
-    """Note that a run of a published model's size trains on what stands in for a corpus, as plan.py writes it."""
+    """Note that a run of a published model's size trains on the stand-in for a corpus that plan.py writes."""
     data, vocab = draft.config.data, draft.config.model.vocab
     is_stand_in = data.tokenizer == "bytes" and all(source.kind == "stdlib" for source in data.sources)
     if is_stand_in and vocab > MOST_OF_BYTES and not draft.is_resolved and not draft.config.run.dry_run:

@@ -31,7 +31,7 @@ from torchllm.tools.hub.published_weights import HubWeights
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 PEFT_PREFIX = "base_model.model."
-"""what peft puts before a name of transformers; with another prefix it leaves an update out, without an exception"""
+"""peft's prefix of transformers' names; with another prefix it leaves an update out, without an exception"""
 
 
 class SeededWeights:
@@ -53,7 +53,7 @@ class PublishedWeights:
     """The weights that a run of a published model freezes."""
 
     def __init__(self, model: Model, seed: int, recorded: Mapping[str, Any] | None) -> None:
-        """Open the files of `model.from_hf`. recorded: what a checkpoint of the run remembers of them.
+        """Open the files of `model.from_hf`. recorded: their record in a checkpoint of the run.
 
         Raises HubFileError if they are not there, CheckpointError if they do not fit or are not the recorded ones.
         """
@@ -80,7 +80,7 @@ def frozen_weights(config: Config, manifest: Manifest) -> Weights:
     """Return the weights that LoRA freezes in a run, by name: published ones, another run's, or random ones.
 
     manifest: of a checkpoint of the run, which says the step of that other run. Raises CheckpointError if it is gone,
-    and CheckpointError or UserError if the frozen weights are not those of the checkpoint.
+    and CheckpointError or UserError if the frozen weights differ from the checkpoint's.
     """
     check_frozen_weights(manifest.record, config)
     if config.checkpoint.initial:
@@ -124,7 +124,7 @@ def model_weights(config: Config, checkpoint: WeightReader) -> Weights:
 def read_updates(checkpoint: WeightReader) -> dict[str, Tensor]:
     """Return the factors of all low-rank updates of a checkpoint, by canonical name, verified.
 
-    They are held whole: a hundredth of the model. Raises DamagedCheckpoint if a bit of them is not what was written,
+    They are held whole: a hundredth of the model. Raises DamagedCheckpoint if a bit of them has changed,
     CheckpointError if it holds none.
     """
     names = [name for name in checkpoint.entries if is_low_rank_factor(name)]
@@ -147,8 +147,8 @@ def write_adapter(
 ) -> None:
     """Write low-rank updates into a folder that exists, as `peft.PeftModel.from_pretrained` reads them.
 
-    family: as which the model that they belong to is published. base: its folder or hub id; may be empty, for a user of
-    the adapter names the model too. Raises UnmappedParameter if the family has no matrix for one of them, and OSError.
+    family: of the model that they belong to. base: its folder or hub id; may be empty, because a user of the adapter
+    names the model too. Raises UnmappedParameter if the family has no matrix for one of them, and OSError.
     """
     shapes = parameter_shapes(model)
     tensors = []

@@ -1,4 +1,4 @@
-"""Whole weights of a checkpoint one by one, for a process that never holds the whole model.
+"""Read whole weights of a checkpoint one by one, in a process that never holds the whole model.
 
 checkpoint = WeightReader(folder)
 weight = checkpoint.read("embed_tokens.weight")     verified; raises DamagedCheckpoint
@@ -27,15 +27,15 @@ class Weights(Protocol):
 
 
 class WeightReader:
-    """Reads whole weights of one checkpoint, on the host, in the type in which it holds them.
+    """Reads whole weights of one checkpoint, on the host, in their stored dtype.
 
-    It verifies what it reads, by the sum of each piece. While a weight is read, its bytes are in memory twice at most.
+    It verifies each piece by its checksum. While a weight is read, at most two copies of it are in memory.
     """
 
     def __init__(self, folder: Path, prefix: str = WEIGHTS) -> None:
         """Open a step folder. prefix: AVERAGED_WEIGHTS reads the moving average of the weights.
 
-        Raises DamagedCheckpoint if its manifest, its index, or the size of a file is not what was written.
+        Raises DamagedCheckpoint if its manifest, its index, or the size of a file has changed since it was written.
         """
         stored = open_checkpoint(None, folder)
         entries = stored.index.tensors.items()
@@ -54,7 +54,7 @@ class WeightReader:
 
     def read(self, name: str) -> Tensor:
         """Return a weight. Raises CheckpointError if the checkpoint has none of that name, DamagedCheckpoint if a bit
-        of it is not what was written."""
+        of it has changed."""
         entry = self.entries.get(name)
         if entry is None:
             raise CheckpointError(
@@ -78,7 +78,7 @@ class MeanOfWeights:
     def read(self, name: str) -> Tensor:
         """Return the mean of a weight, float32; of a single checkpoint the weight itself.
 
-        Raises what the checkpoints' `read` does, and CheckpointError if the shapes differ.
+        Raises the errors of the checkpoints' `read`, and CheckpointError if the shapes differ.
         """
         newest, *others = self.checkpoints
         if not others:

@@ -1,6 +1,6 @@
 """config.json -> the keys of [model], and back. No torch.
 
-read = read_config_json(fields)         values of [model], what the weights fix, all problems at once
+read = read_config_json(fields)         values of [model], keys that the weights fix, all problems at once
 fields = write_config_json(model, family)       every field, in the spelling of transformers 4 and 5
 """
 
@@ -73,7 +73,7 @@ UNUSED_FIELDS = {
     "vision_feature_layer",
     "vision_feature_select_strategy",
 }
-"""fields of any config.json that do not change the weights or what is computed with them"""
+"""fields of any config.json that do not change the weights or the computation"""
 BASE_FIELDS = (
     RequiredField("is_causal", (None, True), "attention to later tokens"),
     RequiredField("is_encoder_decoder", (False, None), "an encoder"),
@@ -119,7 +119,7 @@ EXPERT_KEYS = (
 )
 """keys of [model] that say nothing of a dense model"""
 ZERO_MEANS_NULL = {"kv_heads", "head_dim", "window"}
-"""keys of [model] whose 0 is null in config.json: as many as heads; hidden / heads; no window"""
+"""keys of [model] whose 0 is null in config.json: kv_heads = heads; head_dim = hidden / heads; no window"""
 FREE_KEYS = {
     "attention",
     "from_hf",
@@ -132,7 +132,7 @@ FREE_KEYS = {
     "balance_weight",
     "router_z_loss",
 }
-"""keys of [model] that no config.json knows: they say how a model is trained or run, not what it is"""
+"""keys of [model] that no config.json knows: they say how a model is trained or run, not its form"""
 
 
 class NoFamily(UserError):
@@ -146,7 +146,7 @@ class NoFamily(UserError):
 
 @dataclass
 class ReadConfig:
-    """What a config.json says."""
+    """The content of a config.json."""
 
     family: HubFamily | None = None
     """None: unknown, or not supported"""
@@ -155,7 +155,7 @@ class ReadConfig:
     fixed: dict[str, str] = field(default_factory=dict)
     """keys of [model] that the weights fix -> the fields of config.json that say so"""
     problems: list[str] = field(default_factory=list)
-    """what is wrong with it, each with its field"""
+    """faults, each with its field"""
     unknown_fields: list[str] = field(default_factory=list)
     """fields that nothing here knows, and that are not used"""
 
@@ -165,7 +165,7 @@ class ReadConfig:
 
 
 def read_config_json(content: Mapping[str, Any]) -> ReadConfig:
-    """Return what a config.json says of [model], with all that is wrong or not supported."""
+    """Return the values of [model] in a config.json, with all faults and unsupported settings."""
     read = ReadConfig()
     model_type = content.get("model_type")
     read.family = HUB_FAMILIES.get(model_type) if isinstance(model_type, str) else None
@@ -205,7 +205,7 @@ def _why_unsupported(model_type: Any) -> str:
 
 
 def known_fields(family: HubFamily) -> set[str]:
-    """Return the fields of a family's config.json that are understood, or of which it is known that they do nothing."""
+    """Return the fields of a family's config.json that are understood, or known to do nothing."""
     names = set(UNUSED_FIELDS) | family.field_names | set(family.ignored_fields)
     names |= {required.name for required in _required_fields(family)}
     names |= {"quantization_config", FRACTION, "auto_map", "layer_types"} | family.constant_fields.keys()
@@ -226,7 +226,7 @@ def _required_fields(family: HubFamily) -> list[RequiredField]:
 
 
 def _check_required(content: Mapping[str, Any], family: HubFamily, read: ReadConfig) -> None:
-    """Report the fields that say what the model here cannot do."""
+    """Report fields that ask for an unsupported feature."""
     architectures = content.get("architectures")
     if architectures and architectures != [family.architecture]:
         read.report("architectures", f"must be {[family.architecture]}, a language model, not {architectures}")
@@ -255,12 +255,12 @@ def _read_fields(content: Mapping[str, Any], family: HubFamily, read: ReadConfig
 
 
 def _name_in(content: Mapping[str, Any], config_field: ConfigField) -> str:
-    """Return the name by which a config.json has a field; the first of its names if it lacks it."""
+    """Return the name of a field in a config.json; the first of its names if it lacks it."""
     return next((name for name in config_field.names if name in content), config_field.name)
 
 
 def _read_field(content: Mapping[str, Any], config_field: ConfigField, read: ReadConfig) -> Any:
-    """Return what a field says, by the first of its names that is there; report another one that says otherwise."""
+    """Return the value of a field, by the first of its names that is there; report another name with another value."""
     first = _name_in(content, config_field)
     value = content.get(first, config_field.default)
     for other in config_field.names:
@@ -270,7 +270,7 @@ def _read_field(content: Mapping[str, Any], config_field: ConfigField, read: Rea
 
 
 def _read_experts(content: Mapping[str, Any], family: HubFamily, read: ReadConfig) -> None:
-    """Read which blocks have experts, and how wide those of a family are whose blocks all have them."""
+    """Read which blocks have experts, and the expert width of a family whose blocks all have experts."""
     for config_field in family.fields:
         if config_field.key in ("experts", "shared_experts") and read.values.get(config_field.key) == 0:
             read.report(_name_in(content, config_field), "is 0, but all models of this type have some")
@@ -308,7 +308,7 @@ def _read_dense_layers(content: Mapping[str, Any], layers: int, read: ReadConfig
 
 
 def _read_window(content: Mapping[str, Any], family: HubFamily, read: ReadConfig) -> None:
-    """Read the sliding window of a family that says it by layers, and whether it is that of all blocks.
+    """Read the sliding window of a family with a window per layer, and whether all blocks have the same.
 
     Qwen's is off unless use_sliding_window is true.
     """
@@ -363,7 +363,7 @@ def _check_values(content: Mapping[str, Any], read: ReadConfig) -> None:
 
 
 def write_config_json(model: Model, family: HubFamily) -> dict[str, Any]:
-    """Return a config.json of a model: every field that changes what is computed, in all spellings.
+    """Return a config.json of a model: every field that changes the computation, in all spellings.
 
     Raises NoFamily if the family's models cannot be like this one.
     """
@@ -416,8 +416,8 @@ def _write_fields(model: Model, family: HubFamily) -> dict[str, Any]:
 def form_of(model: Model) -> dict[str, Any]:
     """Return the keys of [model] that a config.json can say; those that 0 leaves to others are resolved.
 
-    Keys that say nothing of the model have their default: of a dense one those of experts, and `ffn` if no block has a
-    layer of that width.
+    Keys without meaning for the model have their default: e.g. expert keys in a dense model, and `ffn` if no block has
+    a layer of that width.
     """
     defaults = {item.name: item.default for item in fields(model)}
     values = {name: getattr(model, name) for name in defaults if name not in FREE_KEYS}
@@ -441,7 +441,7 @@ def fitting_families(model: Model) -> Iterator[HubFamily]:
 
 
 def family_to_export(model: Model, model_type: str = "") -> HubFamily:
-    """Return the family as which a model is exported: that of model_type, from which it came, else the first that fits.
+    """Return the family to export a model as: the family of model_type, where it came from, else the first that fits.
 
     Raises NoFamily if there is none, with the reason of each.
     """
@@ -456,7 +456,7 @@ def family_to_export(model: Model, model_type: str = "") -> HubFamily:
 
 
 def why_no_family(model: Model) -> list[NoFamily]:
-    """Return why a model cannot be exported, for each family that has experts as it has or has not; the nearest first.
+    """Return why a model cannot be exported, for each family with experts, or without, as the model; nearest first.
 
     The list is empty if it can be exported as one of them.
     """

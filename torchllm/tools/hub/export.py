@@ -50,7 +50,7 @@ def export_model(config: Config, final: Path | str, *, ema: bool = False) -> Exp
     Of a run with LoRA that is the model with the low-rank updates merged in. ema: their moving average
     (optimizer.ema_decay) instead.
     Raises CheckpointError if there is no such checkpoint, the folder cannot be written, or the frozen weights are gone,
-    DamagedCheckpoint if what is read is not what was written, NoFamily if no family of models has the form of this one,
+    DamagedCheckpoint if the files have changed since they were written, NoFamily if no family of models has this form,
     DataError if nothing says how the run's conversations were written. Then nothing is left.
     """
     settings = config.export
@@ -79,7 +79,7 @@ def export_model(config: Config, final: Path | str, *, ema: bool = False) -> Exp
 def export_adapter(config: Config, final: Path | str, *, ema: bool = False) -> ExportedModel:
     """Write the low-rank updates of a run as an adapter of peft into the folder `final`, which must not exist.
 
-    The rest is as in `export_model`; there is one checkpoint, for a mean of low-rank updates has another rank.
+    The rest is as in `export_model`; there is one checkpoint, because a mean of low-rank updates has another rank.
     """
     (checkpoint,) = open_checkpoints(config, ema)
     manifest = checkpoint.manifest
@@ -109,7 +109,7 @@ def open_checkpoints(config: Config, ema: bool) -> list[WeightReader]:
 
 
 def facts_of_run(config: Config, checkpoints: Sequence[WeightReader]) -> CardFacts:
-    """Return what a model card says of the run; what is exported is to be filled in."""
+    """Return the facts of a run for its model card; those of the export are to be filled in."""
     newest = checkpoints[0].manifest
     return CardFacts(
         model=config.model,
@@ -123,7 +123,7 @@ def facts_of_run(config: Config, checkpoints: Sequence[WeightReader]) -> CardFac
 
 
 class ExportedTexts(NamedTuple):
-    """What an exported folder says of the texts of its model."""
+    """The texts' properties in an exported folder."""
 
     facts: TextFacts | None
     """None: there are no tokenizer files"""

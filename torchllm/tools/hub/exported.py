@@ -1,4 +1,4 @@
-"""What a run exports: which checkpoints, of which origin, with how many rows of the embedding. No torch."""
+"""The source of an export: its checkpoints, their origin, and the rows of the embedding. No torch."""
 
 import logging
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ class PublishedOrigin:
 
 
 def checkpoints_to_export(config: Config) -> list[Path]:
-    """Return the step folders of which the mean is exported, newest first: so many as `export.average` says.
+    """Return the `export.average` step folders to average for an export, newest first.
 
     They end with the newest that is not suspect, or with the one that `checkpoint.resume` names. Raises CheckpointError
     if there are fewer.
@@ -53,7 +53,7 @@ def checkpoints_to_export(config: Config) -> list[Path]:
 
 
 def published_origin(record: Mapping[str, Any]) -> PublishedOrigin:
-    """Return the published model from which the weights of a checkpoint have come, maybe through other runs.
+    """Return the published model that the weights of a checkpoint started from, maybe through other runs.
 
     record: of the checkpoint's manifest.
     """
@@ -66,7 +66,7 @@ def published_origin(record: Mapping[str, Any]) -> PublishedOrigin:
 
 
 def has_its_tokenizer(model: Model, tokenizer_vocab: int) -> bool:
-    """Return whether a tokenizer of so many ids can be a model's: its embedding has a row for each, and few others."""
+    """Return whether a tokenizer may be the model's: the embedding has a row for each of its ids, and few others."""
     return tokenizer_vocab <= model.vocab <= tokenizer_vocab + MOST_PADDING
 
 

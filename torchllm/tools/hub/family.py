@@ -1,4 +1,4 @@
-"""What a family of published models is: fields of its config.json, names and forms of its tensors. No torch.
+"""A family of published models: fields of its config.json, names and forms of its tensors. No torch.
 
 A family is one file of `families/`: a table that is read in both directions, by the import and by the export. Add a
 family: docs/hugging_face.md.
@@ -14,18 +14,18 @@ from torchllm.config.errors import UserError
 from torchllm.facts.shapes import Shape, stored_shapes
 
 STACKED_EXPERTS = ".experts.gate_up_proj"
-"""ends of keys of files in which the experts of a block are stacked"""
+"""ends of the keys of stacked experts: one tensor for all experts of a block"""
 
 
 class ConfigField(NamedTuple):
-    """A field of config.json that says what one key of [model] says."""
+    """A field of config.json that has the value of one key of [model]."""
 
     name: str
     """in config.json: "hidden_size" """
     key: str
     """in [model]: "hidden" """
     default: Any
-    """what it is where a file lacks it: the default of the family's class in transformers"""
+    """value if a file lacks it: the default of the family's class in transformers"""
     is_fixed: bool = True
     """the weights are of this size, so that a run cannot choose another"""
     other_names: tuple[str, ...] = ()
@@ -34,21 +34,21 @@ class ConfigField(NamedTuple):
     aliases: tuple[str, ...] = ()
     """further names of it (transformers' attribute_map), which are read and never written"""
     spellings: tuple[tuple[Any, Any], ...] = ()
-    """pairs of a value in config.json and what it is in [model], where they are not the same"""
+    """pairs of a value in config.json and its value in [model], where they differ"""
 
     def value_of(self, spelling: Any) -> Any:
-        """Return the value in [model] of what config.json says."""
+        """Return the value in [model] for a value in config.json."""
         return next((value for known, value in self.spellings if known == spelling), spelling)
 
     def spelling_of(self, value: Any) -> Any:
-        """Return what config.json says for a value in [model]; None if it has no word for it."""
+        """Return the value in config.json for a value in [model]; None if there is none."""
         if not self.spellings:
             return value
         return next((spelling for spelling, known in self.spellings if known == value), None)
 
     @property
     def written_names(self) -> tuple[str, ...]:
-        """The names by which an export writes it."""
+        """The names that an export writes."""
         return (self.name, *self.other_names)
 
     @property
@@ -64,7 +64,7 @@ class RequiredField(NamedTuple):
     values: tuple[Any, ...]
     """allowed; the first is written at an export"""
     feature: str
-    """what another value would mean, for the error: "biases of the attention's matrices" """
+    """the feature that another value would ask for, for the error: "biases of the attention's matrices" """
 
 
 class TensorRule(NamedTuple):
@@ -112,12 +112,12 @@ class StoredTensor(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Columns of the tensor, seen as a matrix of which each row is contiguous; a vector has one."""
+        """Columns of the tensor, seen as a matrix with contiguous rows; a vector has one."""
         return self.shape[-1] if len(self.shape) > 1 else 1
 
 
 class UnmappedParameter(UserError):
-    """A parameter for which a family has no tensor."""
+    """A parameter without a tensor in a family."""
 
 
 @dataclass(frozen=True)
@@ -135,17 +135,17 @@ class HubFamily:
     """which an export writes"""
     tensors: tuple[TensorRule, ...]
     stacked_tensors: tuple[TensorRule, ...] = ()
-    """of files in which the experts of a block are stacked: transformers 5 can save its modules as they are. They are
-    read and never written, for transformers 4 and others do not know them"""
+    """of files with stacked experts: transformers 5 can save its modules as they are. They are read and never written,
+    because transformers 4 and others do not know them"""
     prefix: str = "model."
-    """what the keys of the file begin with, except the head's; some published files lack it"""
+    """prefix of the file's keys, except the head's; some published files lack it"""
     ignored_tensors: str = r"(?!)"
     """regular expression of the keys, without the prefix, of buffers that old versions saved and no model needs"""
     unwritten: tuple[RequiredField, ...] = ()
     """further ones that no export writes: the family's class has no such field, and transformers' base classes read
     it all the same"""
     ignored_fields: tuple[str, ...] = ()
-    """fields of config.json that do not change what the model computes here"""
+    """fields of config.json that do not change the model's computation here"""
     has_window_fields: bool = False
     """sliding windows are said by use_sliding_window, max_window_layers and layer_types (Qwen)"""
     has_sparse_step: bool = False
@@ -153,7 +153,7 @@ class HubFamily:
     has_prediction_blocks: bool = False
     """files may hold blocks after the last one, which predict the tokens after the next: they are not read"""
     constant_fields: Mapping[str, Any] = field(default_factory=dict)
-    """what an export says of parts that are not read"""
+    """values that an export writes for parts that are not read"""
     rotary_fraction: float | None = None
     """share of each head that rotary positions turn, where config.json has no partial_rotary_factor; None: whole heads,
     and no other share is supported"""
@@ -180,7 +180,7 @@ class HubFamily:
         return any(config_field.key == "experts" for config_field in self.fields)
 
     def ignores(self, key: str, layers: int) -> bool:
-        """Return whether a tensor of a file with so many blocks is of no use, though files have it."""
+        """Return whether a tensor of a file with `layers` blocks is unused, though files have it."""
         name = key.removeprefix(self.prefix)
         block = re.match(r"layers\.(\d+)\.", name)
         if self.has_prediction_blocks and block is not None and int(block[1]) >= layers:

@@ -1,4 +1,4 @@
-"""The files of a published model, and whether they are what a run needs. No torch, and no tensor is read.
+"""The files of a published model, and whether they fit a run. No torch, and no tensor is read.
 
 The weights are one file `model.safetensors`, or the files that an index names. Where both are there, the one file is
 read, as transformers does. All that is wrong is found at once: a file that is missing or cut short, a tensor that is
@@ -32,7 +32,7 @@ BYTES_AT_A_TIME = 1 << 24
 
 
 class HubConfig(NamedTuple):
-    """A config.json in which nothing is wrong."""
+    """A config.json without faults."""
 
     path: Path
     read: ReadConfig
@@ -51,7 +51,7 @@ class HubConfig(NamedTuple):
 
 
 def read_hub_config(folder: Path) -> HubConfig:
-    """Return what the config.json of a folder says. Raises HubFileError with all that is wrong with it, a line each.
+    """Return the content of a folder's config.json. Raises HubFileError with all its faults, a line each.
 
     The path of a config.json itself is taken for its folder.
     """
@@ -95,10 +95,10 @@ class HubFiles:
     """by key as the family's table has it: with its prefix, which some files lack"""
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """what is left aside"""
+    """parts of the files that are not read"""
 
     def record(self) -> dict[str, Any]:
-        """Return what a checkpoint remembers of the files that a run has started from."""
+        """Return the record of the files that a run has started from, for its checkpoints."""
         return {
             name: {"size": header.size, "header_sha256": header.sha256} for name, header in sorted(self.headers.items())
         }
@@ -141,7 +141,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def _places(folder: Path) -> dict[str, str]:
-    """Return the file of each key that the index has; where there is one file, it is that of the key ""."""
+    """Return the file of each key in the index; a single file has the key ""."""
     path = folder / INDEX_JSON
     if (folder / WHOLE_MODEL).exists():
         return {"": WHOLE_MODEL}
@@ -157,7 +157,7 @@ def _places(folder: Path) -> dict[str, str]:
 
 
 def _what_is_there(folder: Path) -> str:
-    """Return what a folder without the right files has instead, for a message."""
+    """Return a hint at other files in a folder without the right ones, for a message."""
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
         return (
@@ -184,13 +184,13 @@ def _collect_tensors(files: HubFiles, name: str, header: Header, places: dict[st
 
 
 def check_tensors(files: HubFiles, config: HubConfig, model: Model, *, is_tying_chosen: bool) -> list[str]:
-    """Return what is wrong with the tensors of a published model for a run with `model`, a line each.
+    """Return the faults of the tensors of a published model for a run with `model`, a line each.
 
     `model` may have more rows of the embedding. is_tying_chosen: the run's own config says whether embeddings are tied.
     """
     family = files.family
     problems = list(files.problems)
-    if problems:  # what is missing then is not known
+    if problems:  # the set of missing tensors is not known then
         return problems
     expected = {}
     stored_model = replace(config.model, tied_embeddings=model.tied_embeddings)
@@ -217,7 +217,7 @@ def check_tensors(files: HubFiles, config: HubConfig, model: Model, *, is_tying_
 
 
 def _check_superfluous_head(files: HubFiles, family: HubFamily, model: Model) -> Iterator[str]:
-    """Yield what is wrong with the head in the file of a model that has none of its own."""
+    """Yield the fault of a head in the file of a model with tied embeddings."""
     embedding = next(iter(family.stored_tensors(model))).key
     head = files.tensors.get(HEAD)
     if head is not None and not _are_equal(files.folder, files.tensors[embedding], head):

@@ -29,7 +29,7 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 @dataclass
 class ReadTotals:
-    """What a rank has read."""
+    """Totals of a rank's reads."""
 
     bytes_read: int = 0
     largest_block: int = 0
@@ -37,7 +37,7 @@ class ReadTotals:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, size: int) -> None:
-        """Count a block of so many bytes."""
+        """Count a block of `size` bytes."""
         with self.lock:
             self.bytes_read += size
             self.largest_block = max(self.largest_block, size)
@@ -53,11 +53,11 @@ class Box(NamedTuple):
 
 
 class PartRead(NamedTuple):
-    """What a rank reads of one tensor in a file."""
+    """A rank's read of one tensor in a file."""
 
     box: Box
     local: Tensor
-    """what it fills, of as many rows and columns as the box, or transposed"""
+    """destination, of the same shape as the box, or transposed"""
     is_transposed: bool
 
 
@@ -86,9 +86,9 @@ def read_hub_weights(
 
 @torch.no_grad()
 def fill_part(files: HubFiles, tensors: Sequence[StoredTensor], name: str, part: Part, totals: ReadTotals) -> None:
-    """Read what this rank holds of one parameter from the tensors that hold it. Rows that they lack stay as they are.
+    """Read this rank's part of one parameter from the tensors that hold it. Rows that they lack stay as they are.
 
-    Of a tensor for an expert that is on another rank nothing is read, nor is its file opened.
+    A tensor for an expert on another rank is skipped, and its file is not opened.
     """
     for stored in tensors:
         for place in stored.parts:
@@ -123,7 +123,7 @@ def _fill_from(files: HubFiles, stored: StoredTensor, read: PartRead, totals: Re
 
 
 def plan_read(stored: StoredTensor, place: StoredPart, part: Part) -> PartRead | None:
-    """Return what to read of a tensor for this rank's part of a parameter; None if that has nothing of it."""
+    """Return the read of a tensor for this rank's part of a parameter; None if they do not overlap."""
     local, offset, size = part.local, part.region.offset, part.region.size
     if place.experts:
         index = place.expert - offset[0]

@@ -8,7 +8,7 @@ written into a hidden folder, which is renamed when it is whole (`new_folder`): 
     data        the tensors one after the other, without gaps
 
 torch's HuggingFaceStorageWriter is not used: its files lack {"format": "pt"}, which transformers 4.46 wants, and it
-overwrites what is there (torch 2.13).
+overwrites existing files (torch 2.13).
 """
 
 import json
@@ -35,7 +35,7 @@ from torchllm.tools.hub.hf_reader import DTYPES
 from torchllm.tools.hub.text_facts import END, GENERATION_JSON, TextFacts
 
 BYTES_PER_FILE = 5 * 10**9
-"""bytes of tensors in a file, unless a single tensor has more: what transformers 4 writes"""
+"""bytes of tensors in a file, unless a single tensor has more: the default of transformers 4"""
 SAFETENSORS_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
 HEADER_MULTIPLE = 8
 """bytes that the length of a header is a multiple of, so that tensors are aligned in memory"""
@@ -137,7 +137,7 @@ class PartReader:
     def read(self, part: StoredPart) -> Tensor:
         """Return a weight, or the matrix of an expert in it; of a vocabulary that was padded only the first rows.
 
-        Raises CheckpointError if there is another number of experts, and what the weights raise.
+        Raises CheckpointError if there is another number of experts, and the errors of the weights.
         """
         if not part.experts:
             self._stack = None
@@ -158,7 +158,7 @@ class PartReader:
 def stored_form(tensor: StoredTensor, reader: PartReader) -> Tensor:
     """Return a tensor as the file holds it, in the dtype of the weights that it is made of.
 
-    Raises CheckpointError if the weights have other shapes than the config says, and what the reader raises.
+    Raises CheckpointError if the weights have other shapes than the config says, and the errors of the reader.
     """
     parts = [reader.read(part) for part in tensor.parts]
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -207,7 +207,7 @@ def _write_tensor(file: IO[bytes], tensor: Tensor, dtype: torch.dtype) -> None:
 
 
 def write_configs(folder: Path, model: Model, family: HubFamily, dtype: str, texts: TextFacts | None) -> None:
-    """Write config.json and generation_config.json. texts: what begins and ends them; None: unknown.
+    """Write config.json and generation_config.json. texts: their begin and end ids; None: unknown.
 
     Raises NoFamily if the family's models cannot be like this one.
     """

@@ -1,6 +1,6 @@
 """Find a published model: a folder, or an id of the Hugging Face Hub, downloaded once per node. No torch.
 
-An id is ORG/NAME, or ORG/NAME@REVISION with a branch, a tag or a commit. What is found is pinned to the commit, so that
+An id is ORG/NAME, or ORG/NAME@REVISION with a branch, a tag or a commit. The result is pinned to the commit, so that
 every node, and a later start, reads the same files. huggingface_hub does the work: its cache, its token and its
 HF_HUB_OFFLINE are honoured.
 """
@@ -62,7 +62,7 @@ def _download(hub_id: str, revision: str | None, patterns: list[str], may_downlo
             ignore_patterns=SUBFOLDERS,
             local_files_only=not may_download,
         )
-    except Exception as error:  # of the network, of the hub, or of the cache: each has classes of its own
+    except Exception as error:  # of the network, of the hub, or of the cache: they share no base class
         reason = str(error).split("\n")[0]
         raise HubFileError(f"{hub_id}: cannot be had from the hub: {type(error).__name__}: {reason}") from error
     return Path(folder)

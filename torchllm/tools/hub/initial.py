@@ -1,6 +1,6 @@
 """The weights that a fresh run starts from, if they are not random: of a published model, or of another run.
 
-A run that resumes from a checkpoint of its own reads neither, but for the weights that LoRA freezes: its checkpoints
+A run that resumes from its own checkpoint reads neither, except for the weights that LoRA freezes: its checkpoints
 do not hold them.
 """
 
@@ -26,7 +26,7 @@ def initial_weights(config: Config) -> InitialWeights | None:
     applied("model.upcycle_noise", config.model.upcycle_noise)
     if not config.checkpoint.initial and not config.model.from_hf:
         return None
-    # What follows takes a second to import, and few runs need it.
+    # The imports below take a second, and few runs need them.
     from torchllm.tools.hub.published_weights import HubWeights
     from torchllm.tools.hub.upcycle import UpcycledWeights, dense_parts
 
@@ -43,7 +43,7 @@ def load_weights_of_run(
     """Load the weights of a run's newest checkpoint, or of the one that `checkpoint.resume` names; return its manifest.
 
     With LoRA the frozen weights, which are in no checkpoint of the run, are read from where the run got them. stages:
-    have memory, in any dtype. group, prefix, and what is raised: see `load_weights`. Also raises CheckpointError or
+    have memory, in any dtype. group, prefix, and errors: see `load_weights`. Also raises CheckpointError or
     UserError if the frozen weights are not those that the checkpoint's updates belong to.
     """
     source = load_frozen_weights(config, stages, group) if config.lora.is_on else None
@@ -62,13 +62,13 @@ class FrozenSource(NamedTuple):
     key: str
     """of the config"""
     record: dict[str, Any]
-    """what a checkpoint remembers of it"""
+    """its record in a checkpoint"""
 
 
 def load_frozen_weights(config: Config, stages: Sequence[Decoder], group: Group = None) -> FrozenSource | None:
     """Make or read the weights that LoRA freezes; return where they are from, None if they are of the run's seed.
 
-    stages: have memory; their low-rank updates become those of a fresh run. Call it on all ranks.
+    stages: have memory; their low-rank updates get the values of a fresh run. Call it on all ranks.
     """
     fill_all(stages, config.model, config.run.seed)
     initial = initial_weights(config)

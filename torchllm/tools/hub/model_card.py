@@ -10,7 +10,7 @@ from torchllm.facts.flops import parameter_count, update_parameter_count
 
 
 class CardFacts(NamedTuple):
-    """What a model card says."""
+    """The facts on a model card."""
 
     model: Model
     lora: Lora
@@ -23,7 +23,7 @@ class CardFacts(NamedTuple):
     run: Mapping[str, Any]
     """the run's config, as the checkpoint has it"""
     versions: Mapping[str, str]
-    """of what the run was trained with"""
+    """versions of the software that trained the run"""
     name: str = ""
     """of the folder"""
     base_model: str = ""
@@ -35,7 +35,7 @@ class CardFacts(NamedTuple):
 
     @property
     def steps_in_words(self) -> str:
-        """The step, or the steps of which it is the mean."""
+        """The step, or the steps of a mean."""
         if len(self.steps) == 1:
             return str(self.steps[0])
         return f"mean of {', '.join(str(step) for step in sorted(self.steps))}"

@@ -52,7 +52,7 @@ class HubWeights:
         return config, files
 
     def record(self, config: HubConfig, files: HubFiles) -> dict[str, Any]:
-        """Return what a checkpoint remembers of the model."""
+        """Return the record of the model for a checkpoint."""
         return {
             "from": self.model.from_hf,
             "model_type": config.family.model_type,

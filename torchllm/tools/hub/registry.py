@@ -1,4 +1,4 @@
-"""The families that can be read and written, and what the others have that cannot be read here. No torch."""
+"""The families that can be read and written, and the unsupported features of others. No torch."""
 
 from torchllm.tools.hub.families.glm4_moe import GLM4_MOE
 from torchllm.tools.hub.families.gpt2 import GPT2
@@ -16,7 +16,7 @@ HUB_FAMILIES: dict[str, HubFamily] = {
     family.model_type: family
     for family in (LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GPT2, MIXTRAL, QWEN3_MOE, OLMOE, GLM4_MOE)
 }
-"""by the model_type of config.json; the first that fits a model is what it is exported as"""
+"""by the model_type of config.json; a model is exported as the first that fits"""
 
 UNSUPPORTED_TYPES = {
     "bloom": "ALiBi positions",
@@ -48,4 +48,4 @@ UNSUPPORTED_TYPES = {
     "stablelm": "LayerNorm in Llama's form, and rotary positions of a part of each head",
     "starcoder2": "LayerNorm, biases and rotary positions in one model",
 }
-"""model_type -> what its models have that the model here has not"""
+"""model_type -> features that the model here does not have"""

@@ -16,9 +16,9 @@ FROM_HF = ("model", "from_hf")
 
 
 def resolve_from_hf(draft: Draft[C], *, weights: bool, may_download: bool) -> None:
-    """Fill in the keys of [model] that nobody has written from the config.json of the model that `model.from_hf` names.
+    """Fill in the unset keys of [model] from the config.json of the model that `model.from_hf` names.
 
-    What a key says otherwise is an error if the weights fix it, else a note. weights: look at the files with the
+    A key with another value is an error if the weights fix it, else a note. weights: look at the files with the
     weights, too. may_download: False in a rank of a run whose check has downloaded the files.
     """
     try:
@@ -41,7 +41,7 @@ def resolve_from_hf(draft: Draft[C], *, weights: bool, may_download: bool) -> No
 
 
 def resolve_from_record(draft: Draft[C], recorded: dict[str, object], checkpoint: str) -> None:
-    """Fill in the keys of [model] that nobody has written from those of the checkpoint that the run goes on from.
+    """Fill in the unset keys of [model] from the checkpoint that the run goes on from.
 
     recorded: [model] as the checkpoint's manifest has it; a key that it lacks or that is none now has its default.
     """
@@ -55,7 +55,7 @@ def resolve_from_record(draft: Draft[C], recorded: dict[str, object], checkpoint
 
 
 def fill_unwritten(draft: Draft[C], model: Model) -> None:
-    """Give the keys of [model] that nobody has written their values in `model`."""
+    """Set the unset keys of [model] to their values in `model`."""
     written = _written(draft) | {"from_hf", "attention"}
     values = {key: value for key, value in vars(model).items() if key not in written}
     draft.config = replace(draft.config, model=replace(draft.config.model, **values))
@@ -67,7 +67,7 @@ def _written(draft: Draft[C]) -> set[str]:
 
 
 def _compare_written(draft: Draft[C], config: HubConfig) -> None:
-    """Report, or note, where what is written differs from the published model."""
+    """Report, or note, keys whose values differ from the published model."""
     model = draft.config.model
     theirs = form_of(config.model)
     if model.upcycle and config.model.experts:

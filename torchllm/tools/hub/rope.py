@@ -1,4 +1,4 @@
-"""Rotary positions in config.json, in the spelling of transformers 4 and in that of transformers 5. No torch.
+"""Rotary positions in config.json, in the spellings of transformers 4 and of transformers 5. No torch.
 
 transformers 4 reads `rope_theta` and `rope_scaling`, transformers 5 writes `rope_parameters` with both in it, and each
 takes its default, silently, where it finds only the other's. Both spellings are read here, and both are written.
@@ -16,9 +16,9 @@ Fields = Mapping[str, Any]
 SPELLINGS = ("rope_scaling", "rope_parameters")
 """tables of transformers 4 and 5"""
 FRACTION = "partial_rotary_factor"
-"""of each head, in one of the tables or beside them"""
+"""share of each head, a field of config.json or of its tables"""
 ORIGINAL_LENGTH = "original_max_position_embeddings"
-"""in one of the tables or beside them"""
+"""a field of config.json or of its tables"""
 REQUIRED = object()
 """stands for the default of a field that must be there"""
 SCALING_FIELDS: dict[str, dict[str, tuple[str, Any]]] = {
@@ -44,7 +44,7 @@ SCALING_FIELDS: dict[str, dict[str, tuple[str, Any]]] = {
 TABLE_FIELDS = {"rope_type", "type", "rope_theta", FRACTION, ORIGINAL_LENGTH}
 """fields that the tables of all types may have"""
 YARN_SCALES = ("mscale", "mscale_all_dim")
-"""fields of YaRN's table from which transformers computes its attention_factor"""
+"""fields of YaRN's table for transformers' computation of attention_factor"""
 
 
 class RopeError(Exception):
@@ -52,7 +52,7 @@ class RopeError(Exception):
 
 
 def read_rotary_fraction(fields: Fields, default: float | None) -> float:
-    """Return what partial_rotary_factor says, which is beside the other fields, or in one of their tables.
+    """Return partial_rotary_factor, a field of config.json or of its tables.
 
     default: where there is none; None: the model turns whole heads. Raises RopeError if it says otherwise.
     """
@@ -64,7 +64,7 @@ def read_rotary_fraction(fields: Fields, default: float | None) -> float:
 
 
 def _find(fields: Fields, field: str, tables: Sequence[str]) -> dict[str, Any]:
-    """Return the values of a field that may be beside the tables and in each of them, by its place in config.json."""
+    """Return the values of a field of config.json or of its tables, by its place."""
     found = {}
     for table in ("", *tables):
         content = fields.get(table) if table else fields
@@ -97,7 +97,7 @@ def unknown_rope_fields(fields: Fields) -> list[str]:
 
 
 def read_rope(fields: Fields, default_theta: float) -> dict[str, Any]:
-    """Return the keys of [model] that say what the fields of rotary positions say. Raises RopeError."""
+    """Return the keys of [model] for the fields of rotary positions. Raises RopeError."""
     old = _read_old_spelling(fields, default_theta)
     new = _read_new_spelling(fields, default_theta)
     if new is None:
@@ -109,7 +109,7 @@ def read_rope(fields: Fields, default_theta: float) -> dict[str, Any]:
 
 
 def _read_old_spelling(fields: Fields, default_theta: float) -> dict[str, Any]:
-    """Return what rope_theta and rope_scaling say."""
+    """Return the keys of [model] for rope_theta and rope_scaling."""
     values = {"rope_theta": _agreed(_find(fields, "rope_theta", ["rope_scaling"]), default_theta)}
     if fields.get("rope_scaling"):
         values |= _read_scaling(fields, "rope_scaling")
@@ -117,7 +117,7 @@ def _read_old_spelling(fields: Fields, default_theta: float) -> dict[str, Any]:
 
 
 def _read_new_spelling(fields: Fields, default_theta: float) -> dict[str, Any] | None:
-    """Return what rope_parameters says; None if there is none."""
+    """Return the keys of [model] for rope_parameters; None if there is no such field."""
     if not fields.get("rope_parameters"):
         return None
     values = _read_scaling(fields, "rope_parameters")
@@ -125,7 +125,7 @@ def _read_new_spelling(fields: Fields, default_theta: float) -> dict[str, Any] |
 
 
 def _read_scaling(fields: Fields, name: str) -> dict[str, Any]:
-    """Return what the table of a field, rope_scaling or rope_parameters, says, without rope_theta."""
+    """Return the keys of [model] for the table rope_scaling or rope_parameters, without rope_theta."""
     scaling = fields[name]
     if not isinstance(scaling, dict):
         raise RopeError(f"{name}: must be a table, not {scaling!r}")
@@ -154,7 +154,7 @@ def _kind(scaling: Fields) -> Any:
 
 
 def _complete_yarn(fields: Fields, scaling: Fields, values: dict[str, Any]) -> dict[str, Any]:
-    """Return what YaRN takes from other fields, where its own are missing, as transformers does."""
+    """Return YaRN's values from other fields, if its own are missing, as transformers does."""
     completed = {}
     if values["rope_original_length"] is None:
         completed["rope_original_length"] = fields.get("max_position_embeddings")

@@ -1,8 +1,8 @@
-"""What a run knows of the texts of its model, and its export says.
+"""Properties of the model's texts, as known to a run and written by its export.
 
 begin of a text        `bos_token_id` of config.json and generation_config.json
-ends of a text         `eos_token_id` there: what ends a turn of the run's conversations, what ends a document, and
-                       what ends a text of the published model from which the run started
+ends of a text         `eos_token_id` there: ends of a turn of the run's conversations, of a document, and of a text
+of the published model that the run started from
 chat template          chat_template.jinja, and `chat_template` of tokenizer_config.json
 """
 
@@ -29,12 +29,12 @@ END = "eos_token_id"
 
 
 class TextFacts(NamedTuple):
-    """What is known of the texts of a model."""
+    """Properties of the texts of a model."""
 
     begin: int | None
     """id before each text; None: there is none"""
     ends: tuple[int, ...]
-    """ids that end a text; the first is what a turn, or else a document, ends with"""
+    """ids that end a text; the first ends a turn, or a document if there are no turns"""
     chat: ChatPlan | None = None
     """how conversations are written; None: the run had none"""
 
@@ -45,7 +45,7 @@ class TextFacts(NamedTuple):
 
 
 def text_facts(config: Config, manifest: Manifest, tokenizer: Tokenizer) -> TextFacts:
-    """Return what a run knows of its texts. manifest: of a checkpoint.
+    """Return the properties of a run's texts. manifest: of a checkpoint.
 
     Raises DataError if the checkpoint does not say how its conversations were written, and the files that did are gone.
     """
@@ -58,7 +58,7 @@ def text_facts(config: Config, manifest: Manifest, tokenizer: Tokenizer) -> Text
 
 
 def published_ends(name: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the ids that end a text of a published model, of which the tokenizer's end must be one.
+    """Return the ids that end a text of a published model; the tokenizer's end must be one of them.
 
     name: folder or id on the hub; "" if there is none. Where it is not on this machine any more, or has another
     tokenizer, a warning says so.

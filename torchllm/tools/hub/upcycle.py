@@ -24,7 +24,7 @@ EXPERTS = re.compile(r"(.+\.mlp)\.routed\.experts\.(\w+)")
 
 
 def dense_parts(stages: Sequence[nn.Module]) -> dict[str, Part]:
-    """Return what this rank reads of a dense model, by its keys: of a feed-forward layer, into its first expert."""
+    """Return this rank's parts of a dense model, by its keys: a feed-forward layer is read into the first expert."""
     parts = {}
     for key, part in parts_of(initial_model_tensors(stages)).items():
         experts = EXPERTS.fullmatch(key)
@@ -43,7 +43,7 @@ def _first_expert(part: Part) -> Part:
 
 @torch.no_grad()
 def copy_first_expert(stages: Sequence[nn.Module], model: Model, seed: int) -> None:
-    """Make each expert of this rank a copy of the first one, plus model.upcycle_noise x what it would start from.
+    """Make each expert of this rank a copy of the first one, plus model.upcycle_noise x its random initial values.
 
     The noise is a function of seed, name and element, as initial weights are, so that no layout changes it.
     """

@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019). Its matrices are stored transposed (Conv1D); c_attn holds those of q, k and v."""
+"""GPT-2 (Radford et al. 2019). Its matrices are stored transposed (Conv1D); c_attn holds q, k and v."""
 
 from torchllm.tools.hub.family import ConfigField, HubFamily, RequiredField, TensorRule
 

@@ -53,7 +53,7 @@ def decoder_fields(
 ) -> tuple[ConfigField, ...]:
     """Return the fields of a family that follows Llama's names; arguments: the defaults of its class.
 
-    ffn_key: what intermediate_size says in [model]: "expert_ffn" where all blocks have experts.
+    ffn_key: key of [model] for intermediate_size: "expert_ffn" where all blocks have experts.
     """
     return (
         ConfigField("num_hidden_layers", "layers", layers),

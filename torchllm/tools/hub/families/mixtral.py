@@ -27,7 +27,7 @@ STACKED_TENSORS = (
 """of all families with experts, as the modules of transformers 5 have them"""
 
 ROUTER_TRAINING_FIELDS = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
-"""say how transformers trains a router, not what the model computes"""
+"""say how transformers trains a router; they do not change the model's computation"""
 
 MIXTRAL = HubFamily(
     model_type="mixtral",
