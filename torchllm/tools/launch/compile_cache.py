@@ -1,6 +1,6 @@
-"""Where torch keeps what it has compiled. FOOTGUN: torch and Triton run the code that they find there.
+"""Where torch keeps its compiled code. FOOTGUN: torch and Triton run the code that they find there.
 
-So nobody but the user may be able to write it: the folder is the user's and has mode 0700, and no other user can rename
+So only the user may be able to write it: the folder is the user's and has mode 0700, and no other user can rename
 a folder above it. torch's own default is a folder in a temporary folder that all users share, whose owner torch does
 not look at. No torch.
 """
@@ -21,7 +21,7 @@ MOST_NODES = 8
 
 
 def choose_compile_cache(run_folder: Path, nodes: int) -> None:
-    """Tell torch where to keep what it compiles, unless the user has: beside the run folder, if that is safe.
+    """Set torch's cache of compiled code, unless the user has: next to the run folder, if that is safe.
 
     There a restart, on whatever node, and the next run find it. Else it is in the user's cache folder, or in a
     temporary one that is removed at the end of this process. nodes: of the job; of more than `MOST_NODES` each has a

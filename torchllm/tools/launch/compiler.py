@@ -17,7 +17,7 @@ HIP_RUNTIME = "libamdhip64.so"
 
 
 def lack_of_gpu_compiler() -> str:
-    """Return what torch lacks to compile kernels for a GPU here, as a sentence; "" if nothing is missing."""
+    """Return the part that torch lacks to compile kernels for a GPU here, as a sentence; "" if nothing is missing."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]

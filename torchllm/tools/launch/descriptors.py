@@ -3,13 +3,13 @@
 import resource
 
 FILES_OF_RANK = 512
-"""descriptors that a rank needs beside the store's: sockets, shards of a corpus, checkpoint files, Python's own"""
+"""descriptors that a rank needs besides the store's: sockets, shards of a corpus, checkpoint files, Python's own"""
 CONNECTIONS_PER_RANK = 2
 """connections of each rank of the job to its store: of the process groups and of the hang watch"""
 
 
 def raise_descriptor_limit() -> int:
-    """Raise this process's limit, and that of processes it starts, as far as the system allows; return the limit.
+    """Raise the limit of this process, and of processes it starts, as far as the system allows; return the limit.
 
     Many systems start a process with 1,024, although they allow a million.
     """
@@ -20,9 +20,9 @@ def raise_descriptor_limit() -> int:
 
 
 def describe_low_limit(limit: int, world_size: int) -> str | None:
-    """Return what to do about a limit that is too low on the node of rank 0, which serves the store; None if it is not.
+    """Return advice on a limit that is too low on the node of rank 0, which serves the store; None if it is not.
 
-    The store's process has a connection to every rank; a rank itself needs as many descriptors in a job of any size.
+    The store's process has a connection to every rank; the number of a rank's descriptors does not depend on the job.
     """
     needed = FILES_OF_RANK + CONNECTIONS_PER_RANK * world_size
     if limit == resource.RLIM_INFINITY or limit >= needed:

@@ -1,4 +1,4 @@
-"""What each rank of a job that hangs knows, and what follows from all of it: the rank that the others wait for.
+"""The dump of each rank of a job that hangs, and the conclusion from all dumps: the rank that others wait for.
 
 A rank waits in a collective that it has entered and that is not done. The others wait for the members of the group that
 have not entered it, by its number in the group. A rank that others wait for, and that waits for no rank itself, holds
@@ -19,7 +19,7 @@ from torchllm.runtime.torch_compat import FlightRecord
 ROOT = f"{Path(__file__).parents[3]}/"
 """folder of the repository; its files are named without it"""
 DESCRIBED = 4
-"""ranks that get lines of their own; more are only counted"""
+"""ranks that are described in detail; more are only listed"""
 LISTED_RUNS = 16
 """runs of ranks that a line names; of more runs it says how many ranks they are"""
 MESSAGE_ENDS = re.compile(r"(?P<rank>\d+)(?:<-|->)(?P<peer>\d+)$")
@@ -27,7 +27,7 @@ MESSAGE_ENDS = re.compile(r"(?P<rank>\d+)(?:<-|->)(?P<peer>\d+)$")
 
 
 class RankDump(NamedTuple):
-    """What a rank knows when the job hangs."""
+    """The state of a rank when the job hangs."""
 
     rank: int
     host: str
@@ -36,7 +36,7 @@ class RankDump(NamedTuple):
     stack: list[str]
     """of the main thread, outermost first: file:line in function"""
     in_wait: bool
-    """the main thread is in code that waits for other ranks, perhaps for a message, of which gloo keeps no record"""
+    """the main thread is in code that waits for other ranks, e.g. for a message (gloo keeps no record of messages)"""
     groups: dict[str, str]
     """ranks of each process group of this rank (`write_slices`), by torch's name of the group"""
     records: list[FlightRecord]
@@ -175,7 +175,7 @@ def _last_entered(dumps: Sequence[RankDump]) -> dict[tuple[str, int], int]:
 
 
 def _waited_in(dump: RankDump) -> Iterator[FlightRecord]:
-    """Yield what a rank waits in: of each group the first unfinished collective, and every unfinished message."""
+    """Yield the operations that a rank waits in: each group's first unfinished collective, all unfinished messages."""
     first: dict[str, int] = {}
     for record in unfinished_records(dump.records):
         if not record.sequence or first.setdefault(record.group, record.sequence) == record.sequence:
@@ -256,10 +256,10 @@ def _same_call(first: FlightRecord, second: FlightRecord) -> bool:
 def describe_hang(
     dumps: Sequence[RankDump], world_size: int, host_of: Callable[[int], str], limit: Limit, folder: Path
 ) -> str:
-    """Return the report: which rank holds up the job, in which operation, and where that rank's program is.
+    """Return the report: the rank that holds up the job, the operation, and that rank's stack.
 
     `host_of` returns the host of a rank, of one that does not answer too; `limit` was exceeded; `folder` holds the
-    dumps.
+    `host_of` returns the host of a rank, also of one that does not answer; `limit` was exceeded; `folder` holds the
     """
     operations = blocked_operations(dumps)
     culprits = find_culprits(dumps, operations, world_size)
@@ -283,7 +283,7 @@ def describe_hang(
 def _describe_culprit(
     rank: int, host: str, by_rank: Mapping[int, RankDump], operations: Sequence[BlockedOperation]
 ) -> Iterator[str]:
-    """Yield what is known of a rank that holds up the job."""
+    """Yield lines on a rank that holds up the job."""
     held_up = next((operation for operation in operations if rank in operation.missing), None)
     if held_up is None:
         yield f"rank {rank} ({host}) is not waiting for any rank"
@@ -312,7 +312,7 @@ def _describe_skipped(dump: RankDump, reference: RankDump, group: str) -> Iterat
 
 
 def _describe_unrecorded_waits(dumps: Sequence[RankDump]) -> Iterator[str]:
-    """Yield the ranks that wait for a message of which there is no record, as with gloo."""
+    """Yield the ranks that wait for a message without a record, as with gloo."""
     waiting = [dump for dump in dumps if dump.in_wait and not unfinished_records(dump.records)]
     if waiting:
         first = waiting[0]

@@ -1,16 +1,16 @@
-"""End a job that hangs, and say why: which rank the others wait for, in which operation, and where its program is.
+"""Watchdog in each rank: end a job that hangs, and report the rank that others wait for, the operation, and its stack.
 
 A thread on every rank looks once per second, for microseconds, whether an operation of this rank, or its main thread in
 a wait for a message, has made no progress for too long: run.timeout in a step, run.start_timeout in the start-up,
 run.save_timeout in a save (`heartbeat.Limits`). The first rank that finds one raises the alarm in the job's
-store. Then every rank publishes there what it knows (`hang_report.RankDump`) and writes it, in full, to
-RUN/hang/TIME/rank_N.json. One rank, as a rule rank 0, draws the conclusion and logs it, once; then all ranks end their
-process. A rank that cannot reach the store ends alone. The process groups' own time-outs are `GRACE` seconds longer
-than the longest limit: they are for a job in which no such thread runs any more. What no rank can see, because all are
-stuck in the same call, its launcher sees (`rank_watch.py`).
+store. Then every rank publishes its dump there (`hang_report.RankDump`) and writes it, in full, to
+RUN/hang/TIME/rank_N.json. One rank, usually rank 0, draws the conclusion and logs it, once; then all ranks end their
+process. A rank that cannot reach the store ends alone. The timeouts of the process groups are `GRACE` seconds longer
+than all limits: a fallback for a job where no such thread runs any more. If all ranks are stuck in the same call, none
+of them finds a hang, but the launcher does (`rank_watch.py`).
 
-One store serves all ranks. Therefore a rank asks for an alarm the less often the more ranks there are, and what it
-publishes grows with its groups, not with their ranks. One watch per node that asks for all ranks of the node would need
+One store serves all ranks. Therefore a rank asks for an alarm less often in a larger job, and the size of its dump
+grows with its groups, not with their ranks. One watch per node that asks for all ranks of the node would need
 a channel to them, and would leave a whole node deaf when its own process is the one that is stopped.
 
 Only rank 0's node must be alive for that. Where a rank is busy on its own (a slow disk) while others wait longer than
@@ -44,9 +44,9 @@ log = logging.getLogger(__name__)
 TICK = 1.0
 """seconds between two looks"""
 PATIENCE = 3.0
-"""seconds that the other ranks have to publish what they know"""
+"""seconds that the other ranks have to publish their dumps"""
 GRACE = 10.0
-"""seconds by which the process groups' time-out is longer than all limits"""
+"""seconds that the process groups' timeout is longer than all limits"""
 POLLS_PER_SECOND = 20_000
 """requests per second that all ranks together send to the store after an alarm; it answers 70,000 on two cores"""
 CHECKS_PER_SECOND = 4_000
@@ -69,7 +69,7 @@ ANSWERING = "answering"
 SPEAKERS = "speakers"
 """key of the store: number of ranks that were about to report; only the first does"""
 CANDIDATES = 8
-"""lowest ranks, the first of which that has published reports; if none has, the first rank of all that has"""
+"""the first of this many lowest ranks that has published reports; if none has, the first rank that has"""
 DUMPS_PER_REQUEST = 1024
 """dumps that the reporting rank reads from the store at once"""
 REPORTED = "reported"
@@ -114,8 +114,8 @@ class HangWatch:
     ) -> None:
         """Watch `rank`. Call it on all ranks: it waits for the others of this node.
 
-        ranks_of_node: those of this rank's node. folder: the run's; dumps go to its folder "hang". secret: the same on
-        all ranks.
+        ranks_of_node: ranks on this rank's node. folder: the run's; dumps go to its folder "hang". secret: the same
+        on all ranks.
         on_event: command that the reporting rank calls (`run.on_event`).
         """
         self.rank = rank
@@ -125,7 +125,7 @@ class HangWatch:
         self.check_interval = seconds_between_checks(world_size)
         self.process = RankProcess(os.uname().nodename, os.getppid(), os.getpid())
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # A client of its own: that of the process groups is blocked for as long as a rank waits in it.
+        # A separate client: the client of the process groups is blocked while a rank waits in it.
         client = connect_store(address, port, STORE_TIMEOUT)
         self.store = dist.PrefixStore("hang_watch", client)  # type: ignore[attr-defined]  # not re-exported there
         self.signer = Signer(secret)
@@ -252,7 +252,7 @@ class HangWatch:
         self._kill_silent_siblings()
 
     def _raise_alarm(self) -> str:
-        """Tell all ranks to report; return the name of the folder of dumps, that of the first rank to do so."""
+        """Tell all ranks to report; return the name of the folder of dumps, chosen by the first rank to do so."""
         name = time.strftime(ALARM_FORMAT)
         alarm = self.signer.sign(name)
         raised = self._alarm_name(self.store.compare_set(ALARM, "", alarm))
@@ -357,7 +357,7 @@ def _in_waiting_code(frame: FrameType) -> bool:
 
 
 def _dump(rank: int, host: str, group_ranks: dict[str, str]) -> RankDump:
-    """Collect what this rank knows, now."""
+    """Collect the dump of this rank, now."""
     frame = _main_frame()
     lines = StackSummary.extract(walk_stack(frame), lookup_lines=False)
     stack = [f"{line.filename}:{line.lineno} in {line.name}" for line in reversed(lines)]
@@ -367,7 +367,7 @@ def _dump(rank: int, host: str, group_ranks: dict[str, str]) -> RankDump:
 
 
 def _write(folder: Path, dump: RankDump) -> None:
-    """Write a dump to its file, which appears whole; log what goes wrong."""
+    """Write a dump to its file, atomically; log failures."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         temporary = folder / f".rank_{dump.rank}"

@@ -1,4 +1,4 @@
-"""How the launchers of other nodes find that of node 0, the head, and what they say while they wait for it. No torch.
+"""How launchers of other nodes find the launcher of node 0, the head, and report while they wait for it. No torch.
 
 The head listens on the port that the environment gives, or else on any free one. It writes that into `FILE` of the run
 folder, with the job's name: the file may still be there from an earlier job in the folder, whose port may belong to
@@ -19,9 +19,9 @@ from typing import NamedTuple
 FILE = "head.json"
 """in the run folder"""
 LOOK_INTERVAL = 0.5
-"""seconds between two looks for what is waited for"""
+"""seconds between two looks for a missing node"""
 SAY_INTERVAL = 60.0
-"""seconds between two lines that say what is waited for"""
+"""seconds between two lines about a wait"""
 CONNECT_TIMEOUT = 10.0
 """seconds that an attempt to connect may take"""
 
@@ -37,11 +37,11 @@ class HeadAddress(NamedTuple):
 
 
 class NodeMissing(Exception):
-    """Another node was waited for in vain."""
+    """Timed out waiting for another node."""
 
 
 class NodeWait:
-    """A wait for other nodes, which says for what it waits, and ends."""
+    """A wait for other nodes that reports what is missing, and times out."""
 
     def __init__(self, limit: float, *, speaks: bool = True) -> None:
         """Begin to wait, for `limit` seconds at most: `run.start_timeout`. speaks: say so on stderr."""
@@ -50,7 +50,7 @@ class NodeWait:
         self.began = self.said = time.monotonic()
 
     def go_on(self, missing: str, advice: str) -> None:
-        """Sleep until the next look for what is missing. Raises NodeMissing, with advice, when the time is up."""
+        """Sleep until the next look for a missing node. Raises NodeMissing, with advice, after the timeout."""
         moment = time.monotonic()
         if moment - self.began > self.limit:
             raise NodeMissing(f"waited for {self.limit:g} s (run.start_timeout) for {missing}. {advice}")

@@ -44,7 +44,7 @@ class JobPlace:
     port: int = DEFAULT_PORT
     """where node 0 listens; 0: it takes a free port and writes it into the run folder"""
     name: str = ""
-    """what no other job is called; "" if there is no such name"""
+    """a unique name of the job; "" if there is none"""
     ranks_per_node: str = ""
     """"" if the launcher does not say"""
     local_rank: int | None = None
@@ -62,7 +62,7 @@ def read_job(variables: Variables) -> JobPlace:
 
 
 def read_torchrun(variables: Variables) -> JobPlace | None:
-    """Read the variables by which Kubernetes operators and users configure torchrun on each node."""
+    """Read the variables that Kubernetes operators and users set to configure torchrun on each node."""
     nodes = variables.get("PET_NNODES")
     if not nodes:
         return None
@@ -247,7 +247,7 @@ def _number(variables: Variables, name: str, default: int) -> int:
 
 
 def assignments(job: JobPlace, variables: Variables) -> list[str]:
-    """Return what run_train.sh needs to know, a line NAME=value each."""
+    """Return the settings for run_train.sh, a line NAME=value each."""
     ranks = job.ranks_per_node or variables.get("NPROC", "")
     lines = [] if ranks else ["NPROC_IS_DEFAULT=1"]
     return [

@@ -5,7 +5,7 @@ it serves to all ranks of the job. Its rendezvous is our own (rendezvous.py). It
 end with it (parent.py). On node 0 it owns the run folder for as long as the job lasts (lease.py). It reacts to SIGQUIT
 only, by ending all ranks at once: after SIGTERM torchrun gives the ranks 30 s, too short for some saves, so
 run_train.sh asks for a stop through a file instead. It starts the whole job again after a rank has died (restarts.py).
-It ends ranks that are stuck (rank_watch.py). And it prints no traceback of its own when a rank ends the job: a rank
+It ends ranks that are stuck (rank_watch.py). And it prints no traceback when a rank ends the job: a rank
 that failed has printed its error; a rank that was killed could not, and is named here.
 """
 
@@ -75,7 +75,7 @@ def launch(arguments: Sequence[str]) -> None:
 
 
 class Launcher:
-    """A node's launcher: what it keeps from one attempt of the job to the next."""
+    """A node's launcher, and its state over the attempts of the job."""
 
     def __init__(self, arguments: Sequence[str], restarts: Restarts, watch: RankWatch) -> None:
         """Make one that runs torchrun with `arguments`. restarts: node 0's account of them. watch: of its ranks."""
@@ -169,10 +169,10 @@ class Launcher:
         return os.uname().nodename
 
     def _describe(self, ending: PartEnding) -> str:
-        """Return what is left to say of an attempt that was the last; "" if a rank of this node has said it."""
+        """Return a message about the last attempt; "" if a rank of this node has printed one."""
         if ending.kind == "stopped" and self.rendezvous is not None:
             return f"error: node {self.rendezvous.first_to_fail} has ended the job; its output says why"
-        return "" if ending.is_told else ending.describe()
+        return "" if ending.already_reported else ending.describe()
 
 
 def _limit_ends() -> None:

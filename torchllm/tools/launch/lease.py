@@ -5,8 +5,8 @@ anything is written: node 0's launcher takes it, and holds it over restarts of t
 started without a launcher. Processes that only read a run take nothing.
 
 `RUN/lease` holds numbered files, and the highest number owns the folder. To take it, a process writes a temporary file
-and links it to the next number: of several that try, the file system lets one succeed. The owner counts in its file
-every `Timing.beat` seconds. Who wants the folder watches that count:
+and links it to the next number: link() is atomic, so exactly one of several processes succeeds. The owner increments
+a counter in its file every `Timing.beat` seconds. A process that wants the folder polls the counter:
 
     it changes                                       the owner lives: the folder is refused
     it says RELEASED or DONE                         free
@@ -15,7 +15,7 @@ every `Timing.beat` seconds. Who wants the folder watches that count:
 
 by its own monotonic clock: hosts' clocks and a file's times may be hours off. An owner that was only suspended may come
 back after that. Therefore it looks for a higher number before it publishes a checkpoint, appends to metrics.jsonl or
-deletes what a save left behind (`check_owner`), and ends itself if there is one. Between that look and the write it may
+deletes leftovers of a save (`check_owner`), and ends itself if there is one. Between that look and the write it may
 be suspended too; then the rename that publishes a checkpoint still overwrites nothing.
 
 This works on NFS: opening a file or a folder asks the server for changes, and the highest file is never removed.
@@ -51,7 +51,7 @@ TAKE = "TORCHLLM_TAKE_LEASE"
 LAUNCHED = "TORCHLLM_LAUNCHED"
 """environment variable of run_train.sh: when it was started"""
 HANDED_DOWN = "TORCHLLM_LEASE"
-"""environment variable: the claim of the launcher, for the ranks that it starts"""
+"""environment variable: the claim of the launcher, for its ranks"""
 RELEASED = "released".ljust(10)
 """count of an owner whose job has ended; as long as any other count"""
 DONE = "done".ljust(10)
@@ -62,7 +62,7 @@ _NUMBERS = ("pid", "started", "since")
 _FILE = re.compile(r"\d{6,}")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}")
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
-"""what link() fails with on a file system that has no hard links"""
+"""errors of link() on a file system without hard links"""
 
 
 class FolderOwned(RefusedStart):
@@ -90,14 +90,14 @@ class Timing(NamedTuple):
 
 @dataclass(frozen=True)
 class Owner(Process):
-    """What a file of the lease says. It has the same length at each count, so it can be overwritten in place."""
+    """The content of a file of the lease. Its length never changes, so it can be overwritten in place."""
 
     nonce: str
     """differs between any two attempts to take a lease"""
     job: str
     """the scheduler's id of the job; "" without a scheduler"""
     launched: str
-    """`LAUNCHED`, by which run_train.sh knows its own job; "" without it"""
+    """`LAUNCHED`: run_train.sh recognises its own job by it; "" without it"""
     since: int
     """seconds since 1970, by the owner's clock: for messages only"""
     count: str
@@ -114,7 +114,7 @@ class Owner(Process):
 
 
 class Claim(NamedTuple):
-    """What proves that a job owns a folder: it wrote the file of this number."""
+    """Proof that a job owns a folder: it wrote the file of this number."""
 
     number: int
     nonce: str
@@ -230,7 +230,7 @@ def _take(run_folder: Path, lease_folder: Path, timing: Timing) -> Lease:
 
 
 def _remove_requests(run_folder: Path) -> None:
-    """Remove what asked an earlier job in a free folder to stop.
+    """Remove stop requests to an earlier job from a free folder.
 
     Not after the lease is taken: run_train.sh makes a signal a request as soon as it is.
     """
@@ -255,9 +255,9 @@ def own_for_ranks() -> None:
 
 
 def take_or_inherit(run_folder: Path) -> Claim:
-    """Return the claim that a launcher has handed down, or else that of a lease which this process takes.
+    """Return the claim that a launcher has handed down, or else of a new lease that this process takes.
 
-    Errors are those of `take_lease`. A claim on another folder, in the environment of a job that was started
+    Errors as in `take_lease`. A claim on another folder, in the environment of a job that was started
     from within a job, does not count.
     """
     claim = Claim.parse(os.environ.get(HANDED_DOWN, ""))
@@ -269,7 +269,7 @@ def take_or_inherit(run_folder: Path) -> Claim:
 def check_owner(run_folder: Path, claim: Claim) -> None:
     """Raise LeaseLost unless the folder still belongs to who has this claim. It costs a listing and an open.
 
-    A file system that does not answer is no reason: what is written next will fail by itself.
+    A file system that does not answer is no reason: the next write will fail by itself.
     """
     lease_folder = run_folder / FOLDER
     name = f"run.folder = {str(run_folder)!r}"
@@ -357,7 +357,7 @@ def has_ended(owner: Owner | None) -> bool:
 
 
 def newest_owner(run_folder: Path) -> Owner | None:
-    """Return who has taken a run folder last, as its file says now; None if there is nobody. Raises OSError."""
+    """Return the last owner of a run folder, as its file says now; None if there is none. Raises OSError."""
     lease_folder = run_folder / FOLDER
     try:
         number = _newest_number(lease_folder)
@@ -436,9 +436,9 @@ def _create(file: Path, owner: Owner) -> bool:
 
 
 def _remove_older(lease_folder: Path, number: int) -> None:
-    """Remove the files of lower numbers, and those of processes that were killed while they took the lease.
+    """Remove the files of lower numbers, and of processes that were killed while they took the lease.
 
-    Where one is still at it, it starts again. What cannot be removed does no harm.
+    A process that is still taking it starts again. Files that cannot be removed do no harm.
     """
     for name in os.listdir(lease_folder):
         if _TEMPORARY.fullmatch(name) or (_FILE.fullmatch(name) and int(name) < number):

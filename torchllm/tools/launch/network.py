@@ -1,4 +1,4 @@
-"""Find the network interface on which the nodes of a job reach each other. No torch.
+"""Find the network interface that connects the nodes of a job. No torch.
 
 Gloo listens on the address that the host's own name stands for. Where /etc/hosts says 127.0.1.1 for it, as Debian
 writes it, or the name belongs to a network of another purpose, the other nodes cannot connect.
@@ -22,7 +22,7 @@ IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 def interface_towards(host: str) -> str:
     """Return the name of the interface through which this node reaches `host`; "" if that is the loopback, or unknown.
 
-    Where no interface has the address that `host` stands for, as for 127.0.1.1, it is that of the default route.
+    If no interface has the address of `host`, as for 127.0.1.1, the interface of the default route is returned.
     """
     for target in (host, *ANY_HOSTS):
         if name := interface_with(address_towards(target)):

@@ -1,7 +1,7 @@
 """Notice that the launcher of another node is gone: node 0 holds a connection to each, and sees its end. No torch.
 
 A killed process closes its connections at once, whatever it was doing. A node that loses its power or its network does
-not: its ranks are missed after run.timeout (`hang_watch`), and a network that comes back in time has harmed nobody.
+not: its ranks are missed after run.timeout (`hang_watch`), and a network that recovers in time does no harm.
 """
 
 import re
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 _GOODBYE = b"done\n"
-"""what a launcher sends before it ends as it should"""
+"""sent by a launcher before it exits normally"""
 _LONGEST = 64
 """bytes that a launcher sends at most"""
 
@@ -30,7 +30,7 @@ class NodeWatch:
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.listener, selectors.EVENT_READ)
         self.received: dict[socket.socket, bytes] = {}
-        """what each connection has sent so far"""
+        """data received from each connection so far"""
         threading.Thread(target=self._watch, name="node watch", daemon=True).start()
 
     def _watch(self) -> None:
@@ -45,7 +45,7 @@ class NodeWatch:
                     self._read(ready.fileobj)
 
     def _read(self, connection: socket.socket) -> None:
-        """Read what a launcher has sent, or notice that it is gone."""
+        """Read data from a launcher, or notice that it is gone."""
         try:
             data = connection.recv(_LONGEST)
         except ConnectionError:
@@ -70,7 +70,7 @@ class NodeConnection:
         self.socket.sendall(f"{node}\n".encode())
 
     def close(self) -> None:
-        """End the connection as it should."""
+        """Close the connection normally."""
         with suppress(OSError):  # node 0 has ended earlier
             self.socket.sendall(_GOODBYE)
         self.socket.close()

@@ -1,4 +1,4 @@
-"""Keep a rank on the CPUs beside its GPU: a copy to or from a GPU of another NUMA node crosses the link between them.
+"""Keep a rank on the CPUs next to its GPU: a copy to or from a GPU of another NUMA node crosses the link between them.
 
 torchrun has `--numa-binding` for the same, which needs the command numactl, ends the job where that is missing, and
 does not exist where Slurm starts each rank.

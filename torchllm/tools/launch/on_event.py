@@ -6,8 +6,8 @@ EVENT is hang (ranks waited too long for another), restart (the job is started a
 not finite; once per start, not for each step), imbalance (experts have had no tokens, or far too many, for some logged
 steps; once until it ends) or end (of the job, however it ends).
 
-The command neither stops the run nor keeps it waiting: nobody looks at its exit status, it runs in a session of its
-own, and after `LIMIT` it is ended. What it prints is in `OUTPUT` of the run folder.
+The command neither stops the run nor delays it: its exit status is ignored, it runs in a new session,
+and after `LIMIT` it is ended. Its output goes to `OUTPUT` in the run folder.
 """
 
 import logging
@@ -29,7 +29,7 @@ RunEvent = Literal["hang", "restart", "nan", "imbalance", "end"]
 LIMIT = 60
 """seconds that the command may take"""
 LAST_WAIT = 10.0
-"""seconds that the end of a job waits for the command: Slurm and containers end what outlives the job"""
+"""seconds that the end of a job waits for the command: Slurm and containers kill processes that outlive the job"""
 OUTPUT = "on_event.log"
 """file in the run folder"""
 
@@ -43,7 +43,7 @@ def call_on_event(command: str, event: RunEvent, folder: Path) -> None:
         return
     with Tolerance(f"run.on_event = {command!r}, called with {event}").attempt():
         words = [*shlex.split(command), event, str(folder)]
-        if limit := shutil.which("timeout"):  # of coreutils; it also ends what the command has started
+        if limit := shutil.which("timeout"):  # of coreutils; it also ends child processes of the command
             words = [limit, "--kill-after=5", str(LIMIT), *words]
         output = _open_output(folder)
         try:
@@ -56,7 +56,7 @@ def call_on_event(command: str, event: RunEvent, folder: Path) -> None:
 
 
 def _open_output(folder: Path) -> int:
-    """Open the file for what the command prints; nothing, if that cannot be written."""
+    """Open the file for the command's output, or /dev/null if it cannot be written."""
     try:
         return os.open(folder / OUTPUT, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError:
@@ -64,7 +64,7 @@ def _open_output(folder: Path) -> int:
 
 
 def call_at_end(command: str, folder: Path) -> None:
-    """Call the command with "end", and wait for it up to `LAST_WAIT`: what a job leaves running may end with it."""
+    """Call the command with "end", and wait for it up to `LAST_WAIT`: a job's leftover processes may end with it."""
     call_on_event(command, "end", folder)
     deadline = time.monotonic() + LAST_WAIT
     for process in _running:

@@ -51,7 +51,7 @@ from torchllm.tools.launch.store import (
 log = logging.getLogger(__name__)
 
 SECRET_BYTES = 32
-"""of the secret with which ranks sign what they leave in the store"""
+"""length of the secret for signing entries in the store"""
 FILE_SYSTEM_PATIENCE = 5.0
 """seconds; a network file system shows a new file on other nodes a moment late"""
 
@@ -83,10 +83,10 @@ class LaunchHooks(Hooks):
 def start_runtime(run: Run, configs: Sequence[Config] = (), *, reads_only: bool = False) -> Runtime:
     """Join the job that torchrun has started, or start a job of one rank, and set this process up as `run` says.
 
-    configs: what the job may train with. RefusedStart is raised on all ranks if they, or the code, are not the same on
-    all. reads_only: the job writes nothing into the run folder, which may belong to another job. Otherwise RefusedStart
-    is raised on all ranks if another job owns it. Raises UserError on all ranks if a rank lacks its device or sees
-    another run folder than rank 0.
+    configs: the configs that the job may train with. RefusedStart is raised on all ranks if they, or the code, differ
+    between ranks. reads_only: the job writes nothing into the run folder, which may belong to another job. Otherwise
+    RefusedStart is raised on all ranks if another job owns it. Raises UserError on all ranks if a rank lacks its device
+    or sees another run folder than rank 0.
     """
     end_with_parent()
     heart = heartbeat()
@@ -171,7 +171,7 @@ def _call_on_restart_and_end(run: Run, folder: Path) -> None:
 
 
 class _Ownership(NamedTuple):
-    """What came of an attempt to own the run folder."""
+    """The result of an attempt to own the run folder."""
 
     claim: Claim | None = None
     refusal: str | None = None
@@ -204,7 +204,7 @@ def _join_job(run: Run, rank: int, world_size: int, store: Store, timeout: timed
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
     elif interface := interface_towards(os.environ.get("MASTER_ADDR", "")):  # NCCL finds its own
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    # On GPUs no group of the mesh can send a tensor on the host: what ranks agree on goes through the host group, the
+    # On GPUs no group of the mesh can send a tensor on the host: ranks exchange metadata through the host group, the
     # only gloo group of a run that saves in the foreground.
     backend = "nccl" if torch.cuda.is_available() and run.device != "cpu" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
@@ -257,7 +257,7 @@ def await_ranks(store: Store, world_size: int, wait: NodeWait) -> None:
 
 
 def _share_secret(group: dist.ProcessGroup) -> bytes:
-    """Return random bytes that all ranks know, and nobody who only reaches the job's store."""
+    """Return random bytes that all ranks know, but not a stranger who reaches the job's store."""
     secret = np.frombuffer(secrets.token_bytes(SECRET_BYTES), np.uint8)
     return broadcast_record(secret, group).tobytes()
 
@@ -272,7 +272,7 @@ def _set_torch_up(run: Run, device: torch.device) -> None:
         torch.set_float32_matmul_precision("high")
     if run.collect_garbage_interval:
         gc.disable()  # Runtime.collect_garbage does it, at the same step on all ranks
-        atexit.register(gc.unfreeze)  # what stays frozen is never freed, and torch 2.15's Triton prints it as leaked
+        atexit.register(gc.unfreeze)  # frozen objects are never freed, and torch 2.15's Triton prints them as leaked
 
 
 def _share_folder(runtime: Runtime) -> None:
@@ -290,7 +290,7 @@ def _share_folder(runtime: Runtime) -> None:
         except OSError as problem:
             error = f"{name} cannot be written: {problem}"
     raise_first_error(runtime.gather_texts, error)
-    # The other ranks of a node see what its first one sees.
+    # One check per node is enough: its ranks share a file system.
     if runtime.local_rank == 0 and not runtime.is_main and not _appears(probe.exists):
         error = f"{name} is not the folder of rank 0: it must be on one file system for all nodes (NFS, Lustre, …)"
     raise_first_error(runtime.gather_texts, error)

@@ -1,8 +1,8 @@
-"""The launcher's look at the heartbeats of its ranks: a rank that is stuck is named, and the ranks of the node end.
+"""Watchdog in the launcher: report a rank without heartbeats and stop this node's ranks.
 
 `hang_watch.py` sees a rank that waits for another one. It does not see that all ranks are stuck in the same call, or
 the only rank of a job. The launcher does: once per second it reads the last beat of each of its ranks (`heartbeat.py`)
-from memory, and counts the seconds without a new one by its own clock. After a rank's limit, and `patience`, in which
+from memory, and counts the seconds without a new one on its own clock. After a rank's limit, and `patience`, while
 ranks that have noticed the hang themselves report it better, it prints where the rank is, writes all stacks to
 RUN/hang/TIME/HOST.txt and kills its ranks. torchrun then starts them again, or ends the job on all nodes, as after any
 death of a rank. A rank in an uninterruptible call of the kernel survives even that, and the launcher does not wait for
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 TICK = 1.0
 """seconds between two looks"""
 SECONDS_TO_WRITE = 3.0
-"""that the report may take to be written into the run folder, which may be what hangs"""
+"""that the report may take to be written into the run folder, which may be the cause of the hang"""
 SECONDS_TO_DIE = 10.0
 """after SIGKILL, before a rank counts as stuck in the kernel"""
 SHARED_MEMORY = Path("/dev/shm")
@@ -70,14 +70,14 @@ class StuckRank(NamedTuple):
     """A rank that has gone without a beat for too long."""
 
     rank: int | None
-    """None: unknown, for it has not begun to beat"""
+    """None: unknown, because it has not sent a heartbeat yet"""
     name: str
     """such as "rank 3" """
     pid: int
     idle: float
     limit: Limit
     doing: str
-    """what its last beat said"""
+    """activity in its last heartbeat"""
     stacks: str
     """of all its threads, by faulthandler; empty if it has none"""
     thread: int
@@ -85,7 +85,7 @@ class StuckRank(NamedTuple):
 
 
 class RankWatch:
-    """Watches the ranks that this launcher has started, in a thread: those of one attempt after the other."""
+    """Watches the ranks of this launcher in a thread, one attempt after the other."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class RankWatch:
     ) -> None:
         """Make one that `start` starts.
 
-        start_timeout: `run.start_timeout`, for ranks that have not begun to beat; None: they may have no heart, and are
+        start_timeout: `run.start_timeout`, for ranks before their first heartbeat; None: they may send none, and are
         not watched. run_folder: None: stacks are printed. on_event: `run.on_event`. end: ends this process at once.
         """
         self.start_timeout = start_timeout
@@ -107,11 +107,11 @@ class RankWatch:
         """of this attempt's heartbeats; None between two attempts"""
         self.watched: dict[Path, _Watched] = {}
         self.unbegun_seconds = 0.0
-        """in which ranks of this attempt had no beat yet, and did not compute"""
+        """while ranks of this attempt had no heartbeat yet, and did not compute"""
         self.unbegun_ticks = 0
         """of the processor, that these ranks have taken so far"""
         self.found: StuckRank | None = None
-        """the rank for which the ranks of this attempt were killed"""
+        """the stuck rank of this attempt, whose ranks were killed"""
         self._lock = threading.Lock()
         if start_timeout is not None:
             os.environ[START_TIMEOUT] = str(start_timeout)
@@ -122,7 +122,7 @@ class RankWatch:
 
     @contextmanager
     def attempt(self, folder: Path) -> Iterator[None]:
-        """Return a context in which the ranks of an attempt are watched. folder: for their heartbeats, to be made."""
+        """Return a context that watches the ranks of an attempt. folder: for their heartbeats, to be made."""
         folder.mkdir()
         os.environ[HEARTBEATS] = str(folder)
         with self._lock:
@@ -137,7 +137,7 @@ class RankWatch:
                 self.folder = None
 
     def _watch(self) -> None:
-        """Look once per `TICK`, without counting the time in which this process was stopped: so were its ranks."""
+        """Look once per `TICK`, without counting time while this process was stopped: its ranks were stopped too."""
         last_look = time.monotonic()
         while True:
             time.sleep(TICK)
@@ -171,7 +171,7 @@ class RankWatch:
     def _find_unbegun(self, seconds: float) -> list[StuckRank]:
         """Return the processes that should have begun to beat: they hang while Python, torch or the config loads.
 
-        Those that compute do not hang: a recipe that never calls `start_runtime` has no heart.
+        Ranks that compute do not hang: a recipe that never calls `start_runtime` sends no heartbeats.
         """
         limit = self.start_timeout
         ranks_on_node = max((rank.beat.ranks_on_node for rank in self.watched.values()), default=1)
@@ -210,7 +210,7 @@ class RankWatch:
             time.sleep(0.05)
 
     def _report(self, lines: Sequence[str], details: str) -> None:
-        """Print lines, and leave the details in the run folder, in a thread: that folder may be what hangs."""
+        """Print lines, and write the details to the run folder, in a thread: that folder may be what hangs."""
         if self.run_folder is None:
             _say("\n  ".join([*lines, details]))
             return
@@ -295,7 +295,7 @@ def process_state(pid: int) -> str:
 
 
 def processor_ticks(pid: int) -> int:
-    """Return the time that a process has computed, with what the kernel did for it; 0 if there is no such process."""
+    """Return the CPU time of a process, including time in the kernel; 0 if there is no such process."""
     return sum(map(int, _status_fields(pid)[11:13]))
 
 
@@ -317,7 +317,7 @@ def _session(pid: int) -> int | None:
 
 
 def describe_state(pid: int) -> str:
-    """Return what the kernel says of a process, as the end of a sentence."""
+    """Return the kernel's state of a process, as the end of a sentence."""
     state = process_state(pid)
     if state in ("T", "t"):
         return "is stopped (SIGSTOP, or a debugger)"
@@ -336,5 +336,5 @@ def _read(file: Path) -> str:
 
 
 def _say(text: str) -> None:
-    with suppress(OSError):  # nobody reads the output
+    with suppress(OSError):  # the output is closed
         print(text, file=sys.stderr, flush=True)

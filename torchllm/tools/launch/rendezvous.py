@@ -1,15 +1,15 @@
 """How the launchers of a job find each other, and the store that their ranks share: a new one for each attempt.
 
-torchrun has two ways of its own, and neither will do. "c10d", which `--standalone` uses, unpickles what anybody on the
-network writes into its store. "static" listens on all addresses even if the job has one node, and keeps one store for
-all attempts, in which the ranks of a second attempt find the addresses, votes and alarms of the first.
+torchrun's two rendezvous backends do not fit: "c10d", which `--standalone` uses, unpickles data that anyone on the
+network may write to its store. "static" listens on all addresses even if the job has one node, and keeps one store for
+all attempts, so that the ranks of a second attempt find the addresses, votes and alarms of the first.
 
 A job of one node listens on the loopback address only. Among several nodes, the launcher of node 0 serves a store to
 the other launchers for as long as the job lasts, under an address that all of them are given or find in the run folder
 (head.py). There it announces the port of each attempt's store. Whoever reaches these ports can end the job: the network
 must be trusted.
 
-torchrun runs each attempt without restarts of its own, which it would count per node. When the ranks of a node fail,
+torchrun runs each attempt without restarts: it would count them per node. When the ranks of a node fail,
 its launcher says so in the launchers' store, all others end their ranks, and all of them tell node 0 how their part has
 ended; node 0 decides for the job whether there is another attempt (`agree`, restarts.py).
 """
@@ -61,7 +61,7 @@ FAILED = "failed"
 START_TIMEOUT = 900.0
 """seconds that nodes wait for each other where run.start_timeout is unknown"""
 CHECK_INTERVAL = 1.0
-"""seconds between two looks of a launcher at what the other nodes do"""
+"""seconds between two checks of a launcher for the state of other nodes"""
 ENDED = "ended"
 """key of the launchers' store: the node whose launcher has ended first, and how: `3 failed` or `3 lost`"""
 WATCH_PORT = "watch_port"
@@ -70,7 +70,7 @@ PATIENCE = timedelta(seconds=60)
 """that node 0 has with the other nodes when an attempt has failed: they end their ranks within some 12 s"""
 
 Decide = Callable[[Sequence[PartEnding], int], Verdict]
-"""returns what follows an attempt, from how each node's part has ended, and which ended first"""
+"""returns the verdict on an attempt, from the ending of each node's part, and the index of the first to end"""
 
 
 class AttemptOver(RendezvousClosedError):
@@ -241,7 +241,7 @@ class AttemptRendezvous(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         """Return 0: no node may join a job that runs. torchrun calls it ten times per second.
 
-        What it raises makes torchrun end this node's ranks: RankLeft, AttemptOver, or another RendezvousError if a
+        Its exceptions make torchrun end this node's ranks: RankLeft, AttemptOver, or another RendezvousError if a
         launcher has ended the job.
         """
         self.has_ranks = True
@@ -270,7 +270,7 @@ class AttemptRendezvous(RendezvousHandler):
         return None
 
     def agree(self, ending: PartEnding, decide: Decide) -> Verdict:
-        """End this attempt on all nodes, and return what node 0 has decided for all of them.
+        """End this attempt on all nodes, and return the verdict of node 0 for all of them.
 
         ending: of this node's part, whose ranks have ended. decide: node 0 calls it. Raises RendezvousError if another
         launcher does not answer.
@@ -311,10 +311,10 @@ class AttemptRendezvous(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Do nothing: what ends a job is `close`."""
+        """Do nothing: `close` ends a job."""
 
     def get_run_id(self) -> str:
-        """Return what torchrun was told to call the job."""
+        """Return the job's name on torchrun's command line."""
         return self.run_id
 
     def shutdown(self) -> bool:
@@ -332,7 +332,7 @@ class AttemptRendezvous(RendezvousHandler):
 class AttemptStore(PrefixStore):
     """The store of an attempt as torchrun sees it: it does not wait for nodes that will not come.
 
-    torchrun waits here for all nodes when the ranks of its own are done, for five minutes.
+    torchrun waits here for all nodes when its own ranks are done, for five minutes.
     """
 
     def __init__(self, store: Store, find_end: Callable[[], RendezvousError | None]) -> None:
@@ -355,7 +355,7 @@ def _node_0_has_ended() -> RendezvousConnectionError:
 
 
 def describe_end(value: bytes) -> str:
-    """Return what the value of `ENDED` says, as a sentence."""
+    """Return the meaning of `ENDED`'s value, as a sentence."""
     match = re.fullmatch("([0-9]{1,7}) (failed|lost)", bytes(value).decode(errors="replace"))
     if match is None:
         return "the job was ended by a launcher that does not say which it is"

@@ -1,4 +1,4 @@
-"""Restarts of a job by its own launchers: what ends an attempt, and whether another one follows. No torch.
+"""Restarts of a job by its launchers: how an attempt ends, and whether another one follows. No torch.
 
 A rank that dies on any node ends the attempt on all nodes. Each launcher then tells node 0 how its part has ended
 (`PartEnding`), node 0 decides for all (`Restarts.decide`), and all of them begin the next attempt, or end.
@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple, get_args
 from torchllm.runtime.stop import STOP, STOPPED
 
 Verdict = Literal["restart", "end", "refuse"]
-"""what follows an attempt; refuse: the job ends with exit status 2"""
+"""outcome of an attempt; refuse: the job ends with exit status 2"""
 EndingKind = Literal["done", "failed", "hung", "left", "user_error", "refused", "stopped"]
 """how a node's part of an attempt has ended.
 
@@ -69,7 +69,7 @@ class PartEnding(NamedTuple):
         return f"{subject} ended with status {self.status}"
 
     @property
-    def is_told(self) -> bool:
+    def already_reported(self) -> bool:
         """Return whether the rank, or its launcher, has printed why it has ended."""
         return self.kind in ("user_error", "refused", "hung") or (self.kind == "failed" and self.status == 1)
 
@@ -98,7 +98,7 @@ class Restarts:
         self.newest = newest_step(self.folder)
 
     def decide(self, endings: Sequence[PartEnding], first: int) -> Verdict:
-        """Return what follows an attempt that has failed, and say so on stderr.
+        """Return the verdict on an attempt that has failed, and print it to stderr.
 
         endings: of each node. first: the node whose part ended first, which is the cause.
         """

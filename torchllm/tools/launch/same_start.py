@@ -1,4 +1,4 @@
-"""Refuse a job whose nodes were not started alike: with another config, another torchllm or another torch.
+"""Refuse a job whose nodes differ in their config, torchllm or torch.
 
 Nothing else would tell: a job whose second node has another learning rate trains to its end, and its weights are those
 of neither.
@@ -34,9 +34,9 @@ class Difference(NamedTuple):
 
 
 def refuse_different_starts(configs: Sequence[Config], group: dist.ProcessGroup) -> None:
-    """Raise RefusedStart on every rank if configs, code or torch of one are not those of rank 0.
+    """Raise RefusedStart on every rank if configs, code or torch of one differ from rank 0's.
 
-    The error names each key that differs, with both values. All ranks must call it; where they are alike they exchange
+    The error names each key that differs, with both values. All ranks must call it; if they agree they exchange
     32 bytes, whatever their number.
     """
     facts = facts_of_start(configs)
@@ -63,7 +63,7 @@ def refuse_different_starts(configs: Sequence[Config], group: dist.ProcessGroup)
 
 
 def facts_of_start(configs: Sequence[Config]) -> dict[str, str]:
-    """Return what must be the same on all ranks, by name: each key of the configs as JSON, and the versions."""
+    """Return the facts that must agree on all ranks, by name: each key of the configs as JSON, and the versions."""
     facts = {}
     for number, config in enumerate(configs):
         prefix = f"layout {number + 1}: " if number else ""  # of those that parallel.layout = "tune" measures

@@ -1,7 +1,7 @@
 """The store of a job (torch's TCPStore): where ranks and launchers leave each other addresses, votes and alarms.
 
-It has no password: whoever reaches its port may read and write every key. So nothing that is read from it may be
-unpickled, or name a file, and ranks sign what makes them end, or kill a process (`Signer`).
+It has no password: whoever reaches its port may read and write every key. So values from it are never
+unpickled or used as file names, and ranks sign entries that make ranks end, or kill a process (`Signer`).
 """
 
 import hashlib
@@ -30,7 +30,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class Signer:
-    """Signs texts with a secret that all ranks of this start of the job have and nobody else: HMAC (RFC 2104)."""
+    """Signs texts with a secret that only the ranks of this start of the job have: HMAC (RFC 2104)."""
 
     def __init__(self, secret: bytes) -> None:
         self.secret = secret

@@ -30,7 +30,7 @@ class FileTally(NamedTuple):
 
 
 class RecordTally:
-    """Counts the records of a shard by file. If a bad one is an error, it is raised when it is known what to do.
+    """Counts the records of a shard by file. If a bad one is an error, it is raised once the advice is known.
 
     A fault that all records of a file share is not cured by leaving them out. So the first bad record of a file without
     a good one before it waits for the next ones.
@@ -165,7 +165,7 @@ def check_not_empty(name: str, documents: int, left_out: Mapping[str, int]) -> N
 
 
 def describe_earlier_loss(documents: int, left_out: Mapping[str, int], most: float) -> str:
-    """Return what a corpus lacks if it was written without too many records, as earlier versions did; else ""."""
+    """Return a description of the bad records that an earlier version left out, if they are too many; else ""."""
     bad = sum(count for fault, count in left_out.items() if fault != EMPTY_FILE)
     if most >= 1 or bad <= _FEW or bad <= most * (documents + bad):
         return ""

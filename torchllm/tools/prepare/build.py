@@ -1,7 +1,7 @@
 """Write the corpus of a source into a folder: cut the source into shards, write them in parallel, then the header.
 
 `corpus.json` is written when all shards are complete. So a killed preparation never leaves a corpus that looks
-complete, and starting it again keeps the finished shards; nothing else reads the `.json` of a shard. What is written
+complete, and starting it again keeps the finished shards; nothing else reads the `.json` of a shard. The content
 depends on the plan and the records alone: two nodes that build one corpus in one shared folder write the same bytes.
 """
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ADVICE = {errno.ENOSPC: "Make room there, or choose", errno.EDQUOT: "Remove files of yours there, or choose"}
-"""by what went wrong when a folder was written"""
+"""by the errno of a failed write"""
 _SMALLEST_SHARD_MIB = 64.0
 _LARGEST_SHARD_MIB = 1024.0
 _SHARDS = 256
@@ -145,9 +145,9 @@ def _write_shards_and_header(
 def shard_size_mib(source_mib: float, shard_mib: float) -> float:
     """Return the size of a shard's part of the source, in MiB: `shard_mib` or, if that is 0, one that fits the source.
 
-    Then a source has 256 shards, of 64 MiB to 1 GiB: up to 16 GiB they are 64 MiB, which as many processes as possible
-    share, from 256 GiB on they are 1 GiB, so that the table of a corpus of 15T tokens (60,000 shards) stays small. It
-    does not depend on the number of processes, which must not decide what is in a corpus.
+    Then a source has 256 shards, of 64 MiB to 1 GiB: up to 16 GiB they are 64 MiB, to share them among many processes,
+    from 256 GiB on they are 1 GiB, so that the table of a corpus of 15T tokens (60,000 shards) stays small. It
+    does not depend on the number of processes, because that must not change a corpus.
     """
     return shard_mib or min(max(source_mib / _SHARDS, _SMALLEST_SHARD_MIB), _LARGEST_SHARD_MIB)
 
@@ -203,7 +203,7 @@ _text_bytes: "Synchronized[int]"
 
 
 def _start_worker(starter: int, shard_tokenizer: ShardTokenizer, text_bytes: "Synchronized[int]") -> None:
-    """Keep what all shards of this worker process have in common, so that a job is a few numbers.
+    """Store the parts that all shards of this worker process share, so that a job is a few numbers.
 
     It ends with the process `starter`.
     """

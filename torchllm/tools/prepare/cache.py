@@ -38,13 +38,13 @@ def plan_corpus(
     pins: Path | None = None,
     earlier: bool = False,
 ) -> CorpusPlan:
-    """Return what decides the corpus of a raw source; `vocab` is model.vocab, `shard_mib` as in `shard_size_mib`.
+    """Return the plan of the corpus of a raw source; `vocab` is model.vocab, `shard_mib` as in `shard_size_mib`.
 
     finetune and training.sequence_length decide how conversations become tokens; text needs neither. pins: folder that
     remembers the commits of data sets of the hub; None: in the cache. earlier: the corpus that earlier versions made of
     the source, whose files, begins of documents and chat template may be others.
 
-    Bad records of Python's standard library are always skipped, for no user can fix them. Raises DataError if the
+    Bad records of Python's standard library are always skipped, because no user can fix them. Raises DataError if the
     source has no file or cannot be found, or `vocab` is too small for the tokenizer's special tokens.
     """
     if max(tokenizer.begin or 0, tokenizer.end) >= vocab:
@@ -77,9 +77,9 @@ def plan_corpus(
 
 
 def cached_folder(data: Data, plan: CorpusPlan) -> Path:
-    """Return the folder in which the corpus of a plan is cached; it depends on the absolute paths of the files.
+    """Return the cache folder of the corpus of a plan; it depends on the absolute paths of the files.
 
-    Earlier versions took the paths as the config had them: what they have cached is found, too. Raises DataError if a
+    Earlier versions took the paths as the config had them: their caches are found, too. Raises DataError if a
     folder may not be read.
     """
     spellings = (_spelled(plan, os.path.abspath), plan, _spelled(plan, os.path.relpath))
@@ -155,7 +155,7 @@ def _records(data: Data) -> Path:
 
 
 def _find_damage(folder: Path, data: Data) -> str | None:
-    """Return what is wrong with a corpus in the cache, None if it is whole; what was verified earlier is not read."""
+    """Return the fault of a corpus in the cache, None if it is whole; files that were verified earlier are not read."""
     try:
         corpus = Corpus(folder, _records(data))
         for shard in corpus.check():

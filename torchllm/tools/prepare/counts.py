@@ -20,17 +20,17 @@ LENGTH = "examples by length: up to "
 UNKNOWN = "unknown tokens"
 """tokens that stand for text that the tokenizer does not know"""
 _NOTED_UNKNOWN = 0.001
-"""share of the tokens from which on unknown ones are worth a line"""
+"""smallest share of unknown tokens that is worth a line"""
 
 
 def describe_counts(counts: Mapping[str, int]) -> list[str]:
-    """Return lines on what became of conversations, with a histogram of the lengths of examples.
+    """Return lines on the conversations of a corpus by outcome, with a histogram of the lengths of examples.
 
-    counts: of a corpus; those of text are none.
+    counts: of a corpus; a corpus of text has none.
     """
     if CONVERSATIONS not in counts:
         return []
-    known = Counter(counts)  # what never came about has no key
+    known = Counter(counts)  # counts of 0 have no key
     trained = known[TARGETS] / max(1, known[TOKENS])
     padding = known[PADDING] / max(1, known[TOKENS] + known[PADDING])
     lines = [

@@ -1,10 +1,10 @@
-"""What a file is by its first bytes, whatever its name: compressed text, or a form that is not read as text."""
+"""The form of a file by its first bytes, whatever its name: compressed text, or a form that is not read as text."""
 
 import json
 import re
 
 HEAD = 512
-"""bytes of a file that say what it is"""
+"""first bytes of a file that tell its form"""
 _LOOKED_AT = 2**18
 """bytes of the first line of JSON that are looked at"""
 
@@ -39,7 +39,7 @@ def compression_of(head: bytes) -> str:
 
 
 def foreign_form(head: bytes) -> str:
-    """Return what a file that begins with `head` is, and what to do, if it is known and no text in UTF-8; else ""."""
+    """Return the form of a file that begins with `head`, with advice, if it is known and no text in UTF-8; else ""."""
     return next((form for magic, form in _FORMS.items() if re.match(magic, head)), "")
 
 

@@ -1,4 +1,4 @@
-"""The files at a path of the config, each once, and what the names of files say of them.
+"""The files at a path of the config, each once, and their splits as told by their names.
 
 Folders behind links are searched too, but for links back to a folder that is being searched. A file with several names
 is taken by the one that no link is part of.
@@ -26,7 +26,7 @@ class FoundFile(NamedTuple):
 
     path: str
     split: NamedSplit
-    """what the names below the path of the config say"""
+    """from the names below the path of the config"""
 
 
 class FoundFiles(NamedTuple):
@@ -37,14 +37,14 @@ class FoundFiles(NamedTuple):
     ignored: int = 0
     """files that were not taken"""
     folders: int = 0
-    """folders that match a glob; what is in them was not searched"""
+    """folders that match a glob; they were not searched"""
 
 
 def find_files(path: str, takes: Callable[[str], bool]) -> FoundFiles:
     """Return the files at a path: the file, those in the folder, or those that match the glob.
 
-    takes: whether a file in a folder is taken, by its name. What a glob names is taken. Raises DataError if a folder
-    cannot be read.
+    takes: whether a file in a folder is taken, by its name. Files that a glob names are taken. Raises DataError if a
+    folder cannot be read.
     """
     # A path that exists is taken literally: its name may hold characters that mean something in a glob.
     if os.path.isdir(path):
@@ -64,7 +64,7 @@ def find_files(path: str, takes: Callable[[str], bool]) -> FoundFiles:
 
 
 def _by_name(paths: Sequence[str], base: str, pattern: str) -> list[FoundFile]:
-    """Return what the names of files below the folder `base` say; words of the config's own pattern say nothing."""
+    """Return the files with the splits that their names tell; words of the config's own pattern do not count."""
     written = _words(pattern)
     found = []
     for path in paths:
@@ -79,12 +79,12 @@ def _words(text: str) -> set[str]:
 
 
 def _below(path: str, base: str) -> str:
-    """Return the part of a path below the folder in which it was found."""
+    """Return the part of a path below the search folder."""
     return path[len(base) :].lstrip("/")
 
 
 def _each_once(paths: Sequence[str], base: str) -> list[str]:
-    """Return the paths sorted; of those of one file, one that has no link below `base`, or else the first."""
+    """Return the paths sorted, one per file: one that has no link below `base`, or else the first."""
     real_base = os.path.realpath(base)
     real_folders: dict[str, str] = {}
     path_of: dict[str, str] = {}
@@ -146,7 +146,7 @@ class _Pattern(NamedTuple):
     base: str
     """the folder that holds all matches, as the config writes it; "" for the working folder"""
     pattern: str
-    """what is below it"""
+    """the rest, below the base"""
 
 
 def _split_pattern(path: str) -> _Pattern:
@@ -177,7 +177,7 @@ def _match(base: str, pattern: str) -> list[str]:
 
 
 def _fits(names: Sequence[str], parts: Sequence[str]) -> bool:
-    """Return whether the names of a path match the parts of a glob, of which ** stands for any number of folders."""
+    """Return whether the names of a path match the parts of a glob; ** stands for any number of folders."""
     if not parts:
         return not names
     if parts[0] == "**":

@@ -1,6 +1,6 @@
 """Corpora in the token files of other programs, read where they are.
 
-The process that prepares for its node lists the files once and writes what it finds into the cache: which files, how
+The process that prepares for its node lists the files once and writes the result into the cache: which files, how
 many ids, where the validation split begins, and a fingerprint. All ranks of the node read that description, so a file
 is looked at by one process, and opened by another only when a sequence of it is read.
 
@@ -41,7 +41,7 @@ _SAMPLED = 2**28
 _SAMPLE = 2**16
 """bytes of a block"""
 _IDS_PER_LOOK = 2**16
-"""ids in which the first document after a place is sought at a time"""
+"""ids that are searched at a time for the next document"""
 _VERSION = 2
 """of the description"""
 
@@ -51,13 +51,13 @@ class _Piece(NamedTuple):
 
     shard: TokenShard
     first: int
-    """token of the shard with which it begins"""
+    """first token of the shard in the piece"""
     end: int
     """token of the shard before which it ends"""
 
 
 class _Description(NamedTuple):
-    """What is in the files."""
+    """The content of the files."""
 
     pieces: dict[Split, list[_Piece]]
     fingerprint: str
@@ -66,7 +66,7 @@ class _Description(NamedTuple):
 
 
 def in_place_settings(source: Source, data: Data) -> InPlaceSettings:
-    """Return what the config says of the files of a source."""
+    """Return the settings of the config for the files of a source."""
     column = source.text_key if source.kind == "mds" and source.text_key != Source().text_key else ""
     return InPlaceSettings(source.kind, data.dtype, data.separator, column, str(cache_root(data)))
 
@@ -119,7 +119,7 @@ def _is_current(path: Path) -> bool:
 
 
 def _describe(settings: InPlaceSettings, files: ChosenFiles, held_out: float, vocab: int) -> _Description:
-    """Return what is in the files of a source. `held_out`: share of the validation split if no file is one."""
+    """Return the content of the files of a source. `held_out`: share of the validation split if no file is one."""
     reader = _FORMATS[settings.kind]
     by_split: dict[Split, list[TokenShard]] = {split: [] for split in SPLITS}
     for split, chosen in zip(SPLITS, files, strict=True):
@@ -192,7 +192,7 @@ def _files_of(pieces: Mapping[Split, Sequence[_Piece]]) -> list[CorpusFile]:
 
 
 def _fingerprint(pieces: Mapping[Split, Sequence[_Piece]], settings: InPlaceSettings) -> str:
-    """Return a hash of what is read of the files: ids, their order, splits and document boundaries; not the folder."""
+    """Return a hash of the data in the files: ids, their order, splits and document boundaries; not the folder."""
     files = _files_of(pieces)
     number_of = {file: number for number, file in enumerate(files)}
     total = sum(file.size for file in files)

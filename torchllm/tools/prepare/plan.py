@@ -1,4 +1,4 @@
-"""What decides the content of a corpus."""
+"""The inputs that decide the content of a corpus."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ _LATER_SOURCE_FIELDS = ("messages_key", "delimiter", "subset", "revision")
 
 @dataclass(frozen=True)
 class CorpusPlan:
-    """Everything that decides what is in a corpus. The key of a cached corpus is a hash of these fields."""
+    """All inputs that decide the content of a corpus. The key of a cached corpus is a hash of these fields."""
 
     source: Source
     """a data set of the hub has its commit as revision"""
@@ -36,7 +36,7 @@ class CorpusPlan:
     chat: ChatPlan | None = None
     """how conversations are written; None: the source is text"""
     held_out: int = 0
-    """of `files`, so many at the end are the validation split; 0: a share of the documents of all files is"""
+    """number of `files`, at the end, that are the validation split; 0: a share of the documents of all files is"""
 
     @cached_property
     def key(self) -> str:

@@ -1,4 +1,4 @@
-"""One record of a raw source: a document, or what is wrong with it.
+"""One record of a raw source: a document, or its fault.
 
 Everything that can be wrong with a text is found here, before any of it is tokenized, and written into the record. So
 reading continues, and `data.on_bad_record` decides later.
@@ -17,7 +17,7 @@ BLOCK = 2**18
 IN_MEMORY = 2**19
 """a text of more bytes is tokenized in pieces; a text file of more bytes is not kept in memory, but read again"""
 EMPTY_FILE = "empty file"
-"""what a file is that holds nothing but blanks: no fault, for there is nothing that could be missed"""
+"""kind of a file that holds nothing but blanks: no fault, because nothing could be missed"""
 UNREADABLE = "unreadable file"
 """fault of a file that cannot be read; a file in several shards has it in each"""
 ANOTHER_FORM = "file of another form"
@@ -64,7 +64,7 @@ def _line_ends(path: str, stop: int) -> int:
 
 
 class TextRecord(NamedTuple):
-    """One record of a source: a document, or what is wrong with it."""
+    """One record of a source: a document, or its fault."""
 
     origin: Origin
     text: str = ""
@@ -196,7 +196,7 @@ def unreadable_file(path: str, error: Exception) -> TextRecord:
 
 
 def another_form(path: str, form: str) -> TextRecord:
-    """Return the record of a file that is known to be of another form; `form` says which, and what to do."""
+    """Return the record of a file that is known to be of another form; `form` names it, with advice."""
     return TextRecord(Origin(path), fault=ANOTHER_FORM, detail=f": it is {form}")
 
 

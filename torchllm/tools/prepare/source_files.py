@@ -1,4 +1,4 @@
-"""The files of a raw source: which of those at data.sources.path are read, and in which order."""
+"""The files of a raw source: a selection of the files at data.sources.path, in their order."""
 
 import json
 import logging
@@ -25,7 +25,7 @@ _NOT_CORPUS = {"site-packages", "dist-packages", "__pycache__", "test", "tests",
 
 
 class SourceFile(NamedTuple):
-    """A file of a source, and what decides whether it has to be read again."""
+    """A file of a source, with the properties that show whether it has to be read again."""
 
     path: str
     size: int
@@ -79,7 +79,7 @@ _SUFFIXES = {
 
 
 def choose_by_name(source: Source, found: FoundFiles) -> ChosenFiles:
-    """Return what is trained and what is held out of the files at data.sources.path; say what is not trained, and why.
+    """Return the trained and the held-out files at data.sources.path; log files that are not trained, and why.
 
     Raises DataError if by their names none is to be trained.
     """

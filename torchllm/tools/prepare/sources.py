@@ -68,7 +68,7 @@ class RawSource(Protocol):
     """A source that can be read from any position."""
 
     unit: str
-    """what a position counts: B (bytes) or files"""
+    """unit of positions: B (bytes) or files"""
     total: int
     """positions are 0 <= position < total"""
     mib: float
@@ -131,7 +131,7 @@ class SourceFiles:
         self.files = files
         sizes = [file.size + 1 for file in files]
         self._begins = np.cumsum([0, *sizes])
-        """position at which each file begins, and the total"""
+        """first position of each file, and the total"""
         self.total = int(self._begins[-1])
         self.mib = self.total / 2**20
 
@@ -152,7 +152,7 @@ class SourceFiles:
 
 
 class TextFiles(SourceFiles):
-    """A source in which each file is one document."""
+    """A source whose files are one document each."""
 
     def cut_shards(self, count: int) -> list[ShardRange]:
         """Return ranges of whole files; they are fewer than `count` if there are large files."""
@@ -169,7 +169,7 @@ class TextFiles(SourceFiles):
 class _WithLines(SourceFiles):
     """Files of many records each, which can be read from any byte on.
 
-    A compressed file can not: all of it is in the shard in which it begins.
+    Compressed files are an exception: the shard of their first byte has all of them.
     """
 
     def records(self, shard: ShardRange) -> Iterator[TextRecord]:
@@ -202,7 +202,7 @@ class _WithLines(SourceFiles):
                 yield from self._records_of(part, file, sys.maxsize)
 
     def foreign_form(self, path: str) -> str:
-        """Return what a file is, and what to do, if it is known not to be of this kind; else "". Raises OSError."""
+        """Return the form of a file, with advice, if it is known not to be of this kind; else "". Raises OSError."""
         return foreign_form(first_bytes(path))
 
     def _records_of(self, part: FilePart, file: BinaryIO, longest: int) -> Iterator[TextRecord]:
@@ -211,7 +211,7 @@ class _WithLines(SourceFiles):
 
 
 class _ReadAhead:
-    """The bytes of a file from an offset on, of which as many are in memory as were asked for."""
+    """The bytes of a file from an offset on; only bytes that were asked for are in memory."""
 
     def __init__(self, file: BinaryIO, offset: int, longest: int) -> None:
         if offset:
@@ -277,7 +277,7 @@ class DelimitedTextFiles(_WithLines):
                 return found if found >= 0 else None
 
     def _drop_to_begin(self, ahead: _ReadAhead, start: int, stop: int) -> bool:
-        """Drop what is before the first document that begins at `start` or later; return False if none is before stop.
+        """Drop bytes before the first document that begins at `start` or later; return whether one begins before stop.
 
         The content begins at a delimiter that ends at `start` or later, or before all of these.
         """
@@ -308,7 +308,7 @@ def _decoded_record(content: bytes, path: str, offset: int) -> TextRecord:
 
 
 class JsonLineFiles(_WithLines):
-    """A source in which each line is a document in JSON; blank lines are none."""
+    """A source whose lines are documents in JSON; blank lines are skipped."""
 
     def __init__(self, files: Sequence[SourceFile], key: str) -> None:
         """The text of a document is under `key`."""
@@ -316,7 +316,7 @@ class JsonLineFiles(_WithLines):
         self.key = key
 
     def foreign_form(self, path: str) -> str:
-        """Return what a file is, and what to do, if it is known not to be of this kind; else "". Raises OSError."""
+        """Return the form of a file, with advice, if it is known not to be of this kind; else "". Raises OSError."""
         if form := super().foreign_form(path):
             return form
         is_array = first_bytes(path).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
@@ -381,7 +381,7 @@ def _next_line(file: BinaryIO, start: int, stop: int) -> int:
 
 
 def parse_json_line(line: bytes, path: str, byte: int) -> dict[str, Any] | TextRecord:
-    """Return the object in a line that begins at `byte` of a file, or the record that says what is wrong with it."""
+    """Return the object in a line that begins at `byte` of a file, or a record with the fault of the line."""
     origin = Origin(path, byte=byte)
     try:
         fields = json.loads(line.decode("utf-8-sig"))
@@ -403,7 +403,7 @@ _TEXT_TYPES = ("string", "large_string", "string_view", "null")
 
 
 class ParquetFiles(SourceFiles):
-    """A source in which each row of the files is a document. A row group is in the shard in which it begins."""
+    """A source whose rows are documents. A row group belongs to the shard of its first byte."""
 
     def __init__(self, files: Sequence[SourceFile], key: str) -> None:
         """The text of a document is in the column `key`."""
@@ -469,7 +469,7 @@ class ParquetFiles(SourceFiles):
 
 
 def _longest_repeated(path: str, group: "pyarrow.parquet.RowGroupMetaData", key: str) -> int:
-    """Return how many bytes a text can have that a row group stores once for several rows: those of its dictionary.
+    """Return the bytes of a row group's dictionary: the longest text that may be stored once for several rows.
 
     The size of the dictionary is in the header of its page, in Thrift's compact form: the byte 0x15 and a number, which
     is the type of the page, then 0x15 and the size. Raises OSError.
@@ -517,7 +517,7 @@ class HubRows:
     unit = "files"
 
     def __init__(self, source: Source, key: str, optional: Sequence[str] = ()) -> None:
-        """Look at the files of a data set of which the column `key` is read, and those of `optional` that it has.
+        """Open a data set with the column `key`, and the columns of `optional` that it has.
 
         `source.revision` is the commit (see `pin_hub_source`). Raises DataError if the set or the column is missing.
         """
@@ -614,7 +614,7 @@ def _ask_commit(source: Source) -> str:
 
 
 def hub_folder_version(source: Source) -> str:
-    """Return what changes with the files of a folder that stands for a data set of the hub; "" if it is none."""
+    """Return a version of a folder that stands for a data set of the hub: new files, new version; "" if it is none."""
     import datasets
 
     if not os.path.exists(source.path):
@@ -625,7 +625,7 @@ def hub_folder_version(source: Source) -> str:
 
 
 def _stream_from_hub(source: Source, key: str, optional: Sequence[str]) -> "datasets.IterableDataset":
-    """Open the column `key` of a split of a data set of the hub, and those of `optional` that it has."""
+    """Open the column `key` of a split of a data set of the hub, and the columns of `optional` that it has."""
     import datasets
 
     with _hub_errors(source):
@@ -651,7 +651,7 @@ def _hub_errors(source: Source) -> Iterator[None]:
             cause = cause.__cause__
         if cause is not error:
             reason += f": {_first_line(cause)}"
-        if type(cause) in (OSError, PermissionError):  # of the disk: those of the network are classes of their own
+        if type(cause) in (OSError, PermissionError):  # of the disk: the network's errors have other classes
             reason += f" ({_describe_hub_folders()})"
         raise DataError(f"data.sources: cannot load split {source.split!r} of {source.path!r}: {reason}") from error
 

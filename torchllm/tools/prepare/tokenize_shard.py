@@ -1,7 +1,7 @@
 """Tokenize the records of one shard and write its files; a process tokenizes shard after shard.
 
 The files of a shard are written under temporary names and renamed, its `.json` last, so a shard that has a `.json` is
-complete. What is in them depends on the plan and the records alone.
+complete. Their content depends on the plan and the records alone.
 """
 
 import json
@@ -53,7 +53,7 @@ class FinishedShard:
     unreadable: list[str] = field(default_factory=list)
     """files that could not be read; other shards may have them too"""
     counts: dict[str, int] = field(default_factory=dict)
-    """what became of conversations (see `chat.write`)"""
+    """counts of conversations, by outcome (see `chat.write`)"""
     tallies: dict[str, FileTally] = field(default_factory=dict)
     """of files with bad records, and of the first and the last file"""
 
@@ -69,7 +69,7 @@ class ShardTokenizer:
     tokenizer: TokenizerSpec
     folder: Path
     writer: "type[ShardWriter]"
-    """what becomes of the records"""
+    """class that writes the records"""
 
     def write(self, shard: ShardRange, report: ReportText = lambda size: None) -> FinishedShard:
         """Write a shard and return the content of its .json; a finished shard is verified and kept.
@@ -113,7 +113,7 @@ class ShardWriter:
     """Tokenizes records and writes them into the files of their splits."""
 
     def __init__(self, files: Sequence[IO[bytes]], plan: CorpusPlan, tokenizer: Tokenizer, folder: Path) -> None:
-        """Write to `files`, one per split in the order of SPLITS; `folder` is that of the corpus."""
+        """Write to `files`, one per split in the order of SPLITS; `folder` is the corpus's."""
         dtype = id_dtype(tokenizer)
         self.splits = [ShardFileWriter(file, dtype, has_targets=plan.chat is not None) for file in files]
         self.counts: Counter[str] = Counter()
@@ -149,7 +149,7 @@ class ShardWriter:
         self._write_batch(batch)
 
     def finish(self) -> None:
-        """Write what follows the ids of each file."""
+        """Write the rest of each file, after its ids."""
         self.tally.finish()
         for split in self.splits:
             split.finish()
@@ -177,7 +177,7 @@ class ShardWriter:
         self.report(sum(record.size for record in batch))
 
     def _write_long(self, record: TextRecord) -> None:
-        """Tokenize and write a record in pieces; what is written of it is removed if one of them has a fault."""
+        """Tokenize and write a record in pieces; written pieces are removed if one of them has a fault."""
         split = self.split_of(record)
         split.begin_document()
         split.extend(self._begin)
@@ -205,7 +205,7 @@ class ShardWriter:
         self.text_bytes += record.size
 
     def split_of(self, record: TextRecord) -> ShardFileWriter:
-        """Return the writer of a record's split: that of its file, if any file is held out, or else by its text.
+        """Return the writer of a record's split: its file's split, if any file is held out, or else by its text.
 
         A hash of the text decides then, so that the same text is never both in training and in validation data,
         whatever its file, source or row.
@@ -257,7 +257,7 @@ class ShardWriter:
 
 
 def is_of_tokenizer(error: BaseException) -> bool:
-    """Return whether Hugging Face's tokenizers raised an error: it has no class of its own, or is a panic of Rust."""
+    """Return whether Hugging Face's tokenizers raised an error: it has no exception class, or is a panic of Rust."""
     return type(error) is Exception or type(error).__name__ == "PanicException"
 
 

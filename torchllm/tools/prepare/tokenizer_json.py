@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     import tokenizers
 
 COPIED = (TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE)
-"""files beside a tokenizer.json that belong to it"""
+"""further files of a tokenizer.json's folder that belong to it"""
 TRIED_TEXTS = 200
-"""texts of tokens drawn at random by which a conversion is tested, besides those written here"""
+"""random texts to test a conversion with, besides the texts written here"""
 TRIED_TOKENS = 50
 """tokens of each"""
 TEXTS = (
@@ -44,13 +44,13 @@ TEXTS = (
 
 
 class InexactTokenizer(Exception):
-    """A tokenizer for which no tokenizer.json with the same ids can be made. The message says why."""
+    """A tokenizer that has no tokenizer.json with the same ids. The message says why."""
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int, chat: ChatPlan | None = None) -> None:
     """Write the files of a tokenizer into a folder.
 
-    max_length: tokens of the longest text for the model. chat: whose template is written; None: that of the tokenizer.
+    max_length: tokens of the longest text for the model. chat: has the template to write; None: the tokenizer's.
 
     Raises InexactTokenizer, and writes nothing, if a conversion would give other ids than the tokenizer.
     """
@@ -158,7 +158,7 @@ def merges_of(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
 
 
 def without_possessive(pattern: str) -> str:
-    """Return a pattern of tiktoken's library as that of tokenizers reads it.
+    """Convert a pattern from tiktoken's regular expressions to the tokenizers library's.
 
     The latter takes `{1,3}+` for a repetition of a repetition, and `$` for the end of each line.
     """

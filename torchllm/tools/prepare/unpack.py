@@ -1,6 +1,6 @@
-"""Read compressed files as what is in them: gzip, zstd and lz4 (of several frames, too), bz2 and xz.
+"""Read compressed files as their content: gzip, zstd and lz4 (of several frames, too), bz2 and xz.
 
-A compressed file can be read from its begin only. What it unpacks to is limited: a file of some KB may hold more than
+A compressed file can be read from its begin only. The unpacked size is limited: a file of some KB may hold more than
 all memory and disks.
 """
 
@@ -29,7 +29,7 @@ def compression_of_file(path: str) -> str:
 
 
 def open_unpacked(path: str) -> BinaryIO:
-    """Open a file for reading, a compressed one as what is in it: then it has no `seek`. Raises OSError."""
+    """Open a file for reading, a compressed one as its content: then it has no `seek`. Raises OSError."""
     compression = compression_of_file(path)
     if not compression:
         return open(path, "rb", buffering=_BUFFER)
@@ -37,7 +37,7 @@ def open_unpacked(path: str) -> BinaryIO:
 
 
 def first_bytes(path: str, size: int = HEAD) -> bytes:
-    """Return the first bytes of what is in a file. Raises OSError."""
+    """Return the first bytes of a file's content. Raises OSError."""
     with open_unpacked(path) as file:
         return file.read(size)
 
@@ -64,7 +64,7 @@ def _open_stream(path: str, compression: str) -> Any:
 
 
 class _Unpacked(io.RawIOBase):
-    """What is in a compressed file."""
+    """The content of a compressed file."""
 
     def __init__(self, path: str, compression: str) -> None:
         self._path = path

@@ -1,6 +1,6 @@
 """Pack whole examples into sequences.
 
-Best fit decreasing: the longest example first, each into the fullest sequence in which it has room, else into a new one
+Best fit decreasing: the longest example first, each into the fullest sequence with room for it, else into a new one
 (Ding et al. 2024, Fewer Truncations Improve Language Modeling, arXiv 2404.10830, section 3.2).
 """
 

@@ -4,8 +4,8 @@ The whole text is encoded in one go, the template's special tokens as such, exac
 markers encoded apart would give ids that a model never sees there.
 
 Where a message holds words that look like special tokens, they must become plain text in the same go. Then a copy of
-the tokenizer encodes the text, in which each special token has a fence on both sides and the same id. In the text only
-the template's special tokens get the fence, so that what stands in messages matches none.
+the tokenizer encodes the text: in it each special token has a fence on both sides and the same id. In the text only
+the template's special tokens get the fence, so that words of messages match none.
 """
 
 import json
@@ -36,7 +36,7 @@ class EncodedChat(NamedTuple):
     def inside(self, spans: Sequence[TextSpan]) -> npt.NDArray[np.bool_]:
         """Return which tokens hold a character of one of `spans`, (tokens,).
 
-        A token without characters of its own is inside where it stands.
+        A token without characters counts by its position.
         """
         starts, ends = self.offsets.T
         inside = np.zeros(len(self.ids), dtype=np.bool_)
@@ -105,7 +105,7 @@ class ChatEncoder:
         return encoded
 
     def _encode_fenced(self, chat: RenderedChat) -> EncodedChat:
-        """Return the tokens of a text in which words of messages look like special tokens."""
+        """Return the tokens of a text with words of messages that look like special tokens."""
         words = [match for match in self._special_pattern.finditer(chat.text) if not is_inside(match, chat.plain)]
         parts: list[str] = []
         fences: list[int] = []
@@ -117,7 +117,7 @@ class ChatEncoder:
             start = word.end()
         parts.append(chat.text[start:])
         encoding = self._fenced_tokenizer.encode("".join(parts), add_special_tokens=False)
-        # Fence k, counted from 0, is character fences[k] + k of what was encoded.
+        # Fence k, counted from 0, is character fences[k] + k of the encoded text.
         places = np.array(fences, dtype=np.int64) + np.arange(len(fences))
         offsets = _offsets(encoding)
         return EncodedChat(_ids(encoding), offsets - np.searchsorted(places, offsets))

@@ -1,15 +1,15 @@
-"""Which tokens of a conversation are trained: the assistant's, each seen behind what stands before it at inference.
+"""Which tokens of a conversation are trained: the assistant's, each with the context that it has at inference.
 
 A conversation becomes one example, or several, by the first of these rules that holds:
 
-1. the template says what the model generates, by `{% generation %}` blocks: these are trained;
-2. each turn of the assistant, rendered with what came before it, is a prefix of the whole conversation, and begins with
-   the prompt that the template makes for it: one example, in which the turns behind these prompts are trained (Llama 3,
+1. the template marks the text that the model generates, by `{% generation %}` blocks: these are trained;
+2. each turn of the assistant, rendered with the turns before it, is a prefix of the whole conversation, and begins with
+the prompt that the template makes for it: one example, with all turns after these prompts trained (Llama 3,
    Qwen2.5, Gemma, OLMo 2);
 3. else, as the template renders earlier turns in another way (Qwen3 leaves out their thinking), one example per turn of
-   the assistant: the conversation up to it, in which it alone is trained;
-4. where a turn does not even begin with its prompt (DeepSeek-R1, Mistral with a system message), what is trained would
-   never be seen at inference: an error.
+   the assistant: the conversation up to it, with only that turn trained;
+   4. where a turn does not even begin with its prompt (DeepSeek-R1, Mistral with a system message), the trained text
+   would never be seen at inference: an error.
 
 The token that ends a turn is trained, so that the model learns to stop; blanks that the template writes after it are
 not. `ChatFormat.ends_of_turn` says which tokens end a turn: training, generation and export ask it.
@@ -48,7 +48,7 @@ class Conversation(NamedTuple):
 
 
 class TrainedText(NamedTuple):
-    """A text, and what of it is trained."""
+    """A text, and the parts of it that are trained."""
 
     chat: RenderedChat
     trained: list[TextSpan]
@@ -63,7 +63,7 @@ class Example(NamedTuple):
 
 
 class ConversationExamples(NamedTuple):
-    """What a conversation becomes."""
+    """The examples of one conversation."""
 
     examples: list[Example]
     rule: Rule
@@ -83,7 +83,7 @@ class ChatFormat:
     template: ChatTemplate
 
     def examples(self, conversation: Conversation) -> ConversationExamples:
-        """Return what is trained of a conversation. Raises RefusedConversation."""
+        """Return the examples of a conversation. Raises RefusedConversation."""
         words = SpecialWords(self.encoder.special)
         if has_marks([conversation.messages, conversation.tools]):
             raise RefusedConversation("reserved character", " (private use, from U+10FFF0 to U+10FFF4)")
@@ -178,8 +178,8 @@ class ChatFormat:
     def _with_end_of_turn(self, chat: RenderedChat, block: TextSpan, header: set[str]) -> TextSpan:
         """Return a generation block with the token that ends its turn, which may be behind it.
 
-        The token with which the block ends need not be that: `</tool_call>` is none, and a word of the message may look
-        like one.
+        The last token of the block need not end the turn: `</tool_call>` does not, and a word of the message may look
+        like such a token.
         """
         following = self._token_behind(chat, block.end)
         if following is None:
@@ -195,7 +195,7 @@ class ChatFormat:
         return last is not None and last.group() in self.ends_of_turn
 
     def _turn(self, end: RenderedChat, start: int) -> TextSpan:
-        """Return what is trained of a turn that begins at `start`: all, or up to an added token before final blanks."""
+        """Return the trained part of a turn that begins at `start`: all, or up to its last added token."""
         turn = TextSpan(start, len(end.text))
         last = self._last_token(end, turn)
         return turn if last is None else TextSpan(start, last.end())
@@ -208,7 +208,7 @@ class ChatFormat:
         return None if token is None or is_inside(token, chat.plain) else token
 
     def _last_token(self, chat: RenderedChat, span: TextSpan) -> re.Match[str] | None:
-        """Return the added token of the template with which a part of the text ends, but for blanks behind it."""
+        """Return the added token of the template at the end of a part of the text, ignoring final blanks."""
         tokens = list(self.encoder.added_pattern.finditer(chat.text, span.start, span.end))
         if not tokens or chat.text[tokens[-1].end() : span.end].strip() or is_inside(tokens[-1], chat.plain):
             return None

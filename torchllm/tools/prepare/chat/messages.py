@@ -1,7 +1,7 @@
 """Check the messages of a conversation, as somebody has written them, and bring them into one form.
 
-Nothing is passed over in silence that says what a message holds, or whether it is trained: what is neither text nor a
-list of texts, and a key that other programs read as a mask, is a fault of the conversation.
+Keys that change the content of a message, or whether it is trained, are never ignored in silence: a content that is
+neither text nor a list of texts, and a key that other programs read as a mask, is a fault of the conversation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,11 +10,11 @@ from typing import Any
 from torchllm.tools.prepare.chat.template import CALLS, Message
 
 WEIGHT = "weight"
-"""key of a message of the assistant: 0 leaves its turn out of what is trained"""
+"""key of a message of the assistant: with 0 its turn is not trained"""
 MASKS = ("train", "training", "trainable", "train_on_turn", "train_detail", "loss", "loss_weight", "mask", "masked")
-"""keys of a message by which other programs say what is trained; none is read here"""
+"""keys of a message that other programs read as masks of training; none is read here"""
 MASKS_OF_CONVERSATIONS = ("train", WEIGHT)
-"""keys beside the messages, likewise"""
+"""keys of a conversation with the same meaning"""
 NESTED = "nested too deeply"
 """fault of a conversation that holds objects in objects in objects ..."""
 
@@ -23,16 +23,16 @@ class BadConversation(ValueError):
     """A conversation has another form than it should."""
 
     def __init__(self, fault: str, detail: str) -> None:
-        """`fault`: what is wrong, in the same words for all such conversations. `detail`: where, and what to do."""
+        """`fault`: the fault, in the same words for all such conversations. `detail`: the place, and advice."""
         super().__init__(fault + detail)
         self.fault = fault
         self.detail = detail
 
 
 def read_messages(value: object, key: str, has_columns: bool = False) -> list[Message]:
-    """Return the messages under `key` of a record, of which each content is one text. Raises BadConversation.
+    """Return the messages under `key` of a record, with one text as content each. Raises BadConversation.
 
-    has_columns: it is a row of a table, in which a message has null for each key that only others have.
+    has_columns: it is a row of a table: a message has null for each key that only others have.
     """
     if not isinstance(value, list) or not all(_has_role(message) for message in value):
         raise BadConversation("no messages", f": {key!r} must be a list of objects, each with a role")
@@ -49,7 +49,7 @@ def read_tools(value: object, key: str) -> list[Any] | None:
 
 
 def refuse_masks(record: Mapping[str, Any], where: str, keys: Sequence[str] = MASKS) -> None:
-    """Raise BadConversation if an object has one of `keys`, which seem to say what is trained and are not read."""
+    """Raise BadConversation if an object has one of `keys`, which seem to mask training and are not read."""
     for key in keys:
         if record.get(key) is not None:
             advice = 'remove it; what is not to be trained is a message of the assistant with "weight": 0'
@@ -93,7 +93,7 @@ def _join_parts(content: object, where: str) -> str:
 
 
 def _kind(value: object) -> str:
-    """Return what a value of JSON is, in words."""
+    """Return the kind of a JSON value, in words."""
     if value is None:
         return "missing or null"
     kinds = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}

@@ -1,4 +1,4 @@
-"""What decides, beside its text, how a conversation is written as tokens."""
+"""The settings, besides its text, that decide the tokens of a conversation."""
 
 import os
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from torchllm.tools.prepare.chat.template import ChatTemplate, read_special_toke
 from torchllm.tools.prepare.chat.trial import try_template
 
 DAY_FILE = "prepared_on.txt"
-"""of a corpus folder: the day on which its preparation began, as 2026-11-23"""
+"""of a corpus folder: the first day of its preparation, as 2026-11-23"""
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ def plan_chat(tokenizer: str, finetune: Finetune, sequence_length: int, earlier:
 
 
 def chat_format(tokenizer: str, plan: ChatPlan, today: date) -> ChatFormat:
-    """Return how conversations become tokens; today: what the template takes for the date."""
+    """Return how conversations become tokens; today: the date for the template."""
     return ChatFormat(load_chat_encoder(tokenizer), ChatTemplate(plan.template, plan.special_tokens, today))
 
 
 def preparation_day(folder: Path) -> date:
-    """Return the day on which the preparation of a corpus began, which is today if no process has noted one.
+    """Return the first day of the preparation of a corpus, which is today if no process has noted one.
 
     Some templates write the date. So that all processes write the same one, also after an interruption over midnight,
     the first notes it in the folder.
@@ -88,5 +88,5 @@ def chat_plan_of_run(config: Config, state: Mapping[str, Any], record: Mapping[s
 
 
 def chat_format_today(tokenizer: str, plan: ChatPlan) -> ChatFormat:
-    """Return the format with which a trained model is talked to: today is today."""
+    """Return the format for chats with a trained model: today is today."""
     return chat_format(tokenizer, plan, date.today())

@@ -36,7 +36,7 @@ def open_conversations(source: Source, files: Sequence[SourceFile]) -> RawSource
 
 
 class ConversationLines(JsonLineFiles):
-    """A source in which each line is a conversation in JSON."""
+    """A source whose lines are conversations in JSON."""
 
     def record(self, line: bytes, path: str, byte: int) -> TextRecord:
         """Return the record of a line that begins at `byte` of a file."""
@@ -47,7 +47,7 @@ class ConversationLines(JsonLineFiles):
 
 
 class ConversationRows(HubRows):
-    """A source in which each row of a split of a data set of the hub is a conversation."""
+    """A source whose conversations are rows of a split of a data set of the hub."""
 
     def __init__(self, source: Source) -> None:
         """Look at its files. Raises DataError if that fails, or the column `source.messages_key` is missing."""

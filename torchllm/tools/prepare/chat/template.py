@@ -2,7 +2,7 @@
 
 Templates come with downloaded tokenizers, so they run in Jinja's sandbox, with the settings and names that the library
 transformers gives them (`apply_chat_template`): the same messages become the same text. Nothing is computed when a
-template is compiled, and what a template prints must be text: an object or a number of a message that it prints as
+template is compiled, and it may print only text: an object or a number of a message that it prints as
 Python writes it refuses the conversation.
 """
 
@@ -25,10 +25,10 @@ from torchllm.tools.prepare.chat.marks import GENERATED_BEGIN, GENERATED_END
 
 TEMPLATE_FILE = "chat_template.jinja"
 OTHER_TEMPLATES = "additional_chat_templates"
-"""folder of transformers beside chat_template.jinja, with a file for each other template"""
+"""folder of transformers next to chat_template.jinja, with a file for each other template"""
 TOKENIZER_CONFIG = "tokenizer_config.json"
 WITH_TOOLS = "tool_use"
-"""name of the template for conversations with tools, by which transformers takes it"""
+"""transformers' name of the template for conversations with tools"""
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """keys of a tokenizer_config.json that templates know as variables"""
 _SHOWN = 60
@@ -38,28 +38,28 @@ CALLS = ("tool_calls", "function_call")
 """keys of a message whose objects hold the arguments of functions"""
 
 Message = dict[str, Any]
-"""of a conversation: its role, its content, and what a template may use besides"""
+"""of a conversation: its role, its content, and other keys that a template may use"""
 
 ANSWER = "314159265"
 QUESTION_AND_ANSWER: list[Message] = [
     {"role": "user", "content": "271828182"},
     {"role": "assistant", "content": ANSWER},
 ]
-"""a conversation by which a template is tried, of words that no template writes"""
+"""a conversation to try a template with, of words that no template writes"""
 
 
 class RefusedConversation(ValueError):
     """A conversation cannot be trained on, or not with this chat template."""
 
     def __init__(self, fault: str, detail: str = "") -> None:
-        """`fault`: what is wrong, in the same words for all such conversations. `detail`: the rest of the text."""
+        """`fault`: the fault, in the same words for all such conversations. `detail`: the rest of the text."""
         super().__init__(fault + detail)
         self.fault = fault
         self.detail = detail
 
 
 class _GenerationTag(Extension):
-    """Puts marks around what is between `{% generation %}` and `{% endgeneration %}`."""
+    """Puts marks around the text between `{% generation %}` and `{% endgeneration %}`."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2 declares it as an attribute of the instance
 
@@ -130,7 +130,7 @@ def _unprintable(value: Any, has_printable_numbers: bool = False) -> Any:
 
 @pass_context
 def _check_printed(context: Context, value: Any) -> Any:
-    """Return what a template prints; what is no text or number raises TemplateError.
+    """Return a value that a template prints; a value that is no text or number raises TemplateError.
 
     A function with a context is never called by the compiler, so no constant is computed before the template runs.
     """
@@ -157,7 +157,7 @@ class ChatTemplate:
         """Compile `source`. Raises DataError if it is no template.
 
         special_tokens: names of variables and their texts, such as {"bos_token": "<s>"}. today: some templates write
-        the date of the day on which they run (Llama 3.2), which must not change what a corpus holds.
+        the current date (Llama 3.2), which must not change the content of a corpus.
         """
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
@@ -176,14 +176,14 @@ class ChatTemplate:
             raise DataError(
                 f"the chat template has an error in line {getattr(error, 'lineno', '?')}: {error}"
             ) from error
-        except (RecursionError, MemoryError, SyntaxError) as error:  # the parser's, and that of Python behind it
+        except (RecursionError, MemoryError, SyntaxError) as error:  # the parser's, and those of Python's compiler
             raise DataError("the chat template cannot be compiled: it is nested too deeply") from error
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: list[Message], tools: list[Any] | None, add_generation_prompt: bool = False) -> str:
         """Return the text of a conversation, with marks. Raises RefusedConversation.
 
-        add_generation_prompt: end with what stands before the model's answer.
+        add_generation_prompt: end with the prompt of the model's answer.
         """
         return self._render(_with_parts(messages) if self.reads_parts else messages, tools, add_generation_prompt)
 
@@ -237,7 +237,7 @@ def _with_parts(messages: list[Message]) -> list[Message]:
 
 
 def read_special_tokens(tokenizer: Path) -> dict[str, str]:
-    """Return the special tokens that the tokenizer_config.json beside a tokenizer.json names, by their key."""
+    """Return the special tokens in the tokenizer_config.json of a tokenizer.json's folder, by their key."""
     return special_tokens_of(_read_tokenizer_config(tokenizer))
 
 
@@ -282,7 +282,7 @@ def read_template(tokenizer: Path, file: str, earlier: bool = False) -> str:
 
 
 def _templates_in_config(tokenizer: Path) -> dict[str, str]:
-    """Return the templates in the tokenizer_config.json beside a tokenizer.json by name; "default" is among them.
+    """Return the templates in the tokenizer_config.json of a tokenizer.json's folder; "default" is among them.
 
     Raises DataError if it is not.
     """
@@ -323,7 +323,7 @@ def chosen_by_tools(with_tools: str, without: str) -> str:
 
 
 def _read_tokenizer_config(tokenizer: Path) -> dict[str, Any]:
-    """Return the content of the tokenizer_config.json beside a tokenizer.json; {} if there is none."""
+    """Return the content of the tokenizer_config.json in a tokenizer.json's folder; {} if there is none."""
     path = tokenizer.with_name(TOKENIZER_CONFIG)
     if not path.is_file():
         return {}

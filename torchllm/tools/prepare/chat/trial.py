@@ -46,7 +46,7 @@ def _try_once(case: str, seconds: int) -> None:
         )
     except subprocess.TimeoutExpired as error:
         raise DataError(too_long) from error
-    if tried.returncode < 0:  # a signal, as a rule that of the limit on the time
+    if tried.returncode < 0:  # a signal, usually of the limit on the time
         raise DataError(too_long)
     if tried.returncode:
         last_line = tried.stderr.strip().rpartition("\n")[2]
@@ -56,11 +56,11 @@ def _try_once(case: str, seconds: int) -> None:
 
 
 def main() -> None:
-    """Try the template that the standard input holds; print what is wrong with it."""
+    """Try the template on standard input; print its fault."""
     source, special_tokens, seconds = json.load(sys.stdin)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-    if sys.platform == "linux":  # macOS does not count what a process has mapped
+    if sys.platform == "linux":  # macOS does not count mapped memory
         resource.setrlimit(resource.RLIMIT_AS, (MIB << 20, MIB << 20))
     try:
         _render_all(ChatTemplate(source, special_tokens, date.today()))

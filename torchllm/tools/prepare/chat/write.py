@@ -3,7 +3,7 @@
 The sequences are fixed here, when the corpus is prepared, so that the n-th sequence of a run is a function of the seed
 and n, as it is for text. Examples of one shard share sequences, and none is cut but one that is longer than a sequence.
 
-The header's `counts` say what became of the conversations; their keys are the names below.
+The header's `counts` count conversations by outcome; their keys are the names below.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,7 +43,7 @@ from torchllm.tools.prepare.tokenize_shard import UNTOKENIZED, ShardWriter, is_o
 _PACKED_TOGETHER = 4096
 """examples that are in memory and share sequences"""
 _SHORTEST_LENGTH = 64
-"""tokens, up to which examples are counted together"""
+"""upper limit of the first bin of lengths that examples are counted in, in tokens"""
 
 
 class ConversationWriter(ShardWriter):
@@ -67,7 +67,7 @@ class ConversationWriter(ShardWriter):
                 self._write_conversation(record)
 
     def finish(self) -> None:
-        """Write the last examples, and what follows the ids of each file."""
+        """Write the last examples, and the rest of each file."""
         for split in self.splits:
             self._pack(split)
         super().finish()
@@ -136,7 +136,7 @@ class ConversationWriter(ShardWriter):
 
 
 def _length_class(length: int) -> int:
-    """Return the power of two up to which an example of this length is counted."""
+    """Return the power of two that is the bin of an example of this length."""
     limit = _SHORTEST_LENGTH
     while limit < length:
         limit *= 2

@@ -1,11 +1,11 @@
-"""MDS, the shards of mosaicml-streaming: index.json, and samples of named columns, of which one is an array of ids.
+"""MDS, the shards of mosaicml-streaming: index.json, and samples of named columns; one is an array of ids.
 
 Written by `MDSWriter` of `streaming/base/format/mds/writer.py` of mosaicml/streaming (commit 89e7bb9), arrays by
-`NDArray` of `encodings.py` beside it. A shard is, little endian:
+`NDArray` of `encodings.py` in the same folder. A shard is, little endian:
 
     uint32               n, number of samples
     (n + 1) x uint32     offset of each sample in the file, and the end of the last
-    JSON                 what index.json says of the shard, too
+    JSON                 the shard's record in index.json, too
     n samples            uint32 per column without a fixed size: its bytes; then the columns in the order of names
 
 A column "ndarray:uint16:2048" has ids alone. One without a shape, "ndarray:uint16", has before them a byte 4 x (number
@@ -88,7 +88,7 @@ def _column_of(path: Path, record: dict[str, Any], name: str) -> _Column:
 
 
 def _read_records(path: Path) -> list[dict[str, Any]]:
-    """Return what an index.json says of each shard. Raises WrongFormat if it is none of version 2."""
+    """Return the record of each shard in an index.json. Raises WrongFormat if it is none of version 2."""
     try:
         content = json.loads(path.read_bytes())
         records: list[dict[str, Any]] = content["shards"]
@@ -102,7 +102,7 @@ def _read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def _record_of(index: Path, name: str) -> dict[str, Any]:
-    """Return what an index.json says of the shard whose file, compressed or not, has this name."""
+    """Return the record of the shard whose file, compressed or not, has this name, from an index.json."""
     for record in _read_records(index):
         for data in (record["raw_data"], record["zip_data"]):
             if data is not None and data["basename"] == name:
@@ -201,7 +201,7 @@ class _OpenMds(SeparatedIds):
         self._headers = self._header_sizes(arrays.sizes)
         counts = (arrays.sizes - self._headers) // self._column.id_bytes
         self._firsts = np.concatenate([[0], np.cumsum(counts)])
-        """token with which each sample begins, and the number of tokens"""
+        """first token of each sample, and the number of tokens"""
 
     @property
     def tokens(self) -> int:
@@ -273,7 +273,7 @@ class _OpenMds(SeparatedIds):
         return int(self._array_begins[sample] + self._headers[sample]) + ids
 
     def read_begins(self, first: int, end: int) -> Begins:
-        """Return which of the tokens first <= i < end begin a document: a sample, or what follows a separator."""
+        """Return which of the tokens first <= i < end begin a document: a sample, or the text after a separator."""
         if not self._samples_are_documents:
             return super().read_begins(first, end)
         low, high = np.searchsorted(self._firsts[:-1], [first, end])

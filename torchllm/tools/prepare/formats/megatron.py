@@ -10,7 +10,7 @@ Written by `IndexedDatasetBuilder` of `megatron/core/datasets/indexed_dataset.py
     uint64    at 26      D, number of entries that tell documents apart: one more than documents
     int32     at 34      S lengths of the sequences, in ids
     int64                S offsets of the sequences in the .bin, in bytes; they follow one another
-    int64                D numbers of the sequence with which each document begins; the last is S
+    int64                D numbers of the documents' first sequences; the last is S
     int8                 S modes, in multimodal data sets only
 
 The index is searched where it is, so a process holds none of it in memory.
@@ -84,7 +84,7 @@ def _read_header(path: Path) -> _Index:
 
 
 def _list_shards(path: Path, settings: InPlaceSettings) -> Sequence[TokenShard]:
-    """Return the shard of an index and the .bin beside it. Raises WrongFormat if they do not fit together."""
+    """Return the shard of an index and its .bin. Raises WrongFormat if they do not fit together."""
     index = _read_header(path)
     size = path.stat().st_size
     if size == index.size + index.sequences:
@@ -138,11 +138,11 @@ class _OpenMegatron(OpenTokens):
         return np.unique(np.array(begins, dtype=np.int64))
 
     def _begin_of(self, document: int) -> int:
-        """Return the token with which a document begins."""
+        """Return the first token of a document."""
         return int(self._begins_of(document, 1)[0])
 
     def _begins_of(self, document: int, count: int) -> Begins:
-        """Return the tokens with which `count` documents begin; documents after the last token begin at its end."""
+        """Return the first tokens of `count` documents; documents after the last token begin at its end."""
         header = self._header
         sequences = self._index.read("<i8", count, header.documents_offset + 8 * document)
         inside = sequences[sequences < header.sequences]

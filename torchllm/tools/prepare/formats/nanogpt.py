@@ -25,7 +25,7 @@ _HEADERS = {
     b"MMIDIDX": 'is an index of Megatron-LM: set kind = "megatron"',
     b"PK\x03\x04": "is a zip archive, as numpy.savez and torch.save write: write the ids alone, array.tofile(NAME.bin)",
 }
-"""first bytes of files that hold more than ids -> what to do"""
+"""first bytes of files that hold more than ids -> advice"""
 
 
 def _list_shards(path: Path, settings: InPlaceSettings) -> Sequence[TokenShard]:

@@ -1,4 +1,4 @@
-"""What a reader of another program's token files offers, and the reader of files that are nothing but ids."""
+"""The interface of a reader of another program's token files, and the reader of files that are nothing but ids."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ class WrongFormat(DataError):
 
 
 class InPlaceSettings(NamedTuple):
-    """What the config says of token files that they do not say themselves."""
+    """Settings of the config for token files that do not contain them."""
 
     kind: str
     dtype: str = ""
