@@ -22,6 +22,8 @@ from tests.tiny_run import ROOT, metrics
 
 SHIPPED = ("train_configs", "recipes", "run_train.sh")
 """what a wheel holds inside the package; in git it lies at the top level"""
+BENCHMARKS = {"matmul", "step", "checkpoint", "kernels", "weights", "titan", "first_hour"}
+"""that a wheel holds; the others are in a checkout only"""
 STEPS = 3
 TRAIN = [
     "--run.device=cpu",
@@ -129,7 +131,8 @@ def test_the_wheel_holds_the_package_and_what_it_needs(distributions: Distributi
     expected = files_in_git("torchllm")
     for name in SHIPPED:
         expected |= {f"torchllm/{file}" for file in files_in_git(name)}
-    assert held == expected
+    assert held <= expected
+    assert {file.rpartition("/")[0] for file in expected - held} == {"torchllm/recipes/benchmark"}
     assert "torchllm/py.typed" in held
     for file in files_in_git("torchllm/tools/planner/evidence/data/licenses"):  # of measurements that others published
         assert any(name.endswith(f".dist-info/licenses/{file}") for name in names), file
@@ -163,6 +166,15 @@ def test_a_recipe_and_a_config_are_copied_and_started(installation: Installation
     assert "NPROC=1" in installation.run("torchllm", "train", "mine.toml", "--check", RECIPE="mine.py")
     assert "NPROC=1" in installation.run("./run_train.sh", "mine.toml", "--check")
     assert "NPROC=1" in installation.run("./run_train.sh", "--check")
+
+
+def test_an_installed_package_has_the_benchmarks_of_the_first_hour(installation: Installation) -> None:
+    imports = ", ".join(f"benchmark.{name}" for name in sorted(BENCHMARKS))
+    recipes = "from torchllm.resources import resource; import sys; sys.path.insert(0, str(resource('recipes')))"
+    installation.run("python", "-P", "-c", f"{recipes}; import {imports}")
+    printed = installation.run("torchllm", "benchmark", "context", "--unknown.key=1", status=2)
+    is_checkout = not installation.package.exists()
+    assert ("benchmark: context is in a checkout only" in printed) == (not is_checkout)
 
 
 def test_its_resources_are_where_importlib_looks(installation: Installation) -> None:

@@ -24,6 +24,7 @@ NAME is one of
     first_hour   the checks of a machine before a long run on it, in stages of at most 8 minutes, and a page of
     results; on one process, which starts jobs on one GPU and on all
 
+An installed package has matmul, step, checkpoint, kernels, weights, titan and first_hour; a checkout has all of them.
 The default config is train_configs/debug.toml. The two sides of a comparison take turns for `benchmark.rounds` rounds,
 so that other work on the machine slows both; figures are medians. --benchmark.json=true prints one JSON object.
 """
@@ -32,6 +33,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from torchllm.config import Config, Count, FilePath, Natural, Positive, Run
@@ -126,6 +128,9 @@ def read_arguments(arguments: list[str]) -> Request:
     names = (*NAMES, FIRST_HOUR)
     if name not in names:
         print(f"benchmark: the first argument is one of {', '.join(names)}, not {name!r}", file=sys.stderr)
+        raise SystemExit(2)
+    if not (Path(__file__).parent / f"{name}.py").is_file():  # hatch_build.py
+        print(f"benchmark: {name} is in a checkout only, not in an installed package", file=sys.stderr)
         raise SystemExit(2)
     files = [word for word in rest if word.endswith(".toml")]
     if name == EXPERTS and files:
