@@ -42,11 +42,11 @@ from torchllm.recipe import (
     build_loader,
     build_mesh,
     build_model,
+    cast_parameters,
     choose_device,
     compute_dtype,
     evaluate,
     export_model,
-    hold_in,
     load_weights_of_run,
     materialize,
     parallelize,
@@ -68,7 +68,7 @@ def main(config: Config) -> float:
         model = build_model(config.model)
     dtype = compute_dtype(config.training, device)
     apply_lora(model, config.lora, dtype)
-    hold_in(model, dtype)
+    cast_parameters(model, dtype)
     materialize([model], device)
     prefix = AVERAGED_WEIGHTS if config.evaluate.ema else WEIGHTS
     manifest = load_weights_of_run(config, [model], prefix=prefix)
@@ -90,7 +90,7 @@ def evaluate_sharded(config: Config) -> float:
     with torch.device("meta"):
         model = build_model(config.model, config.training.loss_chunk)
     apply_lora(model, config.lora, dtype)
-    hold_in(model, dtype)
+    cast_parameters(model, dtype)
     length = config.training.sequence_length
     stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, Float8(), dtype, length)
     materialize(stages, device)

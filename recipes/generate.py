@@ -27,9 +27,9 @@ from torchllm.models.decoder import Decoder
 from torchllm.recipe import (
     apply_lora,
     build_model,
+    cast_parameters,
     choose_device,
     compute_dtype,
-    hold_in,
     load_weights_of_run,
     materialize,
     report_errors,
@@ -48,7 +48,7 @@ def main(config: Config) -> str:
         model = build_model(config.model)
     dtype = compute_dtype(config.training, device)
     apply_lora(model, config.lora, dtype)
-    hold_in(model, dtype)
+    cast_parameters(model, dtype)
     materialize([model], device)
     manifest = load_weights_of_run(config, [model])
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.pattern)

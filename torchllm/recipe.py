@@ -21,7 +21,7 @@ HOMES = {
     "TrainLoader": "torchllm.data.loader",
     "build_loader": "torchllm.data.loader",
     "build_model": "torchllm.models.decoder",
-    "hold_in": "torchllm.models.decoder",
+    "cast_parameters": "torchllm.models.decoder",
     "IGNORED": "torchllm.models.head",
     "apply_lora": "torchllm.models.lora",
     "WeightAverage": "torchllm.optim.average",
@@ -75,7 +75,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from torchllm.data.loader import build_loader as build_loader
     from torchllm.metrics.monitor import Monitor as Monitor
     from torchllm.models.decoder import build_model as build_model
-    from torchllm.models.decoder import hold_in as hold_in
+    from torchllm.models.decoder import cast_parameters as cast_parameters
     from torchllm.models.head import IGNORED as IGNORED
     from torchllm.models.lora import apply_lora as apply_lora
     from torchllm.optim.average import WeightAverage as WeightAverage

@@ -58,12 +58,12 @@ REFUSALS = {
     "no common folder": Refusal(
         {"NNODES": "2", "NPROC": "1", "TORCHELASTIC_RUN_ID": "none"},
         ["--check"],
-        ["x.toml: run.folder: set it: there is no job id to name the folder after on all ranks alike"],
+        ["x.toml: run.folder: set it: there is no job id to name the folder after on all ranks"],
     ),
     "no common folder of ranks": Refusal(
         {"WORLD_SIZE": "2"},
         [],
-        ["x.toml: run.folder: set it: there is no job id to name the folder after on all ranks alike"],
+        ["x.toml: run.folder: set it: there is no job id to name the folder after on all ranks"],
     ),
 }
 

@@ -92,7 +92,7 @@ def test_the_config_of_a_copied_run_is_of_the_copy(folder: Path, capsys: pytest.
     assert load_config(["runs/a/config.toml"]).run.folder == str(folder / "runs/a")
     assert capsys.readouterr().err == ""
     assert load_config(["runs/copy/config.toml"]).run.folder == "runs/copy"
-    assert f'run.folder: is "{folder}/runs/a", which is another folder: runs/copy is taken' in capsys.readouterr().err
+    assert f'run.folder: is "{folder}/runs/a", which is another folder: runs/copy is used' in capsys.readouterr().err
     assert load_config(["runs/copy/config.toml", "--run.folder=runs/b"]).run.folder == "runs/b"
     (folder / "runs/a").rename(folder / "runs/renamed")
     assert load_config(["runs/renamed/config.toml"]).run.folder == "runs/renamed"

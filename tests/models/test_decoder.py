@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torchllm.config import Model
 from torchllm.models import attention
 from torchllm.models.attention import Attention, CachedAttention
-from torchllm.models.decoder import Decoder, build_model, hold_in
+from torchllm.models.decoder import Decoder, build_model, cast_parameters
 from torchllm.parallel.initialize import initialize
 
 pytestmark = pytest.mark.quick
@@ -179,7 +179,7 @@ def test_a_model_that_is_not_trained_chooses_experts_in_the_type_of_its_training
 ) -> None:
     with torch.device("meta"):
         model = build_model(replace(LLAMA, experts=4, router_bias=True, shared_experts=1, router_dtype=router_dtype))
-    hold_in(model, torch.bfloat16)
+    cast_parameters(model, torch.bfloat16)
     for name, parameter in model.named_parameters():
         assert parameter.dtype == (dtype if "router" in name else torch.bfloat16), name
     assert [buffer.dtype for buffer in model.buffers()] == [torch.float32] * LLAMA.layers

@@ -1,9 +1,9 @@
-"""Keys that a recipe applies by a call of its own: before the first step none of them may have been forgotten.
+"""Refuse to train with a key that the recipe does not apply.
 
-Most keys reach the library through an argument that a recipe must pass. Those of `RULES` do not: a fork without the
-call, because it is older than the key or because the call was removed, would train another model. The function that a
-recipe calls for such a key says so (`applied`), and `refuse_unapplied` ends a run in which a key is set and no function
-has applied it. A fork that applies a key by code of its own calls `applied` itself.
+Most keys reach the library through an argument that a recipe must pass. Keys in `RULES` need a call in the recipe: a
+fork without the call, because it is older than the key or removed it, would silently train another model. The called
+function registers the key with `applied`, and `refuse_unapplied` ends the run before its first step if a key is set and
+not registered. A fork that applies a key in another way calls `applied` itself.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -20,15 +20,15 @@ AS_SET = object()
 
 
 class Rule(NamedTuple):
-    """What a recipe calls to apply a key."""
+    """The call with which a recipe applies a key."""
 
     key: str
-    """section.key, or a section for all of its keys that have no rule of their own"""
+    """section.key, or a section for all of its keys without a separate rule"""
     call: str
     is_replaceable: bool = False
-    """a fork may have a part of its own instead, which need not read the keys: they are told, and nothing is refused"""
+    """a fork may replace the part, e.g. the optimizer, and ignore its keys: they are reported but not refused"""
     is_late: bool = False
-    """the call belongs behind a step: it is missed at the second step that is logged"""
+    """the call comes after a step, so it is checked at the second logged step"""
 
 
 _BUILD = "build_model(config.model, config.training.loss_chunk, config.training.z_loss)"
@@ -69,35 +69,35 @@ RULES = (
     Rule("evaluate.interval", _EVALUATION),
     Rule("finetune.epochs", "data.steps_of_epochs(config.finetune.epochs), whose steps are trained"),
 )
-"""every key that a recipe may ignore, and what applies it; all others are arguments that a recipe must pass, or are
-read by the library or by other recipes (tests/config/test_applied_keys.py says which)"""
+"""every key that a recipe could ignore, with its call; all other keys are arguments that a recipe must pass, or are
+read by the library or by other recipes (listed in tests/config/test_applied_keys.py)"""
 
 
 @dataclass
 class _Training:
-    """What was applied in a training, or in this process where none is under way."""
+    """The keys applied in a training, or, outside of `new_training`, in this process."""
 
     config: Config | None = None
     """None: outside of `new_training`"""
     values: dict[str, object] = field(default_factory=dict)
-    """by key: the value that was applied, or AS_SET"""
+    """applied value by key, or AS_SET"""
     state: dict[str, str] = field(default_factory=dict)
-    """by the name of a tensor that checkpoints must have: the key that needs it"""
+    """key by the name of the tensor that it needs in checkpoints"""
     is_checked: bool = False
     """`refuse_unapplied` was called"""
     saved: Collection[str] | None = None
-    """names of the extra tensors that checkpoints have; None: the recipe has no checkpoints"""
+    """names of the extra tensors in checkpoints; None: the recipe has no checkpoints"""
 
 
 _training = _Training()
 
 
 class _Loaded(NamedTuple):
-    """The config that this process has loaded last."""
+    """The config that this process loaded last."""
 
     config: Config
     origins: Mapping[str, str]
-    """where each key was written, by key"""
+    """origin by key: "x.toml:12" """
 
 
 _loaded = _Loaded(Config(), {})
@@ -105,7 +105,7 @@ _loaded = _Loaded(Config(), {})
 
 @contextmanager
 def new_training(config: Config) -> Iterator[None]:
-    """Return a context around a training: it begins with nothing applied but [run], which the process has."""
+    """Return a context around a training, which starts with only the keys of [run] applied: they hold for a process."""
     global _training
     before = _training
     of_process = {key: value for key, value in before.values.items() if key.startswith("run.")}
@@ -117,9 +117,9 @@ def new_training(config: Config) -> Iterator[None]:
 
 
 def applied(key: str, value: object = AS_SET) -> None:
-    """Note that the recipe applies a key, "training.z_loss", or with a dataclass as value a section, "lora".
+    """Register a key that the recipe applies, "training.z_loss", or, with a dataclass as value, a section, "lora".
 
-    value: the one that is applied, where it may not be the config's, as of an argument that has a default.
+    value: the applied value, if it may differ from the config's, e.g. an argument with a default.
     """
     if is_dataclass(value):
         for item in fields(value):
@@ -129,23 +129,23 @@ def applied(key: str, value: object = AS_SET) -> None:
 
 
 def needs_state(key: str, names: Iterable[str]) -> None:
-    """Note that a key is applied only if checkpoints have these tensors."""
+    """Register tensors that checkpoints must have for a key to be applied."""
     _training.state.update(dict.fromkeys(names, key))
 
 
 def saves_state(names: Collection[str]) -> None:
-    """Note the names of all tensors that checkpoints have beside those of model and optimizer."""
+    """Register the names of all tensors in checkpoints except for model and optimizer."""
     _training.saved = names
 
 
 def note_origins(config: Config, origins: Mapping[str, str]) -> None:
-    """Note where the keys of a config were written ("x.toml:12", "--training.z_loss"), for messages."""
+    """Remember the origins of a config's keys ("x.toml:12", "--training.z_loss") for messages."""
     global _loaded
     _loaded = _Loaded(config, origins)
 
 
 class Unapplied(NamedTuple):
-    """A key that is set, and that nothing has applied."""
+    """A key that is set but not applied."""
 
     key: str
     value: object
@@ -153,9 +153,9 @@ class Unapplied(NamedTuple):
 
 
 def unapplied(config: Config, *, late: bool = False) -> list[Unapplied]:
-    """Return the keys with another value than their default that nothing has applied with this value.
+    """Return the keys that differ from their default and were not applied with their value.
 
-    late: also those whose call belongs behind a step.
+    late: include keys whose call comes after a step.
     """
     found = []
     for key, value, default in _values(config):
@@ -169,7 +169,7 @@ def unapplied(config: Config, *, late: bool = False) -> list[Unapplied]:
 
 
 def rule_for(key: str) -> Rule | None:
-    """Return the rule of a key: its own, or that of its section; None if a recipe cannot ignore it."""
+    """Return the rule of a key or of its section; None if a recipe cannot ignore it."""
     for name in (key, key.partition(".")[0]):
         for rule in RULES:
             if rule.key == name:
@@ -178,10 +178,10 @@ def rule_for(key: str) -> Rule | None:
 
 
 def refuse_unapplied(config: Config, *, late: bool = False, left_out: Collection[str] = ()) -> list[str]:
-    """Raise UserError if a key is set that nothing has applied; return the keys that were passed over.
+    """Raise UserError if a key is set but not applied; return the keys that are ignored.
 
-    These are what the recipe says that it leaves out, and in `new_training` keys of parts that a fork may replace.
-    left_out: keys, and sections for all of their keys. late: also check what a recipe calls after a step.
+    Ignored are the keys in `left_out` and, inside of `new_training`, keys of parts that a fork may replace.
+    left_out: keys, or sections with all of their keys. late: also check calls that come after a step.
     """
     _training.is_checked = True
     lines, passed_over = [], []
@@ -202,13 +202,13 @@ def refuse_unapplied(config: Config, *, late: bool = False, left_out: Collection
 
 
 def refuse_unchecked_step() -> None:
-    """Do what `refuse_unapplied` does, before the first step of a training whose recipe has no monitor to do it."""
+    """Call `refuse_unapplied` before the first step if no monitor has done so."""
     if _training.config is not None and not _training.is_checked:
         refuse_unapplied(_training.config)
 
 
 def refuse_evaluation_of_weights() -> None:
-    """Raise UserError if the training evaluates its weights, and its config wants their average (`evaluate.ema`)."""
+    """Raise UserError if the recipe evaluates the weights but the config wants their average (`evaluate.ema`)."""
     config = _training.config
     if config is not None and config.evaluate.ema and _training.values.get("evaluate.ema") not in (True, AS_SET):
         raise UserError(
@@ -219,7 +219,7 @@ def refuse_evaluation_of_weights() -> None:
 
 
 def _unsaved_state(config: Config) -> list[str]:
-    """Return a line for each key whose state is in no checkpoint, although the recipe has checkpoints."""
+    """Return a line for each key whose state the recipe's checkpoints lack."""
     if _training.saved is None:
         return []
     missing = {key: name for name, key in _training.state.items() if name not in _training.saved}
@@ -241,7 +241,7 @@ def _values(config: Config) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _located(key: str, config: Config) -> str:
-    """Return a key behind where it was written, as `config.load` does; alone, where its value is not that one."""
+    """Return a key after its origin, as in `config.load`; the key alone if its value is not the loaded one."""
     section, name = key.split(".")
     is_loaded = getattr(getattr(config, section), name) == getattr(getattr(_loaded.config, section), name)
     origin = _loaded.origins.get(key, "") if is_loaded else ""

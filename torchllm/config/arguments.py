@@ -15,7 +15,7 @@ class Arguments:
     """A command line, sorted by kind."""
 
     words: Sequence[str]
-    """as they were given"""
+    """the whole command line, as given"""
     file: str = ""
     """the config; "" if there is none"""
     overrides: dict[str, str] = field(default_factory=dict)
@@ -25,7 +25,7 @@ class Arguments:
 
 
 def parse_arguments(words: Sequence[str], errors: list[str]) -> Arguments:
-    """Sort a command line by kind. Appends a line to `errors` for each word of no kind."""
+    """Parse a command line. Appends a line to `errors` for each word that is no valid argument."""
     arguments = Arguments(words)
     waiting = deque(words)
     while waiting:
@@ -60,27 +60,27 @@ def _has_spaces_around_equals(word: str, following: Sequence[str]) -> bool:
     """Whether a word and those after it are `--key = value`, `--key =value` or `--key= value`."""
     if not word.startswith("--") or "." not in word or not following:
         return False
-    if word.endswith("="):  # an empty value is right, too, if what follows is an argument of another kind
+    if word.endswith("="):  # an empty value is valid if the next word is another argument
         return word.count("=") == 1 and not following[0].startswith("-") and not following[0].endswith(".toml")
     return "=" not in word and following[0].startswith("=")
 
 
 def _take_value(waiting: deque[str]) -> str:
-    """Take a value that was written as a word of its own from the words; "VALUE" if there is none."""
+    """Remove a value that was separated from its flag by a space, and return it; "VALUE" if there is none."""
     is_value = False
     if waiting and waiting[0] == "=":
         waiting.popleft()
-        is_value = bool(waiting)  # whatever it is: -1, too
+        is_value = bool(waiting)  # any word, e.g. -1
     elif waiting:
         is_value = not waiting[0].startswith("-") and not waiting[0].endswith(".toml")
     return waiting.popleft().removeprefix("=") if is_value else "VALUE"
 
 
 def override(layer: Layer, schema: type, path: KeyPath, text: str, errors: list[str]) -> None:
-    """Put one override into the tables. An unknown key or a wrong value is found when they are read.
+    """Write one override into the tables. An unknown key or a wrong value is reported when they are read.
 
-    An index of an array is that of an existing element, or the array's length for a new one. Elements that only the
-    defaults have are copied into the table first.
+    The index of an array names an existing element; the array's length as index appends one. An array that only the
+    defaults have is copied into the table first.
     """
     origin = f"--{'.'.join(path)}"
     kind, _ = plain_type(type_at(schema, path))
@@ -116,7 +116,7 @@ def override(layer: Layer, schema: type, path: KeyPath, text: str, errors: list[
 
 
 def _default(schema: type, path: KeyPath) -> Any:
-    """Return what an override reaches into where the file has nothing: an array's default elements, or a table."""
+    """Return the container for an override that the file lacks: an array's default elements, or an empty table."""
     if get_origin(plain_type(type_at(schema, path))[0]) is not tuple:
         return {}
     section, _ = plain_type(type_at(schema, path[:-1]))
@@ -133,9 +133,9 @@ def _plain(value: Any) -> Any:
 
 
 def _parse(text: str, kind: Any) -> Any:
-    """Return an override's value: text where text is wanted (quotes are optional), else TOML; other text stays text.
+    """Return an override's value: a string key needs no quotes, all others are TOML; text that is no TOML stays text.
 
-    An array may be its values with commas between them; one of tables may not.
+    An array of scalars may be comma-separated, without brackets.
     """
     if get_origin(kind) is tuple and text[:1] != "[":
         item, _ = plain_type(get_args(kind)[0])

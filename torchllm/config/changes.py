@@ -1,4 +1,4 @@
-"""Which keys of a run's config are not those of the checkpoint that it resumes from."""
+"""Compare a run's config with the config of the checkpoint that it resumes from."""
 
 import logging
 import tomllib
@@ -13,7 +13,7 @@ from torchllm.config.schema import Config
 from torchllm.config.toml import KeyPath, dotted, toml_value
 
 SOURCES_OF_FROZEN_WEIGHTS = ("run.seed", "model.initial_std", "model.from_hf", "checkpoint.initial")
-"""keys that decide the weights that LoRA freezes: not in a checkpoint, they are made or read anew in a resumed run"""
+"""keys that decide the frozen weights of LoRA: checkpoints lack these weights, so a resumed run makes or reads them"""
 NO_OTHER_FUNCTION = (
     "model.attention",
     "model.initial_std",
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class ConfigChange(NamedTuple):
-    """A key whose value is not the checkpoint's."""
+    """A key whose value differs from the checkpoint."""
 
     key: str
     saved: str | None
@@ -49,9 +49,9 @@ class ConfigChange(NamedTuple):
 
 
 def config_changes(saved: Mapping[str, Any], config: Config) -> list[ConfigChange]:
-    """Return the keys of `config` that differ from those of `saved`, a config as a checkpoint holds it.
+    """Return the keys that differ between `config` and `saved`, the config of a checkpoint.
 
-    A key that the checkpoint's version of torchllm did not have yet is one only if it has not its default.
+    A key that the checkpoint's version of torchllm did not have yet counts only if it differs from its default.
     """
     saved_values = _values(saved)
     current_values = _values(asdict(config))
@@ -77,9 +77,9 @@ def _same_paths(kind: Any, saved: str | None, current: str | None) -> bool:
 
 
 def log_config_changes(record: Mapping[str, Any], config: Config) -> None:
-    """Log every key that differs from the config in `record`, which a checkpoint holds: a run resumes from it.
+    """Log every key that differs from the config in `record`, the record of the checkpoint that a run resumes from.
 
-    UserError if the frozen weights of LoRA would not be those that the checkpoint's low-rank updates were trained on.
+    UserError if the low-rank updates of the checkpoint were trained on other frozen weights (LoRA).
     """
     if "config" not in record:
         return
@@ -99,7 +99,7 @@ def log_config_changes(record: Mapping[str, Any], config: Config) -> None:
 
 
 def check_frozen_weights(record: Mapping[str, Any], config: Config) -> None:
-    """Raise UserError if a run with LoRA would take other frozen weights than the checkpoint with this record has."""
+    """Raise UserError if a run with LoRA would have other frozen weights than the checkpoint with this record."""
     if "config" in record:
         _refuse_other_frozen_weights(config_changes(record["config"], config), config)
 
@@ -125,7 +125,7 @@ def _values(config: Mapping[str, Any]) -> dict[str, str]:
             for index, item in enumerate(value):
                 collect(item, (*path, str(index)))
         else:
-            # JSON has no tuples, which are what a config has.
+            # A config has tuples, which JSON turned into lists.
             values[dotted(path)] = toml_value(tuple(value) if isinstance(value, list) else value)
 
     collect(config, ())

@@ -1,4 +1,4 @@
-"""Find what is wrong with a config that takes more than one key to see. Each problem names the key to change."""
+"""Checks of a config that need more than one key, such as whether tp divides the heads. Each problem names its key."""
 
 import math
 import re
@@ -27,10 +27,10 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """degrees, outermost axis first"""
 
 FLOAT8_MULTIPLE = 16
-"""of the sizes of a product in float8: cuBLAS takes rows whose bytes are a multiple of this"""
+"""divisor of all sizes of a float8 product: cuBLAS takes rows whose bytes are a multiple of this"""
 
 _SECRET_KEY = re.compile(r"(\.|_)(password|passphrase|secret|credentials?|token|(api|access|auth|private)_?key)$")
-"""ends of the names of keys that hold secrets"""
+"""matches the names of keys that hold secrets, by their ends"""
 _SECRET_TEXT = re.compile(
     r"://[^/\s:@]+:[^/\s@]+@|\b(hf_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16}|gh[pousr]_[A-Za-z0-9]{30,})\b"
 )
@@ -43,16 +43,16 @@ class Problem(NamedTuple):
     key: str
     """key to change: "parallel.tp" """
     message: str
-    """what is wrong with it, and what to do"""
+    """the error and its remedy"""
 
 
 def problems(config: Config, world_size: int | None) -> list[Problem]:
-    """Return everything wrong with a config that takes more than one key to see."""
+    """Return all problems of a config that one key alone does not show."""
     return [*value_problems(config), *layout_problems(config, world_size)]
 
 
 def conflicts(config: Config, world_size: int | None) -> list[Problem]:
-    """Return the problems of a config that a run cannot have: all but keys that do nothing."""
+    """Return the problems that keep a config from running: all except keys without effect."""
     return [*setting_problems(config), *layout_problems(config, world_size)]
 
 
@@ -65,7 +65,7 @@ def value_problems(config: Config) -> list[Problem]:
 
 
 def setting_problems(config: Config) -> list[Problem]:
-    """Return those of `value_problems` that a run cannot have: all but keys that do nothing."""
+    """Return `value_problems` without the keys that have no effect."""
     return [
         *_model_problems(config),
         *_expert_problems(config),
@@ -82,9 +82,9 @@ def setting_problems(config: Config) -> list[Problem]:
 
 
 def layout_problems(config: Config, world_size: int | None) -> list[Problem]:
-    """Return the problems of the degrees, and of what has to divide by them.
+    """Return the problems of the degrees, and of the sizes that they must divide.
 
-    `world_size` None: the number of ranks is unknown, and the product of the degrees is taken for it.
+    `world_size` None: the number of ranks is unknown, and the product of the degrees is used.
     """
     parallel, wrong_degrees = resolve_degrees(config.parallel, world_size)
     result = [*wrong_degrees, *_tensor_problems(config)]
@@ -107,9 +107,9 @@ def layout_problems(config: Config, world_size: int | None) -> list[Problem]:
 def resolve_degrees(
     parallel: Parallel, world_size: int | None, remedy: str = "set NPROC (and NNODES)"
 ) -> tuple[Parallel, list[Problem]]:
-    """Return `parallel` with a degree of -1 filled in, and what is wrong with the degrees.
+    """Return `parallel` with a degree of -1 filled in, and the problems of the degrees.
 
-    `world_size` None: the number of ranks is unknown; then a -1 is a problem. remedy: how a user says the number.
+    `world_size` None: the number of ranks is unknown; then a -1 is a problem. remedy: tells the user how to set it.
     """
     degrees = {axis: getattr(parallel, axis) for axis in AXES}
     zeros = [axis for axis in AXES if degrees[axis] == 0]
@@ -218,7 +218,7 @@ def _float8_recipe(config: Config) -> str:
 
 
 def _float8_layout_problems(config: Config) -> Iterator[Problem]:
-    """Find what in a layout cannot be a product in float8, whose sizes must be multiples of `FLOAT8_MULTIPLE`."""
+    """Check that all float8 products of a layout have sizes that are multiples of `FLOAT8_MULTIPLE`."""
     model, parallel, training = config.model, config.parallel, config.training
     if parallel.pp > 1 and SCHEDULES[parallel.schedule].splits_backward:
         yield Problem(
@@ -243,7 +243,7 @@ def _float8_layout_problems(config: Config) -> Iterator[Problem]:
 
 
 def unfit_for_float8(model: Model, tp: int) -> Iterator[str]:
-    """Yield the widths of a rank's matrices that products in float8 cannot take, such as "model.ffn = 1032 / tp 2"."""
+    """Yield the widths of a rank's matrices that do not fit float8 products, e.g. "model.ffn = 1032 / tp 2"."""
     if model.hidden % FLOAT8_MULTIPLE:
         yield f"model.hidden = {model.hidden}"
     widths = {
@@ -258,7 +258,7 @@ def unfit_for_float8(model: Model, tp: int) -> Iterator[str]:
 
 
 def takes_float8_tokens(float8: Float8, tokens: int) -> bool:
-    """Return whether a rank's products in float8 can sum over so many tokens, as gradients of weights do."""
+    """Return whether float8 products can sum over `tokens` tokens of a rank, as gradients of weights do."""
     return tokens % FLOAT8_MULTIPLE == 0 or float8.recipe == "rowwise_with_gw_hp"
 
 
@@ -306,7 +306,7 @@ def _data_problems(config: Config) -> Iterator[Problem]:
 
 
 def _nanogpt_problems(data: Data) -> Iterator[Problem]:
-    """Yield what has to be said of files that have no header."""
+    """Check the keys that nanoGPT's files need because they have no header."""
     if not data.dtype:
         yield Problem("data.dtype", 'is empty, and nanoGPT\'s files do not say it: "uint16" for GPT-2')
     if data.separator < 0:
@@ -314,7 +314,7 @@ def _nanogpt_problems(data: Data) -> Iterator[Problem]:
 
 
 def _mixture_problems(data: Data, steps: int) -> Iterator[Problem]:
-    """Yield what is wrong with the stages of the mixture."""
+    """Check the stages of the mixture."""
     before = 0
     for index, stage in enumerate(data.stage):
         key = f"data.stage.{index}"
@@ -375,7 +375,7 @@ def _metrics_problems(config: Config) -> Iterator[Problem]:
 
 
 def _secret_problems(config: Config) -> Iterator[Problem]:
-    """Find secrets in a config that experiment trackers are sent."""
+    """Find secrets in a config that experiment trackers would receive."""
     if config.metrics.trackers:
         receiver = f"metrics.{config.metrics.trackers[0]}"
         advice = "keep it in an environment variable or a file of your own"
@@ -387,7 +387,7 @@ def _secret_problems(config: Config) -> Iterator[Problem]:
 
 
 def texts_of(table: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted keys and the values of all texts in a table, in its tables and in their lists."""
+    """Yield the dotted key and the value of each string in a table, nested tables and lists included."""
     if isinstance(table, str):
         yield key, table
     elif isinstance(table, dict):
@@ -409,7 +409,7 @@ def _event_problems(run: Run) -> Iterator[Problem]:
 
 
 def _tensor_problems(config: Config) -> Iterator[Problem]:
-    """Find what tensor parallelism cannot share."""
+    """Check that tp divides the model's sizes."""
     model = config.model
     parallel = config.parallel
     widths = {"heads": model.heads, "kv_heads": model.kv, "ffn": model.ffn}
@@ -432,7 +432,7 @@ def _tensor_problems(config: Config) -> Iterator[Problem]:
 
 
 def _expert_parallel_problems(config: Config, parallel: Parallel) -> Iterator[Problem]:
-    """Find what expert parallelism cannot share. `parallel`: its degrees are resolved."""
+    """Check that ep divides experts and ranks. The degrees of `parallel` are resolved."""
     ep = parallel.ep
     ranks = parallel.dp_shard * parallel.cp * parallel.tp
     if config.model.experts % ep:
@@ -456,13 +456,13 @@ def _expert_parallel_problems(config: Config, parallel: Parallel) -> Iterator[Pr
 
 
 def _has_rank_without_rows(rows: int, ranks: int) -> bool:
-    """Whether torch, which gives the first ranks ceil(rows / ranks) rows each, leaves none to the last."""
+    """Whether torch, which gives the first ranks ceil(rows / ranks) rows each, leaves no rows for the last rank."""
     per_rank = math.ceil(rows / ranks)
     return per_rank * (ranks - 1) >= rows
 
 
 def _data_rank_problems(config: Config, parallel: Parallel) -> Iterator[Problem]:
-    """Find what the data ranks cannot share. `parallel`: its degrees are resolved."""
+    """Check that the data ranks can share the batch and the weights. The degrees of `parallel` are resolved."""
     rows = config.model.vocab_rows
     training = config.training
     is_uneven = rows % parallel.tp and not _has_rank_without_rows(rows, parallel.tp)
@@ -495,11 +495,11 @@ def _has_stages_it_allows(parallel: Parallel) -> bool:
 
 
 class Obstacle(NamedTuple):
-    """What keeps torch from compiling the blocks of a layout."""
+    """The reason why torch cannot compile the blocks of a layout."""
 
     why: str
     remedy: str
-    """what to change instead"""
+    """the keys to change instead"""
 
 
 BLOCK_MODES = ("full", "every_k", "selective", "selective_half")
@@ -507,9 +507,9 @@ BLOCK_MODES = ("full", "every_k", "selective", "selective_half")
 
 
 def obstacle_to_compiled_blocks(pp: int, schedule: PipelineSchedule, cp: int, mode: RecomputeMode) -> Obstacle | None:
-    """Return what keeps torch from compiling the blocks of a layout; None if nothing does.
+    """Return the reason why torch cannot compile the blocks of a layout; None if it can.
 
-    pp, schedule and cp are those of [parallel], mode is recompute.mode.
+    pp, schedule and cp are keys of [parallel], mode is recompute.mode.
     """
     if pp > 1 and SCHEDULES[schedule].splits_backward:
         return Obstacle(
@@ -526,7 +526,7 @@ def obstacle_to_compiled_blocks(pp: int, schedule: PipelineSchedule, cp: int, mo
 
 
 def _stage_problems(config: Config) -> Iterator[Problem]:
-    """Find what does not fit the stages of a pipeline; pp is over 1."""
+    """Check the stages of a pipeline; pp is over 1."""
     model = config.model
     parallel = config.parallel
     kind = SCHEDULES[parallel.schedule]
@@ -548,7 +548,7 @@ def _stage_problems(config: Config) -> Iterator[Problem]:
 
 
 def micro_batch_problems(parallel: Parallel, count: int) -> Iterator[Problem]:
-    """Find what is wrong with `count` micro batches per step under the pipeline schedule."""
+    """Check that the pipeline schedule accepts `count` micro batches per step."""
     key = "training.global_batch_size"
     needs = f"{parallel.schedule} on {parallel.pp} pipeline ranks needs"
     actual = f"a step has {count} (global_batch_size / micro_batch_size / data-parallel ranks)"
@@ -563,7 +563,7 @@ def micro_batch_problems(parallel: Parallel, count: int) -> Iterator[Problem]:
 
 
 def _context_problems(config: Config) -> Iterator[Problem]:
-    """Find what context parallelism cannot do; cp is over 1."""
+    """Check the limits of context parallelism; cp is over 1."""
     model = config.model
     parallel = config.parallel
     length = config.training.sequence_length

@@ -1,8 +1,8 @@
-"""Which source of a config has made a key idle: the one that wrote the key, or another one's choice.
+"""Decide which source of a config made a key idle: the source that wrote the key, or another one.
 
 The sources are the files, each over its base, and the command line over them. A file that sets optimizer.beta2 is right
-with AdamW, and so is a command line that chooses optimizer.name = "sgd" for a first try: the key is told, and the run
-goes on. Refused is a source that contradicts itself.
+with AdamW, and so is a command line that chooses optimizer.name = "sgd" for a first try: the key is reported, and the
+run goes on. Only a source that contradicts itself is refused.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,23 +19,23 @@ class Sources:
     """The files and the command line that a config was read from."""
 
     def __init__(self, layer: Layer, overrides: Mapping[str, str], config: Config) -> None:
-        """Take the files of `layer`, and the overrides ("section.key" to text) over them. config: what came of all."""
+        """Take the files of `layer`, and the overrides ("section.key" to text) over them. config: the merged result."""
         self.files = layer.files
         self.overrides = overrides
         self.config = config
 
     def contradict_themselves(self, path: KeyPath) -> bool:
-        """Whether a key, which does nothing in the config, does nothing for its own source either.
+        """Whether a key that is idle in the config is also idle for its own source.
 
-        It does where a run from the files up to the source that wrote the key, or up to one above it, would use it; and
-        where the source by itself would, whose key only a source below it has made idle.
+        It is not if the source alone would use it (a source below made it idle), nor if the files up to that source, or
+        up to one above it, would use it (a source above made it idle).
         """
         key = ".".join(path)
         configs = self._without_other_choices(path)
         return all(key in [inert.key for inert in contradictions(config)] for config in configs)
 
     def _without_other_choices(self, path: KeyPath) -> Iterator[Config]:
-        """Yield the configs of the source of a key, each without some of the sources above and below it."""
+        """Yield the source of a key as a config: alone, then over its bases, then under each source above it."""
         if ".".join(path) in self.overrides:
             yield self._read(self._command_line())
             return
@@ -54,7 +54,7 @@ class Sources:
         return layer
 
     def _read(self, layer: Layer) -> Config:
-        """Return a config with the keys of a layer; those of [model] that it lacks may be a published model's."""
+        """Return a layer as a config; with model.from_hf, missing keys of [model] come from the published model."""
         config: Config = read_table(type(self.config), layer.table, [])
         if self.config.model.from_hf:
             written = layer.table.get("model", {})

@@ -1,4 +1,4 @@
-"""What the environment says about this process: how many ranks there are, and which job they belong to."""
+"""Read the environment variables of this process: number of ranks, job, attempt."""
 
 import os
 import re
@@ -10,13 +10,13 @@ from typing import NamedTuple, NoReturn
 from torchllm.config.toml import shown
 
 LAUNCHED = "TORCHLLM_LAUNCHED"
-"""environment variable: when run_train.sh, or a later attempt of its job, was started, in seconds since 1970"""
+"""environment variable: start time of run_train.sh, or of a later attempt of its job, in seconds since 1970"""
 ATTEMPT = "TORCHLLM_ATTEMPT"
-"""environment variable of the ranks that a launcher starts again: which attempt of the job this is, from 2"""
+"""environment variable: number of the attempt, from 2, in ranks that a launcher restarted"""
 PER_RANK = "PER_RANK"
-"""environment variable: a scheduler has started one run_train.sh per rank, LOCAL_RANK says which"""
+"""environment variable: a scheduler has started one run_train.sh per rank; LOCAL_RANK is its index"""
 SCHEDULED_RESTARTS = 3
-"""restarts without progress that a job makes under a scheduler, unless run.restarts says otherwise"""
+"""default of run.restarts under a scheduler: restarts without progress"""
 
 
 START_TIMEOUT = "TORCHLLM_START_TIMEOUT"
@@ -34,14 +34,14 @@ class Ranks(NamedTuple):
     most_nodes: int | None = None
     """--check tries every number of nodes from `nodes` to this one; None: the number is fixed"""
     spare: str = ""
-    """why nodes of the job do not train: it has more than `nodes`, none of whose numbers fits the layout"""
+    """why some nodes of the job wait: it has more than `nodes`, and no larger number fits the layout"""
 
 
 def read_ranks(dry_run: bool, errors: list[str]) -> Ranks | None:
     """Return the number of ranks: WORLD_SIZE under torchrun, else NNODES x NPROC; NNODES may be a range, such as 2-4.
 
-    A dry run is no rank, and the number of processes that run_train.sh starts by default says nothing about its layout.
-    Return None, after a line in `errors` for each invalid variable, if there is one.
+    A dry run is no rank, and run_train.sh's default number of processes says nothing about its layout.
+    None if a variable is invalid; `errors` gets a line for each.
     """
     variables = ["WORLD_SIZE", "NNODES", "NPROC"]
     if dry_run:
@@ -73,7 +73,7 @@ def read_ranks(dry_run: bool, errors: list[str]) -> Ranks | None:
 
 
 def job_id() -> str:
-    """Return what all processes of a job, and the same job queued again, have in common; "" if there is nothing."""
+    """Return the id that a job's processes share, also after the job is requeued; "" if there is none."""
     for name in ("SLURM_JOB_ID", "PET_RDZV_ID", "TORCHELASTIC_RUN_ID"):
         value = os.environ.get(name, "")
         if value not in ("", "none"):
@@ -82,7 +82,7 @@ def job_id() -> str:
 
 
 def default_restarts() -> int:
-    """Return what run.restarts = -1 means here: under Slurm, or where the variables for Kubernetes are set, or not."""
+    """Return the value of run.restarts = -1: 3 under Slurm or with the variables for Kubernetes, else 0."""
     is_scheduled = "SLURM_STEP_ID" in os.environ or "PET_NNODES" in os.environ
     return SCHEDULED_RESTARTS if is_scheduled else 0
 
@@ -98,26 +98,26 @@ def is_requeued() -> bool:
 
 
 def print_error_lines(lines: Iterable[str]) -> None:
-    """Print lines on stderr, each once, from one process of each node."""
+    """Print lines on stderr, without duplicates, from one process of each node."""
     is_one_of_several = "WORLD_SIZE" in os.environ or PER_RANK in os.environ  # else LOCAL_RANK is left over
     if not is_one_of_several or os.environ.get("LOCAL_RANK", "0") == "0":
         for line in dict.fromkeys(lines):
-            with suppress(OSError):  # a full disk or a pipe without reader is no reason not to train
+            with suppress(OSError):  # a full disk or a closed pipe must not stop the training
                 print(line, file=sys.stderr)
 
 
 def refuse(lines: Iterable[str]) -> NoReturn:
-    """Print what is wrong and end with exit status 2: nothing has been touched."""
+    """Print errors and exit with status 2; no file has been changed."""
     print_error_lines(lines)
     raise SystemExit(2)
 
 
 def print_notes(lines: Iterable[str], *, is_check: bool) -> None:
-    """Print on stderr what the user should know about a valid config, once for the whole run.
+    """Print notes about a valid config on stderr, once for the whole run.
 
-    run_train.sh checks the config in one process and passes on what that process printed. The processes that it starts
-    afterwards find TORCHLLM_LAUNCHED set and have nothing to add; where it is not set, rank 0 speaks.
+    run_train.sh checks the config in one process, which prints the notes. The ranks that it starts afterwards see
+    TORCHLLM_LAUNCHED and print nothing. Without run_train.sh, rank 0 prints.
     """
-    is_told_by_others = LAUNCHED in os.environ or os.environ.get("RANK", "0") != "0"
-    if is_check or not is_told_by_others:
+    another_process_prints = LAUNCHED in os.environ or os.environ.get("RANK", "0") != "0"
+    if is_check or not another_process_prints:
         print_error_lines(lines)

@@ -51,12 +51,12 @@ class _Subsection(NamedTuple):
     schema: type
     header: str
     prefix: str
-    """what the names of its keys begin with"""
+    """prefix of its keys' names"""
     doc: str
 
 
 def _section_lines(section: Any, prefix: str) -> Iterator[str]:
-    """Return the lines of a section's own keys, then those of the sections inside it."""
+    """Yield the lines of a section's own keys, then of the sections inside it."""
     schema: type = type(section)
     docs = field_docs(schema)
     types = field_types(schema)
@@ -85,5 +85,5 @@ def print_help(schema: type, introduction: str = "") -> None:
     try:
         print(introduction + help_text(schema), flush=True)
     except BrokenPipeError:
-        # Python flushes stdout once more when it ends, and would complain about that.
+        # Python flushes stdout again at exit, which would print another error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,8 +1,8 @@
-"""Find keys that do nothing in a run, so that nobody believes in an effect that they do not have.
+"""Find keys that have no effect in a run.
 
-A key does nothing when its value is not the default and what it needs is not there. That is an error where it
-contradicts a choice in the same file (momentum with AdamW). It is one printed line, never an error, where it depends on
-the layout (virtual stages without a pipeline), so that one file serves a sweep over layouts.
+A key has no effect when its value is not the default and a key that it needs is not set. This is an error if it
+contradicts a choice in the same file (momentum with AdamW). If it only depends on the layout (virtual stages without a
+pipeline), one line is printed and the run goes on, so that one file serves a sweep over layouts.
 
 Not in the tables are `evaluate.sequences`, `evaluate.tasks`, [generate], [finetune] and the other keys of [export],
 which evaluate.py, generate.py, finetune.py and export.py read from the same file; `data.cache`, which also holds what
@@ -25,27 +25,27 @@ IN_PLACE_KINDS = ("megatron", "llmc", "nanogpt", "mds")
 
 
 class Inert(NamedTuple):
-    """A key that does nothing, and why."""
+    """A key without effect, and the reason."""
 
     key: str
     reason: str
-    """behind "it" or "they" in a message: "needs parallel.cp over 1" """
+    """follows "it" in a message: "needs parallel.cp over 1" """
     remedy: str = ""
-    """what to do besides"""
+    """more advice for the user, after the message"""
 
     @property
     def message(self) -> str:
-        """It as a message on the key."""
+        """The message about the key."""
         return f"does nothing in this run: it {self.reason}"
 
 
 class Need(NamedTuple):
-    """What a key needs to have an effect."""
+    """The condition for a key to have an effect."""
 
     key: str
     is_met: Callable[[Config], bool]
     text: str
-    """it in words"""
+    """the condition in words"""
 
 
 def _has_rotary_positions(config: Config) -> bool:
@@ -100,7 +100,7 @@ def _has_pipeline(config: Config) -> bool:
 
 
 def _sends_whole_hidden_states(config: Config) -> bool:
-    """Whether tp ranks hold copies of what a pipeline stage sends."""
+    """Whether the hidden states that a pipeline stage sends are replicated over tp."""
     parallel = config.parallel
     return parallel.pp > 1 and parallel.tp > 1 and not parallel.sequence_parallel
 
@@ -111,7 +111,7 @@ def _shards_weights(config: Config) -> bool:
 
 
 def _chooses_zero_stage(config: Config) -> bool:
-    """Whether stages differ: 1 to 3 do where weights can be sharded; 0 (DDP) is also what replicas alone do."""
+    """Whether the ZeRO stage matters: 1 to 3 need ranks to shard weights over; 0 (DDP) also needs only replicas."""
     parallel = config.parallel
     if parallel.zero_stage == 0:
         return parallel.data_ranks * parallel.cp > 1
@@ -254,7 +254,7 @@ IDLE = (
         "parallel.dp_shard x cp over 1 and parallel.zero_stage = 3",
     ),
     Need("parallel.prefetch", _shards_weights, SHARDED),
-    # How to read raw text is no contradiction to reading shards that recipes/prepare.py made from it.
+    # Keys for raw text do not contradict shards that recipes/prepare.py made from that text.
     Need("data.on_bad_record", _may_read_bad_records, "a source of your own raw text"),
     Need(
         "data.max_bad_share",
@@ -263,17 +263,17 @@ IDLE = (
     ),
     Need("data.max_raw_mib", _reads_raw_text, "a source of raw text"),
 )
-"""keys that need a layout or a source which this run does not have: a printed line"""
+"""keys that need a layout or a source that this run does not have: a printed line"""
 
 
 def contradictions(config: Config) -> list[Inert]:
-    """Return the keys that do nothing because another key is set against them."""
+    """Return the keys that have no effect because another key rules them out."""
     unmet = [inert._replace(remedy="; or remove it") for inert in _unmet(config, CONTRADICTIONS)]
     return [*unmet, *_unused_source_keys(config.data.sources)]
 
 
 def without_contradictions(config: C) -> C:
-    """Return a config that trains the same, in which every key that does nothing has its default."""
+    """Return a config that trains the same, with the default for every key that has no effect."""
     while found := contradictions(config):
         section, *path = found[0].key.split(".")
         if section == "data" and path[0] == "sources":
@@ -289,7 +289,7 @@ def without_contradictions(config: C) -> C:
 
 
 def describe_inert(found: Sequence[Inert], located: Callable[[str], str]) -> str:
-    """Return one line on keys that do nothing. located: gives a key behind where it was written."""
+    """Return one line about keys without effect. located: returns a key after its origin."""
     keys: dict[str, list[str]] = {}
     for inert in found:
         keys.setdefault(inert.reason, []).append(located(inert.key))
@@ -302,7 +302,7 @@ def describe_inert(found: Sequence[Inert], located: Callable[[str], str]) -> str
 
 
 def idle_keys(config: Config) -> list[Inert]:
-    """Return the keys that do nothing in this layout. No degree may be -1."""
+    """Return the keys that have no effect in this layout. No degree may be -1."""
     return list(_unmet(config, IDLE))
 
 
@@ -310,7 +310,7 @@ def _unmet(config: Config, needs: Iterable[Need]) -> Iterator[Inert]:
     for need in needs:
         section_name, name = need.key.split(".")
         section = getattr(config, section_name)
-        default = getattr(type(section), name)  # of a dataclass, which a forked recipe may have changed
+        default = getattr(type(section), name)  # the default of the class, which a forked recipe may have changed
         if getattr(section, name) != default and not need.is_met(config):
             yield Inert(need.key, f"needs {need.text}")
 

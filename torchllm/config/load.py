@@ -1,10 +1,10 @@
 """Load the config of a run: a TOML file with its bases, overrides from the command line, and the number of ranks.
 
-Everything wrong is found at once, before torch is imported, and printed one line each as
+All errors are found at once, before torch is imported, and printed on one line each:
 
     train_configs/x.toml:12: parallel.tp: 3 does not divide model.heads = 8
 
-then the process ends with exit status 2. Nothing is coerced and nothing is dropped.
+The process then exits with status 2. No value is coerced and no key is ignored.
 
 `load_config` does it all. `torchllm.tools.front.start` plans the layout between its two halves: `read_draft` reads the
 files, the overrides and the environment; `finish` checks the values against each other and returns the config.
@@ -43,24 +43,24 @@ from torchllm.config.toml import KeyPath, Layer, dotted, read_files, shown, toml
 C = TypeVar("C", bound=Config)
 
 TRAINING_ONLY = ("optimizer", "schedule")
-"""sections in which a recipe that only uses the weights of a run passes over what a fork has written"""
+"""sections that a recipe ignores if it only uses the weights of a run: a fork may have added keys to them"""
 RESOLVED_SECTIONS = (
     *("run", "cluster", "model", "data", "training", "optimizer", "schedule", "parallel", "recompute", "compile"),
     *("checkpoint", "metrics", "evaluate", "generate"),
 )
-"""which the config of a run folder has, of any version"""
+"""keys in the config.toml of every run folder, whatever version wrote it"""
 MOST_LOWERED = 1024
-"""processes per node from which run.lower_ranks tries fewer"""
+"""run.lower_ranks tries at most this number of processes per node"""
 
 
 @dataclass
 class Draft(Generic[C]):
-    """A config while it is being read: its values, where each was written, and what is wrong so far."""
+    """A config while it is being read: its values, their origins, and the errors so far."""
 
     arguments: Arguments
     layer: Layer
     config: C
-    """keys that are wrong have their defaults"""
+    """wrong keys have their default"""
     ranks: Ranks | None
     """processes of the run; None: the environment is invalid"""
     one_device: bool
@@ -72,7 +72,7 @@ class Draft(Generic[C]):
     errors: list[str] = field(default_factory=list)
     """lines for stderr, each with its file and line"""
     notes: list[str] = field(default_factory=list)
-    """lines for stderr about a config that is right"""
+    """lines for stderr that are no errors"""
 
     @property
     def file(self) -> str:
@@ -90,9 +90,9 @@ class Draft(Generic[C]):
         return self.one_device or (self.ranks is not None and self.ranks.are_started)
 
     def origin(self, path: KeyPath) -> str:
-        """Return where a key was written ("x.toml:3", "--training.steps"), or its table; else the file, which omits it.
+        """Return the origin of a key ("x.toml:3", "--training.steps"), or of its table in an array; else the file.
 
-        A section does not stand for a key in it, but one table of an array does.
+        The line of a [section] is no help for a key that the section lacks; the line of one table of an array is.
         """
         for length in range(len(path), 0, -1):
             origin = self.layer.origins.get(path[:length])
@@ -109,14 +109,14 @@ class Draft(Generic[C]):
         return f"{self.place(path)}: {message}"
 
     def place(self, path: KeyPath) -> str:
-        """Return a key behind where it was written."""
+        """Return a key after its origin: "x.toml:3: training.steps"."""
         return f"--{dotted(path)}" if self.is_overridden(path) else f"{self.origin(path)}: {dotted(path)}"
 
     @property
     def is_resolved(self) -> bool:
         """Whether the file is the config of a run folder: it has every section, the folder and every degree.
 
-        Nobody chose the keys in such a file one by one, and what they do not do was printed when the run first started.
+        The user did not choose each key in such a file, and keys without effect were reported at the first start.
         """
         paths: list[KeyPath] = [(section,) for section in RESOLVED_SECTIONS]
         paths += [("run", "folder"), *(("parallel", axis) for axis in AXES)]
@@ -124,7 +124,7 @@ class Draft(Generic[C]):
         return all(path in written for path in paths)
 
     def is_asked_about(self, path: KeyPath) -> bool:
-        """Whether a key was chosen for this command: none of a resolved file is, nor of a section that is not used."""
+        """Whether the user chose a key for this command: no key of a resolved file, and none of an unused section."""
         if self.is_overridden(path):
             return True
         return not self.is_resolved and not (self.uses_weights and path[0] in TRAINING_ONLY)
@@ -142,14 +142,14 @@ def load_config(arguments: Sequence[str], schema: type[Any] = Config, *, one_dev
     """Return the checked config, with its degrees and its run folder filled in.
 
     `arguments` are `[CONFIG.toml] [--section.key=value ...] [--check] [--json] [--help]`. `schema` may add sections to
-    `Config`. `one_device` replaces [parallel] by degrees of 1, for a recipe that runs in one process. A recipe whose
-    layout the planner may choose calls `torchllm.tools.front.start.load_configs`: here parallel.layout is "manual".
+    `Config`. `one_device` sets all degrees of [parallel] to 1: the recipe runs in one process. A recipe whose layout
+    the planner may choose calls `torchllm.tools.front.start.load_configs`: here parallel.layout is "manual".
 
-    --check prints what run_train.sh starts, as lines NPROC=, RUN_FOLDER=, SAMPLE=, START_TIMEOUT= and maybe RESTARTS=,
-    STOPPED_EXIT_STATUS=, ON_EVENT=, DRY_RUN= and, where not all nodes train, TRAINING_NODES= and WAIT_REASON=. It ends
-    with SystemExit(0), as --help does. Without it the process must be a rank, unless it only speaks about them (a dry
-    run): more than one rank needs WORLD_SIZE in the environment.
-    SystemExit(2) after the lines on stderr if anything is wrong. TypeError if `schema` has a field no TOML can fill.
+    --check prints the settings of run_train.sh, as lines NPROC=, RUN_FOLDER=, SAMPLE=, START_TIMEOUT= and optionally
+    RESTARTS=, STOPPED_EXIT_STATUS=, ON_EVENT=, DRY_RUN= and, if some nodes wait, TRAINING_NODES= and WAIT_REASON=. It
+    ends with SystemExit(0), as --help does. Without --check the process must be a rank, except for a dry run: more than
+    one rank needs WORLD_SIZE in the environment.
+    SystemExit(2) after the lines on stderr if there are errors. TypeError if `schema` has a field no TOML can fill.
     """
     draft: Draft[Any] = read_draft(arguments, schema, one_device=one_device)
     layout = draft.config.parallel.layout
@@ -164,17 +164,16 @@ def load_config(arguments: Sequence[str], schema: type[Any] = Config, *, one_dev
 def read_draft(
     words: Sequence[str], schema: type[C], *, one_device: bool = False, uses_weights: bool = False
 ) -> Draft[C]:
-    """Read the command line, the files and the environment. What is wrong is in the draft's `errors`.
+    """Read the command line, the files and the environment into a draft, whose `errors` has a line per error.
 
-    Each key is checked for itself. SystemExit(0) after printing the help text if the command line asks for it.
-    `uses_weights`: the recipe only uses the weights of a run, which a fork with keys of its own may have trained. What
-    the run's config.toml has more than `schema` is in the `notes`, but for TRAINING_ONLY, where any fault is passed
-    over.
+    Each key is checked alone. SystemExit(0) after printing the help text if the command line asks for it.
+    `uses_weights`: the recipe only uses the weights of a run, which a fork with more keys may have trained. Keys of the
+    run's config.toml that `schema` lacks become `notes`; all errors in TRAINING_ONLY sections are ignored.
     """
     errors: list[str] = []
     arguments = parse_arguments(words, errors)
     if arguments.help:
-        from torchllm.config.help import print_help  # of no use to other runs
+        from torchllm.config.help import print_help  # rarely needed
 
         print_help(schema)
         raise SystemExit(0)
@@ -209,10 +208,10 @@ def read_draft(
 
 
 def _take_folder_of_copy(draft: Draft[C]) -> None:
-    """Take the folder of a run's config for the run folder; say so if the config names another folder that exists.
+    """Use the folder that holds a run's config.toml as the run folder; add a note if the config names another one.
 
-    A run folder that was copied or renamed has the config of the original, which would be trained, exported or sampled
-    in its place.
+    The config.toml of a copied or renamed run folder still names the original folder, which would be trained,
+    exported or sampled instead of the copy.
     """
     file, path = Path(draft.arguments.file), ("run", "folder")
     if file.name != "config.toml" or not draft.is_resolved or draft.is_overridden(path):
@@ -221,16 +220,16 @@ def _take_folder_of_copy(draft: Draft[C]) -> None:
     is_run = (folder / "lease").is_dir() or any((folder / "checkpoints").glob("step-*"))
     if is_run and os.path.realpath(named) != os.path.realpath(folder):
         draft.config = replace(draft.config, run=replace(draft.config.run, folder=str(folder)))
-        if not os.path.exists(named):  # it was renamed, or the working folder is another one
+        if not os.path.exists(named):  # the run folder was renamed, or the working directory differs
             return
-        message = f"is {toml_value(named)}, which is another folder: {folder} is taken, in which this file lies"
+        message = f"is {toml_value(named)}, which is another folder: {folder} is used, where this file lies"
         draft.notes.append(draft.located(path, message))
 
 
 def finish(draft: Draft[C]) -> C:
     """Check the values against each other and return the config with its degrees and its run folder.
 
-    SystemExit(2) after all errors if there are any; SystemExit(0) after what --check prints.
+    SystemExit(2) after printing all errors if there are any; SystemExit(0) after the output of --check.
     """
     _cut_schedule(draft)
     if draft.ranks is not None and draft.ranks.most_nodes is not None:
@@ -261,7 +260,7 @@ def finish(draft: Draft[C]) -> C:
 
 
 def _check_node_counts(draft: Draft[C], ranks: Ranks, most_nodes: int) -> NoReturn:
-    """Print for each number of nodes whether layout and batch allow it: what a job may go on with when it loses nodes.
+    """Print for each number of nodes whether a job that loses nodes can go on: layout and batch must allow it.
 
     SystemExit(0) if one is allowed, else SystemExit(2).
     """
@@ -290,9 +289,9 @@ def _check_node_counts(draft: Draft[C], ranks: Ranks, most_nodes: int) -> NoRetu
 
 
 def _spare_nodes(draft: Draft[C]) -> None:
-    """Lower the number of nodes to the largest that fits the layout, if a degree is open: the last ones wait.
+    """Lower the number of nodes to the largest that fits the layout, if a degree is -1; the last nodes wait.
 
-    A scheduler that was asked for 2 to 4 nodes may have given 3. It is decided in --check, for run_train.sh.
+    A scheduler that was asked for 2 to 4 nodes may have given 3. Only --check decides this, for run_train.sh.
     """
     ranks = draft.ranks
     if ranks is None or ranks.per_node is None or not _may_lower(draft) or draft.config.run.dry_run:
@@ -316,7 +315,7 @@ def _spare_nodes(draft: Draft[C]) -> None:
 def _ranks_to_start(draft: Draft[C]) -> int | None:
     """Return the number of ranks, None if it is unknown.
 
-    With run.lower_ranks it is the largest number, of so many or fewer processes per node, that fits the layout.
+    With run.lower_ranks it is the largest number that fits the layout, from the given processes per node downwards.
     """
     ranks = draft.ranks
     if ranks is None:
@@ -333,14 +332,14 @@ def _ranks_to_start(draft: Draft[C]) -> int | None:
 
 
 def _may_lower(draft: Draft[C]) -> bool:
-    """Return whether fewer ranks than there are may be started: a rank cannot change their number."""
+    """Return whether fewer ranks may be started than asked for; a running rank cannot change their number."""
     parallel = draft.config.parallel
     has_open_degree = -1 in (parallel.dp_shard, parallel.dp_replicate)
     return has_open_degree and (draft.arguments.check or draft.config.run.dry_run)
 
 
 def _fitting_processes(draft: Draft[C], nodes: int) -> int | None:
-    """Return how many processes per node fit the layout on so many nodes: all, or fewer with run.lower_ranks.
+    """Return the processes per node that fit the layout on `nodes` nodes: all, or fewer with run.lower_ranks.
 
     None if no number fits.
     """
@@ -355,7 +354,7 @@ def _fitting_processes(draft: Draft[C], nodes: int) -> int | None:
 
 
 def _unmet_need(draft: Draft[C], ranks: Ranks) -> str:
-    """Return what so many ranks do not do, for a message."""
+    """Describe why the number of ranks does not fit, as the end of "3 processes do not ..."."""
     unfit = {problem.key for problem in layout_problems(draft.config, ranks.world)}
     if "training.global_batch_size" in unfit:
         return f"divide the batch of {draft.config.training.global_batch_size} sequences"
@@ -363,9 +362,9 @@ def _unmet_need(draft: Draft[C], ranks: Ranks) -> str:
 
 
 def _cut_schedule(draft: Draft[C]) -> None:
-    """Cut the file's warmup and decay to the steps that the command line gives: a first try with --training.steps=5.
+    """Cut the file's warmup and decay to the steps of the command line, so that a first try is --training.steps=5.
 
-    Warmup and decay of the command line are left as they are, and refused later if they are too long.
+    Warmup and decay of the command line are kept, and refused later if they are too long.
     """
     if not draft.is_overridden(("training", "steps")):
         return
@@ -387,9 +386,9 @@ def _cut_schedule(draft: Draft[C]) -> None:
 
 
 def _check_values(draft: Draft[C], world: int | None) -> None:
-    """Report what takes more than one key to see.
+    """Report errors that need more than one key.
 
-    Not of a file that could not be read, whose keys are missing; nor, twice, of a key whose value is wrong by itself.
+    Skips a file that could not be read, whose keys are missing, and keys that already have an error.
     """
     if not draft.layer.is_complete:
         return
@@ -405,10 +404,10 @@ def _check_values(draft: Draft[C], world: int | None) -> None:
 
 
 def _check_contradictions(draft: Draft[C]) -> None:
-    """Report keys that their own source has made idle; note, in one line, those that another source's choice has.
+    """Report keys that their own source made idle; note, on one line, keys that another source made idle.
 
-    Neither of a key of a resolved file, unless the command line has made it idle. Nor of a section with a value that is
-    wrong by itself, in place of which the default stands: `kind = "csv"` says nothing about the keys of a source.
+    Skips keys of a resolved file unless the command line made them idle. Skips sections with a wrong value, since its
+    default stands in for it: `kind = "csv"` says nothing about the other keys of a source.
     """
     idle: list[Inert] = []
     wrong_sections = {key.split(".")[0] for key in draft.wrong}
@@ -435,8 +434,8 @@ def _name_folder(draft: Draft[C]) -> None:
         is_rank_of_several = draft.ranks.are_started and draft.ranks.world != 1 and not draft.arguments.check
         has_nodes = draft.ranks.nodes > 1 or draft.ranks.spare != "" or PER_RANK in os.environ
         is_shared = has_nodes or is_rank_of_several
-        if is_shared and not run.dry_run and not job_id():  # each process would make up a name of its own
-            draft.report(path, "set it: there is no job id to name the folder after on all ranks alike")
+        if is_shared and not run.dry_run and not job_id():  # each process would make up another name
+            draft.report(path, "set it: there is no job id to name the folder after on all ranks")
 
 
 def _new_folder(file: str) -> str:
@@ -453,7 +452,7 @@ def _command(arguments: Arguments, per_node: int) -> str:
 
 
 def _print_check(config: Config, ranks: Ranks) -> None:
-    """Print what run_train.sh reads on stdout, and what the user wants to know on stderr."""
+    """Print the settings for run_train.sh on stdout, and the batch for the user on stderr."""
     parallel = config.parallel
     per_node, uneven = divmod(parallel.ranks, ranks.nodes)
     if uneven:
@@ -478,7 +477,7 @@ def _print_check(config: Config, ranks: Ranks) -> None:
 
 
 def _describe_batch(training: Training, parallel: Parallel) -> str:
-    """Return how a step's sequences are shared out; the degrees of `parallel` are resolved."""
+    """Describe how ranks share the sequences of a step; the degrees of `parallel` are resolved."""
     accumulated = gradient_accumulation(training, parallel.data_ranks)
     return (
         f"global batch {training.global_batch_size} sequences = {parallel.data_ranks} data ranks x "

@@ -1,4 +1,4 @@
-"""Paths of a config, which its types mark: independent of the working folder, and compared across working folders."""
+"""Make the paths of a config absolute, and compare them across working directories. The schema's types mark paths."""
 
 import os
 from dataclasses import is_dataclass, replace
@@ -11,13 +11,13 @@ C = TypeVar("C", bound=Config)
 
 
 def absolute_paths(config: C) -> C:
-    """Return a config whose paths mean the same from every working folder."""
+    """Return a config with absolute paths."""
     absolute: C = _absolute(type(config), config)
     return absolute
 
 
 def same_path(saved: str, current: str) -> bool:
-    """Return whether two values of a key are one path: a relative one may be of an earlier working folder."""
+    """Return whether two values of a key are the same path; a relative one may stem from another working directory."""
     if "" in (saved, current):
         return saved == current
     saved = os.path.expanduser(saved)

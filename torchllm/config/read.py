@@ -1,7 +1,7 @@
-"""Turn plain tables into frozen dataclasses, strictly: nothing is coerced, nothing dropped, every problem reported.
+"""Turn plain tables into frozen dataclasses, strictly: no value coerced, no key dropped, every problem reported.
 
 A field may be `bool`, `int`, `float`, `str`, a `Literal`, another dataclass, or `tuple[one of these, ...]`; numbers may
-be `Annotated` with a `Bound`. Every field has a default. TypeError, for the programmer, on anything else.
+be `Annotated` with a `Bound`. Every field has a default. Any other schema is a TypeError.
 """
 
 import difflib
@@ -26,7 +26,7 @@ class Fault(NamedTuple):
 
     path: KeyPath
     message: str
-    """what is wrong with it"""
+    """the error, without the key"""
     is_unknown: bool = False
     """the schema has no such key"""
 
@@ -34,7 +34,7 @@ class Fault(NamedTuple):
 def read_table(schema: type, table: dict[str, Any], faults: list[Fault]) -> Any:
     """Return a `schema` with the values of a plain table.
 
-    Wrong and unknown keys are appended to `faults`, and keep their defaults.
+    Wrong and unknown keys are appended to `faults`; wrong keys keep their default.
     """
     return _TableReader(schema, faults).read_section(schema, table, ())
 
@@ -87,7 +87,7 @@ class _TableReader:
 
 
 def _scalar_problem(annotated: Any, value: Any) -> str:
-    """Return what is wrong with a value that is to be a scalar; "" if nothing is."""
+    """Return the error of a scalar value; "" if it is right."""
     kind, bound = plain_type(annotated)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if kind is float and is_number and not abs(value) < math.inf:
@@ -165,7 +165,7 @@ def plain_type(annotated: Any) -> tuple[Any, Bound]:
 
 
 def describe(annotated: Any) -> str:
-    """Return what a value must be, in words. TypeError if no TOML value can be that."""
+    """Describe a type in words: "a whole number of at least 1". TypeError if no TOML value has this type."""
     kind, bound = plain_type(annotated)
     if get_origin(kind) is Literal:
         return f"one of {', '.join(toml_value(choice) for choice in get_args(kind))}"

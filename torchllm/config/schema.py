@@ -1,9 +1,9 @@
 """Every setting of a run, one dataclass per TOML section; the string under a field is what `--help` prints.
 
 No torch here: the config is checked before torch is imported, on machines that may not have it. `load.py` reads
-files and overrides into these classes; `checks.py` checks what needs more than one key.
+files and overrides into these classes; `checks.py` has the checks that need more than one key.
 
-A forked recipe adds a section of its own by subclassing `Config`:
+A forked recipe adds a section by subclassing `Config`:
 
     @dataclass(frozen=True)
     class MyConfig(Config):
@@ -25,21 +25,21 @@ class Bound(NamedTuple):
 
 
 class Unsupported(NamedTuple):
-    """A word that a user may expect among the choices of a key, and why it is not one of them: a note on its type."""
+    """A word that a user may expect among the choices of a key, and the reason why it is none: annotates a type."""
 
     word: str
     reason: str
 
 
 class IsPath(NamedTuple):
-    """A note on the type of a path: a leading ~ is the home folder, and the config.toml of a run has it absolute."""
+    """Annotates the type of a path: a leading ~ is the home folder, and a run's config.toml has the absolute path."""
 
     names: tuple[str, ...] = ()
-    """values that are no paths"""
+    """values that are not paths"""
     or_name: bool = False
     """a value is a path if it exists; else it is the name of something else, such as a model of the hub"""
     ending: str = ""
-    """which paths have, and names do not"""
+    """suffix that paths have and names lack"""
 
 
 FilePath = Annotated[str, IsPath()]
@@ -52,12 +52,12 @@ NonNegative = Annotated[float, Bound(at_least=0.0)]
 Fraction = Annotated[float, Bound(at_least=0.0, at_most=1.0)]
 RecomputeMode = Literal["none", "full", "segment", "every_k", "ffn", "selective", "selective_half"]
 Switch = Literal[True, False, "auto"]
-"""auto: what is best for the machine and the layout of a run; where nothing resolves it, it means False"""
+"""auto: the best choice for the machine and the layout of a run; False if nothing resolves it"""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Where the run lives and what it is seeded with."""
+    """Folder, seed, device and time limits of the run."""
 
     folder: FilePath = ""
     """folder of the run (config, metrics, checkpoints); empty: a new one under runs/"""
@@ -86,24 +86,24 @@ class Run:
     """command that is called with the name of an event (hang, restart, nan, imbalance, end) and the run folder;
     empty: none"""
     dry_run: bool = False
-    """do not train: print what each kind of rank would hold and send, on any number of ranks"""
+    """do not train: print the memory and the messages of each kind of rank, for any number of ranks"""
     json: bool = False
     """with dry_run: print JSON, with sizes in bytes; --json is short for --run.json=true"""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The machines, for the dry run and the planner; training needs no description of them."""
+    """The machines, as used by the dry run and the planner; training needs no description of them."""
 
     name: Annotated[str, IsPath(or_name=True, ending=".toml")] = ""
     """a file of train_configs/clusters, such as dgx_h100, or the path of a TOML file; empty: unknown"""
 
 
 class Features(NamedTuple):
-    """What the decoders of one family are made of.
+    """Parts of the decoders of one family.
 
     Code that builds, counts or costs a model asks for a feature, never for the name of a family: a new family is one
-    row of `FAMILIES`, and a feature that it does not share with the others is one field here.
+    row of `FAMILIES`, and a feature that no other family has is one field here.
     """
 
     norm: Literal["rms", "layer"]
@@ -138,13 +138,13 @@ class Model:
     heads: Count = 8
     """query heads (H)"""
     kv_heads: Natural = 0
-    """key and value heads (K), a divisor of heads; 0: as many as heads"""
+    """key and value heads (K), a divisor of heads; 0: equal to heads"""
     head_dim: Natural = 0
     """width of one head (Q), even; 0: hidden / heads"""
     ffn: Count = 1024
     """width of the feed-forward layer (F)"""
     experts: Natural = 0
-    """feed-forward layers, called experts (E), of each sparse block, of which every token uses top_k; 0: all blocks are
+    """experts (E), the feed-forward layers of each sparse block; every token uses top_k of them; 0: all blocks are
     dense"""
     top_k: Count = 2
     """experts that each token uses (K)"""
@@ -154,38 +154,38 @@ class Model:
     """start each expert as a copy of the feed-forward layer of the dense model that from_hf or checkpoint.initial
     names; routers start at random"""
     upcycle_noise: NonNegative = 0.0
-    """what each expert adds to its copy: so many times the random weights that it would start from"""
+    """each expert adds this multiple of its random initial weights to its copy"""
     shared_experts: Natural = 0
-    """experts that every token uses beside its top_k; together they are one layer, shared_experts x as wide"""
+    """experts that every token uses in addition to its top_k; they are one layer, shared_experts times as wide"""
     dense_layers: Natural = 0
     """first blocks that have one feed-forward layer of width ffn instead of experts"""
     router_score: Literal["softmax", "sigmoid"] = "softmax"
-    """how the router's logits become scores, by which experts are chosen and weighted"""
+    """how the router's logits become the scores that choose and weight experts"""
     router_dtype: Literal["float32", "compute"] = "float32"
-    """type of the router's weights and logits; compute: that of the other layers (training.dtype), as in transformers'
+    """type of the router's weights and logits; compute: training.dtype, like all other layers, as in transformers'
     Mixtral, Qwen3-MoE and OLMoE; scores are float32 in any case"""
     router_renormalize: bool = True
     """divide the scores of a token's experts by their sum"""
     router_scale: Positive = 1.0
-    """what the weighted sum of a token's experts is multiplied by"""
+    """factor of the weighted sum of a token's experts"""
     router_bias: bool = False
-    """choose experts by their score + a number per expert, which keeps their loads equal and weighs nothing; it starts
-    at 0 and is no trained weight (DeepSeek-V3)"""
+    """choose experts by score + a bias per expert, which keeps their loads equal; it does not weight their outputs,
+    starts at 0 and is not trained by gradients (DeepSeek-V3)"""
     router_bias_rate: NonNegative = 0.001
     """after each step the router's bias of an expert falls by this if it had more tokens than the mean, and rises if it
-    had fewer; 0: the bias stays as it is"""
+    had fewer; 0: the bias does not change"""
     balance_loss: Literal["none", "sequence", "global"] = "none"
     """penalty on the router's logits that keeps the experts' loads equal; sequence: within each sequence (DeepSeek-V3);
     global: by the loads of the whole step before, on all ranks"""
     balance_weight: Positive = 0.001
-    """what the balance_loss is multiplied by"""
+    """factor of the balance_loss"""
     router_z_loss: NonNegative = 0.0
     """weight of the mean squared log-sum-exp of the router's logits, a penalty that keeps them small; 0: off"""
     vocab: Count = 264
     """rows of the embedding (V); at least the tokenizer's number of tokens"""
     vocab_padding: Natural = 0
-    """rows of embedding and head after those of vocab, of no token: the softmax leaves them out; set with from_hf if
-    parallel.tp does not divide vocab"""
+    """additional rows of embedding and head without a token, which the softmax ignores; set with from_hf if parallel.tp
+    does not divide vocab"""
     tied_embeddings: bool = False
     """use the token embedding as the output projection too"""
     qkv_bias: bool = False
@@ -197,7 +197,8 @@ class Model:
     """where a block's norms are; before: of the input of attention and of the feed-forward layer; after: of their
     results, before these are added to the residual stream (OLMo 2)"""
     window: Natural = 0
-    """sliding window of attention: a token sees so many tokens, itself the last of them; 0: all before it (Mistral)"""
+    """sliding window of attention: the number of tokens that a token sees, itself included; 0: all before it
+    (Mistral)"""
     max_sequence_length: Count = 2048
     """rows of the learned position table (gpt); the longest text that generate.py writes"""
     rope_theta: Positive = 10000.0
@@ -205,7 +206,7 @@ class Model:
     rotary_fraction: Annotated[float, Bound(over=0.0, at_most=1.0)] = 1.0
     """share of each head, its first features, that rotary positions turn; the rest has no positions (GLM-4.5: 0.5)"""
     rope_scaling: Literal["linear", "llama3", "yarn"] = "llama3"
-    """how rope_scaling_factor changes the rotary frequencies; linear: all alike; llama3: as Llama 3.1; yarn: YaRN"""
+    """how rope_scaling_factor changes the rotary frequencies; linear: all equally; llama3: as Llama 3.1; yarn: YaRN"""
     rope_scaling_factor: Annotated[float, Bound(at_least=1.0)] = 1.0
     """scaling of the rotary frequencies: how much longer than rope_original_length; 1: off"""
     rope_original_length: Count = 8192
@@ -235,7 +236,7 @@ class Model:
 
     @property
     def features(self) -> Features:
-        """What the model is made of, by its family."""
+        """The features of the model's family."""
         return FAMILIES[self.family]
 
     @property
@@ -244,7 +245,7 @@ class Model:
         return self.qkv_bias or self.features.biases
 
     def window_within(self, sequence_length: int) -> int:
-        """Return how many tokens, itself the last, the last token of a sequence sees: no more than the sequence has."""
+        """Return the number of tokens that the last token of a sequence sees, itself included."""
         return min(self.window or sequence_length, sequence_length)
 
     @property
@@ -303,7 +304,7 @@ class Source:
     messages_key: str = ""
     """key or column that holds the messages of a conversation (jsonl, hub), as a rule "messages"; empty: it is text"""
     delimiter: str = ""
-    """text: what separates the documents of a file, such as a blank line, "\\n\\n"; empty: a file is one document"""
+    """text: separator of the documents in a file, such as a blank line, "\\n\\n"; empty: a file is one document"""
     subset: str = ""
     """configuration of a hub data set; empty: its default"""
     split: str = "train"
@@ -316,7 +317,7 @@ class Source:
 
 @dataclass(frozen=True)
 class MixtureStage:
-    """A part of the training with shares of its own of the sources."""
+    """A part of the training with its weights of the sources."""
 
     until: Natural = 0
     """last step of the stage; 0, in the last one: to the end"""
@@ -326,7 +327,7 @@ class MixtureStage:
 
 @dataclass(frozen=True)
 class Data:
-    """What is read, how it is tokenized, packed and ordered."""
+    """The sources, and how they are tokenized, packed and ordered."""
 
     sources: tuple[Source, ...] = (Source(),)
     """one [[data.sources]] table per source"""
@@ -349,7 +350,7 @@ class Data:
     validation_fraction: Annotated[float, Bound(at_least=0.0, at_most=0.5)] = 0.01
     """share of the documents that are held out for evaluation and never trained on"""
     on_bad_record: Literal["error", "skip"] = "error"
-    """what to do with an unreadable record: error: stop and name it; skip: count and skip it"""
+    """how an unreadable record is handled; error: stop and name it; skip: count and skip it"""
     max_bad_share: Annotated[float, Bound(at_least=0.0, at_most=1.0)] = 0.01
     """with on_bad_record = skip: stop if more than 10 records of a file, and more than this share of them, would be
     skipped, or all; 1: never"""
@@ -363,7 +364,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Training:
-    """What one step is made of, and how many there are."""
+    """Number of steps, batch sizes, precision and loss."""
 
     steps: Count = 1000
     """optimizer steps"""
@@ -384,7 +385,7 @@ class Training:
     loss_chunk: Natural = 0
     """tokens whose logits are in memory at a time; 0: all of a micro batch"""
     z_loss: NonNegative = 0.0
-    """weight of the mean square of the logits' log-sum-exp, which is minimized beside the loss and logged beside it;
+    """weight of the mean square of the logits' log-sum-exp, which is minimized with the loss and logged separately;
     1e-4 keeps logits from drifting; 0: none"""
 
 
@@ -424,8 +425,8 @@ class Optimizer:
     vector_decay: NonNegative = 0.0
     """weight decay of norms, biases and learned positions, as a multiple of weight_decay"""
     ema_decay: Annotated[float, Bound(at_least=0.0, at_most=0.9999999)] = 0.0
-    """decay per step of an exponential moving average of the weights, which is kept and saved beside them, such as
-    0.999; 0: none"""
+    """decay per step of an exponential moving average of the weights, which is kept and saved with them, such as 0.999;
+    0: none"""
 
 
 @dataclass(frozen=True)
@@ -456,7 +457,7 @@ PipelineSchedule = Literal[
 
 
 class ScheduleKind(NamedTuple):
-    """What a pipeline schedule needs of a layout."""
+    """Requirements of a pipeline schedule."""
 
     default_stages: int
     """stages per rank, unless parallel.virtual_stages is set"""
@@ -487,9 +488,9 @@ class Parallel:
     pp: Degree = 1
     """ranks among which the blocks are divided (pipeline parallelism)"""
     dp_replicate: Annotated[int, Bound(at_least=-1)] = 1
-    """copies of the weights (HSDP: one per node); -1: what the other degrees leave"""
+    """copies of the weights (HSDP: one per node); -1: the ranks divided by the other degrees"""
     dp_shard: Annotated[int, Bound(at_least=-1)] = -1
-    """ranks that share a copy of the weights (FSDP); -1: what the other degrees leave"""
+    """ranks that share a copy of the weights (FSDP); -1: the ranks divided by the other degrees"""
     cp: Degree = 1
     """ranks that share a sequence (context parallelism)"""
     tp: Degree = 1
@@ -546,7 +547,7 @@ class Recompute:
     """Which activations are recomputed in the backward pass instead of kept."""
 
     mode: RecomputeMode = "none"
-    """full: every block; segment: segments of k blocks, of which only the input is kept; every_k: one block in k; ffn:
+    """full: every block; segment: segments of k blocks, keeping each segment's input; every_k: one block in k; ffn:
     the feed-forward layers; selective: all but matrix products and attention; selective_half: all but attention and
     every second matrix product"""
     k: Natural = 0
@@ -555,12 +556,12 @@ class Recompute:
 
 @dataclass(frozen=True)
 class Compile:
-    """What torch.compile fuses; on a CPU it needs a C++ compiler."""
+    """Parts that torch.compile fuses; on a CPU it needs a C++ compiler."""
 
     norm: bool = False
     """the norms, each one kernel"""
     block: Switch = "auto"
-    """each block (compiled once, for all blocks are equal); auto: on a GPU with a compiler, if the layout allows it"""
+    """each block (compiled once, as all blocks are equal); auto: on a GPU with a compiler, if the layout allows it"""
     loss: Switch = "auto"
     """the cross entropy; auto: on a GPU with a compiler"""
 
@@ -617,13 +618,13 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """What the updates are multiplied by."""
+        """Factor of the updates."""
         return self.alpha / self.rank
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """When the run is saved and from what it starts."""
+    """When the run is saved, and its initial state."""
 
     interval: Natural = 500
     """steps between checkpoints; 0: only the last step"""
@@ -631,9 +632,9 @@ class Checkpoint:
     """auto: the newest verified step of the run folder; none: start fresh; or the path of a step folder"""
     initial: FilePath = ""
     """run folder, or step folder, whose weights a fresh run starts from, without its optimizer, step and data; empty:
-    those of model.from_hf, or random ones"""
+    the weights of model.from_hf, or random ones"""
     keep: Natural = 3
-    """newest verified checkpoints that are kept, and the newest that is proven to be good; 0: all"""
+    """number of newest verified checkpoints to keep, in addition to the newest that later steps proved good; 0: all"""
     keep_every: Natural = 0
     """steps between checkpoints that are kept for good, a multiple of interval; 0: none"""
     asynchronous: Switch = "auto"
@@ -643,12 +644,12 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Metrics:
-    """What is measured and logged."""
+    """Logging, trackers and profiling."""
 
     log_interval: Count = 10
     """steps between logged steps; only a logged step waits for the device"""
     tensorboard: bool = True
-    """write TensorBoard files beside metrics.jsonl"""
+    """write TensorBoard files next to metrics.jsonl"""
     wandb: str = ""
     """project of Weights & Biases that gets the records and the config; empty: none; needs the extra wandb"""
     mlflow: str = ""
@@ -679,7 +680,7 @@ class Evaluate:
     tasks: tuple[PathOrName, ...] = ()
     """tasks of lm-evaluation-harness (extra lm-eval): their names, or folders with a YAML file per task"""
     tasks_interval: Natural = 0
-    """steps between evaluations of the tasks, each by a process beside rank 0, on CPUs; a multiple of
+    """steps between evaluations of the tasks, each in a process next to rank 0, on CPUs; a multiple of
     checkpoint.interval; 0: only recipes/evaluate.py does them"""
     ema: bool = False
     """evaluate the moving average of the weights (optimizer.ema_decay) instead of the weights"""
@@ -687,7 +688,7 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class Generate:
-    """What recipes/generate.py writes."""
+    """Sampling, by recipes/generate.py."""
 
     after_training: bool = False
     """let run_train.sh print a sample of the last checkpoint"""
@@ -709,16 +710,16 @@ class Finetune:
     """How conversations become tokens, and how long recipes/finetune.py trains on them."""
 
     chat_template: FilePath = ""
-    """file of a Jinja chat template; empty: that of data.tokenizer (chat_template.jinja or tokenizer_config.json in its
-    folder)"""
+    """file of a Jinja chat template; empty: the template of data.tokenizer (chat_template.jinja or
+    tokenizer_config.json in its folder)"""
     epochs: NonNegative = 0.0
-    """recipes/finetune.py: passes over each source, from which training.steps follows, and the shares of the sources
-    unless their weights are chosen; 0: training.steps decides"""
+    """recipes/finetune.py: passes over each source; decides training.steps, and the shares of sources without a chosen
+    weight; 0: training.steps decides"""
 
 
 @dataclass(frozen=True)
 class Export:
-    """What recipes/export.py writes: the weights of a run as a model for the library transformers."""
+    """The weights of a run as a model for transformers, written by recipes/export.py."""
 
     folder: FilePath = ""
     """folder of the model, which must not exist yet"""
@@ -729,8 +730,7 @@ class Export:
     average: Count = 1
     """how many checkpoints to average, the newest ones; their mean is computed in float32"""
     adapter: bool = False
-    """with lora.rank over 0: write the low-rank updates alone, for the package peft; false: the model with them merged
-    in"""
+    """with lora.rank over 0: write only the low-rank updates, in peft's format; false: the model with them merged in"""
 
 
 @dataclass(frozen=True)

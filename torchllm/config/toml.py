@@ -31,7 +31,7 @@ class Layer(NamedTuple):
     is_complete: bool = True
     """False: a file could not be read, and its keys are missing"""
     files: tuple["Layer", ...] = ()
-    """of several files, one over the other: each by itself, the lowest base first"""
+    """the files that were merged into this layer, lowest base first"""
 
     def forget(self, path: KeyPath) -> None:
         """Drop the origins of a key, and of all inside it, that is about to be replaced."""
@@ -73,7 +73,7 @@ def read_files(file: str, errors: list[str], folder: str = "train_configs") -> L
 
 
 def merge_layers(files: tuple[Layer, ...]) -> Layer:
-    """Return layers, at least one, each over the one before, as one; they stay as they are."""
+    """Return a copy of layers, at least one, merged into one; later layers win."""
     merged = Layer({}, {}, all(layer.is_complete for layer in files), files)
     for layer in files:
         _put_over(merged, merged.table, deepcopy(layer.table), ())
@@ -82,7 +82,7 @@ def merge_layers(files: tuple[Layer, ...]) -> Layer:
 
 
 def _put_over(layer: Layer, lower: dict[str, Any], upper: dict[str, Any], path: KeyPath) -> None:
-    """Put the keys of `upper` over those of `lower`, which is the layer's table at `path`."""
+    """Write the keys of `upper` into `lower`, which is the layer's table at `path`."""
     for key, value in upper.items():
         if isinstance(value, dict) and isinstance(lower.get(key), dict):
             _put_over(layer, lower[key], value, (*path, key))
@@ -98,7 +98,7 @@ def _unread() -> Layer:
 
 def _read_file(file: str, named_at: str, errors: list[str]) -> Layer:
     path = Path(file)
-    if os.path.exists(path) and not os.path.isfile(path):  # never opened: reading a pipe or a device may not end
+    if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe or a device may never end
         errors.append(f"{named_at}{file}: is not a file")
         return _unread()
     try:
@@ -121,7 +121,7 @@ def _read_file(file: str, named_at: str, errors: list[str]) -> Layer:
         return _unread()
     try:
         table = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError, and what the decoder lets through
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, and errors that the decoder does not wrap
         errors.append(f"{file}:{_parser_message(str(error), text)}")
         return _unread()
     origins = {key: f"{file}:{line}" for key, line in key_lines(text).items()}
@@ -134,7 +134,7 @@ def _line_after(beginning: bytes) -> int:
 
 
 def _parser_message(error: str, text: str) -> str:
-    """Return "LINE: what is wrong" for an error of the TOML parser."""
+    """Return "LINE: MESSAGE" for an error of the TOML parser."""
     message = error
     line = str(max(1, text.rstrip("\n").count("\n") + 1))  # the last, unless the parser names one
     position = re.search(r" \(at (?:line (\d+), column \d+|end of document)\)", error)
@@ -154,7 +154,7 @@ def _parser_message(error: str, text: str) -> str:
 
 
 def _near_files(path: Path) -> str:
-    """Return the TOML files with a name like that of the missing one, for a message."""
+    """Return the TOML files with names similar to the missing one, as text for a message."""
     if not path.name:
         return ""
     files = {*path.parent.glob("*.toml"), *Path("train_configs").rglob("*.toml")}
@@ -175,7 +175,7 @@ class _Token(NamedTuple):
 
 
 def key_lines(text: str) -> dict[KeyPath, int]:
-    """Return the line on which each key, table and array element of a *valid* TOML text begins."""
+    """Return the first line of each key, table and array element of a *valid* TOML text."""
     reader = _LineReader(text)
     reader.read_document()
     return reader.lines
@@ -250,7 +250,7 @@ class _LineReader:
         self.read_value(path)
 
     def read_value(self, path: KeyPath) -> None:
-        """Read a value; of an array or an inline table also what is in it."""
+        """Read a value, including the elements of an array or an inline table."""
         opening = self.next_text
         if opening not in ("[", "{"):
             while self.next_text not in ("\n", ",", "]", "}"):

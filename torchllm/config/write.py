@@ -26,7 +26,7 @@ def dump_toml(config: Config) -> str:
 
 
 def _lines(value: Any, path: KeyPath) -> list[str]:
-    """Return the lines of a table: its own keys first, for a key after a table would belong to that table."""
+    """Return the lines of a table: its own keys first, since a key after a table would belong to that table."""
     lines = []
     tables = []
     for field in fields(value):
@@ -45,7 +45,7 @@ def _lines(value: Any, path: KeyPath) -> list[str]:
 
 
 def write_config(config: Config, path: Path) -> None:
-    """Write every key as TOML to `path`, with absolute paths. After a crash the file is whole, or as it was before."""
+    """Write every key as TOML to `path`, with absolute paths. The replacement is atomic."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("w", encoding="utf-8", newline="\n") as file:
         file.write(dump_toml(absolute_paths(config)))

@@ -1,4 +1,4 @@
-"""Floating-point operations of a model and of a device: what MFU and HFU are made of. No torch.
+"""Floating-point operations of a model, and peak rates of devices, for MFU and HFU. No torch.
 
 One multiply-add is two operations. Everything is per input token of a training step, forward and backward, unless it
 says otherwise. Shapes: D hidden, H heads, K key-value heads, Q head width, F feed-forward, V vocabulary, L blocks,
@@ -9,8 +9,8 @@ S sequence.
   depend on how the step is computed, so two layouts compare by MFU = tokens/s * model FLOPs / peak.
 - `flops_per_token(pairs=...)`: the same with the attention that causal mask, window and document mask leave.
 - HFU adds `recomputed_flops_per_token`.
-- `executed_flops_per_token`: the matrix products that really run. It lacks what N counts though it multiplies nothing:
-  the embedding's look-up, norms, biases.
+- `executed_flops_per_token`: the matrix products that really run. N also counts parameters outside of products, which
+  are missing here: the embedding's look-up, norms, biases.
 """
 
 import math
@@ -57,8 +57,8 @@ def head_size(model: Model) -> int:
 def product_sizes(model: Model, layer: int) -> list[int]:
     """Return the sizes of the weight matrices of a block's products, in the order of their use. layer: its index.
 
-    q, k, v, o, then (gate,) up, down. With experts: router, gate of the shared ones, gate, up, down of the routed ones,
-    of which one product has the matrices that a token uses, and up, down of the shared ones.
+    q, k, v, o, then (gate,) up, down. With experts: router, gate of the shared experts, gate, up, down of the routed
+    ones (each one product with the matrices of a token's experts), and up, down of the shared ones.
     """
     q = model.hidden * model.heads * model.head_width
     k = model.hidden * model.kv * model.head_width
@@ -76,9 +76,9 @@ def product_sizes(model: Model, layer: int) -> list[int]:
 
 
 def half_of_products(model: Model, layer: int) -> int:
-    """Return the size of those of a block's matrices whose products recompute.mode selective_half computes again.
+    """Return the elements of a block's matrices whose products recompute.mode selective_half computes again.
 
-    They are the first, third, fifth, ... The last product's result is needed again only by a norm after it, or by the
+    These are the first, third, fifth, ... The last product's result is needed again only by a norm after it, or by the
     weighted sum of experts.
     """
     sizes = product_sizes(model, layer)
@@ -93,7 +93,7 @@ def parameter_count(model: Model) -> int:
 
 
 def active_parameter_count(model: Model) -> int:
-    """Return the number of parameters that one token uses: all, but of each block's experts top_k."""
+    """Return the number of parameters that one token uses: all, except that it uses top_k experts of a block."""
     sparse_blocks = sum(model.is_sparse(layer) for layer in range(model.layers))
     expert = 3 * model.hidden * model.expert_width
     return parameter_count(model) - sparse_blocks * (model.experts - model.top_k) * expert
@@ -127,7 +127,7 @@ def update_parameter_count(model: Model, lora: Lora) -> int:
 def causal_pairs(lengths: Iterable[int], window: int = 0) -> int:
     """Count the (query, key) pairs that a causal mask leaves in documents of these lengths, in tokens.
 
-    window: a token sees so many tokens, itself the last of them; 0: all before it.
+    window: number of tokens that a token sees, itself included; 0: all before it.
     """
     pairs = 0
     for length in lengths:
@@ -188,9 +188,9 @@ def recomputed_flops_per_token(
     """Return the FLOPs of the matrix products that the backward pass runs a second time.
 
     has_logits_again: the output projection too (`recomputes_logits`). torch ends a recomputation at the last tensor
-    that it needs, so the last product of whatever is recomputed at once (always a down projection) is not among them,
-    unless a norm after it (`norm_position`) or the weighted sum of experts needs its result; nor, for every mode, is
-    what fused attention kernels recompute inside their backward (no published HFU counts it).
+    that it needs, so the last product of each recomputed part (always a down projection) is not among them, unless a
+    norm after it (`norm_position`) or the weighted sum of experts needs its result. The recomputation inside the
+    backward of fused attention kernels is never counted (no published HFU counts it).
     """
     layers = range(model.layers)
     sizes = [matrices(model, layer) for layer in layers]
@@ -222,7 +222,7 @@ def recompute_interval(recompute: Recompute, layers: int) -> int:
 
 
 def executed_flops_per_token(model: Model, recompute: Recompute, sequence_length: int) -> int:
-    """Return the FLOPs that a training step runs: forward, backward and what is recomputed; attention unmasked."""
+    """Return the FLOPs that a training step runs: forward, backward and recomputation; attention unmasked."""
     recomputed = recomputed_flops_per_token(model, recompute, sequence_length)
     return 3 * forward_flops_per_token(model, sequence_length) + recomputed
 

@@ -1,9 +1,8 @@
-"""One row for each kind of parameter: its names, how it is sharded over tp, how it is initialized, what its role is.
+"""One row for each kind of parameter: its names, sharding over tp, initialization and role.
 
 The table is read by `parallel/tensor.py` (the cut), `parallel/initialize.py` (the start), the optimizer (learning rate
-and weight decay by role) and the planner (sizes per rank), so it imports no torch. Names are canonical: those of
-Hugging Face's Llama, without the prefixes that wrappers add. Every parameter of every model matches exactly one row
-(tested).
+and weight decay by role) and the planner (sizes per rank), so it imports no torch. Names are canonical: as in Hugging
+Face's Llama, without the prefixes that wrappers add. Every parameter of every model matches exactly one row (tested).
 
 Shapes: D hidden, H heads, K key-value heads, Q head width, F feed-forward, V vocabulary, S positions, r rank of LoRA.
 """
@@ -16,7 +15,7 @@ Cut = Literal["vocab", "colwise", "rowwise", "whole", "whole_per_head", "whole_s
 tp rank. whole_per_head: on every tp rank, which uses it for its own heads, so that gradients are summed over tp.
 whole_summed: the same for a rank's own output features, or its own input features."""
 Start = Literal["normal", "residual", "ones", "zeros"]
-"""normal: standard deviation model.initial_std. residual: that / sqrt(2 L), for what adds to the residual stream."""
+"""normal: standard deviation model.initial_std. residual: that / sqrt(2 L), for outputs to the residual stream."""
 Role = Literal["embedding", "position", "matrix", "router", "head", "adapter", "vector"]
 """embedding: of tokens; the head too where they are tied. position: learned positions. matrix: of attention, of the
 feed-forward layer and of experts, stacked. router: of experts. adapter: of LoRA. vector: weights and biases of norms,
@@ -31,7 +30,7 @@ class ParameterRule(NamedTuple):
     cut: Cut
     start: Start
     role: Role
-    """what the optimizer asks: learning rate and weight decay are set by role"""
+    """the optimizer sets learning rate and weight decay by role"""
 
 
 PARAMETER_RULES = (
@@ -76,7 +75,7 @@ def canonical_name(name: str) -> str:
 
 
 def is_low_rank_factor(name: str) -> bool:
-    """Return whether a canonical name, or a key that ends in one, is that of a factor of a low-rank update (LoRA)."""
+    """Return whether a canonical name, or a key that ends in one, names a factor of a low-rank update (LoRA)."""
     return name.endswith((".lora_A.weight", ".lora_B.weight"))
 
 

@@ -23,7 +23,7 @@ def parameter_shapes(model: Model) -> dict[str, Shape]:
 
 
 def stored_shapes(model: Model) -> dict[str, Shape]:
-    """Return the shapes of all that is stored of a model: its parameters, and the buffers that are no parameters."""
+    """Return the shapes of all stored tensors of a model: parameters and buffers."""
     shapes = parameter_shapes(model)
     if model.router_bias:
         for index in range(model.layers):

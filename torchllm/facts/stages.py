@@ -72,9 +72,9 @@ def balanced_split(model: Model, parallel: Parallel, sequence_length: int) -> tu
     batches per rank, this one was at most 6 % slower than the best, a split into even stages 12 %; except with
     LoopedBFS, which waits for its slowest stage (up to 19 % with either).
 
-    Where the first blocks are dense and the others sparse, this is done for each stage at which the sparse ones may
-    begin and each number of dense blocks before them there, and the best of these splits is taken. Its busiest rank has
-    the least possible work, or with several stages per rank up to 2 % more, while most blocks are sparse.
+    If the first blocks are dense and the others sparse, this is done for each stage that may hold the first sparse
+    block and each number of dense blocks before it in that stage, and the best of these splits is taken. Its busiest
+    rank has the least possible work, or with several stages per rank up to 2 % more, while most blocks are sparse.
 
     Among equal stages the later one is taken, which keeps the activations of fewer micro batches; 1F1B would be up to
     3 % faster with the earlier one.
@@ -165,7 +165,7 @@ class Border(NamedTuple):
 
 
 def _borders(leading: BlockRun, following: BlockRun, stages: int) -> Iterator[Border]:
-    """Yield the borders between leading and following blocks for which every stage can have a block."""
+    """Yield the borders between leading and following blocks that leave a block for every stage."""
     for stage in range(stages):
         if following.blocks < stages - stage:
             continue

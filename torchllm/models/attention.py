@@ -1,10 +1,10 @@
 """Causal self-attention: projections around a replaceable core.
 
 A core is a module (q, k, v, mask) -> out with q (B, S, H, Q), k and v (B, S, K, Q), out (B, S, H, Q); query head h
-reads key-value head h // (H / K). Its `mask(document_ids, document_limit)` returns, once per forward, what it needs to
-hide from a token what it does not see: later tokens, other documents and, with a `window` over 0, all but so many
-tokens, itself the last of them; document_limit is `Batch.document_limit`. Parallelism replaces the
-core (context parallel) or gives it fewer heads (tensor parallel); generation wraps it (`CachedAttention`).
+reads key-value head h // (H / K). Its `mask(document_ids, document_limit)`, called once per forward, returns the mask
+in the core's own format. It hides later tokens, other documents and, with a `window` over 0, all tokens except the last
+`window` (the query's own included); document_limit is `Batch.document_limit`. Parallelism replaces the core (context
+parallel) or gives it fewer heads (tensor parallel); generation wraps it (`CachedAttention`).
 """
 
 from collections.abc import Callable
@@ -46,10 +46,10 @@ class Attention(nn.Module):
         self.k_norm: nn.Module | None = None
         self.q_width_norm: nn.Module | None = None
         self.k_width_norm: nn.Module | None = None
-        if model.qk_norm == "head":  # one weight for all heads, so that a rank with some of the heads has it whole
+        if model.qk_norm == "head":  # one weight for all heads, replicated over tp
             self.q_norm = RMSNorm(model.head_width, model.norm_epsilon)
             self.k_norm = RMSNorm(model.head_width, model.norm_epsilon)
-        elif model.qk_norm == "width":  # other names, because a rank with some of the heads has a part of these weights
+        elif model.qk_norm == "width":  # other names, because these weights are sharded over tp with the heads
             self.q_width_norm = RMSNorm(q_width, model.norm_epsilon)
             self.k_width_norm = RMSNorm(kv_width, model.norm_epsilon)
         self.core: Any = CORES[model.attention](model.window)
@@ -69,7 +69,7 @@ class Attention(nn.Module):
 
 
 def document_mask(document_ids: Tensor, window: int = 0) -> Tensor:
-    """Return which keys a query may see, (B, 1, S, S) bool: those of its document and its window that are not later.
+    """Return the keys that each query sees, (B, 1, S, S) bool: not later, in its document and in its window.
 
     document_ids: (B, S). window: 0 for no window.
     """
@@ -80,18 +80,18 @@ def document_mask(document_ids: Tensor, window: int = 0) -> Tensor:
 
 
 def causal_mask(queries: int, keys: int, device: torch.device, window: int = 0) -> Tensor:
-    """Return which keys a query may see, (queries, keys) bool: those that are not later.
+    """Return the keys that each query sees, (queries, keys) bool: keys that are not later.
 
-    window: only so many of these, the last ones; 0: all.
+    window: only the last `window` of these; 0: all.
     """
     visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril()
     return visible.triu(1 - window) if window else visible
 
 
 class EagerAttention(nn.Module):
-    """Computes plain products and a softmax: the tests' reference. Compiled, its softmax is one fused kernel.
+    """Computes plain products and a softmax, as reference for tests. The compiled softmax is one fused kernel.
 
-    Scores and mask are S x S in memory: use another core for long sequences.
+    Scores and mask take S x S memory: use another core for long sequences.
     """
 
     def __init__(self, window: int = 0) -> None:
@@ -116,8 +116,8 @@ class EagerAttention(nn.Module):
 class ScaledDotProductAttention(nn.Module):
     """Calls torch's scaled_dot_product_attention, which picks the fastest kernel it has for the device.
 
-    With documents or a window it calls torch's flash attention for sequences of unequal length where that can be used,
-    on a GPU in 16 bit; else `document_attention`, which makes the masks of some queries at a time.
+    With documents or a window it calls torch's varlen flash attention where available, on a GPU in 16 bit; else
+    `document_attention`, which makes the mask of one block of queries at a time.
     """
 
     def __init__(self, window: int = 0) -> None:
@@ -139,7 +139,7 @@ class ScaledDotProductAttention(nn.Module):
 
 
 class FlashAttention(nn.Module):
-    """Calls the kernel of FlashAttention 3 (the package flash_attn_interface), or else that of flash-attn.
+    """Calls the kernel of FlashAttention 3 (package flash_attn_interface), else of flash-attn.
 
     It is causal only, so the config refuses it with document masks. UserError if neither package is installed.
     """
@@ -185,7 +185,7 @@ def _flash_attention_2() -> Callable[..., Any]:
 
 
 class FlexAttention(nn.Module):
-    """Calls torch's FlexAttention, which skips blocks of documents and windows that no query sees.
+    """Calls torch's FlexAttention, which skips blocks that documents and windows mask completely.
 
     It has no backward on a CPU: UserError there.
     """
@@ -214,7 +214,7 @@ class FlexAttention(nn.Module):
 
 @cache
 def compiled_flex_attention() -> Callable[..., Tensor]:
-    """Return FlexAttention compiled, without which it is no fused kernel; one compilation serves all layers."""
+    """Return FlexAttention compiled (uncompiled it is not fused); one compilation serves all layers."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention)
@@ -223,8 +223,8 @@ def compiled_flex_attention() -> Callable[..., Tensor]:
 class CachedAttention(nn.Module):
     """A core that caches the keys and values of earlier calls, for generation one token at a time.
 
-    The first call (the prompt) goes to the wrapped core. Each later call brings one token, which sees all tokens before
-    it; of a core with a window, so many tokens are cached.
+    The first call (the prompt) goes to the wrapped core. Each later call adds one token, which sees all tokens before
+    it. For a core with a window only the tokens of the window are cached.
     """
 
     def __init__(self, core: Any) -> None:
@@ -247,7 +247,7 @@ class CachedAttention(nn.Module):
 
     def _cached(self, x: Tensor) -> Tensor:
         """Return the part of keys or values (B, T, K, Q) that the last token sees."""
-        return x[:, -self.core.window :]  # all of x without a window, which is 0
+        return x[:, -self.core.window :]  # window 0 (none): x[:, 0:] is all of x
 
 
 CORES: dict[str, type[nn.Module]] = {

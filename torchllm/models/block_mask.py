@@ -1,9 +1,9 @@
 """The block mask of FlexAttention, from the documents of blocks and the window: blocks x blocks numbers, never S x S.
 
 torch's `create_block_mask` evaluates its function at every pair of tokens, in 10 bytes per pair unless it is compiled.
-The lowest and the highest document of a block tell as much: two blocks meet where these ranges overlap, and a block of
-one document sees all of an earlier block of the same one, as far as the window reaches. The kernel looks at single
-tokens in the blocks that meet in part. Nothing waits for the device.
+The lowest and the highest document of each block suffice: two blocks interact if these ranges overlap, and a block of
+one document sees all of an earlier block of the same document, within the window. The kernel evaluates single tokens
+only in partial blocks. No synchronization with the device.
 """
 
 from collections.abc import Callable
@@ -27,15 +27,15 @@ class _Blocks(NamedTuple):
     """The key blocks that each query block sees, in the form of `BlockMask`."""
 
     counts: Tensor
-    """how many, (B, 1, blocks) int32"""
+    """number of key blocks, (B, 1, blocks) int32"""
     indices: Tensor
-    """which, and then the others, (B, 1, blocks, blocks) int32"""
+    """indices of these blocks, followed by all others, (B, 1, blocks, blocks) int32"""
 
 
 def document_block_mask(document_ids: Tensor, window: int = 0) -> BlockMask:
     """Return the mask that hides later tokens and other documents from a token; document_ids: (B, S).
 
-    window: a token sees so many tokens at most, itself the last of them; 0: no limit.
+    window: most tokens that a token sees, itself included; 0: no limit.
     """
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -79,10 +79,10 @@ def _block_mask(document_ids: Tensor, visible: Visible, window: int) -> BlockMas
 
 
 class _Pairs(NamedTuple):
-    """What a query block sees of a key block; each (B, blocks, blocks) bool, queries before keys."""
+    """Whether a query block sees a key block; each (B, blocks, blocks) bool, queries before keys."""
 
     partial: Tensor
-    """some tokens, perhaps: the kernel looks at each"""
+    """some tokens, perhaps: the kernel evaluates each"""
     full: Tensor
     """all tokens"""
 
@@ -92,16 +92,16 @@ def _pairs_of_blocks(lowest: Tensor, highest: Tensor) -> _Pairs:
     query_lowest, query_highest = lowest.unsqueeze(2), highest.unsqueeze(2)
     key_lowest, key_highest = lowest.unsqueeze(1), highest.unsqueeze(1)
     share_documents = (query_lowest <= key_highest) & (key_lowest <= query_highest)
-    one_document = (query_highest == key_lowest) & (key_highest == query_lowest)  # then all four are equal
+    one_document = (query_highest == key_lowest) & (key_highest == query_lowest)  # all four equal
     full = one_document.tril(-1)
     partial = share_documents.tril() & ~full
     return _Pairs(partial, full)
 
 
 def _pairs_in_window(pairs: _Pairs, size: int, window: int) -> _Pairs:
-    """Return what is left of the pairs where a token sees only the last `window` tokens; size: tokens per block."""
-    seen_in_full = window // size - 1  # blocks before a block of which its last token sees all
-    seen_in_part = -(-(window - 1) // size)  # blocks before a block of which its first token sees any
+    """Return the pairs restricted to the last `window` tokens of each token; size: tokens per block."""
+    seen_in_full = window // size - 1  # preceding blocks that a block's last token sees completely
+    seen_in_part = -(-(window - 1) // size)  # preceding blocks that a block's first token sees in part
     full = pairs.full.triu(-seen_in_full)
     partial = (pairs.partial | pairs.full).triu(-seen_in_part) & ~full
     return _Pairs(partial, full)

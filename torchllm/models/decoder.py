@@ -35,9 +35,9 @@ class Block(nn.Module):
         return x + self.mlp(inner)
 
     def attend(self, x: Tensor, rotary: Rotary | None, mask: Any) -> tuple[Tensor, Tensor]:
-        """Return the residual stream with attention's result, and what the feed-forward layer gets: (B, S, D) each.
+        """Return the residual stream after attention, and the input of the feed-forward layer: (B, S, D) each.
 
-        Replaceable: of a block with experts it is what can be compiled, and recomputed, as one.
+        Replaceable: in a block with experts this is the part that can be compiled, and recomputed, as one.
         """
         x = x + self.self_attn(self.input_layernorm(x), rotary, mask)
         return x, self.post_attention_layernorm(x)
@@ -46,8 +46,8 @@ class Block(nn.Module):
 class NormAfterBlock(Block):
     """Adds attention and the feed-forward layer, each with a norm after it, to the residual stream (OLMo 2).
 
-    Its norms have Hugging Face's names: in a `Block` the one called post_attention_layernorm is the feed-forward
-    layer's, here it is attention's.
+    Its norms have Hugging Face's names: post_attention_layernorm is the feed-forward layer's norm in a `Block`, but
+    attention's norm here.
     """
 
     def __init__(self, model: Model, index: int) -> None:
@@ -61,7 +61,7 @@ class NormAfterBlock(Block):
         return x + self.post_feedforward_layernorm(self.mlp(inner))
 
     def attend(self, x: Tensor, rotary: Rotary | None, mask: Any) -> tuple[Tensor, Tensor]:
-        """Return the residual stream with attention's result, (B, S, D), twice: no norm is before the feed-forward."""
+        """Return the residual stream after attention, (B, S, D), twice: there is no norm before the feed-forward."""
         x = x + self.post_attention_layernorm(self.self_attn(x, rotary, mask))
         return x, x
 
@@ -85,7 +85,7 @@ class Decoder(nn.Module):
         self.model = model
         self.embeds = True
         """whether the input is tokens; False on a pipeline stage that receives hidden states (the last stage of a tied
-        model has `embed_tokens` nevertheless, as its head's weight)"""
+        model still has `embed_tokens`, as the head's weight)"""
         self.embed_tokens: nn.Module | None = nn.Embedding(model.vocab_rows, model.hidden)
         self.embed_positions: nn.Module | None = None
         if model.features.learned_positions:
@@ -116,7 +116,7 @@ class Decoder(nn.Module):
         """Return the sum of the loss, (); without labels logits (B, S, V); without a head hidden states (B, S, D).
 
         x: tokens (B, S), or hidden states (B, S, D) on a stage without the embedding. positions, document_ids, labels:
-        (B, S). document_ids None: a token sees all tokens before it. document_limit: of the batch (`data.batch`).
+        (B, S). document_ids None: a token sees all tokens before it. document_limit: `Batch.document_limit`.
         """
         if self.embeds and self.embed_tokens is not None:
             x = self.embed_tokens(x)
@@ -130,7 +130,7 @@ class Decoder(nn.Module):
         return self.lm_head(self.norm(x), labels)
 
     def mask(self, document_ids: Tensor | None, document_limit: int) -> Any:
-        """Return what the attention cores need to hide later tokens and other documents; it serves all blocks."""
+        """Return the attention core's mask, which all blocks share."""
         first = next(module for module in self.layers.modules() if isinstance(module, Attention))
         return first.core.mask(document_ids, document_limit)
 
@@ -146,11 +146,11 @@ def build_model(model: Model, loss_chunk: int = 0, z_loss: float = 0.0) -> Decod
     return Decoder(model, loss_chunk, z_loss)
 
 
-def hold_in(model: Decoder, dtype: torch.dtype) -> None:
-    """Hold a model that is not trained in the type of the computation, in place. Call it before it has weights.
+def cast_parameters(model: Decoder, dtype: torch.dtype) -> None:
+    """Cast a model for inference to the dtype of the computation, in place. Call it before it has weights.
 
-    What a choice of experts depends on has the type that it has in training: a router's bias is float32, and its
-    weights are unless model.router_dtype says otherwise.
+    Routers keep the dtype that they have in training, since it decides the choice of experts: a router's bias is
+    float32, and so are its weights unless model.router_dtype says otherwise.
     """
     model.to(dtype)
     for module in model.modules():

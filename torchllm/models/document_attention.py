@@ -1,13 +1,12 @@
 """Attention within documents and windows, in memory that grows with the sequence, not with its square.
 
-The queries are cut into blocks. A block meets the keys up to its own last token, from the first one in a window of its
-first token; its mask, (B, 1, block, keys), exists while the block is computed, and the backward makes it again, with
-the block's scores. So nothing of S x S exists, and the pairs behind the blocks, nearly half of all, and those out of
-the windows of whole blocks are not computed. Which keys a block meets does not depend on where
-documents begin: nothing waits for the device.
+The queries are cut into blocks. The keys of a block go from the start of its first token's window to its last token.
+Its mask, (B, 1, block, keys), exists only while the block is computed; the backward recomputes mask and scores. So
+nothing has size S x S, and keys after a block (nearly half of all pairs) or before its window are skipped. The keys of
+a block do not depend on the documents, so no synchronization with the device is needed.
 
-To torch the forward is one operation (`torch.library.custom_op`): a compiled block does not break its graph for it, and
-selective recomputation saves its result like that of any other attention kernel.
+The forward is one operation to torch (`torch.library.custom_op`): it does not break the graph of a compiled block, and
+selective recomputation saves its result as it does for any attention kernel.
 
 Shapes: B batch, S sequence, H heads, K key-value heads, Q head width. q and out are (B, S, H, Q), k and v (B, S, K, Q).
 """
@@ -30,26 +29,26 @@ def query_blocks(queries: slice) -> Iterator[slice]:
 
 
 def visible_keys(query_ids: Tensor, key_ids: Tensor, causal: bool, window: int = 0) -> Tensor:
-    """Return which keys a query may see, (B, S, T) bool: those of its document and, if `causal`, not the later ones.
+    """Return the keys that each query sees, (B, S, T) bool: in its document and, if `causal`, not later.
 
     query_ids (B, S) and key_ids (B, T): the document of each token. causal: the last query is the token of the last
-    key. window: with `causal`, only so many keys, the query's own the last of them; 0: no limit.
+    key. window: with `causal`, only the last `window` keys, the query's own included; 0: no limit.
     """
     visible = query_ids.unsqueeze(2) == key_ids.unsqueeze(1)
     if not causal:
         return visible
-    own_key = key_ids.shape[1] - query_ids.shape[1]  # of the first query
+    own_key = key_ids.shape[1] - query_ids.shape[1]  # position of the first query
     visible = visible.tril_(own_key)
     return visible.triu_(own_key - window + 1) if window else visible
 
 
 class _Block(NamedTuple):
-    """Some queries, and the keys that they meet."""
+    """A block of queries and its keys."""
 
     queries: slice
     keys: slice
     visible: Tensor
-    """which keys a query may see, (B, S, T) bool"""
+    """the keys that each query sees, (B, S, T) bool"""
 
 
 def _blocks(document_ids: Tensor, window: int) -> Iterator[_Block]:
@@ -75,22 +74,21 @@ def document_attention(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor, wi
 
 @document_attention.register_fake
 def _result_like(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor, window: int = 0) -> Tensor:
-    """Return a result without numbers, for tracing and for the dry run."""
+    """Return an empty result, for tracing and for the dry run."""
     return q.new_empty(q.shape)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """Return the attention of some queries (B, S, H, Q) over some keys (B, T, K, Q); visible: (B, S, T)."""
+    """Return the attention of a block of queries (B, S, H, Q) over keys (B, T, K, Q); visible: (B, S, T)."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     mask = visible.unsqueeze(1)  # the same for all heads
     return fused_attention(q, k, v, mask).transpose(1, 2)
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Call torch's scaled_dot_product_attention so that it does not choose the kernel that keeps all scores.
+    """Call torch's scaled_dot_product_attention with inputs for a fused kernel, which does not store all scores.
 
-    q (B, H, S, Q), k and v (B, K, T, Q). mask: which keys a query may see, (B, 1, S, T); None: causal.
-
+    q (B, H, S, Q), k and v (B, K, T, Q). mask: the keys that each query sees, (B, 1, S, T); None: causal.
     """
     k, v = heads_of_kernel(q, k, mask), heads_of_kernel(q, v, mask)
     grouped = bool(q.shape[1] != k.shape[1])  # of symbols where the compiler traces
@@ -98,10 +96,10 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Ten
 
 
 def heads_of_kernel(q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
-    """Return keys or values (B, K, T, Q) with as many heads as a fused kernel for q (B, H, S, Q) takes, K or H.
+    """Return keys or values (B, K, T, Q) with the heads, K or H, that a fused kernel for q (B, H, S, Q) takes.
 
-    On a GPU the kernels that take groups of query heads take 16 bit only, and no mask. The memory-efficient one takes
-    all but groups: the heads are expanded for it.
+    On a GPU, kernels with grouped query heads take only 16 bit and no mask. The memory-efficient kernel has no grouped
+    heads: they are expanded for it.
     """
     grouped = bool(q.shape[1] != kv.shape[1])  # of symbols where the compiler traces
     if grouped and q.is_cuda and (mask is not None or q.dtype == torch.float32):
@@ -115,7 +113,7 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of q, k and v. Those of keys are summed over blocks in float32 at least."""
+    """Return the gradients of q, k and v. Gradients of k and v are summed over blocks in float32 at least."""
     q, k, v, document_ids = ctx.saved_tensors
     wide = torch.promote_types(k.dtype, torch.float32)
     dq = q.new_empty(q.shape)

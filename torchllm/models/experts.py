@@ -1,10 +1,9 @@
 """Mixture of experts: a router chooses, for every token, a few of many feed-forward layers (Shazeer et al. 2017,
 arXiv 1701.06538).
 
-Every token reaches all of its experts, however many others chose them ("dropless"): no token is dropped, and none
-waits for a capacity. The order of all sums is fixed, so that a layer's result does not depend on how its tokens are
-shared by ranks: experts of a token are sorted by score, equal ones by index, and a token's results are added in
-that order.
+Routing is dropless: every token reaches all of its experts, and experts have no capacity. The order of all sums is
+fixed, so that a layer's result does not depend on the layout: the experts of a token are sorted by score, equal ones by
+index, and a token's results are added in that order.
 
 Shapes: B batch, S sequence, D hidden, T tokens (B x S), E experts, K experts per token, F width of an expert.
 """
@@ -40,21 +39,21 @@ class Routing(NamedTuple):
     experts: Tensor
     """(T, K) int64"""
     weights: Tensor
-    """what the result of each is multiplied by, (T, K) float32"""
+    """weight of each expert's result, (T, K) float32"""
 
 
 class Router(nn.Module):
     """Chooses K experts for every token, by the scores of its product with one row of weights per expert.
 
-    Scores are float32, and unless model.router_dtype says otherwise weights and logits are, whatever the type of the
-    computation: a choice depends on last digits.
+    Scores are float32, and so are weights and logits by default (model.router_dtype), whatever the dtype of the
+    computation: last digits can decide a choice.
 
-    FOOTGUN: what penalties need of a step, it does not know: `optim.expert_balance` sets it.
+    FOOTGUN: penalties need the step's totals, which `optim.expert_balance` must set before the step.
     """
 
     bias: Tensor | None
-    """(E) float32, added to the scores where experts are chosen, not where they weigh (DeepSeek-V3, arXiv 2412.19437,
-    section 2.1.2). A buffer: no optimizer changes it, but `optim.expert_balance`. None: there is none"""
+    """(E) float32, added to the scores to choose experts, not to weight them (DeepSeek-V3, arXiv 2412.19437, section
+    2.1.2). A buffer, updated by `optim.expert_balance` instead of an optimizer. None: no bias"""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -73,30 +72,30 @@ class Router(nn.Module):
         self.tokens_per_step = 0
         """tokens that all ranks route in a step"""
         self.last_shares: Tensor | None = None
-        """each expert's share of the choices of the whole step before, (E) float32; what model.balance_loss = "global"
-        needs"""
+        """each expert's share of the choices in the whole previous step, (E) float32, for model.balance_loss =
+        "global" """
         self.local: Callable[[Tensor], Tensor] = lambda weight: weight
         """replaceable: the part of a sharded weight that is on this rank"""
         self.repeats = 1
-        """ranks that route the same tokens, so that each adds the same to the sums over all ranks"""
+        """number of ranks that route the same tokens, so that sums over all ranks count them this often"""
         self.sequence_sums: list[Callable[[Tensor], Tensor]] = []
-        """each adds up a tensor over ranks that have other tokens of the same sequences"""
+        """functions that sum a tensor over ranks with other tokens of the same sequences"""
         self.sums: Tensor | None = None
-        """of all backward passes since the last `take_sums`, which returns them"""
+        """sums of all backward passes since the last `take_sums`"""
 
     def forward(self, x: Tensor) -> Routing:
         """Route each token: (B, S, D) -> K experts and their weights, (B S, K)."""
         logits = widened(self.product(x, self.local(self.weight)))
         scores = self.score(logits)
         order = self.preferences(scores.detach()).sort(dim=-1, descending=True, stable=True)
-        experts = order.indices[..., : self.top_k]  # of equal scores the lower expert is first
+        experts = order.indices[..., : self.top_k]  # stable: of equal scores the lower expert is first
         weights = RecordRouting.apply(scores.gather(-1, experts), logits, experts, self)
         if self.renormalizes:
             weights = weights / weights.sum(-1, keepdim=True)
         return Routing(experts.flatten(0, -2), (weights * self.scale).flatten(0, -2))
 
     def preferences(self, scores: Tensor) -> Tensor:
-        """Return by what experts are chosen: scores (..., E) -> (..., E)."""
+        """Return the scores that choose experts, with the bias: (..., E) -> (..., E)."""
         return scores if self.bias is None else scores + self.local(self.bias)
 
     def record(self, logits: Tensor, experts: Tensor) -> Tensor | None:
@@ -118,7 +117,7 @@ class Router(nn.Module):
         return gradient
 
     def take_sums(self) -> Tensor | None:
-        """Return the sums of all backward passes since the last call, float64 (E + 1 + penalties); None: of none.
+        """Return the sums of all backward passes since the last call, float64 (E + 1 + penalties); None without any.
 
         They are the tokens of each expert, the entropy of the tokens' normalized scores, in nats, and the penalties.
         """
@@ -126,11 +125,11 @@ class Router(nn.Module):
         return sums
 
     def _shares(self, kind: str) -> Callable[[Tensor], Tensor]:
-        """Return what gives a balance loss the shares of the choices. kind: model.balance_loss."""
+        """Return the function that computes the shares of the choices for a balance loss. kind: model.balance_loss."""
         return self._shares_of_last_step if kind == "global" else self._shares_of_sequences
 
     def _shares_of_sequences(self, counts: Tensor) -> Tensor:
-        """Return the share of each expert of the choices of each sequence: counts (B, E) -> (B, E).
+        """Return each expert's share of the choices in each sequence: counts (B, E) -> (B, E).
 
         DeepSeek-V3, arXiv 2412.19437, equation 18.
         """
@@ -139,17 +138,17 @@ class Router(nn.Module):
         return counts / counts.sum(-1, keepdim=True)
 
     def _shares_of_last_step(self, counts: Tensor) -> Tensor:
-        """Return the share of each expert of the choices of the whole step before, on all ranks: (E).
+        """Return each expert's share of the choices in the whole previous step, on all ranks: (E).
 
-        Qiu et al. 2025 (arXiv 2501.11873, section 3) take those of this step's micro batches so far, which depend on
-        the layout; those of the step before do not.
+        Qiu et al. 2025 (arXiv 2501.11873, section 3) use the micro batches of this step so far, which depend on the
+        layout; the previous step does not.
         """
         assert self.last_shares is not None
         return self.last_shares
 
 
 def _float32_product(x: Tensor, weight: Tensor) -> Tensor:
-    with torch.autocast(x.device.type, enabled=False):  # in which recipes/minimal.py runs: it would round both
+    with torch.autocast(x.device.type, enabled=False):  # recipes/minimal.py runs in it: it would round both
         return F.linear(widened(x), widened(weight))
 
 
@@ -161,7 +160,7 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "float32": _float32_product,
     "compute": _product_in_type_of_input,
 }
-"""of hidden states (..., D) and weights (E, D), by model.router_dtype"""
+"""function of hidden states (..., D) and weights (E, D), by model.router_dtype"""
 
 
 def _softmax(logits: Tensor) -> Tensor:
@@ -174,7 +173,7 @@ class Score(NamedTuple):
     function: Callable[[Tensor], Tensor]
     """(..., E) -> (..., E)"""
     slopes: Callable[[Tensor], Tensor | float]
-    """d log score / d logit, with the sum of the scores, by which they are divided, held fixed"""
+    """d log score / d logit; the sum of the scores, which divides them, is held fixed"""
 
 
 SCORES = {"softmax": Score(_softmax, softmax_slopes), "sigmoid": Score(torch.sigmoid, sigmoid_slopes)}
@@ -196,21 +195,21 @@ class Experts(nn.Module):
         """replaceable: `parallel/compile.py`"""
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """Transform rows sorted by expert: (N, D) -> (N, D). ends: row at which those of each expert end, (E) int32."""
+        """Transform rows sorted by expert: (N, D) -> (N, D). ends: end of each expert's rows, (E) int32."""
         gate = grouped_linear(rows, self.local(self.gate_proj), ends)
         up = grouped_linear(rows, self.local(self.up_proj), ends)
         return grouped_linear(self.gated(gate, up), self.local(self.down_proj), ends)
 
 
 class SortedRows(NamedTuple):
-    """A row per pair of a token and its expert."""
+    """One row per pair of token and expert."""
 
     rows: Tensor
     """(T x K, D), sorted by expert, and then by token"""
     counts: Tensor
     """rows of each expert, (E) int64"""
     positions: Tensor
-    """which row is that of the k-th expert of a token, (T, K)"""
+    """row of the k-th expert of each token, (T, K)"""
 
 
 def sort_by_expert(tokens: Tensor, routing: Routing, experts: int) -> SortedRows:
@@ -228,32 +227,32 @@ def put_back(rows: Tensor, order: SortedRows) -> Tensor:
 
 
 class ExpertRows(NamedTuple):
-    """What the experts of this rank compute with."""
+    """Input of the experts of this rank."""
 
     rows: Tensor
     """(N, D), sorted by expert"""
     ends: Tensor
-    """(E) int32, of the experts on this rank: row at which those of each end"""
+    """end of the rows of each expert on this rank, (E) int32"""
 
 
 class Dispatch(Protocol):
-    """Brings tokens to their experts, and the results back. What `send` and `send_back` return may be under way."""
+    """Sends tokens to their experts, and the results back. `send` and `send_back` may be asynchronous."""
 
     def send(self, tokens: Tensor, routing: Routing) -> Any:
         """Send each of the tokens (T, D) to its experts."""
 
     def receive(self, sent: Any) -> ExpertRows:
-        """Wait for what `send` of all ranks sent to this one."""
+        """Wait for the rows that all ranks sent to this one."""
 
     def send_back(self, results: Tensor, sent: Any) -> Any:
-        """Send what the experts made of their rows, (N, D), to where the tokens are. sent: what `send` returned."""
+        """Send the experts' results, (N, D), back to the ranks of the tokens. sent: the result of `send`."""
 
     def receive_back(self, returned: Any, sent: Any) -> Tensor:
-        """Wait for the results, (T, K, D): those of a token in the order of its experts."""
+        """Wait for the results, (T, K, D), in the order of each token's experts."""
 
 
 class LocalDispatch:
-    """All experts are on this rank: rows are sorted by expert, and then put back. Nothing is sent."""
+    """All experts are on this rank: rows are sorted by expert, and then put back. No communication."""
 
     def __init__(self, experts: int) -> None:
         self.experts = experts
@@ -281,26 +280,26 @@ def combine(results: Tensor, weights: Tensor) -> Tensor:
 
 
 class SentTokens(NamedTuple):
-    """A forward pass of routed experts whose tokens are on their way."""
+    """A forward pass of routed experts while its tokens are being sent."""
 
     weights: Tensor
-    """of the router, (T, K) float32"""
+    """weights from the router, (T, K) float32"""
     rows: Any
-    """what `Dispatch.send` returned"""
+    """result of `Dispatch.send`"""
     shape: torch.Size
-    """of the hidden states on this rank, (B, S, D)"""
+    """shape of the hidden states on this rank, (B, S, D)"""
 
 
 class Returning(NamedTuple):
-    """A forward pass of routed experts whose results are on their way back."""
+    """A forward pass of routed experts while its results are being sent back."""
 
     sent: SentTokens
     results: Any
-    """what `Dispatch.send_back` returned"""
+    """result of `Dispatch.send_back`"""
 
 
 class RoutedExperts(nn.Module):
-    """Adds up what the K experts of each token make of it, weighted by the router."""
+    """Sums the results of each token's K experts, weighted by the router."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -323,7 +322,7 @@ class RoutedExperts(nn.Module):
         return SentTokens(routing.weights, self.dispatch.send(tokens, routing), x.shape)
 
     def compute(self, sent: SentTokens) -> Returning:
-        """Let the experts here compute with the rows that arrive, and send their results back."""
+        """Run this rank's experts on the received rows, and send their results back."""
         arrived = self.dispatch.receive(sent.rows)
         results = self.experts(arrived.rows, arrived.ends)
         return Returning(sent, self.dispatch.send_back(results, sent.rows))
@@ -345,12 +344,12 @@ class Begun(NamedTuple):
 
 
 class SharedExperts(SwiGLU):
-    """The experts that every token uses, as one layer. It computes in two parts, each while rows are on their way."""
+    """The experts that every token uses, as one layer. It computes in two parts, each overlapped with communication."""
 
     def __init__(self, model: Model) -> None:
         super().__init__(model, model.shared_experts * model.expert_width)
         self.all_tokens: Callable[[Tensor], Tensor] = lambda x: x
-        """replaceable: the hidden states of all tokens, of which this rank may have a part"""
+        """replaceable: the hidden states of all tokens, if this rank has a part of them"""
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform each token, both parts at once: (B, S, D) -> (B, S, D)."""
@@ -362,7 +361,7 @@ class SharedExperts(SwiGLU):
         return Begun(x, self.gate_proj(x))
 
     def end(self, begun: Begun) -> Tensor:
-        """Compute the others, and return what all tokens become: (B, S, D)."""
+        """Compute the other two products, and return the output: (B, S, D)."""
         return self.down_proj(self.gated(begun.gate, self.up_proj(begun.x)))
 
 
@@ -379,7 +378,7 @@ class MixtureOfExperts(nn.Module):
         sent = self.routed.send(x)
         if self.shared is None:
             return self.routed.finish(self.routed.compute(sent))
-        begun = self.shared.begin(x)  # while tokens are on their way
+        begun = self.shared.begin(x)  # overlaps with sending the tokens
         returning = self.routed.compute(sent)
-        shared = self.shared.end(begun)  # while results are on their way back
+        shared = self.shared.end(begun)  # overlaps with sending the results back
         return self.routed.finish(returning) + shared

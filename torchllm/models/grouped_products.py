@@ -1,11 +1,11 @@
-"""Products of groups of rows with one matrix each: what the experts of a layer compute.
+"""Products of groups of rows with one matrix per group, for the experts of a layer.
 
 Rows are sorted by group, and `ends` says where each group ends; a group may be empty. On a GPU in bfloat16 one kernel
-computes all groups (`torch.nn.functional.grouped_mm`), and nothing waits for the device. Elsewhere each group is a
-product of its own, which waits for `ends`: slower on a GPU, and right for every type and size.
+computes all groups (`torch.nn.functional.grouped_mm`) without waiting for the device. Elsewhere each group is a
+separate product, which must read `ends`: slower on a GPU, but right for every dtype and size.
 
-To torch each of these is one operation (`torch.library.custom_op`), with shapes that do not depend on `ends`: the dry
-run needs no numbers, and selective recomputation saves its result like that of any other product.
+Each function is one operation to torch (`torch.library.custom_op`), with shapes that do not depend on `ends`: the dry
+run needs no numbers, and selective recomputation saves its result as it does for any product.
 
 FOOTGUN: every row must be in a group. The kernel leaves garbage in rows past the last group, and in their gradients.
 
@@ -54,7 +54,7 @@ def grouped_weight_gradient(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor
 def _has_kernel(first: Tensor, second: Tensor) -> bool:
     """Return whether torch's kernel takes these factors: bfloat16 on a GPU, with widths that are multiples of 8.
 
-    Rows there must be: with expert parallelism a rank may get none.
+    The kernel needs at least one row: with expert parallelism a rank may get none.
     """
     has_rows = len(first) > 0
     is_kernels_type = first.is_cuda and first.dtype == torch.bfloat16
@@ -106,7 +106,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 grouped_linear.register_fake(_empty_rows)
 grouped_weight_gradient.register_fake(_empty_matrices)
 grouped_linear.register_autograd(_backward, setup_context=_save_inputs)
-for device_type in ("cpu", "cuda"):  # as torch's own products are, so that torch.autocast does not leave out experts
+for device_type in ("cpu", "cuda"):  # like torch's own products, so that torch.autocast includes experts
     grouped_linear.register_autocast(device_type, torch.bfloat16)
 
 

@@ -1,8 +1,8 @@
 """Output projection and loss in one module: the last thing a pipeline's last stage runs.
 
-Both in one forward, so that chunks of logits live and die inside it, the vocabulary can be sharded, and FSDP gathers
-the weight once. It returns sums: only the step knows how many target tokens there are over all ranks, and means of
-means are wrong.
+One forward does both, so that chunks of logits never leave it, the vocabulary can be sharded, and FSDP gathers the
+weight once. It returns sums: only the step knows the number of target tokens over all ranks, and means of means are
+wrong.
 """
 
 from collections.abc import Callable, Iterable
@@ -33,8 +33,8 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, vocab: int | None = None) 
 def cross_entropy_and_squares(logits: Tensor, labels: Tensor, vocab: int | None = None) -> Tensor:
     """Return `cross_entropy_sum`, and the sum of the squared log-sum-exps of the logits, over the same labels.
 
-    logits (N, V), labels (N) -> (2) float32. The log-sum-exp is the loss plus the target's logit, so that nothing as
-    large as the logits is made for it but, in the backward pass, a gradient in the logits' own type.
+    logits (N, V), labels (N) -> (2) float32. The log-sum-exp is the loss plus the target's logit, so that it needs no
+    tensor as large as the logits except, in the backward pass, a gradient in the dtype of the logits.
     """
     logits = logits_of_tokens(logits, vocab)
     is_target = labels != IGNORED
@@ -57,9 +57,9 @@ class Head(nn.Module):
     part of a sharded factor that is on this rank) are replaceable. If `chunk` is over 0, logits of only that many
     tokens exist at a time.
 
-    With `z_loss` over 0 the gradients are those of the loss plus z_loss times the squared log-sum-exp of each target
-    token's logits (PaLM, section 5: Chowdhery et al. 2022, arXiv 2204.02311); `cross_entropy` then returns the sums of
-    both. What the head returns is the loss alone, comparable with that of a run without it.
+    With `z_loss` over 0 the gradients include z_loss times the squared log-sum-exp of each target token's logits (PaLM,
+    section 5: Chowdhery et al. 2022, arXiv 2204.02311); `cross_entropy` then returns both sums. The head still returns
+    the loss alone, comparable with a run without z-loss.
     """
 
     def __init__(self, model: Model, chunk: int, z_loss: float) -> None:
@@ -77,8 +77,8 @@ class Head(nn.Module):
         """with z_loss: sum of the squared log-sum-exps of the forward passes since `take_squares`, float32 ()"""
         self.recomputes_logits = False
         """with a chunk: compute the logits again in the backward pass, instead of all gradients in the forward pass.
-        For pipeline schedules that defer the weight's gradient, or run many forward passes before a backward pass,
-        each of which would keep a gradient as large as the weight"""
+        For pipeline schedules that defer the weight's gradient, or run many forward passes before a backward pass:
+        each forward would keep a gradient as large as the weight"""
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
         """Return the sum of the loss in nats, () float32; with labels None, the logits (B, S, V) of all tokens.
@@ -98,7 +98,7 @@ class Head(nn.Module):
         return loss + (penalty - penalty.detach())  # the value of the loss, the gradient of both
 
     def _sums(self, rows: Tensor, targets: Tensor) -> Tensor:
-        """Return what `cross_entropy` does, for all rows (N, D) and targets (N)."""
+        """Return the result of `cross_entropy` over all rows (N, D) and targets (N)."""
         if not self.chunk:
             return self._chunk_sums(rows, targets)
         if torch.is_grad_enabled() and not self.recomputes_logits:
@@ -118,7 +118,7 @@ class Head(nn.Module):
 
 
 def take_squares(stages: Iterable[nn.Module]) -> Tensor | None:
-    """Return the squared log-sum-exps that heads of these stages have summed, float32 (), and begin anew.
+    """Return the sum of squared log-sum-exps of the heads in these stages, float32 (), and reset it.
 
     None if there is no head, or no z-loss.
     """
@@ -135,9 +135,9 @@ class _SumsWithGradients(torch.autograd.Function):
     """The sums of chunks of tokens, whose gradients are computed in the forward pass, while their logits exist.
 
     That is three products per chunk; a recomputation in the backward pass has four (fused linear cross entropy, Hsu et
-    al. 2024, arXiv 2410.10989). The gradients are linear in that of the loss, a number that the backward pass brings;
-    that of a z-loss's sum is always z_loss times the same number. Kept for the backward pass: the gradients of the rows
-    and of the weight.
+    al. 2024, arXiv 2410.10989). The backward pass multiplies these gradients by the gradient of the loss, a number; the
+    gradient of a z-loss's sum is always z_loss times the same number. Saved for the backward pass: the gradients of the
+    rows and of the weight.
     """
 
     @staticmethod
@@ -160,7 +160,7 @@ class _SumsWithGradients(torch.autograd.Function):
 
 
 class _Chunk(NamedTuple):
-    """Results of some tokens of a micro batch."""
+    """Results of one chunk of tokens."""
 
     sums: Tensor
     """as `Head.cross_entropy` returns them"""

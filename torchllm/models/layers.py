@@ -17,7 +17,7 @@ from torchllm.config import Model
 
 
 def widened(x: Tensor) -> Tensor:
-    """Return x in float32, or in float64 if it is that already, as in a proof that tells a mistake from rounding."""
+    """Return x in float32; float64 stays, for proofs that must tell a mistake from rounding."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -111,14 +111,14 @@ class GELUFeedForward(nn.Module):
 
 
 Rotary = tuple[Tensor, Tensor]
-"""what `rotate` multiplies the turned features of every position by, and their partners: each (B, S, 1, R) float32"""
+"""factors of the rotated features and of their partners, for `rotate`: each (B, S, 1, R) float32"""
 
 
 def rotary_frequencies(model: Model, device: torch.device) -> Tensor:
     """Return the angle per position, in radians, of each pair of features that is turned, (R / 2) float32.
 
-    Angles are those of RoFormer (Su et al. 2021, arXiv 2104.09864), or slower ones for contexts that are
-    `rope_scaling_factor` times longer, by `rope_scaling`.
+    Angles follow RoFormer (Su et al. 2021, arXiv 2104.09864); `rope_scaling` slows them down for contexts that are
+    `rope_scaling_factor` times longer.
     """
     exponents = torch.arange(0, model.rotary_width, 2, device=device, dtype=torch.float32) / model.rotary_width
     unscaled = 1.0 / model.rope_theta**exponents
@@ -161,7 +161,7 @@ def _yarn_share_unscaled(model: Model, device: torch.device) -> Tensor:
 
 
 def _pair_that_turns(model: Model, turns: float, round_by: Callable[[float], int]) -> float:
-    """Return the number, from 0, of the pair of features that turns so often within the original context.
+    """Return the index of the pair of features that makes `turns` turns within the original context.
 
     round_by: makes it a whole number if the model says so.
     """
@@ -171,7 +171,7 @@ def _pair_that_turns(model: Model, turns: float, round_by: Callable[[float], int
 
 
 def yarn_attention_factor(model: Model) -> float:
-    """Return what YaRN multiplies queries and keys by as they are rotated (Peng et al. 2023, section 3.4)."""
+    """Return YaRN's factor of rotated queries and keys (Peng et al. 2023, section 3.4)."""
     return model.rope_attention_factor or 0.1 * math.log(model.rope_scaling_factor) + 1.0
 
 
@@ -192,8 +192,8 @@ def rotary_angles(model: Model, positions: Tensor) -> Rotary:
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """Rotate the pairs (x[i], x[i + R / 2]) by the angles of their position: Hugging Face's "rotate half" layout.
 
-    x (B, S, H, Q) -> (B, S, H, Q) in x's type. The first R features are turned, R of the angles; the others stay as
-    they are. The products are computed in float32, the type of the angles.
+    x (B, S, H, Q) -> (B, S, H, Q) in x's dtype. The first R features (R: width of the angles) are rotated, the others
+    unchanged. The products are computed in float32, the dtype of the angles.
     """
     width = rotary[0].shape[-1]
     if width == x.shape[-1]:
@@ -204,8 +204,8 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
 class _Rotation(torch.autograd.Function):
     """Rotates by the angles; the gradient is rotated by the negative angles.
 
-    Each direction takes four kernels on a GPU where nothing is compiled. autograd's own backward would take six: it
-    differentiates the conversions and each product by itself.
+    Without compilation, each direction takes four kernels on a GPU. autograd's own backward would take six: it
+    differentiates the conversions and each product separately.
     """
 
     @staticmethod
@@ -222,9 +222,9 @@ class _Rotation(torch.autograd.Function):
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
     """Rotate by the angles, or with direction -1 by the negative ones: x (B, S, H, R) -> (B, S, H, R).
 
-    A roll by half the width brings each feature to the other one of its pair. The products with the angles are float32.
-    FOOTGUN: where nothing is compiled their sum is written in x's type at once. torch 2.11 loses what a compiled
-    backward writes into `out`, or returns from a conversion that changes nothing, and the gradient would be zero.
+    A roll by half the width moves each feature to its partner. The products with the angles are float32.
+    FOOTGUN: only uncompiled code writes their sum to x's dtype with `out=`. In torch 2.11 a compiled backward loses
+    results written to `out`, or returned from a conversion without effect, and the gradient would be zero.
     """
     partner = x.roll(x.shape[-1] // 2, dims=-1)
     products = (x * cos, partner * sin)

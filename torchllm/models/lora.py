@@ -1,10 +1,10 @@
 """LoRA (Hu et al. 2021, arXiv 2106.09685): the weights are frozen, and low-rank updates of some matrices are trained.
 
 A layer y = W x + b becomes y = W x + b + alpha / r * B A x, with A (r, M) and B (N, r) for W (N, M). B starts at zero,
-so that the first step's model is the one that is fine-tuned. A frozen weight has no gradient and no optimizer state,
-and is held in the type of the computation. There is no dropout: its random numbers would differ between layouts.
+so that training starts from the unchanged model. A frozen weight has no gradient and no optimizer state, and has the
+dtype of the computation. There is no dropout: its random numbers would differ between layouts.
 
-Names are those of the package peft: `q_proj.lora_A.weight` beside `q_proj.weight`.
+Names follow the package peft: `q_proj.lora_A.weight` next to `q_proj.weight`.
 """
 
 from collections.abc import Callable, Iterable
@@ -30,7 +30,7 @@ class LowRankFactor(nn.Module):
 
 
 class LoRALinear(nn.Module):
-    """Adds a low-rank update to what a frozen linear layer computes.
+    """Adds a low-rank update to the output of a frozen linear layer.
 
     `add_update` is replaceable: under tensor parallelism it gets this rank's parts. The name of the layer inside,
     `base_layer`, is no part of a canonical parameter name.
@@ -58,8 +58,8 @@ def add_low_rank_update(out: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: flo
 def apply_lora(model: Decoder, lora: Lora, dtype: torch.dtype) -> None:
     """Freeze a model and give each of the matrices `lora.targets` an update, in place; with `lora.rank` 0 do nothing.
 
-    Call it on the plain model, before it is cut into stages. dtype: of the computation, in which frozen weights are
-    held. The updates are float32, as trained weights are.
+    Call it on the plain model, before it is cut into stages. dtype: of the computation and of the frozen weights. The
+    updates are float32, like all trained weights.
     """
     applied("lora", lora)
     if not lora.is_on:
@@ -78,7 +78,7 @@ def has_low_rank_updates(stages: Iterable[nn.Module]) -> bool:
 
 
 def check_trained(stages: Iterable[nn.Module], lora: Lora) -> None:
-    """Raise UserError if weights are trained that LoRA freezes, as in a fork of a recipe that lacks `apply_lora`."""
+    """Raise UserError if the optimizer has weights that LoRA freezes, e.g. in a fork that lacks `apply_lora`."""
     if not lora.is_on:
         return
     for stage in stages:

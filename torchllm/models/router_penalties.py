@@ -1,9 +1,9 @@
 """Penalties on the logits of a router, each with its gradient in closed form.
 
-A penalty is no part of the loss. Its gradient is added to that of the logits in their backward pass
-(`routing_record.py`): so it needs no way through a pipeline, recomputation does not run it twice, and evaluation not at
-all. Of a step it is the mean over all tokens of all ranks, whether they have a target or not; a micro batch adds up its
-tokens' parts of it. Each layer has its own, and they add up.
+A penalty is not added to the loss. Its gradient is added to the gradient of the logits in their backward pass
+(`routing_record.py`): so it does not pass through a pipeline, recomputation does not run it twice, and evaluation does
+not run it. A step's penalty is the mean over all tokens of all ranks, with or without a target, summed over layers; a
+micro batch adds the parts of its tokens.
 
 Shapes: B sequences, S tokens of each on this rank, E experts.
 """
@@ -18,7 +18,7 @@ from torchllm.config import Model
 
 
 class RoutedTokens(NamedTuple):
-    """What a router made of the tokens of a micro batch."""
+    """Output of a router for the tokens of a micro batch."""
 
     logits: Tensor
     """(B, S, E) float32"""
@@ -27,23 +27,23 @@ class RoutedTokens(NamedTuple):
     slopes: Tensor | float
     """(B, S, E): d p_i / d logit_j = p_i ([i = j] - p_j) slope_j"""
     counts: Tensor
-    """how many of the tokens of each sequence here use an expert, (B, E) int64"""
+    """number of tokens per sequence on this rank that use each expert, (B, E) int64"""
 
 
 class PenaltySum(NamedTuple):
-    """A penalty, added up over the tokens of a micro batch."""
+    """A penalty, summed over the tokens of a micro batch."""
 
     value: Tensor
     """float32 ()"""
     gradient: Tensor
-    """of the value by the logits, (B, S, E) float32"""
+    """gradient of the value by the logits, (B, S, E) float32"""
 
 
 BALANCE_LOSS, ROUTER_Z_LOSS = "balance_loss", "router_z_loss"
 
 
 def penalty_names(model: Model) -> list[str]:
-    """Return which penalties the routers of a model have."""
+    """Return the penalties of a model's routers."""
     names = []
     if model.balance_loss != "none":
         names.append(BALANCE_LOSS)
@@ -69,7 +69,7 @@ def balance_loss(routed: RoutedTokens, weight: float, shares: Callable[[Tensor],
     """Return weight x E x sum over experts of f_i p_i, of each token: f_i is expert i's share of the choices.
 
     It pulls down the probabilities of experts that have many tokens (Fedus et al. 2021, arXiv 2101.03961, equations 4
-    to 6; there a token has one expert). f is a constant for the gradient, for it counts choices. shares: returns f, of
+    to 6; there a token has one expert). f counts choices, so it is a constant for the gradient. shares: computes f from
     `routed.counts`: (B, E) -> (B, E) or (E), with the sum 1.
     """
     p = routed.probabilities

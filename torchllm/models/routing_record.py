@@ -1,7 +1,7 @@
-"""What a router notes in the backward pass of every micro batch: how many tokens each expert got.
+"""Counts the tokens of each expert in the backward pass of every micro batch.
 
-FOOTGUN: nothing may be counted in a forward pass, which recomputation runs a second time, and evaluation too. A
-backward pass runs once per micro batch of a step.
+FOOTGUN: do not count in a forward pass: recomputation runs it twice, and evaluation runs it too. A backward pass runs
+once per micro batch of a step.
 """
 
 from typing import Any, Protocol
@@ -11,17 +11,17 @@ from torch import Tensor
 
 
 class RecordingRouter(Protocol):
-    """What `RecordRouting` needs of a router."""
+    """Interface of a router for `RecordRouting`."""
 
     def record(self, logits: Tensor, experts: Tensor) -> Tensor | None:
-        """Note a micro batch in its backward pass: logits (B, S, E), experts (B, S, K).
+        """Record a micro batch in its backward pass: logits (B, S, E), experts (B, S, K).
 
-        Returns a gradient of the logits that is added to that of the loss; None: nothing is added.
+        Returns a gradient of the logits to add to the gradient of the loss; None: nothing to add.
         """
 
 
 class RecordRouting(torch.autograd.Function):
-    """Returns the weights of the experts as they are. Its backward pass tells the router what it has chosen."""
+    """Identity on the weights of the experts. Its backward pass reports the choices to the router."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, logits: Tensor, experts: Tensor, router: RecordingRouter) -> Tensor:

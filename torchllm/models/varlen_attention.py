@@ -1,8 +1,9 @@
 """Attention within documents on a GPU: torch's flash attention over sequences of unequal length.
 
-The documents of a micro batch are sequences of unequal length in one row of tokens. The kernel gets the index at which
-each begins and computes no pair of tokens of two documents: nothing of S x S exists. The indices are found on the
-device; how many there are at most, which is the shape of what holds them, comes from the loader. So nothing waits.
+The documents of a micro batch are sequences of unequal length in one row of tokens. The kernel gets the start index of
+each document and computes no pair of tokens of different documents: nothing has size S x S. The indices are computed on
+the device; the size of their tensor, the most documents there can be, comes from the loader. So no synchronization is
+needed.
 """
 
 import importlib.util
@@ -16,26 +17,26 @@ from torch.nn.attention import activate_flash_attention_impl
 from torchllm.runtime.torch_compat import varlen_attention
 
 TOKENS_PER_DOCUMENT = 128
-"""a micro batch has room for as many documents as if each had so many tokens: the shape hardly ever changes, for which
-a compiled block would be compiled again"""
+"""a micro batch has room for tokens / this documents, so that the shape rarely changes: each new shape recompiles a
+compiled block"""
 WIDEST_HEAD = 256
-"""of flash attention"""
+"""largest head width of flash attention"""
 
 
 class Documents(NamedTuple):
     """The documents of a micro batch."""
 
     ids: Tensor
-    """of each token, (B, S)"""
+    """document of each token, (B, S)"""
     offsets: Tensor | None
-    """index, in all tokens of the micro batch, at which each document begins, and then their number as often as there
-    is room: (N + 1,) int32; None where varlen attention cannot be used"""
+    """start of each document among all tokens of the micro batch, padded with the number of tokens: (N + 1,) int32;
+    None if varlen attention cannot be used"""
 
 
 def find_documents(ids: Tensor, limit: int) -> Documents:
     """Return the documents of sequences whose tokens have these ids, (B, S), rising by one from document to document.
 
-    limit: no more documents than this are in the sequences, those of each counted apart; 0: unknown.
+    limit: upper bound of the number of documents, summed over the sequences; 0: unknown.
     """
     if not limit or not has_flash_attention(ids.device):
         return Documents(ids, None)
@@ -52,7 +53,7 @@ def one_document(sequences: int, length: int, device: torch.device) -> Documents
 
 
 def document_offsets(ids: Tensor, limit: int) -> Tensor:
-    """Return the offsets of `Documents`. limit: no more documents than this are in the sequences."""
+    """Return the offsets of `Documents`. limit: upper bound of the number of documents."""
     room = max(limit, ids.numel() // TOKENS_PER_DOCUMENT)
     room = 1 << (room - 1).bit_length()
     begins = torch.ones_like(ids)

@@ -1,7 +1,7 @@
-"""An exponential moving average of the weights, kept beside them and sharded as they are.
+"""An exponential moving average of the weights, with the sharding of the weights.
 
 While the learning rate is high, averages of weights generalize better than the weights of any one step (Izmailov et
-al. 2018, arXiv 1803.05407). Nothing is sent for them.
+al. 2018, arXiv 1803.05407). It needs no communication.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,15 +17,15 @@ from torchllm.optim.fused import local_tensor
 from torchllm.parallel.float8 import is_gathered_as_float8, scale_gathered_weights
 
 EMA = "ema."
-"""what the names of the averages begin with: `ema.<canonical parameter name>`"""
+"""prefix of the averages' names: `ema.<canonical parameter name>`"""
 
 
 class WeightAverage:
-    """The average of this rank's weights: after each step that is applied, decay x average + (1 - decay) x weight.
+    """The average of this rank's weights: after each applied step, decay x average + (1 - decay) x weight.
 
-    Buffers, such as the routers' biases, are averaged as weights are.
+    Buffers, e.g. the routers' biases, are averaged like weights.
 
-    With a decay of 0 there is none: it has no tensors, and its methods do nothing.
+    With a decay of 0 it has no tensors, and its methods do nothing.
     """
 
     def __init__(self, stages: Sequence[nn.Module], decay: float) -> None:
@@ -51,9 +51,9 @@ class WeightAverage:
         self._copy_weights(self.tensors)
 
     def restart(self, names: Sequence[str]) -> None:
-        """Begin anew with the present weights. names: the averages that a checkpoint did not have.
+        """Reset averages to the current weights. names: the averages that a checkpoint did not have.
 
-        Call it when the weights of the first step are there: initial ones, or those of a checkpoint.
+        Call it when the weights of the first step are loaded, initial or from a checkpoint.
         """
         self._copy_weights(names)
         self._is_restarted = True
@@ -66,7 +66,7 @@ class WeightAverage:
                 local_tensor(self.tensors[name]).copy_(local_tensor(self.weights[name][0]))
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update the averages after each step of an optimizer that `apply_if_finite` takes."""
+        """Hook the update into an optimizer: it runs after each step that `apply_if_finite` takes."""
         if self.tensors:
             optimizer.register_step_post_hook(self._update)
         self._is_followed = True
@@ -78,11 +78,11 @@ class WeightAverage:
 
     @torch.no_grad()
     def _update(self, optimizer: Any, *_: object) -> None:
-        """Move the averages towards the weights; nothing changes where the step was not applied.
+        """Move the averages towards the weights; no change if the step was not applied.
 
-        Each operation rounds once, where a fused one would round by the place of an element in a shard.
+        Each operation rounds once. A fused one would round differently by an element's position in its shard.
         """
-        skipped = getattr(optimizer, "found_inf", 0)  # an optimizer without it is not called where a step is skipped
+        skipped = getattr(optimizer, "found_inf", 0)  # an optimizer without it is not called for a skipped step
         share = (skipped == 0) * (1.0 - self.decay)
         for name, average in self.tensors.items():
             local = local_tensor(average)
@@ -90,7 +90,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place_of_weights(self, wanted: bool) -> Iterator[None]:
-        """Return a context in which the model has the averages for weights, if that is wanted."""
+        """Return a context that replaces the model's weights by the averages, if wanted."""
         applied("evaluate.ema", wanted)
         if not wanted:
             yield
@@ -103,7 +103,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        """Exchange averages and weights, one tensor at a time."""
+        """Swap averages and weights, one tensor at a time."""
         for name, average in self.tensors.items():
             local = local_tensor(average)
             former_weight = local_tensor(self.weights[name][0]).clone()

@@ -1,16 +1,16 @@
-"""Keeps the loads of experts equal, by what a whole step has routed on all ranks.
+"""Keeps the loads of experts equal, from the routing of a whole step on all ranks.
 
 The routers' biases (Wang et al. 2024, arXiv 2408.15664, algorithm 1; DeepSeek-V3, arXiv 2412.19437, section 2.1.2):
 after each step the bias of an expert moves by a fixed rate, up if it had fewer tokens than the mean of the layer's
 experts, down if it had more.
 
-Penalties of the routers (`models/router_penalties.py`) are gradients in the backward pass already; what they need is
-the number of tokens of a step and, with `model.balance_loss = "global"`, each expert's share of the step before.
+Penalties of the routers (`models/router_penalties.py`) are gradients in the backward pass. From here they need the
+number of tokens of a step and, with `model.balance_loss = "global"`, each expert's share of the previous step.
 
-Counted are the tokens of all micro batches and ranks, so biases and shares do not depend on the layout: every rank
-holds them all, and they are equal bit for bit.
+The counts include the tokens of all micro batches and ranks, so biases and shares do not depend on the layout: they are
+replicated, and bitwise equal on all ranks.
 
-Sent, per step: one all-reduce of the tokens per expert of all layers, with the sums that are logged.
+Communication per step: one all-reduce of the tokens per expert of all layers, with the sums that are logged.
 """
 
 from collections.abc import Sequence
@@ -29,31 +29,31 @@ from torchllm.optim.fused import local_tensor
 
 
 class StepRouting(NamedTuple):
-    """What the routers of all ranks and stages did in a step. The tensors are on the device, equal on all ranks."""
+    """Routing statistics of a step over all ranks and stages. The tensors are on the device, equal on all ranks."""
 
     tokens_per_expert: Tensor
     """(blocks with experts, E) int64"""
     entropy: Tensor
-    """of a token's scores, divided by their sum; the mean over tokens and blocks, in nats, float64 ()"""
+    """entropy of a token's normalized scores, in nats; mean over tokens and blocks, float64 ()"""
     penalties: dict[str, Tensor]
-    """by name: with their weight, the sum over blocks, which the loss does not contain, float64 ()"""
+    """weighted penalty by name, summed over blocks, not part of the loss, float64 ()"""
 
 
 class ExpertBalance:
-    """The routers of this rank's stages. Without experts it has none, and sends nothing."""
+    """Balances the routers of this rank's stages; does nothing for a model without experts."""
 
     def __init__(self, stages: Sequence[Decoder], training: Training) -> None:
-        """Tell the routers how many tokens a step has. Call it when the stages have memory."""
+        """Set the number of tokens per step in the routers. Call it when the stages are materialized."""
         self.model = stages[0].model
         self.routers: dict[int, Router] = {}
-        """by the index of their block"""
+        """router by index of its block"""
         for stage in stages:
             for name, block in stage.layers.items():
                 for module in block.modules():
                     if isinstance(module, Router):
                         self.routers[int(name)] = module
         self.tensors: dict[str, Tensor] = {}
-        """shares of the last step by name, for `Checkpointer(extra_state=...)`; 0, without effect, before the first"""
+        """shares of the last step by name, for `Checkpointer(extra_state=...)`; 0 before the first step, no effect"""
         for index, router in self.routers.items():
             router.tokens_per_step = training.global_batch_size * training.sequence_length
             if self.model.balance_loss == "global":
@@ -65,10 +65,10 @@ class ExpertBalance:
 
     @torch.no_grad()
     def finish_step(self, applied: Tensor) -> StepRouting | None:
-        """Balance the loads by what was routed since the last call, and return it; None without experts.
+        """Update biases and shares from the tokens routed since the last call; return statistics, None without experts.
 
-        Call it on all ranks, after a step's backward passes. applied: whether the step changes the weights, bool ():
-        else biases and shares stay as they are.
+        Call it on all ranks, after a step's backward passes. applied: whether the step changes the weights, bool (); if
+        not, biases and shares do not change either.
         """
         if not self.model.experts:
             return None
@@ -92,10 +92,10 @@ class ExpertBalance:
                 sums[index - model.dense_layers] = own / router.repeats
         if dist.is_initialized():
             dist.all_reduce(sums)
-        # Thirds, of three ranks that route alike, add up to almost 1.
+        # If three ranks route the same tokens, each adds a third of the counts, and the sum may not be a whole number.
         tokens_per_expert = sums[:, : model.experts].round().long()
         entropy, *penalties = sums[:, model.experts :].sum(0)
-        tokens = tokens_per_expert.sum() / model.top_k  # those of every block
+        tokens = tokens_per_expert.sum() / model.top_k  # a token counts once per block
         return StepRouting(tokens_per_expert, entropy / tokens, dict(zip(names, penalties, strict=True)))
 
 

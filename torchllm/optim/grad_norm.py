@@ -1,8 +1,8 @@
 """THE global gradient norm, over every axis at once; nothing else clips.
 
-Each element of each gradient is counted by exactly one rank. Where a gradient is replicated (norms over tp, everything
-over dp_replicate) only the first of the ranks that hold it counts it; of a tied embedding on both ends of a pipeline,
-the first stage counts its copy. One sum over all ranks then gives the square of the norm, whatever the layout.
+Each element of each gradient is counted by exactly one rank. If a gradient is replicated (norms over tp, everything
+over dp_replicate), only the first of its ranks counts it; if a tied embedding is on both ends of a pipeline, the first
+stage counts its copy. One sum over all ranks then gives the square of the norm, whatever the layout.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from torchllm.runtime.torch_compat import foreach_multiply, foreach_norm
 
 
 def gradients(stages: Sequence[nn.Module]) -> Iterator[Tensor]:
-    """Yield every parameter's gradient; that of a tied parameter once per stage."""
+    """Yield every parameter's gradient; a tied parameter's once per stage."""
     for stage in stages:
         for parameter in stage.parameters():
             if parameter.grad is not None:
@@ -37,7 +37,7 @@ def grad_norm(stages: Sequence[nn.Module], device: torch.device) -> Tensor:
             local = None if _is_copy(stage, gradient) else _counted_here(gradient)
             if local is not None:
                 counted.append(local)
-    norms = [torch.zeros((), dtype=torch.float64, device=device)]  # a rank may hold no gradient that it counts
+    norms = [torch.zeros((), dtype=torch.float64, device=device)]  # a rank may have no gradient to count
     if counted:
         norms += foreach_norm(counted, torch.float64)
     total = torch.stack(norms).square().sum()

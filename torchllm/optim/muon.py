@@ -1,21 +1,21 @@
 """Muon: the matrices of the blocks are updated by their orthogonalized momentum, all other parameters by AdamW.
 
-The formulas are those of torch.optim.Muon: momentum, Newton-Schulz iterations and adjust_lr_fn "original" of Jordan et
-al. 2024 (https://kellerjordan.github.io/posts/muon/); "match_rms_adamw" of Liu et al. 2025 (Muon is Scalable for LLM
-Training, arXiv 2502.16982, section 2.2), by which learning rate and weight decay are those of AdamW.
+The formulas are the same as in torch.optim.Muon: momentum, Newton-Schulz iterations and adjust_lr_fn "original" of
+Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/); "match_rms_adamw" of Liu et al. 2025 (Muon is Scalable
+for LLM Training, arXiv 2502.16982, section 2.2), which uses AdamW's learning rate and weight decay.
 
-The iterations need a whole matrix. The ranks that share the weights (dp_shard x cp x tp) take turns: of as many
-matrices as there are ranks each owns one. An owner gets all parts of its matrix, iterates alone, and sends each rank
-its part of the result. So the update is the same in every layout, to the bit, and no rank computes what another one
-does. Ranks that hold copies of the same shards (dp_replicate, zero_stage 0) each do all of it.
+The iterations need a whole matrix. N ranks that share the weights (dp_shard x cp x tp) process N matrices per round,
+one each: the owner gathers all parts of its matrix, iterates alone, and sends each rank its part of the result. So the
+update is bitwise the same in every layout, and no work is done twice. Ranks with copies of the same shards
+(dp_replicate, zero_stage 0) each do all of it.
 
-Each expert of a mixture has matrices of its own, stacked in one parameter. Ranks that have other experts (FSDP by
-expert, ep) orthogonalize those, and send nothing; ranks that have other parts of the same experts (tp, FSDP along the
-hidden states) share their matrices equally.
+The experts of a mixture have separate matrices, stacked in one parameter. Ranks with different experts (FSDP by expert,
+ep) orthogonalize their own, without communication; ranks with different parts of the same experts (tp, FSDP along the
+hidden states) divide the matrices among them.
 
-Sent, in each such round: an all-to-all over the ranks of FSDP and one over those of tp, there and back, as far as these
-cut matrices. A rank sends its own shards once per all-to-all, whatever the number of ranks; in 16 bits on a GPU, where
-the iterations are in bfloat16, and in float32 on a CPU.
+Communication per round: an all-to-all over the ranks of FSDP and one over tp, there and back, each only if it shards
+the matrices. A rank sends its own shards once per all-to-all, whatever the number of ranks; in bfloat16 on a GPU, like
+the iterations, and in float32 on a CPU.
 """
 
 import math
@@ -32,7 +32,7 @@ from torchllm.optim.fused import Group, local_tensor, start_adamw, update_by_ada
 
 ITERATIONS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""of the quintic polynomial: the steepest at zero that still brings singular values to about 1 (0.7 to 1.2)"""
+"""coefficients of the quintic: the steepest at zero that still brings singular values to about 1 (0.7 to 1.2)"""
 SMALLEST_NORM = 1e-7
 """a matrix is divided by its norm, or by this if that is smaller"""
 
@@ -44,21 +44,21 @@ class Cut(NamedTuple):
     dimension: int
     """-2: by rows; -1: by columns"""
     sizes: tuple[int, ...]
-    """rows or columns of each rank"""
+    """number of rows or columns of each rank"""
 
 
 class OwnedMatrices(NamedTuple):
-    """Matrices of one shape that some rank orthogonalizes: a parameter, or some of its stacked experts."""
+    """Matrices of one shape that one rank orthogonalizes: a parameter, or some of its stacked experts."""
 
     parameter: Tensor
     group: Group
-    """of the optimizer, with its settings"""
+    """the optimizer's parameter group, with its settings"""
     shape: tuple[int, int]
-    """of each whole matrix"""
+    """shape of each whole matrix"""
     cuts: tuple[Cut, ...] = ()
-    """in the order in which its parts are gathered"""
+    """in the order of gathering the parts"""
     first: int = 0
-    """index of the first one among those on this rank"""
+    """index of the first matrix on this rank"""
     number: int = 1
 
     @property
@@ -69,22 +69,22 @@ class OwnedMatrices(NamedTuple):
         return self.number * (2 * fewer * fewer * other + fewer**3)
 
     def parts(self, tensor: Tensor) -> Tensor:
-        """Return a view of this rank's parts of them, (number, R, C). tensor: has the sharding of the parameter."""
+        """Return a view of this rank's parts of the matrices, (number, R, C). tensor: sharded like the parameter."""
         local = local_tensor(tensor)
         stacked = local.unsqueeze(0) if local.ndim == 2 else local
         return stacked[self.first : self.first + self.number]
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon over this rank's shards of the groups that are `orthogonalized`; AdamW over those that are not.
+    """Muon over this rank's shards of the groups that are `orthogonalized`; AdamW over the others.
 
-    Where `found_inf` is not 0 a step changes nothing.
+    A step changes nothing if `found_inf` is not 0.
     """
 
     found_inf: Tensor
 
     def __init__(self, groups: list[Group], config: OptimizerConfig) -> None:
-        """groups: as torch's optimizers take them, each with `orthogonalized`, a bool, and its weight_decay."""
+        """groups: torch's parameter groups, each with `orthogonalized`, a bool, and weight_decay."""
         settings = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "eps": config.epsilon}
         super().__init__(groups, settings)
         self._step_supports_amp_scaling = True  # it reads found_inf
@@ -112,16 +112,16 @@ class Muon(torch.optim.Optimizer):
                 self._update(with_gradient)
 
     def _update(self, matrices: Sequence[OwnedMatrices]) -> None:
-        """Update matrices, those of a round."""
+        """Update the matrices of a round."""
         directions = [self._direction(owned) for owned in matrices]
         orthogonal = orthogonalize_parts(directions, [owned.cuts for owned in matrices])
         for owned, parts in zip(matrices, orthogonal, strict=True):
             self._apply(owned, parts)
 
     def _direction(self, owned: OwnedMatrices) -> Tensor:
-        """Take a gradient into the momentum; return this rank's part of what is orthogonalized (Nesterov's momentum).
+        """Add a gradient to the momentum; return this rank's part of Nesterov's momentum, to be orthogonalized.
 
-        Each operation rounds once, where a fused one would round by the place of an element in a shard.
+        Each operation rounds once. A fused one would round differently by an element's position in its shard.
         """
         assert owned.parameter.grad is not None
         new_part = owned.parts(owned.parameter.grad) * (1.0 - self.momentum)
@@ -145,9 +145,10 @@ class Muon(torch.optim.Optimizer):
 
 
 def iteration_dtype(device: torch.device) -> torch.dtype:
-    """Return the type of the iterations, and of what is sent for them.
+    """Return the dtype of the iterations and of their communication.
 
-    In bfloat16 on a CPU, whose products take another way for other shapes, two layouts differ by 3e-3 of an update.
+    On a CPU it is float32: bfloat16 products sum in another order for other shapes, so that two layouts would differ
+    by 3e-3 of an update.
     """
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
@@ -174,9 +175,9 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 def matrices_of(parameter: Tensor, group: Group) -> list[OwnedMatrices]:
-    """Return the matrices of a parameter that are on this rank, in as many parts as ranks share them.
+    """Return the matrices of a parameter on this rank, divided into one part for each rank that shares them.
 
-    group: of the optimizer. A parameter that is no stack is one matrix.
+    group: the optimizer's parameter group. A parameter without stacked experts is one matrix.
     """
     cuts = cuts_of(parameter)
     shape = (parameter.shape[-2], parameter.shape[-1])
@@ -187,12 +188,12 @@ def matrices_of(parameter: Tensor, group: Group) -> list[OwnedMatrices]:
 
 
 def owners_of(cuts: Sequence[Cut]) -> int:
-    """Return how many ranks share matrices that are cut so."""
+    """Return the number of ranks that share matrices with these cuts."""
     return math.prod(dist.get_world_size(cut.group) for cut in cuts)
 
 
 def rounds_of(matrices: Sequence[OwnedMatrices]) -> list[list[OwnedMatrices]]:
-    """Return the matrices in rounds: equal on all ranks that share them, which are the same ones in a round."""
+    """Return the matrices in rounds, equal on all ranks that share them: the same ranks for all matrices of a round."""
     by_ranks: dict[tuple[dist.ProcessGroup, ...], list[OwnedMatrices]] = {}
     for owned in matrices:
         by_ranks.setdefault(tuple(cut.group for cut in owned.cuts), []).append(owned)
@@ -200,7 +201,7 @@ def rounds_of(matrices: Sequence[OwnedMatrices]) -> list[list[OwnedMatrices]]:
 
 
 def deal(matrices: Sequence[OwnedMatrices], ranks: int) -> list[list[OwnedMatrices]]:
-    """Return the matrices in rounds of at most one member per rank, those of a round of like cost."""
+    """Return the matrices in rounds of at most one member per rank; the members of a round cost about the same."""
     by_cost = sorted(matrices, key=lambda owned: owned.products, reverse=True)
     return [by_cost[first : first + ranks] for first in range(0, len(by_cost), ranks)]
 
@@ -209,8 +210,8 @@ def orthogonalize_parts(parts: Sequence[Tensor], cuts: Sequence[Sequence[Cut]]) 
     """Return this rank's parts of orthogonalized matrices.
 
     parts: this rank's, one tensor (N, R, C) per member of a round. cuts: of each member, over the same process groups.
-    The members are dealt out over the ranks of the first group, which join the parts of theirs, then over those of the
-    next one. A rank that has matrices whole orthogonalizes them, and all goes the same way back.
+    The members are distributed over the ranks of the first group, which concatenate their parts, then over the ranks of
+    the next group. The owner of whole matrices orthogonalizes them, and the parts of the result go the same way back.
     """
     if not parts or not cuts[0]:
         return [orthogonalize(part) for part in parts]
@@ -248,9 +249,9 @@ def exchange(
     group: dist.ProcessGroup,
     like: Tensor,
 ) -> list[list[Tensor]]:
-    """Send outgoing[r] to rank r of a group, in one all-to-all; return what each rank sent, of its `shapes`.
+    """Send outgoing[r] to rank r of a group, in one all-to-all; return the tensors from each rank, of its `shapes`.
 
-    like: has the type and device of all these tensors, of which there may be none.
+    like: gives dtype and device, since there may be no tensor to send.
     """
     flat = [tensor.flatten() for of_receiver in outgoing for tensor in of_receiver]
     sent = torch.cat([like.new_empty(0), *flat])
@@ -267,10 +268,10 @@ def exchange(
 
 
 def cuts_of(parameter: Tensor) -> tuple[Cut, ...]:
-    """Return how each matrix of a parameter is cut: over the ranks of FSDP, then over those of tp.
+    """Return the cuts of each matrix of a parameter: over the ranks of FSDP, then over tp.
 
-    FSDP cuts what tensor parallelism has left to a rank, as torch.chunk does: the last ranks may have fewer rows. Where
-    a stack is cut between its matrices, none of them is.
+    FSDP cuts a rank's part of tensor parallelism like torch.chunk: the last ranks may have fewer rows. A stack that is
+    cut between its matrices leaves each matrix whole.
     """
     if not isinstance(parameter, DTensor):
         return ()

@@ -1,4 +1,4 @@
-"""Builds the optimizer of all of a rank's stages, and takes its step where the gradients are finite."""
+"""Builds the optimizer of all of a rank's stages, and takes its step if the gradients are finite."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -16,7 +16,7 @@ from torchllm.runtime.torch_compat import reads_found_inf
 
 
 class RoleSettings(NamedTuple):
-    """How the parameters of a role are updated."""
+    """Optimizer settings of the parameters of one role."""
 
     learning_rate_factor: float
     """their learning rate as a multiple of the schedule's"""
@@ -40,13 +40,13 @@ def settings_by_role(config: OptimizerConfig) -> dict[Role, RoleSettings]:
 
 
 def build_optimizer(stages: Sequence[nn.Module], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return AdamW, SGD or Muon, with a group of parameters for each learning rate and weight decay that roles have.
+    """Return AdamW, SGD or Muon, with a parameter group for each pair of learning rate and weight decay.
 
-    A frozen parameter (LoRA) is in none.
+    Frozen parameters (LoRA) are in no group.
 
-    Moments and counters exist from the start, so that a checkpoint has every key and memory does not grow later. All
-    of them change nothing where `found_inf` is set, which `apply_if_finite` relies on. After each step it scales the
-    weights that FSDP gathers as float8.
+    Moments and counters exist from the start, so that a checkpoint has every key and memory does not grow later. Each
+    optimizer skips its step if `found_inf` is set, as `apply_if_finite` needs. A hook after each step computes the
+    scales of weights that FSDP gathers as float8.
     """
     for key in fields(config):
         if key.name != "ema_decay":  # of `optim/average.py`
@@ -76,11 +76,11 @@ def build_optimizer(stages: Sequence[nn.Module], config: OptimizerConfig) -> tor
 def apply_if_finite(optimizer: torch.optim.Optimizer, learning_rate: float, finite: Tensor) -> None:
     """Take the optimizer's step if `finite` (a bool (), equal on all ranks) is true; otherwise change nothing at all.
 
-    The decision stays on the device where the optimizer reads `found_inf`, which is how torch's GradScaler skips steps:
-    those of `build_optimizer`, and torch's fused ones. For any other one it is read, which waits for the device.
+    The decision stays on the device if the optimizer reads `found_inf`, which is how torch's GradScaler skips steps:
+    the optimizers of `build_optimizer` and torch's fused ones do. Any other optimizer needs a synchronization.
     """
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate * group.get("learning_rate_factor", 1.0)  # a fork's own optimizer may have none
+        group["lr"] = learning_rate * group.get("learning_rate_factor", 1.0)  # a fork's optimizer may have none
     if not reads_found_inf(optimizer):
         if finite:
             optimizer.step()

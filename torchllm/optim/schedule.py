@@ -18,10 +18,9 @@ logger = logging.getLogger(__name__)
 class LearningRate:
     """Computes the rate of steps 1 to `steps`: a linear warm-up to `peak`, then the decay of `schedule.name`.
 
-    The rate of step `warmup_steps` is the peak; that of the last step is `final_fraction` of it ("constant": the peak).
+    Step `warmup_steps` has the peak rate; the last step has `final_fraction` of it ("constant": the peak).
     "wsd" (warm-up, stable, decay) stays at the peak until the last `decay_steps` steps, by default a tenth of the run.
-    There it falls linearly, or as 1 - the square root of the share of them that is done (Hägele et al. 2024, arXiv
-    2405.18392).
+    There it falls linearly, or as 1 - sqrt(share of the decay that is done) (Hägele et al. 2024, arXiv 2405.18392).
     """
 
     def __init__(self, schedule: Schedule, peak: float, steps: int) -> None:
@@ -35,9 +34,9 @@ class LearningRate:
         return _rate(self.schedule, self.peak, self.steps, step)
 
     def log_jump(self, record: Mapping[str, Any], step: int) -> None:
-        """Log that a run does not go on with the rate that its checkpoint ended with, because its schedule is another.
+        """Log if a resumed run does not continue at its checkpoint's rate because its schedule differs.
 
-        record: of the checkpoint of `step`, which holds the config.
+        record: record of the checkpoint of `step`, which has the config.
         """
         sections = {name: table for name, table in record.get("config", {}).items() if name in SECTIONS_OF_THE_RATE}
         saved = read_table(Config, sections, [])
@@ -62,7 +61,7 @@ def _rate(schedule: Schedule, peak: float, steps: int, step: int) -> float:
 
 
 def _decay(schedule: Schedule, steps: int, step: int) -> float:
-    """Return how much of the way from the final rate to the peak is left: 1 at first, 0 at the last step."""
+    """Return the decay factor between peak and final rate: 1 at first, 0 at the last step."""
     start = schedule.warmup_steps
     if schedule.name == "wsd":
         decay_steps = schedule.decay_steps or max(1, steps // 10)

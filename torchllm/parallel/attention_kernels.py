@@ -12,12 +12,12 @@ and the gradients are in q's type or a wider one. Scores are divided by sqrt(Q).
 *all* blocks of a row and returns this block's part of the gradients; the formulas are FlashAttention-2's (Dao 2023,
 section 3.1).
 
-FOOTGUN: a key that is not seen has a bias of -1e30, not -inf. For a row that sees nothing torch's CPU kernel answers
--inf with lse 0, as if that row had something to say, and the merged result is silently wrong. With -1e30 its lse is
--1e30, and merging gives it no weight.
+FOOTGUN: a masked key has a bias of -1e30, not -inf. For a row that is masked completely torch's CPU kernel returns lse
+0 instead of -inf, as if the row had seen keys, and the merged result is silently wrong. With -1e30 its lse is -1e30,
+and merging gives it no weight.
 
-CudaKernels was written without a GPU at hand. `kernel_check.py` compares it with the eager kernel before it is used, so
-it may fail but cannot be silently wrong.
+CudaKernels was written without a GPU. `kernel_check.py` compares it with the eager kernel before it is used, so it may
+fail but cannot be silently wrong.
 """
 
 import math
@@ -33,7 +33,7 @@ from torchllm.models.layers import widened
 UNSEEN = -1e30
 """added to the score of a key that a query may not see"""
 WIDTH_UNIT = 8
-"""numbers of which the width of a head is a multiple in the CUDA kernels: 16 bytes of a 16-bit type"""
+"""the CUDA kernels take head widths that are multiples of this: 16 bytes of a 16-bit type"""
 
 
 class KeyMask(NamedTuple):
@@ -93,8 +93,8 @@ def document_bias(query_ids: Tensor, key_ids: Tensor, causal: bool, dtype: torch
 class EagerKernel:
     """Plain products and a softmax on any device: the reference of the other kernels.
 
-    All is computed and returned in float32 at least. In 16 bits d_weights and row_sums, whose difference is small where
-    the values that a query sees are alike, would give gradients of queries and keys with several times the error.
+    All is computed and returned in float32 at least. In 16 bits, d_weights - row_sums would cancel if the values that a
+    query sees are similar, and gradients of queries and keys would have several times the error.
     """
 
     def forward(self, q: Tensor, kv: Tensor, mask: KeyMask) -> PartialAttention:
@@ -112,7 +112,7 @@ class EagerKernel:
         grouped = (k.shape[1], -1)  # H -> K, H / K
         scores = _scores(q, k, mask)
         weights = (scores - attention.lse.unflatten(1, grouped).unsqueeze(-1)).exp()
-        # sum over Q of d_out * out: what the softmax's own gradient subtracts from every key of a row
+        # sum over Q of d_out * out, which the gradient of the softmax subtracts from every key of a row
         row_sums = (d_out * out).sum(-1).unflatten(1, grouped).unsqueeze(-1)
         d_out = d_out.unflatten(1, grouped)
         d_weights = d_out @ v.unsqueeze(2).mT
@@ -152,7 +152,7 @@ class CpuKernel:
 class CudaKernels:
     """Flash attention for 16-bit types without a bias; otherwise the memory-efficient kernel, which takes one.
 
-    The second needs as many key-value heads as query heads: they are expanded for one block, and never sent so. Both
+    The second has no grouped heads: key-value heads are expanded for one block at a time, and sent unexpanded. Both
     take heads whose width is a multiple of `WIDTH_UNIT`: others are padded with zeros, which changes no score.
     """
 

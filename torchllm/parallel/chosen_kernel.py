@@ -1,7 +1,7 @@
-"""Says which fused attention kernel a GPU will run: torch chooses it by architecture, wheel, types, masks and heads.
+"""Logs which fused attention kernel a GPU will run: torch chooses it by architecture, wheel, dtypes, masks and heads.
 
-Two runs with `model.attention = "sdpa"` need not run the same one, and the kernel called math keeps the scores, S x S,
-in memory. docs/hollow_gpu.md has a table of what torch chooses.
+Two runs with `model.attention = "sdpa"` may run different kernels, and the kernel called math keeps the scores, S x S,
+in memory. docs/hollow_gpu.md has a table of torch's choices.
 """
 
 import logging
@@ -22,8 +22,8 @@ def log_attention_kernel(
 ) -> None:
     """Log the kernel of `model.attention = "sdpa"` on a GPU, with a warning if it keeps S x S scores in memory.
 
-    documents: whether tokens see their own document only. dtype: of the computation. A ring has kernels of its own
-    (`attention_kernels.py`), and the other kinds of attention name theirs.
+    documents: whether tokens see only their own document. dtype: of the computation. A ring calls its kernels directly
+    (`attention_kernels.py`), and the other values of `model.attention` name their kernel.
     """
     is_ring = parallel.cp > 1 and parallel.cp_method == "ring"
     if device.type != "cuda" or model.attention != "sdpa" or is_ring:
@@ -45,7 +45,7 @@ def attention_kernel(
 
     A window is masked as documents are (`models.attention.ScaledDotProductAttention`).
     """
-    ranks = parallel.tp * parallel.cp  # cp: ulysses, which gives a rank whole sequences of some heads
+    ranks = parallel.tp * parallel.cp  # with ulysses a rank has whole sequences of some heads
     is_masked = documents or model.window_within(sequence_length) < sequence_length
     queries = min(QUERY_BLOCK, sequence_length) if is_masked else sequence_length
     q = _heads(model.heads // ranks, queries, model.head_width, dtype, device)
@@ -60,5 +60,5 @@ def attention_kernel(
 
 
 def _heads(heads: int, length: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor like one of a sequence's, (1, H, S, Q), in memory (1, S, H, Q)."""
+    """Return an example tensor of one sequence, (1, H, S, Q), with memory layout (1, S, H, Q)."""
     return torch.empty(1, length, heads, width, dtype=dtype, device=device).transpose(1, 2).requires_grad_()

@@ -46,15 +46,15 @@ def apply_compile(stage: Decoder, config: Compile, recomputes_outside: bool = Fa
 
 
 def _compile_parts(block: Block) -> None:
-    """Compile what can be compiled of a block with experts, in place.
+    """Compile the compilable parts of a block with experts, in place.
 
-    FOOTGUN: none of it may begin with the result of a collective of tensor parallelism outside of it, whose gradient
-    would be lost.
+    FOOTGUN: the input of a compiled part must not be the result of a tensor-parallel collective outside of it: its
+    gradient would be lost.
     """
     block.attend = torch.compile(block.attend)  # type: ignore[method-assign]
     for module in block.mlp.modules():
         if isinstance(module, Experts | SwiGLU):
-            module.gated = torch.compile(module.gated, dynamic=True)  # ranks get other numbers of rows in each step
+            module.gated = torch.compile(module.gated, dynamic=True)  # the number of rows changes with each step
         elif isinstance(module, RoutedExperts):
             module.combine = torch.compile(module.combine)
 
@@ -62,10 +62,10 @@ def _compile_parts(block: Block) -> None:
 def must_recompute_outside(recompute: Recompute, model: Model, tp: DeviceMesh) -> bool:
     """Return whether the recomputation of blocks must stay outside their graphs. tp: one dimension, the tp ranks.
 
-    FOOTGUN: on a CPU torch 2.13 (2.11 and 2.15 do not) fails at a graph that recomputes fused attention and holds
-    collectives of tensor parallelism ("expected all tensors_saved_with_vc_check to be Tensors"). It saves the random
-    state of that attention, which draws no numbers here, behind the device mesh, and takes one for the other. On a GPU
-    that state is no output of a graph.
+    FOOTGUN: on a CPU torch 2.13 (not 2.11 or 2.15) fails at a graph that recomputes fused attention and contains
+    tensor-parallel collectives ("expected all tensors_saved_with_vc_check to be Tensors"). It saves the random state of
+    the attention (unused here) after the device mesh, and confuses the two. On a GPU the state is no output of the
+    graph.
     """
     recomputes_attention = recompute.mode in ("full", "every_k") and model.attention == "sdpa"
     return recomputes_attention and tp.size() > 1 and tp.device_type == "cpu"

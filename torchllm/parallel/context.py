@@ -7,13 +7,13 @@ Sent, per layer, over n ranks (both methods also gather the document ids once pe
   ring      (`ring.py`; Liu et al. 2023) keys and values, n - 1 times, while attention computes
   ulysses   (DeepSpeed Ulysses, Jacobs et al. 2023) one all-to-all of q, k and v before the core, which gives a rank all
             tokens of H / n heads, and one of the output after it; the same for the gradients in the backward
-An all-to-all moves (n - 1) / n of what a rank holds, B x S / n x (H + 2 K) x Q numbers and then B x S / n x H x Q: less
-as n grows, but nothing computes meanwhile, and n must divide the key-value heads. Under ulysses the core makes its own
-mask, of the whole sequence: for eager it is (S, S) large, not divided by n.
+An all-to-all moves (n - 1) / n of a rank's tensors: first B x S / n x (H + 2 K) x Q elements, then B x S / n x H x Q.
+That shrinks as n grows, but it does not overlap with computation, and n must divide the key-value heads. Under ulysses
+the core masks the whole sequence: the mask of eager attention is (S, S), not divided by n.
 
-Positions and labels travel with their tokens, so nothing outside the core knows that it sees a part of the sequence.
-The core stays outside compiled blocks, whose graphs break there. torch then compiles nothing of a block that is
-recomputed as one, and the config refuses that combination.
+Positions and labels are sharded with the tokens, so no code outside the core depends on cp. The core stays outside
+compiled blocks, whose graphs break there. torch then compiles nothing of a block that is recomputed as a whole, and the
+config refuses that combination.
 """
 
 from typing import Any
@@ -37,8 +37,8 @@ from torchllm.runtime.torch_compat import all_to_all
 def apply_context_parallel(stage: Decoder, mesh: DeviceMesh, method: str, dtype: torch.dtype) -> None:
     """Replace the attention cores of a stage, and let its routers count whole sequences, in place.
 
-    mesh: one dimension, the cp ranks. method: "ring" or "ulysses". dtype: of the computation. Raises UserError where
-    the ring's kernel does not work on this device.
+    mesh: one dimension, the cp ranks. method: "ring" or "ulysses". dtype: of the computation. Raises UserError if the
+    ring's kernel does not work on this device.
     """
     sum_over_sequence(stage, mesh.get_group())
     attentions = [module for module in stage.modules() if isinstance(module, Attention)]
@@ -55,9 +55,9 @@ def apply_context_parallel(stage: Decoder, mesh: DeviceMesh, method: str, dtype:
 
 
 def sequence_pieces(mesh: Mesh) -> SequencePieces:
-    """Return which part of each sequence this rank trains on, and reads.
+    """Return the part of each sequence that this rank reads and trains on.
 
-    Under "ring" rank r of n has pieces r and 2 n - 1 - r of 2 n, so that all ranks attend to as many tokens.
+    Under "ring" rank r of n has pieces r and 2 n - 1 - r of 2 n, so that all ranks have the same work.
     """
     rank, ranks = mesh.cp.get_local_rank(), mesh.cp.size()
     if ranks > 1 and mesh.cp_method == "ring":
@@ -66,7 +66,7 @@ def sequence_pieces(mesh: Mesh) -> SequencePieces:
 
 
 class UlyssesAttention(nn.Module):
-    """An attention core that exchanges its part of the sequence for a part of the heads, and back."""
+    """An attention core with all-to-alls around it: from a part of the sequence to a part of the heads, and back."""
 
     def __init__(self, mesh: DeviceMesh, core: Any) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class UlyssesAttention(nn.Module):
     def mask(self, document_ids: Tensor | None, document_limit: int = 0) -> Any:
         """Return the core's mask of the whole sequence, from this rank's document ids (B, S / n).
 
-        document_limit is that of a part, and how many documents the whole has at most is unknown.
+        document_limit is ignored: it limits the documents of this rank's part, not of the whole sequence.
         """
         if document_ids is None:
             return self.core.mask(None)

@@ -1,16 +1,16 @@
 """Expert parallelism: each rank has some experts, whole, and tokens travel to them (Lepikhin et al. 2020, GShard).
 
 Sharded: the stacked matrices of the experts, by expert, over the ep ranks. ep borrows the innermost ranks of
-dp_shard x cp x tp, so it multiplies nothing: every one of these ranks has tokens of its own, under tp a part of the
-sequence. FSDP shards a rank's experts over what is left of dp_shard x cp x tp (efsdp). Router and shared experts are
-sharded as without ep.
+dp_shard x cp x tp, so it does not multiply the number of ranks: each of these ranks has different tokens, under tp a
+part of the sequence. FSDP shards a rank's experts over the remaining ranks of dp_shard x cp x tp (efsdp). Router and
+shared experts are sharded as without ep.
 
 Sent, per sparse block: numbers of rows, 8 bytes per expert; each token once per expert that it uses, to that expert's
-rank; its result back; and the gradients of both. While rows are on their way, the shared experts compute: the first of
-their three products on the way there, the others on the way back, and so in the backward.
+rank; its result back; and the gradients of both. The shared experts overlap with this: the first of their three
+products with the way there, the others with the way back, and likewise in the backward.
 
-FOOTGUN: how many rows a rank receives is known only when the router has chosen, so the host waits for the device once
-per sparse block and pass. No row is dropped and none is padded: a rank whose experts nobody chose computes nothing.
+FOOTGUN: the number of rows that a rank receives depends on the router's choices, so the host waits for the device once
+per sparse block and pass. Rows are neither dropped nor padded: a rank that receives no tokens skips the products.
 """
 
 from collections.abc import Callable
@@ -35,18 +35,18 @@ from torchllm.runtime.torch_compat import begin_all_to_all, end_all_to_all
 
 
 class Splits(NamedTuple):
-    """How many rows an all-to-all sends to each rank, and how many it receives from each."""
+    """Number of rows that an all-to-all sends to each rank and receives from each rank."""
 
     sent: list[int]
     received: list[int]
 
     def reversed(self) -> "Splits":
-        """Return those of the way back."""
+        """Return the numbers for the way back."""
         return Splits(self.received, self.sent)
 
 
 def apply_expert_parallel(stage: Decoder, mesh: DeviceMesh) -> None:
-    """Leave each rank its share of the experts of every sparse block, in place. mesh: one dimension, the ep ranks.
+    """Keep only this rank's experts in every sparse block, in place. mesh: one dimension, the ep ranks.
 
     The number of experts must be a multiple of the ranks.
     """
@@ -70,11 +70,11 @@ def _own_experts(weight: Tensor) -> Tensor:
 
 
 class RowExchange:
-    """An all-to-all of rows, which is under way between `begin` and `end`; in the backward that of their gradients is.
+    """An asynchronous all-to-all of rows from `begin` to `end`; in the backward, of their gradients from end to begin.
 
-    FOOTGUN: autograd wants a gradient of the shape of what it is the gradient of, and a rank sends and receives
-    different numbers of rows. So what `begin` returns is no row that arrives: it is a ticket with the shape of the rows
-    sent, without memory, whose gradient is that of these rows.
+    FOOTGUN: autograd needs a gradient of the same shape as its tensor, but a rank sends and receives different numbers
+    of rows. So `begin` does not return received rows: it returns a ticket with the shape of the sent rows, without
+    memory, which carries their gradient.
     """
 
     def __init__(self, splits: Splits, group: dist.ProcessGroup) -> None:
@@ -83,18 +83,18 @@ class RowExchange:
         self.arriving: Tensor | None = None
 
     def begin(self, rows: Tensor) -> Tensor:
-        """Begin to send rows (N, D), and return the ticket for `end`."""
+        """Start sending rows (N, D), and return the ticket for `end`."""
         ticket: Tensor = _Begin.apply(rows, self)
         return ticket
 
     def end(self, ticket: Tensor) -> Tensor:
-        """Return the rows that arrive here, (M, D)."""
+        """Return the received rows, (M, D)."""
         rows: Tensor = _End.apply(ticket, self)
         return rows
 
 
 class _Begin(torch.autograd.Function):
-    """Begin to send rows. The backward waits for their gradients, which `_End` began to send back."""
+    """Start sending rows. The backward waits for their gradients, which the backward of `_End` started to send back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: RowExchange) -> Tensor:
@@ -107,7 +107,7 @@ class _Begin(torch.autograd.Function):
 
 
 class _End(torch.autograd.Function):
-    """Wait for the rows. The backward begins to send their gradients back."""
+    """Wait for the rows. The backward starts sending their gradients back."""
 
     @staticmethod
     def forward(ctx: Any, ticket: Tensor, exchange: RowExchange) -> Tensor:
@@ -124,21 +124,21 @@ class _End(torch.autograd.Function):
 
 
 class SentRows(NamedTuple):
-    """Rows on their way to the ranks of their experts."""
+    """Rows that are being sent to the ranks of their experts."""
 
     order: SortedRows
-    """of the rows that this rank sent; those to one rank are neighbours, for its experts are"""
+    """order of the rows that this rank sent: by expert, so that rows to the same rank are contiguous"""
     exchange: RowExchange
     ticket: Tensor
     """what `RowExchange.end` takes"""
     origins: Tensor
-    """rows that arrive from each rank for each expert here, (ep, E / ep) int64"""
+    """number of rows received from each rank for each expert on this rank, (ep, E / ep) int64"""
     by_expert: Tensor
-    """order of the arriving rows by expert, (N) int64: they arrive by rank"""
+    """order that sorts the received rows by expert, (N) int64: they are received by rank"""
 
 
 class Returned(NamedTuple):
-    """Results on their way to the ranks of their tokens."""
+    """Results that are being sent to the ranks of their tokens."""
 
     exchange: RowExchange
     ticket: Tensor
@@ -152,10 +152,10 @@ class ExchangeDispatch:
         self.group = group
         self.experts = experts
         self.splits: Callable[[Tensor, Tensor, int], Splits] = read_splits
-        """replaceable: the numbers of rows; a dry run has none to read"""
+        """replaceable: computes the numbers of rows, which a dry run cannot read"""
 
     def send(self, tokens: Tensor, routing: Routing) -> SentRows:
-        """Sort the rows by expert, and begin to send them. Waits for the device."""
+        """Sort the rows by expert, and start sending them. Waits for the device."""
         order = sort_by_expert(tokens, routing, self.experts)
         ranks = self.group.size()
         per_rank = [self.experts // ranks] * ranks
@@ -172,7 +172,7 @@ class ExchangeDispatch:
         return ExpertRows(rows.index_select(0, sent.by_expert), ends)
 
     def send_back(self, results: Tensor, sent: SentRows) -> Returned:
-        """Begin to send the results to where the rows came from."""
+        """Start sending the results back to the ranks of the rows."""
         by_rank = results.index_select(0, _inverse(sent.by_expert))
         exchange = RowExchange(sent.exchange.splits.reversed(), self.group)
         return Returned(exchange, exchange.begin(by_rank))
@@ -183,13 +183,13 @@ class ExchangeDispatch:
 
 
 def read_splits(sent: Tensor, received: Tensor, rows: int) -> Splits:
-    """Return the numbers of rows, for which the host waits. sent, received: (ep) int64. rows: that are sent."""
+    """Return the numbers of rows. Waits for the device. sent, received: (ep) int64. rows: number of sent rows."""
     to_each, from_each = torch.stack((sent, received)).tolist()
     return Splits(to_each, from_each)
 
 
 def even_splits(sent: Tensor, received: Tensor, rows: int) -> Splits:
-    """Return the same, of ranks whose tokens use all experts equally often: nothing is read."""
+    """Return the numbers of rows for perfectly balanced experts, without reading a tensor."""
     ranks = len(sent)
     share, rest = divmod(rows, ranks)
     each = [share + int(rank < rest) for rank in range(ranks)]
@@ -197,16 +197,16 @@ def even_splits(sent: Tensor, received: Tensor, rows: int) -> Splits:
 
 
 def split_evenly(stage: nn.Module) -> None:
-    """Let a stage on fake tensors, which have no numbers, send equally many rows to each rank."""
+    """Let a stage on fake tensors, which have no values, send the same number of rows to each rank."""
     for routed in routed_experts(stage):
         if isinstance(routed.dispatch, ExchangeDispatch):
             routed.dispatch.splits = even_splits
 
 
 def _order_by_expert(origins: Tensor, rows: int) -> Tensor:
-    """Return the order that sorts arriving rows by expert, and then by the rank that they come from: (N) int64.
+    """Return the order that sorts received rows by expert, then by source rank: (N) int64.
 
-    origins: rows from each rank for each expert here, (ep, E / ep). rows: their sum, which the host knows.
+    origins: rows from each rank for each expert on this rank, (ep, E / ep). rows: their sum, known to the host.
     """
     ranks, experts = origins.shape
     expert_of_part = torch.arange(experts, device=origins.device).repeat(ranks)

@@ -2,21 +2,21 @@
 
 A linear layer's three products (its output, the gradients of its input and of its weight) take factors of 8 bits: each
 is scaled, so that its largest element is float8's largest, and rounded; sums are float32, results bfloat16.
-What is kept, saved and updated is unchanged: float32 weights and gradients, bfloat16 activations. Not converted are the
-embedding, the head and attention's scores, which cost accuracy.
+Stored tensors do not change: float32 weights and gradients, bfloat16 activations. The embedding, the head and
+attention's scores are not converted, since that costs accuracy.
 
-rowwise             a scale for each row of the first factor and each column of the second, which are what is summed
-                    over; scales are powers of two
+rowwise             a scale for each row of the first factor and each column of the second (the sums run along them);
+                    scales are powers of two
 rowwise_with_gw_hp  the same for outputs and gradients of inputs; gradients of weights in bfloat16
 tensorwise          one scale for a whole factor. FOOTGUN: which tokens share a scale depends on micro batch size and
-                    context parallelism: layouts do not round alike
+                    context parallelism: layouts round differently
 
 FSDP gathers the weights of tensorwise layers as float8, half the bytes, unless tensor parallelism cuts them too. Their
 scales are about whole weights, so that ranks agree on them: `scale_gathered_weights` after each step of the optimizer,
 one all-reduce of a number per layer.
 
-Applied before tensor parallelism, because it replaces the layers. Under tensor parallelism scales are taken over all of
-a row or a tensor, so a product of which ranks hold parts sends them too: one small all-reduce per such factor.
+Applied before tensor parallelism, because it replaces the layers. Under tensor parallelism a scale still covers a whole
+row or tensor, so sharded factors need one small all-reduce each.
 
 The fast products need a GPU with sm_89 or later, and compiled blocks, which fuse scaling and rounding into their
 neighbours. On a CPU the rounding is the same and the products of the rounded factors are float32 (torchao's `emulate`).
@@ -36,18 +36,18 @@ from torchllm.config.errors import UserError
 from torchllm.models.decoder import Decoder
 
 OLDEST_GPU = (8, 9)
-"""compute capability that torch's float8 products ask for"""
+"""compute capability that torch's float8 products need"""
 
 
 def apply_float8(stage: Decoder, float8: Float8, dtype: torch.dtype, device_type: str, shards_weights: bool) -> None:
-    """Replace every linear layer of a stage's blocks, in place, by one that holds the same parameters.
+    """Replace every linear layer of a stage's blocks, in place, by a float8 layer with the same parameters.
 
     dtype: of the computation. shards_weights: FSDP alone cuts the weights, and may gather them as float8. UserError if
     dtype is not bfloat16, the GPU is too old, or torchao is not installed.
     """
     is_gpu = device_type == "cuda"
     _check(float8, dtype, is_gpu)
-    logging.disable(logging.WARNING)  # torchao's, about kernels for other purposes that this machine lacks
+    logging.disable(logging.WARNING)  # torchao's warnings about unrelated kernels that this machine lacks
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
@@ -81,7 +81,7 @@ def _check(float8: Float8, dtype: torch.dtype, is_gpu: bool) -> None:
 
 
 def is_gathered_as_float8(parameter: Tensor) -> bool:
-    """Return whether FSDP gathers a parameter as float8: its shard has torch's hook that makes what is gathered."""
+    """Return whether FSDP gathers a parameter as float8: its shard has torch's hook that makes the gathered tensor."""
     return isinstance(parameter, DTensor) and hasattr(parameter.to_local(), "fsdp_pre_all_gather")
 
 
@@ -97,13 +97,13 @@ def scale_gathered_weights(stages: Iterable[nn.Module]) -> None:
 
 
 def plain_tensor(local: Tensor) -> Tensor:
-    """Return the float32 tensor within a shard that is gathered as float8; any other tensor as it is.
+    """Return the float32 tensor within a shard that is gathered as float8; any other tensor unchanged.
 
-    They share their memory. torchao's tensor is a wrapper, without memory of its own to copy, hash or write.
+    They share their memory. torchao's tensor is a wrapper without storage, which cannot be copied, hashed or written.
     """
     if not hasattr(local, "fsdp_pre_all_gather"):
         return local
-    wrapper: Any = local.detach()  # without its scale, at whose value the next line would look, and wait for the device
+    wrapper: Any = local.detach()  # without its scale: the next line would read its value, and wait for the device
     (name, *_), _ = wrapper.__tensor_flatten__()
     plain: Tensor = getattr(wrapper, name)
     return plain

@@ -5,7 +5,7 @@ they are replicated over the first (HSDP: shard inside a node, replicate across 
 dimension of one rank.
 
 Stacked matrices of experts are sharded by expert, or by hidden states where ranks could not have equally many experts.
-With expert parallelism they are sharded over other ranks than the rest, those of efsdp, and so are units of their own.
+With expert parallelism they are sharded over other ranks than the rest (efsdp), and so are separate units.
 
 Sent, per unit (the embedding; each block; the router of a block with experts, if it is float32; experts that are shared
 by rank; final norm and head), when:
@@ -16,7 +16,7 @@ by rank; final norm and head), when:
 and, with a replicate dimension, an all-reduce of the scattered gradient once per step: 1 / shard of DDP's bytes cross
 nodes. While a unit computes, the gathers of the next `prefetch` units are under way. Not gathered again before the
 backward: the embedding, whose gradient does not need its weight, and the head and (`keep_last_block`) the last block,
-which are still gathered. Freed, the last block is gathered behind the loss's backward, where most memory is held.
+which are still gathered. If it is freed, the last block is gathered after the loss's backward, the peak of memory.
 
 Applied to a single rank as well, where it only casts: mixed precision (bfloat16 computation, float32 weights, gradients
 reduced in float32) has one code path. Where nothing is sharded, stages 2 and 3 would only copy more often: they act as
@@ -42,7 +42,7 @@ from torchllm.runtime.torch_compat import free_gather_buffer, local_region
 
 
 class Unit(NamedTuple):
-    """What is gathered at once, and what is gathered by itself within it."""
+    """A module that is gathered at once, and the modules inside it that are gathered separately."""
 
     outer: FSDPModule
     inner: Sequence[FSDPModule] = ()
@@ -113,7 +113,7 @@ def apply_fsdp(
 
     for module in fsdp_modules(stage):
         # FOOTGUN: both act on one unit, not on the units inside it; called on the root alone, the blocks' gradients are
-        # silently averaged. FSDP must sum, for the step divides by its global token count. Without the second call a
+        # silently averaged. FSDP must sum, since the step divides by its global token count. Without the second call a
         # divide factor is an error on gloo.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -123,10 +123,10 @@ def apply_fsdp(
 
 
 def _placements_of_experts(block: nn.Module, ranks: int) -> dict[nn.Parameter, Shard]:
-    """Return how the stacked matrices of a block's experts are sharded, where not by expert, their first dimension.
+    """Return the sharding of a block's stacked experts, for parameters not sharded by expert (dimension 0).
 
-    Where ranks cannot have equally many experts, and some would have none, the dimension of the hidden states is cut,
-    which tensor parallelism does not cut.
+    If the ranks do not divide the experts, the dimension of the hidden states is sharded, which tensor parallelism does
+    not shard.
     """
     placements: dict[nn.Parameter, Shard] = {}
     for module in block.modules():
@@ -138,9 +138,9 @@ def _placements_of_experts(block: nn.Module, ranks: int) -> dict[nn.Parameter, S
 
 
 def _gather_last_block_after_loss(stage: Decoder, units: Sequence[Unit]) -> None:
-    """Gather the last block, which was freed, while the head computes its gradients, not beside those of whole logits.
+    """Gather the freed last block while the head computes its gradients, not while the gradients of all logits exist.
 
-    FSDP would gather it when the backward pass begins, at the loss: just where most memory is held.
+    FSDP would gather it at the start of the backward pass, at the loss, which is the peak of memory.
     """
     head = stage.lm_head
     if head is None or head.chunk or stage.model.tied_embeddings:
@@ -166,8 +166,8 @@ def _prefetch(units: Sequence[Unit], ahead: int) -> None:
         following = units[index + 1 : index + 1 + ahead]
         previous = units[max(0, index - ahead) : index]
         unit.outer.set_modules_to_forward_prefetch([*unit.inner, *_modules(following)])
-        # With an empty list FSDP guesses, and gathers what it does not need. The unit itself is gathered already, so
-        # naming it costs nothing.
+        # With an empty list FSDP guesses, and gathers units that are not needed. The unit itself is gathered already,
+        # so naming it costs nothing.
         unit.outer.set_modules_to_backward_prefetch([unit.outer, *unit.inner, *_modules(reversed(previous))])
         for inner in unit.inner:
             inner.set_modules_to_backward_prefetch([inner])
@@ -183,7 +183,7 @@ def fsdp_modules(stage: nn.Module) -> list[FSDPModule]:
 
 
 def effective_zero_stage(parallel: Parallel) -> int:
-    """Return `parallel.zero_stage`, but at most 1 where every rank holds whole weights.
+    """Return `parallel.zero_stage`, but at most 1 if weights are not sharded.
 
     The degrees must be resolved (no -1).
     """
@@ -193,7 +193,7 @@ def effective_zero_stage(parallel: Parallel) -> int:
 
 
 def begin_micro_batch(stages: Sequence[nn.Module], zero_stage: int, last: bool) -> None:
-    """Tell FSDP, where it is applied, what to do after the coming backward. last: it is the last one of the step."""
+    """Set FSDP's resharding and reduction after the next backward, if FSDP is applied. last: the last of the step."""
     for stage in stages:
         if isinstance(stage, FSDPModule):
             stage.set_is_last_backward(last)

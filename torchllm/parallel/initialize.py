@@ -1,7 +1,7 @@
 """Initial weights as a function of (seed, canonical parameter name, global element index).
 
-Every layout therefore starts from bitwise the same weights on one kind of device, a rank computes only the shards that
-it holds, and nothing is sent. torch's own generators return the next number of a stream, which depends on every earlier
+Every layout therefore starts from bitwise the same weights on one kind of device, a rank computes only its own shards,
+and nothing is sent. torch's own generators return the next number of a stream, which depends on every earlier
 draw; a counter-based generator hashes the index itself. Here: SplitMix64's output function (Steele, Lea, Flood 2014)
 over the index, its top 53 bits as a uniform number, and the inverse of the normal distribution, cut at 3 standard
 deviations.

@@ -1,7 +1,7 @@
-"""Checks, before training, that this device's fused attention does what ring attention needs of it.
+"""Checks, before training, that this device's fused attention computes the blocks of ring attention correctly.
 
-Nothing is sharded or sent. A kernel that is wrong on some device, type or mask would train a wrong model without a
-word; a small block of each kind that a ring has is compared with the eager kernel instead.
+Nothing is sharded or sent. A kernel that is wrong for a device, dtype or mask would silently train a wrong model, so a
+small block of each kind in a ring is compared with the eager kernel first.
 """
 
 from typing import NamedTuple
@@ -45,7 +45,7 @@ class _Inputs(NamedTuple):
 
 
 class KernelError(NamedTuple):
-    """How far a result of a kernel is off."""
+    """Error of one result of a kernel."""
 
     name: str
     """out, lse, dq, dk or dv"""
@@ -54,7 +54,7 @@ class KernelError(NamedTuple):
 
 
 def check_kernel(kernel: BlockKernel, device: torch.device, groups: int, width: int, dtype: torch.dtype) -> None:
-    """Compare a kernel in the run's `dtype` with the eager one in float64 on each kind of block that a ring has.
+    """Compare a kernel in the run's `dtype` with the eager kernel in float64 on each kind of block of a ring.
 
     groups: query heads per key-value head; width: of a head. Raises UserError if they differ or the kernel fails.
     """
@@ -62,7 +62,7 @@ def check_kernel(kernel: BlockKernel, device: torch.device, groups: int, width: 
         errors = kernel_errors(kernel, device, groups, width, dtype)
     except RuntimeError as error:
         raise _unusable(dtype, str(error).splitlines()[0]) from error
-    for result in errors:  # what the kernel computes first is the cause of what it computes from that
+    for result in errors:  # report the first wrong result: later ones are computed from it
         if not result.error <= TOLERANCES[dtype]:  # not `>`: nan must fail
             raise _unusable(dtype, f"{result.name} is off by {result.error:.1e}")
 
@@ -75,7 +75,7 @@ def kernel_errors(
     dtype: torch.dtype,
     reference: torch.device | None = None,
 ) -> list[KernelError]:
-    """Return the errors of a kernel's results, in their order, for all kinds of blocks; arguments as `check_kernel`.
+    """Return the errors of a kernel's results, in order, on all kinds of blocks; arguments as in `check_kernel`.
 
     reference: where the results in float64 are computed; None: on the same device. Raises RuntimeError if the kernel
     fails.
@@ -92,7 +92,7 @@ def kernel_errors(
 
 
 def _masks(device: torch.device, dtype: torch.dtype) -> list[KeyMask]:
-    """Return one mask of each kind, without and with documents: a rank's own keys, and those of another rank."""
+    """Return one mask of each kind, without and with documents: for a rank's own keys, and for another rank's."""
     ids = torch.arange(LENGTH, device=device).unsqueeze(0) // DOCUMENT_LENGTH
     same_rank = document_bias(ids, ids, True, dtype)
     other_rank = document_bias(ids, ids + 1, False, dtype)  # some rows see nothing
@@ -100,7 +100,7 @@ def _masks(device: torch.device, dtype: torch.dtype) -> list[KeyMask]:
 
 
 def _errors(kernel: BlockKernel, inputs: _Inputs, mask: KeyMask, reference: torch.device) -> list[KernelError]:
-    """Return how far each result of `kernel` is from the eager kernel in float64 on the same numbers."""
+    """Return the difference of each result from the eager kernel in float64 on the same inputs."""
     wide_mask = mask if mask.bias is None else KeyMask(bias=mask.bias.to(reference, torch.float64))
     expected = _forward_backward(EagerKernel(), inputs.widened(reference), wide_mask)
     results = _forward_backward(kernel, inputs, mask)
@@ -115,7 +115,7 @@ def _forward_backward(kernel: BlockKernel, inputs: _Inputs, mask: KeyMask) -> di
     """Return out, lse, dq, dk and dv by name.
 
     As in a ring, the tensors are slices of larger ones, and the backward gets the out and lse of rows that have seen
-    more than this block. The out of a row that sees nothing is cleared: its weight is 0, so it may be anything.
+    more than this block. The out of a fully masked row is undefined (its weight is 0), so it is cleared.
     """
     q = _as_second_half(inputs.q)
     d_out = _as_second_half(inputs.d_out)
@@ -128,7 +128,7 @@ def _forward_backward(kernel: BlockKernel, inputs: _Inputs, mask: KeyMask) -> di
 
 
 def _as_second_half(x: Tensor) -> Tensor:
-    """Return the same numbers as a view of the second half of twice as many rows."""
+    """Return a copy that is a view of the second half of twice the rows."""
     return torch.cat((torch.zeros_like(x), x), dim=2)[:, :, x.shape[2] :]
 
 

@@ -6,8 +6,8 @@ tp communicates in every layer, so its ranks are neighbours inside a node; dp_re
 pp sends one tensor per micro batch, so these two cross nodes. FSDP shards over dp_shard x cp together ("fsdp"): cp
 ranks hold different tokens but need the same weights. HSDP is FSDP over that axis, replicated over dp_replicate.
 
-Experts (ep) borrow the innermost ranks of dp_shard x cp x tp, so ep is no axis of its own; FSDP shards experts over
-what is left of these ranks ("efsdp").
+Experts (ep) borrow the innermost ranks of dp_shard x cp x tp, so ep is not an axis; FSDP shards experts over the
+remaining ranks ("efsdp").
 
 FOOTGUN: `fully_shard` on a two-dimensional mesh means HSDP (replicate, shard), not sharding over both dimensions. That
 is why dp_shard and cp are flattened into one dimension here.
@@ -25,23 +25,23 @@ from torchllm.runtime.torch_compat import flatten_mesh, forget_meshes, join_mesh
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 AXIS_NAMES = ("world", "pp", "dp_replicate", "fsdp", "loss", "cp", "tp", "efsdp", "ep")
-"""of the process groups, see `MeshAxis`"""
+"""names of the process groups, see `MeshAxis`"""
 
 
 class MeshAxis(NamedTuple):
-    """A process group of this rank: what it is for, and which ranks are in it."""
+    """A process group of this rank: its purpose and its ranks."""
 
     name: str
     """one of `AXIS_NAMES`"""
     dimensions: tuple[int, ...]
-    """positions in `AXES` of the axes along which its ranks differ"""
+    """indices in `AXES` of the axes that its ranks span"""
     size: int
     """number of ranks"""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The sub-meshes that the techniques use, and which part of the data this rank reads."""
+    """The sub-meshes that the techniques use, and this rank's part of the data."""
 
     world: DeviceMesh
     """all five axes, each of at least one rank"""
@@ -64,7 +64,7 @@ class Mesh:
     expert_fsdp: DeviceMesh | None
     """like `fsdp`, of the experts"""
     data_rank: int
-    """which part of a step's sequences this rank reads, 0 <= data_rank < data_size"""
+    """index of this rank's part of a step's sequences, 0 <= data_rank < data_size"""
     data_size: int
     """ranks that read different sequences"""
 
@@ -75,7 +75,7 @@ class Mesh:
 
     @property
     def axis_of_group(self) -> dict[str, MeshAxis]:
-        """Return the axis of each process group that this rank sends in, by the name torch gave the group."""
+        """Return the axis of each process group that this rank communicates in, by torch's name of the group."""
         axes: dict[str, MeshAxis] = {}
 
         def add(name: str, group: dist.ProcessGroup | None, *dimensions: str) -> None:
@@ -101,10 +101,10 @@ class Mesh:
         return axes
 
     def _divided_by_experts(self, ep: int, inner: bool) -> list[str]:
-        """Return the axes along which the ranks of ep (inner), or of efsdp, differ; the one in between is in both."""
+        """Return the axes that the ranks of ep (inner), or of efsdp, span; an axis may be split between both."""
         within = []
         beyond = []
-        ranks = 1  # so many neighbours differ along the axes so far
+        ranks = 1  # number of neighbouring ranks that the axes so far span
         for axis in ("tp", "cp", "dp_shard"):
             size = self.world.size(AXES.index(axis))
             if size > 1 and ranks < ep:
@@ -121,7 +121,7 @@ class Mesh:
 
 
 class MeshKey(NamedTuple):
-    """What a mesh depends on."""
+    """Everything that a mesh depends on."""
 
     job: dist.ProcessGroup | None
     """the default process group"""
@@ -135,8 +135,8 @@ class MeshKey(NamedTuple):
 
 
 _BUILT: dict[MeshKey, Mesh] = {}
-"""the meshes of this job. A run that starts again with another config has the same degrees and uses the same groups:
-new ones would need new connections between all ranks, and torch's caches would keep the old ones"""
+"""cache of this job's meshes: another training in the same processes reuses the groups if its degrees are equal. New
+groups would need new connections between all ranks, and torch's caches would keep the old ones"""
 
 
 def build_mesh(parallel: Parallel, device: torch.device) -> Mesh:
@@ -147,7 +147,7 @@ def build_mesh(parallel: Parallel, device: torch.device) -> Mesh:
     degrees = (parallel.pp, parallel.dp_replicate, parallel.dp_shard, parallel.cp, parallel.tp)
     key = MeshKey(dist.group.WORLD, device.type, degrees, parallel.zero_stage == 0, parallel.cp_method, parallel.ep)
     for built in list(_BUILT):
-        if built.job is not key.job:  # of a job that this process has left
+        if built.job is not key.job:  # from a job that this process has left
             del _BUILT[built]
     if key not in _BUILT:
         _BUILT[key] = _new_mesh(parallel, device)

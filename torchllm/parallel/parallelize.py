@@ -4,7 +4,7 @@ First the model is cut into pipeline stages. Then, to each stage:
   float8             replaces layers by others with the same parameters
   expert parallel    needs plain parameters
   tensor parallel    needs plain parameters, but for the experts
-  context parallel   its attention core gets the heads that tensor parallelism leaves to a rank
+  context parallel   its attention core gets this rank's heads under tensor parallelism
   recompute          wraps modules that both have changed
   compile            sees the recomputation
   FSDP               outermost, so that its gathers stay out of the compiled graphs
@@ -51,36 +51,36 @@ def parallelize(
     stages = split_into_stages(model, mesh.pp, parallel, sequence_length)
     layers = model.model.layers
     for stage in stages:
-        say = log.info if stage is stages[0] else log.debug
+        log_layout = log.info if stage is stages[0] else log.debug
         if float8.is_on:
             shards_weights = mesh.fsdp.size(mesh.fsdp.ndim - 1) > 1 and parallel.tp == 1
             apply_float8(stage, float8, dtype, mesh.world.device_type, shards_weights)
-            say("float8 %s products in the blocks", float8.recipe)
+            log_layout("float8 %s products in the blocks", float8.recipe)
 
         if mesh.ep is not None:
             apply_expert_parallel(stage, mesh.ep)
-            say("expert parallel over %d ranks", parallel.ep)
+            log_layout("expert parallel over %d ranks", parallel.ep)
 
         if parallel.tp > 1:
             apply_tensor_parallel(stage, mesh.tp, parallel.sequence_parallel, shares_experts=mesh.ep is not None)
-            say("tensor parallel over %d ranks, sequence parallel %s", parallel.tp, parallel.sequence_parallel)
+            log_layout("tensor parallel over %d ranks, sequence parallel %s", parallel.tp, parallel.sequence_parallel)
             if parallel.scatter_gather and not parallel.sequence_parallel:
                 apply_scatter_gather(stage, mesh.tp)
 
         if parallel.cp > 1:
             apply_context_parallel(stage, mesh.cp, parallel.cp_method, dtype)
-            say("context parallel over %d ranks, %s", parallel.cp, parallel.cp_method)
+            log_layout("context parallel over %d ranks, %s", parallel.cp, parallel.cp_method)
 
         if recompute.mode != "none":
             apply_recompute(stage, recompute, layers, compiles_blocks=compile.block is True)
-            say("recompute %s", recompute.mode)
+            log_layout("recompute %s", recompute.mode)
 
         if compile.compiles_anything:
             apply_compile(stage, compile, must_recompute_outside(recompute, stage.model, mesh.tp))
-            say("compile norm %s, block %s, loss %s", compile.norm, compile.block is True, compile.loss is True)
+            log_layout("compile norm %s, block %s, loss %s", compile.norm, compile.block is True, compile.loss is True)
 
-        # On one rank that computes in the weights' type FSDP would only copy and run hooks: 40 % of a small step.
+        # On one rank without mixed precision FSDP would only copy and run hooks: 40 % of a small step.
         if mesh.world.size() > 1 or dtype != torch.get_default_dtype():
             apply_fsdp(stage, mesh.fsdp, parallel, dtype, mesh.expert_fsdp)
-            say("FSDP, ZeRO stage %d, over %s", effective_zero_stage(parallel), mesh.describe())
+            log_layout("FSDP, ZeRO stage %d, over %s", effective_zero_stage(parallel), mesh.describe())
     return stages

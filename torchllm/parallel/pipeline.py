@@ -128,7 +128,7 @@ def _cut_stage(model: Decoder, index: int, blocks: Sequence[int]) -> Decoder:
     if not is_first:
         stage.embeds = False
         stage.embed_positions = None
-        # The last stage of a tied model keeps the embedding, for its head uses the same weight.
+        # The last stage of a tied model keeps the embedding, since its head uses the same weight.
         if not (is_last and model.model.tied_embeddings):
             stage.embed_tokens = None
     return stage
@@ -137,8 +137,8 @@ def _cut_stage(model: Decoder, index: int, blocks: Sequence[int]) -> Decoder:
 def apply_scatter_gather(stage: Decoder, mesh: DeviceMesh) -> None:
     """Make the tp ranks send hidden states in parts between stages: the scatter/gather optimization.
 
-    Used without sequence parallelism, where every tp rank holds the same hidden states: each sends its part of the
-    sequence, and what enters a stage is gathered; the same for the gradients (Narayanan et al. 2021, section 4.1).
+    Used without sequence parallelism, where every tp rank has the same hidden states: each sends its part of the
+    sequence, and the next stage gathers its input; the same for the gradients (Narayanan et al. 2021, section 4.1).
     mesh: one dimension, the tp ranks.
     """
 
@@ -282,12 +282,12 @@ class Pipeline:
         return loss
 
     def _hidden_states(self) -> Tensor:
-        """Return uninitialised memory for what stages send to each other."""
+        """Return uninitialised memory for the tensors that stages send to each other."""
         return torch.empty(self.hidden_shape, dtype=self.dtype, device=self.device)
 
 
 def _join(batches: Sequence[Batch]) -> Batch:
-    """Return micro batches as one batch; its limit of documents is that of one micro batch."""
+    """Return micro batches as one batch, with the document_limit of one micro batch."""
     documents = [batch.document_ids for batch in batches if batch.document_ids is not None]
     return Batch(
         tokens=torch.cat([batch.tokens for batch in batches]),
@@ -299,7 +299,7 @@ def _join(batches: Sequence[Batch]) -> Batch:
 
 
 class TiedWeight(NamedTuple):
-    """One copy of a tied embedding: the first stage has one, and the last."""
+    """One copy of a tied embedding: the first and the last stage have one each."""
 
     weight: Tensor
     on_first_stage: bool
@@ -308,8 +308,8 @@ class TiedWeight(NamedTuple):
 def add_tied_gradients(weights: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Give both copies of a tied embedding, on the first stage and on the last, the sum of their gradients.
 
-    weights: the copies that this rank holds. group: the pp ranks. Its first and its last rank hold one copy each, or
-    its first rank holds both.
+    weights: the copies on this rank. group: the pp ranks. The first and the last rank have one copy each, or the first
+    rank has both.
     """
     gradients = [weight.grad.to_local() for weight in weights if isinstance(weight.grad, DTensor)]
     if not gradients:

@@ -1,20 +1,19 @@
-"""Activation recomputation (Chen et al. 2016): drops what a block's forward saves; the backward computes it again.
+"""Activation recomputation (Chen et al. 2016): frees the activations of a block; the backward computes them again.
 
-Nothing is sharded. Nothing is sent, but collectives inside recomputed modules are sent again (the selective modes save
-their results). Every mode is a wrapper around modules (non-reentrant checkpointing), so that a layout can combine it
-with anything; `facts.parameters.canonical_name` removes the wrapper's prefix from parameter names.
+Nothing is sharded. Nothing is sent, but collectives inside recomputed modules run again (the selective modes save their
+results). Every mode is a wrapper around modules (non-reentrant checkpointing), so that a layout can combine it with
+anything; `facts.parameters.canonical_name` removes the wrapper's prefix from parameter names.
 
 `segment` is the O(sqrt(L)) memory of Chen et al. 2016, section 4 (also in Stanford CS231n's lecture on large-scale
 training): each of L / k segments saves its input, and while one segment is recomputed the activations of its k blocks
 live; L / k + k is smallest for k = sqrt(L), the default. FOOTGUN: the activations of a block are about 20 times the
-size of its input, so at usual depths `full`, which is k = 1, has the lower peak. A larger k pays where many inputs wait
-for their backward, such as those of many micro batches in flight.
+size of its input, so at usual depths `full`, which is k = 1, has the lower peak. A larger k pays off if many inputs
+wait for their backward, e.g. with many micro batches in flight.
 
-`selective_half` saves the second, fourth, sixth of a block's products with weights, as torchtitan's selective
-recomputation saves the first, third, fifth, seventh: of q, k, v, o, gate, up, down it computes q, v and gate again. Of
-two products that read the same input either serves. But o and down end in a sum over the tp ranks, whose result is
-saved, so that o would be computed again in vain; and down's result, on which no gradient depends, would be saved in
-vain.
+`selective_half` saves every second of a block's products with weights, beginning with the second: of q, k, v, o, gate,
+up, down it computes q, v and gate again. torchtitan's selective recomputation begins with the first. For two products
+of the same input the choice does not matter. But o and down end in a sum over the tp ranks, whose result is saved: o
+would be recomputed although unused; and no gradient depends on the result of down: it would be saved although unused.
 """
 
 from collections import Counter
@@ -91,8 +90,8 @@ def apply_recompute(stage: Decoder, config: Recompute, layers: int, compiles_blo
                 elif not compiles_blocks:
                     _wrap(stage.layers, [name], context_fn=partial(_with_units_inside, saver, block))
                 else:
-                    # Apart, so that attention's is in its graph, and saves products. They are an even number, so that
-                    # every second one of the others is the same as of a whole block.
+                    # Separate: attention is recomputed in its graph, and saves products. Their number is even, so that
+                    # every second one of the others is the same as in a whole block.
                     block.attend = _recomputed(block.attend, saver)  # type: ignore[method-assign]
                     _wrap(block, ["mlp"], context_fn=partial(_with_units_inside, saver, block.mlp))
         case "segment":
@@ -117,13 +116,13 @@ def _recomputed(function: Callable[..., Any], saver: Callable[[], Any]) -> Calla
 
 
 Policy = Callable[..., CheckpointPolicy]
-"""says of an operation, when it is run, whether its result is saved"""
+"""decides for each operation whether its result is saved"""
 
 
 def save_products() -> Any:
-    """Return the contexts of a forward that saves matrix products, attention and collectives, and recomputes the rest.
+    """Return contexts that save matrix products, attention and collectives, and recompute the rest.
 
-    Also returns that of its recomputation: `context_fn` of `torch.utils.checkpoint.checkpoint`.
+    One is for the forward, one for the recomputation: `context_fn` of `torch.utils.checkpoint.checkpoint`.
     """
     return create_selective_checkpoint_contexts(_save_results)
 
@@ -134,7 +133,7 @@ def save_half_of_products() -> Any:
 
 
 def save_products_and_rings() -> Any:
-    """Return the contexts of `save_products`, but save a ring's attention as one result, not those of its n blocks."""
+    """Return the contexts of `save_products`, but save a ring's attention as one result instead of n blocks."""
     return _save_rings(_save_results)
 
 
@@ -174,7 +173,7 @@ class _EverySecondProduct:
 
 
 def _save_rings(outside: Policy) -> Any:
-    """Return contexts that save a ring's result. outside: the policy of what is not inside a ring."""
+    """Return contexts that save a ring's result. outside: the policy of operations outside of a ring."""
     results = SavedResults()
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -189,11 +188,11 @@ def _save_rings(outside: Policy) -> Any:
 def _with_units_inside(
     saver: Callable[[], Any], module: nn.Module
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of `saver`, for a module within which FSDP gathers units by themselves, of its experts.
+    """Return the contexts of `saver` if the module contains separate FSDP units, such as its experts.
 
-    FSDP gathers a unit unless it is gathered already, which may differ between a forward and its recomputation.
-    Selective checkpointing would take an operation that is in one of them alone for an error. So the units are gathered
-    before each begins, and the marks that FSDP makes for the profiler are ignored.
+    FSDP gathers a unit unless it is gathered already, which may differ between a forward and its recomputation, and
+    selective checkpointing requires the same operations in both. So the units are gathered before either starts, and
+    FSDP's profiler annotations are ignored.
     """
     forward, recomputation = saver()
     return _with_gathered_units(module, forward), _with_gathered_units(module, recomputation)

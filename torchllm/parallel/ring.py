@@ -1,6 +1,6 @@
-"""Ring attention: keys and values go round the ranks while each computes (Liu et al. 2023; zigzag as in Llama 3).
+"""Ring attention: keys and values rotate around the ranks while each computes (Liu et al. 2023; zigzag as in Llama 3).
 
-Sharded: the sequence. Of 2 n equal pieces rank r of n holds pieces r and 2 n - 1 - r ("zigzag"), so that each step of
+Sharded: the sequence, in 2 n equal pieces. Rank r of n has pieces r and 2 n - 1 - r ("zigzag"), so that each step of
 the ring is the same work for every rank, half a block of scores:
   the rank's own keys          causal
   keys of an earlier rank      all queries over the first piece of keys
@@ -10,8 +10,8 @@ Sent, per layer and rank, to the next rank of the ring, while it computes the cu
 the keys and values of one rank, 2 x B x S / n x K x Q numbers; in the backward again n - 1 times these, and n - 1 times
 their gradients, in float32. Heads are not expanded. The document ids are gathered once per forward, in `mask`.
 
-With documents a step computes some queries at a time, whose mask, (B, 1, block, keys), is made for them alone: of the
-S / n x S / n pairs of a step there are never as many booleans in memory.
+With documents a step computes one block of queries at a time, with a mask (B, 1, block, keys), so that no mask of
+S / n x S / n is ever in memory.
 
 Results are merged in float32. Saved for the backward: this rank's q, k, v, out and lse. Selective recomputation keeps
 out and lse as the results of one operation (`saved_results.py`), so that nothing is computed or sent again.
@@ -32,7 +32,7 @@ from torchllm.runtime.phase import messages
 
 
 class RingAttention(nn.Module):
-    """An attention core over a sequence of which each rank of `mesh` (one dimension) holds two pieces."""
+    """An attention core over sequences that are sharded over `mesh` (one dimension), two pieces per rank."""
 
     def __init__(self, mesh: DeviceMesh, kernel: BlockKernel) -> None:
         super().__init__()
@@ -65,10 +65,10 @@ def gather_from_ranks(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 class Exchange:
-    """A tensor on its way to the next rank of the ring, and the previous rank's on its way here."""
+    """A transfer to the next rank of the ring, and one from the previous rank."""
 
     def __init__(self, tensor: Tensor, ring: RingAttention) -> None:
-        self.sent = tensor  # must stay alive until it has left
+        self.sent = tensor  # must stay alive until it is sent
         self.received = torch.empty_like(tensor)
         next_rank = (ring.rank + 1) % ring.ranks
         previous_rank = (ring.rank - 1) % ring.ranks
@@ -78,25 +78,25 @@ class Exchange:
             self.works = dist.batch_isend_irecv([send, receive])
 
     def wait(self) -> Tensor:
-        """Wait for both transfers; returns what the previous rank sent."""
+        """Wait for both transfers; returns the previous rank's tensor."""
         for work in self.works:
             work.wait()
         return self.received
 
 
 class RingBlock(NamedTuple):
-    """Queries and keys that the kernel computes in one call."""
+    """Queries and keys of one call of the kernel."""
 
     queries: slice
-    """of this rank's tokens"""
+    """range of this rank's tokens"""
     keys: slice
-    """of the source's tokens"""
+    """range of the source's tokens"""
     mask: KeyMask
     """hides later tokens and other documents"""
 
 
 class RingStep:
-    """One step of a ring: which of this rank's queries meet which keys of rank `source`."""
+    """One step of a ring: this rank's queries and the keys of rank `source`."""
 
     def __init__(self, ring: RingAttention, number: int, length: int) -> None:
         """number: 0 to n - 1, counted from the rank's own keys. length: tokens per rank, S / n."""
@@ -172,7 +172,7 @@ def ring_backward(
     dq = torch.zeros_like(q, dtype=_wide(q))
     dkv = torch.zeros_like(kv, dtype=_wide(kv))
     source_kv = kv  # of rank step.source
-    returning: Exchange | None = None  # gradients of keys and values, on their way round to their owner
+    returning: Exchange | None = None  # gradients of keys and values, passed around the ring to their owner
     for number in range(ring.ranks):
         incoming = Exchange(source_kv, ring) if number + 1 < ring.ranks else None
         step = RingStep(ring, number, length=q.shape[2])
@@ -200,12 +200,12 @@ def ring_backward(
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """Return the type in which results are merged: float32, or x's own if that is wider."""
+    """Return the dtype for merging results: float32, or x's dtype if it is wider."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def merge(into: PartialAttention, part: PartialAttention) -> None:
-    """Make `into` the attention over both sets of keys, in place.
+    """Merge `part` into `into`, in place: the attention over both sets of keys.
 
     Each out is weighted by its share of the sum of exp(scores). The share of `part` is
     exp(lse of part - logaddexp(both lse)) = sigmoid(lse of part - lse of into). Compiled it takes two kernels, for out
@@ -214,4 +214,4 @@ def merge(into: PartialAttention, part: PartialAttention) -> None:
     share = torch.sub(part.lse, into.lse).sigmoid_().unsqueeze(-1)
     lse = torch.logaddexp(into.lse, part.lse)
     into.out.lerp_(part.out.to(into.out.dtype), share)
-    into.lse.copy_(lse)  # not out=into.lse, a view at which a graph would break
+    into.lse.copy_(lse)  # not out=into.lse: writing to a view would break the graph

@@ -1,8 +1,8 @@
-"""Lets selective recomputation save the result of a whole function, as it saves the result of one matrix product.
+"""Lets selective recomputation save the result of a whole function, like the result of one matrix product.
 
 Nothing is sharded or sent here. torch's selective checkpointing decides operation by operation. Ring attention is many
-operations with sends in between: what should be saved is its final result, so that a recomputation neither computes
-nor sends any of it again. `ring.py` marks such a function with `computed_once`; `recompute.py` saves and replays.
+operations with communication in between: only its final result should be saved, so that a recomputation neither
+computes nor sends again. `ring.py` marks such a function with `computed_once`; `recompute.py` saves and replays.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ _handler: ContextVar[Callable[[Compute], Tensors] | None] = ContextVar("handler"
 
 
 def computed_once(compute: Compute) -> Tensors:
-    """Return `compute()`, or, in a recomputation that saves such results, what it returned in the forward pass."""
+    """Return `compute()`, or, in a recomputation that saves such results, its result in the forward pass."""
     handler = _handler.get()
     if handler is None:
         return compute()
@@ -26,7 +26,7 @@ def computed_once(compute: Compute) -> Tensors:
 
 
 class SavedResults:
-    """Holds what `computed_once` returned in one checkpointed forward, in order."""
+    """The results of `computed_once` in one checkpointed forward, in order."""
 
     def __init__(self) -> None:
         self.results: list[Tensors] = []
@@ -55,7 +55,7 @@ class SavedResults:
 
 @contextmanager
 def _handling(handler: Callable[[Compute], Tensors], mode: AbstractContextManager[Any]) -> Iterator[None]:
-    """Enter `mode`; within it, `handler` decides what `computed_once` returns."""
+    """Enter `mode`; within it, `handler` returns the results of `computed_once`."""
     token = _handler.set(handler)
     try:
         with mode:

@@ -1,9 +1,9 @@
-"""Ranks that have parts of the same sequences: what a router counts within a sequence is added up over them.
+"""Sums the routers' counts per sequence over ranks with parts of the same sequences.
 
-Each technique that leaves the routers of a rank a part of a sequence calls it with its group: context parallelism, and
-whatever else cuts the sequence before the routers. Those of one rank add up.
+Called by every technique that splits the sequence before the routers (e.g. context parallelism), with its group. If
+several do, the sums run over all of their groups.
 
-Sent, with `model.balance_loss = "sequence"` alone: in the backward pass of each router, B x E counts.
+Sent, only with `model.balance_loss = "sequence"`: in the backward pass of each router, B x E counts.
 """
 
 from functools import partial
@@ -15,7 +15,7 @@ from torchllm.models.experts import Router
 
 
 def sum_over_sequence(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Make the routers inside a module add up over a group what they count of each sequence, in place."""
+    """Make the routers inside a module sum their counts per sequence over a group, in place."""
     for router in module.modules():
         if isinstance(router, Router):
             router.sequence_sums.append(partial(_sum, group))

@@ -7,14 +7,14 @@ The table of `facts/parameters.py` says how each parameter is cut; `parallelize_
 Sent, in every block, without sequence parallelism: an all-reduce of the hidden states (B, S, D) after o and one after
 down, and in the backward one before q and one before gate. With sequence parallelism each of these is a reduce-scatter
 over the sequence and, before q and gate, an all-gather: the same bytes, but norms and residuals hold only S / tp
-tokens. The gradients of the norms' weights, D numbers each, are summed then; those of the norms of q and k
-(model.qk_norm = "head"), Q numbers each, always, because each rank has other heads. Norms of q and k over the whole
-width (model.qk_norm = "width") are cut as the heads are, and all-reduce one number per token each, in the forward and
-in the backward. The loss sends three numbers per token, never the logits. Low-rank updates (LoRA) are cut as their
-matrices are, and of each the gradient of the factor that is whole on every rank is summed (`LowRankUpdate`). Experts
-are cut as dense feed-forward layers are, each by F; the router is whole, and its gradient is summed. Experts that are
-shared by rank (`parallel/expert.py`) are not cut: each tp rank routes its part of the sequence, and without sequence
-parallelism the results are gathered.
+tokens. The gradients of the norms' weights, D numbers each, are summed then; for the norms of q and k (model.qk_norm =
+"head"), Q numbers each, always, because each rank has other heads. Norms of q and k over the whole width (model.qk_norm
+= "width") are sharded like the heads, and all-reduce one number per token each, in the forward and in the backward. The
+loss sends three numbers per token, never the logits. Low-rank updates (LoRA) are sharded like their matrices; one
+factor is whole on every rank, and its gradient is summed (`LowRankUpdate`). Experts are sharded like dense feed-forward
+layers, each by F; the router is whole, and its gradient is summed. With expert parallelism (`parallel/expert.py`)
+experts are not cut: each tp rank routes its part of the sequence, and without sequence parallelism the results are
+gathered.
 """
 
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: b
     FOOTGUN: `parallelize_module` replaces the embedding's and the head's parameters one by one, so a tied embedding
     would silently become two weights; `tie_embeddings` makes them one again.
     """
-    hidden: Placement = Shard(1) if sequence_parallel else Replicate()  # of (B, S, D) between the matrices
+    hidden: Placement = Shard(1) if sequence_parallel else Replicate()  # layout of (B, S, D) between the matrices
     # One gather of the input for q, k and v together, and one reduction of the sum of their gradients.
     gather_attention = PrepareModuleInput(
         input_layouts=(hidden, None, None), desired_input_layouts=(Replicate(), None, None), use_local_output=False
@@ -62,8 +62,8 @@ def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: b
     gather_mlp = PrepareModuleInput(
         input_layouts=(hidden,), desired_input_layouts=(Replicate(),), use_local_output=False
     )
-    # One gather for router, experts and shared experts too, and one reduction of the sum of their results. Experts
-    # that are shared by rank need neither, so that shared experts, which all tokens use, have their own.
+    # One gather for router, experts and shared experts too, and one reduction of the sum of their results. With
+    # expert parallelism the routed experts need neither, so shared experts, which all tokens use, have their own.
     routed: ParallelStyle = ExpertsByTokens(hidden) if shares_experts else ExpertsByFeatures()
     tokens_of_rank: Placement = hidden if shares_experts else Replicate()
     sums_of_rank: Placement = hidden if shares_experts else Partial()
@@ -98,7 +98,7 @@ def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: b
         elif name.endswith(".mlp.shared.down_proj"):
             plan[name] = RowwiseParallel(output_layouts=sums_of_rank, use_local_output=False)
         elif "weight" in dict(module.named_parameters(recurse=False)):
-            kind = nn.Linear if isinstance(module, nn.Linear) else type(module)  # that of float8 is derived from it
+            kind = nn.Linear if isinstance(module, nn.Linear) else type(module)  # the float8 style is derived from it
             plan[name] = styles[rule_of(canonical_name(f"{name}.weight")).cut, kind]()
         elif name.endswith(".self_attn"):
             plan[name] = gather_attention
@@ -121,9 +121,9 @@ class WholeNorm(ParallelStyle):
     """A norm whose weights are on every rank while its tokens or heads may be sharded.
 
     The weights become replicated DTensors, so that every parameter is on the tp mesh and the gradient norm and
-    checkpoints see one kind; the kernel gets plain tensors. `gradient` says what a rank has of their gradient:
-    Partial, a part that DTensor adds up, where the rank has only its own tokens (sequence parallelism) or its own heads
-    (norms of q and k); Replicate, the whole, where every rank computes the same.
+    checkpoints see one kind; the kernel gets plain tensors. `gradient` is the placement of their gradient: Partial,
+    which DTensor sums, if a rank has only its own tokens (sequence parallelism) or its own heads (norms of q and k);
+    Replicate if every rank computes the same.
     """
 
     def __init__(self, gradient: Placement) -> None:
@@ -141,17 +141,17 @@ class WholeNorm(ParallelStyle):
         return module
 
     def _to_local(self, argument: Any) -> Any:
-        """Return the plain tensor of a weight or bias; any other argument of the kernel as it is."""
+        """Return the plain tensor of a weight or bias; any other argument of the kernel unchanged."""
         if isinstance(argument, DTensor):
             return argument.to_local(grad_placements=[self.gradient])
         return argument
 
 
 class WidthParallelNorm(ParallelStyle):
-    """An RMSNorm over a width of which each rank has a part, of its input and of its weight.
+    """An RMSNorm over a width that is sharded over the ranks, in its input and in its weight.
 
-    The mean square is that of the whole width: the ranks' sums of squares are added up, and in the backward the
-    gradients of that sum.
+    The mean square covers the whole width: the ranks' sums of squares are added up, and in the backward the gradients
+    of that sum.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -163,7 +163,7 @@ class WidthParallelNorm(ParallelStyle):
 
 
 def width_parallel_rms_norm(x: Tensor, weight: DTensor, epsilon: float, mesh: DeviceMesh) -> Tensor:
-    """Return `models.layers.rms_norm` of x (..., width / tp), of which each tp rank has a part, in x's type.
+    """Return `models.layers.rms_norm` of x (..., width / tp), this rank's part of the width, in x's dtype.
 
     weight: (width), sharded. mesh: one dimension, the tp ranks.
     """
@@ -174,10 +174,10 @@ def width_parallel_rms_norm(x: Tensor, weight: DTensor, epsilon: float, mesh: De
 
 
 def sum_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the sum of the tensors `x` of all ranks, each of which uses it for a result of its own.
+    """Return the sum of the tensors `x` of all ranks, if each rank computes a different result from it.
 
     Its gradient is therefore summed over the ranks too. FOOTGUN: DTensor's own backward of a sum sends nothing, because
-    it takes every rank's use for the same one: the second DTensor here is what adds the gradients up.
+    it assumes that every rank uses the sum in the same way: the second DTensor here sums the gradients.
     """
     total = DTensor.from_local(x, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
     same_on_all_ranks = DTensor.from_local(total, mesh, [Replicate()], run_check=False)
@@ -185,14 +185,14 @@ def sum_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 class ExpertsByFeatures(ParallelStyle):
-    """Routed experts, each of which is cut as a dense feed-forward layer is: a rank has some of F of every expert.
+    """Routed experts, each sharded like a dense feed-forward layer: a rank has a part of F of every expert.
 
-    Every rank routes all tokens, alike, with the whole router. What it adds to the output is a part of a sum over tp;
-    so is therefore what it computes of the gradients of the router, which weighs that part, and of the input.
+    Every rank routes all tokens in the same way, with the whole router. Its output is a partial sum over tp; so are
+    therefore its gradients of the router, which weights that output, and of the input.
     """
 
     gradient_of_router: Placement = Partial()
-    """what a rank has of the gradient of the router's weights"""
+    """placement of the gradient of the router's weights"""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, RoutedExperts)
@@ -220,13 +220,13 @@ class ExpertsByFeatures(ParallelStyle):
 
 
 class ExpertsByTokens(ParallelStyle):
-    """Routed experts that are shared by rank: a tp rank routes its part of the sequence, as data parallel ranks do.
+    """Routed experts under expert parallelism: a tp rank routes its part of the sequence, like a data-parallel rank.
 
-    What it computes of the gradient of the router is therefore a part of a sum over tp.
+    Its gradient of the router is therefore a partial sum over tp.
     """
 
     gradient_of_router: Placement = Partial()
-    """what a rank has of the gradient of the router's weights"""
+    """placement of the gradient of the router's weights"""
 
     def __init__(self, hidden: Placement) -> None:
         self.hidden = hidden
@@ -250,7 +250,7 @@ class ExpertsByTokens(ParallelStyle):
 
 
 class SharedExpertsOfAllTokens(ParallelStyle):
-    """Shared experts, which gather what other tp ranks have of the sequence, if these have parts of it."""
+    """Shared experts, which gather the sequence over tp if it is sharded."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, SharedExperts)
@@ -263,13 +263,13 @@ class SharedExpertsOfAllTokens(ParallelStyle):
 
 
 def _whole_router(gradient: Placement, weight: Tensor) -> Tensor:
-    """Return the router's weights. gradient: what a rank has of theirs."""
+    """Return the router's weights. gradient: placement of their gradient."""
     assert isinstance(weight, DTensor)
     return weight.to_local(grad_placements=[gradient])
 
 
 class LowRankUpdate(ParallelStyle):
-    """A linear layer and its low-rank update (LoRA), cut alike; nothing is sent for the update but gradients.
+    """A linear layer and its low-rank update (LoRA), sharded equally; only gradients are sent for the update.
 
     colwise: each rank has some of the rows of W and of B, so some of the output features, and the whole A. Its gradient
     of A comes from these features alone: a part of a sum over tp.
@@ -280,7 +280,7 @@ class LowRankUpdate(ParallelStyle):
     """
 
     gradient_of_whole_factor: Placement = Partial()
-    """what a rank has of the gradient of the factor that is whole on every rank"""
+    """placement of the gradient of the factor that is whole on every rank"""
 
     def __init__(self, cut: Cut, hidden: Placement) -> None:
         self.cut = cut
@@ -302,7 +302,7 @@ class LowRankUpdate(ParallelStyle):
         return module
 
     def _add_to_own_features(self, out: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-        """Return this rank's features: out (..., N / tp), local; x (..., M), whole on each rank."""
+        """Return this rank's features, out (..., N / tp), from x (..., M), whole on each rank."""
         assert isinstance(x, DTensor)
         assert isinstance(a, DTensor)
         assert isinstance(b, DTensor)
@@ -432,7 +432,7 @@ def vocab_parallel_cross_entropy_sum(
 
     logits: a DTensor, or this rank's part of it. first: the token of this rank's first column. group: the tp ranks.
     with_squares: return both sums of `models.head.cross_entropy_and_squares`, (2), instead. vocab: number of tokens;
-    columns after it, which need not be on one rank, are left out; None: V.
+    later columns, which may be on several ranks, are ignored; None: V.
     """
     local_logits = widened(logits.to_local() if isinstance(logits, DTensor) else logits)
     if vocab is not None and first + local_logits.shape[-1] > vocab:

@@ -1,15 +1,14 @@
-"""Deferred weight gradients, with which zero-bubble schedules fill the pipeline's bubble (Qi et al. 2024, DualPipe).
+"""Deferred weight gradients: zero-bubble schedules fill the pipeline's bubble with them (Qi et al. 2024, DualPipe).
 
-The backward pass of a linear layer is two products: the gradient of its input (I), for which the previous stage waits,
-and the gradient of its weight (W), for which no stage waits. Here the backward pass computes I and stores the operands
-of W; the schedule runs W later. References: Qi et al. 2024, arXiv 2401.10241; DualPipe: DeepSeek-AI 2024, arXiv
-2412.19437.
+The backward pass of a linear layer is two products: the gradient of its input (I), needed by the previous stage, and
+the gradient of its weight (W), needed by no stage. Here the backward pass computes I and stores the operands of W; the
+schedule runs W later. References: Qi et al. 2024, arXiv 2401.10241; DualPipe: DeepSeek-AI 2024, arXiv 2412.19437.
 
 Nothing is sharded or sent. A micro batch's inputs and output gradients of every linear layer and of the head stay in
 memory from its I to its W. Norms, embeddings, biases and routers, which cost little, are computed in I; so are routed
 experts, which cost more.
 
-FOOTGUN: torch's own way to split a backward searches the graph for parameters afterwards. Where FSDP reshards after the
+FOOTGUN: torch's own split of the backward searches the graph for parameters afterwards. If FSDP reshards after the
 forward it finds none, and gradients are missing or wrong without an error; with recomputation it recomputes once for
 every parameter (torch 2.13). Here the weight is looked up while it is gathered, and nothing is recomputed twice.
 """
@@ -46,7 +45,7 @@ class WeightGradients:
         self.deferred: list[DeferredProduct] = []
         for module in stage.modules():
             if isinstance(module, nn.Linear | Head) and not module.weight.requires_grad:
-                continue  # frozen: there is no product to defer, and that of a low-rank update is small
+                continue  # frozen: there is no product to defer, and the product of a low-rank update is small
             if isinstance(module, nn.Linear):
                 # Only the method is replaced, so that parameters, hooks and names stay.
                 module.forward = self._linear(module)  # type: ignore[method-assign, assignment]
@@ -61,7 +60,7 @@ class WeightGradients:
         return forward
 
     def take(self) -> Callable[[], None]:
-        """Remove the products deferred so far, those of one micro batch; returns a function that computes them.
+        """Remove the products deferred so far (one micro batch); returns a function that computes them.
 
         `PipelineStage` calls this after an I, and the returned function when the schedule reaches the W.
         """

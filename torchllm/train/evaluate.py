@@ -19,8 +19,8 @@ def evaluate(
 ) -> float:
     """Return the mean loss in nats over all target tokens of `batches` on all ranks; mesh None: of this process alone.
 
-    Every rank must have the same number of batches. Raises UserError in a training whose recipe evaluates its weights
-    where `evaluate.ema` asks for their average.
+    Every rank must have the same number of batches. Raises UserError if `evaluate.ema` asks for the average of the
+    weights but the recipe evaluates the weights.
     """
     refuse_evaluation_of_weights()
     with during("evaluation"):

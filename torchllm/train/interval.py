@@ -1,6 +1,6 @@
-"""What a training loop does every so many steps."""
+"""Intervals of a training loop: log, evaluate or save every n steps."""
 
 
 def due(step: int, interval: int, steps: int) -> bool:
-    """Return whether something done every `interval` steps, and at the last of `steps`, is done at `step`; 0: never."""
+    """Return whether `step` is a multiple of `interval`, or the last of `steps`; interval 0: False."""
     return interval > 0 and (step % interval == 0 or step == steps)

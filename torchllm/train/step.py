@@ -23,7 +23,7 @@ from torchllm.runtime.phase import phase
 
 
 class StepResult(NamedTuple):
-    """What a step did. The tensors are on the device and equal on all ranks; reading one waits for it."""
+    """Results of a step. The tensors are on the device and equal on all ranks; reading one synchronizes."""
 
     loss: Tensor
     """mean loss in nats over the step's target tokens of all ranks, float32 ()"""
@@ -35,13 +35,13 @@ class StepResult(NamedTuple):
     """(query, key) pairs that causal mask, window and document mask allow, of all ranks, int64 ()"""
     learning_rate: float
     skipped: Tensor
-    """steps since the start of this process that were not applied, for loss or gradient was not finite, int64 ()"""
+    """steps since the start of this process not applied due to a non-finite loss or gradient, int64 ()"""
     consecutive: Tensor
     """longest run of such steps since the start of this process, int64 ()"""
     z_loss: Tensor | None = None
     """training.z_loss times the mean squared log-sum-exp of the target tokens' logits, float32 (); None: z_loss is 0"""
     routing: StepRouting | None = None
-    """what the routers of all ranks did; None: there are no experts"""
+    """routing statistics of all ranks; None: there are no experts"""
 
 
 class TrainStep:
@@ -91,9 +91,9 @@ class TrainStep:
         return StepResult(loss, norm, tokens, pairs, learning_rate, self.skipped, self.longest_run, z_loss, routing)
 
     def _over_all_ranks(self, loss: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the loss of all ranks, and the z-loss beside it if there is one; `loss`: this rank's part.
+        """Return loss and z-loss (None if there is none) of all ranks; `loss`: this rank's part.
 
-        Summed over tp ranks too, which hold the same values: a nan on one of them must stop its peers.
+        Also summed over tp ranks, although they have equal values: a nan on one of them must stop all.
         """
         if not self.training.z_loss:
             dist.all_reduce(loss)
@@ -127,17 +127,17 @@ class TrainStep:
 
 
 class Health(NamedTuple):
-    """Whether a run goes well, as all ranks know it alike at a logged step."""
+    """Health of a run at a logged step, equal on all ranks."""
 
     step: int
     skipped: int
-    """steps since the start of this process that were not applied, for loss or gradient was not finite"""
+    """steps since the start of this process not applied due to a non-finite loss or gradient"""
     validation_loss: float | None
     """nats per token; None: nothing was evaluated in this step"""
     is_lost: bool
-    """so many steps in a row were not finite that the weights are suspect"""
+    """the weights may be bad: too many non-finite steps in a row"""
     problem: str
-    """why the run must end, for the user; empty: it goes on"""
+    """message to the user why the run must end; empty: it goes on"""
 
     def check(self) -> None:
         """Raise UserError if the run must end."""
@@ -146,7 +146,7 @@ class Health(NamedTuple):
 
 
 def read_health(training: Training, step: int, result: StepResult, validation_loss: float | None) -> Health:
-    """Return how the run goes, by its policy for steps that are not finite. Waits for the device."""
+    """Return the health of the run by its policy for non-finite steps. Waits for the device."""
     applied("training.on_nonfinite", training.on_nonfinite)
     applied("training.max_consecutive_nonfinite", training.max_consecutive_nonfinite)
     skipped, consecutive = int(result.skipped), int(result.consecutive)
