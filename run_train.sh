@@ -139,7 +139,8 @@ every node"
 
 # One process checks the config, so that each error is printed once, before anything is started.
 report=$(mktemp) || fail "no temporary file can be made in TMPDIR=${TMPDIR:-/tmp}"
-trap 'rm -f "$report"' EXIT
+export TORCHLLM_CONFIG=$report.json # what --check has read, for the ranks: they check nothing again
+trap 'rm -f "$report" "$TORCHLLM_CONFIG"' EXIT
 start "$python" "$recipe" "$@" --check >"$report" 2>&1
 wait_for_child
 child=""
@@ -168,6 +169,7 @@ done <"$report"
 rm -f "$report"
 if [ "$dry_run" = 1 ]; then # one process examines all ranks
     [ "$process" = 0 ] || exit 0
+    rm -f "$TORCHLLM_CONFIG"
     exec "$python" "$recipe" "$@"
 fi
 words=() # the folder as the check has read it: without ~, or with the name that it has made
@@ -223,4 +225,5 @@ if [ "$status" != 0 ] || [ -n "$is_requested" ] || [ "$sample" = 0 ] || [ "$proc
 unset RANK WORLD_SIZE
 trap - TERM INT HUP QUIT
 say "a sample of the last checkpoint:" >&2
+rm -f "$TORCHLLM_CONFIG"
 exec "$python" "$here/recipes/generate.py" "$folder/config.toml" --checkpoint.resume=auto </dev/null # a chat reads it

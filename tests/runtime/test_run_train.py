@@ -100,6 +100,9 @@ def test_the_script_is_clean() -> None:
     assert done.returncode == 0, done.stdout
 
 
+SAMPLE = "a sample of the last checkpoint:\n"
+
+
 def test_without_an_argument_it_starts_the_debug_run_on_two_processes(noted: Callable[..., Notes]) -> None:
     notes = noted()
     *launch, config, folder = notes.torchrun
@@ -108,7 +111,7 @@ def test_without_an_argument_it_starts_the_debug_run_on_two_processes(noted: Cal
     assert config == f"{ROOT}/{DEBUG}"
     assert re.fullmatch(r"--run\.folder=runs/debug-[\w-]+", folder)
     assert notes.status == 0
-    assert notes.err == "global batch 16 sequences = 2 data ranks x 2 micro batch x 4 accumulated\n"
+    assert notes.err == f"global batch 16 sequences = 2 data ranks x 2 micro batch x 4 accumulated\n{SAMPLE}"
     assert notes.out == ""
     assert noted("--training.steps=99").torchrun[5:7] == [config, "--training.steps=99"]
 
@@ -237,7 +240,7 @@ def test_slurm_with_one_task_a_node(noted: Callable[..., Notes]) -> None:
             DEBUG,
             "--run.folder=runs/debug-70123",
         ]
-        line = "global batch 16 sequences = 8 data ranks x 2 micro batch x 1 accumulated\n"
+        line = f"global batch 16 sequences = 8 data ranks x 2 micro batch x 1 accumulated\n{SAMPLE}"
         assert notes.err == ("" if node else line)
 
 
@@ -255,7 +258,7 @@ def test_slurm_with_one_task_a_gpu(noted: Callable[..., Notes]) -> None:
         outputs.append(notes.err)
     line = "one task per GPU: no rank is started again in the job; after a failure let Slurm start it again "
     line += "(--requeue, srun --kill-on-bad-exit=1)\n"
-    first = f"global batch 16 sequences = 4 data ranks x 2 micro batch x 2 accumulated\n{line}"
+    first = f"global batch 16 sequences = 4 data ranks x 2 micro batch x 2 accumulated\n{line}{SAMPLE}"
     assert outputs == [first, "", "", ""]
 
 

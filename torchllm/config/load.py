@@ -35,6 +35,7 @@ from torchllm.config.environment import (
     read_ranks,
     refuse,
 )
+from torchllm.config.handed import hand_over
 from torchllm.config.inert import Inert, contradictions, describe_inert, idle_keys
 from torchllm.config.read import Fault, read_table
 from torchllm.config.schema import Config, Parallel, Training, gradient_accumulation
@@ -226,9 +227,10 @@ def _take_folder_of_copy(draft: Draft[C]) -> None:
         draft.notes.append(draft.located(path, message))
 
 
-def finish(draft: Draft[C]) -> C:
+def finish(draft: Draft[C], alternatives: Sequence[C] = ()) -> C:
     """Check the values against each other and return the config with its degrees and its run folder.
 
+    alternatives: other layouts, to be handed to the ranks, too.
     SystemExit(2) after printing all errors if there are any; SystemExit(0) after the output of --check.
     """
     _cut_schedule(draft)
@@ -242,7 +244,8 @@ def finish(draft: Draft[C]) -> C:
         refuse(draft.errors)
 
     config = draft.config
-    note_origins(config, {dotted(path): origin for path, origin in draft.layer.origins.items()})
+    origins = {dotted(path): origin for path, origin in draft.layer.origins.items()}
+    note_origins(config, origins)
     parallel, _ = resolve_degrees(config.parallel, world)
     config = replace(config, parallel=parallel)
     for inert in idle_keys(config):
@@ -252,6 +255,7 @@ def finish(draft: Draft[C]) -> C:
     print_notes(draft.notes, is_check=draft.arguments.check)
     if draft.arguments.check:
         _print_check(config, draft.ranks)
+        hand_over([config, *(replace(alternative, run=config.run) for alternative in alternatives)], origins)
         raise SystemExit(0)
     if parallel.ranks > 1 and not draft.is_started and not config.run.dry_run:
         per_node = parallel.ranks // draft.ranks.nodes

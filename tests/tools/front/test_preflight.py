@@ -256,7 +256,7 @@ def test_what_a_dry_run_never_reads_may_be_missing(folder: Path) -> None:
 def test_the_ranks_do_not_look_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There may be 16,384 of them, and run_train.sh has looked."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("torchllm.tools.front.start.inspect_training", None)
+    monkeypatch.setattr("torchllm.tools.front.preflight.inspect_training", None)
     load_configs([str(ROOT / DEBUG), "--run.folder=run"])
 
 

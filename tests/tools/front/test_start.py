@@ -301,7 +301,7 @@ def test_a_folder_that_may_not_be_looked_into_is_one_line(
     def inspect(config: Config) -> Inspection:
         raise PermissionError(errno.EACCES, "Permission denied", "/home/other/run/metrics.jsonl")
 
-    monkeypatch.setattr(start, "inspect_training", inspect)
+    monkeypatch.setattr("torchllm.tools.front.preflight.inspect_training", inspect)
     (folder / "x.toml").touch()
     [line] = refusal(capsys, lambda: load_configs(["x.toml", "--check"]))
     assert line == "/home/other/run/metrics.jsonl: cannot be read: Permission denied"

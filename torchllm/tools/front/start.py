@@ -20,6 +20,7 @@ from torchllm.checkpoint.manifest import CheckpointError, read_manifest, step_fo
 from torchllm.config import Config
 from torchllm.config.checks import Obstacle, obstacle_to_compiled_blocks
 from torchllm.config.errors import UserError
+from torchllm.config.handed import handed_configs
 from torchllm.config.load import Draft, finish, read_draft
 from torchllm.runtime.heartbeat import heartbeat
 from torchllm.tools.launch.compiler import count_gpus, lack_of_gpu_compiler
@@ -48,6 +49,8 @@ def load_configs(arguments: Sequence[str], schema: type[Any] = Config, *, uses_e
     recipe takes its steps from finetune.epochs; for another one it is printed that the key does nothing.
     """
     heartbeat().open()
+    if (handed := handed_configs(schema)) is not None:
+        return handed
     draft: Draft[Any] = read_draft(arguments, schema)
     resolve_published_model(draft)
     check_cluster(draft)
@@ -70,7 +73,7 @@ def load_configs(arguments: Sequence[str], schema: type[Any] = Config, *, uses_e
         from torchllm.tools.front.preflight import inspect_training  # of no use to ranks
 
         _inspect(inspect_training, draft)
-    config = finish(draft)
+    config = finish(draft, alternatives)
     return [config, *(replace(alternative, run=config.run) for alternative in alternatives)]
 
 

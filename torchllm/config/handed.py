@@ -1,0 +1,37 @@
+"""The resolved config that run_train.sh hands to its ranks: they read it, and neither plan nor check anything again."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TypeVar
+
+from torchllm.config.applied_keys import note_origins
+from torchllm.config.read import Fault, read_table
+from torchllm.config.schema import Config
+
+C = TypeVar("C", bound=Config)
+
+HANDED = "TORCHLLM_CONFIG"
+"""environment variable: the file, which run_train.sh has made and which --check fills"""
+
+
+def hand_over(configs: Sequence[Config], origins: Mapping[str, str]) -> None:
+    """Write checked configs for the ranks, if run_train.sh waits for them. origins: where each key was written."""
+    file = os.environ.get(HANDED)
+    if file:
+        Path(file).write_text(json.dumps({"configs": [asdict(config) for config in configs], "origins": origins}))
+
+
+def handed_configs(schema: type[C]) -> list[C] | None:
+    """Return the configs that were handed to this rank; None if there are none, as where a folder was cleaned up."""
+    file = os.environ.get(HANDED)
+    if not file or "WORLD_SIZE" not in os.environ or not os.path.isfile(file):
+        return None
+    handed = json.loads(Path(file).read_text())
+    faults: list[Fault] = []
+    configs = [read_table(schema, table, faults) for table in handed["configs"]]
+    assert not faults, faults
+    note_origins(configs[0], handed["origins"])
+    return configs
