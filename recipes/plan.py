@@ -33,6 +33,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple, get_args
@@ -557,23 +558,32 @@ def run_score(options: argparse.Namespace) -> None:
         print(cross_validate(sources, options.leave_out, options.json))
         return
     if options.intervals:
-        from torchllm.tools.planner.evidence.coverage import score_intervals
+        need_checkout("--intervals")
+        from torchllm.tools.planner.evidence.research.coverage import score_intervals
 
         print(score_intervals(sources, options.json))
         return
     if options.picks:
-        from torchllm.tools.planner.evidence.picks import score_picks
+        need_checkout("--picks")
+        from torchllm.tools.planner.evidence.research.picks import score_picks
 
         print(score_picks(sources, options.json))
         return
     if options.first_runs:
-        from torchllm.tools.planner.evidence.trial_runs import score_first_runs
+        need_checkout("--first-runs")
+        from torchllm.tools.planner.evidence.research.trial_runs import score_first_runs
 
         print(score_first_runs(sources, options.json))
         return
     from torchllm.tools.planner.evidence.score import score_files
 
     print(score_files(sources, options.json, options.cluster))
+
+
+def need_checkout(option: str) -> None:
+    """Raise UserError if the files of evidence/research, which are in no wheel, are not there."""
+    if find_spec("torchllm.tools.planner.evidence.research") is None:
+        raise UserError(f"{option} is in a checkout only, not in an installed package")
 
 
 def run_calibrate(options: argparse.Namespace) -> None:
@@ -590,7 +600,8 @@ def run_evidence(options: argparse.Namespace) -> None:
 
         print(pack_rows(options.pack, options.output))
         return
-    from torchllm.tools.planner.evidence.hagemann import convert_hagemann
+    need_checkout("--hagemann")
+    from torchllm.tools.planner.evidence.research.hagemann import convert_hagemann
 
     print(convert_hagemann(options.hagemann, options.output))
 

@@ -132,7 +132,8 @@ def test_the_wheel_holds_the_package_and_what_it_needs(distributions: Distributi
     for name in SHIPPED:
         expected |= {f"torchllm/{file}" for file in files_in_git(name)}
     assert held <= expected
-    assert {file.rpartition("/")[0] for file in expected - held} == {"torchllm/recipes/benchmark"}
+    left_out = {"torchllm/recipes/benchmark", "torchllm/tools/planner/evidence/research"}
+    assert {file.rpartition("/")[0] for file in expected - held} == left_out
     assert "torchllm/py.typed" in held
     for file in files_in_git("torchllm/tools/planner/evidence/data/licenses"):  # of measurements that others published
         assert any(name.endswith(f".dist-info/licenses/{file}") for name in names), file
@@ -175,6 +176,15 @@ def test_an_installed_package_has_the_benchmarks_of_the_first_hour(installation:
     printed = installation.run("torchllm", "benchmark", "context", "--unknown.key=1", status=2)
     is_checkout = not installation.package.exists()
     assert ("benchmark: context is in a checkout only" in printed) == (not is_checkout)
+
+
+def test_how_evidence_is_judged_is_in_a_checkout_only(installation: Installation) -> None:
+    is_installed = installation.package.exists()
+    printed = installation.run("torchllm", "plan", "evidence", "--hagemann=none", "--output=x.csv", status=2)
+    assert ("--hagemann is in a checkout only, not in an installed package" in printed) == is_installed
+    for option in ("--intervals", "--picks", "--first-runs") if is_installed else ():
+        printed = installation.run("torchllm", "plan", "score", option, status=2)
+        assert f"{option} is in a checkout only, not in an installed package" in printed
 
 
 def test_its_resources_are_where_importlib_looks(installation: Installation) -> None:

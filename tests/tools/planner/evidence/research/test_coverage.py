@@ -11,8 +11,9 @@ import pytest
 from tests.tools.planner.evidence.tables import case_of, write_rows
 from tests.tools.planner.evidence.test_calibrate import made
 from tests.tools.planner.evidence.test_cross_validation import named
-from torchllm.tools.planner.evidence import coverage
-from torchllm.tools.planner.evidence.coverage import (
+from torchllm.tools.planner.evidence.cross_validation import Residual
+from torchllm.tools.planner.evidence.research import coverage
+from torchllm.tools.planner.evidence.research.coverage import (
     CheckedStep,
     binomial_test,
     checked_steps,
@@ -20,7 +21,6 @@ from torchllm.tools.planner.evidence.coverage import (
     coverage_of,
     score_intervals,
 )
-from torchllm.tools.planner.evidence.cross_validation import Residual
 from torchllm.tools.planner.evidence.step_errors import EVERY_STEP, KNOWLEDGE, Knowledge
 
 
