@@ -173,7 +173,8 @@ class Pipeline:
                 self.rank_of[index] = rank
         self.group = mesh.pp.get_group()
         self.device = next(stages[0].parameters()).device
-        self.scale = torch.ones(())
+        self.scale: Tensor
+        """of the losses of the current step"""
 
         self.input_shape = (training.micro_batch_size, training.sequence_length // parallel.cp)
         batch, length = self.input_shape

@@ -15,6 +15,7 @@ import pytest
 from tests.launched import ends, is_running
 from tests.patience import patience
 from tests.tiny_run import ROOT
+from torchllm.config.environment import START_TIMEOUT
 from torchllm.runtime.heartbeat import HEARTBEATS, Heartbeat
 from torchllm.tools.launch import rank_watch
 from torchllm.tools.launch.rank_watch import RankWatch, StuckRank
@@ -254,6 +255,22 @@ def test_an_attempt_knows_nothing_of_the_ranks_before(node: Node, tmp_path: Path
         assert not node.watch.look(100.0)
         assert os.environ[HEARTBEATS] == str(tmp_path / "second")
     assert not node.watch.look(100.0)
+
+
+def test_processes_of_a_new_attempt_have_the_whole_time_to_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though they have computed for as long as those before them, which came to the same place and hung there."""
+    monkeypatch.setattr(rank_watch, "find_ranks", lambda: [os.getpid()])
+    monkeypatch.setattr(rank_watch, "processor_ticks", lambda pid: 12)
+    monkeypatch.setenv(HEARTBEATS, "")
+    monkeypatch.setenv(START_TIMEOUT, "")
+    watch = RankWatch(start_timeout=10.0)
+    with watch.attempt(tmp_path / "first"):
+        assert not watch.look(1.0)  # the first look learns how long they have computed
+        assert [one.pid for one in watch.look(15.0)] == [os.getpid()]
+    with watch.attempt(tmp_path / "second"):
+        assert not watch.look(1.0)
 
 
 def test_a_look_reads_each_rank_of_the_node_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

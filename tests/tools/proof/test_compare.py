@@ -92,6 +92,13 @@ def test_state_of_a_recipe_is_compared() -> None:
     assert compare_trainings(EXPECTED, expected, FLOAT32).findings == ["extra state, average: nothing there"]
 
 
+def test_an_expert_with_other_tokens_is_a_finding() -> None:
+    expected = replace(EXPECTED, tokens_per_expert=[[[2, 2]], [[3, 1]]])
+    routed = replace(EXPECTED, tokens_per_expert=[[[2, 2]], [[1, 3]]])
+    (finding,) = compare_trainings(routed, expected, FLOAT32).findings
+    assert finding == "step 2: tokens per expert differ: [[1, 3]] instead of [[3, 1]]"
+
+
 def test_a_loss_in_bfloat16_may_be_as_far_off_as_that_of_one_process() -> None:
     exact, own = replace(EXPECTED), replace(EXPECTED, losses=[2.02, 2.0])
     assert bfloat16_bounds(exact, exact).loss == 1e-3

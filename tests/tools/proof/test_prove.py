@@ -361,6 +361,12 @@ def test_keys_of_the_command_line_are_kept(tmp_path: Path) -> None:
     assert small.optimizer.momentum == 0.9
 
 
+def test_a_key_of_the_command_line_is_varied_in_no_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prove, "TECHNIQUES", [technique("recompute.mode=full")])
+    kept = {"recompute.mode", "checkpoint.resume"}
+    assert list(prove.prove(PRETRAIN, Config(), OPTIONS, workers.POOL, kept)) == []
+
+
 SCHEMAS = """
 from dataclasses import dataclass
 from torchllm.config import Config

@@ -150,6 +150,15 @@ def test_fits_nowhere_says_what_would_do() -> None:
     assert "; the closest, " in message
 
 
+def test_fits_nowhere_names_a_sequence_length_that_would() -> None:
+    job = make_job(LARGE, gpus=2, batch=4, length=65536)
+    message = fits_nowhere(job, search(job))
+    length = int(re.search(r" or with sequences of (\d+) tokens$", message)[1])
+    for tokens, fits in ((length, True), (2 * length, False)):
+        shorter = replace(job, training=replace(job.training, sequence_length=tokens))
+        assert bool(search(shorter).best) == fits
+
+
 def test_a_number_that_divides_nowhere_names_one_that_does() -> None:
     job = make_job(SMALL, gpus=11, batch=16)
     message = divides_nowhere(job, search(job))
