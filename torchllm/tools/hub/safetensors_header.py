@@ -2,6 +2,9 @@
 
 The file is 8 bytes (the length of the header, little endian), a header in JSON that gives dtype, shape and byte range
 of each tensor, and the tensors without gaps. Nothing in it can be unpickled.
+
+The library `safetensors` does not say where the bytes of a tensor begin, which a rank needs to read only its shards,
+and it waits for ever on a FIFO.
 """
 
 import hashlib
