@@ -51,7 +51,7 @@ def svg(width: int, height: int, boxes: Sequence[Box], labels: Sequence[Label]) 
 
 
 def draw_overview() -> str:
-    """Draw one TOML file and what is done with it."""
+    """Draw one TOML file and the commands that read it."""
     uses = [
         ("plan", "which layout is fastest, before a GPU is rented", BLUE),
         ("dry run", "what each of 16,384 ranks would hold and send, on a laptop", BLUE),

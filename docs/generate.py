@@ -25,7 +25,7 @@ SIGN_OF_LIFE = re.compile(r"^.*: \d+ s so far.*\n", re.M)
 
 
 class Quote(NamedTuple):
-    """A command and what a page says that it prints."""
+    """A command and its output, as quoted by a page."""
 
     command: str
     output: str
@@ -40,7 +40,7 @@ def quotes(text: str) -> Iterator[Quote]:
 
 @cache
 def run(command: str) -> str:
-    """Return what a command prints, standard error included, in an environment without GPUs and schedulers.
+    """Return the output of a command, standard error included, in an environment without GPUs and schedulers.
 
     "COMMAND 2>&1 | FILTER" is run in two halves, so that pages that filter the output of one slow command share it.
     """

@@ -93,7 +93,7 @@ def skip_reason(report: pytest.TestReport) -> str:
 def table(rows: Sequence[str]) -> str:
     """Return the table in Markdown."""
     return (
-        "\n".join(["| part | fault, and what must come of it | trials | outcome |", "|---|---|--:|---|", *rows]) + "\n"
+        "\n".join(["| part | fault, and the required outcome | trials | outcome |", "|---|---|--:|---|", *rows]) + "\n"
     )
 
 

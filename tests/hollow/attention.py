@@ -74,7 +74,7 @@ def table() -> str:
     for case, kernels in zip(cases(), zip(*columns, strict=True), strict=True):
         words = (
             "yes" if case.documents else "no",
-            "grouped" if case.grouped else "as many",
+            "grouped" if case.grouped else "ungrouped",
             case.dtype,
             "yes" if case.deterministic else "no",
         )

@@ -57,7 +57,7 @@ class Recorder:
 
 def table(trials: Sequence[Trial]) -> str:
     """Return the table in Markdown."""
-    lines = ["| trial | what was seen | outcome |", "|---|---|---|"]
+    lines = ["| trial | observed | outcome |", "|---|---|---|"]
     lines += [f"| {trial.text} | {trial.observed} | {trial.outcome} |" for trial in trials]
     return "\n".join(lines) + "\n"
 
