@@ -1,4 +1,4 @@
-"""What the data loader gives to the training step."""
+"""The batch type that the data loader passes to the training step."""
 
 from typing import NamedTuple
 
@@ -16,4 +16,4 @@ class Batch(NamedTuple):
     document_ids: Tensor | None
     """which document of the sequence a token belongs to; None without data.document_mask"""
     document_limit: int = 0
-    """no more documents than this are in the tensors, those of each piece of a sequence counted apart; 0: unknown"""
+    """upper bound of the number of documents, summed over the pieces of a sequence; 0: unknown"""

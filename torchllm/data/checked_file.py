@@ -1,12 +1,11 @@
-"""Files whose bytes are known beforehand: their checksums, and reading them without training on what is damaged.
+"""Read files with known checksums, and refuse damaged bytes.
 
-Files are read by `pread`, not memory-mapped. A map of a file that turns out to be truncated or unreadable kills the
-process by SIGBUS, a failed read is an error that names the file; a map reads page by page what is one request here; and
-before Python 3.13 each map keeps a descriptor of its own. What the processes of a node read is in the page cache once
-either way.
+Files are read by `pread`, not memory-mapped. With a map, a truncated or unreadable file kills the process by SIGBUS,
+while a failed read is an error that names the file; a map needs a request per page; and before Python 3.13 each map
+keeps a file descriptor. The processes of a node share the page cache either way.
 
-A process checks a MiB of a file against its CRC-32 when it first reads from it. It reads the whole MiB for that, once.
-Files that were found whole earlier (see `verification.py`) are not checked again.
+A process checks each MiB of a file against its CRC-32 when it first reads from it; it then reads the whole MiB.
+Files that were verified earlier (see `verification.py`) are not checked again.
 """
 
 import hashlib
@@ -37,7 +36,7 @@ class CorpusFile(NamedTuple):
     """in bytes"""
 
     def block(self, number: int) -> range:
-        """Return which bytes are in a block."""
+        """Return the range of a block's bytes."""
         return range(number * BLOCK, min((number + 1) * BLOCK, self.size))
 
 
@@ -61,23 +60,23 @@ def file_sums(path: Path) -> FileSums:
 
 
 class DamagedFile(DataError):
-    """A file of a corpus is not what was written."""
+    """A file of a corpus differs from the file that was written."""
 
     def __init__(self, path: Path, fault: str, wrong_bytes: Sequence[range] = ()) -> None:
-        """`wrong_bytes`: where the file can be read, but has other bytes than were written."""
+        """`wrong_bytes`: ranges that can be read but differ from the written bytes."""
         super().__init__(f"{path} {fault}: copy or prepare the corpus again")
         self.path = path
         self.fault = fault
         self.wrong_bytes = wrong_bytes
 
     def __reduce__(self) -> tuple[type["DamagedFile"], tuple[Path, str, Sequence[range]]]:
-        return DamagedFile, (self.path, self.fault, self.wrong_bytes)  # else it would be copied as its text alone
+        return DamagedFile, (self.path, self.fault, self.wrong_bytes)  # for pickle, which would copy only the text
 
 
 def check_size(file: CorpusFile) -> int:
-    """Return when a file was last changed, in nanoseconds since 1970.
+    """Return the mtime of a file in nanoseconds since 1970.
 
-    Raises DataError if it is missing or has another size than it must have.
+    Raises DataError if it is missing or has another size than expected.
     """
     try:
         status = os.stat(file.path)
@@ -108,7 +107,7 @@ def damaged_blocks(file: CorpusFile, blocks: Sequence[int]) -> DamagedFile:
 
 
 class Checksums(NamedTuple):
-    """What the blocks of a file are checked against when they are first read."""
+    """How to check the blocks of a file when they are first read."""
 
     sums: BlockSums
     is_checked: npt.NDArray[np.bool_]
@@ -116,15 +115,15 @@ class Checksums(NamedTuple):
 
 
 FindChecksums = Callable[[int], Checksums | None]
-"""returns the checksums of a file, given the time of its last change (nanoseconds since 1970); None: do not check it"""
+"""returns the checksums of a file, given its mtime in nanoseconds since 1970; None: do not check it"""
 
 
 def unchecked(changed_ns: int) -> None:
-    """Say that a file is not to be checked while it is read; a FindChecksums."""
+    """Disable the check of a file; a FindChecksums."""
 
 
 class CheckedFile:
-    """A file that is open for reading. Its errors are DataErrors that name it."""
+    """A file open for reading. Its errors are DataErrors that name it."""
 
     def __init__(self, file: CorpusFile, find_checksums: FindChecksums = unchecked) -> None:
         """Open `file`. Raises DataError if it is missing or has another size."""
@@ -153,7 +152,7 @@ class CheckedFile:
         return self._read_bytes(len(where), where.start)
 
     def _check_blocks(self, checksums: Checksums, start: int, stop: int) -> None:
-        """Check the blocks that hold the bytes start <= i < stop, but for those that this process has checked."""
+        """Check the blocks with the bytes start <= i < stop that this process has not checked yet."""
         for number in range(start // BLOCK, -(-stop // BLOCK)):
             if not checksums.is_checked[number]:
                 if zlib.crc32(self.read_block(number)) != checksums.sums[number]:

@@ -5,10 +5,10 @@ A corpus is a folder of shards (`shard.py` has the layout of their files) and a 
 stream[i S : i S + S + 1].
 
 A corpus of conversations was packed into sequences of one length when it was prepared: sequence i is stream[i S : i S +
-S], whole examples and padding. What follows its last token is no target.
+S], whole examples and padding. Its last token has no target.
 
-Opening a corpus reads the description only. The file of a shard is opened when a sequence of it is read, and a process
-holds the last few open, whatever the number of shards, sources and epochs. What is read is checked (`checked_file.py`).
+Opening a corpus reads only the description. The file of a shard is opened when a sequence of it is read, and a process
+keeps a few files open, whatever the number of shards, sources and epochs. All reads are checked (`checked_file.py`).
 """
 
 import zlib
@@ -52,7 +52,7 @@ from torchllm.data.verified_files import VerifiedFiles, record_path
 _OPEN_SHARDS = 16
 """shards that a process holds open, one descriptor each"""
 _CHECKING_THREADS = 16
-"""that ask for the size of files: on a parallel file system an answer takes some tenths of a millisecond"""
+"""threads that stat files: on a parallel file system each call takes some tenths of a millisecond"""
 
 
 class Window(NamedTuple):
@@ -61,26 +61,26 @@ class Window(NamedTuple):
     ids: Ids
     """(L + 1,)"""
     begins: Begins
-    """indices in `ids` at which a document begins, ascending"""
+    """indices in `ids` of the documents' first tokens, ascending"""
     document: int = 0
-    """which document of the sequence ids[0] belongs to, from 0"""
+    """document of ids[0] in the sequence, from 0"""
     position: int = 0
-    """of ids[0], counted from where that document begins in the sequence"""
+    """position of ids[0], counted from the start of its document in the sequence"""
     targets: Targets | None = None
-    """(L + 1,) which of `ids` are trained; None: all"""
+    """(L + 1,) whether each of `ids` is trained; None: all are"""
 
 
 class SequenceSource(Protocol):
-    """Where training sequences come from."""
+    """A source of training sequences."""
 
     fingerprint: str
-    """changes if any sequence does"""
+    """changes if any sequence changes"""
 
     def count(self, split: Split, length: int) -> int:
-        """Return how many sequences of `length` tokens (and the token that follows) there are."""
+        """Return the number of sequences of `length` tokens (and the following token)."""
 
     def window(self, split: Split, number: int, length: int, piece: range | None = None) -> Window:
-        """Return sequence `number` of `length` tokens, or only a piece of it, and the token that follows.
+        """Return sequence `number` of `length` tokens, or a piece of it, with the following token.
 
         piece: positions in the sequence, without gaps; None: all.
         """
@@ -90,19 +90,19 @@ class SequenceSource(Protocol):
 
 
 class ReadableShard(Protocol):
-    """One split of a shard that is open; tokens are counted from its begin."""
+    """An open split of a shard; tokens are counted from its start."""
 
     def read_ids(self, first: int, end: int) -> Ids:
         """Return the ids of the tokens first <= i < end."""
 
     def read_begins(self, first: int, end: int) -> Begins:
-        """Return which of the tokens first <= i < end begin a document, ascending."""
+        """Return the tokens first <= i < end that begin a document, ascending."""
 
     def read_targets(self, first: int, end: int) -> Targets:
-        """Return which of the tokens first <= i < end are trained; of a stream that is packed."""
+        """Return whether each of the tokens first <= i < end is trained; only for a packed stream."""
 
     def documents_in(self, first: int, end: int) -> DocumentsInRange:
-        """Return how many documents begin in the tokens first <= i < end, and where the last of them does."""
+        """Return the number of documents that begin in the tokens first <= i < end, and the start of the last one."""
 
     def close(self) -> None:
         """Close the files."""
@@ -115,7 +115,7 @@ class _ShardKey(NamedTuple):
 
 
 class _OpenShards:
-    """The shards that this process holds open: the `limit` that were used last, of all corpora together."""
+    """LRU cache of the `limit` open shards of this process, for all corpora together."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -134,14 +134,14 @@ class _OpenShards:
         return shard
 
     def close(self) -> None:
-        """Close all of them, and forget their corpora; the next use of a shard opens it again."""
+        """Close all shards and drop their corpora; the next use of a shard opens it again."""
         for shard in self._shards.values():
             shard.close()
         self._shards.clear()
 
 
 class _Part(NamedTuple):
-    """What one shard holds of a range of the stream."""
+    """The part of a range of the stream that lies in one shard."""
 
     shard: ReadableShard
     offset: int
@@ -156,17 +156,17 @@ _open_shards = _OpenShards(_OPEN_SHARDS)
 
 
 def close_shards() -> None:
-    """Close the shards that this process holds open; a later read opens them again."""
+    """Close this process's open shards; a later read opens them again."""
     _open_shards.close()
 
 
 class ShardStream(ABC):
-    """The token streams of the splits of a corpus, each the shards of it one after another."""
+    """The token streams of the splits of a corpus, each the concatenation of its shards."""
 
     def __init__(self, lengths: Mapping[Split, Sequence[int] | npt.NDArray[np.int64]]) -> None:
         """`lengths`: tokens of each shard of each split, in order."""
         self._starts: dict[Split, npt.NDArray[np.int64]] = {}
-        """index in the stream at which each shard starts, and the length of the stream"""
+        """start of each shard in the stream, and the length of the stream"""
         for split in SPLITS:
             self._starts[split] = np.concatenate([[0], np.cumsum(lengths[split])]).astype(np.int64)
 
@@ -184,13 +184,13 @@ class ShardStream(ABC):
         return int(self._starts[split][-1])
 
     def count(self, split: Split, length: int) -> int:
-        """Return how many sequences of `length` tokens (and the token that follows) a split has."""
+        """Return the number of sequences of `length` tokens (and the following token) in a split."""
         return max(0, self.tokens(split) - 1) // length
 
     def window(self, split: Split, number: int, length: int, piece: range | None = None) -> Window:
-        """Return sequence `number` of `length` tokens, or only a piece of it, and the token that follows.
+        """Return sequence `number` of `length` tokens, or a piece of it, with the following token.
 
-        It may cross shards. Of what is before the piece, only the document boundaries nearest to both ends are read.
+        It may cross shards. Before the piece, only the document boundaries nearest to both ends are read.
         """
         piece = piece or range(length)
         first = number * length
@@ -201,7 +201,7 @@ class ShardStream(ABC):
             begins.append(part.shard.read_begins(part.first, part.end) + (part.offset - first - piece.start))
             if self.is_packed:
                 targets.append(part.shard.read_targets(part.first, part.end))
-        if end == piece.stop:  # the last token of a packed sequence: another begins behind it
+        if end == piece.stop:  # the last token of a packed sequence: the next token belongs to another one
             ids.append(np.zeros(1, dtype=ids[0].dtype))
             begins.append(np.array([len(piece)]))
             targets.append(np.zeros(1, dtype=np.bool_))
@@ -221,7 +221,7 @@ class ShardStream(ABC):
         )
 
     def _parts(self, split: Split, first: int, end: int) -> Iterator[_Part]:
-        """Yield what each shard holds of the tokens first <= i < end of a split's stream."""
+        """Yield the part in each shard of the tokens first <= i < end of a split's stream."""
         starts = self._starts[split]
         index = int(np.searchsorted(starts, first, side="right")) - 1
         while index < len(starts) - 1 and starts[index] < end:
@@ -236,7 +236,7 @@ class Corpus(ShardStream):
     """A corpus folder; `header` is the content of its corpus.json."""
 
     def __init__(self, folder: str | Path, records: Path | None = None) -> None:
-        """Read the description of a corpus. `records`: folder that remembers which files of corpora were found whole.
+        """Read the description of a corpus. `records`: folder with the records of verified files.
 
         Raises DataError if the description is missing or damaged; `check` and `verify` look at the rest.
         """
@@ -249,14 +249,14 @@ class Corpus(ShardStream):
         record = record_path(records, self.folder, self.fingerprint) if records is not None else None
         self._verified = VerifiedFiles(record, len(SPLITS) * self.header.shards)
         self._checked_blocks: dict[ShardSplit, npt.NDArray[np.bool_]] = {}
-        """of the files that are not remembered as whole: the blocks that this process has checked"""
+        """blocks that this process has checked, of files that are not recorded as verified"""
 
     def __reduce__(self) -> tuple[Callable[[Path, Path | None], "Corpus"], tuple[Path, Path | None]]:
-        return Corpus, (self.folder, self._records)  # the columns are read again, not sent
+        return Corpus, (self.folder, self._records)  # pickle sends the folder only; the columns are read again
 
     @property
     def is_packed(self) -> bool:
-        """Return whether it holds conversations, packed into sequences of one length."""
+        """Return whether the corpus holds conversations, packed into sequences of one length."""
         return self.header.sequence_length > 0
 
     def describe(self) -> str:
@@ -267,9 +267,9 @@ class Corpus(ShardStream):
     def check(self, part: int = 0, parts: int = 1) -> list[ShardSplit]:
         """Check the fingerprint, and the size of the files of every `parts`-th shard from shard `part` on.
 
-        It takes O(shards): of a job, one process per node does it, and the nodes share the shards out. Raises DataError
-        that names a file that is missing or has another size. Returns the shards whose files have to be verified: no
-        run has found them whole since they were last changed.
+        It takes O(shards): one process per node calls it, and the nodes divide the shards. Raises DataError that names
+        a file that is missing or has another size. Returns the shards whose files have to be verified: no run has
+        verified them since they were last changed.
         """
         check_fingerprint(self.folder)
         numbers = range(part, self.header.shards, parts)
@@ -295,7 +295,7 @@ class Corpus(ShardStream):
         return self._size(split, number).file_bytes
 
     def verify(self, split: Split, number: int, pace: Callable[[int], None] = lambda size: None) -> None:
-        """Read the file of one split of a shard, compare it with its checksums, and remember that it is whole.
+        """Read the file of one split of a shard, compare it with its checksums, and record it as verified.
 
         `pace` is called with the number of bytes after each MiB. Raises DataError that names a damaged file.
         """
@@ -337,7 +337,7 @@ class Corpus(ShardStream):
         return OpenShard(path, self._size(split, number), self.header.max_token, find_checksums)
 
     def _checksums(self, split: Split, number: int, changed_ns: int) -> Checksums | None:
-        """Return what the file of a shard, last changed at this time, is checked against; None if it is not."""
+        """Return the checks of a shard's file with this mtime; None if it is verified."""
         if self._verified.has(self._file_number(split, number), changed_ns):
             return None
         sums = self.block_sums(split, number)
@@ -370,7 +370,7 @@ class Corpus(ShardStream):
         return self.tokens(split) // length
 
     def sequences_with(self, damage: DamagedFile, length: int) -> list[int]:
-        """Return which training sequences of `length` tokens depend on the wrong bytes of a file of this corpus.
+        """Return the training sequences of `length` tokens that depend on the wrong bytes of a file of this corpus.
 
         These are all sequences of the shard if it is not ids that are wrong, but where documents begin.
         """
@@ -404,11 +404,11 @@ class Synthetic:
         self.fingerprint = f"synthetic-{vocab}"
 
     def count(self, split: Split, length: int) -> int:
-        """Return a number that no run reaches."""
+        """Return a number larger than any run needs."""
         return 2**40
 
     def describe(self) -> str:
-        """Return what it is, in words."""
+        """Describe the source in words."""
         return "random tokens"
 
     def window(self, split: Split, number: int, length: int, piece: range | None = None) -> Window:

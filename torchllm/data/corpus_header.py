@@ -1,7 +1,7 @@
-"""What a corpus folder says about itself: a small `corpus.json`, and about its shards in binary columns beside it.
+"""The description of a corpus in its folder: a small `corpus.json`, and binary columns about its shards.
 
 `corpus.json` is written last, so a folder that has one is complete. It holds a CorpusHeader as JSON: how the corpus was
-made, totals, the number N of shards, its fingerprint, and the sha256 of the files beside it. These are, little endian:
+made, totals, the number N of shards, its fingerprint, and the sha256 of the other files. These are, little endian:
 
     shards.bin   2 x N x int64       tokens: N numbers of the train split, then N of the validation split
                  2 x N x int64       documents, likewise
@@ -51,7 +51,7 @@ class CorpusHeader:
     """hash of the plan (see `build.CorpusPlan`)"""
     plan: dict[str, Any]
     dtype: str
-    """numpy's name for the type of an id, "<u2" or "<u4" """
+    """numpy's dtype of an id, "<u2" or "<u4" """
     tokenizer: str
     """fingerprint of the tokenizer"""
     documents: int
@@ -60,7 +60,7 @@ class CorpusHeader:
     max_token: int
     """largest token id"""
     skipped: dict[str, int]
-    """records that were left out, by their fault"""
+    """number of skipped records by error"""
     shards: int
     """number of shards"""
     fingerprint: str
@@ -69,10 +69,10 @@ class CorpusHeader:
     sums_sha256: str
     """sha256 of sums.bin"""
     sequence_length: int = 0
-    """over 0: the corpus holds whole examples, packed into sequences of so many tokens, and says which are trained; it
+    """over 0: the corpus holds whole examples, packed into sequences of this length, and marks the trained tokens; it
     can be read with this training.sequence_length only; 0: documents, for any length"""
     counts: dict[str, int] = field(default_factory=dict)
-    """what became of conversations (see `chat.write`)"""
+    """counts of the conversations and their outcome (see `chat.write`)"""
 
     @property
     def id_bytes(self) -> int:
@@ -92,14 +92,14 @@ class ShardColumns(NamedTuple):
 
 
 class CorpusDescription(NamedTuple):
-    """What a process that opens a corpus reads."""
+    """The parts of a description that every process reads to open a corpus."""
 
     header: CorpusHeader
     columns: dict[Split, ShardColumns]
 
 
 class SplitRecord(NamedTuple):
-    """What is known of the finished file of one split of a shard; all empty if the split is, for then it has none."""
+    """Size and checksums of the finished file of one split of a shard; an empty split has no file."""
 
     tokens: int
     documents: int
@@ -131,7 +131,7 @@ def read_description(folder: Path) -> CorpusDescription:
 
 
 def check_fingerprint(folder: Path) -> None:
-    """Raise DataError if records or checksums of the shards are not those that were written. O(shards + MiB)."""
+    """Raise DataError if records or checksums of the shards differ from the written ones. O(shards + MiB)."""
     content = _read_json(folder)
     for name, sha256 in ((SHARD_TABLE, content["table_sha256"]), (SUMS, content["sums_sha256"])):
         try:

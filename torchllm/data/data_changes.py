@@ -1,4 +1,4 @@
-"""What differs between the data of a checkpoint and that of the run that resumes from it."""
+"""Compare the data of a checkpoint with the data of the run that resumes from it."""
 
 import json
 from collections.abc import Mapping
@@ -24,10 +24,10 @@ class _SourcePrint(NamedTuple):
 def data_differences(
     saved: Mapping[str, Any], current: Mapping[str, Any], saved_settings: Mapping[str, Any], data: Data
 ) -> list[str]:
-    """Return a line for each difference because of which the sequences would not be those of the saved run.
+    """Return a line for each difference that would change the sequences of the saved run.
 
     saved, current: fingerprints, as TrainLoader makes them. saved_settings: [data] in the config of the checkpoint, {}
-    if that is not known. data: that of this run.
+    if that is not known. data: [data] of this run.
     """
     differences = _source_differences(saved["sources"], current["sources"], saved_settings.get("sources", []), data)
     saved_tokenizers, tokenizers = saved["tokenizer"], current["tokenizer"]
@@ -49,7 +49,7 @@ def _source_differences(
     saved_names = [_describe_source(settings["kind"], settings["path"]) for settings in saved_settings]
     names = [name_source(index, settings) for index, settings in enumerate(data.sources)]
     lines = []
-    for index in range(min(len(saved), len(current))):  # there may be more or fewer sources than when it was saved
+    for index in range(min(len(saved), len(current))):  # the number of sources may have changed
         in_checkpoint, in_run = _SourcePrint(*saved[index]), _SourcePrint(*current[index])
         settings = data.sources[index]
         if in_checkpoint.fingerprint != in_run.fingerprint:
@@ -73,24 +73,24 @@ def _is_same_source(saved: Mapping[str, Any], source: Source) -> bool:
 
 
 def name_source(index: int, source: Source) -> str:
-    """Return a source as an error names it: data.sources.0 (text 'a/*.txt')."""
+    """Return the name of a source in errors: data.sources.0 (text 'a/*.txt')."""
     return f"data.sources.{index} ({_describe_source(source.kind, source.path)})"
 
 
 def _describe_source(kind: str, path: str) -> str:
-    """Return what a source is, in words: text 'a/*.txt'."""
+    """Describe a source: text 'a/*.txt'."""
     return f"{kind} {path!r}" if path else kind
 
 
 def _tokenizer_difference(saved: str | None, current: str) -> str:
-    """Return how the tokenizer differs from the saved one, whose data.tokenizer is None if it is not known."""
+    """Describe how the tokenizer differs from the saved one, whose data.tokenizer is None if it is not known."""
     if saved is None or saved == current:
         return f"data.tokenizer {current!r} is another one than in the checkpoint: its file or data.pattern has changed"
     return f"data.tokenizer: {saved!r} in the checkpoint, {current!r} now"
 
 
 def _advise_earlier_corpus(index: int, data: Data, fingerprint: str) -> str:
-    """Return how to go on with the corpus of a checkpoint where its raw source is now tokenized to another one."""
+    """Return advice how to go on with the checkpoint's corpus if its raw source now gives another corpus."""
     folders = cached_corpora(data, fingerprint)
     path = json.dumps(str(folders[0])) if folders else f"its folder (it is not in the cache, {cache_root(data)})"
     return (

@@ -1,7 +1,7 @@
-"""The error of this package that is meant for the user."""
+"""The error of this package for the user."""
 
 from torchllm.config.errors import UserError
 
 
 class DataError(UserError, ValueError):
-    """An error in the data; its text says what is wrong, where (file:line or row) and what to do."""
+    """An error in the data; its text names the error, its place (file:line or row) and the remedy."""

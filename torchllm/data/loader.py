@@ -1,7 +1,7 @@
 """Batches of a run: sources in the run's order, behind torchdata's StatefulDataLoader, agreed on by all ranks.
 
-torchdata only prefetches. How far the run is in its data is one number, the sequences consumed by all ranks together,
-so resuming is O(1) and does not depend on the number of ranks, workers or micro batches.
+torchdata only prefetches. The position of the run in its data is one number, the sequences consumed by all ranks
+together, so resuming is O(1) and does not depend on the number of ranks, workers or micro batches.
 """
 
 import atexit
@@ -54,28 +54,28 @@ from torchllm.runtime.signs_of_life import show_progress
 log = logging.getLogger(__name__)
 
 _ENDLESS = 2**62
-"""steps; no run takes as many"""
+"""number of steps that no run reaches"""
 _PREFETCHED_STEPS = 2
 _LISTED = 5
-"""sources whose share is rounded, or steps that have read damaged data, that a message names"""
+"""most sources with a rounded share, or steps that have read damaged data, that a message lists"""
 
 
 @dataclass(frozen=True)
 class DataRanks:
-    """Which part of the data this process reads, and how it exchanges texts with other ranks; by default, alone."""
+    """The part of the data that this process reads, and how it exchanges text with other ranks; default: one rank."""
 
     rank: int = 0
     """data-parallel index, 0 <= rank < size; ranks that share a batch (tp) have the same"""
     size: int = 1
     """number of data-parallel ranks"""
     prepares: bool = True
-    """this process looks at the files of raw sources, tokenizes them, and checks corpora, for its node"""
+    """this process tokenizes raw sources and checks corpora for its node"""
     gather_texts: Callable[[str | None], list[str | None]] = lambda text: [text]
-    """returns the text that each rank of the job has passed, by rank"""
+    """all-gather of a text over the ranks of the job"""
     preparing_rank: int = 0
     """rank in the job of the process that prepares for this node"""
     pieces: SequencePieces = WHOLE_SEQUENCE
-    """part of each sequence that this process trains on, and reads; ranks that share a sequence (cp) have others"""
+    """part of each sequence that this process reads and trains on; under cp each rank has another part"""
 
 
 def build_loader(
@@ -84,7 +84,7 @@ def build_loader(
     """Return a loader at sequence 0, after tokenizing small raw sources that are not cached (one process per node).
 
     Call it on all ranks: an error on one rank is raised as the same DataError on all. finetune: how conversations
-    become tokens, and whether the run counts epochs; None: sources of conversations are an error.
+    become tokens, and whether training.steps follows from epochs; None: sources of conversations are an error.
     """
     applied("data", data)
     open_sources = partial(_open_on_all_ranks, data, training, model, ranks, finetune)
@@ -145,14 +145,14 @@ def _fingerprints(sources: Sequence[SequenceSource]) -> str:
 
 
 def _on_all_ranks(ranks: DataRanks, action: Callable[[], str]) -> list[str]:
-    """Call `action` on every rank and return the text that it returned on each, by rank.
+    """Call `action` on every rank and return the texts that it returned, by rank.
 
-    Raises DataError on all ranks if it fails on one, so that no rank waits without end.
+    Raises DataError on all ranks if it fails on one, so that no rank waits forever.
     """
     answer, error, cause = "", "", None
     try:
         answer = action()
-    except Exception as problem:  # a bug, too, must not leave the other ranks waiting
+    except Exception as problem:  # a bug must not leave the other ranks waiting either
         cause = problem
         error = str(problem) if isinstance(problem, DataError) else f"{type(problem).__name__}: {problem}"
     answers, errors = [], []
@@ -162,7 +162,7 @@ def _on_all_ranks(ranks: DataRanks, action: Callable[[], str]) -> list[str]:
         if rank_error:
             errors.append(rank_error)
     if errors:
-        raise DataError("\n".join(dict.fromkeys(errors))) from cause  # each text once
+        raise DataError("\n".join(dict.fromkeys(errors))) from cause  # without duplicates
     return answers
 
 
@@ -176,10 +176,10 @@ def _reader_settings(data: Data, training: Training, model: Model, finetune: Fin
 
 
 def _prepare(data: Data, settings: ReaderSettings, recorded: Sequence[str]) -> list[str]:
-    """Return what the readers have prepared for each source (`SourceReader.prepare`).
+    """Return the folder that `SourceReader.prepare` made for each source.
 
-    recorded: fingerprints of the sources of a run that goes on; a source keeps the files and the tokens that earlier
-    versions chose if these have its fingerprint.
+    recorded: fingerprints of the sources of a resumed run; a source keeps the files and the tokens that earlier
+    versions chose if they have its fingerprint.
     """
     if settings.tokenizer is not None and not recorded and any(source.kind in RAW_KINDS for source in data.sources):
         for line in describe_documents(settings.tokenizer):
@@ -192,8 +192,8 @@ def _prepare(data: Data, settings: ReaderSettings, recorded: Sequence[str]) -> l
         return reader_of(source.kind).open(source, folder, settings).fingerprint
 
     def prepare_recorded(index: int, source: Source, folder: str) -> str:
-        """Return the folder of what earlier versions chose if it has the recorded fingerprint, else `folder`."""
-        with suppress(DataError):  # such as for its size
+        """Return the corpus that earlier versions would make if it has the recorded fingerprint, else `folder`."""
+        with suppress(DataError):  # e.g. it is too large
             if fingerprint(source, folder) != recorded[index]:
                 earlier = prepare(source, earlier=True)
                 if fingerprint(source, earlier) == recorded[index]:
@@ -217,9 +217,9 @@ _KEPT = (
 
 
 def _open(folders: Sequence[str], data: Data, settings: ReaderSettings) -> list[SequenceSource]:
-    """Open all sources; `folders`: what was prepared for each.
+    """Open all sources; `folders`: the result of `prepare` for each.
 
-    Raises DataError if a source has not a single training sequence.
+    Raises DataError if a source has no training sequence.
     """
     opened = []
     for source, folder in zip(data.sources, folders, strict=True):
@@ -244,7 +244,7 @@ class _Reader:
         self.has_targets = any(isinstance(source, Corpus) and source.header.sequence_length for source in sources)
 
     def read(self, split: Split, locations: Sequence[Location]) -> Packed:
-        """Return the pieces of these sequences, in their order, in one array."""
+        """Return this rank's pieces of these sequences, in order, in one array."""
         windows = []
         for location in locations:
             source = self.sources[location.source]
@@ -252,15 +252,15 @@ class _Reader:
         return pack_windows(windows, self.document_mask)
 
     def packed_batches(self, values: torch.Tensor, micro_batches: int, micro_batch_size: int) -> PackedBatches:
-        """Return the sequences of `values`, which `read` has read, as so many micro batches."""
+        """Return the sequences of `values`, a result of `read`, as `micro_batches` micro batches."""
         return PackedBatches(values, micro_batches, micro_batch_size, self.pieces, self.document_mask, self.has_targets)
 
 
 class _Steps(torch.utils.data.Dataset[Packed | DataError]):
-    """The training data of one data rank: item k is what it reads in the k-th step from sequence `first` on.
+    """The training data of one data rank: item k is its part of the k-th step, counted from sequence `first`.
 
-    The global batch of a step is consecutive sequences of the run. Micro batch m of data rank r has B of them, from
-    (m * ranks + r) * B on.
+    The global batch of a step is consecutive sequences of the run. Micro batch m of data rank r has B of them, starting
+    at (m * ranks + r) * B.
     """
 
     def __init__(self, reader: _Reader, order: DataOrder, first: int, training: Training, ranks: DataRanks) -> None:
@@ -273,9 +273,9 @@ class _Steps(torch.utils.data.Dataset[Packed | DataError]):
         self.accumulation = gradient_accumulation(training, ranks.size)
 
     def __getitem__(self, k: int) -> Packed | DataError:
-        """Return the step's micro batches, one after another, or why they cannot be read.
+        """Return the step's micro batches, packed, or the error why they cannot be read.
 
-        Raised in a worker process, the error would reach the user below two tracebacks.
+        If it were raised in a worker process, the user would see it below two tracebacks.
         """
         locations: list[Location] = []
         for micro_batch in range(self.accumulation):
@@ -302,13 +302,13 @@ class TrainLoader:
         counts_epochs: bool = False,
         open_sources: OpenSources | None = None,
     ) -> None:
-        """Start at sequence 0 of `sources`, the opened data.sources. `verification` goes on beside the training.
+        """Start at sequence 0 of `sources`, the opened data.sources. `verification` runs in the background.
 
-        counts_epochs: the run goes through all sources equally often, unless their weights are chosen. open_sources:
-        opens those of a checkpoint that an earlier version wrote; None: they are the same.
+        counts_epochs: the run has the same number of epochs of each source, unless weights are chosen. open_sources:
+        opens the sources of a checkpoint from an earlier version; None: they are the same.
         """
         self.on_damage: Callable[[int, str], None] = lambda first_step, reason: None
-        """is told, before the run ends by it, since which step it has trained on damaged data, and what is damaged"""
+        """callback before damaged data ends the run: first step that trained on it, and the damage"""
         self._verification = verification
         self._open_sources = open_sources
         self._data = data
@@ -321,7 +321,7 @@ class TrainLoader:
         self._consumed = 0
         self._steps = 0
         self._first_sequence = 0
-        """sequences that were consumed before this start"""
+        """number of sequences consumed before this start"""
         self._batches: Iterator[Any] | None = None
         self._counts_epochs = counts_epochs
         self._read_from(sources)
@@ -332,7 +332,7 @@ class TrainLoader:
         self._held_out: dict[int, int] = {}
         """held-out sequences of each source that has any, by its index"""
         self._held_out_locations: list[Location] = []
-        """the first of them, as many as an evaluation has asked for: they never change"""
+        """cache of the first held-out sequences, which never change; grows with the requests of evaluations"""
         length = self._training.sequence_length
         sizes, fingerprints, tokenizers = [], [], set()
         skipped: Counter[str] = Counter()
@@ -345,11 +345,11 @@ class TrainLoader:
                 tokenizers.add(source.header.tokenizer)
                 skipped.update(source.header.skipped)
         self.skipped: dict[str, int] = dict(skipped)
-        """records skipped by data.on_bad_record = "skip", by their fault"""
+        """number of records skipped by data.on_bad_record = "skip", by error"""
         self._reader = _Reader(sources, length, self._data.document_mask, self._ranks.pieces)
         self._sizes = sizes
         self._mixture = mixed_by_size(self._data, sizes) if self._counts_epochs else self._data
-        """settings with the shares of the sources in training; of those held out, `data` says them"""
+        """settings with the sources' weights in training; `data` has the weights for held-out sequences"""
         self._stages = plan_stages(self._mixture, self._training.global_batch_size)
         self._order = order_by_stages(self._seed, sizes, self._stages)
         self._fingerprint: dict[str, Any] = {
@@ -362,7 +362,7 @@ class TrainLoader:
     def next_step(self) -> PackedBatches:
         """Return the micro batches of this rank in the next optimizer step.
 
-        Raises DataError, and marks what the run has trained on damaged data, if a file of the data turns out damaged.
+        Raises DataError if a file of the data turns out damaged, after calling `on_damage`.
         """
         if self._batches is None:
             self._batches = self._start()
@@ -392,13 +392,13 @@ class TrainLoader:
                 sampler=range(_ENDLESS),
                 num_workers=self._workers,
                 prefetch_factor=_PREFETCHED_STEPS if self._workers else None,
-                # On a GPU a tensor comes through shared memory and is pinned by a thread, off the step's path. Without
+                # For a GPU, tensors come through shared memory and are pinned by a thread, off the step's path. Without
                 # that thread an array through the pipe is faster: 0.4 ms against 1.4 ms for 1,024 tokens.
                 collate_fn=_to_tensor if on_gpu else _unchanged,
                 pin_memory=on_gpu,
                 worker_init_fn=partial(_start_worker, os.getpid()),
                 multiprocessing_context="fork" if self._workers and sys.platform == "linux" else None,
-                generator=torch.Generator(),  # else every start would draw from the run's own random state
+                generator=torch.Generator(),  # otherwise every start would draw from the run's random state
                 snapshot_every_n_steps=_ENDLESS,
             )
             batches = iter(loader)
@@ -410,10 +410,10 @@ class TrainLoader:
         return batches
 
     def state(self) -> dict[str, Any]:
-        """Return how far the run is in its data, as JSON: the sequences consumed by all ranks, and of which data, and
-        how its conversations are written.
+        """Return the position of the run in its data, as JSON: the sequences consumed by all ranks, the fingerprint of
+        the data, and the chat template of its conversations.
 
-        Raises DataError, as `next_step` does, if a file of the data has turned out damaged: nothing is saved then.
+        Raises DataError, as `next_step` does, if a file of the data turned out damaged: the run must not save then.
         """
         self._check_verification()
         state = {
@@ -426,21 +426,21 @@ class TrainLoader:
         return state if chat is None else state | {"chat": chat}
 
     def _chat_plan(self) -> dict[str, Any] | None:
-        """Return how the conversations of all sources are written, a `ChatPlan`; None without any, or if that differs.
+        """Return the `ChatPlan` of the conversations of all sources; None if there are none, or if they differ.
 
-        The export of the run and those who talk to its model need it, and the files that it came from may change.
+        Export and chat need it, and the files that it came from may change.
         """
         corpora = [source for source in self._sources if isinstance(source, Corpus)]
         plans = [corpus.header.plan["chat"] for corpus in corpora if corpus.header.plan.get("chat")]
         return plans[0] if plans and all(plan == plans[0] for plan in plans) else None
 
     def _check_verification(self) -> None:
-        """Raise DataError if the verification beside training has found a damaged file."""
+        """Raise DataError if the background verification has found a damaged file."""
         if self._verification is not None and self._verification.problem is not None:
             raise self._with_steps(self._verification.problem)
 
     def _with_steps(self, error: DataError) -> DataError:
-        """Return an error that says in which steps this start has trained on wrong bytes, after marking the steps."""
+        """Return an error that lists the steps that trained on wrong bytes since this start, after `on_damage`."""
         if not isinstance(error, DamagedFile) or not error.wrong_bytes:
             return error
         sequences: list[int] = []
@@ -463,9 +463,9 @@ class TrainLoader:
         )
 
     def load_state(self, state: dict[str, Any], record: Mapping[str, Any] | None = None) -> None:
-        """Continue from a saved state; O(1). record: of its checkpoint; its config names the saved sources.
+        """Continue from a saved state; O(1). record: record of its checkpoint; its config names the saved sources.
 
-        Raises DataError (a ValueError), saying what differs, if the sequences would not be those of the saved run.
+        Raises DataError (a ValueError) that lists the differences if the sequences would differ from the saved run.
         """
         self.keep_sources_of(state)
         settings = (record or {}).get("config", {}).get("data", {})
@@ -475,10 +475,10 @@ class TrainLoader:
         continued = continue_stages(self._mixture_as_in(saved), batch, saved, progress)
         current = self._fingerprint
         if self._data.stage and not continued.differences:
-            # Sources that were added since then, for later stages, have no part in the sequences so far.
+            # Sources that were added since then, for later stages, are in no sequence so far.
             current = current | {"sources": current["sources"][: len(state["fingerprint"]["sources"])]}
         differences = data_differences(state["fingerprint"], current, settings, self._data)
-        if not differences:  # else the stages may differ because the weights of the sources do
+        if not differences:  # otherwise the stages may differ because the weights of the sources differ
             differences = continued.differences
         if differences:
             listed = "\n  ".join(differences)
@@ -502,7 +502,7 @@ class TrainLoader:
         return self._mixture
 
     def keep_sources_of(self, state: Mapping[str, Any]) -> None:
-        """Read the files and tokens of the run that saved a state, where an earlier version has chosen them otherwise.
+        """Read the files and tokens of the run that saved a state, if an earlier version chose others.
 
         Call it on all ranks.
         """
@@ -524,7 +524,7 @@ class TrainLoader:
         close_shards()
 
     def validation_sequences(self, sequences: int) -> int:
-        """Return how many of `sequences` held-out sequences exist. Raises DataError if there is none."""
+        """Return `sequences`, or the number of held-out sequences if it is smaller. Raises DataError if it is 0."""
         available = min(sequences, sum(self._held_out.values()))
         if not available:
             raise DataError(
@@ -538,7 +538,7 @@ class TrainLoader:
         """Yield this rank's share of the first `sequences` held-out sequences, the same for every seed and layout.
 
         Every rank gets the same number of batches (of training.micro_batch_size), so that all take part in each
-        collective: where the sequences run out, all labels are ignored. Raises DataError if nothing is held out.
+        collective: the last batches are filled up with ignored labels. Raises DataError if nothing is held out.
         """
         locations = self._first_held_out(self.validation_sequences(sequences))
         return self._held_out_batches(locations, device)
@@ -566,7 +566,7 @@ class TrainLoader:
             yield batch
 
     def steps_of_epochs(self, epochs: float) -> int:
-        """Return how many steps read each training sequence so many times, at least 1; with weights, on average.
+        """Return the number of steps, at least 1, for `epochs` passes over the data (with weights, on average).
 
         Raises DataError if a source has no end.
         """
@@ -577,7 +577,7 @@ class TrainLoader:
         return max(1, math.ceil(epochs * sequences / self._training.global_batch_size))
 
     def describe_sources(self, steps: int) -> list[str]:
-        """Return lines on each source, what it holds and how much a run of `steps` steps reads of it, and per stage."""
+        """Return a line per source, with its size and its epochs in a run of `steps` steps, and a line per stage."""
         sequences = self._consumed + (steps - self._steps) * self._training.global_batch_size
         lines = []
         for index, source in enumerate(self._reader.sources[:_LISTED]):
@@ -594,12 +594,12 @@ class TrainLoader:
         return lines
 
     def corpora(self) -> dict[str, CorpusHeader]:
-        """Return what the first corpora among the sources say about themselves, by the names of the sources."""
+        """Return the descriptions of the first corpora among the sources, by name of the source."""
         named = zip(self._names[:_LISTED], self._reader.sources, strict=False)
         return {name: source.header for name, source in named if isinstance(source, Corpus)}
 
     def _describe_shares(self, n: int) -> str:
-        """Return which shares the sources have at the n-th sequence, and how often each has been gone through then."""
+        """Describe the shares of the sources at the n-th sequence, and their epochs so far."""
         stage = next(stage for stage in self._stages if not stage.end or n < stage.end)
         total = sum(stage.weights)
         listed = []
@@ -611,7 +611,7 @@ class TrainLoader:
         return ", ".join(listed)
 
     def describe_rounded_shares(self) -> str:
-        """Return which sources have another share of the sequences than their weights ask for; "" if none has."""
+        """List the sources whose share of the sequences differs from their weight; "" if there is none."""
         rounded = [share for stage in self._stages for share in rounded_shares(stage.weights)]
         listed = []
         for share in rounded[:_LISTED]:
@@ -630,16 +630,16 @@ def _to_tensor(item: Packed | DataError) -> torch.Tensor | DataError:
 
 
 def _end_workers(batches: "weakref.ref[Any]") -> None:
-    """End the processes behind an iterator, even while a traceback keeps it alive (else dropping it would do)."""
+    """End the worker processes of an iterator, even if a traceback keeps the iterator alive."""
     iterator = batches()
     if iterator is not None:
         iterator._shutdown_workers()
 
 
 def _start_worker(trainer: int, worker: int) -> None:
-    """Make a worker ignore the signals that ask a run to stop, and end with the process `trainer`, even a killed one.
+    """Make a worker ignore the signals that ask a run to stop, and end when the process `trainer` ends or is killed.
 
-    Schedulers signal whole process groups: the trainer decides when to stop.
+    Schedulers signal whole process groups, but the trainer decides when to stop.
     """
     end_with_starter(trainer)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):

@@ -1,9 +1,9 @@
-"""Which sequence is the n-th of the run: a pure function of (seed, n), with no state and no list in memory.
+"""The order of a run's sequences: the n-th is a pure function of (seed, n), with no state and no list in memory.
 
-There are two steps. A mixture table, repeated without end, says which source the n-th sequence comes from and how many
-of that source came earlier: in each block of the table every source has exactly its share, spread as evenly as
-possible. A run may have stages, each with a table of its own from a sequence on. Then each pass over a source (an
-epoch) visits its sequences in an order of its own, by a keyed permutation of 0 ... size-1.
+There are two steps. A mixture table, repeated without end, gives the source of the n-th sequence and the number of
+earlier sequences of that source: in each block of the table every source has exactly its share, spread as evenly as
+possible. A run may have stages, each with a different table. Then each pass over a source (an epoch) visits its
+sequences in a different order, by a keyed permutation of 0 ... size-1.
 """
 
 import heapq
@@ -23,7 +23,7 @@ _ROUNDS = 6
 _LONGEST_BLOCK = 10_000
 """sequences in a mixture block; weights that need a longer block to be exact are rounded to this one"""
 _NOTICEABLE = 0.01
-"""a share that is rounded by more than this part of it is told to the user"""
+"""a share with a larger relative rounding error than this is reported to the user"""
 
 
 def _mix_word(x: int) -> int:
@@ -49,7 +49,7 @@ class Permutation:
         self._half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
 
     def __call__(self, i: int) -> int:
-        """Return where the permutation sends i."""
+        """Return the image of i."""
         i = self._feistel(i)
         while i >= self._size:
             i = self._feistel(i)
@@ -64,7 +64,7 @@ class Permutation:
         return high << self._half_bits | low
 
     def inverse(self, i: int) -> int:
-        """Return what the permutation sends to i."""
+        """Return the preimage of i."""
         i = self._inverse_feistel(i)
         while i >= self._size:
             i = self._inverse_feistel(i)
@@ -85,7 +85,7 @@ def _permutation(size: int, *key: int | str) -> Permutation:
 
 
 def mixture_shares(weights: Sequence[float]) -> list[Fraction]:
-    """Return the share of each source that the weights ask for; they are read as decimals (0.1 is one tenth)."""
+    """Return the exact share of each source; weights are read as decimals (0.1 is one tenth)."""
     exact = [Fraction(repr(float(weight))) for weight in weights]
     total = sum(exact)
     return [weight / total for weight in exact]
@@ -99,7 +99,7 @@ def mixture_counts(shares: Sequence[Fraction]) -> list[int]:
     exact_block = math.lcm(*(share.denominator for share in shares))
     block = min(exact_block, max(_LONGEST_BLOCK, len(shares)))
     counts = [max(1, math.floor(share * block)) for share in shares]
-    # What rounding down left over goes to the sources that lost most by it.
+    # The remainder of rounding down goes to the sources with the largest remainders.
     by_loss = sorted(range(len(shares)), key=lambda source: counts[source] - shares[source] * block)
     for source in by_loss[: max(0, block - sum(counts))]:
         counts[source] += 1
@@ -107,7 +107,7 @@ def mixture_counts(shares: Sequence[Fraction]) -> list[int]:
 
 
 class RoundedShare(NamedTuple):
-    """A source whose share of the sequences is not the one that was asked for."""
+    """A source whose share of the sequences differs from its weight."""
 
     source: int
     wanted: float
@@ -115,7 +115,7 @@ class RoundedShare(NamedTuple):
 
 
 def rounded_shares(weights: Sequence[float]) -> list[RoundedShare]:
-    """Return the sources whose share in a block differs from what the weights ask for by more than `_NOTICEABLE`."""
+    """Return the sources whose share in a block differs from their weight by more than `_NOTICEABLE`."""
     drawn = [source for source, weight in enumerate(weights) if weight > 0]
     shares = mixture_shares([weights[source] for source in drawn])
     counts = mixture_counts(shares)
@@ -137,23 +137,23 @@ class MixtureSlot(NamedTuple):
 
 
 class _Turns:
-    """Sources with one and the same count, which take turns in a mixture block: the first of them, the second, ..."""
+    """Sources with the same count, which take turns in a mixture block: the first of them, the second, ..."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.sources: list[int] = []
         self.taken = 0
-        """entries that they have together so far"""
+        """number of entries that they have together so far"""
 
     @property
     def next(self) -> MixtureSlot:
-        """Return the entry that they take next."""
+        """Return their next entry."""
         earlier, turn = divmod(self.taken, len(self.sources))
         return MixtureSlot(self.sources[turn], earlier)
 
 
 def mixture_turns(counts: Sequence[int]) -> list[_Turns]:
-    """Return the sources by their count. There are at most sqrt(2 x block) counts, for they add up to a block."""
+    """Return the sources by their count. There are at most sqrt(2 x block) counts, since they add up to a block."""
     turns_of_count: dict[int, _Turns] = {}
     for source, count in enumerate(counts):
         turns_of_count.setdefault(count, _Turns(count)).sources.append(source)
@@ -163,9 +163,8 @@ def mixture_turns(counts: Sequence[int]) -> list[_Turns]:
 def mixture_table(counts: Sequence[int]) -> list[MixtureSlot]:
     """Return one block with `counts[s]` entries of source s; each entry goes to the source that lags its share most.
 
-    With d entries among the first n, source s lags by counts[s] * n - d * block; where several lag most, the first of
-    them gets the entry. Of sources with the same count that is always the one whose turn it is, so only one source of
-    each count is compared.
+    With d entries among the first n, source s lags by counts[s] * n - d * block; ties go to the first source. Among
+    sources with the same count this is the one whose turn it is, so only one source per count is compared.
     """
     block = sum(counts)
     turns = mixture_turns(counts)
@@ -187,7 +186,7 @@ def mixture_table(counts: Sequence[int]) -> list[MixtureSlot]:
 
 
 class Mixture:
-    """Sources drawn by weights, of which 0 draws nothing: one block of entries, repeated without end."""
+    """Sources drawn by weights (0: never drawn): one block of entries, repeated without end."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         """`weights`: one per source, one of them over 0."""
@@ -206,13 +205,13 @@ class Mixture:
         return MixtureSlot(source, block * len(self._entries[source]) + earlier)
 
     def uses(self, source: int, end: int) -> int:
-        """Return how many of the first `end` entries are a source's."""
+        """Return the number of a source's entries among the first `end` entries."""
         blocks, rest = divmod(end, len(self._block))
         entries = self._entries[source]
         return blocks * len(entries) + bisect_left(entries, rest)
 
     def index(self, source: int, use: int) -> int | None:
-        """Return the index of the entry of a source that `use` others come before; None if it has no entries."""
+        """Return the index of a source's entry number `use`, from 0; None if it has no entries."""
         entries = self._entries[source]
         if not entries:
             return None
@@ -221,39 +220,38 @@ class Mixture:
 
 
 class StageShares(NamedTuple):
-    """The first part of a run's sequences, or the part after an earlier stage, and how it is mixed."""
+    """A part of a run's sequences with one mixture; it starts where the previous stage ends."""
 
     end: int
-    """sequences of the run up to its end"""
+    """number of the run's sequences up to the end of the stage"""
     weights: Sequence[float]
-    """one per source, 0: none of it"""
+    """one per source; 0: not drawn"""
 
 
 class _OrderedStage(NamedTuple):
-    """A stage, and what comes before it."""
+    """A stage, and the numbers of sequences before it."""
 
     first: int
-    """sequences of the run before it"""
+    """number of the run's sequences before it"""
     mixture: Mixture
     used: list[int]
-    """sequences of each source before it"""
+    """number of sequences of each source before it"""
 
 
 class Location(NamedTuple):
-    """Where a sequence of the run is in the data."""
+    """The place of a run's sequence in the data."""
 
     source: int
     epoch: int
-    """earlier passes over the source"""
+    """number of earlier passes over the source"""
     number: int
-    """of the sequence in its source"""
+    """index of the sequence in its source"""
 
 
 class DataOrder:
     """The order of a run over sources of `sizes` sequences each (all at least 1).
 
-    A stage continues each source where the stage before has left it, so that no sequence comes again before its epoch
-    ends.
+    A stage continues each source where the previous stage stopped, so that no sequence repeats within an epoch.
     """
 
     def __init__(
@@ -273,23 +271,23 @@ class DataOrder:
         self._stages.append(_OrderedStage(first, Mixture(weights), used))
 
     def locate(self, n: int) -> Location:
-        """Return where the n-th sequence of the run is, n >= 0."""
+        """Return the place of the n-th sequence of the run, n >= 0."""
         stage = self._stages[bisect_right(self._ends, n)]
         source, earlier = stage.mixture.slot(n - stage.first)
         epoch, i = divmod(stage.used[source] + earlier, self._sizes[source])
         return Location(source, epoch, _permutation(self._sizes[source], self._seed, source, epoch)(i))
 
     def uses(self, source: int, end: int) -> int:
-        """Return how many of the first `end` sequences of the run are of a source."""
+        """Return the number of sequences of a source among the first `end` sequences of the run."""
         stage = self._stages[bisect_right(self._ends, end)]
         return stage.used[source] + stage.mixture.uses(source, end - stage.first)
 
     def epochs(self, source: int, sequences: int) -> float:
-        """Return how often the first `sequences` sequences of the run go through a source."""
+        """Return the number of epochs over a source in the first `sequences` sequences of the run."""
         return self.uses(source, sequences) / self._sizes[source]
 
     def find(self, source: int, numbers: Iterable[int], first: int, end: int) -> list[int]:
-        """Return which of the sequences first <= n < end of the run are one of `numbers` of a source, ascending."""
+        """Return the sequences first <= n < end of the run that read one of `numbers` of a source, ascending."""
         size = self._sizes[source]
         first_epoch = self.uses(source, first) // size
         found = []
@@ -304,7 +302,7 @@ class DataOrder:
         return sorted(found)
 
     def _sequence(self, source: int, use: int) -> int | None:
-        """Return which sequence of the run is the one of a source that `use` others come before; None if none is."""
+        """Return the sequence of the run that is a source's number `use`, from 0; None if there is none."""
         stage = next(stage for stage in reversed(self._stages) if stage.used[source] <= use)
         index = stage.mixture.index(source, use - stage.used[source])
         return None if index is None else stage.first + index
@@ -312,13 +310,13 @@ class DataOrder:
     def first_epoch(self, count: int) -> list[Location]:
         """Return the first `count` sequences of epoch 0, or all if the sources have fewer.
 
-        Only these sequences are visited, not those of later epochs of small sources between them.
+        Only these sequences are visited, not the later epochs of small sources between them.
         """
         numbers = heapq.merge(*(self._first_numbers(source) for source in range(len(self._sizes))))
         return [self.locate(n) for n in itertools.islice(numbers, count)]
 
     def _first_numbers(self, source: int) -> Iterator[int]:
-        """Yield which sequences of the run are epoch 0 of a source, ascending."""
+        """Yield the sequences of the run in epoch 0 of a source, ascending."""
         for use in range(self._sizes[source]):
             n = self._sequence(source, use)
             if n is None:

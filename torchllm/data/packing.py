@@ -1,6 +1,6 @@
-"""Pack parts of token streams into few bytes, and unpack them on the device into what the model is trained on.
+"""Pack parts of token streams into few bytes, and unpack them on the device into a batch.
 
-What a worker of the loader sends to its trainer is packed: 4 bytes per token and 4 per document. Labels, positions and
+A worker of the loader sends packed data to its trainer: 4 bytes per token and 4 per document. Labels, positions and
 document ids, 8 bytes per token each, are made on the device, without a loop over documents. A token that is only read,
 never trained, is sent as ~id, a negative number.
 """
@@ -25,13 +25,13 @@ Packed = npt.NDArray[np.int32]
 
 
 class SequencePieces(NamedTuple):
-    """Which part of each sequence a rank trains on: of `total` equal pieces those with these indices, in this order."""
+    """A rank's part of each sequence: the pieces with these indices, in this order, of `total` equal pieces."""
 
     total: int
     indices: tuple[int, ...]
 
     def positions(self, length: int) -> list[range]:
-        """Return where each piece is in a sequence of `length` tokens."""
+        """Return the range of each piece in a sequence of `length` tokens."""
         size = length // self.total
         return [range(index * size, (index + 1) * size) for index in self.indices]
 
@@ -40,11 +40,11 @@ WHOLE_SEQUENCE = SequencePieces(1, (0,))
 
 
 def pack_windows(windows: Sequence[Window], document_mask: bool) -> Packed:
-    """Return windows, each of L tokens and the token that follows them, in one array (n,).
+    """Return windows, each of L tokens and the following token, in one array (n,).
 
-    It holds the tokens (N, L + 1) of N windows, as ~id where a token is not trained; with `document_mask` the position
-    (N,) and then the document (N,) of the first token of each; and the indices in the tokens at which a document
-    begins, except in first tokens.
+    It holds the tokens (N, L + 1) of N windows, as ~id if a token is not trained; with `document_mask` the position
+    (N,) and then the document (N,) of the first token of each; and the indices of all other tokens that begin a
+    document.
     """
     parts: list[npt.NDArray[Any]] = [_signed(window) for window in windows]
     if document_mask:
@@ -57,7 +57,7 @@ def pack_windows(windows: Sequence[Window], document_mask: bool) -> Packed:
 
 
 def _signed(window: Window) -> npt.NDArray[Any]:
-    """Return the ids of a window, (L + 1,), and ~id of the tokens that are not trained."""
+    """Return the ids of a window, (L + 1,), with ~id for tokens that are not trained."""
     if window.targets is None:
         return window.ids
     ids = window.ids.astype(np.int32)
@@ -66,24 +66,24 @@ def _signed(window: Window) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True)
 class PackedBatches:
-    """Micro batches of one rank, M of B sequences each, of which the rank has P pieces of L tokens."""
+    """Micro batches of one rank: M of B sequences each, with P pieces of L tokens per sequence on this rank."""
 
     values: Tensor
-    """(n,) int32: what `pack_windows` returns of M x B x P windows"""
+    """(n,) int32: M x B x P windows from `pack_windows`"""
     micro_batches: int
     micro_batch_size: int
     pieces: Sequence[range]
-    """where the rank's pieces are in a sequence"""
+    """the rank's pieces of a sequence"""
     document_mask: bool
     has_targets: bool = False
     """some tokens are not trained"""
 
     def unpack(self, device: torch.device) -> list[Batch]:
-        """Return the M micro batches on a device; every tensor is (B, P x L). From pinned memory nothing waits.
+        """Return the M micro batches on a device; every tensor is (B, P x L). From pinned memory it is asynchronous.
 
-        The last token of a document has no label, for another document follows it. Positions count from the start of
-        the sequence or, with `document_mask`, from where the document begins in the sequence; document_ids then number
-        the documents of the sequence from 0. A token that is not trained is no label.
+        The last token of a document has no label. Positions count from the start of the sequence or, with
+        `document_mask`, from the start of the document in the sequence; document_ids then number the documents of the
+        sequence from 0. A token that is not trained is no label.
         """
         windows = self.micro_batches * self.micro_batch_size * len(self.pieces)
         width = len(self.pieces[0]) + 1
@@ -108,13 +108,13 @@ class PackedBatches:
         return [Batch(*fields, limit) for fields in zip(tokens, labels, *of_documents, strict=True)]
 
     def _document_limit(self, begins: Tensor, tokens: int) -> int:
-        """Return how many documents a micro batch of this rank has at most, those of each piece counted apart.
+        """Return the most documents in a micro batch of this rank, summed over pieces.
 
-        begins: indices in the tokens at which a document begins, on the host, so that nothing waits for the device.
+        begins: indices of the tokens that begin a document, on the host, so that nothing waits for the device.
         """
         per_micro_batch = tokens // self.micro_batches
         counts = torch.bincount(begins // per_micro_batch, minlength=self.micro_batches)
-        return int(counts.max()) + self.micro_batch_size * len(self.pieces)  # with those at which the pieces begin
+        return int(counts.max()) + self.micro_batch_size * len(self.pieces)  # with the first tokens of the pieces
 
     def _by_micro_batch(self, x: Tensor) -> Tensor:
         """Map (M x B x P, L) -> (M, B, P x L)."""
@@ -129,21 +129,21 @@ class PackedBatches:
 def _labels(ids: Tensor, begins: Tensor, is_target: Tensor | None) -> Tensor:
     """Return the labels (N, L) of windows of ids (N, L + 1).
 
-    begins: indices in the ids at which a document begins. is_target: (N, L + 1), the ids that are trained; None: all.
+    begins: indices of the ids that begin a document. is_target: (N, L + 1), whether an id is trained; None: all are.
     """
     labels = ids[:, 1:].long().contiguous()
     if is_target is not None:
         labels.masked_fill_(~is_target[:, 1:], IGNORED)
     rows = begins // ids.shape[1]
-    labels.view(-1).index_fill_(0, begins - rows - 1, IGNORED)  # a row of labels is one shorter, and begins one later
+    labels.view(-1).index_fill_(0, begins - rows - 1, IGNORED)  # labels of a row start at its second id
     return labels
 
 
 def _within_documents(first_tokens: Tensor, begins: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return positions and document ids, both (N, L), of the tokens of windows of L + 1 = `width` ids.
 
-    first_tokens: positions and document ids of the windows' first tokens, (2, N, 1). begins: indices in the ids at
-    which a document begins.
+    first_tokens: positions and document ids of the windows' first tokens, (2, N, 1). begins: indices of the ids that
+    begin a document.
     """
     first_positions, first_documents = first_tokens
     windows = len(first_positions)

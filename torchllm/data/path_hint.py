@@ -1,11 +1,11 @@
-"""What a path of the config is that names no file: a URL, a variable, a list, ..."""
+"""Advice about a path in the config that matches no file, e.g. a URL, a variable or a list."""
 
 import os
 import re
 
 
 def describe_missing(path: str) -> str:
-    """Return what to do about a path that matches no file, as the end of an error."""
+    """Return advice about a path that matches no file, as the end of an error."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", path):
         return (
             "it is a URL, and files on this machine are read: download it. For a data set of the Hugging Face hub set "

@@ -1,8 +1,8 @@
 """Cut a long text into pieces, so that the ids of the pieces, one after another, are the ids of the whole text.
 
 A tokenizer splits text by a regular expression before it merges bytes. Each match ends where the next begins, so a text
-may be cut where one match has to end, whatever follows, and where the next begins, whatever stood there. `CUT` finds
-such places for every data.pattern. No alternative of theirs matches across
+may be cut where a match must end, whatever follows, or must begin, whatever comes before. `CUT` finds such places for
+every data.pattern: no alternative of any pattern matches across
 
 - the begin of a space after a character that is no blank: a match of letters, digits or signs ends there;
 - the end of a line, if neither the character before nor the one after the line end is a blank, and the one after it
@@ -17,15 +17,15 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 
 CUT = re.compile(r"(?<=\S)(?= )|(?<=\S\n)(?=[^\s/])|(?<=[\u4e00-\u9fa5])(?=[\u3001\u3002\uff0c])")
-"""Python's blanks are more than those of Unicode, which the patterns mean, so no place is found in error"""
+"""Python's \\s includes all blanks of the patterns (Unicode's) and more, so every place found is valid"""
 PIECE = 2**18
-"""characters from which on a text is cut; a tokenizer.json takes some 250 bytes per character while it encodes"""
+"""longer texts, in characters, are cut; a tokenizer.json takes some 250 bytes per character while it encodes"""
 LONGEST = 2**22
-"""characters that are tokenized in one piece if there is no place to cut them"""
+"""most characters that are tokenized in one piece if there is no place to cut them"""
 CONTEXT = 256
 """characters on both sides of a place that decide whether a tokenizer.json may cut there"""
 _WINDOW = 4096
-"""characters in which the last place is sought first"""
+"""the search for the last place starts with this number of characters"""
 
 FindCut = Callable[[str, int], int]
 """(text, start) -> the last place to cut the text after `start`, 0 if there is none"""
@@ -36,7 +36,7 @@ class NoPlaceToCut(ValueError):
 
 
 def cut_places(text: str, start: int) -> Iterator[int]:
-    """Yield the places start < i < len(text) at which a text may be cut into text[:i] and text[i:], the last first."""
+    """Yield the places start < i < len(text) to cut a text into text[:i] and text[i:], the last first."""
     window = _WINDOW
     stop = len(text)
     while stop > start + 1:

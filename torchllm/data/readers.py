@@ -1,8 +1,8 @@
 """Opens the sources of data.sources: one reader per kind.
 
 Token corpora and random tokens are read here. A kind that has to be tokenized or described first is read by
-`torchllm/tools/prepare/readers.py`, which is imported by the first source of such a kind. A fork adds a kind of its own
-with `READERS[kind] = "its.module:Reader"`.
+`torchllm/tools/prepare/readers.py`, which is imported by the first source of such a kind. A fork adds a kind with
+`READERS[kind] = "its.module:Reader"`.
 """
 
 import importlib
@@ -18,7 +18,7 @@ from torchllm.data.tokenizer import Tokenizer
 
 
 class ReaderSettings(NamedTuple):
-    """The part of the config on which the sequences of a source depend."""
+    """The part of the config that determines the sequences of a source."""
 
     data: Data
     vocab: int
@@ -28,11 +28,11 @@ class ReaderSettings(NamedTuple):
     finetune: Finetune | None = None
     """how conversations become tokens; None: they are an error"""
     sequence_length: int = 0
-    """training.sequence_length; of conversations"""
+    """training.sequence_length, for conversations"""
 
     @property
     def records(self) -> Path:
-        """Return the folder that remembers which files of corpora were found whole."""
+        """Return the folder with the records of verified files."""
         return cache_root(self.data) / "verified"
 
 
@@ -40,21 +40,21 @@ class SourceReader(Protocol):
     """Reads the sources of a kind."""
 
     def prepare(self, source: Source, settings: ReaderSettings, earlier: bool = False) -> str:
-        """Make what `open` reads, such as a corpus in the cache, if it is not there; return where it is, or "".
+        """Make the input of `open`, e.g. a corpus in the cache, if it is missing; return its folder, or "".
 
-        One process per node calls it. earlier: as earlier versions of torchllm chose files and tokens. Raises
+        One process per node calls it. earlier: choose files and tokens as earlier versions of torchllm did. Raises
         DataError.
         """
 
     def open(self, source: Source, folder: str, settings: ReaderSettings) -> SequenceSource:
-        """Open a source; `folder` is what `prepare` has returned. Raises DataError if it does not fit the run."""
+        """Open a source; `folder` is the result of `prepare`. Raises DataError if it does not fit the run."""
 
 
 class TokensReader:
     """Reads a corpus folder that recipes/prepare.py has written."""
 
     def prepare(self, source: Source, settings: ReaderSettings, earlier: bool = False) -> str:
-        """See SourceReader: it is prepared."""
+        """See SourceReader: the corpus is prepared already."""
         return ""
 
     def open(self, source: Source, folder: str, settings: ReaderSettings) -> SequenceSource:
@@ -92,7 +92,7 @@ def reader_of(kind: str) -> SourceReader:
 
 
 def open_corpus(folder: str, settings: ReaderSettings) -> Corpus:
-    """Open a corpus folder. Raises DataError if its tokens are not of the run's tokenizer, or not under its vocab."""
+    """Open a corpus folder. Raises DataError if its tokenizer is not the run's, or a token is not under its vocab."""
     data, tokenizer, vocab = settings.data, settings.tokenizer, settings.vocab
     assert tokenizer is not None, "only random tokens need none"
     corpus = Corpus(folder, settings.records)

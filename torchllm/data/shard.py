@@ -4,7 +4,7 @@ A shard has a file for each of its splits that is not empty. The file of T token
 
     ids      T x uint16 or uint32            token ids: documents one after another, each <begin> tokens <end>
     zeros    up to a multiple of 8 bytes
-    begins   D x int64                       index in ids at which each document begins, ascending
+    begins   D x int64                       index in ids of each document's first token, ascending
     index    (ceil(T / 65,536) + 1) x int64  index[k]: number of documents that begin before token 65,536 k
     targets  ceil(T / 8) bytes               in a corpus of conversations: bit i % 8 of byte i // 8 is 1 if token i is
                                              trained, 0 if it is only read; padding behind the documents is not
@@ -12,7 +12,7 @@ A shard has a file for each of its splits that is not empty. The file of T token
 The index finds the documents of a sequence without a search: a sequence anywhere in the file costs one read of its ids
 and one of about 65,536 tokens' worth of begins. Ids and begins are in one file because a sequence drawn at random from
 many shards has to open a file, and on a parallel file system an open costs as much as a read. For the same reason the
-targets have no file of their own; the file's sha256, of which the corpus's fingerprint is made, covers them.
+targets are in the same file; its sha256, part of the corpus's fingerprint, covers them.
 """
 
 import os
@@ -34,7 +34,7 @@ SPLITS: tuple[Split, Split] = ("train", "validation")
 Ids = npt.NDArray[np.unsignedinteger[Any]]
 Begins = npt.NDArray[np.int64]
 Targets = npt.NDArray[np.bool_]
-"""of tokens: whether the model is trained to predict them"""
+"""whether the model is trained to predict each token"""
 _INDEX_STRIDE = 2**16
 """tokens between two entries of the index"""
 
@@ -44,18 +44,18 @@ class DocumentsInRange(NamedTuple):
 
     number: int
     last_begin: int
-    """where the last of them begins; -1 if there is none"""
+    """start of the last of them; -1 if there is none"""
 
 
 class ShardSize(NamedTuple):
-    """What decides where everything is in the files of one split of a shard."""
+    """Sizes and offsets in the file of one split of a shard."""
 
     tokens: int
     documents: int
     id_bytes: int
     """bytes per token id: 2 or 4"""
     has_targets: bool = False
-    """the file says of each token whether it is trained"""
+    """the file has a bit per token whether it is trained"""
 
     @property
     def begins_offset(self) -> int:
@@ -99,7 +99,7 @@ def shard_path(folder: Path, number: int, split: Split) -> Path:
 
 
 def shard_of(path: Path) -> ShardSplit:
-    """Return which split of which shard a file is of, from its name."""
+    """Return the shard and split of a file by its name."""
     number, split, _ = path.name.split(".")
     return ShardSplit("train" if split == "train" else "validation", int(number))
 
@@ -116,7 +116,7 @@ class ShardFileWriter:
     def __init__(self, file: IO[bytes], dtype: str, has_targets: bool = False) -> None:
         """Write to `file`; `dtype` is numpy's name for the type of an id, "<u2" or "<u4".
 
-        has_targets: `add_targets` is called with what `extend` is called with, in the same order.
+        has_targets: each call of `extend` has a matching call of `add_targets`.
         """
         self.dtype = dtype
         self.tokens = 0
@@ -150,18 +150,18 @@ class ShardFileWriter:
             self.largest_id = max(self.largest_id, int(ids.max()))
 
     def add_targets(self, targets: Targets) -> None:
-        """Say which of the next ids are trained."""
+        """Write whether each of the next ids is trained."""
         self._targets.append(targets)
 
     def drop_document(self) -> None:
-        """Remove what is written of the last document."""
+        """Remove the unfinished last document."""
         self.tokens = self._begins.pop()
         self.largest_id = self._largest_before
         self._file.seek(self.tokens * np.dtype(self.dtype).itemsize)
         self._file.truncate()
 
     def finish(self) -> None:
-        """Write what follows the ids."""
+        """Write the sections after the ids, and close the file."""
         if not self.tokens:
             return
         size = ShardSize(self.tokens, self.documents, np.dtype(self.dtype).itemsize)
@@ -180,7 +180,7 @@ class OpenShard:
     def __init__(self, path: Path, size: ShardSize, max_token: int, find_checksums: FindChecksums) -> None:
         """Open the file, whose ids are at most `max_token`.
 
-        Raises DataError if it is missing or has another size; every method does if what it reads is damaged.
+        Raises DataError if it is missing or has another size; every method does if the bytes that it reads are damaged.
         """
         self._size = size
         self._max_token = max_token
@@ -203,7 +203,7 @@ class OpenShard:
         return DamagedFile(self._file.file.path, fault, [range(byte, byte + self._size.id_bytes)])
 
     def read_begins(self, first: int, end: int) -> Begins:
-        """Return which of the tokens first <= i < end begin a document, as indices in the shard, ascending."""
+        """Return the tokens first <= i < end that begin a document, as indices in the shard, ascending."""
         begins = self._documents(
             int(self._index[first // _INDEX_STRIDE]),
             int(self._index[-(-end // _INDEX_STRIDE)]),
@@ -212,27 +212,27 @@ class OpenShard:
         return begins[low:high]
 
     def read_targets(self, first: int, end: int) -> Targets:
-        """Return which of the tokens first <= i < end are trained."""
+        """Return whether each of the tokens first <= i < end is trained."""
         first_byte = first // 8
         packed = self._file.read("u1", -(-end // 8) - first_byte, self._size.targets_offset + first_byte)
         bits = np.unpackbits(packed, bitorder="little").astype(np.bool_)
         return bits[first - 8 * first_byte : end - 8 * first_byte]
 
     def documents_in(self, first: int, end: int) -> DocumentsInRange:
-        """Return how many documents begin in the tokens first <= i < end; reads the boundaries near to both ends."""
+        """Return the number of documents that begin in the tokens first <= i < end; reads boundaries near both ends."""
         earlier, document = self._documents_before(first), self._documents_before(end)
         if earlier == document:
             return DocumentsInRange(0, -1)
         return DocumentsInRange(document - earlier, int(self._documents(document - 1, document)[0]))
 
     def _documents_before(self, token: int) -> int:
-        """Return how many documents of the shard begin before a token; reads the boundaries near to it."""
+        """Return the number of documents of the shard that begin before a token; reads boundaries near it."""
         first = int(self._index[token // _INDEX_STRIDE])
         end = int(self._index[-(-token // _INDEX_STRIDE)])
         return first + int(np.searchsorted(self._documents(first, end), token))
 
     def _documents(self, first: int, end: int) -> Begins:
-        """Return where the documents first <= i < end begin."""
+        """Return the first tokens of the documents first <= i < end."""
         return self._file.read("<i8", end - first, self._size.begins_offset + 8 * first)
 
     def close(self) -> None:
@@ -242,8 +242,8 @@ class OpenShard:
 
 @contextmanager
 def replacing(paths: Sequence[Path]) -> Iterator[Sequence[IO[bytes]]]:
-    """Open files for writing that appear under their names, complete and on disk, when the block ends without error."""
-    suffix = f".{socket.gethostname()}-{os.getpid()}.tmp"  # other processes may write the same files
+    """Open files for writing; they get their names, complete and on disk, when the block ends without error."""
+    suffix = f".{socket.gethostname()}-{os.getpid()}.tmp"  # unique: other processes may write the same files
     temporary = [path.with_name(path.name + suffix) for path in paths]
     files = [path.open("wb") for path in temporary]
     try:

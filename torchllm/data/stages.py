@@ -1,8 +1,8 @@
-"""The parts of a run with a mixture of their own, [[data.stage]]: which sequences they are, also after a resume.
+"""The stages of a run, [[data.stage]], each with its mixture: their ranges of sequences, also after a resume.
 
 A config ends a stage at a step, the order of the data (`order.py`) at a sequence of the run. The two agree as long as
-the global batch stays the same. A checkpoint holds the stages with both, so that a run which resumes with another
-global batch keeps the sequences of what is past, and ends later stages at their step.
+the global batch stays the same. A checkpoint has both for each stage, so that a run that resumes with another global
+batch keeps the sequences of past stages, and ends later stages at their step.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,13 +22,13 @@ class PlannedStage(NamedTuple):
     until: int
     """last step; 0: to the end of the run"""
     end: int
-    """sequences of the run up to its end; 0: to the end of the run"""
+    """number of the run's sequences up to the end of the stage; 0: to the end of the run"""
     weights: tuple[float, ...]
     """share of each source"""
 
 
 class Progress(NamedTuple):
-    """How far a run is."""
+    """Progress of a run."""
 
     steps: int = 0
     sequences: int = 0
@@ -39,11 +39,11 @@ class ContinuedStages(NamedTuple):
 
     stages: list[PlannedStage]
     differences: list[str]
-    """a line for each stage because of which the sequences so far would not be those of the saved run"""
+    """a line for each stage that would change the sequences so far"""
 
 
 def mixed_by_size(data: Data, sizes: Sequence[int]) -> Data:
-    """Return settings in which the sizes of the sources are their weights, unless a weight or a stage is chosen.
+    """Return settings with the sizes of the sources as weights, unless a weight or a stage is chosen.
 
     Then a run goes through each source equally often.
     """
@@ -55,7 +55,7 @@ def mixed_by_size(data: Data, sizes: Sequence[int]) -> Data:
 
 
 def _configured_stages(data: Data) -> tuple[MixtureStage, ...]:
-    """Return the stages of a config; without any, the one that the weights of the sources make."""
+    """Return the stages of a config; without any, one stage with the weights of the sources."""
     return data.stage or (MixtureStage(weights=tuple(source.weight for source in data.sources)),)
 
 
@@ -67,7 +67,7 @@ def plan_stages(data: Data, global_batch_size: int) -> list[PlannedStage]:
 def continue_stages(
     data: Data, global_batch_size: int, saved: Sequence[PlannedStage], progress: Progress
 ) -> ContinuedStages:
-    """Return the stages of a config for a run that resumes; `saved`: those of its checkpoint, taken at `progress`."""
+    """Return the stages of a config for a run that resumes; `saved`: stages of its checkpoint, taken at `progress`."""
     steps, sequences = progress
     ends = {stage.until: stage.end for stage in saved if 0 < stage.end <= sequences}
     ends[steps] = sequences
@@ -96,14 +96,14 @@ def continue_stages(
 
 
 class _PastStage(NamedTuple):
-    """What of a stage is past."""
+    """The part of a stage that is past."""
 
     end: int
     shares: tuple[Fraction, ...]
 
 
 def _past(stages: Iterable[PlannedStage], sequences: int) -> list[_PastStage]:
-    """Return how the first `sequences` sequences of a run are mixed."""
+    """Return the mixture of the first `sequences` sequences of a run."""
     past: list[_PastStage] = []
     for stage in stages:
         if past and past[-1].end == sequences:
@@ -115,7 +115,7 @@ def _past(stages: Iterable[PlannedStage], sequences: int) -> list[_PastStage]:
 
 
 def describe_stages(stages: Iterable[PlannedStage]) -> str:
-    """Return how the sources of a run are mixed, in words: [1.0, 0.0] until step 9, [0.5, 0.5] to the end."""
+    """Describe the mixture of a run in words: [1.0, 0.0] until step 9, [0.5, 0.5] to the end."""
     listed = []
     for stage in stages:
         end = f"until step {stage.until}" if stage.end else "to the end"
@@ -124,7 +124,7 @@ def describe_stages(stages: Iterable[PlannedStage]) -> str:
 
 
 def stages_from_state(state: Mapping[str, Any], sources: int) -> list[PlannedStage]:
-    """Return the stages that the state of a loader holds, for a run that may have more sources by now."""
+    """Return the stages in the state of a loader; the run may have more sources by now."""
     stages = []
     for until, end, weights in state["stages"]:
         padding = [0.0] * (sources - len(weights))

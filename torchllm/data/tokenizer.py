@@ -31,32 +31,32 @@ _LONG_PIECE = 10_000
 
 
 class Tokenizer(Protocol):
-    """What the rest of the package asks of a tokenizer."""
+    """Interface of a tokenizer."""
 
     name: str
     """data.tokenizer: "bytes" or a path"""
     vocab: int
     """ids are 0 <= id < vocab, special tokens included"""
     begin: int | None
-    """id put before a document; None: none is, as by Qwen's"""
+    """id put before a document; None: none, e.g. Qwen"""
     end: int
     """id put after a document; generation stops at it"""
     fingerprint: str
     """changes if any text could be encoded differently"""
     earlier_fingerprints: tuple[str, str]
-    """in earlier versions, newest first: documents had the same ids, and may have had another begin"""
+    """fingerprints in earlier versions, newest first: same ids of documents, but possibly another begin"""
     begins: Mapping[str, int | None]
-    """of each of these fingerprints: id put before a document"""
+    """id put before a document, for each of these fingerprints"""
     unknown: int | None
-    """id that stands for text that the tokenizer does not know; None: it knows any text"""
+    """id of unknown text; None: the tokenizer encodes any text"""
     notes: Sequence[str]
-    """lines on what its files say and is not done"""
+    """lines about settings in its files that are ignored"""
 
     def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of each text, without begin and end."""
 
     def find_cut(self, text: str, start: int) -> int:
-        """Return the last place after `start` at which a long text may be cut (see `pieces`); 0 if there is none."""
+        """Return the last place after `start` to cut a long text (see `pieces`); 0 if there is none."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids; special tokens by their names; U+FFFD for ids without a token and invalid UTF-8."""
@@ -68,7 +68,7 @@ LARGEST_TOKENIZER = 1 << 30
 
 @lru_cache(maxsize=4)
 def load_tokenizer(name: str, pattern: Pattern = "llama3", threads: int = 1) -> Tokenizer:
-    """Return the tokenizer that data.tokenizer (`name`) and data.pattern name.
+    """Return the tokenizer of data.tokenizer (`name`) and data.pattern.
 
     `threads` encode the documents of one call in parallel (a Hugging Face tokenizer uses one CPU for 1, else all).
     Raises DataError if the file is missing or is not a tokenizer.
@@ -90,7 +90,7 @@ def load_tokenizer(name: str, pattern: Pattern = "llama3", threads: int = 1) -> 
 
 
 def describe_documents(tokenizer: Tokenizer) -> list[str]:
-    """Return a line on what is put before and after a document, and those on what is not."""
+    """Return a line about the ids before and after a document, and lines about ignored settings."""
     end = f"{tokenizer.decode([tokenizer.end])} ({tokenizer.end})"
     before = "nothing" if tokenizer.begin is None else f"{tokenizer.decode([tokenizer.begin])} ({tokenizer.begin})"
     return [f"data.tokenizer: before a document {before}, after it {end}", *tokenizer.notes]
@@ -99,7 +99,7 @@ def describe_documents(tokenizer: Tokenizer) -> list[str]:
 def begin_of_text(tokenizer: Tokenizer, fingerprints: Sequence[str]) -> list[int]:
     """Return the ids before a document in corpora of a tokenizer with these fingerprints, of any version.
 
-    Without a fingerprint of this tokenizer: what is put there now.
+    Without a fingerprint of this tokenizer: the current ids.
     """
     known = [tokenizer.begins[fingerprint] for fingerprint in fingerprints if fingerprint in tokenizer.begins]
     begin = known[0] if known else tokenizer.begin
@@ -149,14 +149,14 @@ def _decode(encoding: tiktoken.Encoding, ids: Sequence[int]) -> str:
 
 
 class _Vocabulary(NamedTuple):
-    """What a rank file does not say about its tokenizer."""
+    """The parts of a tokenizer that its rank file lacks."""
 
     split: str
     """regular expression that splits text into the pieces within which bytes are merged"""
     special: dict[str, int]
     """ids of the special tokens"""
     begin: str
-    """special token that begins a document; in earlier versions also where it is the one that ends it"""
+    """special token that begins a document; earlier versions also used it if it is the end token"""
     end: str
     """special token that ends a document"""
 
@@ -189,7 +189,7 @@ def _check_pattern(path: Path, pattern: Pattern, ranks: int) -> None:
 
 
 def _vocabulary(pattern: Pattern, ranks: int) -> _Vocabulary:
-    """Return what `pattern` adds to a rank file of `ranks` tokens. The patterns are those of tiktoken_ext."""
+    """Return the encoding of `pattern` for a rank file of `ranks` tokens. The patterns are tiktoken_ext's."""
     if pattern == "gpt2":
         split = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
         return _Vocabulary(split, {"<|endoftext|>": min(ranks, 50_256)}, "<|endoftext|>", "<|endoftext|>")
@@ -232,7 +232,7 @@ class TiktokenTokenizer:
     """A tiktoken rank file (a base64 token and its rank per line), such as Llama 3's tokenizer.model."""
 
     def __init__(self, path: Path, pattern: Pattern, threads: int) -> None:
-        """Read a rank file. Raises DataError if it is none, or a published one of another pattern."""
+        """Read a rank file. Raises DataError if it is no rank file, or a published one with another pattern."""
         content = path.read_bytes()
         digest = hashlib.sha256(content).hexdigest()
         if content[:1] == content[2:3] == b"\n":  # a message of protobuf, whose first field is one with a text
@@ -275,7 +275,7 @@ class TiktokenTokenizer:
     def _encode(self, text: str) -> Ids:
         try:
             return self.encoding.encode_to_numpy(text, disallowed_special=())
-        except ValueError:  # the regular expression has run out of stack on one huge piece
+        except ValueError:  # the regular expression ran out of stack on one huge piece
             pieces = []
             for start in range(0, len(text), _LONG_PIECE):
                 piece = text[start : start + _LONG_PIECE]
@@ -283,7 +283,7 @@ class TiktokenTokenizer:
             return np.concatenate(pieces)
 
     def find_cut(self, text: str, start: int) -> int:
-        """Return the last place after `start` at which each match of the pattern ends; 0 if there is none."""
+        """Return the last place after `start` where every match of the pattern ends; 0 if there is none."""
         return next(cut_places(text, start), 0)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -294,11 +294,11 @@ class TiktokenTokenizer:
 _BEGIN_NAMES = (BEGIN, "<s>", "<bos>", "[BOS]", "<|startoftext|>")
 _END_NAMES = (END, "</s>", "<eos>", "[EOS]", "<|endoftext|>")
 _PLACES_TRIED = 16
-"""places at which a tokenizer.json is tried before a text is taken to have none; words that are tried as a text"""
+"""places to try with a tokenizer.json before giving up; words around a place to try as a text"""
 
 
 class _TokenizerConfig(NamedTuple):
-    """What a tokenizer_config.json says; "" where it says nothing."""
+    """Settings of a tokenizer_config.json; "" if a setting is missing."""
 
     begin: str = ""
     end: str = ""
@@ -329,17 +329,17 @@ def _read_tokenizer_config(path: Path) -> _TokenizerConfig:
 class HuggingFaceTokenizer:
     """A Hugging Face tokenizer.json.
 
-    Its end is that of a tokenizer_config.json in the same folder; without that file, the usual names. Its begin is what
-    transformers puts before a text: the token that the post-processor of tokenizer.json adds. It is none if there is no
-    such token, whatever the config calls the begin (bos_token), and none if it is the end: one token is enough between
-    two documents.
+    The end token comes from a tokenizer_config.json in the same folder; without that file, from the usual names. As in
+    transformers, the begin token is the token that the post-processor of tokenizer.json adds, whatever bos_token the
+    config names. There is no begin token if the post-processor adds none, or if it is the end token: one token is
+    enough between two documents.
     """
 
     def __init__(self, path: Path, threads: int) -> None:
         """Read a tokenizer.json. Raises DataError if it is none, or its end-of-text token is unknown."""
         import tokenizers
 
-        # If it is not set, the library warns at every later fork of this process.
+        # Otherwise the library warns at every later fork of this process.
         os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
         try:
             self.encoding = tokenizers.Tokenizer.from_file(str(path))
@@ -393,7 +393,7 @@ class HuggingFaceTokenizer:
         return None
 
     def _notes(self, config: _TokenizerConfig, config_file: Path) -> list[str]:
-        """Return lines on what the files say of the begin and is not done."""
+        """Return lines about begin tokens in the files that are ignored."""
         if config.begin and self.encoding.token_to_id(config.begin) is None:
             return [
                 f"data.tokenizer: {config_file} names {config.begin!r} as the begin of a text (bos_token), which "
@@ -407,7 +407,7 @@ class HuggingFaceTokenizer:
         ]
 
     def _unknown_id(self) -> int | None:
-        """Return the id that stands for text that the tokenizer does not know, None if it has none."""
+        """Return the id of unknown text, None if there is none."""
         model = self.encoding.model
         if hasattr(model, "unk_token"):
             return None if model.unk_token is None else self.encoding.token_to_id(model.unk_token)
@@ -428,10 +428,9 @@ class HuggingFaceTokenizer:
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def find_cut(self, text: str, start: int) -> int:
-        """Return a place after `start` at which the text around it has the same ids cut and uncut; 0 if none is found.
+        """Return a place after `start` where cutting the text does not change its ids; 0 if none is found.
 
-        What the file holds is not known (it may have no pattern at all, or put a blank before each text), so some
-        places are tried.
+        The file may have any pattern or none, or put a blank before each text, so some places are tried.
         """
         candidates = (cut for cut in cut_places(text, start) if cut <= len(text) - CONTEXT)
         for cut in islice(candidates, _PLACES_TRIED):

@@ -1,8 +1,8 @@
-"""Verifies the files of corpora that no run has found whole since they were last changed, each once per job.
+"""Verifies the files of corpora that no run has verified since they were last changed, each once per job.
 
-One process per node verifies the node's part of the shards: what it can read in a second before the first step, the
-rest in a thread beside training, slowly. Then it looks from time to time whether a file was changed, and verifies it
-again. `CheckedFile` checks the files that are not verified yet while they are read.
+One process per node verifies the node's part of the shards: before the first step for about a second, the rest slowly
+in a background thread. Then it polls for changed files, and verifies them again. Files that are not verified yet are
+checked by `CheckedFile` while they are read.
 """
 
 import logging
@@ -20,11 +20,11 @@ from torchllm.data.shard import ShardSplit
 log = logging.getLogger(__name__)
 
 _BYTES_AT_START = 2**28
-"""verified before the first step; whole files, so it may be less"""
+"""most bytes verified before the first step; whole files, so it may be less"""
 _BYTES_PER_SECOND = 2**27
-"""verified beside training at most: some percent of one core"""
+"""most bytes per second in the background: some percent of one core"""
 _SHARE_OF_CHECKS = 0.05
-"""of the time that the looks take, at most: a look at 60,000 files may take seconds"""
+"""largest share of the time for polling: a poll of 60,000 files may take seconds"""
 
 
 class _Unverified(NamedTuple):
@@ -48,9 +48,9 @@ class Verification:
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
         self.seconds_between_checks = 60.0
-        """between two looks for changed files, at least"""
+        """least seconds between two polls for changed files"""
         self.problem: DamagedFile | None = None
-        """what the thread has found; it then ends"""
+        """the damage that the thread found; it then ends"""
 
     def begin(self) -> None:
         """Check the sizes of all files, and verify the first ones. Raises DataError that names a damaged file."""
@@ -83,7 +83,7 @@ class Verification:
                 self._waiting.append(_Unverified(corpus, shard))
 
     def _verify_and_watch(self) -> None:
-        """Verify what waits, then look for changed files, until a file is damaged or the thread is told to end."""
+        """Verify waiting files, then poll for changed files, until a file is damaged or the thread is told to end."""
         try:
             while True:
                 while self._waiting:
@@ -97,13 +97,13 @@ class Verification:
                     self._wait(max(self.seconds_between_checks, seconds / _SHARE_OF_CHECKS))
         except DamagedFile as damage:
             self.problem = damage
-        except DataError as error:  # such as a stale handle of a network file system: the readers may never meet it
+        except DataError as error:  # e.g. a stale handle of a network file system, which the readers may never meet
             log.warning("%s; the data is not verified any more in this run", error)
         except _Stopped:
             pass
 
     def _pace(self, size: int) -> None:
-        """Wait for as long as reading so many bytes may take."""
+        """Wait for the time that these bytes take at the allowed rate."""
         self._wait(size / _BYTES_PER_SECOND)
 
     def _wait(self, seconds: float) -> None:

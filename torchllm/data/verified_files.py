@@ -1,9 +1,9 @@
-"""Remembers which files of a corpus were read and found whole, so that each is verified once and not in every run.
+"""Records of verified corpus files, so that each file is verified once and not in every run.
 
-A file is known by its corpus (whose fingerprint covers the sha256 and sizes of all its files), its place in it, the
-folder, and the time of its last change. The record of a corpus holds an int64 per file: that time, in nanoseconds since
-1970, when the file was found whole; 0 for the others. Any number of processes and nodes write and read it without a
-lock: each number has its own place. One that is lost costs a verification.
+A file is identified by its corpus (whose fingerprint covers the sha256 and sizes of all its files), its index there,
+the folder, and its mtime. The record of a corpus has an int64 per file: the mtime of the verified file in nanoseconds
+since 1970, 0 for files that are not verified. Any number of processes and nodes read and write it without a lock: each
+number has a fixed place. A lost number costs a verification.
 """
 
 import hashlib
@@ -30,13 +30,13 @@ class VerifiedFiles:
         self._changed_ns[: len(stored)] = stored
 
     def has(self, file: int, changed_ns: int) -> bool:
-        """Return whether a file, last changed at this time, was found whole: here or by another process."""
+        """Return whether this or another process verified a file with this mtime."""
         if self._changed_ns[file] != changed_ns:
             self._changed_ns[file] = self._read(file, 1).sum()
         return changed_ns != 0 and bool(self._changed_ns[file] == changed_ns)
 
     def add(self, file: int, changed_ns: int) -> None:
-        """Remember that a file, last changed at this time, is whole. A record that cannot be written is a warning."""
+        """Record a file with this mtime as verified. A record that cannot be written is a warning."""
         self._changed_ns[file] = changed_ns
         if self._path is None:
             return
@@ -52,7 +52,7 @@ class VerifiedFiles:
             self._path = None
 
     def _read(self, first: int, count: int) -> npt.NDArray[np.int64]:
-        """Return what the record says now of so many files, or of fewer if it is shorter."""
+        """Read the current record of `count` files, or of fewer if it is shorter."""
         if self._path is not None:
             try:
                 return np.fromfile(self._path, dtype=_NUMBER, count=count, offset=first * _NUMBER.itemsize)
