@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass, field
 
 from torchllm.config import Config, FilePath, Natural, NonNegative
-from torchllm.tools.front.start import load_sizes
+from torchllm.tools.front.resolve import load_sizes
 
 
 @dataclass(frozen=True)

@@ -303,7 +303,7 @@ def public_definitions(file: Path) -> set[str]:
     """Return the public classes and functions at the top level of a file."""
     names = set()
     for node in tree(file).body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not _private(node.name):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
             names.add(node.name)
     return names
 

@@ -22,7 +22,8 @@ from tests.tiny_run import SMALL, free_port, metrics, process_as_it_was
 from torchllm.checkpoint.weights import load_weights
 from torchllm.config import Config, load_config
 from torchllm.models.decoder import build_model
-from torchllm.tools.front.start import load_configs, load_run
+from torchllm.tools.front.resolve import load_run
+from torchllm.tools.front.start import load_configs
 from torchllm.tools.proof.axes import TECHNIQUES
 from torchllm.tools.proof.prove import ProofOptions, Prover
 from torchllm.tools.proof.recipe import import_recipe

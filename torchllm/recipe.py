@@ -46,7 +46,7 @@ HOMES = {
     "supervise": "torchllm.tools.adapt.supervise",
     "dry_run": "torchllm.tools.dry_run.run",
     "load_configs": "torchllm.tools.front.start",
-    "load_run": "torchllm.tools.front.start",
+    "load_run": "torchllm.tools.front.resolve",
     "export_adapter": "torchllm.tools.hub.export",
     "export_model": "torchllm.tools.hub.export",
     "initial_weights": "torchllm.tools.hub.initial",
@@ -99,8 +99,8 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from torchllm.runtime.process import Runtime as Runtime
     from torchllm.tools.adapt.supervise import supervise as supervise
     from torchllm.tools.dry_run.run import dry_run as dry_run
+    from torchllm.tools.front.resolve import load_run as load_run
     from torchllm.tools.front.start import load_configs as load_configs
-    from torchllm.tools.front.start import load_run as load_run
     from torchllm.tools.hub.export import export_adapter as export_adapter
     from torchllm.tools.hub.export import export_model as export_model
     from torchllm.tools.hub.initial import initial_weights as initial_weights

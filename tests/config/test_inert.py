@@ -17,8 +17,9 @@ from torchllm.config.inert import (
     idle_keys,
     without_contradictions,
 )
-from torchllm.config.load import finish, read_draft
+from torchllm.config.load import read_draft
 from torchllm.config.paths import absolute_paths
+from torchllm.config.refuse import finish
 from torchllm.config.toml import toml_value
 from torchllm.config.write import dump_toml
 

@@ -18,7 +18,7 @@ from tests.tiny_run import DEBUG, ROOT, SMALL, STEPS
 from torchllm.config import Config, Lora, Model
 from torchllm.facts.flops import WITHOUT_LORA
 from torchllm.tools.front.preflight import inspect_evaluation
-from torchllm.tools.front.start import load_run
+from torchllm.tools.front.resolve import load_run
 from torchllm.tools.hub.export import export_model
 from torchllm.tools.watch.tasks import run_tasks, values_of
 

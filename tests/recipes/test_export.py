@@ -26,7 +26,7 @@ from torchllm.config.errors import UserError
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.models.decoder import Decoder
 from torchllm.tools.front.preflight import inspect_export
-from torchllm.tools.front.start import load_run
+from torchllm.tools.front.resolve import load_run
 from torchllm.tools.hub.files import read_hub_config
 from torchllm.tools.hub.published_weights import HubWeights
 

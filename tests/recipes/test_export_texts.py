@@ -17,7 +17,7 @@ from tests.tools.prepare.chat.families import FAMILIES, QWEN25, TALK, Family, sy
 from torchllm.config import Config, Finetune, Lora, Model
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.facts.flops import WITHOUT_LORA
-from torchllm.tools.front.start import load_run
+from torchllm.tools.front.resolve import load_run
 from torchllm.tools.hub.export import export_adapter, export_model
 from torchllm.tools.hub.files import read_hub_config
 from torchllm.tools.prepare.chat.examples import ChatFormat, Conversation

@@ -11,7 +11,8 @@ from tests.recipes.warm import pretrain
 from tests.tiny_run import metrics
 from torchllm.config import Config
 from torchllm.tools.front.preflight import inspect_evaluation, inspect_export
-from torchllm.tools.front.start import load_configs, load_run, load_sizes
+from torchllm.tools.front.resolve import load_run, load_sizes
+from torchllm.tools.front.start import load_configs
 
 RUN = ["--training.steps=2", "--schedule.warmup_steps=1", "--checkpoint.interval=1", "--evaluate.interval=2"]
 CHOSEN = ["--optimizer.ema_decay=0.5", "--evaluate.ema=true", "--optimizer.name=sgd", "--schedule.name=constant"]

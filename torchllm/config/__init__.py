@@ -3,9 +3,10 @@
 A recipe whose layout the planner may choose reads its config with `torchllm.tools.front.start.load_configs`.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from torchllm.config.applied_keys import applied, refuse_unapplied
 from torchllm.config.changes import log_config_changes
-from torchllm.config.load import load_config
 from torchllm.config.schema import (
     FAMILIES,
     SCHEDULES,
@@ -85,3 +86,15 @@ __all__ = [
     "refuse_unapplied",
     "write_config",
 ]
+
+if TYPE_CHECKING:
+    from torchllm.config.load import load_config
+
+
+def __getattr__(name: str) -> Any:
+    """Return `load_config`: the ranks of a run, which read a checked config, import none of it."""
+    if name != "load_config":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from torchllm.config.load import load_config
+
+    return load_config

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torchllm.config.inert import contradictions
 from torchllm.config.schema import (
+    AXES,
     SCHEDULES,
     Config,
     Data,
@@ -22,9 +23,6 @@ from torchllm.config.schema import (
     Run,
     gradient_accumulation,
 )
-
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""degrees, outermost axis first"""
 
 FLOAT8_MULTIPLE = 16
 """divisor of all sizes of a float8 product: cuBLAS takes rows whose bytes are a multiple of this"""

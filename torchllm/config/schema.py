@@ -467,6 +467,8 @@ class ScheduleKind(NamedTuple):
     """gradients of inputs and of weights are computed separately"""
 
 
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""degrees of [parallel], outermost axis first"""
 SCHEDULES: dict[str, ScheduleKind] = {
     "GPipe": ScheduleKind(1, 1, False),
     "1F1B": ScheduleKind(1, 1, False),

@@ -20,7 +20,8 @@ from torchllm.config import Data, Source
 from torchllm.data.error import DataError
 from torchllm.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchllm.tools.front import preflight
-from torchllm.tools.front.start import load_configs, load_run
+from torchllm.tools.front.resolve import load_run
+from torchllm.tools.front.start import load_configs
 from torchllm.tools.prepare.cache import is_cached, plan_corpus, prepare_cached
 
 TEXT_SOURCE = ["--data.sources.0.kind=text", "--data.sources.0.path=words.txt"]

@@ -13,7 +13,8 @@ from tests.recipes.saved_run import SIZES, save_run
 from tests.tools.hub.published import as_json, hub_config, save_published
 from torchllm.checkpoint.manifest import Manifest, publish
 from torchllm.config import Config, Model
-from torchllm.tools.front.start import load_configs, load_run, load_sizes
+from torchllm.tools.front.resolve import load_run, load_sizes
+from torchllm.tools.front.start import load_configs
 from torchllm.tools.hub.hub import find_hub_model
 from torchllm.tools.hub.safetensors_header import HubFileError
 

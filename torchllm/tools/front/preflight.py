@@ -1,6 +1,6 @@
 """Find faults of a run outside its config: files, folders and the checkpoint that it names. No torch.
 
-`torchllm.tools.front.start` calls it before any process is started. Facts that only the network or the text can tell
+`torchllm.tools.front.resolve` calls it before any process is started. Facts that only the network or the text can tell
 are listed as not checked. The libraries that read tokenizers and token shards are imported only by runs with some.
 """
 

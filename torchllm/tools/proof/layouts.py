@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, TypeVar, get_args
 
 from torchllm import config as c
 from torchllm.config import FAMILIES, SCHEDULES, Config
-from torchllm.config.checks import AXES as AXIS_NAMES
 from torchllm.config.checks import problems
+from torchllm.config.schema import AXES as AXIS_NAMES
 
 C = TypeVar("C", bound=Config)
 Settings = dict[str, Any]

@@ -1,0 +1,330 @@
+"""Read the config of a run, plan its layout and check its files: the calls of a recipe before it imports torch.
+
+    CONFIGS = load_configs(sys.argv[1:])          a recipe that trains
+    CONFIG = load_run(sys.argv[1:], one_device=True)    a recipe that uses the weights of a run
+    CONFIG = load_sizes(sys.argv[1:])             a recipe of one process that needs the sizes of a model, no weights
+
+`model.from_hf` gives a run the sizes and the weights of a published model. `parallel.layout = "auto"` leaves the layout
+to the planner, for the machine that starts the run; with "tune" the run measures the planner's best few. A
+recipe that needs none of these, nor a look at the files, calls `config.load_config`.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+from torchllm.checkpoint.manifest import CheckpointError, read_manifest, step_folders
+from torchllm.config import Config
+from torchllm.config.checks import Obstacle, obstacle_to_compiled_blocks
+from torchllm.config.draft import Draft
+from torchllm.config.errors import UserError
+from torchllm.config.load import read_draft
+from torchllm.config.refuse import finish
+from torchllm.tools.launch.compiler import count_gpus, lack_of_gpu_compiler
+
+if TYPE_CHECKING:
+    from torchllm.tools.front.preflight import Inspection
+
+C = TypeVar("C", bound=Config)
+
+MOST_OF_BYTES = 512
+"""rows of a vocabulary of bytes with special tokens, at most"""
+TUNED = 4
+"""layouts that parallel.layout = "tune" measures"""
+
+
+def read_configs(arguments: Sequence[str], schema: type[C], uses_epochs: bool) -> list[C]:
+    """Return what `start.load_configs` does, from the command line."""
+    draft = read_draft(arguments, schema)
+    resolve_published_model(draft)
+    check_cluster(draft)
+    compiles = can_compile(draft)
+    if not compiles:
+        draft.config = resolve_compile(draft.config, compiles)  # before it is planned
+    alternatives = [resolve_compile(alternative, compiles) for alternative in plan_layout(draft)]
+    _note_uncompiled_blocks(draft)
+    if not draft.errors:
+        check_export(draft)
+        _note_longer_sequences(draft)
+    if uses_epochs:
+        _choose_length(draft)
+    else:
+        _note_unused_epochs(draft)
+    _note_unprinted_sample(draft)
+    _note_data_of_a_plan(draft)
+    draft.config = resolve_compile(draft.config, compiles)
+    if not is_rank_of_launcher(draft) and not draft.config.run.dry_run and _is_readable(draft):
+        from torchllm.tools.front.preflight import inspect_training  # of no use to ranks
+
+        _inspect(inspect_training, draft)
+    config = finish(draft, alternatives)
+    return [config, *(replace(alternative, run=config.run) for alternative in alternatives)]
+
+
+def load_run(
+    arguments: Sequence[str],
+    *,
+    one_device: bool = False,
+    inspect: Callable[[Config], "Inspection"] | None = None,
+) -> Config:
+    """Return the config of a run whose weights a recipe uses: usually from its run folder.
+
+    A forked recipe may have written it: its own keys are printed and not used. Before torch is imported it is checked
+    that the run has a checkpoint, and that the tokenizer is there, or what `inspect` looks at. The rest is as in
+    `torchllm.config.load_config`.
+    """
+    draft = read_draft(arguments, Config, one_device=one_device, uses_weights=True)
+    resolve_published_model(draft)
+    draft.config = resolve_compile(draft.config, can_compile(draft))
+    if os.environ.get("RANK", "0") == "0" and _is_readable(draft):
+        from torchllm.tools.front.preflight import inspect_trained_run
+
+        _inspect(inspect or inspect_trained_run, draft)
+    return finish(draft)
+
+
+@overload
+def load_sizes(arguments: Sequence[str]) -> Config: ...
+@overload
+def load_sizes(arguments: Sequence[str], schema: type[C]) -> C: ...
+def load_sizes(arguments: Sequence[str], schema: type[Any] = Config) -> Any:
+    """Return the config of a recipe that runs in one process and reads no weights; [model] may be a published one's.
+
+    The rest is as in `torchllm.config.load_config`.
+    """
+    draft: Draft[Any] = read_draft(arguments, schema, one_device=True)
+    resolve_published_model(draft, reads_weights=False)
+    return finish(draft)
+
+
+def is_rank_of_launcher(draft: Draft[Any]) -> bool:
+    """Return whether this process is a rank, whose launcher has had the config and the files checked already."""
+    return "WORLD_SIZE" in os.environ and not draft.arguments.check
+
+
+def resolve_published_model(draft: Draft[Any], *, reads_weights: bool = True) -> None:
+    """Fill in [model] from the published model that `model.from_hf` names, or from the run's newest checkpoint.
+
+    reads_weights: the recipe needs the weights, too, unless it is a dry run.
+    """
+    config = draft.config
+    if not config.model.from_hf or not _is_readable(draft):
+        return
+    from torchllm.tools.hub.resolve import resolve_from_hf  # of no use to other runs
+
+    if config.checkpoint.initial and not _choose_initial_weights(draft):
+        draft.report(("checkpoint", "initial"), "model.from_hf names initial weights, too: remove one of the keys")
+        return
+    reads_weights = reads_weights and not config.run.dry_run and not draft.config.checkpoint.initial
+    if not _resolve_from_checkpoint(draft):
+        resolve_from_hf(draft, weights=reads_weights, may_download=not is_rank_of_launcher(draft))
+    if draft.config.checkpoint.initial:  # the sizes are known by now
+        draft.config = replace(draft.config, model=replace(draft.config.model, from_hf=""))
+
+
+def _resolve_from_checkpoint(draft: Draft[Any]) -> bool:
+    """Fill in [model] from the checkpoint that the run goes on from; return whether there is one."""
+    from torchllm.tools.hub.resolve import resolve_from_record
+
+    checkpoint = _checkpoint_to_resume(draft.config)
+    if checkpoint is not None:
+        with suppress(CheckpointError):  # a damaged one is passed over when it is loaded
+            recorded = read_manifest(checkpoint).record["config"]["model"]
+            resolve_from_record(draft, recorded, str(checkpoint))
+            return True
+    return False
+
+
+def _choose_initial_weights(draft: Draft[Any]) -> bool:
+    """Take the initial weights that the command line chooses, where a file names others; return False if none does."""
+    initial, from_hf = ("checkpoint", "initial"), ("model", "from_hf")
+    if draft.is_overridden(initial) == draft.is_overridden(from_hf):
+        return False
+    if draft.is_overridden(initial):
+        draft.notes.append(draft.located(from_hf, "gives the sizes only: the command line sets checkpoint.initial"))
+    else:
+        draft.notes.append(draft.located(initial, "is not read: the command line sets model.from_hf"))
+        checkpoint = replace(draft.config.checkpoint, initial="")
+        draft.config = replace(draft.config, checkpoint=checkpoint)
+    return True
+
+
+def _checkpoint_to_resume(config: Config) -> Path | None:
+    """Return the step folder that the run would go on from, if it verifies; None if it starts fresh."""
+    if config.checkpoint.resume not in ("auto", "none"):
+        return Path(config.checkpoint.resume)
+    folders = step_folders(Path(config.run.folder) / "checkpoints") if config.run.folder else []
+    return folders[0] if folders else None
+
+
+def _is_readable(draft: Draft[Any]) -> bool:
+    """Return whether each key of a draft has a value that somebody has chosen, or its default."""
+    return draft.layer.is_complete and not draft.wrong
+
+
+def _inspect(inspect: Callable[[Config], "Inspection"], draft: Draft[Any]) -> None:
+    """Add to a draft what is found on this machine; also that a folder of another user may not be looked into."""
+    try:
+        inspection = inspect(draft.config)
+    except PermissionError as error:
+        draft.errors.append(f"{error.filename}: cannot be read: {error.strerror}")
+        return
+    for problem in inspection.problems:
+        draft.report(tuple(problem.key.split(".")), problem.message)
+    draft.notes += [f"not checked: {line}" for line in inspection.unchecked]
+
+
+def check_cluster(draft: Draft[Any]) -> None:
+    """Report faults of `cluster.name` and of its file."""
+    name = draft.config.cluster.name
+    if name:
+        from torchllm.tools.planner.cluster import read_cluster, unknown_cluster  # of no use to other runs
+
+        if unknown := unknown_cluster(name):
+            draft.report(("cluster", "name"), unknown)
+        else:
+            read_cluster(name, draft.errors)
+
+
+def check_export(draft: Draft[Any]) -> None:
+    """Note that the trained model cannot be exported to Hugging Face, if so; report it if the run needs that."""
+    from torchllm.tools.hub.config_json import why_no_family
+
+    reasons = why_no_family(draft.config.model)
+    if not reasons:
+        return
+    path = ("evaluate", "tasks")
+    if draft.config.evaluate.tasks:
+        draft.report(path, f"are evaluated on an exported model, and this one cannot be exported: {reasons[0]}")
+    else:
+        draft.notes.append(f"{draft.file}: [model] trains, but cannot be exported to Hugging Face: {reasons[0]}")
+
+
+def _note_longer_sequences(draft: Draft[Any]) -> None:
+    """Note that the run trains on longer sequences than its model says."""
+    config = draft.config
+    if config.longest_text > config.model.max_sequence_length:
+        message = (
+            f"{config.training.sequence_length} is over model.max_sequence_length "
+            f"{config.model.max_sequence_length}: an export says the longer one, and a text may be as long"
+        )
+        draft.notes.append(draft.located(("training", "sequence_length"), message))
+
+
+def can_compile(draft: Draft[Any]) -> bool:
+    """Return whether torch compiles keys of [compile] that are "auto": on a GPU with a compiler. Note what a GPU lacks.
+
+    A dry run is of the machines that cluster.name describes, which are taken to have a compiler.
+    """
+    config = draft.config
+    keys = ", ".join(f"compile.{key}" for key in _auto_keys(config))
+    if not keys or draft.errors or config.run.device == "cpu":
+        return False
+    if config.run.dry_run and config.cluster.name:
+        from torchllm.tools.planner.cluster import read_cluster  # of no use to other runs
+
+        hardware = read_cluster(config.cluster.name, [])
+        return hardware is not None and hardware.gpu != "CPU"
+    if count_gpus() == 0:
+        return False
+    lack = lack_of_gpu_compiler()
+    if lack:
+        draft.notes.append(f"{draft.file}: {keys}: auto is false: {lack}")
+    return not lack
+
+
+def resolve_compile(config: C, compiles: bool) -> C:
+    """Return a config where no key of [compile] is "auto". compiles: result of `can_compile`."""
+    obstacle = _obstacle_to_compiled_blocks(config)
+    values: dict[str, bool] = dict.fromkeys(_auto_keys(config), compiles)
+    if "block" in values and obstacle is not None:
+        values["block"] = False
+    return replace(config, compile=replace(config.compile, **values))
+
+
+def _auto_keys(config: Config) -> list[str]:
+    """Return the keys of [compile] that are "auto"."""
+    return [key for key in ("block", "loss") if getattr(config.compile, key) == "auto"]
+
+
+def _obstacle_to_compiled_blocks(config: Config) -> Obstacle | None:
+    parallel = config.parallel
+    return obstacle_to_compiled_blocks(parallel.pp, parallel.schedule, parallel.cp, config.recompute.mode)
+
+
+def _note_uncompiled_blocks(draft: Draft[Any]) -> None:
+    """Note that the layout leaves the blocks uncompiled, if compile.block is "auto"."""
+    obstacle = _obstacle_to_compiled_blocks(draft.config)
+    if draft.config.compile.block == "auto" and obstacle is not None:
+        draft.notes.append(f"{draft.file}: compile.block: auto is false: {obstacle.why}; to compile, {obstacle.remedy}")
+
+
+def _note_unused_epochs(draft: Draft[Any]) -> None:
+    """Note that the recipe does not train for the epochs that somebody has chosen."""
+    if draft.config.finetune.epochs:
+        message = "does nothing in this recipe, which takes training.steps: start it with RECIPE=recipes/finetune.py"
+        draft.notes.append(draft.located(("finetune", "epochs"), message))
+
+
+def _choose_length(draft: Draft[Any]) -> None:
+    """Take the steps that the command line gives instead of a file's epochs; note which of the two keys does nothing.
+
+    Where one source gives both, the epochs decide, and nothing is said of a resolved file, which has both.
+    """
+    config, epochs, steps = draft.config, ("finetune", "epochs"), ("training", "steps")
+    if not config.finetune.epochs:
+        return
+    if draft.is_overridden(steps) and not draft.is_overridden(epochs):
+        draft.config = replace(config, finetune=replace(config.finetune, epochs=0.0))
+        draft.notes.append(draft.located(epochs, "does nothing in this run: the command line sets training.steps"))
+    elif steps in draft.layer.origins and draft.is_asked_about(steps):
+        draft.notes.append(draft.located(steps, "does nothing in this run: finetune.epochs decides"))
+
+
+def _note_unprinted_sample(draft: Draft[Any]) -> None:
+    """Note that a process which run_train.sh has not started prints no sample, if its command line asks for one."""
+    path = ("generate", "after_training")
+    if draft.config.generate.after_training and draft.is_overridden(path) and not draft.arguments.check:
+        draft.notes.append(draft.located(path, "does nothing in this run: it is run_train.sh that prints the sample"))
+
+
+def _note_data_of_a_plan(draft: Draft[Any]) -> None:
+    """Note that a run of a published model's size trains on the stand-in for a corpus that plan.py writes."""
+    data, vocab = draft.config.data, draft.config.model.vocab
+    is_stand_in = data.tokenizer == "bytes" and all(source.kind == "stdlib" for source in data.sources)
+    if is_stand_in and vocab > MOST_OF_BYTES and not draft.is_resolved and not draft.config.run.dry_run:
+        draft.notes.append(
+            f"{draft.file}: data.sources: is Python's standard library as bytes, to try the layout, and model.vocab = "
+            f"{vocab:,} is of another tokenizer: put your corpus and tokenizer in its place"
+        )
+
+
+def plan_layout(draft: Draft[C]) -> list[C]:
+    """Give a draft whose layout is open the planner's best one; return the others that "tune" measures.
+
+    Nothing is planned for a draft with errors.
+    """
+    kind = draft.config.parallel.layout
+    if kind == "manual" or draft.errors or draft.ranks is None:
+        return []
+    path = ("parallel", "layout")
+    if draft.ranks.world is None:
+        draft.report(path, f"is {kind}, but the number of ranks is unknown: set NPROC (and NNODES)")
+        return []
+
+    from torchllm.tools.planner.search.auto import choose_layouts  # of no use to other runs
+
+    written = set()
+    for section, table in draft.layer.table.items():
+        written |= {f"{section}.{key}" for key in table}
+    try:
+        configs, line = choose_layouts(draft.config, draft.ranks.world, written, TUNED if kind == "tune" else 1)
+    except UserError as error:
+        draft.report(path, str(error))
+        return []
+    draft.notes.append(f"layout: {line}")
+    draft.config, *alternatives = configs
+    return alternatives
