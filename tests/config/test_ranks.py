@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.config.conftest import refusal
-from torchllm.config import Parallel, load, load_config
+from torchllm.config import Parallel, load_config
 
 pytestmark = pytest.mark.quick
 
@@ -300,8 +300,8 @@ def test_of_more_nodes_than_share_the_batch_the_largest_number_trains(
 def test_numbers_of_nodes_are_tried_once_each(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    counted = Mock(wraps=load.layout_problems)
-    monkeypatch.setattr(load, "layout_problems", counted)
+    counted = Mock(wraps=refuse.layout_problems)
+    monkeypatch.setattr(refuse, "layout_problems", counted)
     monkeypatch.delenv("WORLD_SIZE")
     monkeypatch.setenv("NPROC", "8")
     calls = []
