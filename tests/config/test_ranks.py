@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.config.conftest import refusal
-from torchllm.config import Parallel, load_config
+from torchllm.config import Parallel, load_config, refuse
 
 pytestmark = pytest.mark.quick
 
