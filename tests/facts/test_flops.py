@@ -10,7 +10,6 @@ from torchllm.facts.flops import (
     DEVICE_PEAKS,
     active_parameter_count,
     block_flops,
-    causal_pairs,
     device_peak_flops,
     executed_flops_per_token,
     flops_per_token,
@@ -101,7 +100,7 @@ def test_model_flops_give_hagemanns_published_utilization(
 def test_causal_attention_is_half_of_palms() -> None:
     length = 4096
     matrices = 6 * parameter_count(LLAMA)
-    whole, half = flops_per_token(LLAMA, length), flops_per_token(LLAMA, length, causal_pairs([length]) / length)
+    whole, half = flops_per_token(LLAMA, length), flops_per_token(LLAMA, length, pairs=(length + 1) / 2)
     assert (half - matrices) / (whole - matrices) == (length + 1) / (2 * length)
 
 
@@ -114,16 +113,6 @@ def test_attention_in_windows_is_counted_as_windows() -> None:
     full = Recompute("full")
     assert recomputed_flops_per_token(windowed, full, 4096) == recomputed_flops_per_token(LLAMA, full, 1024)
     assert block_flops(windowed, 0, 4096) == block_flops(LLAMA, 0, 1024)
-
-
-@pytest.mark.quick
-def test_pairs_are_those_of_the_mask() -> None:
-    lengths = [1, 5, 2, 8]
-    documents = torch.arange(4).repeat_interleave(torch.tensor(lengths))
-    mask = (documents[:, None] == documents[None]) & torch.ones(16, 16, dtype=torch.bool).tril()
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    assert causal_pairs(lengths) == mask.sum() == (positions + 1).sum() == 55
-    assert causal_pairs(lengths, window=3) == mask.triu(-2).sum() == (positions + 1).clamp(max=3).sum() == 37
 
 
 @pytest.mark.parametrize("family", SMALL)

@@ -15,7 +15,6 @@ S sequence.
 
 import math
 import re
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -122,19 +121,6 @@ def update_parameter_count(model: Model, lora: Lora) -> int:
         return 0
     shapes = target_shapes(model)
     return model.layers * lora.rank * sum(sum(shapes[target]) for target in lora.targets)
-
-
-def causal_pairs(lengths: Iterable[int], window: int = 0) -> int:
-    """Count the (query, key) pairs that a causal mask leaves in documents of these lengths, in tokens.
-
-    window: number of tokens that a token sees, itself included; 0: all before it.
-    """
-    pairs = 0
-    for length in lengths:
-        reach = min(window or length, length)
-        pairs += reach * (reach + 1) // 2  # of the first tokens, which see one token more each
-        pairs += (length - reach) * reach
-    return pairs
 
 
 def flops_per_token(model: Model, sequence_length: int, pairs: float | None = None, lora: Lora = WITHOUT_LORA) -> float:

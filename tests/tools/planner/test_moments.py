@@ -36,6 +36,24 @@ def test_stages_are_gathered_ahead_of_their_first_forward() -> None:
     assert (False, True, True, False) in {moment.ahead for moment in four_stages}  # torch gathers three at once
 
 
+def most(part: str, schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> list[int]:
+    """The largest sum over a rank's stages of `part` of a Moment, for each rank."""
+    sums = []
+    for rank in range(ranks):
+        moments = of_rank(schedule, ranks, stages_per_rank, micro_batches, rank)
+        sums.append(max(sum(getattr(moment, part)) for moment in moments))
+    return sums
+
+
+def test_micro_batches_in_flight() -> None:
+    """GPipe: all; 1F1B: p - r; Interleaved1F1B: v p + p - 1 of 1/v the size on the first rank (arXiv 2205.05198)."""
+    assert most("flying", "GPipe", 4, 1, 12) == [12] * 4
+    assert most("flying", "1F1B", 4, 1, 12) == [4, 3, 2, 1]
+    assert most("flying", "LoopedBFS", 2, 2, 6) == [12] * 2
+    assert most("flying", "Interleaved1F1B", 4, 2, 8)[0] == 2 * 4 + 4 - 1
+    assert most("deferred", "InterleavedZeroBubble", 4, 1, 8) == [1, 2, 3, 4]
+
+
 def test_moments_where_most_gradients_are_put_off() -> None:
     """By hand: at the end of a step ZBV puts off those of two micro batches, where few are in flight."""
     zero_bubble = of_rank("ZBVZeroBubble", 2, 2, 8, 1)

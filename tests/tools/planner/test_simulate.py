@@ -5,19 +5,10 @@ import pytest
 
 from torchllm.config import SCHEDULES, Parallel, PipelineSchedule
 from torchllm.tools.planner.schedules import Action, Entry, orders
-from torchllm.tools.planner.simulate import (
-    Simulated,
-    StagePeak,
-    StageTimes,
-    idle_in_theory,
-    peak_memory,
-    peaks,
-    simulate,
-)
+from torchllm.tools.planner.simulate import Simulated, StageTimes, idle_in_theory, simulate
 
 pytestmark = pytest.mark.quick
 
-NAMES = list(SCHEDULES)
 SPLIT = [name for name, kind in SCHEDULES.items() if kind.splits_backward]
 WHOLE = [name for name, kind in SCHEDULES.items() if not kind.splits_backward]
 INTERLEAVED = [name for name, kind in SCHEDULES.items() if kind.most_stages == math.inf]
@@ -31,14 +22,6 @@ def forward(stage: int, micro_batch: int) -> Entry:
 
 def backward(stage: int, micro_batch: int) -> Entry:
     return (Action("B", stage, micro_batch),)
-
-
-def input_gradient(stage: int, micro_batch: int) -> Entry:
-    return (Action("I", stage, micro_batch),)
-
-
-def weight_gradient(stage: int, micro_batch: int) -> Entry:
-    return (Action("W", stage, micro_batch),)
 
 
 def simulate_equal(parallel: Parallel, micro_batches: int, stage: StageTimes) -> Simulated:
@@ -119,48 +102,3 @@ def test_ranks_that_wait_for_each_other_are_an_error() -> None:
     last = [forward(1, 1), backward(1, 1), forward(1, 0), backward(1, 0)]
     with pytest.raises(ValueError, match=r"ranks \[0, 1\] wait"):
         simulate([first, last], [EQUAL] * 2)
-
-
-def peaks_of_ranks(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> list[dict[int, StagePeak]]:
-    """Return each rank's peaks, by stage."""
-    parallel = Parallel(pp=ranks, schedule=schedule)
-    return [peaks(order) for order in orders(parallel, micro_batches)]
-
-
-def in_flight(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> list[int]:
-    """Return the micro batches that each rank has in flight at its peak, summed over its stages."""
-    counts = []
-    for peaks_of_rank in peaks_of_ranks(schedule, ranks, micro_batches):
-        counts.append(sum(peak.in_flight for peak in peaks_of_rank.values()))
-    return counts
-
-
-def test_micro_batches_in_flight() -> None:
-    """GPipe: all; 1F1B: p - r; Interleaved1F1B: v p + p - 1 of 1/v the size (arXiv 2205.05198)."""
-    assert in_flight("GPipe", 4, 12) == [12] * 4
-    assert in_flight("1F1B", 4, 12) == [4, 3, 2, 1]
-    first_rank, _ = peaks_of_ranks("LoopedBFS", 2, 6)
-    assert first_rank == {0: StagePeak(6, 0), 2: StagePeak(6, 0)}
-
-
-def test_zero_bubble_holds_what_waits_for_its_weights() -> None:
-    deferred = []
-    for peaks_of_rank in peaks_of_ranks("InterleavedZeroBubble", 4, 8):
-        deferred.append(max(peak.deferred for peak in peaks_of_rank.values()))
-    assert deferred == [1, 2, 3, 4]
-
-
-def test_peak_memory_counts_what_is_there_at_one_time() -> None:
-    order = [
-        forward(0, 0),  # 10
-        forward(0, 1),  # 20
-        input_gradient(0, 0),  # 10 + 4
-        input_gradient(0, 1),  # 8
-        forward(2, 0),  # 8 + 3
-        weight_gradient(0, 0),  # 4 + 3
-        weight_gradient(0, 1),
-        backward(2, 0),
-    ]
-    assert peak_memory(order, {0: 10, 2: 3}, {0: 4, 2: 1}) == 20
-    assert peak_memory(order, {0: 1, 2: 3}, {0: 4, 2: 1}) == 11
-    assert peaks(order) == {0: StagePeak(2, 2), 2: StagePeak(1, 0)}

@@ -1,4 +1,4 @@
-"""Simulate a pipeline schedule: step time, idle time, and peak memory. No torch.
+"""Simulate a pipeline schedule: step time and idle time. No torch.
 
 A rank computes its order (`schedules`) entry by entry. A forward waits for the previous stage, a gradient of
 inputs for the next stage, and for the transfer if that stage is on another rank; sending takes no time of a rank
@@ -7,12 +7,12 @@ gather of parameters, no link that two transfers share.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from torchllm.config import Parallel, PipelineSchedule
-from torchllm.tools.planner.schedules import Action, Entry, flat, orders, rank_order
+from torchllm.tools.planner.schedules import Action, Entry, flat, orders
 
 
 class StageTimes(NamedTuple):
@@ -270,84 +270,3 @@ def idle_in_theory(parallel: Parallel, stage: StageTimes) -> float:
     }
     of_whole_backwards = forward + inputs + weights
     return (parallel.pp - 1) * waiting_times.get(parallel.schedule, of_whole_backwards)
-
-
-class StagePeak(NamedTuple):
-    """The most that a stage holds at once."""
-
-    in_flight: int
-    """micro batches between their forward and their gradient of inputs: their activations are held"""
-    deferred: int
-    """micro batches between their gradients of inputs and of weights: the tensors for the latter are held"""
-
-
-def peaks(order: Iterable[Entry]) -> dict[int, StagePeak]:
-    """Return the most that each stage of a rank holds; the stages' peaks need not coincide."""
-    peak_of_stage: dict[int, StagePeak] = {}
-    for action, in_flight, deferred in _held(order):
-        stage = action.stage
-        peak = peak_of_stage.get(stage, StagePeak(0, 0))
-        peak_of_stage[stage] = StagePeak(
-            in_flight=max(peak.in_flight, in_flight[stage]),
-            deferred=max(peak.deferred, deferred[stage]),
-        )
-    return peak_of_stage
-
-
-KEEPS_ALL = ("GPipe", "LoopedBFS")
-"""schedules that run all forwards of a step before the first backward"""
-ROUNDS = 3
-"""rounds after which every other schedule has reached its peak; a round has one micro batch per rank"""
-
-
-@lru_cache(maxsize=4096)
-def most_in_flight(
-    schedule: PipelineSchedule, pp: int, virtual_stages: int, micro_batches: int, rank: int
-) -> tuple[int, ...]:
-    """Return, for each of a rank's stages, first to last, the micro batches in flight at its peak.
-
-    They are reached in the first three rounds; GPipe and LoopedBFS keep all.
-    """
-    if pp > 1 and schedule in KEEPS_ALL:
-        return (micro_batches,) * virtual_stages
-    simulated = first_rounds(micro_batches, pp, ROUNDS)
-    order = rank_order(Parallel(pp=pp, schedule=schedule, virtual_stages=virtual_stages), simulated, rank)
-    return tuple(peak.in_flight for _, peak in sorted(peaks(order).items()))
-
-
-def peak_memory(order: Iterable[Entry], activations: Mapping[int, float], deferred: Mapping[int, float]) -> float:
-    """Return the most that a rank holds at once, in the unit of `activations` and `deferred`.
-
-    `activations`: memory of a micro batch in each stage after its forward; `deferred`: memory that remains after the
-    gradient of its inputs, for the gradient of the weights.
-    """
-    peak = 0.0
-    for _, in_flight, late_gradients in _held(order):
-        held = sum(count * activations[stage] for stage, count in in_flight.items())
-        held += sum(count * deferred[stage] for stage, count in late_gradients.items())
-        peak = max(peak, held)
-    return peak
-
-
-class HeldMicroBatches(NamedTuple):
-    """Memory of a rank after an action, in micro batches per stage."""
-
-    action: Action
-    in_flight: Counter[int]
-    deferred: Counter[int]
-
-
-IN_FLIGHT = {"F": 1, "I": -1, "W": 0, "B": -1}
-"""micro batches in flight that an action of each kind adds"""
-DEFERRED = {"F": 0, "I": 1, "W": -1, "B": 0}
-"""micro batches whose gradient of weights it puts off"""
-
-
-def _held(order: Iterable[Entry]) -> Iterator[HeldMicroBatches]:
-    """Yield each action with the micro batches held after it. The counters are always the same objects."""
-    in_flight = Counter[int]()
-    deferred = Counter[int]()
-    for action in flat(order):
-        in_flight[action.stage] += IN_FLIGHT[action.kind]
-        deferred[action.stage] += DEFERRED[action.kind]
-        yield HeldMicroBatches(action, in_flight, deferred)

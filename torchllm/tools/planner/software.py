@@ -135,8 +135,6 @@ class Software:
     """True: recompute.mode selective stores every second matrix product; False: all of them"""
     saves_collectives: bool = False
     """True: recompute.mode selective also stores the results of collectives of tensor and context parallelism"""
-    recomputes_whole_blocks: bool = True
-    """True: the last product of a recomputed block is computed again too"""
     dropout: bool = False
     """True: each block has three dropouts, whose masks are stored"""
     fused_elementwise: bool = False
