@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torchllm import config
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint.checkpointer import Checkpointer
-from torchllm.checkpoint.dcp_metadata import METADATA, write_metadata
+from torchllm.checkpoint.dcp_metadata import METADATA, main, write_metadata
 from torchllm.checkpoint.verify import verify_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch's tools, in one process
@@ -21,6 +21,12 @@ def every_dtype(value: int) -> nn.Module:
         model.register_buffer(str(dtype).replace(".", "_"), torch.full((3,), value, dtype=dtype))
     model.weight = nn.Parameter(torch.full((1,), float(value)))
     return model
+
+
+def test_an_error_of_the_command_is_a_line(tmp_path: Path) -> None:
+    for arguments, message in (([], "usage: "), ([str(tmp_path / "none")], "error: .*/none: there is no such")):
+        with pytest.raises(SystemExit, match=message):
+            main(arguments)
 
 
 def test_torchs_own_tools_load_what_the_command_describes(tmp_path: Path) -> None:

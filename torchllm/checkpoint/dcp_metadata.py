@@ -9,6 +9,7 @@ reads it.
 import os
 import pickle
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from torchllm.checkpoint.data_file import data_file_name, read_piece_table
 from torchllm.checkpoint.index import INDEX, Region, parse_index
-from torchllm.checkpoint.manifest import DamagedCheckpoint, read_manifest
+from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint, read_manifest
 from torchllm.checkpoint.verify import check_content
 from torchllm.runtime.torch_compat import storage_info
 
@@ -62,5 +63,15 @@ def write_metadata(folder: Path) -> Path:
     return path
 
 
+def main(arguments: Sequence[str]) -> None:
+    """Run the command. SystemExit says what is wrong."""
+    if len(arguments) != 1:
+        sys.exit("usage: python -P -m torchllm.checkpoint.dcp_metadata STEP_FOLDER")
+    try:
+        print(f"wrote {write_metadata(Path(arguments[0]))}")
+    except (CheckpointError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
 if __name__ == "__main__":
-    print(f"wrote {write_metadata(Path(sys.argv[1]))}")
+    main(sys.argv[1:])
