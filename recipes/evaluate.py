@@ -1,4 +1,4 @@
-"""Prints the validation loss of a checkpoint, on one device, or sharded over several ranks; or evaluates it on tasks.
+"""Prints the validation loss of a checkpoint, on one device or sharded over several ranks; or evaluates it on tasks.
 
     python recipes/evaluate.py RUN_FOLDER/config.toml [--evaluate.sequences=1000] [--checkpoint.resume=STEP_FOLDER]
     python -P -m torchllm.tools.launch.launch --nproc-per-node=8 recipes/evaluate.py RUN_FOLDER/config.toml \\
@@ -10,8 +10,8 @@ With `evaluate.tasks` the model is exported into a temporary folder, and lm-eval
 it in `export.dtype` on one device; values go to RUN_FOLDER/evaluations and to TensorBoard.
 
 The newest checkpoint of the run folder that verifies is used, unless another is named; with --evaluate.ema=true the
-moving average of the weights in it. On several ranks [parallel] is
-what it is for training, and may be another layout than the one that wrote the checkpoint.
+moving average of the weights in it. On several ranks [parallel] works as in training, and its layout may differ from
+the layout that wrote the checkpoint.
 """
 
 import os
@@ -82,7 +82,7 @@ def main(config: Config) -> float:
 
 
 def evaluate_sharded(config: Config) -> float:
-    """Do the same on all ranks together, each with its part of the weights and of the sequences."""
+    """Print and return the same mean loss, computed by all ranks, each with its part of the weights and sequences."""
     runtime = start_runtime(config.run, [config], reads_only=True)
     device = runtime.device
     dtype = compute_dtype(config.training, device)
@@ -117,7 +117,7 @@ def evaluate_sharded(config: Config) -> float:
 
 
 def evaluate_tasks(config: Config) -> Path:
-    """Print what the model gives on `evaluate.tasks`, and return the file with the results."""
+    """Evaluate the model on `evaluate.tasks`, print the results, and return the file with them."""
     report_errors()
     device = choose_device(config.run.device, local_rank=0)
     run_folder = Path(config.run.folder)
@@ -134,7 +134,7 @@ def evaluate_tasks(config: Config) -> Path:
 
 
 def log_evaluation(step: int, sequences: int) -> None:
-    """Log what is about to be evaluated."""
+    """Log the checkpoint to evaluate."""
     log.info("step %d: evaluating %d held-out sequences", step, sequences)
 
 

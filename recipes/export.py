@@ -1,13 +1,13 @@
-"""Writes a checkpoint as a model that the library transformers reads, and all that read its models.
+"""Writes a checkpoint as a model for transformers, and for programs that read its models.
 
     python recipes/export.py RUN_FOLDER/config.toml --export.folder=FOLDER [--export.dtype=bfloat16]
         [--export.average=3] [--export.ema=true] [--checkpoint.resume=STEP_FOLDER] [--export.adapter=true]
 
 The newest checkpoint of the run folder that is not suspect is used, unless another is named. The folder then holds
-safetensors files, config.json, generation_config.json, tokenizer files and a model card. It appears when all of it is
-written; an existing folder is never written to. One tensor at a time is in memory.
+safetensors files, config.json, generation_config.json, tokenizer files and a model card. It appears when all files are
+complete; an existing folder is never written to. One tensor at a time is in memory.
 
-Of a run with LoRA the model with the updates merged in is written; with export.adapter the updates alone, for peft.
+A run with LoRA is exported with its updates merged in; with export.adapter, only the updates, for peft.
 """
 
 import sys
@@ -22,7 +22,7 @@ from torchllm.recipe import export_adapter, export_model, report_errors
 
 
 def main(config: Config) -> None:
-    """Write the model, and say what was written."""
+    """Write the model, and print its folder."""
     report_errors()
     export = export_adapter if config.export.adapter else export_model
     exported = export(config, config.export.folder, ema=config.export.ema)

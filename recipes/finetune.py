@@ -48,7 +48,7 @@ from torchllm.recipe import (
 
 
 def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
-    """Train to the last step, or to where the run is told to stop; the run folder then holds that step's checkpoint."""
+    """Train to the last step, or until the run is asked to stop; the run folder then has a checkpoint of that step."""
     device = runtime.device
     dtype = compute_dtype(config.training, device)
     length = config.training.sequence_length
@@ -56,7 +56,7 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
     mesh = build_mesh(config.parallel, device)
     with torch.device("meta"):
         model = build_model(config.model, config.training.loss_chunk, config.training.z_loss)
-    apply_lora(model, config.lora, dtype)  # nothing, if it is off
+    apply_lora(model, config.lora, dtype)  # no-op if it is off
     stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, config.float8, dtype, length)
     initialize(stages, config.model, device, config.run.seed)  # after sharding: a rank makes only its shards
     log_attention_kernel(config.model, config.parallel, length, config.data.document_mask, dtype, device)
@@ -107,7 +107,7 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
         log_config_changes(restored.record, config)
         learning_rate.log_jump(restored.record, start)
         data.load_state(restored.data, restored.record)
-    average.restart(checkpoints.missing_extra_state)  # of a run that began without one
+    average.restart(checkpoints.missing_extra_state)  # for a run that started without one
     if runtime.is_main:
         write_config(config, runtime.folder / "config.toml")  # now that the resume is accepted
 
@@ -132,7 +132,7 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
 
             if monitor.log(n, result, validation_loss, force=last):
                 health = read_health(config.training, n, result, validation_loss)
-                checkpoints.judge(health)  # those before this step are proven, or suspect
+                checkpoints.judge(health)  # this step may prove earlier ones, or mark them as suspect
                 health.check()
 
             saving = last or runtime.should_save or due(n, config.checkpoint.interval, config.training.steps)
@@ -144,7 +144,7 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
         if last or (saving and monitor.wants_change(n)):
             break
 
-    with monitor.pause("checkpoint"):  # a save in the background may not be done
+    with monitor.pause("checkpoint"):  # waits for a background save
         checkpoints.close()
     if stopping:
         runtime.mark_stopped(n)
@@ -153,7 +153,7 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
 
 
 def set_steps(config: Config, data: TrainLoader) -> Config:
-    """Return a config that has the steps of finetune.epochs, and with which generate.py chats."""
+    """Return a config with the steps of finetune.epochs and with generate.chat, so that generate.py chats."""
     config = replace(config, generate=replace(config.generate, chat=True))
     if not config.finetune.epochs:
         return config
@@ -165,7 +165,7 @@ def set_steps(config: Config, data: TrainLoader) -> Config:
 def main(config: Config, *candidates: Config) -> None:
     """Train. candidates: other layouts, to be measured against `config` first (`parallel.layout = "tune"`)."""
     runtime = start_runtime(config.run, [config, *candidates])
-    supervise(train, [config, *candidates], runtime)  # train, and again where the run changes its own config
+    supervise(train, [config, *candidates], runtime)  # train, and again if the run changes its own config
     runtime.close()
 
 

@@ -41,7 +41,7 @@ from torchllm.tools.prepare.chat.template import Message
 
 
 def main(config: Config) -> str:
-    """Print and return the prompt and its continuation; of a chat, the answers."""
+    """Print and return the prompt and its continuation; in a chat, the answers."""
     report_errors()
     device = choose_device(config.run.device, local_rank=0)
     with torch.device("meta"):
@@ -59,7 +59,7 @@ def main(config: Config) -> str:
         return chat(config, model, tokenizer, manifest, prompts, generator)
     [prompt] = tokenizer.encode_documents([config.generate.prompt])
     begin = begin_of_text(tokenizer, manifest.data["fingerprint"]["tokenizer"])
-    first_tokens = [*begin, *prompt.tolist()] or [tokenizer.end]  # without a prompt: what follows a document
+    first_tokens = [*begin, *prompt.tolist()] or [tokenizer.end]  # without a prompt: the start of a new document
     tokens = torch.tensor([first_tokens], device=device)
     max_length = config.longest_text
     generated = continue_text(model, tokens, config.generate, tokenizer.vocab, {tokenizer.end}, max_length, generator)
@@ -99,9 +99,9 @@ def chat(
 
 
 def print_text(text: str) -> None:
-    """Print what a model has written, as far as somebody can read it."""
-    encoding = sys.stdout.encoding or "utf-8"  # a terminal may be unable to show all that a model writes
-    with suppress(OSError):  # a sample that nobody can read is no failure of the training before it
+    """Print a model's text, with replacements for characters that the terminal cannot show."""
+    encoding = sys.stdout.encoding or "utf-8"  # a terminal may be unable to show all characters
+    with suppress(OSError):  # a closed pipe is no failure of the training before the sample
         print(text.encode(encoding, errors="replace").decode(encoding), flush=True)
     drop_unwritten_output()
 
@@ -123,7 +123,7 @@ def continue_text(
     for module in list(model.modules()):
         if isinstance(module, Attention):
             core = module.core.core if isinstance(module.core, CachedAttention) else module.core
-            module.core = CachedAttention(core)  # without what was cached of another text
+            module.core = CachedAttention(core)  # without the cache of another text
     positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)  # (1, S)
     generated: list[int] = []
     while len(generated) < settings.tokens and int(positions[0, -1]) < max_length:

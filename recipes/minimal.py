@@ -1,8 +1,8 @@
-"""Trains on one device: the whole of training in one file. Read this first.
+"""Trains on one device: all of training in one file. Read this first.
 
     python recipes/minimal.py train_configs/debug.toml [--section.key=value ...]
 
-It has no run folder and leaves out [parallel] and the sections of LEFT_OUT. recipes/pretrain.py makes the same calls in
+It has no run folder and ignores [parallel] and the sections of LEFT_OUT. recipes/pretrain.py makes the same calls in
 the same order, sharded over ranks, and trains the same model (tested).
 """
 
@@ -66,7 +66,7 @@ def main(config: Config) -> list[float]:
         for batch in batches:
             with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
                 loss_sum = model(batch.tokens, batch.positions, batch.document_ids, batch.labels, batch.document_limit)
-            share = loss_sum / targets  # of the mean over all target tokens of the step
+            share = loss_sum / targets  # gradient of the mean over all target tokens of the step
             share.backward()
             loss += share.detach()
         norm = grad_norm([model], device)

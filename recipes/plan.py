@@ -5,19 +5,19 @@
     python recipes/plan.py rank ... --gpus 64,128,256        print a scaling table as well
     python recipes/plan.py rank ... --write my_run.toml      write a config; ./run_train.sh my_run.toml starts it
     python recipes/plan.py rank ... --tokens 1e12 --price-per-gpu-hour 2.5 --mtbf-hours 20     days and price
-    python recipes/plan.py explain my_run.toml               why not this layout: beside the one that rank takes
+    python recipes/plan.py explain my_run.toml               compare this layout with the one that rank takes
     python recipes/plan.py predict layouts.csv -o predicted.csv
     python recipes/plan.py score                            on the published measurements that come with torchllm
     python recipes/plan.py score measured.csv ...
     python recipes/plan.py score measured.csv ... --leave-out fold     errors on models that were not fitted to
     python recipes/plan.py score measured.csv ... --intervals          how many steps lie in their 90 % intervals
     python recipes/plan.py score measured.csv ... --first-runs         the six runs named first, against random sixes
-    python recipes/plan.py score measured.csv ... --picks              what the fastest layout of each group costs
+    python recipes/plan.py score measured.csv ... --picks              the picked layout against the fastest
     python recipes/plan.py calibrate measured.csv -o my_cluster.toml
     python recipes/plan.py score measured.csv --cluster my_cluster.toml
-    python recipes/plan.py evidence --pack measured.csv -o my_evidence     rows of yours, ready for a pull request
+    python recipes/plan.py evidence --pack measured.csv -o my_evidence     your rows, ready for a pull request
     python recipes/plan.py evidence --hagemann data -o hagemann2023.csv    sheets that you downloaded, as a table
-    python recipes/plan.py residuals FOLDER ... -o FOLDER              what intervals and risks are computed from
+    python recipes/plan.py residuals FOLDER ... -o FOLDER              errors of predictions, the basis of intervals
 
 It needs neither torch nor a GPU. A model is a name in train_configs/models or a TOML file; a cluster is a name in
 train_configs/clusters or a TOML file.
@@ -89,12 +89,12 @@ class PlannedModel(NamedTuple):
 
 
 class SearchResult(NamedTuple):
-    """What was searched, what was found, and which of it to take."""
+    """A search, its result, and the choice from it."""
 
     job: Job
     outcome: Found
     advice: Advice | None
-    """None if the least memory is wanted: then the first one is taken"""
+    """None if the least memory is wanted: the choice is then the first one"""
 
     @property
     def first(self) -> Ranked:
@@ -113,7 +113,7 @@ class SearchResult(NamedTuple):
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run one subcommand. UserError, OSError or ValueError says what is wrong with the input."""
+    """Run one subcommand. Raises UserError, OSError or ValueError for wrong input."""
     options = plan_parser().parse_args(arguments)
     options.run(options)
 
@@ -231,7 +231,7 @@ def positive(text: str) -> float:
 
 
 def counts(text: str) -> list[int]:
-    """Parse whole numbers separated by commas; return them ascending, each once."""
+    """Parse whole numbers separated by commas; return them ascending, without duplicates."""
     return sorted({count(word) for word in text.split(",")})
 
 
@@ -285,7 +285,7 @@ def run_rank(options: argparse.Namespace) -> None:
 
 
 def planned_purchase(options: argparse.Namespace) -> Purchase:
-    """Return what the command line says of the training and its price. UserError if an option has nothing to act on."""
+    """Return the options about the training and its price. UserError if an option would have no effect."""
     for option, needed in (("price_per_gpu_hour", "tokens"), ("mtbf_hours", "tokens"), ("save_minutes", "mtbf_hours")):
         if getattr(options, option) is not None and getattr(options, needed) is None:
             flags = [f"--{name.replace('_', '-')}" for name in (option, needed)]
@@ -296,12 +296,12 @@ def planned_purchase(options: argparse.Namespace) -> Purchase:
         hours_between_failures=options.mtbf_hours or math.inf,
         save_minutes=options.save_minutes or NO_PURCHASE.save_minutes,
     )
-    purchase.lost_share()  # refuses failures without an end before anything is searched
+    purchase.lost_share()  # refuses an endless chain of failures before the search
     return purchase
 
 
 def planned_size(key: str, options: argparse.Namespace, model: PlannedModel) -> int:
-    """Return a size of the batch from the command line, else from the model's file. UserError if neither has it."""
+    """Return a batch size from the command line, else from the model's file. UserError if neither has it."""
     option: int | None = getattr(options, key)
     if option is not None:
         return option
@@ -314,7 +314,7 @@ def planned_size(key: str, options: argparse.Namespace, model: PlannedModel) -> 
 
 
 def search_layouts(job: Job, objective: Objective) -> Found:
-    """Search, and return the result if there is any. UserError says why there is no layout, and what would help."""
+    """Search, and return the result. Raises UserError with reason and remedy if there is no layout."""
     cluster_size = job.hardware.links[-1].gpus
     if job.gpus > cluster_size:
         raise UserError(f"--gpus {job.gpus}: the cluster has {cluster_size}")
@@ -327,7 +327,7 @@ def search_layouts(job: Job, objective: Objective) -> Found:
 
 
 def heading(model: PlannedModel, cluster: str, job: Job) -> list[str]:
-    """Return what is planned: model, machines and batch."""
+    """Describe the job to plan: model, machines and batch."""
     training = job.training
     tokens = training.sequence_length * training.global_batch_size
     lines = [
@@ -341,12 +341,12 @@ def heading(model: PlannedModel, cluster: str, job: Job) -> list[str]:
 
 
 def print_lines(*lines: str) -> None:
-    """Print one line each."""
+    """Print each text on a line."""
     print("\n".join(lines))
 
 
 def print_ranking(result: SearchResult, purchase: Purchase) -> None:
-    """Print the best layouts, which one to take, why, what nearly fits, and why the others were rejected."""
+    """Print the best layouts, the choice with its reasons, near misses, and why others were rejected."""
     job, outcome = result.job, result.outcome
     print_lines(
         f"The best {len(outcome.best)} of {outcome.layouts:,} layouts:", *ranking_table(job, outcome.best, purchase)
@@ -365,7 +365,7 @@ def print_ranking(result: SearchResult, purchase: Purchase) -> None:
 
 
 def to_be_measured(job: Job, advice: Advice) -> list[str]:
-    """Return which runs would tell most of this job on these machines."""
+    """Describe the runs that would tell most about this job on these machines."""
     runs = first_runs(job, advice)
     lines = [
         f"Not measured on {job.hardware.gpu}, so no pick is above {UNMEASURED_LIMIT:.0%} of its memory.",
@@ -385,7 +385,7 @@ def refuse_risk(result: SearchResult, is_accepted: bool) -> None:
 
 
 def ranking_json(model: PlannedModel, result: SearchResult, purchase: Purchase) -> dict[str, object]:
-    """Return what `print_ranking` prints, as plain data."""
+    """Return the content of `print_ranking` as plain data."""
     job, outcome = result.job, result.outcome
     verdict = judge(job.case(result.first.layout), result.first.prediction)
     near_misses = []
@@ -485,14 +485,14 @@ def toml_section(name: str, values: dict[str, Any]) -> list[str]:
 
 
 def cluster_name(cluster: str) -> str:
-    """Return what `cluster.name` says of --cluster: a name stays, a file becomes an absolute path."""
+    """Return the value of `cluster.name` for --cluster: a name stays, a file becomes an absolute path."""
     if not cluster.endswith(".toml"):
         return cluster
     return str(Path(find_config(cluster)).resolve())
 
 
 def read_model(name: str) -> PlannedModel:
-    """Read the model that --model names. UserError says what is wrong."""
+    """Read the model that --model names. Raises UserError if it is wrong."""
     file = find_config(name) if name.endswith(".toml") else str(MODELS / f"{name}.toml")
     if not Path(file).is_file():
         names = sorted(path.stem for path in MODELS.glob("*.toml"))
@@ -511,7 +511,7 @@ def read_model(name: str) -> PlannedModel:
 
 
 def read_hardware(name: str) -> Hardware:
-    """Read the cluster that --cluster names. UserError says what is wrong."""
+    """Read the cluster that --cluster names. Raises UserError if it is wrong."""
     if unknown := unknown_cluster(name):
         raise UserError(f"--cluster {unknown}")
     problems: list[str] = []
@@ -522,7 +522,7 @@ def read_hardware(name: str) -> Hardware:
 
 
 def run_explain(options: argparse.Namespace) -> None:
-    """Print a run's layout beside the one that the plan takes."""
+    """Compare a run's layout with the one that the plan takes."""
     run = read_model(options.layout)
     model = read_model(options.model) if options.model else run
     cluster = options.cluster or run.config.cluster.name

@@ -3,7 +3,7 @@
     python recipes/prepare.py CONFIG.toml --prepare.folder=tokens [--prepare.processes=16] [--data.tokenizer=...]
 
 Each raw source becomes one folder. If it is stopped and started again, it checks and keeps the finished shards. At the
-end it prints the [[data.sources]] tables that read what it wrote.
+end it prints the [[data.sources]] tables that read its shards.
 """
 
 import sys
@@ -22,8 +22,8 @@ class Prepare:
     processes: Natural = 0
     """processes that tokenize; 0: one per CPU"""
     shard_mib: NonNegative = 0.0
-    """part of a source that becomes a shard, in MiB: the unit of parallel work, and what is done again after a stop;
-    0: 1/256 of the source, at least 64 and at most 1024"""
+    """part of a source that becomes a shard, in MiB: the unit of parallel work, and of repeated work after a stop; 0:
+    1/256 of the source, at least 64 and at most 1024"""
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ class Prepared(NamedTuple):
 
     header: CorpusHeader
     seconds: float | None
-    """that it took; None: it was written earlier"""
+    """duration; None: it was written earlier"""
 
 
 def main(config: PrepareConfig) -> None:
-    """Tokenize every raw source, and print the tables that read the result. DataError says what is wrong with one."""
+    """Tokenize every raw source, and print the tables that read the result. Raises DataError for a wrong source."""
     if not config.prepare.folder:
         raise DataError("prepare.folder is empty: say where to write, --prepare.folder=tokens")
     root = Path(config.prepare.folder).resolve()
@@ -130,7 +130,7 @@ def prepare(plan: CorpusPlan, spec: TokenizerSpec, folder: Path, processes: int,
 
 
 def print_corpus(folder: Path, prepared: Prepared) -> None:
-    """Print what the corpus in `folder` holds."""
+    """Print the size of the corpus in `folder`."""
     header, seconds = prepared
     speed = "already there" if seconds is None else f"{header.text_bytes / 1e6 / seconds:,.1f} MB/s"
     print(f"{folder}: {header.documents:,} documents, {header.tokens:,} tokens, {speed}")

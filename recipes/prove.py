@@ -1,12 +1,12 @@
-"""Prove that a config trains the same model under every layout: on this machine's CPU, in a minute, for a fork too.
+"""Prove that a config, or a fork, trains the same model under every layout: on this machine's CPU, in a minute.
 
     python recipes/prove.py CONFIG.toml [--section.key=value ...]
     RECIPE=recipes/mine.py python recipes/prove.py CONFIG.toml       the model, the loss and the sections of a fork
     python recipes/prove.py CONFIG.toml --dtype=bfloat16             against one process's own rounding
 
 A small copy of the config (fewer and narrower layers, a small vocabulary, random documents; all features kept) is
-trained under layouts in which every pair of settings occurs. Loss, every gradient and the new weights of each must be
-those of one process. A key given on the command line stays as it is. Exit status 1: a layout is wrong.
+trained under layouts that cover every pair of settings. Loss, every gradient and the new weights of each must equal
+those on one process. A key given on the command line does not change. Exit status 1: a layout is wrong.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def prove_parser() -> argparse.ArgumentParser:
 
 
 def print_result(result: ProvenLayout) -> None:
-    """Print the line of a layout, and what is wrong with it."""
+    """Print the line of a layout, and its differences."""
     parameter, error, findings, rounding = result.agreement
     shown = f"{error:.1e}" if error else "same bits"
     in_float64 = f" (in float64; {rounding:.1e} in float32, by rounding)" if rounding else ""
@@ -65,7 +65,7 @@ def print_result(result: ProvenLayout) -> None:
 
 
 def print_summary(results: Sequence[ProvenLayout], options: ProofOptions) -> None:
-    """Print how many layouts are right, and what to look at where one is wrong."""
+    """Print the number of right layouts, and advice if one is wrong."""
     wrong = [result for result in results if not result.is_right]
     what = f"{len(results)} layouts of up to {options.ranks} ranks in {options.dtype}"
     if not wrong:
@@ -80,7 +80,7 @@ def print_summary(results: Sequence[ProvenLayout], options: ProofOptions) -> Non
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TQDM_DISABLE", "1")  # the ranks inherit it: no bar for some kilobytes of documents
+    os.environ.setdefault("TQDM_DISABLE", "1")  # inherited by ranks: no progress bars
     POOL = Pool()
     try:
         STATUS = main(sys.argv[1:], POOL)

@@ -85,13 +85,13 @@ def usage() -> str:
 
 
 def start(command: list[str]) -> NoReturn:
-    """Replace this process, so that signals and the exit status are those of the command."""
+    """Replace this process, so that the command gets its signals and returns its exit status."""
     sys.stdout.flush()
     os.execvp(command[0], command)
 
 
 def copy(arguments: Sequence[str]) -> None:
-    """Copy what comes with torchllm under this name to a path that does not exist yet."""
+    """Copy a file or recipe of torchllm to a path that does not exist yet."""
     sources = copyable()
     if not arguments:
         print("\n".join(sources))
@@ -117,7 +117,7 @@ def copy(arguments: Sequence[str]) -> None:
 
 
 def model_toml(arguments: Sequence[str]) -> str:
-    """Return the [model] of a published model as TOML, without the keys that have their defaults."""
+    """Return the [model] of a published model as TOML, without keys at their default."""
     from torchllm.tools.hub.files import read_hub_config
     from torchllm.tools.hub.hub import find_hub_model
 
@@ -144,6 +144,6 @@ def copyable() -> dict[str, Path]:
 
 
 def exit_refused(message: str) -> NoReturn:
-    """End with exit status 2: nothing was touched."""
+    """Exit with status 2; no file was changed."""
     print(f"torchllm: {message}", file=sys.stderr)
     raise SystemExit(2)

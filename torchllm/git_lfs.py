@@ -1,4 +1,4 @@
-"""Pointers of git-lfs: small text files that stand in a clone for the files that were not fetched."""
+"""Detect pointers of git-lfs: small text files in place of files that were not fetched."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ _LARGEST = 1024
 
 
 def why_pointer(path: str | Path, size: int) -> str:
-    """Return what to do if a file of `size` bytes is only a pointer to it; "" if it is none."""
+    """Return advice if a file of `size` bytes is only a pointer; "" if it is none."""
     if not len(_FIRST_LINE) < size < _LARGEST:
         return ""
     try:

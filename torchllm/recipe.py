@@ -1,8 +1,8 @@
-"""The names that a recipe imports, each from its module when it is asked for: torch only with what needs it.
+"""The public API for recipes. Each name is imported from its module on first use, so that most need no torch.
 
-What stands here keeps its meaning from one version to the next. New parameters are keyword-only and have a default; a
-name that changes works for one more version, with a FutureWarning. A section that a recipe adds to the config takes
-its types from `torchllm.config`.
+These names keep their meaning from one version to the next. New parameters are keyword-only and have a default; a
+renamed function works for one more version, with a FutureWarning. A section that a recipe adds to the config takes its
+types from `torchllm.config`.
 """
 
 from importlib import import_module
@@ -113,7 +113,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
 
 
 def __getattr__(name: str) -> Any:
-    """Return a name of the table from its module, which is imported now."""
+    """Import the module of a name in the table, and return the name from it."""
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(HOMES[name]), name)

@@ -6,7 +6,7 @@ import stat
 from pathlib import Path
 
 LARGEST_TEXT = 64 << 20
-"""bytes of a config, an index or a template at most: a thousand times what they have"""
+"""most bytes of a config, an index or a template: a thousand times the usual size"""
 
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -43,7 +43,7 @@ def read_regular(path: Path | str, at_most: int = LARGEST_TEXT) -> bytes:
 
 
 def _size_of(status: os.stat_result, path: Path | str) -> int:
-    """Return the size of a regular file. Raises OSError if it is none."""
+    """Return the size of a regular file. Raises OSError for anything else."""
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
         raise OSError(errno.EINVAL, f"is {kind}, not a regular file", str(path))

@@ -1,6 +1,6 @@
 """Find the files that come with torchllm but are not modules: train_configs/, recipes/ and run_train.sh.
 
-In a checkout they lie at the top level, beside the package. A wheel holds them inside the package (hatch_build.py).
+In a checkout they are at the top level, next to the package. A wheel has them inside the package (hatch_build.py).
 """
 
 import os
@@ -33,7 +33,7 @@ def find_base(directory: str, base: str, folder: str = "train_configs") -> str:
     """Return where to read the parent of a TOML file in `directory` that says `base = "models/debug.toml"`.
 
     A base is relative to the file that names it. If there is none, it is looked up in `folder` and in the train_configs
-    that come with torchllm, so that a run file of your own can build on a shipped model from any folder.
+    that come with torchllm, so that your run file can build on a shipped model from any folder.
     """
     path = Path(directory) / base
     shipped = (resource(folder) / base, resource("train_configs") / base)
@@ -41,9 +41,9 @@ def find_base(directory: str, base: str, folder: str = "train_configs") -> str:
 
 
 def name_base(file: str, directory: str) -> str:
-    """Return what a TOML file to be written in `directory` says as `base` for the parent `file`.
+    """Return the `base` of a new TOML file in `directory` for the parent `file`.
 
-    A file of the train_configs that come with torchllm is named as in their folder: that holds on every machine.
+    A file of the train_configs that come with torchllm is named relative to their folder, which holds on every machine.
     """
     path = Path(file).resolve()
     train_configs = resource("train_configs").resolve()

@@ -1,8 +1,8 @@
-"""How the ranks of a checkpoint agree: what fails on one rank is an error on every rank, never a hang.
+"""How the ranks of a checkpoint agree: a failure on one rank is an error on every rank, never a hang.
 
 Every function takes a host-side (gloo) process group of all ranks, or None for this process alone, and must be called
-on all ranks. Where all is well, ranks exchange a few bytes as tensors; objects are pickled only by rank 0, and for
-error texts. What is unpickled comes from the ranks of this run, never from a file.
+on all ranks. Without errors, ranks exchange a few bytes as tensors; objects are pickled only by rank 0, and for error
+texts. Unpickled objects come from the ranks of this run, never from a file.
 """
 
 import logging
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Failure(NamedTuple):
-    """An error that a function has raised on a rank."""
+    """An error that a function raised on a rank."""
 
     text: str
     damaged: bool
@@ -31,16 +31,16 @@ class _Failure(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """What a function has returned, or how it has failed."""
+    """The result of a function, or its error."""
 
     value: Any
     failure: _Failure | None
 
 
 def on_all(group: Group, function: Callable[[], T]) -> T:
-    """Call `function` on every rank and return what it returned on this one.
+    """Call `function` on every rank and return its result on this one.
 
-    Raises CheckpointError on all ranks if it raised on any, and DamagedCheckpoint if that is what all of them raised.
+    Raises CheckpointError on all ranks if it raised on any; DamagedCheckpoint if all errors are DamagedCheckpoint.
     """
     outcome = _attempt(function)
     failures: list[_Failure | None] = [outcome.failure]
@@ -75,9 +75,9 @@ def on_first(group: Group, function: Callable[[], T]) -> T:
 
 
 def change_on_first(group: Group, check_owner: Callable[[], None], change: Callable[[], T]) -> T:
-    """Change the run folder on rank 0 if this job still owns it, and return on every rank what `change` returns.
+    """Change the run folder on rank 0 if this job still owns it, and return the result of `change` on every rank.
 
-    Raises what `on_first` does; `check_owner` raises, on rank 0, if another job has taken the run folder.
+    Raises like `on_first`; `check_owner` raises, on rank 0, if another job has taken the run folder.
     """
 
     def change_if_owned() -> T:
@@ -99,7 +99,7 @@ def any_rank(group: Group, condition: bool) -> bool:
 def first_problem(group: Group, problem: str) -> str:
     """Return the problem of the first rank that has one, with its rank, on every rank; "" if none has.
 
-    Only where there is one is a text sent, and only that of one rank.
+    A text is sent only if there is a problem, and only from one rank.
     """
     if group is None:
         return problem
@@ -143,7 +143,7 @@ def _error(text: str, damaged: bool) -> CheckpointError:
 
 
 def _attempt(function: Callable[[], Any]) -> _Outcome:
-    """Call `function` and catch what it raises: an error the user can act on by its text, a bug with its traceback."""
+    """Call `function` and catch its error: the text of an error that the user can fix, the traceback of a bug."""
     try:
         return _Outcome(function(), None)
     except (UserError, OSError) as error:

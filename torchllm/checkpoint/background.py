@@ -1,4 +1,4 @@
-"""Whether checkpoints are written in the background, where the config leaves that open."""
+"""Decides whether checkpoints are written in the background if checkpoint.asynchronous is "auto"."""
 
 import logging
 from collections.abc import Mapping
@@ -9,13 +9,13 @@ from torchllm.config.schema import Switch
 from torchllm.runtime.host_memory import host_memory_per_rank
 
 SAVES_IN_BACKGROUND = "saves in the background"
-"""description of a process group that has the limit of a save, whatever the main thread is doing"""
+"""description of a process group whose timeout is run.save_timeout, whatever the main thread is doing"""
 SHARE = 0.5
-"""of the available host memory that copies may take: pinned memory comes in powers of two, at most twice the copies"""
+"""share of the available host memory for copies: pinned memory comes in powers of two, at most twice the copies"""
 
 
 def saves_in_background(asynchronous: Switch, parts: Mapping[str, Part], group: Group) -> bool:
-    """Return whether a rank that holds `parts` writes its checkpoints in the background: the same on all ranks.
+    """Return whether a rank with these `parts` writes its checkpoints in the background: the same on all ranks.
 
     "auto" is true on GPUs if the host's memory allows it on every node. On a CPU it is false: the thread that writes
     would take a core from training. Must be called on all ranks.
@@ -35,7 +35,7 @@ def saves_in_background(asynchronous: Switch, parts: Mapping[str, Part], group: 
 
 
 def lack_of_host_memory(copies: int, available: int) -> str:
-    """Return why copies of that size do not fit on a host with that much memory per rank; "" if they fit.
+    """Return why copies of this size do not fit into the host memory per rank; "" if they fit.
 
     copies, available: bytes per rank.
     """

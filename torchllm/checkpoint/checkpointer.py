@@ -1,10 +1,10 @@
 """Save and resume a run: checkpoints exist whole or not at all, load on any layout, and are verified as they are read.
 
-Values that are not finite are never saved, and the newest checkpoint from which the run has gone on well is never
+Values that are not finite are never saved, and the newest checkpoint proven good by the following steps is never
 deleted (`history.py`, `proof.py`, `marks.py`): a run that goes wrong keeps a checkpoint from before that.
 
 All ranks write the tensors (`tensors.py`); everything else is JSON in the manifest (`manifest.py`). Neither the
-learning rate nor the optimizer's settings are stored: the one is a function of the step, the others are in the config.
+learning rate nor the optimizer's settings are stored: they follow from the step and the config.
 """
 
 import logging
@@ -55,16 +55,16 @@ from torchllm.runtime.heartbeat import during
 from torchllm.train.step import Health
 
 LISTED = 3
-"""tensors with values that are not finite that an error lists at most"""
+"""most tensors with non-finite values that an error lists"""
 DEFAULT_GRACE = 30.0
-"""seconds between SIGTERM and SIGKILL under Slurm and Kubernetes, unless set otherwise; a job cannot ask them"""
+"""default seconds between SIGTERM and SIGKILL under Slurm and Kubernetes; a job cannot query the setting"""
 
 CHECKPOINTERS: "weakref.WeakSet[Checkpointer]" = weakref.WeakSet()
-"""those of this process: a proof compares the extra state of a recipe"""
+"""extra states of this process, for `torchllm prove`, which compares them"""
 
 
 class Checkpointer:
-    """Saves a run and resumes it. Every method must be called on all ranks, and raises CheckpointError on all."""
+    """Saves and resumes a run. Every method must be called on all ranks, and raises CheckpointError on all."""
 
     def __init__(
         self,
@@ -84,12 +84,12 @@ class Checkpointer:
 
         `record` is JSON stored in every checkpoint, such as the resolved config. `check_owner` raises, on rank 0, if
         another job has taken the run folder; it is called before a checkpoint is published, moved, marked or deleted.
-        evaluates: the run has evaluations, and a checkpoint is proven by them. initial: weights that the run starts
-        from if it resumes from no checkpoint; the record of every checkpoint says which, under "initial".
+        evaluates: the run has evaluations, which prove checkpoints. initial: weights that the run starts from if it
+        does not resume; the record of every checkpoint names them, under "initial".
 
-        `extra_state` is a forked recipe's, by names that do not depend on the layout: DTensors, or tensors of which all
-        ranks that have one hold the same. It may be added to a run and dropped from it: `resume` fills what the
-        checkpoint has, ignores what only that has, and names the others in `missing_extra_state`.
+        `extra_state` is state of a forked recipe, by names that do not depend on the layout: DTensors, or tensors that
+        are equal on all ranks that have them. It may be added to a run and dropped from it: `resume` fills the tensors
+        that the checkpoint has, ignores others in the checkpoint, and lists missing ones in `missing_extra_state`.
         """
         saves_state(set(extra_state or {}))
         self._settings = settings
@@ -101,18 +101,18 @@ class Checkpointer:
         self.extra_state = dict(extra_state or {})
         self._extra_state = {f"{run_state.EXTRA}{name}": tensor for name, tensor in (extra_state or {}).items()}
         self.missing_extra_state: list[str] = list(extra_state or {})
-        """names of this rank's extra state that no checkpoint has filled"""
+        """names of this rank's extra state that the loaded checkpoint lacks"""
         self._group = host_group
         self._own_group: Group = None
         self._plan: SavePlan | None = None
         """of the last save"""
         self._deletion = BackgroundDeletion()
         self._reported_seconds = 0.0
-        """of the longest save that was reported as too long for a scheduler's usual patience"""
+        """seconds of the longest save that was reported as too long for a scheduler's default"""
         self._executor: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
         if saves_in_background(settings.asynchronous, self._parts(), host_group):
-            # If training used the same group, it and a save in the background would wait for each other.
+            # A separate group: with a shared one, training and a background save would wait for each other.
             if host_group is not None:
                 self._group = self._own_group = dist.new_group(backend="gloo", group_desc=SAVES_IN_BACKGROUND)
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -122,10 +122,10 @@ class Checkpointer:
 
     @during("load")
     def resume(self) -> Manifest | None:
-        """Load the checkpoint that `checkpoint.resume` asks for into model and optimizer, and return its manifest.
+        """Load the checkpoint of `checkpoint.resume` into model and optimizer, and return its manifest.
 
-        The caller continues from the manifest's `step` and `data`. Returns None if the run starts from scratch. Where
-        the newest checkpoint is marked as suspect, or turns out damaged while it is read, the one before it is loaded
+        The caller continues from the manifest's `step` and `data`. Returns None if the run starts from scratch. If the
+        newest checkpoint is marked as suspect, or turns out damaged while it is read, the previous one is loaded
         instead.
         """
         self._delete(change_on_first(self._group, self._check_owner, lambda: manifests.hidden_folders(self._root)))
@@ -140,7 +140,7 @@ class Checkpointer:
         return manifest
 
     def _log_other_versions(self, manifest: Manifest) -> None:
-        """Say by which versions a checkpoint was written, if by others: they may compute something else."""
+        """Log if other versions wrote the checkpoint: they may compute something else."""
         differences = [
             f"{name} {manifest.versions.get(name)}, now {version}"
             for name, version in current_versions().items()
@@ -157,10 +157,10 @@ class Checkpointer:
             applied(self._initial.key)
 
     def _start_from(self, manifest: Manifest | None) -> None:
-        """Load the initial weights of a fresh run, and remember what they are; of a resumed run, what they were.
+        """Load the initial weights of a fresh run, and record their origin; a resumed run keeps its record.
 
-        The weights that LoRA freezes are in no checkpoint: they are loaded again. Raises CheckpointError if they are
-        not those that the checkpoint's low-rank updates were trained on.
+        Checkpoints lack the weights that LoRA freezes: they are loaded again. Raises CheckpointError if they differ
+        from the weights that the checkpoint's low-rank updates were trained on.
         """
         initial = self._initial
         if manifest is not None and "initial" in manifest.record:
@@ -175,9 +175,9 @@ class Checkpointer:
             check_same_source(initial.key, initial.load(self._stages, self._group), self._record.get("initial"))
 
     def _load_asked_for(self, folders: list[Path]) -> Manifest | None:
-        """Load the checkpoint that `checkpoint.resume` asks for, of the run's step folders or another one.
+        """Load the checkpoint of `checkpoint.resume`, from the run's step folders or elsewhere.
 
-        In a later attempt of the same job that is its newest, once there is one.
+        A later attempt of the same job loads its newest checkpoint, once there is one.
         """
         warn = partial(log_on_first, self._group, level=logging.WARNING)
         if self._settings.resume == "auto":
@@ -215,7 +215,7 @@ class Checkpointer:
         return None if newest is None else newest[1]
 
     def _load(self, folder: Path) -> Manifest:
-        """Load a step folder and return its manifest. Raises DamagedCheckpoint, and remembers that it is damaged."""
+        """Load a step folder and return its manifest. Raises DamagedCheckpoint after recording the damage."""
         self._history.is_whole[folder] = False
         stored = tensor_io.open_checkpoint(self._group, folder)
         manifest = stored.manifest
@@ -245,9 +245,9 @@ class Checkpointer:
         """Write the checkpoint of `step`, in the background if the config says so; `data` is the loader's JSON state.
 
         Waits for an earlier background save and raises its error. A checkpoint is never rewritten: if one of this step
-        exists, it is an error if it verifies; else it is moved aside. One that is marked as suspect is replaced.
+        exists and verifies, that is an error; a damaged one is moved aside; a suspect one is replaced.
 
-        Raises CheckpointError, and writes and deletes nothing, if a value that would be saved is not finite.
+        Raises CheckpointError, and writes and deletes nothing, if a value to save is not finite.
         """
         self._finish()
         folder = manifests.step_folder(self._root, step)
@@ -272,9 +272,9 @@ class Checkpointer:
             self._pending = self._executor.submit(self._write, *arguments)
 
     def judge(self, health: Health) -> None:
-        """Note what a logged step says of the checkpoints before it: they are proven, or suspect and marked as such.
+        """Update the status of earlier checkpoints by a logged step: it may prove them, or mark them as suspect.
 
-        Call it on all ranks at each logged step. Where it finds suspects it waits for a background save.
+        Call it on all ranks at each logged step. Before it marks suspects it waits for a background save.
         """
         for suspicion in self._history.note(health):
             self._finish()
@@ -283,10 +283,10 @@ class Checkpointer:
     def mark_damaged_data(self, step: int, reason: str) -> None:
         """Mark the checkpoints of `step` and later ones as suspect: the run has trained on damaged data since then.
 
-        For the rank that finds the damage, before it ends the run by an error: no other rank has to call it. Proven
-        ones are marked too, for a loss may be finite on wrong data. Waits for a background save, which may publish one.
+        Called by the rank that finds the damage, before it ends the run by an error; other ranks need not call it. It
+        also marks proven checkpoints, since a loss may be finite on wrong data. Waits for a background save.
         """
-        with suppress(CheckpointError):  # the run ends by another error already
+        with suppress(CheckpointError):  # the run already ends by another error
             self._finish()
         for folder in manifests.step_folders(self._root):
             if manifests.step_of(folder) >= step:
@@ -378,9 +378,9 @@ class Checkpointer:
             self._delete(self._history.hide_old(folders, judgement))
 
     def _report_long_save(self, seconds: float) -> None:
-        """Log that a save may not end in the time that a scheduler leaves a job, before it comes to that.
+        """Log if a save may take longer than a scheduler waits before it kills a job.
 
-        That time is in no variable of Slurm's or Kubernetes', so what is logged is how much to ask for.
+        Neither Slurm nor Kubernetes tells a job that time, so the message says how much to ask for.
         """
         if seconds <= max(DEFAULT_GRACE, 2 * self._reported_seconds):
             return
@@ -398,7 +398,7 @@ class Checkpointer:
         self._deletion.delete(share_of(hidden, rank_of(self._group), size_of(self._group)))
 
     def _make_way(self, folder: Path) -> None:
-        """Delete a suspect step folder that is in the way of a save, or move a damaged one aside.
+        """Delete a suspect step folder of the step to save, or move a damaged one aside.
 
         Raises CheckpointError if it is a good checkpoint.
         """
@@ -431,14 +431,14 @@ class Checkpointer:
 
 
 def shorten(names: Sequence[str]) -> str:
-    """Return the first of some names, and how many there are."""
+    """Return the first names, and the number of all."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def verify_in_parallel(group: Group, folder: Path) -> Manifest:
     """Return the manifest of a checkpoint after reading all its files, each rank its share of them.
 
-    Raises DamagedCheckpoint on all ranks if a file is not what was written.
+    Raises DamagedCheckpoint on all ranks if a file is damaged.
     """
     manifest = on_first(group, lambda: manifests.read_manifest(folder))
     tensor_io.check_in_parallel(group, folder, manifest, check_files)
@@ -446,5 +446,5 @@ def verify_in_parallel(group: Group, folder: Path) -> Manifest:
 
 
 def current_versions() -> dict[str, str]:
-    """Return the versions that write a checkpoint, by name."""
+    """Return the versions of torch and Python, by name."""
     return {"torchllm": __version__, "torch": torch.__version__, "python": platform.python_version()}

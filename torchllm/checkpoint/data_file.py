@@ -1,12 +1,12 @@
 """The file of one rank in a checkpoint: its pieces of tensors one after the other, then a table with a sum of each.
 
-    piece, piece, ...                   what torch.save makes of each piece
+    piece, piece, ...                   each piece as torch.save serializes it
     row, row, ...                       per piece: number of its tensor, length in bytes, sha256
     number of rows                      8 bytes
 
 The manifest has the sha256 of the table (rows and their number), so a reader verifies exactly the pieces that it reads,
-and all sums together cover every byte. Pieces begin where the one before ends: a table cannot make them overlap or
-point outside the file. No torch.
+and all sums together cover every byte. Each piece begins at the end of the previous one: a table cannot make them
+overlap or point outside the file. No torch.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ SUFFIX = ".distcp"
 
 
 def data_file_name(rank: int) -> str:
-    """Return the name of the file that a rank writes; torch.distributed.checkpoint would call it the same."""
+    """Return the name of a rank's file, the same as in torch.distributed.checkpoint."""
     return f"__{rank}_0{SUFFIX}"
 
 
@@ -56,7 +56,7 @@ class DataFileWriter:
         return len(content)
 
     def flush(self) -> None:
-        """Hand what is written to the operating system; torch.save calls this."""
+        """Flush to the operating system; torch.save calls this."""
         self._file.flush()
 
     def end_piece(self, number: int) -> None:
@@ -75,7 +75,7 @@ class DataFileWriter:
 
 
 class StoredPiece(NamedTuple):
-    """Where a piece of a tensor lies in its file."""
+    """The place of a piece of a tensor in its file."""
 
     offset: int
     """in bytes"""
@@ -109,7 +109,7 @@ class PieceTable:
 
 
 def read_piece_table(path: Path, record: FileRecord) -> PieceTable:
-    """Return the table of a data file, verified. Raises DamagedCheckpoint if it is not what was written."""
+    """Return the table of a data file, verified. Raises DamagedCheckpoint if it is damaged."""
     check_file_size(path, record)
     damaged = DamagedCheckpoint(f"{path}: damaged: the sha256 of its table is not the manifest's")
     with path.open("rb", buffering=0) as file:
@@ -133,7 +133,7 @@ def read_piece_table(path: Path, record: FileRecord) -> PieceTable:
 
 
 def check_file_size(path: Path, record: FileRecord) -> None:
-    """Raise DamagedCheckpoint if a file is missing, no regular file, or not as long as its record says."""
+    """Raise DamagedCheckpoint if a file is missing, no regular file, or of another size than its record."""
     try:
         size = check_plain_file(path)
     except FileNotFoundError as error:
@@ -166,7 +166,7 @@ def read_range(descriptor: int, offset: int, length: int, path: Path) -> bytes:
 
 
 def check_data_file(path: Path, record: FileRecord) -> None:
-    """Read all of a data file. Raises DamagedCheckpoint if a single bit of it is not what was written."""
+    """Read all of a data file. Raises DamagedCheckpoint if a single bit is wrong."""
     table = read_piece_table(path, record)
     with path.open("rb", buffering=0) as file:
         for piece in table:

@@ -2,8 +2,7 @@
 
     python -P -m torchllm.checkpoint.dcp_metadata STEP_FOLDER
 
-`.metadata` is a pickle with name, shape and dtype of each tensor, and which file has which part. This library never
-reads it.
+`.metadata` is a pickle with name, shape, dtype and files of each tensor. This library never reads it.
 """
 
 import os
@@ -31,7 +30,7 @@ METADATA = ".metadata"
 
 
 def write_metadata(folder: Path) -> Path:
-    """Write a `.metadata` beside the files of a checkpoint, for torch's own tools, and return its path.
+    """Write a `.metadata` into a step folder, to be read by torch's own tools, and return its path.
 
     Verifies the index and every table, not the tensors. Raises CheckpointError.
     """

@@ -1,9 +1,9 @@
-"""The index of a checkpoint: which tensors it holds, how each is cut into pieces, and which rank wrote which piece.
+"""The index of a checkpoint: its tensors, their cuts into pieces, and the rank that wrote each piece.
 
 A sharded tensor is cut per dimension, so its pieces are the cells of a grid. Tensors of one shape and one sharding have
 the same cuts and the same writers: their `PieceGrid` is stored once. The index of 2,172 tensors on 1,024 ranks, 2.2 M
-pieces, is a JSON file of 0.3 MB, and no piece of a grid can overlap another or be missing. Where in a writer's file a
-piece lies is said by the table at the end of that file (`data_file.py`). No torch.
+pieces, is a JSON file of 0.3 MB, and no piece of a grid can overlap another or be missing. The place of a piece in its
+writer's file is in the table at the end of that file (`data_file.py`). No torch.
 """
 
 import itertools
@@ -25,7 +25,7 @@ class Region(NamedTuple):
     """A box of a tensor's elements."""
 
     offset: tuple[int, ...]
-    """of its first element, per dimension"""
+    """index of its first element, per dimension"""
     size: tuple[int, ...]
     """number of elements, per dimension"""
 
@@ -40,10 +40,10 @@ class TensorPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class PieceGrid:
-    """How tensors of one shape are cut, and who wrote the pieces."""
+    """The cuts of tensors of one shape, and the writers of the pieces."""
 
     cuts: tuple[Integers, ...]
-    """per dimension where pieces begin, and last the size of the dimension: increasing from 0"""
+    """per dimension the starts of the pieces, then the size of the dimension: increasing from 0"""
     writers: Integers
     """ranks that wrote the pieces, in row-major order of the grid"""
 
@@ -84,10 +84,10 @@ class PieceGrid:
 
 
 class TensorEntry(NamedTuple):
-    """What the index says about a tensor."""
+    """A tensor in the index."""
 
     number: int
-    """its place in the order of the keys; tables of data files name it so"""
+    """its index in the order of the keys, as used in the tables of data files"""
     dtype: str
     """without "torch.": float32"""
     grid: PieceGrid
@@ -105,7 +105,7 @@ class Index:
             self.tensors[key] = TensorEntry(number, dtype, self.grids[grid])
 
     def written_by(self, rank: int) -> list[str]:
-        """Return the keys of which `rank` wrote a piece, in order."""
+        """Return the keys of the tensors with a piece written by `rank`, in order."""
         written = {id(grid) for grid in self.grids if (grid.writers == rank).any()}
         return [key for key, entry in self.tensors.items() if id(entry.grid) in written]
 

@@ -1,4 +1,4 @@
-"""The weights that a fresh run starts from, if they are not random: what a Checkpointer is given, and those of a run.
+"""The weights that a fresh run starts from, if they are not random: the interface, and the weights of another run.
 
 Weights of a published model are in `torchllm/tools/hub/published_weights.py`.
 """
@@ -19,23 +19,23 @@ from torchllm.config.paths import same_path
 
 
 class InitialWeights(Protocol):
-    """Where the weights of a fresh run come from."""
+    """The source of a fresh run's weights."""
 
     @property
     def key(self) -> str:
         """The key of the config that names it."""
 
     def load(self, stages: Sequence[nn.Module], group: Group) -> dict[str, Any]:
-        """Fill this rank's part of the model; return what checkpoints remember of where the weights came from.
+        """Fill this rank's part of the model; return a record of the weights' origin for checkpoints.
 
         Call it on all ranks. Raises CheckpointError on all of them.
         """
 
 
 def check_same_source(key: str, found: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> None:
-    """Raise CheckpointError if the weights that LoRA freezes come from elsewhere than a checkpoint has recorded.
+    """Raise CheckpointError if the weights that LoRA freezes have another origin than a checkpoint has recorded.
 
-    key: of the config, which names them. found: what `InitialWeights.load` returns of them now.
+    key: key of the config that names them. found: the current record from `InitialWeights.load`.
     """
     if recorded is not None and same_path(recorded["from"], found["from"]):
         recorded = {**recorded, "from": found["from"]}

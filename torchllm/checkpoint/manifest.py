@@ -1,10 +1,10 @@
-"""What makes a folder of files a checkpoint: its manifest, and how the folder appears and disappears. No torch.
+"""The manifest of a checkpoint, and the atomic creation and deletion of its folder. No torch.
 
 A run's `checkpoints/` holds step folders such as `step-00000100/`: a file of tensors per rank (`data_file.py`), their
-index (`index.py`), and `manifest.json` with the size and a sha256 of each: of a file of tensors, that of its table of
-sums; else, that of the content. A step folder is written under a hidden temporary name, forced to disk and renamed, and
-it is renamed before it is deleted (`retention.py`), so that at any moment it exists whole or not at all. None of its
-files is written to again; what the run learns of it later is a file of its own (`marks.py`).
+index (`index.py`), and `manifest.json` with the size and a sha256 of each file (for a file of tensors, the sha256 of
+its table of sums). A step folder is written under a hidden temporary name, forced to disk and renamed, and it is
+renamed before it is deleted (`retention.py`), so that at any moment it exists whole or not at all. Its files are never
+written again; later status is in separate files (`marks.py`).
 """
 
 import hashlib
@@ -37,16 +37,16 @@ class CheckpointError(UserError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint of which something is not what was written: an older one may be used instead."""
+    """A damaged checkpoint: an older one may be used instead."""
 
 
 class FileRecord(NamedTuple):
-    """What the manifest says about a file."""
+    """The manifest's record of a file."""
 
     size: int
     """in bytes"""
     sha256: str
-    """in hex: of the content; of the table at the end of a data file"""
+    """in hex, of the content; for a data file, of the table at its end"""
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,15 @@ class Manifest:
     step: int
     """optimizer steps done"""
     data: dict[str, Any]
-    """state of the data loader: how far the run is in its data"""
+    """state of the data loader: the run's position in its data"""
     record: dict[str, Any]
     """information about the run, such as its resolved config"""
     world_size: int
     """number of ranks that wrote it"""
     versions: dict[str, str]
-    """of torch and Python when it was written"""
+    """versions of torch and Python that wrote it"""
     files: dict[str, FileRecord]
-    """every file of the folder but the manifest, by name"""
+    """every file of the folder except the manifest, by name"""
     format: int = FORMAT
     """version of the format of the folder"""
 
@@ -75,7 +75,7 @@ def step_folder(root: Path, step: int) -> Path:
 
 
 def step_of(folder: Path) -> int:
-    """Return the step that the name of a step folder says."""
+    """Return the step in the name of a step folder."""
     match = _STEP.fullmatch(folder.name)
     assert match, folder
     return int(match[1])
@@ -101,8 +101,8 @@ def hash_file(path: Path) -> FileRecord:
 
 
 def check_plain_file(path: Path) -> int:
-    """Return the size of a file in bytes. Raises DamagedCheckpoint for a link, a folder or a device: its content could
-    be anybody's."""
+    """Return the size of a file in bytes. Raises DamagedCheckpoint for a link, a folder or a device: other programs may
+    control its content."""
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
         raise DamagedCheckpoint(f"{path}: not a regular file")
@@ -130,7 +130,7 @@ def publish(temporary: Path, final: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a step folder. Raises DamagedCheckpoint if a single bit of it is not as written."""
+    """Return the manifest of a step folder. Raises DamagedCheckpoint if a single bit is wrong."""
     path = folder / MANIFEST
     if not folder.is_dir():
         raise DamagedCheckpoint(f"{folder}: there is no such checkpoint folder")
@@ -151,7 +151,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _parse_manifest(content: bytes, path: Path) -> Manifest:
-    """Return the manifest that is serialized as exactly `content`, or raise DamagedCheckpoint, naming `path`."""
+    """Return the manifest whose serialization is exactly `content`, or raise DamagedCheckpoint, naming `path`."""
     damaged = DamagedCheckpoint(f"{path}: damaged: it is not what was written")
     try:
         fields = json.loads(content)
@@ -184,14 +184,14 @@ def make_temporary(root: Path, step: int, needed: int) -> Path:
 
 
 def set_damaged_aside(folder: Path) -> None:
-    """Rename a damaged step folder so that its step can be saved again; it stays for a person to look at."""
+    """Rename a damaged step folder so that its step can be saved again; it is kept for inspection."""
     aside = folder.with_name(f"damaged-{folder.name}.{uuid.uuid4().hex}")
     os.rename(folder, aside)
     logger.warning("%s is damaged; it was moved to %s", folder, aside.name)
 
 
 def hide(folder: Path) -> Path:
-    """Rename a step folder that is to be deleted, so that no part of it ever passes for a checkpoint, and return it."""
+    """Rename a step folder before its deletion, so that no partly deleted folder looks like a checkpoint; return it."""
     temporary = _temporary_name(folder.parent, step_of(folder))
     os.rename(folder, temporary)
     sync_folder(folder.parent)
@@ -199,7 +199,7 @@ def hide(folder: Path) -> Path:
 
 
 def hidden_folders(root: Path) -> list[Path]:
-    """Return the hidden folders of saves and deletions that were killed, or are under way."""
+    """Return the hidden folders of saves and deletions that were killed or are still running."""
     if not root.is_dir():
         return []
     return sorted(path for path in root.iterdir() if _TEMPORARY.fullmatch(path.name))
@@ -211,7 +211,7 @@ def _temporary_name(root: Path, step: int) -> Path:
 
 
 def _serialize(manifest: Manifest) -> bytes:
-    """Return the only valid content of a manifest's file: one that differs from it in any bit is damaged."""
+    """Return the only valid content of a manifest's file: any other bit is damage."""
     fields = asdict(manifest)
     body = json.dumps(fields, indent=1, sort_keys=True, allow_nan=False)
     digest = hashlib.sha256(body.encode()).hexdigest()

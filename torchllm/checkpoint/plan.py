@@ -1,11 +1,11 @@
-"""Agree on the index of a checkpoint: which rank writes which piece of which tensor.
+"""Agree on the index of a checkpoint: the rank that writes each piece of each tensor.
 
-Each rank plans alone, and every rank makes the same index from what all have said, so nothing is sent twice and rank 0
-does no more than others. What a rank says is small: its inventory (keys, dtypes, shapes and a sharding number per
-tensor) is that of its whole pipeline stage, and is sent once per stage; of its own it sends a region per sharding, of
-which a model has ten or so. A piece that several ranks hold is written by the one that has the least to write.
+All ranks exchange their parts, and each computes the same index from them, so nothing is sent twice and rank 0 has no
+more work than others. The exchange is small: an inventory (keys, dtypes, shapes and a sharding number per tensor) is
+the same for a whole pipeline stage, and is sent once per stage; each rank only adds its region per sharding (about ten
+shardings per model). A piece that several ranks hold is written by the rank with the least to write.
 
-Nothing is sent at a later save if no rank's parts have changed, but a flag.
+If no rank's parts have changed, a later save sends only a flag.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from torchllm.checkpoint.state import Part, TensorSharding
 
 
 class InventoryEntry(NamedTuple):
-    """A tensor of which a rank holds a part."""
+    """A tensor with a part on this rank."""
 
     key: str
     dtype: str
@@ -35,11 +35,11 @@ class InventoryEntry(NamedTuple):
     itemsize: int
     """bytes per element"""
     sharding: int
-    """tensors of one number are cut alike: number of the region in the rank's list"""
+    """index of the region in the rank's list; tensors with the same number are cut equally"""
 
 
 class RankParts(NamedTuple):
-    """What one rank holds."""
+    """The tensors of one rank, and its parts of them."""
 
     inventory: tuple[InventoryEntry, ...]
     regions: tuple[Region, ...]
@@ -48,19 +48,19 @@ class RankParts(NamedTuple):
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Who writes what, and the index that says so."""
+    """The index, and this rank's tensors to write."""
 
     local: RankParts
-    """of this rank, when the plan was made"""
+    """this rank's parts when the plan was made"""
     index: Index
     content: bytes
-    """of the index file"""
+    """content of the index file"""
     written: list[str]
-    """keys of which this rank writes its part, in the order of their numbers"""
+    """keys of the parts that this rank writes, in the order of their numbers"""
 
 
 def rank_parts(parts: Mapping[str, Part]) -> RankParts:
-    """Return what this rank says about its parts."""
+    """Return the description of this rank's parts."""
     numbers: dict[TensorSharding, int] = {}
     inventory: list[InventoryEntry] = []
     regions: list[Region] = []
@@ -75,14 +75,14 @@ def rank_parts(parts: Mapping[str, Part]) -> RankParts:
 
 
 class JobParts(NamedTuple):
-    """What all ranks hold, without repetitions."""
+    """The parts of all ranks, without repetitions."""
 
     inventories: Sequence[Sequence[InventoryEntry]]
     """the distinct ones: one per pipeline stage"""
     inventory_of_rank: Sequence[int]
     """the number of each rank's inventory"""
     regions: Sequence[Integers]
-    """of each rank, as `region_numbers` returns them"""
+    """regions of each rank, as `region_numbers` returns them"""
 
 
 def agree_on_plan(group: Group, parts: Mapping[str, Part], previous: SavePlan | None) -> SavePlan:
@@ -135,7 +135,7 @@ def region_numbers(regions: Sequence[Region]) -> Integers:
 
 
 class _ShardingKey(NamedTuple):
-    """Where ranks say how they have cut a tensor."""
+    """A tensor's sharding in an inventory."""
 
     inventory: int
     """number of the inventory that names the tensor"""
@@ -159,21 +159,21 @@ class _InventoryRegions(NamedTuple):
     numbers: Integers
     """(ranks, n): a row per rank, as `region_numbers` returns it"""
     columns: Sequence[slice]
-    """where in a row the region of each sharding is"""
+    """start of each sharding's region in a row"""
 
 
 class _Holders(NamedTuple):
-    """The pieces of tensors of one grid, and who could write each."""
+    """The pieces of tensors of one grid, and the ranks that could write each."""
 
     cuts: tuple[Integers, ...]
     ranks: Integers
-    """(pieces, copies): every column is a choice of one rank per piece"""
+    """ranks (pieces, copies): every column is a choice of one rank per piece"""
     elements: Integers
     """(pieces)"""
 
 
 def make_index(job: JobParts) -> Index:
-    """Return the index of a checkpoint from what every rank has said; the same on all ranks.
+    """Return the index of a checkpoint from the parts of all ranks; the same on all ranks.
 
     O(ranks x shardings + tensors x copies). Raises CheckpointError if ranks differ in a tensor's shape or dtype, or if
     their parts do not make a whole tensor.
@@ -246,7 +246,7 @@ def _regions_of_inventory(job: JobParts, number: int) -> _InventoryRegions:
 def _find_holders(
     entry: InventoryEntry, sharding_keys: Sequence[_ShardingKey], regions: Sequence[_InventoryRegions]
 ) -> _Holders:
-    """Return the pieces of a tensor and who holds each. Raises CheckpointError if they do not make the whole tensor.
+    """Return the pieces of a tensor and their ranks. Raises CheckpointError if they do not make the whole tensor.
 
     regions: by the number of the inventory.
     """
@@ -280,7 +280,7 @@ def _find_holders(
 
 
 def _cuts_of_grid(shape: tuple[int, ...], offsets: Integers, sizes: Integers) -> tuple[Integers, ...] | None:
-    """Return where different boxes (pieces, dimensions) begin per dimension, and the shape's end.
+    """Return the starts of different boxes (pieces, dimensions) per dimension, and the shape's end.
 
     None if they are not all cells of one grid that fills the shape.
     """

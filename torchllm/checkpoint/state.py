@@ -1,15 +1,15 @@
-"""The tensors of a run that a checkpoint holds: their keys, and which part of each is on this rank.
+"""The tensors of a run that a checkpoint holds: their keys, and the part of each on this rank.
 
 Keys do not depend on the layout:
 
     model.<canonical name>                    parameters and persistent buffers; a tied one once; with LoRA only the
-                                              low-rank updates, for frozen weights come from their source again
+                                              low-rank updates: frozen weights are loaded from their source again
     optimizer.<canonical name>.<entry>        exp_avg, exp_avg_sq, step, momentum_buffer
     rng.<cpu or cuda>                         states of torch's random generators, a row per rank
     extra.ema.<canonical name>                moving average of a parameter, with optimizer.ema_decay over 0
-    extra.<name>                              what a forked recipe saves besides
+    extra.<name>                              additional state of a forked recipe
 
-Every parameter has its own `step`: AdamW does not count where a parameter has no gradient, so they may differ.
+Every parameter has its own `step`: AdamW counts only steps with a gradient, so they may differ.
 """
 
 import math
@@ -29,22 +29,22 @@ from torchllm.parallel.float8 import plain_tensor
 from torchllm.runtime.torch_compat import local_region
 
 WEIGHTS = "model."
-"""what the keys of the weights begin with; their canonical name follows"""
+"""prefix of the weights' keys, before their canonical name"""
 EXTRA = "extra."
-"""what the keys begin with of state that a run may be without: of the moving average, and of a fork"""
+"""prefix of the keys of optional state: the moving average, and state of a fork"""
 
 
 class TensorSharding(NamedTuple):
-    """What decides which part of a tensor a rank holds: equal on all ranks, where the part is not."""
+    """The sharding of a tensor: equal on all ranks, unlike their parts."""
 
     shape: tuple[int, ...]
     mesh: DeviceMesh | None
-    """None: every rank that has the tensor holds all of it, or a row of its own"""
+    """None: every rank with the tensor has all of it, or its own row"""
     placements: tuple[Placement, ...]
 
 
 class Part(NamedTuple):
-    """The part of a tensor that this rank holds."""
+    """The part of a tensor on this rank."""
 
     local: Tensor
     """shares the memory of the model or optimizer"""
@@ -53,13 +53,13 @@ class Part(NamedTuple):
 
 
 PartsToFill = Callable[[Sequence[nn.Module]], Mapping[str, Part]]
-"""what weights are read into, by key, of a rank's stages"""
+"""function that returns the parts of a rank's stages, by key, to read weights into"""
 
 
 @torch.no_grad()
 def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
     """Return this rank's part of each tensor, by key."""
-    regions: dict[TensorSharding, Region] = {}  # asking DTensor for one takes longer than all else here
+    regions: dict[TensorSharding, Region] = {}  # cached: computing one takes longer than all else here
     parts: dict[str, Part] = {}
     for key, tensor in tensors.items():
         shape = tuple(tensor.shape)
@@ -80,7 +80,7 @@ def model_tensors(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 def saved_model_tensors(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Return those of `model_tensors` that a checkpoint holds: with LoRA the low-rank updates, else all."""
+    """Return the `model_tensors` that checkpoints hold: with LoRA the low-rank updates, else all."""
     tensors = model_tensors(stages)
     if not has_low_rank_updates(stages):
         return tensors
@@ -88,7 +88,7 @@ def saved_model_tensors(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 def initial_model_tensors(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Return those of `model_tensors` that initial weights fill: all but the low-rank updates of LoRA."""
+    """Return the `model_tensors` that initial weights fill: all except the low-rank updates of LoRA."""
     return {key: tensor for key, tensor in model_tensors(stages).items() if not is_low_rank_factor(key)}
 
 
@@ -116,15 +116,15 @@ def optimizer_tensors(stages: Sequence[nn.Module], optimizer: torch.optim.Optimi
         for entry, value in state.items():
             if isinstance(value, Tensor):
                 tensors[f"optimizer.{names[id(parameter)]}.{entry}"] = value
-            elif value is not None:  # SGD keeps a None where it has no momentum
+            elif value is not None:  # SGD without momentum has a None
                 raise TypeError(f"optimizer state {entry!r} of {names[id(parameter)]} is not a tensor: {value!r}")
     return tensors
 
 
 def start_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer of torch's make its state, which it would not have before its first step, so that it is loaded.
+    """Make a torch optimizer create its state, which it lacks before its first step, so that it can be loaded.
 
-    That takes a step with gradients of zero: call it before the weights are loaded.
+    This takes a step with gradients of zero: call it before the weights are loaded.
     """
     if optimizer.state:
         return
@@ -146,7 +146,7 @@ def _by_name(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
 def _entries(stages: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """Yield canonical name and tensor of every parameter and persistent buffer, each tensor once.
 
-    They come from `state_dict`, not from `named_parameters`, in which FSDP's weights may still be gathered.
+    They come from `state_dict`, since FSDP's weights in `named_parameters` may still be gathered.
     """
     yielded: set[int] = set()
     for stage in stages:
@@ -157,14 +157,14 @@ def _entries(stages: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
 
 
 class _TiedCopy(NamedTuple):
-    """Two tensors of one name: a tied embedding on a rank that holds both ends of a pipeline."""
+    """Two tensors of one name: a tied embedding on a rank with both ends of a pipeline."""
 
     saved: Tensor
     copy: Tensor
 
 
 def _tied_copies(stages: Sequence[nn.Module]) -> list[_TiedCopy]:
-    """Return the tensors of this rank that are copies of a saved tensor, each with that."""
+    """Return pairs of a saved tensor and its copy on this rank."""
     saved = _by_name(stages)
     copies = []
     for name, tensor in _entries(stages):
@@ -214,14 +214,14 @@ def size_in_bytes(parts: Mapping[str, Part]) -> int:
 def nonfinite_keys(parts: Mapping[str, Part]) -> list[str]:
     """Return the keys of the parts that hold a NaN or an infinity.
 
-    Each part is read once where it is, and nothing of its size is allocated; then this waits for the device.
+    Each part is read once in place, without an allocation of its size; then this waits for the device.
     """
     keys: dict[torch.device, list[str]] = {}
     extremes: dict[torch.device, list[Tensor]] = {}
     for key, part in parts.items():
         local = part.local
         if local.is_floating_point() and local.numel():
-            smallest, largest = torch.aminmax(local)  # both are NaN if one element is
+            smallest, largest = torch.aminmax(local)  # minimum and maximum are NaN if one element is
             keys.setdefault(local.device, []).append(key)
             extremes.setdefault(local.device, []).append(torch.stack([smallest, largest]).double())
     nonfinite = []
@@ -232,9 +232,9 @@ def nonfinite_keys(parts: Mapping[str, Part]) -> list[str]:
 
 
 class Snapshot:
-    """A copy of this rank's parts on the host, for a save in the background.
+    """A copy of this rank's parts on the host, written by a background save.
 
-    Its memory is allocated once, for allocating is slow; it is pinned if there is a GPU.
+    Its memory is allocated once, since allocation is slow; it is pinned if there is a GPU.
     """
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
@@ -246,7 +246,7 @@ class Snapshot:
             self._copies[key] = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
 
     def take(self, parts: Mapping[str, Part]) -> dict[str, Part]:
-        """Copy the present values of the same parts and return the copies, which are valid until the next call."""
+        """Copy the current values of the same parts and return the copies, which are valid until the next call."""
         copies = {}
         for key, part in parts.items():
             self._copies[key].copy_(part.local, non_blocking=True)

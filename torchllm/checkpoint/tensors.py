@@ -1,7 +1,7 @@
-"""Tensors to a checkpoint folder and back, on any layout.
+"""Write tensors to a checkpoint folder and read them back, on any layout.
 
 Every rank writes one file, with `torch.save`, and reads the pieces that it needs from any of them, in threads. A piece
-is verified by its sum before torch sees it, and unpickled with `weights_only`: no code is run.
+is verified by its sum before torch reads it, and unpickled with `weights_only`: no code is run.
 """
 
 import hashlib
@@ -35,11 +35,11 @@ from torchllm.checkpoint.state import EXTRA, Part
 from torchllm.checkpoint.verify import check_sizes
 
 LISTED = 20
-"""differences between a checkpoint and the model that an error lists at most"""
+"""most differences between a checkpoint and the model that an error lists"""
 THREADS = 8
 """threads of a rank that read pieces"""
 BYTES_AT_A_TIME = 1 << 30
-"""pieces that the threads of a rank hold at once, besides one of any size"""
+"""bytes of pieces that the threads of a rank hold at once, unless a single piece is larger"""
 
 
 def save_tensors(group: Group, folder: Path, plan: SavePlan, parts: Mapping[str, Part]) -> dict[str, FileRecord]:
@@ -51,7 +51,7 @@ def save_tensors(group: Group, folder: Path, plan: SavePlan, parts: Mapping[str,
     def write() -> FileRecord:
         with DataFileWriter(folder / data_file_name(rank_of(group))) as file, _no_checksums():
             for key in plan.written:
-                torch.save(_to_store(parts[key].local), cast(IO[bytes], file))  # calls write and flush, nothing else
+                torch.save(_to_store(parts[key].local), cast(IO[bytes], file))  # torch.save calls only write and flush
                 file.end_piece(plan.index.tensors[key].number)
             return file.finish()
 
@@ -67,7 +67,7 @@ def save_tensors(group: Group, folder: Path, plan: SavePlan, parts: Mapping[str,
 
 
 def _to_store(local: Tensor) -> Tensor:
-    """Return a tensor on the host whose storage holds its elements and nothing else: torch.save writes all of that."""
+    """Return a tensor on the host whose storage has only its elements, since torch.save writes the whole storage."""
     stored = local.detach().cpu().contiguous()
     if stored.untyped_storage().nbytes() != stored.nbytes:
         stored = stored.clone()
@@ -76,7 +76,7 @@ def _to_store(local: Tensor) -> Tensor:
 
 @contextmanager
 def _no_checksums() -> Iterator[None]:
-    """Leave torch's CRC32 out of the files: it takes longer than writing them, and every piece has its sha256."""
+    """Disable torch's CRC32 in the files: it takes longer than writing them, and every piece has a sha256."""
     previous = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -87,13 +87,13 @@ def _no_checksums() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StoredTensors:
-    """A checkpoint whose manifest and index are verified, and of which no tensor is read yet."""
+    """A checkpoint whose manifest and index are verified; no tensor is read yet."""
 
     folder: Path
     manifest: Manifest
     index: Index
     tables: dict[int, PieceTable] | None = None
-    """of the data files, by their writer; None: each is read from the end of its file"""
+    """tables of the data files, by writer; None: each is read from the end of its file"""
 
 
 def open_checkpoint(group: Group, folder: Path) -> StoredTensors:
@@ -113,7 +113,7 @@ def open_checkpoint(group: Group, folder: Path) -> StoredTensors:
 
 
 def read_index(path: Path, manifest: Manifest) -> bytes:
-    """Return the content of the index file. Raises DamagedCheckpoint if it is not what the manifest says."""
+    """Return the content of the index file. Raises DamagedCheckpoint if it does not match the manifest."""
     if INDEX not in manifest.files:
         raise DamagedCheckpoint(f"{path.parent}: its manifest lists no {INDEX}")
     try:
@@ -147,13 +147,13 @@ def load_tensors(
     prefix: str = "",
     cast: bool = False,
 ) -> None:
-    """Fill `parts`, on all ranks together exactly the tensors of the checkpoint whose key begins with `prefix`.
+    """Fill `parts`: over all ranks, exactly the tensors of the checkpoint whose key begins with `prefix`.
 
-    Tensors of random generators, and a fork's own, may be missing in `parts`. cast: floating-point tensors may have
-    another dtype than in the checkpoint, to which their values are rounded, one tensor at a time.
+    Tensors of random generators and of a fork may be missing in `parts`. cast: round floating-point values to the dtype
+    of `parts` if it differs from the checkpoint, one tensor at a time.
 
     Raises CheckpointError on all ranks if keys, shapes or dtypes differ: then nothing is changed. Raises
-    DamagedCheckpoint on all ranks if anything that is read is not what was written: then some parts are filled.
+    DamagedCheckpoint on all ranks if a piece that is read is damaged: then some parts are filled.
     """
     _refuse_differences(group, stored, parts, prefix, cast)
     on_all(group, lambda: read_parts(stored, parts))
@@ -162,7 +162,7 @@ def load_tensors(
 def _refuse_differences(
     group: Group, stored: StoredTensors, parts: Mapping[str, Part], prefix: str, cast: bool
 ) -> None:
-    """Raise CheckpointError on all ranks if what they load is not what the checkpoint holds."""
+    """Raise CheckpointError on all ranks if their tensors do not match the checkpoint."""
     saved = {key: entry for key, entry in stored.index.tensors.items() if key.startswith(prefix)}
     differences = _unused_keys(group, saved, parts) + _differences(saved, parts, cast)
     if not any_rank(group, bool(differences)):
@@ -189,7 +189,7 @@ def _unused_keys(group: Group, saved: Mapping[str, TensorEntry], parts: Mapping[
 
 
 def _differences(saved: Mapping[str, TensorEntry], parts: Mapping[str, Part], cast: bool) -> list[str]:
-    """Return a line for each tensor of this rank whose key, shape or dtype is not the checkpoint's."""
+    """Return a line for each tensor of this rank whose key, shape or dtype differs from the checkpoint."""
     lines = []
     for key, part in parts.items():
         if key not in saved:
@@ -204,7 +204,7 @@ def _differences(saved: Mapping[str, TensorEntry], parts: Mapping[str, Part], ca
 
 
 class _ByteLimit:
-    """Lets threads hold so many bytes together; one that needs more waits until it is alone."""
+    """Limits the bytes that threads hold together; a thread that needs more waits until it is alone."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -213,7 +213,7 @@ class _ByteLimit:
 
     @contextmanager
     def hold(self, count: int) -> Iterator[None]:
-        """Return a context in which the thread holds `count` bytes."""
+        """Return a context that holds `count` bytes for the thread."""
         with self._changed:
             self._changed.wait_for(lambda: self._held == 0 or self._held + count <= self._limit)
             self._held += count
@@ -231,7 +231,7 @@ class _Read(NamedTuple):
     key: str
     piece: TensorPiece
     part: Part
-    """what it fills, or a part of it"""
+    """this rank's part that it fills, wholly or partly"""
 
 
 def read_parts(stored: StoredTensors, parts: Mapping[str, Part]) -> None:
@@ -246,7 +246,7 @@ def read_parts(stored: StoredTensors, parts: Mapping[str, Part]) -> None:
     limit = _ByteLimit(BYTES_AT_A_TIME)
     with ThreadPoolExecutor(THREADS, thread_name_prefix="checkpoint-read") as pool:
         for _ in pool.map(lambda batch: _read_batch(stored, batch, limit), batches):
-            pass  # raises what a batch raised, and cancels those that have not begun
+            pass  # raises the error of a batch, and cancels batches that have not started
 
 
 def _needed_reads(index: Index, parts: Mapping[str, Part]) -> dict[int, list[_Read]]:
@@ -264,7 +264,7 @@ def _needed_reads(index: Index, parts: Mapping[str, Part]) -> dict[int, list[_Re
 
 
 def _read_batch(stored: StoredTensors, reads: Sequence[_Read], limit: _ByteLimit) -> None:
-    """Read pieces of one file, verify each, and copy what overlaps into the parts. Raises DamagedCheckpoint."""
+    """Read pieces of one file, verify each, and copy the overlaps into the parts. Raises DamagedCheckpoint."""
     writer = reads[0].piece.writer
     name = data_file_name(writer)
     path = stored.folder / name
@@ -277,7 +277,7 @@ def _read_batch(stored: StoredTensors, reads: Sequence[_Read], limit: _ByteLimit
                 if stored_piece is None:
                     raise DamagedCheckpoint(f"{path}: holds no piece of {read.key}, against the index")
                 with limit.hold(stored_piece.length):
-                    # The bytes have no name: else they would stay while they are copied, in memory a third time.
+                    # No variable for the bytes: they are freed before the copy, the third one in memory.
                     piece = _unpack(read_piece(file.fileno(), stored_piece, path), read, entry.dtype, path)
                     _copy_overlap(piece, read)
                     del piece  # before the next one is read
@@ -286,7 +286,7 @@ def _read_batch(stored: StoredTensors, reads: Sequence[_Read], limit: _ByteLimit
 
 
 def _unpack(content: bytes, read: _Read, dtype: str, path: Path) -> Tensor:
-    """Return the tensor that torch.save made these bytes of. Raises DamagedCheckpoint if it is not the index's."""
+    """Return the tensor in these bytes of torch.save. Raises DamagedCheckpoint if it does not match the index."""
     try:
         tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # a crafted file can fail in any way

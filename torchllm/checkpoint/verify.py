@@ -1,4 +1,4 @@
-"""Whether a checkpoint is what was written: by reading all of it, or by the sizes of its files. No torch."""
+"""Verify a checkpoint: by reading all of it, or by the sizes of its files. No torch."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 def verify_checkpoint(folder: Path) -> Manifest:
-    """Read every file of a checkpoint and return its manifest. Raises DamagedCheckpoint if one is not what was written.
+    """Read every file of a checkpoint and return its manifest. Raises DamagedCheckpoint if a file is damaged.
 
     One process reads them all; see `checkpointer.verify_in_parallel`.
     """
@@ -22,9 +22,9 @@ def verify_checkpoint(folder: Path) -> Manifest:
 
 
 def check_files(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1) -> list[str]:
-    """Read every `parts`-th file of a checkpoint, from number `part` on, and return what is wrong, one text per file.
+    """Read every `parts`-th file of a checkpoint, from number `part` on, and return an error text per damaged file.
 
-    The list is empty if all of them are what was written.
+    The list is empty if all of them are undamaged.
     """
     names = sorted(manifest.files)[part::parts]
 
@@ -38,12 +38,12 @@ def check_files(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1)
 
 
 def check_sizes(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1) -> list[str]:
-    """Look at every `parts`-th file of a checkpoint as `check_files` does, but only whether it has the right size."""
+    """Check every `parts`-th file of a checkpoint like `check_files`, but only its size."""
     return _problems(folder, manifest, sorted(manifest.files)[part::parts], check_file_size)
 
 
 def check_content(path: Path, record: FileRecord) -> None:
-    """Read a file whose content the manifest has the sha256 of. Raises DamagedCheckpoint if it is another."""
+    """Read a file and compare its sha256 with the manifest. Raises DamagedCheckpoint if they differ."""
     check_file_size(path, record)
     if hash_file(path) != record:
         raise DamagedCheckpoint(f"{path}: damaged: its sha256 is not the manifest's")
@@ -69,7 +69,7 @@ def newest_verified(
 ) -> tuple[Path, Manifest] | None:
     """Return the first folder that passes `check`, and its manifest; None if there are no folders.
 
-    Warns of every damaged folder ahead of it in the list. Raises DamagedCheckpoint if there are folders but none
+    Warns about every damaged folder before it in the list. Raises DamagedCheckpoint if there are folders but none
     passes; any other error of `check` is not caught.
     """
     reasons: list[str] = []

@@ -23,7 +23,7 @@ from torchllm.checkpoint.verify import newest_verified
 from torchllm.optim.average import EMA
 
 AVERAGED_WEIGHTS = f"{EXTRA}{EMA}"
-"""what the keys of the moving average of the weights begin with, which runs with optimizer.ema_decay over 0 have"""
+"""prefix of the keys of the moving average of the weights, in runs with optimizer.ema_decay over 0"""
 
 
 def load_newest_weights(
@@ -38,9 +38,8 @@ def load_newest_weights(
 ) -> Manifest:
     """Load the weights of a run, and return the manifest of their checkpoint.
 
-    It is the step folder that `resume` names, else the newest that is not suspect and of which all that is read
-    verifies; a newer one that is suspect or damaged is a warning. The other arguments and the errors are those of
-    `load_weights`.
+    This is the step folder that `resume` names, else the newest that is not suspect and whose pieces verify as they are
+    read; newer ones that are suspect or damaged are warnings. Other arguments and errors as in `load_weights`.
     """
     if resume not in ("auto", "none"):
         return load_weights(Path(resume), stages, group=group, cast=cast, prefix=prefix, to_fill=to_fill)
@@ -69,12 +68,11 @@ def load_weights(
 
     Only the weights are read and verified, not the optimizer's state. to_fill: which of them; by default those that the
     run saves, with LoRA the low-rank updates; `initial_parts`: the frozen weights, from a checkpoint of a run without.
-    group: a host-side group of the ranks that hold the model; None: this process holds all of it. cast: the model's
-    parameters may have another dtype than the checkpoint's, to which they are rounded one by one. prefix:
-    AVERAGED_WEIGHTS loads their moving average (optimizer.ema_decay), "extra.NAME." what a fork has saved by that name.
+    group: a host-side group of the ranks with the model; None: all of it is in this process. cast: round the weights
+    to the dtype of the model's parameters if it differs, one by one. prefix: AVERAGED_WEIGHTS loads their moving
+    average (optimizer.ema_decay), "extra.NAME." a fork's state of that name.
 
-    Raises on all ranks DamagedCheckpoint if what is read is not what was written, CheckpointError if it is of another
-    model.
+    Raises, on all ranks, DamagedCheckpoint if a piece that is read is damaged, CheckpointError for another model.
     """
     stored = open_checkpoint(group, folder)
     parts = {prefix + key.removeprefix(WEIGHTS): part for key, part in to_fill(stages).items()}

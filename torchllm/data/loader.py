@@ -490,9 +490,9 @@ class TrainLoader:
         self._order = order_by_stages(self._seed, self._sizes, self._stages)
 
     def _mixture_as_in(self, saved: Sequence[PlannedStage]) -> Data:
-        """Return settings with the shares of a checkpoint where the run has chosen none: equal ones, or by size.
+        """Return settings with the weights of a checkpoint if the run has chosen none: equal ones, or by size.
 
-        A run that counts epochs draws its sources by size, else equally often; it may begin or cease to count them.
+        A run with finetune.epochs draws its sources by size, others equally often; a resumed run may change that.
         """
         for mixture in (self._mixture, self._data, mixed_by_size(self._data, self._sizes)):
             if saved[0].weights == tuple(source.weight for source in mixture.sources):

@@ -3,14 +3,14 @@
 from pathlib import Path
 
 FOLDER = "sys/fs/cgroup"
-"""where Linux shows them"""
+"""mount point on Linux"""
 
 
 def control_groups(controller: str, root: Path = Path("/")) -> list[Path]:
     """Return the folders of this process's control groups that `controller` ("memory", "cpu") can limit, up to the top.
 
-    In a container the path that Linux gives may be the host's, which is not seen there; the root is seen, and is the
-    container's own group. root: the root of the file system, another one in tests.
+    In a container Linux may return the host's path, which is not visible there; the root is visible, and is the
+    container's group. root: the root of the file system, another one in tests.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""How many cores this process may use, by Linux and by the quota of its container or batch job."""
+"""Number of cores that this process may use, by Linux and by the quota of its container or batch job."""
 
 import os
 from contextlib import suppress
@@ -10,7 +10,7 @@ from torchllm.runtime.control_groups import control_groups
 def usable_cores(root: Path = Path("/")) -> int:
     """Return the cores that this process may use, at least 1. root: the root of the file system, another one in tests.
 
-    A container on 96 cores may have a quota of 8: then 96 threads run, each for a twelfth of the time.
+    A container on 96 cores may have a quota of 8: 96 threads would each run for a twelfth of the time.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [quota for group in control_groups("cpu", root) if (quota := _quota(group)) is not None]

@@ -38,10 +38,10 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
 
 
 def has_usable_gpu(devices: Path = Path("/dev")) -> bool:
-    """Return whether this process may use an NVIDIA GPU: its device file opens, and CUDA_VISIBLE_DEVICES hides not all.
+    """Return whether this process may use an NVIDIA GPU: a device file opens, and CUDA_VISIBLE_DEVICES names a GPU.
 
-    Whether torch can use it too is another question. A container has the device files of its own GPUs only, and a
-    scheduler forbids opening those of others.
+    It does not check whether torch can use the GPU. A container has only the device files of its GPUs, and a scheduler
+    forbids opening other files.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and (not visible.strip() or visible.strip().startswith("-")):
@@ -56,7 +56,7 @@ def has_usable_gpu(devices: Path = Path("/dev")) -> bool:
 def compute_dtype(training: Training, device: torch.device) -> torch.dtype:
     """Return the dtype to compute in: training.dtype, where "auto" is bfloat16 on a GPU and float32 on a CPU.
 
-    float32 is float64 where that is torch's default type, as it is in a proof that tells a mistake from rounding.
+    float32 becomes float64 if that is torch's default dtype, as in proofs that must tell a mistake from rounding.
     """
     name = training.dtype
     if name == "auto":

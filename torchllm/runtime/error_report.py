@@ -1,8 +1,7 @@
-"""What becomes of an error that nothing has caught: which rank prints it, how, and the exit status.
+"""Report an uncaught error: which rank prints it, how, and the exit status.
 
-One rank's error breaks the connections of all others, which then have errors of their own. The cause is to be the last
-thing that a reader sees: a rank that has lost a peer waits for the launcher to end it, and has one line to say if it
-does not.
+One rank's error breaks the connections of all others, which then fail too. The cause should be the last output: a rank
+that has lost a peer waits for the launcher to end it, and prints one line only if that does not happen.
 """
 
 import atexit
@@ -31,14 +30,14 @@ LOST_PEER = re.compile(
     r"|remote process exited|failed to recv",
     re.IGNORECASE,
 )
-"""what gloo, NCCL and the store say on a rank whose peer has ended"""
+"""matches the errors of gloo, NCCL and the store on a rank whose peer has ended"""
 
 LOST_WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (?:is killed by|exited unexpectedly)[^.]*")
-"""what torch says, wherever it interrupts the main thread, when a process that reads data has ended"""
+"""matches torch's error, raised anywhere in the main thread, when a data worker has ended"""
 
 
 def _note_nothing(kind: ErrorKind) -> None:
-    """Tell no launcher of an error."""
+    """Default of `note_error`: there is no launcher."""
 
 
 class _Ending:
@@ -54,16 +53,16 @@ _ending = _Ending()
 def report_errors(rank: int = 0, local_rank: int = 0, note_error: Callable[[ErrorKind], None] = _note_nothing) -> None:
     """Set up logging and what happens to an uncaught error.
 
-    Rank 0 logs everything, the other ranks log errors only, with their rank in front. A UserError is printed as one
-    plain line, once per job; a lost connection to another rank as one line, later than that rank's error; a killed
-    process that reads data as one line; any other error is a bug and keeps its traceback. The exit status is 2 after a
-    RefusedStart, else 1. note_error: tells the launcher of the error, which may end this process before it ends itself.
+    Rank 0 logs everything, other ranks only errors, with a rank prefix. A UserError is printed as one plain line, once
+    per job; a lost connection to another rank as one line, later than that rank's error; a killed data worker as one
+    line; any other error is a bug and keeps its traceback. The exit status is 2 after a RefusedStart, else 1.
+    note_error: reports the error to the launcher, which may end this process before it exits.
     """
     main = rank == 0
     handler = LogHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s") if main else RankFormatter(rank, sys.stderr))
     logging.basicConfig(level=logging.INFO if main else logging.ERROR, handlers=[handler], force=True)
-    logging.captureWarnings(True)  # Python's warnings too are lines of the log, and rank 0's only
+    logging.captureWarnings(True)  # Python's warnings go to the log too, only on rank 0
 
     def print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not isinstance(error, KeyboardInterrupt):
@@ -72,10 +71,10 @@ def report_errors(rank: int = 0, local_rank: int = 0, note_error: Callable[[Erro
             _ending.status = 2
             note_error("refused")
         if isinstance(error, UserError):
-            if not lost_connection(error):  # else the death of that rank is the cause, which may not come again
+            if not lost_connection(error):  # otherwise the death of that rank is the cause, and a restart may succeed
                 note_error("user_error")
             if not main:
-                # All ranks have this error as a rule: rank 0 prints it, exits, and torchrun ends the others, which
+                # Usually all ranks have this error: rank 0 prints it, exits, and torchrun ends the others, which
                 # sleep here. If only this node has it, its first rank prints it. Why a job was refused is printed on
                 # each node: whoever has started one differently looks at its output.
                 is_first = local_rank == 0
@@ -101,9 +100,9 @@ def report_errors(rank: int = 0, local_rank: int = 0, note_error: Callable[[Erro
 
 
 def lost_connection(error: BaseException) -> str:
-    """Return the first line of what a broken connection to another rank says; "" if `error` comes from something else.
+    """Return the first line of the error of a broken connection to another rank; "" if `error` has another cause.
 
-    `error` may have been raised while another one was handled.
+    `error` may have been raised while another error was handled.
     """
     for cause in _with_causes(error):
         if isinstance(cause, RuntimeError) and LOST_PEER.search(str(cause)):
@@ -112,7 +111,7 @@ def lost_connection(error: BaseException) -> str:
 
 
 def lost_worker(error: BaseException) -> str:
-    """Return which process that reads data has ended, and how; "" if `error` comes from something else."""
+    """Return which data worker has ended, and how; "" if `error` has another cause."""
     for cause in _with_causes(error):
         if isinstance(cause, RuntimeError) and (match := LOST_WORKER.search(str(cause))):
             return match[0]
@@ -120,7 +119,7 @@ def lost_worker(error: BaseException) -> str:
 
 
 def _with_causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, and those that led to it."""
+    """Yield an error and its causes."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause
@@ -134,10 +133,10 @@ def _let_launcher_end_this(seconds: float) -> None:
 
 
 def _end_after_error() -> None:
-    """End a process that had an error, after its threads have ended, without C++ destructors.
+    """End a process after an error, when its threads have ended, without C++ destructors.
 
-    The threads of a process group that is still connected would abort in theirs: "terminate called without an active
-    exception", and SIGABRT instead of the exit status.
+    Destructors would abort in the threads of a connected process group: "terminate called without an active exception",
+    and SIGABRT instead of the exit status.
     """
     if _ending.status is None:
         return

@@ -1,4 +1,4 @@
-"""What all ranks of a job exchange on the host: records of equal size, and texts, which are the same on all as a rule.
+"""Exchange of data on the host between all ranks: records of equal size, and texts, which usually agree.
 
 torch's collectives of Python objects send two rounds and unpickle an object per rank. These send one round of bytes.
 Gloo sends them along a ring, so a rank has two neighbours, whatever the number of ranks.
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 Scalar = TypeVar("Scalar", bound=np.generic)
-"""of any dtype, also one with fields"""
+"""any dtype, also structured"""
 
 
 def gather_records(record: npt.NDArray[Scalar], group: dist.ProcessGroup) -> npt.NDArray[Scalar]:
@@ -25,7 +25,7 @@ def gather_records(record: npt.NDArray[Scalar], group: dist.ProcessGroup) -> npt
 
 
 def broadcast_record(record: npt.NDArray[Scalar], group: dist.ProcessGroup) -> npt.NDArray[Scalar]:
-    """Return the array of the group's first rank; the others pass one of its shape and dtype."""
+    """Return the array of the group's first rank; the others pass an array of the same shape and dtype."""
     data = _as_bytes(record)
     dist.broadcast(data, group_src=0, group=group)
     return np.frombuffer(data.numpy(), record.dtype).reshape(record.shape)
@@ -34,8 +34,8 @@ def broadcast_record(record: npt.NDArray[Scalar], group: dist.ProcessGroup) -> n
 def gather_texts(text: str | None, group: dist.ProcessGroup) -> list[str | None]:
     """Return the text of every rank, by rank.
 
-    If all ranks pass the same text, or None, as they do unless something is wrong, they exchange only its hash: 32
-    bytes in one all-reduce, whatever the number of ranks. Otherwise each rank gets the texts of all ranks.
+    If all ranks pass the same text, or None, they exchange only its hash: 32 bytes in one all-reduce, whatever the
+    number of ranks. Otherwise each rank gets the texts of all ranks.
     """
     ranks = dist.get_world_size(group)
     if same_on_all_ranks(text, group):
@@ -57,5 +57,5 @@ def same_on_all_ranks(text: str | None, group: dist.ProcessGroup) -> bool:
 
 
 def _as_bytes(record: npt.NDArray[Any]) -> torch.Tensor:
-    """Return a copy of an array's memory."""
+    """Return a copy of an array's memory as bytes."""
     return torch.frombuffer(bytearray(record.tobytes()), dtype=torch.uint8)

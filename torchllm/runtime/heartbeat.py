@@ -1,13 +1,12 @@
-"""The heartbeat of a rank: that it goes on, and what it is doing, for its launcher (`rank_watch.py`). No torch.
+"""Heartbeats of a rank, with its current activity, read by its launcher (`rank_watch.py`). No torch.
 
-Rank and launcher map the same few bytes of memory, on /dev/shm where the system has it: a beat is a write to memory, no
-system call, and nothing of it can hang with the run folder. Library functions beat: each named part of a step
-(`phase.phase`), the vote on stopping that ends a step, each batch of an evaluation. How long a rank may go without a
-beat depends on what it is doing: `Limits`.
+Rank and launcher map the same few bytes of memory, on /dev/shm if it exists: a beat is a write to memory, without a
+system call, so it cannot hang with the run folder. Library functions beat: each named part of a step (`phase.phase`),
+the vote on stopping that ends a step, each batch of an evaluation. The timeout depends on the activity: `Limits`.
 
-The rank prepares its own stack too: a timer of Python's faulthandler, set anew as beats come, writes it to a file that
-is open already. That works while the program is stuck outside Python, and in a process that does not react to signals.
-A rank that no launcher of ours has started has no file and no timer, only the limits, which `hang_watch.py` uses.
+A timer of Python's faulthandler, reset by beats, also writes the rank's stacks to an open file. That works while the
+program is stuck outside Python, and in a process that does not react to signals. A rank without our launcher has no
+file and no timer, only the limits, which `hang_watch.py` uses.
 """
 
 import faulthandler
@@ -27,23 +26,23 @@ from torchllm.config.environment import START_TIMEOUT
 HEARTBEATS = "TORCHLLM_HEARTBEATS"
 """environment variable: folder of the heartbeats of this attempt's ranks on this node"""
 REARM_INTERVAL = 1.0
-"""seconds between two settings of the timer, at least: each starts a thread"""
+"""least seconds between two resets of the timer: each starts a thread"""
 LONGEST_LIMIT = 1e6
-"""seconds; faulthandler takes no infinite ones"""
+"""seconds; faulthandler takes no infinite timeout"""
 REPORT_LIMIT = 60.0
-"""seconds that the ranks may take to report a hang that they have found themselves"""
+"""seconds for the ranks to report a hang that they found themselves"""
 
 Activity = Literal["start-up", "load", "step", "evaluation", "save", "hang report", "end"]
 
 _RECORD = struct.Struct("=5qd96s")
-"""a Beat; the last field holds its three texts"""
+"""layout of a Beat; the last field holds its three texts"""
 
 
 class Limits(NamedTuple):
     """Seconds without a beat after which a rank counts as stuck."""
 
     start: float = math.inf
-    """run.start_timeout: in the start-up, with the first steps, which compile; the first evaluation, which may too; and
+    """run.start_timeout: during start-up, including the first steps and the first evaluation, which may compile; and
     while a checkpoint is loaded"""
     step: float = math.inf
     """run.timeout: in a step and between two batches of an evaluation"""
@@ -52,7 +51,7 @@ class Limits(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """How long a rank may go without a beat in what it is doing now."""
+    """The current timeout of a rank between beats."""
 
     seconds: float
     key: str
@@ -63,41 +62,41 @@ class Beat(NamedTuple):
     """The last beat of a rank, as its launcher reads it."""
 
     number: int
-    """counts the beats from 1"""
+    """number of the beat, from 1"""
     pid: int
     rank: int
     ranks_on_node: int
     thread: int
     """id of the main thread"""
     limit: Limit
-    """infinite: the rank is not watched (any more)"""
+    """infinite: the rank is not watched"""
     activity: str
     part: str
-    """the part of the activity that began last; may be empty"""
+    """latest part of the activity; may be empty"""
 
 
 class Heartbeat:
-    """The heart of this process: `open` shows it to the launcher."""
+    """Sends heartbeats of this process; `open` connects it to the launcher."""
 
     def __init__(self) -> None:
         self.limits = Limits()
         self.activities: list[Activity] = ["start-up"]
-        """what this rank is doing; the last is the innermost"""
+        """current activities of this rank, innermost last"""
         self.has_evaluated = False
-        """the next evaluation compiles nothing"""
+        """whether an evaluation has run, so that the next one does not compile"""
         self.count = 0
         self.record: bytearray | mmap.mmap = bytearray(_RECORD.size)
         self.process = [os.getpid(), 0, 1, threading.main_thread().ident or 0]
-        """process id, rank, ranks of this node, and id of the main thread, for the record"""
+        """process id, rank, ranks of this node, and id of the main thread, as in a Beat"""
         self.stack_file: int | None = None
-        """descriptor of the file to which the timer writes the stacks of all threads; None: there is no timer"""
+        """descriptor of the file for the stacks of all threads, written by the timer; None: there is no timer"""
         self.armed_at = -math.inf
-        """time.monotonic() when the timer was set"""
+        """time.monotonic() of the last reset of the timer"""
         self.armed_limit = math.nan
         self._texts: dict[tuple[Limit, Activity, str], bytes] = {}
 
     def open(self) -> None:
-        """Show the heartbeat to the launcher that has started this process, if one has; only the first call does."""
+        """Connect to the launcher that has started this process, if there is one; later calls do nothing."""
         folder = os.environ.pop(HEARTBEATS, None)
         if folder is None:
             return
@@ -106,7 +105,7 @@ class Heartbeat:
         file = Path(folder, f"rank-{os.environ.get('LOCAL_RANK', 0)}")
         unfinished = file.with_suffix(".new")
         descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.write(descriptor, bytes(_RECORD.size))  # takes the memory: a full /dev/shm is an error here, SIGBUS later
+        os.write(descriptor, bytes(_RECORD.size))  # a full /dev/shm is an error here, SIGBUS later
         self.record = mmap.mmap(descriptor, _RECORD.size)
         os.close(descriptor)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
@@ -115,7 +114,7 @@ class Heartbeat:
         unfinished.rename(file)  # the launcher sees a whole record
 
     def limit(self) -> Limit:
-        """Return how long this rank may go without a beat, or wait for other ranks, in what it is doing now."""
+        """Return the current timeout, between beats or for waiting on other ranks."""
         activity = self.activities[-1]
         if activity == "save":
             return Limit(self.limits.save, "run.save_timeout")
@@ -129,7 +128,7 @@ class Heartbeat:
         return Limit(self.limits.step, "run.timeout")
 
     def beat(self, part: str = "") -> None:
-        """Tell the launcher that this rank goes on, and with which part of what it is doing. Takes microseconds."""
+        """Send a heartbeat with the current part of the activity. Takes microseconds."""
         self.count += 1
         limit = self.limit()
         _RECORD.pack_into(self.record, 0, self.count, *self.process, limit.seconds, self._text(limit, part))
@@ -137,7 +136,7 @@ class Heartbeat:
             self._set_timer(self.stack_file, limit.seconds)
 
     def begin(self, activity: Activity) -> None:
-        """Take up an activity in place of all that this rank was doing."""
+        """Replace all current activities by one."""
         self.activities[:] = [activity]
         self.has_evaluated = self.has_evaluated and activity != "start-up"
         self.beat()
@@ -149,7 +148,7 @@ class Heartbeat:
             self.beat()
 
     def close(self) -> None:
-        """Tell the launcher that this rank is not watched any more: what follows has no time limit."""
+        """End the watch of this rank: it has no timeout from here on."""
         self.begin("end")
         if self.stack_file is not None:
             faulthandler.cancel_dump_traceback_later()
@@ -157,23 +156,23 @@ class Heartbeat:
             self.stack_file = None
 
     def _text(self, limit: Limit, part: str) -> bytes:
-        """Return the texts of a beat as the record holds them."""
+        """Return the encoded texts of a beat."""
         key = limit, self.activities[-1], part
         if key not in self._texts:
             self._texts[key] = "\t".join((limit.key, self.activities[-1], part)).encode()
         return self._texts[key]
 
     def _set_timer(self, stack_file: int, seconds: float) -> None:
-        """Have the stacks written when no beat comes for as long as the launcher waits, but not earlier.
+        """Reset the timer, which writes the stacks when the timeout of the launcher has passed, not earlier.
 
-        The timer runs from its last setting, up to REARM_INTERVAL before the last beat. It walks the frames of threads
-        that may be running, which is safe only if they are not: in a rank that is stuck.
+        The timer runs from its last reset, up to REARM_INTERVAL before the last beat. It walks the frames of other
+        threads, which is safe only if they are stuck.
         """
         moment = time.monotonic()
         if seconds == self.armed_limit and moment - self.armed_at < REARM_INTERVAL:
             return
         self.armed_at, self.armed_limit = moment, seconds
-        os.ftruncate(stack_file, 0)  # what it may hold was written by a rank that was only slow
+        os.ftruncate(stack_file, 0)  # earlier content is from a time when the rank was only slow
         faulthandler.dump_traceback_later(min(seconds, LONGEST_LIMIT) + REARM_INTERVAL, file=stack_file)
 
 
@@ -189,7 +188,7 @@ def heartbeat() -> Heartbeat:
 
 
 def _begin_as_child() -> None:
-    """Forget the heart of the process that this one was forked from: a data worker must not beat for its rank."""
+    """Reset after a fork: a data worker must not send heartbeats for its rank."""
     _Process.heartbeat = Heartbeat()
 
 
@@ -197,13 +196,13 @@ os.register_at_fork(after_in_child=_begin_as_child)
 
 
 def beat(part: str = "") -> None:
-    """Tell the launcher that this rank goes on, and with which part of what it is doing."""
+    """Send a heartbeat with the current part of the activity."""
     _Process.heartbeat.beat(part)
 
 
 @contextmanager
 def during(activity: Activity) -> Iterator[None]:
-    """Return a context in which this rank does something that has a time limit of its own; for the main thread."""
+    """Return a context for an activity with a separate timeout; only in the main thread."""
     heart = _Process.heartbeat
     heart.activities.append(activity)
     heart.beat()
@@ -217,9 +216,9 @@ def during(activity: Activity) -> Iterator[None]:
 
 
 def read_beat(file: Path) -> Beat | None:
-    """Return the last beat of a rank of this node; None if it has not begun.
+    """Return the last beat of a rank of this node; None if there is none yet.
 
-    A beat that is being written may be read in parts; it is whole once the rank is stuck.
+    A read may see a partly written beat; the beat of a rank that is stuck is complete.
     """
     try:
         content = file.read_bytes()

@@ -1,4 +1,4 @@
-"""How much memory of the host a rank may still take, by Linux and by the limits of its container or batch job."""
+"""Available host memory per rank, by Linux and by the limits of its container or batch job."""
 
 import os
 from pathlib import Path
@@ -7,9 +7,9 @@ from torchllm.runtime.control_groups import control_groups
 
 
 def host_memory_per_rank(root: Path = Path("/")) -> int:
-    """Return the bytes of host memory that are available to each rank of this node; 0 where Linux does not say.
+    """Return the bytes of host memory that are available to each rank of this node; 0 if unknown.
 
-    All ranks of the node are taken to share what this one sees, though it may have a control group of its own.
+    It assumes that all ranks of the node share the memory that this one sees, even if it has a separate control group.
     root: the root of the file system, another one in tests.
     """
     available = _available_on_host(root)
@@ -22,7 +22,7 @@ def host_memory_per_rank(root: Path = Path("/")) -> int:
 
 
 def _available_on_host(root: Path) -> int:
-    """Return MemAvailable: what can be taken without swapping, files that are only cached included; 0: unknown."""
+    """Return MemAvailable: the memory that can be used without swapping, including the page cache; 0: unknown."""
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
     except OSError:  # not Linux
@@ -35,7 +35,7 @@ def _available_on_host(root: Path) -> int:
 
 
 def _left_of_limit(group: Path) -> int | None:
-    """Return the bytes that a control group may still take; None if it has no limit."""
+    """Return the bytes that a control group may still use; None if it has no limit."""
     limit = _read_bytes(group / "memory.max", group / "memory.limit_in_bytes")
     used = _read_bytes(group / "memory.current", group / "memory.usage_in_bytes")
     if limit is None or used is None:
@@ -55,7 +55,7 @@ def _read_bytes(*files: Path) -> int | None:
 
 
 def _cached_files(group: Path) -> int:
-    """Return the bytes of files that are only cached and not in use: they count as used, but Linux gives them up."""
+    """Return the bytes of inactive page cache: they count as used, but Linux can free them."""
     try:
         lines = (group / "memory.stat").read_text().splitlines()
     except OSError:

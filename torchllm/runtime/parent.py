@@ -1,11 +1,11 @@
-"""End a process together with the one that started it, so that a killed launcher leaves nothing behind. No torch.
+"""End a process together with its parent, so that a killed launcher leaves no processes behind. No torch.
 
     run_train.sh -> launcher -> rank -> workers of its data loader
 
-Each of them asks the kernel for SIGKILL at the death of its parent. The kernel forgets nobody and needs no help of a
-program that is stuck. It looks at the thread that started the process: start processes from the main thread. A parent
-that died before the request was made is found by comparing process ids. A rank holds a pipe as well, which ends with
-the launcher even where a wrapper (a profiler, say) stands between the two.
+Each of them asks the kernel for SIGKILL at the death of its parent, which works even if the process hangs. The kernel
+tracks the thread that started the process: start processes from the main thread. A parent that died before the request
+is detected by comparing process ids. A rank also holds a pipe, which ends with the launcher even if a wrapper (e.g. a
+profiler) is between the two.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 PARENT = "TORCHLLM_PARENT"
-"""environment variable: process id of the process that a new one shall end with"""
+"""environment variable: id of the process that a new process ends with"""
 PARENT_PIPE = "TORCHLLM_PARENT_PIPE"
 """environment variable, set if standard input is a pipe that only the parent holds open for writing"""
 _SET_DEATH_SIGNAL = 1
@@ -26,9 +26,9 @@ _SET_DEATH_SIGNAL = 1
 
 
 def end_with_parent() -> None:
-    """End this process when the one named by `PARENT` ends, or at once if it has ended; nothing if there is none.
+    """End this process when the process in `PARENT` ends, or now if it has ended; do nothing without the variable.
 
-    The variables are removed from the environment: they are not true of the processes that this one starts.
+    The variables are removed from the environment: they do not hold for children of this process.
     """
     parent = os.environ.pop(PARENT, None)
     has_pipe = os.environ.pop(PARENT_PIPE, None) is not None
@@ -58,9 +58,9 @@ def end_process(status: int) -> None:
 def tie_children() -> None:
     """Make `end_with_parent`, in processes that this one starts from now on, end them with this process.
 
-    Their standard input is the pipe; whoever wants to read the terminal's must not be started by a launcher.
+    Their standard input is the pipe: a program that reads the terminal must not be started by a launcher.
     """
-    reading, _ = os.pipe()  # nothing is ever written, and only the end of this process closes the writing side
+    reading, _ = os.pipe()  # nothing is ever written; only the end of this process closes the writing side
     os.dup2(reading, 0)
     os.close(reading)
     os.environ[PARENT] = str(os.getpid())
@@ -80,12 +80,12 @@ def find_children(parent: int | None = None) -> list[int]:
 
 
 def find_ranks() -> list[int]:
-    """Return the children of this process, a launcher, that are ranks: torchrun starts each in a session of its own."""
+    """Return the children of this process, a launcher, that are ranks: torchrun starts each in a new session."""
     return [pid for pid in find_children() if is_session_leader(pid)]
 
 
 def is_session_leader(pid: int) -> bool:
-    """Return whether a process has a session of its own."""
+    """Return whether a process is the leader of a session."""
     try:
         return os.getsid(pid) == pid
     except ProcessLookupError:
@@ -114,7 +114,7 @@ def _watch_pipe() -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process exists, be it a child whose exit status nobody has asked for."""
+    """Return whether a process exists, including a zombie child."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

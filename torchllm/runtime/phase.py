@@ -1,6 +1,6 @@
-"""Named parts of a step, by which `tools/watch/breakdown.py` or a trace viewer reads its profile.
+"""Named parts of a step, for `tools/watch/breakdown.py` and trace viewers.
 
-Each is a beat too: the launcher sees that the rank goes on, and where it is (`heartbeat.py`).
+Each also sends a heartbeat to the launcher (`heartbeat.py`).
 """
 
 import torch.distributed as dist
@@ -9,13 +9,13 @@ from torch.profiler import record_function
 from torchllm.runtime.heartbeat import beat
 
 PREFIX = "torchllm:"
-"""begins every name, to tell these parts from annotations of torch"""
+"""prefix of the names, to tell these parts from annotations of torch"""
 MESSAGES = "messages of "
-"""begins the name of a part that sends messages; torch's name of the process group follows"""
+"""prefix of the names of parts that send messages, before torch's name of the process group"""
 
 
 def phase(name: str) -> record_function:
-    """Return a context that names a part of the step. It costs a few microseconds where nothing is profiled."""
+    """Return a context that names a part of the step. It costs a few microseconds without a profiler."""
     beat(name)
     return record_function(PREFIX + name)
 
@@ -23,6 +23,6 @@ def phase(name: str) -> record_function:
 def messages(group: dist.ProcessGroup) -> record_function:
     """Return a context around sending and receiving between ranks of `group`, which is not the pipeline's group.
 
-    It is no beat: it may stand in a compiled block.
+    It sends no heartbeat, so that it may be in a compiled block.
     """
     return record_function(PREFIX + MESSAGES + group.group_name)

@@ -1,7 +1,7 @@
-"""A rank of a job: its device, its connection to the other ranks, and what all ranks agree on.
+"""A rank of a job: its device, its connection to the other ranks, and their decisions to stop and to save.
 
-Every rank makes the same calls in the same order. What the ranks must agree on (stop now?) goes through a gloo group on
-the host and is read one step late, so that no step waits for it. `torchllm/tools/launch/rank_start.py` makes one.
+Every rank makes the same calls in the same order. Votes (stop now?) go through a gloo group on the host and are read
+one step late, so that no step waits for them. `torchllm/tools/launch/rank_start.py` makes a `Runtime`.
 """
 
 import gc
@@ -26,11 +26,11 @@ from torchllm.runtime.tolerance import Tolerance
 log = logging.getLogger(__name__)
 
 SAVE = "save"
-"""file in the run folder that asks for a checkpoint now; anybody may create it, and the run deletes it"""
+"""file in the run folder that requests a checkpoint now; the user creates it, and the run deletes it"""
 
 
 class Hooks:
-    """Calls that a launcher adds to a rank. These do nothing: a rank without a launcher."""
+    """Hooks of a launcher in a rank. By default they do nothing: a rank without a launcher."""
 
     def check_owner(self) -> None:
         """Raise LeaseLost if another job has taken the run folder; called before each write to it."""
@@ -49,16 +49,16 @@ class Runtime:
     device: torch.device
     folder: Path
     host_group: dist.ProcessGroup
-    """gloo group of all ranks, for what they agree on without their devices"""
+    """gloo group of all ranks, for communication on the host"""
     collect_interval: int
     """steps between two garbage collections; 0 leaves them to Python"""
     stop_requests: StopRequests
-    """what has asked this rank to stop"""
+    """requests to stop this rank"""
     hooks: Hooks = field(default_factory=Hooks)
-    """calls that a launcher has added"""
+    """hooks of the launcher"""
     _vote: "_Vote | None" = None
     should_save: bool = False
-    """whether the file `SAVE` has asked for a checkpoint, by the last `should_stop`: the same on all ranks"""
+    """whether the file `SAVE` requests a checkpoint, as of the last `should_stop`: the same on all ranks"""
     _is_frozen: bool = False
     """later collections skip the objects that have survived the first one"""
 
@@ -74,14 +74,14 @@ class Runtime:
 
     @property
     def ranks_on_node(self) -> int:
-        """Return the number of ranks on this node; all of them if no launcher says otherwise."""
+        """Return the number of ranks on this node; without a launcher, all ranks."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
 
     def should_stop(self, failed: bool = False) -> bool:
         """Return whether any rank was asked to stop, or passed `failed`, by the previous call: the same on all ranks.
 
-        Call it once per step. It reads the vote that the previous call started and starts the next one, which runs
-        beside the step, so the answer comes one step late and no step waits for it.
+        Call it once per step. It reads the vote that the previous call started and starts the next one, which overlaps
+        with the step, so the answer comes one step late and no step waits for it.
         """
         beat("vote on stopping")
         stop = False
@@ -102,7 +102,7 @@ class Runtime:
             self._vote.wait()
 
     def _save_requested(self) -> bool:
-        """Return whether the file `SAVE` has asked rank 0 for a checkpoint since the last call; it is deleted."""
+        """Return whether rank 0 has found the file `SAVE` since the last call; the file is deleted."""
         file = self.folder / SAVE
         if not self.is_main or not file.exists():
             return False
@@ -124,9 +124,9 @@ class Runtime:
     def collect_garbage(self, step: int, saved: bool = False) -> None:
         """Run Python's cycle collector, over all generations, every `collect_interval` steps and after a save.
 
-        All ranks collect at the same step: at different steps each rank would stall all others in turn. What survives
-        the first collection (the model, the modules of Python: some 300,000 objects, 0.2 s) stays as a rule, so later
-        ones look only at what came since, some thousands of objects. A save leaves ten per tensor (`torch.save`).
+        All ranks collect at the same step: at different steps each rank would stall all others in turn. Objects that
+        survive the first collection (the model, Python's modules: some 300,000 objects, 0.2 s) usually stay, so later
+        collections skip them and scan only some thousands of objects. A save leaves ten per tensor (`torch.save`).
         """
         if not self.collect_interval:
             return
@@ -138,16 +138,16 @@ class Runtime:
             self._is_frozen = True
 
     def release_memory(self) -> None:
-        """Free everything that nothing uses any more, cycles of references and the GPU's cached blocks among it.
+        """Free all unused memory, including reference cycles and the GPU's cached blocks.
 
-        Call it on all ranks between one model and the next: the old one is a cycle of references. Steps have the time
-        limit of the start-up again, until one is taken.
+        Call it on all ranks between two models: the old one is a reference cycle. The next step has the timeout of the
+        start-up again.
         """
         heartbeat().begin("start-up")
         gc.unfreeze()
         gc.collect()
         if self.collect_interval:
-            gc.freeze()  # what survives is Python's modules; the next collection freezes the new model too
+            gc.freeze()  # only Python's modules survive; the next collection freezes the new model too
             self._is_frozen = False
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -155,7 +155,7 @@ class Runtime:
     def check_owner(self) -> None:
         """Raise LeaseLost on rank 0 if another job has taken the run folder; call it there before a write.
 
-        A run that was suspended for minutes may have been taken for dead.
+        Another job may have assumed that a run suspended for minutes was dead.
         """
         self.hooks.check_owner()
 
@@ -163,7 +163,7 @@ class Runtime:
         """Write the marker that tells run_train.sh: this run ended early on purpose, with a checkpoint of `step`."""
         self.check_owner()
         if self.is_main:
-            with Tolerance(str(self.folder / STOPPED)).attempt():  # the checkpoint is there, and says as much
+            with Tolerance(str(self.folder / STOPPED)).attempt():  # the checkpoint exists, which is enough to resume
                 write_marker(self.folder, step)
 
     def close(self) -> None:
@@ -178,22 +178,22 @@ class Runtime:
 
 
 class _Decision(NamedTuple):
-    """What a vote has decided."""
+    """Result of a vote."""
 
     stop: bool
     save: bool
 
 
 class _Vote(NamedTuple):
-    """A vote of all ranks on stopping and on saving, which goes on in the background."""
+    """An asynchronous vote of all ranks on stopping and on saving."""
 
     flags: Tensor
     """(2): 1 if this rank votes for stopping, and for saving; after the vote, if any rank does"""
     work: dist.Work | None
-    """None when torch has finished the reduction at once"""
+    """None if torch finished the reduction immediately"""
 
     def wait(self) -> _Decision:
-        """Wait for the vote and return what any rank wants."""
+        """Wait for the vote and return its result: whether any rank wants to stop, or to save."""
         if self.work is not None:
             self.work.wait()
         stop, save = self.flags.tolist()

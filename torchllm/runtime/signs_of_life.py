@@ -1,4 +1,4 @@
-"""Lines in the log while a piece of work takes long, so that nobody takes it for a hang."""
+"""Progress lines in the log during long work, so that users do not mistake it for a hang."""
 
 import logging
 import sys
@@ -16,21 +16,21 @@ INTERVAL = 10.0
 
 
 class _Progress:
-    """How far the work of this process is, if it says so."""
+    """Progress of this process's work, if it reports it."""
 
     text: Callable[[], str] | None = None
 
 
 def show_progress(text: Callable[[], str]) -> None:
-    """Have the lines of the work that goes on say how far it is, such as "32 of 64 sequences"."""
+    """Set the progress of the current work, such as "32 of 64 sequences"."""
     _Progress.text = text
 
 
 @contextmanager
 def signs_of_life(work: str, interval: float = INTERVAL) -> Iterator[None]:
-    """Log every `interval` seconds that `work` goes on, and how far it is: a context around it.
+    """Return a context around `work` that logs its progress every `interval` seconds.
 
-    Work that does not call `show_progress` is logged with the function of torchllm that it is in.
+    Work that does not call `show_progress` is logged with its current function of torchllm.
     """
     ended = threading.Event()
     thread = threading.Thread(
@@ -53,7 +53,7 @@ def _speak(work: str, interval: float, working_thread: int, ended: threading.Eve
 
 
 def _place(thread: int) -> str:
-    """Return where a thread is, by the innermost function of torchllm that it is in: ", in write_corpus (build.py)"."""
+    """Return the innermost function of torchllm in a thread's stack: ", in write_corpus (build.py)"."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         path = Path(frame.f_code.co_filename)

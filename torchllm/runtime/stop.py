@@ -1,10 +1,10 @@
-"""Requests to stop the run: where they come from, and what they do in the start-up and in training.
+"""Requests to stop the run, by signals or the file `STOP`, during start-up and training.
 
-run_train.sh turns the signals that it gets into the file `STOP` of the run folder: unlike a signal, the file is still
-there when ranks that are starting are ready. A recipe that is started without run_train.sh hears the signals itself.
+run_train.sh turns its signals into the file `STOP` of the run folder: unlike a signal, the file still exists when
+starting ranks are ready. A recipe that is started without run_train.sh handles the signals itself.
 
-Before a run has taken a step there is nothing to save, and a request ends it where it is, however long reading the data
-or a compilation would still take. In training the ranks vote at each step (`Runtime.should_stop`) and save first.
+Before a run has taken a step there is nothing to save, and a request ends it immediately, even while it reads data or
+compiles. In training the ranks vote at each step (`Runtime.should_stop`) and save first.
 """
 
 import json
@@ -25,29 +25,29 @@ log = logging.getLogger(__name__)
 STOPPED = "stopped.json"
 """marker in the run folder: the run was asked to stop, has ended for that reason, and can be resumed"""
 STOP = "stop"
-"""file in the run folder that asks the run to stop; run_train.sh creates it, and anybody may"""
+"""file in the run folder that asks the run to stop; created by run_train.sh or by the user"""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """signals that ask the run to stop"""
 IGNORE_REPEATED_SIGNALS_FOR = 5.0
-"""seconds; a terminal signals every process, and torchrun, signalled too, forwards the same signal once more"""
+"""seconds; a terminal signals every process, and torchrun forwards the same signal a second time"""
 LOOKS_PER_SECOND = 1_000
-"""times per second that all ranks together look for the file `STOP` in the start-up"""
+"""polls per second for the file `STOP` during start-up, by all ranks together"""
 FILE_PATIENCE = 3.0
-"""seconds in which run_train.sh, which got the same signal as this rank, has created the file"""
+"""seconds for run_train.sh, which gets the same signal as this rank, to create the file"""
 
 
 class _RequestFile(NamedTuple):
-    """What tells two files `STOP` apart, one of which may have replaced the other."""
+    """Identity of a file `STOP`, to detect a replaced one."""
 
     inode: int
     modified_ns: int
 
 
 class StopRequests:
-    """What has asked this rank to stop.
+    """Requests to stop this rank.
 
-    In the start-up, which lasts until the first vote of all ranks on stopping, a request ends the process. A rank that
-    has voted sees its peers go then, so an error before the end of that vote is only a consequence of the request.
+    During start-up, until the first vote of all ranks on stopping, a request ends the process. A rank that has voted
+    then loses its peers, so an error before the end of that vote is only a consequence of the request.
     """
 
     def __init__(
@@ -62,18 +62,18 @@ class StopRequests:
     ) -> None:
         """Make one for `rank`; `listen` starts it.
 
-        folder: the run's. is_launched: run_train.sh, which hears the signals, has started this rank. is_owned: this job
-        owns the folder already, and has removed what asked an earlier one to stop; else a file `STOP` that is there now
-        counts only from `folder_is_owned` on. leave: called before a process that was asked to stop ends.
+        folder: the run's. is_launched: run_train.sh, which handles the signals, has started this rank. is_owned: this
+        job already owns the folder, and has removed requests to an earlier job; else an existing file `STOP` counts
+        only from `folder_is_owned` on. leave: callback before a process that was asked to stop exits.
         """
         self._leave = leave
         self.folder = folder
         self._earlier = None if is_owned else self._file()
-        """the file that may have been meant for an earlier job"""
+        """an existing file that may be a request to an earlier job"""
         self.rank = rank
         self.is_launched = is_launched
         self.look_interval = max(0.2, world_size / LOOKS_PER_SECOND)
-        """seconds between two looks for the file in the start-up"""
+        """seconds between two polls for the file during start-up"""
         self._requested_at: float | None = None
         """time.monotonic() of the first request"""
         self._interrupted_at: float | None = None
@@ -82,13 +82,13 @@ class StopRequests:
         self._is_training = False
         """the first vote is complete: every rank has left the start-up"""
         self._leaving = threading.Lock()
-        """held while the start-up is ended one way or the other: a rank that has voted stays"""
+        """held to end the start-up, by exit or by a vote: a rank that has voted does not exit"""
 
     def listen(self) -> None:
-        """Hear the signals from here on and, if run_train.sh has started this rank, look for the file.
+        """Handle signals from here on and, if run_train.sh has started this rank, poll for the file.
 
-        A signal that is ignored when the process starts stays ignored, by all processes that this one starts too:
-        run_train.sh hears SIGUSR1 and SIGUSR2, of which the processes of a compiler, for instance, would die.
+        A signal that is ignored when the process starts stays ignored, also in its children: run_train.sh handles
+        SIGUSR1 and SIGUSR2, which would kill e.g. the processes of a compiler.
         """
         for number in STOP_SIGNALS:
             is_inherited = number in (signal.SIGUSR1, signal.SIGUSR2)
@@ -99,11 +99,11 @@ class StopRequests:
             self._hide_consequences()
 
     def folder_is_owned(self) -> None:
-        """Take the file `STOP` for a request to this job, whenever it was created."""
+        """Treat the file `STOP` as a request to this job, whenever it was created."""
         self._earlier = None
 
     def _file(self) -> "_RequestFile | None":
-        """Return which file `STOP` is there; None if there is none."""
+        """Return the identity of the file `STOP`; None if there is none."""
         try:
             found = (self.folder / STOP).stat()
         except OSError:
@@ -123,7 +123,7 @@ class StopRequests:
             self._has_voted.set()
 
     def begin_training(self) -> None:
-        """Take every rank for started: call it when the first vote is complete."""
+        """Mark every rank as started: call it when the first vote is complete."""
         self._is_training = True
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
@@ -143,7 +143,7 @@ class StopRequests:
                 log.warning("%s: saving at the next step boundary", signal.Signals(number).name)
 
     def _watch(self) -> None:
-        """Look for the file until this rank votes; the main thread may be stuck in an operation for minutes."""
+        """Poll for the file until this rank votes; the main thread may be in an operation for minutes."""
         while not self._has_voted.is_set():
             with self._leaving:
                 if not self._has_voted.is_set():
@@ -151,7 +151,7 @@ class StopRequests:
             self._has_voted.wait(self.look_interval)
 
     def _end_if_asked(self) -> None:
-        """End the process if the file `STOP` is there; rank 0 says so, and writes the marker."""
+        """End the process if the file `STOP` exists; rank 0 logs it, and writes the marker."""
         file = self._file()
         if file is None or file == self._earlier:
             return
@@ -162,7 +162,7 @@ class StopRequests:
         end_process(0)
 
     def _hide_consequences(self) -> None:
-        """Print no error of a start-up that was asked to end: a peer or a helper process went first."""
+        """Suppress errors of a start-up that was asked to end: a peer or a helper process has exited first."""
         print_error = sys.excepthook
 
         def print_unless_asked(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -1,4 +1,4 @@
-"""What a process shows: lines of the log beside a progress bar, and an output that cannot be written any more."""
+"""Terminal output: log lines together with a progress bar, and output that cannot be written."""
 
 import logging
 import os
@@ -8,11 +8,11 @@ from typing import TextIO
 from tqdm import tqdm
 
 ERASE_LINE = "\r\x1b[K"
-"""moves a terminal's cursor to the begin of its line and erases the line"""
+"""moves a terminal's cursor to the start of its line and erases the line"""
 
 
 class LogHandler(logging.StreamHandler[TextIO]):
-    """Writes the log. A bar of this process is erased for a line of it, and drawn again below."""
+    """Writes the log. A progress bar of this process is erased before a line, and drawn again below."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line."""
@@ -20,13 +20,13 @@ class LogHandler(logging.StreamHandler[TextIO]):
             super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Leave out a line that cannot be written (a full disk, a pipe without reader): the log ends no run."""
+        """Drop a line that cannot be written (a full disk, a closed pipe): logging must not end a run."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 
 
 class RankFormatter(logging.Formatter):
-    """Formats the lines of a rank that is not rank 0, whose bar may be in the same terminal: it is erased first."""
+    """Formats the lines of ranks other than 0; rank 0's bar may be in the same terminal and is erased first."""
 
     def __init__(self, rank: int, stream: TextIO) -> None:
         super().__init__(f"rank {rank}: %(message)s")
@@ -38,7 +38,7 @@ class RankFormatter(logging.Formatter):
 
 
 def drop_unwritten_output() -> None:
-    """Drop what standard output and error could not write: Python would make it the exit status 120."""
+    """Drop unwritten standard output and error: Python would exit with status 120 because of it."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:  # closed when the process was started

@@ -1,4 +1,4 @@
-"""Bookkeeping that may fail: what only observes a run logs its failure, once, and training goes on."""
+"""Tolerate failures of code that only observes a run: log the first failure, and go on with training."""
 
 import logging
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ class Tolerance:
     """Lets one piece of bookkeeping fail: logs the first failure, then nothing until it has worked again."""
 
     def __init__(self, name: str) -> None:
-        """name: the file that is written, or what else can fail, as the log names it."""
+        """name: name in the log, e.g. the file that is written."""
         self.name = name
         self.failing = False
         """the latest attempt has failed"""
@@ -27,14 +27,14 @@ class Tolerance:
             self.worked()
 
     def failed(self, error: Exception) -> None:
-        """Note that an attempt has failed. What is no error of the system (full disk, …) is logged with its origin."""
+        """Record a failed attempt. Errors other than the system's (full disk, …) are logged with their origin."""
         if not self.failing:
             reason, origin = (error.strerror or error, None) if isinstance(error, OSError) else (repr(error), error)
             log.warning("%s: %s; training goes on, and it is tried again", self.name, reason, exc_info=origin)
         self.failing = True
 
     def worked(self) -> None:
-        """Note that an attempt has worked."""
+        """Record a successful attempt."""
         if self.failing:
             log.warning("%s: works again", self.name)
         self.failing = False

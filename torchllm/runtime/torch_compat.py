@@ -29,9 +29,9 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Re-exported, for they have no public path:
+# Re-exported, since they have no public path:
 # - checkpoint_wrapper: makes a module recompute its forward in the backward pass, as a module, which FSDP needs.
-# - FakeTensor, FakeTensorMode: tensors with shapes and devices but no memory, for the dry run.
+# - FakeTensor, FakeTensorMode: tensors with shapes and devices but no memory, used by the dry run.
 # - TorchDispatchMode: a hook that sees every operation, of the backward pass too.
 __all__ = [
     "PROFILER_MARKS",
@@ -71,32 +71,32 @@ __all__ = [
 DUMP_FLIGHT_RECORDER = [getattr(c10d, name) for name in ("_dump_fr_trace", "_dump_nccl_trace") if hasattr(c10d, name)]
 """functions that dump a flight recorder, pickled; there is one for NCCL and one for all other backends.
 
-FOOTGUN: `_dump_fr_trace` leaves out what NCCL has recorded, and `_dump_nccl_trace` exists only in a torch with NCCL.
+FOOTGUN: `_dump_fr_trace` omits NCCL's records, and `_dump_nccl_trace` exists only in a torch with NCCL.
 """
 
 PROFILER_MARKS = (
     torch.ops.profiler._record_function_enter_new.default,
     torch.ops.profiler._record_function_exit._RecordFunction,
 )
-"""the operations of `torch.profiler.record_function`, with which FSDP shows when it gathers a unit; private, for
-selective recomputation of a block with a unit inside must ignore them"""
+"""the operations of `torch.profiler.record_function`, which FSDP calls when it gathers a unit; private; selective
+recomputation of a block with a unit inside must ignore them"""
 
 VARLEN_ATTENTION = torch.ops.torch_attn._varlen_attn.default
-"""the operation that `torch.nn.attention.varlen.varlen_attn` calls; private, for selective recomputation asks for it"""
+"""the operation that `torch.nn.attention.varlen.varlen_attn` calls; private; selective recomputation looks for it"""
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, window: int = 0) -> Tensor:
     """Return the causal attention within sequences of unequal length: q (T, H, Q), k and v (T, K, Q) -> (T, H, Q).
 
-    offsets: index at which each sequence begins, and the last one ends, (N + 1,) int32. longest: no sequence is longer.
-    window: a token sees so many tokens, itself the last of them; 0: all before it.
-    Groups of query heads must be announced from torch 2.12 on; 2.11 takes them as they are.
+    offsets: start of each sequence, and end of the last one, (N + 1,) int32. longest: upper bound of their length.
+    window: number of tokens that a token sees, itself included; 0: all before it.
+    From torch 2.12 on, grouped query heads need an argument; 2.11 detects them.
     """
     options: dict[str, Any] = {"window_size": (window - 1, 0)}  # causal; -1: no limit
     if "enable_gqa" in _VARLEN_PARAMETERS:
         options["enable_gqa"] = q.shape[1] != k.shape[1]
     out = varlen_attn(q, k, v, offsets, offsets, longest, longest, **options)
-    assert isinstance(out, Tensor)  # and not also what nothing here asks for
+    assert isinstance(out, Tensor)  # without unused results
     return out
 
 
@@ -117,7 +117,7 @@ def unflatten_mesh(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, .
 
 
 def join_meshes(*meshes: DeviceMesh) -> DeviceMesh:
-    """Return one mesh whose dimensions are those of `meshes`, outermost first, all sliced from one world mesh.
+    """Return one mesh with the dimensions of all `meshes`, outermost first, all sliced from one world mesh.
 
     Private: torch has no public name for it, and slicing a flattened dimension from the world by name is deprecated.
     """
@@ -125,10 +125,10 @@ def join_meshes(*meshes: DeviceMesh) -> DeviceMesh:
 
 
 def free_gather_buffer(unit: FSDPModule) -> None:
-    """Make an FSDP unit free the buffer that its weights are gathered in once they are copied to their places.
+    """Make an FSDP unit free its all-gather buffer as soon as the weights are copied out of it.
 
-    Private: FSDP keeps a unit's buffer, in a forward pass, until the next unit's weights are there. What frees it is an
-    asynchronous gather, for which there is no other word.
+    Private: in a forward pass FSDP keeps a unit's buffer until the next unit's weights are gathered. Only asynchronous
+    gathers free it earlier, and they have no other switch.
     """
     unit._set_unshard_async_op(True)
 
@@ -136,8 +136,8 @@ def free_gather_buffer(unit: FSDPModule) -> None:
 def forget_meshes() -> None:
     """Clear DTensor's caches of meshes, whose process groups are destroyed.
 
-    Private: the caches find a result by a mesh of the same ranks and names, and return tensors on the mesh of the first
-    call. With that one's groups destroyed, the next collective fails. They also keep the groups' threads alive.
+    Private: the caches look up results by a mesh's ranks and names, and return tensors on the mesh of the first call.
+    After its groups are destroyed, the next collective fails. The caches also keep the groups' threads alive.
     """
     _clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()
@@ -158,15 +158,15 @@ def local_region(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def storage_info(file: str, offset: int, length: int) -> Any:
-    """Return torch's record of where a piece of a tensor lies: a file of the checkpoint's folder, and bytes in it.
+    """Return torch's record of the place of a piece of a tensor: a file in the checkpoint's folder, and its bytes.
 
-    Private: torch has no public name for what its `.metadata` consists of.
+    Private: torch has no public names for the parts of `.metadata`.
     """
     return _StorageInfo(file, offset, length)
 
 
 def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send x[i] to rank i of `group` and return what the ranks sent here: (n, ...) -> (n, ...) for n ranks.
+    """Send x[i] to rank i of `group` and return the received tensors: (n, ...) -> (n, ...) for n ranks.
 
     Not differentiable. Private: the public `all_to_all_single` writes into a tensor that it is given, which selective
     recomputation cannot keep.
@@ -176,7 +176,7 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def begin_all_to_all(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Begin to send sent[i] rows of x to rank i of `group`: (N, ...) -> (M, ...), to be given to `end_all_to_all`.
+    """Start sending sent[i] rows of x to rank i of `group`: (N, ...) -> (M, ...), for `end_all_to_all`.
 
     sent: their sum is N; received: rows from each rank, their sum is M. Not differentiable. Private: as `all_to_all`.
     """
@@ -184,7 +184,7 @@ def begin_all_to_all(x: Tensor, sent: list[int], received: list[int], group: dis
 
 
 def end_all_to_all(x: Tensor) -> Tensor:
-    """Wait for what `begin_all_to_all` returned. Not differentiable. Private: as `all_to_all`."""
+    """Wait for the result of `begin_all_to_all`. Not differentiable. Private: as `all_to_all`."""
     return torch.ops._c10d_functional.wait_tensor(x)
 
 
@@ -206,9 +206,9 @@ def foreach_multiply(tensors: list[Tensor], factor: Tensor) -> None:
 
 
 def reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer's step changes nothing where its attribute `found_inf` is not 0.
+    """Return whether an optimizer skips its step if its attribute `found_inf` is not 0.
 
-    GradScaler asks the same attribute, which torch's fused optimizers set.
+    GradScaler reads the same attribute, which torch's fused optimizers set.
     """
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
@@ -216,8 +216,8 @@ def reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 def chosen_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str:
     """Return the kernel that `scaled_dot_product_attention` takes: math, flash, efficient, cudnn or overrideable.
 
-    Heads, (B, H, S, Q), as it takes them; without a mask they are causal. Private: the public
-    `torch.backends.cuda.can_use_flash_attention` and its like say what could run, not which of them torch prefers.
+    Arguments (B, H, S, Q) as for that function; without a mask, attention is causal. Private: public functions such as
+    `torch.backends.cuda.can_use_flash_attention` tell which kernels could run, not which one torch prefers.
     """
     grouped = q.shape[1] != k.shape[1]
     number = torch._fused_sdp_choice(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
@@ -227,8 +227,8 @@ def chosen_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> st
 class ConnectedStage(PipelineStage):
     """A stage of a pipeline, which is connected to the stages on other ranks before the first step.
 
-    Private: torch 2.11 connects a stage also to its neighbour on the same rank, of which schedules in the shape of a V
-    have some, and gloo ends the process that sends to itself. Later versions do not call this.
+    Private: torch 2.11 also connects a stage to a neighbour on the same rank, as V-shaped schedules have, and gloo
+    aborts a process that sends to itself. Later versions do not call this.
     """
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
@@ -237,19 +237,19 @@ class ConnectedStage(PipelineStage):
 
 
 def standard_strides(x: Tensor) -> Tensor:
-    """Return a contiguous tensor with the strides that torch gives to a new one of its shape, which share memory.
+    """Return a view of a contiguous tensor with the strides of a new tensor of its shape.
 
-    The stride of a dimension of size 1 says nothing, and a part cut out of a tensor has another one there than a new
-    tensor. Stages of pipelines in torch 2.11 refuse to send it; later versions do not compare strides.
+    The stride of a dimension of size 1 is arbitrary, and a slice has another one there than a new tensor. Pipeline
+    stages in torch 2.11 refuse to send it; later versions do not compare strides.
     """
     return x.flatten().view(x.shape)
 
 
 def skip_pipeline_vote(schedule: Any) -> None:
-    """Let a pipeline schedule begin its first step without asking the other stages whether their shapes are static.
+    """Let a pipeline schedule start its first step without exchanging whether the shapes of stages are static.
 
-    Private: all stages of this library have static shapes, torch 2.13 cannot be told so, and with fake tensors there is
-    no answer to read. torch 2.11 does not ask, torch 2.15 does not ask ranks that are fake.
+    Private: all stages of this library have static shapes, but torch 2.13 has no setting for it, and fake tensors have
+    no answer to read. torch 2.11 has no such exchange, torch 2.15 skips it for fake ranks.
     """
 
     def all_static(stages: Any, *_: Any) -> None:
@@ -279,17 +279,17 @@ class ProfiledEvent(NamedTuple):
     kernel: bool
     """runs on the GPU"""
     launched: int
-    """for a kernel, when the host launched it; else `start`"""
+    """for a kernel, the time of its launch on the host; else `start`"""
 
 
 def profiled_events(profiler: profile) -> list[ProfiledEvent]:
-    """Return what a stopped profiler has recorded, in no order.
+    """Return the records of a stopped profiler, unordered.
 
     Private: the public `profiler.events()` builds a tree of them with their memory, which takes ten times as long as a
     small step.
     """
     raw_events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]  # None before it has run
-    # The ids of operators are torch's, those of cudaLaunchKernel and the like are CUPTI's: both count from 1. A kernel
+    # The ids of operators are torch's, the ids of cudaLaunchKernel etc. are CUPTI's: both count from 1. A kernel
     # is linked to its operator, which itself is linked to nothing; torch's own parser makes the same distinction.
     launched = {}
     for event in raw_events:
@@ -317,10 +317,10 @@ def profiled_events(profiler: profile) -> list[ProfiledEvent]:
 
 
 def allocations(profiler: profile) -> list[int]:
-    """Return the bytes of each piece of host memory that torch took, and of each that it gave back, negative, in order.
+    """Return the bytes of torch's allocations of host memory, and of its frees as negative numbers, in order.
 
-    profiler: stopped, with `profile_memory=True`. Private: the public `profiler.events()` adds up what happens within
-    one operator, so that a peak inside it does not show.
+    profiler: stopped, with `profile_memory=True`. Private: the public `profiler.events()` sums the memory of each
+    operator, which hides a peak inside it.
     """
     raw_events: list[Any] = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]  # None before it has run
     changes = [event for event in raw_events if event.name() == "[memory]" and not _on_gpu(event)]
@@ -328,7 +328,7 @@ def allocations(profiler: profile) -> list[int]:
 
 
 def break_profile_cycle(profiler: profile) -> None:
-    """Let a stopped profile be freed, with all its events, as soon as nobody refers to it; it cannot be started again.
+    """Break the reference cycle of a stopped profile, so that it is freed with its last reference; it cannot restart.
 
     Private: torch does not document `action_map`, which holds methods of the profile and so makes it a reference cycle.
     A run collects cycles rarely, and a profile holds 1.4 KiB per event.
@@ -345,27 +345,27 @@ def _on_gpu(event: Any) -> bool:
 
 
 class FlightRecord(NamedTuple):
-    """A collective or message that this rank has begun, from torch's flight recorder."""
+    """A collective or message that this rank has started, from torch's flight recorder."""
 
     number: int
-    """counts all records of this rank"""
+    """number of the record on this rank"""
     group: str
     """torch's name of the process group"""
     name: str
     """backend and operation: gloo:all_reduce"""
     sequence: int
-    """counts the collectives of the group, the same on all of its ranks; 0 for a message"""
+    """number of the collective in its group, the same on all of its ranks; 0 for a message"""
     created: int
     """when it began, in nanoseconds since 1970"""
     done: bool
     where: str
-    """file:line that called it, the innermost outside torch; empty if that was not asked for"""
+    """file:line of the caller, the innermost outside torch; empty if not requested"""
 
 
 def flight_records(since: int = 0, places: bool = False) -> list[FlightRecord]:
-    """Return what this rank has begun after `since`, in nanoseconds since 1970, oldest first.
+    """Return the records of this rank after `since`, in nanoseconds since 1970, oldest first.
 
-    The recorder keeps the last TORCH_FR_BUFFER_SIZE records. `places`: also find the line that called each, slower.
+    The recorder keeps the last TORCH_FR_BUFFER_SIZE records. `places`: also find the caller of each, slower.
     Private: torch documents the flight recorder and the tool that reads its files, but not this call, nor the keys.
     """
     records = []
@@ -386,7 +386,7 @@ def flight_records(since: int = 0, places: bool = False) -> list[FlightRecord]:
 
 
 def _innermost_outside_torch(frames: list[dict[str, Any]]) -> str:
-    """Return file:line of the first frame (they begin with the innermost) that is not torch's; empty if all are."""
+    """Return file:line of the innermost frame outside torch; empty if there is none. frames: innermost first."""
     for frame in frames:
         if "/torch/" not in frame["filename"]:
             return f"{frame['filename']}:{frame['line']}"
@@ -394,19 +394,19 @@ def _innermost_outside_torch(frames: list[dict[str, Any]]) -> str:
 
 
 class GroupProgress(NamedTuple):
-    """How far a process group has come, in collectives of this rank."""
+    """Progress of a process group, in collectives of this rank."""
 
     enqueued: int
-    """number of the last collective that has begun"""
+    """number of the last started collective"""
     completed: int
-    """number of the last collective that is done"""
+    """number of the last finished collective"""
 
 
 def group_progress() -> dict[str, GroupProgress]:
     """Return the progress of each process group of this rank; takes microseconds. Private: as `flight_records`.
 
-    FOOTGUN: if two collectives end together, the earlier one may be noted last, and so seem the last that is done. Gloo
-    neither counts nor records messages (`send`, `recv`).
+    FOOTGUN: if two collectives end together, the earlier one may be recorded last, and so seem to be the last finished.
+    Gloo neither counts nor records messages (`send`, `recv`).
     """
     progress = {}
     for recorder, dump in enumerate(DUMP_FLIGHT_RECORDER):
@@ -426,15 +426,15 @@ class LimitedGroup(NamedTuple):
 
     ranks: list[int]
     description: str
-    """what `dist.new_group` was given as its group_desc"""
+    """group_desc of `dist.new_group`"""
 
 
 def limit_groups(seconds: float, limited: Container[str]) -> dict[str, LimitedGroup]:
-    """Set the time-out of every process group whose name is not in `limited`; return those groups by name.
+    """Set the timeout of every process group whose name is not in `limited`; return these groups by name.
 
     Private: torch lists no groups, and before 2.14 has no public name for the setting. The groups of a mesh accept no
-    time-out; they get torch's default, 10 min with NCCL and 30 min with gloo. Gloo's messages (`send`, `recv`) keep
-    that, as does the first operation of a group that connects its ranks only then (`TORCH_GLOO_LAZY_INIT`): a rank
+    timeout; they get torch's default, 10 min with NCCL and 30 min with gloo. Gloo's messages (`send`, `recv`) keep
+    the default, as does the first operation of a group that connects its ranks lazily (`TORCH_GLOO_LAZY_INIT`): a rank
     whose peer never comes waits for the connection.
     """
     set_timeout = dist.set_timeout if hasattr(dist, "set_timeout") else dist.distributed_c10d._set_pg_timeout
@@ -447,7 +447,7 @@ def limit_groups(seconds: float, limited: Container[str]) -> dict[str, LimitedGr
 
 
 def dump_memory(file: str) -> None:
-    """Write what the GPU's memory holds to `file`, in the format that pytorch.org/memory_viz reads.
+    """Write a snapshot of the GPU's memory to `file`, in the format of pytorch.org/memory_viz.
 
     Private: the public `torch.cuda.memory_snapshot` returns the blocks without the history. torch's guide to GPU memory
     names this function.

@@ -1,4 +1,4 @@
-"""What a run knows of its checkpoints: which of them are whole, suspect or proven, and which may be deleted."""
+"""The status of a run's checkpoints (whole, suspect or proven), and the choice of those to delete."""
 
 import logging
 import math
@@ -19,28 +19,28 @@ from torchllm.train.step import Health
 
 
 class Judgement(NamedTuple):
-    """What the run knows of its checkpoints when it saves one."""
+    """The status of a run's checkpoints when it saves one."""
 
     proven_until: int
     """checkpoints up to this step are proven"""
     finite_until: int
     """checkpoints up to this step were followed by ten finite steps"""
     waiting: range
-    """steps whose checkpoints wait for their tenth finite step"""
+    """steps of checkpoints that wait for their tenth finite step"""
     suspicion: str
-    """why the one that is saved is suspect; empty: it is not"""
+    """why the saved checkpoint is suspect; empty: it is not"""
 
 
 class Suspicion(NamedTuple):
-    """The run has gone wrong, and some checkpoints may hold what made it so."""
+    """The run has gone wrong, and some checkpoints may contain the cause."""
 
     since: int
-    """checkpoints of this step and later ones are suspect"""
+    """checkpoints from this step on are suspect"""
     reason: str
 
 
 class CheckpointHistory:
-    """Follows the checkpoints of one run; the same on all ranks. Every method must be called on all ranks.
+    """Tracks the checkpoints of one run; the same on all ranks. Every method must be called on all ranks.
 
     While a save is in the background, `apply` and `hide_old` belong to its thread, and `suspect_since` must wait.
     """
@@ -54,9 +54,9 @@ class CheckpointHistory:
         *,
         evaluates: bool,
     ) -> None:
-        """Follow the step folders in `root`; the other arguments are those of Checkpointer."""
+        """Track the step folders in `root`; other arguments as for Checkpointer."""
         self.is_whole: dict[Path, bool] = {}
-        """whether a step folder is what was written: as far as this run has written, read or looked at it"""
+        """whether a step folder is undamaged, for folders that this run has written, read or checked"""
         self.suspects: dict[Path, str] = {}
         """step folders that are marked as suspect, and why"""
         self._settings = settings
@@ -67,14 +67,14 @@ class CheckpointHistory:
         self._proven: Path | None = None
         """the newest step folder that is marked as proven"""
         self._suspicion = ""
-        """why the run has gone wrong, since its last evaluation; empty: it has not"""
+        """why the last evaluation was bad; empty: it was not"""
 
     def read_suspects(self, folders: Sequence[Path]) -> None:
         """Read which step folders were marked as suspect earlier."""
         self.suspects = on_first(self._group, lambda: read_suspects(folders))
 
     def begin(self, folders: Sequence[Path], step: int | None) -> None:
-        """Begin at the step of the checkpoint that was loaded, None if there was none, among these step folders."""
+        """Start at the step of the loaded checkpoint, None for a fresh run; `folders`: the run's step folders."""
         good = [folder for folder in folders if self._may_be_good(folder)]
         self._proven = on_first(self._group, lambda: find_proven(good))
         if step is not None:
@@ -86,7 +86,7 @@ class CheckpointHistory:
         self.is_whole.pop(folder, None)
 
     def note(self, health: Health) -> list[Suspicion]:
-        """Note a logged step; return what it says against the checkpoints before it, for `suspect_since`."""
+        """Record a logged step; return its suspicions about earlier checkpoints, for `suspect_since`."""
         self._proof.note(health.step, health.skipped, health.validation_loss)
         suspicions = []
         if health.validation_loss is not None:
@@ -100,7 +100,7 @@ class CheckpointHistory:
         return suspicions
 
     def suspect_since(self, suspicion: Suspicion) -> None:
-        """Mark the checkpoints of a suspicion as suspect, but those that are proven."""
+        """Mark the checkpoints of a suspicion as suspect, except proven ones."""
         step = suspicion.since
         if self._proven is not None:
             step = max(step, manifests.step_of(self._proven) + 1)
@@ -121,7 +121,7 @@ class CheckpointHistory:
             )
 
     def judgement(self) -> Judgement:
-        """Return what the run knows of its checkpoints now; a save in the background uses it later."""
+        """Return the current status of the checkpoints; a background save uses it later."""
         proof = self._proof
         return Judgement(proof.proven_until, proof.finite_until, proof.waiting, self._suspicion)
 
@@ -144,16 +144,16 @@ class CheckpointHistory:
             change_on_first(self._group, self._check_owner, mark)
 
     def hide_old(self, folders: Sequence[Path], judgement: Judgement) -> list[Path]:
-        """Hide all folders but the newest `checkpoint.keep` good ones, and return them, to be deleted.
+        """Hide all folders except the newest `checkpoint.keep` good ones, and return them, to be deleted.
 
-        Suspect ones do not count, and go where they are not among the newest `checkpoint.keep` of all. Those that this
-        run has found damaged do not count, and stay. Those of every `checkpoint.keep_every`-th step stay, and those
-        that `_good_ones` returns.
+        Suspect folders do not count, and are hidden unless they are among the newest `checkpoint.keep` of all. Damaged
+        folders do not count, and stay. Folders of every `checkpoint.keep_every`-th step stay, and those in
+        `_proven_or_waiting`.
         """
         keep = self._settings.keep
         old = folders_to_delete(folders, keep, self._counts)
         old += [folder for folder in folders[keep:] if folder in self.suspects and folder not in old]
-        good = self._good_ones(folders, judgement)
+        good = self._proven_or_waiting(folders, judgement)
 
         def may_go(folder: Path) -> bool:
             every = self._settings.keep_every
@@ -173,11 +173,12 @@ class CheckpointHistory:
         """Return whether a step folder is neither suspect nor known to be damaged, without looking into it."""
         return folder not in self.suspects and self.is_whole.get(folder, True)
 
-    def _good_ones(self, folders: Sequence[Path], judgement: Judgement) -> list[Path]:
+    def _proven_or_waiting(self, folders: Sequence[Path], judgement: Judgement) -> list[Path]:
         """Return the step folders that stay so that the run always has a proven one.
 
-        The newest proven one, or where none is yet, the newest that ten finite steps have followed. Where steps prove
-        them, the oldest that waits for its tenth too: with `checkpoint.interval` under 10, all that wait would go.
+        This is the newest proven one or, without any, the newest that ten finite steps have followed. If steps prove
+        checkpoints, the oldest one that waits for its tenth step stays too: with `checkpoint.interval` under 10, all
+        waiting ones would be deleted.
         """
         good = []
         if proven := self._proven or self._newest_good(folders, judgement.finite_until):
@@ -188,7 +189,7 @@ class CheckpointHistory:
         return good
 
     def _counts(self, folder: Path) -> bool:
-        """Return whether a step folder is one of the `checkpoint.keep` that stay."""
+        """Return whether a step folder counts as one of the newest `checkpoint.keep`."""
         return folder not in self.suspects and self._seems_whole(folder)
 
     def _seems_whole(self, folder: Path) -> bool:

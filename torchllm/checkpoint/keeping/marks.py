@@ -1,10 +1,10 @@
-"""What a run has learnt of a checkpoint after it was published: a small file in the step folder. No torch.
+"""Status files of a published checkpoint, in its step folder. No torch.
 
-    proven.json     the run went on well from there: the newest of these is never deleted
-    suspect.json    the run went wrong after it, or on wrong data before: a run that starts again takes an older one
+    proven.json     the following steps were finite: the newest such checkpoint is never deleted
+    suspect.json    the run went wrong after it, or trained on wrong data before: a restarted run loads an older one
 
-A mark is that the file exists; its content tells a person why. A mark goes where its folder goes: with a copy of it,
-and with its deletion.
+The existence of the file is the mark; its content tells a person the reason. The mark is copied, moved and deleted with
+its folder.
 """
 
 import json
@@ -22,17 +22,17 @@ logger = logging.getLogger(__name__)
 
 
 def mark_proven(folder: Path, reason: str) -> None:
-    """Mark a step folder: the run went on well from there."""
+    """Mark a step folder as proven: the following steps were finite."""
     _mark(folder, PROVEN, reason)
 
 
 def mark_suspect(folder: Path, reason: str) -> None:
-    """Mark a step folder: the run went wrong after it, so that a run that starts again takes an older one."""
+    """Mark a step folder as suspect: a restarted run loads an older one."""
     _mark(folder, SUSPECT, reason)
 
 
 def _mark(folder: Path, name: str, reason: str) -> None:
-    """Write a mark whole or not at all; a failure is a warning, for a mark is no reason to end a run."""
+    """Write a mark atomically; a failure is only a warning, since it must not end the run."""
     temporary = folder / f".{name}"
     try:
         write_file(temporary, json.dumps({"reason": reason}).encode() + b"\n")

@@ -1,4 +1,4 @@
-"""Which old checkpoints go, and their deletion in the background, shared out over the ranks. No torch."""
+"""Choose old checkpoints to delete, and delete them in the background, divided over the ranks. No torch."""
 
 import logging
 import shutil
@@ -14,9 +14,9 @@ logger = logging.getLogger(__name__)
 def folders_to_delete(newest_first: Iterable[Path], keep: int, is_whole: Callable[[Path], bool]) -> list[Path]:
     """Return the step folders that are older than the `keep` newest whole ones.
 
-    `is_whole` is asked until as many are found, and of none that is older. It may judge a folder that this run has not
-    read by the sizes of its files. That is safe if the newest is one that the run has just written and hashed, for it
-    always stays: an older one with a flipped bit may take a place among the `keep`, but cannot cost the last good one.
+    `is_whole` is called from the newest folder on until `keep` are found. It may judge a folder that this run has not
+    read by the sizes of its files. That is safe if the run has just written and hashed the newest, which always stays:
+    an older one with a flipped bit may count among the `keep`, but the last good one is never deleted.
     """
     whole = 0
     old = []
@@ -29,7 +29,7 @@ def folders_to_delete(newest_first: Iterable[Path], keep: int, is_whole: Callabl
 
 
 def share_of(folders: Sequence[Path], rank: int, ranks: int) -> list[Path]:
-    """Return the folders that `rank` deletes, at most len / ranks rounded up; a single one is not always rank 0's."""
+    """Return the folders that `rank` deletes, at most len / ranks rounded up; a single one goes to a random rank."""
     if not folders:
         return []
     first_rank = sum(folders[0].name.encode()) % ranks  # the name of a hidden folder ends in random digits
@@ -37,7 +37,7 @@ def share_of(folders: Sequence[Path], rank: int, ranks: int) -> list[Path]:
 
 
 def hide_all(folders: Iterable[Path]) -> list[Path]:
-    """Hide step folders that are to be deleted, and return them; what cannot be renamed is a warning, and stays."""
+    """Hide step folders before their deletion, and return them; a folder that cannot be renamed is a warning."""
     hidden = []
     for folder in folders:
         try:
@@ -48,13 +48,13 @@ def hide_all(folders: Iterable[Path]) -> list[Path]:
 
 
 class BackgroundDeletion:
-    """Deletes folders that are hidden already, one after the other, in a thread of its own."""
+    """Deletes hidden folders, one after the other, in a background thread."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-deletion")
 
     def delete(self, folders: Iterable[Path]) -> None:
-        """Delete the folders soon; what cannot be deleted is a warning, and is tried again when the run is resumed."""
+        """Delete the folders in the background; a failure is a warning, and is retried when the run is resumed."""
         for folder in folders:
             self._executor.submit(self._delete, folder)
 
@@ -63,12 +63,12 @@ class BackgroundDeletion:
         self._executor.shutdown()
 
     def _delete(self, folder: Path) -> None:
-        shutil.rmtree(folder, ignore_errors=True)  # all of it that can be deleted
+        shutil.rmtree(folder, ignore_errors=True)  # delete as much as possible
         try:
             if folder.exists():
                 shutil.rmtree(folder)
         except OSError as error:
-            # An error by its level, for of the other ranks' messages than rank 0's only errors are shown.
+            # Logged as an error, since ranks other than 0 show only errors.
             logger.error(
                 "warning: cannot delete %s, which is no checkpoint any more; delete it by hand: %s", folder, error
             )
