@@ -5,7 +5,7 @@ traffic is not context parallelism's. The degrees of [parallel] are not read: cp
 
 Activations are the storages that the forward leaves for the backward, each counted once, without the weights. Bytes
 sent are counted where a rank hands them to the network over cp; the formulas are, per layer and with n = cp:
-ring      forward (n - 1) x 2 B S/n K Q numbers, backward the same number, and their gradients in float32
+  ring      forward (n - 1) x 2 B S/n K Q numbers, backward the same number, and their gradients in float32
   ulysses   forward and backward each (n - 1) / n x B S/n (2 H + 2 K) Q numbers
 A backward that recomputes attention repeats the forward's traffic, which the formulas do not count.
 """

@@ -105,7 +105,7 @@ def result_tables(dense: Runs, sparse: Runs) -> Tables:
         "validation loss, nats per byte": loss_rows(dense, sparse),
         "seconds of each run": second_rows(dense, sparse),
         "seconds, all seeds": [seconds],
-        "what both were trained on": first_runs,
+        "training data of both": first_runs,
     }
 
 

@@ -392,7 +392,7 @@ STAGES: tuple[FirstHourStage, ...] = (
     FirstHourStage("kernels", "Which attention kernels run, and are they exact?", measure_kernels, kernel_problems),
     FirstHourStage("weights", "Does a run start from the weights of a CPU's?", measure_weights, weight_problems),
     FirstHourStage("resume", "Is a resumed run bitwise the uninterrupted one?", measure_resume, resume_problems),
-    FirstHourStage("step", "What does the library cost beside a bare loop?", measure_step, step_problems),
+    FirstHourStage("step", "How much slower is the library than a bare loop?", measure_step, step_problems),
     FirstHourStage("matmul", "How fast are matrix products, of the data sheet?", measure_matmul, matmul_problems),
     FirstHourStage("memory", "Does a step take the memory it should?", measure_memory, memory_problems, gpus=1),
     FirstHourStage(
@@ -415,7 +415,9 @@ STAGES: tuple[FirstHourStage, ...] = (
         gpus=1,
         package="torchtitan==0.2.2",
     ),
-    FirstHourStage("saves", "What does an asynchronous save take from training?", measure_saves, save_problems),
+    FirstHourStage(
+        "saves", "How much time does an asynchronous save take from training?", measure_saves, save_problems
+    ),
     FirstHourStage("stopped_rank", "Is a rank that stops named?", measure_stopped_rank, stopped_rank_problems),
 )
 """the most valuable first"""

@@ -19,10 +19,10 @@ NAME is one of
     kernels      the ring's blocks against float64, by type, width of a head and group; the kernels of model.attention
     weights      whether this device makes a CPU's initial weights, to the last bit
     experts      validation loss and time of moe_debug.toml and debug.toml, whole runs with the same tokens, for
-    `benchmark.rounds` seeds (3 are enough); on one process, no config, overrides apply to all runs
+                 `benchmark.rounds` seeds (3 are enough); on one process, no config, overrides apply to all runs
     titan        a training step against torchtitan's of the same model; needs a GPU and torchtitan 0.2.2
     first_hour   the checks of a machine before a long run on it, in stages of at most 8 minutes, and a page of
-    results; on one process, which starts jobs on one GPU and on all
+                 results; on one process, which starts jobs on one GPU and on all
 
 An installed package has matmul, step, checkpoint, kernels, weights, titan and first_hour; a checkout has all of them.
 The default config is train_configs/debug.toml. The two sides of a comparison take turns for `benchmark.rounds` rounds,

@@ -58,7 +58,7 @@ def obstacle(config: Config, device: torch.device) -> str:
         "its Llama has no other family, no head_dim, qkv_bias, qk_norm, norm_position, window and experts": (
             model.features != LLAMA or has_own_heads or has_own_parts
         ),
-        "its Llama has an output projection of its own; set model.tied_embeddings = false": model.tied_embeddings,
+        "its Llama has an untied output projection; set model.tied_embeddings = false": model.tied_embeddings,
         "pipelines and context parallelism are not compared; set parallel.pp and parallel.cp to 1": (
             parallel.pp * parallel.cp > 1
         ),

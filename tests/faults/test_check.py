@@ -43,7 +43,7 @@ def test_nodes_with_different_configs_end_with_status_2_before_they_train(tmp_pa
         assert [node.returncode for node in nodes] == [2, 2], said
         lines = said[0][1].splitlines()
         assert lines[-3:] == [
-            "error: not all ranks were started alike: start every node with the same config, code and torch",
+            "error: the ranks did not start the same job: start every node with the same config, code and torch",
             "  optimizer.learning_rate: 0.003 on rank 0, 0.01 on rank 1",
             "  schedule.final_fraction: 0.0 on rank 0, 0.5 on rank 1",
         ]

@@ -45,7 +45,7 @@ def test_both_are_trained_with_the_overrides(tmp_path: Path, monkeypatch: pytest
     (seconds,) = result["seconds of each run"]
     (ratio,) = result["seconds, all seeds"]
     assert seconds["ratio"] == ratio["ratio"] == ratio["least"] == seconds["experts_s"] / seconds["dense_s"]
-    dense, sparse = result["what both were trained on"]
+    dense, sparse = result["training data of both"]
     assert (dense.pop("run"), sparse.pop("run")) == ("dense", "experts")
     assert dense.pop("active_parameters") == dense.pop("parameters") < sparse.pop("active_parameters")
     assert sparse.pop("parameters") > 500_000

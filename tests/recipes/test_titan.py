@@ -26,7 +26,7 @@ def test_what_torchtitan_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -
         ("--model.family=gpt", "no other family"),
         ("--model.qk_norm=head", "qk_norm"),
         ("--model.head_dim=64", "head_dim"),
-        ("--model.tied_embeddings=true", "an output projection of its own"),
+        ("--model.tied_embeddings=true", "an untied output projection"),
         ("--parallel.pp=2", "set parallel.pp and parallel.cp to 1"),
         ("--parallel.cp=2", "set parallel.pp and parallel.cp to 1"),
         ("--data.document_mask=true", "data.document_mask = false"),

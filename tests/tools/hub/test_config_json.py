@@ -183,7 +183,7 @@ REFUSED = {
     "llama": [
         ({"quantization_config": {"bits": 4}}, "quantization_config: quantized"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: rotary positions of a part of each head"),
-        ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map: a model with code"),
+        ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map: a model with custom code"),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_parameters.rope_type: 'longrope' is not"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope_parameters.low_freq_factor: is missing"),
         (
@@ -225,7 +225,7 @@ REFUSED = {
         ({"num_local_experts": "8"}, "num_local_experts: must be a whole number"),
         ({"moe_intermediate_size": 1.5}, "moe_intermediate_size: must be a whole number"),
         ({"num_hidden_layers": "4"}, "num_hidden_layers: must be a whole number"),
-        ({"use_sliding_window": True}, "use_sliding_window: is True: a sliding window beside experts"),
+        ({"use_sliding_window": True}, "use_sliding_window: is True: a sliding window together with experts"),
         ({"num_hidden_layers": 1, "decoder_sparse_step": 0}, "decoder_sparse_step: must be a whole number"),
         ({"num_hidden_layers": 1, "mlp_only_layers": "x"}, "mlp_only_layers: must be a list of whole numbers"),
     ],

@@ -190,7 +190,9 @@ def test_one_file_is_read_before_those_of_an_index_as_transformers_does(folder: 
 def test_an_adapter_beside_the_weights_is_refused(folder: Path) -> None:
     (folder / "adapter_config.json").write_text("{}")
     (problem,) = problems_of(folder)
-    assert problem.startswith("FOLDER: holds adapter_config.json beside the weights: transformers would read the model")
+    assert problem.startswith(
+        "FOLDER: holds adapter_config.json next to the weights: transformers would read the model"
+    )
 
 
 def become_fifo(path: Path) -> None:

@@ -97,7 +97,10 @@ def test_experts_of_a_model_that_has_some_are_not_copied(folder: Path, capsys: p
     save_published("mixtral", folder / "sparse", vocab_size=264)
     lines = refused(capsys, f"--model.from_hf={folder / 'sparse'}", "--model.upcycle=true")
     config = folder / "sparse" / "config.json"
-    assert f"--model.upcycle: copies layers of a dense model, but that of {config} has experts: remove the key" in lines
+    assert (
+        f"--model.upcycle: copies layers of a dense model, but the model of {config} has experts: remove the key"
+        in lines
+    )
 
 
 def test_rotary_positions_epsilon_and_length_may_be_chosen_and_are_printed(

@@ -68,7 +68,7 @@ def test_what_is_understood(variables: dict[str, str], job: JobPlace) -> None:
     [
         ({"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "pod-0", "MASTER_PORT": "1"}, "set PET_NNODES, PET_NODE_RANK"),
         ({"WORLD_SIZE": "2"}, "unset WORLD_SIZE"),
-        (RANK | {"LOCAL_WORLD_SIZE": "3"}, "there must be as many ranks on each node"),
+        (RANK | {"LOCAL_WORLD_SIZE": "3"}, "each node must have the same number of ranks"),
         (MPI | {"MASTER_ADDR": ""}, "mpirun -x MASTER_ADDR=HOST"),
         (MPI | {"OMPI_COMM_WORLD_RANK": "2"}, "mpirun --map-by slot"),
         ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "PMI_SIZE=2: a launcher that run_train.sh does not know"),

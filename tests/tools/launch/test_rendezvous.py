@@ -231,7 +231,7 @@ def test_nodes_that_do_not_meet_are_told_for_whom_they_have_waited(tmp_path: Pat
 
 def test_a_file_is_trusted_only_for_a_job_with_a_name_of_its_own(tmp_path: Path) -> None:
     parameters = RendezvousParameters(BACKEND, "127.0.0.1:0", "none", 2, 2, rank="1")
-    with pytest.raises(RendezvousConnectionError, match="needs --run-folder, and a name of its own"):
+    with pytest.raises(RendezvousConnectionError, match="needs --run-folder, and a unique name"):
         AttemptRendezvous(parameters, 0.1, tmp_path)
 
 

@@ -41,7 +41,7 @@ def test_equal_starts_exchange_one_hash() -> None:
 def test_keys_that_differ_are_named_with_both_values_on_all_ranks() -> None:
     for error, _ in workers.run(refuse, 4, [CONFIG, OTHER_RATE, CONFIG, OTHER_RATE]):
         assert error.splitlines() == [
-            "not all ranks were started alike: start every node with the same config, code and torch",
+            "the ranks did not start the same job: start every node with the same config, code and torch",
             "  optimizer.learning_rate: 0.0003 on rank 0, 0.01 on rank 1 and 1 more",
         ]
 

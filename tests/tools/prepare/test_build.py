@@ -462,8 +462,8 @@ SKIP = 'set data.on_bad_record = "skip"'
 @pytest.mark.parametrize(
     ("content", "where", "advice"),
     [
-        (BAD * 100 + GOOD, ":1: wrong key", "so are the 19 after it: fix what they share"),
-        (BAD * 3, ":1: wrong key", "so are the 2 after it: fix what they share"),
+        (BAD * 100 + GOOD, ":1: wrong key", "so are the 19 after it: fix their common fault"),
+        (BAD * 3, ":1: wrong key", "so are the 2 after it: fix their common fault"),
         (BAD + "nonsense\n" + GOOD, ":1: wrong key", SKIP),
         (GOOD + BAD * 100, ":2: wrong key", SKIP),
         (BAD, ":1: wrong key", "fix the file, or take it out of data.sources.path"),

@@ -24,7 +24,7 @@ def explain(error: RuntimeError, config: Config, runtime: Runtime) -> str:
     if runtime.device.type == "cuda":
         file = runtime.folder / f"memory-rank-{runtime.rank}.pickle"
         dump_memory(str(file))
-        lines.append(f"what the memory holds: {file}, for pytorch.org/memory_viz")
+        lines.append(f"memory snapshot: {file}, for pytorch.org/memory_viz")
     settings = savers(config)
     if settings:
         lines.append("settings that would free most memory, by the planner's estimate, each alone:")

@@ -14,11 +14,11 @@ PURPOSES = {
     "parameters": "this rank's share of the weights, float32; frozen ones in the type of the computation",
     "optimizer": "moments, and the average of the weights",
     "gradients": "this rank's share, and sums of whole ones over micro batches",
-    "gathered": "weights that are whole for a while, and what they are gathered in",
+    "gathered": "weights that are whole for a while, and their buffers",
     "activations": "stored by a forward for its backward",
-    "logits": "of the head, and what the loss makes of them",
+    "logits": "of the head, and copies in the loss",
     "inputs": "tokens, labels, positions of all of a step's micro batches",
-    "buffers": "of what the other pipeline stages send",
+    "buffers": "receive buffers for the other pipeline stages",
     "temporary": "all else: results on their way, recomputed activations",
 }
 

@@ -232,9 +232,9 @@ def assumptions(report: Report) -> Iterator[str]:
     else:
         yield "kernels as on a CPU: a GPU's fused norms hold less"
     if config.model.attention in ("flash", "flex"):
-        yield f"attention sdpa in place of {config.model.attention}, which keeps the same for the backward"
+        yield f"attention sdpa in place of {config.model.attention}, which keeps the same tensors for the backward"
     if config.compile.compiles_anything:
-        yield "nothing compiled: what is keeps less"
+        yield "nothing compiled: compiled blocks keep less"
     yield "not counted: the allocator's gaps, buffers of the communication library, CUDA's own: some GiB on a GPU"
     yield "sent: in rings, each collective once round"
     if config.parallel.ep > 1:

@@ -215,7 +215,7 @@ class Tracker(TorchDispatchMode):
             raise RuntimeError(
                 f"{kind} in a process group that belongs to no axis of the mesh: ranks "
                 f"{dist.get_process_group_ranks(group)}. Add the group to Mesh.axis_of_group "
-                "(torchllm/parallel/mesh.py), so that the dry run can count what is sent there"
+                "(torchllm/parallel/mesh.py), so that the dry run can count its messages"
             )
         whole = max(tensor.nbytes for tensor in _tensors((args, out)))
         self.sent.append(Sent(self.now, axis.name, kind, whole * RING[kind](axis.size)))

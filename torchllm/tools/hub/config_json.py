@@ -172,7 +172,7 @@ def read_config_json(content: Mapping[str, Any]) -> ReadConfig:
     if content.get("quantization_config"):
         read.report("quantization_config", "quantized weights are not supported: take the model's original ones")
     if content.get("auto_map"):
-        read.report("auto_map", "a model with code of its own is not supported")
+        read.report("auto_map", "a model with custom code is not supported")
     if read.family is None:
         read.report("model_type", _why_unsupported(model_type))
         return read

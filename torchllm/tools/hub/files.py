@@ -118,7 +118,7 @@ def find_hub_files(folder: Path, family: HubFamily) -> HubFiles:
         )
     if (folder / ADAPTER_JSON).exists():
         files.problems.append(
-            f"{folder}: holds {ADAPTER_JSON} beside the weights: transformers would read the model that the adapter "
+            f"{folder}: holds {ADAPTER_JSON} next to the weights: transformers would read the model that the adapter "
             "names, and add it; move the adapter away to read these weights"
         )
     for name in sorted(set(places.values())):

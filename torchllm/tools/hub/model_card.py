@@ -95,7 +95,7 @@ def _rows(facts: CardFacts) -> list[tuple[str, str]]:
     parameters = f"{parameter_count(model):,}"
     updates = f"{update_parameter_count(model, facts.lora):,}"
     rows = [
-        ("parameters", f"{updates}, beside {parameters} of the model" if facts.is_adapter else parameters),
+        ("parameters", f"{updates}, in addition to {parameters} of the model" if facts.is_adapter else parameters),
         ("sizes", f"{model.layers} blocks, hidden {model.hidden}, {model.heads} heads, {model.kv} key-value heads"),
         ("vocabulary", f"{model.vocab:,}"),
         ("weights", facts.dtype),

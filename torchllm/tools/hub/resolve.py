@@ -71,7 +71,7 @@ def _compare_written(draft: Draft[C], config: HubConfig) -> None:
     model = draft.config.model
     theirs = form_of(config.model)
     if model.upcycle and config.model.experts:
-        message = f"copies layers of a dense model, but that of {config.path} has experts: remove the key"
+        message = f"copies layers of a dense model, but the model of {config.path} has experts: remove the key"
         draft.report(("model", "upcycle"), message)
     ours = form_of(replace(model, experts=0) if model.upcycle else model)
     for key in sorted(_written(draft) & theirs.keys()):
@@ -84,7 +84,7 @@ def _compare_written(draft: Draft[C], config: HubConfig) -> None:
             new = ours[key] - theirs[key]
             draft.notes.append(draft.located(path, f"{new} rows more than in {config.path}: they start at random"))
         elif key == "tied_embeddings" and theirs[key]:
-            draft.notes.append(draft.located(path, f"the head has weights of its own, against {config.path}"))
+            draft.notes.append(draft.located(path, f"the head has separate weights, against {config.path}"))
         elif key == "experts" and not theirs[key]:
             draft.report(path, f"the weights of {config.path} are dense: remove the key, or set model.upcycle = true")
         else:

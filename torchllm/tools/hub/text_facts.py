@@ -2,7 +2,7 @@
 
 begin of a text        `bos_token_id` of config.json and generation_config.json
 ends of a text         `eos_token_id` there: ends of a turn of the run's conversations, of a document, and of a text
-of the published model that the run started from
+                       of the published model that the run started from
 chat template          chat_template.jinja, and `chat_template` of tokenizer_config.json
 """
 

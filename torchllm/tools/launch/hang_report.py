@@ -258,8 +258,8 @@ def describe_hang(
 ) -> str:
     """Return the report: the rank that holds up the job, the operation, and that rank's stack.
 
-    `host_of` returns the host of a rank, of one that does not answer too; `limit` was exceeded; `folder` holds the
     `host_of` returns the host of a rank, also of one that does not answer; `limit` was exceeded; `folder` holds the
+    dumps.
     """
     operations = blocked_operations(dumps)
     culprits = find_culprits(dumps, operations, world_size)

@@ -103,5 +103,5 @@ def reach_head(address: HeadAddress, wait: NodeWait) -> None:
             wait.go_on(
                 f"node 0 at {address} ({error})",
                 f"Is it running, does this node know {address.host} as its address, and may the nodes reach each "
-                "other's ports, or does a firewall stand between them? Its own output says what it waits for",
+                "other's ports, or does a firewall stand between them? Its output names the reason",
             )

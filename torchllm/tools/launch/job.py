@@ -207,8 +207,8 @@ def read_rank_variables(variables: Variables) -> JobPlace | None:
     nodes, rest = divmod(int(ranks), ranks_here)
     if rest or process % ranks_here != local:
         raise UserError(
-            f"{given} LOCAL_RANK={local} LOCAL_WORLD_SIZE={ranks_here}: there must be as many ranks on each node, with "
-            "consecutive numbers"
+            f"{given} LOCAL_RANK={local} LOCAL_WORLD_SIZE={ranks_here}: each node must have the same number of ranks, "
+            "with consecutive numbers"
         )
     found = JobPlace(nodes=str(nodes), node=process // ranks_here, head=_host(variables["MASTER_ADDR"]))
     port = _number(variables, "MASTER_PORT", DEFAULT_PORT)

@@ -30,7 +30,7 @@ def bind_near_gpu(device: torch.device, pci_devices: Path = PCI_DEVICES) -> None
     near = allowed & local_cpus(pci_devices / address)
     if near and near != allowed:
         os.sched_setaffinity(0, near)
-        log.info("on %d of %d CPUs, those of the NUMA node of GPU %s", len(near), len(allowed), address)
+        log.info("on %d of %d CPUs, on the NUMA node of GPU %s", len(near), len(allowed), address)
 
 
 def local_cpus(pci_device: Path) -> set[int]:

@@ -252,7 +252,7 @@ def await_ranks(store: Store, world_size: int, wait: NodeWait) -> None:
         while not store.check([joined_key(rank)]):
             wait.go_on(
                 f"rank {rank} of {world_size} to join",
-                "Does it run, and may its node reach the ports of this one? Its own output says what it waits for",
+                "Does it run, and may its node reach the ports of this one? Its output names the reason",
             )
 
 

@@ -129,7 +129,7 @@ class AttemptRendezvous(RendezvousHandler):
         """Return the store of the launchers, which node 0 serves on `port`, or on one that the run folder tells."""
         is_free = port == 0
         if is_free and (run_folder is None or self.run_id == "none"):
-            raise NodeMissing("a job with any free port (0) needs --run-folder, and a name of its own: --rdzv-id")
+            raise NodeMissing("a job with any free port (0) needs --run-folder, and a unique name: --rdzv-id")
         if self.node == 0:
             try:
                 store = serve_store(self.head, port, self.timeout)
@@ -165,7 +165,7 @@ class AttemptRendezvous(RendezvousHandler):
         """Return a value of the launchers' store when node 0 has set it."""
         while not launchers.check([key]):
             self._raise_end()
-            wait.go_on(f"node 0 at {self.head} to begin", "Its own output says what it waits for")
+            wait.go_on(f"node 0 at {self.head} to begin", "Its output names the reason")
         return launchers.get(key)
 
     def _raise_end(self) -> None:
@@ -232,7 +232,7 @@ class AttemptRendezvous(RendezvousHandler):
         while missing := [node for node in missing if not launchers.check([self._key(f"begun_{node}")])]:
             self._raise_end()
             nodes = f"node {missing[0]}" if len(missing) == 1 else f"nodes {format_ranks(missing)}"
-            wait.go_on(f"{nodes} to begin", "Their own output says what they wait for")
+            wait.go_on(f"{nodes} to begin", "Their output names the reason")
 
     def _key(self, name: str) -> str:
         """Return a key of the launchers' store for this attempt."""

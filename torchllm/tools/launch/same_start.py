@@ -58,7 +58,7 @@ def refuse_different_starts(configs: Sequence[Config], group: dist.ProcessGroup)
         lines[SHOWN:] = ["..."]
     listed = "\n  ".join(lines)
     raise RefusedStart(
-        f"not all ranks were started alike: start every node with the same config, code and torch\n  {listed}"
+        f"the ranks did not start the same job: start every node with the same config, code and torch\n  {listed}"
     )
 
 

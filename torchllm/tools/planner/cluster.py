@@ -214,7 +214,7 @@ def replaced_constant(fault: Fault) -> Fault:
     if fault.path != ("constants", "flush"):
         return fault
     return fault._replace(
-        message="is replaced: what a pipeline's step has beyond its bubble is predicted from the bytes of its last "
+        message="is replaced: the time of a pipeline's step beyond its bubble is predicted from the bytes of its last "
         "reductions (constants.fall) and the waits for messages (constants.message); fit them with "
         "recipes/plan.py calibrate"
     )

@@ -127,7 +127,7 @@ def product_rate(hardware: Hardware, float8: float) -> float:
 def tiled_seconds(operations: float, rate: float, waves: float, depth: float) -> float:
     """Return the seconds of a product's operations: longer if its tiles are few or shallow.
 
-    rate: FLOP/s of a large product. waves: number of tiles per multiprocessor, rounded up. depth: inner size.
+    rate: FLOP/s of a large product. waves: tiles per multiprocessor. depth: inner size.
     """
     seconds = operations / rate
     seconds *= 1 + WAVE / waves

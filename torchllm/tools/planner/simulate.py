@@ -168,7 +168,7 @@ def by_need(steps_of_ranks: Sequence[Sequence[Step]], route: Route) -> list[Step
                 awake.append(waiting_rank.pop(step.result))
     if waiting_rank:
         ranks = sorted(waiting_rank.values())
-        raise ValueError(f"ranks {ranks} wait for what no rank computes before it waits itself")
+        raise ValueError(f"ranks {ranks} wait for each other: no order of their actions is possible")
     return ordered
 
 

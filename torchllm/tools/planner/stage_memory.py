@@ -239,7 +239,7 @@ def _last_reduction(rank: Rank, memory: Stage, blocks: StageActivations, stage: 
     first_norm = block.activations.phases[-1].working + blocks.recomputed
     head = rank.head * stage.last
     in_shards = 1 / rank.shards
-    # The head's sums are freed by then. `gradients` stays constant all step long: `search.bounds` relies on it.
+    # The head's sums are freed by then. `gradients` stays the part held all step long, for `search.bounds`.
     reduced = block.unit.whole * (1 + in_shards) - head * (1 - in_shards)
     sent = rank.software.gradients * max(0.0, reduced)
     gathered = -rank.per_step * (block.unit.whole + head)

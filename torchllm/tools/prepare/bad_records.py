@@ -103,7 +103,9 @@ class RecordTally:
         elif count == 1:
             advice = "fix the file, or take it out of data.sources.path"
         else:
-            advice = f"so are the {count - 1} after it: fix what they share, or take the file out of data.sources.path"
+            advice = (
+                f"so are the {count - 1} after it: fix their common fault, or take the file out of data.sources.path"
+            )
         raise DataError(f"{record.origin.describe()}: {record.fault}{record.detail}; {advice}")
 
 

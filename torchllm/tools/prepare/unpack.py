@@ -51,7 +51,7 @@ def refuse_bomb(path: str, size: int) -> NoReturn:
     """Raise the DataError of a file of `size` bytes that unpacks to more than it may."""
     raise DataError(
         f"{path} has {size:,} bytes and unpacks to over {most_unpacked(size):,}, as hardly any text does: take it out "
-        "of data.sources.path or, if you know what is in it, write it anew without compression"
+        "of data.sources.path or, if you trust its content, decompress it"
     )
 
 

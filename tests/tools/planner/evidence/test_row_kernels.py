@@ -62,7 +62,7 @@ def test_recomputation_that_is_not_known_is_said(word: str, reason: str) -> None
 
 @pytest.mark.parametrize("word", ["nvfp4", "mxfp8 grouped gemm", "mxfp8 linears", "int8"])
 def test_a_precision_that_is_not_of_all_products_is_refused(word: str) -> None:
-    with pytest.raises(ValueError, match="is unknown, or not that of all products"):
+    with pytest.raises(ValueError, match="is unknown, or does not apply to all products"):
         float8_by_word(word)
 
 

@@ -197,7 +197,7 @@ def test_a_layout_above_the_limit_is_not_taken_though_it_is_faster() -> None:
     held = usual_advice().first.prediction.memory.total / eight().hardware.memory
     near_full = with_more_activations(0.95 - held)
     too_large = with_more_activations(1.05 - held)
-    assert "GiB up to which a plan goes" in why_not(eight(), near_full, usual_advice())
+    assert "above a plan's limit of" in why_not(eight(), near_full, usual_advice())
     assert "more than a GPU has; most of it is activations" in why_not(eight(), too_large, usual_advice())
 
 

@@ -91,8 +91,8 @@ def test_a_known_framework_has_its_own_interval() -> None:
     verdict = judge(layout, prediction)
     assert verdict.seconds == times(prediction.step, error=0.15)
     assert verdict.evidence == (
-        "from 900 steps of 50 models, those of llm-foundry-2023 1.5 times as far off as others "
-        "(what is known least is every step)"
+        "from 900 steps of 50 models, llm-foundry-2023's 1.5 times as far off as others' "
+        "(the least certain term is every step)"
     )
 
 
@@ -103,7 +103,7 @@ def test_an_unknown_framework_has_that_of_frameworks_that_were_left_out() -> Non
     verdict = judge(layout, prediction)
     assert verdict.seconds == times(prediction.step, error=0.5)
     assert verdict.evidence == (
-        "from 800 steps of 40 models (torchllm is not measured on A100, what is known least is every step)"
+        "from 800 steps of 40 models (torchllm is not measured on A100, the least certain term is every step)"
     )
 
 

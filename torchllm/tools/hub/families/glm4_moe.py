@@ -52,8 +52,8 @@ GLM4_MOE = HubFamily(
     ),
     required=(
         SILU,
-        RequiredField("n_group", (1,), "experts in groups, of which a token uses some"),
-        RequiredField("topk_group", (1,), "experts in groups, of which a token uses some"),
+        RequiredField("n_group", (1,), "experts in groups, and tokens limited to some groups"),
+        RequiredField("topk_group", (1,), "experts in groups, and tokens limited to some groups"),
     ),
     tensors=(*OTHER_TENSORS, *EXPERT_TENSORS),
     stacked_tensors=(*OTHER_TENSORS, *STACKED_TENSORS),

@@ -36,7 +36,7 @@ QWEN3_MOE = HubFamily(
     required=(
         SILU,
         NO_ATTENTION_BIAS,
-        RequiredField("use_sliding_window", (False,), "a sliding window beside experts"),
+        RequiredField("use_sliding_window", (False,), "a sliding window together with experts"),
     ),
     tensors=(*ENDS, *ATTENTION_TENSORS, *HEAD_NORMS, *NORMS_BEFORE, *MLP_TENSORS, *EXPERT_TENSORS),
     stacked_tensors=(*ENDS, *ATTENTION_TENSORS, *HEAD_NORMS, *NORMS_BEFORE, *MLP_TENSORS, *STACKED_TENSORS),

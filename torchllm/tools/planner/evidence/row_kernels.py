@@ -71,7 +71,7 @@ def recompute_of(cells: Cells, software: Software) -> Recomputed:
         cells.assume("act_ckpt none")
         word = "none"
     if not word:
-        raise ValueError("act_ckpt is missing: name what is recomputed in it, or in the column assumed")
+        raise ValueError("act_ckpt is missing: name the recomputation in it, or in the column assumed")
     mode = RECOMPUTATION.get(word, word)
     modes = get_args(Recompute.__annotations__["mode"])
     if mode not in modes:
@@ -115,7 +115,7 @@ def _float8_share(cells: Cells, software: Software) -> float:
     if NO_FLOAT8.fullmatch(word):
         return 0.0
     if not FLOAT8.fullmatch(word):
-        raise ValueError(f"precision {word!r} is unknown, or not that of all products")
+        raise ValueError(f"precision {word!r} is unknown, or does not apply to all products")
     for recipe, share in FLOAT8_SHARES.items():
         if recipe in word.split():
             return share

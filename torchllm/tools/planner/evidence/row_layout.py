@@ -98,7 +98,7 @@ def _accumulation(cells: Cells, parallel: Parallel) -> int:
     if cells.text("step_time_s"):
         raise ValueError("global_batch_seqs and grad_accum are missing")
     if parallel.pp > 1:
-        cells.assume("as many micro batches as pipeline stages")
+        cells.assume("one micro batch per pipeline stage")
     return parallel.stages
 
 

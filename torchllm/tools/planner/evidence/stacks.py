@@ -105,7 +105,6 @@ class Nanotron(Megatron):
     temporary_gradients: float = 2.0
     # optim/gradient_accumulator.py, distributed.py: buckets of DistributedDataParallel, or the flat buffer of ZeRO-1's
     # reduce_scatter
-    # is flattened in
     gradient_copies: float = 2.0
     overlaps_reduction: bool = True
     logits_forward: float = 8.0  # parallel/tensor_parallel/functional.py: float32 logits, their softmax in place

@@ -204,7 +204,7 @@ def fit_deviations(
     """Return the deviations of the sources that make the errors likeliest, by minorization.
 
     Each round multiplies the variance of a source by the square root of observed over expected squared errors,
-    they were to be expected: it never makes the errors less likely.
+    as far as the source explains them: it never makes the errors less likely.
     """
     names = sorted({name for shares in sources for name in shares})
     variances = {name: start.deviation(name) ** 2 for name in names}

@@ -84,7 +84,7 @@ def why_not(job: Job, yours: Ranked, advice: Advice) -> str:
     needs = LEVELS_OF_SIMPLICITY[level].name
     advantage = f"it needs {needs} and is predicted {faster:.1%} faster"
     if faster <= AS_FAST:
-        return f"{advantage}, which is within what nobody can predict"
+        return f"{advantage}, which is within the error of any prediction"
     low, high = ratio_of(job, first, yours).interval
     return (
         f"{advantage}, but pairs of measured layouts say that the first pick takes {low:.2f} to {high:.2f} times its "
@@ -103,7 +103,7 @@ def _why_too_large(job: Job, yours: Ranked) -> str:
     if needed <= limit:
         return ""
     return (
-        f"it needs {needed / GIB:.1f} GiB, above the {limit / GIB:.1f} GiB up to which a plan goes; "
+        f"it needs {needed / GIB:.1f} GiB, above a plan's limit of {limit / GIB:.1f} GiB; "
         f"{_largest_part(yours)}; its risk of running out of memory is {your_pick.out_of_memory:.0%} "
         f"(a pick's is at most {RISK:.0%})"
     )

@@ -101,14 +101,14 @@ def described(case: Case, interval: StepInterval) -> str:
     gpu = generation(case.hardware.gpu)
     text = f"from {interval.rows:,} steps of {interval.folds} models"
     if interval.factor != 1:
-        text += f", those of {case.software.name} {interval.factor:.2g} times as far off as others"
+        text += f", {case.software.name}'s {interval.factor:.2g} times as far off as others'"
     remarks = []
     if not is_measured(case):
         remarks.append(f"{case.software.name} is not measured on {gpu}")
     if interval.widest == RARELY_MEASURED:
         remarks.append(f"few models are measured on {gpu}")
     else:
-        remarks.append(f"what is known least is {interval.widest}")
+        remarks.append(f"the least certain term is {interval.widest}")
     return f"{text} ({', '.join(remarks)})"
 
 

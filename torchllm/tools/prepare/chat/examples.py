@@ -4,11 +4,11 @@ A conversation becomes one example, or several, by the first of these rules that
 
 1. the template marks the text that the model generates, by `{% generation %}` blocks: these are trained;
 2. each turn of the assistant, rendered with the turns before it, is a prefix of the whole conversation, and begins with
-the prompt that the template makes for it: one example, with all turns after these prompts trained (Llama 3,
+   the prompt that the template makes for it: one example, with all turns after these prompts trained (Llama 3,
    Qwen2.5, Gemma, OLMo 2);
 3. else, as the template renders earlier turns in another way (Qwen3 leaves out their thinking), one example per turn of
    the assistant: the conversation up to it, with only that turn trained;
-   4. where a turn does not even begin with its prompt (DeepSeek-R1, Mistral with a system message), the trained text
+4. where a turn does not even begin with its prompt (DeepSeek-R1, Mistral with a system message), the trained text
    would never be seen at inference: an error.
 
 The token that ends a turn is trained, so that the model learns to stop; blanks that the template writes after it are
@@ -35,7 +35,7 @@ _BLANKS = re.compile(r"\s*")
 
 NO_PROMPT = "a turn of the assistant does not begin with its prompt"
 _NO_PROMPT_DETAIL = (
-    ": the chat template moves a system message or leaves out thinking, and what is trained would never be seen at "
+    ": the chat template moves a system message or leaves out thinking, and the trained text would never be seen at "
     "inference. Name a template that does not, finetune.chat_template = FILE"
 )
 

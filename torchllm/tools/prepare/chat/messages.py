@@ -52,7 +52,7 @@ def refuse_masks(record: Mapping[str, Any], where: str, keys: Sequence[str] = MA
     """Raise BadConversation if an object has one of `keys`, which seem to mask training and are not read."""
     for key in keys:
         if record.get(key) is not None:
-            advice = 'remove it; what is not to be trained is a message of the assistant with "weight": 0'
+            advice = 'remove it; a message of the assistant with "weight": 0 is not trained'
             raise BadConversation("a mask that is not read", f": {where}{key}: {advice}")
 
 

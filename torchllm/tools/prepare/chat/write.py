@@ -149,5 +149,5 @@ def untrained(counts: Mapping[str, int]) -> str:
         return ""
     return (
         f"nothing is trained of {counts[UNTRAINED]:,} examples ({describe_lengths(counts)}): their answers have "
-        "weight 0 or begin behind training.sequence_length. Raise it, or shorten what stands before the answers"
+        "weight 0 or begin behind training.sequence_length. Raise it, or shorten the text before the answers"
     )

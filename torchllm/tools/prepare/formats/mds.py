@@ -70,7 +70,7 @@ def _column_of(path: Path, record: dict[str, Any], name: str) -> _Column:
         chosen = arrays[0]
     else:
         listed = ", ".join(f"{column} ({encoding})" for column, encoding in encodings.items())
-        raise WrongFormat(path, f"has the columns {listed}: name that of the ids by text_key")
+        raise WrongFormat(path, f"has the columns {listed}: name the column of the ids by text_key")
     kind, _, rest = encodings[chosen].partition(":")
     dtype, _, shape = rest.partition(":")
     if kind != "ndarray" or dtype not in _INTEGERS:
