@@ -337,7 +337,7 @@ WRONG: list[tuple[str, str, Damage, str]] = [
     ("megatron", "0.idx", rewrite(lambda content: content[:-8]), "but its header says"),
     ("megatron", "0.idx", rewrite(lambda content: content + bytes(4)), "is the index of a multimodal data set"),
     ("megatron", "0.bin", rewrite(lambda content: content[:-2]), "0.idx says 60 bytes of 30 ids"),
-    ("megatron", "0.bin", Path.unlink, "has no 0.bin beside it"),
+    ("megatron", "0.bin", Path.unlink, "has no 0.bin with its ids in the same folder"),
     ("mds", "0/index.json", rewrite(lambda content: content[:9]), "is no index of mosaicml-streaming"),
     ("mds", "0/index.json", rewrite(lambda content: b"[" * 200_000), "is no index of mosaicml-streaming"),
     ("mds", "0/index.json", set_index(version=1), "version [1, 2]"),

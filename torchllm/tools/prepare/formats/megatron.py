@@ -100,7 +100,7 @@ def _list_shards(path: Path, settings: InPlaceSettings) -> Sequence[TokenShard]:
     file.close()
     ids = path.with_suffix(".bin")
     if not ids.is_file():
-        raise WrongFormat(path, f"has no {ids.name} for its ids in the same folder")
+        raise WrongFormat(path, f"has no {ids.name} with its ids in the same folder")
     ids_size = ids.stat().st_size
     if ids_size != tokens * index.id_bytes:
         needed = f"{tokens * index.id_bytes:,} bytes of {tokens:,} ids"
