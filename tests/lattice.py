@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
+import numpy as np
 import torch
 
 from tests import workers
@@ -52,6 +53,8 @@ from torchllm.tools.proof.layouts import OPTIONS as LAYOUT_OPTIONS
 Layout = Settings
 MOST_RANKS = 8
 SAMPLE = Path(__file__).with_name("lattice_sample.json")
+MESH = (*AXES, "parallel.schedule", "parallel.cp_method", "parallel.sequence_parallel", "parallel.ep")
+"""what `every_mesh` combines in full"""
 FIRST = 16
 """layouts of the sample that have every setting"""
 ALL_MESHES, ALL_EXPERT_MESHES = "all-meshes", "all-expert-meshes"
@@ -190,9 +193,36 @@ def draw_sample() -> Sample:
     return Sample(first, rest)
 
 
+def draw_every_mesh(
+    space: LayoutSpace, layouts: Sequence[Layout], seed: int, done: Sequence[Layout] = ()
+) -> list[Layout]:
+    """Draw every mesh x schedule x cp method x sequence parallelism x ep, then every pair of settings still missing.
+
+    done: layouts that need not be drawn.
+    """
+    sampler = sample.LayoutSampler(space, layouts, seed, exact=True)
+    groups: dict[Any, list[int]] = {}
+    for index, layout in enumerate(sampler.layouts):
+        groups.setdefault(tuple(map(layout.get, MESH)), []).append(index)
+    for layout in done:
+        sampler.count(layout)
+        groups.pop(tuple(map(layout.get, MESH)), None)
+    drawn = []
+    for indices in groups.values():
+        drawn.append(sampler.best(sampler.promising(np.array(indices))))
+    return [*drawn, *sampler.cover()]
+
+
+def draw_at_random(space: LayoutSpace, layouts: Sequence[Layout], count: int, seed: int) -> list[Layout]:
+    """Draw `count` of all layouts, each as likely, with options that have been drawn least often."""
+    sampler = sample.LayoutSampler(space, layouts, seed, exact=True)
+    indices = sampler.random.choice(len(sampler.layouts), count, replace=False)
+    return [sampler.best([sampler.layouts[index]]) for index in indices]
+
+
 def every_mesh(seed: int, done: Sequence[Layout] = ()) -> list[Layout]:
     """Return layouts with every mesh and every pair of settings, compiled ones among them."""
-    return sample.every_mesh(COMPILED_SPACE, lattice().layouts, seed, done)
+    return draw_every_mesh(COMPILED_SPACE, lattice().layouts, seed, done)
 
 
 @functools.cache
@@ -203,17 +233,17 @@ def expert_lattice() -> Census:
 
 def every_expert_mesh(seed: int, done: Sequence[Layout] = ()) -> list[Layout]:
     """Return layouts of a mixture of experts with every mesh and every degree of expert parallelism."""
-    return sample.every_mesh(EXPERT_SPACE, expert_lattice().layouts, seed, done)
+    return draw_every_mesh(EXPERT_SPACE, expert_lattice().layouts, seed, done)
 
 
 def at_random(count: int, seed: int, space: LayoutSpace = COMPILED_SPACE) -> list[Layout]:
     """Return `count` layouts at random, compiled ones among them."""
-    return sample.at_random(space, lattice().layouts, count, seed)
+    return draw_at_random(space, lattice().layouts, count, seed)
 
 
 def experts_at_random(count: int, seed: int) -> list[Layout]:
     """Return `count` layouts of a mixture of experts at random."""
-    return sample.at_random(EXPERT_SPACE, expert_lattice().layouts, count, seed)
+    return draw_at_random(EXPERT_SPACE, expert_lattice().layouts, count, seed)
 
 
 class Failed(AssertionError):

@@ -14,8 +14,6 @@ from torchllm.tools.proof.layouts import AXES, MICRO_BATCH, LayoutSpace, Setting
 
 THRIFT = 0.4
 """power of the cost that a layout's new pairs are divided by: with 1 a sample is longer and no cheaper"""
-MESH = (*AXES, "parallel.schedule", "parallel.cp_method", "parallel.sequence_parallel", "parallel.ep")
-"""what `every_mesh` combines in full"""
 
 
 def training_seconds(space: LayoutSpace, layout: Settings) -> float:
@@ -209,30 +207,3 @@ def covering(
     for layout in done:
         sampler.count(layout)
     return list(sampler.cover())
-
-
-def every_mesh(
-    space: LayoutSpace, layouts: Sequence[Settings], seed: int, done: Sequence[Settings] = ()
-) -> list[Settings]:
-    """Draw every mesh x schedule x cp method x sequence parallelism x ep, then every pair of settings still missing.
-
-    done: layouts that need not be drawn.
-    """
-    sampler = LayoutSampler(space, layouts, seed, exact=True)
-    groups: dict[Any, list[int]] = {}
-    for index, layout in enumerate(sampler.layouts):
-        groups.setdefault(tuple(map(layout.get, MESH)), []).append(index)
-    for layout in done:
-        sampler.count(layout)
-        groups.pop(tuple(map(layout.get, MESH)), None)
-    drawn = []
-    for indices in groups.values():
-        drawn.append(sampler.best(sampler.promising(np.array(indices))))
-    return [*drawn, *sampler.cover()]
-
-
-def at_random(space: LayoutSpace, layouts: Sequence[Settings], count: int, seed: int) -> list[Settings]:
-    """Draw `count` of all layouts, each as likely, with options that have been drawn least often."""
-    sampler = LayoutSampler(space, layouts, seed, exact=True)
-    indices = sampler.random.choice(len(sampler.layouts), count, replace=False)
-    return [sampler.best([sampler.layouts[index]]) for index in indices]
