@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from torchllm.config import Data, Source
 from torchllm.config.errors import UserError
 from torchllm.config.inert import RAW_KINDS
-from torchllm.data.tokenizer import HuggingFaceTokenizer, TiktokenTokenizer
+from torchllm.data.hugging_face_tokenizer import HuggingFaceTokenizer
+from torchllm.data.tiktoken_tokenizer import TiktokenTokenizer
 from torchllm.runtime.process import Runtime
 from torchllm.tools.prepare.build import write_corpus
 from torchllm.tools.prepare.cache import plan_corpus

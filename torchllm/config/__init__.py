@@ -3,10 +3,10 @@
 A recipe whose layout the planner may choose reads its config with `torchllm.tools.front.start.load_configs`.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchllm.config.applied_keys import applied, refuse_unapplied
-from torchllm.config.changes import log_config_changes
 from torchllm.config.schema import (
     FAMILIES,
     SCHEDULES,
@@ -43,7 +43,6 @@ from torchllm.config.schema import (
     Training,
     gradient_accumulation,
 )
-from torchllm.config.write import write_config
 
 __all__ = [
     "FAMILIES",
@@ -88,13 +87,16 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from torchllm.config.changes import log_config_changes
     from torchllm.config.load import load_config
+    from torchllm.config.write import write_config
+
+LATER = {"load_config": "load", "log_config_changes": "changes", "write_config": "write"}
+"""name -> its module, which is imported when the name is used: ranks that read a checked config import no reader"""
 
 
 def __getattr__(name: str) -> Any:
-    """Return `load_config`: the ranks of a run, which read a checked config, import none of it."""
-    if name != "load_config":
+    """Return a name of `LATER`."""
+    if name not in LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from torchllm.config.load import load_config
-
-    return load_config
+    return getattr(import_module(f"torchllm.config.{LATER[name]}"), name)

@@ -8,7 +8,8 @@ import pytest
 import transformers
 
 from tests.data.test_tokenizer import LLAMA3
-from torchllm.data.tokenizer import TiktokenTokenizer, load_tokenizer
+from torchllm.data.tiktoken_tokenizer import TiktokenTokenizer
+from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.prepare import tokenizer_json
 from torchllm.tools.prepare.tokenizer_json import InexactTokenizer, without_possessive, write_tokenizer
 

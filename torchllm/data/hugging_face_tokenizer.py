@@ -1,0 +1,169 @@
+"""Tokenizers in Hugging Face's tokenizer.json."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from torchllm.data.error import DataError
+from torchllm.data.pieces import CONTEXT, cut_places
+from torchllm.data.tokenizer import BEGIN, END, Ids
+
+_BEGIN_NAMES = (BEGIN, "<s>", "<bos>", "[BOS]", "<|startoftext|>")
+_END_NAMES = (END, "</s>", "<eos>", "[EOS]", "<|endoftext|>")
+_PLACES_TRIED = 16
+"""places to try with a tokenizer.json before giving up; words around a place to try as a text"""
+
+
+class _TokenizerConfig(NamedTuple):
+    """Settings of a tokenizer_config.json; "" if a setting is missing."""
+
+    begin: str = ""
+    end: str = ""
+    add_begin: bool | None = None
+    """whether a begin is put before a text; transformers goes by tokenizer.json, and ignores it"""
+
+
+def _read_tokenizer_config(path: Path) -> _TokenizerConfig:
+    """Read a tokenizer_config.json, which need not exist. Raises DataError that names it if it is damaged."""
+    if not path.is_file():
+        return _TokenizerConfig()
+    try:
+        content = json.loads(path.read_text("utf-8"))
+        names = []
+        for key in ("bos_token", "eos_token"):
+            token = content.get(key) or ""
+            names.append(str(token["content"] if isinstance(token, dict) else token))
+        add_begin = content.get("add_bos_token")
+    except (OSError, ValueError, AttributeError, KeyError, RecursionError) as error:
+        raise DataError(
+            f"data.tokenizer: {path} cannot be read ({type(error).__name__}: {error}): copy it again, or delete it if "
+            "the tokens of the tokenizer have their usual names"
+        ) from error
+    begin, end = names
+    return _TokenizerConfig(begin, end, add_begin if isinstance(add_begin, bool) else None)
+
+
+class HuggingFaceTokenizer:
+    """A Hugging Face tokenizer.json.
+
+    The end token comes from a tokenizer_config.json in the same folder; without that file, from the usual names. As in
+    transformers, the begin token is the token that the post-processor of tokenizer.json adds, whatever bos_token the
+    config names. There is no begin token if the post-processor adds none, or if it is the end token: one token is
+    enough between two documents.
+    """
+
+    def __init__(self, path: Path, threads: int) -> None:
+        """Read a tokenizer.json. Raises DataError if it is none, or its end-of-text token is unknown."""
+        import tokenizers
+
+        # Otherwise the library warns at every later fork of this process.
+        os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
+        try:
+            self.encoding = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(f"data.tokenizer: {path} is not a Hugging Face tokenizer.json ({error})") from error
+        self.encoding.encode_special_tokens = True
+        self.encoding.no_truncation()
+        self.encoding.no_padding()
+        self.name = str(path)
+        size = self.encoding.get_vocab_size(with_added_tokens=True)
+        largest_id = max(self.encoding.get_vocab(with_added_tokens=True).values())
+        self.vocab = max(size, largest_id + 1)  # the ids may have gaps
+        config_file = path.with_name("tokenizer_config.json")
+        config = _read_tokenizer_config(config_file)
+        end = self._special_id(config.end, _END_NAMES)
+        if end is None and config.end:
+            raise DataError(
+                f"data.tokenizer: {config_file} names {config.end!r} as the end of a text (eos_token), a token that "
+                f"{path} does not have: name one that it has"
+            )
+        if end is None:
+            raise DataError(
+                f"data.tokenizer: {path} has none of the usual end-of-text tokens: name its own in {config_file} "
+                "(eos_token)"
+            )
+        self.end = end
+        added = self._added_begin()
+        self.begin: int | None = None if added == end else added
+        self.notes: Sequence[str] = self._notes(config, config_file)
+        self.unknown = self._unknown_id()
+        named = self._special_id(config.begin, ())
+        usual = self._special_id(config.begin, _BEGIN_NAMES)
+        begins = [self.begin, named if config_file.is_file() else usual, end if usual is None else usual]
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        fingerprints = [f"{path.name}-{begin}-{end}-{digest[:16]}" for begin in begins]
+        self.fingerprint = fingerprints[0]
+        self.earlier_fingerprints = (fingerprints[1], fingerprints[2])
+        self.begins: Mapping[str, int | None] = dict(zip(fingerprints, begins, strict=True))
+
+    def _added_begin(self) -> int | None:
+        """Return the token that the post-processor puts before a text; of several the last."""
+        words = islice(self.encoding.get_vocab(with_added_tokens=False), _PLACES_TRIED)
+        for text in ("a", *words):
+            try:
+                encoding = self.encoding.encode(text, add_special_tokens=True)
+            except Exception:  # the library raises bare Exception, here for a text that the tokenizer does not know
+                continue
+            before = list(takewhile(bool, encoding.special_tokens_mask))
+            if len(before) < len(encoding.ids):
+                return encoding.ids[len(before) - 1] if before else None
+        return None
+
+    def _notes(self, config: _TokenizerConfig, config_file: Path) -> list[str]:
+        """Return lines about begin tokens in the files that are ignored."""
+        if config.begin and self.encoding.token_to_id(config.begin) is None:
+            return [
+                f"data.tokenizer: {config_file} names {config.begin!r} as the begin of a text (bos_token), which "
+                f"{self.name} does not have: it is put before no document"
+            ]
+        if config.add_begin in (None, self.begin is not None) or config.begin == config.end:
+            return []
+        return [
+            f"data.tokenizer: {config_file} says add_bos_token = {str(config.add_begin).lower()}, which transformers "
+            f"does not follow either: what is put before a text is what the post-processor of {self.name} adds"
+        ]
+
+    def _unknown_id(self) -> int | None:
+        """Return the id of unknown text, None if there is none."""
+        model = self.encoding.model
+        if hasattr(model, "unk_token"):
+            return None if model.unk_token is None else self.encoding.token_to_id(model.unk_token)
+        unknown: int | None = json.loads(self.encoding.to_str())["model"].get("unk_id")  # of a Unigram
+        return unknown
+
+    def _special_id(self, configured: str, usual_names: Sequence[str]) -> int | None:
+        """Return the id of the token that the config names, else of the first usual name that exists."""
+        for candidate in [configured] if configured else usual_names:
+            token: int | None = self.encoding.token_to_id(candidate)
+            if token is not None:
+                return token
+        return None
+
+    def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
+        """Return the ids of each text, without begin and end."""
+        encodings = self.encoding.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def find_cut(self, text: str, start: int) -> int:
+        """Return a place after `start` where cutting the text does not change its ids; 0 if none is found.
+
+        The file may have any pattern or none, or put a blank before each text, so some places are tried.
+        """
+        candidates = (cut for cut in cut_places(text, start) if cut <= len(text) - CONTEXT)
+        for cut in islice(candidates, _PLACES_TRIED):
+            left = text[max(0, cut - CONTEXT) : cut]
+            right = text[cut : cut + CONTEXT]
+            uncut, left_ids, right_ids = self.encode_documents([left + right, left, right])
+            if np.array_equal(uncut, np.concatenate([left_ids, right_ids])):
+                return cut
+        return 0
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids; special tokens by their names."""
+        return self.encoding.decode(list(ids), skip_special_tokens=False)
