@@ -12,7 +12,7 @@ from tiktoken.load import load_tiktoken_bpe
 
 from torchllm.data.error import DataError
 from torchllm.data.pieces import cut_places
-from torchllm.data.tokenizer import BEGIN, END, Ids, Pattern, decode_ids
+from torchllm.data.tokenizer_protocol import BEGIN, END, Ids, Pattern, decode_ids
 
 _LONG_PIECE = 10_000
 """characters encoded at a time in a text that the pattern cannot split, such as a megabyte of blanks"""
