@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sizes import core_files, imported_files, size_of, spine_files
 from torchllm.config import FAMILIES
 from torchllm.models.seams import SEAMS
 
@@ -360,3 +361,14 @@ def test_seams_are_exchanged_by_the_files_that_are_listed() -> None:
                 wrong.append(f"{module}:{line}: {attribute} is no seam: add it to torchllm/models/seams.py")
     assert wrong == []
     assert used == {(seam.attribute, name) for seam in SEAMS for name in seam.exchanged_by}
+
+
+def test_what_a_reader_has_to_read_does_not_grow() -> None:
+    """Lower a limit with the size; raise one only with a reason."""
+    minimal, pretrain = (size_of(imported_files(ROOT / "recipes" / name)) for name in ("minimal.py", "pretrain.py"))
+    assert minimal.files <= 70
+    assert minimal.lines <= 9_500
+    assert pretrain.files <= 165
+    assert pretrain.lines <= 22_000
+    assert size_of(core_files()).lines <= 20_300
+    assert 5_000 < size_of(spine_files()).lines <= 6_500
