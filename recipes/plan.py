@@ -41,8 +41,8 @@ from typing import Any, NamedTuple, get_args
 from torchllm.config import Config, Training
 from torchllm.config.checks import conflicts, resolve_degrees
 from torchllm.config.errors import UserError
-from torchllm.config.read import Fault, read_table
-from torchllm.config.toml import dotted, read_files, toml_value
+from torchllm.config.read import ConfigError, read_table
+from torchllm.config.toml import read_files, toml_value
 from torchllm.resources import find_config, name_base, resource
 from torchllm.tools.planner.cluster import Hardware, read_cluster, unknown_cluster
 from torchllm.tools.planner.experts import IMBALANCE
@@ -500,11 +500,11 @@ def read_model(name: str) -> PlannedModel:
         hint = f"did you mean {close[0]}?" if close else "or name a TOML file"
         raise UserError(f"--model {name} is not in train_configs/models ({', '.join(names)}); {hint}")
     problems: list[str] = []
-    faults: list[Fault] = []
+    faults: list[ConfigError] = []
     layer = read_files(file, problems)
     config = read_table(Config, layer.table, faults)
     for fault in faults:
-        problems.append(f"{layer.origins.get(fault.path, file)}: {dotted(fault.path)}: {fault.message}")
+        problems.append(f"{layer.origins.get(fault.path, file)}: {fault.key}: {fault.message}")
     if problems:
         raise UserError("\n".join(problems))
     return PlannedModel(Path(file).stem, file, layer.table, config)

@@ -28,7 +28,7 @@ from tests import workers
 from tests.parity import STEPS, check_bfloat16, check_config, tiny
 from torchllm import config as c
 from torchllm.config import Config
-from torchllm.config.read import Fault, read_table
+from torchllm.config.read import ConfigError, read_table
 from torchllm.config.toml import read_files
 from torchllm.config.write import dump_toml
 from torchllm.tools.proof import sample
@@ -275,7 +275,7 @@ def describe_failure(layout: Layout, error: Exception, space: LayoutSpace = SPAC
 def read_config(file: str) -> Config:
     """Return the config of a TOML file. ValueError if the file is invalid."""
     errors: list[str] = []
-    faults: list[Fault] = []
+    faults: list[ConfigError] = []
     config: Config = read_table(Config, read_files(file, errors).table, faults)
     if errors or faults:
         raise ValueError(f"{file}: {errors} {faults}")

@@ -26,8 +26,8 @@ from pathlib import Path
 
 from torchllm.config import Count, Positive
 from torchllm.config.errors import UserError
-from torchllm.config.read import Fault, read_table
-from torchllm.config.toml import dotted, read_files
+from torchllm.config.read import ConfigError, read_table
+from torchllm.config.toml import read_files
 from torchllm.resources import find_config
 from torchllm.tools.planner.search.auto import planned, why_unplanned
 from torchllm.tools.planner.search.explain import GIB
@@ -72,10 +72,10 @@ def read_sweep(file: str) -> Sweep:
     """Read a sweep's TOML. SystemExit(2) after one line for everything that is wrong."""
     errors: list[str] = []
     layer = read_files(file, errors)
-    faults: list[Fault] = []
+    faults: list[ConfigError] = []
     sweep: Sweep = read_table(SweepFile, layer.table, faults).sweep
     for fault in faults:
-        errors.append(f"{layer.origins.get(fault.path, file)}: {dotted(fault.path)}: {fault.message}")
+        errors.append(f"{layer.origins.get(fault.path, file)}: {fault.key}: {fault.message}")
     if not errors and not sweep.config:
         errors.append(f"{file}: sweep.config: required key is missing: the run's TOML, relative to this file")
     if not errors and not (Path(file).parent / sweep.config).is_file():

@@ -122,7 +122,7 @@ def test_every_row_has_a_case() -> None:
 
 def test_a_key_that_contradicts_a_choice() -> None:
     for key, (value, idle, active) in CONTRADICTED.items():
-        assert [inert.key for inert in contradictions(config_of({key: value, **idle}))] == [key]
+        assert [idle_key.key for idle_key in contradictions(config_of({key: value, **idle}))] == [key]
         assert contradictions(config_of({key: value, **active})) == [], key
         assert contradictions(config_of(idle)) == [], key  # its default does no harm
 
@@ -131,9 +131,9 @@ def test_a_key_that_waits_for_another_layout() -> None:
     for key, (value, idle, active) in WAITING.items():
         config = config_of({key: value, **idle})
         assert contradictions(config) == [], key
-        assert key in [inert.key for inert in idle_keys(config)]
-        assert key not in [inert.key for inert in idle_keys(config_of({key: value, **active}))]
-        assert key not in [inert.key for inert in idle_keys(config_of(idle))]
+        assert key in [idle_key.key for idle_key in idle_keys(config)]
+        assert key not in [idle_key.key for idle_key in idle_keys(config_of({key: value, **active}))]
+        assert key not in [idle_key.key for idle_key in idle_keys(config_of(idle))]
 
 
 def test_keys_of_a_source() -> None:
@@ -141,12 +141,12 @@ def test_keys_of_a_source() -> None:
         changed: Any = {key: f"{key} of a test" for key in SOURCE_KINDS}
         sources = (Source(), Source(kind=kind, **changed))
         unused = [f"data.sources.1.{key}" for key, kinds in SOURCE_KINDS.items() if kind not in kinds]
-        assert [inert.key for inert in contradictions(config_of({"data.sources": sources}))] == unused, kind
+        assert [idle_key.key for idle_key in contradictions(config_of({"data.sources": sources}))] == unused, kind
 
 
 def test_stage_0_of_replicas_is_ddp() -> None:
     assert idle_keys(config_of({"parallel.dp_replicate": 2, "parallel.zero_stage": 0})) == []
-    assert [inert.key for inert in idle_keys(config_of({"parallel.zero_stage": 0}))] == ["parallel.zero_stage"]
+    assert [idle_key.key for idle_key in idle_keys(config_of({"parallel.zero_stage": 0}))] == ["parallel.zero_stage"]
 
 
 def test_a_contradiction_is_refused_and_an_idle_key_is_told(
@@ -236,7 +236,7 @@ def test_the_command_line_chooses_and_what_it_makes_idle_is_no_contradiction(fol
         ):
             draft = read_draft(words, Config)
             assert draft.errors == [], words
-            assert key in [inert.key for inert in contradictions(draft.config)], words
+            assert key in [idle_key.key for idle_key in contradictions(draft.config)], words
             assert draft.sources.contradict_themselves(path) == is_wrong, words
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.config.conftest import refusal
 from torchllm.config import Config, Parallel, Source, load_config
-from torchllm.config.read import Fault, read_table
+from torchllm.config.read import ConfigError, read_table
 
 pytestmark = pytest.mark.quick
 
@@ -135,7 +135,7 @@ def test_an_override_mends_the_file(folder: Path) -> None:
 
 def test_a_path_begins_with_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    faults: list[Fault] = []
+    faults: list[ConfigError] = []
     table = {"run": {"folder": "~/runs/x"}, "export": {"folder": "~/model"}, "cluster": {"name": "~/c.toml"}}
     table |= {"checkpoint": {"initial": "~/a", "resume": "auto"}, "model": {"from_hf": "~/b"}}
     config = read_table(Config, table, faults)

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from torchllm.config import Config, MixtureStage, Parallel, Source, gradient_accumulation
-from torchllm.config.checks import Problem, problems, resolve_degrees
+from torchllm.config.checks import problems, resolve_degrees
 from torchllm.config.help import field_docs
+from torchllm.config.read import config_error
 
 pytestmark = pytest.mark.quick
 
@@ -163,7 +164,7 @@ def test_ulysses_with_too_many_ranks_says_how_many_it_may_be() -> None:
 def test_stages_that_a_schedule_does_not_have(schedule: str, stages: int, allowed: int) -> None:
     config = change(parallel__pp=2, parallel__schedule=schedule, parallel__virtual_stages=stages)
     assert list(problems(config, 2)) == [
-        Problem("parallel.virtual_stages", f"{schedule} has {allowed} per rank, not {stages}")
+        config_error("parallel.virtual_stages", f"{schedule} has {allowed} per rank, not {stages}")
     ]
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from torchllm.config.inert import contradictions
+from torchllm.config.read import ConfigError, config_error
 from torchllm.config.schema import (
     AXES,
     SCHEDULES,
@@ -35,34 +36,25 @@ _SECRET_TEXT = re.compile(
 """a password in a URL; keys of Hugging Face, AWS, GitHub"""
 
 
-class Problem(NamedTuple):
-    """Something wrong with a config."""
-
-    key: str
-    """key to change: "parallel.tp" """
-    message: str
-    """the error and its remedy"""
-
-
-def problems(config: Config, world_size: int | None) -> list[Problem]:
+def problems(config: Config, world_size: int | None) -> list[ConfigError]:
     """Return all problems of a config that one key alone does not show."""
     return [*value_problems(config), *layout_problems(config, world_size)]
 
 
-def conflicts(config: Config, world_size: int | None) -> list[Problem]:
+def conflicts(config: Config, world_size: int | None) -> list[ConfigError]:
     """Return the problems that keep a config from running: all except keys without effect."""
     return [*setting_problems(config), *layout_problems(config, world_size)]
 
 
-def value_problems(config: Config) -> list[Problem]:
+def value_problems(config: Config) -> list[ConfigError]:
     """Return the problems of a config that do not depend on the number of ranks."""
     return [
         *setting_problems(config),
-        *(Problem(inert.key, f"{inert.message}{inert.remedy}") for inert in contradictions(config)),
+        *(config_error(idle_key.key, f"{idle_key.message}{idle_key.remedy}") for idle_key in contradictions(config)),
     ]
 
 
-def setting_problems(config: Config) -> list[Problem]:
+def setting_problems(config: Config) -> list[ConfigError]:
     """Return `value_problems` without the keys that have no effect."""
     return [
         *_model_problems(config),
@@ -79,7 +71,7 @@ def setting_problems(config: Config) -> list[Problem]:
     ]
 
 
-def layout_problems(config: Config, world_size: int | None) -> list[Problem]:
+def layout_problems(config: Config, world_size: int | None) -> list[ConfigError]:
     """Return the problems of the degrees, and of the sizes that they must divide.
 
     `world_size` None: the number of ranks is unknown, and the product of the degrees is used.
@@ -88,7 +80,7 @@ def layout_problems(config: Config, world_size: int | None) -> list[Problem]:
     result = [*wrong_degrees, *_tensor_problems(config)]
     obstacle = obstacle_to_compiled_blocks(parallel.pp, parallel.schedule, parallel.cp, config.recompute.mode)
     if config.compile.block is True and obstacle is not None:
-        result.append(Problem("compile.block", f"{obstacle.why}: set it to false, or {obstacle.remedy}"))
+        result.append(config_error("compile.block", f"{obstacle.why}: set it to false, or {obstacle.remedy}"))
     if parallel.pp > 1:
         result += _stage_problems(config)
     if parallel.cp > 1:
@@ -104,7 +96,7 @@ def layout_problems(config: Config, world_size: int | None) -> list[Problem]:
 
 def resolve_degrees(
     parallel: Parallel, world_size: int | None, remedy: str = "set NPROC (and NNODES)"
-) -> tuple[Parallel, list[Problem]]:
+) -> tuple[Parallel, list[ConfigError]]:
     """Return `parallel` with a degree of -1 filled in, and the problems of the degrees.
 
     `world_size` None: the number of ranks is unknown; then a -1 is a problem. remedy: tells the user how to set it.
@@ -113,11 +105,11 @@ def resolve_degrees(
     zeros = [axis for axis in AXES if degrees[axis] == 0]
     if zeros:
         message = "must be at least 1, or -1 for what the other degrees leave"
-        return parallel, [Problem(f"parallel.{axis}", message) for axis in zeros]
+        return parallel, [config_error(f"parallel.{axis}", message) for axis in zeros]
 
     open_axes = [axis for axis in AXES if degrees[axis] == -1]
     if len(open_axes) == 2:
-        return parallel, [Problem("parallel.dp_replicate", "only one of dp_replicate and dp_shard may be -1")]
+        return parallel, [config_error("parallel.dp_replicate", "only one of dp_replicate and dp_shard may be -1")]
 
     fixed = {axis: degree for axis, degree in degrees.items() if degree > 0}
     ranks = math.prod(fixed.values())
@@ -127,112 +119,116 @@ def resolve_degrees(
         key = f"parallel.{axis}"
         if world_size is None:
             hint = f"{remedy}, or give a degree"
-            return parallel, [Problem(key, f"is -1, but the number of ranks is unknown: {hint}")]
+            return parallel, [config_error(key, f"is -1, but the number of ranks is unknown: {hint}")]
         if world_size % ranks:
-            return parallel, [Problem(key, f"is -1, but {world_size} ranks are no multiple of {product}")]
+            return parallel, [config_error(key, f"is -1, but {world_size} ranks are no multiple of {product}")]
         return replace(parallel, **{axis: world_size // ranks}), []
 
     if world_size is not None and ranks != world_size:
         largest = max(AXES, key=lambda axis: degrees[axis])
         return parallel, [
-            Problem(f"parallel.{largest}", f"{product} ranks, but there are {world_size}; set one to match")
+            config_error(f"parallel.{largest}", f"{product} ranks, but there are {world_size}; set one to match")
         ]
     return parallel, []
 
 
-def _model_problems(config: Config) -> Iterator[Problem]:
+def _model_problems(config: Config) -> Iterator[ConfigError]:
     model = config.model
     length = config.training.sequence_length
     if not model.head_dim and model.hidden % model.heads:
-        yield Problem("model.heads", f"{model.heads} heads do not divide hidden {model.hidden}; set model.head_dim")
+        yield config_error(
+            "model.heads", f"{model.heads} heads do not divide hidden {model.hidden}; set model.head_dim"
+        )
     elif not model.features.learned_positions and model.head_width % 2:
-        yield Problem("model.head_dim", f"rotary positions need an even head width, not {model.head_width}")
+        yield config_error("model.head_dim", f"rotary positions need an even head width, not {model.head_width}")
     elif not model.features.learned_positions and (model.rotary_width % 2 or not model.rotary_width):
-        yield Problem(
+        yield config_error(
             "model.rotary_fraction",
             f"{model.rotary_fraction} of a head of {model.head_width} features are {model.rotary_width}: rotary "
             "positions turn pairs of features",
         )
     if model.heads % model.kv:
-        yield Problem("model.kv_heads", f"{model.kv} key-value heads do not divide {model.heads} heads")
+        yield config_error("model.kv_heads", f"{model.kv} key-value heads do not divide {model.heads} heads")
     if model.features.learned_positions and length > model.max_sequence_length:
-        yield Problem(
+        yield config_error(
             "training.sequence_length", f"{length} is over model.max_sequence_length {model.max_sequence_length}"
         )
     if model.rope_high_frequency_factor <= model.rope_low_frequency_factor:
-        yield Problem("model.rope_high_frequency_factor", "must be over model.rope_low_frequency_factor")
+        yield config_error("model.rope_high_frequency_factor", "must be over model.rope_low_frequency_factor")
     if model.rope_beta_fast <= model.rope_beta_slow:
-        yield Problem("model.rope_beta_fast", "must be over model.rope_beta_slow")
+        yield config_error("model.rope_beta_fast", "must be over model.rope_beta_slow")
     if model.attention == "flash" and config.data.document_mask:
-        yield Problem(
+        yield config_error(
             "model.attention", "flash has no document mask here: use sdpa or flex, or data.document_mask = false"
         )
     if model.attention == "flash" and config.training.dtype == "float32":
-        yield Problem("training.dtype", "flash attention computes in 16 bit only: use bfloat16, or another attention")
+        yield config_error(
+            "training.dtype", "flash attention computes in 16 bit only: use bfloat16, or another attention"
+        )
 
 
-def _expert_problems(config: Config) -> Iterator[Problem]:
+def _expert_problems(config: Config) -> Iterator[ConfigError]:
     model = config.model
     if not model.experts:
         return
     if model.top_k > model.experts:
-        yield Problem("model.top_k", f"{model.top_k} is over model.experts {model.experts}")
+        yield config_error("model.top_k", f"{model.top_k} is over model.experts {model.experts}")
     if model.top_k == 1 and model.router_renormalize:
-        yield Problem(
+        yield config_error(
             "model.router_renormalize",
             "with top_k = 1 the one score is divided by itself, and the router learns nothing: set it to false",
         )
     if model.dense_layers >= model.layers:
-        yield Problem(
+        yield config_error(
             "model.dense_layers", f"{model.dense_layers} leaves no block with experts: model.layers is {model.layers}"
         )
     if model.upcycle and model.expert_width != model.ffn:
-        yield Problem(
+        yield config_error(
             "model.expert_ffn",
             f"{model.expert_width} is not the width of the layers that model.upcycle copies, model.ffn = {model.ffn}: "
             "remove the key",
         )
     if model.upcycle and model.shared_experts:
-        yield Problem(
+        yield config_error(
             "model.shared_experts",
             "a shared expert beside those that model.upcycle copies would add the dense layer a second time: set it to "
             "0",
         )
     if not (model.features.gated_ffn and not model.features.biases):
-        yield Problem("model.experts", f'model.family = "{model.family}" has no experts: take "llama"')
+        yield config_error("model.experts", f'model.family = "{model.family}" has no experts: take "llama"')
     if config.lora.is_on:
-        yield Problem("lora.rank", "has no low-rank updates of experts: set it to 0, which trains all weights")
+        yield config_error("lora.rank", "has no low-rank updates of experts: set it to 0, which trains all weights")
     if config.float8.is_on:
-        yield Problem("float8.recipe", 'has no products of experts: set it to "none"')
+        yield config_error("float8.recipe", 'has no products of experts: set it to "none"')
 
 
-def _float8_problems(config: Config) -> Iterator[Problem]:
+def _float8_problems(config: Config) -> Iterator[ConfigError]:
     if config.float8.is_on and config.training.dtype == "float32":
-        yield Problem("training.dtype", f"{_float8_recipe(config)} rounds factors that are bfloat16: use bfloat16")
+        yield config_error("training.dtype", f"{_float8_recipe(config)} rounds factors that are bfloat16: use bfloat16")
 
 
 def _float8_recipe(config: Config) -> str:
     return f'float8.recipe = "{config.float8.recipe}"'
 
 
-def _float8_layout_problems(config: Config) -> Iterator[Problem]:
+def _float8_layout_problems(config: Config) -> Iterator[ConfigError]:
     """Check that all float8 products of a layout have sizes that are multiples of `FLOAT8_MULTIPLE`."""
     model, parallel, training = config.model, config.parallel, config.training
     if parallel.pp > 1 and SCHEDULES[parallel.schedule].splits_backward:
-        yield Problem(
+        yield config_error(
             "parallel.schedule",
             f"{parallel.schedule} computes gradients of inputs and weights separately, which the products of "
             f"{_float8_recipe(config)} cannot: use 1F1B or Interleaved1F1B",
         )
     remedy = 'or set float8.recipe = "none"'
     for width in unfit_for_float8(model, parallel.tp):
-        yield Problem(
+        yield config_error(
             "float8.recipe",
             f"{width} is no multiple of {FLOAT8_MULTIPLE}, which float8 products need: change it, {remedy}",
         )
     tokens = training.micro_batch_size * training.sequence_length // parallel.cp
     if training.sequence_length % parallel.cp == 0 and not takes_float8_tokens(config.float8, tokens):
-        yield Problem(
+        yield config_error(
             "training.micro_batch_size",
             f"{training.micro_batch_size} x sequence_length {training.sequence_length} / cp {parallel.cp} = {tokens} "
             f"tokens are no multiple of {FLOAT8_MULTIPLE}, which gradients of weights in float8 need: change it, "
@@ -260,38 +256,38 @@ def takes_float8_tokens(float8: Float8, tokens: int) -> bool:
     return tokens % FLOAT8_MULTIPLE == 0 or float8.recipe == "rowwise_with_gw_hp"
 
 
-def _lora_problems(config: Config) -> Iterator[Problem]:
+def _lora_problems(config: Config) -> Iterator[ConfigError]:
     model, lora = config.model, config.lora
     if not lora.is_on:
         return
     if model.features.learned_positions:
-        yield Problem(
+        yield config_error(
             "lora.rank",
             f'model.family = "{model.family}" has no LoRA here: Hugging Face\'s GPT-2 has q, k and v in one transposed '
             "matrix (Conv1D), which takes one update. Set it to 0, which trains all weights, or take another family",
         )
     if config.float8.is_on:
-        yield Problem(
+        yield config_error(
             "float8.recipe",
             f"{_float8_recipe(config)} has no products for the low-rank updates of lora.rank = {lora.rank}: set one of "
             "them to its default",
         )
     if not lora.targets:
-        yield Problem("lora.targets", "is empty, so nothing would be trained: name at least one matrix")
+        yield config_error("lora.targets", "is empty, so nothing would be trained: name at least one matrix")
     for target, count in Counter(lora.targets).items():
         if count > 1:
-            yield Problem("lora.targets", f"names {target} {count} times")
+            yield config_error("lora.targets", f"names {target} {count} times")
 
 
-def _data_problems(config: Config) -> Iterator[Problem]:
+def _data_problems(config: Config) -> Iterator[ConfigError]:
     if not config.data.sources:
-        yield Problem("data.sources", "is empty: name at least one [[data.sources]]")
+        yield config_error("data.sources", "is empty: name at least one [[data.sources]]")
     for index, source in enumerate(config.data.sources):
         needs_path = source.kind not in ("stdlib", "synthetic")
         if needs_path and not source.path:
-            yield Problem(f"data.sources.{index}.path", f"a source of kind {source.kind!r} needs a path")
+            yield config_error(f"data.sources.{index}.path", f"a source of kind {source.kind!r} needs a path")
         if source.messages_key and not config.data.document_mask:
-            yield Problem(
+            yield config_error(
                 "data.document_mask",
                 f"data.sources.{index} holds conversations, several of which share a sequence: set it to true, or each "
                 "would read those that stand before it",
@@ -300,88 +296,90 @@ def _data_problems(config: Config) -> Iterator[Problem]:
         yield from _nanogpt_problems(config.data)
     yield from _mixture_problems(config.data, config.training.steps)
     if config.evaluate.interval and not config.data.validation_fraction:
-        yield Problem("evaluate.interval", "nothing is held out: set data.validation_fraction")
+        yield config_error("evaluate.interval", "nothing is held out: set data.validation_fraction")
 
 
-def _nanogpt_problems(data: Data) -> Iterator[Problem]:
+def _nanogpt_problems(data: Data) -> Iterator[ConfigError]:
     """Check the keys that nanoGPT's files need because they have no header."""
     if not data.dtype:
-        yield Problem("data.dtype", 'is empty, and nanoGPT\'s files do not say it: "uint16" for GPT-2')
+        yield config_error("data.dtype", 'is empty, and nanoGPT\'s files do not say it: "uint16" for GPT-2')
     if data.separator < 0:
-        yield Problem("data.separator", "is not set, and nanoGPT's files do not say it: 50256 for GPT-2")
+        yield config_error("data.separator", "is not set, and nanoGPT's files do not say it: 50256 for GPT-2")
 
 
-def _mixture_problems(data: Data, steps: int) -> Iterator[Problem]:
+def _mixture_problems(data: Data, steps: int) -> Iterator[ConfigError]:
     """Check the stages of the mixture."""
     before = 0
     for index, stage in enumerate(data.stage):
         key = f"data.stage.{index}"
         is_last = index == len(data.stage) - 1
         if len(stage.weights) != len(data.sources):
-            yield Problem(
+            yield config_error(
                 f"{key}.weights", f"has {len(stage.weights)} numbers: give one for each of {len(data.sources)} sources"
             )
         elif not any(stage.weights):
-            yield Problem(f"{key}.weights", "is 0 for every source: one must be over 0")
+            yield config_error(f"{key}.weights", "is 0 for every source: one must be over 0")
         if is_last and stage.until == 0:
             continue
         if stage.until <= before:
-            yield Problem(f"{key}.until", f"= {stage.until} is not after step {before}, where the stage begins")
+            yield config_error(f"{key}.until", f"= {stage.until} is not after step {before}, where the stage begins")
         elif is_last and stage.until < steps:
-            yield Problem(
+            yield config_error(
                 f"{key}.until", f"= {stage.until} is before the last step, {steps}: set it to 0, or add a stage"
             )
         before = stage.until
 
 
-def _schedule_problems(config: Config) -> Iterator[Problem]:
+def _schedule_problems(config: Config) -> Iterator[ConfigError]:
     schedule = config.schedule
     steps = config.training.steps
     if schedule.warmup_steps > steps:
-        yield Problem("schedule.warmup_steps", f"{schedule.warmup_steps} is over training.steps {steps}")
+        yield config_error("schedule.warmup_steps", f"{schedule.warmup_steps} is over training.steps {steps}")
     if schedule.name == "wsd" and schedule.warmup_steps + schedule.decay_steps > steps:
-        yield Problem("schedule.decay_steps", f"warmup and decay together are over training.steps {steps}")
+        yield config_error("schedule.decay_steps", f"warmup and decay together are over training.steps {steps}")
 
 
-def _recompute_problems(config: Config) -> Iterator[Problem]:
+def _recompute_problems(config: Config) -> Iterator[ConfigError]:
     recompute = config.recompute
     if recompute.k > config.model.layers:
-        yield Problem("recompute.k", f"{recompute.k} is over model.layers {config.model.layers}")
+        yield config_error("recompute.k", f"{recompute.k} is over model.layers {config.model.layers}")
 
 
-def _checkpoint_problems(config: Config) -> Iterator[Problem]:
+def _checkpoint_problems(config: Config) -> Iterator[ConfigError]:
     checkpoint = config.checkpoint
     if checkpoint.interval and checkpoint.keep_every % checkpoint.interval:
-        yield Problem(
+        yield config_error(
             "checkpoint.keep_every",
             f"{checkpoint.keep_every} is no multiple of checkpoint.interval {checkpoint.interval}",
         )
     tasks_interval = config.evaluate.tasks_interval
     if tasks_interval and (not checkpoint.interval or tasks_interval % checkpoint.interval):
-        yield Problem(
+        yield config_error(
             "evaluate.tasks_interval",
             f"{tasks_interval} is no multiple of checkpoint.interval {checkpoint.interval}: tasks are evaluated on "
             "checkpoints",
         )
 
 
-def _metrics_problems(config: Config) -> Iterator[Problem]:
+def _metrics_problems(config: Config) -> Iterator[ConfigError]:
     if config.metrics.profile_steps:
         steps = re.fullmatch(r"([1-9]\d*):(\d+)", config.metrics.profile_steps)
         if not steps or int(steps[1]) >= int(steps[2]):
-            yield Problem("metrics.profile_steps", "must be FIRST:END, as 10:13 for steps 10, 11 and 12")
+            yield config_error("metrics.profile_steps", "must be FIRST:END, as 10:13 for steps 10, 11 and 12")
 
 
-def _secret_problems(config: Config) -> Iterator[Problem]:
+def _secret_problems(config: Config) -> Iterator[ConfigError]:
     """Find secrets in a config that experiment trackers would receive."""
     if config.metrics.trackers:
         receiver = f"metrics.{config.metrics.trackers[0]}"
         advice = "keep it in an environment variable or a file of your own"
         for key, text in texts_of(asdict(config)):
             if text and _SECRET_KEY.search(key):
-                yield Problem(key, f"its name is that of a secret, and {receiver} sends the config away: {advice}")
+                yield config_error(key, f"its name is that of a secret, and {receiver} sends the config away: {advice}")
             elif _SECRET_TEXT.search(text):
-                yield Problem(key, f"has a password or an access key, and {receiver} sends the config away: {advice}")
+                yield config_error(
+                    key, f"has a password or an access key, and {receiver} sends the config away: {advice}"
+                )
 
 
 def texts_of(table: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -396,17 +394,17 @@ def texts_of(table: Any, key: str = "") -> Iterator[tuple[str, str]]:
             yield from texts_of(value, f"{key}.{index}")
 
 
-def _event_problems(run: Run) -> Iterator[Problem]:
+def _event_problems(run: Run) -> Iterator[ConfigError]:
     try:
         words = shlex.split(run.on_event)
     except ValueError as error:
-        yield Problem("run.on_event", f"{error} in {run.on_event!r}")
+        yield config_error("run.on_event", f"{error} in {run.on_event!r}")
         return
     if words and shutil.which(words[0]) is None:
-        yield Problem("run.on_event", f"{words[0]!r} is no command here: give the path of an executable file")
+        yield config_error("run.on_event", f"{words[0]!r} is no command here: give the path of an executable file")
 
 
-def _tensor_problems(config: Config) -> Iterator[Problem]:
+def _tensor_problems(config: Config) -> Iterator[ConfigError]:
     """Check that tp divides the model's sizes."""
     model = config.model
     parallel = config.parallel
@@ -415,9 +413,11 @@ def _tensor_problems(config: Config) -> Iterator[Problem]:
         widths["expert_ffn"] = model.expert_ffn
     for key, size in widths.items():
         if size % parallel.tp:
-            yield Problem("parallel.tp", f"{parallel.tp} does not divide model.{key} = {size}")
+            yield config_error("parallel.tp", f"{parallel.tp} does not divide model.{key} = {size}")
     if _has_rank_without_rows(model.vocab_rows, parallel.tp):
-        yield Problem("parallel.tp", f"{parallel.tp} leaves a rank without a row of model.vocab = {model.vocab_rows}")
+        yield config_error(
+            "parallel.tp", f"{parallel.tp} leaves a rank without a row of model.vocab = {model.vocab_rows}"
+        )
 
     length = config.training.sequence_length
     cuts_sequence = parallel.sequence_parallel or (parallel.pp > 1 and parallel.scatter_gather)
@@ -426,28 +426,28 @@ def _tensor_problems(config: Config) -> Iterator[Problem]:
         if parallel.cp > 1:
             divided += " / cp"
         hint = "" if parallel.sequence_parallel else "; or set parallel.scatter_gather = false"
-        yield Problem("parallel.tp", f"{parallel.tp} does not divide {divided}{hint}")
+        yield config_error("parallel.tp", f"{parallel.tp} does not divide {divided}{hint}")
 
 
-def _expert_parallel_problems(config: Config, parallel: Parallel) -> Iterator[Problem]:
+def _expert_parallel_problems(config: Config, parallel: Parallel) -> Iterator[ConfigError]:
     """Check that ep divides experts and ranks. The degrees of `parallel` are resolved."""
     ep = parallel.ep
     ranks = parallel.dp_shard * parallel.cp * parallel.tp
     if config.model.experts % ep:
-        yield Problem("parallel.ep", f"{ep} does not divide model.experts = {config.model.experts}")
+        yield config_error("parallel.ep", f"{ep} does not divide model.experts = {config.model.experts}")
     if ranks % ep:
         product = f"dp_shard {parallel.dp_shard} x cp {parallel.cp} x tp {parallel.tp} = {ranks}"
-        yield Problem("parallel.ep", f"{ep} does not divide {product}, whose ranks it borrows")
+        yield config_error("parallel.ep", f"{ep} does not divide {product}, whose ranks it borrows")
     if parallel.zero_stage == 0:
-        yield Problem(
+        yield config_error(
             "parallel.zero_stage", "0 keeps all weights on every rank, but parallel.ep shares the experts: set 1"
         )
     shared = config.model.shared_experts * config.model.expert_width
     if shared % parallel.tp:
-        yield Problem("parallel.tp", f"{parallel.tp} does not divide the width of the shared experts, {shared}")
+        yield config_error("parallel.tp", f"{parallel.tp} does not divide the width of the shared experts, {shared}")
     part = config.training.sequence_length // parallel.cp
     if part % parallel.tp:
-        yield Problem(
+        yield config_error(
             "parallel.tp",
             f"{parallel.tp} does not divide the {part} tokens of a sequence, of which ep gives each rank a part",
         )
@@ -459,7 +459,7 @@ def _has_rank_without_rows(rows: int, ranks: int) -> bool:
     return per_rank * (ranks - 1) >= rows
 
 
-def _data_rank_problems(config: Config, parallel: Parallel) -> Iterator[Problem]:
+def _data_rank_problems(config: Config, parallel: Parallel) -> Iterator[ConfigError]:
     """Check that the data ranks can share the batch and the weights. The degrees of `parallel` are resolved."""
     rows = config.model.vocab_rows
     training = config.training
@@ -469,7 +469,7 @@ def _data_rank_problems(config: Config, parallel: Parallel) -> Iterator[Problem]
         # (initial weights, gathered tensors, checkpoints) without an error; and whole weights that share a buffer
         # with them are summed in another order on each tp rank, so that their copies drift apart.
         padding = -config.model.vocab % parallel.tp
-        yield Problem(
+        yield config_error(
             "model.vocab",
             f"{rows} rows are no multiple of tp {parallel.tp}: torch 2.13 misplaces uneven rows silently on more than "
             "two ranks of dp x cp; choose a tp that divides them, or in a new run set "
@@ -477,7 +477,7 @@ def _data_rank_problems(config: Config, parallel: Parallel) -> Iterator[Problem]
         )
     per_pass = training.micro_batch_size * parallel.data_ranks
     if training.global_batch_size % per_pass:
-        yield Problem(
+        yield config_error(
             "training.global_batch_size",
             f"{training.global_batch_size} is no multiple of micro_batch_size {training.micro_batch_size} x "
             f"{parallel.data_ranks} data-parallel ranks = {per_pass}",
@@ -523,44 +523,44 @@ def obstacle_to_compiled_blocks(pp: int, schedule: PipelineSchedule, cp: int, mo
     return None
 
 
-def _stage_problems(config: Config) -> Iterator[Problem]:
+def _stage_problems(config: Config) -> Iterator[ConfigError]:
     """Check the stages of a pipeline; pp is over 1."""
     model = config.model
     parallel = config.parallel
     kind = SCHEDULES[parallel.schedule]
     if not _has_stages_it_allows(parallel):
-        yield Problem(
+        yield config_error(
             "parallel.virtual_stages",
             f"{parallel.schedule} has {kind.most_stages} per rank, not {parallel.stages_per_rank}",
         )
         return
     stages = parallel.stages
     if stages > model.layers:
-        yield Problem("parallel.pp", f"{stages} stages need a block each, but model.layers is {model.layers}")
+        yield config_error("parallel.pp", f"{stages} stages need a block each, but model.layers is {model.layers}")
     if parallel.split and (len(parallel.split) != stages or sum(parallel.split) != model.layers):
-        yield Problem(
+        yield config_error(
             "parallel.split",
             f"names {len(parallel.split)} stages of {sum(parallel.split)} blocks in all, but there are {stages} stages "
             f"({parallel.pp} ranks x {parallel.stages_per_rank}) and model.layers is {model.layers}",
         )
 
 
-def micro_batch_problems(parallel: Parallel, count: int) -> Iterator[Problem]:
+def micro_batch_problems(parallel: Parallel, count: int) -> Iterator[ConfigError]:
     """Check that the pipeline schedule accepts `count` micro batches per step."""
     key = "training.global_batch_size"
     needs = f"{parallel.schedule} on {parallel.pp} pipeline ranks needs"
     actual = f"a step has {count} (global_batch_size / micro_batch_size / data-parallel ranks)"
     if parallel.schedule == "1F1B" and count < parallel.pp:
-        yield Problem(key, f"{needs} at least {parallel.pp} micro batches; {actual}")
+        yield config_error(key, f"{needs} at least {parallel.pp} micro batches; {actual}")
     if parallel.schedule == "DualPipeV" and count < parallel.stages:
-        yield Problem(key, f"{needs} at least {parallel.stages} micro batches; {actual}")
+        yield config_error(key, f"{needs} at least {parallel.stages} micro batches; {actual}")
     if parallel.schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
         rounds = max(1, count // parallel.pp)
         if count > parallel.pp and count % rounds:
-            yield Problem(key, f"{needs} micro batches that divide into {rounds} equal rounds; {actual}")
+            yield config_error(key, f"{needs} micro batches that divide into {rounds} equal rounds; {actual}")
 
 
-def _context_problems(config: Config) -> Iterator[Problem]:
+def _context_problems(config: Config) -> Iterator[ConfigError]:
     """Check the limits of context parallelism; cp is over 1."""
     model = config.model
     parallel = config.parallel
@@ -569,23 +569,23 @@ def _context_problems(config: Config) -> Iterator[Problem]:
     pieces = parallel.cp * 2 if is_ring else parallel.cp
     if length % pieces:
         why = " (two pieces per rank, so that causal work is even)" if is_ring else ""
-        yield Problem("parallel.cp", f"training.sequence_length = {length} does not divide into {pieces}{why}")
+        yield config_error("parallel.cp", f"training.sequence_length = {length} does not divide into {pieces}{why}")
     heads = model.kv // parallel.tp
     if not is_ring and heads % parallel.cp:
         source = f" (model.kv_heads {model.kv} / tp {parallel.tp})" if parallel.tp > 1 else ""
-        yield Problem(
+        yield config_error(
             "parallel.cp",
             f"ulysses gives each rank whole key-value heads, but {heads}{source} do not divide by {parallel.cp} ranks: "
             f'set it to {math.gcd(heads, parallel.cp)}, or use parallel.cp_method = "ring"',
         )
     if is_ring and model.attention in ("flash", "flex"):
-        yield Problem(
+        yield config_error(
             "model.attention",
             f"{model.attention} cannot be merged block by block in a ring: use sdpa or eager, or "
             'parallel.cp_method = "ulysses"',
         )
     if is_ring and model.window_within(length) < length:
-        yield Problem(
+        yield config_error(
             "parallel.cp_method",
             f"a ring sends all keys to all ranks and has no sliding window: model.window = {model.window} is under "
             f'training.sequence_length = {length}; use "ulysses"',

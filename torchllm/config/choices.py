@@ -32,7 +32,7 @@ class Sources:
         """
         key = ".".join(path)
         configs = self._without_other_choices(path)
-        return all(key in [inert.key for inert in contradictions(config)] for config in configs)
+        return all(key in [idle_key.key for idle_key in contradictions(config)] for config in configs)
 
     def _without_other_choices(self, path: KeyPath) -> Iterator[Config]:
         """Yield the source of a key as a config: alone, then over its bases, then under each source above it."""

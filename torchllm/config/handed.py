@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from torchllm.config.applied_keys import note_origins
-from torchllm.config.read import Fault, read_table
+from torchllm.config.read import ConfigError, read_table
 from torchllm.config.schema import Config
 
 C = TypeVar("C", bound=Config)
@@ -30,7 +30,7 @@ def handed_configs(schema: type[C]) -> list[C] | None:
     if not file or "WORLD_SIZE" not in os.environ or not os.path.isfile(file):
         return None
     handed = json.loads(Path(file).read_text())
-    faults: list[Fault] = []
+    faults: list[ConfigError] = []
     configs = [read_table(schema, table, faults) for table in handed["configs"]]
     assert not faults, faults
     note_origins(configs[0], handed["origins"])

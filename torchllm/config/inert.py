@@ -24,7 +24,7 @@ IN_PLACE_KINDS = ("megatron", "llmc", "nanogpt", "mds")
 """kinds of sources that are token files of other programs"""
 
 
-class Inert(NamedTuple):
+class IdleKey(NamedTuple):
     """A key without effect, and the reason."""
 
     key: str
@@ -39,7 +39,7 @@ class Inert(NamedTuple):
         return f"does nothing in this run: it {self.reason}"
 
 
-class Need(NamedTuple):
+class Condition(NamedTuple):
     """The condition for a key to have an effect."""
 
     key: str
@@ -129,98 +129,100 @@ PIPELINE = "parallel.pp over 1"
 SHARDED = "parallel.dp_shard x cp over 1 and parallel.zero_stage over 0"
 
 CONTRADICTIONS = (
-    Need("run.json", lambda config: config.run.dry_run, "run.dry_run = true"),
-    Need("model.rope_theta", _has_rotary_positions, ROTARY),
-    Need("model.rotary_fraction", _has_rotary_positions, ROTARY),
-    Need("model.rope_scaling_factor", _has_rotary_positions, ROTARY),
-    Need("model.rope_scaling", _scales_rotary_positions, SCALED),
-    Need(
+    Condition("run.json", lambda config: config.run.dry_run, "run.dry_run = true"),
+    Condition("model.rope_theta", _has_rotary_positions, ROTARY),
+    Condition("model.rotary_fraction", _has_rotary_positions, ROTARY),
+    Condition("model.rope_scaling_factor", _has_rotary_positions, ROTARY),
+    Condition("model.rope_scaling", _scales_rotary_positions, SCALED),
+    Condition(
         "model.rope_original_length",
         _scales_by("llama3", "yarn"),
         f'{SCALED} and model.rope_scaling = "llama3" or "yarn"',
     ),
-    Need("model.rope_low_frequency_factor", _scales_by("llama3"), LLAMA3),
-    Need("model.rope_high_frequency_factor", _scales_by("llama3"), LLAMA3),
-    Need("model.rope_beta_fast", _scales_by("yarn"), YARN),
-    Need("model.rope_beta_slow", _scales_by("yarn"), YARN),
-    Need("model.rope_truncate", _scales_by("yarn"), YARN),
-    Need("model.rope_attention_factor", _scales_by("yarn"), YARN),
-    Need(
+    Condition("model.rope_low_frequency_factor", _scales_by("llama3"), LLAMA3),
+    Condition("model.rope_high_frequency_factor", _scales_by("llama3"), LLAMA3),
+    Condition("model.rope_beta_fast", _scales_by("yarn"), YARN),
+    Condition("model.rope_beta_slow", _scales_by("yarn"), YARN),
+    Condition("model.rope_truncate", _scales_by("yarn"), YARN),
+    Condition("model.rope_attention_factor", _scales_by("yarn"), YARN),
+    Condition(
         "model.qkv_bias",
         lambda config: not config.model.features.biases,
         "a model.family whose matrices have no biases yet, as llama",
     ),
-    Need("model.top_k", _has_experts, EXPERTS),
-    Need("model.expert_ffn", _has_experts, EXPERTS),
-    Need(
+    Condition("model.top_k", _has_experts, EXPERTS),
+    Condition("model.expert_ffn", _has_experts, EXPERTS),
+    Condition(
         "model.upcycle",
         lambda config: bool(config.model.experts and (config.model.from_hf or config.checkpoint.initial)),
         "model.experts over 0, and model.from_hf or checkpoint.initial",
     ),
-    Need("model.upcycle_noise", lambda config: config.model.upcycle, "model.upcycle = true"),
-    Need("model.shared_experts", _has_experts, EXPERTS),
-    Need("model.dense_layers", _has_experts, EXPERTS),
-    Need("model.router_score", _has_experts, EXPERTS),
-    Need("model.router_dtype", _has_experts, EXPERTS),
-    Need("model.router_renormalize", _has_experts, EXPERTS),
-    Need("model.router_scale", _has_experts, EXPERTS),
-    Need("model.router_bias", _has_experts, EXPERTS),
-    Need(
+    Condition("model.upcycle_noise", lambda config: config.model.upcycle, "model.upcycle = true"),
+    Condition("model.shared_experts", _has_experts, EXPERTS),
+    Condition("model.dense_layers", _has_experts, EXPERTS),
+    Condition("model.router_score", _has_experts, EXPERTS),
+    Condition("model.router_dtype", _has_experts, EXPERTS),
+    Condition("model.router_renormalize", _has_experts, EXPERTS),
+    Condition("model.router_scale", _has_experts, EXPERTS),
+    Condition("model.router_bias", _has_experts, EXPERTS),
+    Condition(
         "model.router_bias_rate",
         lambda config: _has_experts(config) and config.model.router_bias,
         f"{EXPERTS} and model.router_bias = true",
     ),
-    Need("model.balance_loss", _has_experts, EXPERTS),
-    Need(
+    Condition("model.balance_loss", _has_experts, EXPERTS),
+    Condition(
         "model.balance_weight",
         lambda config: _has_experts(config) and config.model.balance_loss != "none",
         f'{EXPERTS} and model.balance_loss = "sequence" or "global"',
     ),
-    Need("model.router_z_loss", _has_experts, EXPERTS),
-    Need("parallel.ep", _has_experts, EXPERTS),
-    Need("data.pattern", _has_rank_file, "a tiktoken rank file as data.tokenizer"),
-    Need("data.dtype", _reads_ids_without_header, 'a source of kind "nanogpt"'),
-    Need("data.separator", _reads_separators, 'a source of kind "nanogpt", "llmc" or "mds"'),
-    Need(
+    Condition("model.router_z_loss", _has_experts, EXPERTS),
+    Condition("parallel.ep", _has_experts, EXPERTS),
+    Condition("data.pattern", _has_rank_file, "a tiktoken rank file as data.tokenizer"),
+    Condition("data.dtype", _reads_ids_without_header, 'a source of kind "nanogpt"'),
+    Condition("data.separator", _reads_separators, 'a source of kind "nanogpt", "llmc" or "mds"'),
+    Condition(
         "training.max_consecutive_nonfinite",
         lambda config: config.training.on_nonfinite == "skip",
         'training.on_nonfinite = "skip"',
     ),
-    Need(
+    Condition(
         "compile.norm",
         lambda config: config.model.features.norm == "rms" or config.model.qk_norm != "none",
         "RMSNorm (family llama): LayerNorm is one kernel already",
     ),
-    Need("optimizer.beta1", _uses_adamw, ADAMW),
-    Need("optimizer.beta2", _uses_adamw, ADAMW),
-    Need("optimizer.epsilon", _uses_adamw, ADAMW),
-    Need("optimizer.momentum", lambda config: config.optimizer.name == "sgd", 'optimizer.name = "sgd"'),
-    Need("optimizer.muon_momentum", lambda config: config.optimizer.name == "muon", 'optimizer.name = "muon"'),
-    Need("optimizer.adjust_lr_fn", lambda config: config.optimizer.name == "muon", 'optimizer.name = "muon"'),
-    Need("evaluate.ema", lambda config: config.optimizer.ema_decay > 0, "optimizer.ema_decay over 0"),
-    Need("optimizer.head_rate", _has_own_head, OWN_HEAD),
-    Need("optimizer.head_decay", _has_own_head, OWN_HEAD),
-    Need("schedule.decay_steps", lambda config: config.schedule.name == "wsd", 'schedule.name = "wsd"'),
-    Need("schedule.decay", lambda config: config.schedule.name == "wsd", 'schedule.name = "wsd"'),
-    Need(
+    Condition("optimizer.beta1", _uses_adamw, ADAMW),
+    Condition("optimizer.beta2", _uses_adamw, ADAMW),
+    Condition("optimizer.epsilon", _uses_adamw, ADAMW),
+    Condition("optimizer.momentum", lambda config: config.optimizer.name == "sgd", 'optimizer.name = "sgd"'),
+    Condition("optimizer.muon_momentum", lambda config: config.optimizer.name == "muon", 'optimizer.name = "muon"'),
+    Condition("optimizer.adjust_lr_fn", lambda config: config.optimizer.name == "muon", 'optimizer.name = "muon"'),
+    Condition("evaluate.ema", lambda config: config.optimizer.ema_decay > 0, "optimizer.ema_decay over 0"),
+    Condition("optimizer.head_rate", _has_own_head, OWN_HEAD),
+    Condition("optimizer.head_decay", _has_own_head, OWN_HEAD),
+    Condition("schedule.decay_steps", lambda config: config.schedule.name == "wsd", 'schedule.name = "wsd"'),
+    Condition("schedule.decay", lambda config: config.schedule.name == "wsd", 'schedule.name = "wsd"'),
+    Condition(
         "schedule.final_fraction",
         lambda config: config.schedule.name != "constant",
         "a schedule.name that is not constant",
     ),
-    Need(
+    Condition(
         "checkpoint.keep_every",
         lambda config: config.checkpoint.keep > 0 and config.checkpoint.interval > 0,
         "checkpoint.keep and checkpoint.interval over 0",
     ),
-    Need("evaluate.tasks_interval", lambda config: len(config.evaluate.tasks) > 0, "evaluate.tasks"),
-    Need(
+    Condition("evaluate.tasks_interval", lambda config: len(config.evaluate.tasks) > 0, "evaluate.tasks"),
+    Condition(
         "recompute.k",
         lambda config: config.recompute.mode in ("segment", "every_k"),
         'recompute.mode = "segment" or "every_k"',
     ),
-    Need("lora.alpha", lambda config: config.lora.is_on, "lora.rank over 0"),
-    Need("lora.targets", lambda config: config.lora.is_on, "lora.rank over 0"),
-    Need("export.adapter", lambda config: config.lora.is_on, "lora.rank over 0: without LoRA all weights are trained"),
+    Condition("lora.alpha", lambda config: config.lora.is_on, "lora.rank over 0"),
+    Condition("lora.targets", lambda config: config.lora.is_on, "lora.rank over 0"),
+    Condition(
+        "export.adapter", lambda config: config.lora.is_on, "lora.rank over 0: without LoRA all weights are trained"
+    ),
 )
 """keys that contradict a choice: an error"""
 
@@ -236,39 +238,39 @@ SOURCE_KINDS = {
 """key of a source -> kinds that use it: an error with any other"""
 
 IDLE = (
-    Need("parallel.schedule", _has_pipeline, PIPELINE),
-    Need("parallel.virtual_stages", _has_pipeline, PIPELINE),
-    Need("parallel.split", _has_pipeline, PIPELINE),
-    Need("parallel.rebalance", _has_pipeline, PIPELINE),
-    Need(
+    Condition("parallel.schedule", _has_pipeline, PIPELINE),
+    Condition("parallel.virtual_stages", _has_pipeline, PIPELINE),
+    Condition("parallel.split", _has_pipeline, PIPELINE),
+    Condition("parallel.rebalance", _has_pipeline, PIPELINE),
+    Condition(
         "parallel.scatter_gather",
         _sends_whole_hidden_states,
         "parallel.pp and parallel.tp over 1, without parallel.sequence_parallel",
     ),
-    Need("parallel.cp_method", lambda config: config.parallel.cp > 1, "parallel.cp over 1"),
-    Need("parallel.sequence_parallel", lambda config: config.parallel.tp > 1, "parallel.tp over 1"),
-    Need("parallel.zero_stage", _chooses_zero_stage, "parallel.dp_shard x cp over 1"),
-    Need(
+    Condition("parallel.cp_method", lambda config: config.parallel.cp > 1, "parallel.cp over 1"),
+    Condition("parallel.sequence_parallel", lambda config: config.parallel.tp > 1, "parallel.tp over 1"),
+    Condition("parallel.zero_stage", _chooses_zero_stage, "parallel.dp_shard x cp over 1"),
+    Condition(
         "parallel.keep_last_block",
         lambda config: _shards_weights(config) and config.parallel.zero_stage == 3,
         "parallel.dp_shard x cp over 1 and parallel.zero_stage = 3",
     ),
-    Need("parallel.prefetch", _shards_weights, SHARDED),
+    Condition("parallel.prefetch", _shards_weights, SHARDED),
     # Keys for raw text do not contradict shards that recipes/prepare.py made from that text.
-    Need("data.on_bad_record", _may_read_bad_records, "a source of your own raw text"),
-    Need(
+    Condition("data.on_bad_record", _may_read_bad_records, "a source of your own raw text"),
+    Condition(
         "data.max_bad_share",
         lambda config: config.data.on_bad_record == "skip" and _may_read_bad_records(config),
         'data.on_bad_record = "skip" and a source of your own raw text',
     ),
-    Need("data.max_raw_mib", _reads_raw_text, "a source of raw text"),
+    Condition("data.max_raw_mib", _reads_raw_text, "a source of raw text"),
 )
 """keys that need a layout or a source that this run does not have: a printed line"""
 
 
-def contradictions(config: Config) -> list[Inert]:
+def contradictions(config: Config) -> list[IdleKey]:
     """Return the keys that have no effect because another key rules them out."""
-    unmet = [inert._replace(remedy="; or remove it") for inert in _unmet(config, CONTRADICTIONS)]
+    unmet = [idle_key._replace(remedy="; or remove it") for idle_key in _unmet(config, CONTRADICTIONS)]
     return [*unmet, *_unused_source_keys(config.data.sources)]
 
 
@@ -288,11 +290,11 @@ def without_contradictions(config: C) -> C:
     return config
 
 
-def describe_inert(found: Sequence[Inert], located: Callable[[str], str]) -> str:
+def describe_idle_keys(found: Sequence[IdleKey], located: Callable[[str], str]) -> str:
     """Return one line about keys without effect. located: returns a key after its origin."""
     keys: dict[str, list[str]] = {}
-    for inert in found:
-        keys.setdefault(inert.reason, []).append(located(inert.key))
+    for idle_key in found:
+        keys.setdefault(idle_key.reason, []).append(located(idle_key.key))
     parts = []
     for reason, members in keys.items():
         verb, subject = ("does", "it") if len(members) == 1 else ("do", "they")
@@ -301,22 +303,22 @@ def describe_inert(found: Sequence[Inert], located: Callable[[str], str]) -> str
     return "; ".join(parts)
 
 
-def idle_keys(config: Config) -> list[Inert]:
+def idle_keys(config: Config) -> list[IdleKey]:
     """Return the keys that have no effect in this layout. No degree may be -1."""
     return list(_unmet(config, IDLE))
 
 
-def _unmet(config: Config, needs: Iterable[Need]) -> Iterator[Inert]:
+def _unmet(config: Config, needs: Iterable[Condition]) -> Iterator[IdleKey]:
     for need in needs:
         section_name, name = need.key.split(".")
         section = getattr(config, section_name)
         default = getattr(type(section), name)  # the default of the class, which a forked recipe may have changed
         if getattr(section, name) != default and not need.is_met(config):
-            yield Inert(need.key, f"needs {need.text}")
+            yield IdleKey(need.key, f"needs {need.text}")
 
 
-def _unused_source_keys(sources: Iterable[Source]) -> Iterator[Inert]:
+def _unused_source_keys(sources: Iterable[Source]) -> Iterator[IdleKey]:
     for index, source in enumerate(sources):
         for name, kinds in SOURCE_KINDS.items():
             if getattr(source, name) != getattr(Source, name) and source.kind not in kinds:
-                yield Inert(f"data.sources.{index}.{name}", f"needs another kind than {source.kind!r}")
+                yield IdleKey(f"data.sources.{index}.{name}", f"needs another kind than {source.kind!r}")

@@ -22,9 +22,9 @@ from torchllm.config.environment import (
     Ranks,
     read_ranks,
 )
-from torchllm.config.read import Fault, read_table
+from torchllm.config.read import ConfigError, read_table
 from torchllm.config.schema import Config
-from torchllm.config.toml import Layer, dotted, read_files, shown, toml_value
+from torchllm.config.toml import Layer, read_files, shown, toml_value
 
 C = TypeVar("C", bound=Config)
 
@@ -81,7 +81,7 @@ def read_draft(
         if one_device and key.startswith("parallel."):
             errors.append(f"--{key}: this recipe runs on one device")
 
-    faults: list[Fault] = []
+    faults: list[ConfigError] = []
     config: C = read_table(schema, layer.table, faults)
     if one_device:
         alone = type(config.parallel)(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1)
@@ -94,12 +94,12 @@ def read_draft(
     for fault in faults:
         is_in_file = draft.is_resolved and not draft.is_overridden(fault.path)
         if uses_weights and fault.path[0] in TRAINING_ONLY and not draft.is_overridden(fault.path):
-            draft.wrong.add(dotted(fault.path))
+            draft.wrong.add(fault.key)
         elif uses_weights and fault.is_unknown and is_in_file:
             draft.notes.append(draft.located(fault.path, "of a forked recipe, not read here"))
         else:
             draft.report(fault.path, fault.message)
-            draft.wrong.add(dotted(fault.path))
+            draft.wrong.add(fault.key)
     _take_folder_of_copy(draft)
     return draft
 

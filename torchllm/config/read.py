@@ -21,17 +21,28 @@ _UNBOUND = Bound()
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
 
-class Fault(NamedTuple):
-    """A wrong or unknown key."""
+class ConfigError(NamedTuple):
+    """An error in a config, and the key to change."""
 
     path: KeyPath
+    """("parallel", "tp")"""
     message: str
-    """the error, without the key"""
+    """the error and its remedy, without the key"""
     is_unknown: bool = False
     """the schema has no such key"""
 
+    @property
+    def key(self) -> str:
+        """The path on one line: "parallel.tp"."""
+        return dotted(self.path)
 
-def read_table(schema: type, table: dict[str, Any], faults: list[Fault]) -> Any:
+
+def config_error(key: str, message: str) -> ConfigError:
+    """Return the error of a key of the schema: "parallel.tp"."""
+    return ConfigError(tuple(key.split(".")), message)
+
+
+def read_table(schema: type, table: dict[str, Any], faults: list[ConfigError]) -> Any:
     """Return a `schema` with the values of a plain table.
 
     Wrong and unknown keys are appended to `faults`; wrong keys keep their default.
@@ -42,7 +53,7 @@ def read_table(schema: type, table: dict[str, Any], faults: list[Fault]) -> Any:
 class _TableReader:
     """Reads one table and collects its faults."""
 
-    def __init__(self, schema: type, faults: list[Fault]) -> None:
+    def __init__(self, schema: type, faults: list[ConfigError]) -> None:
         self.schema = schema
         self.faults = faults
 
@@ -72,7 +83,7 @@ class _TableReader:
             return _WRONG if _WRONG in items else tuple(items)
         message = _scalar_problem(annotated, value)
         if message:
-            self.faults.append(Fault(path, message))
+            self.faults.append(ConfigError(path, message))
             return _WRONG
         if path_note(annotated) is not None:
             return os.path.expanduser(value)
@@ -83,7 +94,7 @@ class _TableReader:
         kind_of_key = "section or key" if len(path) == 1 else "key"
         nearest = _nearest(path, self.schema, is_table=isinstance(value, dict))
         hint = f"did you mean {dotted(nearest)}?" if nearest else "--help lists all keys"
-        self.faults.append(Fault(path, f"unknown {kind_of_key}; {hint}", is_unknown=True))
+        self.faults.append(ConfigError(path, f"unknown {kind_of_key}; {hint}", is_unknown=True))
 
 
 def _scalar_problem(annotated: Any, value: Any) -> str:

@@ -28,7 +28,7 @@ from torchllm.config.environment import (
     refuse,
 )
 from torchllm.config.handed import hand_over
-from torchllm.config.inert import Inert, contradictions, describe_inert, idle_keys
+from torchllm.config.inert import IdleKey, contradictions, describe_idle_keys, idle_keys
 from torchllm.config.schema import Config, Parallel, Training, gradient_accumulation
 from torchllm.config.toml import dotted, shown
 
@@ -59,10 +59,10 @@ def finish(draft: Draft[C], alternatives: Sequence[C] = ()) -> C:
     note_origins(config, origins)
     parallel, _ = resolve_degrees(config.parallel, world)
     config = replace(config, parallel=parallel)
-    for inert in idle_keys(config):
-        path = tuple(inert.key.split("."))
+    for idle_key in idle_keys(config):
+        path = tuple(idle_key.key.split("."))
         if draft.is_asked_about(path):
-            draft.notes.append(draft.located(path, inert.message))
+            draft.notes.append(draft.located(path, idle_key.message))
     print_notes(draft.notes, is_check=draft.arguments.check)
     if draft.arguments.check:
         _print_check(config, draft.ranks)
@@ -211,7 +211,7 @@ def _check_values(draft: Draft[C], world: int | None) -> None:
     if draft.ranks is not None and draft.ranks.most_nodes is None:
         problems += layout_problems(draft.config, world)
     for problem in problems:
-        path = tuple(problem.key.split("."))
+        path = problem.path
         is_unread = draft.uses_weights and path[0] in TRAINING_ONLY and not draft.is_overridden(path)
         if problem.key not in draft.wrong and not is_unread:
             draft.report(path, problem.message)
@@ -224,18 +224,18 @@ def _check_contradictions(draft: Draft[C]) -> None:
     Skips keys of a resolved file unless the command line made them idle. Skips sections with a wrong value, since its
     default stands in for it: `kind = "csv"` says nothing about the other keys of a source.
     """
-    idle: list[Inert] = []
+    idle: list[IdleKey] = []
     wrong_sections = {key.split(".")[0] for key in draft.wrong}
-    for inert in contradictions(draft.config):
-        path = tuple(inert.key.split("."))
+    for idle_key in contradictions(draft.config):
+        path = tuple(idle_key.key.split("."))
         if path[0] in wrong_sections or (draft.uses_weights and path[0] in TRAINING_ONLY):
             continue
         if not draft.sources.contradict_themselves(path):
-            idle.append(inert)
+            idle.append(idle_key)
         elif draft.is_asked_about(path):
-            draft.report(path, f"{inert.message}{inert.remedy}")
+            draft.report(path, f"{idle_key.message}{idle_key.remedy}")
     if idle:
-        draft.notes.append(describe_inert(idle, lambda key: draft.place(tuple(key.split(".")))))
+        draft.notes.append(describe_idle_keys(idle, lambda key: draft.place(tuple(key.split(".")))))
 
 
 def _name_folder(draft: Draft[C]) -> None:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from torchllm.checkpoint.manifest import CheckpointError, read_manifest, step_folders, step_of
 from torchllm.config import Config, Source
-from torchllm.config.checks import Problem
 from torchllm.config.errors import UserError
 from torchllm.config.inert import IN_PLACE_KINDS
+from torchllm.config.read import ConfigError, config_error
 from torchllm.data.cache_root import cache_root
 from torchllm.data.error import DataError
 
@@ -39,14 +39,14 @@ WRITTEN = ("", "checkpoints", "tensorboard", "profile", "trackers")
 class Inspection:
     """Findings before a start."""
 
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[ConfigError] = field(default_factory=list)
     """faults that would end the run"""
     unchecked: list[str] = field(default_factory=list)
     """parts that could not be checked, and why"""
 
     def report(self, key: str, message: str) -> None:
         """Add a problem."""
-        self.problems.append(Problem(key, message))
+        self.problems.append(config_error(key, message))
 
 
 def inspect_training(config: Config) -> Inspection:

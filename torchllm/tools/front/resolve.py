@@ -173,7 +173,7 @@ def _inspect(inspect: Callable[[Config], "Inspection"], draft: Draft[Any]) -> No
         draft.errors.append(f"{error.filename}: cannot be read: {error.strerror}")
         return
     for problem in inspection.problems:
-        draft.report(tuple(problem.key.split(".")), problem.message)
+        draft.report(problem.path, problem.message)
     draft.notes += [f"not checked: {line}" for line in inspection.unchecked]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torchllm.config import Model
 from torchllm.config.errors import UserError
-from torchllm.config.read import Fault, read_table
+from torchllm.config.read import ConfigError, read_table
 from torchllm.tools.hub.family import ConfigField, HubFamily, RequiredField, UnmappedParameter
 from torchllm.tools.hub.registry import HUB_FAMILIES, UNSUPPORTED_TYPES
 from torchllm.tools.hub.rope import (
@@ -354,7 +354,7 @@ def _check_values(content: Mapping[str, Any], read: ReadConfig) -> None:
     assert read.family is not None
     names = {config_field.key: _name_in(content, config_field) for config_field in read.family.fields}
     names["rotary_fraction"] = FRACTION
-    faults: list[Fault] = []
+    faults: list[ConfigError] = []
     read_table(Model, read.values, faults)
     for fault in faults:
         (key,) = fault.path

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from torchllm.config import Bound, Config, Count, Model, Parallel, Positive, Training
-from torchllm.config.read import Fault, read_table
-from torchllm.config.toml import KeyPath, dotted, read_files, shown
+from torchllm.config.read import ConfigError, read_table
+from torchllm.config.toml import KeyPath, read_files, shown
 from torchllm.resources import find_config, resource
 from torchllm.tools.planner.software import Constants
 
@@ -198,18 +198,18 @@ def read_cluster(name: str, errors: list[str]) -> Hardware | None:
     layer = read_files(file, errors, "train_configs/clusters")
     if not layer.is_complete:  # its keys are unknown, not missing
         return None
-    faults: list[Fault] = []
+    faults: list[ConfigError] = []
     hardware: Hardware = read_table(Hardware, layer.table, faults)
     faults = [replaced_constant(fault) for fault in faults]
     if not faults:
         faults = [*missing_keys(layer.table), *invalid_links(hardware)]
     for fault in faults:
         line = layer.origins.get(fault.path, file)
-        errors.append(f"{line}: {dotted(fault.path)}: {fault.message}")
+        errors.append(f"{line}: {fault.key}: {fault.message}")
     return None if faults else hardware
 
 
-def replaced_constant(fault: Fault) -> Fault:
+def replaced_constant(fault: ConfigError) -> ConfigError:
     """Return the fault; for a constant that was removed, with a message that names its replacement."""
     if fault.path != ("constants", "flush"):
         return fault
@@ -229,7 +229,7 @@ class _Section(NamedTuple):
     table: dict[str, Any]
 
 
-def missing_keys(table: dict[str, Any]) -> Iterator[Fault]:
+def missing_keys(table: dict[str, Any]) -> Iterator[ConfigError]:
     """Yield a fault for each required key that a cluster file lacks."""
     sections = [
         _Section((), Hardware, table),
@@ -241,15 +241,15 @@ def missing_keys(table: dict[str, Any]) -> Iterator[Fault]:
     for section in sections:
         for name in sorted(key.name for key in fields(section.kind)):
             if name not in section.table and name not in OPTIONAL:
-                yield Fault((*section.path, name), "required key is missing")
+                yield ConfigError((*section.path, name), "required key is missing")
 
 
-def invalid_links(hardware: Hardware) -> Iterator[Fault]:
+def invalid_links(hardware: Hardware) -> Iterator[ConfigError]:
     """Yield a fault for each link that does not fit the others or the node."""
     for index, (inner, outer) in enumerate(pairwise(hardware.links), start=1):
         if outer.gpus <= inner.gpus or outer.gpus % inner.gpus:
             message = f"{outer.gpus} must be a multiple of the {inner.gpus} of {inner.name}"
-            yield Fault(("links", str(index), "gpus"), message)
+            yield ConfigError(("links", str(index), "gpus"), message)
     spans = [link.gpus for link in hardware.links]
     if spans and hardware.gpus_per_node not in spans:
-        yield Fault(("links",), f"none has gpus = {hardware.gpus_per_node}, the number on a node (gpus_per_node)")
+        yield ConfigError(("links",), f"none has gpus = {hardware.gpus_per_node}, the number on a node (gpus_per_node)")
