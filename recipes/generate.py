@@ -101,7 +101,7 @@ def chat(
 def print_text(text: str) -> None:
     """Print a model's text, with replacements for characters that the terminal cannot show."""
     encoding = sys.stdout.encoding or "utf-8"  # a terminal may be unable to show all characters
-    with suppress(OSError):  # a closed pipe is no failure of the training before the sample
+    with suppress(OSError):  # a closed pipe is not a failure of the training before the sample
         print(text.encode(encoding, errors="replace").decode(encoding), flush=True)
     drop_unwritten_output()
 

@@ -51,7 +51,7 @@ def first_hour(config: "BenchmarkConfig", config_file: str) -> None:
     """Run the stages that are due, one after the other. SystemExit(1) if one ended with FAIL or error."""
     report_errors()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: the running job is ended too
-    os.environ.pop("WORLD_SIZE", None)  # this process is no rank; the jobs have their own
+    os.environ.pop("WORLD_SIZE", None)  # this process is not a rank; the jobs have their own
     folder = Path(config.run.folder)
     folder.mkdir(parents=True, exist_ok=True)
     results = folder / "first_hour.jsonl"

@@ -135,7 +135,7 @@ class Jobs:
         return measure_layout(config, overrides, ranks, steps, self.seconds_left(), self.folder / "layout")
 
     def run_recipe(self, recipe: Path, *overrides: str, ranks: int) -> tuple[int | None, str]:
-        """Run another recipe on the small config; return its exit status, None after the time-out, and its output."""
+        """Run another recipe on the small config; return its exit status, None after the timeout, and its output."""
         log = self.folder / f"{recipe.stem}.log"
         arguments = [self.config, *LOGGED, *overrides, f"--run.folder={self.folder / recipe.stem}"]
         os.environ["RECIPE"] = str(recipe)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .settings import BenchmarkConfig
 
 WIDTHS = (20, 64, 80, 128)
-"""of a head; 20 is no multiple of 8, which flash attention needs"""
+"""of a head; 20 is not a multiple of 8, which flash attention needs"""
 GROUPS = (1, 4, 8)
 """query heads per key-value head"""
 

@@ -273,7 +273,7 @@ def find_group(arguments: Iterable[Any]) -> dist.ProcessGroup:
     name = ""
     for argument in arguments:
         if isinstance(argument, torch.ScriptObject):
-            with contextlib.suppress(RuntimeError):  # it is no process group
+            with contextlib.suppress(RuntimeError):  # not a process group
                 return dist.ProcessGroup.unbox(argument)
         elif isinstance(argument, str):
             name = argument

@@ -95,7 +95,7 @@ class StoredPart(NamedTuple):
     expert: int = 0
     """index of the expert"""
     experts: int = 0
-    """how many the parameter stacks; 0: it is no stack"""
+    """how many the parameter stacks; 0: it is not a stack"""
 
 
 class StoredTensor(NamedTuple):
@@ -142,8 +142,8 @@ class HubFamily:
     ignored_tensors: str = r"(?!)"
     """regular expression of the keys, without the prefix, of buffers that old versions saved and no model needs"""
     unwritten: tuple[RequiredField, ...] = ()
-    """further ones that no export writes: the family's class has no such field, and transformers' base classes read
-    it all the same"""
+    """further ones that no export writes: the family's class has no such field, and transformers' base classes still
+    read it"""
     ignored_fields: tuple[str, ...] = ()
     """fields of config.json that do not change the model's computation here"""
     has_window_fields: bool = False

@@ -48,7 +48,7 @@ YARN_SCALES = ("mscale", "mscale_all_dim")
 
 
 class RopeError(Exception):
-    """Rotary positions that the model here has not. The message begins with the field of config.json."""
+    """Rotary positions that the model here does not support. The message begins with the field of config.json."""
 
 
 def read_rotary_fraction(fields: Fields, default: float | None) -> float:
@@ -83,7 +83,7 @@ def _agreed(found: Mapping[str, Any], default: Any) -> Any:
 
 
 def unknown_rope_fields(fields: Fields) -> list[str]:
-    """Return the fields of the tables that their type has not, in transformers neither."""
+    """Return the fields of the tables that do not belong to their type, also not in transformers."""
     unknown = []
     for name in SPELLINGS:
         table = fields.get(name)

@@ -75,7 +75,7 @@ class UpcycledWeights:
         return self.source.key
 
     def load(self, stages: Sequence[nn.Module], group: Group) -> dict[str, Any]:
-        """Fill this rank's part of the model, but for the routers: see `InitialWeights`."""
+        """Fill this rank's part of the model, except for the routers: see `InitialWeights`."""
         record = self.source.load(stages, group)
         copy_first_expert(stages, self.model, self.seed)
         return record

@@ -14,7 +14,7 @@ grows with its groups, not with their ranks. One watch per node that asks for al
 a channel to them, and would leave a whole node deaf when its own process is the one that is stopped.
 
 Only rank 0's node must be alive for that. Where a rank is busy on its own (a slow disk) while others wait longer than
-the limit, they raise the alarm too, as a process group's time-out would: raise the setting that the report names.
+the limit, they raise the alarm too, as a process group's timeout would: raise the setting that the report names.
 """
 
 import logging

@@ -2,7 +2,7 @@
 
 The head listens on the port that the environment gives, or else on any free one. It writes that into `FILE` of the run
 folder, with the job's name: the file may still be there from an earlier job in the folder, whose port may belong to
-anybody by now. So a job that uses the file must have a name that no other job has had, the same on all nodes, as Slurm
+another process by now. So a job that uses the file must have a unique name, the same on all nodes, as Slurm
 gives it one (job, step and restart).
 """
 

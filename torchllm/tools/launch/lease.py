@@ -269,7 +269,7 @@ def take_or_inherit(run_folder: Path) -> Claim:
 def check_owner(run_folder: Path, claim: Claim) -> None:
     """Raise LeaseLost unless the folder still belongs to who has this claim. It costs a listing and an open.
 
-    A file system that does not answer is no reason: the next write will fail by itself.
+    A file system that does not answer is not a reason: the next write will fail by itself.
     """
     lease_folder = run_folder / FOLDER
     name = f"run.folder = {str(run_folder)!r}"

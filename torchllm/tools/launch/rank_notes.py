@@ -1,6 +1,6 @@
 """Notes that the ranks of a node leave for their launcher, beyond their exit status: files in a folder per attempt.
 
-A rank that has joined the job says so until it leaves it as it should. One that ends in between with exit status 0
+A rank that has joined the job has a note until it leaves normally. One that ends in between with exit status 0
 (`os._exit(0)` in a library, say) would look like one that is done, while the other ranks wait for it. No torch.
 """
 

@@ -272,7 +272,7 @@ def describe_details(stuck: Sequence[StuckRank]) -> Iterator[str]:
         yield f"{rank.name}: process {rank.pid}, {rank.doing}, {rank.idle:.0f} s without progress"
         for pid in [rank.pid, *find_children(rank.pid)]:
             yield f"process {pid} {describe_state(pid)}"
-            yield _read(Path(f"/proc/{pid}/stack"))  # root's only, as a rule
+            yield _read(Path(f"/proc/{pid}/stack"))  # usually only root's
         yield rank.stacks
 
 

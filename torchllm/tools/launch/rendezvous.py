@@ -340,7 +340,7 @@ class AttemptStore(PrefixStore):
         super().__init__("launchers", store)
         self.find_end = find_end
 
-    def wait(self, keys: list[str]) -> None:  # type: ignore[override]  # torchrun passes no time-out
+    def wait(self, keys: list[str]) -> None:  # type: ignore[override]  # torchrun passes no timeout
         """Return when the keys are set, or the attempt is over: a rank of this node may have left the job early."""
         while not rank_notes.members() and self.find_end() is None:
             try:

@@ -12,7 +12,7 @@ from torchllm.data.error import DataError
 from torchllm.tools.prepare.records import EMPTY_FILE, UNREADABLE, Origin, TextRecord
 
 _LOOKED_AT = 20
-"""bad records at the begin of a file after which all of it is taken to be bad"""
+"""bad records at the beginning of a file after which all of it is taken to be bad"""
 _NAMED = 3
 """files that an error names"""
 _FEW = 10

@@ -39,7 +39,7 @@ def compression_of(head: bytes) -> str:
 
 
 def foreign_form(head: bytes) -> str:
-    """Return the form of a file that begins with `head`, with advice, if it is known and no text in UTF-8; else ""."""
+    """Return the form of a file that begins with `head`, with advice, if it is known and not text in UTF-8; else ""."""
     return next((form for magic, form in _FORMS.items() if re.match(magic, head)), "")
 
 

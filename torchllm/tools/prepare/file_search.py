@@ -1,7 +1,7 @@
 """The files at a path of the config, each once, and their splits as told by their names.
 
-Folders behind links are searched too, but for links back to a folder that is being searched. A file with several names
-is taken by the one that no link is part of.
+Folders behind links are searched too, except for links back to a folder that is being searched. A file with several
+names is taken by the one that no link is part of.
 """
 
 import glob
@@ -150,7 +150,7 @@ class _Pattern(NamedTuple):
 
 
 def _split_pattern(path: str) -> _Pattern:
-    """Return the folder at the begin of a glob, and the rest."""
+    """Return the folder at the beginning of a glob, and the rest."""
     parts = path.split("/")
     first = next((place for place, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
     return _Pattern("".join(f"{part}/" for part in parts[:first]), "/".join(parts[first:]))

@@ -236,7 +236,7 @@ def _read(path: Path) -> _Description:
 
 
 class _PieceTokens(OpenTokens):
-    """The open ids of a piece of a shard, counted from its begin, which are checked to be under a vocabulary."""
+    """The open ids of a piece of a shard, counted from its beginning, which are checked to be under a vocabulary."""
 
     def __init__(self, piece: _Piece, settings: InPlaceSettings, vocab: int) -> None:
         self._tokens = _FORMATS[settings.kind].open_shard(piece.shard, settings)

@@ -29,7 +29,7 @@ from torchllm.tools.prepare.sources import RawSource, ShardRange
 _RECORDS_PER_CALL = 64
 """records tokenized at a time, at most"""
 _BYTES_PER_CALL = 2**19
-"""text tokenized at a time, but for the last record's"""
+"""text tokenized at a time, without the last record's"""
 _MOST_UNKNOWN = 0.5
 """share of the tokens over which unknown ones are an error"""
 ReportText = Callable[[int], None]
@@ -231,7 +231,7 @@ class ShardWriter:
         self.skip(record._replace(fault=OVER_VOCAB, detail=detail))
 
     def skip(self, record: TextRecord) -> None:
-        """Count a bad record, or raise DataError; a file that is empty is no fault."""
+        """Count a bad record, or raise DataError; an empty file is not a fault."""
         if record.fault == OVER_VOCAB and self._plan.on_bad_record == "error":
             raise DataError(
                 f"{record.origin.describe()}: {record.fault}{record.detail}; raise model.vocab to "

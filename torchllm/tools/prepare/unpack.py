@@ -1,7 +1,7 @@
 """Read compressed files as their content: gzip, zstd and lz4 (of several frames, too), bz2 and xz.
 
-A compressed file can be read from its begin only. The unpacked size is limited: a file of some KB may hold more than
-all memory and disks.
+A compressed file can only be read from its beginning. The unpacked size is limited: a file of some KB may hold more
+than all memory and disks.
 """
 
 import io

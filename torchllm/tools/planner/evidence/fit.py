@@ -7,7 +7,7 @@ those that all frameworks share are the defaults of `software.Constants`, the sp
 The fit minimizes the errors of log(predicted / measured) in units of `NOISE`, or of their scatter if that is larger,
 plus the distance of each constant from its prior in units of the prior's spread. The larger an error relative to the
 typical one, the less its row weighs, as in a fit of Student's t: an outlier, e.g. a run that waited for a
-time-out, decides nothing. The descent is Gauss-Newton's: logs of steps are nearly linear in the logs of constants.
+timeout, decides nothing. The descent is Gauss-Newton's: logs of steps are nearly linear in the logs of constants.
 """
 
 import math

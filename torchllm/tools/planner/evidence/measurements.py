@@ -75,7 +75,7 @@ class MeasuredRow(NamedTuple):
 
 
 def read_rows(file: str, cluster: str = "") -> list[MeasuredRow]:
-    """Return the rows of a CSV file. OSError if there is no such file, ValueError if it is no table of layouts.
+    """Return the rows of a CSV file. OSError if there is no such file, ValueError if it is not a table of layouts.
 
     cluster: replaces the cluster that the rows name; ValueError if there is none of this name.
     """

@@ -50,7 +50,7 @@ LEVELS_OF_SIMPLICITY = (
     Level("pp", {"cp": 1}),
     Level("cp", {}),
 )
-"""the simplest first; expert parallelism is no level: experts need it"""
+"""the simplest first; expert parallelism is not a level: experts need it"""
 
 
 class Pick(NamedTuple):

@@ -92,7 +92,7 @@ class ChatFormat:
         turns = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
         if not turns:
             raise RefusedConversation("no message of the assistant")
-        messages = messages[: turns[-1] + 1]  # nothing is trained behind the last turn
+        messages = messages[: turns[-1] + 1]  # nothing is trained after the last turn
         rule, texts = self._trained_texts(messages, tools, turns)
         examples, merged = [], 0
         for text, encoded in zip(texts, self.encoder.encode([text.chat for text in texts]), strict=True):
@@ -113,7 +113,7 @@ class ChatFormat:
 
     @cached_property
     def ends_of_turn(self) -> dict[str, int]:
-        """The added tokens that the template writes behind an answer, in their order, and their ids.
+        """The added tokens that the template writes after an answer, in their order, and their ids.
 
         There are none if the template ends no turn by a token, or refuses a conversation of a question and an answer.
         """
@@ -176,7 +176,7 @@ class ChatFormat:
         return {token.group() for token in self.encoder.added_pattern.finditer(prompt) if token.end() > start}
 
     def _with_end_of_turn(self, chat: RenderedChat, block: TextSpan, header: set[str]) -> TextSpan:
-        """Return a generation block with the token that ends its turn, which may be behind it.
+        """Return a generation block with the token that ends its turn, which may be after it.
 
         The last token of the block need not end the turn: `</tool_call>` does not, and a word of the message may look
         like such a token.

@@ -130,7 +130,7 @@ def _unprintable(value: Any, has_printable_numbers: bool = False) -> Any:
 
 @pass_context
 def _check_printed(context: Context, value: Any) -> Any:
-    """Return a value that a template prints; a value that is no text or number raises TemplateError.
+    """Return a value that a template prints; a value that is not a text or a number raises TemplateError.
 
     A function with a context is never called by the compiler, so no constant is computed before the template runs.
     """
@@ -154,7 +154,7 @@ class ChatTemplate:
     """A compiled template, and the day that it takes for today."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], today: date) -> None:
-        """Compile `source`. Raises DataError if it is no template.
+        """Compile `source`. Raises DataError if it is not a template.
 
         special_tokens: names of variables and their texts, such as {"bos_token": "<s>"}. today: some templates write
         the current date (Llama 3.2), which must not change the content of a corpus.

@@ -29,7 +29,7 @@ _TOOL = {"type": "function", "function": {"name": "f", "description": "", "param
 def try_template(source: str, special_tokens: Mapping[str, str], seconds: int = SECONDS) -> None:
     """Compile a template and render conversations with it, in another process.
 
-    Raises DataError if it is no template, or takes more than `seconds` or `MIB`.
+    Raises DataError if it is not a template, or takes more than `seconds` or `MIB`.
     """
     _try_once(json.dumps([source, special_tokens, seconds]), seconds)
 
