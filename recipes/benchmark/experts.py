@@ -2,7 +2,7 @@
 
 train_configs/debug.toml and train_configs/moe_debug.toml have the same number of active parameters. For each seed,
 starting with run.seed, run_train.sh trains one after the other, on one process each. The data are prepared before.
-Seconds are those of the whole command: start, training, evaluations and checkpoints.
+Seconds are measured for the whole command: start, training, evaluations and checkpoints.
 """
 
 import json

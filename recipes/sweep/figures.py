@@ -96,7 +96,7 @@ def results_table(rows: Sequence[ResultRow]) -> str:
 
 
 def best_by_setting(rows: Sequence[ResultRow], columns: Sequence[str]) -> dict[str, ResultRow]:
-    """Return, for each combination of the columns' values, the fastest layout that has it."""
+    """Return the fastest layout of each combination of the columns' values."""
     best: dict[str, ResultRow] = {}
     for row in fastest_first(rows):
         label = ", ".join(describe_value(row, column) for column in columns)

@@ -1,4 +1,4 @@
-"""What a bug report needs to know about this machine: `torchllm env`. Imports torch only to ask it."""
+"""Facts about this machine for a bug report: `torchllm env`. Imports torch only to ask it."""
 
 import os
 import platform
@@ -25,9 +25,9 @@ PACKAGES = (
     "mlflow",
     "trackio",
 )
-"""distributions whose version a bug report needs, beside torch"""
+"""distributions whose version a bug report needs, besides torch"""
 VARIABLES = ("CUDA_", "NCCL_", "TORCH", "OMP_")
-"""first letters of the environment variables that change what torch does"""
+"""prefixes of the environment variables that change torch's behaviour"""
 
 
 def report() -> str:

@@ -166,7 +166,7 @@ def _is_readable(draft: Draft[Any]) -> bool:
 
 
 def _inspect(inspect: Callable[[Config], "Inspection"], draft: Draft[Any]) -> None:
-    """Add to a draft what is found on this machine; also that a folder of another user may not be looked into."""
+    """Add the findings on this machine to a draft, also folders of other users that cannot be read."""
     try:
         inspection = inspect(draft.config)
     except PermissionError as error:
@@ -215,7 +215,7 @@ def _note_longer_sequences(draft: Draft[Any]) -> None:
 
 
 def can_compile(draft: Draft[Any]) -> bool:
-    """Return whether torch compiles keys of [compile] that are "auto": on a GPU with a compiler. Note what a GPU lacks.
+    """Return whether "auto" in [compile] means true: on a GPU with a compiler. Note the part that a GPU lacks.
 
     A dry run is of the machines that cluster.name describes, which are taken to have a compiler.
     """
