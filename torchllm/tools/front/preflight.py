@@ -99,7 +99,7 @@ def inspect_export(config: Config) -> Inspection:
 
 
 def inspect_evaluation(config: Config) -> Inspection:
-    """Check the inputs of an evaluation: checkpoint and tokenizer; for tasks also the harness, and the inputs of an export."""
+    """Check the inputs of an evaluation: checkpoint and tokenizer; for tasks also harness and export."""
     inspection = inspect_trained_run(config)
     if not config.evaluate.tasks:
         return inspection

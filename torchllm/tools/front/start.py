@@ -24,7 +24,7 @@ def load_configs(arguments: Sequence[str], schema: type[Any] = Config, *, uses_e
     """Return the checked config of a run, with its layout, its degrees and its run folder filled in.
 
     With parallel.layout = "tune" there are several, which differ in their layouts, the planner's best first. Arguments,
-    output and exit status are the same as in `torchllm.config.load_config`. It also checks the cluster's file and, before
+    output and exit status are as in `torchllm.config.load_config`. It also checks the cluster's file and, before
     the processes of the run are started, the files that it reads and the folders that it writes. uses_epochs: the
     recipe takes its steps from finetune.epochs; for another one it is printed that the key does nothing.
     """
