@@ -1,7 +1,7 @@
 """Save and resume a run: checkpoints exist whole or not at all, load on any layout, and are verified as they are read.
 
 Values that are not finite are never saved, and the newest checkpoint proven good by the following steps is never
-deleted (`history.py`, `proof.py`, `marks.py`): a run that goes wrong keeps a checkpoint from before that.
+deleted (`keeping/`): a run that goes wrong keeps a checkpoint from before that.
 
 All ranks write the tensors (`tensors.py`); everything else is JSON in the manifest (`manifest.py`). Neither the
 learning rate nor the optimizer's settings are stored: they follow from the step and the config.

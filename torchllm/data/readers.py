@@ -1,8 +1,8 @@
 """Opens the sources of data.sources: one reader per kind.
 
 Token corpora and random tokens are read here. A kind that has to be tokenized or described first is read by
-`torchllm/tools/prepare/readers.py`, which is imported by the first source of such a kind. A fork adds a kind with
-`READERS[kind] = "its.module:Reader"`.
+`torchllm/tools/prepare/readers.py`, which is imported by the first source of such a kind. Another kind is one line in
+`READERS`, and its name in the config's `Source.kind`.
 """
 
 import importlib
