@@ -553,7 +553,8 @@ def run_score(options: argparse.Namespace) -> None:
 
     sources = options.sources or own_measurements()
     if options.leave_out:
-        from torchllm.tools.planner.evidence.cross_validation import cross_validate
+        need_checkout("--leave-out")
+        from torchllm.tools.planner.evidence.research.cross_validation import cross_validate
 
         print(cross_validate(sources, options.leave_out, options.json))
         return
@@ -608,7 +609,8 @@ def run_evidence(options: argparse.Namespace) -> None:
 
 def run_residuals(options: argparse.Namespace) -> None:
     """Write the table of residuals."""
-    from torchllm.tools.planner.evidence.residuals import write_residuals
+    need_checkout("residuals")
+    from torchllm.tools.planner.evidence.research.write_residuals import write_residuals
 
     print(write_residuals(options.folders, options.output))
 

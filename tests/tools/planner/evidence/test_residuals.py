@@ -1,72 +1,25 @@
-"""The table of residuals: which rows are alike, their quantiles, and what is read back."""
+"""The table of residuals: classes of rows, the share above a value, and the table that ships."""
 
-import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from tests.tools.planner.evidence.tables import case_of, write_cells
-from tests.tools.planner.evidence.test_score import ROW
 from tests.tools.planner.test_predict import case
-from torchllm.tools.planner.evidence import residuals
-from torchllm.tools.planner.evidence.cross_validation import Residual
-from torchllm.tools.planner.evidence.measurements import read_row
+from torchllm.tools.planner.evidence.research.write_residuals import SHOWN_FROM
 from torchllm.tools.planner.evidence.residuals import (
     ANY,
     LEVELS,
     MEGATRON,
     NATIVE,
-    SAME,
-    Outcomes,
     RowClass,
     Spread,
     added_axes,
     classes_of,
-    outcomes,
-    read_outcomes,
     read_spreads,
-    repeated_peaks,
-    spreads,
-    write_outcomes,
-    write_residuals,
-    write_spreads,
 )
-from torchllm.tools.planner.evidence.step_errors import Knowledge
 
 EVEN = tuple(2 * level - 1 for level in LEVELS)
 """quantiles of values spread evenly from -1 to 1"""
-
-
-def made(values: list[float], left_out: Knowledge = "framework", **cells: str) -> list[Residual]:
-    """One residual each, on one layout."""
-    row = read_row({**ROW, "stack": "torchtitan", **cells})
-    case = case_of(row)
-    made_up = []
-    for number, value in enumerate(values):
-        fold = f"fold {number % 3}"
-        residual = Residual(
-            row, case, fold, left_out, time=value, is_fitted=True, shares={}, peak=value, memory_share=0.5
-        )
-        made_up.append(residual)
-    return made_up
-
-
-def spreads_of(rows: list[Residual], quantity: str) -> dict[RowClass, Spread]:
-    """Return the quantiles of a quantity, by class."""
-    by_class = {}
-    for spread in spreads(rows):
-        if spread.quantity == quantity:
-            by_class[spread.row_class] = spread
-    return by_class
-
-
-def quantities(rows: list[Residual]) -> set[str]:
-    """Return which quantities have a class."""
-    return {spread.quantity for spread in spreads(rows)}
-
-
-HUNDREDTHS = [number / 100 for number in range(99)]
 EVERYTHING = RowClass(ANY, ANY, ANY)
 RATIO = "ratio of two layouts"
 
@@ -96,58 +49,6 @@ def test_added_axes() -> None:
     assert added_axes(case(), case(pp=2, tp=2)) == "+tp+pp"
 
 
-def test_quantiles_of_a_class() -> None:
-    rows = made(HUNDREDTHS)
-    peaks = spreads_of(rows, "peak memory")[RowClass("torchtitan", "data only", "A100")]
-    assert peaks.rows == 99
-    assert peaks.folds == 3
-    assert peaks.quantiles == pytest.approx([level - 0.01 for level in LEVELS])
-    times = spreads_of(rows, "step time")[RowClass("torchtitan", ANY, "A100")]
-    assert times.quantiles == peaks.quantiles
-
-
-def test_a_row_that_is_not_fitted_or_in_float8_is_no_evidence_of_times() -> None:
-    (residual,) = made([0.1])
-    kernels = residual.case.kernels._replace(float8=1.0)
-    unfitted = residual._replace(is_fitted=False)
-    float8 = residual._replace(case=replace(residual.case, kernels=kernels))
-    assert quantities([unfitted] * 10) == {"peak memory", "repeated peak"}
-    assert quantities([float8] * 10) == {"peak memory", "repeated peak"}
-
-
-def test_peaks_of_torchllm_are_no_evidence_for_others() -> None:
-    classes = spreads_of(made([0.1] * 10, stack="torchllm"), "peak memory")
-    assert list(classes) == [RowClass("torchllm", ANY, ANY)]
-
-
-def test_a_class_of_few_rows_is_not_shown() -> None:
-    assert "step time" not in quantities(made([0.1] * 9))
-    assert "step time" in quantities(made([0.1] * 10))
-
-
-def test_a_peak_that_is_repeated_is_compared_with_the_median() -> None:
-    fold = [residual._replace(fold="a") for residual in made([0.1, 0.2, 0.4])]
-    distances = [point.value for point in repeated_peaks(fold)]
-    assert distances == pytest.approx([-0.1, 0.0, 0.2])
-    assert not list(repeated_peaks(fold[:1]))
-
-
-def test_pairs_are_of_one_job() -> None:
-    """Two layouts of each of 20 jobs: tp was slower than predicted by 0.2 each time, whatever the job's own error."""
-    rows = []
-    for number in range(20):
-        group = str(number)
-        error = 0.1 * number
-        plain = made([error], group=group)
-        with_tp = made([error + 0.2], group=group, tp="2", dp="4")
-        rows += plain + with_tp if number % 2 else with_tp + plain
-    ratios = spreads_of(rows, RATIO)
-    added = ratios[RowClass(NATIVE, "+tp", ANY)]
-    assert added.rows == 20
-    assert added.quantiles == pytest.approx([0.2] * len(LEVELS))
-    assert RowClass(NATIVE, SAME, ANY) not in ratios  # taking an axis away is no question of its own
-
-
 def test_the_share_above() -> None:
     spread = Spread("peak memory", "fold", EVERYTHING, rows=100, folds=5, quantiles=EVEN)
     for value in (-0.85, -0.3, 0.0, 0.4, 0.89):
@@ -161,59 +62,10 @@ def test_the_share_above() -> None:
     assert constant.share_above(0.0) > 0.999999
 
 
-def test_a_table_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "table.csv"
-    written = spreads(made(HUNDREDTHS))
-    write_spreads(str(file), written)
-    monkeypatch.setattr(residuals, "TABLE", file)
-    table = read_spreads.__wrapped__()
-    for spread, original in zip(table.values(), written, strict=True):
-        assert spread.row_class == original.row_class
-        assert spread.rows == original.rows
-        assert spread.quantiles == pytest.approx(original.quantiles, abs=5e-4)  # three decimals
-
-
-def test_outcomes_by_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fit = made([0.0] * 99)
-    (oom,) = made([0.0], status="oom", step_time_s="")
-    without_fold = made([0.0], left_out="fold")
-    table = list(outcomes([*fit, oom, *without_fold]))
-    (low,) = [outcome for outcome in table if outcome.rows]
-    assert low.framework == "torchtitan"
-    assert low.share_from == 0.0
-    assert low.rows == 100
-    assert low.ran_out == 1
-    assert low.risk == pytest.approx(2 / 102)
-    assert table[-1] == Outcomes("torchtitan", 1.5, math.inf, 0, 0)
-    assert list(outcomes(fit + fit)) == []  # nobody says what did not fit
-    assert list(outcomes([*fit[1:], oom])) == []  # too few
-    file = tmp_path / "outcomes.csv"
-    write_outcomes(str(file), table)
-    monkeypatch.setattr(residuals, "OUTCOMES", file)
-    assert read_outcomes.__wrapped__() == table
-
-
-def test_the_command_writes_three_tables(tmp_path: Path) -> None:
-    folder, target = tmp_path / "measured", tmp_path / "tables"
-    folder.mkdir()
-    target.mkdir()
-    cells = {**ROW, "stack": "torchtitan", "peak_memory_gib": "20"}
-    rows = [cells | {"step_time_s": str(seconds)} for seconds in range(1, 11)]
-    write_cells(folder / "rows.csv", rows)
-    (folder / "notes.csv").write_text("a,b\n1,2\n")
-    printed = write_residuals([str(folder)], str(target))
-    assert "rows.csv: 10 rows" in printed
-    assert "skipped: " in printed
-    assert "errors of 10 steps" in printed
-    names = {file.name for file in target.iterdir()}
-    assert names == {"out_of_memory.csv", "residuals.csv", "step_errors.csv"}
-    assert "fold,rows,,10" in (target / "step_errors.csv").read_text()
-
-
 def test_what_ships_has_a_class_for_everything_and_none_of_few_rows() -> None:
     table = read_spreads()
     for quantity in ("peak memory", RATIO):
         assert (quantity, "framework", EVERYTHING) in table
     for spread in table.values():
-        assert spread.rows >= residuals.SHOWN_FROM
+        assert spread.rows >= SHOWN_FROM
         assert list(spread.quantiles) == sorted(spread.quantiles)

@@ -1,43 +1,30 @@
 """The errors of predictions on rows that the constants were not fitted to: the tables that advice is computed from.
 
-`recipes/plan.py residuals FOLDER ...` writes three tables; none has the figure of a single row. step_errors.csv is
-the error model of steps (`step_errors`). residuals.csv has quantiles of classes of rows: of peak memory, and of the
-measured slowdown of one layout against another of its job, relative to the prediction. out_of_memory.csv counts
-which layouts ran out of memory. A residual is log(measured / predicted) of a step time, and (measured - predicted) /
-the GPU's memory of a peak: the allocator's overhead does not grow with the tensors. A class is a framework (its
-name, its kind, or any), the axes that the layout uses, and a generation of GPUs. No torch.
+step_errors.csv is the error model of steps (`step_errors`). residuals.csv has quantiles of classes of rows: of peak
+memory, and of the measured slowdown of one layout against another of its job, relative to the prediction.
+out_of_memory.csv counts which layouts ran out of memory. A residual is log(measured / predicted) of a step time, and
+(measured - predicted) / the GPU's memory of a peak: the allocator's overhead does not grow with the tensors. A class is
+a framework (its name, its kind, or any), the axes that the layout uses, and a generation of GPUs. No torch.
 """
 
 import csv
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
-from itertools import combinations, pairwise, product
+from itertools import pairwise, product
 from pathlib import Path
-from statistics import NormalDist, median
-from typing import Literal, NamedTuple
+from statistics import NormalDist
+from typing import NamedTuple
 
 from torchllm.tools.planner.case import Case
-from torchllm.tools.planner.evidence.cross_validation import Residual, left_out_residuals, step_errors
-from torchllm.tools.planner.evidence.measurements import MeasuredRow, read_rows
 from torchllm.tools.planner.evidence.step_errors import (
-    KNOWLEDGE,
-    Knowledge,
-    fit_error_models,
     generation,
-    write_error_models,
 )
-from torchllm.tools.planner.evidence.step_errors import TABLE as STEP_ERRORS
 
 TABLE = Path(__file__).with_name("residuals.csv")
-Quantity = Literal["step time", "peak memory", "repeated peak", "ratio of two layouts"]
-"""step time: of a framework on a GPU; repeated peak: of one layout, with several versions of a framework; less their
-median"""
 LEVELS = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)
 """shares of the rows below the quantiles of the table"""
 ANY = "any"
-SHOWN_FROM = 10
-"""rows that a class needs to be in the table: with fewer, quantiles would be the rows themselves"""
 AXES = ("tp", "pp", "cp", "ep")
 SAME = "the same"
 """axes that a layout adds to another one that has them all"""
@@ -162,128 +149,8 @@ def added_axes(simple: Case, complex: Case) -> str:
     return "+" + "+".join(added) if added else SAME
 
 
-class Point(NamedTuple):
-    """One residual, before it is put into classes."""
-
-    quantity: Quantity
-    left_out: Knowledge
-    classes: tuple[RowClass, ...]
-    fold: str
-    value: float
-
-
-def points(residuals: Sequence[Residual]) -> Iterator[Point]:
-    """Yield the residuals of step times and peaks, and of pairs of layouts of one job.
-
-    Rows that were not fitted, and those in float8, are no evidence of step times here.
-    """
-    evidence = []
-    for residual in residuals:
-        if residual.peak is not None:
-            yield Point("peak memory", residual.left_out, peak_classes(residual.case), residual.fold, residual.peak)
-        if residual.time is not None and residual.is_fitted and not residual.case.kernels.float8:
-            evidence.append(residual)
-            yield Point("step time", residual.left_out, (own_class(residual.case),), residual.fold, residual.time)
-    yield from repeated_peaks(residuals)
-    yield from pairs(evidence)
-
-
-def peak_classes(case: Case) -> tuple[RowClass, ...]:
-    """Return the classes of a peak. torchllm's are measured on a GPU without a chip: they tell nothing about others."""
-    if case.software.name == "torchllm":
-        return (RowClass(case.software.name, ANY, ANY),)
-    return (*classes_of(case), own_class(case))
-
-
-def repeated_peaks(residuals: Iterable[Residual]) -> Iterator[Point]:
-    """Yield the distances of peaks from their median, where a layout was measured more than once."""
-    layouts: dict[tuple[str, str, Case, str], list[float]] = {}
-    for residual in residuals:
-        if residual.peak is not None:
-            layout = (residual.left_out, residual.fold, residual.case, residual.row.cells.get("compile", ""))
-            layouts.setdefault(layout, []).append(residual.peak)
-    for (left_out, fold, case, _), peaks in layouts.items():
-        if len(peaks) > 1:
-            classes = (RowClass(ANY, ANY, generation(case.hardware.gpu)),)
-            for peak in peaks:
-                knowledge: Knowledge = "fold" if left_out == "fold" else "framework"
-                yield Point("repeated peak", knowledge, classes, fold, peak - median(peaks))
-
-
-def pairs(evidence: Iterable[Residual]) -> Iterator[Point]:
-    """Yield by how much layouts were slower than predicted from another one of their job: the one that adds axes.
-
-    Where both add some, or none, that is either of the two.
-    """
-    jobs: dict[tuple[object, ...], list[Residual]] = {}
-    for residual in evidence:
-        jobs.setdefault(question_of(residual), []).append(residual)
-    for layouts in jobs.values():
-        for first, second in combinations(layouts, 2):
-            second_adds = added_axes(first.case, second.case) != SAME
-            first_adds = added_axes(second.case, first.case) != SAME
-            if second_adds or not first_adds:
-                yield pair(first, second)
-            if first_adds or not second_adds:
-                yield pair(second, first)
-
-
-def question_of(residual: Residual) -> tuple[object, ...]:
-    """Return the key that rows share if they answer one question: which layout of this job is faster?"""
-    case, cells = residual.case, residual.row.cells
-    group = residual.left_out, residual.fold, cells.get("group", ""), cells.get("compile", "")
-    machines = case.hardware.gpu, case.ranks
-    return *group, *machines, case.training.sequence_length, case.kernels
-
-
-def pair(simple: Residual, complex: Residual) -> Point:
-    """Return by how much the complex layout was slower than predicted from the simple one."""
-    assert simple.time is not None
-    assert complex.time is not None
-    classes = tuple(classes_of_pair(simple.case, complex.case))
-    return Point("ratio of two layouts", simple.left_out, classes, simple.fold, complex.time - simple.time)
-
-
-def spreads(residuals: Sequence[Residual]) -> list[Spread]:
-    """Return the quantiles of every class that has rows enough."""
-    groups: dict[tuple[str, str, RowClass], list[Point]] = {}
-    for point in points(residuals):
-        for row_class in dict.fromkeys(point.classes):
-            groups.setdefault((point.quantity, point.left_out, row_class), []).append(point)
-    classes = []
-    for (quantity, left_out, row_class), group in sorted(groups.items()):
-        if len(group) >= SHOWN_FROM:
-            values = sorted(point.value for point in group)
-            quantiles = tuple(_quantile(values, level) for level in LEVELS)
-            folds = len({point.fold for point in group})
-            classes.append(Spread(quantity, left_out, row_class, len(group), folds, quantiles))
-    return classes
-
-
-def _quantile(ascending: Sequence[float], level: float) -> float:
-    """Return a quantile of an unseen value: linear between the values, the n-th of N at n / (N + 1)."""
-    rank = level * (len(ascending) + 1) - 1
-    rank = min(max(rank, 0.0), len(ascending) - 1.0)
-    lower = min(int(rank), len(ascending) - 2)
-    low, high = ascending[lower], ascending[lower + 1]
-    return low + (rank - lower) * (high - low)
-
-
 QUANTILES = tuple(f"p{100 * level:02.0f}" for level in LEVELS)
 """columns of the quantiles"""
-HEADER = ("quantity", "left_out", *RowClass._fields, "rows", "folds", *QUANTILES)
-
-
-def write_spreads(target: str, classes: Iterable[Spread]) -> None:
-    """Write a table of residuals."""
-    with open(target, "w", newline="") as opened:
-        writer = csv.writer(opened, lineterminator="\n")
-        writer.writerow(HEADER)
-        for spread in classes:
-            kind = [spread.quantity, spread.left_out, *spread.row_class]
-            counts = [spread.rows, spread.folds]
-            quantiles = [f"{quantile:.3f}" for quantile in spread.quantiles]
-            writer.writerow([*kind, *counts, *quantiles])
 
 
 @lru_cache(maxsize=1)
@@ -316,36 +183,6 @@ class Outcomes(NamedTuple):
 
 
 OUTCOMES = Path(__file__).with_name("out_of_memory.csv")
-OUTCOMES_FROM = 100
-"""rows that a framework needs to be in that table: with fewer, a line would be one row"""
-SHARES = (0.0, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.5, math.inf)
-"""borders of the shares of memory in out_of_memory.csv"""
-
-
-def outcomes(residuals: Iterable[Residual]) -> Iterator[Outcomes]:
-    """Yield the outcomes by framework and share of memory, with constants not fitted to the framework.
-
-    The activations of float8 layouts are not known well enough.
-    """
-    frameworks: dict[str, list[Residual]] = {}
-    for residual in residuals:
-        is_known = residual.row.out_of_memory is not None and not residual.case.kernels.float8
-        if residual.left_out == "framework" and is_known:
-            frameworks.setdefault(residual.case.software.name, []).append(residual)
-    for framework, members in sorted(frameworks.items()):
-        if len(members) < OUTCOMES_FROM or not any(residual.row.out_of_memory for residual in members):
-            continue
-        for low, high in pairwise(SHARES):
-            ran_out = [residual.row.out_of_memory for residual in members if low <= residual.memory_share < high]
-            yield Outcomes(framework, low, high, len(ran_out), ran_out.count(True))
-
-
-def write_outcomes(target: str, table: Iterable[Outcomes]) -> None:
-    """Write a table of outcomes."""
-    with open(target, "w", newline="") as opened:
-        writer = csv.writer(opened, lineterminator="\n")
-        writer.writerow(Outcomes._fields)
-        writer.writerows(table)
 
 
 @lru_cache(maxsize=1)
@@ -358,26 +195,3 @@ def read_outcomes() -> list[Outcomes]:
             rows, ran_out = int(cells["rows"]), int(cells["ran_out"])
             table.append(Outcomes(cells["framework"], share_from, share_to, rows, ran_out))
     return table
-
-
-def write_residuals(folders: Sequence[str], target: str) -> str:
-    """Write the tables of all measurements in some folders into a folder; return a summary of the rows read."""
-    rows: list[MeasuredRow] = []
-    lines = []
-    for folder in folders:
-        for file in sorted(Path(folder).glob("*.csv")):
-            try:
-                file_rows = read_rows(str(file))
-            except ValueError as error:
-                lines.append(f"skipped: {error}")
-                continue
-            rows += file_rows
-            lines.append(f"{file.name}: {len(file_rows)} rows")
-    residuals = left_out_residuals(rows)
-    classes = spreads(residuals)
-    write_spreads(str(Path(target) / TABLE.name), classes)
-    write_outcomes(str(Path(target) / OUTCOMES.name), outcomes(residuals))
-    errors = {kind: step_errors(residuals, kind) for kind in KNOWLEDGE}
-    write_error_models(str(Path(target) / STEP_ERRORS.name), fit_error_models(errors))
-    lines.append(f"{target}: {len(classes)} classes; errors of {len(errors['fold'])} steps")
-    return "\n".join(lines)

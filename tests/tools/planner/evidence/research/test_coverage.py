@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.planner.evidence.research.test_cross_validation import named
 from tests.tools.planner.evidence.tables import case_of, write_rows
 from tests.tools.planner.evidence.test_calibrate import made
-from tests.tools.planner.evidence.test_cross_validation import named
-from torchllm.tools.planner.evidence.cross_validation import Residual
 from torchllm.tools.planner.evidence.research import coverage
 from torchllm.tools.planner.evidence.research.coverage import (
     CheckedStep,
@@ -21,6 +20,7 @@ from torchllm.tools.planner.evidence.research.coverage import (
     coverage_of,
     score_intervals,
 )
+from torchllm.tools.planner.evidence.research.cross_validation import Residual
 from torchllm.tools.planner.evidence.step_errors import EVERY_STEP, KNOWLEDGE, Knowledge
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.planner.evidence.research.test_cross_validation import named
 from tests.tools.planner.evidence.tables import with_cells, write_rows
 from tests.tools.planner.evidence.test_calibrate import made
-from tests.tools.planner.evidence.test_cross_validation import named
 from torchllm.tools.planner.evidence.measurements import MeasuredRow, read_row
 from torchllm.tools.planner.evidence.research.picks import GroupPick, picks, regret_lines, score_picks
 

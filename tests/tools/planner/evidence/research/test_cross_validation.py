@@ -7,9 +7,14 @@ import pytest
 
 from tests.tools.planner.evidence.tables import case_of, with_cells, write_rows
 from tests.tools.planner.evidence.test_calibrate import made
-from torchllm.tools.planner.evidence.cross_validation import cross_validate, leave_out, left_out_residuals, step_errors
 from torchllm.tools.planner.evidence.fit import fold_of
 from torchllm.tools.planner.evidence.measurements import MeasuredRow
+from torchllm.tools.planner.evidence.research.cross_validation import (
+    cross_validate,
+    leave_out,
+    left_out_residuals,
+    step_errors,
+)
 from torchllm.tools.planner.peak import counted
 from torchllm.tools.planner.predict import predict
 
