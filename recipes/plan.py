@@ -84,7 +84,7 @@ class PlannedModel(NamedTuple):
     name: str
     file: str
     table: dict[str, Any]
-    """the TOML as it is written, its bases included"""
+    """the TOML text with its bases"""
     config: Config
 
 
@@ -151,7 +151,7 @@ def plan_parser() -> argparse.ArgumentParser:
 
     calibrate = commands.add_parser("calibrate", help="fit a cluster's software constants to measurements")
     calibrate.add_argument("source", metavar="CSV")
-    calibrate.add_argument("--cluster", default="", help="cluster of the measurements (default: that of most rows)")
+    calibrate.add_argument("--cluster", default="", help="cluster of the measurements (default: of most rows)")
     calibrate.add_argument("-o", "--output", required=True, metavar="TOML")
     calibrate.set_defaults(run=run_calibrate)
 
@@ -187,7 +187,7 @@ def add_rank(rank: argparse.ArgumentParser) -> None:
         "--objective",
         choices=get_args(Objective),
         default="tokens_per_second",
-        help="what is best; memory: the least among layouts at most 5 %% slower than the fastest",
+        help="criterion; memory: the least among layouts at most 5 %% slower than the fastest",
     )
     rank.add_argument("--tokens", type=positive, help="tokens of the whole training: adds days and GPU-hours")
     rank.add_argument("--price-per-gpu-hour", type=positive, metavar="DOLLARS", help="adds the price; needs --tokens")
@@ -369,7 +369,7 @@ def to_be_measured(job: Job, advice: Advice) -> list[str]:
     runs = first_runs(job, advice)
     lines = [
         f"Not measured on {job.hardware.gpu}, so no pick is above {UNMEASURED_LIMIT:.0%} of its memory.",
-        "Run 5 to 10 layouts, then `plan.py calibrate`; of what fits, these should tell most of the others:",
+        "Run 5 to 10 layouts, then `plan.py calibrate`; of the layouts that fit, these should tell most:",
     ]
     return [*lines, *(f"    {ranked.layout.text()}" for ranked in runs)]
 

@@ -102,7 +102,7 @@ def test_a_model_that_computes_something_else_is_a_warning(
     assert differs.getMessage().startswith("the config is not the checkpoint's in 1 key(s):\n  model.")
     assert [record.levelno for record in warnings] == [logging.WARNING] * is_told
     if is_told:
-        assert f"model.{key} changes what the model computes" in warnings[0].getMessage()
+        assert f"model.{key} changes the function of the model" in warnings[0].getMessage()
 
 
 def test_nothing_is_said_where_nothing_differs_or_is_known(caplog: pytest.LogCaptureFixture) -> None:

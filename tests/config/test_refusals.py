@@ -173,7 +173,7 @@ REFUSALS = {
     "degree 0": Refusal(
         "[parallel]\ndp_shard = 0",
         [],
-        ["x.toml:2: parallel.dp_shard: must be at least 1, or -1 for what the other degrees leave"],
+        ["x.toml:2: parallel.dp_shard: must be at least 1, or -1 for the ranks that the other degrees leave"],
     ),
     # TOML itself.
     "syntax": Refusal(
@@ -272,8 +272,8 @@ REFUSALS = {
             "recipes/pretrain.py",
             "x.toml:4: model.expert_ffn: 32 is not the width of the layers that model.upcycle copies, model.ffn = "
             "1024: remove the key",
-            "x.toml:5: model.shared_experts: a shared expert beside those that model.upcycle copies would add the "
-            "dense layer a second time: set it to 0",
+            "x.toml:5: model.shared_experts: in addition to the experts that model.upcycle copies, a shared "
+            "expert would add the dense layer a second time: set it to 0",
         ],
     ),
     "one expert whose weight is always 1": Refusal(

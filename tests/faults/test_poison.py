@@ -158,7 +158,7 @@ def test_a_leftover_that_cannot_be_deleted_is_named_and_stops_nothing(undisturbe
     # The same run says in what its config is not the checkpoint's.
     assert "optimizer.learning_rate: 0.003 in the checkpoint, 0.001 now" in text
     assert "model.rope_theta: 10000.0 in the checkpoint, 500000.0 now" in text
-    assert "model.rope_theta changes what the model computes" in text
+    assert "model.rope_theta changes the function of the model" in text
     assert f'run.folder: "{undisturbed}" in the checkpoint, "{folder}" now' in text
     assert text.count(" in the checkpoint, ") == 3
 

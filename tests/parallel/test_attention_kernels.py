@@ -227,7 +227,7 @@ def test_the_check_finds_a_kernel_that_ignores_strides() -> None:
 
 
 def test_the_check_finds_a_kernel_that_fails() -> None:
-    with pytest.raises(UserError, match="does not do what the ring needs in float32"):
+    with pytest.raises(UserError, match="is not usable for the ring in float32"):
         check_kernel(CudaKernels(), CPU, 2, 16, torch.float32)
 
 

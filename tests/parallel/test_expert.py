@@ -227,7 +227,7 @@ def test_even_splits_send_all_rows() -> None:
         (
             {"parallel.tp": 4, "parallel.ep": 4, "training.sequence_length": 30},
             "parallel.tp",
-            "4 does not divide the 30 tokens of a sequence, of which ep gives each rank a part",
+            "4 does not divide the 30 tokens of a sequence, as ep needs",
         ),
     ],
 )

@@ -56,7 +56,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen == [torch.device("cuda", 1)]
     assert choose_device("cpu", 1) == torch.device("cpu")
     error = error_of(lambda: choose_device("auto", 2))
-    assert error.startswith("local rank 2 has no GPU of its own: it sees 2. Lower NPROC")
+    assert error.startswith("local rank 2 has no GPU: it sees only 2. Lower NPROC")
 
 
 def test_compute_dtype() -> None:

@@ -235,9 +235,9 @@ class Checkpointer:
         run_state.set_random_state(random)
         log_on_first(self._group, f"resuming from {folder}: step {manifest.step}, written by {ranks} ranks")
         if not random:
-            log_on_first(self._group, f"its random generators are those of {ranks} ranks: starting from run.seed")
+            log_on_first(self._group, f"it has random generators for {ranks} ranks: starting them from run.seed")
         if self.missing_extra_state:
-            log_on_first(self._group, f"it has no extra state {shorten(self.missing_extra_state)}: starting anew")
+            log_on_first(self._group, f"it has no extra state {shorten(self.missing_extra_state)}: starting without it")
         return manifest
 
     @during("save")

@@ -63,7 +63,7 @@ def write_metadata(folder: Path) -> Path:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the command. SystemExit says what is wrong."""
+    """Run the command. Raises SystemExit with a message for wrong input."""
     if len(arguments) != 1:
         sys.exit("usage: python -P -m torchllm.checkpoint.dcp_metadata STEP_FOLDER")
     try:

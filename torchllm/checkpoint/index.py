@@ -35,7 +35,7 @@ class TensorPiece(NamedTuple):
 
     region: Region
     writer: int
-    """rank whose file holds it"""
+    """rank whose file has the piece"""
 
 
 @dataclass(frozen=True)

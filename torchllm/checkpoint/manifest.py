@@ -152,7 +152,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _parse_manifest(content: bytes, path: Path) -> Manifest:
     """Return the manifest whose serialization is exactly `content`, or raise DamagedCheckpoint, naming `path`."""
-    damaged = DamagedCheckpoint(f"{path}: damaged: it is not what was written")
+    damaged = DamagedCheckpoint(f"{path}: damaged: the content has changed")
     try:
         fields = json.loads(content)
         if fields["format"] != FORMAT:

@@ -91,8 +91,8 @@ def log_config_changes(record: Mapping[str, Any], config: Config) -> None:
     for change in changes:
         if change.changes_function:
             logger.warning(
-                "%s changes what the model computes, although every tensor of the checkpoint fits: if that is not what "
-                "you want, set it to %s",
+                "%s changes the function of the model, although every tensor of the checkpoint fits: to keep the "
+                "function, set it to %s",
                 change.key,
                 change.saved,
             )

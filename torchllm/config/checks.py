@@ -104,7 +104,7 @@ def resolve_degrees(
     degrees = {axis: getattr(parallel, axis) for axis in AXES}
     zeros = [axis for axis in AXES if degrees[axis] == 0]
     if zeros:
-        message = "must be at least 1, or -1 for what the other degrees leave"
+        message = "must be at least 1, or -1 for the ranks that the other degrees leave"
         return parallel, [config_error(f"parallel.{axis}", message) for axis in zeros]
 
     open_axes = [axis for axis in AXES if degrees[axis] == -1]
@@ -191,8 +191,8 @@ def _expert_problems(config: Config) -> Iterator[ConfigError]:
     if model.upcycle and model.shared_experts:
         yield config_error(
             "model.shared_experts",
-            "a shared expert beside those that model.upcycle copies would add the dense layer a second time: set it to "
-            "0",
+            "in addition to the experts that model.upcycle copies, a shared expert would add the dense layer a second "
+            "time: set it to 0",
         )
     if not (model.features.gated_ffn and not model.features.biases):
         yield config_error("model.experts", f'model.family = "{model.family}" has no experts: take "llama"')
@@ -289,8 +289,8 @@ def _data_problems(config: Config) -> Iterator[ConfigError]:
         if source.messages_key and not config.data.document_mask:
             yield config_error(
                 "data.document_mask",
-                f"data.sources.{index} holds conversations, several of which share a sequence: set it to true, or each "
-                "would read those that stand before it",
+                f"data.sources.{index} holds conversations, and several are packed into a sequence: set it to true, or "
+                "each would attend to the conversations before it",
             )
     if any(source.kind == "nanogpt" for source in config.data.sources):
         yield from _nanogpt_problems(config.data)
@@ -372,14 +372,12 @@ def _secret_problems(config: Config) -> Iterator[ConfigError]:
     """Find secrets in a config that experiment trackers would receive."""
     if config.metrics.trackers:
         receiver = f"metrics.{config.metrics.trackers[0]}"
-        advice = "keep it in an environment variable or a file of your own"
+        advice = "keep it in an environment variable or in a separate file"
         for key, text in texts_of(asdict(config)):
             if text and _SECRET_KEY.search(key):
-                yield config_error(key, f"its name is that of a secret, and {receiver} sends the config away: {advice}")
+                yield config_error(key, f"has the name of a secret, and {receiver} uploads the config: {advice}")
             elif _SECRET_TEXT.search(text):
-                yield config_error(
-                    key, f"has a password or an access key, and {receiver} sends the config away: {advice}"
-                )
+                yield config_error(key, f"has a password or an access key, and {receiver} uploads the config: {advice}")
 
 
 def texts_of(table: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -449,7 +447,7 @@ def _expert_parallel_problems(config: Config, parallel: Parallel) -> Iterator[Co
     if part % parallel.tp:
         yield config_error(
             "parallel.tp",
-            f"{parallel.tp} does not divide the {part} tokens of a sequence, of which ep gives each rank a part",
+            f"{parallel.tp} does not divide the {part} tokens of a sequence, as ep needs",
         )
 
 

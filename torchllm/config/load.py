@@ -53,7 +53,7 @@ def load_config(arguments: Sequence[str], schema: type[Any] = Config, *, one_dev
     for path in (("model", "from_hf"), ("checkpoint", "initial")):
         if getattr(getattr(draft.config, path[0]), path[1]) and not draft.is_resolved:
             draft.report(path, "this recipe reads no weights to start from: remove the key, or use recipes/pretrain.py")
-    from torchllm.config.refuse import finish  # ranks, which read what was checked, do not need it
+    from torchllm.config.refuse import finish  # not needed by ranks, whose config is already checked
 
     return finish(draft)
 

@@ -1,6 +1,6 @@
 """Refuses a config whose values do not fit each other, and fills in its degrees and its run folder.
 
-The last of three steps: `load.py` reads the files, `torchllm/tools/front/start.py` resolves what is left open.
+The last of three steps: `load.py` reads the files, `torchllm/tools/front/start.py` resolves hub model and layout.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Every setting of a run, one dataclass per TOML section; the string under a field is what `--help` prints.
+"""Every setting of a run, one dataclass per TOML section; `--help` prints the string under each field.
 
 No torch here: the config is checked before torch is imported, on machines that may not have it. `load.py` reads
 files and overrides into these classes; `checks.py` has the checks that need more than one key.
@@ -25,7 +25,7 @@ class Bound(NamedTuple):
 
 
 class Unsupported(NamedTuple):
-    """A word that a user may expect among the choices of a key, and the reason why it is none: annotates a type."""
+    """A word that a user may expect among the choices of a key, and why it is not supported: annotates a type."""
 
     word: str
     reason: str
@@ -68,16 +68,16 @@ class Run:
     deterministic: bool = False
     """use only deterministic kernels (slower on a GPU; a CPU run is bitwise repeatable without it)"""
     lower_ranks: bool = False
-    """let run_train.sh start fewer processes, and say so, when the batch cannot be shared by all of them"""
+    """let run_train.sh start fewer processes, with a message, if all of them cannot share the batch"""
     timeout: Positive = 600.0
     """seconds without progress in a step after which the job is ended, with a message that names the cause"""
     start_timeout: Positive = 1800.0
-    """the same in the start-up: until all nodes are there, while data and a checkpoint load, in steps that compile"""
+    """the same during start-up: until all nodes have joined, while data and a checkpoint load, in steps that compile"""
     save_timeout: Positive = 1800.0
     """the same while a checkpoint is saved"""
     restarts: Annotated[int, Bound(at_least=-1)] = -1
-    """how often the launchers start all ranks again after one died, counted anew after each later checkpoint; -1: 3
-    under Slurm and Kubernetes, else 0"""
+    """how often the launchers restart all ranks after one died; each later checkpoint resets the count; -1: 3 under
+    Slurm and Kubernetes, else 0"""
     stopped_exit_status: Annotated[int, Bound(at_least=0, at_most=125)] = 0
     """exit status of run_train.sh when the run was asked to stop; over 0 where 0 means that all is done (Kubernetes)"""
     collect_garbage_interval: Natural = 100
@@ -191,7 +191,7 @@ class Model:
     qkv_bias: bool = False
     """the projections of queries, keys and values have biases, other matrices none (Qwen2)"""
     qk_norm: Literal["none", "head", "width"] = "none"
-    """RMSNorm of queries and keys before the rotary positions; head: each head by itself, one weight (Q) for all heads
+    """RMSNorm of queries and keys before the rotary positions; head: each head separately, one weight (Q) for all heads
     (Qwen3); width: all heads as one vector, weights (H Q) and (K Q) (OLMo 2)"""
     norm_position: Literal["before", "after"] = "before"
     """where a block's norms are; before: of the input of attention and of the feed-forward layer; after: of their
@@ -300,9 +300,9 @@ class Source:
     path: FilePath = ""
     """file, folder, glob or hub id, depending on kind; a folder is all files in it"""
     text_key: str = "text"
-    """key or column that holds the text (jsonl, parquet, hub), or the tokens where several columns are arrays (mds)"""
+    """key or column with the text (jsonl, parquet, hub), or the tokens if several columns are arrays (mds)"""
     messages_key: str = ""
-    """key or column that holds the messages of a conversation (jsonl, hub), as a rule "messages"; empty: it is text"""
+    """key or column with the messages of a conversation (jsonl, hub), usually "messages"; empty: it is text"""
     delimiter: str = ""
     """text: separator of the documents in a file, such as a blank line, "\\n\\n"; empty: a file is one document"""
     subset: str = ""
@@ -344,7 +344,7 @@ class Data:
     """id of the token at the end of each document in token files without an index (nanogpt, llmc, mds); -1: the end of
     text of the tokenizer of llm.c's files, and a sample of mds is a document"""
     stage: tuple[MixtureStage, ...] = ()
-    """one [[data.stage]] table per part of the training, in order; with none, the weights of the sources hold always"""
+    """one [[data.stage]] table per part of the training, in order; empty: the weights of the sources throughout"""
     document_mask: bool = False
     """attend only within a document, and count positions from its start"""
     validation_fraction: Annotated[float, Bound(at_least=0.0, at_most=0.5)] = 0.01

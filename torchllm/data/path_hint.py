@@ -21,4 +21,4 @@ def describe_missing(path: str) -> str:
         return "if it is several paths, give one [[data.sources]] table for each"
     if os.path.isabs(path):
         return "check the path"
-    return f"the path is relative to the folder in which the command was started, {os.getcwd()}"
+    return f"the path is relative to the folder where the command was started, {os.getcwd()}"

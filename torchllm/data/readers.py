@@ -103,8 +103,8 @@ def open_corpus(folder: str, settings: ReaderSettings) -> Corpus:
         )
     if corpus.is_packed and not data.document_mask:
         raise DataError(
-            f"{corpus.folder} holds conversations, several of which share a sequence: set data.document_mask = true, "
-            "or each would read those that stand before it"
+            f"{corpus.folder} holds conversations, and several are packed into a sequence: set data.document_mask = "
+            "true, or each would attend to the conversations before it"
         )
     largest = corpus.header.max_token
     if largest >= vocab:

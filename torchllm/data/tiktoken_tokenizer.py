@@ -47,14 +47,14 @@ def _check_pattern(path: Path, pattern: Pattern, ranks: int) -> None:
     """Raise DataError if a rank file of `ranks` tokens is a published one that splits text by another pattern."""
     if ranks in _OTHER_RANKS:
         raise DataError(
-            f"data.tokenizer: {path} has {ranks:,} ranks, those of {_OTHER_RANKS[ranks]}, whose pattern is not built "
-            "in: use the tokenizer.json of the model"
+            f"data.tokenizer: {path} has {ranks:,} ranks, like {_OTHER_RANKS[ranks]}, whose pattern is not built in: "
+            "use the tokenizer.json of the model"
         )
     right = _PATTERN_OF_RANKS.get(ranks, pattern)
     if right != pattern:
         raise DataError(
-            f'data.pattern: {path} has {ranks:,} ranks, those of the pattern "{right}", not of "{pattern}", which '
-            f'would give other tokens than its models were trained on: set data.pattern = "{right}"'
+            f'data.pattern: {path} has {ranks:,} ranks, like the pattern "{right}"; "{pattern}" would give other '
+            f'tokens than its models were trained on: set data.pattern = "{right}"'
         )
 
 

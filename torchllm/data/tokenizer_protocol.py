@@ -1,4 +1,4 @@
-"""What every kind of tokenizer offers."""
+"""The interface of all tokenizers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol

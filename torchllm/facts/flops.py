@@ -5,8 +5,8 @@ says otherwise. Shapes: D hidden, H heads, K key-value heads, Q head width, F fe
 S sequence.
 
 - Model FLOPs (`flops_per_token`): PaLM (arXiv 2204.02311, appendix B), 6 N + 12 L H Q S with N = all parameters, and
-  the window for S where there is one. Of experts N has those that a token uses (`active_parameter_count`). They do not
-  depend on how the step is computed, so two layouts compare by MFU = tokens/s * model FLOPs / peak.
+  the window for S if there is one. N counts only the experts that a token uses (`active_parameter_count`). Model FLOPs
+  do not depend on how the step is computed, so two layouts compare by MFU = tokens/s * model FLOPs / peak.
 - `flops_per_token(pairs=...)`: the same with the attention that causal mask, window and document mask leave.
 - HFU adds `recomputed_flops_per_token`.
 - `executed_flops_per_token`: the matrix products that really run. N also counts parameters outside of products, which

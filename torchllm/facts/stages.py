@@ -1,9 +1,9 @@
-"""Which pipeline stage holds which blocks, and which rank holds which stages. No torch.
+"""The blocks of each pipeline stage, and the stages of each rank. No torch.
 
 Stages are counted over the whole pipeline, first (embedding) to last (final norm, head, loss). Blocks cost the same,
-but for experts: a model's first blocks may be dense and the others sparse. The ends come on top of the first and the
-last stage's blocks. Costs are operations of one token's forward pass; a backward pass is twice that on every stage, so
-the balance is the same.
+except with experts: a model's first blocks may be dense and the others sparse. Embedding and head add to the cost of
+the first and the last stage. Costs are operations of one token's forward pass; a backward pass is twice that on every
+stage, so the balance is the same.
 """
 
 from collections.abc import Iterable, Iterator
@@ -126,7 +126,7 @@ class Assignment:
             self.add(min(stages, key=self._load), 1, run.cost)
 
     def _load(self, stage: int) -> tuple[int, int, int]:
-        """Return the sort key of a stage: the least busy rank first, of its stages the cheapest, of equals the last."""
+        """Return the sort key of a stage: least busy rank first, then its cheapest stage, then the last of equals."""
         return self.rank_costs[self.rank_of_stage[stage]], self.stage_costs[stage], -stage
 
     @property

@@ -91,7 +91,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Ten
     q (B, H, S, Q), k and v (B, K, T, Q). mask: the keys that each query sees, (B, 1, S, T); None: causal.
     """
     k, v = heads_of_kernel(q, k, mask), heads_of_kernel(q, v, mask)
-    grouped = bool(q.shape[1] != k.shape[1])  # of symbols where the compiler traces
+    grouped = bool(q.shape[1] != k.shape[1])  # symbolic sizes while the compiler traces
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
 
 
@@ -101,7 +101,7 @@ def heads_of_kernel(q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
     On a GPU, kernels with grouped query heads take only 16 bit and no mask. The memory-efficient kernel has no grouped
     heads: they are expanded for it.
     """
-    grouped = bool(q.shape[1] != kv.shape[1])  # of symbols where the compiler traces
+    grouped = bool(q.shape[1] != kv.shape[1])  # symbolic sizes while the compiler traces
     if grouped and q.is_cuda and (mask is not None or q.dtype == torch.float32):
         return kv.repeat_interleave(q.shape[1] // kv.shape[1], dim=1)
     return kv

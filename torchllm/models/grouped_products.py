@@ -94,7 +94,7 @@ def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, ends = ctx.saved_tensors
     needs_d_x, needs_d_weight, _ = ctx.needs_input_grad
-    gradient = gradient.contiguous()  # a sum's gradient is one number, expanded
+    gradient = gradient.contiguous()  # the gradient of a sum is an expanded number
     d_x = d_weight = None
     if needs_d_x:
         d_x = grouped_linear(gradient, weight.transpose(1, 2), ends)

@@ -1,8 +1,8 @@
 """The seams of a model: the attributes of its modules that a technique exchanges at run time.
 
-A module calls these attributes instead of computing by itself, so that a technique changes how, not where. Every
-exchange of an attribute that is not in SEAMS fails tests/test_architecture.py, as does one by another file. A fork may
-exchange them, too, after `parallelize`; it then wraps what is there, as `compile.py` does.
+A module calls these attributes instead of computing directly, so that a technique changes how, not where. Every
+exchange of an attribute that is not in SEAMS, or by another file, fails tests/test_architecture.py. A fork may exchange
+them, too, after `parallelize`: it then wraps the current value, as `compile.py` does.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ class Seam(NamedTuple):
     of: str
     """class that has it"""
     exchanged_by: tuple[str, ...]
-    """files, most in torchllm/parallel, in the order of the exchanges: a later one wraps what is there by then"""
+    """files, most in torchllm/parallel, in the order of the exchanges: a later one wraps the earlier ones"""
 
 
 SEAMS = (

@@ -3,11 +3,11 @@
 Nothing is sharded or sent. Blocks are compiled one by one: they are equal, so one compilation serves all of them and
 takes the time of one block however deep the model is. FSDP's hooks stay outside the graphs; the collectives of tensor
 parallelism are inside, and so is recomputation, except of whole segments and where `must_recompute_outside` says so.
-The cores of context parallelism are outside; of a ring's, which is not compiled as a whole, the merge is.
+The cores of context parallelism are outside; only the merge of a ring is compiled.
 
 A block with experts is compiled in parts: attention with the norms before and after it, the gating of all experts, and
-the weighted sum of their results. Router, products and dispatch stay outside: FSDP gathers the router in float32 and
-experts that are shared by rank by themselves, and a rank knows how many rows it gets only when they are announced.
+the weighted sum of their results. Router, products and dispatch stay outside: FSDP gathers float32 routers, and experts
+under expert parallelism, as separate units, and the number of rows on a rank varies.
 """
 
 import torch

@@ -130,7 +130,7 @@ class SentRows(NamedTuple):
     """order of the rows that this rank sent: by expert, so that rows to the same rank are contiguous"""
     exchange: RowExchange
     ticket: Tensor
-    """what `RowExchange.end` takes"""
+    """ticket for `RowExchange.end`"""
     origins: Tensor
     """number of rows received from each rank for each expert on this rank, (ep, E / ep) int64"""
     by_expert: Tensor
@@ -142,7 +142,7 @@ class Returned(NamedTuple):
 
     exchange: RowExchange
     ticket: Tensor
-    """what `RowExchange.end` takes"""
+    """ticket for `RowExchange.end`"""
 
 
 class ExchangeDispatch:

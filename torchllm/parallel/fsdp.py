@@ -14,7 +14,7 @@ by rank; final norm and head), when:
   stage 1   all-gather once per step, reduce-scatter once per step
   stage 0   all-reduce once per step
 and, with a replicate dimension, an all-reduce of the scattered gradient once per step: 1 / shard of DDP's bytes cross
-nodes. While a unit computes, the gathers of the next `prefetch` units are under way. Not gathered again before the
+nodes. While a unit computes, the next `prefetch` units are gathered. Not gathered again before the
 backward: the embedding, whose gradient does not need its weight, and the head and (`keep_last_block`) the last block,
 which are still gathered. If it is freed, the last block is gathered after the loss's backward, the peak of memory.
 
@@ -62,7 +62,7 @@ def apply_fsdp(
         reduce_dtype=torch.promote_types(dtype, torch.float32),
         cast_forward_inputs=False,  # float inputs are hidden states, cast already, and angles, which stay float32
     )
-    # Gathered as they are: which experts a token uses depends on last digits.
+    # Gathered in float32: last digits decide which experts a token uses.
     router_policy = replace(policy, param_dtype=None)
     shard = partial(fully_shard, mesh=mesh, mp_policy=policy)
     # With tp a unit returns a view, and torch warns that adding to it in place would go wrong. Nothing here does that.

@@ -135,6 +135,6 @@ def _as_second_half(x: Tensor) -> Tensor:
 def _unusable(dtype: torch.dtype, reason: str) -> UserError:
     name = str(dtype).removeprefix("torch.")
     return UserError(
-        f"parallel.cp: this device's fused attention does not do what the ring needs in {name} ({reason}): "
+        f"parallel.cp: this device's fused attention is not usable for the ring in {name} ({reason}): "
         'use model.attention = "eager", or parallel.cp_method = "ulysses"'
     )

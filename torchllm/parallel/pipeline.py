@@ -1,7 +1,7 @@
 """Pipeline parallelism: cuts the model into stages and runs a step's micro batches through them.
 
 Sharded: the blocks, in order, over stages; the first stage has the embedding, the last the final norm, head and loss. A
-pp rank holds one stage, or several that are not neighbours (virtual stages: a smaller bubble, more messages).
+pp rank has one stage, or several that are not neighbours (virtual stages: a smaller bubble, more messages).
 
 Sent: hidden states (B, S, D) forward and their gradients backward, once per micro batch and stage boundary. With tp
 each tp rank sends 1 / tp of them: the part it holds (sequence parallelism) or cuts out (`apply_scatter_gather`). Once

@@ -107,7 +107,7 @@ def _wrap(parent: nn.Module, names: Iterable[str], **arguments: Any) -> None:
 
 
 def _recomputed(function: Callable[..., Any], saver: Callable[[], Any]) -> Callable[..., Any]:
-    """Return a function that recomputes what `saver` does not save."""
+    """Return a function whose backward recomputes everything except the results that `saver` saves."""
 
     def recomputing(*arguments: Any) -> Any:
         return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False, context_fn=saver)

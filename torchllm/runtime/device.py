@@ -29,7 +29,7 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
     gpus = torch.cuda.device_count()
     if local_rank >= gpus:
         raise UserError(
-            f"local rank {local_rank} has no GPU of its own: it sees {gpus}. Lower NPROC, or let each Slurm task see "
+            f"local rank {local_rank} has no GPU: it sees only {gpus}. Lower NPROC, or let each Slurm task see "
             "all GPUs of its node (--gpu-bind=none)"
         )
     device = torch.device("cuda", local_rank)

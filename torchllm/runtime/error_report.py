@@ -51,7 +51,7 @@ _ending = _Ending()
 
 
 def report_errors(rank: int = 0, local_rank: int = 0, note_error: Callable[[ErrorKind], None] = _note_nothing) -> None:
-    """Set up logging and what happens to an uncaught error.
+    """Set up logging and the report of uncaught errors.
 
     Rank 0 logs everything, other ranks only errors, with a rank prefix. A UserError is printed as one plain line, once
     per job; a lost connection to another rank as one line, later than that rank's error; a killed data worker as one

@@ -72,7 +72,7 @@ def find_children(parent: int | None = None) -> list[int]:
     of_process = os.getpid() if parent is None else parent
     pids = []
     for status in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # it has just ended
             state, started_by = status.read_text().rpartition(")")[2].split()[:2]
             if int(started_by) == of_process and state != "Z":
                 pids.append(int(status.parent.name))

@@ -97,7 +97,7 @@ class Runtime:
         return stop
 
     def end_votes(self) -> None:
-        """Wait for the vote that is under way; none may be when its process group is destroyed."""
+        """Wait for the current vote, which must end before its process group is destroyed."""
         if self._vote is not None:
             self._vote.wait()
 

@@ -477,7 +477,7 @@ NO_PATHS = (
     ('["a.jsonl", "b.jsonl"]', "it looks like a list: give one"),
     ("a.jsonl,b.jsonl", "if it is several paths, give one"),
     ("/nowhere/a.jsonl", "check the path"),
-    ("a.jsonl", "the path is relative to the folder in which the command was started, /"),
+    ("a.jsonl", "the path is relative to the folder where the command was started, /"),
 )
 
 

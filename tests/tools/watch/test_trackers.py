@@ -268,9 +268,9 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: 
 )
 def test_a_config_with_a_secret_is_sent_to_no_tracker(path: str, is_secret: bool) -> None:
     config = replace(Config(), data=Data(sources=(Source(kind="text", path=path),)))
-    assert not [problem for problem in problems(config, 1) if "sends the config away" in problem.message]
+    assert not [problem for problem in problems(config, 1) if "uploads the config" in problem.message]
     sending = replace(config, metrics=Metrics(trackio="bees"))
-    found = [problem.key for problem in problems(sending, 1) if "metrics.trackio sends the config away" in problem[1]]
+    found = [problem.key for problem in problems(sending, 1) if "metrics.trackio uploads the config" in problem[1]]
     assert found == (["data.sources.0.path"] if is_secret else [])
 
 
