@@ -78,7 +78,7 @@ def has_low_rank_updates(stages: Iterable[nn.Module]) -> bool:
 
 
 def check_trained(stages: Iterable[nn.Module], lora: Lora) -> None:
-    """Raise UserError if the optimizer has weights that LoRA freezes, e.g. in a fork that lacks `apply_lora`."""
+    """Raise UserError if weights that LoRA freezes require gradients, e.g. in a fork that lacks `apply_lora`."""
     if not lora.is_on:
         return
     for stage in stages:

@@ -63,9 +63,9 @@ class Proof:
     def suspect_since(self, *, evaluation: bool) -> int:
         """Return the first step whose checkpoint is suspect when a run goes wrong.
 
-        evaluation: an evaluation was not finite; False: too many steps in a row were not finite. Checkpoints older than
-        this process's start are not suspected: it has not seen the steps after them, and if the next start fails too,
-        the one after it loads the previous checkpoint.
+        evaluation: an evaluation was not finite; False: too many steps in a row were not finite. Checkpoints before the
+        one that this process started from are not suspected, since it has not seen the steps after them. The one that
+        it started from may be: the next start then loads the previous checkpoint.
         """
         good = self.evaluated_until if evaluation else max(self.evaluated_until, self.finite_until)
         return max(self.start, good + 1)
