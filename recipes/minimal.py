@@ -2,8 +2,9 @@
 
     python recipes/minimal.py train_configs/debug.toml [--section.key=value ...]
 
-It has no run folder and ignores [parallel] and the sections of LEFT_OUT. recipes/pretrain.py makes the same calls in
-the same order, sharded over ranks, and trains the same model (tested).
+It has no run folder, and ignores [parallel] and keys that change no weight; other keys that it does not apply are
+refused. recipes/pretrain.py makes the same calls in the same order, sharded over ranks, and trains the same model
+(tested).
 """
 
 import sys
@@ -18,6 +19,7 @@ import time
 import torch
 
 from torchllm.recipe import (
+    CHANGE_NO_WEIGHT,
     IGNORED,
     DataRanks,
     ExpertBalance,
@@ -35,10 +37,6 @@ from torchllm.recipe import (
     report_errors,
 )
 
-SAVES = ("checkpoint.interval", "checkpoint.keep", "checkpoint.keep_every", "checkpoint.asynchronous")
-LEFT_OUT = ("recompute", "compile", *SAVES, "evaluate")
-"""keys that change no weight; other keys that this recipe does not apply are refused"""
-
 
 def main(config: Config) -> list[float]:
     """Train, and return the loss of every step in nats per target token."""
@@ -55,7 +53,7 @@ def main(config: Config) -> list[float]:
     balance = ExpertBalance([model], config.training)
     learning_rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)
 
-    if left_out := refuse_unapplied(config, late=True, left_out=LEFT_OUT):
+    if left_out := refuse_unapplied(config, late=True, left_out=CHANGE_NO_WEIGHT):
         print(f"left out by this recipe: {', '.join(left_out)}", file=sys.stderr)
     losses = []
     for step in range(1, config.training.steps + 1):

@@ -12,6 +12,7 @@ import torch
 from tests import workers
 from tests.launched import Started
 from tests.patience import patience
+from torchllm.config import Config, applied_keys
 
 os.environ.setdefault("PYTEST_TIMEOUT", str(patience(300)))  # seconds for a test, read by pytest-timeout
 
@@ -62,6 +63,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _one_thread() -> None:
     """Compute with one thread, as the pool's ranks do: on tiny tensors the threads of two wait for each other."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the config that another test has loaded: a process trains once, this one often."""
+    monkeypatch.setattr(applied_keys, "_training", applied_keys._Training())
+    monkeypatch.setattr(applied_keys, "_loaded", applied_keys._Loaded(Config(), {}))
 
 
 @pytest.fixture(scope="session", autouse=True)

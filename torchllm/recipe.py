@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 HOMES = {
     "Checkpointer": "torchllm.checkpoint.checkpointer",
+    "CHANGE_NO_WEIGHT": "torchllm.config.applied_keys",
     "applied": "torchllm.config.applied_keys",
     "refuse_unapplied": "torchllm.config.applied_keys",
     "log_config_changes": "torchllm.config.changes",
@@ -63,6 +64,7 @@ __all__ = sorted(HOMES)
 
 if TYPE_CHECKING:  # the same names, for type checkers and editors
     from torchllm.checkpoint.checkpointer import Checkpointer as Checkpointer
+    from torchllm.config.applied_keys import CHANGE_NO_WEIGHT as CHANGE_NO_WEIGHT
     from torchllm.config.applied_keys import applied as applied
     from torchllm.config.applied_keys import refuse_unapplied as refuse_unapplied
     from torchllm.config.changes import log_config_changes as log_config_changes

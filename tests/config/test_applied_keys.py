@@ -11,7 +11,6 @@ from torchllm.config.applied_keys import (
     RULES,
     needs_state,
     new_training,
-    note_origins,
     refuse_evaluation_of_weights,
     refuse_unchecked_step,
     rule_for,
@@ -63,12 +62,6 @@ def changed(key: str) -> Config:
         other = kind(value + (1 if kind is int else 0.01 if value + 0.01 <= bound.at_most else -0.01))
     config: dict[str, Any] = {section: replace(table, **{name: other})}
     return replace(Config(), **config)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_loaded() -> None:
-    """Forget where the keys of another test's config were written."""
-    note_origins(Config(), {})
 
 
 KEYS = [f"{section.name}.{key.name}" for section in fields(Config()) for key in fields(getattr(Config(), section.name))]

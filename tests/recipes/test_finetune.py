@@ -65,7 +65,7 @@ def finetune(ranks: int, folder: Path, *overrides: str, **arguments: Any) -> lis
     """Train on warm ranks; of a key that is given twice the last value counts."""
     values = dict(override.split("=", 1) for override in overrides)
     keys = (f"{key}={value}" for key, value in values.items())
-    return pretrain(ranks, folder, *keys, recipe="finetune", **arguments)
+    return pretrain(ranks, folder, *keys, recipe="recipes.finetune", **arguments)
 
 
 def test_a_small_model_learns_64_conversations_and_answers_them(

@@ -13,6 +13,7 @@ from tests.config.test_applied_keys import REFUSED, changed
 from tests.recipes.warm import alone, pretrain
 from tests.tiny_run import metrics
 from torchllm.config import Config
+from torchllm.config.applied_keys import CHANGE_NO_WEIGHT
 from torchllm.config.errors import UserError
 from torchllm.models.decoder import build_model
 from torchllm.optim.average import WeightAverage
@@ -124,7 +125,7 @@ NOT_TRIED = {
 }
 
 
-@pytest.mark.parametrize("recipe", ["pretrain", "finetune"])
+@pytest.mark.parametrize("recipe", ["recipes.pretrain", "recipes.finetune"])
 def test_a_recipe_that_trains_applies_every_key(recipe: str, trained: Path, tmp_path: Path) -> None:
     upcycled = [f"--checkpoint.initial={trained}", "--model.upcycle=true", "--model.upcycle_noise=0.1"]
     lora = ["--lora.rank=2", "--lora.alpha=8", '--lora.targets=["q_proj"]', "--training.on_nonfinite=stop"]
@@ -155,7 +156,7 @@ def test_the_recipe_for_reading_refuses_what_it_lacks_and_names_what_it_leaves_o
         *(key for key in REFUSED if key.startswith(("lora", "model."))),
     ]
     applied = [key for key in applied if key not in ("model.from_hf", "model.upcycle", "model.upcycle_noise")]
-    left_out = [key for key in REFUSED if key in minimal.LEFT_OUT or key.partition(".")[0] in minimal.LEFT_OUT]
+    left_out = [key for key in REFUSED if key in CHANGE_NO_WEIGHT or key.partition(".")[0] in CHANGE_NO_WEIGHT]
     refused = [key for key in REFUSED if key not in (*applied, *left_out)]
     asked = merged(REFUSED)
     config = alone(trained, "--training.steps=1", "--schedule.warmup_steps=1")

@@ -27,9 +27,9 @@ def pretrain(
     change: Change | None = None,
     config: Path = ROOT / DEBUG,
     settings: Sequence[str] = SMALL,
-    recipe: str = "pretrain",
+    recipe: str = "recipes.pretrain",
 ) -> list[str]:
-    """Train on warm ranks, and return each rank's UserError, or "" where it had none. recipe: a module of recipes/."""
+    """Train on warm ranks, and return each rank's UserError, or "" where it had none. recipe: a module."""
     arguments = [str(config), *settings, "--data.workers=0", "--metrics.tensorboard=false", f"--run.folder={folder}"]
     return workers.run(_train, ranks, recipe, _merged(arguments, overrides), free_port(), change)
 
@@ -45,7 +45,7 @@ def _merged(arguments: Sequence[str], overrides: Sequence[str]) -> list[str]:
 
 
 def _train(name: str, arguments: list[str], port: int, change: Change | None) -> str:
-    recipe = importlib.import_module(f"recipes.{name}")
+    recipe = importlib.import_module(name)
     names = dict(vars(recipe))
     rank = dist.get_rank()
     with rank_of_torchrun(port):

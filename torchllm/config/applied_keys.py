@@ -72,6 +72,10 @@ RULES = (
 """every key that a recipe could ignore, with its call; all other keys are arguments that a recipe must pass, or are
 read by the library or by other recipes (listed in tests/config/test_applied_keys.py)"""
 
+_SAVES = ("checkpoint.interval", "checkpoint.keep", "checkpoint.keep_every", "checkpoint.asynchronous")
+CHANGE_NO_WEIGHT = ("recompute", "compile", *_SAVES, "evaluate")
+"""keys, and sections for all of their keys, that a loop on one device may ignore: it trains the same model"""
+
 
 @dataclass
 class _Training:
@@ -98,6 +102,8 @@ class _Loaded(NamedTuple):
     config: Config
     origins: Mapping[str, str]
     """origin by key: "x.toml:12" """
+    is_for_loop: bool = False
+    """a recipe trains it on one device, by its own loop"""
 
 
 _loaded = _Loaded(Config(), {})
@@ -138,10 +144,10 @@ def saves_state(names: Collection[str]) -> None:
     _training.saved = names
 
 
-def note_origins(config: Config, origins: Mapping[str, str]) -> None:
+def note_origins(config: Config, origins: Mapping[str, str], *, is_for_loop: bool = False) -> None:
     """Remember the origins of a config's keys ("x.toml:12", "--training.z_loss") for messages."""
     global _loaded
-    _loaded = _Loaded(config, origins)
+    _loaded = _Loaded(config, origins, is_for_loop)
 
 
 class Unapplied(NamedTuple):
@@ -202,9 +208,11 @@ def refuse_unapplied(config: Config, *, late: bool = False, left_out: Collection
 
 
 def refuse_unchecked_step() -> None:
-    """Call `refuse_unapplied` before the first step if no monitor has done so."""
+    """Call `refuse_unapplied` before the first update if the recipe has not done so."""
     if _training.config is not None and not _training.is_checked:
         refuse_unapplied(_training.config)
+    elif _loaded.is_for_loop and not _training.is_checked:
+        refuse_unapplied(_loaded.config, late=True, left_out=CHANGE_NO_WEIGHT)
 
 
 def refuse_evaluation_of_weights() -> None:

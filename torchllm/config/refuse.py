@@ -56,7 +56,7 @@ def finish(draft: Draft[C], alternatives: Sequence[C] = ()) -> C:
 
     config = draft.config
     origins = {dotted(path): origin for path, origin in draft.layer.origins.items()}
-    note_origins(config, origins)
+    note_origins(config, origins, is_for_loop=draft.one_device and not draft.uses_weights)
     parallel, _ = resolve_degrees(config.parallel, world)
     config = replace(config, parallel=parallel)
     for idle_key in idle_keys(config):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchllm.config import Optimizer as OptimizerConfig
-from torchllm.config.applied_keys import applied
+from torchllm.config.applied_keys import applied, refuse_unchecked_step
 from torchllm.facts.parameters import Role, canonical_name, rule_of
 from torchllm.optim.fused import ShardedAdamW, ShardedSGD
 from torchllm.parallel.float8 import is_gathered_as_float8, scale_gathered_weights
@@ -78,7 +78,9 @@ def apply_if_finite(optimizer: torch.optim.Optimizer, learning_rate: float, fini
 
     The decision stays on the device if the optimizer reads `found_inf`, which is how torch's GradScaler skips steps:
     the optimizers of `build_optimizer` and torch's fused ones do. Any other optimizer needs a synchronization.
+    Raises UserError at the first step of a loop in which a key of the config is not applied (`refuse_unapplied`).
     """
+    refuse_unchecked_step()
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("learning_rate_factor", 1.0)  # a fork's optimizer may have none
     if not reads_found_inf(optimizer):

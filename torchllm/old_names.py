@@ -1,0 +1,172 @@
+"""Names that have moved since commit 8ca45ed: they work until version 0.3, with a FutureWarning that says the new.
+
+An old module is the new one under another name, so what a fork exchanges in it is exchanged. Imported by the package
+itself, before any other module.
+"""
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.util import find_spec
+from types import CodeType, ModuleType
+
+PREFIX = "torchllm."
+
+FOLDERS = {
+    "adapt": "tools.adapt",
+    "data.chat": "tools.prepare.chat",
+    "data.formats": "tools.prepare.formats",
+    "dry_run": "tools.dry_run",
+    "hugging_face": "tools.hub",
+    "planner": "tools.planner",
+    "proof": "tools.proof",
+    "spec": "facts",
+}
+"""folder of torchllm -> folder in which its modules are now, but for those of MODULES"""
+
+MODULES = {
+    ("", "tools"): "bug_report",
+    ("", "tools.front"): "preflight start",
+    ("checkpoint", "checkpoint.keeping"): "history marks retention",
+    ("checkpoint", "tools.hub"): "adapter by_key export exported hf_reader hf_writer upcycle",
+    ("data", "tools.prepare"): "build cache in_place plan records sources tokenize_shard tokenizer_json",
+    ("metrics", "tools.watch"): """bottlenecks breakdown goodput mlflow_tracker send_records slow_rank step_profiler
+        task_processes tasks trace trackers trackio_tracker wandb_tracker""",
+    (
+        "runtime",
+        "tools.launch",
+    ): """compiler descriptors hang_report hang_watch head launch lease network node_watch numa
+        on_event process_identity rank_notes rank_watch rendezvous restarts same_start spare_node store""",
+    ("spec", "tools.planner"): "cluster schedules software",
+}
+"""(old folder, new folder): modules that have kept their names"""
+RENAMED_MODULES = {"checkpoint.proof": "checkpoint.keeping.validated"}
+
+NAMES = {
+    ("checkpoint.initial", "tools.hub.initial"): """FrozenSource initial_weights load_frozen_weights
+        load_weights_of_run""",
+    ("checkpoint.initial", "tools.hub.published_weights"): "HubWeights",
+    ("checkpoint.initial", "tools.hub.upcycle"): "UpcycledWeights",
+    ("checkpoint.manifest", "regular_file"): "check_regular",
+    ("config.load", "config.draft"): "Draft",
+    ("config.load", "config.refuse"): "finish",
+    ("data.tokenizer", "data.hugging_face_tokenizer"): "HuggingFaceTokenizer",
+    ("data.tokenizer", "data.tiktoken_tokenizer"): "TiktokenTokenizer",
+    ("data.tokenizer", "data.tokenizer_protocol"): "Tokenizer",
+    ("metrics.monitor", "metrics.observer"): "Change",
+    ("metrics.monitor", "tools.adapt.adaptation"): "TIMED_STEPS",
+    ("metrics.monitor", "tools.watch.bottlenecks"): "Bottlenecks",
+    ("metrics.monitor", "tools.watch.profiled_steps"): "SLOW_NODES",
+    ("runtime.process", "runtime.device"): "choose_device compute_dtype has_usable_gpu",
+    ("runtime.process", "tools.launch.rank_start"): "await_ranks has_launcher joined_key start_runtime",
+    ("tools.adapt.supervise", "tools.adapt.adaptation"): "Adaptation",
+    ("tools.front.start", "tools.front.resolve"): """can_compile check_cluster check_export is_rank_of_launcher load_run
+        load_sizes plan_layout resolve_compile resolve_published_model""",
+    ("tools.launch.hang_watch", "checkpoint.background"): "SAVES_IN_BACKGROUND",
+    ("tools.prepare.cache", "data.data_changes"): "cached_corpora",
+    ("tools.prepare.chat.write", "tools.prepare.counts"): """CONVERSATIONS EXAMPLES LENGTH PADDING RULE TARGETS TOKENS
+        TRUNCATED UNTRAINED WORDS describe_counts""",
+    ("tools.prepare.sources", "tools.prepare.source_files"): "SourceFile source_files stat_file",
+}
+"""(module that is still there, module of today): names that have moved"""
+RENAMED = {"models.decoder.hold_in": "models.decoder.cast_parameters"}
+
+
+def new_names(table: dict[tuple[str, str], str]) -> dict[str, str]:
+    """Return old -> new dotted name of all entries, without "torchllm."."""
+    return {
+        f"{old}.{name}".lstrip("."): f"{new}.{name}" for (old, new), names in table.items() for name in names.split()
+    }
+
+
+_MODULES = new_names(MODULES) | RENAMED_MODULES
+_NAMES = new_names(NAMES) | RENAMED
+_MODULES_WITHOUT_NAMES = {old.rpartition(".")[0] for old in _NAMES}
+
+
+def new_module(old: str) -> str | None:
+    """Return where a module of torchllm has moved to; None if it has not."""
+    if old in _MODULES:
+        return _MODULES[old]
+    for folder, new in FOLDERS.items():
+        if old == folder or old.startswith(f"{folder}."):
+            return new + old.removeprefix(folder)
+    return None
+
+
+def _warn(old: str, new: str) -> None:
+    """Warn of an old name, on one rank, at the line that uses it."""
+    if os.environ.get("RANK", "0") == "0":
+        message = f"torchllm.{old} is torchllm.{new} now; the old name goes with 0.3 (recipes import torchllm.recipe)"
+        warnings.warn(message, FutureWarning, stacklevel=3)
+
+
+class _OldModule:
+    """Loads a module by its old name."""
+
+    def __init__(self, old: str, new: ModuleSpec) -> None:
+        self.old, self.new = old, new
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Leave it to Python: `exec_module` replaces it."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Put the new module in its place. A folder stays empty: its modules are found one by one."""
+        if self.new.submodule_search_locations is not None:
+            module.__path__ = []
+            return
+        _warn(self.old, self.new.name.removeprefix(PREFIX))
+        sys.modules[module.__name__] = import_module(self.new.name)
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """Return the code of the new module, for `python -m`."""
+        _warn(self.old, self.new.name.removeprefix(PREFIX))
+        assert isinstance(self.new.loader, SourceFileLoader)
+        return self.new.loader.get_code(self.new.name)
+
+
+class _ModuleWithoutNames(SourceFileLoader):
+    """Loads a module that names have left."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        old = module.__name__.removeprefix(PREFIX)
+        module.__getattr__ = partial(_moved, old)  # type: ignore[method-assign]
+
+
+def _moved(module: str, name: str) -> object:
+    """Return what has left a module."""
+    old = f"{module}.{name}"
+    if old not in _NAMES:
+        raise AttributeError(f"module 'torchllm.{module}' has no attribute {name!r}")
+    _warn(old, _NAMES[old])
+    home, _, name = f"torchllm.{_NAMES[old]}".rpartition(".")
+    return getattr(import_module(home), name)
+
+
+class OldNames:
+    """Finds modules by their old names, and those that names have left."""
+
+    @staticmethod
+    def find_spec(fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return how to load a module of torchllm that has moved, or that names have left; None for all others."""
+        if not fullname.startswith(PREFIX):
+            return None
+        old = fullname.removeprefix(PREFIX)
+        if old in _MODULES_WITHOUT_NAMES:
+            spec = PathFinder.find_spec(fullname, path, target)
+            if spec is not None and isinstance(spec.loader, SourceFileLoader):
+                spec.loader = _ModuleWithoutNames(spec.loader.name, spec.loader.path)
+            return spec
+        new = new_module(old)
+        found = find_spec(f"{PREFIX}{new}") if new is not None else None
+        if found is None:
+            return None
+        return ModuleSpec(fullname, _OldModule(old, found), origin=found.origin)  # type: ignore[arg-type]
+
+
+sys.meta_path.insert(0, OldNames)
