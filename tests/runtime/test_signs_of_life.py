@@ -18,6 +18,7 @@ def test_what_takes_long_says_so_and_where_it_is(caplog: pytest.LogCaptureFixtur
 
 
 def test_only_functions_of_the_library_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    show_progress("3 of 4".format)  # of earlier work, without signs of life
     with caplog.at_level(logging.INFO), signs_of_life("evaluate", interval=0.05):
         while not caplog.messages:
             time.sleep(0.01)

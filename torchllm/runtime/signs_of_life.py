@@ -32,6 +32,7 @@ def signs_of_life(work: str, interval: float = INTERVAL) -> Iterator[None]:
 
     Work that does not call `show_progress` is logged with its current function of torchllm.
     """
+    _Progress.text = None  # of work that was not inside such a context
     ended = threading.Event()
     thread = threading.Thread(
         target=_speak, args=(work, interval, threading.get_ident(), ended), name="signs of life", daemon=True
