@@ -54,6 +54,7 @@ HOMES = {
     "load_weights_of_run": "torchllm.tools.hub.initial",
     "start_runtime": "torchllm.tools.launch.rank_start",
     "Monitor": "torchllm.metrics.monitor",
+    "Observer": "torchllm.metrics.observer",
     "evaluate": "torchllm.train.evaluate",
     "due": "torchllm.train.interval",
     "TrainStep": "torchllm.train.step",
@@ -76,6 +77,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from torchllm.data.loader import TrainLoader as TrainLoader
     from torchllm.data.loader import build_loader as build_loader
     from torchllm.metrics.monitor import Monitor as Monitor
+    from torchllm.metrics.observer import Observer as Observer
     from torchllm.models.decoder import build_model as build_model
     from torchllm.models.decoder import cast_parameters as cast_parameters
     from torchllm.models.head import IGNORED as IGNORED
