@@ -155,6 +155,12 @@ def test_every_cited_work_is_listed() -> None:
     assert [number for number in sorted(cited) if number not in listed] == []
 
 
+def code_of_section(title: str) -> list[str]:
+    """Return the blocks of Python below a heading of docs/fork_a_recipe.md."""
+    _, _, text = (ROOT / "docs/fork_a_recipe.md").read_text().partition(f"\n## {title}\n")
+    return re.findall(r"```python\n(.*?)```", text.partition("\n## ")[0], re.S)
+
+
 def z_loss_fork(tmp_path: Path) -> Path:
     """Return recipes/pretrain.py with all changes that docs/fork_a_recipe.md describes."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/fork_a_recipe.md").read_text(), re.S)
@@ -210,9 +216,8 @@ def test_fork_of_the_tutorial_trains_the_same_model_with_tensor_parallelism(tmp_
 
 def average_fork(tmp_path: Path) -> Path:
     """Return recipes/pretrain.py with the average of the weights of docs/fork_a_recipe.md, and a section of its own."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/fork_a_recipe.md").read_text(), re.S)
-    settings, read_config = blocks[:2]
-    average, make, begin, follow, log = blocks[-5:]
+    settings, read_config, *_ = code_of_section("Example: z-loss in 20 lines")
+    average, make, begin, follow, log = code_of_section("State and logs of a fork")
     extra_state = "extra_state=average.tensors | step.expert_balance.tensors"
     assert f"`{extra_state} | warmed.tensors`" in (ROOT / "docs/fork_a_recipe.md").read_text()
     text = (ROOT / "recipes/pretrain.py").read_text()
@@ -232,6 +237,43 @@ def average_fork(tmp_path: Path) -> Path:
     fork = tmp_path / "mine.py"
     fork.write_text(text)
     return fork
+
+
+def iterable_fork(tmp_path: Path) -> Path:
+    """Return recipes/pretrain.py with the data of docs/fork_a_recipe.md."""
+    lines, call = code_of_section("An iterable of token lists")
+    text = (ROOT / "recipes/pretrain.py").read_text().replace("\ndef train(", f"\n{lines}\n\ndef train(", 1)
+    text, replaced = re.subn(r"    data = build_loader\((?:.|\n)*?\n    \)\n", lambda _: call, text)
+    assert replaced == 1
+    fork = tmp_path / "mine.py"
+    fork.write_text(re.sub(r'Lines\("(.*?)"\)', rf'Lines("{ROOT}/\1")', text))
+    return fork
+
+
+def test_fork_on_an_iterable_trains_the_same_in_every_layout_and_resumes(tmp_path: Path) -> None:
+    fork = iterable_fork(tmp_path)
+    given = ("--training.steps=", "--evaluate.", "--schedule.")
+    common = [word for word in SMALL if not word.startswith(given)]
+    common += [
+        "--schedule.name=constant",
+        "--schedule.warmup_steps=0",
+        "--evaluate.interval=2",
+        "--evaluate.sequences=5",
+    ]
+    common += ["--metrics.tensorboard=false", str(ROOT / "train_configs/debug.toml")]
+    runs = {
+        "alone": [(3, 1, [])],
+        "layouts": [(2, 2, ["--parallel.dp_shard=2"]), (3, 2, ["--parallel.cp=2", "--parallel.dp_shard=1"])],
+    }
+    losses = {}
+    for name, parts in runs.items():
+        for steps, ranks, layout in parts:
+            arguments = [*common, f"--training.steps={steps}", f"--run.folder={tmp_path / name}", *layout]
+            workers.run(train_on_rank, ranks, fork, arguments, free_port())
+        records = [record for record in metrics(tmp_path / name) if "loss" in record]
+        losses[name] = [record[key] for record in records for key in ("loss", "validation_loss") if record.get(key)]
+    assert len(losses["alone"]) == 5  # three steps, and after the second and the last the held-out loss
+    assert losses["layouts"] == pytest.approx(losses["alone"], rel=1e-5)
 
 
 def train_on_rank(file: Path, arguments: list[str], port: int) -> None:

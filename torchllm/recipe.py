@@ -18,6 +18,7 @@ HOMES = {
     "load_config": "torchllm.config.load",
     "Config": "torchllm.config.schema",
     "write_config": "torchllm.config.write",
+    "IterableLoader": "torchllm.data.iterable",
     "DataRanks": "torchllm.data.loader",
     "TrainLoader": "torchllm.data.loader",
     "build_loader": "torchllm.data.loader",
@@ -73,6 +74,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from torchllm.config.load import load_config as load_config
     from torchllm.config.schema import Config as Config
     from torchllm.config.write import write_config as write_config
+    from torchllm.data.iterable import IterableLoader as IterableLoader
     from torchllm.data.loader import DataRanks as DataRanks
     from torchllm.data.loader import TrainLoader as TrainLoader
     from torchllm.data.loader import build_loader as build_loader

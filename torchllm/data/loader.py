@@ -166,12 +166,9 @@ def _on_all_ranks(ranks: DataRanks, action: Callable[[], str]) -> list[str]:
     return answers
 
 
-def _needs_tokenizer(data: Data) -> bool:
-    return any(source.kind != "synthetic" for source in data.sources)
-
-
 def _reader_settings(data: Data, training: Training, model: Model, finetune: Finetune | None) -> ReaderSettings:
-    tokenizer = load_tokenizer(data.tokenizer, data.pattern) if _needs_tokenizer(data) else None
+    needs_tokenizer = any(source.kind != "synthetic" for source in data.sources)
+    tokenizer = load_tokenizer(data.tokenizer, data.pattern) if needs_tokenizer else None
     return ReaderSettings(data, model.vocab, tokenizer, finetune, training.sequence_length)
 
 
@@ -410,8 +407,7 @@ class TrainLoader:
         return batches
 
     def state(self) -> dict[str, Any]:
-        """Return the position of the run in its data, as JSON: the sequences consumed by all ranks, the fingerprint of
-        the data, and the chat template of its conversations.
+        """Return the position of the run in its data, its fingerprint and the chat template of conversations, as JSON.
 
         Raises DataError, as `next_step` does, if a file of the data turned out damaged: the run must not save then.
         """
@@ -467,6 +463,8 @@ class TrainLoader:
 
         Raises DataError (a ValueError) that lists the differences if the sequences would differ from the saved run.
         """
+        if "stages" not in state:
+            raise DataError("the checkpoint was trained on an iterable (IterableLoader), not on data.sources")
         self.keep_sources_of(state)
         settings = (record or {}).get("config", {}).get("data", {})
         batch = self._training.global_batch_size

@@ -7,7 +7,7 @@ else, such as those in `torchllm/tools/watch`. Every rank has a Monitor; rank 0'
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -28,6 +28,9 @@ from torchllm.runtime.signs_of_life import signs_of_life
 from torchllm.train.interval import due
 from torchllm.train.step import StepResult
 
+if TYPE_CHECKING:  # most runs have no iterable
+    from torchllm.data.iterable import Loader
+
 log = logging.getLogger("torchllm")
 
 
@@ -45,7 +48,7 @@ class Monitor:
         """the config with which to go on from the last checkpoint; set by `wants_change`"""
         self.has_begun = False
 
-    def begin(self, config: Config, mesh: Mesh, stages: Sequence[Decoder], data: TrainLoader, start: int) -> None:
+    def begin(self, config: Config, mesh: Mesh, stages: Sequence[Decoder], data: "Loader", start: int) -> None:
         """Start the clocks, right before step `start` + 1, the first with this config.
 
         Raises UserError if it does not train what the config says (`check_trained`, `refuse_unapplied`).
@@ -89,7 +92,7 @@ class Monitor:
             observer.begin(run)
         self.meter.start_interval()
 
-    def describe(self, config: Config, data: TrainLoader, start: int) -> None:
+    def describe(self, config: Config, data: "Loader", start: int) -> None:
         """Log what is trained, on what."""
         training, model = config.training, config.model
         log.info("model: %s parameters in %d blocks", f"{parameter_count(model):,}", model.layers)
@@ -120,7 +123,7 @@ class Monitor:
         kind = "float8's" if self.runtime.device.type == "cuda" else "bfloat16's, for a CPU emulates float8"
         log.info("MFU and HFU are against %.4g TFLOP/s per rank, %s", peak / 1e12, kind)
 
-    def warn(self, config: Config, data: TrainLoader, start: int) -> None:
+    def warn(self, config: Config, data: "Loader", start: int) -> None:
         """Log what a user should know about a config before its first step."""
         if start >= config.training.steps:
             log.info(

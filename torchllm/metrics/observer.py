@@ -1,13 +1,6 @@
 """Observers of a run: objects that a Monitor calls at the events of a training. They change no weight.
 
-A fork adds one of its own before `monitor.begin`:
-
-    class Norms(Observer):
-        def logged(self, n, record):
-            if record["grad_norm"] > 10:
-                print(f"step {n}: gradient norm {record['grad_norm']:.1f}")
-
-    monitor.observers.append(Norms())
+A fork adds its own before `monitor.begin`, by `monitor.observers.append(...)`: docs/fork_a_recipe.md has an example.
 
 Every rank has the same observers and calls them in the same order, so they may communicate. An exception of an observer
 ends the training, as one of the recipe would; for a receiver of records that may fail see `TolerantSink`.
@@ -15,15 +8,17 @@ ends the training, as one of the recipe would; for a receiver of records that ma
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torchllm.config import Config
-from torchllm.data.loader import TrainLoader
 from torchllm.metrics.meter import Meter
 from torchllm.metrics.sinks import Record
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.mesh import Mesh
 from torchllm.runtime.process import Runtime
+
+if TYPE_CHECKING:  # most runs have no iterable
+    from torchllm.data.iterable import Loader
 
 
 class ObservedRun(NamedTuple):
@@ -34,7 +29,7 @@ class ObservedRun(NamedTuple):
     mesh: Mesh
     stages: Sequence[Decoder]
     """this rank's part of the model"""
-    data: TrainLoader
+    data: "Loader"
     start: int
     """the last step that was taken before"""
     meter: Meter
