@@ -194,7 +194,11 @@ def _prepare(data: Data, settings: ReaderSettings, recorded: Sequence[str]) -> l
             if fingerprint(source, folder) != recorded[index]:
                 earlier = prepare(source, earlier=True)
                 if fingerprint(source, earlier) == recorded[index]:
-                    log.info("%s: %s", name_source(index, source), _KEPT)
+                    log.info(
+                        "%s: the run goes on with the files and tokens that its corpus recorded; a new run would "
+                        "choose other files by their names and links, or put another token before a document",
+                        name_source(index, source),
+                    )
                     return earlier
         return folder
 
@@ -205,12 +209,6 @@ def _prepare(data: Data, settings: ReaderSettings, recorded: Sequence[str]) -> l
             folder = prepare_recorded(index, source, folder)
         folders.append(folder)
     return folders
-
-
-_KEPT = (
-    "the run goes on with the files and tokens that its corpus recorded; a new run would choose other files by their "
-    "names and links, or put another token before a document"
-)
 
 
 def _open(folders: Sequence[str], data: Data, settings: ReaderSettings) -> list[SequenceSource]:
