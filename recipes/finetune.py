@@ -96,8 +96,8 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
         record={"config": asdict(config)},
         check_owner=runtime.check_owner,
         evaluates=config.evaluate.interval > 0,
-        extra_state=average.tensors | step.expert_balance.tensors,
         initial=initial_weights(config),
+        extra_state=average.tensors | step.expert_balance.tensors,
     )
     data.on_damage = checkpoints.mark_damaged_data
     start = 0

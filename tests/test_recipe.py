@@ -1,9 +1,11 @@
 """The face of the library: each name is that of its module, documented, and loaded only where it is used."""
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -64,3 +66,30 @@ print(before, tools, [name for name in sys.modules if name.startswith(unused)])
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "{'torchllm.recipe'} [] []\n"
+
+
+def calls_of_old_recipes() -> Iterator[tuple[str, ast.Call]]:
+    """Yield the calls of names of the face in the recipes of the last contract."""
+    for file in (ROOT / "tests/forks").rglob("*.py"):
+        for node in ast.walk(tree(file)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in recipe.HOMES:
+                yield node.func.id, node
+
+
+MADE_BY_KEYWORD = ("Config", "DataRanks", "Runtime", "TrainLoader")
+"""classes that a recipe does not make, or by keyword"""
+
+
+def test_calls_of_old_recipes_still_fit_and_new_parameters_are_keyword_only() -> None:
+    most = dict.fromkeys(recipe.__all__, 4)
+    """positional arguments, by name"""
+    for name, call in calls_of_old_recipes():
+        signature = inspect.signature(getattr(recipe, name))
+        given = {keyword.arg: None for keyword in call.keywords if keyword.arg is not None}
+        signature.bind(*(None for _ in call.args), **given)  # TypeError if it does not fit
+        most[name] = max(most[name], len(call.args))
+    assert most["parallelize"] == 8
+    for name in set(recipe.__all__) - {*MADE_BY_KEYWORD, "CHANGE_NO_WEIGHT", "IGNORED", "UserError"}:
+        parameters = inspect.signature(getattr(recipe, name)).parameters.values()
+        positional = [parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+        assert len(positional) <= most[name], f"{name}: a new parameter is keyword-only"

@@ -1,7 +1,9 @@
 """recipes/finetune.py from end to end: a small model learns 64 conversations, on any number of ranks."""
 
+import difflib
 import io
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -51,14 +53,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_the_loop_is_that_of_pretraining() -> None:
     """All that finetune.py adds to pretrain.py are the conversations and the steps of finetune.epochs."""
     pretraining, finetuning = (ROOT / f"recipes/{name}.py" for name in ("pretrain", "finetune"))
-    lines = pretraining.read_text().partition("def train")[2].splitlines()
-    own = finetuning.read_text().partition("def train")[2].partition("\n\ndef set_steps")[0].splitlines()
-    assert [line for line in own if line not in lines] == [
-        "        config.finetune,",
-        "    config = set_steps(config, data)",
-    ]
-    loop = lines[: lines.index("def main(config: Config, *candidates: Config) -> None:")]
-    assert [line for line in loop if line not in own] == []
+    loop, own = (
+        re.findall(r"^def train.*?(?=\n\n\ndef )", file.read_text(), re.M | re.S)[0].splitlines()
+        for file in (pretraining, finetuning)
+    )
+    changes = [line for line in difflib.ndiff(loop, own) if line[0] in "+-"]
+    assert changes == ["+         config.finetune,", "+     config = set_steps(config, data)"]
+    ends = [file.read_text().partition("\ndef main(")[2] for file in (pretraining, finetuning)]
+    assert ends[0] == ends[1] != ""
 
 
 def finetune(ranks: int, folder: Path, *overrides: str, **arguments: Any) -> list[str]:
