@@ -9,7 +9,7 @@ from recipes import minimal
 from tests.recipes.test_finetune import data
 from tests.recipes.test_unapplied_keys import EVERYTHING, FEW
 from tests.recipes.warm import alone, pretrain
-from tests.tiny_run import DEBUG, curve
+from tests.tiny_run import DEBUG, SMALL, curve
 from torchllm.config import load_config
 from torchllm.config.errors import UserError
 
@@ -54,7 +54,7 @@ UNAPPLIED = {  # by the recipe for reading, which did not refuse keys itself
 
 def test_the_recipe_for_reading_refuses_keys_before_the_first_update(capsys: pytest.CaptureFixture[str]) -> None:
     keys = [f"--{key}={value}" for key, value in UNAPPLIED.items()]
-    config = load_config([DEBUG, "--run.device=cpu", "--data.workers=0", *keys], one_device=True)
+    config = load_config([DEBUG, *SMALL, "--data.workers=0", *keys], one_device=True)
     with pytest.raises(UserError) as error:
         import_module(f"{OLD}.minimal").main(config)
     refused = [line.partition(": is ")[0] for line in str(error.value).splitlines()]
