@@ -80,6 +80,7 @@ def test_an_old_module_is_the_new_one_and_warns_once_where_it_is_imported(tmp_pa
 def test_an_old_module_can_be_started(tmp_path: Path) -> None:
     """As copies of run_train.sh do."""
     command = [sys.executable, "-P", "-m", "torchllm.runtime.on_event", f"touch {tmp_path}/called", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     assert "torchllm.runtime.on_event is torchllm.tools.launch.on_event now" in done.stderr
     assert (tmp_path / "called").exists()
