@@ -32,7 +32,8 @@ def relevant_tests(file: str) -> list[str]:
     ordered += [test for test, text in texts.items() if imports.search(text)]
     if len(parts) > 1:
         ordered += [test for test in texts if Path(test).parent == mirrored.parent]
-        ordered += [test for test in texts if Path(test).parts[1] == parts[0]]
+        room = Path("tests", *parts[: 2 if parts[0] == "tools" else 1])
+        ordered += [test for test in texts if Path(test).is_relative_to(room)]
     return list(dict.fromkeys(ordered)) or list(EVERYTHING)
 
 
