@@ -138,8 +138,9 @@ Slurm and Kubernetes: set PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MAS
 every node"
 
 # One process checks the config, so that each error is printed once, before anything is started.
-report=$(mktemp) || fail "no temporary file can be made in TMPDIR=${TMPDIR:-/tmp}"
-export TORCHLLM_CONFIG=$report.json # what --check has read, for the ranks: they check nothing again
+# Both files are made by mktemp: a name that another user could guess would be theirs to fill.
+report=$(mktemp) && TORCHLLM_CONFIG=$(mktemp) || fail "no temporary file can be made in TMPDIR=${TMPDIR:-/tmp}"
+export TORCHLLM_CONFIG # what --check has read, for the ranks: they check nothing again
 trap 'rm -f "$report" "$TORCHLLM_CONFIG"' EXIT
 start "$python" "$recipe" "$@" --check >"$report" 2>&1
 wait_for_child

@@ -1,5 +1,6 @@
 """The config that run_train.sh hands to its ranks."""
 
+import os
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,13 +38,17 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "config.json"
 
 
-def test_ranks_read_what_was_checked(file: Path) -> None:
+def test_ranks_read_what_was_checked(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = Forked(own=Own(0.1))
     first = replace(first, data=replace(first.data, sources=(Source(kind="text", path="a b"), Source(weight=1e-7))))
     second = replace(first, run=replace(first.run, seed=7))
     assert handed_configs(Forked) is None  # none was handed
+    file.touch()
+    assert handed_configs(Forked) is None  # as run_train.sh makes it
     hand_over([first, second], {})
     assert handed_configs(Forked) == [first, second]
+    monkeypatch.setattr(os, "getuid", lambda: os.stat(file).st_uid + 1)
+    assert handed_configs(Forked) is None  # it is another user's
     file.unlink()  # a cleaned temporary folder: the ranks read their command line
     assert handed_configs(Forked) is None
 

@@ -29,7 +29,12 @@ def handed_configs(schema: type[C]) -> list[C] | None:
     file = os.environ.get(HANDED)
     if not file or "WORLD_SIZE" not in os.environ or not os.path.isfile(file):
         return None
-    handed = json.loads(Path(file).read_text())
+    with open(file) as opened:
+        is_mine = os.fstat(opened.fileno()).st_uid == os.getuid()  # a cleaned /tmp may have another user's by then
+        text = opened.read() if is_mine else ""
+    if not text:  # the recipe checks its config in another way
+        return None
+    handed = json.loads(text)
     faults: list[ConfigError] = []
     configs = [read_table(schema, table, faults) for table in handed["configs"]]
     assert not faults, faults
