@@ -13,7 +13,7 @@ import pytest
 
 from tests.tiny_run import ROOT, process_as_it_was
 from torchllm.config.errors import RefusedStart, UserError
-from torchllm.runtime import error_report
+from torchllm.runtime import error_report, launcher_notes
 from torchllm.runtime.error_report import lost_connection, report_errors
 from torchllm.tools.launch import rank_notes
 
@@ -27,7 +27,7 @@ def _process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def end_with(error: Exception, rank: int, local_rank: int) -> None:
     """Do what Python does at the end of a process with an uncaught error."""
-    report_errors(rank, local_rank, rank_notes.note_error)
+    report_errors(rank, local_rank)
     sys.excepthook(type(error), error, None)
 
 
@@ -53,7 +53,7 @@ def test_errors_are_printed_once_and_bugs_name_their_rank(
 
 
 def test_the_launcher_hears_of_errors_that_would_come_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(rank_notes.FOLDER, str(tmp_path))
+    monkeypatch.setenv(launcher_notes.FOLDER, str(tmp_path))
     error = UserError("the checkpoint cannot be read")
     error.__context__ = RuntimeError("Connection closed by peer")
     end_with(error, rank=0, local_rank=0)

@@ -576,7 +576,7 @@ def test_on_a_terminal_and_with_too_many_processes_it_is_the_same_run(whole: Sta
         assert process.wait(PATIENCE) == 0, shown
     text = shown.decode(errors="replace")
     assert "3 processes do not divide the batch of 16 sequences: starting 2\r\n" in text
-    bars = re.findall(r"\r *\d+%\|.*?\| (\d)/8 \[[^\r]*loss [\d.]+ +(?:validation [\d.]+ +)?[\d,]+ tokens/s", text)
+    bars = re.findall(r"\r *\d+%\|.*?\| (\d)/8 left [^\r]*loss [\d.]+ +rate [\d.e+-]+ +[\d,]+ tokens/s", text)
     assert {"4", "8"} <= set(bars)
     assert "step 1/8" not in text
     assert curve(tmp_path / "run") == curve(folder_of(whole))  # bitwise

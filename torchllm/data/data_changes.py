@@ -12,6 +12,7 @@ from torchllm.data.cache_root import cache_root
 from torchllm.data.corpus import Corpus
 from torchllm.data.corpus_header import HEADER
 from torchllm.data.error import DataError
+from torchllm.data.readers import describe_source, name_source
 
 
 class _SourcePrint(NamedTuple):
@@ -46,7 +47,7 @@ def _source_differences(
 
     saved, current: [fingerprint, weight] of each. saved_settings: the table of each; [] if that is not known.
     """
-    saved_names = [_describe_source(settings["kind"], settings["path"]) for settings in saved_settings]
+    saved_names = [describe_source(settings["kind"], settings["path"]) for settings in saved_settings]
     names = [name_source(index, settings) for index, settings in enumerate(data.sources)]
     lines = []
     for index in range(min(len(saved), len(current))):  # the number of sources may have changed
@@ -70,16 +71,6 @@ def _source_differences(
 
 def _is_same_source(saved: Mapping[str, Any], source: Source) -> bool:
     return bool(saved["kind"] == source.kind and same_path(saved["path"], source.path))
-
-
-def name_source(index: int, source: Source) -> str:
-    """Return the name of a source in errors: data.sources.0 (text 'a/*.txt')."""
-    return f"data.sources.{index} ({_describe_source(source.kind, source.path)})"
-
-
-def _describe_source(kind: str, path: str) -> str:
-    """Describe a source: text 'a/*.txt'."""
-    return f"{kind} {path!r}" if path else kind
 
 
 def _tokenizer_difference(saved: str | None, current: str) -> str:

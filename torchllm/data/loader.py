@@ -31,11 +31,10 @@ from torchllm.data.batch import Batch
 from torchllm.data.checked_file import DamagedFile
 from torchllm.data.corpus import Corpus, SequenceSource, Synthetic, close_shards
 from torchllm.data.corpus_header import CorpusHeader
-from torchllm.data.data_changes import data_differences, name_source
 from torchllm.data.error import DataError
 from torchllm.data.order import DataOrder, Location, rounded_shares
 from torchllm.data.packing import IGNORED, WHOLE_SEQUENCE, Packed, PackedBatches, SequencePieces, pack_windows
-from torchllm.data.readers import ReaderSettings, reader_of
+from torchllm.data.readers import ReaderSettings, name_source, reader_of
 from torchllm.data.shard import Split
 from torchllm.data.stages import (
     PlannedStage,
@@ -473,6 +472,8 @@ class TrainLoader:
         if self._data.stage and not continued.differences:
             # Sources that were added since then, for later stages, are in no sequence so far.
             current = current | {"sources": current["sources"][: len(state["fingerprint"]["sources"])]}
+        from torchllm.data.data_changes import data_differences  # of no use to a fresh run
+
         differences = data_differences(state["fingerprint"], current, settings, self._data)
         if not differences:  # otherwise the stages may differ because the weights of the sources differ
             differences = continued.differences

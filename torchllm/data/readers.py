@@ -91,6 +91,16 @@ def reader_of(kind: str) -> SourceReader:
     return reader
 
 
+def name_source(index: int, source: Source) -> str:
+    """Return the name of a source in errors: data.sources.0 (text 'a/*.txt')."""
+    return f"data.sources.{index} ({describe_source(source.kind, source.path)})"
+
+
+def describe_source(kind: str, path: str) -> str:
+    """Describe a source: text 'a/*.txt'."""
+    return f"{kind} {path!r}" if path else kind
+
+
 def open_corpus(folder: str, settings: ReaderSettings) -> Corpus:
     """Open a corpus folder. Raises DataError if its tokenizer is not the run's, or a token is not under its vocab."""
     data, tokenizer, vocab = settings.data, settings.tokenizer, settings.vocab

@@ -11,11 +11,12 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from types import TracebackType
 
-from torchllm.config.errors import ErrorKind, RefusedStart, UserError
+from torchllm.config.errors import RefusedStart, UserError
+from torchllm.runtime.launcher_notes import note_error
 from torchllm.runtime.parent import end_process
 from torchllm.runtime.terminal import LogHandler, RankFormatter
 
@@ -36,10 +37,6 @@ LOST_WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (?:is kil
 """matches torch's error, raised anywhere in the main thread, when a data worker has ended"""
 
 
-def _note_nothing(kind: ErrorKind) -> None:
-    """Default of `note_error`: there is no launcher."""
-
-
 class _Ending:
     """How this process ends after an error."""
 
@@ -50,13 +47,12 @@ class _Ending:
 _ending = _Ending()
 
 
-def report_errors(rank: int = 0, local_rank: int = 0, note_error: Callable[[ErrorKind], None] = _note_nothing) -> None:
+def report_errors(rank: int = 0, local_rank: int = 0) -> None:
     """Set up logging and the report of uncaught errors.
 
     Rank 0 logs everything, other ranks only errors, with a rank prefix. A UserError is printed as one plain line, once
     per job; a lost connection to another rank as one line, later than that rank's error; a killed data worker as one
     line; any other error is a bug and keeps its traceback. The exit status is 2 after a RefusedStart, else 1.
-    note_error: reports the error to the launcher, which may end this process before it exits.
     """
     main = rank == 0
     handler = LogHandler(sys.stderr)

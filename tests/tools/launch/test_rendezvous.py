@@ -22,7 +22,8 @@ from torch.distributed.elastic.utils.store import barrier
 from tests.patience import patience
 from tests.tiny_run import free_port
 from torchllm.config.environment import ATTEMPT, LAUNCHED
-from torchllm.tools.launch import rank_notes, rendezvous
+from torchllm.runtime import launcher_notes
+from torchllm.tools.launch import rendezvous
 from torchllm.tools.launch.head import HeadAddress, publish_head
 from torchllm.tools.launch.node_watch import NodeWatch
 from torchllm.tools.launch.rendezvous import BACKEND, AttemptOver, AttemptRendezvous, Decide, describe_end
@@ -53,7 +54,7 @@ def open_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list
     monkeypatch.setenv(LAUNCHED, "1000.0")  # a later attempt changes it
     monkeypatch.setenv(ATTEMPT, "1")  # and this
     monkeypatch.delenv(ATTEMPT)
-    monkeypatch.delenv(rank_notes.FOLDER, raising=False)
+    monkeypatch.delenv(launcher_notes.FOLDER, raising=False)
 
     def open_all(nodes: int) -> list[AttemptRendezvous]:
         port = free_port()

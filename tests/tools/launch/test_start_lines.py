@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from torchllm.runtime import launcher_notes
 from torchllm.tools.launch import rank_notes, start_lines
 
 pytestmark = pytest.mark.quick
@@ -12,13 +13,13 @@ pytestmark = pytest.mark.quick
 def test_a_line_every_ten_seconds_until_a_rank_has_joined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv(rank_notes.FOLDER, raising=False)  # the launcher still imports torch itself
+    monkeypatch.delenv(launcher_notes.FOLDER, raising=False)  # the launcher still imports torch itself
     slept: list[float] = []
 
     def sleep(seconds: float) -> None:
         slept.append(seconds)
         if len(slept) == 2:
-            monkeypatch.setenv(rank_notes.FOLDER, str(tmp_path))
+            monkeypatch.setenv(launcher_notes.FOLDER, str(tmp_path))
         if len(slept) == 3:
             rank_notes.join(1)
 

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 
+from torchllm.runtime import launcher_notes
 from torchllm.runtime.parent import end_with_parent, find_ranks, is_session_leader, tie_children
 from torchllm.tools.launch.lease import DONE, HANDED_DOWN, own_for_ranks, release_leases
 from torchllm.tools.launch.start_lines import say_that_imports_go_on
@@ -129,7 +130,7 @@ class Launcher:
     def _run_attempt(self) -> PartEnding:
         """Run the ranks of this node once, and return how they have ended."""
         with tempfile.TemporaryDirectory(prefix="torchllm-", dir=memory_folder()) as folder:
-            os.environ[rank_notes.FOLDER] = folder
+            os.environ[launcher_notes.FOLDER] = folder
             with self.watch.attempt(Path(folder) / "heartbeats"):
                 ending = self._run_ranks()
             if stuck := self.watch.found:

@@ -6,13 +6,10 @@ A rank that has joined the job has a note until it leaves normally. One that end
 
 import os
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
 from torchllm.config.errors import ErrorKind
-
-FOLDER = "TORCHLLM_RANK_NOTES"
-"""environment variable: the folder that the launcher has made for the notes; unset in a job without launcher"""
+from torchllm.runtime.launcher_notes import notes_folder, write_note
 
 
 class Member(NamedTuple):
@@ -22,25 +19,20 @@ class Member(NamedTuple):
     pid: int
 
 
-def note_error(kind: ErrorKind) -> None:
-    """Tell the launcher of an error; it may end this process before it ends itself."""
-    _write(kind, "")
-
-
 def has_error(kind: ErrorKind) -> bool:
     """Return whether a rank of this node has noted an error of this kind; for the launcher."""
-    folder = _folder()
+    folder = notes_folder()
     return folder is not None and (folder / kind).exists()
 
 
 def join(rank: int) -> None:
     """Note that this process, which is a rank, has joined the job."""
-    _write(f"rank-{rank}", str(os.getpid()))
+    write_note(f"rank-{rank}", str(os.getpid()))
 
 
 def leave(rank: int) -> None:
     """Note that this rank has nothing left to do for the job: it may end with exit status 0."""
-    folder = _folder()
+    folder = notes_folder()
     if folder is not None:
         with suppress(OSError):
             (folder / f"rank-{rank}").unlink()
@@ -49,20 +41,8 @@ def leave(rank: int) -> None:
 def members() -> list[Member]:
     """Return the ranks of this node that have joined the job and not left it, by rank; for the launcher."""
     joined = []
-    folder = _folder()
+    folder = notes_folder()
     for file in folder.glob("rank-*") if folder is not None else ():
         with suppress(OSError, ValueError):  # it is just written, or removed
             joined.append(Member(int(file.name.removeprefix("rank-")), int(file.read_text())))
     return sorted(joined)
-
-
-def _folder() -> Path | None:
-    name = os.environ.get(FOLDER)
-    return Path(name) if name else None
-
-
-def _write(name: str, text: str) -> None:
-    folder = _folder()
-    if folder is not None:
-        with suppress(OSError):  # the launcher will know less
-            (folder / name).write_text(text)

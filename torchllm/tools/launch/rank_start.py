@@ -96,7 +96,7 @@ def start_runtime(run: Run, configs: Sequence[Config] = (), *, reads_only: bool 
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0)) if world_size > 1 else 0  # else it may be left over
-    report_errors(rank, local_rank, rank_notes.note_error)
+    report_errors(rank, local_rank)
     rank_notes.join(rank)
     is_launched = LAUNCHED in os.environ and not reads_only
     is_owned = has_launcher() or not is_launched  # a launcher starts no rank before it owns the folder
