@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from tests.parity import CPU, build, tiny
 from tests.workers import run
-from torchllm.config import Config
+from torchllm.config import Config, applied_keys
 from torchllm.config.errors import UserError
 from torchllm.facts.flops import parameter_count
 from torchllm.metrics.monitor import Monitor
@@ -42,7 +43,6 @@ def monitor_of(folder: Path, config: Config, observers: Sequence[Observer] = (),
 
 def begin(monitor: Monitor, config: Config, start: int, rounded_shares: str = "") -> None:
     config = replace(config, metrics=replace(config.metrics, tensorboard=False, breakdown_interval=0))
-    mesh, stages = build(config)
     data: Any = SimpleNamespace(
         state=lambda: {"sequences": 0},
         skipped={},
@@ -50,7 +50,9 @@ def begin(monitor: Monitor, config: Config, start: int, rounded_shares: str = ""
         corpora=dict,
         describe_rounded_shares=lambda: rounded_shares,
     )
-    monitor.begin(config, mesh, stages, data, start)
+    mesh, stages = build(config)
+    with mock.patch.object(applied_keys, "_training", applied_keys._Training()):  # not of an earlier test on this rank
+        monitor.begin(config, mesh, stages, data, start)
 
 
 class LogLines(logging.Handler):
