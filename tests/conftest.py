@@ -12,7 +12,6 @@ import torch
 from tests import workers
 from tests.launched import Started
 from tests.patience import patience
-from torchllm.config import Config, applied_keys
 
 os.environ.setdefault("PYTEST_TIMEOUT", str(patience(300)))  # seconds for a test, read by pytest-timeout
 
@@ -66,10 +65,10 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget the config that another test has loaded: a process trains once, this one often."""
-    monkeypatch.setattr(applied_keys, "_training", applied_keys._Training())
-    monkeypatch.setattr(applied_keys, "_loaded", applied_keys._Loaded(Config(), {}))
+def _nothing_is_applied() -> Iterator[None]:
+    """Forget what another test has loaded and applied."""
+    with workers.nothing_applied():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

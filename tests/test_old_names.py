@@ -39,7 +39,7 @@ def test_every_name_that_has_left_its_module_is_the_one_of_today() -> None:
             warned += 1
     assert warned > 10
     with pytest.raises(AttributeError, match=r"module 'torchllm.runtime.process' has no attribute 'Runtme'"):
-        import_module("torchllm.runtime.process").Runtme  # noqa: B018
+        import_module("torchllm.runtime.process").Runtme  # noqa: B018  # reading it is the test
 
 
 PROGRAM = """

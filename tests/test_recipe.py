@@ -27,7 +27,7 @@ def test_every_name_is_that_of_its_module() -> None:
         assert value is getattr(import_module(module), name)
         assert getattr(value, "__module__", module) == module  # defined there, not imported
     with pytest.raises(AttributeError, match=r"module 'torchllm.recipe' has no attribute 'build_modle'"):
-        recipe.build_modle  # noqa: B018
+        recipe.build_modle  # noqa: B018  # reading it is the test
 
 
 def test_type_checkers_see_the_same_names() -> None:

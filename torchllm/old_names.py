@@ -135,7 +135,7 @@ class _ModuleWithoutNames(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
         old = module.__name__.removeprefix(PREFIX)
-        module.__getattr__ = partial(_moved, old)  # type: ignore[method-assign]
+        module.__getattr__ = partial(_moved, old)  # type: ignore[method-assign]  # PEP 562
 
 
 def _moved(module: str, name: str) -> object:
@@ -166,7 +166,7 @@ class OldNames:
         found = find_spec(f"{PREFIX}{new}") if new is not None else None
         if found is None:
             return None
-        return ModuleSpec(fullname, _OldModule(old, found), origin=found.origin)  # type: ignore[arg-type]
+        return ModuleSpec(fullname, _OldModule(old, found), origin=found.origin)  # type: ignore[arg-type]  # a loader by duck typing
 
 
 sys.meta_path.insert(0, OldNames)

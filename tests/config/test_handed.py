@@ -16,6 +16,8 @@ from torchllm.tools.front.start import load_configs
 
 pytestmark = pytest.mark.quick
 
+WORDS = ["mine.toml", "--training.steps=3"]
+
 
 @dataclass(frozen=True)
 class Own:
@@ -42,21 +44,23 @@ def test_ranks_read_what_was_checked(file: Path, monkeypatch: pytest.MonkeyPatch
     first = Forked(own=Own(0.1))
     first = replace(first, data=replace(first.data, sources=(Source(kind="text", path="a b"), Source(weight=1e-7))))
     second = replace(first, run=replace(first.run, seed=7))
-    assert handed_configs(Forked) is None  # none was handed
+    assert handed_configs(WORDS, Forked) is None  # none was handed
     file.touch()
-    assert handed_configs(Forked) is None  # as run_train.sh makes it
-    hand_over([first, second], {})
-    assert handed_configs(Forked) == [first, second]
+    assert handed_configs(WORDS, Forked) is None  # as run_train.sh makes it
+    hand_over([first, second], {}, [*WORDS, "--check"])
+    assert handed_configs(WORDS, Forked) == [first, second]
+    assert handed_configs([*WORDS, "--run.folder=runs/a"], Forked) == [first, second]
+    assert handed_configs([*WORDS, "--run.seed=1"], Forked) is None  # of another command
     monkeypatch.setattr(os, "getuid", lambda: os.stat(file).st_uid + 1)
-    assert handed_configs(Forked) is None  # it is another user's
+    assert handed_configs(WORDS, Forked) is None  # it is another user's
     file.unlink()  # a cleaned temporary folder: the ranks read their command line
-    assert handed_configs(Forked) is None
+    assert handed_configs(WORDS, Forked) is None
 
 
 def test_a_process_that_is_no_rank_reads_its_command_line(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hand_over([Config()], {})
+    hand_over([Config()], {}, WORDS)
     monkeypatch.delenv("WORLD_SIZE")
-    assert handed_configs(Config) is None
+    assert handed_configs(WORDS, Config) is None
 
 
 def test_the_check_hands_over_and_ranks_neither_plan_nor_check(
@@ -70,7 +74,7 @@ def test_the_check_hands_over_and_ranks_neither_plan_nor_check(
     assert done.value.code == 0
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delitem(sys.modules, "torchllm.tools.planner.search.auto")
-    configs = load_configs(["is not read"])
+    configs = load_configs(words)
     assert len(configs) > 1
     assert all(config.parallel.ranks == 2 for config in configs)
     assert "torchllm.tools.planner.search.auto" not in sys.modules
@@ -78,7 +82,7 @@ def test_the_check_hands_over_and_ranks_neither_plan_nor_check(
 
 def test_a_refused_key_is_still_named_with_its_line(file: Path) -> None:
     config = Config(checkpoint=replace(Config().checkpoint, initial="runs/a"))
-    hand_over([config], {"checkpoint.initial": "mine.toml:7"})
-    [read] = handed_configs(Config) or []
+    hand_over([config], {"checkpoint.initial": "mine.toml:7"}, WORDS)
+    [read] = handed_configs(WORDS, Config) or []
     with pytest.raises(UserError, match=r"mine\.toml:7: checkpoint\.initial"):
         refuse_unapplied(read)

@@ -86,12 +86,12 @@ def test_a_run_is_the_same_from_another_working_folder(folder: Path, monkeypatch
 @pytest.mark.parametrize(
     ("saved", "current", "are_same"),
     [
-        ("a/b", "/work/a/b", True),
-        ("./a/b/", "/work/a/b", True),
-        ("a/b", "/work/xa/b", False),
-        ("/x/a/b", "/work/x/a/b", False),
+        ("a/b", "/home/me/a/b", True),
+        ("./a/b/", "/home/me/a/b", True),
+        ("a/b", "/home/me/xa/b", False),
+        ("/x/a/b", "/home/me/x/a/b", False),
         ("~/a", "/home/me/a", True),
-        ("", "/work", False),
+        ("", "/home", False),
         ("org/name", "org/name", True),
     ],
 )

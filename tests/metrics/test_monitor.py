@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ import torch.distributed as dist
 
 from tests.parity import CPU, build, tiny
 from tests.workers import run
-from torchllm.config import Config, applied_keys
+from torchllm.config import Config
 from torchllm.config.errors import UserError
 from torchllm.facts.flops import parameter_count
 from torchllm.metrics.monitor import Monitor
@@ -51,8 +50,7 @@ def begin(monitor: Monitor, config: Config, start: int, rounded_shares: str = ""
         describe_rounded_shares=lambda: rounded_shares,
     )
     mesh, stages = build(config)
-    with mock.patch.object(applied_keys, "_training", applied_keys._Training()):  # not of an earlier test on this rank
-        monitor.begin(config, mesh, stages, data, start)
+    monitor.begin(config, mesh, stages, data, start)
 
 
 class LogLines(logging.Handler):

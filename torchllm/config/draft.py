@@ -5,9 +5,7 @@ from typing import Generic, TypeVar
 
 from torchllm.config.arguments import Arguments
 from torchllm.config.choices import Sources
-from torchllm.config.environment import (
-    Ranks,
-)
+from torchllm.config.environment import Ranks
 from torchllm.config.schema import AXES, Config
 from torchllm.config.toml import KeyPath, Layer, dotted
 

@@ -17,15 +17,27 @@ HANDED = "TORCHLLM_CONFIG"
 """environment variable: the file, which run_train.sh has made and which --check fills"""
 
 
-def hand_over(configs: Sequence[Config], origins: Mapping[str, str]) -> None:
-    """Write checked configs for the ranks, if run_train.sh waits for them. origins: where each key was written."""
+def hand_over(configs: Sequence[Config], origins: Mapping[str, str], words: Sequence[str]) -> None:
+    """Write checked configs for the ranks, if run_train.sh waits for them.
+
+    origins: where each key was written. words: the command line.
+    """
     file = os.environ.get(HANDED)
     if file:
-        Path(file).write_text(json.dumps({"configs": [asdict(config) for config in configs], "origins": origins}))
+        handed = {"words": _same_words(words), "configs": [asdict(config) for config in configs], "origins": origins}
+        Path(file).write_text(json.dumps(handed))
 
 
-def handed_configs(schema: type[C]) -> list[C] | None:
-    """Return the configs that were handed to this rank; None if there are none, as where a folder was cleaned up."""
+def _same_words(words: Sequence[str]) -> list[str]:
+    """Return the words that --check and the ranks share: run_train.sh gives ranks the folder that it has read."""
+    return [word for word in words if word != "--check" and not word.startswith("--run.folder=")]
+
+
+def handed_configs(words: Sequence[str], schema: type[C]) -> list[C] | None:
+    """Return the configs that were handed to this rank; None if there are none, as where a folder was cleaned up.
+
+    words: the command line. A process of another command, started inside of a run, must not train the run's config.
+    """
     file = os.environ.get(HANDED)
     if not file or "WORLD_SIZE" not in os.environ or not os.path.isfile(file):
         return None
@@ -35,6 +47,8 @@ def handed_configs(schema: type[C]) -> list[C] | None:
     if not text:  # the recipe checks its config in another way
         return None
     handed = json.loads(text)
+    if handed["words"] != _same_words(words):
+        return None
     faults: list[ConfigError] = []
     configs = [read_table(schema, table, faults) for table in handed["configs"]]
     assert not faults, faults

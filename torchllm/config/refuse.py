@@ -1,6 +1,6 @@
 """Refuses a config whose values do not fit each other, and fills in its degrees and its run folder.
 
-The last of three steps: `load.py` reads the files, `torchllm/tools/front/start.py` resolves hub model and layout.
+The last of three steps: `load.py` reads the files, `torchllm/tools/front/resolve.py` resolves hub model and layout.
 """
 
 import os
@@ -66,7 +66,8 @@ def finish(draft: Draft[C], alternatives: Sequence[C] = ()) -> C:
     print_notes(draft.notes, is_check=draft.arguments.check)
     if draft.arguments.check:
         _print_check(config, draft.ranks)
-        hand_over([config, *(replace(alternative, run=config.run) for alternative in alternatives)], origins)
+        configs = [config, *(replace(alternative, run=config.run) for alternative in alternatives)]
+        hand_over(configs, origins, draft.arguments.words)
         raise SystemExit(0)
     if parallel.ranks > 1 and not draft.is_started and not config.run.dry_run:
         per_node = parallel.ranks // draft.ranks.nodes

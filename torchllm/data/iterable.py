@@ -95,7 +95,7 @@ class _Stream:
             self._iterator = iter(self.iterable)
         if self._wants_snapshot:
             self._wants_snapshot = False
-            self.snapshot = _Snapshot(self.examples, self.iterable.state_dict())  # type: ignore[attr-defined]
+            self.snapshot = _Snapshot(self.examples, self.iterable.state_dict())  # type: ignore[attr-defined]  # see mark
         return next(self._iterator, _END)
 
     def _read(self) -> bool:

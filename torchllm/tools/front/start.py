@@ -29,7 +29,7 @@ def load_configs(arguments: Sequence[str], schema: type[Any] = Config, *, uses_e
     recipe takes its steps from finetune.epochs; for another one it is printed that the key does nothing.
     """
     heartbeat().open()
-    configs = handed_configs(schema)
+    configs = handed_configs(arguments, schema)
     if configs is None:
         from torchllm.tools.front.resolve import read_configs  # of no use to ranks that run_train.sh has started
 

@@ -32,6 +32,8 @@ class ProfiledSteps(Observer):
         self.slow_nodes_file = run.runtime.folder / SLOW_NODES
         self.tolerance = Tolerance(str(self.slow_nodes_file))
         settings, runtime = run.config.metrics, run.runtime
+        profiles = settings.breakdown_interval > 0 or settings.profile_steps != ""
+        self.planned_mfu = planned_mfu(run.config) if runtime.is_main and profiles else None
         traces = TraceWriter(runtime.folder, parse_steps(settings.profile_steps), runtime.rank)
         self.profiler = StepProfiler(
             settings.breakdown_interval, run.mesh, runtime.host_group, runtime.device, traces, run.start
@@ -51,7 +53,7 @@ class ProfiledSteps(Observer):
         parts: Record = {f"breakdown/{name}": part / seconds for name, part in profiled.parts.items()}
         run.meter.write(profiled.step, {"step": profiled.step} | parts)
         if not self.has_described_a_step and run.runtime.is_main:
-            log.info("%s", profiled.describe(run.meter.step_mfu(seconds), planned_mfu(run.config)))
+            log.info("%s", profiled.describe(run.meter.step_mfu(seconds), self.planned_mfu))
         self.has_described_a_step = True
         if profiled.slow is None:
             return
@@ -70,7 +72,7 @@ class ProfiledSteps(Observer):
 
 def planned_mfu(config: Config) -> float | None:
     """Return the MFU that the planner predicts; None where it does not know the machine, or some products (float8)."""
-    from torchllm.tools.planner.search.auto import planned  # large: on rank 0, once
+    from torchllm.tools.planner.search.auto import planned  # large: on rank 0, before the first step
 
     prediction = None if config.float8.is_on else planned(config)
     return prediction.mfu if prediction else None

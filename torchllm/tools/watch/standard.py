@@ -12,7 +12,7 @@ def standard_observers(config: Config, runtime: Runtime) -> list[Observer]:
     """Return the observers of this rank."""
     if not runtime.is_main:
         return [ProfiledSteps()]
-    observers = [GoodputObserver(runtime.folder), Notices(), Events(), ProfiledSteps()]
+    observers: list[Observer] = [Notices(), Events(), ProfiledSteps()]
     # Few runs ask for what follows.
     if config.metrics.trackers:
         from torchllm.tools.watch.trackers import Trackers
@@ -22,4 +22,5 @@ def standard_observers(config: Config, runtime: Runtime) -> list[Observer]:
         from torchllm.tools.watch.task_processes import TaskEvaluations
 
         observers.append(TaskEvaluations())
+    observers.append(GoodputObserver(runtime.folder))  # last: what the others take to begin is the start-up's
     return observers
