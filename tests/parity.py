@@ -25,11 +25,9 @@ from torchllm.models.lora import apply_lora
 from torchllm.optim.grad_norm import gradients
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
-from torchllm.parallel.context import sequence_pieces
 from torchllm.parallel.initialize import fill, initialize
-from torchllm.parallel.mesh import Mesh, build_mesh
-from torchllm.parallel.parallelize import parallelize
-from torchllm.parallel.pipeline import build_forward_backward
+from torchllm.parallel.mesh import Mesh, build_mesh, sequence_pieces
+from torchllm.parallel.parallelize import build_forward_backward, parallelize
 from torchllm.runtime.device import compute_dtype
 from torchllm.runtime.process import Runtime
 from torchllm.tools.proof.compare import FLOAT32, ErrorBounds, bfloat16_bounds, compare_trainings

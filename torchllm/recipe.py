@@ -34,13 +34,13 @@ HOMES = {
     "build_optimizer": "torchllm.optim.optimizer",
     "LearningRate": "torchllm.optim.schedule",
     "log_attention_kernel": "torchllm.parallel.chosen_kernel",
-    "sequence_pieces": "torchllm.parallel.context",
+    "sequence_pieces": "torchllm.parallel.mesh",
     "initialize": "torchllm.parallel.initialize",
     "materialize": "torchllm.parallel.initialize",
     "build_mesh": "torchllm.parallel.mesh",
     "parallelize": "torchllm.parallel.parallelize",
-    "OneStage": "torchllm.parallel.pipeline",
-    "build_forward_backward": "torchllm.parallel.pipeline",
+    "OneStage": "torchllm.parallel.forward_backward",
+    "build_forward_backward": "torchllm.parallel.parallelize",
     "choose_device": "torchllm.runtime.device",
     "compute_dtype": "torchllm.runtime.device",
     "report_errors": "torchllm.runtime.error_report",
@@ -92,13 +92,13 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from torchllm.optim.optimizer import build_optimizer as build_optimizer
     from torchllm.optim.schedule import LearningRate as LearningRate
     from torchllm.parallel.chosen_kernel import log_attention_kernel as log_attention_kernel
-    from torchllm.parallel.context import sequence_pieces as sequence_pieces
+    from torchllm.parallel.forward_backward import OneStage as OneStage
     from torchllm.parallel.initialize import initialize as initialize
     from torchllm.parallel.initialize import materialize as materialize
     from torchllm.parallel.mesh import build_mesh as build_mesh
+    from torchllm.parallel.mesh import sequence_pieces as sequence_pieces
+    from torchllm.parallel.parallelize import build_forward_backward as build_forward_backward
     from torchllm.parallel.parallelize import parallelize as parallelize
-    from torchllm.parallel.pipeline import OneStage as OneStage
-    from torchllm.parallel.pipeline import build_forward_backward as build_forward_backward
     from torchllm.runtime.device import choose_device as choose_device
     from torchllm.runtime.device import compute_dtype as compute_dtype
     from torchllm.runtime.error_report import report_errors as report_errors

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchllm.data.loader import DataRanks, build_loader
-from torchllm.parallel.context import sequence_pieces
-from torchllm.parallel.mesh import build_mesh
+from torchllm.parallel.mesh import build_mesh, sequence_pieces
 from torchllm.runtime.process import Runtime
 from torchllm.tools.adapt.trial import build_trial
 

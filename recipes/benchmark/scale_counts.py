@@ -38,7 +38,7 @@ from torchllm.optim.optimizer import apply_if_finite
 from torchllm.parallel.mesh import build_mesh
 from torchllm.runtime.exchange import gather_texts
 from torchllm.runtime.heartbeat import Limit
-from torchllm.runtime.torch_compat import FlightRecord
+from torchllm.runtime.torch_records import FlightRecord
 from torchllm.tools.launch.hang_report import RankDump, describe_hang, read_dump, write_slices
 from torchllm.tools.prepare.build import shard_size_mib
 from torchllm.tools.prepare.plan import CorpusPlan

@@ -22,7 +22,7 @@ from torchllm.config import Parallel, PipelineSchedule
 from torchllm.config.errors import UserError
 from torchllm.facts.stages import stage_of_rank
 from torchllm.runtime.process import Runtime
-from torchllm.runtime.torch_compat import ConnectedStage
+from torchllm.runtime.torch_pipeline import ConnectedStage
 from torchllm.tools.planner.schedules import orders
 from torchllm.tools.planner.simulate import Simulated, StageTimes, idle_in_theory, simulate
 

@@ -21,9 +21,8 @@ from torchllm.facts.parameters import canonical_name
 from torchllm.models.decoder import Decoder
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
-from torchllm.parallel.context import sequence_pieces
-from torchllm.parallel.mesh import Mesh
-from torchllm.parallel.pipeline import build_forward_backward
+from torchllm.parallel.mesh import Mesh, sequence_pieces
+from torchllm.parallel.parallelize import build_forward_backward
 from torchllm.train.step import TrainStep
 
 T = TypeVar("T")

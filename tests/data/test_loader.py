@@ -571,7 +571,7 @@ def test_held_out_documents_are_never_trained_on(tmp_path: Path) -> None:
 
 
 def context_ranks(ranks: int, method: str) -> list[SequencePieces]:
-    """The pieces of ranks that share each sequence, as `parallel.context.sequence_pieces` deals them."""
+    """The pieces of ranks that share each sequence, as `parallel.mesh.sequence_pieces` deals them."""
     if method == "ring":
         return [SequencePieces(2 * ranks, (rank, 2 * ranks - 1 - rank)) for rank in range(ranks)]
     return [SequencePieces(ranks, (rank,)) for rank in range(ranks)]

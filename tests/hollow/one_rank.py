@@ -28,7 +28,7 @@ from torchllm.models.decoder import Decoder
 from torchllm.parallel.expert import ExchangeDispatch, Splits, even_splits, read_splits, routed_experts
 from torchllm.parallel.mesh import build_mesh
 from torchllm.parallel.pipeline import Pipeline
-from torchllm.runtime.torch_compat import skip_pipeline_vote
+from torchllm.runtime.torch_pipeline import skip_pipeline_vote
 from torchllm.tools.adapt.trial import build_trial, synthetic_batches
 
 STEPS = 3

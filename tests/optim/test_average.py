@@ -22,7 +22,7 @@ from torchllm.optim.average import EMA, WeightAverage
 from torchllm.optim.optimizer import apply_if_finite, build_optimizer
 from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.initialize import initialize
-from torchllm.parallel.pipeline import build_forward_backward
+from torchllm.parallel.parallelize import build_forward_backward
 from torchllm.train.step import TrainStep
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from tests.parity import Settings, build, rows_of, step_batch, tiny
 from tests.workers import run
 from torchllm.models.decoder import Decoder
 from torchllm.optim.grad_norm import clip, grad_norm, gradients
-from torchllm.parallel.pipeline import OneStage
+from torchllm.parallel.forward_backward import OneStage
 
 CPU = torch.device("cpu")
 SHARED: Settings = {

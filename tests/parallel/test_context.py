@@ -23,9 +23,9 @@ from torchllm.models.decoder import build_model
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.attention_kernels import CudaKernels
-from torchllm.parallel.context import UlyssesAttention, apply_context_parallel, sequence_pieces
-from torchllm.parallel.mesh import build_mesh
-from torchllm.parallel.pipeline import OneStage
+from torchllm.parallel.context import UlyssesAttention, apply_context_parallel
+from torchllm.parallel.forward_backward import OneStage
+from torchllm.parallel.mesh import build_mesh, sequence_pieces
 from torchllm.parallel.ring import RingAttention
 from torchllm.train.evaluate import evaluate
 from torchllm.train.step import TrainStep

@@ -28,7 +28,7 @@ from torchllm.config.checks import problems
 from torchllm.models.experts import ExpertRows, Router, Routing, SharedExperts
 from torchllm.parallel import expert
 from torchllm.parallel.expert import ExchangeDispatch, even_splits, routed_experts
-from torchllm.parallel.pipeline import build_forward_backward
+from torchllm.parallel.parallelize import build_forward_backward
 from torchllm.tools.proof.compare import GRADIENT_ERROR
 from torchllm.tools.proof.layouts import describe_layout
 from torchllm.tools.proof.record import Trained

@@ -16,7 +16,7 @@ from torchllm.facts.parameters import canonical_name
 from torchllm.models.decoder import build_model
 from torchllm.models.experts import Router, Routing
 from torchllm.parallel.initialize import initialize
-from torchllm.parallel.pipeline import build_forward_backward
+from torchllm.parallel.parallelize import build_forward_backward
 from torchllm.tools.proof.forced_routing import routers_of
 from torchllm.tools.proof.layouts import describe_layout
 

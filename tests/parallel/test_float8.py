@@ -20,7 +20,7 @@ from torchllm.config.errors import UserError
 from torchllm.models.decoder import build_model
 from torchllm.optim.optimizer import apply_if_finite, build_optimizer
 from torchllm.parallel.float8 import apply_float8
-from torchllm.parallel.pipeline import build_forward_backward
+from torchllm.parallel.parallelize import build_forward_backward
 from torchllm.tools.proof.compare import gradient_errors, largest_element
 from torchllm.tools.proof.layouts import describe_layout
 from torchllm.tools.proof.shrink import one_process

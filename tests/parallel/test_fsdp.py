@@ -12,8 +12,8 @@ from tests.workers import run
 from torchllm.config import Parallel
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.optim.optimizer import apply_if_finite, build_optimizer
+from torchllm.parallel.forward_backward import OneStage
 from torchllm.parallel.fsdp import effective_zero_stage, fsdp_modules
-from torchllm.parallel.pipeline import OneStage
 
 THREE: Settings = {"model.layers": 3}
 FSDP2 = {**THREE, "parallel.dp_shard": 2, "training.global_batch_size": 2}

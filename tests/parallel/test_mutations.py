@@ -21,6 +21,7 @@ import torchllm.optim.expert_balance
 import torchllm.optim.grad_norm
 import torchllm.parallel.context
 import torchllm.parallel.expert
+import torchllm.parallel.forward_backward
 import torchllm.parallel.initialize
 import torchllm.parallel.parallelize
 import torchllm.parallel.pipeline
@@ -113,7 +114,7 @@ def one_gradient_scaled() -> Any:
 
         return scaled
 
-    return _replaced(torchllm.parallel.pipeline.OneStage, "__call__", change)
+    return _replaced(torchllm.parallel.forward_backward.OneStage, "__call__", change)
 
 
 def norm_gradient_taken_as_whole() -> Any:

@@ -17,7 +17,7 @@ from torchllm.facts.parameters import canonical_name
 from torchllm.models.decoder import build_model
 from torchllm.optim.grad_norm import grad_norm
 from torchllm.parallel.initialize import initialize
-from torchllm.parallel.pipeline import build_forward_backward
+from torchllm.parallel.parallelize import build_forward_backward
 from torchllm.runtime.heartbeat import heartbeat
 
 SMALL: Settings = {"model.layers": 2, "parallel.dp_shard": 2}  # 4 micro batches on each of 2 ranks

@@ -29,7 +29,7 @@ from tests.workers import run
 from torchllm.config import Config
 from torchllm.models.decoder import Decoder
 from torchllm.models.layers import rms_norm
-from torchllm.parallel.pipeline import OneStage
+from torchllm.parallel.forward_backward import OneStage
 from torchllm.parallel.tensor import vocab_parallel_cross_entropy_sum, width_parallel_rms_norm
 from torchllm.tools.proof.layouts import with_settings
 

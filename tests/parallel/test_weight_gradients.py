@@ -13,7 +13,7 @@ from tests.parity import Settings, Trained, build, check, compare, my_batches, r
 from tests.workers import WorkerFailed, run
 from torchllm.models.attention import ScaledDotProductAttention
 from torchllm.models.decoder import build_model
-from torchllm.parallel.pipeline import build_forward_backward
+from torchllm.parallel.parallelize import build_forward_backward
 from torchllm.parallel.weight_gradients import DeferredProduct, WeightGradients
 
 SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")

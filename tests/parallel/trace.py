@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from tests.parity import Settings, build, my_batches, tiny
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.mesh import Mesh
-from torchllm.parallel.pipeline import build_forward_backward
+from torchllm.parallel.parallelize import build_forward_backward
 
 KINDS = {
     "allgather": "gather",

@@ -23,29 +23,28 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from tests.workers import run
-from torchllm.runtime import torch_compat
+from torchllm.runtime import torch_compat, torch_pipeline, torch_records
 from torchllm.runtime.torch_compat import (
-    ConnectedStage,
     TorchDispatchMode,
-    break_profile_cycle,
     checkpoint_wrapper,
     flatten_mesh,
-    flight_records,
     join_meshes,
     local_region,
-    profiled_events,
     storage_info,
     varlen_attention,
 )
+from torchllm.runtime.torch_pipeline import ConnectedStage
+from torchllm.runtime.torch_records import break_profile_cycle, flight_records, profiled_events
 
 
 def test_every_name_has_a_test_here() -> None:
     tests = Path(__file__).read_text()
-    for name in torch_compat.__all__:
-        assert f"def test_{name}" in tests, name
-    for name, function in inspect.getmembers(torch_compat, inspect.isfunction):
-        if function.__module__ == torch_compat.__name__ and not name.startswith("_"):
-            assert name in torch_compat.__all__
+    for module in (torch_compat, torch_pipeline, torch_records):
+        for name in module.__all__:
+            assert f"def test_{name}" in tests, name
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            if function.__module__ == module.__name__ and not name.startswith("_"):
+                assert name in module.__all__
 
 
 def test_flatten_mesh() -> None:
@@ -161,7 +160,7 @@ def test_allocations() -> None:
         kept = x * 2
         torch.linalg.vector_norm(x.expand(1000, 1000).contiguous()).item()
         del kept
-    sizes = torch_compat.allocations(profiler)
+    sizes = torch_records.allocations(profiler)
     assert [size for size in sizes if abs(size) > 100] == [4000, 4_000_000, -4_000_000, -4000]
     assert sum(sizes) == 0
 
@@ -274,7 +273,7 @@ def test_standard_strides(fake: bool) -> None:
         part = torch.empty(1, 32, 64)[:, :16]
         assert part.is_contiguous()
         assert part.stride() == (2048, 64, 1)
-        same = torch_compat.standard_strides(part)
+        same = torch_pipeline.standard_strides(part)
         assert same.stride() == torch.empty(1, 16, 64).stride() == (1024, 64, 1)
         assert same.untyped_storage() is part.untyped_storage()
 
@@ -309,7 +308,7 @@ def test_skip_pipeline_vote_lets_one_rank_of_a_fake_pipeline_run() -> None:
             like = torch.empty(1, 3).requires_grad_()
             stage = PipelineStage(nn.Linear(3, 3), 0, 2, torch.device("cpu"), input_args=like, output_args=like)
             schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=lambda out, target: out.sum())
-            torch_compat.skip_pipeline_vote(schedule)
+            torch_pipeline.skip_pipeline_vote(schedule)
             schedule.step(torch.empty(2, 3))
             assert stage.submod.weight.grad.shape == (3, 3)
     finally:
@@ -472,7 +471,7 @@ def progress() -> list[int]:
 def unfinished_in_youngest_group() -> int:
     """Operations of the youngest group that are not done, counted a little after a wait ends."""
     time.sleep(0.2)
-    progress = torch_compat.group_progress()
+    progress = torch_records.group_progress()
     youngest = max(progress, key=lambda name: int(name.rpartition("/")[2]))
     return progress[youngest].enqueued - progress[youngest].completed
 
@@ -481,11 +480,11 @@ def test_group_progress() -> None:
     assert run(progress, 2) == [[0, 1, 0], [0, 0, 0]]
 
 
-def limits() -> tuple[list[torch_compat.LimitedGroup], str]:
+def limits() -> tuple[list[torch_records.LimitedGroup], str]:
     world, pair = dist.group.WORLD, dist.new_group([0, 1], group_desc="a pair")
     assert world is not None
     dist.barrier(group=pair)  # connects: a group's first operation waits for its peers longer than this time-out
-    groups = torch_compat.limit_groups(0.2, {world.group_name})  # in the world's group rank 1 waits longer
+    groups = torch_records.limit_groups(0.2, {world.group_name})  # in the world's group rank 1 waits longer
     error = ""
     if dist.get_rank() == 0:
         try:

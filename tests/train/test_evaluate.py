@@ -14,8 +14,9 @@ from tests.workers import run
 from torchllm.config import Config
 from torchllm.data.batch import Batch
 from torchllm.models.decoder import Decoder, build_model
+from torchllm.parallel.forward_backward import OneStage
 from torchllm.parallel.initialize import initialize
-from torchllm.parallel.pipeline import OneStage, build_forward_backward
+from torchllm.parallel.parallelize import build_forward_backward
 from torchllm.train.evaluate import evaluate
 
 CPU = torch.device("cpu")

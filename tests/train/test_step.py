@@ -22,8 +22,7 @@ from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.initialize import initialize
 from torchllm.parallel.mesh import Mesh, build_mesh
-from torchllm.parallel.parallelize import parallelize
-from torchllm.parallel.pipeline import build_forward_backward
+from torchllm.parallel.parallelize import build_forward_backward, parallelize
 from torchllm.runtime.phase import PREFIX
 from torchllm.tools.watch.breakdown import PHASES
 from torchllm.train.step import Health, StepResult, TrainStep, read_health

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torchllm.config import Model
 from torchllm.config.applied_keys import applied
 from torchllm.models.attention import Attention
-from torchllm.models.experts import MixtureOfExperts, Router
 from torchllm.models.head import Head
 from torchllm.models.layers import Rotary, build_feed_forward, build_norm, rotary_angles
 
@@ -27,7 +26,7 @@ class Block(nn.Module):
         self.input_layernorm = build_norm(model)
         self.self_attn = Attention(model)
         self.post_attention_layernorm = build_norm(model)
-        self.mlp = MixtureOfExperts(model) if model.is_sparse(index) else build_feed_forward(model)
+        self.mlp = build_mixture(model) if model.is_sparse(index) else build_feed_forward(model)
 
     def forward(self, x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
         """Run the block on the residual stream: x (B, S, D) -> (B, S, D). mask: as the attention core made it."""
@@ -41,6 +40,13 @@ class Block(nn.Module):
         """
         x = x + self.self_attn(self.input_layernorm(x), rotary, mask)
         return x, self.post_attention_layernorm(x)
+
+
+def build_mixture(model: Model) -> nn.Module:
+    """Return the feed-forward layer of a block with experts."""
+    from torchllm.models.experts import MixtureOfExperts  # few models have experts
+
+    return MixtureOfExperts(model)
 
 
 class NormAfterBlock(Block):
@@ -153,6 +159,10 @@ def cast_parameters(model: Decoder, dtype: torch.dtype) -> None:
     float32, and so are its weights unless model.router_dtype says otherwise.
     """
     model.to(dtype)
+    if not model.model.experts:
+        return
+    from torchllm.models.experts import Router
+
     for module in model.modules():
         if isinstance(module, Router):
             if model.model.router_dtype == "float32":

@@ -14,7 +14,7 @@ Communication per step: one all-reduce of the tokens per expert of all layers, w
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,10 @@ from torch import Tensor
 from torchllm.config import Training
 from torchllm.config.applied_keys import applied, needs_state
 from torchllm.models.decoder import Decoder
-from torchllm.models.experts import Router
-from torchllm.models.router_penalties import penalty_names
 from torchllm.optim.fused import local_tensor
+
+if TYPE_CHECKING:
+    from torchllm.models.experts import Router
 
 
 class StepRouting(NamedTuple):
@@ -45,13 +46,8 @@ class ExpertBalance:
     def __init__(self, stages: Sequence[Decoder], training: Training) -> None:
         """Set the number of tokens per step in the routers. Call it when the stages are materialized."""
         self.model = stages[0].model
-        self.routers: dict[int, Router] = {}
+        self.routers = find_routers(stages) if self.model.experts else {}
         """router by index of its block"""
-        for stage in stages:
-            for name, block in stage.layers.items():
-                for module in block.modules():
-                    if isinstance(module, Router):
-                        self.routers[int(name)] = module
         self.tensors: dict[str, Tensor] = {}
         """shares of the last step by name, for `Checkpointer(extra_state=...)`; 0 before the first step, no effect"""
         for index, router in self.routers.items():
@@ -83,6 +79,8 @@ class ExpertBalance:
 
     def _sum(self, device: torch.device) -> StepRouting:
         """Return the sums over all ranks and stages."""
+        from torchllm.models.router_penalties import penalty_names
+
         model, names = self.model, penalty_names(self.model)
         blocks, columns = model.layers - model.dense_layers, model.experts + 1 + len(names)
         sums = torch.zeros(blocks, columns, dtype=torch.float64, device=device)
@@ -97,6 +95,14 @@ class ExpertBalance:
         entropy, *penalties = sums[:, model.experts :].sum(0)
         tokens = tokens_per_expert.sum() / model.top_k  # a token counts once per block
         return StepRouting(tokens_per_expert, entropy / tokens, dict(zip(names, penalties, strict=True)))
+
+
+def find_routers(stages: Sequence[Decoder]) -> dict[int, "Router"]:
+    """Return the routers of this rank's stages by the index of their block."""
+    from torchllm.models.experts import Router  # few models have experts
+
+    blocks = [(int(name), block) for stage in stages for name, block in stage.layers.items()]
+    return {index: module for index, block in blocks for module in block.modules() if isinstance(module, Router)}
 
 
 def below_mean(tokens: Tensor) -> Tensor:

@@ -23,12 +23,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchllm.data.packing import SequencePieces
 from torchllm.models.attention import Attention
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.attention_kernels import block_kernel
 from torchllm.parallel.kernel_check import check_kernel
-from torchllm.parallel.mesh import Mesh
 from torchllm.parallel.ring import RingAttention, gather_from_ranks
 from torchllm.parallel.shared_sequence import sum_over_sequence
 from torchllm.runtime.torch_compat import all_to_all
@@ -52,17 +50,6 @@ def apply_context_parallel(stage: Decoder, mesh: DeviceMesh, method: str, dtype:
         check_kernel(kernel, torch.device(mesh.device_type), model.heads // model.kv, model.head_width, dtype)
     for attention in attentions:
         attention.core = RingAttention(mesh, kernel)
-
-
-def sequence_pieces(mesh: Mesh) -> SequencePieces:
-    """Return the part of each sequence that this rank reads and trains on.
-
-    Under "ring" rank r of n has pieces r and 2 n - 1 - r of 2 n, so that all ranks have the same work.
-    """
-    rank, ranks = mesh.cp.get_local_rank(), mesh.cp.size()
-    if ranks > 1 and mesh.cp_method == "ring":
-        return SequencePieces(2 * ranks, (rank, 2 * ranks - 1 - rank))
-    return SequencePieces(ranks, (rank,))
 
 
 class UlyssesAttention(nn.Module):

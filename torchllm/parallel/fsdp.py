@@ -24,10 +24,10 @@ stage 1, and `parallelize` leaves one rank in float32 without FSDP.
 """
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +37,10 @@ from torch.distributed.tensor import Shard
 
 from torchllm.config import Parallel
 from torchllm.models.decoder import Decoder
-from torchllm.models.experts import Experts, Router
 from torchllm.runtime.torch_compat import free_gather_buffer, local_region
+
+if TYPE_CHECKING:
+    from torchllm.models.experts import Experts
 
 
 class Unit(NamedTuple):
@@ -62,8 +64,6 @@ def apply_fsdp(
         reduce_dtype=torch.promote_types(dtype, torch.float32),
         cast_forward_inputs=False,  # float inputs are hidden states, cast already, and angles, which stay float32
     )
-    # Gathered in float32: last digits decide which experts a token uses.
-    router_policy = replace(policy, param_dtype=None)
     shard = partial(fully_shard, mesh=mesh, mp_policy=policy)
     # With tp a unit returns a view, and torch warns that adding to it in place would go wrong. Nothing here does that.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
@@ -75,24 +75,15 @@ def apply_fsdp(
         # The last block's backward comes first: freed after the forward, it would be gathered again at once.
         is_kept = parallel.keep_last_block and name == last_block
         frees = reshard_after_forward and not is_kept
-        inner = [
-            fully_shard(router, mesh=mesh, mp_policy=router_policy, reshard_after_forward=frees)
-            for router in block.modules()
-            if isinstance(router, Router) and stage.model.router_dtype == "float32"
-        ]
-        placements = _placements_of_experts(block, ranks=(expert_mesh or mesh).size(-1))
-        if expert_mesh is not None:
-            inner += [
-                fully_shard(
-                    experts,
-                    mesh=expert_mesh,
-                    mp_policy=policy,
-                    reshard_after_forward=frees,
-                    shard_placement_fn=placements.get,
-                )
-                for experts in block.modules()
-                if isinstance(experts, Experts)
-            ]
+        inner: list[FSDPModule] = []
+        placements: dict[nn.Parameter, Shard] = {}
+        if stage.model.experts:
+            if stage.model.router_dtype == "float32":
+                inner += _shard_routers(block, partial(shard, reshard_after_forward=frees), policy)
+            placements = _placements_of_experts(block, ranks=(expert_mesh or mesh).size(-1))
+            if expert_mesh is not None:
+                shard_experts = partial(shard, mesh=expert_mesh, reshard_after_forward=frees)
+                inner += [shard_experts(experts, shard_placement_fn=placements.get) for experts in _experts(block)]
         outer = shard(block, reshard_after_forward=frees, shard_placement_fn=placements.get)
         units.append(Unit(outer, inner))
 
@@ -122,6 +113,23 @@ def apply_fsdp(
         _gather_last_block_after_loss(stage, units)
 
 
+def _shard_routers(
+    block: nn.Module, shard: Callable[..., FSDPModule], policy: MixedPrecisionPolicy
+) -> list[FSDPModule]:
+    """Make units of a block's routers, gathered in float32: last digits decide which experts a token uses."""
+    from torchllm.models.experts import Router
+
+    in_float32 = replace(policy, param_dtype=None)
+    return [shard(module, mp_policy=in_float32) for module in block.modules() if isinstance(module, Router)]
+
+
+def _experts(block: nn.Module) -> list["Experts"]:
+    """Return the stacked experts of a block."""
+    from torchllm.models.experts import Experts
+
+    return [module for module in block.modules() if isinstance(module, Experts)]
+
+
 def _placements_of_experts(block: nn.Module, ranks: int) -> dict[nn.Parameter, Shard]:
     """Return the sharding of a block's stacked experts, for parameters not sharded by expert (dimension 0).
 
@@ -129,11 +137,10 @@ def _placements_of_experts(block: nn.Module, ranks: int) -> dict[nn.Parameter, S
     not shard.
     """
     placements: dict[nn.Parameter, Shard] = {}
-    for module in block.modules():
-        if isinstance(module, Experts):
-            (count, hidden, _), _ = local_region(module.down_proj)
-            if count % ranks and hidden % ranks == 0:
-                placements |= {module.gate_proj: Shard(2), module.up_proj: Shard(2), module.down_proj: Shard(1)}
+    for experts in _experts(block):
+        (count, hidden, _), _ = local_region(experts.down_proj)
+        if count % ranks and hidden % ranks == 0:
+            placements |= {experts.gate_proj: Shard(2), experts.up_proj: Shard(2), experts.down_proj: Shard(1)}
     return placements
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchllm.config import Parallel
+from torchllm.data.packing import SequencePieces
 from torchllm.runtime.torch_compat import flatten_mesh, forget_meshes, join_meshes, unflatten_mesh
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -204,3 +205,14 @@ def _new_mesh(parallel: Parallel, device: torch.device) -> Mesh:
         data_rank=world.get_local_rank("dp_replicate") * shard + world.get_local_rank("dp_shard"),
         data_size=replicate * shard,
     )
+
+
+def sequence_pieces(mesh: Mesh) -> SequencePieces:
+    """Return the part of each sequence that this rank reads and trains on.
+
+    Under "ring" rank r of n has pieces r and 2 n - 1 - r of 2 n, so that all ranks have the same work.
+    """
+    rank, ranks = mesh.cp.get_local_rank(), mesh.cp.size()
+    if ranks > 1 and mesh.cp_method == "ring":
+        return SequencePieces(2 * ranks, (rank, 2 * ranks - 1 - rank))
+    return SequencePieces(ranks, (rank,))

@@ -8,24 +8,21 @@ First the model is cut into pipeline stages. Then, to each stage:
   recompute          wraps modules that both have changed
   compile            sees the recomputation
   FSDP               outermost, so that its gathers stay out of the compiled graphs
+
+A technique is imported by the runs that use it.
 """
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
-from torchllm.config import Compile, Float8, Parallel, Recompute
+from torchllm.config import Compile, Float8, Parallel, Recompute, Training
 from torchllm.config.applied_keys import applied
 from torchllm.models.decoder import Decoder
-from torchllm.parallel.compile import apply_compile, must_recompute_outside
-from torchllm.parallel.context import apply_context_parallel
-from torchllm.parallel.expert import apply_expert_parallel
-from torchllm.parallel.float8 import apply_float8
+from torchllm.parallel.forward_backward import ForwardBackward, OneStage
 from torchllm.parallel.fsdp import apply_fsdp, effective_zero_stage
 from torchllm.parallel.mesh import Mesh
-from torchllm.parallel.pipeline import apply_scatter_gather, split_into_stages
-from torchllm.parallel.recompute import apply_recompute
-from torchllm.parallel.tensor import apply_tensor_parallel
 
 log = logging.getLogger(__name__)
 
@@ -48,34 +45,52 @@ def parallelize(
     applied("recompute", recompute)
     applied("compile", compile)
     applied("float8", float8)
-    stages = split_into_stages(model, mesh.pp, parallel, sequence_length)
+    stages = [model]
+    if parallel.pp > 1:
+        from torchllm.parallel.pipeline import split_into_stages
+
+        stages = split_into_stages(model, mesh.pp, parallel, sequence_length)
     layers = model.model.layers
     for stage in stages:
         log_layout = log.info if stage is stages[0] else log.debug
         if float8.is_on:
+            from torchllm.parallel.float8 import apply_float8
+
             shards_weights = mesh.fsdp.size(mesh.fsdp.ndim - 1) > 1 and parallel.tp == 1
             apply_float8(stage, float8, dtype, mesh.world.device_type, shards_weights)
             log_layout("float8 %s products in the blocks", float8.recipe)
 
         if mesh.ep is not None:
+            from torchllm.parallel.expert import apply_expert_parallel
+
             apply_expert_parallel(stage, mesh.ep)
             log_layout("expert parallel over %d ranks", parallel.ep)
 
         if parallel.tp > 1:
+            from torchllm.parallel.tensor import apply_tensor_parallel
+
             apply_tensor_parallel(stage, mesh.tp, parallel.sequence_parallel, shares_experts=mesh.ep is not None)
             log_layout("tensor parallel over %d ranks, sequence parallel %s", parallel.tp, parallel.sequence_parallel)
             if parallel.scatter_gather and not parallel.sequence_parallel:
+                from torchllm.parallel.pipeline import apply_scatter_gather
+
                 apply_scatter_gather(stage, mesh.tp)
 
         if parallel.cp > 1:
+            from torchllm.parallel.context import apply_context_parallel
+
             apply_context_parallel(stage, mesh.cp, parallel.cp_method, dtype)
             log_layout("context parallel over %d ranks, %s", parallel.cp, parallel.cp_method)
 
         if recompute.mode != "none":
+            from torchllm.parallel.recompute import apply_recompute
+
             apply_recompute(stage, recompute, layers, compiles_blocks=compile.block is True)
             log_layout("recompute %s", recompute.mode)
 
         if compile.compiles_anything:
+            from torchllm.parallel.compile import apply_compile, must_recompute_outside
+
             apply_compile(stage, compile, must_recompute_outside(recompute, stage.model, mesh.tp))
             log_layout("compile norm %s, block %s, loss %s", compile.norm, compile.block is True, compile.loss is True)
 
@@ -84,3 +99,14 @@ def parallelize(
             apply_fsdp(stage, mesh.fsdp, parallel, dtype, mesh.expert_fsdp)
             log_layout("FSDP, ZeRO stage %d, over %s", effective_zero_stage(parallel), mesh.describe())
     return stages
+
+
+def build_forward_backward(
+    stages: Sequence[Decoder], mesh: Mesh, parallel: Parallel, training: Training, dtype: torch.dtype
+) -> ForwardBackward:
+    """Return the plain forward and backward, or the pipelined one. dtype: of the hidden states that are sent."""
+    if mesh.pp.size() == 1:
+        return OneStage(stages, parallel)
+    from torchllm.parallel.pipeline import Pipeline
+
+    return Pipeline(stages, mesh, parallel, training, dtype)

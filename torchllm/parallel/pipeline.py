@@ -14,15 +14,12 @@ the end of the step, in any case. Until then they are whole, in float32, which t
 
 References: 1F1B and interleaved stages, Narayanan et al. 2021; GPipe, Huang et al. 2019; looped breadth-first,
 Lamy-Poirier 2023; zero bubble, Qi et al. 2024; DualPipe, DeepSeek-AI 2024.
-
-`TrainStep` knows only `ForwardBackward`: micro batches and a scale in, the scaled loss out, gradients in the
-parameters. So the step and the recipes need no `if` on the pipeline.
 """
 
 import copy
 import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,68 +33,14 @@ from torchllm.data.batch import Batch
 from torchllm.facts.flops import recomputes_logits
 from torchllm.facts.stages import balanced_split, stage_of_rank
 from torchllm.models.decoder import Decoder
-from torchllm.parallel.fsdp import begin_micro_batch, effective_zero_stage, free_after_backward
+from torchllm.parallel.forward_backward import forward_stage
+from torchllm.parallel.fsdp import effective_zero_stage, free_after_backward
 from torchllm.parallel.mesh import Mesh
 from torchllm.parallel.weight_gradients import WeightGradients
 from torchllm.runtime.heartbeat import beat
-from torchllm.runtime.torch_compat import ConnectedStage, standard_strides
+from torchllm.runtime.torch_pipeline import ConnectedStage, standard_strides
 
 log = logging.getLogger(__name__)
-
-
-class ForwardBackward(Protocol):
-    """Runs the forwards and backwards of one step on this rank."""
-
-    stages: Sequence[Decoder]
-
-    def __call__(self, batches: Sequence[Batch], scale: Tensor) -> Tensor:
-        """Add the gradients of scale x loss sum; returns scale x loss sum of this rank's batches, float32 ().
-
-        A rank without the last stage returns 0.
-        """
-
-    def loss_sum(self, batch: Batch) -> Tensor:
-        """Return the loss sum of one batch, float32 (), without gradients; 0 on a rank without the last stage."""
-
-
-def build_forward_backward(
-    stages: Sequence[Decoder], mesh: Mesh, parallel: Parallel, training: Training, dtype: torch.dtype
-) -> ForwardBackward:
-    """Return the plain forward and backward, or the pipelined one. dtype: of the hidden states that are sent."""
-    if mesh.pp.size() == 1:
-        return OneStage(stages, parallel)
-    return Pipeline(stages, mesh, parallel, training, dtype)
-
-
-class OneStage:
-    """Runs every micro batch in turn through the whole model."""
-
-    def __init__(self, stages: Sequence[Decoder], parallel: Parallel) -> None:
-        self.stages = stages
-        self.zero_stage = effective_zero_stage(parallel)
-
-    def __call__(self, batches: Sequence[Batch], scale: Tensor) -> Tensor:
-        """See `ForwardBackward`."""
-        (model,) = self.stages
-        losses = []
-        for index, batch in enumerate(batches):
-            beat("micro batch")
-            begin_micro_batch(self.stages, self.zero_stage, last=index == len(batches) - 1)
-            loss = _run(model, batch.tokens, batch) * scale
-            loss.backward()
-            losses.append(loss.detach())
-        return torch.stack(losses).sum()
-
-    @torch.no_grad()
-    def loss_sum(self, batch: Batch) -> Tensor:
-        """See `ForwardBackward`."""
-        (model,) = self.stages
-        return _run(model, batch.tokens, batch)
-
-
-def _run(stage: Decoder, x: Tensor, batch: Batch) -> Tensor:
-    """Run a stage on tokens (B, S), or on the hidden states (B, S, D) of the stage before it."""
-    return stage(x, batch.positions, batch.document_ids, batch.labels, batch.document_limit)
 
 
 def split_into_stages(model: Decoder, mesh: DeviceMesh, parallel: Parallel, sequence_length: int) -> list[Decoder]:
@@ -105,8 +48,6 @@ def split_into_stages(model: Decoder, mesh: DeviceMesh, parallel: Parallel, sequ
 
     mesh: one dimension, the pp ranks.
     """
-    if parallel.pp == 1:
-        return [model]
     blocks = balanced_split(model.model, parallel, sequence_length)
     log.info("pipeline %s, %d stages of %s blocks", parallel.schedule, len(blocks), "+".join(map(str, blocks)))
     return [_cut_stage(model, index, blocks) for index in stage_of_rank(parallel, mesh.get_local_rank())]
@@ -275,7 +216,7 @@ class Pipeline:
             if index > 0 and self.rank_of[index - 1] != own_rank:
                 hidden = self._hidden_states()
                 dist.recv(hidden, group=self.group, group_src=self.rank_of[index - 1])
-            hidden = _run(stages[index], hidden, batch)
+            hidden = forward_stage(stages[index], hidden, batch)
             if index == self.last:
                 loss = hidden
             elif self.rank_of[index + 1] != own_rank:

@@ -1,14 +1,12 @@
 """Every private torch name that the library uses, and every difference between torch 2.11 and 2.15, with its reason.
 
-Private names that only one file needs may stay there: `PRIVATE` in tests/test_architecture.py lists them with reasons.
-`tests/runtime/test_torch_compat.py` has a test for each name in this file, which fails when torch moves it.
+Those of pipelines, and of the profiler and flight recorder, which few runs load, are in `torch_pipeline.py` and
+`torch_records.py`. Private names that only one file needs may stay there: `PRIVATE` in tests/test_architecture.py lists
+them with reasons. `tests/runtime/test_torch_compat.py` has a test for each name, which fails when torch moves it.
 """
 
 import inspect
-import pickle
-from collections.abc import Container
-from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,17 +14,13 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, _redistribute
 from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.varlen import varlen_attn
-from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Re-exported, since they have no public path:
@@ -36,43 +30,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "PROFILER_MARKS",
     "VARLEN_ATTENTION",
-    "ConnectedStage",
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
     "all_to_all",
-    "allocations",
     "begin_all_to_all",
-    "break_profile_cycle",
     "checkpoint_wrapper",
     "chosen_attention",
     "dump_memory",
     "end_all_to_all",
     "flatten_mesh",
-    "flight_records",
     "foreach_multiply",
     "foreach_norm",
     "forget_meshes",
     "free_gather_buffer",
-    "group_progress",
     "group_with_name",
     "join_meshes",
-    "limit_groups",
     "local_region",
-    "profiled_events",
     "reads_found_inf",
-    "skip_pipeline_vote",
-    "standard_strides",
     "storage_info",
     "unflatten_mesh",
     "varlen_attention",
 ]
-
-DUMP_FLIGHT_RECORDER = [getattr(c10d, name) for name in ("_dump_fr_trace", "_dump_nccl_trace") if hasattr(c10d, name)]
-"""functions that dump a flight recorder, pickled; there is one for NCCL and one for all other backends.
-
-FOOTGUN: `_dump_fr_trace` omits NCCL's records, and `_dump_nccl_trace` exists only in a torch with NCCL.
-"""
 
 PROFILER_MARKS = (
     torch.ops.profiler._record_function_enter_new.default,
@@ -139,6 +118,8 @@ def forget_meshes() -> None:
     Private: the caches look up results by a mesh's ranks and names, and return tensors on the mesh of the first call.
     After its groups are destroyed, the next collective fails. The caches also keep the groups' threads alive.
     """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # few runs build a second mesh
+
     _clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()
     MeshTopoInfo.build_from_mesh.cache_clear()
@@ -162,6 +143,8 @@ def storage_info(file: str, offset: int, length: int) -> Any:
 
     Private: torch has no public names for the parts of `.metadata`.
     """
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # 80 modules
+
     return _StorageInfo(file, offset, length)
 
 
@@ -224,226 +207,9 @@ def chosen_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> st
     return SDPBackend(number).name.partition("_")[0].lower()
 
 
-class ConnectedStage(PipelineStage):
-    """A stage of a pipeline, which is connected to the stages on other ranks before the first step.
-
-    Private: torch 2.11 also connects a stage to a neighbour on the same rank, as V-shaped schedules have, and gloo
-    aborts a process that sends to itself. Later versions do not call this.
-    """
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        messages = super()._get_init_p2p_neighbors_ops()
-        return [message for message in messages if message.group_peer != self.group_rank]
-
-
-def standard_strides(x: Tensor) -> Tensor:
-    """Return a view of a contiguous tensor with the strides of a new tensor of its shape.
-
-    The stride of a dimension of size 1 is arbitrary, and a slice has another one there than a new tensor. Pipeline
-    stages in torch 2.11 refuse to send it; later versions do not compare strides.
-    """
-    return x.flatten().view(x.shape)
-
-
-def skip_pipeline_vote(schedule: Any) -> None:
-    """Let a pipeline schedule start its first step without exchanging whether the shapes of stages are static.
-
-    Private: all stages of this library have static shapes, but torch 2.13 has no setting for it, and fake tensors have
-    no answer to read. torch 2.11 has no such exchange, torch 2.15 skips it for fake ranks.
-    """
-
-    def all_static(stages: Any, *_: Any) -> None:
-        from torch.distributed.pipelining._utils import InferenceMode
-
-        for stage in stages:
-            stage._inference_mode = InferenceMode.STATIC
-
-    if hasattr(schedule, "_warmup_p2p"):
-        schedule._warmup_p2p = all_static
-
-
-class ProfiledEvent(NamedTuple):
-    """An operator, kernel or annotation that the profiler recorded; times in nanoseconds since 1970."""
-
-    name: str
-    start: int
-    end: int
-    thread: int
-    """id of the thread that started it"""
-    annotation: bool
-    """a named part of the program (`record_function`), not an operator"""
-    backward: bool
-    """a node of autograd's graph, which contains its operators"""
-    asynchronous: bool
-    """runs in the background of the thread that started it, as gloo's collectives do"""
-    kernel: bool
-    """runs on the GPU"""
-    launched: int
-    """for a kernel, the time of its launch on the host; else `start`"""
-
-
-def profiled_events(profiler: profile) -> list[ProfiledEvent]:
-    """Return the records of a stopped profiler, unordered.
-
-    Private: the public `profiler.events()` builds a tree of them with their memory, which takes ten times as long as a
-    small step.
-    """
-    raw_events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]  # None before it has run
-    # The ids of operators are torch's, the ids of cudaLaunchKernel etc. are CUPTI's: both count from 1. A kernel
-    # is linked to its operator, which itself is linked to nothing; torch's own parser makes the same distinction.
-    launched = {}
-    for event in raw_events:
-        if not _on_gpu(event) and event.linked_correlation_id() == 0:
-            launched[event.correlation_id()] = event.start_ns()
-    events = []
-    for event in raw_events:
-        start, on_gpu = event.start_ns(), _on_gpu(event)
-        if on_gpu and event.is_user_annotation():
-            continue  # the host's annotation once more, on the GPU's time line
-        events.append(
-            ProfiledEvent(
-                name=event.name(),
-                start=start,
-                end=start + event.duration_ns(),
-                thread=event.start_thread_id(),
-                annotation=event.is_user_annotation(),
-                backward=event.scope() == BACKWARD_SCOPE,
-                asynchronous=event.is_async(),
-                kernel=on_gpu,
-                launched=launched.get(event.linked_correlation_id(), start) if on_gpu else start,
-            )
-        )
-    return events
-
-
-def allocations(profiler: profile) -> list[int]:
-    """Return the bytes of torch's allocations of host memory, and of its frees as negative numbers, in order.
-
-    profiler: stopped, with `profile_memory=True`. Private: the public `profiler.events()` sums the memory of each
-    operator, which hides a peak inside it.
-    """
-    raw_events: list[Any] = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]  # None before it has run
-    changes = [event for event in raw_events if event.name() == "[memory]" and not _on_gpu(event)]
-    return [event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())]
-
-
-def break_profile_cycle(profiler: profile) -> None:
-    """Break the reference cycle of a stopped profile, so that it is freed with its last reference; it cannot restart.
-
-    Private: torch does not document `action_map`, which holds methods of the profile and so makes it a reference cycle.
-    A run collects cycles rarely, and a profile holds 1.4 KiB per event.
-    """
-    profiler.action_map.clear()
-
-
-BACKWARD_SCOPE = 1
-"""RecordScope::BACKWARD_FUNCTION in torch's C++"""
-
-
-def _on_gpu(event: Any) -> bool:
-    return event.device_type().name != "CPU"
-
-
-class FlightRecord(NamedTuple):
-    """A collective or message that this rank has started, from torch's flight recorder."""
-
-    number: int
-    """number of the record on this rank"""
-    group: str
-    """torch's name of the process group"""
-    name: str
-    """backend and operation: gloo:all_reduce"""
-    sequence: int
-    """number of the collective in its group, the same on all of its ranks; 0 for a message"""
-    created: int
-    """when it began, in nanoseconds since 1970"""
-    done: bool
-    where: str
-    """file:line of the caller, the innermost outside torch; empty if not requested"""
-
-
-def flight_records(since: int = 0, places: bool = False) -> list[FlightRecord]:
-    """Return the records of this rank after `since`, in nanoseconds since 1970, oldest first.
-
-    The recorder keeps the last TORCH_FR_BUFFER_SIZE records. `places`: also find the caller of each, slower.
-    Private: torch documents the flight recorder and the tool that reads its files, but not this call, nor the keys.
-    """
-    records = []
-    for dump in DUMP_FLIGHT_RECORDER:
-        for entry in pickle.loads(dump(True, places, False)).get("entries", []):
-            if entry["time_created_ns"] > since:
-                record = FlightRecord(
-                    number=entry["record_id"],
-                    group=entry["process_group"][0],
-                    name=entry["profiling_name"],
-                    sequence=0 if entry["is_p2p"] else entry["collective_seq_id"],
-                    created=entry["time_created_ns"],
-                    done=entry["retired"],
-                    where=_innermost_outside_torch(entry.get("frames", [])),
-                )
-                records.append(record)
-    return records
-
-
-def _innermost_outside_torch(frames: list[dict[str, Any]]) -> str:
-    """Return file:line of the innermost frame outside torch; empty if there is none. frames: innermost first."""
-    for frame in frames:
-        if "/torch/" not in frame["filename"]:
-            return f"{frame['filename']}:{frame['line']}"
-    return ""
-
-
-class GroupProgress(NamedTuple):
-    """Progress of a process group, in collectives of this rank."""
-
-    enqueued: int
-    """number of the last started collective"""
-    completed: int
-    """number of the last finished collective"""
-
-
-def group_progress() -> dict[str, GroupProgress]:
-    """Return the progress of each process group of this rank; takes microseconds. Private: as `flight_records`.
-
-    FOOTGUN: if two collectives end together, the earlier one may be recorded last, and so seem to be the last finished.
-    Gloo neither counts nor records messages (`send`, `recv`).
-    """
-    progress = {}
-    for recorder, dump in enumerate(DUMP_FLIGHT_RECORDER):
-        for group, status in pickle.loads(dump(False, False, False)).get("pg_status", {}).items():
-            counts = GroupProgress(status["last_enqueued_collective"], status["last_completed_collective"])
-            progress[f"{recorder}/{group}"] = counts
-    return progress
-
-
 def group_with_name(name: str) -> dist.ProcessGroup:
     """Return the process group with this name. Private: torch has no public way from the name to the group."""
     return c10d._resolve_process_group(name)  # type: ignore[arg-type]  # torch's GroupName is a str
-
-
-class LimitedGroup(NamedTuple):
-    """A process group of this rank."""
-
-    ranks: list[int]
-    description: str
-    """group_desc of `dist.new_group`"""
-
-
-def limit_groups(seconds: float, limited: Container[str]) -> dict[str, LimitedGroup]:
-    """Set the timeout of every process group whose name is not in `limited`; return these groups by name.
-
-    Private: torch lists no groups, and before 2.14 has no public name for the setting. The groups of a mesh accept no
-    timeout; they get torch's default, 10 min with NCCL and 30 min with gloo. Gloo's messages (`send`, `recv`) keep
-    the default, as does the first operation of a group that connects its ranks lazily (`TORCH_GLOO_LAZY_INIT`): a rank
-    whose peer never comes waits for the connection.
-    """
-    set_timeout = dist.set_timeout if hasattr(dist, "set_timeout") else dist.distributed_c10d._set_pg_timeout
-    groups: dict[str, LimitedGroup] = {}
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group.group_name not in limited:
-            set_timeout(timedelta(seconds=seconds), group)
-            groups[group.group_name] = LimitedGroup(dist.get_process_group_ranks(group), group.group_desc)
-    return groups
 
 
 def dump_memory(file: str) -> None:

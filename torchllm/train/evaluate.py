@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torchllm.config.applied_keys import refuse_evaluation_of_weights
 from torchllm.data.batch import Batch
 from torchllm.models.head import IGNORED
+from torchllm.parallel.forward_backward import ForwardBackward
 from torchllm.parallel.fsdp import fsdp_modules
 from torchllm.parallel.mesh import Mesh
-from torchllm.parallel.pipeline import ForwardBackward
 from torchllm.runtime.heartbeat import beat, during
 
 

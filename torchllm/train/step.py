@@ -17,8 +17,8 @@ from torchllm.optim.expert_balance import ExpertBalance, StepRouting
 from torchllm.optim.grad_norm import clip, grad_norm
 from torchllm.optim.optimizer import apply_if_finite
 from torchllm.optim.schedule import LearningRate
+from torchllm.parallel.forward_backward import ForwardBackward
 from torchllm.parallel.mesh import Mesh
-from torchllm.parallel.pipeline import ForwardBackward
 from torchllm.runtime.phase import phase
 
 

@@ -23,7 +23,7 @@ from torchllm.optim.grad_norm import gradients
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.expert import routed_experts
-from torchllm.parallel.pipeline import build_forward_backward
+from torchllm.parallel.parallelize import build_forward_backward
 from torchllm.tools.dry_run.replay import Traced
 from torchllm.tools.dry_run.trace import trace
 from torchllm.train.step import TrainStep

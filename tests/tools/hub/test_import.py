@@ -26,7 +26,7 @@ from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.initialize import initialize
 from torchllm.parallel.mesh import Mesh
-from torchllm.parallel.pipeline import build_forward_backward
+from torchllm.parallel.parallelize import build_forward_backward
 from torchllm.tools.hub import hf_reader
 from torchllm.tools.hub.files import find_hub_files, read_hub_config
 from torchllm.tools.hub.hf_reader import read_hub_weights

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from torchllm.runtime.heartbeat import Limit
-from torchllm.runtime.torch_compat import FlightRecord
+from torchllm.runtime.torch_records import FlightRecord
 from torchllm.tools.launch.hang_report import (
     ROOT,
     RankDump,

@@ -13,9 +13,9 @@ from recipes.benchmark.counting import lines_run
 from tests.parity import Settings, build, my_batches, tiny
 from tests.workers import run
 from torchllm.models.experts import Experts
-from torchllm.parallel.pipeline import build_forward_backward
+from torchllm.parallel.parallelize import build_forward_backward
 from torchllm.runtime.phase import MESSAGES, PREFIX, phase
-from torchllm.runtime.torch_compat import FlightRecord, ProfiledEvent, flight_records, profiled_events
+from torchllm.runtime.torch_records import FlightRecord, ProfiledEvent, flight_records, profiled_events
 from torchllm.tools.watch.breakdown import breakdown
 
 MS = 1_000_000

@@ -18,7 +18,7 @@ from tests.parity import CPU, build, my_batches, tiny
 from tests.workers import run
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
-from torchllm.parallel.pipeline import build_forward_backward
+from torchllm.parallel.parallelize import build_forward_backward
 from torchllm.runtime.phase import phase
 from torchllm.tools.watch import step_profiler
 from torchllm.tools.watch.step_profiler import CONFIRMATIONS, MAX_COST, ProfiledStep, StepProfiler

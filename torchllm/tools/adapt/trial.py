@@ -11,11 +11,9 @@ from torchllm.models.lora import apply_lora
 from torchllm.optim.average import WeightAverage
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
-from torchllm.parallel.context import sequence_pieces
 from torchllm.parallel.initialize import initialize
-from torchllm.parallel.mesh import Mesh
-from torchllm.parallel.parallelize import parallelize
-from torchllm.parallel.pipeline import build_forward_backward
+from torchllm.parallel.mesh import Mesh, sequence_pieces
+from torchllm.parallel.parallelize import build_forward_backward, parallelize
 from torchllm.runtime.device import compute_dtype
 from torchllm.runtime.process import Runtime
 from torchllm.train.step import TrainStep

@@ -31,11 +31,13 @@ from torchllm.optim.grad_norm import gradients
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.expert import split_evenly
+from torchllm.parallel.forward_backward import ForwardBackward
 from torchllm.parallel.initialize import materialize
 from torchllm.parallel.mesh import Mesh, build_mesh
-from torchllm.parallel.parallelize import parallelize
-from torchllm.parallel.pipeline import ForwardBackward, Pipeline, build_forward_backward
-from torchllm.runtime.torch_compat import FakeTensorMode, skip_pipeline_vote
+from torchllm.parallel.parallelize import build_forward_backward, parallelize
+from torchllm.parallel.pipeline import Pipeline
+from torchllm.runtime.torch_compat import FakeTensorMode
+from torchllm.runtime.torch_pipeline import skip_pipeline_vote
 from torchllm.tools.dry_run.fused_norm import use_fused_norms
 from torchllm.tools.dry_run.memory import memory_per_micro_batch, saved_by_forwards, spans
 from torchllm.tools.dry_run.replay import Traced, action_keys

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from torchllm.metrics.intervals import Stretch, difference, intersection, length, union
 from torchllm.parallel.mesh import AXIS_NAMES
 from torchllm.runtime.phase import MESSAGES, PREFIX
-from torchllm.runtime.torch_compat import FlightRecord, ProfiledEvent
+from torchllm.runtime.torch_records import FlightRecord, ProfiledEvent
 
 SHORT = 100_000
 """ns; a shorter gap between two operators of a CPU is Python's, no wait"""

@@ -1,0 +1,47 @@
+"""Private names of torch's pipelines, and differences between its versions; as `torch_compat.py`."""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+
+__all__ = ["ConnectedStage", "skip_pipeline_vote", "standard_strides"]
+
+
+class ConnectedStage(PipelineStage):
+    """A stage of a pipeline, which is connected to the stages on other ranks before the first step.
+
+    Private: torch 2.11 also connects a stage to a neighbour on the same rank, as V-shaped schedules have, and gloo
+    aborts a process that sends to itself. Later versions do not call this.
+    """
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        messages = super()._get_init_p2p_neighbors_ops()
+        return [message for message in messages if message.group_peer != self.group_rank]
+
+
+def standard_strides(x: Tensor) -> Tensor:
+    """Return a view of a contiguous tensor with the strides of a new tensor of its shape.
+
+    The stride of a dimension of size 1 is arbitrary, and a slice has another one there than a new tensor. Pipeline
+    stages in torch 2.11 refuse to send it; later versions do not compare strides.
+    """
+    return x.flatten().view(x.shape)
+
+
+def skip_pipeline_vote(schedule: Any) -> None:
+    """Let a pipeline schedule start its first step without exchanging whether the shapes of stages are static.
+
+    Private: all stages of this library have static shapes, but torch 2.13 has no setting for it, and fake tensors have
+    no answer to read. torch 2.11 has no such exchange, torch 2.15 skips it for fake ranks.
+    """
+
+    def all_static(stages: Any, *_: Any) -> None:
+        from torch.distributed.pipelining._utils import InferenceMode  # not in torch 2.11
+
+        for stage in stages:
+            stage._inference_mode = InferenceMode.STATIC
+
+    if hasattr(schedule, "_warmup_p2p"):
+        schedule._warmup_p2p = all_static
