@@ -23,6 +23,7 @@ from torchllm.runtime.torch_compat import local_region
 
 _CUT = 3.0  # in standard deviations
 _ELEMENTS_AT_A_TIME = 1 << 20  # bounds the temporary memory, a few times 8 bytes per element
+_ELEMENTS_IN_CACHE = 1 << 16  # the same on a CPU: the temporary tensors stay in a core's cache
 
 
 def initialize(stages: Sequence[Decoder], model: Model, device: torch.device, seed: int) -> None:
@@ -69,25 +70,20 @@ def fill(parameter: Tensor, name: str, model: Model, seed: int) -> None:
     if start == "residual":
         std = std / math.sqrt(2 * model.layers)
     key = key_of(seed, name)
-    flat = local.view(-1)
-    for first in range(0, len(flat), _ELEMENTS_AT_A_TIME):
-        part = flat[first : first + _ELEMENTS_AT_A_TIME]
-        here = torch.arange(len(part), device=local.device) + first
-        part.copy_(normal(_whole_index(here, shape, offset, parameter.shape), key).mul_(std))
-
-
-def _whole_index(here: Tensor, shape: Sequence[int], offset: Sequence[int], whole: Sequence[int]) -> Tensor:
-    """Return the row-major indices within a whole parameter of elements of a shard, by their indices in the shard.
-
-    here: int64 (N). shape, offset: of the shard, in each dimension. whole: shape of the parameter.
-    """
-    index = torch.zeros_like(here)
-    stride = 1
-    for size, first, whole_size in reversed(list(zip(shape, offset, whole, strict=True))):
-        index += (here % size + first) * stride
-        here = here // size
-        stride *= whole_size
-    return index
+    # Elements that follow each other in the shard do so in the whole, up to the end of the last dimension that is cut.
+    cut = max((i for i in range(len(shape)) if shape[i] != parameter.shape[i]), default=0)
+    run = math.prod(shape[cut:])
+    starts = torch.zeros(1, dtype=torch.int64, device=local.device)  # of the runs: indices in the whole parameter
+    for i, whole in enumerate(parameter.shape):
+        places = torch.arange(shape[i] if i < cut else 1, device=local.device) + offset[i]
+        starts = (starts[:, None] * whole + places).view(-1)
+    most = _ELEMENTS_IN_CACHE if local.device.type == "cpu" else _ELEMENTS_AT_A_TIME
+    rows = max(1, most // run)
+    for some_runs, some_starts in zip(local.view(-1, run).split(rows), starts.split(rows), strict=True):
+        for first in range(0, run, most):
+            part = some_runs[:, first : first + most]
+            index = some_starts[:, None] + torch.arange(first, first + part.shape[1], device=local.device)
+            part.copy_(normal(index, key).mul_(std))
 
 
 def key_of(seed: int, name: str) -> int:
@@ -97,14 +93,14 @@ def key_of(seed: int, name: str) -> int:
 
 
 def normal(index: Tensor, key: int) -> Tensor:
-    """Return the index-th standard normal numbers of the stream `key`, cut at +-3: int64 (N) -> float64 (N).
+    """Return the index-th standard normal numbers of the stream `key`, cut at +-3: int64 -> float64, of any shape.
 
     float64 throughout: a vectorised kernel may round an element differently depending on its position in the buffer,
     and the rounding to float32 afterwards hides such a last bit.
     """
     tail = 0.5 * math.erfc(_CUT / math.sqrt(2.0))  # probability of a number below -3
-    uniform = (_hash(index, key).to(torch.float64) + 0.5) * 2.0**-53
-    return torch.special.ndtri(tail + uniform * (1.0 - 2.0 * tail))
+    uniform = _hash(index, key).to(torch.float64).add_(0.5).mul_(2.0**-53)
+    return torch.special.ndtri(uniform.mul_(1.0 - 2.0 * tail).add_(tail))
 
 
 def _hash(index: Tensor, key: int) -> Tensor:
@@ -112,12 +108,12 @@ def _hash(index: Tensor, key: int) -> Tensor:
 
     The constants are SplitMix64's, as signed integers: int64 products wrap around as unsigned ones do.
     """
-    z = index * -0x61C8864680B583EB + key
-    z = (z ^ _shift(z, 30)) * -0x40A7B892E31B1A47
-    z = (z ^ _shift(z, 27)) * -0x6B2FB644ECCEEE15
-    return _shift(z ^ _shift(z, 31), 11)
+    z = (index * -0x61C8864680B583EB).add_(key)
+    z.bitwise_xor_(_shift(z, 30)).mul_(-0x40A7B892E31B1A47)
+    z.bitwise_xor_(_shift(z, 27)).mul_(-0x6B2FB644ECCEEE15)
+    return _shift(z.bitwise_xor_(_shift(z, 31)), 11)
 
 
 def _shift(z: Tensor, bits: int) -> Tensor:
     """Shift logically to the right; torch's own shift is arithmetic on int64."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
+    return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)
