@@ -41,19 +41,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchllm.config import Source
-from torchllm.config.inert import RAW_KINDS
+from torchllm.config.schema import RAW_KINDS
 from torchllm.data.corpus import Corpus
 from torchllm.data.corpus_header import HEADER, CorpusHeader
 from torchllm.data.error import DataError
 from torchllm.data.tokenizer import describe_documents, load_tokenizer
-from torchllm.runtime.cores import usable_cores
+from torchllm.runtime.host_limits import usable_cores
 from torchllm.runtime.signs_of_life import signs_of_life
 from torchllm.runtime.terminal import LogHandler
 from torchllm.tools.prepare.bad_records import check_not_empty
 from torchllm.tools.prepare.build import write_corpus
 from torchllm.tools.prepare.cache import plan_corpus
-from torchllm.tools.prepare.chat.write import untrained
-from torchllm.tools.prepare.counts import describe_counts, describe_unknown
+from torchllm.tools.prepare.counts import describe_counts, describe_unknown, untrained
 from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
 
 

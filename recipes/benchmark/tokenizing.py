@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchllm.config import Data, Source
 from torchllm.config.errors import UserError
-from torchllm.config.inert import RAW_KINDS
+from torchllm.config.schema import RAW_KINDS
 from torchllm.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from torchllm.data.tiktoken_tokenizer import TiktokenTokenizer
 from torchllm.runtime.process import Runtime

@@ -643,7 +643,7 @@ def test_rounded_shares_are_described() -> None:
 
 def test_the_standard_library_in_bytes_is_tokenized_once(tmp_path: Path) -> None:
     first = real(tmp_path, Source(), length=256)
-    with mock.patch("torchllm.tools.prepare.cache.write_corpus", side_effect=AssertionError):
+    with mock.patch("torchllm.tools.prepare.build.write_corpus", side_effect=AssertionError):
         second = real(tmp_path, Source(), length=256)
     assert first.state() == second.state()
     assert first._order._sizes[0] * 256 > 5e6

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from torchllm.runtime import cores
-from torchllm.runtime.cores import usable_cores
+from torchllm.runtime import host_limits
+from torchllm.runtime.host_limits import usable_cores
 
 pytestmark = pytest.mark.quick
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.quick
 def test_cores_are_those_of_the_host_or_of_a_quota(
     groups: str, files: dict[str, str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda pid: range(96))
+    monkeypatch.setattr(host_limits.os, "sched_getaffinity", lambda pid: range(96))
     for name, text in ({"proc/self/cgroup": groups} | {f"sys/fs/cgroup/{key}": files[key] for key in files}).items():
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)

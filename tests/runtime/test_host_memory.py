@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from torchllm.runtime.host_memory import host_memory_per_rank
+from torchllm.runtime.host_limits import host_memory_per_rank
 
 pytestmark = pytest.mark.quick
 

@@ -21,7 +21,7 @@ import pytest
 from tests.launched import PATIENCE, SCRIPT, Started, clean
 from tests.tiny_run import DEBUG, ROOT, SMALL, STEPS, curve, metrics, tensor_files
 from torchllm.config import load_config
-from torchllm.runtime.cores import usable_cores
+from torchllm.runtime.host_limits import usable_cores
 from torchllm.tools.launch.lease import DONE
 
 QUICK = ["--metrics.tensorboard=false", "--generate.after_training=false", "--data.workers=0"]

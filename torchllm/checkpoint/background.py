@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from torchllm.checkpoint.agreement import Group, first_problem, log_on_first
 from torchllm.checkpoint.state import Part
 from torchllm.config.schema import Switch
-from torchllm.runtime.host_memory import host_memory_per_rank
+from torchllm.runtime.host_limits import host_memory_per_rank
 
 SAVES_IN_BACKGROUND = "saves in the background"
 """description of a process group whose timeout is run.save_timeout, whatever the main thread is doing"""

@@ -14,14 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
-from torchllm.config.schema import Config, Source
+from torchllm.config.schema import IN_PLACE_KINDS, RAW_KINDS, Config, Source
 
 C = TypeVar("C", bound=Config)
-
-RAW_KINDS = ("stdlib", "text", "jsonl", "parquet", "hub")
-"""kinds of sources that are tokenized when the run starts"""
-IN_PLACE_KINDS = ("megatron", "llmc", "nanogpt", "mds")
-"""kinds of sources that are token files of other programs"""
 
 
 class IdleKey(NamedTuple):

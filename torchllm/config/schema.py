@@ -278,6 +278,12 @@ class Model:
         return self.experts > 0 and layer >= self.dense_layers
 
 
+RAW_KINDS = ("stdlib", "text", "jsonl", "parquet", "hub")
+"""kinds of sources that are tokenized when the run starts"""
+IN_PLACE_KINDS = ("megatron", "llmc", "nanogpt", "mds")
+"""kinds of sources that are token files of other programs"""
+
+
 @dataclass(frozen=True)
 class Source:
     """One source of text; several make a mixture."""

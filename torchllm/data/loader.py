@@ -19,14 +19,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchllm.config import Data, Finetune, Model, Source, Training, gradient_accumulation
 from torchllm.config.applied_keys import applied
-from torchllm.config.inert import RAW_KINDS
+from torchllm.config.schema import RAW_KINDS
 from torchllm.data.batch import Batch
 from torchllm.data.checked_file import DamagedFile
 from torchllm.data.corpus import Corpus, SequenceSource, Synthetic, close_shards
@@ -46,9 +46,11 @@ from torchllm.data.stages import (
     stages_from_state,
 )
 from torchllm.data.tokenizer import describe_documents, load_tokenizer
-from torchllm.data.verification import Verification
 from torchllm.runtime.parent import end_with_starter
 from torchllm.runtime.signs_of_life import show_progress
+
+if TYPE_CHECKING:
+    from torchllm.data.verification import Verification
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +96,7 @@ def build_loader(
 
 class _Opened(NamedTuple):
     sources: list[SequenceSource]
-    verification: Verification | None
+    verification: "Verification | None"
     """on the rank that prepares for its node"""
 
 
@@ -126,6 +128,8 @@ def _open_on_all_ranks(
         nonlocal verification
         sources.extend(_open(folders, data, _reader_settings(data, training, model, finetune)))
         if ranks.prepares:
+            from torchllm.data.verification import Verification  # a process per node verifies
+
             corpora = [source for source in sources if isinstance(source, Corpus)]
             verification = Verification(corpora, preparing_ranks.index(ranks.preparing_rank), len(preparing_ranks))
             verification.begin()
@@ -292,7 +296,7 @@ class TrainLoader:
         training: Training,
         seed: int,
         ranks: DataRanks,
-        verification: Verification | None = None,
+        verification: "Verification | None" = None,
         counts_epochs: bool = False,
         open_sources: OpenSources | None = None,
     ) -> None:

@@ -1,8 +1,7 @@
 """Opens the sources of data.sources: one reader per kind.
 
-Token corpora and random tokens are read here. A kind that has to be tokenized or described first is read by
-`torchllm/tools/prepare/readers.py`, which is imported by the first source of such a kind. Another kind is one line in
-`READERS`, and its name in the config's `Source.kind`.
+Token corpora and random tokens are read here. Readers of other kinds are in `torchllm/tools/prepare`, imported by the
+first source of such a kind. Another kind is one line in `READERS`, and its name in the config's `Source.kind`.
 """
 
 import importlib
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from torchllm.config import Data, Finetune, Source
-from torchllm.config.inert import IN_PLACE_KINDS, RAW_KINDS
+from torchllm.config.schema import IN_PLACE_KINDS, RAW_KINDS
 from torchllm.data.cache_root import cache_root
 from torchllm.data.corpus import Corpus, SequenceSource, Synthetic
 from torchllm.data.error import DataError
@@ -79,7 +78,7 @@ READERS = {
     "tokens": "torchllm.data.readers:TokensReader",
     "synthetic": "torchllm.data.readers:SyntheticReader",
     **dict.fromkeys(RAW_KINDS, "torchllm.tools.prepare.readers:RawReader"),
-    **dict.fromkeys(IN_PLACE_KINDS, "torchllm.tools.prepare.readers:InPlaceReader"),
+    **dict.fromkeys(IN_PLACE_KINDS, "torchllm.tools.prepare.in_place:InPlaceReader"),
 }
 """kind of a source -> module:class of its reader"""
 

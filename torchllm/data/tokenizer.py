@@ -4,11 +4,11 @@ A document is never trusted: text that looks like a special token ("<|end_of_tex
 """
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import tiktoken
 
 from torchllm.data.error import DataError
 from torchllm.data.tokenizer_protocol import BEGIN as BEGIN
@@ -18,6 +18,9 @@ from torchllm.data.tokenizer_protocol import Pattern as Pattern
 from torchllm.data.tokenizer_protocol import Tokenizer as Tokenizer
 from torchllm.data.tokenizer_protocol import decode_ids
 from torchllm.git_lfs import why_pointer
+
+if TYPE_CHECKING:
+    import tiktoken
 
 LARGEST_TOKENIZER = 1 << 30
 """bytes of a tokenizer's file"""
@@ -71,12 +74,6 @@ class ByteTokenizer:
     """The 256 bytes of UTF-8 and two special tokens."""
 
     def __init__(self) -> None:
-        self.encoding = tiktoken.Encoding(
-            name="bytes",
-            pat_str=r"(?s:.)",
-            mergeable_ranks={bytes([value]): value for value in range(256)},
-            special_tokens={BEGIN: 256, END: 257},
-        )
         self.name, self.vocab, self.end = "bytes", 258, 257
         self.begin: int | None = 256
         self.fingerprint = "bytes"
@@ -84,6 +81,18 @@ class ByteTokenizer:
         self.begins: Mapping[str, int | None] = {"bytes": self.begin}
         self.unknown: int | None = None
         self.notes: Sequence[str] = ()
+
+    @cached_property
+    def encoding(self) -> "tiktoken.Encoding":
+        """The same tokens in tiktoken, for decoding."""
+        import tiktoken
+
+        return tiktoken.Encoding(
+            name="bytes",
+            pat_str=r"(?s:.)",
+            mergeable_ranks={bytes([value]): value for value in range(256)},
+            special_tokens={BEGIN: 256, END: 257},
+        )
 
     def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
         """Return the bytes of each text: the same ids as the encoding's, without its search for merges."""

@@ -61,7 +61,7 @@ from torchllm.metrics.console import Console
 from torchllm.metrics.device import device_meter
 from torchllm.metrics.expert_load import ExpertLoads, LoadAlarm, pack, unpack
 from torchllm.metrics.sinks import Record, Sink
-from torchllm.runtime.cores import usable_cores
+from torchllm.runtime.host_limits import usable_cores
 from torchllm.runtime.phase import phase
 from torchllm.runtime.signs_of_life import signs_of_life
 from torchllm.runtime.tolerance import Tolerance
@@ -146,8 +146,8 @@ class Meter:
             self.spend("data", seconds)
 
     @contextmanager
-    def pause(self, cause: Literal["evaluate", "checkpoint"]) -> Iterator[None]:
-        """Return a context around an evaluation or a checkpoint, whose time is not the step's.
+    def pause(self, cause: Literal["evaluate", "checkpoint", "plan"]) -> Iterator[None]:
+        """Return a context around work whose time is not the step's.
 
         It waits for the device at both ends.
         """

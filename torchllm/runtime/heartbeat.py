@@ -38,6 +38,10 @@ _RECORD = struct.Struct("=5qd96s")
 """layout of a Beat; the last field holds its three texts"""
 
 
+GROUP_GRACE = 10.0
+"""seconds that the process groups' timeout is longer than all limits: a hang is found before torch ends the ranks"""
+
+
 class Limits(NamedTuple):
     """Seconds without a beat after which a rank counts as stuck."""
 

@@ -9,7 +9,7 @@ from importlib import metadata
 
 from torchllm import __version__
 from torchllm.resources import HOME
-from torchllm.runtime.cores import usable_cores
+from torchllm.runtime.host_limits import usable_cores
 
 PACKAGES = (
     "torchdata",

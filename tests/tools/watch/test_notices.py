@@ -15,7 +15,7 @@ def _events(folder: Path) -> list[str]:
     def call(*arguments: object) -> None:
         calls.append(" ".join(map(str, arguments)))
 
-    with mock.patch("torchllm.tools.watch.notices.call_on_event", call):
+    with mock.patch("torchllm.tools.launch.on_event.call_on_event", call):
         events = Events()
         monitor = monitor_of(folder, config, [events])
         for n, skipped in enumerate((0.0, 1.0, 1.0, 2.0)):

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from statistics import median
 
 from torchllm.config import Config
-from torchllm.facts.stages import stage_of_rank
 from torchllm.metrics.observer import Change, ObservedRun, Observer
 from torchllm.tools.watch.bottlenecks import (
     STARVED,
@@ -51,6 +50,8 @@ class Adaptation(Observer):
         self.data_wait_clock = DataWaitClock(run.runtime.host_group)
         self.stage_clock: StageClock | None = None
         if parallel.rebalance and mesh.pp.size() > 1:
+            from torchllm.facts.stages import stage_of_rank  # few runs have a pipeline
+
             indices = stage_of_rank(parallel, mesh.pp.get_local_rank())
             self.stage_clock = StageClock(run.stages, indices, run.runtime.device)
         self.step_seconds: deque[float] = deque(maxlen=TIMED_STEPS + 2)

@@ -19,9 +19,9 @@ from torchllm.config import Config, Parallel, gradient_accumulation
 from torchllm.facts.flops import recompute_interval
 from torchllm.facts.stages import balanced_split, stage_of_rank
 from torchllm.parallel.mesh import build_mesh
-from torchllm.runtime.cores import usable_cores
 from torchllm.runtime.device import compute_dtype
 from torchllm.runtime.error_report import report_errors
+from torchllm.runtime.host_limits import usable_cores
 from torchllm.runtime.signs_of_life import show_progress, signs_of_life
 from torchllm.tools.dry_run.replay import Key, ReplayedStep, Traced, action_keys, replay
 from torchllm.tools.dry_run.report import RankKind, Report, as_json, as_text

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from torchllm.checkpoint.manifest import CheckpointError, read_manifest, step_folders, step_of
 from torchllm.config import Config, Source
 from torchllm.config.errors import UserError
-from torchllm.config.inert import IN_PLACE_KINDS
 from torchllm.config.read import ConfigError, config_error
+from torchllm.config.schema import IN_PLACE_KINDS
 from torchllm.data.cache_root import cache_root
 from torchllm.data.error import DataError
 

@@ -5,9 +5,9 @@ a wait for a message, has made no progress for too long: run.timeout in a step, 
 run.save_timeout in a save (`heartbeat.Limits`). The first rank that finds one raises the alarm in the job's
 store. Then every rank publishes its dump there (`hang_report.RankDump`) and writes it, in full, to
 RUN/hang/TIME/rank_N.json. One rank, usually rank 0, draws the conclusion and logs it, once; then all ranks end their
-process. A rank that cannot reach the store ends alone. The timeouts of the process groups are `GRACE` seconds longer
-than all limits: a fallback for a job where no such thread runs any more. If all ranks are stuck in the same call, none
-of them finds a hang, but the launcher does (`rank_watch.py`).
+process. A rank that cannot reach the store ends alone. The timeouts of the process groups are `GROUP_GRACE` seconds
+longer than all limits: a fallback for a job where no such thread runs any more. If all ranks are stuck in the same
+call, none of them finds a hang, but the launcher does (`rank_watch.py`).
 
 One store serves all ranks. Therefore a rank asks for an alarm less often in a larger job, and the size of its dump
 grows with its groups, not with their ranks. One watch per node that asks for all ranks of the node would need
@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from torchllm.checkpoint.background import SAVES_IN_BACKGROUND
-from torchllm.runtime.heartbeat import Limit, heartbeat
+from torchllm.runtime.heartbeat import GROUP_GRACE, Limit, heartbeat
 from torchllm.runtime.torch_records import FlightRecord, GroupProgress, flight_records, group_progress, limit_groups
 from torchllm.tools.launch.hang_report import RankDump, describe_hang, read_dump, unfinished_records, write_slices
 from torchllm.tools.launch.on_event import call_on_event
@@ -45,8 +45,6 @@ TICK = 1.0
 """seconds between two looks"""
 PATIENCE = 3.0
 """seconds that the other ranks have to publish their dumps"""
-GRACE = 10.0
-"""seconds that the process groups' timeout is longer than all limits"""
 POLLS_PER_SECOND = 20_000
 """requests per second that all ranks together send to the store after an alarm; it answers 70,000 on two cores"""
 CHECKS_PER_SECOND = 4_000
@@ -158,7 +156,7 @@ class HangWatch:
         """Look once per `TICK` until `close` is called; end the process if this or another rank finds a hang."""
         next_check = time.monotonic()
         while not self.closed.wait(TICK):
-            for name, group in limit_groups(max(heartbeat().limits) + GRACE, self.group_ranks).items():
+            for name, group in limit_groups(max(heartbeat().limits) + GROUP_GRACE, self.group_ranks).items():
                 self.group_ranks[name] = write_slices(group.ranks)
                 if group.description == SAVES_IN_BACKGROUND:
                     self.background_groups.add(name)

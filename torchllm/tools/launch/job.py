@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchllm.config.errors import UserError
-from torchllm.runtime.cores import usable_cores
+from torchllm.runtime.host_limits import usable_cores
 from torchllm.tools.launch.compiler import count_gpus
 
 DEFAULT_PORT = 29500

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -25,19 +25,13 @@ from torchllm.config.errors import RefusedStart, UserError
 from torchllm.runtime.device import choose_device
 from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.exchange import broadcast_record
-from torchllm.runtime.heartbeat import Limits, beat, heartbeat
+from torchllm.runtime.heartbeat import GROUP_GRACE, Limits, beat, heartbeat
 from torchllm.runtime.parent import end_with_parent
 from torchllm.runtime.process import Hooks, Runtime, raise_first_error
 from torchllm.runtime.stop import StopRequests
 from torchllm.tools.launch import rank_notes
-from torchllm.tools.launch.compile_cache import choose_compile_cache
 from torchllm.tools.launch.descriptors import describe_low_limit, raise_descriptor_limit
-from torchllm.tools.launch.hang_watch import GRACE, HangWatch
-from torchllm.tools.launch.head import HeadAddress, NodeMissing, NodeWait, reach_head
 from torchllm.tools.launch.lease import DONE, Claim, check_owner, release_leases, take_or_inherit
-from torchllm.tools.launch.network import interface_towards
-from torchllm.tools.launch.numa import bind_near_gpu
-from torchllm.tools.launch.on_event import call_at_end, call_on_event
 from torchllm.tools.launch.same_start import refuse_different_starts
 from torchllm.tools.launch.store import (
     LOOPBACK,
@@ -47,6 +41,10 @@ from torchllm.tools.launch.store import (
     serve_loopback_store,
     serve_store,
 )
+
+if TYPE_CHECKING:
+    from torchllm.tools.launch.hang_watch import HangWatch
+    from torchllm.tools.launch.head import NodeWait
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +62,7 @@ class LaunchHooks(Hooks):
     folder: Path
     claim: Claim | None
     """proves that this job owns the run folder; rank 0's"""
-    hang_watch: HangWatch | None = None
+    hang_watch: "HangWatch | None" = None
     """None in a job of one rank, which waits for no other one: its launcher watches it"""
 
     def check_owner(self) -> None:
@@ -115,11 +113,13 @@ def start_runtime(run: Run, configs: Sequence[Config] = (), *, reads_only: bool 
     ownership = _Ownership()
     if rank == 0 and not reads_only:
         ownership = _own_folder(Path(run.folder))
-    timeout = timedelta(seconds=max(heart.limits) + GRACE)
+    timeout = timedelta(seconds=max(heart.limits) + GROUP_GRACE)
     store = _open_store(run, rank, timeout)
     _join_job(run, rank, world_size, store, timeout)
     _set_torch_up(run, device)
     if device.type == "cuda" or any(config.compile.compiles_anything for config in configs):
+        from torchllm.tools.launch.compile_cache import choose_compile_cache
+
         choose_compile_cache(Path(run.folder), world_size // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     hooks = LaunchHooks(rank, Path(run.folder), ownership.claim)
     runtime = Runtime(
@@ -143,8 +143,13 @@ def start_runtime(run: Run, configs: Sequence[Config] = (), *, reads_only: bool 
         blind, sighted = device_types.index("cpu"), device_types.index("cuda")
         raise UserError(f"rank {blind} sees no GPU but rank {sighted} does: fix rank {blind}'s node")
     applied("run.deterministic", run.deterministic)
-    bind_near_gpu(device)
+    if device.type == "cuda":
+        from torchllm.tools.launch.numa import bind_near_gpu
+
+        bind_near_gpu(device)
     if world_size > 1:
+        from torchllm.tools.launch.hang_watch import HangWatch
+
         first = rank - local_rank
         ranks_of_node = range(first, min(first + runtime.ranks_on_node, world_size))
         hooks.hang_watch = HangWatch(
@@ -164,9 +169,13 @@ def start_runtime(run: Run, configs: Sequence[Config] = (), *, reads_only: bool 
 
 def _call_on_restart_and_end(run: Run, folder: Path) -> None:
     """Call `run.on_event` if the launchers have started the job again, and at the end of one without run_train.sh."""
+    if not run.on_event:
+        return
+    from torchllm.tools.launch.on_event import call_at_end, call_on_event
+
     if is_restart():
         call_on_event(run.on_event, "restart", folder)
-    if run.on_event and LAUNCHED not in os.environ:  # run_train.sh sees the end of every job that it starts
+    if LAUNCHED not in os.environ:  # run_train.sh sees the end of every job that it starts
         atexit.register(call_at_end, run.on_event, folder)
 
 
@@ -202,8 +211,11 @@ def _join_job(run: Run, rank: int, world_size: int, store: Store, timeout: timed
         loopback = "lo" if sys.platform == "linux" else "lo0"
         # Also where a cluster's modules name another interface for all jobs: gloo asks for no password.
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
-    elif interface := interface_towards(os.environ.get("MASTER_ADDR", "")):  # NCCL finds its own
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    else:
+        from torchllm.tools.launch.network import interface_towards
+
+        if interface := interface_towards(os.environ.get("MASTER_ADDR", "")):  # NCCL finds its own
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     # On GPUs no group of the mesh can send a tensor on the host: ranks exchange metadata through the host group, the
     # only gloo group of a run that saves in the foreground.
     backend = "nccl" if torch.cuda.is_available() and run.device != "cpu" else "gloo"
@@ -226,6 +238,8 @@ def _open_store(run: Run, rank: int, timeout: timedelta) -> Store:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if has_launcher():
         return connect_store(address, port, timeout)
+    from torchllm.tools.launch.head import HeadAddress, NodeMissing, NodeWait, reach_head  # launchers wait otherwise
+
     speaks = os.environ.get("LOCAL_RANK", "0") == "0"
     wait = NodeWait(run.start_timeout, speaks=speaks)
     try:
@@ -246,7 +260,7 @@ def joined_key(rank: int) -> str:
     return f"joined/{rank}"
 
 
-def await_ranks(store: Store, world_size: int, wait: NodeWait) -> None:
+def await_ranks(store: Store, world_size: int, wait: "NodeWait") -> None:
     """Wait on rank 0 until all other ranks have joined. Raises NodeMissing that names the first that has not."""
     for rank in range(1, world_size):
         while not store.check([joined_key(rank)]):

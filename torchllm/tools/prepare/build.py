@@ -27,8 +27,7 @@ from torchllm.data.error import DataError
 from torchllm.runtime.heartbeat import beat
 from torchllm.runtime.parent import end_with_starter
 from torchllm.tools.prepare.bad_records import BadShare, check_not_empty
-from torchllm.tools.prepare.chat.sources import open_conversations
-from torchllm.tools.prepare.chat.write import ConversationWriter, untrained
+from torchllm.tools.prepare.counts import untrained
 from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
 from torchllm.tools.prepare.records import UNREADABLE
 from torchllm.tools.prepare.sources import RawSource, ShardRange, open_raw_source
@@ -82,6 +81,9 @@ def _write_shards_and_header(
         source = open_raw_source(plan.source, plan.files)
         writer = ShardWriter
     else:
+        from torchllm.tools.prepare.chat.sources import open_conversations
+        from torchllm.tools.prepare.chat.write import ConversationWriter
+
         source = open_conversations(plan.source, plan.files)
         writer = ConversationWriter
     shards = source.cut_shards(math.ceil(source.mib / shard_size_mib(source.mib, plan.shard_mib)) or 1)

@@ -15,10 +15,8 @@ from torchllm.data.corpus import Corpus
 from torchllm.data.corpus_header import HEADER, read_description
 from torchllm.data.error import DataError
 from torchllm.data.tokenizer import Tokenizer
-from torchllm.runtime.cores import usable_cores
+from torchllm.runtime.host_limits import usable_cores
 from torchllm.tools.prepare.bad_records import describe_earlier_loss
-from torchllm.tools.prepare.build import write_corpus
-from torchllm.tools.prepare.chat.plan import plan_chat
 from torchllm.tools.prepare.earlier_files import earlier_files
 from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
 from torchllm.tools.prepare.source_files import choose_files
@@ -56,6 +54,8 @@ def plan_corpus(
     if source.messages_key:
         if finetune is None:
             raise DataError(f"data.sources: {source.path!r} holds conversations: train on them by recipes/finetune.py")
+        from torchllm.tools.prepare.chat.plan import plan_chat  # with packages for templates
+
         chat = plan_chat(data.tokenizer, finetune, sequence_length, earlier)
     revision = ""
     if source.kind == "hub":
@@ -145,6 +145,8 @@ def prepare_cached(plan: CorpusPlan, data: Data) -> Path:
         log.warning("data.cache: %s; its source is tokenized again", damage)
     refuse_large_source(plan, data)
     tokenizer = TokenizerSpec(data.tokenizer, data.pattern, usable_cores())
+    from torchllm.tools.prepare.build import write_corpus  # of no use to a run whose corpora are cached
+
     write_corpus(plan, tokenizer, folder, max_bad_share=data.max_bad_share)
     return folder
 

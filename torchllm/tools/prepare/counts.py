@@ -58,6 +58,16 @@ def describe_lengths(counts: Mapping[str, int]) -> str:
     return f"{LENGTH}{', '.join(histogram)} tokens"
 
 
+def untrained(counts: Mapping[str, int]) -> str:
+    """Return why nothing of a corpus of conversations is trained; "" if something is, or it is a corpus of text."""
+    if not counts.get(UNTRAINED) or counts.get(TARGETS):
+        return ""
+    return (
+        f"nothing is trained of {counts[UNTRAINED]:,} examples ({describe_lengths(counts)}): their answers have "
+        "weight 0 or begin behind training.sequence_length. Raise it, or shorten the text before the answers"
+    )
+
+
 def describe_unknown(header: CorpusHeader) -> list[str]:
     """Return a line if a corpus has many tokens for text that the tokenizer does not know, or nothing."""
     share = unknown_share(header.counts, header.tokens)

@@ -22,9 +22,10 @@ import numpy as np
 from torchllm.config import Data, Source
 from torchllm.data.cache_root import cache_root
 from torchllm.data.checked_file import CorpusFile
-from torchllm.data.corpus import ShardStream
+from torchllm.data.corpus import SequenceSource, ShardStream
 from torchllm.data.error import DataError
 from torchllm.data.path_hint import describe_missing
+from torchllm.data.readers import ReaderSettings
 from torchllm.data.shard import SPLITS, Begins, Ids, Split, replacing
 from torchllm.tools.prepare.earlier_files import earlier_token_files
 from torchllm.tools.prepare.file_search import FoundFiles, find_files
@@ -295,3 +296,15 @@ class InPlaceCorpus(ShardStream):
         files = len(_files_of(self._pieces))
         train, held_out = self.tokens("train"), self.tokens("validation")
         return f"{files:,} files, {train:,} tokens to train on, {held_out:,} held out"
+
+
+class InPlaceReader:
+    """Reads token files of another program where they are, after describing them in the cache."""
+
+    def prepare(self, source: Source, settings: ReaderSettings, earlier: bool = False) -> str:
+        """See SourceReader: write the description if it is not cached."""
+        return str(describe_in_place(source, settings.data, settings.vocab, earlier))
+
+    def open(self, source: Source, folder: str, settings: ReaderSettings) -> SequenceSource:
+        """See SourceReader."""
+        return InPlaceCorpus(Path(folder), in_place_settings(source, settings.data), settings.vocab)

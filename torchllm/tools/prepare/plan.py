@@ -4,13 +4,15 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torchllm.config import Source
 from torchllm.data.corpus_header import FORMAT
 from torchllm.data.tokenizer import Pattern, Tokenizer, load_tokenizer
-from torchllm.tools.prepare.chat.plan import ChatPlan
 from torchllm.tools.prepare.source_files import SourceFile
+
+if TYPE_CHECKING:  # text has none
+    from torchllm.tools.prepare.chat.plan import ChatPlan
 
 _LATER_SOURCE_FIELDS = ("messages_key", "delimiter", "subset", "revision")
 """keys of a source that are in the hash only where they are set, as before they were added"""
@@ -33,7 +35,7 @@ class CorpusPlan:
     """approximate size of the part of the source that becomes a shard, in MiB; 0: see `build.shard_size_mib`"""
     revision: str = ""
     """of a folder that stands for a data set of the hub (see `sources.hub_folder_version`)"""
-    chat: ChatPlan | None = None
+    chat: "ChatPlan | None" = None
     """how conversations are written; None: the source is text"""
     held_out: int = 0
     """number of `files`, at the end, that are the validation split; 0: a share of the documents of all files is"""

@@ -17,10 +17,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from torchllm.metrics.intervals import Stretch, difference, intersection, length, union
 from torchllm.parallel.mesh import AXIS_NAMES
 from torchllm.runtime.phase import MESSAGES, PREFIX
 from torchllm.runtime.torch_records import FlightRecord, ProfiledEvent
+from torchllm.tools.watch.intervals import Stretch, difference, intersection, length, union
 
 SHORT = 100_000
 """ns; a shorter gap between two operators of a CPU is Python's, no wait"""

@@ -5,6 +5,7 @@
     data         waiting for a batch
     checkpoint   saving
     evaluate     evaluation
+    plan         predicting the MFU, beside which the first profiled step is logged
     rebuild      going on with another config (`torchllm/tools/adapt`)
     restart      between the end of one launch and the start of the next, unless the run was finished, and steps that
                  had to be done again

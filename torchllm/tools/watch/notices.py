@@ -6,8 +6,6 @@ from typing import Literal
 from torchllm.metrics.observer import ObservedRun, Observer
 from torchllm.metrics.sinks import Record
 from torchllm.runtime.device import compute_dtype
-from torchllm.tools.launch.on_event import call_on_event
-from torchllm.tools.prepare.counts import describe_counts, describe_unknown
 
 log = logging.getLogger("torchllm")
 
@@ -18,6 +16,10 @@ class Notices(Observer):
     def begin(self, run: ObservedRun) -> None:
         """See Observer."""
         for name, header in run.data.corpora().items():
+            if not header.counts:  # e.g. of text without unknown tokens
+                continue
+            from torchllm.tools.prepare.counts import describe_counts, describe_unknown
+
             for line in (*describe_counts(header.counts), *describe_unknown(header)):
                 log.info("%s: %s", name, line)
         if run.config.parallel.tp == 1:
@@ -52,4 +54,6 @@ class Events(Observer):
         self.skipped_steps, self.load_alarms = skipped, alarms
 
     def _call(self, event: Literal["nan", "imbalance"]) -> None:
+        from torchllm.tools.launch.on_event import call_on_event  # most runs end without an event
+
         call_on_event(self.run.config.run.on_event, event, self.run.runtime.folder)

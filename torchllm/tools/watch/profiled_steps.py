@@ -5,13 +5,15 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from shlex import quote
+from typing import TYPE_CHECKING
 
 from torchllm.config import Config
 from torchllm.metrics.observer import ObservedRun, Observer
 from torchllm.metrics.sinks import Record
 from torchllm.runtime.tolerance import Tolerance
-from torchllm.tools.watch.step_profiler import ProfiledStep, StepProfiler
-from torchllm.tools.watch.trace import TraceWriter, parse_steps
+
+if TYPE_CHECKING:
+    from torchllm.tools.watch.step_profiler import ProfiledStep, StepProfiler
 
 log = logging.getLogger("torchllm")
 
@@ -24,6 +26,7 @@ class ProfiledSteps(Observer):
 
     def __init__(self) -> None:
         self.slow_nodes: list[str] = []
+        self.profiler: StepProfiler | None = None
 
     def begin(self, run: ObservedRun) -> None:
         """See Observer."""
@@ -32,8 +35,12 @@ class ProfiledSteps(Observer):
         self.slow_nodes_file = run.runtime.folder / SLOW_NODES
         self.tolerance = Tolerance(str(self.slow_nodes_file))
         settings, runtime = run.config.metrics, run.runtime
-        profiles = settings.breakdown_interval > 0 or settings.profile_steps != ""
-        self.planned_mfu = planned_mfu(run.config) if runtime.is_main and profiles else None
+        self.profiler = None
+        if not settings.breakdown_interval and not settings.profile_steps:
+            return
+        from torchllm.tools.watch.step_profiler import StepProfiler
+        from torchllm.tools.watch.trace import TraceWriter, parse_steps
+
         traces = TraceWriter(runtime.folder, parse_steps(settings.profile_steps), runtime.rank)
         self.profiler = StepProfiler(
             settings.breakdown_interval, run.mesh, runtime.host_group, runtime.device, traces, run.start
@@ -42,18 +49,23 @@ class ProfiledSteps(Observer):
     @contextmanager
     def step(self, n: int) -> Iterator[None]:
         """See Observer."""
+        if self.profiler is None:
+            yield
+            return
         with self.profiler.step(n):
             yield
         if self.profiler.latest is not None:
             self.report(self.profiler.latest)
 
-    def report(self, profiled: ProfiledStep) -> None:
+    def report(self, profiled: "ProfiledStep") -> None:
         """Write the record of a profiled step; log the first, and every slow rank."""
         run, seconds = self.run, profiled.seconds
         parts: Record = {f"breakdown/{name}": part / seconds for name, part in profiled.parts.items()}
         run.meter.write(profiled.step, {"step": profiled.step} | parts)
         if not self.has_described_a_step and run.runtime.is_main:
-            log.info("%s", profiled.describe(run.meter.step_mfu(seconds), self.planned_mfu))
+            with run.meter.pause("plan"):  # the others wait for this rank, once
+                expected = planned_mfu(run.config)
+            log.info("%s", profiled.describe(run.meter.step_mfu(seconds), expected))
         self.has_described_a_step = True
         if profiled.slow is None:
             return
@@ -72,7 +84,7 @@ class ProfiledSteps(Observer):
 
 def planned_mfu(config: Config) -> float | None:
     """Return the MFU that the planner predicts; None where it does not know the machine, or some products (float8)."""
-    from torchllm.tools.planner.search.auto import planned  # large: on rank 0, before the first step
+    from torchllm.tools.planner.search.auto import planned  # 40 files: on rank 0, after the first profiled step
 
     prediction = None if config.float8.is_on else planned(config)
     return prediction.mfu if prediction else None

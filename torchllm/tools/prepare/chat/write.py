@@ -6,7 +6,7 @@ and n, as it is for text. Examples of one shard share sequences, and none is cut
 The header's `counts` count conversations by outcome; their keys are the names below.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -34,7 +34,6 @@ from torchllm.tools.prepare.counts import (
     TRUNCATED,
     UNTRAINED,
     WORDS,
-    describe_lengths,
 )
 from torchllm.tools.prepare.plan import CorpusPlan
 from torchllm.tools.prepare.records import TextRecord
@@ -141,13 +140,3 @@ def _length_class(length: int) -> int:
     while limit < length:
         limit *= 2
     return limit
-
-
-def untrained(counts: Mapping[str, int]) -> str:
-    """Return why nothing of a corpus of conversations is trained; "" if something is, or it is a corpus of text."""
-    if not counts.get(UNTRAINED) or counts.get(TARGETS):
-        return ""
-    return (
-        f"nothing is trained of {counts[UNTRAINED]:,} examples ({describe_lengths(counts)}): their answers have "
-        "weight 0 or begin behind training.sequence_length. Raise it, or shorten the text before the answers"
-    )

@@ -3,7 +3,7 @@
 import itertools
 import random
 
-from torchllm.metrics.intervals import Stretch, difference, intersection, length, union
+from torchllm.tools.watch.intervals import Stretch, difference, intersection, length, union
 
 
 def points(stretches: list[Stretch]) -> set[int]:
