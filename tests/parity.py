@@ -136,7 +136,7 @@ def _count_tokens(tokens: dict[Router, list[int]], router: Router, inputs: objec
 
 def _move_bias(router: Router, tokens: list[int], model: c.Model) -> None:
     """Move a router's bias, if it has one, after a step: Wang et al. 2024, algorithm 1."""
-    if router.bias is None:
+    if router.bias is None or not router.weight.requires_grad:
         return
     mean = sum(tokens) / len(tokens)
     for expert, count in enumerate(tokens):

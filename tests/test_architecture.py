@@ -375,5 +375,7 @@ def test_what_a_reader_has_to_read_does_not_grow() -> None:
     assert minimal.lines <= 8_450
     assert pretrain.files <= 130
     assert pretrain.lines <= 16_350
-    assert size_of(core_files()).lines <= 20_670  # with `data/iterable.py`, which no recipe here imports
+    assert (
+        size_of(core_files()).lines <= 20_850
+    )  # with data/iterable.py and {facts,models}/frozen.py, which no recipe here imports
     assert 5_000 < size_of(spine_files()).lines <= 6_500

@@ -18,7 +18,7 @@ from torchllm.facts.flops import (
     product_sizes,
     recompute_interval,
     recomputed_flops_per_token,
-    update_parameter_count,
+    trained_parameter_count,
 )
 from torchllm.models.decoder import build_model
 from torchllm.parallel.recompute import apply_recompute
@@ -264,7 +264,7 @@ def test_frozen_weights_need_no_gradients() -> None:
     """Of the operations of a weight a third is its gradient's."""
     lora = Lora(rank=4, targets=("q_proj", "down_proj"))
     trained = LLAMA.layers * 4 * (LLAMA.heads * LLAMA.head_width + LLAMA.hidden + LLAMA.hidden + LLAMA.ffn)
-    assert update_parameter_count(LLAMA, lora) == trained
+    assert trained_parameter_count(LLAMA, lora) == trained
     difference = flops_per_token(LLAMA, 64) - flops_per_token(LLAMA, 64, lora=lora)
     assert difference == 2 * parameter_count(LLAMA) - 6 * trained
-    assert update_parameter_count(LLAMA, Lora()) == 0
+    assert trained_parameter_count(LLAMA, Lora()) == parameter_count(LLAMA)

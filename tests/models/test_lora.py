@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from tests.parity import fill_updates, tiny
 from torchllm.config import Config, Lora
 from torchllm.config.errors import UserError
-from torchllm.facts.flops import target_shapes, update_parameter_count
+from torchllm.facts.flops import target_shapes, trained_parameter_count
 from torchllm.facts.parameters import canonical_name, is_low_rank_factor
 from torchllm.models.decoder import Decoder, build_model
-from torchllm.models.lora import LoRALinear, apply_lora, check_trained, has_low_rank_updates, merge_update
+from torchllm.models.frozen import check_trained
+from torchllm.models.lora import LoRALinear, apply_lora, has_low_rank_updates, merge_update
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.parallel.initialize import initialize
 
@@ -66,7 +67,9 @@ def test_only_the_updates_are_trained(targets: tuple[str, ...]) -> None:
         assert parameter.dtype == (torch.float32 if parameter.requires_grad else torch.bfloat16), name
     trained = {name: parameter for name, parameter in parameters(model).items() if parameter.requires_grad}
     assert {name.split(".")[3] for name in trained} == set(targets)
-    assert sum(parameter.numel() for parameter in trained.values()) == update_parameter_count(config.model, config.lora)
+    assert sum(parameter.numel() for parameter in trained.values()) == trained_parameter_count(
+        config.model, config.lora
+    )
     optimizer = build_optimizer([model], config.optimizer)
     assert set(optimizer.state) == set(trained.values())
 
@@ -79,14 +82,14 @@ def test_the_table_of_targets_has_the_shapes_of_the_model() -> None:
 
 def test_a_model_that_is_not_frozen_is_an_error() -> None:
     model = built(CONFIG, torch.bfloat16)
-    check_trained([model], CONFIG.lora)
+    check_trained([model], CONFIG.model, CONFIG.lora)
     plain = build_model(CONFIG.model)
-    check_trained([plain], replace(CONFIG.lora, rank=0))
+    check_trained([plain], CONFIG.model, replace(CONFIG.lora, rank=0))
     with pytest.raises(UserError, match=r"lora\.rank: is \d+, but embed_tokens\.weight is not frozen: call apply_lora"):
-        check_trained([plain], CONFIG.lora)
+        check_trained([plain], CONFIG.model, CONFIG.lora)
     model.norm.requires_grad_()  # no checkpoint would hold it
     with pytest.raises(UserError, match=r"norm\.weight is not frozen"):
-        check_trained([model], CONFIG.lora)
+        check_trained([model], CONFIG.model, CONFIG.lora)
 
 
 def test_factors_start_at_random_and_at_zero() -> None:

@@ -110,6 +110,7 @@ EVERYTHING = [  # that one run can have
     *("--training.on_nonfinite=skip", "--training.max_consecutive_nonfinite=5", "--recompute.k=2"),
     *("--checkpoint.keep=2", "--checkpoint.keep_every=2", "--checkpoint.asynchronous=true", "--checkpoint.resume=none"),
     *("--model.experts=4", "--model.router_bias=true", "--model.router_bias_rate=0.01", "--model.balance_loss=global"),
+    "--model.frozen=embed_tokens.*",
     *(*EMA, "--evaluate.ema=true"),
 ]
 

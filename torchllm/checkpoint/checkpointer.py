@@ -49,6 +49,7 @@ from torchllm.checkpoint.plan import SavePlan, agree_on_plan
 from torchllm.checkpoint.state import Part
 from torchllm.checkpoint.verify import check_files, newest_verified
 from torchllm.config.applied_keys import applied, saves_state
+from torchllm.config.changes import was_frozen
 from torchllm.config.environment import is_restart
 from torchllm.models.lora import has_low_rank_updates
 from torchllm.runtime.heartbeat import during
@@ -228,7 +229,14 @@ class Checkpointer:
         run_state.start_optimizer_state(self._optimizer)
         extra = run_state.parts_of(self._extra_state)
         stored_extra = {key: part for key, part in extra.items() if key in stored.index.tensors}
-        tensor_io.load_tensors(self._group, stored, self._model_parts() | random | stored_extra)
+        parts = self._model_parts()
+        for key in parts.keys() - stored.index.tensors.keys():
+            state = key.removeprefix(run_state.OPTIMIZER)
+            if state != key and was_frozen(manifest.record, state.rpartition(".")[0]):
+                parts.pop(key).local.zero_()  # as in a new run
+        frozen = run_state.frozen_state(self._stages)
+        left = {key for key in stored.index.tensors if key.startswith(frozen)}
+        tensor_io.load_tensors(self._group, stored, parts | random | stored_extra, left=left)
         self.missing_extra_state = [key.removeprefix(run_state.EXTRA) for key in extra if key not in stored_extra]
         self._history.is_whole[folder] = True
         run_state.fill_tied_copies(self._stages, self._optimizer)

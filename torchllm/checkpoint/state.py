@@ -30,6 +30,8 @@ from torchllm.runtime.torch_compat import local_region
 
 WEIGHTS = "model."
 """prefix of the weights' keys, before their canonical name"""
+OPTIMIZER = "optimizer."
+"""prefix of the keys of the optimizer's state, before the parameter's canonical name"""
 EXTRA = "extra."
 """prefix of the keys of optional state: the moving average, and state of a fork"""
 
@@ -115,10 +117,15 @@ def optimizer_tensors(stages: Sequence[nn.Module], optimizer: torch.optim.Optimi
             continue
         for entry, value in state.items():
             if isinstance(value, Tensor):
-                tensors[f"optimizer.{names[id(parameter)]}.{entry}"] = value
+                tensors[f"{OPTIMIZER}{names[id(parameter)]}.{entry}"] = value
             elif value is not None:  # SGD without momentum has a None
                 raise TypeError(f"optimizer state {entry!r} of {names[id(parameter)]} is not a tensor: {value!r}")
     return tensors
+
+
+def frozen_state(stages: Sequence[nn.Module]) -> tuple[str, ...]:
+    """Return the prefixes of keys of optimizer state that this rank's frozen parameters would have."""
+    return tuple(f"{OPTIMIZER}{name}." for name, tensor in _by_name(stages).items() if not tensor.requires_grad)
 
 
 def start_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
@@ -126,11 +133,11 @@ def start_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
     This takes a step with gradients of zero: call it before the weights are loaded.
     """
-    if optimizer.state:
+    if optimizer.state or not any(group["params"] for group in optimizer.param_groups):
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     optimizer.step()
     optimizer.zero_grad()
 

@@ -8,7 +8,7 @@ import hashlib
 import io
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -146,25 +146,26 @@ def load_tensors(
     *,
     prefix: str = "",
     cast: bool = False,
+    left: Collection[str] = (),
 ) -> None:
     """Fill `parts`: over all ranks, exactly the tensors of the checkpoint whose key begins with `prefix`.
 
-    Tensors of random generators and of a fork may be missing in `parts`. cast: round floating-point values to the dtype
-    of `parts` if it differs from the checkpoint, one tensor at a time.
+    Tensors of random generators and of a fork may be missing in `parts`, and keys in `left`. cast: round floating-point
+    values to the dtype of `parts` if it differs from the checkpoint, one tensor at a time.
 
     Raises CheckpointError on all ranks if keys, shapes or dtypes differ: then nothing is changed. Raises
     DamagedCheckpoint on all ranks if a piece that is read is damaged: then some parts are filled.
     """
-    _refuse_differences(group, stored, parts, prefix, cast)
+    _refuse_differences(group, stored, parts, prefix, cast, left)
     on_all(group, lambda: read_parts(stored, parts))
 
 
 def _refuse_differences(
-    group: Group, stored: StoredTensors, parts: Mapping[str, Part], prefix: str, cast: bool
+    group: Group, stored: StoredTensors, parts: Mapping[str, Part], prefix: str, cast: bool, left: Collection[str]
 ) -> None:
     """Raise CheckpointError on all ranks if their tensors do not match the checkpoint."""
     saved = {key: entry for key, entry in stored.index.tensors.items() if key.startswith(prefix)}
-    differences = _unused_keys(group, saved, parts) + _differences(saved, parts, cast)
+    differences = _unused_keys(group, saved, {*parts, *left}) + _differences(saved, parts, cast)
     if not any_rank(group, bool(differences)):
         return
     of_ranks = [differences[:LISTED]] * size_of(group)
@@ -175,10 +176,10 @@ def _refuse_differences(
     raise CheckpointError(f"{stored.folder} is of another model or optimizer; use its config:\n  {text}")
 
 
-def _unused_keys(group: Group, saved: Mapping[str, TensorEntry], parts: Mapping[str, Part]) -> list[str]:
+def _unused_keys(group: Group, saved: Mapping[str, TensorEntry], loaded_here: Collection[str]) -> list[str]:
     """Return a line for each key of the checkpoint that no rank loads but must."""
     keys = [key for key in saved if not key.startswith(("rng.", EXTRA))]
-    is_loaded = torch.tensor([key in parts for key in keys], dtype=torch.uint8)
+    is_loaded = torch.tensor([key in loaded_here for key in keys], dtype=torch.uint8)
     if group is not None:  # under pipeline parallelism a rank loads only its stages' tensors
         dist.all_reduce(is_loaded, op=dist.ReduceOp.MAX, group=group)
     lines = []

@@ -20,6 +20,7 @@ from torchllm.checkpoint.state import (
 )
 from torchllm.checkpoint.tensors import load_tensors, open_checkpoint
 from torchllm.checkpoint.verify import newest_verified
+from torchllm.config.changes import was_frozen
 from torchllm.optim.average import EMA
 
 AVERAGED_WEIGHTS = f"{EXTRA}{EMA}"
@@ -75,7 +76,11 @@ def load_weights(
     Raises, on all ranks, DamagedCheckpoint if a piece that is read is damaged, CheckpointError for another model.
     """
     stored = open_checkpoint(group, folder)
-    parts = {prefix + key.removeprefix(WEIGHTS): part for key, part in to_fill(stages).items()}
+    parts = {key.removeprefix(WEIGHTS): part for key, part in to_fill(stages).items()}
+    if prefix != WEIGHTS and stored.manifest.record.get("config", {}).get("model", {}).get("frozen"):
+        load_tensors(group, stored, {WEIGHTS + name: part for name, part in parts.items()}, prefix=WEIGHTS, cast=cast)
+        parts = {name: part for name, part in parts.items() if not was_frozen(stored.manifest.record, name)}
+    parts = {prefix + name: part for name, part in parts.items()}
     load_tensors(group, stored, parts, prefix=prefix, cast=cast)
     fill_tied_copies(stages)
     return stored.manifest

@@ -46,6 +46,7 @@ _HEALTH = "read_health(config.training, n, result, validation_loss).check() at e
 RULES = (
     Rule("run.dry_run", "dry_run(config) instead of training"),
     Rule("run.deterministic", "start_runtime(config.run, [config])"),
+    Rule("model.frozen", _BUILD),
     Rule("model.from_hf", _INITIAL),
     Rule("model.upcycle", _INITIAL),
     Rule("model.upcycle_noise", _INITIAL),

@@ -1,6 +1,7 @@
 """Compare a run's config with the config of the checkpoint that it resumes from."""
 
 import logging
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -16,6 +17,7 @@ SOURCES_OF_FROZEN_WEIGHTS = ("run.seed", "model.initial_std", "model.from_hf", "
 """keys that decide the frozen weights of LoRA: checkpoints lack these weights, so a resumed run makes or reads them"""
 NO_OTHER_FUNCTION = (
     "model.attention",
+    "model.frozen",
     "model.initial_std",
     "model.upcycle",
     "model.upcycle_noise",
@@ -89,6 +91,8 @@ def log_config_changes(record: Mapping[str, Any], config: Config) -> None:
         listed = "\n  ".join(map(str, changes))
         logger.info("the config is not the checkpoint's in %d key(s):\n  %s", len(changes), listed)
     for change in changes:
+        if change.key == "model.frozen":
+            logger.info("parameters that are not frozen any more start without optimizer state, as in a new run")
         if change.changes_function:
             logger.warning(
                 "%s changes the function of the model, although every tensor of the checkpoint fits: to keep the "
@@ -111,6 +115,15 @@ def _refuse_other_frozen_weights(changes: Iterable[ConfigChange], config: Config
                 f"{change}: with lora.rank = {config.lora.rank} the checkpoint holds low-rank updates of weights that "
                 "this key decides, and not those: set it as in the checkpoint, or another run.folder"
             )
+
+
+def was_frozen(record: Mapping[str, Any], name: str) -> bool:
+    """Return whether the run that wrote the checkpoint with this record froze a parameter by model.frozen.
+
+    name: canonical. A checkpoint has no optimizer state of it and no moving average.
+    """
+    pattern = record.get("config", {}).get("model", {}).get("frozen", "")
+    return pattern != "" and re.fullmatch(pattern, name) is not None
 
 
 def _values(config: Mapping[str, Any]) -> dict[str, str]:

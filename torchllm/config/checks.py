@@ -260,6 +260,10 @@ def _lora_problems(config: Config) -> Iterator[ConfigError]:
     model, lora = config.model, config.lora
     if not lora.is_on:
         return
+    if model.frozen:
+        yield config_error(
+            "model.frozen", f"lora.rank = {lora.rank} freezes all weights already, and trains their updates: remove it"
+        )
     if model.features.learned_positions:
         yield config_error(
             "lora.rank",

@@ -11,6 +11,7 @@ A forked recipe adds a section by subclassing `Config`:
 """
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
@@ -228,6 +229,9 @@ class Model:
     initial_std: Positive = 0.02
     """standard deviation of the initial matrices, truncated at three times that; divided by sqrt(2 L) for the matrices
     whose output is added to the residual stream"""
+    frozen: str = ""
+    """regular expression of the parameters that are not trained; it must match their whole names, which are those of
+    Hugging Face's Llama without "model.", e.g. 'embed_tokens.*|layers\\.[01]\\..*'; empty: all are trained"""
     attention: Annotated[
         Literal["eager", "sdpa", "flash", "flex"],
         Unsupported("flash4", "FlashAttention 4 was not tried: sdpa takes the fastest kernel that torch has for a GPU"),
@@ -238,6 +242,10 @@ class Model:
     def features(self) -> Features:
         """The features of the model's family."""
         return FAMILIES[self.family]
+
+    def freezes(self, name: str) -> bool:
+        """Return whether `frozen` matches the canonical name of a parameter."""
+        return self.frozen != "" and re.fullmatch(self.frozen, name) is not None
 
     @property
     def has_qkv_bias(self) -> bool:
@@ -763,6 +771,11 @@ class Config:
     generate: Generate = field(default_factory=Generate)
     export: Export = field(default_factory=Export)
     finetune: Finetune = field(default_factory=Finetune)
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether all parameters are trained: none are frozen by model.frozen or for low-rank updates."""
+        return not self.model.frozen and not self.lora.is_on
 
     @property
     def longest_text(self) -> int:

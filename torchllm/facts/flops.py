@@ -115,10 +115,10 @@ def target_shapes(model: Model) -> dict[str, MatrixShape]:
     return shapes
 
 
-def update_parameter_count(model: Model, lora: Lora) -> int:
-    """Return the number of parameters of the low-rank updates: all that are trained; 0 without LoRA."""
+def trained_parameter_count(model: Model, lora: Lora) -> int:
+    """Return the number of parameters that are trained: with LoRA the updates, else all that are not frozen."""
     if not lora.is_on:
-        return 0
+        return sum(math.prod(shape) for name, shape in parameter_shapes(model).items() if not model.freezes(name))
     shapes = target_shapes(model)
     return model.layers * lora.rank * sum(sum(shapes[target]) for target in lora.targets)
 
@@ -128,13 +128,18 @@ def flops_per_token(model: Model, sequence_length: int, pairs: float | None = No
 
     pairs: keys that a query sees, on average; None: all S of them, as PaLM counts, or a whole window.
     With LoRA frozen weights have no gradient, which is a third of their operations: 4 N + 6 n, n being the parameters
-    of the updates.
+    of the updates. The same for weights that model.frozen freezes (`flops_without_gradients`).
     """
     keys = model.window_within(sequence_length) if pairs is None else pairs
     attention = 12 * model.layers * model.heads * model.head_width * keys
     if lora.is_on:
-        return 4 * active_parameter_count(model) + 6 * update_parameter_count(model, lora) + attention
-    return 6 * active_parameter_count(model) + attention
+        return 4 * active_parameter_count(model) + 6 * trained_parameter_count(model, lora) + attention
+    flops = 6 * active_parameter_count(model) + attention
+    if model.frozen:
+        from torchllm.facts.frozen import flops_without_gradients  # of no use to other runs
+
+        flops -= flops_without_gradients(model, keys)
+    return flops
 
 
 def forward_flops_per_token(model: Model, sequence_length: int) -> int:
@@ -178,11 +183,16 @@ def recomputed_flops_per_token(
     norm after it (`norm_position`) or the weighted sum of experts needs its result. The recomputation inside the
     backward of fused attention kernels is never counted (no published HFU counts it).
     """
-    layers = range(model.layers)
+    interval = recompute_interval(recompute, model.layers)
+    first = 0
+    if model.frozen:
+        from torchllm.facts.frozen import first_recomputed_block
+
+        first = first_recomputed_block(model, recompute.mode, interval)
+    layers = range(first, model.layers)
     sizes = [matrices(model, layer) for layer in layers]
     blocks = [block_flops(model, layer, sequence_length) for layer in layers]
     last = [0 if model.norm_position == "after" else 2 * size.down for size in sizes]
-    interval = recompute_interval(recompute, model.layers)
     match recompute.mode:
         case "none" | "selective":
             recomputed = 0
@@ -190,7 +200,7 @@ def recomputed_flops_per_token(
             recomputed = sum(blocks) - sum(last)
         case "segment":
             ends = [min(start + interval, model.layers) - 1 for start in layers[::interval]]
-            recomputed = sum(blocks) - sum(last[end] for end in ends)
+            recomputed = sum(blocks) - sum(last[end - first] for end in ends)
         case "every_k":
             recomputed = sum(blocks[::interval]) - sum(last[::interval])
         case "ffn":

@@ -14,13 +14,17 @@ import torch
 from torchllm.config import Config, applied, refuse_unapplied
 from torchllm.config.errors import UserError
 from torchllm.data.loader import TrainLoader
-from torchllm.facts.flops import active_parameter_count, parameter_count, recomputes_logits, update_parameter_count
+from torchllm.facts.flops import (
+    active_parameter_count,
+    parameter_count,
+    recomputes_logits,
+    trained_parameter_count,
+)
 from torchllm.metrics.console import Console
 from torchllm.metrics.meter import Meter, peak_flops
 from torchllm.metrics.observer import Change, ObservedRun, Observer
 from torchllm.metrics.sinks import Record, Sink, TolerantSink, open_loads_file, open_sinks
 from torchllm.models.decoder import Decoder
-from torchllm.models.lora import check_trained
 from torchllm.parallel.mesh import Mesh
 from torchllm.runtime.device import compute_dtype
 from torchllm.runtime.process import Runtime
@@ -53,7 +57,10 @@ class Monitor:
 
         Raises UserError if it does not train what the config says (`check_trained`, `refuse_unapplied`).
         """
-        check_trained(stages, config.lora)
+        if not config.trains_all:
+            from torchllm.models.frozen import check_trained  # of no use to other runs
+
+            check_trained(stages, config.model, config.lora)
         if not isinstance(data, TrainLoader):  # a fork's own knows what these keys mean to it
             applied("evaluate.interval")
             applied("finetune.epochs")
@@ -104,11 +111,8 @@ class Monitor:
                 model.layers - model.dense_layers,
                 f"{active_parameter_count(model):,}",
             )
-        if config.lora.is_on:
-            trained = update_parameter_count(model, config.lora)
-            log.info(
-                "LoRA of rank %d: %s parameters are trained, the others are frozen", config.lora.rank, f"{trained:,}"
-            )
+        if not config.trains_all:
+            log.info("%s parameters are trained, the others frozen", f"{trained_parameter_count(model, config.lora):,}")
         for line in data.describe_sources(training.steps):
             log.info("%s", line)
         tokens_per_step = training.global_batch_size * training.sequence_length

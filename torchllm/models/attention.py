@@ -202,7 +202,7 @@ class FlexAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: "BlockMask | None") -> Tensor:
         from torchllm.models.block_mask import causal_block_mask
 
-        if q.device.type == "cpu" and q.requires_grad:
+        if q.device.type == "cpu" and any(tensor.requires_grad for tensor in (q, k, v)):
             raise UserError('model.attention = "flex" has no backward on a CPU: use "sdpa" or "eager"')
         if mask is None:
             mask = causal_block_mask(q.shape[1], q.device, self.window)

@@ -128,6 +128,8 @@ class Decoder(nn.Module):
             x = self.embed_tokens(x)
             if self.embed_positions is not None:
                 x = x + self.embed_positions(positions)
+            if self.model.experts and torch.is_grad_enabled() and not x.requires_grad:
+                x = x.detach().requires_grad_()  # with frozen embeddings: routers count tokens in their backward pass
         rotary = None if self.model.features.learned_positions else rotary_angles(self.model, positions)
         blocks = list(self.layers.values())
         x = self.run_blocks(blocks, x, rotary, self.mask(document_ids, document_limit))
@@ -149,7 +151,12 @@ def build_model(model: Model, loss_chunk: int = 0, z_loss: float = 0.0) -> Decod
     """
     applied("training.loss_chunk", loss_chunk)
     applied("training.z_loss", z_loss)
-    return Decoder(model, loss_chunk, z_loss)
+    decoder = Decoder(model, loss_chunk, z_loss)
+    if model.frozen:
+        from torchllm.models.frozen import freeze  # of no use to other runs
+
+        freeze(decoder, model)
+    return decoder
 
 
 def cast_parameters(model: Decoder, dtype: torch.dtype) -> None:

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from torchllm.config import Lora
 from torchllm.config.applied_keys import applied
-from torchllm.config.errors import UserError
-from torchllm.facts.parameters import canonical_name, is_low_rank_factor
 from torchllm.models.decoder import Decoder
 from torchllm.models.layers import widened
 
@@ -75,19 +73,6 @@ def apply_lora(model: Decoder, lora: Lora, dtype: torch.dtype) -> None:
 def has_low_rank_updates(stages: Iterable[nn.Module]) -> bool:
     """Return whether LoRA is applied to any of a rank's stages."""
     return any(isinstance(module, LoRALinear) for stage in stages for module in stage.modules())
-
-
-def check_trained(stages: Iterable[nn.Module], lora: Lora) -> None:
-    """Raise UserError if weights that LoRA freezes require gradients, e.g. in a fork that lacks `apply_lora`."""
-    if not lora.is_on:
-        return
-    for stage in stages:
-        for name, parameter in stage.named_parameters():
-            if parameter.requires_grad and not is_low_rank_factor(name):
-                raise UserError(
-                    f"lora.rank: is {lora.rank}, but {canonical_name(name)} is not frozen: call apply_lora(model, "
-                    "config.lora, dtype) in the recipe, right after build_model; or set lora.rank to 0"
-                )
 
 
 def merge_update(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

@@ -41,7 +41,7 @@ class WeightAverage:
             return
         for stage in stages:
             for name, weight in stage.named_parameters():
-                if not weight.requires_grad:  # frozen (LoRA), so that it is its own average
+                if not weight.requires_grad:  # frozen: it is its own average
                     continue
                 self.weights.setdefault(f"{EMA}{canonical_name(name)}", []).append(weight)
             for name, buffer in stage.named_buffers():

@@ -71,7 +71,7 @@ class ExpertBalance:
         routing = self._sum(applied.device)
         for index, router in self.routers.items():
             tokens = routing.tokens_per_expert[index - self.model.dense_layers]
-            if router.bias is not None:
+            if router.bias is not None and router.weight.requires_grad:  # else the router is frozen, and its bias too
                 local_tensor(router.bias).add_(self.model.router_bias_rate * below_mean(tokens) * applied)
             if router.last_shares is not None:
                 router.last_shares.copy_(torch.where(applied, tokens / tokens.sum(), router.last_shares))

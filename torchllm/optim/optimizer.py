@@ -42,7 +42,7 @@ def settings_by_role(config: OptimizerConfig) -> dict[Role, RoleSettings]:
 def build_optimizer(stages: Sequence[nn.Module], config: OptimizerConfig) -> torch.optim.Optimizer:
     """Return AdamW, SGD or Muon, with a parameter group for each pair of learning rate and weight decay.
 
-    Frozen parameters (LoRA) are in no group.
+    Frozen parameters are in no group.
 
     Moments and counters exist from the start, so that a checkpoint has every key and memory does not grow later. Each
     optimizer skips its step if `found_inf` is set, as `apply_if_finite` needs. A hook after each step computes the
@@ -58,6 +58,8 @@ def build_optimizer(stages: Sequence[nn.Module], config: OptimizerConfig) -> tor
             if parameter.requires_grad:
                 settings = by_role[rule_of(canonical_name(name)).role]
                 parameters.setdefault(settings, []).append(parameter)
+    if not parameters:  # of a pipeline rank; torch wants a group
+        parameters[by_role["vector"]] = []
     groups = [{"params": members, **settings._asdict()} for settings, members in parameters.items()]
     optimizer: torch.optim.Optimizer
     if config.name == "sgd":

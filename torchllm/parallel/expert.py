@@ -53,7 +53,8 @@ def apply_expert_parallel(stage: Decoder, mesh: DeviceMesh) -> None:
     for routed in routed_experts(stage):
         experts = routed.experts
         for name, whole in list(experts.named_parameters(recurse=False)):
-            experts.register_parameter(name, nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)])))
+            own = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]), requires_grad=whole.requires_grad)
+            experts.register_parameter(name, own)
         count = experts.gate_proj.shape[0]
         experts.local = _own_experts
         routed.dispatch = ExchangeDispatch(mesh.get_group(), count)

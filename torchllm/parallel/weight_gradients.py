@@ -55,6 +55,8 @@ class WeightGradients:
     def _linear(self, module: nn.Linear | Head) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:
             bias = getattr(module, "bias", None)
+            if not x.requires_grad:  # all before is frozen: autograd would not call the backward pass
+                return F.linear(x, module.weight, bias)
             return _Linear.apply(x, bias, module, self)
 
         return forward

@@ -8,7 +8,7 @@ from tests.parity import tiny
 from tests.tools.dry_run import apart
 from tests.tools.planner.test_predict import LLAMA, case
 from torchllm.config import Lora
-from torchllm.facts.flops import parameter_count, update_parameter_count
+from torchllm.facts.flops import parameter_count, trained_parameter_count
 from torchllm.tools.dry_run.replay import Traced
 from torchllm.tools.dry_run.trace import trace
 from torchllm.tools.planner.case import Case
@@ -27,7 +27,7 @@ def test_memory_is_that_of_frozen_weights_and_of_trained_updates() -> None:
     plain = case(dp_shard=8, zero_stage=3, global_batch_size=8)
     memory = predict(with_updates(plain)).memory
     frozen = parameter_count(LLAMA) / 8
-    trained = update_parameter_count(LLAMA, LORA) / 8
+    trained = trained_parameter_count(LLAMA, LORA) / 8
     assert memory.weights == pytest.approx(2 * frozen + 4 * trained, rel=1e-3)
     assert memory.optimizer == pytest.approx(8 * trained, rel=1e-3)
     plain_memory = predict(plain).memory
@@ -68,7 +68,7 @@ def traced(rank: int) -> dict[str, int]:
 def test_the_dry_run_holds_what_the_planner_counts() -> None:
     model = tiny({}).model
     frozen = parameter_count(model) / 2
-    trained = update_parameter_count(model, Lora(rank=4)) / 2
+    trained = trained_parameter_count(model, Lora(rank=4)) / 2
     traced_bytes = apart(traced, 4)
     assert traced_bytes["parameters"] == pytest.approx(2 * frozen + 4 * trained, rel=0.01)
     moments = 8 * trained

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchllm.config import Config
-from torchllm.facts.flops import active_parameter_count, parameter_count, update_parameter_count
+from torchllm.facts.flops import active_parameter_count, parameter_count, trained_parameter_count
 from torchllm.facts.stages import balanced_split, stage_of_rank
 from torchllm.parallel.mesh import AXES, MeshAxis
 from torchllm.tools.dry_run.memory import PURPOSES, Bytes
@@ -225,7 +225,7 @@ def assumptions(report: Report) -> Iterator[str]:
     trained = "low-rank updates, their gradients and moments" if config.lora.is_on else "weights, gradients and moments"
     yield f"computation in {_dtype(report)}{chosen}; {trained} in float32"
     if config.lora.is_on:
-        count = update_parameter_count(config.model, config.lora)
+        count = trained_parameter_count(config.model, config.lora)
         yield f"LoRA of rank {config.lora.rank}: {count:,} parameters are trained, all others frozen ({_dtype(report)})"
     if report.gpu:
         yield "fused norms and attention, as on a GPU; all other kernels as on a CPU, which hold the same"

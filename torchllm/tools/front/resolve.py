@@ -41,6 +41,7 @@ def read_configs(arguments: Sequence[str], schema: type[C], uses_epochs: bool) -
     draft = read_draft(arguments, schema)
     resolve_published_model(draft)
     check_cluster(draft)
+    check_frozen(draft)
     compiles = can_compile(draft)
     if not compiles:
         draft.config = resolve_compile(draft.config, compiles)  # before it is planned
@@ -78,6 +79,7 @@ def load_run(
     """
     draft = read_draft(arguments, Config, one_device=one_device, uses_weights=True)
     resolve_published_model(draft)
+    check_frozen(draft)
     draft.config = resolve_compile(draft.config, can_compile(draft))
     if os.environ.get("RANK", "0") == "0" and _is_readable(draft):
         from torchllm.tools.front.preflight import inspect_trained_run
@@ -97,6 +99,7 @@ def load_sizes(arguments: Sequence[str], schema: type[Any] = Config) -> Any:
     """
     draft: Draft[Any] = read_draft(arguments, schema, one_device=True)
     resolve_published_model(draft, reads_weights=False)
+    check_frozen(draft)
     return finish(draft)
 
 
@@ -187,6 +190,17 @@ def check_cluster(draft: Draft[Any]) -> None:
             draft.report(("cluster", "name"), unknown)
         else:
             read_cluster(name, draft.errors)
+
+
+def check_frozen(draft: Draft[Any]) -> None:
+    """Report a `model.frozen` that matches no parameter, or all."""
+    model = draft.config.model
+    if model.frozen and _is_readable(draft):
+        from torchllm.facts.frozen import problem_of_frozen  # of no use to other runs
+        from torchllm.facts.shapes import parameter_shapes
+
+        if problem := problem_of_frozen(model.frozen, parameter_shapes(model)):
+            draft.report(("model", "frozen"), problem)
 
 
 def check_export(draft: Draft[Any]) -> None:

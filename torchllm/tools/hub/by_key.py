@@ -15,8 +15,9 @@ from torch import Tensor
 from torchllm.checkpoint.data_file import data_file_name, read_piece_table
 from torchllm.checkpoint.index import Region, TensorEntry
 from torchllm.checkpoint.manifest import CheckpointError
-from torchllm.checkpoint.state import WEIGHTS, Part, TensorSharding
+from torchllm.checkpoint.state import EXTRA, WEIGHTS, Part, TensorSharding
 from torchllm.checkpoint.tensors import open_checkpoint, read_parts
+from torchllm.config.changes import was_frozen
 
 
 class Weights(Protocol):
@@ -46,6 +47,14 @@ class WeightReader:
         self.manifest = stored.manifest
         self.folder = folder
         self._prefix = prefix
+        self._frozen: set[str] = set()
+        """names of the weights that have no average, since they were frozen"""
+        if prefix.startswith(EXTRA):
+            for key, entry in entries:
+                name = key.removeprefix(WEIGHTS)
+                if key.startswith(WEIGHTS) and was_frozen(self.manifest.record, name):
+                    self._frozen.add(name)
+                    self.entries[name] = entry
         tables = {}  # read once, not for each weight
         for writer in stored.index.writers():
             name = data_file_name(writer)
@@ -64,7 +73,8 @@ class WeightReader:
         shape = entry.grid.shape
         tensor = torch.empty(shape, dtype=getattr(torch, entry.dtype))
         whole = Region((0,) * len(shape), shape)
-        read_parts(self._stored, {self._prefix + name: Part(tensor, whole, TensorSharding(shape, None, ()))})
+        key = (WEIGHTS if name in self._frozen else self._prefix) + name
+        read_parts(self._stored, {key: Part(tensor, whole, TensorSharding(shape, None, ()))})
         return tensor
 
 

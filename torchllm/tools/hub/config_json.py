@@ -122,6 +122,7 @@ ZERO_MEANS_NULL = {"kv_heads", "head_dim", "window"}
 """keys of [model] whose 0 is null in config.json: kv_heads = heads; head_dim = hidden / heads; no window"""
 FREE_KEYS = {
     "attention",
+    "frozen",
     "from_hf",
     "upcycle",
     "upcycle_noise",

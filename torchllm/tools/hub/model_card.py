@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torchllm import __version__
 from torchllm.config import Lora, Model
-from torchllm.facts.flops import parameter_count, update_parameter_count
+from torchllm.facts.flops import parameter_count, trained_parameter_count
 
 
 class CardFacts(NamedTuple):
@@ -93,7 +93,7 @@ def _rows(facts: CardFacts) -> list[tuple[str, str]]:
     optimizer = facts.run.get("optimizer", {})
     schedule = facts.run.get("schedule", {})
     parameters = f"{parameter_count(model):,}"
-    updates = f"{update_parameter_count(model, facts.lora):,}"
+    updates = f"{trained_parameter_count(model, facts.lora):,}"
     rows = [
         ("parameters", f"{updates}, in addition to {parameters} of the model" if facts.is_adapter else parameters),
         ("sizes", f"{model.layers} blocks, hidden {model.hidden}, {model.heads} heads, {model.kv} key-value heads"),

@@ -56,7 +56,7 @@ def resolve_from_record(draft: Draft[C], recorded: dict[str, object], checkpoint
 
 def fill_unwritten(draft: Draft[C], model: Model) -> None:
     """Set the unset keys of [model] to their values in `model`."""
-    written = _written(draft) | {"from_hf", "attention"}
+    written = _written(draft) | {"from_hf", "attention", "frozen"}
     values = {key: value for key, value in vars(model).items() if key not in written}
     draft.config = replace(draft.config, model=replace(draft.config.model, **values))
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from torchllm.config import Lora, Model
-from torchllm.facts.flops import parameter_count, target_shapes, update_parameter_count
+from torchllm.facts.flops import parameter_count, target_shapes, trained_parameter_count
 from torchllm.tools.planner.cluster import Hardware
 from torchllm.tools.planner.compute import MEMORY_RATE, Piece, Seconds, matmul_seconds
 from torchllm.tools.planner.software import Software
@@ -25,7 +25,7 @@ def with_frozen_weights(software: Software, model: Model, lora: Lora) -> Softwar
     """Return torchllm's sizes per parameter for a run with LoRA; without it, the same."""
     if not lora.is_on:
         return software
-    trained = update_parameter_count(model, lora) / parameter_count(model)
+    trained = trained_parameter_count(model, lora) / parameter_count(model)
     return replace(
         software,
         trained=trained,

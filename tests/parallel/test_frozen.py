@@ -1,0 +1,158 @@
+"""Frozen parameters (model.frozen) under every technique. The lattice draws them too."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.parity import Settings, check, tiny
+from tests.recipes.test_unapplied_keys import instead
+from tests.recipes.warm import alone, pretrain
+from tests.tiny_run import DEBUG, ROOT, metrics
+from torchllm.checkpoint.tensors import open_checkpoint
+from torchllm.checkpoint.weights import AVERAGED_WEIGHTS, load_weights
+from torchllm.config import Model
+from torchllm.config.errors import UserError
+from torchllm.facts.shapes import parameter_shapes
+from torchllm.models.decoder import Decoder, build_model
+from torchllm.parallel.initialize import fill_all
+from torchllm.tools.front.start import load_configs
+from torchllm.tools.hub.by_key import WeightReader
+
+PREFIX = r"embed_tokens.*|layers\.[01]\..*"
+"""embedding and first blocks: they have no backward pass"""
+SOME = r"layers\.[02]\.self_attn\..*|layers\.1\.mlp\.up_proj\.weight|norm\.weight"
+"""parts of blocks: FSDP's units have both kinds of parameters"""
+LAYOUTS: dict[str, Settings] = {
+    "fsdp": {"parallel.dp_shard": 2, "training.micro_batch_size": 2},
+    "zero 2, hsdp": {"parallel.dp_shard": 2, "parallel.dp_replicate": 2, "parallel.zero_stage": 2},
+    "ddp": {"parallel.dp_shard": 2, "parallel.zero_stage": 0, "optimizer.name": "sgd"},
+    "tp": {"parallel.tp": 2, "training.loss_chunk": 20},
+    "sp": {"parallel.tp": 2, "parallel.sequence_parallel": True, "recompute.mode": "full"},
+    "pp": {"parallel.pp": 2},
+    "pp zero bubble": {"parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble"},
+    "cp": {"parallel.cp": 2, "recompute.mode": "selective"},
+}
+EXPERTS: Settings = {
+    "model.experts": 4,
+    "model.top_k": 2,
+    "model.balance_loss": "global",
+    "model.router_bias": True,
+    "model.router_score": "sigmoid",
+}
+
+
+@pytest.mark.parametrize("frozen", [PREFIX, SOME], ids=["prefix", "some"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_the_others_train_as_in_one_process(frozen: str, layout: Settings) -> None:
+    check({"model.frozen": frozen, **layout}, ragged=True)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "settings"),
+    [
+        (r"embed_tokens.*|layers\.[01]\..*", {"parallel.dp_shard": 2, "parallel.tp": 2}),
+        (r".*router\.weight|layers\.2\..*experts.*", {"parallel.dp_shard": 2, "parallel.ep": 2}),
+        (r".*experts.*|.*self_attn.*", {"parallel.tp": 2, "parallel.ep": 2, "recompute.mode": "full"}),
+    ],
+    ids=["prefix", "routers", "experts"],
+)
+def test_experts_are_counted_and_balanced_as_in_one_process(frozen: str, settings: Settings) -> None:
+    """Routers count their tokens in the backward pass, which frozen blocks at the start would not have."""
+    check({"model.frozen": frozen, **EXPERTS, **settings})
+
+
+@pytest.mark.parametrize(
+    ("frozen", "settings"),
+    [
+        ("embed_tokens.*", {"parallel.pp": 2, "model.tied_embeddings": True}),
+        (PREFIX, {"parallel.pp": 2, "model.tied_embeddings": True, "parallel.schedule": "ZBVZeroBubble"}),
+        (r"(?!lm_head).*", {"parallel.dp_shard": 2, "parallel.keep_last_block": False}),
+        (r".*bias|embed_positions.*", {"parallel.tp": 2, "model.family": "gpt", "parallel.dp_shard": 2}),
+        (r".*norm.*|embed.*|.*q_proj.*", {"parallel.pp": 2, "parallel.schedule": "InterleavedZeroBubble"}),
+        (r"norm.*|lm_head.*|layers\.[23]\..*", {"parallel.pp": 2, "parallel.dp_shard": 2}),
+    ],
+    ids=["tied", "tied prefix", "all but the head", "gpt", "zero bubble", "last stage"],
+)
+def test_ends_and_kinds(frozen: str, settings: Settings) -> None:
+    check({"model.frozen": frozen, **settings})
+
+
+def keys(folder: Path, step: int, prefix: str) -> set[str]:
+    stored = open_checkpoint(None, folder / f"checkpoints/step-{step:08}")
+    return {key.removeprefix(prefix) for key in stored.index.tensors if key.startswith(prefix)}
+
+
+def test_frozen_parameters_are_saved_and_may_be_others_when_a_run_goes_on(tmp_path: Path) -> None:
+    """On a pipeline rank that trains nothing, with an average; then on another layout. The command is the guide's."""
+    assert f"--model.frozen='{PREFIX}'" in (ROOT / "docs/finetune.md").read_text()
+    common = ["--optimizer.ema_decay=0.5", "--evaluate.ema=true", "--model.tied_embeddings=true"]
+    first = ["--parallel.pp=2", "--training.steps=2", "--optimizer.name=adamw"]
+    assert pretrain(2, tmp_path, *common, *first, f"--model.frozen={PREFIX}") == ["", ""]
+    names = parameter_shapes(alone(tmp_path).model).keys()
+    frozen = {name for name in names if re.fullmatch(PREFIX, name)}
+    assert keys(tmp_path, 2, "model.") == names
+    assert keys(tmp_path, 2, "extra.ema.") == names - frozen
+    steps = {name.removesuffix(".step") for name in keys(tmp_path, 2, "optimizer.") if name.endswith(".step")}
+    assert steps == names - frozen
+
+    averaged = build_model(alone(tmp_path).model)
+    load_weights(tmp_path / "checkpoints/step-00000002", [averaged], prefix=AVERAGED_WEIGHTS)
+    start = build_model(alone(tmp_path).model)
+    fill_all([start], start.model, alone(tmp_path).run.seed)
+    read = WeightReader(tmp_path / "checkpoints/step-00000002", AVERAGED_WEIGHTS)
+    for name, weight in averaged.named_parameters():
+        assert torch.equal(weight, start.get_parameter(name)) == (name in frozen), name
+        assert torch.equal(weight, read.read(name))
+
+    assert pretrain(2, tmp_path, *common, "--training.steps=4", r"--model.frozen=layers\.[12]\..*") == ["", ""]
+    assert "frozen" in (tmp_path / "config.toml").read_text()
+    trained = {name for name in names if not re.fullmatch(r"layers\.[12]\..*", name)}
+    states = WeightReader(tmp_path / "checkpoints/step-00000004", "optimizer.")
+    assert {name: int(states.read(f"{name}.step")) for name in trained} == {
+        name: 2 if name in frozen else 4 for name in trained
+    }
+    assert {name.rpartition(".")[0] for name in states.entries} == trained
+
+
+def test_muon_on_a_rank_that_trains_nothing(tmp_path: Path) -> None:
+    settings = ["--parallel.pp=2", "--optimizer.name=muon", f"--model.frozen={PREFIX}", "--checkpoint.interval=2"]
+    assert pretrain(2, tmp_path, *settings, "--training.steps=2") == ["", ""]
+    assert pretrain(2, tmp_path, *settings, "--training.steps=4") == ["", ""]
+    assert [record["step"] for record in metrics(tmp_path)] == [1, 2, 3, 4]
+
+
+def _build_trained(model: Model, *arguments: float) -> Decoder:
+    return build_model(replace(model, frozen=""), *arguments)
+
+
+def test_a_fork_that_does_not_freeze_is_refused(tmp_path: Path) -> None:
+    """Without a monitor `refuse_unapplied` finds it: tests/config/test_applied_keys.py."""
+    (error,) = pretrain(1, tmp_path, "--model.frozen=lm_head.*", change=instead("build_model", _build_trained))
+    assert error.startswith("model.frozen: matches lm_head.weight, which this recipe trains")
+
+
+@pytest.mark.parametrize(
+    ("frozen", "message"),
+    [
+        ("layers.[0", "'layers.[0' is no regular expression: unterminated character set"),
+        (".*", "matches all parameters, so nothing would be trained"),
+        ("embed_tokens", "matches only a part of embed_tokens.weight: it must match whole names, e.g. '.*(embed_"),
+        ("lm_haed.weight", r"matches no parameter: did you mean 'lm_head\.weight'?"),
+    ],
+)
+def test_what_matches_no_parameter_or_all_is_refused_with_its_line(
+    frozen: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(f"base = '{ROOT / DEBUG}'\n[model]\nfrozen = '{frozen}'\n")
+    with pytest.raises(SystemExit) as refusal:
+        load_configs([str(file), "--check", "--parallel.dp_shard=1"])
+    assert refusal.value.code == 2
+    error = capsys.readouterr().err
+    assert f"{file}:3: model.frozen: " in error
+    assert message in error
+    with pytest.raises(UserError, match=re.escape(message)):
+        build_model(replace(tiny({}).model, frozen=frozen))
