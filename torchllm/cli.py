@@ -34,6 +34,8 @@ usage: torchllm COMMAND [ARGUMENTS]
           torchllm copy train_configs/debug.toml mine.toml && torchllm train mine.toml
   torchllm model FOLDER_OR_HUB_ID
       Print the sizes of a published model, from its config.json alone, as a TOML file for plan rank --model.
+  torchllm convert FILE [--gpus=N]
+      Print our config for one of torchtitan, transformers, Megatron-LM, nanochat or litgpt (docs/coming_from.md).
   torchllm env
       Print versions and hardware, for a bug report.
   torchllm RECIPE [ARGUMENTS]
@@ -68,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         copy(rest)
     elif command == "model":
         print(model_toml(rest), end="")
+    elif command == "convert":
+        print(our_config(rest), end="")
     elif command == "env":
         from torchllm.tools.bug_report import report
 
@@ -133,6 +137,20 @@ def model_toml(arguments: Sequence[str]) -> str:
         if value != getattr(Model(), key):
             lines.append(f"{key} = {toml_value(value)}")
     return "\n".join(lines) + "\n"
+
+
+def our_config(arguments: Sequence[str]) -> str:
+    """Return our TOML for a config of another program."""
+    from torchllm.tools.front.convert import converted_config
+
+    files = [word for word in arguments if not word.startswith("-")]
+    gpus = [word.removeprefix("--gpus=") for word in arguments if word.startswith("--gpus=")]
+    if len(files) != 1 or len(files) + len(gpus) != len(arguments) or not all(map(str.isdecimal, gpus)):
+        exit_refused("usage: torchllm convert FILE [--gpus=N]")
+    try:
+        return converted_config(files[0], gpus=int(gpus[-1]) if gpus else 0)
+    except UserError as error:
+        exit_refused(f"convert: {error}")
 
 
 def copyable() -> dict[str, Path]:

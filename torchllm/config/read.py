@@ -92,9 +92,15 @@ class _TableReader:
     def report_unknown(self, path: KeyPath, value: Any) -> None:
         """Report a key that its section does not have, with the one that was probably meant."""
         kind_of_key = "section or key" if len(path) == 1 else "key"
-        nearest = _nearest(path, self.schema, is_table=isinstance(value, dict))
-        hint = f"did you mean {dotted(nearest)}?" if nearest else "--help lists all keys"
-        self.faults.append(ConfigError(path, f"unknown {kind_of_key}; {hint}", is_unknown=True))
+        from torchllm.config.foreign import foreign_hint  # only for a key that does not exist
+
+        hint = foreign_hint(dotted(path), value)
+        if not hint:
+            nearest = _nearest(path, self.schema, is_table=isinstance(value, dict))
+            hint = f"did you mean {dotted(nearest)}?" if nearest else foreign_hint(path[-1], value)
+        self.faults.append(
+            ConfigError(path, f"unknown {kind_of_key}; {hint or '--help lists all keys'}", is_unknown=True)
+        )
 
 
 def _scalar_problem(annotated: Any, value: Any) -> str:

@@ -1,0 +1,239 @@
+"""Configs of other programs become ours, and every key of theirs is accounted for."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from torchllm.config.errors import UserError
+from torchllm.config.foreign import foreign_hint, foreign_keys
+from torchllm.config.load import load_config
+from torchllm.config.read import ConfigError, read_table
+from torchllm.config.schema import Config
+from torchllm.tools.front.convert import COMPUTED, DEFAULTS, converted_config
+
+TORCHTITAN = """
+[job]
+description = "Llama 3 8B training"
+[profiling]
+profile_freq = 100
+[metrics]
+log_freq = 5
+[model]
+name = "llama3"
+flavor = "8B"
+hf_assets_path = "./assets/hf/Llama-3.1-8B"
+[optimizer]
+name = "AdamW"
+lr = 3e-4
+[lr_scheduler]
+warmup_steps = 200
+decay_ratio = 0.2
+decay_type = "sqrt"
+[training]
+local_batch_size = 2
+seq_len = 8192
+steps = 1000
+dataset = "c4"
+[parallelism]
+tensor_parallel_degree = 2
+pipeline_parallel_degree = 2
+[checkpoint]
+enable = false
+interval = 500
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "2"
+[compile]
+enable = true
+[experimental]
+custom_import = "mine"
+"""
+MEGATRON = """
+torchrun --nproc_per_node 8 pretrain_gpt.py ${ARGS[@]}
+ARGS=(
+    --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 8
+    --position-embedding-type rope --normalization RMSNorm --swiglu --vocab-size 50257
+    --micro-batch-size 1 --global-batch-size 128 --train-iters 10000 --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine
+    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4 \\
+    --data-path 0.3 data/a 0.7 data/b --bf16 --save $CHECKPOINTS --seq-length 4096
+)
+"""
+
+
+def _write(folder: Path, name: str, text: str) -> str:
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+def _values(text: str) -> dict[str, object]:
+    """Return the settings of our TOML, which our reader must take, by dotted keys."""
+    table = tomllib.loads(text)
+    faults: list[ConfigError] = []
+    base = table.pop("base", "")
+    read_table(Config, table, faults)
+    assert not faults
+    return {"base": base} | {f"{section}.{key}": value for section in table for key, value in table[section].items()}
+
+
+def test_torchtitan_toml(tmp_path: Path) -> None:
+    text = converted_config(_write(tmp_path, "llama3_8b.toml", TORCHTITAN), gpus=16)
+    values = _values(text)
+    assert values["base"] == "models/llama3_8b.toml"
+    assert values["data.tokenizer"] == "./assets/hf/Llama-3.1-8B/tokenizer.json"
+    assert values["data.sources"] == [{"kind": "hub", "path": "allenai/c4", "subset": "en"}]
+    assert values["training.micro_batch_size"] == 1  # of the pipeline, which divides the local batch
+    assert values["training.global_batch_size"] == 2 * 16 // (2 * 2)
+    assert (values["schedule.name"], values["schedule.decay"], values["schedule.decay_steps"]) == ("wsd", "1-sqrt", 200)
+    assert values["schedule.final_fraction"] == 0.0  # the default there; ours is 0.1
+    assert values["parallel.zero_stage"] == 2  # "default" does not reshard under pp
+    assert values["parallel.sequence_parallel"] is True
+    assert (values["recompute.mode"], values["recompute.k"]) == ("every_k", 2)
+    assert values["checkpoint.interval"] == 0
+    assert values["compile.block"] is True
+    assert 'experimental.custom_import = "mine": no key here is known for it' in text
+
+
+def test_the_result_is_a_config_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = _write(tmp_path, "ours.toml", converted_config(_write(tmp_path, "theirs.toml", TORCHTITAN), gpus=16))
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("RANK", "0")
+    config = load_config([ours, f"--run.folder={tmp_path / 'run'}"])
+    assert config.training.sequence_length == 8192
+    assert config.model.layers == 32
+
+
+def test_torchtitan_python_config_is_parsed_and_not_run(tmp_path: Path) -> None:
+    file = _write(
+        tmp_path,
+        "registry.py",
+        """
+raise SystemExit("was imported")
+def llama3_8b():
+    return Trainer.Config(
+        model_spec=model_registry("8B"),
+        optimizer=OptimizersContainer.Config(lr=3e-4),
+        training=TrainingConfig(local_batch_size=1, global_batch_size=64, seq_len=8192, steps=1000),
+        validator=Validator.Config(freq=500),
+    )
+def llama3_70b():
+    return Trainer.Config(model_spec=model_registry("70B"))
+""",
+    )
+    values = _values(converted_config(f"{file}:llama3_8b"))
+    assert values["base"] == "models/llama3_8b.toml"
+    assert (values["training.global_batch_size"], values["evaluate.interval"]) == (64, 500)
+    with pytest.raises(UserError, match="there are: llama3_8b, llama3_70b"):
+        converted_config(file)
+
+
+def test_training_arguments_of_transformers(tmp_path: Path) -> None:
+    theirs = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 8,
+        "learning_rate": 5e-5,
+        "lr_scheduler_type": "linear",
+        "max_steps": 2000,
+        "warmup_ratio": 0.05,
+        "warmup_steps": 0,
+        "adam_beta2": 0.999,
+        "optim": "adamw_torch_fused",
+        "gradient_checkpointing": True,
+        "bf16": True,
+        "fp16": False,
+        "push_to_hub": False,
+        "hub_token": None,
+    }
+    file = _write(tmp_path, "args.json", json.dumps(theirs))
+    values = _values(converted_config(file, gpus=8))
+    assert values["training.global_batch_size"] == 4 * 8 * 8
+    assert values["schedule.warmup_steps"] == 100
+    assert values["schedule.final_fraction"] == 0.0
+    assert values["optimizer.beta2"] == 0.999
+    assert values["recompute.mode"] == "full"
+    unknown_gpus = converted_config(file)
+    assert "global_batch_size is 32 times the number of data-parallel ranks: give --gpus=N" in unknown_gpus
+    assert "global_batch_size = " not in unknown_gpus
+
+
+def test_megatron_arguments(tmp_path: Path) -> None:
+    text = converted_config(_write(tmp_path, "train.sh", MEGATRON))
+    values = _values(text)
+    assert values["model.family"] == "llama"
+    assert values["model.vocab"] == 50432  # 50,257 rounded up to a multiple of 128 x tp
+    assert values["parallel.virtual_stages"] == 32 // 2 // 4
+    assert values["schedule.final_fraction"] == pytest.approx(0.1)
+    assert values["optimizer.beta2"] == 0.999  # the default there; ours is 0.95
+    assert values["data.sources"] == [
+        {"kind": "megatron", "path": "data/a", "weight": 0.3},
+        {"kind": "megatron", "path": "data/b", "weight": 0.7},
+    ]
+    assert "run.folder" not in values
+    assert "a variable of the shell: write its value into run.folder" in text
+
+
+def test_nanochat_meta_file(tmp_path: Path) -> None:
+    theirs = {
+        "step": 100,
+        "user_config": {"depth": 12, "total_batch_size": 524288, "num_iterations": 1000, "run": "dummy"},
+    }
+    text = converted_config(_write(tmp_path, "meta_000100.json", json.dumps(theirs)))
+    values = _values(text)
+    assert (values["model.layers"], values["model.hidden"], values["model.heads"]) == (12, 768, 6)
+    assert values["training.global_batch_size"] == 256
+    assert (values["optimizer.name"], values["optimizer.head_rate"]) == ("muon", pytest.approx(0.4))
+    assert "the architecture differs" in text
+
+
+def test_litgpt_yaml(tmp_path: Path) -> None:
+    theirs = """
+model_name: tiny-llama-1.1b
+train:
+  global_batch_size: 512
+  max_tokens: 3000000000
+  max_seq_length: 2048
+  learning_rate: 4e-4
+  min_lr: 4.0e-05
+"""
+    values = _values(converted_config(_write(tmp_path, "pretrain.yaml", theirs)))
+    assert values["training.steps"] == 2862  # 3e9 / (512 x 2,048), rounded up
+    assert values["schedule.final_fraction"] == pytest.approx(0.1)
+    assert values["schedule.warmup_steps"] == 100  # the default there
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"PK\x03\x04", "is a pickle"),
+        (b"not = [toml", "cannot be read"),
+        (b"[mine]\nkey = 1\n", "has no key of torchtitan, huggingface, megatron, nanochat, litgpt"),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "x.toml").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        converted_config(str(tmp_path / "x.toml"))
+
+
+def test_every_name_of_the_table_exists() -> None:
+    config = Config()
+    sections = set(vars(config))
+    keys = {f"{section}.{key}" for section in sections for key in vars(getattr(config, section))}
+    for program, table in foreign_keys().items():
+        wrong = [equal.key for equal in table.values() if equal.key not in {"", "base", *sections, *keys}]
+        assert wrong == []
+        assert COMPUTED[program].keys() - table.keys() == set()
+        assert DEFAULTS[program].keys() - table.keys() == set()
+
+
+def test_an_unknown_key_of_another_program_is_translated() -> None:
+    faults: list[ConfigError] = []
+    read_table(Config, {**tomllib.loads(TORCHTITAN), "training": {"lr": 1e-3, "seq_len": 1}}, faults)
+    messages = {fault.key: fault.message for fault in faults}
+    assert messages["parallelism"].endswith("torchtitan's parallelism is parallel.tp, parallel.pp")
+    assert messages["activation_checkpoint"].endswith("is recompute.mode, recompute.k")
+    assert messages["training.seq_len"].endswith("is training.sequence_length")
+    assert messages["training.lr"].endswith("Megatron-LM's lr is optimizer.learning_rate")
+    assert messages["model.flavor"].endswith("is base")
+    assert foreign_hint("optim", {}) == ""  # a key there, and no section

@@ -1,0 +1,51 @@
+"""The keys of other programs: torchtitan, transformers, Megatron-LM, nanochat and litgpt (foreign_keys.toml)."""
+
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PROGRAMS = {"huggingface": "transformers", "megatron": "Megatron-LM"}
+"""Names of programs that are not those of their tables."""
+
+
+class Equal(NamedTuple):
+    """What another program's key is here."""
+
+    key: str = ""
+    """our key, or section without a dot; "": there is none"""
+    remark: str = ""
+    """why there is none, or how to set it by hand; "": the value can be taken over or computed"""
+
+
+@cache
+def foreign_keys() -> dict[str, dict[str, Equal]]:
+    """Return by program and key what each key of another program is here."""
+    tables = tomllib.loads(Path(__file__).with_name("foreign_keys.toml").read_text(encoding="utf-8"))
+    return {program: {key: _equal(text) for key, text in table.items()} for program, table in tables.items()}
+
+
+def _equal(text: str) -> Equal:
+    if text.startswith("no: "):
+        return Equal("", text.removeprefix("no: "))
+    key, _, remark = text.partition("; ")
+    return Equal(key, remark)
+
+
+def foreign_hint(key: str, value: Any) -> str:
+    """Return what another program's key is here, as a sentence; "" if no program has it.
+
+    `value` is a table if the key names a section: its keys are translated too.
+    """
+    for program, table in foreign_keys().items():
+        equal = table.get(key)
+        is_section = isinstance(value, dict)
+        if equal is None or (is_section and (not equal.key or "." in equal.key)):
+            continue
+        theirs = f"{PROGRAMS.get(program, program)}'s {key}"
+        if not equal.key:
+            return f"{theirs} has no equal here: {equal.remark}"
+        inner = [table.get(f"{key}.{name}", Equal()).key for name in value] if is_section else []
+        ours = ", ".join(dict.fromkeys(name for name in inner if name)) or equal.key
+        return f"{theirs} is {ours}" + (f": {equal.remark}" if equal.remark else "")
+    return ""

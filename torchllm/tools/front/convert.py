@@ -1,0 +1,666 @@
+"""Turn the config of another program into one of torchllm: `torchllm convert FILE`.
+
+    .toml        torchtitan
+    .py          torchtitan since 0.3; FILE.py:NAME for one function of several. It is parsed, never imported
+    .json        TrainingArguments of transformers; the meta file of a nanochat checkpoint
+    .yaml        litgpt
+    other text   the arguments of Megatron-LM's pretrain_gpt.py or nanochat's base_train.py, as in a shell script
+
+`torchllm/config/foreign_keys.toml` says which key has which name here; the functions below compute the values of the
+keys whose units or meaning differ. Defaults of the other program that differ from ours are written out. Every key of
+the file appears in the result: as a setting, with its former name, or in a comment with the reason why it is none.
+"""
+
+import ast
+import json
+import math
+import re
+import shlex
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchllm.config.errors import UserError
+from torchllm.config.foreign import Equal, foreign_keys
+from torchllm.config.read import ConfigError, read_table
+from torchllm.config.schema import Config
+from torchllm.config.toml import dotted, toml_value
+from torchllm.resources import resource
+
+Settings = dict[str, Any]
+"""Values by the names of our keys, such as {"parallel.tp": 2}."""
+
+
+class Foreign(NamedTuple):
+    """The config of another program."""
+
+    program: str
+    """a table of foreign_keys.toml"""
+    values: dict[str, Any]
+    """by the program's keys, tables flattened with dots, without keys at None"""
+    gpus: int
+    """number of GPUs that it is for; 0: not known"""
+
+    def get(self, key: str) -> Any:
+        """Return a value, or the program's default; None if the key has neither."""
+        return self.values.get(key, DEFAULTS[self.program].get(key))
+
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "torchtitan": {
+        "optimizer.lr": 8e-4,
+        "lr_scheduler.warmup_steps": 200,
+        "lr_scheduler.decay_type": "linear",
+        "lr_scheduler.lr_min": 0.0,
+        "training.local_batch_size": 8,
+        "training.global_batch_size": -1,
+        "training.seq_len": 2048,
+        "training.steps": 10000,
+        "parallelism.fsdp_reshard_after_forward": "default",
+        "parallelism.pipeline_parallel_degree": 1,
+        "parallelism.pipeline_parallel_microbatch_size": 1,
+        "parallelism.tensor_parallel_degree": 1,
+    },
+    "huggingface": {},  # its file has every key
+    "megatron": {
+        "lr_decay_style": "linear",
+        "min_lr": 0.0,
+        "weight_decay": 0.01,
+        "adam_beta2": 0.999,
+        "clip_grad": 1.0,
+        "init_method_std": 0.02,
+        "rotary_base": 10000,
+    },
+    "nanochat": {
+        "depth": 20,
+        "aspect_ratio": 64,
+        "head_dim": 128,
+        "max_seq_len": 2048,
+        "device_batch_size": 32,
+        "matrix_lr": 0.02,
+        "embedding_lr": 0.3,
+        "unembedding_lr": 0.008,
+        "weight_decay": 0.28,
+        "warmup_steps": 40,
+        "warmdown_ratio": 0.65,
+        "final_lr_frac": 0.05,
+    },
+    "litgpt": {
+        "train.global_batch_size": 64,
+        "train.micro_batch_size": 4,
+        "train.lr_warmup_steps": 100,
+        "train.min_lr": 6e-5,
+    },
+}
+"""What the programs take where a key is absent, if it differs from ours or is needed below. Sources: torchtitan 0.2.2,
+Megatron-LM core 0.16, nanochat of July 2026, litgpt 0.5."""
+
+LAUNCHER_OPTIONS = {"nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "standalone"}
+"""Options of torchrun in the same script: NPROC and NNODES here."""
+UNTRANSLATED = (
+    "the architecture differs: squared ReLU, value embeddings, a soft cap of the logits and windows by a pattern are"
+    " not in our models, so the losses of both will differ"
+)
+
+
+def converted_config(file: str, gpus: int = 0) -> str:
+    """Return our TOML for the config in `file`. UserError if it cannot be read or no program is recognized."""
+    return write(read_foreign(file, gpus))
+
+
+# Reading
+
+
+def read_foreign(file: str, gpus: int = 0) -> Foreign:
+    """Read a config of another program, without running any of its code."""
+    name, _, function = file.partition(".py:")
+    path = Path(f"{name}.py" if function else file)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    if data[:2] == b"PK" or data[:1] == b"\x80":
+        raise UserError(
+            f"{path}: is a pickle, which runs code when it is read. TrainingArguments: in the environment that wrote"
+            " it, write torch.load(FILE, weights_only=False).to_json_string() to a .json file. nanochat: take"
+            " meta_NNNNNN.json, which lies next to the weights"
+        )
+    try:
+        values = _flat(_parse(path, data.decode(), function))
+    except (ValueError, SyntaxError) as error:  # of UTF-8, TOML, JSON and Python
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    known = {program: len(values.keys() & table.keys()) for program, table in foreign_keys().items()}
+    program = max(known, key=lambda name: known[name])
+    if not known[program]:
+        raise UserError(f"{path}: has no key of {', '.join(known)}")
+    return Foreign(program, {key: value for key, value in values.items() if value is not None}, gpus)
+
+
+def _parse(path: Path, text: str, function: str) -> dict[str, Any]:
+    if path.suffix == ".toml":
+        return tomllib.loads(text)
+    if path.suffix == ".py":
+        return _python_config(path, text, function)
+    if path.suffix == ".json":
+        table = json.loads(text)
+        return table.get("user_config", table) if isinstance(table, dict) else {}
+    if path.suffix in (".yaml", ".yml"):
+        import yaml
+
+        try:
+            table = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(error) from None
+        return table if isinstance(table, dict) else {}
+    return _arguments(text)
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested tables by dotted keys."""
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        name = prefix + str(key).replace("-", "_")
+        values |= _flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
+    return values
+
+
+def _python_config(path: Path, text: str, function: str) -> dict[str, Any]:
+    """Return the literal keyword arguments of the `Trainer.Config(...)` that a function returns."""
+    functions = {node.name: node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)}
+    configs = {}
+    for name, node in functions.items():
+        for statement in node.body:
+            call = statement.value if isinstance(statement, ast.Return) else None
+            if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("Config"):
+                configs[name] = _keywords(call)
+    names = ", ".join(configs) or "none"
+    if function and function not in configs:
+        raise ValueError(f"no function {function} that returns a Config(...); there are: {names}")
+    if not function and len(configs) != 1:
+        raise ValueError(f"name one function, {path}:NAME; there are: {names}")
+    name = function or next(iter(configs))
+    return {"model.name": name.partition("_")[0], **configs[name]}
+
+
+def _keywords(call: ast.Call) -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    for keyword in call.keywords:
+        key, value = str(keyword.arg), keyword.value
+        if isinstance(value, ast.Call) and value.keywords:
+            table[key] = _keywords(value)
+        elif isinstance(value, ast.Call) and len(value.args) == 1 and isinstance(value.args[0], ast.Constant):
+            table[key] = value.args[0].value  # model_registry("8B")
+        else:
+            try:
+                table[key] = ast.literal_eval(value)
+            except ValueError:
+                table[key] = ast.unparse(value)
+    return table
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Return the options of a command line, or of a shell script's: `--key value ...`, `--key=value` or `--key`."""
+    options: dict[str, list[str]] = {}
+    key = ""
+    for word in shlex.split(text.replace("\\\n", " "), comments=True):
+        match = re.fullmatch(r"--([A-Za-z][\w-]*)(?:=(.*))?", word)
+        if match:
+            key = match[1].replace("-", "_")
+            options[key] = [] if match[2] is None else [match[2]]
+        elif word == ")":
+            key = ""
+        elif key:
+            options[key].append(word)
+    kept = options.keys() - LAUNCHER_OPTIONS
+    return {key: _number(" ".join(options[key])) if options[key] else True for key in options if key in kept}
+
+
+def _number(text: str) -> int | float | str:
+    """Return a word as a number if it is one."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+# Values whose meaning or unit differs. A function returns our settings, or the reason why there are none.
+
+Computed = Callable[[Foreign], Settings | str]
+
+
+def _batch_per_gpu(micro: str, accumulated: str = "") -> Computed:
+    """The global batch is not in the file: it depends on the number of data-parallel ranks."""
+
+    def compute(their: Foreign) -> Settings | str:
+        per_rank = int(their.get(micro)) * int(their.get(accumulated) or 1 if accumulated else 1)
+        if not their.gpus:
+            return f"training.global_batch_size is {per_rank} times the number of data-parallel ranks: give --gpus=N"
+        cut = math.prod(int(their.get(f"parallelism.{axis}_parallel_degree") or 1) for axis in _MODEL_AXES)
+        return {"training.global_batch_size": per_rank * their.gpus // cut}
+
+    return compute
+
+
+_MODEL_AXES = ("pipeline", "tensor", "context")
+
+
+def _titan_micro_batch(their: Foreign) -> Settings:
+    """A pipeline divides the local batch into micro batches."""
+    has_stages = int(their.get("parallelism.pipeline_parallel_degree")) > 1
+    key = "parallelism.pipeline_parallel_microbatch_size" if has_stages else "training.local_batch_size"
+    return {"training.micro_batch_size": int(their.get(key))}
+
+
+def _titan_batch(their: Foreign) -> Settings | str:
+    given = int(their.get("training.global_batch_size"))
+    return {"training.global_batch_size": given} if given > 0 else _batch_per_gpu("training.local_batch_size")(their)
+
+
+def _titan_model(their: Foreign) -> Settings | str:
+    flavor = str(their.get("model.flavor") or their.get("model_spec") or "").lower()
+    name = f"models/{their.get('model.name') or 'llama3'}_{flavor}.toml"
+    if not resource(f"train_configs/{name}").exists():
+        return f"train_configs has no {name}: write the sizes into [model], or set model.from_hf"
+    return {"base": name}
+
+
+def _titan_schedule(their: Foreign) -> Settings | str:
+    decay, share = their.get("lr_scheduler.decay_type"), their.get("lr_scheduler.decay_ratio")
+    if share is None:
+        return {"schedule.name": decay} if decay != "sqrt" else '1-sqrt is a decay of schedule.name = "wsd" here'
+    if decay == "cosine":
+        return 'a constant rate with a cosine decay is not here: schedule.name = "wsd" decays linearly or by 1-sqrt'
+    steps = round(float(share) * int(their.get("training.steps")))
+    return {
+        "schedule.name": "wsd",
+        "schedule.decay": "1-sqrt" if decay == "sqrt" else decay,
+        "schedule.decay_steps": steps,
+    }
+
+
+def _titan_final(their: Foreign) -> Settings:
+    return {"schedule.final_fraction": their.values.get("lr_scheduler.min_lr_factor", their.get("lr_scheduler.lr_min"))}
+
+
+def _titan_zero(their: Foreign) -> Settings:
+    policy = their.get("parallelism.fsdp_reshard_after_forward") or "default"
+    has_stages = int(their.get("parallelism.pipeline_parallel_degree")) > 1
+    return {"parallel.zero_stage": 2 if policy == "never" or (policy == "default" and has_stages) else 3}
+
+
+def _titan_recompute(their: Foreign) -> Settings:
+    mode, option = their.get("activation_checkpoint.mode"), str(their.get("activation_checkpoint.selective_ac_option"))
+    if mode == "selective" and option.isdigit():
+        return {"recompute.mode": "every_k", "recompute.k": int(option)}
+    return {"recompute.mode": "selective_half" if mode == "selective" else mode}
+
+
+def _titan_tensor(their: Foreign) -> Settings:
+    degree = int(their.get("parallelism.tensor_parallel_degree"))
+    return {"parallel.tp": degree, "parallel.sequence_parallel": degree > 1}
+
+
+def _titan_saves(their: Foreign) -> Settings:
+    is_on = their.get("checkpoint.enable_checkpoint") or their.get("checkpoint.enable")
+    return {"checkpoint.interval": int(their.get("checkpoint.interval") or 500) if is_on else 0}
+
+
+def _titan_data(their: Foreign) -> Settings | str:
+    name = their.get("training.dataset") or their.get("dataloader.dataset")
+    path = their.get("training.dataset_path") or their.get("dataloader.dataset_path")
+    if name == "c4" and not path:
+        return {"data.sources": [{"kind": "hub", "path": "allenai/c4", "subset": "en"}]}
+    return f"name the source of {path or name} in [[data.sources]] (docs/data.md)"
+
+
+def _titan_float8(their: Foreign) -> Settings | str:
+    converters = str(their.get("model.converters") or "")
+    recipe = their.get("float8.recipe_name") or "tensorwise"
+    return {"float8.recipe": recipe} if "float8" in converters else "float8.recipe is the only conversion here"
+
+
+def _hf_schedule(their: Foreign) -> Settings | str:
+    names = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
+    name = names.get(str(their.get("lr_scheduler_type")))
+    if name is None:
+        return f"{their.get('lr_scheduler_type')} is no schedule here: take the nearest schedule.name"
+    return {"schedule.name": name} | ({} if name == "constant" else {"schedule.final_fraction": 0.0})
+
+
+def _hf_steps(their: Foreign) -> Settings | str:
+    steps = int(their.get("max_steps") or -1)
+    if steps > 0:
+        return {"training.steps": steps}
+    return f"{their.get('num_train_epochs')} epochs: set training.steps, or finetune.epochs for conversations"
+
+
+def _hf_warmup(their: Foreign) -> Settings | str:
+    steps, share = int(their.get("warmup_steps") or 0), float(their.get("warmup_ratio") or 0.0)
+    total = int(their.get("max_steps") or -1)
+    if not steps and share and total <= 0:
+        return f"warmup is {share:g} of the steps: set schedule.warmup_steps"
+    return {"schedule.warmup_steps": steps or math.ceil(share * total)}
+
+
+def _hf_optimizer(their: Foreign) -> Settings | str:
+    name = str(their.get("optim"))
+    if name.startswith("adamw"):
+        return {"optimizer.name": "adamw"}
+    return (
+        {"optimizer.name": "sgd"} if name == "sgd" else f"{name} is no optimizer here: docs/fork_a_recipe.md adds one"
+    )
+
+
+def _megatron_family(their: Foreign) -> Settings | str:
+    values = their.values
+    is_rotary = values.get("position_embedding_type") == "rope"
+    parts = (values.get("normalization") == "RMSNorm", bool(values.get("swiglu")), is_rotary)
+    if all(parts):
+        return {"model.family": "llama"}
+    if not any(parts):
+        return {"model.family": "gpt"}
+    return 'RMSNorm, SwiGLU and rotary positions come together here (model.family = "llama"), or none of them ("gpt")'
+
+
+def _megatron_vocab(their: Foreign) -> Settings | str:
+    multiple = int(their.values.get("make_vocab_size_divisible_by", 128))
+    multiple *= int(their.values.get("tensor_model_parallel_size", 1))
+    if "vocab_size" not in their.values:
+        return f"set model.vocab: the tokenizer's number of tokens, rounded up to a multiple of {multiple}"
+    return {"model.vocab": math.ceil(int(their.values["vocab_size"]) / multiple) * multiple}
+
+
+def _megatron_steps(their: Foreign) -> Settings:
+    if "train_iters" in their.values:
+        return {"training.steps": their.values["train_iters"]}
+    return {"training.steps": int(their.values["train_samples"]) // int(their.values["global_batch_size"])}
+
+
+def _megatron_schedule(their: Foreign) -> Settings:
+    style = str(their.get("lr_decay_style")).lower()
+    settings: Settings = {"schedule.name": style}
+    return settings if style == "constant" else settings | _fraction(their, "min_lr", "lr")
+
+
+def _fraction(their: Foreign, least: str, peak: str) -> Settings:
+    rate = their.get(peak)
+    return {"schedule.final_fraction": float(f"{float(their.get(least)) / float(rate):.6g}")} if rate else {}
+
+
+def _megatron_recompute(their: Foreign) -> Settings | str:
+    if their.values.get("recompute_activations") or their.get("recompute_granularity") == "selective":
+        return (
+            'selective recomputes attention alone there, which the fused kernel does here; recompute.mode stays "none"'
+        )
+    return {"recompute.mode": "full"}
+
+
+def _megatron_stages(their: Foreign) -> Settings:
+    degree = int(their.values.get("pipeline_model_parallel_size", 1))
+    per_stage = their.values.get("num_layers_per_virtual_pipeline_stage")
+    if per_stage is None:
+        return {"parallel.pp": degree}
+    count = int(their.values["num_layers"]) // degree // int(per_stage)
+    return {"parallel.pp": degree, "parallel.schedule": "Interleaved1F1B", "parallel.virtual_stages": count}
+
+
+def _megatron_data(their: Foreign) -> Settings:
+    words = str(their.values["data_path"]).split()
+    if len(words) == 1:
+        return {"data.sources": [{"kind": "megatron", "path": words[0]}]}
+    pairs = zip(words[::2], words[1::2], strict=False)
+    return {"data.sources": [{"kind": "megatron", "path": path, "weight": float(weight)} for weight, path in pairs]}
+
+
+def _nanochat_model(their: Foreign) -> Settings:
+    depth, width = int(their.get("depth")), int(their.get("head_dim"))
+    heads = math.ceil(depth * int(their.get("aspect_ratio")) / width)
+    sizes = {"layers": depth, "hidden": heads * width, "heads": heads, "head_dim": width, "ffn": 4 * heads * width}
+    return {f"model.{key}": value for key, value in sizes.items()}
+
+
+def _nanochat_steps(their: Foreign) -> Settings | str:
+    steps = int(their.get("num_iterations") or -1)
+    return {"training.steps": steps} if steps > 0 else "it derives the steps from the size: `torchllm size` does here"
+
+
+def _nanochat_batch(their: Foreign) -> Settings | str:
+    tokens = int(their.get("total_batch_size") or -1)
+    if tokens <= 0:
+        return "it derives the batch from the size: `torchllm size` does here"
+    return {"training.global_batch_size": tokens // int(their.get("max_seq_len"))}
+
+
+def _nanochat_optimizer(their: Foreign) -> Settings:
+    rate = float(their.get("matrix_lr"))
+    embedding, head = float(their.get("embedding_lr")) / rate, float(their.get("unembedding_lr")) / rate
+    settings = {"name": "muon", "learning_rate": rate, "embedding_rate": embedding, "head_rate": head}
+    return {f"optimizer.{key}": value for key, value in settings.items()}
+
+
+def _nanochat_schedule(their: Foreign) -> Settings:
+    steps = int(their.get("num_iterations") or -1)
+    settings: Settings = {"schedule.name": "wsd", "schedule.final_fraction": their.get("final_lr_frac")}
+    if steps > 0:
+        settings["schedule.decay_steps"] = round(float(their.get("warmdown_ratio")) * steps)
+    return settings
+
+
+def _litgpt_steps(their: Foreign) -> Settings | str:
+    if their.get("train.max_steps"):
+        return {"training.steps": their.get("train.max_steps")}
+    length = their.get("train.max_seq_length") or their.get("model_config.block_size")
+    if not their.get("train.max_tokens") or not length:
+        return "set training.steps: the tokens of the run over those of a step"
+    tokens = int(their.get("train.global_batch_size")) * int(length)
+    return {"training.steps": math.ceil(int(their.get("train.max_tokens")) / tokens)}
+
+
+def _litgpt_length(their: Foreign) -> Settings:
+    return {"training.sequence_length": their.get("train.max_seq_length") or their.get("model_config.block_size")}
+
+
+def _is_bfloat16(key: str) -> Computed:
+    return lambda their: {
+        "training.dtype": "bfloat16" if "bf" in str(their.get(key)) or their.get(key) is True else "float32"
+    }
+
+
+def _if_true(key: str, ours: str, value: Any) -> Computed:
+    return lambda their: {ours: value} if their.get(key) not in (False, "False", "none") else f"{ours} stays off"
+
+
+def _tokenizer_in(key: str) -> Computed:
+    def compute(their: Foreign) -> Settings:
+        path = str(their.get(key))
+        is_file = Path(path).suffix in (".json", ".model")
+        return {"data.tokenizer": path if is_file else f"{path.rstrip('/')}/tokenizer.json"}
+
+    return compute
+
+
+COMPUTED: dict[str, dict[str, Computed]] = {
+    "torchtitan": {
+        "training.local_batch_size": _titan_micro_batch,
+        "training.global_batch_size": _titan_batch,
+        "model.flavor": _titan_model,
+        "model_spec": _titan_model,
+        "model.norm_type": _if_true("model.norm_type", "compile.norm", value=True),
+        "model.converters": _titan_float8,
+        "model.tokenizer_path": _tokenizer_in("model.tokenizer_path"),
+        "model.hf_assets_path": _tokenizer_in("model.hf_assets_path"),
+        "hf_assets_path": _tokenizer_in("hf_assets_path"),
+        "metrics.enable_wandb": _if_true("metrics.enable_wandb", "metrics.wandb", "torchtitan"),
+        "optimizer.name": lambda their: {"optimizer.name": str(their.get("optimizer.name")).lower()},
+        "lr_scheduler.decay_type": _titan_schedule,
+        "lr_scheduler.decay_ratio": _titan_schedule,
+        "lr_scheduler.lr_min": _titan_final,
+        "training.dataset": _titan_data,
+        "training.dataset_path": _titan_data,
+        "dataloader.dataset": _titan_data,
+        "dataloader.dataset_path": _titan_data,
+        "parallelism.fsdp_reshard_after_forward": _titan_zero,
+        "parallelism.tensor_parallel_degree": _titan_tensor,
+        "parallelism.pipeline_parallel_microbatch_size": _titan_micro_batch,
+        "checkpoint.enable_checkpoint": _titan_saves,
+        "checkpoint.enable": _titan_saves,
+        "checkpoint.interval": _titan_saves,
+        "checkpoint.async_mode": lambda their: {
+            "checkpoint.asynchronous": their.get("checkpoint.async_mode") != "disabled"
+        },
+        "activation_checkpoint.mode": _titan_recompute,
+        "activation_checkpoint.selective_ac_option": _titan_recompute,
+    },
+    "huggingface": {
+        "gradient_accumulation_steps": _batch_per_gpu("per_device_train_batch_size", "gradient_accumulation_steps"),
+        "lr_scheduler_type": _hf_schedule,
+        "max_steps": _hf_steps,
+        "warmup_steps": _hf_warmup,
+        "warmup_ratio": _hf_warmup,
+        "optim": _hf_optimizer,
+        "bf16": _is_bfloat16("bf16"),
+        "gradient_checkpointing": _if_true("gradient_checkpointing", "recompute.mode", "full"),
+    },
+    "megatron": {
+        "position_embedding_type": _megatron_family,
+        "normalization": _megatron_family,
+        "swiglu": _megatron_family,
+        "disable_bias_linear": _megatron_family,
+        "untie_embeddings_and_output_weights": lambda _: {"model.tied_embeddings": False},
+        "qk_layernorm": lambda _: {"model.qk_norm": "head"},
+        "vocab_size": _megatron_vocab,
+        "make_vocab_size_divisible_by": _megatron_vocab,
+        "train_iters": _megatron_steps,
+        "train_samples": _megatron_steps,
+        "lr_decay_style": _megatron_schedule,
+        "min_lr": _megatron_schedule,
+        "bf16": _is_bfloat16("bf16"),
+        "pipeline_model_parallel_size": _megatron_stages,
+        "num_layers_per_virtual_pipeline_stage": _megatron_stages,
+        "use_distributed_optimizer": lambda _: {"parallel.zero_stage": 1},
+        "use_torch_fsdp2": lambda _: {"parallel.zero_stage": 3},
+        "recompute_granularity": _megatron_recompute,
+        "recompute_activations": _megatron_recompute,
+        "recompute_method": _megatron_recompute,
+        "data_path": _megatron_data,
+        "reset_attention_mask": lambda _: {"data.document_mask": True},
+        "reset_position_ids": lambda _: {"data.document_mask": True},
+    },
+    "nanochat": {
+        "depth": _nanochat_model,
+        "aspect_ratio": _nanochat_model,
+        "head_dim": _nanochat_model,
+        "num_iterations": _nanochat_steps,
+        "target_param_data_ratio": _nanochat_steps,
+        "target_flops": _nanochat_steps,
+        "total_batch_size": _nanochat_batch,
+        "matrix_lr": _nanochat_optimizer,
+        "embedding_lr": _nanochat_optimizer,
+        "unembedding_lr": _nanochat_optimizer,
+        "warmdown_ratio": _nanochat_schedule,
+        "final_lr_frac": _nanochat_schedule,
+        "eval_tokens": lambda their: {
+            "evaluate.sequences": max(1, int(their.get("eval_tokens")) // their.get("max_seq_len"))
+        },
+        "save_every": lambda their: {"checkpoint.interval": max(0, int(their.get("save_every")))},
+        "eval_every": lambda their: {"evaluate.interval": max(0, int(their.get("eval_every")))},
+        "fp8": _if_true("fp8", "float8.recipe", "tensorwise"),
+        "device_type": lambda their: {"run.device": their.get("device_type") or "auto"},
+        "model_tag": lambda their: {"run.folder": f"runs/{their.get('model_tag')}"},
+        "run": _if_true("run", "metrics.wandb", "nanochat"),
+    },
+    "litgpt": {
+        "precision": _is_bfloat16("precision"),
+        "tokenizer_dir": _tokenizer_in("tokenizer_dir"),
+        "train.max_tokens": _litgpt_steps,
+        "train.max_steps": _litgpt_steps,
+        "train.max_seq_length": _litgpt_length,
+        "model_config.block_size": lambda their: {"model.max_sequence_length": their.get("model_config.block_size")},
+        "train.min_lr": lambda their: (
+            {"schedule.name": "cosine"} | _fraction(their, "train.min_lr", "train.learning_rate")
+        ),
+    },
+}
+
+
+# Writing
+
+
+class Translated(NamedTuple):
+    """A setting and where it comes from."""
+
+    value: Any
+    origin: str
+
+
+def translate(their: Foreign) -> tuple[dict[str, Translated], list[str]]:
+    """Return our settings by key, and a remark for each key of the program that has none."""
+    table = foreign_keys()[their.program]
+    settings: dict[str, Translated] = {}
+    remarks = []
+    absent = {key: value for key, value in DEFAULTS[their.program].items() if key not in their.values}
+    for key, value in {**their.values, **absent}.items():
+        equal = table.get(key, Equal(remark="no key here is known for it"))
+        compute = COMPUTED[their.program].get(key)
+        result: Settings | str = equal.remark or {equal.key: value}
+        if "$" in str(value) and not equal.remark:
+            result = f"a variable of the shell: write its value into {equal.key}"
+        elif compute:
+            try:
+                result = compute(their)
+            except (KeyError, TypeError, ValueError):
+                result = f"its value is not understood: set {equal.key}"
+        origin = f"{key} = {_short(value)}" + (", the default there" if key in absent else "")
+        if isinstance(result, str):
+            remarks.append(f"{origin}: {result}")
+            continue
+        for ours, item in result.items():
+            settings.setdefault(ours, Translated(item, origin))
+    if their.program == "nanochat":
+        remarks.append(UNTRANSLATED)
+    return settings, remarks
+
+
+def write(their: Foreign) -> str:
+    """Return the TOML: settings that our reader takes, with their former names, then the remarks."""
+    settings, remarks = translate(their)
+    for key, setting in list(settings.items()):
+        fault = _fault(key, setting.value)
+        if fault:
+            remarks.append(f"{setting.origin}: {key} {fault}")
+            del settings[key]
+    lines = [f"# Converted from a config of {their.program}. Check it: ./run_train.sh THIS_FILE --check"]
+    if "base" in settings:
+        lines += [f"base = {toml_value(settings['base'].value)}  # {settings.pop('base').origin}"]
+    sections: dict[str, list[str]] = {}
+    for key, setting in settings.items():
+        section, _, name = key.partition(".")
+        if key != "data.sources":
+            sections.setdefault(section, []).append(f"{name} = {toml_value(setting.value)}  # {setting.origin}")
+    for section in vars(Config()):
+        if section in sections:
+            lines += ["", f"[{section}]", *sections[section]]
+        if section == "data" and "data.sources" in settings:
+            for source in settings["data.sources"].value:
+                lines += ["", "[[data.sources]]", *(f"{name} = {toml_value(item)}" for name, item in source.items())]
+    if remarks:
+        lines += ["", "# Without a key of the same meaning:", *(f"#   {remark}" for remark in remarks)]
+    return "\n".join(lines) + "\n"
+
+
+def _fault(key: str, value: Any) -> str:
+    """Return why our reader refuses a value; "" if it takes it."""
+    if key == "base":
+        return ""
+    section, _, name = key.partition(".")
+    faults: list[ConfigError] = []
+    read_table(Config, {section: {name: value}}, faults)
+    return "; ".join(f"{dotted(fault.path)}: {fault.message}" if fault.path[2:] else fault.message for fault in faults)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."
