@@ -375,6 +375,6 @@ def test_what_a_reader_has_to_read_does_not_grow() -> None:
     assert minimal.lines <= 8_450
     assert pretrain.files <= 130
     assert pretrain.lines <= 16_360
-    # data/iterable.py and {facts,models}/frozen.py are imported by no recipe here, config/foreign.py only after an error
-    assert size_of(core_files()).lines <= 20_900
+    # no recipe here imports data/iterable.py and {facts,models}/frozen.py; config/foreign.py is for an error
+    assert size_of(core_files()).lines <= 20_950
     assert 5_000 < size_of(spine_files()).lines <= 6_500

@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.models.test_layers import filled, inputs
 from torchllm.config import Model
 from torchllm.models.decoder import build_model
-from torchllm.models.experts import Experts, MixtureOfExperts, Router
+from torchllm.models.experts import Experts, MixtureOfExperts, Router, top_experts
 from torchllm.models.layers import SwiGLU, gated
 from torchllm.models.router_penalties import penalty_names
 from torchllm.models.routing_record import tokens_per_expert
@@ -126,6 +126,18 @@ def test_equal_scores_choose_the_lower_expert() -> None:
     routing = router(inputs(1, 3, 24))
     assert routing.experts.tolist() == [[0, 1]] * 3
     assert routing.weights.tolist() == [[0.5, 0.5]] * 3
+
+
+def test_the_largest_scores_come_in_the_order_of_a_stable_sort() -> None:
+    """Of scores with many ties, of both signs; float64 scores take the sort itself."""
+    scores = inputs(50, 64)
+    scores[0] = 0.0
+    scores[0, 3] = -0.0
+    scores[1, 5], scores[1, 6] = math.inf, -math.inf
+    for ties in (scores, (4 * scores).round() / 4, -scores, scores.softmax(-1)):
+        expected = ties.sort(dim=-1, descending=True, stable=True).indices[:, :8]
+        assert torch.equal(top_experts(ties, 8), expected)
+        assert torch.equal(top_experts(ties.double(), 8), expected)
 
 
 def test_choices_are_made_in_float32_in_a_bfloat16_model() -> None:

@@ -1,7 +1,10 @@
 """Products of groups of rows, against products of each group by itself in float64."""
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -46,25 +49,56 @@ def compare_with_one_by_one(dtype: torch.dtype, tolerance: float) -> None:
     assert not gradients[1][4].any()
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 0.1)])
+TOLERANCES = [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.float16, 0.01), (torch.bfloat16, 0.1)]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
 def test_results_and_gradients_are_those_of_one_product_per_group(dtype: torch.dtype, tolerance: float) -> None:
     compare_with_one_by_one(dtype, tolerance)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1)])
-def test_the_kernel_of_a_gpu_is_called_with_the_right_factors(
-    dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("dtype", "calls"), [(torch.float64, 0), (torch.float32, 3), (torch.bfloat16, 3)])
+def test_one_call_of_torch_computes_all_groups_where_it_can(
+    dtype: torch.dtype, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a CPU torch has a slow form of it, with the same meaning."""
-    monkeypatch.setattr(grouped_products, "_has_kernel", lambda left, right: True)
-    compare_with_one_by_one(dtype, tolerance)
+    """And in float32 the loop has the same numbers, up to the order of a sum of 16 products."""
+    counted = []
+    grouped_mm = F.grouped_mm
+
+    def counting(*arguments: Any, **options: Any) -> Tensor:
+        counted.append(arguments)
+        return grouped_mm(*arguments, **options)
+
+    monkeypatch.setattr(F, "grouped_mm", counting)
+    x, weight = factors(dtype)
+    result = grouped_linear(x, weight, ends(SIZES))
+    result.sum().backward()
+    assert len(counted) == calls
+    monkeypatch.setattr(grouped_products, "_has_kernel", lambda first, second: False)
+    looped_x, looped_weight = factors(dtype)
+    looped = grouped_linear(looped_x, looped_weight, ends(SIZES))
+    looped.sum().backward()
+    assert len(counted) == calls
+    for one, other in ((result, looped), (x.grad, looped_x.grad), (weight.grad, looped_weight.grad)):
+        torch.testing.assert_close(one, other, rtol=1e-6 if dtype == torch.float32 else 0.01, atol=1e-6)
 
 
-def test_the_gradient_of_a_sum_is_taken_too() -> None:
-    x, weight = factors(torch.float64)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_gradient_of_a_sum_is_taken_too(dtype: torch.dtype) -> None:
+    x, weight = factors(dtype)
     grouped_linear(x, weight, ends(SIZES)).sum().backward()  # it is one number, expanded
     assert x.grad is not None
     torch.testing.assert_close(x.grad, torch.autograd.grad(one_by_one(x, weight).sum(), x)[0])
+
+
+def test_no_rows_are_no_rows() -> None:
+    x = torch.empty(0, INPUTS, requires_grad=True)
+    weight = torch.randn(2, OUTPUTS, INPUTS, requires_grad=True)
+    result = grouped_linear(x, weight, ends([0, 0]))
+    assert result.shape == (0, OUTPUTS)
+    result.sum().backward()
+    assert weight.grad is not None
+    assert not weight.grad.any()
 
 
 def test_odd_sizes_are_right() -> None:

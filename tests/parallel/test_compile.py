@@ -153,9 +153,9 @@ EXPERTS: Settings = {
     **{"model.balance_loss": "sequence", "model.balance_weight": 0.3},
 }
 EP2: Settings = {**FSDP2, "parallel.ep": 2}
-PARTS = 5
+PARTS = 7
 """graphs of a model with experts: of a dense block; of the others' attention, gating (of the experts and of the shared
-one, whose tensors have another number of dimensions) and weighted sum"""
+one, whose tensors have another number of dimensions), weighted sum, and router and its statistics"""
 
 
 @pytest.mark.parametrize(

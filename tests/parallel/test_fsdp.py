@@ -107,6 +107,10 @@ COUNTS: dict[str, tuple[Settings, tuple[int, int, int]]] = {
     "zero3, tied": ({"model.tied_embeddings": True}, (2 * (4 + 2), 2 * 4, 0)),
     # the position table is a unit of its own
     "zero3, gpt": ({"model.family": "gpt", "model.kv_heads": 0}, (2 * (6 + 2), 2 * 6, 0)),
+    # the routers of all blocks are one unit, gathered once and kept until their backward
+    "zero3, experts": ({"model.experts": 4}, (2 * (6 + 2), 2 * 6, 0)),
+    "zero3, experts, recompute full": ({"model.experts": 4, "recompute.mode": "full"}, (2 * (6 + 2), 2 * 6, 0)),
+    "zero1, experts": ({"model.experts": 4, "parallel.zero_stage": 1}, (6, 6, 0)),
     # the recomputed forward finds what the backward has gathered
     "zero3, recompute full": ({"recompute.mode": "full"}, (2 * (5 + 2), 2 * 5, 0)),
     # a segment's blocks are gathered for its recomputation and stay until their backward: as many, k at a time
@@ -126,6 +130,24 @@ def count_all() -> dict[str, tuple[int, ...]]:
 
 def test_collectives_of_a_step() -> None:
     assert run(count_all, 2)[0] == {name: expected for name, (_, expected) in COUNTS.items()}
+
+
+def roots_after_backwards(settings: Settings) -> list[object]:
+    """Return what FSDP takes for the unit whose forward is under way, after each of two backwards."""
+    config = tiny({**FSDP2, "model.experts": 4, **settings})
+    mesh, stages = build(config)
+    roots = []
+    for step in (1, 2):
+        OneStage(stages, config.parallel)(my_batches(config, mesh, step, ragged=False), torch.tensor(1 / 64))
+        roots.append(stages[0]._get_fsdp_state()._state_ctx.iter_forward_root)  # type: ignore[operator, union-attr]
+    return roots
+
+
+@pytest.mark.parametrize("mode", ["full", "ffn", "selective"])
+def test_recomputed_routers_are_not_taken_for_the_root(mode: str) -> None:
+    """The root's gathers wait for the optimizer, on a GPU; another unit's do not."""
+    for roots in run(roots_after_backwards, 2, {"recompute.mode": mode}):
+        assert roots == [None, None]
 
 
 def test_hsdp_sends_a_shard_across_nodes_once_a_step() -> None:

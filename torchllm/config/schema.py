@@ -144,7 +144,7 @@ class Model:
     """width of one head (Q), even; 0: hidden / heads"""
     ffn: Count = 1024
     """width of the feed-forward layer (F)"""
-    experts: Natural = 0
+    experts: Annotated[int, Bound(at_least=0, at_most=2**15 - 1)] = 0
     """experts (E), the feed-forward layers of each sparse block; every token uses top_k of them; 0: all blocks are
     dense"""
     top_k: Count = 2

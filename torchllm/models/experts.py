@@ -64,8 +64,9 @@ class Router(nn.Module):
         self.score, self.slopes = SCORES[model.router_score]
         self.renormalizes = model.router_renormalize
         self.scale = model.router_scale
+        self.balance_loss = model.balance_loss
         penalties: dict[str, RouterPenalty] = {
-            BALANCE_LOSS: partial(balance_loss, weight=model.balance_weight, shares=self._shares(model.balance_loss)),
+            BALANCE_LOSS: partial(balance_loss, weight=model.balance_weight),
             ROUTER_Z_LOSS: partial(router_z_loss, weight=model.router_z_loss),
         }
         self.penalties = [penalties[name] for name in penalty_names(model)]
@@ -85,14 +86,20 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Routing:
         """Route each token: (B, S, D) -> K experts and their weights, (B S, K)."""
-        logits = widened(self.product(x, self.local(self.weight)))
+        experts, weights, logits = self.choose(x, self.local(self.weight))
+        weights = RecordRouting.apply(weights, logits, experts, self)
+        return Routing(experts.flatten(0, -2), weights.flatten(0, -2))
+
+    def choose(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return experts and weights of each token of x (B, S, D), (B, S, K), and the logits, (B, S, E)."""
+        logits = widened(self.product(x, weight))
         scores = self.score(logits)
-        order = self.preferences(scores.detach()).sort(dim=-1, descending=True, stable=True)
-        experts = order.indices[..., : self.top_k]  # stable: of equal scores the lower expert is first
-        weights = RecordRouting.apply(scores.gather(-1, experts), logits, experts, self)
+        experts = top_experts(self.preferences(scores.detach()), self.top_k)
+        weights = scores.gather(-1, experts)
         if self.renormalizes:
             weights = weights / weights.sum(-1, keepdim=True)
-        return Routing(experts.flatten(0, -2), (weights * self.scale).flatten(0, -2))
+        # Without penalties no gradient comes for the logits, and a compiled backward would add zeros.
+        return experts, weights * self.scale, logits if self.penalties else logits.detach()
 
     def preferences(self, scores: Tensor) -> Tensor:
         """Return the scores that choose experts, with the bias: (..., E) -> (..., E)."""
@@ -100,10 +107,19 @@ class Router(nn.Module):
 
     def record(self, logits: Tensor, experts: Tensor) -> Tensor | None:
         """See `RecordingRouter`."""
+        counts = tokens_per_expert(experts.flatten(1), logits.shape[-1])
+        sums, gradient = self.summarize(logits, counts, self._shares(counts))
+        self.sums = sums if self.sums is None else self.sums + sums
+        return gradient
+
+    def summarize(self, logits: Tensor, counts: Tensor, shares: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the sums of a micro batch, see `take_sums`, and the gradient of the penalties: (B, S, E), or None.
+
+        logits: (B, S, E). counts: tokens per sequence and expert, (B, E). shares: of the balance loss.
+        """
         scores = self.score(logits)
         probabilities = scores / scores.sum(-1, keepdim=True)
-        counts = tokens_per_expert(experts.flatten(1), logits.shape[-1])
-        routed = RoutedTokens(logits, probabilities, self.slopes(logits), counts)
+        routed = RoutedTokens(logits, probabilities, self.slopes(logits), shares)
         entropy = torch.special.entr(probabilities).sum()
         values, gradient = [], None
         for penalty in self.penalties:
@@ -112,9 +128,7 @@ class Router(nn.Module):
             part = part / (self.tokens_per_step * self.repeats)
             gradient = part if gradient is None else gradient + part
             values.append(value / self.tokens_per_step)
-        sums = torch.cat((counts.sum(0).double(), torch.stack((entropy, *values)).double()))
-        self.sums = sums if self.sums is None else self.sums + sums
-        return gradient
+        return torch.cat((counts.sum(0).double(), torch.stack((entropy, *values)).double())), gradient
 
     def take_sums(self) -> Tensor | None:
         """Return the sums of all backward passes since the last call, float64 (E + 1 + penalties); None without any.
@@ -124,27 +138,31 @@ class Router(nn.Module):
         sums, self.sums = self.sums, None
         return sums
 
-    def _shares(self, kind: str) -> Callable[[Tensor], Tensor]:
-        """Return the function that computes the shares of the choices for a balance loss. kind: model.balance_loss."""
-        return self._shares_of_last_step if kind == "global" else self._shares_of_sequences
+    def _shares(self, counts: Tensor) -> Tensor | None:
+        """Return each expert's share of the choices for the balance loss, None without one. counts: (B, E).
 
-    def _shares_of_sequences(self, counts: Tensor) -> Tensor:
-        """Return each expert's share of the choices in each sequence: counts (B, E) -> (B, E).
-
-        DeepSeek-V3, arXiv 2412.19437, equation 18.
+        "sequence": in each sequence, (B, E) (DeepSeek-V3, arXiv 2412.19437, equation 18). "global": in the whole
+        previous step, on all ranks, (E). Qiu et al. 2025 (arXiv 2501.11873, section 3) use the micro batches of this
+        step so far, which depend on the layout; the previous step does not.
         """
+        if self.balance_loss != "sequence":
+            return self.last_shares
         for add_up in self.sequence_sums:
             counts = add_up(counts)
         return counts / counts.sum(-1, keepdim=True)
 
-    def _shares_of_last_step(self, counts: Tensor) -> Tensor:
-        """Return each expert's share of the choices in the whole previous step, on all ranks: (E).
 
-        Qiu et al. 2025 (arXiv 2501.11873, section 3) use the micro batches of this step so far, which depend on the
-        layout; the previous step does not.
-        """
-        assert self.last_shares is not None
-        return self.last_shares
+def top_experts(scores: Tensor, count: int) -> Tensor:
+    """Return the experts of each token's largest scores, in order, of equal ones the lower first: (..., E) -> (..., K).
+
+    `topk` leaves the order of equal ones open. So float32 scores become integers of the same order above their index.
+    """
+    if scores.dtype != torch.float32:
+        return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # a negative float's magnitude counts down
+    index = torch.arange(scores.shape[-1], device=scores.device)
+    return ((ordered.long() << 32) - index).topk(count, dim=-1).indices
 
 
 def _float32_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -215,7 +233,7 @@ class SortedRows(NamedTuple):
 def sort_by_expert(tokens: Tensor, routing: Routing, experts: int) -> SortedRows:
     """Repeat each of the tokens (T, D) for its experts, and sort the rows by expert."""
     chosen = routing.experts.flatten()
-    order = chosen.argsort(stable=True)
+    order = chosen.to(torch.int16).argsort(stable=True)  # a GPU sorts them in a quarter of the passes
     positions = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     rows = tokens.index_select(0, order // routing.experts.shape[1])
     return SortedRows(rows, tokens_per_expert(chosen, experts), positions.view_as(routing.experts))

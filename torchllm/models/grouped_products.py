@@ -1,8 +1,8 @@
 """Products of groups of rows with one matrix per group, for the experts of a layer.
 
-Rows are sorted by group, and `ends` says where each group ends; a group may be empty. On a GPU in bfloat16 one kernel
-computes all groups (`torch.nn.functional.grouped_mm`) without waiting for the device. Elsewhere each group is a
-separate product, which must read `ends`: slower on a GPU, but right for every dtype and size.
+Rows are sorted by group, and `ends` says where each group ends; a group may be empty. Where it can,
+`torch.nn.functional.grouped_mm` computes all groups: on a GPU in bfloat16 by one kernel, without waiting for the
+device. Elsewhere each group is a separate product, which must read `ends`: slower, but right for every dtype and size.
 
 Each function is one operation to torch (`torch.library.custom_op`), with shapes that do not depend on `ends`: the dry
 run needs no numbers, and selective recomputation saves its result as it does for any product.
@@ -20,8 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-KERNEL_MULTIPLE = 8
-"""of the sizes that the kernel takes: rows of 16 bytes in bfloat16"""
+ROW_BYTES = 16
+"""the bytes of every row that `grouped_mm` takes are a multiple of this"""
+DTYPES = {"cpu": (torch.float32, torch.bfloat16, torch.float16), "cuda": (torch.bfloat16,)}
+"""those that `grouped_mm` takes without waiting for the device, by type of device"""
 MatrixShape = tuple[int, int]
 StackShape = tuple[int, int, int]
 """of one matrix per group"""
@@ -52,18 +54,16 @@ def grouped_weight_gradient(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor
 
 
 def _has_kernel(first: Tensor, second: Tensor) -> bool:
-    """Return whether torch's kernel takes these factors: bfloat16 on a GPU, with widths that are multiples of 8.
+    """Return whether `grouped_mm` takes these factors.
 
-    The kernel needs at least one row: with expert parallelism a rank may get none.
+    It needs at least one row: with expert parallelism a rank may get none.
     """
-    has_rows = len(first) > 0
-    is_kernels_type = first.is_cuda and first.dtype == torch.bfloat16
-    if not has_rows or not is_kernels_type:
+    if not len(first) or first.dtype not in DTYPES.get(first.device.type, ()):
         return False
     for width in (*first.shape[1:], *second.shape[1:]):
-        if width % KERNEL_MULTIPLE != 0:
+        if width * first.itemsize % ROW_BYTES:
             return False
-    return torch.cuda.get_device_capability() >= (8, 0)
+    return not first.is_cuda or torch.cuda.get_device_capability() >= (8, 0)
 
 
 def _groups(ends: Tensor) -> Iterator[slice]:

@@ -26,8 +26,8 @@ class RoutedTokens(NamedTuple):
     """p: the scores of a token, divided by their sum, (B, S, E) float32"""
     slopes: Tensor | float
     """(B, S, E): d p_i / d logit_j = p_i ([i = j] - p_j) slope_j"""
-    counts: Tensor
-    """number of tokens per sequence on this rank that use each expert, (B, E) int64"""
+    shares: Tensor | None
+    """each expert's share of the choices, with the sum 1, (B, E) or (E); None without a balance loss"""
 
 
 class PenaltySum(NamedTuple):
@@ -65,15 +65,15 @@ def sigmoid_slopes(logits: Tensor) -> Tensor:
     return torch.sigmoid(-logits)
 
 
-def balance_loss(routed: RoutedTokens, weight: float, shares: Callable[[Tensor], Tensor]) -> PenaltySum:
+def balance_loss(routed: RoutedTokens, weight: float) -> PenaltySum:
     """Return weight x E x sum over experts of f_i p_i, of each token: f_i is expert i's share of the choices.
 
     It pulls down the probabilities of experts that have many tokens (Fedus et al. 2021, arXiv 2101.03961, equations 4
-    to 6; there a token has one expert). f counts choices, so it is a constant for the gradient. shares: computes f from
-    `routed.counts`: (B, E) -> (B, E) or (E), with the sum 1.
+    to 6; there a token has one expert). f counts choices, so it is a constant for the gradient.
     """
+    assert routed.shares is not None
     p = routed.probabilities
-    pull = weight * p.shape[-1] * shares(routed.counts).unsqueeze(-2)  # (B, 1, E) or (1, E)
+    pull = weight * p.shape[-1] * routed.shares.unsqueeze(-2)  # (B, 1, E) or (1, E)
     mean_pull = (p * pull).sum(-1, keepdim=True)
     return PenaltySum(mean_pull.sum(), p * routed.slopes * (pull - mean_pull))
 

@@ -32,6 +32,8 @@ SEAMS = (
     Seam("local", "Router", ("tensor.py",)),
     Seam("local", "Experts", ("expert.py", "tensor.py")),
     Seam("repeats", "Router", ("tensor.py",)),
+    Seam("choose", "Router", ("compile.py",)),
+    Seam("summarize", "Router", ("compile.py",)),
     Seam("gated", "Experts", ("compile.py",)),
     Seam("gated", "SwiGLU", ("compile.py",)),
     Seam("dispatch", "RoutedExperts", ("expert.py",)),

@@ -5,9 +5,9 @@ takes the time of one block however deep the model is. FSDP's hooks stay outside
 parallelism are inside, and so is recomputation, except of whole segments and where `must_recompute_outside` says so.
 The cores of context parallelism are outside; only the merge of a ring is compiled.
 
-A block with experts is compiled in parts: attention with the norms before and after it, the gating of all experts, and
-the weighted sum of their results. Router, products and dispatch stay outside: FSDP gathers float32 routers, and experts
-under expert parallelism, as separate units, and the number of rows on a rank varies.
+A block with experts is compiled in parts: attention with the norms before and after it, the router, the gating of all
+experts, and the weighted sum of their results. Products and dispatch stay outside: FSDP gathers routers and experts as
+separate units, and the number of rows on a rank varies.
 """
 
 import torch
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchllm.config import Compile, Model, Recompute
 from torchllm.models.decoder import Block, Decoder
-from torchllm.models.experts import Experts, MixtureOfExperts, RoutedExperts
+from torchllm.models.experts import Experts, MixtureOfExperts, RoutedExperts, Router
 from torchllm.models.layers import RMSNorm, SwiGLU
 from torchllm.parallel.ring import RingAttention
 
@@ -55,6 +55,9 @@ def _compile_parts(block: Block) -> None:
     for module in block.mlp.modules():
         if isinstance(module, Experts | SwiGLU):
             module.gated = torch.compile(module.gated, dynamic=True)  # the number of rows changes with each step
+        elif isinstance(module, Router):
+            module.choose = torch.compile(module.choose)  # type: ignore[method-assign]
+            module.summarize = torch.compile(module.summarize)  # type: ignore[method-assign]
         elif isinstance(module, RoutedExperts):
             module.combine = torch.compile(module.combine)
 

@@ -210,7 +210,7 @@ def _order_by_expert(origins: Tensor, rows: int) -> Tensor:
     origins: rows from each rank for each expert on this rank, (ep, E / ep). rows: their sum, known to the host.
     """
     ranks, experts = origins.shape
-    expert_of_part = torch.arange(experts, device=origins.device).repeat(ranks)
+    expert_of_part = torch.arange(experts, dtype=torch.int16, device=origins.device).repeat(ranks)
     expert_of_row = expert_of_part.repeat_interleave(origins.flatten(), output_size=rows)
     return expert_of_row.argsort(stable=True)
 

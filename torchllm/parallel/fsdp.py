@@ -7,16 +7,17 @@ dimension of one rank.
 Stacked matrices of experts are sharded by expert, or by hidden states where ranks could not have equally many experts.
 With expert parallelism they are sharded over other ranks than the rest (efsdp), and so are separate units.
 
-Sent, per unit (the embedding; each block; the router of a block with experts, if it is float32; experts that are shared
-by rank; final norm and head), when:
+Sent, per unit (the embedding; each block; all routers of a stage, if they are float32; experts that are shared by
+rank; final norm and head), when:
   stage 3   all-gather before the forward and again before the backward of every micro batch, reduce-scatter after it
   stage 2   all-gather once per step, reduce-scatter after the backward of every micro batch
   stage 1   all-gather once per step, reduce-scatter once per step
   stage 0   all-reduce once per step
 and, with a replicate dimension, an all-reduce of the scattered gradient once per step: 1 / shard of DDP's bytes cross
 nodes. While a unit computes, the next `prefetch` units are gathered. Not gathered again before the
-backward: the embedding, whose gradient does not need its weight, and the head and (`keep_last_block`) the last block,
-which are still gathered. If it is freed, the last block is gathered after the loss's backward, the peak of memory.
+backward: the embedding, whose gradient does not need its weight, and the routers, the head and (`keep_last_block`) the
+last block, which are still gathered. If it is freed, the last block is gathered after the loss's backward, the peak of
+memory.
 
 Applied to a single rank as well, where it only casts: mixed precision (bfloat16 computation, float32 weights, gradients
 reduced in float32) has one code path. Where nothing is sharded, stages 2 and 3 would only copy more often: they act as
@@ -24,10 +25,9 @@ stage 1, and `parallelize` leaves one rank in float32 without FSDP.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,10 +37,7 @@ from torch.distributed.tensor import Shard
 
 from torchllm.config import Parallel
 from torchllm.models.decoder import Decoder
-from torchllm.runtime.torch_compat import free_gather_buffer, local_region
-
-if TYPE_CHECKING:
-    from torchllm.models.experts import Experts
+from torchllm.runtime.torch_compat import free_gather_buffer
 
 
 class Unit(NamedTuple):
@@ -48,7 +45,7 @@ class Unit(NamedTuple):
 
     outer: FSDPModule
     inner: Sequence[FSDPModule] = ()
-    """its routers if they are float32, and its experts if they are sharded over other ranks"""
+    """its experts if they are sharded over other ranks"""
 
 
 def apply_fsdp(
@@ -70,6 +67,12 @@ def apply_fsdp(
 
     reshard_after_forward = effective_zero_stage(parallel) == 3
     units: list[Unit] = []  # in the order of the forward pass
+    routers: list[FSDPModule] = []
+    if stage.model.experts:
+        from torchllm.parallel.expert_units import placements_of_experts, shard_experts, shard_routers
+
+        if stage.model.router_dtype == "float32":
+            routers = shard_routers(stage, shard, policy)
     last_block = list(stage.layers)[-1]
     for name, block in stage.layers.items():
         # The last block's backward comes first: freed after the forward, it would be gathered again at once.
@@ -78,12 +81,10 @@ def apply_fsdp(
         inner: list[FSDPModule] = []
         placements: dict[nn.Parameter, Shard] = {}
         if stage.model.experts:
-            if stage.model.router_dtype == "float32":
-                inner += _shard_routers(block, partial(shard, reshard_after_forward=frees), policy)
-            placements = _placements_of_experts(block, ranks=(expert_mesh or mesh).size(-1))
+            placements = placements_of_experts(block, ranks=(expert_mesh or mesh).size(-1))
             if expert_mesh is not None:
-                shard_experts = partial(shard, mesh=expert_mesh, reshard_after_forward=frees)
-                inner += [shard_experts(experts, shard_placement_fn=placements.get) for experts in _experts(block)]
+                of_experts = partial(shard, mesh=expert_mesh, shard_placement_fn=placements.get)
+                inner = shard_experts(block, partial(of_experts, reshard_after_forward=frees))
         outer = shard(block, reshard_after_forward=frees, shard_placement_fn=placements.get)
         units.append(Unit(outer, inner))
 
@@ -108,40 +109,9 @@ def apply_fsdp(
         # divide factor is an error on gloo.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    _prefetch(units, parallel.prefetch)
+    _prefetch(units, parallel.prefetch, routers)
     if not parallel.keep_last_block and reshard_after_forward and parallel.prefetch:
         _gather_last_block_after_loss(stage, units)
-
-
-def _shard_routers(
-    block: nn.Module, shard: Callable[..., FSDPModule], policy: MixedPrecisionPolicy
-) -> list[FSDPModule]:
-    """Make units of a block's routers, gathered in float32: last digits decide which experts a token uses."""
-    from torchllm.models.experts import Router
-
-    in_float32 = replace(policy, param_dtype=None)
-    return [shard(module, mp_policy=in_float32) for module in block.modules() if isinstance(module, Router)]
-
-
-def _experts(block: nn.Module) -> list["Experts"]:
-    """Return the stacked experts of a block."""
-    from torchllm.models.experts import Experts
-
-    return [module for module in block.modules() if isinstance(module, Experts)]
-
-
-def _placements_of_experts(block: nn.Module, ranks: int) -> dict[nn.Parameter, Shard]:
-    """Return the sharding of a block's stacked experts, for parameters not sharded by expert (dimension 0).
-
-    If the ranks do not divide the experts, the dimension of the hidden states is sharded, which tensor parallelism does
-    not shard.
-    """
-    placements: dict[nn.Parameter, Shard] = {}
-    for experts in _experts(block):
-        (count, hidden, _), _ = local_region(experts.down_proj)
-        if count % ranks and hidden % ranks == 0:
-            placements |= {experts.gate_proj: Shard(2), experts.up_proj: Shard(2), experts.down_proj: Shard(1)}
-    return placements
 
 
 def _gather_last_block_after_loss(stage: Decoder, units: Sequence[Unit]) -> None:
@@ -167,12 +137,16 @@ def _gather_last_block_after_loss(stage: Decoder, units: Sequence[Unit]) -> None
     head.cross_entropy = gathering_cross_entropy
 
 
-def _prefetch(units: Sequence[Unit], ahead: int) -> None:
-    """Start the gathers of the next `ahead` units before a unit computes, in forward and in backward order."""
+def _prefetch(units: Sequence[Unit], ahead: int, routers: Sequence[FSDPModule]) -> None:
+    """Start the gathers of the next `ahead` units before a unit computes, in forward and in backward order.
+
+    routers: gathered with the first of the units, and freed after the first router's backward.
+    """
     for index, unit in enumerate(units):
         following = units[index + 1 : index + 1 + ahead]
         previous = units[max(0, index - ahead) : index]
-        unit.outer.set_modules_to_forward_prefetch([*unit.inner, *_modules(following)])
+        of_stage = routers if index == 0 else ()
+        unit.outer.set_modules_to_forward_prefetch([*unit.inner, *of_stage, *_modules(following)])
         # With an empty list FSDP guesses, and gathers units that are not needed. The unit itself is gathered already,
         # so naming it costs nothing.
         unit.outer.set_modules_to_backward_prefetch([unit.outer, *unit.inner, *_modules(reversed(previous))])

@@ -1,0 +1,56 @@
+"""The units of FSDP inside blocks with experts: the routers of a stage, and experts that are shared by rank."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
+
+from torchllm.models.experts import Experts, Router
+from torchllm.runtime.torch_compat import local_region
+
+
+def shard_routers(stage: nn.Module, shard: Callable[..., Any], policy: MixedPrecisionPolicy) -> list[FSDPModule]:
+    """Make all routers of a stage one unit, and return it: each is too small for a collective. shard: `fully_shard`.
+
+    They are gathered in float32: last digits decide which experts a token uses.
+
+    FOOTGUN: the last router is recomputed before the unit's backward begins. Before torch 2.13 FSDP then takes the
+    routers for the root of all later steps, whose gathers no longer wait for the optimizer: there each is a unit.
+    """
+    routers = [module for module in stage.modules() if isinstance(module, Router)]
+    if not routers:
+        return []  # the first blocks may be dense
+    in_float32 = replace(policy, param_dtype=None)
+    units = []
+    for part in [routers] if torch.__version__ >= "2.13" else [[router] for router in routers]:
+        unit = shard(part, mp_policy=in_float32, reshard_after_forward=False)[0]
+        unit.set_modules_to_backward_prefetch([unit])
+        units.append(unit)
+    return units
+
+
+def shard_experts(block: nn.Module, shard: Callable[..., FSDPModule]) -> list[FSDPModule]:
+    """Make the experts of a block a unit, and return it. shard: `fully_shard`."""
+    return [shard(experts) for experts in _experts(block)]
+
+
+def placements_of_experts(block: nn.Module, ranks: int) -> dict[nn.Parameter, Shard]:
+    """Return the sharding of a block's stacked experts, for parameters not sharded by expert (dimension 0).
+
+    If the ranks do not divide the experts, the dimension of the hidden states is sharded, which tensor parallelism does
+    not shard.
+    """
+    placements: dict[nn.Parameter, Shard] = {}
+    for experts in _experts(block):
+        (count, hidden, _), _ = local_region(experts.down_proj)
+        if count % ranks and hidden % ranks == 0:
+            placements |= {experts.gate_proj: Shard(2), experts.up_proj: Shard(2), experts.down_proj: Shard(1)}
+    return placements
+
+
+def _experts(block: nn.Module) -> list[Experts]:
+    return [module for module in block.modules() if isinstance(module, Experts)]
