@@ -39,10 +39,14 @@ def is_trained(name: str, model: Model, lora: Lora) -> bool:
     return is_low_rank_factor(name) if lora.is_on else not model.freezes(name)
 
 
+def trained_share(model: Model, parts: str | tuple[str, ...] = "") -> float:
+    """Return the share of the parameters whose names begin with one of `parts` that model.frozen leaves trained."""
+    return _trained_share(model, parts) if model.frozen else 1.0
+
+
 @lru_cache(maxsize=1024)
-def trained_share(model: Model, part: str = "") -> float:
-    """Return the share of the parameters whose names begin with `part` that model.frozen leaves trained."""
-    sizes = {name: math.prod(shape) for name, shape in parameter_shapes(model).items() if name.startswith(part)}
+def _trained_share(model: Model, parts: str | tuple[str, ...]) -> float:
+    sizes = {name: math.prod(shape) for name, shape in parameter_shapes(model).items() if name.startswith(parts)}
     return sum(size for name, size in sizes.items() if not model.freezes(name)) / sum(sizes.values())
 
 

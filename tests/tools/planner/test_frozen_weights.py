@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.parity import tiny
+from tests.parity import Settings, tiny
 from tests.tools.dry_run import apart
+from tests.tools.planner.memory_layouts import planned_memory
 from tests.tools.planner.test_predict import LLAMA, case
 from torchllm.config import Lora
 from torchllm.facts.flops import parameter_count, trained_parameter_count
@@ -74,3 +75,45 @@ def test_the_dry_run_holds_what_the_planner_counts() -> None:
     moments = 8 * trained
     step_counters = 4 * 2 * 7 * model.layers * 4
     assert moments <= traced_bytes["optimizer"] <= 1.02 * moments + step_counters
+
+
+PREFIX = r"embed_tokens.*|layers\.[01]\..*"
+
+
+def traced_frozen(settings: Settings, rank: int) -> dict[str, int]:
+    import torch
+
+    config = tiny(settings)
+    step: Traced = trace(config, torch.bfloat16, rank, 2, config.parallel.pp, rank)
+    _, *actions, _ = step.spans
+    assert len(actions) == len(step.keys)  # a stage that trains nothing has backwards in the schedule
+    begin = step.spans[0]
+    return {purpose: begin.end[purpose] for purpose in ("parameters", "optimizer")}
+
+
+@pytest.mark.parametrize(
+    ("settings", "rank"),
+    [({"parallel.dp_shard": 2}, 0), ({"parallel.pp": 2}, 0), ({"parallel.pp": 2}, 1)],
+    ids=["fsdp", "first stage", "last stage"],
+)
+def test_frozen_parameters_have_no_moments_on_any_stage(settings: Settings, rank: int) -> None:
+    settings = {**settings, "model.frozen": PREFIX}
+    config = tiny(settings)
+    memory = planned_memory(config, rank)
+    held = apart(traced_frozen, settings, rank)
+    assert held["parameters"] == pytest.approx(memory.weights, rel=0.01)
+    counters = 4 * 9 * config.model.layers
+    assert memory.optimizer <= held["optimizer"] <= 1.01 * memory.optimizer + counters
+
+
+def test_time_and_gradients_follow_the_trained_share() -> None:
+    plain = case(dp_shard=8, zero_stage=3, global_batch_size=64)
+    model = replace(plain.model, frozen=r"(?!lm_head|norm).*")
+    frozen = replace(plain, model=model, software=with_frozen_weights(plain.software, model, Lora()))
+    whole, part = predict(plain), predict(frozen)
+    share = trained_parameter_count(model, Lora()) / parameter_count(model)
+    assert part.memory.weights == whole.memory.weights
+    assert part.memory.optimizer == pytest.approx(share * whole.memory.optimizer)
+    assert part.memory.gradients == pytest.approx(share * whole.memory.gradients)
+    assert part.terms["optimizer"] == pytest.approx(share * whole.terms["optimizer"])
+    assert part.terms["matmul"] == pytest.approx(2 / 3 * whole.terms["matmul"], rel=0.05)  # of the blocks

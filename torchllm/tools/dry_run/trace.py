@@ -214,13 +214,16 @@ def _watch(stage: Decoder, position: int, tracker: Tracker, columns: int, marks:
             tracker.mark(f"{position}F")
         tracker.begin_forward()
 
-    def end(module: nn.Module, args: Any, output: Tensor) -> None:
+    def end(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        if not output.requires_grad:  # all is frozen; the schedule has a backward of the stage all the same
+            output = output.detach().requires_grad_()
         mark_backward(module, args, output)
         tracker.end_forward()
+        return output
 
     def mark_backward(module: nn.Module, args: Any, output: Tensor) -> None:
         number = tracker.window
-        if marks and number >= 0:  # not while recomputing
+        if marks and number >= 0 and output.requires_grad:  # not while recomputing, nor where all is frozen
             output.register_hook(lambda gradient: backward_begins(number))
 
     def backward_begins(number: int) -> None:
@@ -233,7 +236,8 @@ def _watch(stage: Decoder, position: int, tracker: Tracker, columns: int, marks:
 
     def into_head(head: nn.Module, args: Any) -> None:
         head_at_work(columns)
-        args[0].register_hook(lambda gradient: head_at_work(0))
+        if args[0].requires_grad:
+            args[0].register_hook(lambda gradient: head_at_work(0))
 
     def out_of_head(head: nn.Module, args: Any, output: Tensor) -> None:
         head_at_work(0)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torchllm.config import Lora, Model
 from torchllm.facts.flops import parameter_count, target_shapes, trained_parameter_count
+from torchllm.facts.frozen import trained_share
 from torchllm.tools.planner.cluster import Hardware
 from torchllm.tools.planner.compute import MEMORY_RATE, Piece, Seconds, matmul_seconds
 from torchllm.tools.planner.software import Software
@@ -22,9 +23,13 @@ WEIGHT, MOMENTS = 4.0, 8.0
 
 
 def with_frozen_weights(software: Software, model: Model, lora: Lora) -> Software:
-    """Return torchllm's sizes per parameter for a run with LoRA; without it, the same."""
+    """Return torchllm's sizes per parameter for a run with frozen weights; without any, the same.
+
+    With model.frozen only gradients are smaller that are sent: weights stay float32, and moments are counted by stage
+    (`parameters.trained_share_of_stage`). The gradients of a pipeline's stages count as if all were trained.
+    """
     if not lora.is_on:
-        return software
+        return replace(software, reduced=software.sent_gradients * trained_share(model)) if model.frozen else software
     trained = trained_parameter_count(model, lora) / parameter_count(model)
     return replace(
         software,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torchllm.tools.planner.frozen_weights import MOMENTS, WEIGHT, uncut_elements
 from torchllm.tools.planner.moments import Moment, Total, totals
-from torchllm.tools.planner.parameters import StageSize
+from torchllm.tools.planner.parameters import StageSize, trained_share_of_stage
 from torchllm.tools.planner.peak import Memory, Peak, reserved
 from torchllm.tools.planner.pipeline_memory import peak_of_pipeline
 from torchllm.tools.planner.rank import Rank
@@ -142,10 +142,11 @@ def standing_memory(rank: Rank) -> Memory:
     software, zero, parallel = rank.software, rank.zero, rank.parallel
     whole, shard = rank.parameters()
     if software.fsdp:
+        trained = sum(trained_share_of_stage(rank.model, stage) * rank.of_size[stage].shard for stage in rank.stages)
         gradients = 0.0  # of pipelines: whole once a stage has some, by moment
         if parallel.pp == 1 and rank.micro_batches > 1:
-            gradients = software.gradients * (shard if zero >= 2 else whole)
-        held = sharded_states(software, shard)
+            gradients = software.gradients * (shard if zero >= 2 else whole) * trained / shard
+        held = sharded_states(software, shard, trained)
         return held.plus(Memory(gradients=gradients, gathered=rank.per_step * whole))
     weights = software.weights * (shard if zero >= 3 else whole)
     gradients = software.gradients * (shard if zero >= 2 else whole)
@@ -172,9 +173,9 @@ def updates_memory(rank: Rank) -> Memory:
     return updates_states(in_shards).plus(Memory(gradients=gradients))
 
 
-def sharded_states(software: Software, parameters: float) -> Memory:
-    """Return the weights and moments of an FSDP rank. parameters: its share of them."""
-    return Memory(weights=software.shards * parameters, optimizer=(software.states - software.shards) * parameters)
+def sharded_states(software: Software, parameters: float, trained: float) -> Memory:
+    """Return the weights and moments of an FSDP rank. parameters: its share of them; trained: by model.frozen."""
+    return Memory(weights=software.shards * parameters, optimizer=(software.states - software.shards) * trained)
 
 
 def updates_states(elements: float) -> Memory:

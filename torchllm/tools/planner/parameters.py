@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torchllm.config import Model, Recompute
 from torchllm.facts.flops import head_size, matrices, recompute_interval
+from torchllm.facts.frozen import trained_share
 from torchllm.tools.planner.compute import Piece, dense_width
 from torchllm.tools.planner.experts import expert_parameters, without_experts
 
@@ -78,6 +79,21 @@ def stage_parameters(model: Model, stage: StageSize, tp: int, vocab_parallel: bo
         is_first_too = model.tied_embeddings and stage.first
         count += norm + table * (not is_first_too)
     return count
+
+
+def trained_share_of_stage(model: Model, stage: StageSize) -> float:
+    """Return the share of a stage's parameters that model.frozen leaves trained.
+
+    A stage in the middle may have any blocks that follow each other: those of which most is trained.
+    """
+    if not model.frozen:
+        return 1.0
+    blocks = range(model.layers - stage.blocks + 1)  # the first block that the stage may have
+    firsts = blocks[:1] if stage.first else blocks[-1:] if stage.last else blocks
+    ends = ("embed_",) * stage.first + ("norm.", "lm_head.") * stage.last
+    ends += ("embed_tokens.",) * (stage.last and model.tied_embeddings)
+    stages = [(*ends, *(f"layers.{layer}." for layer in range(first, first + stage.blocks))) for first in firsts]
+    return max(trained_share(model, parts) for parts in stages)
 
 
 def gathered_parameters(model: Model, stage: StageSize, piece: Piece, vocab_parallel: bool) -> float:

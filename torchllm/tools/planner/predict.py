@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from torchllm.config import PipelineSchedule
 from torchllm.facts.flops import flops_per_token, half_of_products, matrices, recompute_interval
+from torchllm.facts.frozen import trained_share
 from torchllm.facts.stages import balanced_split, stage_of_rank, stages_of_ranks
 from torchllm.tools.planner import comms
 from torchllm.tools.planner.case import CP, REPLICATE, SHARD, Case
@@ -240,6 +241,7 @@ def tail(case: Case, sizes: list[StageSize], costs: list[StageCost]) -> dict[str
 
     # The optimizer reads and writes its states, reads gradients and zeroes them, and writes the working copy.
     bytes_per_parameter = 2 * software.states + 2 * software.gradients + software.weights
+    bytes_per_parameter *= trained_share(case.model)
     owners = shards.over_shards.size if case.parallel.zero_stage >= 1 else 1
     moved = shards.parameters / owners * bytes_per_parameter
     blocks = sum(size.blocks for size in sizes)

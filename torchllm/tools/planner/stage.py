@@ -3,12 +3,14 @@
 from typing import NamedTuple
 
 from torchllm.config import Recompute
+from torchllm.facts.frozen import trained_share
 from torchllm.tools.planner.case import CP, PP, SHARD, TP, Case
 from torchllm.tools.planner.compute import (
     DEFAULT_INTERVAL,
     ELEMENT_BYTES,
     FLASH_BACKWARD_OPERATIONS,
     FLOAT32_BYTES,
+    NO_TIME,
     Seconds,
     attention,
     block_backward,
@@ -121,7 +123,7 @@ def computed(case: Case) -> Computed:
     return Computed(
         forward=dense_forward.plus(updates.forward).plus(routed),
         inputs=dense_gradients.inputs.plus(updates.backward).plus(routed_gradients.inputs),
-        weights=dense_gradients.weights.plus(routed_gradients.weights),
+        weights=NO_TIME.plus(dense_gradients.weights.plus(routed_gradients.weights), trained_share(model, "layers.")),
         core=core,
         elementwise=elementwise_work.plus(routed_elementwise_work),
         shared=shared_seconds(model, piece, hardware),
@@ -414,17 +416,18 @@ def end_times(case: Case, size: StageSize, over_tp: float) -> EndTimes:
     constants = software.constants
     forward = input_gradient = weight_gradient = tensor_parallel_seconds = 0.0
     trains_ends = software.trained == 1  # LoRA freezes both ends
+    trains_head = not model.freezes("embed_tokens.weight" if model.tied_embeddings else "lm_head.weight")
     if size.first:
         embedding = embedding_seconds(model, piece, software, hardware)
         forward += embedding.look_up.total(constants) + over_tp
         tensor_parallel_seconds += over_tp
-        if trains_ends:
+        if trains_ends and not model.freezes("embed_tokens.weight"):
             weight_gradient += embedding.gradient.total(constants)
     if size.last:
         head = head_seconds(model, piece, case.kernels, software, hardware)
         forward += head.forward.total(constants)
         input_gradient += head.inputs.total(constants)
-        if trains_ends:
+        if trains_ends and trains_head:
             weight_gradient += head.weights.total(constants)
         if software.vocab_parallel:
             input_gradient += over_tp

@@ -21,7 +21,7 @@ from torchllm.tools.planner.compute import Kernels, Piece
 from torchllm.tools.planner.frozen_weights import uncut_elements
 from torchllm.tools.planner.memory import receiving_buffers, sharded_states, updates_states
 from torchllm.tools.planner.moments import REDUCED, WHOLE, of_rank
-from torchllm.tools.planner.parameters import StageSize, gathered_parameters, stage_parameters
+from torchllm.tools.planner.parameters import StageSize, gathered_parameters, stage_parameters, trained_share_of_stage
 from torchllm.tools.planner.predict import memory_of, stage_sizes, tail
 from torchllm.tools.planner.rank import boundary_bytes
 from torchllm.tools.planner.search.layouts import Job, Layout
@@ -359,19 +359,22 @@ class Bounds:
                 standing += software.gathered * self.parameters(layout, size)
         if self._sums_gradients(layout):
             for size in stages:
-                standing += software.gradients * self.summed_gradients(layout, size)
+                trained = trained_share_of_stage(self.job.model, size)
+                standing += software.gradients * self.summed_gradients(layout, size) * trained
         return standing
 
     def states(self, layout: Layout, stages: Sequence[StageSize]) -> float:
         """Return the bytes of the weights and the optimizer of some stages."""
         model, software, lora = self.job.model, self.job.software, self.job.lora
         shards = layout.dp_shard * layout.cp if layout.zero_stage else 1
-        parameters = 0.0
+        parameters = trained = 0.0
         blocks = 0
         for size in stages:
-            parameters += stage_parameters(model, size, layout.tp, software.vocab_parallel)
+            of_stage = stage_parameters(model, size, layout.tp, software.vocab_parallel)
+            parameters += of_stage
+            trained += of_stage * trained_share_of_stage(model, size)
             blocks += size.blocks
-        states = sharded_states(software, parameters / shards)
+        states = sharded_states(software, parameters / shards, trained / shards)
         if lora.is_on:
             states = states.plus(updates_states(blocks * uncut_elements(model, lora, layout.tp) / shards))
         return states.total
