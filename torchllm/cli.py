@@ -25,6 +25,8 @@ usage: torchllm COMMAND [ARGUMENTS]
       checkout: NPROC, NNODES and RECIPE mean the same. Without a config it trains train_configs/debug.toml.
   torchllm plan rank --model llama3_8b --cluster dgx_h100 --gpus 64 --sequence-length 8192 --global-batch-size 512
       Predict the fastest layouts. Same as python recipes/plan.py.
+  torchllm size --params 1B --tokens 20B      or --hours 10 --cluster dgx_h100 --gpus 8
+      Print a config whose sizes, steps, batch and learning rate follow published laws (docs/size.md).
   torchllm prove CONFIG.toml [--section.key=value ...]
       Train a small copy of a config under many layouts on this CPU and compare each with one process. With
       RECIPE=mine.py: the model, the loss and the sections of a fork.
@@ -72,6 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(model_toml(rest), end="")
     elif command == "convert":
         print(our_config(rest), end="")
+    elif command == "size":
+        from torchllm.tools.planner.search.size import main as size
+
+        size(rest)
     elif command == "env":
         from torchllm.tools.bug_report import report
 
