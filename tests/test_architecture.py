@@ -94,7 +94,11 @@ PRIVATE = {  # what only TORCH_COMPAT may do, and where else and why
     "recipes/benchmark/counting.py": {"_python_dispatch": "no public way to see what runs"},
     "torchllm/data/loader.py": {"_shutdown_workers": "torchdata has no public way to end its workers in time"},
 }
-TORCH_COMPAT = {f"torchllm/runtime/torch_{name}.py" for name in ("compat", "pipeline", "records")}
+TORCH_COMPAT = {
+    "torchllm/runtime/torch_compat.py",
+    "torchllm/runtime/torch_pipeline.py",
+    "torchllm/tools/launch/torch_records.py",
+}
 PYTHONS_OWN = {"_current_frames", "_asdict", "_fields", "_replace", "_make", "_exit"}
 
 
@@ -372,9 +376,9 @@ def test_what_a_reader_has_to_read_does_not_grow() -> None:
     """Lower a limit with the size; raise one only with a reason."""
     minimal, pretrain = (size_of(imported_files(ROOT / "recipes" / name)) for name in ("minimal.py", "pretrain.py"))
     assert minimal.files <= 62
-    assert minimal.lines <= 8_450
+    assert minimal.lines <= 8_300
     assert pretrain.files <= 130
-    assert pretrain.lines <= 16_360
-    # no recipe here imports data/iterable.py and {facts,models}/frozen.py; config/foreign.py is for an error
-    assert size_of(core_files()).lines <= 20_950
+    assert pretrain.lines <= 16_200
+    # with data/iterable.py, {facts,models}/frozen.py and config/foreign.py, which no recipe here imports
+    assert size_of(core_files()).lines <= 20_000
     assert 5_000 < size_of(spine_files()).lines <= 6_500

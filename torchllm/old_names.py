@@ -32,8 +32,9 @@ MODULES = {
     ("", "tools"): "bug_report",
     ("", "tools.front"): "preflight start",
     ("checkpoint", "checkpoint.keeping"): "history marks retention",
-    ("checkpoint", "tools.hub"): "adapter by_key export exported hf_reader hf_writer upcycle",
-    ("data", "tools.prepare"): "build cache in_place plan records sources tokenize_shard tokenizer_json",
+    ("checkpoint", "tools.hub"): "dcp_metadata adapter by_key export exported hf_reader hf_writer upcycle",
+    ("config", "tools.front"): "json_schema",
+    ("data", "tools.prepare"): "pieces build cache in_place plan records sources tokenize_shard tokenizer_json",
     ("metrics", "tools.watch"): """bottlenecks breakdown goodput mlflow_tracker send_records slow_rank step_profiler
         task_processes tasks trace trackers trackio_tracker wandb_tracker""",
     (
@@ -47,15 +48,15 @@ MODULES = {
 RENAMED_MODULES = {"checkpoint.proof": "checkpoint.keeping.validated"}
 
 NAMES = {
-    ("checkpoint.initial", "tools.hub.initial"): """FrozenSource initial_weights load_frozen_weights
-        load_weights_of_run""",
+    ("checkpoint.initial", "tools.hub.initial"): """FrozenSource RunWeights initial_weights
+        load_frozen_weights load_weights_of_run""",
     ("checkpoint.initial", "tools.hub.published_weights"): "HubWeights",
     ("checkpoint.initial", "tools.hub.upcycle"): "UpcycledWeights",
     ("checkpoint.manifest", "regular_file"): "check_regular",
     ("config.load", "config.draft"): "Draft",
     ("config.load", "config.refuse"): "finish",
-    ("data.tokenizer", "data.hugging_face_tokenizer"): "HuggingFaceTokenizer",
-    ("data.tokenizer", "data.tiktoken_tokenizer"): "TiktokenTokenizer",
+    ("data.tokenizer", "tools.prepare.hugging_face_tokenizer"): "HuggingFaceTokenizer",
+    ("data.tokenizer", "tools.prepare.tiktoken_tokenizer"): "TiktokenTokenizer",
     ("data.tokenizer", "data.tokenizer_protocol"): "Tokenizer",
     ("metrics.monitor", "metrics.observer"): "Change",
     ("metrics.monitor", "tools.adapt.adaptation"): "TIMED_STEPS",

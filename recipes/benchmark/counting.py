@@ -9,7 +9,7 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchllm.runtime.torch_records import allocations
+from torchllm.tools.launch.torch_records import allocations
 
 
 def lines_run(work: Callable[[], object]) -> int:

@@ -18,14 +18,7 @@ from torchllm.checkpoint.keeping.retention import folders_to_delete
 from torchllm.checkpoint.plan import region_numbers
 from torchllm.config import Data, Model, Optimizer, Parallel, Source, Training
 from torchllm.data.corpus import Corpus, Window
-from torchllm.data.corpus_header import (
-    FORMAT,
-    CorpusHeader,
-    ShardTableWriter,
-    SplitRecord,
-    corpus_fingerprint,
-    write_header,
-)
+from torchllm.data.corpus_header import FORMAT, CorpusHeader, corpus_fingerprint
 from torchllm.data.loader import DataRanks, build_loader
 from torchllm.data.order import DataOrder
 from torchllm.data.packing import pack_windows
@@ -38,9 +31,10 @@ from torchllm.optim.optimizer import apply_if_finite
 from torchllm.parallel.mesh import build_mesh
 from torchllm.runtime.exchange import gather_texts
 from torchllm.runtime.heartbeat import Limit
-from torchllm.runtime.torch_records import FlightRecord
 from torchllm.tools.launch.hang_report import RankDump, describe_hang, read_dump, write_slices
+from torchllm.tools.launch.torch_records import FlightRecord
 from torchllm.tools.prepare.build import shard_size_mib
+from torchllm.tools.prepare.corpus_writer import ShardTableWriter, SplitRecord, write_header
 from torchllm.tools.prepare.plan import CorpusPlan
 from torchllm.tools.prepare.source_files import SourceFile
 from torchllm.tools.prepare.sources import open_raw_source

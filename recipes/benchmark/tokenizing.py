@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from torchllm.config import Data, Source
 from torchllm.config.errors import UserError
 from torchllm.config.schema import RAW_KINDS
-from torchllm.data.hugging_face_tokenizer import HuggingFaceTokenizer
-from torchllm.data.tiktoken_tokenizer import TiktokenTokenizer
 from torchllm.runtime.process import Runtime
 from torchllm.tools.prepare.build import write_corpus
 from torchllm.tools.prepare.cache import plan_corpus
+from torchllm.tools.prepare.hugging_face_tokenizer import HuggingFaceTokenizer
 from torchllm.tools.prepare.plan import TokenizerSpec
 from torchllm.tools.prepare.source_files import source_files
 from torchllm.tools.prepare.sources import open_raw_source
+from torchllm.tools.prepare.tiktoken_tokenizer import TiktokenTokenizer
 from torchllm.tools.prepare.tokenizer_json import write_tokenizer
 
 from .tools import TableRow, Tables, Work, ratio_row, scratch, take_turns

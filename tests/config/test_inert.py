@@ -15,13 +15,13 @@ from torchllm.config.inert import (
     SOURCE_KINDS,
     contradictions,
     idle_keys,
-    without_contradictions,
 )
 from torchllm.config.load import read_draft
 from torchllm.config.paths import absolute_paths
 from torchllm.config.refuse import finish
 from torchllm.config.toml import toml_value
 from torchllm.config.write import dump_toml
+from torchllm.tools.proof.shrink import without_contradictions
 
 pytestmark = pytest.mark.quick
 

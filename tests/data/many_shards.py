@@ -13,15 +13,9 @@ import numpy as np
 from torchllm.config import Source
 from torchllm.data.checked_file import file_sums
 from torchllm.data.corpus import Corpus
-from torchllm.data.corpus_header import (
-    FORMAT,
-    CorpusHeader,
-    ShardTableWriter,
-    SplitRecord,
-    corpus_fingerprint,
-    write_header,
-)
-from torchllm.data.shard import ShardFileWriter, shard_path
+from torchllm.data.corpus_header import FORMAT, CorpusHeader, corpus_fingerprint
+from torchllm.data.shard import shard_path
+from torchllm.tools.prepare.corpus_writer import ShardFileWriter, ShardTableWriter, SplitRecord, write_header
 
 TOKENS_PER_SHARD = 256
 _DOCUMENTS_PER_SHARD = 4

@@ -18,14 +18,9 @@ from torchllm.data import corpus as corpus_module
 from torchllm.data.checked_file import BLOCK, DamagedFile, unchecked
 from torchllm.data.corpus import Corpus, Synthetic, close_shards
 from torchllm.data.error import DataError
-from torchllm.data.shard import (
-    SPLITS,
-    OpenShard,
-    ShardFileWriter,
-    ShardSize,
-    shard_path,
-)
+from torchllm.data.shard import SPLITS, OpenShard, ShardSize, shard_path
 from torchllm.tools.prepare.build import write_corpus
+from torchllm.tools.prepare.corpus_writer import ShardFileWriter
 
 
 @pytest.fixture

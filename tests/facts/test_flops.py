@@ -11,7 +11,6 @@ from torchllm.facts.flops import (
     active_parameter_count,
     block_flops,
     device_peak_flops,
-    executed_flops_per_token,
     flops_per_token,
     forward_flops_per_token,
     parameter_count,
@@ -58,6 +57,12 @@ def test_forward_and_backward_are_korthikantis_model_flops() -> None:
     formula = 72 * layers * hidden**2 * (1 + length / (6 * hidden) + vocab / (12 * hidden * layers))
     # 1e-12: the formula is in floats; both count the same products.
     assert 3 * forward_flops_per_token(GPT, length) == pytest.approx(formula, rel=1e-12)
+
+
+def executed_flops_per_token(model: Model, recompute: Recompute, sequence_length: int) -> int:
+    """Return the FLOPs that a training step runs: forward, backward and recomputation; attention unmasked."""
+    recomputed = recomputed_flops_per_token(model, recompute, sequence_length)
+    return 3 * forward_flops_per_token(model, sequence_length) + recomputed
 
 
 @pytest.mark.quick

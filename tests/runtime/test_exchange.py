@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from tests.workers import run
 from torchllm.runtime.exchange import broadcast_record, gather_records, gather_texts
-from torchllm.runtime.torch_records import flight_records
+from torchllm.tools.launch.torch_records import flight_records
 
 
 def world() -> dist.ProcessGroup:

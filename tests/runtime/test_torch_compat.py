@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from tests.workers import run
-from torchllm.runtime import torch_compat, torch_pipeline, torch_records
+from torchllm.runtime import torch_compat, torch_pipeline
 from torchllm.runtime.torch_compat import (
     TorchDispatchMode,
     checkpoint_wrapper,
@@ -34,7 +34,8 @@ from torchllm.runtime.torch_compat import (
     varlen_attention,
 )
 from torchllm.runtime.torch_pipeline import ConnectedStage
-from torchllm.runtime.torch_records import break_profile_cycle, flight_records, profiled_events
+from torchllm.tools.launch import torch_records
+from torchllm.tools.launch.torch_records import break_profile_cycle, flight_records, profiled_events
 
 
 def test_every_name_has_a_test_here() -> None:

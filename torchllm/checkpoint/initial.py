@@ -1,20 +1,13 @@
-"""The weights that a fresh run starts from, if they are not random: the interface, and the weights of another run.
-
-Weights of a published model are in `torchllm/tools/hub/published_weights.py`.
-"""
+"""The interface of the weights of a fresh run that are not random (`torchllm/tools/hub/initial.py`)."""
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from torch import nn
 
-from torchllm.checkpoint.agreement import Group, log_on_first, on_first
-from torchllm.checkpoint.manifest import CheckpointError, step_folders
-from torchllm.checkpoint.state import PartsToFill, initial_parts
-from torchllm.checkpoint.weights import load_newest_weights
+from torchllm.checkpoint.agreement import Group
+from torchllm.checkpoint.manifest import CheckpointError
 from torchllm.config.paths import same_path
 
 
@@ -44,24 +37,3 @@ def check_same_source(key: str, found: Mapping[str, Any], recorded: Mapping[str,
             f"{key}: the frozen weights are not those that the run started from: the checkpoint's low-rank updates "
             "(lora.rank) belong to others. Restore them there, or set another run.folder"
         )
-
-
-@dataclass(frozen=True)
-class RunWeights:
-    """The weights of a checkpoint of another run."""
-
-    folder: Path
-    """a step folder, or a run folder"""
-    parts: PartsToFill = initial_parts
-    key: str = "checkpoint.initial"
-
-    def load(self, stages: Sequence[nn.Module], group: Group) -> dict[str, Any]:
-        """Fill this rank's part of the model: see `InitialWeights`."""
-        is_run = on_first(group, lambda: bool(step_folders(self.folder / "checkpoints")))
-        if is_run:
-            manifest = load_newest_weights(self.folder, "auto", stages, group=group, cast=True, to_fill=self.parts)
-        else:
-            manifest = load_newest_weights("", str(self.folder), stages, group=group, cast=True, to_fill=self.parts)
-        log_on_first(group, f"starting from the weights of {self.folder}: step {manifest.step}")
-        record = {"from": str(self.folder), "step": manifest.step}
-        return record | {"initial": manifest.record.get("initial")}

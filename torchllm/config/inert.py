@@ -11,8 +11,7 @@ which a resolved file keeps although it has no degree of -1 left.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from torchllm.config.schema import IN_PLACE_KINDS, RAW_KINDS, Config, Source
 
@@ -267,22 +266,6 @@ def contradictions(config: Config) -> list[IdleKey]:
     """Return the keys that have no effect because another key rules them out."""
     unmet = [idle_key._replace(remedy="; or remove it") for idle_key in _unmet(config, CONTRADICTIONS)]
     return [*unmet, *_unused_source_keys(config.data.sources)]
-
-
-def without_contradictions(config: C) -> C:
-    """Return a config that trains the same, with the default for every key that has no effect."""
-    while found := contradictions(config):
-        section, *path = found[0].key.split(".")
-        if section == "data" and path[0] == "sources":
-            index, name = int(path[1]), path[2]
-            sources = list(config.data.sources)
-            sources[index] = replace(sources[index], **{name: getattr(Source, name)})
-            config = replace(config, data=replace(config.data, sources=tuple(sources)))
-        else:
-            table = getattr(config, section)
-            changed: Any = {section: replace(table, **{path[0]: getattr(type(table), path[0])})}
-            config = replace(config, **changed)
-    return config
 
 
 def describe_idle_keys(found: Sequence[IdleKey], located: Callable[[str], str]) -> str:

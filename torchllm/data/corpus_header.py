@@ -17,8 +17,7 @@ its files, and does not depend on the folder.
 
 import hashlib
 import json
-from array import array
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ import numpy.typing as npt
 from torchllm.data.checked_file import BLOCK, BlockSums, file_sums
 from torchllm.data.error import DataError
 from torchllm.data.path_hint import describe_missing
-from torchllm.data.shard import SPLITS, ShardSize, Split, replacing
+from torchllm.data.shard import SPLITS, ShardSize, Split
 from torchllm.regular_file import read_regular
 
 HEADER = "corpus.json"
@@ -36,7 +35,6 @@ SHARD_TABLE = "shards.bin"
 SUMS = "sums.bin"
 FORMAT = 2
 """version of the format on disk"""
-_SHA256_BYTES = 32
 
 Column = npt.NDArray[np.int64]
 """(shards,)"""
@@ -96,16 +94,6 @@ class CorpusDescription(NamedTuple):
 
     header: CorpusHeader
     columns: dict[Split, ShardColumns]
-
-
-class SplitRecord(NamedTuple):
-    """Size and checksums of the finished file of one split of a shard; an empty split has no file."""
-
-    tokens: int
-    documents: int
-    sha256: str
-    sums: list[int]
-    """CRC-32 of each block"""
 
 
 def read_description(folder: Path) -> CorpusDescription:
@@ -210,49 +198,3 @@ def read_sums(folder: Path, first: int, end: int) -> BlockSums:
     if len(sums) != end - first:
         raise _changed(path)
     return sums
-
-
-class TableSums(NamedTuple):
-    """The sha256 of the binary files that describe the shards."""
-
-    table: str
-    sums: str
-
-
-class ShardTableWriter:
-    """Collects the records of the shards, in order, and writes `shards.bin` and `sums.bin`."""
-
-    def __init__(self) -> None:
-        self.shards = 0
-        self._tokens = {split: array("q") for split in SPLITS}
-        self._documents = {split: array("q") for split in SPLITS}
-        self._sha256 = {split: bytearray() for split in SPLITS}
-        self._sums = bytearray()
-
-    def add(self, records: dict[Split, SplitRecord]) -> None:
-        """Add the next shard."""
-        self.shards += 1
-        for split in SPLITS:
-            record = records[split]
-            self._tokens[split].append(record.tokens)
-            self._documents[split].append(record.documents)
-            self._sha256[split] += bytes.fromhex(record.sha256).ljust(_SHA256_BYTES, b"\0")
-            self._sums += np.array(record.sums, dtype="<u4").tobytes()
-
-    def write(self, folder: Path) -> TableSums:
-        """Write the files."""
-        paths = [folder / SHARD_TABLE, folder / SUMS]
-        with replacing(paths) as (table, sums):
-            for numbers in (self._tokens, self._documents):
-                for split in SPLITS:
-                    table.write(np.array(numbers[split], dtype="<i8").tobytes())
-            for split in SPLITS:
-                table.write(self._sha256[split])
-            sums.write(self._sums)
-        return TableSums(*(file_sums(path).sha256 for path in paths))
-
-
-def write_header(folder: Path, header: CorpusHeader) -> None:
-    """Write `corpus.json`: from then on the corpus is complete."""
-    with replacing([folder / HEADER]) as (file,):
-        file.write(json.dumps(asdict(header), indent=1).encode())

@@ -17,7 +17,6 @@ targets are in the same file; its sha256, part of the corpus's fingerprint, cove
 
 import os
 import socket
-from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +34,7 @@ Ids = npt.NDArray[np.unsignedinteger[Any]]
 Begins = npt.NDArray[np.int64]
 Targets = npt.NDArray[np.bool_]
 """whether the model is trained to predict each token"""
-_INDEX_STRIDE = 2**16
+INDEX_STRIDE = 2**16
 """tokens between two entries of the index"""
 
 
@@ -70,7 +69,7 @@ class ShardSize(NamedTuple):
     @property
     def index_entries(self) -> int:
         """Return the number of entries of the index."""
-        return -(-self.tokens // _INDEX_STRIDE) + 1
+        return -(-self.tokens // INDEX_STRIDE) + 1
 
     @property
     def targets_offset(self) -> int:
@@ -104,76 +103,6 @@ def shard_of(path: Path) -> ShardSplit:
     return ShardSplit("train" if split == "train" else "validation", int(number))
 
 
-def _document_index(begins: Begins, tokens: int) -> Begins:
-    """Return for each k the number of documents that begin before token k x _INDEX_STRIDE, up to all `tokens`."""
-    entries = ShardSize(tokens, len(begins), id_bytes=2).index_entries
-    return np.searchsorted(begins, np.arange(entries) * _INDEX_STRIDE)
-
-
-class ShardFileWriter:
-    """Writes the file of one split of a shard, document by document; a split without documents stays empty."""
-
-    def __init__(self, file: IO[bytes], dtype: str, has_targets: bool = False) -> None:
-        """Write to `file`; `dtype` is numpy's name for the type of an id, "<u2" or "<u4".
-
-        has_targets: each call of `extend` has a matching call of `add_targets`.
-        """
-        self.dtype = dtype
-        self.tokens = 0
-        self.largest_id = 0
-        self._file = file
-        self._begins = array("q")
-        self._largest_before = 0
-        self._has_targets = has_targets
-        self._targets: list[Targets] = []
-
-    @property
-    def documents(self) -> int:
-        """Return the number of documents so far."""
-        return len(self._begins)
-
-    def add(self, document: Ids) -> None:
-        """Write the ids of a document, its begin and end among them."""
-        self.begin_document()
-        self.extend(document)
-
-    def begin_document(self) -> None:
-        """Begin a document whose ids are written by `extend`."""
-        self._begins.append(self.tokens)
-        self._largest_before = self.largest_id
-
-    def extend(self, ids: Ids) -> None:
-        """Write the next ids of the document."""
-        if len(ids):
-            self._file.write(ids.astype(self.dtype, copy=False).data)
-            self.tokens += len(ids)
-            self.largest_id = max(self.largest_id, int(ids.max()))
-
-    def add_targets(self, targets: Targets) -> None:
-        """Write whether each of the next ids is trained."""
-        self._targets.append(targets)
-
-    def drop_document(self) -> None:
-        """Remove the unfinished last document."""
-        self.tokens = self._begins.pop()
-        self.largest_id = self._largest_before
-        self._file.seek(self.tokens * np.dtype(self.dtype).itemsize)
-        self._file.truncate()
-
-    def finish(self) -> None:
-        """Write the sections after the ids, and close the file."""
-        if not self.tokens:
-            return
-        size = ShardSize(self.tokens, self.documents, np.dtype(self.dtype).itemsize)
-        begins = np.array(self._begins, dtype="<i8")
-        index = _document_index(begins, self.tokens)
-        self._file.write(bytes(size.begins_offset - self.tokens * size.id_bytes))
-        self._file.write(begins.data)
-        self._file.write(index.astype("<i8").data)
-        if self._has_targets:
-            self._file.write(np.packbits(np.concatenate(self._targets), bitorder="little").data)
-
-
 class OpenShard:
     """The open file of one split of a shard."""
 
@@ -205,8 +134,8 @@ class OpenShard:
     def read_begins(self, first: int, end: int) -> Begins:
         """Return the tokens first <= i < end that begin a document, as indices in the shard, ascending."""
         begins = self._documents(
-            int(self._index[first // _INDEX_STRIDE]),
-            int(self._index[-(-end // _INDEX_STRIDE)]),
+            int(self._index[first // INDEX_STRIDE]),
+            int(self._index[-(-end // INDEX_STRIDE)]),
         )
         low, high = np.searchsorted(begins, [first, end])
         return begins[low:high]
@@ -227,8 +156,8 @@ class OpenShard:
 
     def _documents_before(self, token: int) -> int:
         """Return the number of documents of the shard that begin before a token; reads boundaries near it."""
-        first = int(self._index[token // _INDEX_STRIDE])
-        end = int(self._index[-(-token // _INDEX_STRIDE)])
+        first = int(self._index[token // INDEX_STRIDE])
+        end = int(self._index[-(-token // INDEX_STRIDE)])
         return first + int(np.searchsorted(self._documents(first, end), token))
 
     def _documents(self, first: int, end: int) -> Begins:

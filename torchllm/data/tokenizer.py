@@ -3,6 +3,7 @@
 A document is never trusted: text that looks like a special token ("<|end_of_text|>") is encoded as ordinary text.
 """
 
+import importlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
 
 LARGEST_TOKENIZER = 1 << 30
 """bytes of a tokenizer's file"""
+TOKENIZERS = {
+    "tokenizer.json": "torchllm.tools.prepare.hugging_face_tokenizer:HuggingFaceTokenizer",
+    "ranks": "torchllm.tools.prepare.tiktoken_tokenizer:TiktokenTokenizer",
+}
+"""kind of a tokenizer's file -> module:class that reads it"""
 
 
 @lru_cache(maxsize=4)
@@ -44,13 +50,11 @@ def load_tokenizer(name: str, pattern: Pattern = "llama3", threads: int = 1) -> 
         raise DataError(f"data.tokenizer: {path} has {path.stat().st_size} bytes, more than any tokenizer")
     if reason := why_pointer(path, path.stat().st_size):
         raise DataError(f"data.tokenizer: {path} {reason}")
-    if path.suffix == ".json":
-        from torchllm.data.hugging_face_tokenizer import HuggingFaceTokenizer
-
-        return HuggingFaceTokenizer(path, threads)
-    from torchllm.data.tiktoken_tokenizer import TiktokenTokenizer
-
-    return TiktokenTokenizer(path, pattern, threads)
+    kind = "tokenizer.json" if path.suffix == ".json" else "ranks"
+    arguments = (path, threads) if kind == "tokenizer.json" else (path, pattern, threads)
+    module, _, name = TOKENIZERS[kind].partition(":")
+    tokenizer: Tokenizer = getattr(importlib.import_module(module), name)(*arguments)
+    return tokenizer
 
 
 def describe_documents(tokenizer: Tokenizer) -> list[str]:

@@ -9,8 +9,6 @@ S sequence.
   do not depend on how the step is computed, so two layouts compare by MFU = tokens/s * model FLOPs / peak.
 - `flops_per_token(pairs=...)`: the same with the attention that causal mask, window and document mask leave.
 - HFU adds `recomputed_flops_per_token`.
-- `executed_flops_per_token`: the matrix products that really run. N also counts parameters outside of products, which
-  are missing here: the embedding's look-up, norms, biases.
 """
 
 import math
@@ -215,12 +213,6 @@ def recompute_interval(recompute: Recompute, layers: int) -> int:
     if recompute.k:
         return recompute.k
     return 2 if recompute.mode == "every_k" else round(math.sqrt(layers))
-
-
-def executed_flops_per_token(model: Model, recompute: Recompute, sequence_length: int) -> int:
-    """Return the FLOPs that a training step runs: forward, backward and recomputation; attention unmasked."""
-    recomputed = recomputed_flops_per_token(model, recompute, sequence_length)
-    return 3 * forward_flops_per_token(model, sequence_length) + recomputed
 
 
 class DevicePeak(NamedTuple):

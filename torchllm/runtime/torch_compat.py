@@ -1,8 +1,9 @@
 """Every private torch name that the library uses, and every difference between torch 2.11 and 2.15, with its reason.
 
 Those of pipelines, and of the profiler and flight recorder, which few runs load, are in `torch_pipeline.py` and
-`torch_records.py`. Private names that only one file needs may stay there: `PRIVATE` in tests/test_architecture.py lists
-them with reasons. `tests/runtime/test_torch_compat.py` has a test for each name, which fails when torch moves it.
+`tools/launch/torch_records.py`. Private names that only one file needs may stay there: `PRIVATE` in
+tests/test_architecture.py lists them with reasons. `tests/runtime/test_torch_compat.py` has a test for each name, which
+fails when torch moves it.
 """
 
 import inspect

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from torchllm.runtime.heartbeat import Limit
-from torchllm.runtime.torch_records import FlightRecord
 from torchllm.tools.launch.hang_report import (
     ROOT,
     RankDump,
@@ -20,6 +19,7 @@ from torchllm.tools.launch.hang_report import (
     unfinished_records,
     write_slices,
 )
+from torchllm.tools.launch.torch_records import FlightRecord
 
 NOW = 1_000_000_000_000
 GROUPS = {"0": [0, 1, 2, 3], "a": [0, 1], "b": [2, 3], "pp": [1, 3]}

@@ -16,11 +16,11 @@ from tests.runtime.test_process import error_of, make_runtime
 from tests.tiny_run import free_port, process_as_it_was
 from torchllm.config import Run
 from torchllm.config.errors import UserError
-from torchllm.runtime.torch_records import flight_records
 from torchllm.tools.launch import rank_start
 from torchllm.tools.launch.head import NodeMissing, NodeWait
 from torchllm.tools.launch.lease import DONE, Timing, check_owner, take_lease
 from torchllm.tools.launch.rank_start import start_runtime
+from torchllm.tools.launch.torch_records import flight_records
 
 
 @pytest.fixture(autouse=True)

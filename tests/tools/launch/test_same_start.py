@@ -10,9 +10,9 @@ import torch.distributed as dist
 from tests import workers
 from torchllm.config import Config, Optimizer, Source
 from torchllm.config.errors import RefusedStart
-from torchllm.runtime.torch_records import flight_records
 from torchllm.tools.launch import same_start
 from torchllm.tools.launch.same_start import compare_starts, facts_of_start, refuse_different_starts
+from torchllm.tools.launch.torch_records import flight_records
 
 CONFIG = Config()
 OTHER_RATE = replace(CONFIG, optimizer=Optimizer(learning_rate=0.01))

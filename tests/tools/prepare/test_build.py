@@ -24,13 +24,14 @@ from tests.patience import patience
 from torchllm.config import Data, Source
 from torchllm.data.corpus import Corpus
 from torchllm.data.error import DataError
-from torchllm.data.pieces import cut_pieces
-from torchllm.data.shard import SPLITS, ShardFileWriter, Split
+from torchllm.data.shard import SPLITS, Split
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.prepare import build, records, tokenize_shard
 from torchllm.tools.prepare.build import TokenizingProgress, shard_size_mib, write_corpus
 from torchllm.tools.prepare.cache import plan_corpus
+from torchllm.tools.prepare.corpus_writer import ShardFileWriter
 from torchllm.tools.prepare.counts import describe_unknown
+from torchllm.tools.prepare.pieces import cut_pieces
 from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
 from torchllm.tools.prepare.source_files import SourceFile, source_files, stat_file
 from torchllm.tools.prepare.sources import RawSource, ShardRange, open_raw_source

@@ -8,9 +8,9 @@ import pytest
 import transformers
 
 from tests.data.test_tokenizer import LLAMA3
-from torchllm.data.tiktoken_tokenizer import TiktokenTokenizer
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.prepare import tokenizer_json
+from torchllm.tools.prepare.tiktoken_tokenizer import TiktokenTokenizer
 from torchllm.tools.prepare.tokenizer_json import InexactTokenizer, without_possessive, write_tokenizer
 
 TEXT = "The cat's hat, 12345 thethe!\n\n\n  and  the\tend \n<|end_of_text|> naïve 🙂"

@@ -15,7 +15,7 @@ from tests.workers import run
 from torchllm.models.experts import Experts
 from torchllm.parallel.parallelize import build_forward_backward
 from torchllm.runtime.phase import MESSAGES, PREFIX, phase
-from torchllm.runtime.torch_records import FlightRecord, ProfiledEvent, flight_records, profiled_events
+from torchllm.tools.launch.torch_records import FlightRecord, ProfiledEvent, flight_records, profiled_events
 from torchllm.tools.watch.breakdown import breakdown
 
 MS = 1_000_000

@@ -5,13 +5,16 @@ do not hold them.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchllm.checkpoint.agreement import Group
-from torchllm.checkpoint.initial import InitialWeights, RunWeights, check_same_source
-from torchllm.checkpoint.manifest import Manifest
-from torchllm.checkpoint.state import WEIGHTS, initial_parts
+from torch import nn
+
+from torchllm.checkpoint.agreement import Group, log_on_first, on_first
+from torchllm.checkpoint.initial import InitialWeights, check_same_source
+from torchllm.checkpoint.manifest import Manifest, step_folders
+from torchllm.checkpoint.state import WEIGHTS, PartsToFill, initial_parts
 from torchllm.checkpoint.weights import load_newest_weights
 from torchllm.config import Config
 from torchllm.config.applied_keys import applied
@@ -35,6 +38,27 @@ def initial_weights(config: Config) -> InitialWeights | None:
     if config.checkpoint.initial:
         source = RunWeights(Path(config.checkpoint.initial), parts)
     return UpcycledWeights(source, config.model, config.run.seed) if config.model.upcycle else source
+
+
+@dataclass(frozen=True)
+class RunWeights:
+    """The weights of a checkpoint of another run."""
+
+    folder: Path
+    """a step folder, or a run folder"""
+    parts: PartsToFill = initial_parts
+    key: str = "checkpoint.initial"
+
+    def load(self, stages: Sequence[nn.Module], group: Group) -> dict[str, Any]:
+        """Fill this rank's part of the model: see `InitialWeights`."""
+        is_run = on_first(group, lambda: bool(step_folders(self.folder / "checkpoints")))
+        if is_run:
+            manifest = load_newest_weights(self.folder, "auto", stages, group=group, cast=True, to_fill=self.parts)
+        else:
+            manifest = load_newest_weights("", str(self.folder), stages, group=group, cast=True, to_fill=self.parts)
+        log_on_first(group, f"starting from the weights of {self.folder}: step {manifest.step}")
+        record = {"from": str(self.folder), "step": manifest.step}
+        return record | {"initial": manifest.record.get("initial")}
 
 
 def load_weights_of_run(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchllm.runtime.heartbeat import Limit
-from torchllm.runtime.torch_records import FlightRecord
+from torchllm.tools.launch.torch_records import FlightRecord
 
 ROOT = f"{Path(__file__).parents[3]}/"
 """folder of the repository; its files are named without it"""

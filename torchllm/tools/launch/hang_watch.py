@@ -34,10 +34,16 @@ import torch.distributed as dist
 
 from torchllm.checkpoint.background import SAVES_IN_BACKGROUND
 from torchllm.runtime.heartbeat import GROUP_GRACE, Limit, heartbeat
-from torchllm.runtime.torch_records import FlightRecord, GroupProgress, flight_records, group_progress, limit_groups
 from torchllm.tools.launch.hang_report import RankDump, describe_hang, read_dump, unfinished_records, write_slices
 from torchllm.tools.launch.on_event import call_on_event
 from torchllm.tools.launch.store import Signer, connect_store
+from torchllm.tools.launch.torch_records import (
+    FlightRecord,
+    GroupProgress,
+    flight_records,
+    group_progress,
+    limit_groups,
+)
 
 log = logging.getLogger(__name__)
 

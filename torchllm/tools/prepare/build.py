@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from torchllm.data.corpus_header import FORMAT, CorpusHeader, ShardTableWriter, corpus_fingerprint, write_header
+from torchllm.data.corpus_header import FORMAT, CorpusHeader, corpus_fingerprint
 from torchllm.data.error import DataError
 from torchllm.runtime.heartbeat import beat
 from torchllm.runtime.parent import end_with_starter
 from torchllm.tools.prepare.bad_records import BadShare, check_not_empty
+from torchllm.tools.prepare.corpus_writer import ShardTableWriter, write_header
 from torchllm.tools.prepare.counts import untrained
 from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
 from torchllm.tools.prepare.records import UNREADABLE

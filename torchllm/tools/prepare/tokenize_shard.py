@@ -14,14 +14,14 @@ from typing import IO
 import numpy as np
 
 from torchllm.data.checked_file import file_sums
-from torchllm.data.corpus_header import SplitRecord
 from torchllm.data.error import DataError
-from torchllm.data.pieces import LONGEST, NoPlaceToCut, cut_pieces
-from torchllm.data.shard import SPLITS, Ids, ShardFileWriter, Split, replacing, shard_path
+from torchllm.data.shard import SPLITS, Ids, Split, replacing, shard_path
 from torchllm.data.tokenizer import Tokenizer
 from torchllm.runtime.heartbeat import beat
 from torchllm.tools.prepare.bad_records import FileTally, RecordTally
+from torchllm.tools.prepare.corpus_writer import ShardFileWriter, SplitRecord
 from torchllm.tools.prepare.counts import UNKNOWN, unknown_share
+from torchllm.tools.prepare.pieces import LONGEST, NoPlaceToCut, cut_pieces
 from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
 from torchllm.tools.prepare.records import NO_PLACE_TO_CUT, UNREADABLE, Origin, TextRecord
 from torchllm.tools.prepare.sources import RawSource, ShardRange

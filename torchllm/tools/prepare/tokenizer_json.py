@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchllm.data.hugging_face_tokenizer import HuggingFaceTokenizer
-from torchllm.data.tiktoken_tokenizer import TiktokenTokenizer
 from torchllm.data.tokenizer import ByteTokenizer, Tokenizer
 from torchllm.tools.prepare.chat.plan import ChatPlan
 from torchllm.tools.prepare.chat.template import TEMPLATE_FILE, TOKENIZER_CONFIG, special_names, special_tokens_of
+from torchllm.tools.prepare.hugging_face_tokenizer import HuggingFaceTokenizer
+from torchllm.tools.prepare.tiktoken_tokenizer import TiktokenTokenizer
 
 if TYPE_CHECKING:
     import tiktoken

@@ -9,11 +9,11 @@ import random
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torchllm.config import Config, Model, Source
 from torchllm.config.checks import FLOAT8_MULTIPLE
-from torchllm.config.inert import without_contradictions
+from torchllm.config.inert import contradictions
 from torchllm.tools.proof.layouts import Settings, with_settings
 
 C = TypeVar("C", bound=Config)
@@ -181,3 +181,19 @@ def one_process(config: C, micro_batch_size: int = 0) -> C:
         recompute=defaults.recompute,
         compile=defaults.compile,
     )
+
+
+def without_contradictions(config: C) -> C:
+    """Return a config that trains the same, with the default for every key that has no effect."""
+    while found := contradictions(config):
+        section, *path = found[0].key.split(".")
+        if section == "data" and path[0] == "sources":
+            index, name = int(path[1]), path[2]
+            sources = list(config.data.sources)
+            sources[index] = replace(sources[index], **{name: getattr(Source, name)})
+            config = replace(config, data=replace(config.data, sources=tuple(sources)))
+        else:
+            table = getattr(config, section)
+            changed: Any = {section: replace(table, **{path[0]: getattr(type(table), path[0])})}
+            config = replace(config, **changed)
+    return config

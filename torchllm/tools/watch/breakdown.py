@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from torchllm.parallel.mesh import AXIS_NAMES
 from torchllm.runtime.phase import MESSAGES, PREFIX
-from torchllm.runtime.torch_records import FlightRecord, ProfiledEvent
+from torchllm.tools.launch.torch_records import FlightRecord, ProfiledEvent
 from torchllm.tools.watch.intervals import Stretch, difference, intersection, length, union
 
 SHORT = 100_000

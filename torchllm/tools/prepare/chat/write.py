@@ -12,7 +12,6 @@ from typing import IO
 
 import numpy as np
 
-from torchllm.data.shard import ShardFileWriter
 from torchllm.data.tokenizer import Tokenizer
 from torchllm.runtime.heartbeat import beat
 from torchllm.tools.prepare.chat.bins import pack_examples
@@ -21,6 +20,7 @@ from torchllm.tools.prepare.chat.messages import NESTED
 from torchllm.tools.prepare.chat.plan import chat_format, preparation_day
 from torchllm.tools.prepare.chat.sources import conversation_of
 from torchllm.tools.prepare.chat.template import RefusedConversation
+from torchllm.tools.prepare.corpus_writer import ShardFileWriter
 from torchllm.tools.prepare.counts import (
     CONVERSATIONS,
     ENDLESS,

@@ -1,6 +1,6 @@
 """Write the `.metadata` of torch.distributed.checkpoint (DCP) into a checkpoint, so that torch's own tools load it.
 
-    python -P -m torchllm.checkpoint.dcp_metadata STEP_FOLDER
+    python -P -m torchllm.tools.hub.dcp_metadata STEP_FOLDER
 
 `.metadata` is a pickle with name, shape, dtype and files of each tensor. This library never reads it.
 """
@@ -65,7 +65,7 @@ def write_metadata(folder: Path) -> Path:
 def main(arguments: Sequence[str]) -> None:
     """Run the command. Raises SystemExit with a message for wrong input."""
     if len(arguments) != 1:
-        sys.exit("usage: python -P -m torchllm.checkpoint.dcp_metadata STEP_FOLDER")
+        sys.exit("usage: python -P -m torchllm.tools.hub.dcp_metadata STEP_FOLDER")
     try:
         print(f"wrote {write_metadata(Path(arguments[0]))}")
     except (CheckpointError, OSError) as error:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from torchllm.data.error import DataError
-from torchllm.data.pieces import CONTEXT, cut_places
 from torchllm.data.tokenizer_protocol import BEGIN, END, Ids
+from torchllm.tools.prepare.pieces import CONTEXT, cut_places
 
 _BEGIN_NAMES = (BEGIN, "<s>", "<bos>", "[BOS]", "<|startoftext|>")
 _END_NAMES = (END, "</s>", "<eos>", "[EOS]", "<|endoftext|>")

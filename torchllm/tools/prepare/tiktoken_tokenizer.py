@@ -11,8 +11,8 @@ import tiktoken
 from tiktoken.load import load_tiktoken_bpe
 
 from torchllm.data.error import DataError
-from torchllm.data.pieces import cut_places
 from torchllm.data.tokenizer_protocol import BEGIN, END, Ids, Pattern, decode_ids
+from torchllm.tools.prepare.pieces import cut_places
 
 _LONG_PIECE = 10_000
 """characters encoded at a time in a text that the pattern cannot split, such as a megabyte of blanks"""

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.test_tokenizer import CL100K, LLAMA3, some_ranks
-from torchllm.data.pieces import CONTEXT, NoPlaceToCut, cut_pieces, cut_places
 from torchllm.data.tokenizer import Tokenizer, load_tokenizer
+from torchllm.tools.prepare.pieces import CONTEXT, NoPlaceToCut, cut_pieces, cut_places
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 

@@ -9,8 +9,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torchllm import config
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint.checkpointer import Checkpointer
-from torchllm.checkpoint.dcp_metadata import METADATA, main, write_metadata
 from torchllm.checkpoint.verify import verify_checkpoint
+from torchllm.tools.hub.dcp_metadata import METADATA, main, write_metadata
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch's tools, in one process
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.tiny_run import ROOT
 from torchllm.config import Config, Source
-from torchllm.config.json_schema import json_schema
+from torchllm.tools.front.json_schema import json_schema
 
 pytestmark = pytest.mark.quick
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.quick
 def test_the_committed_file_is_current() -> None:
     committed = (ROOT / "docs/config.schema.json").read_text()
     assert committed == json.dumps(json_schema(), indent=2) + "\n", (
-        "regenerate it: python -P -m torchllm.config.json_schema > docs/config.schema.json"
+        "regenerate it: python -P -m torchllm.tools.front.json_schema > docs/config.schema.json"
     )
 
 

@@ -1,0 +1,141 @@
+"""Writes the files of a corpus, as `data/shard.py` and `data/corpus_header.py` describe them."""
+
+import json
+from array import array
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import numpy as np
+
+from torchllm.data.checked_file import file_sums
+from torchllm.data.corpus_header import HEADER, SHARD_TABLE, SUMS, CorpusHeader
+from torchllm.data.shard import INDEX_STRIDE, SPLITS, Begins, Ids, ShardSize, Split, Targets, replacing
+
+_SHA256_BYTES = 32
+
+
+def document_index(begins: Begins, tokens: int) -> Begins:
+    """Return for each k the number of documents that begin before token k x INDEX_STRIDE, up to all `tokens`."""
+    entries = ShardSize(tokens, len(begins), id_bytes=2).index_entries
+    return np.searchsorted(begins, np.arange(entries) * INDEX_STRIDE)
+
+
+class ShardFileWriter:
+    """Writes the file of one split of a shard, document by document; a split without documents stays empty."""
+
+    def __init__(self, file: IO[bytes], dtype: str, has_targets: bool = False) -> None:
+        """Write to `file`; `dtype` is numpy's name for the type of an id, "<u2" or "<u4".
+
+        has_targets: each call of `extend` has a matching call of `add_targets`.
+        """
+        self.dtype = dtype
+        self.tokens = 0
+        self.largest_id = 0
+        self._file = file
+        self._begins = array("q")
+        self._largest_before = 0
+        self._has_targets = has_targets
+        self._targets: list[Targets] = []
+
+    @property
+    def documents(self) -> int:
+        """Return the number of documents so far."""
+        return len(self._begins)
+
+    def add(self, document: Ids) -> None:
+        """Write the ids of a document, its begin and end among them."""
+        self.begin_document()
+        self.extend(document)
+
+    def begin_document(self) -> None:
+        """Begin a document whose ids are written by `extend`."""
+        self._begins.append(self.tokens)
+        self._largest_before = self.largest_id
+
+    def extend(self, ids: Ids) -> None:
+        """Write the next ids of the document."""
+        if len(ids):
+            self._file.write(ids.astype(self.dtype, copy=False).data)
+            self.tokens += len(ids)
+            self.largest_id = max(self.largest_id, int(ids.max()))
+
+    def add_targets(self, targets: Targets) -> None:
+        """Write whether each of the next ids is trained."""
+        self._targets.append(targets)
+
+    def drop_document(self) -> None:
+        """Remove the unfinished last document."""
+        self.tokens = self._begins.pop()
+        self.largest_id = self._largest_before
+        self._file.seek(self.tokens * np.dtype(self.dtype).itemsize)
+        self._file.truncate()
+
+    def finish(self) -> None:
+        """Write the sections after the ids, and close the file."""
+        if not self.tokens:
+            return
+        size = ShardSize(self.tokens, self.documents, np.dtype(self.dtype).itemsize)
+        begins = np.array(self._begins, dtype="<i8")
+        index = document_index(begins, self.tokens)
+        self._file.write(bytes(size.begins_offset - self.tokens * size.id_bytes))
+        self._file.write(begins.data)
+        self._file.write(index.astype("<i8").data)
+        if self._has_targets:
+            self._file.write(np.packbits(np.concatenate(self._targets), bitorder="little").data)
+
+
+class SplitRecord(NamedTuple):
+    """Size and checksums of the finished file of one split of a shard; an empty split has no file."""
+
+    tokens: int
+    documents: int
+    sha256: str
+    sums: list[int]
+    """CRC-32 of each block"""
+
+
+class TableSums(NamedTuple):
+    """The sha256 of the binary files that describe the shards."""
+
+    table: str
+    sums: str
+
+
+class ShardTableWriter:
+    """Collects the records of the shards, in order, and writes `shards.bin` and `sums.bin`."""
+
+    def __init__(self) -> None:
+        self.shards = 0
+        self._tokens = {split: array("q") for split in SPLITS}
+        self._documents = {split: array("q") for split in SPLITS}
+        self._sha256 = {split: bytearray() for split in SPLITS}
+        self._sums = bytearray()
+
+    def add(self, records: dict[Split, SplitRecord]) -> None:
+        """Add the next shard."""
+        self.shards += 1
+        for split in SPLITS:
+            record = records[split]
+            self._tokens[split].append(record.tokens)
+            self._documents[split].append(record.documents)
+            self._sha256[split] += bytes.fromhex(record.sha256).ljust(_SHA256_BYTES, b"\0")
+            self._sums += np.array(record.sums, dtype="<u4").tobytes()
+
+    def write(self, folder: Path) -> TableSums:
+        """Write the files."""
+        paths = [folder / SHARD_TABLE, folder / SUMS]
+        with replacing(paths) as (table, sums):
+            for numbers in (self._tokens, self._documents):
+                for split in SPLITS:
+                    table.write(np.array(numbers[split], dtype="<i8").tobytes())
+            for split in SPLITS:
+                table.write(self._sha256[split])
+            sums.write(self._sums)
+        return TableSums(*(file_sums(path).sha256 for path in paths))
+
+
+def write_header(folder: Path, header: CorpusHeader) -> None:
+    """Write `corpus.json`: from then on the corpus is complete."""
+    with replacing([folder / HEADER]) as (file,):
+        file.write(json.dumps(asdict(header), indent=1).encode())
