@@ -31,7 +31,7 @@ FOLDERS = {
 MODULES = {
     ("", "tools"): "bug_report",
     ("", "tools.front"): "preflight start",
-    ("checkpoint", "checkpoint.keeping"): "history marks retention",
+    ("checkpoint", "checkpoint.keeping"): "history marks",
     ("checkpoint", "tools.hub"): "dcp_metadata adapter by_key export exported hf_reader hf_writer upcycle",
     ("config", "tools.front"): "json_schema",
     ("data", "tools.prepare"): "pieces build cache in_place plan records sources tokenize_shard tokenizer_json",
@@ -45,7 +45,10 @@ MODULES = {
     ("spec", "tools.planner"): "cluster schedules software",
 }
 """(old folder, new folder): modules that have kept their names"""
-RENAMED_MODULES = {"checkpoint.proof": "checkpoint.keeping.validated"}
+RENAMED_MODULES = {
+    "checkpoint.proof": "checkpoint.keeping.history",
+    "checkpoint.retention": "checkpoint.keeping.history",
+}
 
 NAMES = {
     ("checkpoint.initial", "tools.hub.initial"): """FrozenSource RunWeights initial_weights

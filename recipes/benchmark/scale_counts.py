@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from torchllm.checkpoint.keeping.retention import folders_to_delete
+from torchllm.checkpoint.keeping.history import folders_to_delete
 from torchllm.checkpoint.plan import region_numbers
 from torchllm.config import Data, Model, Optimizer, Parallel, Source, Training
 from torchllm.data.corpus import Corpus, Window

@@ -25,7 +25,7 @@ from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint import tensors as checkpoint_tensors
 from torchllm.checkpoint.checkpointer import Checkpointer, verify_in_parallel
 from torchllm.checkpoint.data_file import read_piece_table
-from torchllm.checkpoint.keeping import retention
+from torchllm.checkpoint.keeping import history
 from torchllm.checkpoint.keeping.marks import mark_proven, mark_suspect, read_suspects
 from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint
 from torchllm.checkpoint.state import nonfinite_keys, parts_of
@@ -333,7 +333,7 @@ def test_a_deletion_does_not_hold_up_training(tmp_path: Path, monkeypatch: pytes
         assert allowed.wait(patience(20))
         rmtree(path, **options)
 
-    monkeypatch.setattr(retention.shutil, "rmtree", rmtree_when_allowed)
+    monkeypatch.setattr(history.shutil, "rmtree", rmtree_when_allowed)
     saving = checkpointer(tmp_path, keep=1)
     for step in (1, 2, 3):
         saving.save(step, {})

@@ -26,7 +26,7 @@ from torchllm import config
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.checkpoint.data_file import DataFileWriter
-from torchllm.checkpoint.keeping import retention
+from torchllm.checkpoint.keeping import history
 from torchllm.checkpoint.manifest import CheckpointError
 from torchllm.checkpoint.state import model_tensors, optimizer_tensors
 from torchllm.checkpoint.verify import verify_checkpoint
@@ -324,7 +324,7 @@ def kill_at(point: str, layout: str, folder: str) -> None:
     elif point == "after the rename":
         manifests.sync_folder = lambda path: None if path.name.endswith(".tmp") else kill()
     elif point == "in a deletion":
-        retention.shutil.rmtree = kill
+        history.shutil.rmtree = kill
     checkpoints.save(2, {"sequences": 16})
     checkpoints.close()
 

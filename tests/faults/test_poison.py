@@ -117,13 +117,13 @@ def log_to_file(recipe: Any, rank: int, *, file: Path) -> None:
 
 def refuse_deletion(recipe: Any, rank: int, *, folder: Path, file: Path) -> None:
     """Let no rank delete a folder, as if a file in it were another user's."""
-    from torchllm.checkpoint.keeping import retention
+    from torchllm.checkpoint.keeping import history
 
     log_to_file(recipe, rank, file=file)
     supervise = recipe.supervise
 
     def refusing(*arguments: Any) -> None:
-        rmtree = retention.shutil.rmtree
+        rmtree = history.shutil.rmtree
 
         def refuse(path: Path, ignore_errors: bool = False) -> None:
             if path != folder:
@@ -131,11 +131,11 @@ def refuse_deletion(recipe: Any, rank: int, *, folder: Path, file: Path) -> None
             elif not ignore_errors:
                 raise PermissionError(1, "Operation not permitted", "__0_0.distcp")
 
-        retention.shutil.rmtree = refuse
+        history.shutil.rmtree = refuse
         try:
             supervise(*arguments)
         finally:
-            retention.shutil.rmtree = rmtree
+            history.shutil.rmtree = rmtree
 
     recipe.supervise = refusing
 

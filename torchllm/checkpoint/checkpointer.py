@@ -43,7 +43,6 @@ from torchllm.checkpoint.index import INDEX
 from torchllm.checkpoint.initial import InitialWeights, check_same_source
 from torchllm.checkpoint.keeping.history import CheckpointHistory, Judgement
 from torchllm.checkpoint.keeping.marks import mark_suspect, read_suspects, without_suspects
-from torchllm.checkpoint.keeping.retention import BackgroundDeletion, share_of
 from torchllm.checkpoint.manifest import CheckpointError, FileRecord, Manifest
 from torchllm.checkpoint.plan import SavePlan, agree_on_plan
 from torchllm.checkpoint.state import Part
@@ -107,7 +106,6 @@ class Checkpointer:
         self._own_group: Group = None
         self._plan: SavePlan | None = None
         """of the last save"""
-        self._deletion = BackgroundDeletion()
         self._reported_seconds = 0.0
         """seconds of the longest save that was reported as too long for a scheduler's default"""
         self._executor: ThreadPoolExecutor | None = None
@@ -129,7 +127,8 @@ class Checkpointer:
         newest checkpoint is marked as suspect, or turns out damaged while it is read, the previous one is loaded
         instead.
         """
-        self._delete(change_on_first(self._group, self._check_owner, lambda: manifests.hidden_folders(self._root)))
+        hidden = change_on_first(self._group, self._check_owner, lambda: manifests.hidden_folders(self._root))
+        self._history.delete(hidden)
         folders = on_first(self._group, lambda: manifests.step_folders(self._root))
         self._history.read_suspects(folders)
         manifest = self._load_asked_for(folders)
@@ -327,7 +326,7 @@ class Checkpointer:
         finally:
             if self._executor is not None:
                 self._executor.shutdown()
-            self._deletion.close()
+            self._history.close()
             if self._own_group is not None:
                 dist.destroy_process_group(self._own_group)
 
@@ -376,14 +375,9 @@ class Checkpointer:
                 f"cannot write {folder}: {error} (it needs {needed} bytes, {free} are free; earlier checkpoints are "
                 "untouched)"
             ) from error
-        self._history.is_whole[folder] = True
         log_on_first(self._group, f"saved {folder}")
         self._report_long_save(time.monotonic() - began)
-        folders = on_first(self._group, lambda: manifests.step_folders(self._root))
-        folders = [older for older in folders if manifests.step_of(older) <= step]  # with the one just saved
-        self._history.apply(judgement, folders)
-        if self._settings.keep:
-            self._delete(self._history.hide_old(folders, judgement))
+        self._history.published(folder, judgement)
 
     def _report_long_save(self, seconds: float) -> None:
         """Log if a save may take longer than a scheduler waits before it kills a job.
@@ -401,10 +395,6 @@ class Checkpointer:
             logging.WARNING,
         )
 
-    def _delete(self, hidden: Sequence[Path]) -> None:
-        """Delete hidden folders in the background, each rank its share."""
-        self._deletion.delete(share_of(hidden, rank_of(self._group), size_of(self._group)))
-
     def _make_way(self, folder: Path) -> None:
         """Delete a suspect step folder of the step to save, or move a damaged one aside.
 
@@ -412,8 +402,7 @@ class Checkpointer:
         """
         if folder in self._history.suspects:
             log_on_first(self._group, f"{folder}, which is marked as suspect, is replaced")
-            self._delete(change_on_first(self._group, self._check_owner, lambda: [manifests.hide(folder)]))
-            self._history.forget(folder)
+            self._history.replace_suspect(folder)
             return
         if self._history.is_whole.get(folder, True):
             try:

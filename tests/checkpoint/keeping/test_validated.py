@@ -1,6 +1,6 @@
 import pytest
 
-from torchllm.checkpoint.keeping.validated import NONE, Proof
+from torchllm.checkpoint.keeping.history import NONE, Proof
 
 pytestmark = pytest.mark.quick
 

@@ -1,21 +1,90 @@
-"""The status of a run's checkpoints (whole, suspect or proven), and the choice of those to delete."""
+"""Decide which checkpoints of a run are good, by what it logs after them, and which old ones are deleted.
+
+A checkpoint with finite weights may still be bad: weights of 1e30 are finite, but losses after them are not. It
+is proven by a finite evaluation of its weights or of later ones; in a run without evaluations, by ten finite steps.
+"""
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 from torchllm import config
 from torchllm.checkpoint import manifest as manifests
-from torchllm.checkpoint.agreement import Group, change_on_first, log_on_first, on_first
+from torchllm.checkpoint.agreement import Group, change_on_first, log_on_first, on_first, rank_of, size_of
 from torchllm.checkpoint.keeping.marks import find_proven, mark_proven, mark_suspect, read_suspects
-from torchllm.checkpoint.keeping.retention import folders_to_delete, hide_all
-from torchllm.checkpoint.keeping.validated import Proof
 from torchllm.checkpoint.manifest import CheckpointError
 from torchllm.checkpoint.tensors import check_in_parallel
 from torchllm.checkpoint.verify import check_sizes
 from torchllm.train.step import Health
+
+logger = logging.getLogger(__name__)
+
+FINITE_STEPS = 10
+"""number of applied steps after a checkpoint that prove it"""
+NONE = -1
+"""no checkpoint, not even one of step 0"""
+
+
+class Sample(NamedTuple):
+    """A logged step."""
+
+    step: int
+    applied: int
+    """number of steps up to this one that were applied: loss and gradient were finite"""
+
+
+class Proof:
+    """Tracks one run in one process; the same on all ranks, since they log the same."""
+
+    def __init__(self, start: int, *, evaluates: bool) -> None:
+        """start: step of the loaded checkpoint. evaluates: the run has evaluations."""
+        self.start = start
+        self.evaluates = evaluates
+        self.finite_until = NONE
+        """checkpoints up to this step were followed by ten finite steps"""
+        self.evaluated_until = NONE
+        """checkpoints up to this step were followed by a finite evaluation, or are of its step"""
+        self.last = NONE
+        """the last logged step"""
+        self._samples: deque[Sample] = deque([Sample(start, start)])
+        """logged steps with fewer than ten applied steps after them"""
+
+    def note(self, step: int, skipped: int, validation_loss: float | None) -> None:
+        """Record a logged step. skipped: steps since `start` that were not applied."""
+        self.last = step
+        applied = step - skipped
+        while self._samples and self._samples[0].applied + FINITE_STEPS <= applied:
+            self.finite_until = self._samples.popleft().step
+        if self._samples and self._samples[-1].applied == applied:
+            self._samples.pop()  # the new one replaces it, so there are never more than ten
+        self._samples.append(Sample(step, applied))
+        if validation_loss is not None and math.isfinite(validation_loss):
+            self.evaluated_until = step
+
+    @property
+    def proven_until(self) -> int:
+        """Return the last proven step: checkpoints up to it are good."""
+        return self.evaluated_until if self.evaluates else self.finite_until
+
+    @property
+    def waiting(self) -> range:
+        """Return the steps whose checkpoints later steps may still prove, from this process's first logged step on."""
+        return range(max(self.start, self.finite_until + 1), self.last + 1)
+
+    def suspect_since(self, *, evaluation: bool) -> int:
+        """Return the first step whose checkpoint is suspect when a run goes wrong.
+
+        evaluation: an evaluation was not finite; False: too many steps in a row were not finite. Checkpoints before the
+        one that this process started from are not suspected, since it has not seen the steps after them. The one that
+        it started from may be: the next start then loads the previous checkpoint.
+        """
+        good = self.evaluated_until if evaluation else max(self.evaluated_until, self.finite_until)
+        return max(self.start, good + 1)
 
 
 class Judgement(NamedTuple):
@@ -42,7 +111,7 @@ class Suspicion(NamedTuple):
 class CheckpointHistory:
     """Tracks the checkpoints of one run; the same on all ranks. Every method must be called on all ranks.
 
-    While a save is in the background, `apply` and `hide_old` belong to its thread, and `suspect_since` must wait.
+    While a save is in the background, `published` belongs to its thread, and `suspect_since` must wait.
     """
 
     def __init__(
@@ -68,6 +137,7 @@ class CheckpointHistory:
         """the newest step folder that is marked as proven"""
         self._suspicion = ""
         """why the last evaluation was bad; empty: it was not"""
+        self._deletion = BackgroundDeletion()
 
     def read_suspects(self, folders: Sequence[Path]) -> None:
         """Read which step folders were marked as suspect earlier."""
@@ -125,7 +195,29 @@ class CheckpointHistory:
         proof = self._proof
         return Judgement(proof.proven_until, proof.finite_until, proof.waiting, self._suspicion)
 
-    def apply(self, judgement: Judgement, folders: Sequence[Path]) -> None:
+    def published(self, folder: Path, judgement: Judgement) -> None:
+        """Mark checkpoints by a judgement, now that the save that it was made for is published, and delete old ones."""
+        self.is_whole[folder] = True
+        folders = on_first(self._group, lambda: manifests.step_folders(self._root))
+        folders = [older for older in folders if manifests.step_of(older) <= manifests.step_of(folder)]
+        self._mark(judgement, folders)
+        if self._settings.keep:
+            self.delete(self._hide_old(folders, judgement))
+
+    def delete(self, hidden: Sequence[Path]) -> None:
+        """Delete hidden folders in the background, each rank its share."""
+        self._deletion.delete(share_of(hidden, rank_of(self._group), size_of(self._group)))
+
+    def replace_suspect(self, folder: Path) -> None:
+        """Delete a suspect step folder, and forget it."""
+        self.delete(change_on_first(self._group, self._check_owner, lambda: [manifests.hide(folder)]))
+        self.forget(folder)
+
+    def close(self) -> None:
+        """Wait until all is deleted."""
+        self._deletion.close()
+
+    def _mark(self, judgement: Judgement, folders: Sequence[Path]) -> None:
         """Mark the newest folder as suspect, and the newest proven one as proven, if the judgement says so."""
         if judgement.suspicion:
             self.suspects[folders[0]] = judgement.suspicion
@@ -143,7 +235,7 @@ class CheckpointHistory:
         if judgement.suspicion or is_new:
             change_on_first(self._group, self._check_owner, mark)
 
-    def hide_old(self, folders: Sequence[Path], judgement: Judgement) -> list[Path]:
+    def _hide_old(self, folders: Sequence[Path], judgement: Judgement) -> list[Path]:
         """Hide all folders except the newest `checkpoint.keep` good ones, and return them, to be deleted.
 
         Suspect folders do not count, and are hidden unless they are among the newest `checkpoint.keep` of all. Damaged
@@ -203,3 +295,66 @@ class CheckpointHistory:
                 self.is_whole[folder] = False
                 log_on_first(self._group, f"damaged checkpoint: {error}", logging.WARNING)
         return self.is_whole[folder]
+
+
+def folders_to_delete(newest_first: Iterable[Path], keep: int, is_whole: Callable[[Path], bool]) -> list[Path]:
+    """Return the step folders that are older than the `keep` newest whole ones.
+
+    `is_whole` is called from the newest folder on until `keep` are found. It may judge a folder that this run has not
+    read by the sizes of its files. That is safe if the run has just written and hashed the newest, which always stays:
+    an older one with a flipped bit may count among the `keep`, but the last good one is never deleted.
+    """
+    whole = 0
+    old = []
+    for folder in newest_first:
+        if whole == keep:
+            old.append(folder)
+        elif is_whole(folder):
+            whole += 1
+    return old
+
+
+def share_of(folders: Sequence[Path], rank: int, ranks: int) -> list[Path]:
+    """Return the folders that `rank` deletes, at most len / ranks rounded up; a single one goes to a random rank."""
+    if not folders:
+        return []
+    first_rank = sum(folders[0].name.encode()) % ranks  # the name of a hidden folder ends in random digits
+    return list(folders[(rank - first_rank) % ranks :: ranks])
+
+
+def hide_all(folders: Iterable[Path]) -> list[Path]:
+    """Hide step folders before their deletion, and return them; a folder that cannot be renamed is a warning."""
+    hidden = []
+    for folder in folders:
+        try:
+            hidden.append(manifests.hide(folder))
+        except OSError as error:
+            logger.warning("cannot delete the old checkpoint %s: %s", folder, error)
+    return hidden
+
+
+class BackgroundDeletion:
+    """Deletes hidden folders, one after the other, in a background thread."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-deletion")
+
+    def delete(self, folders: Iterable[Path]) -> None:
+        """Delete the folders in the background; a failure is a warning, and is retried when the run is resumed."""
+        for folder in folders:
+            self._executor.submit(self._delete, folder)
+
+    def close(self) -> None:
+        """Wait until all are deleted."""
+        self._executor.shutdown()
+
+    def _delete(self, folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)  # delete as much as possible
+        try:
+            if folder.exists():
+                shutil.rmtree(folder)
+        except OSError as error:
+            # Logged as an error, since ranks other than 0 show only errors.
+            logger.error(
+                "warning: cannot delete %s, which is no checkpoint any more; delete it by hand: %s", folder, error
+            )

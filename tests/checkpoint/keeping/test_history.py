@@ -13,8 +13,8 @@ from torchllm import config
 from torchllm.checkpoint import data_file
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint.checkpointer import Checkpointer
-from torchllm.checkpoint.keeping import retention
-from torchllm.checkpoint.keeping.retention import folders_to_delete, share_of
+from torchllm.checkpoint.keeping import history
+from torchllm.checkpoint.keeping.history import folders_to_delete, share_of
 
 
 def test_the_newest_whole_ones_stay() -> None:
@@ -53,7 +53,7 @@ class Counts:
         self.counted: Counter[str] = Counter()
         for module, name in ((manifests, "hash_file"), (data_file, "read_piece_table"), (data_file, "read_range")):
             self.count(monkeypatch, module, name)
-        self.count(monkeypatch, retention.shutil, "rmtree")
+        self.count(monkeypatch, history.shutil, "rmtree")
 
     def count(self, monkeypatch: Any, module: Any, name: str) -> None:
         function = getattr(module, name)
