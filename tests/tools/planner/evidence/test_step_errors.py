@@ -8,9 +8,18 @@ import pytest
 
 from tests.tools.planner.test_predict import case
 from torchllm.tools.planner.evidence import step_errors
+from torchllm.tools.planner.evidence.research.fit_step_errors import (
+    DEGREES,
+    StepError,
+    covering_size,
+    fit_error_models,
+    fit_errors,
+    weighted_quantile,
+    wider_than_normal,
+    write_error_models,
+)
 from torchllm.tools.planner.evidence.step_errors import (
     ACROSS_NODES,
-    DEGREES,
     EVERY_STEP,
     EXPERTS,
     FLOAT8,
@@ -18,15 +27,8 @@ from torchllm.tools.planner.evidence.step_errors import (
     RARELY_MEASURED,
     WHOLE_STEP,
     ErrorModel,
-    StepError,
-    covering_size,
-    fit_error_models,
-    fit_errors,
     read_error_models,
     shares_of,
-    weighted_quantile,
-    wider_than_normal,
-    write_error_models,
 )
 from torchllm.tools.planner.predict import predict
 

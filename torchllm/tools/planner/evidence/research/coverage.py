@@ -14,7 +14,8 @@ from typing import NamedTuple
 from torchllm.tools.planner.evidence.fit import framework_of_fold
 from torchllm.tools.planner.evidence.measurements import MeasuredRow, read_rows
 from torchllm.tools.planner.evidence.research.cross_validation import Residual, left_out_residuals, step_errors
-from torchllm.tools.planner.evidence.step_errors import COVERED, KNOWLEDGE, Knowledge, StepError, fit_error_models
+from torchllm.tools.planner.evidence.research.fit_step_errors import COVERED, StepError, fit_error_models
+from torchllm.tools.planner.evidence.step_errors import KNOWLEDGE, Knowledge
 from torchllm.tools.planner.search.validity import interval_from
 
 WIDEST = 1.5

@@ -27,7 +27,8 @@ from torchllm.tools.planner.evidence.fit import (
     with_constants,
 )
 from torchllm.tools.planner.evidence.measurements import MeasuredRow, read_rows
-from torchllm.tools.planner.evidence.step_errors import KNOWLEDGE, Knowledge, StepError, generation, shares_of
+from torchllm.tools.planner.evidence.research.fit_step_errors import StepError
+from torchllm.tools.planner.evidence.step_errors import KNOWLEDGE, Knowledge, generation, shares_of
 from torchllm.tools.planner.peak import counted
 from torchllm.tools.planner.predict import predict
 from torchllm.tools.planner.software import Constants

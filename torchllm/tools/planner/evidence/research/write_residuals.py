@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.evidence.measurements import MeasuredRow, read_rows
 from torchllm.tools.planner.evidence.research.cross_validation import Residual, left_out_residuals, step_errors
+from torchllm.tools.planner.evidence.research.fit_step_errors import fit_error_models, write_error_models
 from torchllm.tools.planner.evidence.residuals import (
     ANY,
     LEVELS,
@@ -29,13 +30,7 @@ from torchllm.tools.planner.evidence.residuals import (
     classes_of_pair,
     own_class,
 )
-from torchllm.tools.planner.evidence.step_errors import (
-    KNOWLEDGE,
-    Knowledge,
-    fit_error_models,
-    generation,
-    write_error_models,
-)
+from torchllm.tools.planner.evidence.step_errors import KNOWLEDGE, Knowledge, generation
 from torchllm.tools.planner.evidence.step_errors import TABLE as STEP_ERRORS
 
 Quantity = Literal["step time", "peak memory", "repeated peak", "ratio of two layouts"]
