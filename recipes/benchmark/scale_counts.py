@@ -30,7 +30,7 @@ from torchllm.optim.grad_norm import clip, grad_norm
 from torchllm.optim.optimizer import apply_if_finite
 from torchllm.parallel.mesh import build_mesh
 from torchllm.runtime.exchange import gather_texts
-from torchllm.runtime.heartbeat import Limit
+from torchllm.runtime.heartbeat import Timeout
 from torchllm.tools.launch.hang_report import RankDump, describe_hang, read_dump, write_slices
 from torchllm.tools.launch.torch_records import FlightRecord
 from torchllm.tools.prepare.build import shard_size_mib
@@ -198,7 +198,7 @@ def hang_lines(ranks: int) -> int:
 
     def describe() -> str:
         dumps = [read_dump(text) for text in texts]
-        return describe_hang(dumps, ranks, "node{}".format, Limit(30.0, "run.timeout"), Path("hang"))
+        return describe_hang(dumps, ranks, "node{}".format, Timeout(30.0, "run.timeout"), Path("hang"))
 
     assert "rank 1 (node1) has not entered" in describe()
     return lines_run(describe)

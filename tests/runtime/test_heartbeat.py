@@ -17,15 +17,15 @@ from torchllm.runtime.heartbeat import (
     HEARTBEATS,
     START_TIMEOUT,
     Heartbeat,
-    Limit,
-    Limits,
+    Timeout,
+    Timeouts,
     beat,
     during,
     heartbeat,
     read_beat,
 )
 
-START, STEP, SAVE = Limit(30.0, "run.start_timeout"), Limit(10.0, "run.timeout"), Limit(60.0, "run.save_timeout")
+START, STEP, SAVE = Timeout(30.0, "run.start_timeout"), Timeout(10.0, "run.timeout"), Timeout(60.0, "run.save_timeout")
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def heart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Heartbeat
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     heart.open()
-    heart.limits = Limits(START.seconds, STEP.seconds, SAVE.seconds)
+    heart.timeouts = Timeouts(START.seconds, STEP.seconds, SAVE.seconds)
     yield heart
     heart.close()
 
@@ -45,11 +45,11 @@ def heart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Heartbeat
 def test_a_launcher_reads_what_its_rank_does_and_how_long_it_may(heart: Heartbeat, tmp_path: Path) -> None:
     file = tmp_path / "rank-1"
 
-    def doing() -> tuple[str, str, Limit]:
+    def doing() -> tuple[str, str, Timeout]:
         last = read_beat(file)
         assert last is not None
         assert (last.pid, last.rank, last.ranks_on_node) == (os.getpid(), 5, 4)
-        return last.activity, last.part, last.limit
+        return last.activity, last.part, last.timeout
 
     beat("data")
     assert doing() == ("start-up", "data", START)
@@ -71,7 +71,7 @@ def test_a_launcher_reads_what_its_rank_does_and_how_long_it_may(heart: Heartbea
     with during("evaluation"):
         assert doing() == ("evaluation", "", START)
     heart.close()
-    assert doing() == ("end", "", Limit(math.inf, ""))
+    assert doing() == ("end", "", Timeout(math.inf, ""))
 
 
 def test_before_the_config_is_read_the_limit_is_the_launchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def test_before_the_config_is_read_the_limit_is_the_launchers(tmp_path: Path, mo
     heart = Heartbeat()
     heart.open()
     try:
-        assert heart.limit() == Limit(7.5, "run.start_timeout")
+        assert heart.timeout() == Timeout(7.5, "run.start_timeout")
         assert HEARTBEATS not in os.environ  # processes that it starts have no heart
     finally:
         heart.close()
@@ -91,9 +91,9 @@ def test_without_a_launcher_only_the_limits_are_there(monkeypatch: pytest.Monkey
     monkeypatch.setattr(faulthandler, "dump_traceback_later", None)
     heart = Heartbeat()
     heart.open()
-    heart.limits = Limits(START.seconds, STEP.seconds, SAVE.seconds)
+    heart.timeouts = Timeouts(START.seconds, STEP.seconds, SAVE.seconds)
     heart.begin("step")
-    assert heart.limit() == STEP
+    assert heart.timeout() == STEP
     heart.close()
 
 

@@ -2,11 +2,11 @@
 
 Rank and launcher map the same few bytes of memory, on /dev/shm if it exists: a beat is a write to memory, without a
 system call, so it cannot hang with the run folder. Library functions beat: each named part of a step (`phase.phase`),
-the vote on stopping that ends a step, each batch of an evaluation. The timeout depends on the activity: `Limits`.
+the vote on stopping that ends a step, each batch of an evaluation. The timeout depends on the activity: `Timeouts`.
 
 A timer of Python's faulthandler, reset by beats, also writes the rank's stacks to an open file. That works while the
 program is stuck outside Python, and in a process that does not react to signals. A rank without our launcher has no
-file and no timer, only the limits, which `hang_watch.py` uses.
+file and no timer, only the timeouts, which `hang_watch.py` uses.
 """
 
 import faulthandler
@@ -27,9 +27,9 @@ HEARTBEATS = "TORCHLLM_HEARTBEATS"
 """environment variable: folder of the heartbeats of this attempt's ranks on this node"""
 REARM_INTERVAL = 1.0
 """least seconds between two resets of the timer: each starts a thread"""
-LONGEST_LIMIT = 1e6
+LONGEST_TIMEOUT = 1e6
 """seconds; faulthandler takes no infinite timeout"""
-REPORT_LIMIT = 60.0
+REPORT_TIMEOUT = 60.0
 """seconds for the ranks to report a hang that they found themselves"""
 
 Activity = Literal["start-up", "load", "step", "evaluation", "save", "hang report", "end"]
@@ -39,10 +39,10 @@ _RECORD = struct.Struct("=5qd96s")
 
 
 GROUP_GRACE = 10.0
-"""seconds that the process groups' timeout is longer than all limits: a hang is found before torch ends the ranks"""
+"""seconds that the process groups' timeout is longer than all timeouts: a hang is found before torch ends the ranks"""
 
 
-class Limits(NamedTuple):
+class Timeouts(NamedTuple):
     """Seconds without a beat after which a rank counts as stuck."""
 
     start: float = math.inf
@@ -54,7 +54,7 @@ class Limits(NamedTuple):
     """run.save_timeout: while a checkpoint is saved"""
 
 
-class Limit(NamedTuple):
+class Timeout(NamedTuple):
     """The current timeout of a rank between beats."""
 
     seconds: float
@@ -72,7 +72,7 @@ class Beat(NamedTuple):
     ranks_on_node: int
     thread: int
     """id of the main thread"""
-    limit: Limit
+    timeout: Timeout
     """infinite: the rank is not watched"""
     activity: str
     part: str
@@ -83,7 +83,7 @@ class Heartbeat:
     """Sends heartbeats of this process; `open` connects it to the launcher."""
 
     def __init__(self) -> None:
-        self.limits = Limits()
+        self.timeouts = Timeouts()
         self.activities: list[Activity] = ["start-up"]
         """current activities of this rank, innermost last"""
         self.has_evaluated = False
@@ -96,8 +96,8 @@ class Heartbeat:
         """descriptor of the file for the stacks of all threads, written by the timer; None: there is no timer"""
         self.armed_at = -math.inf
         """time.monotonic() of the last reset of the timer"""
-        self.armed_limit = math.nan
-        self._texts: dict[tuple[Limit, Activity, str], bytes] = {}
+        self.armed_timeout = math.nan
+        self._texts: dict[tuple[Timeout, Activity, str], bytes] = {}
 
     def open(self) -> None:
         """Connect to the launcher that has started this process, if there is one; later calls do nothing."""
@@ -105,7 +105,7 @@ class Heartbeat:
         if folder is None:
             return
         self.process[1:3] = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        self.limits = Limits(start=float(os.environ.get(START_TIMEOUT, "inf")))
+        self.timeouts = Timeouts(start=float(os.environ.get(START_TIMEOUT, "inf")))
         file = Path(folder, f"rank-{os.environ.get('LOCAL_RANK', 0)}")
         unfinished = file.with_suffix(".new")
         descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -117,27 +117,27 @@ class Heartbeat:
         self.beat()
         unfinished.rename(file)  # the launcher sees a whole record
 
-    def limit(self) -> Limit:
+    def timeout(self) -> Timeout:
         """Return the current timeout, between beats or for waiting on other ranks."""
         activity = self.activities[-1]
         if activity == "save":
-            return Limit(self.limits.save, "run.save_timeout")
+            return Timeout(self.timeouts.save, "run.save_timeout")
         if activity == "hang report":
-            return Limit(REPORT_LIMIT, "")
+            return Timeout(REPORT_TIMEOUT, "")
         if activity == "end":
-            return Limit(math.inf, "")
+            return Timeout(math.inf, "")
         is_first = activity == "evaluation" and not self.has_evaluated
         if activity in ("start-up", "load") or self.activities[0] == "start-up" or is_first:
-            return Limit(self.limits.start, "run.start_timeout")
-        return Limit(self.limits.step, "run.timeout")
+            return Timeout(self.timeouts.start, "run.start_timeout")
+        return Timeout(self.timeouts.step, "run.timeout")
 
     def beat(self, part: str = "") -> None:
         """Send a heartbeat with the current part of the activity. Takes microseconds."""
         self.count += 1
-        limit = self.limit()
-        _RECORD.pack_into(self.record, 0, self.count, *self.process, limit.seconds, self._text(limit, part))
+        timeout = self.timeout()
+        _RECORD.pack_into(self.record, 0, self.count, *self.process, timeout.seconds, self._text(timeout, part))
         if self.stack_file is not None:
-            self._set_timer(self.stack_file, limit.seconds)
+            self._set_timer(self.stack_file, timeout.seconds)
 
     def begin(self, activity: Activity) -> None:
         """Replace all current activities by one."""
@@ -159,11 +159,11 @@ class Heartbeat:
             os.close(self.stack_file)
             self.stack_file = None
 
-    def _text(self, limit: Limit, part: str) -> bytes:
+    def _text(self, timeout: Timeout, part: str) -> bytes:
         """Return the encoded texts of a beat."""
-        key = limit, self.activities[-1], part
+        key = timeout, self.activities[-1], part
         if key not in self._texts:
-            self._texts[key] = "\t".join((limit.key, self.activities[-1], part)).encode()
+            self._texts[key] = "\t".join((timeout.key, self.activities[-1], part)).encode()
         return self._texts[key]
 
     def _set_timer(self, stack_file: int, seconds: float) -> None:
@@ -173,11 +173,11 @@ class Heartbeat:
         threads, which is safe only if they are stuck.
         """
         moment = time.monotonic()
-        if seconds == self.armed_limit and moment - self.armed_at < REARM_INTERVAL:
+        if seconds == self.armed_timeout and moment - self.armed_at < REARM_INTERVAL:
             return
-        self.armed_at, self.armed_limit = moment, seconds
+        self.armed_at, self.armed_timeout = moment, seconds
         os.ftruncate(stack_file, 0)  # earlier content is from a time when the rank was only slow
-        faulthandler.dump_traceback_later(min(seconds, LONGEST_LIMIT) + REARM_INTERVAL, file=stack_file)
+        faulthandler.dump_traceback_later(min(seconds, LONGEST_TIMEOUT) + REARM_INTERVAL, file=stack_file)
 
 
 class _Process:
@@ -231,7 +231,7 @@ def read_beat(file: Path) -> Beat | None:
     number, pid, rank, ranks_on_node, thread, seconds, texts = _RECORD.unpack(content)
     key, _, doing = texts.rstrip(b"\0").decode(errors="replace").partition("\t")
     activity, _, part = doing.partition("\t")
-    return Beat(number, pid, rank, ranks_on_node, thread, Limit(seconds, key), activity, part)
+    return Beat(number, pid, rank, ranks_on_node, thread, Timeout(seconds, key), activity, part)
 
 
 def stack_file(file: Path) -> Path:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from torchllm.runtime.heartbeat import Limit
+from torchllm.runtime.heartbeat import Timeout
 from torchllm.tools.launch.hang_report import (
     ROOT,
     RankDump,
@@ -47,7 +47,7 @@ def dump(rank: int, *records: FlightRecord, at: str = "y.py:9 in work", in_wait:
 
 def report_lines(*dumps: RankDump, world_size: int = 4) -> list[str]:
     """The lines of the report but the first and the last, which are always the same."""
-    lines = describe_hang(dumps, world_size, "node{}".format, Limit(30.0, "run.timeout"), FOLDER).split("\n  ")
+    lines = describe_hang(dumps, world_size, "node{}".format, Timeout(30.0, "run.timeout"), FOLDER).split("\n  ")
     assert lines[0] == "hang: ranks waited over 30 s (run.timeout) for other ranks; aborting"
     assert lines[-1] == f"every rank's stack and last operations: {FOLDER}"
     return lines[1:-1]
@@ -242,7 +242,7 @@ def lines_run_in(world_size: int) -> int:
     sys.settrace(trace)
     try:
         dumps = [read_dump(text) for text in texts]
-        report = describe_hang(dumps, world_size, "node{}".format, Limit(30.0, "run.timeout"), FOLDER)
+        report = describe_hang(dumps, world_size, "node{}".format, Timeout(30.0, "run.timeout"), FOLDER)
     finally:
         sys.settrace(None)
     assert "rank 1 (node1) has not entered gloo:all_reduce number 4 of ranks 0-" in report

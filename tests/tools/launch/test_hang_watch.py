@@ -149,7 +149,7 @@ def lose_the_store(runtime: Runtime) -> None:
 
 
 def save_in_the_background(runtime: Runtime) -> None:
-    """Rank 1 does not come to a save in the background of rank 0, whose main thread has the shorter limit of a step."""
+    """Rank 1 does not come to a background save of rank 0, whose main thread has the shorter timeout of a step."""
     group = dist.new_group(group_desc=SAVES_IN_BACKGROUND)
     if runtime.rank == 0:
         threading.Thread(target=lambda: dist.all_reduce(torch.ones(3), group=group), daemon=True).start()

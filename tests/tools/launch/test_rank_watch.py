@@ -1,4 +1,4 @@
-"""A launcher's look at its ranks, which are small programs here: what is stuck is named, and ends."""
+"""A launcher's look at its ranks, which are small programs here: what is stalled is named, and ends."""
 
 import os
 import re
@@ -18,12 +18,12 @@ from tests.tiny_run import ROOT
 from torchllm.config.environment import START_TIMEOUT
 from torchllm.runtime.heartbeat import HEARTBEATS, Heartbeat
 from torchllm.tools.launch import rank_watch
-from torchllm.tools.launch.rank_watch import RankWatch, StuckRank
+from torchllm.tools.launch.rank_watch import RankWatch, StalledRank
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 LIMIT = 0.5
-"""seconds that the ranks of the tests may go without a beat where they are stuck"""
+"""seconds that the ranks of the tests may go without a beat where they are stalled"""
 RANK = """
 import os, sys, threading, time
 from torchllm.runtime import heartbeat
@@ -70,13 +70,13 @@ class Node:
         self.ranks.append(subprocess.Popen(command, env=environment, start_new_session=True))
         return self.ranks[-1]
 
-    def look_until(self, happened: Callable[[list[StuckRank]], object]) -> list[StuckRank]:
-        """Look ten times per second until something has happened; return what is stuck."""
+    def look_until(self, happened: Callable[[list[StalledRank]], object]) -> list[StalledRank]:
+        """Look ten times per second until something has happened; return what is stalled."""
         deadline = time.monotonic() + patience(60)
-        while not happened(stuck := self.watch.look(0.1)):
+        while not happened(stalled := self.watch.look(0.1)):
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        return stuck
+        return stalled
 
     def _end(self) -> None:
         self.ended += 1
@@ -84,7 +84,7 @@ class Node:
 
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    monkeypatch.setattr(rank_watch, "patience", lambda limit: 0.3)
+    monkeypatch.setattr(rank_watch, "patience", lambda timeout: 0.3)
     monkeypatch.setenv(HEARTBEATS, "")
     node = Node(tmp_path)
     with node.watch.attempt(tmp_path / "heartbeats"):
@@ -96,15 +96,15 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     os.close(os.open(node.fifo, os.O_RDWR))  # who waits for the other end goes on
 
 
-def limits(start: float = 60.0, step: float = 60.0, save: float = 60.0) -> str:
-    return f"heart.limits = heartbeat.Limits({start}, {step}, {save})\nheart.begin('start-up')\n"
+def timeouts(start: float = 60.0, step: float = 60.0, save: float = 60.0) -> str:
+    return f"heart.timeouts = heartbeat.Timeouts({start}, {step}, {save})\nheart.begin('start-up')\n"
 
 
 @pytest.mark.parametrize(
     ("body", "waits", "key", "doing", "place", "state"),
     [
         (
-            limits(step=LIMIT) + "heart.begin_steps()\nbeat('data')\nread_a_file_that_does_not_answer()",
+            timeouts(step=LIMIT) + "heart.begin_steps()\nbeat('data')\nread_a_file_that_does_not_answer()",
             "S",
             "run.timeout",
             "step, last sign of life: data",
@@ -112,7 +112,7 @@ def limits(start: float = 60.0, step: float = 60.0, save: float = 60.0) -> str:
             "",
         ),
         (
-            limits(save=LIMIT) + "heart.begin_steps()\nwith during('save'): wait_in_the_kernel()",
+            timeouts(save=LIMIT) + "heart.begin_steps()\nwith during('save'): wait_in_the_kernel()",
             "D",
             "run.save_timeout",
             "save",
@@ -120,7 +120,7 @@ def limits(start: float = 60.0, step: float = 60.0, save: float = 60.0) -> str:
             "rank 8 is in an uninterruptible call of the kernel, ",
         ),
         (
-            limits(start=LIMIT) + "with during('load'): be_stopped()",
+            timeouts(start=LIMIT) + "with during('load'): be_stopped()",
             "T",
             "run.start_timeout",
             "load",
@@ -133,12 +133,12 @@ def limits(start: float = 60.0, step: float = 60.0, save: float = 60.0) -> str:
 def test_a_stuck_rank_is_named_with_what_it_does_and_ends(
     node: Node, capfd: pytest.CaptureFixture[str], body: str, waits: str, key: str, doing: str, place: str, state: str
 ) -> None:
-    """waits: letter of the state in which Linux has the rank, once it is where it is stuck."""
+    """waits: letter of the state in which Linux has the rank, once it is where it is stalled."""
     rank = node.start(RANK + body)
-    stuck = node.look_until(lambda stuck: stuck and state_of(rank.pid) == waits)
-    assert [(one.pid, one.doing, one.limit) for one in stuck] == [(rank.pid, doing, (LIMIT, key))]
-    assert stuck[0].idle > LIMIT + 0.3
-    node.watch._end_ranks(stuck)
+    stalled = node.look_until(lambda stalled: stalled and state_of(rank.pid) == waits)
+    assert [(one.pid, one.doing, one.timeout) for one in stalled] == [(rank.pid, doing, (LIMIT, key))]
+    assert stalled[0].idle > LIMIT + 0.3
+    node.watch._end_ranks(stalled)
     assert rank.wait(patience(20)) == -signal.SIGKILL
     lines = capfd.readouterr().err.splitlines()
     host = os.uname().nodename
@@ -175,25 +175,25 @@ def wait_for_work(pid: int) -> None:
 def test_a_process_that_gives_no_sign_of_life_at_all_is_ended_too(
     node: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It may be stuck while Python or torch is read from a file system that does not answer."""
-    node.start(RANK + limits() + "time.sleep(60)", ranks_on_node=2)
+    """It may be stalled while Python or torch is read from a file system that does not answer."""
+    node.start(RANK + timeouts() + "time.sleep(60)", ranks_on_node=2)
     silent = node.start("import time\ntime.sleep(60)")
     monkeypatch.setattr(rank_watch, "find_ranks", lambda: [rank.pid for rank in node.ranks])  # not pytest's others
     node.watch.look(1.0)
     assert not node.watch.look(100.0)  # nobody has said how long that may take
     node.watch.start_timeout = 5.0
-    node.look_until(lambda stuck: len(node.watch.watched) == 1)
+    node.look_until(lambda stalled: len(node.watch.watched) == 1)
     busy = node.start("while True: pass", ranks_on_node=3)
     for _ in range(3):
         wait_for_work(busy.pid)
-        assert not node.watch.look(6.0)  # one that computes is not stuck
+        assert not node.watch.look(6.0)  # one that computes is not stalled
     busy.kill()
     busy.wait()
     node.ranks.remove(busy)
     node.watch.look(0.0)
-    stuck = node.watch.look(6.0)
-    assert [(one.pid, one.doing) for one in stuck] == [(silent.pid, "start-up, before the config is read")]
-    node.watch._end_ranks(stuck)
+    stalled = node.watch.look(6.0)
+    assert [(one.pid, one.doing) for one in stalled] == [(silent.pid, "start-up, before the config is read")]
+    node.watch._end_ranks(stalled)
     assert all(ends(rank.pid) for rank in node.ranks)
     assert f"process {silent.pid} ({os.uname().nodename}) has made no progress" in capfd.readouterr().err
 
@@ -203,11 +203,11 @@ def test_a_rank_that_survives_sigkill_is_not_waited_for(
     node: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """One in an uninterruptible call: no program can make one, so SIGKILL does nothing here."""
-    rank = node.start(RANK + limits(start=LIMIT) + "wait_in_the_kernel()")
-    stuck = node.look_until(bool)
+    rank = node.start(RANK + timeouts(start=LIMIT) + "wait_in_the_kernel()")
+    stalled = node.look_until(bool)
     monkeypatch.setattr(rank_watch, "SECONDS_TO_DIE", 0.2)
     monkeypatch.setattr(rank_watch.os, "kill", lambda pid, number: None)
-    node.watch._end_ranks(stuck)
+    node.watch._end_ranks(stalled)
     monkeypatch.undo()
     assert node.ended == 1
     assert is_running(rank.pid)
@@ -220,7 +220,7 @@ def test_time_in_which_the_launcher_was_stopped_does_not_count(node: Node, monke
     looks: list[float] = []
     clock = iter([0.0, 1.0, 2.0, 1000.0, 1001.0])
 
-    def look(seconds: float) -> list[StuckRank]:
+    def look(seconds: float) -> list[StalledRank]:
         looks.append(seconds)
         if len(looks) == 4:
             raise StopIteration
@@ -236,11 +236,11 @@ def test_time_in_which_the_launcher_was_stopped_does_not_count(node: Node, monke
 
 def test_ranks_that_report_a_hang_themselves_are_given_time(node: Node) -> None:
     """They know who waits for whom."""
-    reporting = RANK + limits(start=LIMIT) + "heart.begin('hang report')\ntime.sleep(60)"
-    node.start(RANK + limits(start=LIMIT) + "be_stopped()", ranks_on_node=2)
+    reporting = RANK + timeouts(start=LIMIT) + "heart.begin('hang report')\ntime.sleep(60)"
+    node.start(RANK + timeouts(start=LIMIT) + "be_stopped()", ranks_on_node=2)
     node.start(reporting, ranks_on_node=2)
 
-    def is_reporting(stuck: list[StuckRank]) -> bool:
+    def is_reporting(stalled: list[StalledRank]) -> bool:
         return {rank.beat.activity for rank in node.watch.watched.values()} == {"start-up", "hang report"}
 
     node.look_until(is_reporting)
@@ -249,7 +249,7 @@ def test_ranks_that_report_a_hang_themselves_are_given_time(node: Node) -> None:
 
 
 def test_an_attempt_knows_nothing_of_the_ranks_before(node: Node, tmp_path: Path) -> None:
-    node.start(RANK + limits(start=LIMIT) + "time.sleep(60)")
+    node.start(RANK + timeouts(start=LIMIT) + "time.sleep(60)")
     node.look_until(bool)
     with node.watch.attempt(tmp_path / "second"):
         assert not node.watch.look(100.0)
@@ -301,4 +301,4 @@ def test_heartbeats_are_in_memory_if_it_has_room(tmp_path: Path, monkeypatch: py
 
 
 def test_the_launcher_waits_longer_than_the_ranks_by_a_tenth() -> None:
-    assert [rank_watch.patience(limit) for limit in (0.0, 600.0)] == [3.0, 63.0]
+    assert [rank_watch.patience(timeout) for timeout in (0.0, 600.0)] == [3.0, 63.0]

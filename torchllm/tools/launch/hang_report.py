@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from torchllm.runtime.heartbeat import Limit
+from torchllm.runtime.heartbeat import Timeout
 from torchllm.tools.launch.torch_records import FlightRecord
 
 ROOT = f"{Path(__file__).parents[3]}/"
@@ -254,16 +254,16 @@ def _same_call(first: FlightRecord, second: FlightRecord) -> bool:
 
 
 def describe_hang(
-    dumps: Sequence[RankDump], world_size: int, host_of: Callable[[int], str], limit: Limit, folder: Path
+    dumps: Sequence[RankDump], world_size: int, host_of: Callable[[int], str], timeout: Timeout, folder: Path
 ) -> str:
     """Return the report: the rank that holds up the job, the operation, and that rank's stack.
 
-    `host_of` returns the host of a rank, also of one that does not answer; `limit` was exceeded; `folder` holds the
+    `host_of` returns the host of a rank, also of one that does not answer; `timeout` was exceeded; `folder` holds the
     dumps.
     """
     operations = blocked_operations(dumps)
     culprits = find_culprits(dumps, operations, world_size)
-    lines = [f"hang: ranks waited over {limit.seconds:g} s ({limit.key}) for other ranks; aborting"]
+    lines = [f"hang: ranks waited over {timeout.seconds:g} s ({timeout.key}) for other ranks; aborting"]
     by_rank = {dump.rank: dump for dump in dumps}
     for rank in culprits[:DESCRIBED]:
         lines += _describe_culprit(rank, host_of(rank), by_rank, operations)

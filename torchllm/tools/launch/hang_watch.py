@@ -2,11 +2,11 @@
 
 A thread on every rank looks once per second, for microseconds, whether an operation of this rank, or its main thread in
 a wait for a message, has made no progress for too long: run.timeout in a step, run.start_timeout in the start-up,
-run.save_timeout in a save (`heartbeat.Limits`). The first rank that finds one raises the alarm in the job's
+run.save_timeout in a save (`heartbeat.Timeouts`). The first rank that finds one raises the alarm in the job's
 store. Then every rank publishes its dump there (`hang_report.RankDump`) and writes it, in full, to
 RUN/hang/TIME/rank_N.json. One rank, usually rank 0, draws the conclusion and logs it, once; then all ranks end their
 process. A rank that cannot reach the store ends alone. The timeouts of the process groups are `GROUP_GRACE` seconds
-longer than all limits: a fallback for a job where no such thread runs any more. If all ranks are stuck in the same
+longer than all timeouts: a fallback for a job where no such thread runs any more. If all ranks are stuck in the same
 call, none of them finds a hang, but the launcher does (`rank_watch.py`).
 
 One store serves all ranks. Therefore a rank asks for an alarm less often in a larger job, and the size of its dump
@@ -14,7 +14,7 @@ grows with its groups, not with their ranks. One watch per node that asks for al
 a channel to them, and would leave a whole node deaf when its own process is the one that is stopped.
 
 Only rank 0's node must be alive for that. Where a rank is busy on its own (a slow disk) while others wait longer than
-the limit, they raise the alarm too, as a process group's timeout would: raise the setting that the report names.
+the timeout, they raise the alarm too, as a process group's timeout would: raise the setting that the report names.
 """
 
 import logging
@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from torchllm.checkpoint.background import SAVES_IN_BACKGROUND
-from torchllm.runtime.heartbeat import GROUP_GRACE, Limit, heartbeat
+from torchllm.runtime.heartbeat import GROUP_GRACE, Timeout, heartbeat
 from torchllm.tools.launch.hang_report import RankDump, describe_hang, read_dump, unfinished_records, write_slices
 from torchllm.tools.launch.on_event import call_on_event
 from torchllm.tools.launch.store import Signer, connect_store
@@ -136,7 +136,7 @@ class HangWatch:
         self.siblings = self._open_siblings(ranks_of_node)
         self.has_store = True
         """it answers"""
-        self.exceeded: Limit | None = None
+        self.exceeded: Timeout | None = None
         """that this rank has found exceeded"""
         self.background_groups: set[str] = set()
         """names of the groups that save in the background"""
@@ -162,7 +162,7 @@ class HangWatch:
         """Look once per `TICK` until `close` is called; end the process if this or another rank finds a hang."""
         next_check = time.monotonic()
         while not self.closed.wait(TICK):
-            for name, group in limit_groups(max(heartbeat().limits) + GROUP_GRACE, self.group_ranks).items():
+            for name, group in limit_groups(max(heartbeat().timeouts) + GROUP_GRACE, self.group_ranks).items():
                 self.group_ranks[name] = write_slices(group.ranks)
                 if group.description == SAVES_IN_BACKGROUND:
                     self.background_groups.add(name)
@@ -177,7 +177,7 @@ class HangWatch:
                 self._end_job()
 
     def hangs(self) -> bool:
-        """Return whether this rank has waited for other ranks longer than its limit. Call it once per `TICK`."""
+        """Return whether this rank has waited for other ranks longer than its timeout. Call it once per `TICK`."""
         moment = time.monotonic()
         progress = group_progress()
         for group, state in progress.items():
@@ -192,36 +192,36 @@ class HangWatch:
         position = id(frame), frame.f_lasti, self.progress
         if position != self.position:
             self.position, self.position_since = position, moment
-        limit = heartbeat().limit()
-        if moment - self.position_since <= limit.seconds or not _in_waiting_code(frame):
+        timeout = heartbeat().timeout()
+        if moment - self.position_since <= timeout.seconds or not _in_waiting_code(frame):
             return False
-        self.exceeded = limit
+        self.exceeded = timeout
         return True
 
     def _group_hangs(self, moment: float) -> bool:
         """Return whether a collective has been unfinished for too long."""
-        seconds = heartbeat().limit().seconds
+        seconds = heartbeat().timeout().seconds
         stuck = [group for group, moved in self.last_moved.items() if moment - moved > seconds]
         if not stuck:
             return False
         self.last_moved.update(dict.fromkeys(stuck, moment))
         # The counts of a group can be off by one (see `group_progress`), the flight recorder's records cannot.
         for record in unfinished_records(flight_records()):
-            limit = self._limit_of(record)
-            if time.time_ns() - record.created > limit.seconds * 1e9:
-                self.exceeded = limit
+            timeout = self._timeout_of(record)
+            if time.time_ns() - record.created > timeout.seconds * 1e9:
+                self.exceeded = timeout
                 return True
         return False
 
-    def _limit_of(self, record: FlightRecord) -> Limit:
+    def _timeout_of(self, record: FlightRecord) -> Timeout:
         """Return how long an operation may take."""
         if record.group in self.background_groups:
-            return Limit(heartbeat().limits.save, "run.save_timeout")
-        return heartbeat().limit()
+            return Timeout(heartbeat().timeouts.save, "run.save_timeout")
+        return heartbeat().timeout()
 
     def _end_job(self) -> None:
         """Report the hang together with the other ranks and end this process."""
-        self.exceeded = self.exceeded or heartbeat().limit()
+        self.exceeded = self.exceeded or heartbeat().timeout()
         heartbeat().begin("hang report")  # the launcher waits for it
         # The main thread may fail now because other ranks end: it has nothing to add to the report.
         sys.excepthook = lambda *error: time.sleep(10 * PATIENCE)
@@ -248,8 +248,8 @@ class HangWatch:
         if self._speaks_for_all(position):
             call_on_event(self.on_event, "hang", self.folder)
             dumps = self._published_dumps()
-            limit = self.exceeded or heartbeat().limit()
-            log.error("%s", describe_hang(dumps, self.world_size, self._host_of, limit, folder))
+            timeout = self.exceeded or heartbeat().timeout()
+            log.error("%s", describe_hang(dumps, self.world_size, self._host_of, timeout, folder))
             self.store.set(REPORTED, "")
         else:
             self.store.wait([REPORTED], timedelta(seconds=3 * patience))

@@ -25,7 +25,7 @@ from torchllm.config.errors import RefusedStart, UserError
 from torchllm.runtime.device import choose_device
 from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.exchange import broadcast_record
-from torchllm.runtime.heartbeat import GROUP_GRACE, Limits, beat, heartbeat
+from torchllm.runtime.heartbeat import GROUP_GRACE, Timeouts, beat, heartbeat
 from torchllm.runtime.parent import end_with_parent
 from torchllm.runtime.process import Hooks, Runtime, raise_first_error
 from torchllm.runtime.stop import StopRequests
@@ -89,7 +89,7 @@ def start_runtime(run: Run, configs: Sequence[Config] = (), *, reads_only: bool 
     end_with_parent()
     heart = heartbeat()
     heart.open()
-    heart.limits = Limits(run.start_timeout, run.timeout, run.save_timeout)
+    heart.timeouts = Timeouts(run.start_timeout, run.timeout, run.save_timeout)
     heart.begin("start-up")
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -113,7 +113,7 @@ def start_runtime(run: Run, configs: Sequence[Config] = (), *, reads_only: bool 
     ownership = _Ownership()
     if rank == 0 and not reads_only:
         ownership = _own_folder(Path(run.folder))
-    timeout = timedelta(seconds=max(heart.limits) + GROUP_GRACE)
+    timeout = timedelta(seconds=max(heart.timeouts) + GROUP_GRACE)
     store = _open_store(run, rank, timeout)
     _join_job(run, rank, world_size, store, timeout)
     _set_torch_up(run, device)

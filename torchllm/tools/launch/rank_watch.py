@@ -2,7 +2,7 @@
 
 `hang_watch.py` sees a rank that waits for another one. It does not see that all ranks are stuck in the same call, or
 the only rank of a job. The launcher does: once per second it reads the last beat of each of its ranks (`heartbeat.py`)
-from memory, and counts the seconds without a new one on its own clock. After a rank's limit, and `patience`, while
+from memory, and counts the seconds without a new one on its own clock. After a rank's timeout, and `patience`, while
 ranks that have noticed the hang themselves report it better, it prints where the rank is, writes all stacks to
 RUN/hang/TIME/HOST.txt and kills its ranks. torchrun then starts them again, or ends the job on all nodes, as after any
 death of a rank. A rank in an uninterruptible call of the kernel survives even that, and the launcher does not wait for
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchllm.config.environment import START_TIMEOUT
-from torchllm.runtime.heartbeat import HEARTBEATS, Beat, Limit, read_beat, stack_file
+from torchllm.runtime.heartbeat import HEARTBEATS, Beat, Timeout, read_beat, stack_file
 from torchllm.runtime.parent import find_children, find_ranks
 from torchllm.tools.launch.hang_report import DESCRIBED, format_ranks, shorten_path
 from torchllm.tools.launch.on_event import call_on_event
@@ -43,9 +43,9 @@ _THREAD = re.compile(r"Thread 0x([0-9a-f]+)\b")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
-def patience(limit: float) -> float:
-    """Return how many seconds after a rank's limit the launcher ends it."""
-    return 3.0 + limit / 10
+def patience(timeout: float) -> float:
+    """Return how many seconds after a rank's timeout the launcher ends it."""
+    return 3.0 + timeout / 10
 
 
 def memory_folder() -> str | None:
@@ -66,7 +66,7 @@ class _Watched:
     """seconds without a new beat"""
 
 
-class StuckRank(NamedTuple):
+class StalledRank(NamedTuple):
     """A rank that has gone without a beat for too long."""
 
     rank: int | None
@@ -75,7 +75,7 @@ class StuckRank(NamedTuple):
     """such as "rank 3" """
     pid: int
     idle: float
-    limit: Limit
+    timeout: Timeout
     doing: str
     """activity in its last heartbeat"""
     stacks: str
@@ -110,8 +110,8 @@ class RankWatch:
         """while ranks of this attempt had no heartbeat yet, and did not compute"""
         self.unbegun_ticks = 0
         """of the processor, that these ranks have taken so far"""
-        self.found: StuckRank | None = None
-        """the stuck rank of this attempt, whose ranks were killed"""
+        self.found: StalledRank | None = None
+        """the stalled rank of this attempt, whose ranks were killed"""
         self._lock = threading.Lock()
         if start_timeout is not None:
             os.environ[START_TIMEOUT] = str(start_timeout)
@@ -143,14 +143,14 @@ class RankWatch:
             time.sleep(TICK)
             moment = time.monotonic()
             with self._lock:
-                stuck = self.look(min(moment - last_look, 2 * TICK))
-                if stuck and self.found is None:
-                    self.found = stuck[0]
-                    self._end_ranks(stuck)
+                stalled = self.look(min(moment - last_look, 2 * TICK))
+                if stalled and self.found is None:
+                    self.found = stalled[0]
+                    self._end_ranks(stalled)
             last_look = moment
 
-    def look(self, seconds: float) -> list[StuckRank]:
-        """Return the ranks that are stuck, the longest first. seconds: since the last look."""
+    def look(self, seconds: float) -> list[StalledRank]:
+        """Return the ranks that are stalled, the longest first. seconds: since the last look."""
         if self.folder is None:
             return []
         with os.scandir(self.folder) as entries:
@@ -162,20 +162,20 @@ class RankWatch:
             elif beat is not None:
                 self.watched[file].idle += seconds
         ranks = list(self.watched.values())
-        if any(rank.beat.activity == "hang report" and not _is_overdue(rank) for rank in ranks):
+        if any(rank.beat.activity == "hang report" and not _has_timed_out(rank) for rank in ranks):
             return []  # they know more of the hang
-        stuck = [_describe_rank(rank) for rank in ranks if _is_overdue(rank) and _lives(rank.beat.pid)]
-        stuck.sort(key=lambda rank: -rank.idle)
-        return stuck + self._find_unbegun(seconds)
+        stalled = [_describe_rank(rank) for rank in ranks if _has_timed_out(rank) and _lives(rank.beat.pid)]
+        stalled.sort(key=lambda rank: -rank.idle)
+        return stalled + self._find_unbegun(seconds)
 
-    def _find_unbegun(self, seconds: float) -> list[StuckRank]:
+    def _find_unbegun(self, seconds: float) -> list[StalledRank]:
         """Return the processes that should have begun to beat: they hang while Python, torch or the config loads.
 
         Ranks that compute do not hang: a recipe that never calls `start_runtime` sends no heartbeats.
         """
-        limit = self.start_timeout
+        timeout = self.start_timeout
         ranks_on_node = max((rank.beat.ranks_on_node for rank in self.watched.values()), default=1)
-        if limit is None or len(self.watched) >= ranks_on_node:
+        if timeout is None or len(self.watched) >= ranks_on_node:
             return []
         begun = {_session(rank.beat.pid) for rank in self.watched.values()}
         unbegun = [pid for pid in find_ranks() if pid not in begun]
@@ -183,18 +183,18 @@ class RankWatch:
         is_idle = unbegun and ticks == self.unbegun_ticks  # without a process torchrun waits for other nodes
         self.unbegun_seconds = self.unbegun_seconds + seconds if is_idle else 0.0
         self.unbegun_ticks = ticks
-        if self.unbegun_seconds <= limit + patience(limit):
+        if self.unbegun_seconds <= timeout + patience(timeout):
             return []
-        key = Limit(limit, "run.start_timeout")
+        key = Timeout(timeout, "run.start_timeout")
         doing = "start-up, before the config is read"
-        return [StuckRank(None, f"process {pid}", pid, self.unbegun_seconds, key, doing, "", 0) for pid in unbegun]
+        return [StalledRank(None, f"process {pid}", pid, self.unbegun_seconds, key, doing, "", 0) for pid in unbegun]
 
-    def _end_ranks(self, stuck: Sequence[StuckRank]) -> None:
-        """Kill all ranks of this node, report the stuck ones, and end this process if SIGKILL does not end them."""
+    def _end_ranks(self, stalled: Sequence[StalledRank]) -> None:
+        """Kill all ranks of this node, report the stalled ones, and end this process if SIGKILL does not end them."""
         ranks = find_ranks()
-        ranks += [rank.pid for rank in stuck if rank.pid not in ranks]  # behind a wrapper
+        ranks += [rank.pid for rank in stalled if rank.pid not in ranks]  # behind a wrapper
         try:
-            lines, details = list(describe_stuck(stuck)), "\n".join(describe_details(stuck))
+            lines, details = list(describe_stalled(stalled)), "\n".join(describe_details(stalled))
         finally:
             for pid in ranks:
                 with suppress(ProcessLookupError, PermissionError):
@@ -231,27 +231,27 @@ class RankWatch:
         call_on_event(self.on_event, "hang", run_folder)
 
 
-def _is_overdue(rank: _Watched) -> bool:
-    """Return whether a rank has gone without a beat longer than its limit, and the launcher's patience."""
-    limit = rank.beat.limit.seconds
-    return rank.idle > limit + patience(limit)
+def _has_timed_out(rank: _Watched) -> bool:
+    """Return whether a rank has gone without a beat longer than its timeout, and the launcher's patience."""
+    timeout = rank.beat.timeout.seconds
+    return rank.idle > timeout + patience(timeout)
 
 
-def _describe_rank(rank: _Watched) -> StuckRank:
+def _describe_rank(rank: _Watched) -> StalledRank:
     beat = rank.beat
     stacks = ""
     with suppress(FileNotFoundError):
         stacks = stack_file(rank.file).read_text(errors="replace")
     doing = f"{beat.activity}, last sign of life: {beat.part}" if beat.part else beat.activity
-    return StuckRank(beat.rank, f"rank {beat.rank}", beat.pid, rank.idle, beat.limit, doing, stacks, beat.thread)
+    return StalledRank(beat.rank, f"rank {beat.rank}", beat.pid, rank.idle, beat.timeout, doing, stacks, beat.thread)
 
 
-def describe_stuck(stuck: Sequence[StuckRank]) -> Iterator[str]:
-    """Yield the lines of the report: who is stuck on this host, in what, since when, and where its program is."""
+def describe_stalled(stalled: Sequence[StalledRank]) -> Iterator[str]:
+    """Yield the lines of the report: who is stalled on this host, in what, since when, and where its program is."""
     host = os.uname().nodename
-    limit = stuck[0].limit
-    yield f"hang: no progress for over {limit.seconds:g} s ({limit.key}); ending the ranks of {host}"
-    for rank in stuck[:DESCRIBED]:
+    timeout = stalled[0].timeout
+    yield f"hang: no progress for over {timeout.seconds:g} s ({timeout.key}); ending the ranks of {host}"
+    for rank in stalled[:DESCRIBED]:
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - rank.idle))
         yield f"{rank.name} ({host}) has made no progress since {since}, for {rank.idle:.0f} s: {rank.doing}"
         if position := place_of(rank):
@@ -260,15 +260,15 @@ def describe_stuck(stuck: Sequence[StuckRank]) -> Iterator[str]:
             if process_state(pid) in ("D", "T", "t"):
                 whose = rank.name if pid == rank.pid else f"process {pid}, started by {rank.name},"
                 yield f"{whose} {describe_state(pid)}"
-    if len(stuck) > DESCRIBED:
-        kind = stuck[-1].name.split()[0]
-        numbers = [int(rank.name.split()[1]) for rank in stuck[DESCRIBED:]]
+    if len(stalled) > DESCRIBED:
+        kind = stalled[-1].name.split()[0]
+        numbers = [int(rank.name.split()[1]) for rank in stalled[DESCRIBED:]]
         yield f"the same is true of {kind}s {format_ranks(numbers)}"
 
 
-def describe_details(stuck: Sequence[StuckRank]) -> Iterator[str]:
-    """Yield all that is known of each stuck rank."""
-    for rank in stuck:
+def describe_details(stalled: Sequence[StalledRank]) -> Iterator[str]:
+    """Yield all that is known of each stalled rank."""
+    for rank in stalled:
         yield f"{rank.name}: process {rank.pid}, {rank.doing}, {rank.idle:.0f} s without progress"
         for pid in [rank.pid, *find_children(rank.pid)]:
             yield f"process {pid} {describe_state(pid)}"
@@ -276,7 +276,7 @@ def describe_details(stuck: Sequence[StuckRank]) -> Iterator[str]:
         yield rank.stacks
 
 
-def place_of(rank: StuckRank) -> str:
+def place_of(rank: StalledRank) -> str:
     """Return where the main thread of a rank is: its innermost line outside Python's library, or ""."""
     frames: list[str] = []
     is_main = False
