@@ -64,6 +64,7 @@ from torchllm.tools.planner.search.layouts import Job, layout_of
 from torchllm.tools.planner.search.price import NO_PURCHASE, Purchase, failures_line
 from torchllm.tools.planner.search.search import Found, Objective, Ranked, search
 from torchllm.tools.planner.search.validity import UNMEASURED_LIMIT, is_measured, judge
+from torchllm.tools.proof.recipe import find_block
 
 MODELS = resource("train_configs/models")
 DEFAULT_DATA = [
@@ -507,6 +508,7 @@ def read_model(name: str) -> PlannedModel:
         problems.append(f"{layer.origins.get(fault.path, file)}: {fault.key}: {fault.message}")
     if problems:
         raise UserError("\n".join(problems))
+    find_block(config.model)
     return PlannedModel(Path(file).stem, file, layer.table, config)
 
 

@@ -376,9 +376,10 @@ def test_what_a_reader_has_to_read_does_not_grow() -> None:
     """Lower a limit with the size; raise one only with a reason."""
     minimal, pretrain = (size_of(imported_files(ROOT / "recipes" / name)) for name in ("minimal.py", "pretrain.py"))
     assert minimal.files <= 61
-    assert minimal.lines <= 8_300
+    assert minimal.lines <= 8_340
     assert pretrain.files <= 127
-    assert pretrain.lines <= 16_200
-    # with data/iterable.py, {facts,models}/frozen.py and config/foreign.py, which no recipe here imports
-    assert size_of(core_files()).lines <= 20_000
+    assert pretrain.lines <= 16_320
+    # with data/iterable.py, {facts,models}/frozen.py, facts/block_kinds.py, parallel/added_parameters.py and
+    # config/foreign.py, which no recipe here imports
+    assert size_of(core_files()).lines <= 20_280
     assert 5_000 < size_of(spine_files()).lines <= 6_500

@@ -22,6 +22,9 @@ HOMES = {
     "DataRanks": "torchllm.data.loader",
     "TrainLoader": "torchllm.data.loader",
     "build_loader": "torchllm.data.loader",
+    "AddedParameter": "torchllm.facts.block_kinds",
+    "BlockKind": "torchllm.facts.block_kinds",
+    "register_block": "torchllm.facts.block_kinds",
     "build_model": "torchllm.models.decoder",
     "cast_parameters": "torchllm.models.decoder",
     "IGNORED": "torchllm.models.head",
@@ -32,6 +35,7 @@ HOMES = {
     "grad_norm": "torchllm.optim.grad_norm",
     "apply_if_finite": "torchllm.optim.optimizer",
     "build_optimizer": "torchllm.optim.optimizer",
+    "parameter_groups": "torchllm.optim.optimizer",
     "LearningRate": "torchllm.optim.schedule",
     "log_attention_kernel": "torchllm.parallel.chosen_kernel",
     "sequence_pieces": "torchllm.parallel.mesh",
@@ -78,6 +82,9 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from torchllm.data.loader import DataRanks as DataRanks
     from torchllm.data.loader import TrainLoader as TrainLoader
     from torchllm.data.loader import build_loader as build_loader
+    from torchllm.facts.block_kinds import AddedParameter as AddedParameter
+    from torchllm.facts.block_kinds import BlockKind as BlockKind
+    from torchllm.facts.block_kinds import register_block as register_block
     from torchllm.metrics.monitor import Monitor as Monitor
     from torchllm.metrics.observer import Observer as Observer
     from torchllm.models.decoder import build_model as build_model
@@ -90,6 +97,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from torchllm.optim.grad_norm import grad_norm as grad_norm
     from torchllm.optim.optimizer import apply_if_finite as apply_if_finite
     from torchllm.optim.optimizer import build_optimizer as build_optimizer
+    from torchllm.optim.optimizer import parameter_groups as parameter_groups
     from torchllm.optim.schedule import LearningRate as LearningRate
     from torchllm.parallel.chosen_kernel import log_attention_kernel as log_attention_kernel
     from torchllm.parallel.forward_backward import OneStage as OneStage

@@ -425,6 +425,30 @@ def test_momentum_comes_back(tmp_path: Path) -> None:
     assert torch.equal(loaded, saved)
 
 
+def test_a_number_that_an_optimizer_counts_in_its_groups_comes_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Unless its groups differ in it; a number that is constant follows the config."""
+    found = []
+    for momentum in (0.5, 0.9):
+        model = nn.Linear(3, 2)
+        groups = [
+            {"params": [model.weight], "steps": 0, "rate": 1.0},
+            {"params": [model.bias], "steps": 0, "rate": 1.0},
+        ]
+        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=momentum)
+        checkpoints = Checkpointer(config.Checkpoint(), tmp_path, [model], optimizer)
+        if checkpoints.resume() is None:
+            model(torch.ones(3)).sum().backward()
+            optimizer.step()
+            for factor, group in enumerate(optimizer.param_groups, 2):
+                group.update(steps=7, rate=1.0 * factor, lr=0.3)
+            checkpoints.save(1, {})
+        found.append([(group["steps"], group["rate"], group["momentum"]) for group in optimizer.param_groups])
+    assert found == [[(7, 2.0, 0.5), (7, 3.0, 0.5)], [(7, 1.0, 0.9)] * 2]
+    assert "'rate' differs between the optimizer's groups" in caplog.text
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9), torch.optim.RMSprop])
 def test_an_optimizer_that_makes_its_state_in_its_first_step_resumes(kind: Any, tmp_path: Path) -> None:
     models = [nn.Linear(3, 2), nn.Linear(3, 2)]

@@ -392,3 +392,18 @@ def test_without_z_loss_a_step_has_none() -> None:
 def has_z_loss() -> bool:
     rig = Rig({"parallel.dp_shard": 2})
     return rig.step(1, rig.batches(1)).z_loss is not None
+
+
+def test_an_optimizer_with_two_modes_trains_in_one_and_leaves_the_other() -> None:
+    """Between steps the model has the weights to evaluate."""
+    run(_modes_of_steps, 1)
+
+
+def _modes_of_steps() -> None:
+    rig = Rig({})
+    modes: list[str] = []
+    vars(rig.optimizer).update(train=lambda: modes.append("train"), eval=lambda: modes.append("eval"))
+    rig.optimizer.register_step_pre_hook(lambda *_: modes.append("step"))
+    for step in (1, 2):
+        rig.step(step, rig.batches(step))
+    assert modes == ["train", "step", "eval"] * 2

@@ -96,6 +96,7 @@ class Checkpointer:
         self._root = Path(run_folder) / "checkpoints"
         self._stages, self._optimizer = stages, optimizer
         self._record = dict(record or {})
+        self._first_groups = [dict(group) for group in optimizer.param_groups]
         self._initial = initial
         self._check_owner = check_owner
         self.extra_state = dict(extra_state or {})
@@ -238,6 +239,8 @@ class Checkpointer:
         tensor_io.load_tensors(self._group, stored, parts | random | stored_extra, left=left)
         self.missing_extra_state = [key.removeprefix(run_state.EXTRA) for key in extra if key not in stored_extra]
         self._history.is_whole[folder] = True
+        for group in self._optimizer.param_groups:
+            group.update(manifest.record.get("optimizer_groups", {}))
         run_state.fill_tied_copies(self._stages, self._optimizer)
         run_state.set_random_state(random)
         log_on_first(self._group, f"resuming from {folder}: step {manifest.step}, written by {ranks} ranks")
@@ -259,6 +262,8 @@ class Checkpointer:
         self._finish()
         folder = manifests.step_folder(self._root, step)
         parts = self._parts()
+        if numbers := run_state.changed_numbers(self._optimizer, self._first_groups):
+            self._record["optimizer_groups"] = numbers
         self._plan = agree_on_plan(self._group, parts, self._plan)
         self._refuse_nonfinite(step, {key: parts[key] for key in self._plan.written})
         needed = run_state.size_in_bytes(parts)

@@ -12,9 +12,11 @@ Keys do not depend on the layout:
 Every parameter has its own `step`: AdamW counts only steps with a gradient, so they may differ.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +27,11 @@ from torch.distributed.tensor.placement_types import Placement
 from torchllm.checkpoint.index import Region
 from torchllm.facts.parameters import canonical_name, is_low_rank_factor
 from torchllm.models.lora import has_low_rank_updates
+from torchllm.optim.optimizer import set_mode
 from torchllm.parallel.float8 import plain_tensor
 from torchllm.runtime.torch_compat import local_region
+
+log = logging.getLogger(__name__)
 
 WEIGHTS = "model."
 """prefix of the weights' keys, before their canonical name"""
@@ -138,8 +143,36 @@ def start_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    set_mode(optimizer, "train")
     optimizer.step()
+    set_mode(optimizer, "eval")
     optimizer.zero_grad()
+
+
+def changed_numbers(optimizer: torch.optim.Optimizer, before: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the numbers that steps have changed in all groups of an optimizer, such as a count of the steps.
+
+    before: the groups before the first step. A number that groups differ in is a warning, not saved: another layout may
+    have other groups.
+    """
+    changed: dict[str, Any] = {}
+    for group, old in zip(optimizer.param_groups, before, strict=True):
+        numbers = {key: value for key, value in group.items() if type(value) in (int, float) and key != "lr"}
+        changed |= {key: value for key, value in numbers.items() if value != old.get(key)}
+    differing = {key for key in changed for group in optimizer.param_groups if group.get(key) != changed[key]}
+    for key in differing:
+        _warn_of_unsaved(key)
+    return {key: value for key, value in changed.items() if key not in differing}
+
+
+@cache
+def _warn_of_unsaved(key: str) -> None:
+    """Log once that a number is not in the checkpoints."""
+    log.warning(
+        "%r differs between the optimizer's groups, so checkpoints lack it: unless each step sets it, keep it as a "
+        "tensor in the optimizer's state",
+        key,
+    )
 
 
 def _by_name(stages: Sequence[nn.Module]) -> dict[str, Tensor]:

@@ -147,6 +147,9 @@ def _model_problems(config: Config) -> Iterator[ConfigError]:
             f"{model.rotary_fraction} of a head of {model.head_width} features are {model.rotary_width}: rotary "
             "positions turn pairs of features",
         )
+    if model.block and (config.lora.is_on or model.from_hf):
+        other = "lora.rank" if config.lora.is_on else "model.from_hf"
+        yield config_error("model.block", f"{model.block!r} does not combine with {other}: remove one of the keys")
     if model.heads % model.kv:
         yield config_error("model.kv_heads", f"{model.kv} key-value heads do not divide {model.heads} heads")
     if model.features.learned_positions and length > model.max_sequence_length:

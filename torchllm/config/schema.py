@@ -134,6 +134,8 @@ class Model:
     """llama: RMSNorm, RoPE, SwiGLU, no biases; gpt: LayerNorm, learned positions, GELU, biases"""
     layers: Count = 4
     """blocks (L)"""
+    block: str = ""
+    """kind of the blocks, by the name under which a fork registers it; empty: torchllm's"""
     hidden: Count = 256
     """width of the residual stream (D)"""
     heads: Count = 8

@@ -27,7 +27,7 @@ class Matrices(NamedTuple):
     """Numbers of elements in the weight matrices that one token is multiplied with in a block."""
 
     attention: int
-    """q, k, v and output projection"""
+    """q, k, v and output projection, and all matrices of `facts/block_kinds.py`"""
     ffn: int
     """feed-forward layer; with experts the router, the experts that a token uses, and the shared ones"""
     down: int
@@ -39,9 +39,10 @@ class Matrices(NamedTuple):
 def matrices(model: Model, layer: int) -> Matrices:
     """Return the sizes of a block's weight matrices that a token is multiplied with. layer: its index."""
     sizes = product_sizes(model, layer)
+    of_attention = 4 + len(_added_sizes(model))
     return Matrices(
-        attention=sum(sizes[:4]),
-        ffn=sum(sizes[4:]),
+        attention=sum(sizes[:of_attention]),
+        ffn=sum(sizes[of_attention:]),
         down=0 if model.is_sparse(layer) else sizes[-1],
     )
 
@@ -54,12 +55,13 @@ def head_size(model: Model) -> int:
 def product_sizes(model: Model, layer: int) -> list[int]:
     """Return the sizes of the weight matrices of a block's products, in the order of their use. layer: its index.
 
-    q, k, v, o, then (gate,) up, down. With experts: router, gate of the shared experts, gate, up, down of the routed
-    ones (each one product with the matrices of a token's experts), and up, down of the shared ones.
+    q, k, v, matrices that a fork adds, o, then (gate,) up, down. With experts: router, gate of the shared experts,
+    gate, up, down of the routed ones (each one product with the matrices of a token's experts), and up, down of the
+    shared ones.
     """
     q = model.hidden * model.heads * model.head_width
     k = model.hidden * model.kv * model.head_width
-    attention = [q, k, k, q]
+    attention = [q, k, k, *_added_sizes(model), q]
     if not model.is_sparse(layer):
         count = 3 if model.features.gated_ffn else 2
         return [*attention, *[model.hidden * model.ffn] * count]
@@ -70,6 +72,24 @@ def product_sizes(model: Model, layer: int) -> list[int]:
         return [*attention, router, *routed]
     shared = model.shared_experts * expert
     return [*attention, router, shared, *routed, shared, shared]
+
+
+def _added_sizes(model: Model) -> list[int]:
+    """Return the sizes of the matrices that a fork's kind of block adds to each block."""
+    if not model.block:
+        return []
+    from torchllm.facts.block_kinds import block_kind  # of no use to other models
+
+    return [math.prod(shape) for shape in block_kind(model).matrices(model)]
+
+
+def added_flops(model: Model, sequence_length: int) -> int:
+    """Return the FLOPs of one token's forward pass, beyond matrices, that a fork's kind of block adds to each block."""
+    if not model.block:
+        return 0
+    from torchllm.facts.block_kinds import block_kind
+
+    return block_kind(model).flops(model, sequence_length)
 
 
 def half_of_products(model: Model, layer: int) -> int:
@@ -130,6 +150,7 @@ def flops_per_token(model: Model, sequence_length: int, pairs: float | None = No
     """
     keys = model.window_within(sequence_length) if pairs is None else pairs
     attention = 12 * model.layers * model.heads * model.head_width * keys
+    attention += 3 * model.layers * added_flops(model, sequence_length)
     if lora.is_on:
         return 4 * active_parameter_count(model) + 6 * trained_parameter_count(model, lora) + attention
     flops = 6 * active_parameter_count(model) + attention
@@ -152,7 +173,8 @@ def forward_flops_per_token(model: Model, sequence_length: int) -> int:
 def block_flops(model: Model, layer: int, sequence_length: int) -> int:
     """Return the FLOPs of one token's forward pass in a block, by its index; attention is unmasked but for a window."""
     sizes = matrices(model, layer)
-    return 2 * (sizes.attention + sizes.ffn) + attention_flops(model, sequence_length)
+    products = 2 * (sizes.attention + sizes.ffn)
+    return products + attention_flops(model, sequence_length) + added_flops(model, sequence_length)
 
 
 def attention_flops(model: Model, sequence_length: int) -> int:

@@ -8,6 +8,7 @@ Shapes: D hidden, H heads, K key-value heads, Q head width, F feed-forward, V vo
 """
 
 import re
+from itertools import chain
 from typing import Literal, NamedTuple
 
 Cut = Literal["vocab", "colwise", "rowwise", "whole", "whole_per_head", "whole_summed"]
@@ -66,6 +67,9 @@ PARAMETER_RULES = (
     ParameterRule(r"layers\.\d+\.\w+\.(o|down)_proj\.lora_B\.weight", "whole_summed", "zeros", "adapter"),  # (D, r)
 )
 
+ADDED_RULES: dict[str, tuple[ParameterRule, ...]] = {}
+"""rows of the kinds of blocks that a fork has registered (`facts/block_kinds.py`)"""
+
 _WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|_orig_mod|base_layer)\.")
 
 
@@ -81,7 +85,7 @@ def is_low_rank_factor(name: str) -> bool:
 
 def rule_of(name: str) -> ParameterRule:
     """Return the row that a canonical name matches. KeyError if the table has no row for the parameter."""
-    for rule in PARAMETER_RULES:
+    for rule in chain(PARAMETER_RULES, *ADDED_RULES.values()):
         if re.fullmatch(rule.pattern, name):
             return rule
     raise KeyError(f"no row of torchllm/facts/parameters.py matches the parameter {name!r}")

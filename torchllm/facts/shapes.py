@@ -58,6 +58,10 @@ def block_shapes(model: Model, layer: int) -> dict[str, Shape]:
         shapes |= _feed_forward_shapes(model, "mlp", model.ffn)
     if model.norm_position == "after":
         shapes |= _norm_shapes(model, "post_feedforward_layernorm")
+    if model.block:
+        from torchllm.facts.block_kinds import block_kind  # of no use to other models
+
+        shapes |= block_kind(model).shapes(model)
     return shapes
 
 

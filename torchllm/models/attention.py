@@ -56,6 +56,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
         """Let each token attend to the tokens that it may see: x (B, S, D) -> (B, S, D)."""
+        return self.o_proj(self.heads(x, rotary, mask))
+
+    def heads(self, x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
+        """Return the results of all heads, the input of o_proj: x (B, S, D) -> (B, S, H Q)."""
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.q_width_norm is not None and self.k_width_norm is not None:
             q, k = self.q_width_norm(q), self.k_width_norm(k)
@@ -65,7 +69,8 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
-        return self.o_proj(self.core(q, k, v, mask).flatten(-2))
+        out: Tensor = self.core(q, k, v, mask).flatten(-2)
+        return out
 
 
 def document_mask(document_ids: Tensor, window: int = 0) -> Tensor:

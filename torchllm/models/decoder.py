@@ -76,6 +76,16 @@ BLOCKS = {"before": Block, "after": NormAfterBlock}
 """class of the blocks, by `model.norm_position`"""
 
 
+def build_block(model: Model, index: int) -> nn.Module:
+    """Return a block with uninitialized weights, as `model.block` says."""
+    block: nn.Module = BLOCKS[model.norm_position](model, index)
+    if model.block:
+        from torchllm.facts.block_kinds import changed_block  # of no use to other models
+
+        block = changed_block(block, model, index)
+    return block
+
+
 def run_blocks(blocks: Iterable[nn.Module], x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
     """Run the blocks one after the other: x (B, S, D) -> (B, S, D)."""
     for block in blocks:
@@ -96,8 +106,7 @@ class Decoder(nn.Module):
         self.embed_positions: nn.Module | None = None
         if model.features.learned_positions:
             self.embed_positions = nn.Embedding(model.max_sequence_length, model.hidden)
-        block = BLOCKS[model.norm_position]
-        self.layers = nn.ModuleDict({str(index): block(model, index) for index in range(model.layers)})
+        self.layers = nn.ModuleDict({str(index): build_block(model, index) for index in range(model.layers)})
         self.norm: nn.Module | None = build_norm(model)
         self.lm_head: Head | None = Head(model, loss_chunk, z_loss)
         self.run_blocks: Callable[..., Tensor] = run_blocks

@@ -31,6 +31,7 @@ SEAMS = (
     Seam("local", "Head", ("tensor.py",)),
     Seam("local", "Router", ("tensor.py",)),
     Seam("local", "Experts", ("expert.py", "tensor.py")),
+    Seam("local", "a fork's module", ("added_parameters.py",)),
     Seam("repeats", "Router", ("tensor.py",)),
     Seam("choose", "Router", ("compile.py",)),
     Seam("summarize", "Router", ("compile.py",)),

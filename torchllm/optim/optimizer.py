@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,18 +39,12 @@ def settings_by_role(config: OptimizerConfig) -> dict[Role, RoleSettings]:
     }
 
 
-def build_optimizer(stages: Sequence[nn.Module], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return AdamW, SGD or Muon, with a parameter group for each pair of learning rate and weight decay.
+def parameter_groups(stages: Sequence[nn.Module], config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Return the groups for a `torch.optim.Optimizer`: one for each pair of learning rate and weight decay.
 
-    Frozen parameters are in no group.
-
-    Moments and counters exist from the start, so that a checkpoint has every key and memory does not grow later. Each
-    optimizer skips its step if `found_inf` is set, as `apply_if_finite` needs. A hook after each step computes the
-    scales of weights that FSDP gathers as float8.
+    Frozen parameters are in no group. `apply_if_finite` sets a group's rate to the schedule's times its
+    `learning_rate_factor`.
     """
-    for key in fields(config):
-        if key.name != "ema_decay":  # of `optim/average.py`
-            applied(f"optimizer.{key.name}", getattr(config, key.name))
     by_role = settings_by_role(config)
     parameters: dict[RoleSettings, list[Tensor]] = {}
     for stage in stages:
@@ -60,7 +54,20 @@ def build_optimizer(stages: Sequence[nn.Module], config: OptimizerConfig) -> tor
                 parameters.setdefault(settings, []).append(parameter)
     if not parameters:  # of a pipeline rank; torch wants a group
         parameters[by_role["vector"]] = []
-    groups = [{"params": members, **settings._asdict()} for settings, members in parameters.items()]
+    return [{"params": members, **settings._asdict()} for settings, members in parameters.items()]
+
+
+def build_optimizer(stages: Sequence[nn.Module], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Return AdamW, SGD or Muon of the `parameter_groups`.
+
+    Moments and counters exist from the start, so that a checkpoint has every key and memory does not grow later. Each
+    optimizer skips its step if `found_inf` is set, as `apply_if_finite` needs. A hook after each step computes the
+    scales of weights that FSDP gathers as float8.
+    """
+    for key in fields(config):
+        if key.name != "ema_decay":  # of `optim/average.py`
+            applied(f"optimizer.{key.name}", getattr(config, key.name))
+    groups = parameter_groups(stages, config)
     optimizer: torch.optim.Optimizer
     if config.name == "sgd":
         optimizer = ShardedSGD(groups, config.learning_rate, config.momentum)
@@ -73,6 +80,11 @@ def build_optimizer(stages: Sequence[nn.Module], config: OptimizerConfig) -> tor
     if any(is_gathered_as_float8(parameter) for stage in stages for parameter in stage.parameters()):
         optimizer.register_step_post_hook(lambda *_: scale_gathered_weights(stages))
     return optimizer
+
+
+def set_mode(optimizer: torch.optim.Optimizer, mode: Literal["train", "eval"]) -> None:
+    """Call an optimizer's `train` or `eval` if it has them: it then trains other weights than those to evaluate."""
+    getattr(optimizer, mode, lambda: None)()
 
 
 def apply_if_finite(optimizer: torch.optim.Optimizer, learning_rate: float, finite: Tensor) -> None:

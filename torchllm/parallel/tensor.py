@@ -38,7 +38,7 @@ from torch.distributed.tensor.parallel import (
 
 from torchllm.facts.parameters import Cut, canonical_name, rule_of
 from torchllm.models.decoder import Decoder
-from torchllm.models.experts import MixtureOfExperts, RoutedExperts, Router, SharedExperts
+from torchllm.models.experts import Experts, MixtureOfExperts, RoutedExperts, Router, SharedExperts
 from torchllm.models.head import IGNORED, Head
 from torchllm.models.layers import LayerNorm, RMSNorm, widened
 from torchllm.models.lora import LoRALinear, LowRankFactor, add_low_rank_update
@@ -93,13 +93,19 @@ def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: b
         if isinstance(module, LoRALinear):
             plan[name] = LowRankUpdate(rule_of(canonical_name(f"{name}.weight")).cut, hidden)
             updated.append(f"{name}.")
-        elif isinstance(module, Router):
+        elif isinstance(module, Router | Experts):
             continue  # cut by the style of `routed`
         elif name.endswith(".mlp.shared.down_proj"):
             plan[name] = RowwiseParallel(output_layouts=sums_of_rank, use_local_output=False)
-        elif "weight" in dict(module.named_parameters(recurse=False)):
+        elif parameters := dict(module.named_parameters(recurse=False)):
             kind = nn.Linear if isinstance(module, nn.Linear) else type(module)  # the float8 style is derived from it
-            plan[name] = styles[rule_of(canonical_name(f"{name}.weight")).cut, kind]()
+            cuts = {parameter: rule_of(canonical_name(f"{name}.{parameter}")).cut for parameter in parameters}
+            if style := styles.get((cuts.get("weight", "whole"), kind)):
+                plan[name] = style()
+            else:
+                from torchllm.parallel.added_parameters import AddedParameters  # of no use to other models
+
+                plan[name] = AddedParameters(name, set(cuts.values()), sequence_parallel)
         elif name.endswith(".self_attn"):
             plan[name] = gather_attention
         elif isinstance(module, MixtureOfExperts):

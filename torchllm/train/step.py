@@ -15,7 +15,7 @@ from torchllm.models.decoder import Decoder
 from torchllm.models.head import IGNORED, take_squares
 from torchllm.optim.expert_balance import ExpertBalance, StepRouting
 from torchllm.optim.grad_norm import clip, grad_norm
-from torchllm.optim.optimizer import apply_if_finite
+from torchllm.optim.optimizer import apply_if_finite, set_mode
 from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.forward_backward import ForwardBackward
 from torchllm.parallel.mesh import Mesh
@@ -45,7 +45,10 @@ class StepResult(NamedTuple):
 
 
 class TrainStep:
-    """Takes one step on all ranks; the call is the same for every layout."""
+    """Takes one step on all ranks; the call is the same for every layout.
+
+    Between steps an optimizer with `train` and `eval` has the weights to evaluate and to save in the model.
+    """
 
     def __init__(
         self,
@@ -73,6 +76,7 @@ class TrainStep:
     def __call__(self, step: int, batches: Sequence[Batch]) -> StepResult:
         """Take step number `step` (from 1) on this rank's micro batches of it, which are on its device."""
         refuse_unchecked_step()
+        set_mode(self.optimizer, "train")
         tokens, pairs = self._count(batches)
         with phase("forward_backward"):
             loss = self.forward_backward(batches, 1.0 / tokens.clamp(min=1))
@@ -85,6 +89,7 @@ class TrainStep:
         with phase("optimizer"):
             apply_if_finite(self.optimizer, learning_rate, finite)
             self.optimizer.zero_grad()
+            set_mode(self.optimizer, "eval")
         self.skipped = self.skipped + ~finite
         self.skipped_in_a_row = (self.skipped_in_a_row + 1) * ~finite
         self.longest_run = torch.maximum(self.longest_run, self.skipped_in_a_row)

@@ -39,6 +39,7 @@ TUNED = 4
 def read_configs(arguments: Sequence[str], schema: type[C], uses_epochs: bool) -> list[C]:
     """Return what `start.load_configs` does, from the command line."""
     draft = read_draft(arguments, schema)
+    find_block_of(draft)
     resolve_published_model(draft)
     check_cluster(draft)
     check_frozen(draft)
@@ -78,6 +79,7 @@ def load_run(
     `torchllm.config.load_config`.
     """
     draft = read_draft(arguments, Config, one_device=one_device, uses_weights=True)
+    find_block_of(draft)
     resolve_published_model(draft)
     check_frozen(draft)
     draft.config = resolve_compile(draft.config, can_compile(draft))
@@ -98,6 +100,7 @@ def load_sizes(arguments: Sequence[str], schema: type[Any] = Config) -> Any:
     The rest is as in `torchllm.config.load_config`.
     """
     draft: Draft[Any] = read_draft(arguments, schema, one_device=True)
+    find_block_of(draft)
     resolve_published_model(draft, reads_weights=False)
     check_frozen(draft)
     return finish(draft)
@@ -106,6 +109,18 @@ def load_sizes(arguments: Sequence[str], schema: type[Any] = Config) -> Any:
 def is_rank_of_launcher(draft: Draft[Any]) -> bool:
     """Return whether this process is a rank, whose launcher has had the config and the files checked already."""
     return "WORLD_SIZE" in os.environ and not draft.arguments.check
+
+
+def find_block_of(draft: Draft[Any]) -> None:
+    """Import the fork that `model.block` needs, or report that it is missing."""
+    if not draft.config.model.block:
+        return
+    from torchllm.tools.proof.recipe import find_block  # of no use to other runs
+
+    try:
+        find_block(draft.config.model)
+    except UserError as error:
+        draft.report(("model", "block"), str(error).removeprefix("model.block: "))
 
 
 def resolve_published_model(draft: Draft[Any], *, reads_weights: bool = True) -> None:

@@ -12,8 +12,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from torchllm.config import Lora, Model
+from torchllm.facts.block_kinds import block_kind
 from torchllm.facts.flops import WITHOUT_LORA, matrices
-from torchllm.tools.planner.compute import Kernels, Piece, dense_width
+from torchllm.tools.planner.compute import Kernels, Piece, added_matrices, dense_width
 from torchllm.tools.planner.experts import RoutedActivations, expert_parameters, routed_activations
 from torchllm.tools.planner.software import Software
 
@@ -128,6 +129,8 @@ class StoredParts(NamedTuple):
     """between the products of the feed-forward layer"""
     low_rank: float
     """results of A in LoRA's updates B A x"""
+    added: float
+    """of a fork's kind of block"""
 
 
 def stored_per_token(
@@ -164,6 +167,7 @@ def stored_per_token(
         core=scores,
         inner=inner,
         low_rank=low_rank,
+        added=block_kind(model).stored(model, piece.tp),
     )
 
 
@@ -172,7 +176,7 @@ def attention_bytes(width: Widths, stored: StoredParts) -> float:
     heads = 4 * (width.query + width.key)
     norms = stored.norm + stored.dropped + stored.qk_norms
     products = stored.feeds_attention + stored.low_rank
-    return heads + norms + products + stored.exchanged + stored.core
+    return heads + norms + products + stored.exchanged + stored.core + stored.added
 
 
 def fuses_norm(model: Model, kernels: Kernels) -> bool:
@@ -203,10 +207,12 @@ def block_products(model: Model, piece: Piece, kernels: Kernels, lora: Lora) -> 
     width = Widths.of(model, piece)
     keeps_qk = model.qk_norm != "none" and kernels.fuses_qk_norm(model, piece.tp)
     keeps_sums = width.local * (model.norm_position == "after" and fuses_norm(model, kernels))
+    added = {f"added {n}": BlockProduct(shape.outputs) for n, shape in enumerate(added_matrices(model, piece.tp))}
     layers = {
         "q_proj": BlockProduct(width.query, width.query * keeps_qk),
         "k_proj": BlockProduct(width.key, width.key * keeps_qk),
         "v_proj": BlockProduct(width.key, width.key),
+        **added,
         "o_proj": BlockProduct(width.hidden, keeps_sums),
     }
     if model.experts:
@@ -296,7 +302,8 @@ def block_activations(
 
     deferred = 0.0  # gradients of low-rank updates are computed at once
     if not lora.is_on:
-        deferred = deferred_bytes(model, width)
+        added = sum(shape.outputs for shape in added_matrices(model, piece.tp))
+        deferred = deferred_bytes(model, width) + 2 * added
     phases = backward_phases(model, piece, kernels, stored, routed)
     tokens = piece.tokens
     return BlockActivations(

@@ -7,6 +7,7 @@ of the memory. Elementwise work takes the time of its bytes. Waiting for other G
 from typing import NamedTuple
 
 from torchllm.config import Model, Recompute
+from torchllm.facts.block_kinds import block_kind
 from torchllm.facts.flops import MatrixShape, half_of_products, matrices, product_sizes
 from torchllm.tools.planner.cluster import Hardware
 from torchllm.tools.planner.software import AttentionKernel, Constants, Software
@@ -153,6 +154,17 @@ def dense_width(model: Model) -> int:
     return model.shared_experts * model.expert_width if model.experts else model.ffn
 
 
+def added_matrices(model: Model, tp: int) -> list[MatrixShape]:
+    """Return the matrices that a fork's kind of block adds, on one of `tp` ranks."""
+    shapes = []
+    for added in block_kind(model).parameters:
+        if added.role == "matrix":
+            outputs, inputs = added.shape(model)
+            columns = outputs // tp if added.cut == "colwise" else outputs
+            shapes.append(MatrixShape(columns, inputs // tp if added.cut == "rowwise" else inputs))
+    return shapes
+
+
 def products(model: Model, tp: int) -> list[MatrixShape]:
     """Return a block's matrices on one of `tp` ranks; those that read the same input are one.
 
@@ -163,12 +175,13 @@ def products(model: Model, tp: int) -> list[MatrixShape]:
     ffn_width = dense_width(model) // tp
     qkv = MatrixShape(query_width + 2 * key_width, model.hidden)
     output = MatrixShape(model.hidden, query_width)
+    attention = [qkv, *added_matrices(model, tp), output]
     if not ffn_width:
-        return [qkv, output]
+        return attention
     gates = 2 if model.features.gated_ffn else 1
     up = MatrixShape(gates * ffn_width, model.hidden)
     down = MatrixShape(model.hidden, ffn_width)
-    return [qkv, output, up, down]
+    return [*attention, up, down]
 
 
 def block_forward(model: Model, piece: Piece, kernels: Kernels, software: Software, hardware: Hardware) -> Seconds:

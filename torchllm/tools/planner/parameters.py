@@ -1,10 +1,12 @@
 """Count the parameters of a pipeline stage on a rank. No torch."""
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from torchllm.config import Model, Recompute
+from torchllm.facts.block_kinds import block_kind
 from torchllm.facts.flops import head_size, matrices, recompute_interval
 from torchllm.facts.frozen import trained_share
 from torchllm.tools.planner.compute import Piece, dense_width
@@ -48,6 +50,15 @@ def block_matrices(model: Model, tp: int) -> float:
     return (sizes.attention + shared) / tp + router + expert_parameters(model, tp)
 
 
+def added_parameters(model: Model, tp: int) -> float:
+    """Return the parameters that a fork's kind of block adds on one of `tp` ranks, beyond `block_matrices`."""
+    count = 0.0
+    for added in block_kind(model).parameters:
+        in_matrices = math.prod(added.shape(model)) / tp if added.role == "matrix" else 0.0
+        count += added.size_on_rank(model, tp) - in_matrices
+    return count
+
+
 @lru_cache(maxsize=1024)
 def stage_parameters(model: Model, stage: StageSize, tp: int, vocab_parallel: bool) -> float:
     """Return the parameters of a stage on one tp rank. A tied embedding is on both ends of a pipeline.
@@ -71,6 +82,7 @@ def stage_parameters(model: Model, stage: StageSize, tp: int, vocab_parallel: bo
         count += stage.blocks * (queries + 2 * keys)
     if features.biases:  # those after a sum are whole on every rank
         count += stage.blocks * (model.ffn / tp + 2 * model.hidden)
+    count += stage.blocks * added_parameters(model, tp)
     table = head_size(model) / (tp if vocab_parallel else 1)
     if stage.first:
         positions = features.learned_positions * model.max_sequence_length

@@ -1,13 +1,17 @@
 """Find the recipe that is proven: its `train`, and the config that it reads."""
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchllm.config import Config
+from torchllm.config import Config, Model
 from torchllm.config.errors import UserError
-from torchllm.tools.proof.record import RecipeTrain
+from torchllm.facts.block_kinds import block_kind
+
+if TYPE_CHECKING:
+    from torchllm.tools.proof.record import RecipeTrain
 
 MODULE = "recipe_under_proof"
 """name under which the file of the recipe is imported, on all ranks alike"""
@@ -16,7 +20,7 @@ MODULE = "recipe_under_proof"
 class ImportedRecipe(NamedTuple):
     """What a recipe has that can be proven."""
 
-    train: RecipeTrain
+    train: "RecipeTrain"
     schema: type[Any]
     """Config, or the fork's subclass of it, which has sections of its own"""
 
@@ -43,6 +47,20 @@ def import_recipe(file: Path) -> ImportedRecipe:
             f"RECIPE={file}: has no train(config, runtime, monitor), which a copy of recipes/pretrain.py has"
         )
     return ImportedRecipe(train, find_schema(file, vars(module)))
+
+
+def find_block(model: Model) -> None:
+    """Import the recipe that RECIPE names if `model.block` is of a fork that this process has not imported.
+
+    UserError if it is not registered then.
+    """
+    try:
+        block_kind(model)
+    except UserError:
+        if not os.environ.get("RECIPE"):
+            raise
+        import_recipe(Path(os.environ["RECIPE"]).resolve())
+        block_kind(model)
 
 
 def find_schema(file: Path, names: dict[str, Any]) -> type[Any]:
