@@ -38,6 +38,8 @@ usage: torchllm COMMAND [ARGUMENTS]
       Print the sizes of a published model, from its config.json alone, as a TOML file for plan rank --model.
   torchllm convert FILE [--gpus=N]
       Print our config for one of torchtitan, transformers, Megatron-LM, nanochat or litgpt (docs/coming_from.md).
+  torchllm report RUN [RUN ...] [-o FILE]
+      Write one HTML page about runs: curves, where the time went, events, data, config.
   torchllm env
       Print versions and hardware, for a bug report.
   torchllm RECIPE [ARGUMENTS]
@@ -78,10 +80,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from torchllm.tools.planner.search.size import main as size
 
         size(rest)
-    elif command == "env":
-        from torchllm.tools.bug_report import report
+    elif command == "report":
+        from torchllm.tools.watch.report import main as report
 
-        print(report())
+        report(rest)
+    elif command == "env":
+        from torchllm.tools.bug_report import report as bug_report
+
+        print(bug_report())
     elif command in recipes():
         start([sys.executable, str(recipes()[command]), *rest])
     else:

@@ -1,4 +1,4 @@
-"""Frozen parameters (model.frozen) under every technique. The lattice draws them too."""
+"""Frozen parameters (model.frozen) under every technique."""
 
 import re
 from dataclasses import replace

@@ -1,0 +1,115 @@
+"""The page about runs: well-formed, without references to anything outside, with the figures of the run folders."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.tiny_run import ROOT
+from torchllm.config.schema import Config
+from torchllm.config.write import dump_toml
+from torchllm.tools.watch.report import CHARTS, main, read_run_folder, shown_number
+
+FIXTURE = ROOT / "tests/fixtures/commit_8ca45ed/llama"
+NAME = "<run> & co"
+
+
+def _write_run(folder: Path, records: list[dict[str, object]], name: str = NAME) -> Path:
+    run = folder / name
+    (run / "checkpoints/step-00000002").mkdir(parents=True)
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    (run / "config.toml").write_text(dump_toml(Config()))
+    launch = {"started": 0.0, "first": 0, "seen": 100.0, "step": 2, "lost": {"start-up": 20.0, "data": 5.0}, "last": 2}
+    (run / "goodput.json").write_text(json.dumps([launch]))
+    return run
+
+
+def _record(step: int, **values: object) -> dict[str, object]:
+    return {"step": step, "loss": 5.0 / step, "grad_norm": 1.0, "tokens_per_second": 1234.5, "mfu": None} | values
+
+
+def _page(arguments: list[str], output: Path) -> str:
+    main([*arguments, "-o", str(output)])
+    return output.read_text()
+
+
+def test_the_page_is_well_formed_and_refers_to_nothing(tmp_path: Path) -> None:
+    text = _page([str(_write_run(tmp_path, [_record(1), _record(2, validation_loss=2.25)]))], tmp_path / "page.html")
+    ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>"))  # every element is closed, every text escaped
+    without_names = text.replace('xmlns="http://www.w3.org/1999/xhtml"', "").replace(
+        'xmlns="http://www.w3.org/2000/svg"', ""
+    )
+    assert not re.search(r"(src|href)\s*=|url\(|@import|https?:", without_names)
+
+
+def test_every_figure_is_one_of_the_run_folder(tmp_path: Path) -> None:
+    records = [_record(1), _record(2, validation_loss=2.25, skipped_steps=3)]
+    text = _page([str(_write_run(tmp_path, records))], tmp_path / "page.html")
+    tree = ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>"))
+    html = "{http://www.w3.org/1999/xhtml}"
+    assert json.loads(tree.findtext(f".//{html}script") or "")[NAME] == records
+    latest = ["".join(cell.itertext()).strip() for cell in tree.find(f".//{html}table")[1]]  # type: ignore[index]
+    assert latest == [NAME, "2", "2.5", "2.25", "–", "1,234", "–", "–", "3"]
+    # 100 s, of which 20 start the run and 5 wait for data
+    assert '<td>training</td><td class="number">75.0 s</td><td class="number">75.0%</td>' in text
+    assert "step-00000002" in text
+
+
+def test_curves_have_a_point_for_each_value(tmp_path: Path) -> None:
+    """Heights are linear in the values: of 5, 2.5 and 1.25 the middle one is a third up."""
+    records = [_record(1), _record(2), _record(4)]
+    text = _page([str(_write_run(tmp_path, records))], tmp_path / "page.html")
+    loss = re.findall(r'points="([^"]*)"', text)[0]
+    heights = [float(point.split(",")[1]) for point in loss.split()]
+    assert len(heights) == 3
+    assert (heights[2] - heights[1]) / (heights[2] - heights[0]) == pytest.approx(1 / 3, abs=0.01)
+    assert text.count("not measured") == sum(
+        not {"loss", "grad_norm", "tokens_per_second"} & {*chart.keys} for chart in CHARTS
+    )
+
+
+def test_steps_that_were_rolled_back_are_left_out(tmp_path: Path) -> None:
+    run = _write_run(tmp_path, [_record(1), _record(2, loss=9.0), _record(3, loss=9.0), _record(2, loss=1.0)])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')  # the run is writing it
+    assert [(record["step"], record["loss"]) for record in read_run_folder(run).records] == [(1, 5.0), (2, 1.0)]
+
+
+def test_keys_that_differ_between_runs_are_shown(tmp_path: Path) -> None:
+    one, two = (_write_run(tmp_path, [_record(1)], name) for name in ("one", "two"))
+    config = two / "config.toml"
+    config.write_text(config.read_text().replace("seed = 0", "seed = 7"))
+    text = _page([str(one), str(two)], tmp_path / "page.html")
+    differing = text.split("Keys that differ")[1].split("</table>")[0]
+    assert re.findall(r"<td>(\w+\.\w+)</td>", differing) == ["run.seed"]
+    assert "<code>7</code>" in differing
+
+
+def test_a_real_run_and_wrong_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = _page([str(FIXTURE)], tmp_path / "page.html")
+    last = json.loads((FIXTURE / "metrics.jsonl").read_text().splitlines()[-1])
+    assert shown_number(last["loss"]) in text
+    with pytest.raises(SystemExit) as end:
+        main([str(tmp_path)])
+    assert end.value.code == 2
+    assert "no run folder: it has no metrics.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.exhaustive
+def test_a_browser_draws_it(tmp_path: Path) -> None:
+    """On a wide screen and on a phone: a picture of many colors, and nothing on the console."""
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("needs chromium")
+    _page([str(FIXTURE)], tmp_path / "page.html")
+    for size in ("1200,1400", "390,1800"):
+        picture = tmp_path / f"{size}.png"
+        command = [browser, "--headless", "--no-sandbox", f"--window-size={size}", f"--screenshot={picture}"]
+        options = ["--enable-logging=stderr", (tmp_path / "page.html").as_uri()]
+        done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120)
+        assert "CONSOLE" not in done.stderr
+        assert picture.stat().st_size > 20_000  # an empty page has 3,000

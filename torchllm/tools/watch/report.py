@@ -1,0 +1,290 @@
+"""One HTML page of one or several runs: `torchllm report RUN [RUN ...] [-o FILE]`.
+
+The page needs no network: curves are SVG in it, and the records themselves are in it as JSON. All figures come from the
+run folders: metrics.jsonl, goodput.json, config.toml, checkpoints/. No torch.
+"""
+
+import argparse
+import json
+import math
+import time
+import tomllib
+from collections.abc import Callable, Iterable
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchllm.config.errors import UserError
+from torchllm.config.toml import toml_value
+from torchllm.tools.watch.goodput import Launch, read_launches
+
+WIDTH, HEIGHT = 460, 220
+LEFT, BOTTOM = 56, 24
+"""pixels left of a chart and under it for the numbers of its axes"""
+COLORS = ("#2f6fbd", "#c8553d", "#3a8f5c", "#8a5fb0", "#b0872b", "#4a8f9c", "#a34c7c", "#6b6f76")
+
+
+class Chart(NamedTuple):
+    """Curves over the steps."""
+
+    title: str
+    keys: tuple[str, ...]
+    """keys of metrics.jsonl; the second curve of a run is dashed"""
+    unit: str = ""
+
+
+CHARTS = (
+    Chart("Loss; validation dashed", ("loss", "validation_loss"), "nats"),
+    Chart("Learning rate", ("learning_rate",)),
+    Chart("Gradient norm", ("grad_norm",)),
+    Chart("Speed", ("tokens_per_second",), "tokens/s"),
+    Chart("MFU; HFU dashed", ("mfu", "hfu")),
+    Chart("Memory of the fullest rank", ("memory_gib",), "GiB"),
+)
+LATEST = (
+    ("step", "step"),
+    ("loss", "loss"),
+    ("validation_loss", "validation loss"),
+    ("tokens", "tokens"),
+    ("tokens_per_second", "tokens/s"),
+    ("mfu", "MFU"),
+    ("memory_gib", "GiB"),
+    ("skipped_steps", "skipped steps"),
+)
+STYLE = """
+:root { color-scheme: light dark; --line: #8886; }
+body { font: 15px/1.45 system-ui, sans-serif; margin: 1.5rem auto; max-width: 62rem; padding: 0 1rem; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(20rem, 1fr)); gap: 1rem; margin-top: 1.2rem; }
+figure { margin: 0; } figcaption { font-weight: 600; } svg { width: 100%; height: auto; display: block; }
+svg text { font-size: 11px; fill: currentColor; } svg .axis { stroke: var(--line); }
+polyline { fill: none; stroke-width: 1.6; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+td, th { border-bottom: 1px solid var(--line); padding: .2rem .7rem; text-align: left; vertical-align: top; }
+td.number { text-align: right; } code { font-size: .85rem; }
+.key { display: inline-block; width: 1rem; height: .25rem; }
+"""
+
+
+class RunFolder(NamedTuple):
+    """The parts of a run folder that a report shows."""
+
+    name: str
+    records: list[dict[str, Any]]
+    """the last record of each logged step"""
+    config: dict[str, Any]
+    """config.toml by dotted keys"""
+    launches: list[Launch]
+    checkpoints: list[str]
+
+
+def main(arguments: list[str]) -> None:
+    """Write the page for the options of `torchllm report`. SystemExit(2) if a folder is no run."""
+    parser = argparse.ArgumentParser(prog="torchllm report", description="Write one HTML page about runs.")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
+    parser.add_argument(
+        "-o", "--output", default="", metavar="FILE", help="default: report.html in the first run folder"
+    )
+    options = parser.parse_args(arguments)
+    output = Path(options.output or Path(options.runs[0]) / "report.html")
+    try:
+        text = page([read_run_folder(Path(folder)) for folder in options.runs])
+        output.write_text(text, encoding="utf-8")
+    except (UserError, OSError) as error:
+        parser.error(str(error))
+    print(f"wrote {output}")
+
+
+def read_run_folder(folder: Path) -> RunFolder:
+    """Read a run folder. UserError if it has no metrics or no config."""
+    records: dict[int, dict[str, Any]] = {}
+    try:
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{folder}: no run folder: it has no {Path(error.filename).name}") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            if number == len(lines):
+                continue  # the run is writing it
+            raise UserError(f"{folder}/metrics.jsonl:{number}: no JSON") from None
+        for step in [step for step in records if step >= record["step"]]:
+            del records[step]  # they were rolled back
+        records[record["step"]] = record
+    if not records:
+        raise UserError(f"{folder}/metrics.jsonl: no step was logged yet")
+    checkpoints = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
+    launches = read_launches(folder / "goodput.json")
+    return RunFolder(folder.resolve().name, list(records.values()), dict(_flat(config)), launches, checkpoints)
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            for index, item in enumerate(value):
+                yield from _flat(item, f"{prefix}{key}.{index}.")
+        else:
+            yield prefix + key, value
+
+
+def page(runs: list[RunFolder]) -> str:
+    """Return the page; it is XML too."""
+    title = " and ".join(run.name for run in runs)
+    records = json.dumps({run.name: run.records for run in runs}).replace("<", "\\u003c").replace("&", "\\u0026")
+    sections = [
+        f"<h1>{escape(title)}</h1>",
+        _table(["run", *(name for _, name in LATEST)], [_latest(run, index) for index, run in enumerate(runs)]),
+        '<div class="charts">' + "".join(_figure(chart, runs) for chart in CHARTS) + "</div>",
+        "<h2>Where the time went</h2>" + "".join(_time(run) for run in runs),
+        "<h2>Events</h2>" + "".join(_events(run) for run in runs),
+        "<h2>Data</h2>" + "".join(_data(run) for run in runs),
+        "<h2>Config</h2>" + _config(runs),
+    ]
+    head = f'<meta charset="utf-8"/><meta name="viewport" content="width=device-width"/><title>{escape(title)}</title>'
+    data = f'<script type="application/json" id="records">{records}</script>'
+    body = "\n".join([*sections, data])
+    return (
+        '<!DOCTYPE html>\n<html lang="en" xmlns="http://www.w3.org/1999/xhtml">'
+        f"<head>{head}<style>{STYLE}</style></head><body>\n{body}\n</body></html>\n"
+    )
+
+
+def shown_number(value: Any) -> str:
+    """Return a figure as the tables and axes of the page have it."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return "–" if value is None else str(value)
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def _latest(run: RunFolder, index: int) -> list[str]:
+    newest = {key: record[key] for record in run.records for key, _ in LATEST if record.get(key) is not None}
+    mark = f'<span class="key" style="background:{COLORS[index % len(COLORS)]}"></span> '
+    return [mark + escape(run.name), *(shown_number(newest.get(key)) for key, _ in LATEST)]
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    """Return a table; cells are HTML."""
+    top = "".join(f"<th>{cell}</th>" for cell in head)
+    body = ""
+    for row in rows:
+        cells = (f'<td class="number">{cell}</td>' if cell[:1].isdigit() else f"<td>{cell}</td>" for cell in row)
+        body += f"<tr>{''.join(cells)}</tr>"
+    return f'<div class="scroll"><table><tr>{top}</tr>{body}</table></div>'
+
+
+class Curve(NamedTuple):
+    """Points of one key of one run."""
+
+    color: str
+    dashes: str
+    points: list[tuple[float, float]]
+
+
+def _figure(chart: Chart, runs: list[RunFolder]) -> str:
+    curves = []
+    for index, run in enumerate(runs):
+        for dashes, key in zip(("", "4 3"), chart.keys, strict=False):
+            points = [(record["step"], record[key]) for record in run.records if _is_number(record.get(key))]
+            curves.append(Curve(COLORS[index % len(COLORS)], dashes, points))
+    curves = [curve for curve in curves if curve.points]
+    unit = f" [{chart.unit}]" if chart.unit else ""
+    head = f"<figure><figcaption>{escape(chart.title + unit)}</figcaption>"
+    return f"{head}{_svg(curves) if curves else 'not measured'}</figure>"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _svg(curves: list[Curve]) -> str:
+    xs = [x for curve in curves for x, _ in curve.points]
+    ys = [y for curve in curves for _, y in curve.points]
+    right = _scale(min(xs), max(xs), LEFT, WIDTH - 8)
+    up = _scale(min(ys), max(ys), HEIGHT - BOTTOM, 8)
+    parts = []
+    for y in _ticks(min(ys), max(ys)):
+        parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - 8}" y1="{up(y):.1f}" y2="{up(y):.1f}"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{up(y) + 4:.1f}" text-anchor="end">{shown_number(y)}</text>')
+    for x in (min(xs), max(xs)):
+        anchor = "start" if x == min(xs) else "end"
+        parts.append(f'<text x="{right(x):.1f}" y="{HEIGHT - 6}" text-anchor="{anchor}">step {x:,}</text>')
+    for curve in curves:
+        points = " ".join(f"{right(x):.1f},{up(y):.1f}" for x, y in curve.points)
+        parts.append(f'<polyline stroke="{curve.color}" stroke-dasharray="{curve.dashes}" points="{points}"/>')
+    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}">{"".join(parts)}</svg>'
+
+
+def _scale(least: float, most: float, start: float, end: float) -> Callable[[float], float]:
+    return lambda value: start + (end - start) * ((value - least) / (most - least) if most > least else 0.5)
+
+
+def _ticks(least: float, most: float) -> list[float]:
+    """Return up to six round numbers from `least` to `most`."""
+    if most <= least:
+        return [least]
+    step = 10 ** math.floor(math.log10((most - least) / 3))
+    step *= next(factor for factor in (1, 2, 5, 10) if (most - least) / (factor * step) <= 5)
+    return [number * step for number in range(math.ceil(least / step), math.floor(most / step) + 1)] or [least, most]
+
+
+def _time(run: RunFolder) -> str:
+    """Return the account of goodput.json, and the shares of the last profiled step."""
+    seconds = {"training": sum(launch.productive for launch in run.launches)}
+    for launch in run.launches:
+        for cause, lost in launch.lost.items():
+            seconds[cause] = seconds.get(cause, 0.0) + lost
+    total = sum(seconds.values()) or 1.0
+    rows = [[escape(cause), f"{lost:,.1f} s", f"{lost / total:.1%}"] for cause, lost in seconds.items() if lost > 0]
+    return _table([escape(run.name), "time", "share"], rows)
+
+
+def _events(run: RunFolder) -> str:
+    rows = []
+    for launch in run.launches:
+        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(launch.started))
+        what = f"started from step {launch.first:,}, logged up to step {launch.step:,}"
+        rows.append([started, what])
+    skipped = max((record.get("skipped_steps") or 0 for record in run.records), default=0)
+    if skipped:
+        rows.append(["", f"{skipped:,} steps were not finite and not applied"])
+    rows.append(["", f"checkpoints: {', '.join(run.checkpoints) or 'none'}"])
+    return _table([escape(run.name), ""], [[escape(cell) for cell in row] for row in rows])
+
+
+def _data(run: RunFolder) -> str:
+    prefix = "data.sources."
+    sources: dict[str, dict[str, Any]] = {}
+    for key, value in run.config.items():
+        if key.startswith(prefix):
+            index, _, name = key.removeprefix(prefix).partition(".")
+            sources.setdefault(index, {})[name] = value
+    total = sum(source.get("weight", 1.0) for source in sources.values()) or 1.0
+    rows = []
+    for source in sources.values():
+        share = source.get("weight", 1.0) / total
+        rows.append([escape(str(source.get("kind"))), escape(str(source.get("path") or "")), f"{share:.1%}"])
+    return _table([escape(run.name), "path", "share"], rows)
+
+
+def _config(runs: list[RunFolder]) -> str:
+    """Return all keys of one run; of several, the keys that differ first."""
+    keys = list(dict.fromkeys(key for run in runs for key in run.config))
+    rows = [[escape(key), *(_code(run.config.get(key)) for run in runs)] for key in keys]
+    differing = [row for row in rows if len(set(row[1:])) > 1]
+    head = ["key", *(escape(run.name) for run in runs)]
+    shown = "<p>All of its keys are equal.</p>" if len(runs) > 1 and not differing else ""
+    if differing:
+        shown = "<p>Keys that differ:</p>" + _table(head, differing)
+    return f"{shown}<details><summary>all keys</summary>{_table(head, rows)}</details>"
+
+
+def _code(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"<code>{escape(toml_value(tuple(value) if isinstance(value, list) else value))}</code>"
