@@ -574,7 +574,7 @@ def context_ranks(ranks: int, method: str) -> list[SequencePieces]:
     """The pieces of ranks that share each sequence, as `parallel.mesh.sequence_pieces` deals them."""
     if method == "ring":
         return [SequencePieces(2 * ranks, (rank, 2 * ranks - 1 - rank)) for rank in range(ranks)]
-    return [SequencePieces(ranks, (rank,)) for rank in range(ranks)]
+    return [SequencePieces(ranks, (rank,), attends_whole=True) for rank in range(ranks)]
 
 
 @contextmanager
@@ -591,7 +591,7 @@ def counted_reads() -> Iterator[list[int]]:
         yield sizes
 
 
-@pytest.mark.parametrize(("method", "mask"), [("ring", True), ("ulysses", False)])
+@pytest.mark.parametrize(("method", "mask"), [("ring", True), ("ulysses", False), ("ulysses", True)])
 def test_ranks_that_share_a_sequence_read_only_their_pieces(tmp_path: Path, method: str, mask: bool) -> None:
     corpus = write_corpus_of(write_documents(tmp_path, 600, size=2000), tmp_path / "c", shard_mib=0.25)
     training = Training(micro_batch_size=1, global_batch_size=2, sequence_length=2**17)
@@ -613,7 +613,12 @@ def test_ranks_that_share_a_sequence_read_only_their_pieces(tmp_path: Path, meth
                     if isinstance(field, Tensor) and isinstance(expected_field, Tensor):
                         chunks = expected_field.chunk(pieces.total, dim=1)
                         assert torch.equal(field, torch.cat([chunks[index] for index in pieces.indices], dim=1))
-            reads = 2 * len(pieces.indices)
+                if mask:
+                    assert expected.document_ids is not None
+                    assert batch.document_ids is not None
+                    seen = expected.document_ids if pieces.attends_whole else batch.document_ids
+                    assert seen.unique().numel() <= batch.document_limit <= expected.document_limit
+            reads = 2 * (len(pieces.indices) + (mask and pieces.attends_whole))
             tokens = 2 * 2**17 // ranks + reads  # after each piece the token that follows it
             assert 0 < bytes_read - 2 * tokens < reads * 12_000  # the boundaries of documents in it and next to it
 

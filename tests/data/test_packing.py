@@ -123,6 +123,9 @@ def test_the_limit_of_documents_counts_every_begin_in_a_micro_batch() -> None:
     for micro_batches, limit in ((4, 3 + 1), (2, 4 + 2), (1, 6 + 4)):
         batches = PackedBatches(values, micro_batches, 4 // micro_batches, [range(8)], document_mask=True).unpack(CPU)
         assert {batch.document_limit for batch in batches} == {limit}
+    values = torch.from_numpy(pack_windows(windows, document_mask=True, documents=[7, 5, 9, 8]))  # of whole sequences
+    batches = PackedBatches(values, 2, 2, [range(8)], document_mask=True).unpack(CPU)
+    assert [batch.document_limit for batch in batches] == [17, 17]
 
 
 def test_a_packed_token_takes_four_bytes_and_a_document_four() -> None:
@@ -131,5 +134,5 @@ def test_a_packed_token_takes_four_bytes_and_a_document_four() -> None:
     tokens, documents = 8 * 1024, 8 * (len(begins) - 1)
     followers = 8
     assert pack_windows(windows, document_mask=False).nbytes == 4 * (tokens + followers + documents)
-    firsts = 2 * 8
-    assert pack_windows(windows, document_mask=True).nbytes == 4 * (tokens + followers + documents + firsts)
+    of_windows = 3 * 8
+    assert pack_windows(windows, document_mask=True).nbytes == 4 * (tokens + followers + documents + of_windows)

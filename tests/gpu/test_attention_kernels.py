@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 
 from torchllm.parallel.attention_kernels import (
-    UNSEEN,
     BlockKernel,
     CudaKernels,
     EagerKernel,
+    Entries,
     KeyMask,
     PartialAttention,
     block_kernel,
-    document_bias,
 )
 from torchllm.parallel.kernel_check import check_kernel
 from torchllm.parallel.ring import merge
@@ -43,25 +42,29 @@ def test_blocks_as_long_as_real_ones(length: int, dtype: torch.dtype, documents:
     q = torch.randn(2, 8, length, 64, generator=generator, device="cuda", dtype=dtype)
     d_out = torch.randn(2, 8, length, 64, generator=generator, device="cuda", dtype=dtype)
     kv = torch.randn(2, 2, 2, length, 64, generator=generator, device="cuda", dtype=dtype)
-    ids = torch.arange(length, device="cuda").expand(2, length) // 300
-    bias = document_bias(ids, ids if causal else ids + 1, causal, dtype) if documents else None
-    results = forward_backward(CudaKernels(), q, kv, d_out, causal, bias)
-    wide_bias = None if bias is None else bias.float()
-    expected = forward_backward(EagerKernel(), q.float(), kv.float(), d_out.float(), causal, wide_bias)
+    mask = KeyMask(causal, entries_of(length, causal) if documents else None)
+    results = forward_backward(CudaKernels(), q, kv, d_out, mask)
+    expected = forward_backward(EagerKernel(), q.float(), kv.float(), d_out.float(), mask)
     for name, expected_result in expected.items():
         assert results[name].shape == expected_result.shape
         difference = (results[name].float() - expected_result).abs().max()
         assert difference <= ERROR[dtype] * expected_result.abs().max(), name
 
 
-def forward_backward(
-    kernel: BlockKernel, q: Tensor, kv: Tensor, d_out: Tensor, causal: bool, bias: Tensor | None
-) -> dict[str, Tensor]:
+def entries_of(length: int, causal: bool) -> Entries:
+    """Return documents of two sequences: a rank's own; or the one that it shares with another rank, or none."""
+    own = torch.tensor([0, 100, length, length, length + 200, 2 * length, 2 * length, 2 * length]).int().cuda()
+    if causal:
+        return Entries(own, own)
+    queries = torch.tensor([0, 0, 77, length, length, length, 2 * length])
+    keys = torch.tensor([0, length - 150, length, length, 2 * length - 9, 2 * length, 2 * length])
+    return Entries(queries.int().cuda(), keys.int().cuda())
+
+
+def forward_backward(kernel: BlockKernel, q: Tensor, kv: Tensor, d_out: Tensor, mask: KeyMask) -> dict[str, Tensor]:
     """Return out, lse, dq, dk, dv by name; every row has seen another block too, whose lse is 1."""
-    mask = KeyMask(causal=causal) if bias is None else KeyMask(bias=bias)
     out, lse = kernel.forward(q, kv, mask)
-    sees_nothing = lse < UNSEEN / 2  # its out has no weight: it may be anything
-    out = out.masked_fill(sees_nothing.unsqueeze(-1), 0.0)
+    assert (lse < torch.inf).all()  # a query without keys: -inf
     lse = lse.logaddexp(torch.ones_like(lse))
     gradients = kernel.backward(d_out, q, kv, PartialAttention(out, lse), mask)
     return {"out": out, "lse": lse, "dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv}
@@ -79,3 +82,21 @@ def test_two_blocks_merge_to_attention_over_both(dtype: torch.dtype) -> None:
     visible[:, :128] = visible[:, :128].tril()
     expected = torch.nn.functional.scaled_dot_product_attention(q.float(), *kv.float(), attn_mask=visible)
     assert (attention.out - expected).abs().max() <= ERROR[dtype] * expected.abs().max()
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_a_query_without_keys_has_no_out_and_a_key_without_queries_no_gradient(width: int) -> None:
+    """Exact zeros in bfloat16: what the kernel leaves as it was would be anything."""
+    q = torch.randn(2, 8, 256, width, device="cuda", dtype=BFLOAT16)
+    kv = torch.randn(2, 2, 2, 256, width, device="cuda", dtype=BFLOAT16)
+    mask = KeyMask(entries=entries_of(256, causal=False))
+    out, lse = CudaKernels().forward(q, kv, mask)
+    assert not out[0, :, 77:].any()
+    assert not out[1].any()
+    seen = torch.logaddexp(lse, torch.ones_like(lse))
+    dq, dk, dv = CudaKernels().backward(q, q, kv, PartialAttention(out, seen), mask)
+    assert not dq[0, :, 77:].any()
+    assert not dq[1].any()
+    for gradient in (dk, dv):
+        assert not gradient[0, :, :106].any()
+        assert not gradient[1].any()

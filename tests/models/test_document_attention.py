@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchllm.models import document_attention as module
 from torchllm.models.attention import EagerAttention, ScaledDotProductAttention
-from torchllm.models.document_attention import QUERY_BLOCK, document_attention, query_blocks, visible_keys
+from torchllm.models.document_attention import QUERY_BLOCK, document_attention, visible_keys
 
 LENGTH = 29
 WIDTH = 8
@@ -117,19 +117,10 @@ def test_the_operation_is_what_torch_expects_of_one() -> None:
     torch.library.opcheck(document_attention, (q, k, v, random_documents(2, seed=0), 7))
 
 
-def test_query_blocks() -> None:
-    assert list(query_blocks(slice(3, 3 + QUERY_BLOCK))) == [slice(3, 3 + QUERY_BLOCK)]
-    first, second = query_blocks(slice(0, QUERY_BLOCK + 1))
-    assert (first, second) == (slice(0, QUERY_BLOCK), slice(QUERY_BLOCK, QUERY_BLOCK + 1))
-
-
 def test_visible_keys() -> None:
     ids = torch.tensor([[0, 0, 1, 1]])
-    assert visible_keys(ids[:, 2:], ids, causal=True).tolist() == [
-        [[False, False, True, False], [False, False, True, True]]
-    ]
-    assert visible_keys(ids[:, 2:], ids, causal=False).tolist() == [[[False, False, True, True]] * 2]
-    assert visible_keys(ids[:, 2:], ids, causal=True, window=1).tolist() == [
+    assert visible_keys(ids[:, 2:], ids).tolist() == [[[False, False, True, False], [False, False, True, True]]]
+    assert visible_keys(ids[:, 2:], ids, window=1).tolist() == [
         [[False, False, True, False], [False, False, False, True]]
     ]
 

@@ -1,6 +1,7 @@
 """Attention block by block: every kernel against attention by its definition, forward and backward."""
 
 import math
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,16 +11,15 @@ from torch import Tensor
 
 from torchllm.config.errors import UserError
 from torchllm.parallel.attention_kernels import (
-    UNSEEN,
     BlockKernel,
     CpuKernel,
     CudaKernels,
     EagerKernel,
+    Entries,
     Gradients,
     KeyMask,
     PartialAttention,
     block_kernel,
-    document_bias,
 )
 from torchllm.parallel.kernel_check import check_kernel
 from torchllm.runtime.torch_compat import TorchDispatchMode
@@ -62,7 +62,7 @@ def close(result: Tensor, expected: Tensor, relative: float) -> bool:
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: type(kernel).__name__)
-@pytest.mark.parametrize(("groups", "kind"), [(1, "whole"), (2, "causal"), (4, "bias")])
+@pytest.mark.parametrize(("groups", "kind"), [(1, "whole"), (2, "causal"), (4, "entries")])
 def test_a_block_is_plain_attention(kernel: BlockKernel, groups: int, kind: str) -> None:
     q, kv, d_out = random_block(groups, queries=24)
     hidden = torch.zeros(24, 24, dtype=torch.bool)
@@ -70,12 +70,12 @@ def test_a_block_is_plain_attention(kernel: BlockKernel, groups: int, kind: str)
     if kind == "causal":
         hidden = torch.ones_like(hidden).triu(1)
         mask = KeyMask(causal=True)
-    elif kind == "bias":
-        ids = (torch.arange(24) // torch.tensor([[5], [9]])).double()
-        bias = document_bias(ids, ids, True, torch.float64)
-        hidden = bias == UNSEEN
-        assert 0 < hidden.sum() < hidden.numel()
-        mask = KeyMask(bias=bias)
+    elif kind == "entries":
+        ids = torch.arange(24) // torch.tensor([[8], [12]])
+        later = torch.ones_like(hidden).triu(1)
+        hidden = (later | (ids.unsqueeze(2) != ids.unsqueeze(1))).unsqueeze(1)
+        starts = torch.tensor([0, 8, 16, 24, 36, 48, 48])
+        mask = KeyMask(causal=True, entries=Entries(starts, starts))
     q.requires_grad_()
     kv.requires_grad_()
     expected = attention_by_definition(q, kv, hidden)
@@ -89,42 +89,40 @@ def test_a_block_is_plain_attention(kernel: BlockKernel, groups: int, kind: str)
     assert close(torch.stack((gradients.dk, gradients.dv)), expected_dkv, EXACT)
 
 
+SHARED = Entries(torch.tensor([0, 0, 4, 12, 12, 16, 24]), torch.tensor([0, 20, 24, 24, 40, 48, 48]))
+"""of two sequences with 12 queries and 24 keys the first 4 queries see the last 4 and the last 8 keys"""
+
+
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: type(kernel).__name__)
 def test_rows_that_see_nothing_have_no_weight_and_no_gradient(kernel: BlockKernel) -> None:
-    """Rows 4 to 7 alone see keys of this block; every row has seen keys of another block, with an lse of 1."""
+    """Every row has seen keys of another block too, with an lse of 1."""
     q, kv, d_out = random_block(2)
-    bias = document_bias(torch.arange(12).expand(2, 12) // 4, torch.ones(2, 24), False, torch.float64)
-    out, lse = kernel.forward(q, kv, KeyMask(bias=bias))
-    assert (lse[:, :, [0, 1, 2, 3, 8, 9, 10, 11]] < UNSEEN / 2).all()
-    assert (lse[:, :, 4:8].abs() < 10).all()
+    mask = KeyMask(entries=SHARED)
+    out, lse = kernel.forward(q, kv, mask)
+    assert not out[:, :, 4:].any()
+    assert (lse[:, :, 4:] == -math.inf).all()
     attention = PartialAttention(out, torch.logaddexp(lse, torch.ones_like(lse)))
-    gradients = kernel.backward(d_out, q, kv, attention, KeyMask(bias=bias))
-    assert not gradients.dq[:, :, :4].any()
-    assert gradients.dq[:, :, 4:8].all()
-    seeing = slice(4, 8)
-    of_seeing_rows = kernel.backward(
-        d_out[:, :, seeing], q[:, :, seeing], kv, attention.rows(seeing), KeyMask(bias=bias[:, :, seeing])
-    )
-    assert close(gradients.dk, of_seeing_rows.dk, EXACT)
-    assert close(gradients.dv, of_seeing_rows.dv, EXACT)
-
-
-def test_minus_infinity_would_poison_the_merge() -> None:
-    """Why an unseen key has a score of -1e30: torch's kernel answers lse 0 for a row of -inf."""
-    q, kv, _ = random_block(1)
-    bias = torch.full((2, 1, 12, 24), -torch.inf, dtype=torch.float64)
-    attention = CpuKernel().forward(q, kv, KeyMask(bias=bias))
-    assert not attention.lse.any()
+    gradients = kernel.backward(d_out, q, kv, attention, mask)
+    assert not gradients.dq[:, :, 4:].any()
+    for row, keys in enumerate((slice(20, 24), slice(16, 24))):
+        inputs = q[row : row + 1, :, :4], kv[:, row : row + 1, :, keys]
+        part = kernel.forward(*inputs, KeyMask())
+        whole = PartialAttention(*(x[row : row + 1] for x in attention)).rows(slice(0, 4))
+        dq, dk, dv = kernel.backward(d_out[row : row + 1, :, :4], *inputs, whole, KeyMask())
+        assert close(out[row : row + 1, :, :4], part.out, EXACT)
+        assert close(gradients.dq[row : row + 1, :, :4], dq, EXACT)
+        for gradient, expected in ((gradients.dk, dk), (gradients.dv, dv)):
+            assert close(gradient[row : row + 1, :, keys], expected, EXACT)
+            assert not gradient[row, :, : keys.start].any()
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: type(kernel).__name__)
 def test_log_sum_exp_is_float32_at_least(kernel: BlockKernel) -> None:
     dtype = torch.bfloat16
     q, kv, d_out = random_block(2, dtype)
-    mask = KeyMask(bias=document_bias(torch.zeros(2, 12), torch.zeros(2, 24), False, dtype))
-    attention = kernel.forward(q, kv, mask)
+    attention = kernel.forward(q, kv, KeyMask())
     assert attention.lse.dtype == torch.float32
-    gradients = kernel.backward(d_out, q, kv, attention, mask)
+    gradients = kernel.backward(d_out, q, kv, attention, KeyMask())
     of_results = torch.float32 if isinstance(kernel, EagerKernel) else dtype
     assert {result.dtype for result in (attention.out, *gradients)} == {of_results}
 
@@ -143,17 +141,6 @@ def test_the_eager_kernel_rounds_nothing_to_16_bits() -> None:
         assert close(result, expected, 1e-6)
 
 
-def test_document_bias() -> None:
-    bias = document_bias(torch.tensor([[0, 1, 1]]), torch.tensor([[0, 1, 2]]), False, torch.float32)
-    assert (bias == 0).tolist() == [[[[True, False, False], [False, True, False], [False, True, False]]]]
-    assert bias.unique().tolist() == [pytest.approx(UNSEEN), 0.0]
-    causal = document_bias(torch.zeros(1, 3), torch.zeros(1, 3), True, torch.bfloat16)
-    assert causal.dtype == torch.bfloat16
-    assert (causal == 0).squeeze().tolist() == torch.ones(3, 3).tril().bool().tolist()
-    last_queries = document_bias(torch.zeros(1, 2), torch.zeros(1, 3), True, torch.float32)
-    assert (last_queries == 0).squeeze().tolist() == [[True, True, False], [True, True, True]]
-
-
 def test_the_kernel_of_a_device() -> None:
     assert isinstance(block_kernel("eager", "cuda"), EagerKernel)
     assert isinstance(block_kernel("sdpa", "cpu"), CpuKernel)
@@ -170,13 +157,13 @@ def test_right_kernels_pass_the_check() -> None:
 
 
 class Wrong(CpuKernel):
-    """A kernel of which one result is 5 % too large where there is a bias."""
+    """A kernel of which one result is 5 % too large where there are entries."""
 
     def __init__(self, result: str) -> None:
         self.result = result
 
     def _spoil(self, mask: KeyMask, results: Any) -> Any:
-        if mask.bias is None or self.result not in results._fields:
+        if mask.entries is None or self.result not in results._fields:
             return results
         return results._replace(**{self.result: getattr(results, self.result) * 1.05})
 
@@ -207,13 +194,14 @@ def test_the_check_has_each_kind_of_block() -> None:
     check_kernel(Noting(), CPU, 1, 8, torch.float32)
     causal, whole, same_rank, other_rank = masks
     assert (causal, whole) == (KeyMask(causal=True), KeyMask())
-    assert same_rank.bias is not None
-    assert other_rank.bias is not None
-    keys_seen = (same_rank.bias[0, 0] == 0).sum(-1)
-    assert keys_seen[0] == 1  # of its document a token sees none that is later
-    assert 1 < keys_seen.max() < len(keys_seen)
-    sees_any = (other_rank.bias[0, 0] == 0).any(-1)
-    assert 0 < sees_any.sum() < len(sees_any)
+    assert same_rank.causal
+    assert not other_rank.causal
+    assert same_rank.entries is not None
+    assert other_rank.entries is not None
+    assert len(list(same_rank.entries.ranges(48, 48))) == 3
+    ((_, queries, keys),) = other_rank.entries.ranges(48, 48)
+    assert 0 == queries.start < queries.stop < 48
+    assert 0 < keys.start < keys.stop == 48
 
 
 def test_the_check_finds_a_kernel_that_ignores_strides() -> None:
@@ -243,7 +231,8 @@ def as_if_contiguous(x: Tensor) -> Tensor:
 class CudaStandIn(TorchDispatchMode):
     """Does what torch's CUDA kernels do, by the eager kernel, with what they ask for and what they misread.
 
-    tests/gpu compares the real ones, and tests/hollow runs their own checks.
+    tests/gpu compares the real ones, and tests/hollow runs their own checks. Rows that varlen attention skips are
+    nan here.
     """
 
     def __torch_dispatch__(
@@ -269,6 +258,38 @@ class CudaStandIn(TorchDispatchMode):
         self.refuse(q)
         return eager_backward(d_out, q, k, v, out, as_if_contiguous(lse), KeyMask(causal=causal), scale)
 
+    def _varlen_attn(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+        *entries, longest_query, longest_key, causal, scale, window = rest[:7]
+        assert window == [-1, 0 if causal else -1]
+        self.refuse(q)
+        out, lse = torch.full_like(q, math.nan), q.new_full(q.shape[1::-1], math.nan, dtype=wide(q))
+        for queries, keys in all_ranges(entries, longest_query, longest_key):
+            out[queries], lse[:, queries] = 0.0, math.inf
+            if not is_empty(queries) and not is_empty(keys):
+                part = eager(*(as_block(x) for x in (q[queries], k[keys], v[keys])), KeyMask(causal), scale)
+                out[queries], lse[:, queries] = part.out[0].transpose(0, 1), part.lse[0]
+        return out, lse, UNUSED
+
+    def _flash_attention_backward(
+        self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, **options: Any
+    ) -> Any:
+        *entries, longest_query, longest_key, dropout, causal, _, _ = rest
+        scale = options["scale"]
+        assert (dropout, options.keys()) == (0.0, {"scale"})
+        self.refuse(q)
+        lse = as_if_contiguous(lse)
+        gradients = [torch.full_like(x, math.nan) for x in (q, k, v)]
+        for queries, keys in all_ranges(entries, longest_query, longest_key):
+            parts = [gradient[part] for gradient, part in zip(gradients, (queries, keys, keys), strict=True)]
+            for part in parts:
+                part.zero_()
+            if not is_empty(queries) and not is_empty(keys):
+                inputs = [as_block(x) for x in (d_out[queries], q[queries], k[keys], v[keys], out[queries])]
+                results = eager_backward(*inputs, lse[:, queries].unsqueeze(0), KeyMask(causal), scale)
+                for part, result in zip(parts, results, strict=True):
+                    part.copy_(result[0].transpose(0, 1))
+        return gradients
+
     def _scaled_dot_product_efficient_attention(
         self,
         q: Tensor,
@@ -281,10 +302,11 @@ class CudaStandIn(TorchDispatchMode):
         *,
         scale: float,
     ) -> Any:
-        self.refuse(q, bias)
+        assert bias is None
+        self.refuse(q)
         assert k.shape[1] == q.shape[1]
         assert with_lse
-        out, lse = eager(q, k, v, KeyMask(causal, bias), scale)
+        out, lse = eager(q, k, v, KeyMask(causal), scale)
         return out, F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf), UNUSED, UNUSED
 
     def _scaled_dot_product_efficient_attention_backward(
@@ -304,28 +326,51 @@ class CudaStandIn(TorchDispatchMode):
         *,
         scale: float,
     ) -> Any:
-        self.refuse(q, bias)
+        assert bias is None
+        self.refuse(q)
         assert outputs == [True, True, True, False]
         assert lse.shape[-1] % 32 == 0
         if q.dtype == torch.bfloat16:
             by_token = out.transpose(1, 2)
             out = as_if_contiguous(by_token).transpose(1, 2)
-        gradients = eager_backward(d_out, q, k, v, out, lse[..., : q.shape[2]], KeyMask(causal, bias), scale)
+        gradients = eager_backward(d_out, q, k, v, out, lse[..., : q.shape[2]], KeyMask(causal), scale)
         return *gradients, UNUSED
 
-    def refuse(self, q: Tensor, bias: Tensor | None = None) -> None:
+    def refuse(self, q: Tensor) -> None:
         """Raise what the real kernels raise."""
         if q.shape[-1] % 8:
             raise RuntimeError("head_size must be a multiple of 8")
-        if bias is not None and bias.stride(-2) % 16:
-            raise RuntimeError("attn_bias is not correctly aligned")
+
+
+def all_ranges(entries: list[Tensor], longest_query: int, longest_key: int) -> list[tuple[slice, slice]]:
+    """Return the ranges of queries and keys of all entries, of those without queries or keys too."""
+    assert all(starts.dtype == torch.int32 for starts in entries)
+    of_queries, of_keys = ([slice(*part) for part in pairwise(starts.tolist())] for starts in entries)
+    ranges = list(zip(of_queries, of_keys, strict=True))
+    for queries, keys in ranges:
+        assert queries.stop - queries.start <= longest_query
+        assert keys.stop - keys.start <= longest_key
+    return ranges
+
+
+def is_empty(tokens: slice) -> bool:
+    return bool(tokens.start == tokens.stop)
+
+
+def as_block(x: Tensor) -> Tensor:
+    """Map (S, H, Q) -> (1, H, S, Q)."""
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+def wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, mask: KeyMask, scale: float) -> PartialAttention:
-    """Eager attention with another scale than that of q's width; the mask's bias is for every head."""
+    """Eager attention with another scale than that of q's width."""
     rescaled = q.double() * (scale * q.shape[-1] ** 0.5)
-    out, lse = EagerKernel().forward(rescaled, torch.stack((k, v)).double(), one_bias(mask))
-    return PartialAttention(out.to(q.dtype), lse.float())
+    out, lse = EagerKernel().forward(rescaled, torch.stack((k, v)).double(), mask)
+    return PartialAttention(out.to(q.dtype), lse.to(wide(q)))
 
 
 def eager_backward(
@@ -335,13 +380,8 @@ def eager_backward(
     factor = scale * q.shape[-1] ** 0.5
     attention = PartialAttention(out.double(), lse.double())
     kv = torch.stack((k, v)).double()
-    dq, dk, dv = EagerKernel().backward(d_out.double(), q.double() * factor, kv, attention, one_bias(mask))
+    dq, dk, dv = EagerKernel().backward(d_out.double(), q.double() * factor, kv, attention, mask)
     return Gradients((dq * factor).to(q.dtype), dk.to(q.dtype), dv.to(q.dtype))
-
-
-def one_bias(mask: KeyMask) -> KeyMask:
-    """The mask with the bias of one head, in float64, as the eager kernel takes it."""
-    return mask if mask.bias is None else KeyMask(mask.causal, mask.bias[:, :1].double())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

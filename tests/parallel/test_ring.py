@@ -11,24 +11,25 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import torchllm.models.document_attention
 import torchllm.parallel.ring
+from tests.parallel.test_attention_kernels import CudaStandIn
 from tests.workers import run
 from torchllm.models.attention import EagerAttention
+from torchllm.parallel import attention_kernels
 from torchllm.parallel.attention_kernels import (
-    UNSEEN,
     BlockKernel,
     CpuKernel,
+    CudaKernels,
     EagerKernel,
+    Entries,
     Gradients,
     KeyMask,
     PartialAttention,
-    document_bias,
 )
-from torchllm.parallel.ring import Exchange, RingAttention, RingStep, merge, ring_backward, ring_forward
+from torchllm.parallel.ring import Exchange, RingAttention, merge, ring_backward, ring_forward, shared_document
 
 BATCH, LENGTH, HEADS, KV, WIDTH = 2, 48, 6, 2, 8
-KERNELS: dict[str, BlockKernel] = {"eager": EagerKernel(), "sdpa": CpuKernel()}
+KERNELS: dict[str, BlockKernel] = {"eager": EagerKernel(), "sdpa": CpuKernel(), "cuda": CudaKernels()}
 EXACT = 1e-13  # of the largest element, in float64: the same sums in another order
 
 TOKEN = torch.arange(LENGTH).expand(BATCH, LENGTH)
@@ -39,7 +40,8 @@ DOCUMENTS: dict[str, Tensor | None] = {
     "a token each": TOKEN.clone(),  # a row sees nothing but itself
     "six tokens each": TOKEN // 6,  # the pieces of 4 ranks
     "halves": TOKEN // 24,
-    "ends apart": ((TOKEN >= 6) & (TOKEN < 42)).long(),  # one document in the middle, another at both ends
+    "a long one": (TOKEN >= 6).long() + (TOKEN >= 42),  # from the second piece of 4 ranks to the last but one
+    "one and many": torch.stack((TOKEN[0] // 48, TOKEN[0] // 3)),
 }
 
 
@@ -89,15 +91,20 @@ def forward_backward(core: Any, inputs: Inputs, mask: Any) -> Results:
     return Results(out.detach(), q.grad, k.grad, v.grad)
 
 
-def on_the_ring(kernel: str, dtype: torch.dtype, documents: Tensor | None, query_block: int = 512) -> Results:
+def on_the_ring(kernel: str, dtype: torch.dtype, documents: Tensor | None) -> Results:
     """On every rank: attention and gradients of the rank's part."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     rank, ranks = mesh.get_local_rank(), mesh.size()
     ring = RingAttention(mesh, KERNELS[kernel])
     if documents is not None:
         documents = part_of(documents, rank, ranks)
-    with mock.patch.object(torchllm.models.document_attention, "QUERY_BLOCK", query_block):
-        return forward_backward(ring, whole_inputs(dtype).part(rank, ranks), ring.mask(documents))
+    return forward_backward(ring, whole_inputs(dtype).part(rank, ranks), ring.mask(documents))
+
+
+def on_the_ring_of_gpus(documents: Tensor) -> Results:
+    """On every rank: as `on_the_ring`, by the calls of flash attention on a GPU, in float64."""
+    with mock.patch.object(attention_kernels, "_takes_flash", return_value=True), CudaStandIn():
+        return on_the_ring("cuda", torch.float64, documents)
 
 
 class Float64Attention(EagerAttention):
@@ -129,28 +136,33 @@ def worst_error(results_of_ranks: list[Results], documents: Tensor | None) -> fl
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_the_ring_is_attention_over_the_whole_sequence(ranks: int) -> None:
     for name, documents in DOCUMENTS.items():
-        for kernel in KERNELS if ranks == 2 else ["sdpa"]:
+        for kernel in ["eager", "sdpa"] if ranks == 2 else ["sdpa"]:
             results = run(on_the_ring, ranks, kernel, torch.float64, documents)
             assert worst_error(results, documents) <= EXACT, (name, kernel)
 
 
-def test_masks_of_a_few_queries_at_a_time_are_the_same_attention() -> None:
-    """The pieces of 2 ranks have 12 tokens, the steps 12 or 24 queries: blocks of 5 end where no piece does."""
-    for name in ("two", "ends apart"):
-        results = run(on_the_ring, 2, "sdpa", torch.float64, DOCUMENTS[name], 5)
-        assert worst_error(results, DOCUMENTS[name]) <= EXACT, name
+def test_the_document_that_two_ranks_share() -> None:
+    """Three entries per sequence: keys before it, the document, queries after it; every token is in one of them."""
+    query_ids, key_ids = torch.tensor([[1, 1, 2, 3], [5, 6, 6, 6], [7, 7, 7, 7]]), torch.tensor([[0, 0, 1]] * 3)
+    key_ids[1:] = torch.tensor([[1, 2, 3], [7, 7, 7]])
+    queries, keys = shared_document(query_ids, key_ids)
+    assert queries.tolist() == [0, *(0, 2, 4), *(4, 4, 8), *(8, 12, 12)]
+    assert keys.tolist() == [0, *(2, 3, 3), *(5, 6, 6), *(6, 9, 9)]
+    assert queries.dtype == keys.dtype == torch.int32
 
 
-def test_no_mask_is_larger_than_a_block_of_queries() -> None:
-    ring = mock.Mock(rank=1, ranks=3)
-    documents = torch.zeros(3, BATCH, 20, dtype=torch.int64)
-    with mock.patch.object(torchllm.models.document_attention, "QUERY_BLOCK", 4):
-        steps = [list(RingStep(ring, number, length=20).blocks(documents, torch.float32)) for number in range(3)]
-    shapes = [[tuple(block.mask.bias.shape[2:]) for block in blocks if block.mask.bias is not None] for blocks in steps]
-    own_keys = [(4, 4), (4, 8), (4, 12), (4, 16), (4, 20)]
-    keys_of_earlier_rank = [(4, 10)] * 5
-    keys_of_later_rank = [(4, 20), (4, 20), (2, 20)]
-    assert shapes == [own_keys, keys_of_earlier_rank, keys_of_later_rank]
+def test_no_pair_of_different_documents_is_computed() -> None:
+    """Documents of 6 tokens, 4 ranks with two pieces of 6: every rank computes its own documents, and nothing else."""
+    for events in run(record_events, 4, torch.float32, DOCUMENTS["six tokens each"]):
+        assert sizes(events.forward, "compute") == sizes(events.backward, "compute") == [21] * 2 * BATCH
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_flash_attention_gets_these_documents(ranks: int) -> None:
+    """Its stand-in leaves nan where the kernel writes nothing, and +inf as lse of a query without keys."""
+    for name, documents in DOCUMENTS.items():
+        if documents is not None:
+            assert worst_error(run(on_the_ring_of_gpus, ranks, documents), documents) <= EXACT, name
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
@@ -219,10 +231,10 @@ def test_the_parts_of_a_bfloat16_ring_are_merged_in_float32() -> None:
     kernel = RandomParts()
     ring: Any = mock.Mock(rank=3, ranks=4, kernel=kernel, merge=merge)  # the last rank: every block has all queries
     q = torch.zeros(BATCH, HEADS, 12, WIDTH, dtype=torch.bfloat16)
-    kv = torch.zeros(2, BATCH, KV, 12, WIDTH, dtype=torch.bfloat16)
+    kv = torch.zeros(2, BATCH, 12, KV, WIDTH, dtype=torch.bfloat16)
     with mock.patch.object(torchllm.parallel.ring, "Exchange", Echo):
-        attention = ring_forward(q, kv, None, ring)
-        dq, _ = ring_backward(q, q, kv, None, attention, ring)
+        attention = ring_forward(q, kv, RingAttention.mask(ring, None), ring)
+        dq, _ = ring_backward(q, q, kv, RingAttention.mask(ring, None), attention, ring)
     lse = torch.stack([part.lse.double() for part in kernel.parts])
     outs = torch.stack([part.out.double() for part in kernel.parts])
     assert rounded_once(attention.out, (lse.softmax(0).unsqueeze(-1) * outs).sum(0))
@@ -241,15 +253,14 @@ def test_parts_of_the_keys_merge_to_the_whole() -> None:
     attention = PartialAttention(*(x.clone() for x in attend(0, 10)))
     merge(attention, attend(10, 12))
     out, lse = attention.out.clone(), attention.lse.clone()
-    unseen = document_bias(torch.zeros(BATCH, LENGTH), torch.ones(BATCH, 10), False, torch.float64)
-    merge(attention, kernel.forward(q, kv[:, :, :, :10], KeyMask(bias=unseen)))  # changes nothing
+    no_pairs = Entries(torch.tensor([0, 0, BATCH * LENGTH]), torch.tensor([0, BATCH * 10, BATCH * 10]))
+    merge(attention, kernel.forward(q, kv[:, :, :, :10], KeyMask(entries=no_pairs)))  # changes nothing
     assert torch.equal(attention.out, out)
     assert torch.equal(attention.lse, lse)
     merge(attention, attend(12, LENGTH))
     expected = attend(0, LENGTH)
     torch.testing.assert_close(attention.out, expected.out, rtol=0, atol=1e-14)
     torch.testing.assert_close(attention.lse, expected.lse, rtol=0, atol=1e-14)
-    assert attention.lse.min() > UNSEEN / 2
 
 
 def test_a_compiled_merge_is_one_graph_for_all_sizes() -> None:
@@ -319,10 +330,11 @@ class RankEvents(NamedTuple):
     backward: list[Event]
 
 
-def record_events(dtype: torch.dtype) -> RankEvents:
+def record_events(dtype: torch.dtype, documents: Tensor | None = None) -> RankEvents:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     ring = RingAttention(mesh, CpuKernel())
     inputs = whole_inputs(dtype).part(mesh.get_local_rank(), mesh.size())
+    mask = ring.mask(None if documents is None else part_of(documents, mesh.get_local_rank(), mesh.size()))
     wait = Exchange.wait
 
     def recorded_wait(exchange: Exchange) -> Tensor:
@@ -331,7 +343,7 @@ def record_events(dtype: torch.dtype) -> RankEvents:
 
     with mock.patch.object(torchllm.parallel.ring.Exchange, "wait", recorded_wait):
         with Events() as recorder:
-            out = ring(*(x.requires_grad_() for x in inputs[:3]), None)
+            out = ring(*(x.requires_grad_() for x in inputs[:3]), mask)
         forward = recorder.events
         with Events() as recorder:
             out.backward(inputs.d_out)

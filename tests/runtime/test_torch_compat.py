@@ -28,6 +28,7 @@ from torchllm.runtime.torch_compat import (
     TorchDispatchMode,
     checkpoint_wrapper,
     flatten_mesh,
+    group_option,
     join_meshes,
     local_region,
     storage_info,
@@ -84,6 +85,23 @@ def test_varlen_attention(kv_heads: int) -> None:
     assert set(recorded.operations[1:]) <= {torch.ops.aten.detach.default}
     assert out.shape == q.shape
     assert out.requires_grad
+
+
+def test_group_option() -> None:
+    """See also `test_varlen_attention`."""
+    q, k = torch.empty(10, 4, 8), torch.empty(10, 2, 8)
+    assert group_option(q, k) in ({}, {"enable_gqa": True})
+    assert group_option(q, q) in ({}, {"enable_gqa": False})
+
+
+def test_VARLEN_GRADIENTS() -> None:
+    """It takes what a ring hands over; numbers by a stand-in in tests/parallel/test_ring.py, by itself in tests/gpu."""
+    with torch.device("meta"):
+        q, k, lse = torch.empty(10, 4, 8), torch.empty(6, 2, 8), torch.empty(4, 10)
+        state, offsets = torch.empty(2, dtype=torch.uint64), torch.empty(4, dtype=torch.int32)
+    arguments = q, q, k, k, q, lse, offsets, offsets, 7, 5, 0.0, True, state, state[0]
+    gradients = torch_compat.VARLEN_GRADIENTS(*arguments, scale=0.5)
+    assert [gradient.shape for gradient in gradients] == [q.shape, k.shape, k.shape]
 
 
 def test_PROFILER_MARKS() -> None:

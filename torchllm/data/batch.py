@@ -14,6 +14,6 @@ class Batch(NamedTuple):
     positions: Tensor
     """counted from the start of the sequence or, with data.document_mask, of the document"""
     document_ids: Tensor | None
-    """which document of the sequence a token belongs to; None without data.document_mask"""
+    """number of the document that a token belongs to, rising along the sequence; None without data.document_mask"""
     document_limit: int = 0
-    """upper bound of the number of documents, summed over the pieces of a sequence; 0: unknown"""
+    """upper bound of the number of documents that attention sees here, summed over the sequences; 0: unknown"""

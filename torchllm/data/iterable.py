@@ -187,9 +187,8 @@ def _decode(text: str) -> Any:
     return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)
 
 
-def _piece(window: Window, piece: range) -> Window:
+def piece_of(window: Window, piece: range) -> Window:
     """Return a piece of a sequence, and the token that follows."""
-    assert window.targets is not None
     begins = window.begins
     before = begins[(begins > 0) & (begins <= piece.start)]
     part = slice(piece.start, piece.stop + 1)
@@ -198,7 +197,7 @@ def _piece(window: Window, piece: range) -> Window:
         begins[(begins >= part.start) & (begins < part.stop)] - piece.start,
         document=len(before),
         position=piece.start - int(before[-1] if len(before) else 0),
-        targets=window.targets[part],
+        targets=None if window.targets is None else window.targets[part],
     )
 
 
@@ -255,8 +254,11 @@ class IterableLoader:
         return self._pack([window for start in starts for window in windows[start : start + size]], accumulation)
 
     def _pack(self, windows: Sequence[Window], micro_batches: int) -> PackedBatches:
-        pieces = [_piece(window, piece) for window in windows for piece in self._pieces]
-        values = torch.from_numpy(pack_windows(pieces, self._document_mask))
+        pieces = [piece_of(window, piece) for window in windows for piece in self._pieces]
+        last_token = range(self._training.sequence_length - 1, self._training.sequence_length)
+        attends_whole = self._ranks.pieces.attends_whole
+        documents = [1 + piece_of(window, last_token).document for window in windows] if attends_whole else None
+        values = torch.from_numpy(pack_windows(pieces, self._document_mask, documents))
         size = self._training.micro_batch_size
         return PackedBatches(values, micro_batches, size, self._pieces, self._document_mask, has_targets=True)
 

@@ -231,23 +231,27 @@ def _open(folders: Sequence[str], data: Data, settings: ReaderSettings) -> list[
     return opened
 
 
-class _Reader:
+class SequenceReader:
     """Reads this rank's pieces of sequences of the sources and packs them."""
 
     def __init__(self, sources: list[SequenceSource], length: int, document_mask: bool, pieces: SequencePieces) -> None:
         self.sources = sources
         self.length = length
         self.document_mask = document_mask
+        self.attends_whole = pieces.attends_whole
         self.pieces = pieces.positions(length)
         self.has_targets = any(isinstance(source, Corpus) and source.header.sequence_length for source in sources)
 
     def read(self, split: Split, locations: Sequence[Location]) -> Packed:
         """Return this rank's pieces of these sequences, in order, in one array."""
-        windows = []
+        windows, documents = [], []
         for location in locations:
             source = self.sources[location.source]
             windows += [source.window(split, location.number, self.length, piece) for piece in self.pieces]
-        return pack_windows(windows, self.document_mask)
+            if self.attends_whole and self.document_mask:
+                last_token = range(self.length - 1, self.length)
+                documents.append(1 + source.window(split, location.number, self.length, last_token).document)
+        return pack_windows(windows, self.document_mask, documents)
 
     def packed_batches(self, values: torch.Tensor, micro_batches: int, micro_batch_size: int) -> PackedBatches:
         """Return the sequences of `values`, a result of `read`, as `micro_batches` micro batches."""
@@ -261,7 +265,9 @@ class _Steps(torch.utils.data.Dataset[Packed | DataError]):
     at (m * ranks + r) * B.
     """
 
-    def __init__(self, reader: _Reader, order: DataOrder, first: int, training: Training, ranks: DataRanks) -> None:
+    def __init__(
+        self, reader: SequenceReader, order: DataOrder, first: int, training: Training, ranks: DataRanks
+    ) -> None:
         self.reader = reader
         self.order = order
         self.first = first
@@ -344,7 +350,7 @@ class TrainLoader:
                 skipped.update(source.header.skipped)
         self.skipped: dict[str, int] = dict(skipped)
         """number of records skipped by data.on_bad_record = "skip", by error"""
-        self._reader = _Reader(sources, length, self._data.document_mask, self._ranks.pieces)
+        self._reader = SequenceReader(sources, length, self._data.document_mask, self._ranks.pieces)
         self._sizes = sizes
         self._mixture = mixed_by_size(self._data, sizes) if self._counts_epochs else self._data
         """settings with the sources' weights in training; `data` has the weights for held-out sequences"""

@@ -29,6 +29,8 @@ class SequencePieces(NamedTuple):
 
     total: int
     indices: tuple[int, ...]
+    attends_whole: bool = False
+    """attention sees whole sequences, with the pieces of other ranks"""
 
     def positions(self, length: int) -> list[range]:
         """Return the range of each piece in a sequence of `length` tokens."""
@@ -39,17 +41,18 @@ class SequencePieces(NamedTuple):
 WHOLE_SEQUENCE = SequencePieces(1, (0,))
 
 
-def pack_windows(windows: Sequence[Window], document_mask: bool) -> Packed:
+def pack_windows(windows: Sequence[Window], document_mask: bool, documents: Sequence[int] | None = None) -> Packed:
     """Return windows, each of L tokens and the following token, in one array (n,).
 
     It holds the tokens (N, L + 1) of N windows, as ~id if a token is not trained; with `document_mask` the position
-    (N,) and then the document (N,) of the first token of each; and the indices of all other tokens that begin a
-    document.
+    (N,) and then the document (N,) of the first token of each, and the number of documents (N,) that attention sees;
+    and the indices of all other tokens that begin a document. documents: that number; None: the documents of a window.
     """
     parts: list[npt.NDArray[Any]] = [_signed(window) for window in windows]
     if document_mask:
         parts.append(np.array([window.position for window in windows]))
         parts.append(np.array([window.document for window in windows]))
+        parts.append(np.array(documents or [1 + int(np.count_nonzero(window.begins)) for window in windows]))
     width = len(windows[0].ids)
     for row, window in enumerate(windows):
         parts.append(window.begins[window.begins > 0] + row * width)
@@ -100,21 +103,13 @@ class PackedBatches:
             positions = self._positions_in_sequence(device)
             return [Batch(*fields, positions, None) for fields in zip(tokens, labels, strict=True)]
         first_tokens = rest[: 2 * windows].view(2, windows, 1)
-        begins = rest[2 * windows :].long()
+        begins = rest[3 * windows :].long()
         labels = self._by_micro_batch(_labels(ids, begins, is_target))
         positions, document_ids = _within_documents(first_tokens, begins, width)
         of_documents = self._by_micro_batch(positions), self._by_micro_batch(document_ids)
-        limit = self._document_limit(self.values[len(values) - len(begins) :], windows * width)
+        documents = self.values[windows * (width + 2) : windows * (width + 3)]  # on the host: nothing waits
+        limit = int(documents.view(self.micro_batches, -1).sum(1).max())
         return [Batch(*fields, limit) for fields in zip(tokens, labels, *of_documents, strict=True)]
-
-    def _document_limit(self, begins: Tensor, tokens: int) -> int:
-        """Return the most documents in a micro batch of this rank, summed over pieces.
-
-        begins: indices of the tokens that begin a document, on the host, so that nothing waits for the device.
-        """
-        per_micro_batch = tokens // self.micro_batches
-        counts = torch.bincount(begins // per_micro_batch, minlength=self.micro_batches)
-        return int(counts.max()) + self.micro_batch_size * len(self.pieces)  # with the first tokens of the pieces
 
     def _by_micro_batch(self, x: Tensor) -> Tensor:
         """Map (M x B x P, L) -> (M, B, P x L)."""

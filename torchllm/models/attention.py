@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from torchllm.config import Model
 from torchllm.config.errors import UserError
-from torchllm.models.document_attention import document_attention, fused_attention
+from torchllm.models.document_attention import document_attention, fused_attention, visible_keys
 from torchllm.models.layers import RMSNorm, Rotary, rotate, widened
 from torchllm.models.varlen_attention import (
     Documents,
@@ -73,17 +73,6 @@ class Attention(nn.Module):
         return out
 
 
-def document_mask(document_ids: Tensor, window: int = 0) -> Tensor:
-    """Return the keys that each query sees, (B, 1, S, S) bool: not later, in its document and in its window.
-
-    document_ids: (B, S). window: 0 for no window.
-    """
-    length = document_ids.shape[1]
-    same_document = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
-    visible = same_document & causal_mask(length, length, document_ids.device, window)
-    return visible.unsqueeze(1)  # the same for all heads
-
-
 def causal_mask(queries: int, keys: int, device: torch.device, window: int = 0) -> Tensor:
     """Return the keys that each query sees, (queries, keys) bool: keys that are not later.
 
@@ -104,7 +93,8 @@ class EagerAttention(nn.Module):
         self.window = window
 
     def mask(self, document_ids: Tensor | None, document_limit: int = 0) -> Tensor | None:
-        return None if document_ids is None else document_mask(document_ids, self.window)
+        """Return the keys that each query sees, the same for all heads: (B, 1, S, S)."""
+        return None if document_ids is None else visible_keys(document_ids, document_ids, self.window).unsqueeze(1)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         if mask is None:

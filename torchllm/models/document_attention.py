@@ -22,21 +22,13 @@ QUERY_BLOCK = 512
 """queries whose mask exists at a time"""
 
 
-def query_blocks(queries: slice) -> Iterator[slice]:
-    """Cut a range of queries, from `start` to `stop`, into blocks; the last may be shorter."""
-    for start in range(queries.start, queries.stop, QUERY_BLOCK):
-        yield slice(start, min(start + QUERY_BLOCK, queries.stop))
+def visible_keys(query_ids: Tensor, key_ids: Tensor, window: int = 0) -> Tensor:
+    """Return the keys that each query sees, (B, S, T) bool: in its document and not later.
 
-
-def visible_keys(query_ids: Tensor, key_ids: Tensor, causal: bool, window: int = 0) -> Tensor:
-    """Return the keys that each query sees, (B, S, T) bool: in its document and, if `causal`, not later.
-
-    query_ids (B, S) and key_ids (B, T): the document of each token. causal: the last query is the token of the last
-    key. window: with `causal`, only the last `window` keys, the query's own included; 0: no limit.
+    query_ids (B, S) and key_ids (B, T): the document of each token; the last query is the token of the last key.
+    window: only the last `window` keys, the query's own included; 0: no limit.
     """
     visible = query_ids.unsqueeze(2) == key_ids.unsqueeze(1)
-    if not causal:
-        return visible
     own_key = key_ids.shape[1] - query_ids.shape[1]  # position of the first query
     visible = visible.tril_(own_key)
     return visible.triu_(own_key - window + 1) if window else visible
@@ -53,10 +45,12 @@ class _Block(NamedTuple):
 
 def _blocks(document_ids: Tensor, window: int) -> Iterator[_Block]:
     """Yield the blocks of sequences with these documents, (B, S). One mask exists at a time."""
-    for queries in query_blocks(slice(0, document_ids.shape[1])):
+    length = document_ids.shape[1]
+    for start in range(0, length, QUERY_BLOCK):
+        queries = slice(start, min(start + QUERY_BLOCK, length))
         first_key = max(0, queries.start - window + 1) if window else 0
         keys = slice(first_key, queries.stop)
-        visible = visible_keys(document_ids[:, queries], document_ids[:, keys], causal=True, window=window)
+        visible = visible_keys(document_ids[:, queries], document_ids[:, keys], window)
         yield _Block(queries, keys, visible)
 
 

@@ -12,37 +12,70 @@ and the gradients are in q's type or a wider one. Scores are divided by sqrt(Q).
 *all* blocks of a row and returns this block's part of the gradients; the formulas are FlashAttention-2's (Dao 2023,
 section 3.1).
 
-FOOTGUN: a masked key has a bias of -1e30, not -inf. For a row that is masked completely torch's CPU kernel returns lse
-0 instead of -inf, as if the row had seen keys, and the merged result is silently wrong. With -1e30 its lse is -1e30,
-and merging gives it no weight.
+With documents a block has `Entries`: on a GPU in 16 bit flash attention takes all of them in one call, and nothing is
+read back; else a kernel is called for each, and no pair of tokens of different documents is computed either. A query
+without keys has out 0 and lse -inf, so that merging gives it no weight.
 
 CudaKernels was written without a GPU. `kernel_check.py` compares it with the eager kernel before it is used, so it may
 fail but cannot be silently wrong.
 """
 
 import math
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-from torchllm.models.document_attention import visible_keys
 from torchllm.models.layers import widened
+from torchllm.runtime.torch_compat import VARLEN_GRADIENTS, FakeTensor, group_option
 
-UNSEEN = -1e30
-"""added to the score of a key that a query may not see"""
 WIDTH_UNIT = 8
 """the CUDA kernels take head widths that are multiples of this: 16 bytes of a 16-bit type"""
+
+
+class Entries(NamedTuple):
+    """Ranges of queries and ranges of keys, in pairs: a query sees the keys of its own entry.
+
+    Tokens are counted over the sequences, one after the other; no entry has tokens of two sequences. Every query and
+    every key is in one entry, which may have no queries or no keys.
+    """
+
+    queries: Tensor
+    """start of each entry's queries, and the end of the last: (N + 1,) int32"""
+    keys: Tensor
+    """start of each entry's keys, and the end of the last: (N + 1,) int32"""
+
+    def ranges(self, queries: int, keys: int) -> Iterator[tuple[slice, slice, slice]]:
+        """Yield sequence, queries and keys of each entry that has both; of fake tensors, which tell nothing, all.
+
+        queries, keys: tokens per sequence. Waits for the device.
+        """
+        if isinstance(self.queries, FakeTensor):
+            yield slice(None), slice(None), slice(None)
+            return
+        starts = zip(self.queries.tolist(), self.keys.tolist(), strict=True)
+        for (first_query, first_key), (query_end, key_end) in pairwise(starts):
+            if first_query < query_end and first_key < key_end:
+                row = first_query // queries
+                before = row * queries, row * keys
+                yield (
+                    slice(row, row + 1),
+                    slice(first_query - before[0], query_end - before[0]),
+                    slice(first_key - before[1], key_end - before[1]),
+                )
 
 
 class KeyMask(NamedTuple):
     """Which keys each query sees. By default all of them."""
 
     causal: bool = False
-    """query i sees keys 0 to i, where S = T; False where there is a bias, which hides later tokens itself"""
-    bias: Tensor | None = None
-    """(B, 1, S, T) in q's type, added to the scores"""
+    """query i of the block, or of an entry, sees keys 0 to i; there are as many queries as keys"""
+    entries: Entries | None = None
+    """parts of the block that hold pairs which see each other; None: all of it"""
 
 
 class PartialAttention(NamedTuple):
@@ -79,38 +112,59 @@ class BlockKernel(Protocol):
         """Return the block's gradients, given the `attention` of q over all blocks."""
 
 
-def document_bias(query_ids: Tensor, key_ids: Tensor, causal: bool, dtype: torch.dtype) -> Tensor:
-    """Return the bias (B, 1, S, T) that hides other documents and, with `causal`, later tokens.
+class _EntryByEntry:
+    """A kernel that computes a block as a whole, or entry by entry."""
 
-    query_ids: (B, S) and key_ids: (B, T), the document of each token. causal: the last query is the token of the last
-    key.
-    """
-    visible = visible_keys(query_ids, key_ids, causal)
-    bias = torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, UNSEEN)
-    return bias.unsqueeze(1)
+    def _forward(self, q: Tensor, kv: Tensor, causal: bool) -> PartialAttention:
+        raise NotImplementedError
+
+    def _backward(self, d_out: Tensor, q: Tensor, kv: Tensor, attention: PartialAttention, causal: bool) -> Gradients:
+        raise NotImplementedError
+
+    def forward(self, q: Tensor, kv: Tensor, mask: KeyMask) -> PartialAttention:
+        if mask.entries is None:
+            return self._forward(q, kv, mask.causal)
+        out = torch.zeros_like(widened(q))
+        lse = out.new_full(q.shape[:3], -math.inf)
+        for row, queries, keys in mask.entries.ranges(q.shape[2], kv.shape[3]):
+            part = self._forward(q[row, :, queries], kv[:, row, :, keys], mask.causal)
+            out[row, :, queries], lse[row, :, queries] = part
+        return PartialAttention(out, lse)
+
+    def backward(self, d_out: Tensor, q: Tensor, kv: Tensor, attention: PartialAttention, mask: KeyMask) -> Gradients:
+        if mask.entries is None:
+            return self._backward(d_out, q, kv, attention, mask.causal)
+        out, lse = attention.out.to(q.dtype), attention.lse
+        dq, (dk, dv) = torch.zeros_like(widened(q)), torch.zeros_like(widened(kv))
+        for row, queries, keys in mask.entries.ranges(q.shape[2], kv.shape[3]):
+            inputs = d_out[row, :, queries], q[row, :, queries], kv[:, row, :, keys]
+            of_queries = PartialAttention(out[row, :, queries], lse[row, :, queries])
+            part = self._backward(*inputs, of_queries, mask.causal)
+            dq[row, :, queries], dk[row, :, keys], dv[row, :, keys] = part
+        return Gradients(dq, dk, dv)
 
 
-class EagerKernel:
+class EagerKernel(_EntryByEntry):
     """Plain products and a softmax on any device: the reference of the other kernels.
 
     All is computed and returned in float32 at least. In 16 bits, d_weights - row_sums would cancel if the values that a
     query sees are similar, and gradients of queries and keys would have several times the error.
     """
 
-    def forward(self, q: Tensor, kv: Tensor, mask: KeyMask) -> PartialAttention:
+    def _forward(self, q: Tensor, kv: Tensor, causal: bool) -> PartialAttention:
         q, kv = widened(q), widened(kv)
         k, v = kv
-        scores = _scores(q, k, mask)
+        scores = _scores(q, k, causal)
         lse = scores.logsumexp(-1)
         weights = (scores - lse.unsqueeze(-1)).exp()
         out = weights @ v.unsqueeze(2)
         return PartialAttention(out.flatten(1, 2), lse.flatten(1, 2))
 
-    def backward(self, d_out: Tensor, q: Tensor, kv: Tensor, attention: PartialAttention, mask: KeyMask) -> Gradients:
+    def _backward(self, d_out: Tensor, q: Tensor, kv: Tensor, attention: PartialAttention, causal: bool) -> Gradients:
         d_out, q, kv, out = widened(d_out), widened(q), widened(kv), widened(attention.out)
         k, v = kv
         grouped = (k.shape[1], -1)  # H -> K, H / K
-        scores = _scores(q, k, mask)
+        scores = _scores(q, k, causal)
         weights = (scores - attention.lse.unflatten(1, grouped).unsqueeze(-1)).exp()
         # sum over Q of d_out * out, which the gradient of the softmax subtracts from every key of a row
         row_sums = (d_out * out).sum(-1).unflatten(1, grouped).unsqueeze(-1)
@@ -123,54 +177,70 @@ class EagerKernel:
         return Gradients(dq, dk, dv)
 
 
-def _scores(q: Tensor, k: Tensor, mask: KeyMask) -> Tensor:
+def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     """Return the masked scores (B, K, H / K, S, T)."""
     scores = q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT * q.shape[-1] ** -0.5
-    if mask.causal:
+    if causal:
         later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(later, UNSEEN)
-    if mask.bias is not None:
-        scores = scores + mask.bias.unsqueeze(1)
+        scores = scores.masked_fill(later, -math.inf)
     return scores
 
 
-class CpuKernel:
+class CpuKernel(_EntryByEntry):
     """torch's fused attention for CPUs, which takes unexpanded heads in both directions."""
 
-    def forward(self, q: Tensor, kv: Tensor, mask: KeyMask) -> PartialAttention:
+    def _forward(self, q: Tensor, kv: Tensor, causal: bool) -> PartialAttention:
         k, v = kv
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return PartialAttention(*kernel(q, k, v, 0.0, mask.causal, attn_mask=mask.bias))
+        return PartialAttention(*torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal))
 
-    def backward(self, d_out: Tensor, q: Tensor, kv: Tensor, attention: PartialAttention, mask: KeyMask) -> Gradients:
+    def _backward(self, d_out: Tensor, q: Tensor, kv: Tensor, attention: PartialAttention, causal: bool) -> Gradients:
         k, v = kv
-        out, lse = attention
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return Gradients(*kernel(d_out, q, k, v, out, lse, 0.0, mask.causal, attn_mask=mask.bias))
+        return Gradients(*kernel(d_out, q, k, v, *attention, 0.0, causal))
 
 
-class CudaKernels:
-    """Flash attention for 16-bit types without a bias; otherwise the memory-efficient kernel, which takes one.
+class CudaKernels(_EntryByEntry):
+    """Flash attention for 16-bit types, of all entries at once; the memory-efficient kernel for the others.
 
     The second has no grouped heads: key-value heads are expanded for one block at a time, and sent unexpanded. Both
     take heads whose width is a multiple of `WIDTH_UNIT`: others are padded with zeros, which changes no score.
     """
 
     def forward(self, q: Tensor, kv: Tensor, mask: KeyMask) -> PartialAttention:
+        if mask.entries is None or not _takes_flash(q):
+            return super().forward(q, kv, mask)
+        q_tokens, (k, v) = _tokens(q), _tokens(kv)
+        arguments = *mask.entries, q.shape[2], kv.shape[3]
+        window = (-1, 0 if mask.causal else -1)
+        options = {"scale": q.shape[-1] ** -0.5, "window_size": window, **group_option(q_tokens, k)}
+        out, lse = varlen_attn(q_tokens, k, v, *arguments, return_aux=AuxRequest(lse=True), **options)
+        # of a query without keys FlashAttention 2 returns +inf, 3 returns -inf
+        lse = lse.nan_to_num_(nan=math.nan, posinf=-math.inf, neginf=-math.inf)
+        return PartialAttention(_of_sequences(out, q), lse.unflatten(1, (len(q), -1)).transpose(0, 1))
+
+    def backward(self, d_out: Tensor, q: Tensor, kv: Tensor, attention: PartialAttention, mask: KeyMask) -> Gradients:
+        if mask.entries is None or not _takes_flash(q):
+            return super().backward(d_out, q, kv, attention, mask)
+        lse = attention.lse.transpose(0, 1).flatten(1).contiguous()  # FOOTGUN: as in `_backward`
+        inputs = _tokens(d_out), _tokens(q), *_tokens(kv), _tokens(attention.out), lse
+        arguments = *mask.entries, q.shape[2], kv.shape[3], 0.0, mask.causal
+        gradients = VARLEN_GRADIENTS(*inputs, *arguments, *_no_dropout(q), scale=q.shape[-1] ** -0.5)
+        return Gradients(*(_of_sequences(x, q) for x in gradients))
+
+    def _forward(self, q: Tensor, kv: Tensor, causal: bool) -> PartialAttention:
         width = q.shape[-1]
         scale = width**-0.5
         q, kv = _padded(q), _padded(kv)
-        if _takes_flash(q, mask):
+        if _takes_flash(q):
             k, v = kv
-            out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, mask.causal, scale=scale)
+            out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
             return PartialAttention(out[..., :width], lse)
         k, v = _expanded(q, kv)
-        bias = _aligned(mask.bias, q)
         kernel = torch.ops.aten._scaled_dot_product_efficient_attention
-        out, lse, *_ = kernel(q, k, v, bias, True, 0.0, mask.causal, scale=scale)
+        out, lse, *_ = kernel(q, k, v, None, True, 0.0, causal, scale=scale)
         return PartialAttention(out[..., :width], lse[..., : q.shape[2]])  # it pads its rows
 
-    def backward(self, d_out: Tensor, q: Tensor, kv: Tensor, attention: PartialAttention, mask: KeyMask) -> Gradients:
+    def _backward(self, d_out: Tensor, q: Tensor, kv: Tensor, attention: PartialAttention, causal: bool) -> Gradients:
         width = q.shape[-1]
         scale = width**-0.5
         q, kv, d_out = _padded(q), _padded(kv), _padded(d_out)
@@ -178,41 +248,54 @@ class CudaKernels:
         # one reads a 16-bit out as if its memory were (B, S, H, Q): wrong gradients, no error.
         out = _padded(attention.out).transpose(1, 2).contiguous().transpose(1, 2)
         attention = PartialAttention(out, attention.lse.contiguous())
-        backward = self._flash_backward if _takes_flash(q, mask) else self._efficient_backward
-        dq, dk, dv = backward(d_out, q, kv, attention, mask, scale)
+        backward = self._flash_backward if _takes_flash(q) else self._efficient_backward
+        dq, dk, dv = backward(d_out, q, kv, attention, causal, scale)
         return Gradients(dq[..., :width], dk[..., :width], dv[..., :width])
 
     def _flash_backward(
-        self, d_out: Tensor, q: Tensor, kv: Tensor, attention: PartialAttention, mask: KeyMask, scale: float
+        self, d_out: Tensor, q: Tensor, kv: Tensor, attention: PartialAttention, causal: bool, scale: float
     ) -> Gradients:
         k, v = kv
         queries, keys = q.shape[2], k.shape[2]
-        dropout_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # not read: there is no dropout
-        seed, offset = dropout_state, dropout_state[0]
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward
         dq, dk, dv = kernel(
-            d_out, q, k, v, *attention, None, None, queries, keys, 0.0, mask.causal, seed, offset, scale=scale
+            d_out, q, k, v, *attention, None, None, queries, keys, 0.0, causal, *_no_dropout(q), scale=scale
         )
         return Gradients(dq, dk, dv)
 
     def _efficient_backward(
-        self, d_out: Tensor, q: Tensor, kv: Tensor, attention: PartialAttention, mask: KeyMask, scale: float
+        self, d_out: Tensor, q: Tensor, kv: Tensor, attention: PartialAttention, causal: bool, scale: float
     ) -> Gradients:
         k, v = _expanded(q, kv)
-        bias = _aligned(mask.bias, q)
         out, lse = attention
         lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)  # padded as its own forward returns it
         dropout_state = torch.zeros((), dtype=torch.int64, device=q.device)  # not read: there is no dropout
         seed, offset = dropout_state, dropout_state
         outputs = [True, True, True, False]  # gradients of q, k and v, not of the bias
         kernel = torch.ops.aten._scaled_dot_product_efficient_attention_backward
-        dq, dk, dv, _ = kernel(d_out, q, k, v, bias, out, lse, seed, offset, 0.0, outputs, mask.causal, scale=scale)
+        dq, dk, dv, _ = kernel(d_out, q, k, v, None, out, lse, seed, offset, 0.0, outputs, causal, scale=scale)
         grouped = (kv.shape[2], -1)  # H -> K, H / K
         return Gradients(dq, dk.unflatten(1, grouped).sum(2), dv.unflatten(1, grouped).sum(2))
 
 
-def _takes_flash(q: Tensor, mask: KeyMask) -> bool:
-    return mask.bias is None and q.dtype in (torch.bfloat16, torch.float16)
+def _takes_flash(q: Tensor) -> bool:
+    return q.dtype in (torch.bfloat16, torch.float16)
+
+
+def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return seed and offset of flash attention's dropout, which are not read."""
+    state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    return state, state[0]
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """Return the padded tokens of all sequences, one after the other: (..., B, H, S, Q) -> (..., B S, H, Q)."""
+    return _padded(x).transpose(-3, -2).flatten(-4, -3)
+
+
+def _of_sequences(x: Tensor, q: Tensor) -> Tensor:
+    """Undo `_tokens`: (B S, H, Q) -> (B, H, S, Q), B and Q as those of q."""
+    return x.unflatten(0, (len(q), -1)).transpose(1, 2)[..., : q.shape[-1]]
 
 
 def _padded(x: Tensor) -> Tensor:
@@ -224,18 +307,6 @@ def _padded(x: Tensor) -> Tensor:
 def _expanded(q: Tensor, kv: Tensor) -> Tensor:
     """Repeat the key-value heads: (2, B, K, T, Q) -> (2, B, H, T, Q)."""
     return kv.repeat_interleave(q.shape[1] // kv.shape[2], dim=2)
-
-
-def _aligned(bias: Tensor | None, q: Tensor) -> Tensor | None:
-    """Return the bias of every head (B, H, S, T), in memory whose rows begin at multiples of 16 elements.
-
-    The memory-efficient kernel asks for such rows.
-    """
-    if bias is None:
-        return None
-    length = bias.shape[-1]
-    padded = F.pad(bias, (0, -length % 16))
-    return padded[..., :length].expand(-1, q.shape[1], -1, -1)
 
 
 def block_kernel(attention: str, device: str) -> BlockKernel:

@@ -62,13 +62,10 @@ class UlyssesAttention(nn.Module):
         self.core = core
 
     def mask(self, document_ids: Tensor | None, document_limit: int = 0) -> Any:
-        """Return the core's mask of the whole sequence, from this rank's document ids (B, S / n).
-
-        document_limit is ignored: it limits the documents of this rank's part, not of the whole sequence.
-        """
+        """Return the core's mask of whole sequences, from this rank's document ids (B, S / n) and the whole's limit."""
         if document_ids is None:
             return self.core.mask(None)
-        return self.core.mask(torch.cat(gather_from_ranks(document_ids, self.group), dim=1))
+        return self.core.mask(torch.cat(gather_from_ranks(document_ids, self.group), dim=1), document_limit)
 
     @torch.compiler.disable
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:

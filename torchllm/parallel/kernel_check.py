@@ -10,18 +10,10 @@ import torch
 from torch import Tensor
 
 from torchllm.config.errors import UserError
-from torchllm.parallel.attention_kernels import (
-    UNSEEN,
-    BlockKernel,
-    EagerKernel,
-    KeyMask,
-    PartialAttention,
-    document_bias,
-)
+from torchllm.parallel.attention_kernels import BlockKernel, EagerKernel, Entries, KeyMask, PartialAttention
 
 LENGTH = 48
 """queries and keys of the blocks"""
-DOCUMENT_LENGTH = 20
 TOLERANCES = {
     torch.float32: 1e-3,  # allows for factors rounded to tf32, by up to 2**-11
     torch.bfloat16: 3e-2,  # bfloat16 rounds by up to 2**-8, in sums of some terms
@@ -86,23 +78,24 @@ def kernel_errors(
     d_out = torch.randn(1, *heads, generator=generator).to(device, dtype)
     kv = torch.randn(2, 1, 2, LENGTH, width, generator=generator).to(device, dtype)
     errors: list[KernelError] = []
-    for mask in _masks(device, dtype):
+    for mask in _masks(device):
         errors += _errors(kernel, _Inputs(q, kv, d_out), mask, reference or device)
     return errors
 
 
-def _masks(device: torch.device, dtype: torch.dtype) -> list[KeyMask]:
+def _masks(device: torch.device) -> list[KeyMask]:
     """Return one mask of each kind, without and with documents: for a rank's own keys, and for another rank's."""
-    ids = torch.arange(LENGTH, device=device).unsqueeze(0) // DOCUMENT_LENGTH
-    same_rank = document_bias(ids, ids, True, dtype)
-    other_rank = document_bias(ids, ids + 1, False, dtype)  # some rows see nothing
-    return [KeyMask(causal=True), KeyMask(), KeyMask(bias=same_rank), KeyMask(bias=other_rank)]
+    same_rank, queries, keys = torch.tensor(
+        [[0, 20, 40, LENGTH], [0, 0, 20, LENGTH], [0, 10, LENGTH, LENGTH]], dtype=torch.int32, device=device
+    )
+    documents = Entries(same_rank, same_rank)
+    other_rank = Entries(queries, keys)  # some queries see nothing, and nothing sees some keys
+    return [KeyMask(causal=True), KeyMask(), KeyMask(True, documents), KeyMask(entries=other_rank)]
 
 
 def _errors(kernel: BlockKernel, inputs: _Inputs, mask: KeyMask, reference: torch.device) -> list[KernelError]:
     """Return the difference of each result from the eager kernel in float64 on the same inputs."""
-    wide_mask = mask if mask.bias is None else KeyMask(bias=mask.bias.to(reference, torch.float64))
-    expected = _forward_backward(EagerKernel(), inputs.widened(reference), wide_mask)
+    expected = _forward_backward(EagerKernel(), inputs.widened(reference), mask)
     results = _forward_backward(kernel, inputs, mask)
     errors = []
     for name, expected_result in expected.items():
@@ -115,13 +108,12 @@ def _forward_backward(kernel: BlockKernel, inputs: _Inputs, mask: KeyMask) -> di
     """Return out, lse, dq, dk and dv by name.
 
     As in a ring, the tensors are slices of larger ones, and the backward gets the out and lse of rows that have seen
-    more than this block. The out of a fully masked row is undefined (its weight is 0), so it is cleared.
+    more than this block.
     """
     q = _as_second_half(inputs.q)
     d_out = _as_second_half(inputs.d_out)
     out, lse = kernel.forward(q, inputs.kv, mask)
-    sees_nothing = lse < UNSEEN / 2
-    out = _as_second_half(out.masked_fill(sees_nothing.unsqueeze(-1), 0.0))
+    out = _as_second_half(out)
     lse = _as_second_half(lse.logaddexp(torch.ones_like(lse)))
     gradients = kernel.backward(d_out, q, inputs.kv, PartialAttention(out, lse), mask)
     return {"out": out, "lse": lse, "dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv}

@@ -215,4 +215,4 @@ def sequence_pieces(mesh: Mesh) -> SequencePieces:
     rank, ranks = mesh.cp.get_local_rank(), mesh.cp.size()
     if ranks > 1 and mesh.cp_method == "ring":
         return SequencePieces(2 * ranks, (rank, 2 * ranks - 1 - rank))
-    return SequencePieces(ranks, (rank,))
+    return SequencePieces(ranks, (rank,), attends_whole=ranks > 1)

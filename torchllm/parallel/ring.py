@@ -10,25 +10,30 @@ Sent, per layer and rank, to the next rank of the ring, while it computes the cu
 the keys and values of one rank, 2 x B x S / n x K x Q numbers; in the backward again n - 1 times these, and n - 1 times
 their gradients, in float32. Heads are not expanded. The document ids are gathered once per forward, in `mask`.
 
-With documents a step computes one block of queries at a time, with a mask (B, 1, block, keys), so that no mask of
-S / n x S / n is ever in memory.
+With documents, whose ids rise along the sequence, the rank's own step computes each of its documents alone. Of another
+rank's keys one document at most reaches the queries: the last keys and the first queries of a sequence. So a step has
+three `Entries` per sequence, the keys before that document, the document and the queries after it, and no mask.
 
 Results are merged in float32. Saved for the backward: this rank's q, k, v, out and lse. Selective recomputation keeps
 out and lse as the results of one operation (`saved_results.py`), so that nothing is computed or sent again.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchllm.models.document_attention import query_blocks
-from torchllm.parallel.attention_kernels import BlockKernel, KeyMask, PartialAttention, document_bias
+from torchllm.models.varlen_attention import document_offsets
+from torchllm.parallel.attention_kernels import BlockKernel, Entries, KeyMask, PartialAttention
 from torchllm.parallel.saved_results import computed_once
 from torchllm.runtime.phase import messages
+
+Masks = tuple[KeyMask, ...]
+"""the mask of each step of a ring"""
 
 
 class RingAttention(nn.Module):
@@ -43,18 +48,37 @@ class RingAttention(nn.Module):
         self.merge: Callable[[PartialAttention, PartialAttention], None] = merge
         """`compile.py` compiles it"""
 
-    def mask(self, document_ids: Tensor | None, document_limit: int = 0) -> Tensor | None:
-        """Gather the document ids: this rank's (B, S / n) -> every rank's (n, B, S / n)."""
+    def mask(self, document_ids: Tensor | None, document_limit: int = 0) -> Masks:
+        """Return the mask of each step, from this rank's document ids (B, S / n), which rise along a sequence."""
         if document_ids is None:
-            return None
-        return torch.stack(gather_from_ranks(document_ids, self.group))
+            return KeyMask(causal=True), *[KeyMask()] * (self.ranks - 1)
+        ids_of_ranks = gather_from_ranks(document_ids, self.group)
+        own = document_offsets(document_ids, document_limit or document_ids.numel())
+        masks = [KeyMask(causal=True, entries=Entries(own, own))]
+        for number in range(1, self.ranks):
+            step = RingStep(self, number, document_ids.shape[1])
+            key_ids = ids_of_ranks[step.source][:, step.keys]
+            masks.append(KeyMask(entries=shared_document(document_ids[:, step.queries], key_ids)))
+        return tuple(masks)
 
     @torch.compiler.disable
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Map q (B, S / n, H, Q), k and v (B, S / n, K, Q), mask: document ids (n, B, S / n) -> (B, S / n, H, Q)."""
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = _Ring.apply(q, torch.stack((k, v)), mask, self)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Masks) -> Tensor:
+        """Map q (B, S / n, H, Q), k and v (B, S / n, K, Q) -> (B, S / n, H, Q)."""
+        out = _Ring.apply(q.transpose(1, 2), torch.stack((k, v)), mask, self)
         return out.transpose(1, 2)
+
+
+def shared_document(query_ids: Tensor, key_ids: Tensor) -> Entries:
+    """Return three entries per sequence: the second is the document that both have, if any.
+
+    query_ids (B, S), key_ids (B, T): document of each token, rising along a sequence; all keys are before all queries.
+    """
+    document = key_ids[:, -1:]
+    queries = (query_ids == document).sum(1)  # the first ones
+    keys = (key_ids == document).sum(1)  # the last ones
+    none = torch.zeros_like(keys)
+    sizes = torch.stack((none, queries, query_ids.shape[1] - queries, key_ids.shape[1] - keys, keys, none), dim=1)
+    return Entries(*F.pad(sizes.unflatten(1, (2, 3)).transpose(0, 1).flatten(1).cumsum(1), (1, 0)).int())
 
 
 def gather_from_ranks(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
@@ -84,23 +108,11 @@ class Exchange:
         return self.received
 
 
-class RingBlock(NamedTuple):
-    """Queries and keys of one call of the kernel."""
-
-    queries: slice
-    """range of this rank's tokens"""
-    keys: slice
-    """range of the source's tokens"""
-    mask: KeyMask
-    """hides later tokens and other documents"""
-
-
 class RingStep:
     """One step of a ring: this rank's queries and the keys of rank `source`."""
 
     def __init__(self, ring: RingAttention, number: int, length: int) -> None:
         """number: 0 to n - 1, counted from the rank's own keys. length: tokens per rank, S / n."""
-        self.rank = ring.rank
         self.source = (ring.rank - number) % ring.ranks
         half = length // 2
         self.queries = slice(0, length)
@@ -110,63 +122,49 @@ class RingStep:
         elif self.source > ring.rank:
             self.queries = slice(half, length)
 
-    def blocks(self, documents: Tensor | None, dtype: torch.dtype) -> Iterator[RingBlock]:
-        """Yield the blocks of this step: one, or, given the document ids (n, B, S / n), one per block of queries."""
-        causal = self.source == self.rank
-        if documents is None:
-            yield RingBlock(self.queries, self.keys, KeyMask(causal=causal))
-            return
-        for queries in query_blocks(self.queries):
-            keys = slice(0, queries.stop) if causal else self.keys
-            query_ids = documents[self.rank, :, queries]
-            key_ids = documents[self.source, :, keys]
-            yield RingBlock(queries, keys, KeyMask(bias=document_bias(query_ids, key_ids, causal, dtype)))
+    def keys_of(self, kv: Tensor) -> Tensor:
+        """Return a view of the step's keys and values: the source's (2, B, S / n, K, Q) -> (2, B, K, T, Q)."""
+        return kv[:, :, self.keys].transpose(2, 3)
 
 
 class _Ring(torch.autograd.Function):
-    """Maps q (B, H, S / n, Q), kv (2, B, K, S / n, Q), document ids (n, B, S / n) or None -> out (B, H, S / n, Q)."""
+    """Maps q (B, H, S / n, Q), kv (2, B, S / n, K, Q) -> out (B, H, S / n, Q)."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, documents: Tensor | None, ring: RingAttention) -> Tensor:
-        out, lse = computed_once(lambda: ring_forward(q, kv, documents, ring))
-        ctx.ring = ring
-        ctx.save_for_backward(q, kv, documents, out, lse)
+    def forward(ctx: Any, q: Tensor, kv: Tensor, masks: Masks, ring: RingAttention) -> Tensor:
+        out, lse = computed_once(lambda: ring_forward(q, kv, masks, ring))
+        ctx.ring, ctx.masks = ring, masks
+        ctx.save_for_backward(q, kv, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, kv, documents, out, lse = ctx.saved_tensors
-        dq, dkv = ring_backward(d_out, q, kv, documents, PartialAttention(out, lse), ctx.ring)
+        q, kv, out, lse = ctx.saved_tensors
+        dq, dkv = ring_backward(d_out, q, kv, ctx.masks, PartialAttention(out, lse), ctx.ring)
         return dq, dkv, None, None
 
 
-def ring_forward(q: Tensor, kv: Tensor, documents: Tensor | None, ring: RingAttention) -> PartialAttention:
+def ring_forward(q: Tensor, kv: Tensor, masks: Masks, ring: RingAttention) -> PartialAttention:
     """Return the attention of this rank's queries over the keys of all ranks."""
     attention = PartialAttention(torch.empty_like(q, dtype=_wide(q)), q.new_empty(q.shape[:3], dtype=_wide(q)))
     source_kv = kv  # of rank step.source
     for number in range(ring.ranks):
         incoming = Exchange(source_kv, ring) if number + 1 < ring.ranks else None
         step = RingStep(ring, number, length=q.shape[2])
-        for block in step.blocks(documents, q.dtype):
-            part = ring.kernel.forward(q[:, :, block.queries], source_kv[:, :, :, block.keys], block.mask)
-            rows = attention.rows(block.queries)
-            if number == 0:
-                rows.out.copy_(part.out)
-                rows.lse.copy_(part.lse)
-            else:
-                ring.merge(rows, part)
+        part = ring.kernel.forward(q[:, :, step.queries], step.keys_of(source_kv), masks[number])
+        rows = attention.rows(step.queries)
+        if number == 0:
+            rows.out.copy_(part.out)
+            rows.lse.copy_(part.lse)
+        else:
+            ring.merge(rows, part)
         if incoming is not None:
             source_kv = incoming.wait()
     return PartialAttention(attention.out.to(q.dtype), attention.lse)
 
 
 def ring_backward(
-    d_out: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    documents: Tensor | None,
-    attention: PartialAttention,
-    ring: RingAttention,
+    d_out: Tensor, q: Tensor, kv: Tensor, masks: Masks, attention: PartialAttention, ring: RingAttention
 ) -> tuple[Tensor, Tensor]:
     """Return dq and dkv of this rank, given the `attention` of its queries over the keys of all ranks."""
     dq = torch.zeros_like(q, dtype=_wide(q))
@@ -177,17 +175,12 @@ def ring_backward(
         incoming = Exchange(source_kv, ring) if number + 1 < ring.ranks else None
         step = RingStep(ring, number, length=q.shape[2])
         d_source = dkv if number == 0 else torch.zeros_like(dkv)
-        for block in step.blocks(documents, q.dtype):
-            gradients = ring.kernel.backward(
-                d_out[:, :, block.queries],
-                q[:, :, block.queries],
-                source_kv[:, :, :, block.keys],
-                attention.rows(block.queries),
-                block.mask,
-            )
-            dq[:, :, block.queries] += gradients.dq
-            d_source[0, :, :, block.keys] += gradients.dk
-            d_source[1, :, :, block.keys] += gradients.dv
+        inputs = d_out[:, :, step.queries], q[:, :, step.queries], step.keys_of(source_kv)
+        gradients = ring.kernel.backward(*inputs, attention.rows(step.queries), masks[number])
+        dq[:, :, step.queries] += gradients.dq
+        dk, dv = step.keys_of(d_source)
+        dk += gradients.dk
+        dv += gradients.dv
         if returning is not None:
             d_source += returning.wait()
         if number > 0:

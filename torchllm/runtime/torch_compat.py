@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "PROFILER_MARKS",
     "VARLEN_ATTENTION",
+    "VARLEN_GRADIENTS",
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
@@ -45,6 +46,7 @@ __all__ = [
     "foreach_norm",
     "forget_meshes",
     "free_gather_buffer",
+    "group_option",
     "group_with_name",
     "join_meshes",
     "local_region",
@@ -64,20 +66,25 @@ recomputation of a block with a unit inside must ignore them"""
 VARLEN_ATTENTION = torch.ops.torch_attn._varlen_attn.default
 """the operation that `torch.nn.attention.varlen.varlen_attn` calls; private; selective recomputation looks for it"""
 
+VARLEN_GRADIENTS = torch.ops.aten._flash_attention_backward
+"""its gradients, from any out and lse; private; autograd takes those of one call's keys, a ring those of all keys"""
+
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, window: int = 0) -> Tensor:
     """Return the causal attention within sequences of unequal length: q (T, H, Q), k and v (T, K, Q) -> (T, H, Q).
 
     offsets: start of each sequence, and end of the last one, (N + 1,) int32. longest: upper bound of their length.
     window: number of tokens that a token sees, itself included; 0: all before it.
-    From torch 2.12 on, grouped query heads need an argument; 2.11 detects them.
     """
-    options: dict[str, Any] = {"window_size": (window - 1, 0)}  # causal; -1: no limit
-    if "enable_gqa" in _VARLEN_PARAMETERS:
-        options["enable_gqa"] = q.shape[1] != k.shape[1]
-    out = varlen_attn(q, k, v, offsets, offsets, longest, longest, **options)
+    causal_window = (window - 1, 0)  # -1: no limit
+    out = varlen_attn(q, k, v, offsets, offsets, longest, longest, window_size=causal_window, **group_option(q, k))
     assert isinstance(out, Tensor)  # without unused results
     return out
+
+
+def group_option(q: Tensor, k: Tensor) -> dict[str, Any]:
+    """Return the argument of varlen attention for grouped query heads: from torch 2.12 on; 2.11 detects them."""
+    return {"enable_gqa": q.shape[1] != k.shape[1]} if "enable_gqa" in _VARLEN_PARAMETERS else {}
 
 
 _VARLEN_PARAMETERS = inspect.signature(varlen_attn).parameters

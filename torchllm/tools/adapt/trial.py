@@ -2,10 +2,16 @@
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from torchllm.config import Config, gradient_accumulation
 from torchllm.data.batch import Batch
+from torchllm.data.corpus import Synthetic, Window
+from torchllm.data.iterable import piece_of
+from torchllm.data.loader import SequenceReader
+from torchllm.data.order import Location
+from torchllm.data.shard import Split
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.models.lora import apply_lora
 from torchllm.optim.average import WeightAverage
@@ -46,14 +52,22 @@ def build_trial(config: Config, runtime: Runtime, mesh: Mesh) -> Trial:
 
 
 def synthetic_batches(config: Config, mesh: Mesh, device: torch.device) -> list[Batch]:
-    """Return the micro batches of a step of one rank: random tokens, on the device."""
+    """Return the micro batches of a step of one rank, on the device: random documents, read and packed as in a run."""
     training = config.training
-    pieces = sequence_pieces(mesh).positions(training.sequence_length)
-    positions = torch.cat([torch.arange(piece.start, piece.stop, device=device) for piece in pieces])
-    shape = (training.micro_batch_size, len(positions))  # (B, S), under context parallelism (B, S / n)
-    batches = []
-    for _ in range(gradient_accumulation(training, mesh.data_size)):
-        tokens, labels = torch.randint(config.model.vocab, (2, *shape), device=device)
-        document_ids = torch.zeros_like(tokens) if config.data.document_mask else None
-        batches.append(Batch(tokens, labels, positions.expand(shape), document_ids))
-    return batches
+    micro_batches, size = gradient_accumulation(training, mesh.data_size), training.micro_batch_size
+    source, pieces = RandomDocuments(config.model.vocab), sequence_pieces(mesh)
+    reader = SequenceReader([source], training.sequence_length, config.data.document_mask, pieces)
+    first = mesh.data_rank * micro_batches * size
+    values = reader.read("train", [Location(0, 0, first + number) for number in range(micro_batches * size)])
+    return reader.packed_batches(torch.from_numpy(values), micro_batches, size).unpack(device)
+
+
+class RandomDocuments(Synthetic):
+    """Random tokens with a document's begin at every 1,024th, on average."""
+
+    def window(self, split: Split, number: int, length: int, piece: range | None = None) -> Window:
+        """See SequenceSource."""
+        whole = super().window(split, number, length)
+        begins = np.random.default_rng(number).random(length + 1) < 1 / 1024
+        begins[0] = True
+        return piece_of(whole._replace(begins=np.flatnonzero(begins)), piece or range(length))
