@@ -38,7 +38,9 @@ def report(progress: list[Callable[[], str]]) -> Report:
 
 def test_its_progress_is_told_by_blocks(report: Report, progress: list[Callable[[], str]]) -> None:
     """Two steps are traced of each of three kinds of rank, which have two blocks."""
-    done, _, total = progress[0]().removeprefix("block ").partition(" of ")
+    blocks, _, kinds = progress[0]().partition(", of ")
+    assert kinds == "3 kinds of rank"
+    done, _, total = blocks.removeprefix("block ").partition(" of ")
     assert done == total
     assert int(total) == 2 * 2 * sum(kind.traced_micro_batches for kind in report.kinds)
 

@@ -53,9 +53,13 @@ def purpose(held: Held, tracker: Tracker) -> str:
     return "gradients" if held.like_gradient and action_ends < held.died else "temporary"
 
 
-def spans(tracker: Tracker) -> list[Span]:
-    """Return the step in spans, first mark to last. The first span starts with memory made earlier and still held."""
-    first = tracker.marks[0][0]
+def spans(tracker: Tracker, marks: Sequence[tuple[int, str]] = ()) -> list[Span]:
+    """Return the step in spans, first mark to last. The first span starts with memory made earlier and still held.
+
+    marks: times and names, if not the tracker's own.
+    """
+    marks = marks or tracker.marks
+    first = marks[0][0]
     level: Bytes = Counter()
     changes: list[_Change] = []
     for held in tracker.held:
@@ -70,10 +74,9 @@ def spans(tracker: Tracker) -> list[Span]:
             changes.append(_Change(held.died, _FREED, kind, -held.bytes))
     changes.sort(key=lambda change: (change.time, change.order))
     sent = [message for message in tracker.sent if message.time >= first]
-    starts = [time for time, _ in tracker.marks]
-    ends = [*starts[1:], NEVER]
+    ends = [*(time for time, _ in marks[1:]), NEVER]
     found_spans = []
-    for (start, name), end in zip(tracker.marks, ends, strict=True):
+    for (start, name), end in zip(marks, ends, strict=True):
         changes_within = _between(changes, start, end)
         sent_within = _between(sent, start, end)
         span = _span(name, level, changes_within, sent_within)

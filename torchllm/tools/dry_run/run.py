@@ -5,8 +5,10 @@ are of one kind if their stages have the same blocks and ends. They still hold d
 the step of each is put together, and for each kind the rank with the highest peak is shown.
 """
 
+import gc
 import logging
 import multiprocessing
+import os
 import signal
 from dataclasses import replace
 from functools import cache, partial
@@ -23,6 +25,7 @@ from torchllm.runtime.device import compute_dtype
 from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.host_limits import usable_cores
 from torchllm.runtime.signs_of_life import show_progress, signs_of_life
+from torchllm.tools.dry_run.repeats import find_repeats
 from torchllm.tools.dry_run.replay import Key, ReplayedStep, Traced, action_keys, replay
 from torchllm.tools.dry_run.report import RankKind, Report, as_json, as_text
 from torchllm.tools.dry_run.trace import CPU, TRACED_STEPS, count_blocks, fake_ranks, trace, true_orders
@@ -54,13 +57,15 @@ def dry_run(config: Config) -> None:
     report_errors()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it silently
     logging.getLogger("torchllm.parallel").setLevel(logging.WARNING)  # or it logs the techniques per kind of rank
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # to look for a GPU starts no CUDA, which forbids forks
+    gc.freeze()  # a collection need not look through all of torch again
     with signs_of_life("dry run"):
-        report = examine(config)
+        report = examine(config, "fork")  # nothing was computed here yet, so a fork need not import torch again
     print(as_json(report) if config.run.json else as_text(report))
 
 
-def examine(config: Config) -> Report:
-    """Return the report that `dry_run` prints. config: resolved."""
+def examine(config: Config, start_method: str = "forkserver") -> Report:
+    """Return the report that `dry_run` prints. config: resolved. start_method: of `multiprocessing`."""
     training, parallel = config.training, config.parallel
     hardware = read_cluster(config.cluster.name, []) if config.cluster.name else None
     has_gpu = torch.cuda.is_available() and config.run.device != "cpu"
@@ -69,14 +74,15 @@ def examine(config: Config) -> Report:
     count = gradient_accumulation(training, parallel.data_ranks)
     plans = [plan_trace(parallel, ranks, count) for ranks in rank_kinds(config)]
     # Each trace has its own process: DTensor's caches hold process groups by name and would find groups of another
-    # layout. It is forked from a server: a fork of a process that has computed with several threads may wait for them
-    # forever.
-    processes = multiprocessing.get_context("forkserver")
+    # layout. A fork of a process that has computed with several threads may wait for them forever: then from a server.
+    processes = multiprocessing.get_context(start_method)
     kinds = f"{len(plans)} kinds of rank" if len(plans) > 1 else "the only kind of rank"
     log.info("tracing %s", kinds)
     traced_blocks = processes.Value("L", 0)
-    blocks = sum(TRACED_STEPS * plan.micro_batches * _blocks_of_rank(config, plan.rank) for plan in plans)
-    show_progress(lambda: f"block {min(traced_blocks.value, blocks)} of {blocks}")
+    repeats = find_repeats(config)
+    left_out = len(repeats.others) if repeats else 0
+    blocks = sum(TRACED_STEPS * plan.micro_batches * (_blocks_of_rank(config, plan.rank) - left_out) for plan in plans)
+    show_progress(lambda: f"block {min(traced_blocks.value, blocks)} of {blocks}, of {kinds}")
     traces = []
     with processes.Pool(min(len(plans), usable_cores()), count_blocks, (traced_blocks,), maxtasksperchild=1) as pool:
         for traced in pool.imap(partial(_trace, config, dtype, gpu), plans):

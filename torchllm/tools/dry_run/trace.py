@@ -3,10 +3,12 @@
 torch's fake process group stands for any number of other ranks; fake tensors have shapes but no values. The step runs
 twice and the second counts, because DTensor propagates shapes at the first use of each operation.
 
-A long pipeline is traced as a short one around this rank's own stages, and a step of many micro batches as one of few
-(`run.plan_trace`); `replay.py` puts the whole step together from it.
+A long pipeline is traced as a short one around this rank's own stages, a step of many micro batches as one of few
+(`run.plan_trace`), and many equal blocks as few (`repeats.py`); `replay.py` puts the whole step together from it.
 """
 
+import copy
+import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -40,10 +42,25 @@ from torchllm.runtime.torch_compat import FakeTensorMode
 from torchllm.runtime.torch_pipeline import skip_pipeline_vote
 from torchllm.tools.dry_run.fused_norm import use_fused_norms
 from torchllm.tools.dry_run.memory import memory_per_micro_batch, saved_by_forwards, spans
+from torchllm.tools.dry_run.repeats import (
+    OTHERS,
+    NotEqualError,
+    Repeats,
+    check_between_steps,
+    check_parameters,
+    find_repeats,
+    give_gradients,
+    keep,
+    repeated_spans,
+    watch_blocks,
+    without_ends,
+)
 from torchllm.tools.dry_run.replay import Traced, action_keys
 from torchllm.tools.dry_run.tracker import Tracker
 from torchllm.tools.planner.schedules import flat, orders
 from torchllm.train.step import TrainStep
+
+log = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 TRACED_STEPS = 2
@@ -94,71 +111,100 @@ def trace(
     pp: int,
     traced_rank: int,
     gpu: bool = False,
+    all_blocks: bool = False,
 ) -> Traced:
     """Trace a step of the first of the ranks that hold the stages of `pp_rank`. config: resolved.
 
     micro_batches: number in the traced step, not above the config's. pp: ranks of the traced pipeline, not above the
     config's. traced_rank: the pipeline rank that is traced. gpu: count the tensors of a GPU's kernels, where a CPU's
-    hold more.
+    hold more. all_blocks: run every block, where few would do.
     """
-    config, parallel, training = traceable(config), config.parallel, config.training
-    ranks, length = parallel.ranks, training.sequence_length
+    config, parallel = traceable(config), config.parallel
+    ranks = parallel.ranks
     with fake_ranks(pp_rank * (ranks // parallel.pp), ranks):
         mesh = build_mesh(parallel, CPU)
-        with torch.device("meta"):
-            model = build_model(config.model, training.loss_chunk, training.z_loss)
-        apply_lora(model, config.lora, dtype)
-        if gpu:
-            use_fused_norms(model)
-        stages = parallelize(model, mesh, parallel, config.recompute, config.compile, config.float8, dtype, length)
-        for stage in stages:
-            split_evenly(stage)
         part = _part(mesh, parallel, pp, traced_rank) if pp < parallel.pp else (mesh, parallel)
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-            return _trace(config, dtype, stages, mesh, part, micro_batches, fake)
+        repeats = None if all_blocks else find_repeats(config)
+        try:
+            return _trace(config, dtype, gpu, mesh, part, micro_batches, repeats)
+        except NotEqualError as difference:
+            log.info("tracing all blocks: %s", difference)
+            return _trace(config, dtype, gpu, mesh, part, micro_batches, None)
+
+
+def _build_stages(config: Config, dtype: torch.dtype, gpu: bool, mesh: Mesh, model: Decoder) -> list[Decoder]:
+    """Return this rank's stages of a model on the meta device, still without memory."""
+    training = config.training
+    apply_lora(model, config.lora, dtype)
+    if gpu:
+        use_fused_norms(model)
+    arguments = config.recompute, config.compile, config.float8, dtype, training.sequence_length
+    stages = parallelize(model, mesh, config.parallel, *arguments)
+    for stage in stages:
+        split_evenly(stage)
+    return stages
 
 
 def _trace(
     config: Config,
     dtype: torch.dtype,
-    stages: list[Decoder],
+    gpu: bool,
     mesh: Mesh,
     part: tuple[Mesh, Parallel],
     micro_batches: int,
-    fake: FakeTensorMode,
+    repeats: Repeats | None,
 ) -> Traced:
     training, (line, parallel) = config.training, part
-    materialize(stages, CPU)
-    optimizer = build_optimizer(stages, config.optimizer)
-    average = WeightAverage(stages, config.optimizer.ema_decay)
-    average.follow(optimizer)
-    tracker = Tracker(fake, mesh.axis_of_group | line.axis_of_group, line.pp.get_group().group_name)
-    fewer = replace(training, global_batch_size=training.micro_batch_size * mesh.data_size * micro_batches)
-    with tracker:
-        forward_backward = build_forward_backward(stages, line, parallel, fewer, dtype)
-        names_actions = False
-        if isinstance(forward_backward, Pipeline):
-            skip_pipeline_vote(forward_backward.schedule)
-            names_actions = isinstance(forward_backward.schedule, PipelineScheduleMulti)
-        for block in (block for stage in stages for block in stage.layers.values()):
-            block.register_forward_hook(_count_block)
-        for index, stage in enumerate(stages):
-            _watch(stage, index, tracker, columns=-(-config.model.vocab_rows // parallel.tp), marks=not names_actions)
-        rate = LearningRate(config.schedule, config.optimizer.learning_rate, training.steps)
-        step = TrainStep(stages, _Watched(forward_backward, tracker), optimizer, rate, mesh, fewer, CPU)
-        shape = (training.micro_batch_size, training.sequence_length // parallel.cp)
-        batches = [_batch(shape, config.data.document_mask) for _ in range(micro_batches)]
-        built = tracker.now
-        step(1, batches)
-        tracker.restart()
-        tracker.claim((p for stage in stages for p in stage.parameters()), "parameters")
-        tracker.claim((*_state(optimizer), *average.tensors.values()), "optimizer")
-        tracker.claim((x for batch in batches for x in batch if isinstance(x, Tensor)), "inputs")
-        tracker.mark("begin")
-        step(2, batches)
+    with torch.device("meta"):
+        model = build_model(config.model, training.loss_chunk, training.z_loss)
+    others: list[Decoder] = []  # blocks that are not run
+    if repeats is not None:
+        check_parameters(model, repeats)
+        rest = without_ends(copy.deepcopy(model))
+        keep(rest, repeats.others)
+        keep(model, sorted(set(range(config.model.layers)) - set(repeats.others)))
+        others = _build_stages(config, dtype, gpu, mesh, rest)
+    stages = _build_stages(config, dtype, gpu, mesh, model)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        materialize([*stages, *others], CPU)
+        optimizer = build_optimizer([*stages, *others], config.optimizer)
+        average = WeightAverage([*stages, *others], config.optimizer.ema_decay)
+        average.follow(optimizer)
+        tracker = Tracker(fake, mesh.axis_of_group | line.axis_of_group, line.pp.get_group().group_name)
+        fewer = replace(training, global_batch_size=training.micro_batch_size * mesh.data_size * micro_batches)
+        with tracker:
+            forward_backward = build_forward_backward(stages, line, parallel, fewer, dtype)
+            names_actions = False
+            if isinstance(forward_backward, Pipeline):
+                skip_pipeline_vote(forward_backward.schedule)
+                names_actions = isinstance(forward_backward.schedule, PipelineScheduleMulti)
+            for block in (block for stage in stages for block in stage.layers.values()):
+                block.register_forward_hook(_count_block)
+            for index, stage in enumerate(stages):
+                _watch(
+                    stage, index, tracker, columns=-(-config.model.vocab_rows // parallel.tp), marks=not names_actions
+                )
+                if repeats is not None:
+                    watch_blocks(stage, tracker)
+            rate = LearningRate(config.schedule, config.optimizer.learning_rate, training.steps)
+            watched = _Watched(forward_backward, tracker, others)
+            step = TrainStep([*stages, *others], watched, optimizer, rate, mesh, fewer, CPU)
+            shape = (training.micro_batch_size, training.sequence_length // parallel.cp)
+            batches = [_batch(shape, config.data.document_mask) for _ in range(micro_batches)]
+            built = tracker.now
+            step(1, batches)
+            blocks = tracker.blocks
+            tracker.restart()
+            tracker.claim((p for stage in step.stages for p in stage.parameters()), "parameters")
+            tracker.claim((*_state(optimizer), *average.tensors.values()), "optimizer")
+            tracker.claim((x for batch in batches for x in batch if isinstance(x, Tensor)), "inputs")
+            if repeats is not None:
+                check_between_steps(tracker, blocks, repeats)
+            tracker.mark("begin")
+            step(2, batches)
     rank = line.pp.get_local_rank()
     return Traced(
-        spans(tracker),
+        spans(tracker) if repeats is None else repeated_spans(tracker, repeats),
         action_keys(true_orders(parallel, micro_batches, line.pp.get_group())[rank], stage_of_rank(parallel, rank)),
         micro_batches,
         memory_per_micro_batch(tracker, built, batches[0].tokens.nbytes, micro_batches),
@@ -188,15 +234,22 @@ def true_orders(parallel: Parallel, micro_batches: int, group: dist.ProcessGroup
 
 
 class _Watched:
-    """Runs forward and backward, then claims the gradients, which are complete, and marks the tail of the step."""
+    """Runs forward and backward, then claims the gradients, which are complete, and marks the tail of the step.
 
-    def __init__(self, inner: ForwardBackward, tracker: Tracker) -> None:
-        self.inner, self.tracker, self.stages = inner, tracker, inner.stages
+    others: blocks that do not run. They are given gradients after the others' backward.
+    """
+
+    def __init__(self, inner: ForwardBackward, tracker: Tracker, others: Sequence[Decoder]) -> None:
+        self.inner, self.tracker, self.others, self.stages = inner, tracker, others, inner.stages
         self.loss_sum = inner.loss_sum
 
     def __call__(self, batches: Sequence[Batch], scale: Tensor) -> Tensor:
         loss = self.inner(batches, scale)
         self.tracker.claim(gradients(self.stages), "gradients")
+        if self.others:
+            self.tracker.mark(OTHERS)
+        for blocks in self.others:
+            give_gradients(blocks, self.stages[0])
         self.tracker.mark("tail")
         return loss
 

@@ -57,6 +57,16 @@ class Sent(NamedTuple):
     """bytes that this rank sends if the ranks form a ring"""
 
 
+class BlockBegins(NamedTuple):
+    """The forward or backward of a block begins."""
+
+    time: int
+    kind: str
+    """F or B"""
+    number: int
+    """of the block in the model"""
+
+
 class Tracker(TorchDispatchMode):
     """Notes, while it is active, the memory that is held and the collectives that are run.
 
@@ -73,6 +83,7 @@ class Tracker(TorchDispatchMode):
         """end time of each forward pass of a stage"""
         self.marks: list[tuple[int, str]] = []
         """time and name of each action that began; schedules of several stages name their actions themselves"""
+        self.blocks: list[BlockBegins] = []
         self.now = 0
         self.window = -1
         self.columns = 0
@@ -114,12 +125,17 @@ class Tracker(TorchDispatchMode):
         self._notice_emptied()
         self.marks.append((self.now, name))
 
+    def begin_block(self, kind: str, number: int) -> None:
+        """Note that the forward (kind F) or the backward (B) of a block begins."""
+        self.now += 1
+        self.blocks.append(BlockBegins(self.now, kind, number))
+
     def restart(self) -> None:
-        """Forget collectives, marks, and memory that has been freed."""
+        """Forget collectives, marks, blocks, and memory that has been freed."""
         self.now += 1
         self._notice_emptied()
         self.held = [held for held in self.held if held.died == NEVER]
-        self.sent, self.marks = [], []
+        self.sent, self.marks, self.blocks = [], [], []
 
     # -- memory
 

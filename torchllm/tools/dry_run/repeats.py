@@ -1,0 +1,215 @@
+"""Lets few of a stage's equal blocks stand for all of them.
+
+Traced are the blocks at both ends and two periods of those between them (a period is one block, or `recompute.k` of
+them). Each trace proves itself: the memory and messages of the second period must be those of the first, action by
+action, or all blocks are traced. The blocks that are left out have parameters, gradients and optimizer state, so that
+the update of the weights is traced whole.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchllm.config import Config
+from torchllm.facts.flops import recompute_interval
+from torchllm.models.decoder import Decoder
+from torchllm.tools.dry_run.memory import Bytes, Span, larger_of_each, plus, spans
+from torchllm.tools.dry_run.tracker import BlockBegins, Tracker
+
+
+class Repeats(NamedTuple):
+    """Blocks that repeat each other."""
+
+    first: int
+    """number of the first block of the first period"""
+    period: int
+    """blocks of a period"""
+    left_out: int
+    """periods after the second that are not traced"""
+
+    @property
+    def traced(self) -> range:
+        """Numbers of the blocks of both traced periods."""
+        return range(self.first, self.first + 2 * self.period)
+
+    @property
+    def others(self) -> range:
+        """Numbers of the blocks that are not traced."""
+        return range(self.traced.stop, self.traced.stop + self.left_out * self.period)
+
+
+class NotEqualError(Exception):
+    """The blocks of both periods do not have the same memory and messages."""
+
+
+def find_repeats(config: Config) -> Repeats | None:
+    """Return the blocks that few can stand for; None if all must be traced. config: resolved."""
+    model, recompute = config.model, config.recompute
+    one_router_unit = model.experts > 0 and model.router_dtype == "float32"  # FSDP gathers the routers of all blocks
+    # A pipeline reduces the gradients of all blocks in one go, and a segment recomputes several.
+    if one_router_unit or config.parallel.pp > 1 or recompute.mode == "segment":
+        return None
+    period = recompute_interval(recompute, model.layers) if recompute.mode == "every_k" else 1
+    end = max(1, config.parallel.prefetch)  # blocks that gather others, or are gathered, than those between the ends
+    first = end + (model.dense_layers if model.experts else 0)
+    left_out = (model.layers - end - first) // period - 2
+    return Repeats(first, period, left_out) if left_out > 0 else None
+
+
+def check_parameters(model: Decoder, repeats: Repeats) -> None:
+    """Raise NotEqualError unless the parameters of the blocks are those of the first period, trained or frozen."""
+
+    def parameters(number: int) -> list[object]:
+        named = model.layers[str(number)].named_parameters()
+        return [(name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in named]
+
+    for number in (*repeats.traced, *repeats.others):
+        if parameters(number) != parameters(repeats.first + (number - repeats.first) % repeats.period):
+            raise NotEqualError(f"the parameters of block {number} differ from those of earlier blocks")
+
+
+def keep(model: Decoder, numbers: Sequence[int]) -> None:
+    """Delete all other blocks of a model, which is not parallelized yet."""
+    for name in list(model.layers):
+        if int(name) not in numbers:
+            del model.layers[name]
+
+
+def without_ends(model: Decoder) -> Decoder:
+    """Return the model without embedding, norm and head, in place."""
+    model.embeds = False
+    model.embed_tokens = model.embed_positions = model.norm = model.lm_head = None
+    return model
+
+
+def watch_blocks(stage: Decoder, tracker: Tracker) -> None:
+    """Tell the tracker when the forward of each block begins, and its backward."""
+
+    def watch(number: int, block: nn.Module) -> None:
+        begun: set[int] = set()  # forward passes whose backward has begun
+
+        def forward_begins(module: nn.Module, args: object) -> None:
+            if tracker.window >= 0:  # not while recomputing
+                tracker.begin_block("F", number)
+
+        def forward_ends(module: nn.Module, args: object, output: Tensor) -> None:
+            window = tracker.window
+            if window >= 0 and output.requires_grad:
+                output.register_hook(lambda gradient: backward_begins(window))
+
+        def backward_begins(window: int) -> None:
+            if window not in begun:
+                begun.add(window)
+                tracker.begin_block("B", number)
+
+        block.register_forward_pre_hook(forward_begins, prepend=True)
+        block.register_forward_hook(forward_ends, prepend=True)
+
+    for name, block in stage.layers.items():
+        watch(int(name), block)
+
+
+@torch.no_grad()
+def give_gradients(blocks: nn.Module, like: Decoder) -> None:
+    """Give blocks that are not traced what a backward leaves: gradients, and sums of the routers as in `like`."""
+    for parameter in blocks.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter)
+    if not like.model.experts:
+        return
+    from torchllm.models.experts import Router
+
+    sums = next(module.sums for module in reversed(list(like.modules())) if isinstance(module, Router))
+    for module in blocks.modules():
+        if isinstance(module, Router) and sums is not None:
+            module.sums = torch.empty_like(sums)
+
+
+def check_between_steps(tracker: Tracker, blocks: Sequence[BlockBegins], repeats: Repeats) -> None:
+    """Raise NotEqualError if a block of the step before has left memory, as those that are left out would.
+
+    blocks: of that step.
+    """
+    times = [begins.time for begins in blocks]
+    for held in tracker.held:
+        place = bisect_right(times, held.born) - 1
+        if place >= 0 and blocks[place].number in repeats.traced and held.bytes and not held.kind:
+            raise NotEqualError(f"a block leaves {held.bytes} bytes for the next step")
+
+
+def repeated_spans(tracker: Tracker, repeats: Repeats) -> list[Span]:
+    """Return the spans of the step with all blocks, from those of a tracker that saw some. NotEqualError."""
+    begins = {mark.time: mark for mark in tracker.blocks}
+    marks = sorted([*tracker.marks, *((mark.time, "") for mark in tracker.blocks)])
+    actions: list[list[_Part]] = []
+    for (time, name), span in zip(marks, spans(tracker, marks), strict=True):
+        if name:
+            actions.append([])
+        actions[-1].append(_Part(span, begins.get(time)))
+    level = actions[0][0].span.start
+    found = []
+    for parts in actions:
+        if parts[0].span.name == OTHERS:  # the other blocks get the gradients that are counted already
+            continue
+        whole = _joined(level, list(_repeated(parts, repeats)))
+        found.append(whole)
+        level = whole.end
+    return found
+
+
+OTHERS = "others"
+"""name of the action that gives gradients to the blocks that are not traced"""
+
+
+class _Part(NamedTuple):
+    """Part of an action, from the beginning of a block's forward or backward to the next."""
+
+    span: Span
+    begins: BlockBegins | None
+    """None: the action's part before any block"""
+
+    @property
+    def cost(self) -> tuple[object, ...]:
+        """Memory from the part's beginning on, and messages."""
+        span = self.span
+        levels = [_not_zero(span.above_start(level)) for level in (span.end, span.peak, span.highest)]
+        return (*levels, [message._replace(time=0) for message in span.sent])
+
+
+def _not_zero(level: Bytes) -> dict[str, int]:
+    return {kind: size for kind, size in level.items() if size}
+
+
+def _repeated(parts: Sequence[_Part], repeats: Repeats) -> Iterator[_Part]:
+    """Yield the parts of an action, and those of the second period once more for each that was left out."""
+    places = [i for i, part in enumerate(parts) if part.begins is not None and part.begins.number in repeats.traced]
+    if not places:
+        yield from parts
+        return
+    first, period = places[0], repeats.period
+    if places != list(range(first, first + 2 * period)):
+        raise NotEqualError(f"the blocks of {parts[0].span.name} do not run once each, one after the other")
+    earlier, later = parts[first : first + period], parts[first + period : first + 2 * period]
+    if [part.cost for part in earlier] != [part.cost for part in later]:
+        raise NotEqualError(f"the blocks of {parts[0].span.name} differ")
+    yield from parts[: first + 2 * period]
+    for _ in range(repeats.left_out):
+        yield from later
+    yield from parts[first + 2 * period :]
+
+
+def _joined(level: Bytes, parts: Sequence[_Part]) -> Span:
+    """Return one span of all parts, one after the other, the first from `level` on."""
+    start = peak = highest = level
+    sent = []
+    for part in parts:
+        span = part.span
+        here = plus(level, span.above_start(span.peak))
+        peak = here if here.total() > peak.total() else peak
+        highest = larger_of_each(highest, plus(level, span.above_start(span.highest)))
+        level = plus(level, span.above_start(span.end))
+        sent += span.sent
+    return Span(parts[0].span.name, start, level, peak, highest, sent)
