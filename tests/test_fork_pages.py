@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ from torchllm.config.errors import UserError
 from torchllm.facts.block_kinds import _KINDS, AddedParameter, BlockKind, register_block
 from torchllm.facts.flops import block_flops, flops_per_token, parameter_count
 from torchllm.facts.parameters import ADDED_RULES, rule_of
+from torchllm.models.attention import CORES
 from torchllm.models.decoder import build_model
 from torchllm.parallel.added_parameters import AddedParameters
+from torchllm.parallel.context import apply_context_parallel
 from torchllm.tools.hub.config_json import NoFamily, family_to_export
 from torchllm.tools.planner.parameters import StageSize, stage_parameters
 from torchllm.tools.proof.layouts import Settings
@@ -204,6 +207,25 @@ def test_a_module_that_cannot_be_cut_is_refused_by_name() -> None:
         style._apply(nn.LayerNorm(4), None)  # type: ignore[arg-type]  # refused before the mesh is asked
     with pytest.raises(UserError, match="cut differently"):
         AddedParameters("layers.0.self_attn.extra", {"whole", "colwise"}, sequence_parallel=False)
+
+
+def windowed(block: Any, model: Model, index: int) -> Any:
+    """Give every second block a window of 16 tokens."""
+    block.self_attn.core = CORES[model.attention](16 * (index % 2))
+    return block
+
+
+def test_a_window_of_some_blocks_is_refused_where_it_would_be_dropped() -> None:
+    """By a ring, and by the kernels whose blocks share a mask."""
+    register_block(BlockKind(name="windowed", build=windowed, parameters=()))
+    model = replace(PLAIN, block="windowed")
+    with pytest.raises(UserError, match=r"model\.attention: eager has one mask for all blocks, and block 1"):
+        build_model(replace(model, attention="eager"))
+    stage = build_model(model)
+    mesh = Mock(device_type="cpu")
+    with pytest.raises(UserError, match="a ring would replace the attention core"):
+        apply_context_parallel(stage, mesh, "ring", torch.float32)
+    apply_context_parallel(build_model(model), mesh, "ulysses", torch.float32)
 
 
 def optimizer_fork(file: Path, name: str) -> Path:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from torchllm.config import Model
 from torchllm.config.applied_keys import applied
+from torchllm.config.errors import UserError
 from torchllm.models.attention import Attention
 from torchllm.models.head import Head
 from torchllm.models.layers import Rotary, build_feed_forward, build_norm, rotary_angles
@@ -83,6 +84,12 @@ def build_block(model: Model, index: int) -> nn.Module:
         from torchllm.facts.block_kinds import changed_block  # of no use to other models
 
         block = changed_block(block, model, index)
+        windows = [module.core.window for module in block.modules() if isinstance(module, Attention)]
+        if model.attention in ("eager", "flex") and set(windows) - {model.window}:
+            raise UserError(
+                f"model.attention: {model.attention} has one mask for all blocks, and block {index} another window: "
+                'use "sdpa"'
+            )
     return block
 
 

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchllm.models.attention import Attention
+from torchllm.config.errors import UserError
+from torchllm.models.attention import CORES, Attention
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.attention_kernels import block_kernel
 from torchllm.parallel.kernel_check import check_kernel
@@ -36,7 +37,7 @@ def apply_context_parallel(stage: Decoder, mesh: DeviceMesh, method: str, dtype:
     """Replace the attention cores of a stage, and let its routers count whole sequences, in place.
 
     mesh: one dimension, the cp ranks. method: "ring" or "ulysses". dtype: of the computation. Raises UserError if the
-    ring's kernel does not work on this device.
+    ring's kernel does not work on this device, or the ring would drop a fork's attention core.
     """
     sum_over_sequence(stage, mesh.get_group())
     attentions = [module for module in stage.modules() if isinstance(module, Attention)]
@@ -49,6 +50,11 @@ def apply_context_parallel(stage: Decoder, mesh: DeviceMesh, method: str, dtype:
     if mesh.device_type != "cpu":  # on a CPU the tests compare it
         check_kernel(kernel, torch.device(mesh.device_type), model.heads // model.kv, model.head_width, dtype)
     for attention in attentions:
+        if type(attention.core) is not CORES[model.attention] or attention.core.window != model.window:
+            raise UserError(
+                f"parallel.cp_method: a ring would replace the attention core that model.block = {model.block!r} gives "
+                'its blocks: use "ulysses"'
+            )
         attention.core = RingAttention(mesh, kernel)
 
 
