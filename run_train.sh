@@ -195,9 +195,9 @@ elif [ -n "$local_rank" ]; then # this is one rank of those that Slurm or mpirun
 failure let Slurm start it again (--requeue, srun --kill-on-bad-exit=1)" >&2
     command=("$python" "$recipe" "$@") end_at_once=KILL # a shell makes its background processes ignore SIGQUIT
 else
-    launch=("$python" -P -m torchllm.tools.launch.launch --nproc-per-node="$NPROC") # torchrun
+    launch=("$python" -P -m torchllm.tools.launch.launch --nproc-per-node="$NPROC")
     if [ "$NNODES" -gt 1 ]; then
-        launch+=(--nnodes="$NNODES" --rdzv-endpoint="$head:$port" --rdzv-conf="rank=$process")
+        launch+=(--nnodes="$NNODES" --rdzv-endpoint="$head:$port" --node-rank="$process")
         [ -z "$job" ] || launch+=(--rdzv-id="$job")
     fi
     launch+=(--restarts="$restarts" --run-folder="$folder" --start-timeout="$start_timeout")

@@ -231,7 +231,7 @@ def test_slurm_with_one_task_a_node(noted: Callable[..., Notes]) -> None:
             "--nproc-per-node=4",
             "--nnodes=2",
             "--rdzv-endpoint=node1:0",
-            f"--rdzv-conf=rank={node}",
+            f"--node-rank={node}",
             "--rdzv-id=70123.0.0",
             "--restarts=3",
             "--run-folder=runs/debug-70123",
@@ -266,7 +266,7 @@ def test_the_port_of_the_first_node_can_be_given(noted: Callable[..., Notes]) ->
     """Where a firewall lets only some ports through; and a job that is requeued has another name."""
     task = {"SLURM_NODEID": "1", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
     notes = noted(DEBUG, NPROC="4", **SLURM, **task, MASTER_PORT="12345", SLURM_RESTART_COUNT="2")
-    assert notes.torchrun[2:5] == ["--rdzv-endpoint=node1:12345", "--rdzv-conf=rank=1", "--rdzv-id=70123.0.2"]
+    assert notes.torchrun[2:5] == ["--rdzv-endpoint=node1:12345", "--node-rank=1", "--rdzv-id=70123.0.2"]
 
 
 def test_how_often_a_job_is_started_again(noted: Callable[..., Notes]) -> None:
@@ -334,7 +334,7 @@ def test_kubernetes(noted: Callable[..., Notes]) -> None:
         "--nproc-per-node=4",
         "--nnodes=2",
         "--rdzv-endpoint=run-master-0:23456",
-        "--rdzv-conf=rank=1",
+        "--node-rank=1",
         "--restarts=3",
         "--run-folder=/shared/run",
         "--start-timeout=1800",

@@ -22,6 +22,7 @@ from torchllm.config import Run
 from torchllm.runtime.process import Runtime
 from torchllm.tools.launch.hang_report import read_dump
 from torchllm.tools.launch.hang_watch import ALARM, CHECKS_PER_SECOND, seconds_between_checks
+from torchllm.tools.launch.rank_notes import STORE
 from torchllm.tools.launch.rank_start import LaunchHooks, start_runtime
 
 TIMEOUT = 2.0
@@ -41,12 +42,15 @@ class Job(NamedTuple):
     dumps: list[Path]
 
 
-def run(folder: Path, ranks: int, body: Body) -> Job:
-    """Run `body` on each rank of a job with a time-out of `TIMEOUT` seconds."""
+def run(folder: Path, ranks: int, body: Body, *, has_server: bool = False) -> Job:
+    """Run `body` on each rank of a job with a time-out of `TIMEOUT` seconds.
+
+    has_server: the store is that of a job of several nodes.
+    """
     folder = folder / body.__name__
     folder.mkdir()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun creates it
-    arguments = ranks, store.port, folder, body
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    arguments = ranks, store.port if has_server else None, folder, body
     processes = [POOL.context.Process(target=_rank, args=(rank, *arguments)) for rank in range(ranks)]
     for process in processes:
         process.start()
@@ -67,11 +71,15 @@ def run(folder: Path, ranks: int, body: Body) -> Job:
     return Job(statuses, stderr, ended - began, sorted(folder.glob("hang/*/*")))
 
 
-def _rank(rank: int, ranks: int, port: int, folder: Path, body: Body) -> None:
+def _rank(rank: int, ranks: int, port: int | None, folder: Path, body: Body) -> None:
     with (folder / "stderr").open("a") as stderr:
         os.dup2(stderr.fileno(), 2)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE=str(port is not None)
+    )
+    if port is None:
+        os.environ[STORE] = str(folder / "store")
     torch.set_num_threads(1)
     runtime = start_runtime(
         Run(folder=str(folder), device="cpu", timeout=TIMEOUT, start_timeout=TIMEOUT, save_timeout=2 * TIMEOUT)
@@ -177,7 +185,7 @@ def line_of(function: Callable[..., Any], text: str) -> str:
 
 
 def test_a_rank_that_skips_a_collective_is_named_with_it(tmp_path: Path) -> None:
-    job = run(tmp_path, 4, skip_one)
+    job = run(tmp_path, 4, skip_one, has_server=True)
     assert job.statuses == [1] * 4
     lines = job.stderr.split("\n  ")
     assert lines[0] == "hang: ranks waited over 2 s (run.start_timeout) for other ranks; aborting"

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.quick
 def test_a_line_every_ten_seconds_until_a_rank_has_joined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv(launcher_notes.FOLDER, raising=False)  # the launcher still imports torch itself
+    monkeypatch.delenv(launcher_notes.FOLDER, raising=False)  # before the first attempt
     slept: list[float] = []
 
     def sleep(seconds: float) -> None:

@@ -6,15 +6,19 @@ up the job. If all ranks wait, some of them went past an operation that others w
 missing ranks per waiting rank decides which.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torchllm.runtime.heartbeat import Timeout
-from torchllm.tools.launch.torch_records import FlightRecord
+
+if TYPE_CHECKING:  # it imports torch, and a launcher needs the texts here
+    from torchllm.tools.launch.torch_records import FlightRecord
 
 ROOT = f"{Path(__file__).parents[3]}/"
 """folder of the repository; its files are named without it"""
@@ -42,7 +46,7 @@ class RankDump(NamedTuple):
     records: list[FlightRecord]
     """oldest first"""
 
-    def recent(self, count: int) -> "RankDump":
+    def recent(self, count: int) -> RankDump:
         """Return the dump with only the last `count` records of each group."""
         records: list[FlightRecord] = []
         taken: dict[str, int] = {}
@@ -67,6 +71,8 @@ class RankDump(NamedTuple):
 
 def read_dump(text: str) -> RankDump:
     """Read what `RankDump.json` wrote."""
+    from torchllm.tools.launch.torch_records import FlightRecord
+
     fields = json.loads(text)
     records = [FlightRecord(*record) for record in fields.pop("records")]
     return RankDump(**fields, records=records)

@@ -36,7 +36,7 @@ from torchllm.checkpoint.background import SAVES_IN_BACKGROUND
 from torchllm.runtime.heartbeat import GROUP_GRACE, Timeout, heartbeat
 from torchllm.tools.launch.hang_report import RankDump, describe_hang, read_dump, unfinished_records, write_slices
 from torchllm.tools.launch.on_event import call_on_event
-from torchllm.tools.launch.store import Signer, connect_store
+from torchllm.tools.launch.store import Signer, join_store
 from torchllm.tools.launch.torch_records import (
     FlightRecord,
     GroupProgress,
@@ -128,10 +128,8 @@ class HangWatch:
         self.on_event = on_event
         self.check_interval = seconds_between_checks(world_size)
         self.process = RankProcess(os.uname().nodename, os.getppid(), os.getpid())
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # A separate client: the client of the process groups is blocked while a rank waits in it.
-        client = connect_store(address, port, STORE_TIMEOUT)
-        self.store = dist.PrefixStore("hang_watch", client)  # type: ignore[attr-defined]  # not re-exported there
+        self.store = dist.PrefixStore("hang_watch", join_store(STORE_TIMEOUT))  # type: ignore[attr-defined]  # not re-exported there
         self.signer = Signer(secret)
         self.siblings = self._open_siblings(ranks_of_node)
         self.has_store = True
@@ -171,7 +169,7 @@ class HangWatch:
                 next_check += self.check_interval
                 try:
                     alarm = self.store.check([ALARM]) and self._alarm_name(self.store.get(ALARM)) is not None
-                except dist.DistError:
+                except RuntimeError:
                     self.has_store = False  # it ends with the job; this rank may be stuck in an operation for ever
             if alarm:
                 self._end_job()
@@ -227,7 +225,7 @@ class HangWatch:
         sys.excepthook = lambda *error: time.sleep(10 * PATIENCE)
         try:
             self._report()
-        except (dist.DistError, OSError) as error:
+        except (RuntimeError, OSError) as error:
             log.error("hang: rank %d, perhaps others, and the ranks cannot reach each other: %s", self.rank, error)
         finally:
             os._exit(1)
@@ -301,13 +299,13 @@ class HangWatch:
         return is_speaker and self.store.add(SPEAKERS, 1) == 1
 
     def _open_siblings(self, ranks_of_node: range) -> dict[int, int]:
-        """Return a handle (pidfd) on each other rank that the same torchrun started, by rank.
+        """Return a handle (pidfd) on each other rank that the same launcher started, by rank.
 
         A process id may be given to another process when its owner ends; a handle cannot.
         """
         self.store.set(f"process_{self.rank}", self.signer.sign(self.process.text()))
         handles: dict[int, int] = {}
-        if self.process.parent <= 1:  # its torchrun has ended: ranks of other jobs have the same parent
+        if self.process.parent <= 1:  # its launcher has ended: ranks of other jobs have the same parent
             return handles
         keys = [f"process_{rank}" for rank in ranks_of_node]
         for rank, text in zip(ranks_of_node, self.store.multi_get(keys), strict=True):
@@ -344,7 +342,7 @@ class HangWatch:
             elif rank < self.rank:
                 return  # that one does it
         if silent:
-            time.sleep(0.5)  # let the other ranks of this node end first: torchrun reports the first that ended
+            time.sleep(0.5)  # let the other ranks of this node end first: the launcher reports the first that ended
         for rank in silent:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.siblings[rank], signal.SIGKILL)

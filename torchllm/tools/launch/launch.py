@@ -1,125 +1,124 @@
-"""Run torchrun for run_train.sh: `python -P -m torchllm.tools.launch.launch [OPTIONS] TORCHRUN_ARGUMENTS`.
+"""Start the ranks of this node: `python -P -m torchllm.tools.launch.launch [OPTIONS] RECIPE [ARGUMENTS]`.
 
-There are eight differences from plain torchrun. It raises the limit of open files, for its ranks and for the store that
-it serves to all ranks of the job. Its rendezvous is our own (rendezvous.py). It ends with run_train.sh, and its ranks
-end with it (parent.py). On node 0 it owns the run folder for as long as the job lasts (lease.py). It reacts to SIGQUIT
-only, by ending all ranks at once: after SIGTERM torchrun gives the ranks 30 s, too short for some saves, so
-run_train.sh asks for a stop through a file instead. It starts the whole job again after a rank has died (restarts.py).
-It ends ranks that are stuck (rank_watch.py). And it prints no traceback when a rank ends the job: a rank
-that failed has printed its error; a rank that was killed could not, and is named here.
+It stands in for torchrun, and its ranks find the same environment variables (ranks.py). There is no torch in it on one
+node, where the ranks share a file (store.py); several nodes need torch's store (rendezvous.py). It raises the limit of
+open files for its ranks. It ends with run_train.sh, and its ranks end with it (parent.py). On node 0 it owns the run
+folder for as long as the job lasts (lease.py). It reacts to SIGQUIT only, by ending all ranks at once: run_train.sh
+asks for a stop through a file. It starts the whole job again after a rank has died (restarts.py). It ends ranks that
+are stuck (rank_watch.py). A rank that failed has printed its error; one that was killed could not, and is named here.
 """
 
+import argparse
 import os
 import signal
+import socket
 import sys
-
-from torchllm.runtime import launcher_notes
-from torchllm.runtime.parent import end_with_parent, find_ranks, is_session_leader, tie_children
-from torchllm.tools.launch.lease import DONE, HANDED_DOWN, own_for_ranks, release_leases
-from torchllm.tools.launch.start_lines import say_that_imports_go_on
-
-if __name__ == "__main__":  # before torch is imported, for seconds
-    end_with_parent()
-    tie_children()
-    signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # a shell makes its background processes ignore it
-    own_for_ranks()
-    if HANDED_DOWN in os.environ:  # node 0
-        say_that_imports_go_on()
-
-import argparse
-import logging
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
 
-from torch.distributed import DistError
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousParameters
-from torch.distributed.run import main
-
-from torchllm.tools.launch import rank_notes, rendezvous
+from torchllm.config.environment import ATTEMPT, LAUNCHED
+from torchllm.runtime import launcher_notes
+from torchllm.runtime.parent import end_with_parent, is_running, tie_children
+from torchllm.tools.launch import rank_notes
 from torchllm.tools.launch.descriptors import raise_descriptor_limit
+from torchllm.tools.launch.head import NodeMissing
+from torchllm.tools.launch.lease import DONE, HANDED_DOWN, own_for_ranks, release_leases
+from torchllm.tools.launch.rank_notes import STORE
 from torchllm.tools.launch.rank_watch import RankWatch, memory_folder
-from torchllm.tools.launch.rendezvous import AttemptOver, AttemptRendezvous, RankLeft
-from torchllm.tools.launch.restarts import PartEnding, Restarts
+from torchllm.tools.launch.ranks import RankPlaces, RankProcesses
+from torchllm.tools.launch.restarts import AttemptOver, JobOver, PartEnding, Restarts
+from torchllm.tools.launch.start_lines import say_that_imports_go_on
+
+if TYPE_CHECKING:  # it imports torch
+    from torchllm.tools.launch.rendezvous import Rendezvous
 
 REFUSED = 2
 """exit status of a rank that refuses to start, and of its job"""
-SECONDS_TO_END = 10
-"""that the other ranks of a node have, after one has failed, from SIGTERM to SIGKILL"""
+START_TIMEOUT = 900.0
+"""seconds that nodes wait for each other where run.start_timeout is unknown"""
 
 
-def launch(arguments: Sequence[str]) -> None:
-    """Run torchrun with `arguments`, again for each restart of the job.
+class RankLeft(Exception):
+    """A rank of this node has ended in the middle of the run, with exit status 0."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank} ended in the middle of the run, with exit status 0")
+        self.rank = rank
+
+
+class EndedBySignal(BaseException):
+    """This launcher was asked to end all ranks at once."""
+
+
+def launch(arguments: Sequence[str]) -> NoReturn:
+    """Run a job as `arguments` say.
 
     Raises SystemExit with 1 if a rank failed, 2 if it refused to start, 128 + N if signal N ended the job.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -P -m torchllm.tools.launch.launch", allow_abbrev=False, add_help=False
-    )
+    parser = argparse.ArgumentParser(prog="python -P -m torchllm.tools.launch.launch", allow_abbrev=False)
+    parser.add_argument("--nproc-per-node", type=int, default=1, help="ranks on this node")
+    parser.add_argument("--nnodes", type=int, default=1, help="nodes of the job")
+    parser.add_argument("--node-rank", type=int, default=0, help="number of this node")
+    parser.add_argument("--rdzv-endpoint", default="", help="HOST:PORT of node 0; port 0: any, which RUN_FOLDER tells")
+    parser.add_argument("--rdzv-id", default="none", help="name of the job")
     parser.add_argument("--restarts", type=int, default=0, help="restarts of the job without progress")
     parser.add_argument("--run-folder", type=Path, help="where its checkpoints are, and reports of hangs go")
     parser.add_argument("--start-timeout", type=float, help="run.start_timeout")
     parser.add_argument("--on-event", default="", help="run.on_event, on node 0")
-    options, torchrun_arguments = parser.parse_known_args(arguments)
+    parser.add_argument("recipe")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    options = parser.parse_args(arguments)
+    if HANDED_DOWN in os.environ:  # node 0
+        count = options.nnodes * options.nproc_per_node
+        say_that_imports_go_on(f"{options.recipe} on {count} process{'es' if count > 1 else ''}")
     raise_descriptor_limit()
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SECONDS_TO_END))  # of a launcher that ends
-    if hasattr(os, "pidfd_open"):  # Linux
-        threading.Thread(target=_limit_ends, name="end of the ranks", daemon=True).start()
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").disabled = True
-    watch = RankWatch(options.start_timeout, options.run_folder, options.on_event)
-    Launcher(torchrun_arguments, Restarts(options.restarts, options.run_folder or Path()), watch).run()
+    Launcher(options).run()
 
 
 class Launcher:
     """A node's launcher, and its state over the attempts of the job."""
 
-    def __init__(self, arguments: Sequence[str], restarts: Restarts, watch: RankWatch) -> None:
-        """Make one that runs torchrun with `arguments`. restarts: node 0's account of them. watch: of its ranks."""
-        # torch warns if there is no end point, which only a job of several nodes has, and if PET_NODE_RANK is not 0.
-        ours = ["--signals-to-handle=SIGQUIT", f"--rdzv-backend={rendezvous.BACKEND}", "--rdzv-endpoint=none"]
-        self.arguments = [*ours, "--node-rank=0", "--max-restarts=0", *arguments]
-        self.restarts = restarts
-        self.watch = watch
-        self.rendezvous: AttemptRendezvous | None = None
-        rendezvous.register(self._create_rendezvous)
+    def __init__(self, options: argparse.Namespace) -> None:
+        """Make one that `run` starts. options: of the command line."""
+        self.options = options
+        self.restarts = Restarts(options.restarts, options.run_folder or Path())
+        """node 0's account of them"""
+        self.watch = RankWatch(options.start_timeout, options.run_folder, options.on_event)
+        self.rendezvous: Rendezvous | None = None
+        """with the launchers of other nodes"""
+        self.attempt = 0
+        """counts the attempts from 1"""
+        self.reserved = socket.socket()
+        """keeps other programs from the port of rank 0 in a job of one node; nobody listens to it yet"""
 
-    def _create_rendezvous(self, parameters: RendezvousParameters) -> AttemptRendezvous:
-        """Return the rendezvous of the job, which is the same in all attempts."""
-        if self.rendezvous is None:
-            start_timeout = self.watch.start_timeout or rendezvous.START_TIMEOUT
-            self.rendezvous = AttemptRendezvous(parameters, start_timeout, self.watch.run_folder)
-        return self.rendezvous
-
-    def run(self) -> None:
+    def run(self) -> NoReturn:
         """Run the job. Raises SystemExit as `launch` does."""
         status = 1
         reason = ""
+        signal.signal(signal.SIGQUIT, _end_at_once)
         self.watch.start()
         try:
+            self._meet()
             verdict = "restart"
             while verdict == "restart":
                 ending = self._run_attempt()
                 if ending.kind == "done":
                     status = 0
                     release_leases(DONE)
-                    return
-                assert self.rendezvous is not None
-                verdict = self.rendezvous.agree(ending, self.restarts.decide)
+                    sys.exit(status)
+                verdict = self._agree(ending)
             if verdict == "refuse":
                 status = REFUSED
             else:
                 reason = self._describe(ending)
-        except SignalException as ended:
-            status = 128 + ended.sigval
-        except RendezvousError as error:
+        except EndedBySignal:
+            status = 128 + signal.SIGQUIT
+        except (NodeMissing, JobOver) as error:
             reason = f"error: {error}"
-        except DistError as error:
-            reason = f"error: the launchers of all nodes could not begin together: {error}"
         finally:
             if self.rendezvous is not None:
                 self.rendezvous.close(is_done=status == 0)
@@ -127,12 +126,36 @@ class Launcher:
             print(reason, file=sys.stderr)
         sys.exit(status)
 
+    def _meet(self) -> None:
+        """Find the launchers of the other nodes, or reserve a port in a job of one node."""
+        options = self.options
+        if options.nnodes > 1:
+            from torchllm.tools.launch.rendezvous import Rendezvous
+
+            start_timeout = options.start_timeout or START_TIMEOUT
+            self.rendezvous = Rendezvous(
+                options.nnodes,
+                options.node_rank,
+                options.rdzv_endpoint,
+                options.rdzv_id,
+                start_timeout=start_timeout,
+                run_folder=options.run_folder,
+            )
+            return
+        # The kernel lets rank 0 bind the port too, as long as both set this option and only rank 0 listens.
+        self.reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.reserved.bind(("127.0.0.1", 0))
+
     def _run_attempt(self) -> PartEnding:
         """Run the ranks of this node once, and return how they have ended."""
+        self.attempt += 1
+        if self.attempt > 1:
+            os.environ[LAUNCHED] = str(time.time())  # else the ranks count the earlier attempts as their start-up
+            os.environ[ATTEMPT] = str(self.attempt)
         with tempfile.TemporaryDirectory(prefix="torchllm-", dir=memory_folder()) as folder:
             os.environ[launcher_notes.FOLDER] = folder
             with self.watch.attempt(Path(folder) / "heartbeats"):
-                ending = self._run_ranks()
+                ending = self._run_ranks(Path(folder))
             if stuck := self.watch.found:
                 return ending._replace(kind="hung", rank=ending.rank if stuck.rank is None else stuck.rank)
             if rank_notes.has_error("refused") or ending.status == REFUSED:
@@ -141,33 +164,66 @@ class Launcher:
                 return ending._replace(kind="user_error")
             return ending
 
-    def _run_ranks(self) -> PartEnding:
-        """Run torchrun once, and return how the ranks of this node have ended."""
+    def _run_ranks(self, folder: Path) -> PartEnding:
+        """Start the ranks of this node, and return how they have ended."""
         try:
-            main(self.arguments)
-        except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            return PartEnding("failed", rank, failure.exitcode, self._host())
+            places = self._places(folder)
+        except AttemptOver:  # another node was quicker
+            return PartEnding("stopped")
+        ranks = RankProcesses(places, [self.options.recipe, *self.options.arguments])
+        try:
+            failed = ranks.wait(self._look)
+            if failed is not None:
+                return PartEnding("failed", failed.rank, failed.status, self._host())
+            members = rank_notes.members()
+            if members:  # though all ranks of this node have ended with exit status 0
+                return PartEnding("left", members[0].rank, 0, self._host())
+            if self.rendezvous is not None:
+                self.rendezvous.await_others()
+            return PartEnding("done")
         except RankLeft as left:
             return PartEnding("left", left.rank, 0, self._host())
         except AttemptOver:
             return PartEnding("stopped")
-        assert self.rendezvous is not None
-        members = rank_notes.members()
-        if members:  # though all ranks of this node have ended with exit status 0
-            return PartEnding("left", members[0].rank, 0, self._host())
-        end = self.rendezvous.find_end()
-        if end is None or isinstance(end, RendezvousConnectionError):  # node 0 was done first
-            return PartEnding("done")
-        if isinstance(end, AttemptOver):
-            return PartEnding("stopped")
-        raise end
+        except EndedBySignal:
+            ranks.end(signal.SIGQUIT)
+            raise
+        finally:
+            ranks.end()
+
+    def _places(self, folder: Path) -> RankPlaces:
+        """Begin an attempt, and return where its ranks meet. folder: of the attempt."""
+        options = self.options
+        address, port = self.reserved.getsockname() if self.rendezvous is None else self.rendezvous.begin(self.attempt)
+        if self.rendezvous is None:
+            os.environ[STORE] = str(folder / "store")
+        return RankPlaces(
+            nodes=options.nnodes,
+            node=options.node_rank,
+            ranks_on_node=options.nproc_per_node,
+            run_id=options.rdzv_id,
+            address=address,
+            port=port,
+            has_store=self.rendezvous is not None,
+        )
+
+    def _look(self) -> None:
+        """Raise RankLeft, AttemptOver or JobOver if the ranks of this node have to end."""
+        for member in rank_notes.members():
+            if not is_running(member.pid):  # with another status it has failed
+                raise RankLeft(member.rank)
+        if self.rendezvous is not None:
+            self.rendezvous.look()
+
+    def _agree(self, ending: PartEnding) -> str:
+        """Return the verdict of node 0 on an attempt. ending: of this node's part."""
+        if self.rendezvous is None:
+            return self.restarts.decide([ending], 0)
+        return self.rendezvous.agree(ending, self.restarts.decide)
 
     def _host(self) -> str:
         """Return the name of this host as messages have it: "" in a job of one node."""
-        if self.rendezvous is None or self.rendezvous.nodes == 1:
-            return ""
-        return os.uname().nodename
+        return "" if self.rendezvous is None else os.uname().nodename
 
     def _describe(self, ending: PartEnding) -> str:
         """Return a message about the last attempt; "" if a rank of this node has printed one."""
@@ -176,27 +232,14 @@ class Launcher:
         return "" if ending.already_reported else ending.describe()
 
 
-def _limit_ends() -> None:
-    """Kill the ranks of this node that are still there `SECONDS_TO_END` after one of them has failed.
-
-    torch sends them SIGTERM and waits for 30 s, a number that cannot be set: those that start up ignore the signal, and
-    those in a collective do not get to it.
-    """
-    while True:
-        try:
-            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # torch asks for the exit status, not this thread
-        except ChildProcessError:  # there are no ranks yet
-            ended = None
-        if ended is None or ended.si_status == 0 or not is_session_leader(ended.si_pid):
-            time.sleep(0.02)  # or a rank may end, and torch ask for its status, meanwhile
-            continue
-        survivors = [os.pidfd_open(pid) for pid in find_ranks()]
-        time.sleep(SECONDS_TO_END)
-        for handle in survivors:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
-            os.close(handle)
+def _end_at_once(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)
+    raise EndedBySignal
 
 
 if __name__ == "__main__":
+    end_with_parent()
+    tie_children()
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # a shell makes its background processes ignore it
+    own_for_ranks()
     launch(sys.argv[1:])

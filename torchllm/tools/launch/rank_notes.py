@@ -11,6 +11,9 @@ from typing import NamedTuple
 from torchllm.config.errors import ErrorKind
 from torchllm.runtime.launcher_notes import notes_folder, write_note
 
+STORE = "TORCHLLM_STORE"
+"""environment variable: file of the store that all ranks share, in a job of one node that has a launcher"""
+
 
 class Member(NamedTuple):
     """A rank that has joined the job and has not left it."""

@@ -33,14 +33,7 @@ from torchllm.tools.launch import rank_notes
 from torchllm.tools.launch.descriptors import describe_low_limit, raise_descriptor_limit
 from torchllm.tools.launch.lease import DONE, Claim, check_owner, release_leases, take_or_inherit
 from torchllm.tools.launch.same_start import refuse_different_starts
-from torchllm.tools.launch.store import (
-    LOOPBACK,
-    HashStore,
-    Store,
-    connect_store,
-    serve_loopback_store,
-    serve_store,
-)
+from torchllm.tools.launch.store import HashStore, Store, has_launcher, join_store
 
 if TYPE_CHECKING:
     from torchllm.tools.launch.hang_watch import HangWatch
@@ -79,7 +72,7 @@ class LaunchHooks(Hooks):
 
 
 def start_runtime(run: Run, configs: Sequence[Config] = (), *, reads_only: bool = False) -> Runtime:
-    """Join the job that torchrun has started, or start a job of one rank, and set this process up as `run` says.
+    """Join the job that a launcher has started, or start a job of one rank, and set this process up as `run` says.
 
     configs: the configs that the job may train with. RefusedStart is raised on all ranks if they, or the code, differ
     between ranks. reads_only: the job writes nothing into the run folder, which may belong to another job. Otherwise
@@ -195,13 +188,8 @@ def _own_folder(folder: Path) -> _Ownership:
         return _Ownership(refusal=str(error))
 
 
-def has_launcher() -> bool:
-    """Return whether a launcher has started this rank, and not run_train.sh itself, as with one task per GPU."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
 def _join_job(run: Run, rank: int, world_size: int, store: Store, timeout: timedelta) -> None:
-    """Create the default process group: through torchrun's rendezvous, or of this process alone."""
+    """Create the default process group: of all ranks, or of this process alone."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "5000")  # operations that the flight recorder keeps
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch 2.13's profiler prints two lines per profile
     # A gloo group connects two ranks when they first send to each other; without this each rank opens a socket to every
@@ -235,11 +223,12 @@ def _open_store(run: Run, rank: int, timeout: timedelta) -> Store:
         )
     if missing:
         return HashStore()
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if has_launcher():
-        return connect_store(address, port, timeout)
+        return join_store(timeout)
     from torchllm.tools.launch.head import HeadAddress, NodeMissing, NodeWait, reach_head  # launchers wait otherwise
+    from torchllm.tools.launch.store import LOOPBACK, connect_store, serve_loopback_store, serve_store
 
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     speaks = os.environ.get("LOCAL_RANK", "0") == "0"
     wait = NodeWait(run.start_timeout, speaks=speaks)
     try:

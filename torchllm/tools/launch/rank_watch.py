@@ -4,7 +4,7 @@
 the only rank of a job. The launcher does: once per second it reads the last beat of each of its ranks (`heartbeat.py`)
 from memory, and counts the seconds without a new one on its own clock. After a rank's timeout, and `patience`, while
 ranks that have noticed the hang themselves report it better, it prints where the rank is, writes all stacks to
-RUN/hang/TIME/HOST.txt and kills its ranks. torchrun then starts them again, or ends the job on all nodes, as after any
+RUN/hang/TIME/HOST.txt and kills its ranks. It then starts them again, or ends the job on all nodes, as after any
 death of a rank. A rank in an uninterruptible call of the kernel survives even that, and the launcher does not wait for
 it.
 """
@@ -180,7 +180,7 @@ class RankWatch:
         begun = {_session(rank.beat.pid) for rank in self.watched.values()}
         unbegun = [pid for pid in find_ranks() if pid not in begun]
         ticks = sum(map(processor_ticks, unbegun))
-        is_idle = unbegun and ticks == self.unbegun_ticks  # without a process torchrun waits for other nodes
+        is_idle = unbegun and ticks == self.unbegun_ticks  # without a process the launcher waits for other nodes
         self.unbegun_seconds = self.unbegun_seconds + seconds if is_idle else 0.0
         self.unbegun_ticks = ticks
         if self.unbegun_seconds <= timeout + patience(timeout):

@@ -28,6 +28,15 @@ failed: a rank died, or had an error. hung: the launcher has ended ranks that we
 status 0 although the job was not done. user_error, refused: ranks said why. stopped: another node's part ended first.
 """
 
+
+class AttemptOver(Exception):
+    """Another node's part of this attempt has failed."""
+
+
+class JobOver(Exception):
+    """Another launcher has ended the job, or is gone."""
+
+
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
 
 

@@ -1,29 +1,22 @@
-"""The store of a job (torch's TCPStore): where ranks and launchers leave each other addresses, votes and alarms.
+"""The store of a job: where ranks and launchers leave each other addresses, votes and alarms.
 
-It has no password: whoever reaches its port may read and write every key. So values from it are never
-unpickled or used as file names, and ranks sign entries that make ranks end, or kill a process (`Signer`).
+On one node it is a file that the launcher has made. Between nodes it is torch's TCPStore, without a password: whoever
+reaches its port may read and write every key. So values from it are never unpickled or used as file names, and ranks
+sign entries that make ranks end, or kill a process (`Signer`).
 """
 
 import hashlib
 import hmac
+import os
 import socket
 from datetime import timedelta
 
 # public names, but not re-exported for type checkers
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not there
 
-__all__ = [
-    "LOOPBACK",
-    "FileStore",
-    "HashStore",
-    "PrefixStore",
-    "Signer",
-    "Store",
-    "TCPStore",
-    "connect_store",
-    "serve_loopback_store",
-    "serve_store",
-]
+from torchllm.tools.launch.rank_notes import STORE
+
+__all__ = ["FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"]
 
 LOOPBACK = "127.0.0.1"
 """address that only processes of the same host reach"""
@@ -47,6 +40,23 @@ class Signer:
 
     def _signature(self, text: str) -> str:
         return hmac.new(self.secret, text.encode(), hashlib.sha256).hexdigest()
+
+
+def has_launcher() -> bool:
+    """Return whether a launcher has started this rank, and not run_train.sh itself, as with one task per GPU."""
+    return STORE in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def join_store(timeout: timedelta) -> Store:
+    """Return the store that all ranks share. timeout: of its requests.
+
+    On one node it is a file of the launcher, which outlives every rank, and which no other user can reach.
+    """
+    if STORE in os.environ:
+        store = FileStore(os.environ[STORE])
+        store.set_timeout(timeout)
+        return store
+    return connect_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout)
 
 
 def connect_store(address: str, port: int, timeout: timedelta) -> TCPStore:

@@ -1,0 +1,46 @@
+"""The launcher of one node imports no torch, and says what it starts."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launched import clean
+from tests.patience import patience
+from tests.tiny_run import ROOT
+
+LAUNCH = [sys.executable, "-P", "-m", "torchllm.tools.launch.launch"]
+PLAIN = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+ones = torch.ones(1)
+dist.all_reduce(ones)
+assert ones == 2
+"""
+"""a script that takes all from the environment, as of torchrun"""
+
+
+def test_it_imports_no_torch() -> None:
+    code = "import sys, torchllm.tools.launch.launch; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_the_first_line_is_there_before_a_rank_is(tmp_path: Path) -> None:
+    """The ranks say it with the line that they find; a rank of an owned folder only."""
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text("import sys; print('a rank', file=sys.stderr)")
+    environment = clean({"PYTHONPATH": str(ROOT), "TORCHLLM_TAKE_LEASE": str(tmp_path / "run")})
+    done = subprocess.run([*LAUNCH, str(recipe)], env=environment, capture_output=True, text=True, timeout=patience(60))
+    first, *others = done.stderr.splitlines()
+    assert first.startswith(f"starting {recipe} on 1 process, this node is ")
+    assert first.endswith(": importing torch")
+    assert others == ["a rank"]
+
+
+@pytest.mark.exhaustive
+def test_a_plain_script_meets_at_the_port_that_is_kept_for_it(tmp_path: Path) -> None:
+    recipe = tmp_path / "plain.py"
+    recipe.write_text(PLAIN)
+    environment = clean({"PYTHONPATH": str(ROOT)})
+    subprocess.run([*LAUNCH, "--nproc-per-node=2", str(recipe)], env=environment, check=True, timeout=patience(100))
