@@ -328,3 +328,18 @@ def test_a_config_without_its_contradictions() -> None:
         without = without_contradictions(config_of({key: value, **idle}))
         assert without == config_of(idle), key
         assert without_contradictions(config_of({key: value, **active})) == config_of({key: value, **active}), key
+
+
+def test_zero_3_under_pp_is_told_where_it_is_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    pipeline = ["--parallel.pp=2", "--parallel.dp_shard=2", f"--run.folder={tmp_path}"]
+    assert load_config(pipeline).parallel.zero == 2
+    assert capsys.readouterr().err == ""
+    chosen = load_config([*pipeline, "--parallel.zero_stage=3"])
+    assert chosen.parallel.zero_stage == 3
+    assert "--parallel.zero_stage: 3 with pp gathers each block twice" in capsys.readouterr().err
+    write_config(chosen, tmp_path / "config.toml")  # a run folder keeps its own
+    assert load_config([str(tmp_path / "config.toml")]).parallel.zero_stage == 3
+    assert capsys.readouterr().err == ""

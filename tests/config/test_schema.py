@@ -183,6 +183,11 @@ def test_degrees_are_resolved() -> None:
         assert resolve_degrees(written, world) == (resolved, [])
 
 
+def test_the_zero_stage_is_3_and_under_pp_2_unless_it_is_chosen() -> None:
+    assert [Parallel(pp=pp).zero for pp in (1, 2)] == [3, 2]
+    assert [Parallel(pp=pp, zero_stage=stage).zero for pp in (1, 2) for stage in (0, 3)] == [0, 3, 0, 3]
+
+
 WRONG_DEGREES: list[tuple[Parallel, int | None, str, str]] = [  # number of ranks, the key to change, why
     (Parallel(dp_shard=0), 8, "parallel.dp_shard", "at least 1"),
     (Parallel(dp_replicate=0, dp_shard=1), 8, "parallel.dp_replicate", "at least 1"),

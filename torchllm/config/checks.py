@@ -443,7 +443,7 @@ def _expert_parallel_problems(config: Config, parallel: Parallel) -> Iterator[Co
     if ranks % ep:
         product = f"dp_shard {parallel.dp_shard} x cp {parallel.cp} x tp {parallel.tp} = {ranks}"
         yield config_error("parallel.ep", f"{ep} does not divide {product}, whose ranks it borrows")
-    if parallel.zero_stage == 0:
+    if parallel.zero == 0:
         yield config_error(
             "parallel.zero_stage", "0 keeps all weights on every rank, but parallel.ep shares the experts: set 1"
         )

@@ -101,13 +101,13 @@ def _sends_whole_hidden_states(config: Config) -> bool:
 
 def _shards_weights(config: Config) -> bool:
     parallel = config.parallel
-    return parallel.dp_shard * parallel.cp > 1 and parallel.zero_stage > 0
+    return parallel.dp_shard * parallel.cp > 1 and parallel.zero > 0
 
 
 def _chooses_zero_stage(config: Config) -> bool:
     """Whether the ZeRO stage matters: 1 to 3 need ranks to shard weights over; 0 (DDP) also needs only replicas."""
     parallel = config.parallel
-    if parallel.zero_stage == 0:
+    if parallel.zero == 0:
         return parallel.data_ranks * parallel.cp > 1
     return parallel.dp_shard * parallel.cp > 1
 
@@ -246,7 +246,7 @@ IDLE = (
     Condition("parallel.zero_stage", _chooses_zero_stage, "parallel.dp_shard x cp over 1"),
     Condition(
         "parallel.keep_last_block",
-        lambda config: _shards_weights(config) and config.parallel.zero_stage == 3,
+        lambda config: _shards_weights(config) and config.parallel.zero == 3,
         "parallel.dp_shard x cp over 1 and parallel.zero_stage = 3",
     ),
     Condition("parallel.prefetch", _shards_weights, SHARDED),

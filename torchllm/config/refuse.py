@@ -63,6 +63,11 @@ def finish(draft: Draft[C], alternatives: Sequence[C] = ()) -> C:
         path = tuple(idle_key.key.split("."))
         if draft.is_asked_about(path):
             draft.notes.append(draft.located(path, idle_key.message))
+    path = ("parallel", "zero_stage")
+    gathers_often = parallel.zero == 3 and parallel.pp > 1 and parallel.dp_shard * parallel.cp > 1
+    if gathers_often and path in draft.layer.origins and draft.is_asked_about(path):
+        message = "3 with pp gathers each block twice per micro batch: 2, the default, gathers it once per step"
+        draft.notes.append(draft.located(path, message))
     print_notes(draft.notes, is_check=draft.arguments.check)
     if draft.arguments.check:
         _print_check(config, draft.ranks)

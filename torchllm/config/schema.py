@@ -518,9 +518,9 @@ class Parallel:
     ranks of dp_shard x cp x tp, so it is no factor of the number of ranks"""
     sequence_parallel: bool = False
     """with tp: also split the sequence between the matrices (norms and residuals)"""
-    zero_stage: Annotated[int, Bound(at_least=0, at_most=3)] = 3
+    zero_stage: Annotated[int, Bound(at_least=-1, at_most=3)] = -1
     """3: weights are gathered for each use; 2: weights are gathered once per step, gradients reduced after each micro
-    batch; 1: both once per step; 0: all weights on every rank (DDP)"""
+    batch; 1: both once per step; 0: all weights on every rank (DDP); -1: 3, with pp 2"""
     keep_last_block: bool = True
     """zero_stage 3: keep the last block's weights between its forward and its backward"""
     prefetch: Natural = 1
@@ -547,6 +547,11 @@ class Parallel:
     def data_ranks(self) -> int:
         """Ranks that read different sequences; no degree may be -1."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def zero(self) -> int:
+        """`zero_stage`, resolved: with pp stage 3 would gather each block's weights for every micro batch."""
+        return (2 if self.pp > 1 else 3) if self.zero_stage == -1 else self.zero_stage
 
     @property
     def stages_per_rank(self) -> int:

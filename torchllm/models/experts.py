@@ -161,8 +161,7 @@ def top_experts(scores: Tensor, count: int) -> Tensor:
         return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
     bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes 0.0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # a negative float's magnitude counts down
-    index = torch.arange(scores.shape[-1], device=scores.device)
-    return ((ordered.long() << 32) - index).topk(count, dim=-1).indices
+    return ((ordered.long() << 32) - torch.arange(scores.shape[-1], device=scores.device)).topk(count, dim=-1).indices
 
 
 def _float32_product(x: Tensor, weight: Tensor) -> Tensor:

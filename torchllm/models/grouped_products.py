@@ -54,10 +54,7 @@ def grouped_weight_gradient(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor
 
 
 def _has_kernel(first: Tensor, second: Tensor) -> bool:
-    """Return whether `grouped_mm` takes these factors.
-
-    It needs at least one row: with expert parallelism a rank may get none.
-    """
+    """Return whether `grouped_mm` takes these factors. It needs a row, and with ep a rank may get none."""
     if not len(first) or first.dtype not in DTYPES.get(first.device.type, ()):
         return False
     for width in (*first.shape[1:], *second.shape[1:]):

@@ -25,17 +25,11 @@ def shard_routers(stage: nn.Module, shard: Callable[..., Any], policy: MixedPrec
     if not routers:
         return []  # the first blocks may be dense
     in_float32 = replace(policy, param_dtype=None)
-    units = []
-    for part in [routers] if torch.__version__ >= "2.13" else [[router] for router in routers]:
-        unit = shard(part, mp_policy=in_float32, reshard_after_forward=False)[0]
+    parts = [routers] if torch.__version__ >= "2.13" else [[router] for router in routers]
+    units = [shard(part, mp_policy=in_float32, reshard_after_forward=False)[0] for part in parts]
+    for unit in units:
         unit.set_modules_to_backward_prefetch([unit])
-        units.append(unit)
     return units
-
-
-def shard_experts(block: nn.Module, shard: Callable[..., FSDPModule]) -> list[FSDPModule]:
-    """Make the experts of a block a unit, and return it. shard: `fully_shard`."""
-    return [shard(experts) for experts in _experts(block)]
 
 
 def placements_of_experts(block: nn.Module, ranks: int) -> dict[nn.Parameter, Shard]:
@@ -45,12 +39,13 @@ def placements_of_experts(block: nn.Module, ranks: int) -> dict[nn.Parameter, Sh
     not shard.
     """
     placements: dict[nn.Parameter, Shard] = {}
-    for experts in _experts(block):
+    for experts in experts_of(block):
         (count, hidden, _), _ = local_region(experts.down_proj)
         if count % ranks and hidden % ranks == 0:
             placements |= {experts.gate_proj: Shard(2), experts.up_proj: Shard(2), experts.down_proj: Shard(1)}
     return placements
 
 
-def _experts(block: nn.Module) -> list[Experts]:
+def experts_of(block: nn.Module) -> list[Experts]:
+    """Return the stacked experts of a block."""
     return [module for module in block.modules() if isinstance(module, Experts)]

@@ -69,7 +69,7 @@ def apply_fsdp(
     units: list[Unit] = []  # in the order of the forward pass
     routers: list[FSDPModule] = []
     if stage.model.experts:
-        from torchllm.parallel.expert_units import placements_of_experts, shard_experts, shard_routers
+        from torchllm.parallel.expert_units import experts_of, placements_of_experts, shard_routers
 
         if stage.model.router_dtype == "float32":
             routers = shard_routers(stage, shard, policy)
@@ -83,8 +83,8 @@ def apply_fsdp(
         if stage.model.experts:
             placements = placements_of_experts(block, ranks=(expert_mesh or mesh).size(-1))
             if expert_mesh is not None:
-                of_experts = partial(shard, mesh=expert_mesh, shard_placement_fn=placements.get)
-                inner = shard_experts(block, partial(of_experts, reshard_after_forward=frees))
+                unit = partial(shard, mesh=expert_mesh, reshard_after_forward=frees)
+                inner = [unit(experts, shard_placement_fn=placements.get) for experts in experts_of(block)]
         outer = shard(block, reshard_after_forward=frees, shard_placement_fn=placements.get)
         units.append(Unit(outer, inner))
 
@@ -145,8 +145,8 @@ def _prefetch(units: Sequence[Unit], ahead: int, routers: Sequence[FSDPModule]) 
     for index, unit in enumerate(units):
         following = units[index + 1 : index + 1 + ahead]
         previous = units[max(0, index - ahead) : index]
-        of_stage = routers if index == 0 else ()
-        unit.outer.set_modules_to_forward_prefetch([*unit.inner, *of_stage, *_modules(following)])
+        with_unit = [*unit.inner, *routers] if index == 0 else unit.inner
+        unit.outer.set_modules_to_forward_prefetch([*with_unit, *_modules(following)])
         # With an empty list FSDP guesses, and gathers units that are not needed. The unit itself is gathered already,
         # so naming it costs nothing.
         unit.outer.set_modules_to_backward_prefetch([unit.outer, *unit.inner, *_modules(reversed(previous))])
@@ -164,13 +164,13 @@ def fsdp_modules(stage: nn.Module) -> list[FSDPModule]:
 
 
 def effective_zero_stage(parallel: Parallel) -> int:
-    """Return `parallel.zero_stage`, but at most 1 if weights are not sharded.
+    """Return `parallel.zero`, but at most 1 if weights are not sharded.
 
     The degrees must be resolved (no -1).
     """
     if parallel.dp_shard * parallel.cp > 1:
-        return parallel.zero_stage
-    return min(parallel.zero_stage, 1)
+        return parallel.zero
+    return min(parallel.zero, 1)
 
 
 def begin_micro_batch(stages: Sequence[nn.Module], zero_stage: int, last: bool) -> None:

@@ -146,7 +146,7 @@ def build_mesh(parallel: Parallel, device: torch.device) -> Mesh:
     If this job has built it, return that one. Call it on all ranks, in the same order.
     """
     degrees = (parallel.pp, parallel.dp_replicate, parallel.dp_shard, parallel.cp, parallel.tp)
-    key = MeshKey(dist.group.WORLD, device.type, degrees, parallel.zero_stage == 0, parallel.cp_method, parallel.ep)
+    key = MeshKey(dist.group.WORLD, device.type, degrees, parallel.zero == 0, parallel.cp_method, parallel.ep)
     for built in list(_BUILT):
         if built.job is not key.job:  # from a job that this process has left
             del _BUILT[built]
@@ -173,12 +173,12 @@ def _new_mesh(parallel: Parallel, device: torch.device) -> Mesh:
     """Build the mesh of a config, with new process groups."""
     replicate = parallel.dp_replicate
     shard = parallel.dp_shard
-    if parallel.zero_stage == 0:  # every rank holds whole weights: all data parallel ranks are replicas
+    if parallel.zero == 0:  # every rank holds whole weights: all data parallel ranks are replicas
         replicate, shard = replicate * shard, 1
     degrees = (parallel.pp, replicate, shard, parallel.cp, parallel.tp)
     world = init_device_mesh(device.type, degrees, mesh_dim_names=AXES)
     loss = flatten_mesh(world["dp_replicate", "dp_shard", "cp"], "loss")
-    if parallel.zero_stage == 0:
+    if parallel.zero == 0:
         fsdp = join_meshes(loss, world["dp_shard"])  # replicated over cp too; the shard dimension has one rank
     else:
         fsdp = flatten_mesh(world["dp_shard", "cp"], "fsdp")

@@ -319,7 +319,7 @@ def _layout(report: Report) -> str:
     if parallel.ep > 1:
         degrees += f", ep {parallel.ep}"
     schedule = f", {parallel.schedule}" if parallel.pp > 1 else ""
-    return f"{degrees}, zero_stage {parallel.zero_stage}{schedule}, recompute {report.config.recompute.mode}"
+    return f"{degrees}, zero_stage {parallel.zero}{schedule}, recompute {report.config.recompute.mode}"
 
 
 def _dtype(report: Report) -> str:

@@ -94,7 +94,7 @@ def expert_exchange_seconds(case: Case, blocks: int) -> float:
     model, parallel = case.model, case.parallel
     if not model.experts:
         return 0.0
-    shards = case.group([SHARD, CP] if parallel.zero_stage else [])
+    shards = case.group([SHARD, CP] if parallel.zero else [])
     tp = case.group([TP])
     owners = shards.size * tp.size
     cutting = [tp]
@@ -119,7 +119,7 @@ def muon_seconds(case: Case, blocks: int) -> float:
     if case.optimizer.name != "muon" or case.lora.is_on or not blocks:
         return 0.0
     parallel = case.parallel
-    over_shards = case.group([SHARD, CP] if parallel.zero_stage else [])
+    over_shards = case.group([SHARD, CP] if parallel.zero else [])
     over_tp = case.group([TP])
     owners = over_shards.size * over_tp.size
     shapes = matrix_shapes(case.model)

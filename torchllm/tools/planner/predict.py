@@ -242,7 +242,7 @@ def tail(case: Case, sizes: list[StageSize], costs: list[StageCost]) -> dict[str
     # The optimizer reads and writes its states, reads gradients and zeroes them, and writes the working copy.
     bytes_per_parameter = 2 * software.states + 2 * software.gradients + software.weights
     bytes_per_parameter *= trained_share(case.model)
-    owners = shards.over_shards.size if case.parallel.zero_stage >= 1 else 1
+    owners = shards.over_shards.size if case.parallel.zero >= 1 else 1
     moved = shards.parameters / owners * bytes_per_parameter
     blocks = sum(size.blocks for size in sizes)
     return {
@@ -305,7 +305,7 @@ def _data_exchange(case: Case, shards: ShardedRank) -> DataExchange:
     of the embedding, have nothing to hide behind. Under pp gradients are reduced once per step.
     """
     parallel, software = case.parallel, case.software
-    zero_stage = parallel.zero_stage if shards.over_shards.size > 1 else 0
+    zero_stage = parallel.zero if shards.over_shards.size > 1 else 0
     gradient_bytes = software.sent_gradients * shards.parameters
     gather = 0.0
     if zero_stage in (1, 2):

@@ -120,7 +120,7 @@ class Rank(NamedTuple):
     @property
     def shards(self) -> int:
         """Number of ranks that share the weights, those of experts excluded."""
-        return self.parallel.dp_shard * self.parallel.cp if self.parallel.zero_stage else 1
+        return self.parallel.dp_shard * self.parallel.cp if self.parallel.zero else 1
 
     @property
     def root(self) -> float:
@@ -213,7 +213,7 @@ def boundary_bytes(model: Model, parallel: Parallel, piece: Piece) -> float:
 def describe_rank(case: Case, stages: Sequence[StageSize]) -> Rank:
     """Return the inputs of the memory of a rank with these stages, first to last."""
     model, parallel, software, piece = case.model, case.parallel, case.software, case.piece
-    shards = parallel.dp_shard * parallel.cp if parallel.zero_stage else 1
+    shards = parallel.dp_shard * parallel.cp if parallel.zero else 1
     of_size = {}
     for size in dict.fromkeys(stages):
         whole = gathered_parameters(model, size, piece, software.vocab_parallel)
@@ -232,7 +232,7 @@ def describe_rank(case: Case, stages: Sequence[StageSize]) -> Rank:
         piece,
         usual,
         dense,
-        zero=parallel.zero_stage if shards > 1 else min(parallel.zero_stage, 1),
+        zero=parallel.zero if shards > 1 else min(parallel.zero, 1),
         micro_batches=case.micro_batches,
         logit_bytes=LogitBytes.of(case.kernels, software),
         stages=tuple(stages),

@@ -374,12 +374,12 @@ def sharded_weights(case: Case, forward: float, backward: float) -> PassSeconds:
     Under pp gradients are reduced once per step (`predict.tail`). forward, backward: seconds of the overlapping work.
     """
     parallel, software = case.parallel, case.software
-    if parallel.dp_shard * parallel.cp == 1 or parallel.zero_stage < 2:
+    if parallel.dp_shard * parallel.cp == 1 or parallel.zero < 2:
         return NO_WAIT
     share = software.constants.exposed
     gather = _block_gather(case, software.gathered)
     scatter = 0.0 if parallel.pp > 1 else _block_gather(case, software.sent_gradients)
-    if parallel.zero_stage == 2:
+    if parallel.zero == 2:
         return PassSeconds(0.0, exposed(scatter, backward, share))
     return PassSeconds(exposed(gather, forward, share), exposed(gather + scatter, backward, share))
 

@@ -61,7 +61,7 @@ def _changes(config: Config) -> Iterator[tuple[str, Config]]:
         yield _training(config, "micro_batch_size", training.micro_batch_size // 2)
     if not training.loss_chunk:
         yield _training(config, "loss_chunk", 1024)
-    for stage in range(parallel.zero_stage + 1, 4):
+    for stage in range(parallel.zero + 1, 4):
         yield _parallel(config, zero_stage=stage)
     if parallel.tp > 1 and not parallel.sequence_parallel:
         yield _parallel(config, sequence_parallel=True)
