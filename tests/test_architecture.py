@@ -380,6 +380,6 @@ def test_what_a_reader_has_to_read_does_not_grow() -> None:
     assert pretrain.files <= 127
     assert pretrain.lines <= 16_320
     # with data/iterable.py, {facts,models}/frozen.py, facts/block_kinds.py, parallel/added_parameters.py and
-    # config/foreign.py, which no recipe here imports
-    assert size_of(core_files()).lines <= 20_330  # a ring hands its documents to flash attention
+    # config/foreign.py, which no recipe here imports, and checkpoint/read_plan.py, which loads import: bytes read once
+    assert size_of(core_files()).lines <= 20_570  # a ring hands its documents to flash attention
     assert 5_000 < size_of(spine_files()).lines <= 6_500

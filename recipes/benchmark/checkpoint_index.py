@@ -4,14 +4,13 @@
 
 Every rank holds a part of each parameter and of its three entries of AdamW, as FSDP shards them; the model exists as
 shapes only. Printed: the bytes that ranks send each other at the first save, the size of the index, and the time to
-make it, and to find the pieces that one rank reads when it resumes on the same number of ranks.
+make it, and to plan the reads of the first rank when it resumes on the same number of ranks.
 """
 
 import json
-import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +18,8 @@ import torch
 
 from torchllm.checkpoint.index import Index, Integers, Region, parse_index
 from torchllm.checkpoint.plan import InventoryEntry, JobParts, make_index, region_numbers
+from torchllm.checkpoint.read_plan import PieceRead, ReadPlan, plan_reads
+from torchllm.checkpoint.tensors import BYTES_AT_A_TIME
 from torchllm.config import load_config
 from torchllm.models.decoder import build_model
 
@@ -48,7 +49,7 @@ class IndexCost(NamedTuple):
     pieces_read: int
     """by one rank that resumes"""
     plan_seconds: float
-    """to find those"""
+    """to plan that"""
 
 
 def shapes_of_run(model_toml: str = MODEL) -> dict[str, tuple[int, ...]]:
@@ -87,8 +88,13 @@ def _part(shape: tuple[int, ...], number: int, parts: int) -> Region:
 
 def index_of(ranks: SyntheticRanks) -> Index:
     """Return the index that the ranks agree on."""
+    return make_index(parts_of_job(ranks))
+
+
+def parts_of_job(ranks: SyntheticRanks) -> JobParts:
+    """Return the parts of the ranks as they gather them."""
     numbers: list[Integers] = [region_numbers(regions) for regions in ranks.regions]
-    return make_index(JobParts([ranks.inventory], [0] * len(numbers), numbers))
+    return JobParts([ranks.inventory], [0] * len(numbers), numbers)
 
 
 def measure_index(shapes: Mapping[str, tuple[int, ...]], shard: int, replicate: int = 1) -> IndexCost:
@@ -99,7 +105,7 @@ def measure_index(shapes: Mapping[str, tuple[int, ...]], shard: int, replicate: 
     made = time.perf_counter()
     index = parse_index(content, "the index")
     parsed = time.perf_counter()
-    pieces_read = count_pieces(index, ranks.inventory, ranks.regions[0])
+    plan = plan_reads(index, parts_of_job(ranks), 0, BYTES_AT_A_TIME)
     planned = time.perf_counter()
     inventory_bytes = len(json.dumps(ranks.inventory))
     return IndexCost(
@@ -110,29 +116,14 @@ def measure_index(shapes: Mapping[str, tuple[int, ...]], shard: int, replicate: 
         index_bytes=len(content),
         make_seconds=made - start,
         parse_seconds=parsed - made,
-        pieces_read=pieces_read,
+        pieces_read=len(pieces_read(plan)),
         plan_seconds=planned - parsed,
     )
 
 
-def count_pieces(index: Index, inventory: Sequence[InventoryEntry], regions: Sequence[Region]) -> int:
-    """Return how many pieces a rank with these regions reads."""
-    pieces = 0
-    for entry in inventory:
-        pieces += sum(1 for _ in index.tensors[entry.key].grid.pieces_in(regions[entry.sharding]))
-    return pieces
-
-
-def count_bytes(index: Index, inventory: Sequence[InventoryEntry], regions: Sequence[Region]) -> int:
-    """Return how many bytes a rank with these regions reads: pieces are read whole, to verify their checksums."""
-    elements_of_sharding: dict[int, int] = {}  # tensors of one shape have the same parts
-    total = 0
-    for entry in inventory:
-        if entry.sharding not in elements_of_sharding:
-            pieces = index.tensors[entry.key].grid.pieces_in(regions[entry.sharding])
-            elements_of_sharding[entry.sharding] = sum(math.prod(piece.region.size) for piece in pieces)
-        total += elements_of_sharding[entry.sharding] * entry.itemsize
-    return total
+def pieces_read(plan: ReadPlan) -> list[PieceRead]:
+    """Return the pieces that a rank reads."""
+    return plan.alone + [read for round_ in plan.rounds for read in round_.reads]
 
 
 def main(arguments: list[str]) -> None:

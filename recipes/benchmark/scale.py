@@ -105,7 +105,10 @@ BY_RANKS = [
     Count("plan of a save, 70B", "lines of Python on a rank", counts.index_lines, (64, 256), 1.0),
     Count("plan of a save, 70B", "bytes that a rank gathers", counts.gathered_at_first_save, (64, 256), 1.0),
     Count("index of a checkpoint, 70B", "bytes", counts.index_bytes, (64, 256), 1.0),
-    Count("resume, 70B", "pieces that a rank reads", counts.pieces_read, (64, 256), 0.0),
+    Count("resume, 70B", "pieces that a rank reads", counts.pieces_read_to_resume, (64, 256), 0.0),
+    Count("resume of 64 ranks, 70B", "bytes that all read", counts.bytes_read_on_more_ranks, (64, 256), 0.0),
+    Count("resume of 64 ranks, 70B", "lines of Python on a rank", counts.plan_of_resume_lines, (64, 256), 1.0),
+    Count("resume on 64 ranks, 70B", "bytes that all read", counts.bytes_read_on_fewer_ranks, (64, 256), 0.0),
     Count("evaluate 70B on 8 processes", "bytes that all read", counts.evaluation_read_bytes, (64, 256), 0.0),
     Count("exchange of equal texts", "lines of Python on a rank", counts.equal_texts_lines, (64, 256), 0.0),
 ]

@@ -3,6 +3,7 @@
 import io
 import pickle
 import tempfile
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from torchllm.checkpoint.keeping.history import folders_to_delete
 from torchllm.checkpoint.plan import region_numbers
+from torchllm.checkpoint.read_plan import ReadPlan, plan_reads
+from torchllm.checkpoint.tensors import BYTES_AT_A_TIME
 from torchllm.config import Data, Model, Optimizer, Parallel, Source, Training
 from torchllm.data.corpus import Corpus, Window
 from torchllm.data.corpus_header import FORMAT, CorpusHeader, corpus_fingerprint
@@ -41,7 +44,7 @@ from torchllm.tools.prepare.sources import open_raw_source
 from torchllm.tools.watch.breakdown import PARTS
 from torchllm.tools.watch.slow_rank import Reports, find_slow_rank, rank_report
 
-from .checkpoint_index import count_bytes, count_pieces, index_of, shapes_of_run, synthetic_ranks
+from .checkpoint_index import index_of, parts_of_job, pieces_read, shapes_of_run, synthetic_ranks
 from .counting import OperationCounter, host_bytes, lines_run, peak_bytes
 from .host_groups import SetupCost, setup_cost
 
@@ -215,18 +218,38 @@ def index_lines(ranks: int) -> int:
     return lines_run(lambda: index_of(parts))
 
 
-def pieces_read(ranks: int) -> int:
+def resume_plan(shapes: Mapping[str, tuple[int, ...]], writers: int, readers: int) -> ReadPlan:
+    """Return the reads of the first of `readers` ranks that load tensors of FSDP on `writers` ranks."""
+    index = index_of(synthetic_ranks(shapes, writers))
+    return plan_reads(index, parts_of_job(synthetic_ranks(shapes, readers)), 0, BYTES_AT_A_TIME)
+
+
+def pieces_read_to_resume(ranks: int) -> int:
     """Count the pieces of tensors that a rank reads when 70B resumes on the same number of ranks."""
-    parts = synthetic_ranks(shapes_of_run(), ranks)
-    return count_pieces(index_of(parts), parts.inventory, parts.regions[0])
+    return len(pieces_read(resume_plan(shapes_of_run(), ranks, ranks)))
+
+
+def bytes_read_on_more_ranks(ranks: int) -> int:
+    """Count the bytes of tensors that all ranks read when 70B, written by 64 ranks, resumes on `ranks`."""
+    return int(resume_plan(shapes_of_run(), 64, ranks).read_bytes.sum())
+
+
+def bytes_read_on_fewer_ranks(ranks: int) -> int:
+    """Count the bytes of tensors that all ranks read when 70B, written by `ranks` ranks, resumes on 64."""
+    return int(resume_plan(shapes_of_run(), ranks, 64).read_bytes.sum())
+
+
+def plan_of_resume_lines(ranks: int) -> int:
+    """Count the lines of Python that plan the reads of a rank when 70B, written by 64 ranks, resumes on `ranks`."""
+    shapes = shapes_of_run()
+    index, job = index_of(synthetic_ranks(shapes, 64)), parts_of_job(synthetic_ranks(shapes, ranks))
+    return lines_run(lambda: plan_reads(index, job, 0, BYTES_AT_A_TIME))
 
 
 def evaluation_read_bytes(ranks: int) -> int:
     """Count the bytes of a checkpoint of 70B, written by `ranks` ranks, that 8 processes read to evaluate it."""
     shapes = {key: shape for key, shape in shapes_of_run().items() if key.startswith("model.")}
-    index = index_of(synthetic_ranks(shapes, ranks))
-    readers = synthetic_ranks(shapes, 8)
-    return sum(count_bytes(index, readers.inventory, regions) for regions in readers.regions)
+    return int(resume_plan(shapes, ranks, 8).read_bytes.sum())
 
 
 def gathered_at_first_save(ranks: int) -> int:

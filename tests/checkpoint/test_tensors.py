@@ -24,8 +24,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests import parity, workers
 from torchllm import config
 from torchllm.checkpoint import manifest as manifests
+from torchllm.checkpoint import tensors as tensor_io
 from torchllm.checkpoint.checkpointer import Checkpointer
-from torchllm.checkpoint.data_file import DataFileWriter
+from torchllm.checkpoint.data_file import DataFileWriter, StoredPiece, read_piece_table
 from torchllm.checkpoint.keeping import history
 from torchllm.checkpoint.manifest import CheckpointError
 from torchllm.checkpoint.state import model_tensors, optimizer_tensors
@@ -287,6 +288,44 @@ def test_each_saved_value_is_looked_at_by_one_rank_and_one_number_agreed_on(tmp_
 
 def resume(checkpoints: Checkpointer) -> None:
     checkpoints.resume()
+
+
+def load_in_small_rounds(layout: str, folder: str) -> tuple[Any, list[tuple[str, int]]]:
+    """Load with messages of a tensor a round; also the pieces that this rank has read, as file and first byte."""
+    read = []
+    verified = tensor_io.read_piece
+
+    def read_piece(descriptor: int, piece: StoredPiece, path: Path) -> bytes:
+        read.append((path.name, piece.offset))
+        return verified(descriptor, piece, path)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(tensor_io, "read_piece", read_piece)
+        monkeypatch.setattr(tensor_io, "BYTES_AT_A_TIME", 1)
+        try:
+            return load_on(layout, folder), read
+        except CheckpointError as error:
+            return str(error), read
+
+
+def test_copies_read_each_piece_once_and_damage_that_one_finds_reaches_all(tmp_path: Path) -> None:
+    saved = workers.run(save_on, 4, "fsdp4", str(tmp_path))
+    folder = manifests.step_folder(tmp_path / "checkpoints", 1)
+    files = manifests.read_manifest(folder).files
+    pieces = []
+    for path in sorted(folder.glob("*.distcp")):
+        pieces += [(path.name, piece.offset) for piece in read_piece_table(path, files[path.name])]
+    ranks = workers.run(load_in_small_rounds, 4, "hsdp2x2", str(tmp_path))
+    assert [loaded for loaded, _ in ranks] == [(1, {"sequences": 8}, saved[0])] * 4
+    assert sorted(piece for _, read in ranks for piece in read) == sorted(pieces)
+
+    name, offset = pieces[-2]
+    content = bytearray((folder / name).read_bytes())
+    content[offset + 100] ^= 1
+    (folder / name).write_bytes(content)
+    readers = [rank for rank, (_, read) in enumerate(ranks) if (name, offset) in read]
+    for message, _ in workers.run(load_in_small_rounds, 4, "hsdp2x2", str(tmp_path)):
+        assert f"rank {readers[0]}: {folder / name}: damaged: the sha256 of bytes {offset} to " in message
 
 
 def test_damage_in_one_ranks_share_reaches_all(tmp_path: Path) -> None:

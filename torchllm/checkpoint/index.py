@@ -6,9 +6,8 @@ pieces, is a JSON file of 0.3 MB, and no piece of a grid can overlap another or 
 writer's file is in the table at the end of that file (`data_file.py`). No torch.
 """
 
-import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -62,25 +61,16 @@ class PieceGrid:
         """Return the shape of the whole tensor."""
         return tuple(int(cuts[-1]) for cuts in self.cuts)
 
-    def pieces_in(self, region: Region) -> Iterator[TensorPiece]:
-        """Yield the pieces that have elements in `region`, in row-major order."""
-        if 0 in region.size:
-            return
-        pieces = tuple(len(cuts) - 1 for cuts in self.cuts)
-        ranges = []
-        for cuts, offset, size in zip(self.cuts, region.offset, region.size, strict=True):
-            first = int(np.searchsorted(cuts, offset, side="right")) - 1
-            end = int(np.searchsorted(cuts, offset + size, side="left"))
-            ranges.append(range(first, end))
-        for cell in itertools.product(*ranges):
-            number = int(np.ravel_multi_index(cell, pieces)) if cell else 0
-            begins: list[int] = []
-            sizes: list[int] = []
-            for cuts, i in zip(self.cuts, cell, strict=True):
-                begin, end = cuts[i : i + 2].tolist()
-                begins.append(begin)
-                sizes.append(end - begin)
-            yield TensorPiece(Region(tuple(begins), tuple(sizes)), int(self.writers[number]))
+    def piece(self, number: int) -> TensorPiece:
+        """Return a piece by its number in row-major order."""
+        writer = int(self.writers[number])
+        offset, size = [], []
+        for cuts in reversed(self.cuts):
+            number, cell = divmod(number, len(cuts) - 1)
+            begin, end = cuts[cell : cell + 2].tolist()
+            offset.append(begin)
+            size.append(end - begin)
+        return TensorPiece(Region(tuple(offset[::-1]), tuple(size[::-1])), writer)
 
 
 class TensorEntry(NamedTuple):

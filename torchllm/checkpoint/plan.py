@@ -94,11 +94,11 @@ def agree_on_plan(group: Group, parts: Mapping[str, Part], previous: SavePlan | 
     if not any_rank(group, previous is None or local != previous.local):
         assert previous is not None
         return previous
-    index = make_index(_gather(group, local))
+    index = make_index(gather_parts(group, local))
     return SavePlan(local, index, index.serialize(), index.written_by(rank_of(group)))
 
 
-def _gather(group: Group, local: RankParts) -> JobParts:
+def gather_parts(group: Group, local: RankParts) -> JobParts:
     """Return the parts of all ranks."""
     numbers = region_numbers(local.regions)
     encoded = json.dumps(local.inventory).encode()
@@ -134,7 +134,7 @@ def region_numbers(regions: Sequence[Region]) -> Integers:
     return np.array(numbers, dtype=np.int64)
 
 
-class _ShardingKey(NamedTuple):
+class ShardingKey(NamedTuple):
     """A tensor's sharding in an inventory."""
 
     inventory: int
@@ -143,16 +143,16 @@ class _ShardingKey(NamedTuple):
     """number of its sharding there"""
 
 
-class _Tensor(NamedTuple):
-    """A tensor of the checkpoint."""
+class JobTensor(NamedTuple):
+    """A tensor of the job."""
 
     entry: InventoryEntry
     """as the first inventory with the tensor describes it"""
-    sharding_keys: tuple[_ShardingKey, ...]
+    sharding_keys: tuple[ShardingKey, ...]
     """more than one for a tied tensor of two pipeline stages"""
 
 
-class _InventoryRegions(NamedTuple):
+class InventoryRegions(NamedTuple):
     """The regions of the ranks that have the same inventory."""
 
     ranks: Integers
@@ -178,19 +178,19 @@ def make_index(job: JobParts) -> Index:
     O(ranks x shardings + tensors x copies). Raises CheckpointError if ranks differ in a tensor's shape or dtype, or if
     their parts do not make a whole tensor.
     """
-    tensors_of_job = _tensors_by_key(job.inventories)
-    regions = [_regions_of_inventory(job, number) for number in range(len(job.inventories))]
-    holders: dict[tuple[_ShardingKey, ...], _Holders] = {}
+    tensors_of_job = tensors_by_key(job.inventories)
+    regions = [regions_of_inventory(job, number) for number in range(len(job.inventories))]
+    holders: dict[tuple[ShardingKey, ...], _Holders] = {}
     bytes_of_rank = np.zeros(len(job.regions), dtype=np.int64)
     grids: list[PieceGrid] = []
-    grid_numbers: dict[tuple[tuple[_ShardingKey, ...], int], int] = {}
+    grid_numbers: dict[tuple[tuple[ShardingKey, ...], int], int] = {}
     tensors: dict[str, tuple[str, int]] = {}
     for key in sorted(tensors_of_job):
         entry, sharding_keys = tensors_of_job[key]
         if sharding_keys not in holders:
             holders[sharding_keys] = _find_holders(entry, sharding_keys, regions)
         held = holders[sharding_keys]
-        column = _least_loaded(held, bytes_of_rank)
+        column = least_loaded(held.ranks, bytes_of_rank)
         writers = held.ranks[:, column]
         bytes_of_rank[writers] += held.elements * entry.itemsize
         # Most tensors are cut like others, and written by the same ranks: they share a grid in the index.
@@ -202,33 +202,30 @@ def make_index(job: JobParts) -> Index:
     return Index(tensors, grids)
 
 
-def _least_loaded(held: _Holders, bytes_of_rank: Integers) -> int:
-    """Return the column of holders that have the least to write so far."""
-    copies = held.ranks.shape[1]
-    if copies == 1:
-        return 0
-    return int(bytes_of_rank[held.ranks].sum(axis=0).argmin())
+def least_loaded(choices: Integers, load: Integers) -> int:
+    """Return the column of choices (pieces, copies) whose ranks have the least load together; the first of several."""
+    return int(load[choices].sum(axis=0).argmin())
 
 
-def _tensors_by_key(inventories: Sequence[Sequence[InventoryEntry]]) -> dict[str, _Tensor]:
+def tensors_by_key(inventories: Sequence[Sequence[InventoryEntry]]) -> dict[str, JobTensor]:
     """Return every tensor of any inventory. Raises CheckpointError if two differ in its shape or dtype."""
-    by_key: dict[str, _Tensor] = {}
+    by_key: dict[str, JobTensor] = {}
     for number, inventory in enumerate(inventories):
         for entry in inventory:
-            sharding_key = _ShardingKey(number, entry.sharding)
+            sharding_key = ShardingKey(number, entry.sharding)
             if entry.key not in by_key:
-                by_key[entry.key] = _Tensor(entry, (sharding_key,))
+                by_key[entry.key] = JobTensor(entry, (sharding_key,))
                 continue
             first, sharding_keys = by_key[entry.key]
             if (first.dtype, first.shape) != (entry.dtype, entry.shape):
                 raise CheckpointError(
                     f"{entry.key}: {first.dtype} {first.shape} on some ranks, {entry.dtype} {entry.shape} on others"
                 )
-            by_key[entry.key] = _Tensor(first, (*sharding_keys, sharding_key))
+            by_key[entry.key] = JobTensor(first, (*sharding_keys, sharding_key))
     return by_key
 
 
-def _regions_of_inventory(job: JobParts, number: int) -> _InventoryRegions:
+def regions_of_inventory(job: JobParts, number: int) -> InventoryRegions:
     """Return the regions of the ranks that have inventory `number`."""
     ranks = np.flatnonzero(np.asarray(job.inventory_of_rank) == number)
     numbers = np.stack([job.regions[rank] for rank in ranks.tolist()])
@@ -240,11 +237,11 @@ def _regions_of_inventory(job: JobParts, number: int) -> _InventoryRegions:
     for sharding in range(len(dimensions)):
         begin, end = end, end + 2 * dimensions[sharding]
         columns.append(slice(begin, end))
-    return _InventoryRegions(ranks, numbers, columns)
+    return InventoryRegions(ranks, numbers, columns)
 
 
 def _find_holders(
-    entry: InventoryEntry, sharding_keys: Sequence[_ShardingKey], regions: Sequence[_InventoryRegions]
+    entry: InventoryEntry, sharding_keys: Sequence[ShardingKey], regions: Sequence[InventoryRegions]
 ) -> _Holders:
     """Return the pieces of a tensor and their ranks. Raises CheckpointError if they do not make the whole tensor.
 
@@ -255,15 +252,7 @@ def _find_holders(
         no_pieces = np.zeros((0, 1), dtype=np.int64)
         return _Holders(tuple(np.unique([0, length]) for length in shape), no_pieces, no_pieces[:, 0])
     dimensions = len(shape)
-    ranks_of_keys, boxes_of_keys = [], []
-    for sharding_key in sharding_keys:
-        held = regions[sharding_key.inventory]
-        ranks_of_keys.append(held.ranks)
-        boxes_of_keys.append(held.numbers[:, held.columns[sharding_key.sharding]])
-    ranks = np.concatenate(ranks_of_keys)
-    boxes = np.concatenate(boxes_of_keys)  # (ranks, 2 x dimensions): offset and size of each part
-    filled = (boxes[:, dimensions:] > 0).all(axis=1)
-    ranks, boxes = ranks[filled], boxes[filled]
+    ranks, boxes = parts_with_elements(dimensions, sharding_keys, regions)
     pieces, piece_of_rank = np.unique(boxes, axis=0, return_inverse=True)  # sorted by offset: row-major
     piece_of_rank = piece_of_rank.reshape(-1)
     sizes = pieces[:, dimensions:]
@@ -272,11 +261,34 @@ def _find_holders(
         raise CheckpointError(f"{entry.key}: the parts of the ranks do not make a whole tensor of {shape}")
 
     order = np.lexsort((ranks, piece_of_rank))
-    copies = np.bincount(piece_of_rank, minlength=len(pieces))
+    return _Holders(cuts, choices_per_piece(ranks[order], np.bincount(piece_of_rank)), sizes.prod(axis=1))
+
+
+def parts_with_elements(
+    dimensions: int, sharding_keys: Sequence[ShardingKey], regions: Sequence[InventoryRegions]
+) -> tuple[Integers, Integers]:
+    """Return the ranks (parts) that have elements of a tensor, and their boxes (parts, 2 x dimensions).
+
+    A box is offset and size of a part. regions: by the number of the inventory.
+    """
+    ranks_of_keys, boxes_of_keys = [], []
+    for sharding_key in sharding_keys:
+        held = regions[sharding_key.inventory]
+        ranks_of_keys.append(held.ranks)
+        boxes_of_keys.append(held.numbers[:, held.columns[sharding_key.sharding]])
+    ranks = np.concatenate(ranks_of_keys)
+    boxes = np.concatenate(boxes_of_keys)
+    filled = (boxes[:, dimensions:] > 0).all(axis=1)
+    return ranks[filled], boxes[filled]
+
+
+def choices_per_piece(ranks: Integers, copies: Integers) -> Integers:
+    """Return ranks (pieces, most copies): every column is a choice of one rank per piece.
+
+    ranks: those of the first piece, of the second, and so on. copies: their number per piece.
+    """
     first = np.cumsum(copies) - copies
-    choices = np.arange(copies.max())
-    candidates = ranks[order][first[:, None] + choices % copies[:, None]]
-    return _Holders(cuts, candidates, sizes.prod(axis=1))
+    return ranks[first[:, None] + np.arange(copies.max()) % copies[:, None]]
 
 
 def _cuts_of_grid(shape: tuple[int, ...], offsets: Integers, sizes: Integers) -> tuple[Integers, ...] | None:

@@ -1,7 +1,7 @@
 """Write tensors to a checkpoint folder and read them back, on any layout.
 
-Every rank writes one file, with `torch.save`, and reads the pieces that it needs from any of them, in threads. A piece
-is verified by its sum before torch reads it, and unpickled with `weights_only`: no code is run.
+Every rank writes one file, with `torch.save`. A load reads each piece on one rank, in threads, which sends the others
+their parts (`read_plan.py`). Its sum is verified before torch unpickles it with `weights_only`: no code is run.
 """
 
 import hashlib
@@ -12,16 +12,17 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, NamedTuple, cast
+from typing import IO, TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchllm.checkpoint.agreement import Group, any_rank, gather_rows, on_all, on_first, rank_of, size_of
+from torchllm.checkpoint.agreement import Group, gather_rows, on_all, on_first, rank_of, size_of
 from torchllm.checkpoint.data_file import DataFileWriter, PieceTable, data_file_name, read_piece, read_piece_table
-from torchllm.checkpoint.index import INDEX, Index, Region, TensorEntry, TensorPiece, parse_index
+from torchllm.checkpoint.index import INDEX, Index, Region, parse_index
 from torchllm.checkpoint.manifest import (
     CheckpointError,
     DamagedCheckpoint,
@@ -30,9 +31,12 @@ from torchllm.checkpoint.manifest import (
     check_plain_file,
     read_manifest,
 )
-from torchllm.checkpoint.plan import SavePlan
+from torchllm.checkpoint.plan import JobParts, SavePlan, gather_parts, rank_parts, tensors_by_key
 from torchllm.checkpoint.state import EXTRA, Part
 from torchllm.checkpoint.verify import check_sizes
+
+if TYPE_CHECKING:
+    from torchllm.checkpoint.read_plan import Message, PackedBox, PieceRead
 
 LISTED = 20
 """most differences between a checkpoint and the model that an error lists"""
@@ -156,52 +160,44 @@ def load_tensors(
     Raises CheckpointError on all ranks if keys, shapes or dtypes differ: then nothing is changed. Raises
     DamagedCheckpoint on all ranks if a piece that is read is damaged: then some parts are filled.
     """
-    _refuse_differences(group, stored, parts, prefix, cast, left)
-    on_all(group, lambda: read_parts(stored, parts))
+    from torchllm.checkpoint.read_plan import plan_reads
+
+    job = gather_parts(group, rank_parts(parts))
+    _refuse_differences(group, stored, job, prefix, cast, left)
+    plan = plan_reads(stored.index, job, rank_of(group), BYTES_AT_A_TIME)
+    on_all(group, lambda: _read(stored, parts, plan.alone, {}))
+    for round_ in plan.rounds:
+        messages = {message: torch.empty(size, dtype=torch.uint8) for message, size in round_.sizes.items()}
+        on_all(group, partial(_read, stored, parts, round_.reads, messages))
+        _exchange(group, messages)
+        for box in round_.received:
+            _part_of(parts[box.key], box.region).copy_(_in_message(messages, box, stored.index))
 
 
 def _refuse_differences(
-    group: Group, stored: StoredTensors, parts: Mapping[str, Part], prefix: str, cast: bool, left: Collection[str]
+    group: Group, stored: StoredTensors, job: JobParts, prefix: str, cast: bool, left: Collection[str]
 ) -> None:
-    """Raise CheckpointError on all ranks if their tensors do not match the checkpoint."""
+    """Raise CheckpointError on all ranks if the tensors of the job do not match the checkpoint."""
     saved = {key: entry for key, entry in stored.index.tensors.items() if key.startswith(prefix)}
-    differences = _unused_keys(group, saved, {*parts, *left}) + _differences(saved, parts, cast)
-    if not any_rank(group, bool(differences)):
-        return
-    of_ranks = [differences[:LISTED]] * size_of(group)
-    if group is not None:
-        dist.all_gather_object(of_ranks, differences[:LISTED], group=group)
-    lines = sorted({line for of_rank in of_ranks for line in of_rank})
-    text = "\n  ".join(lines[:LISTED] + ["..."] * (len(lines) > LISTED or len(differences) > LISTED))
-    raise CheckpointError(f"{stored.folder} is of another model or optimizer; use its config:\n  {text}")
-
-
-def _unused_keys(group: Group, saved: Mapping[str, TensorEntry], loaded_here: Collection[str]) -> list[str]:
-    """Return a line for each key of the checkpoint that no rank loads but must."""
-    keys = [key for key in saved if not key.startswith(("rng.", EXTRA))]
-    is_loaded = torch.tensor([key in loaded_here for key in keys], dtype=torch.uint8)
-    if group is not None:  # under pipeline parallelism a rank loads only its stages' tensors
-        dist.all_reduce(is_loaded, op=dist.ReduceOp.MAX, group=group)
-    lines = []
-    for key, loaded in zip(keys, is_loaded.tolist(), strict=True):
-        if not loaded:
-            lines.append(f"{key}: in the checkpoint only")
-    return lines
-
-
-def _differences(saved: Mapping[str, TensorEntry], parts: Mapping[str, Part], cast: bool) -> list[str]:
-    """Return a line for each tensor of this rank whose key, shape or dtype differs from the checkpoint."""
-    lines = []
-    for key, part in parts.items():
+    tensors = tensors_by_key(job.inventories)
+    lines: list[str] = []
+    unused = [key for key in saved if key not in tensors and not key.startswith(("rng.", EXTRA))]
+    if unused:  # on all ranks
+        is_left = gather_rows(group, torch.tensor([key in left for key in unused])).any(dim=0)
+        lines += [f"{unused[i]}: in the checkpoint only" for i in (~is_left).nonzero().flatten().tolist()]
+    for key, (entry, _) in tensors.items():
         if key not in saved:
             lines.append(f"{key}: missing in the checkpoint")
             continue
-        entry, shape, dtype = saved[key], part.sharding.shape, part.local.dtype
-        if entry.grid.shape != shape:
-            lines.append(f"{key}: {entry.grid.shape} in the checkpoint, {shape} here")
-        elif f"torch.{entry.dtype}" != str(dtype) and not (cast and dtype.is_floating_point and "float" in entry.dtype):
-            lines.append(f"{key}: torch.{entry.dtype} in the checkpoint, {dtype} here")
-    return lines
+        stored_dtype, dtype = getattr(torch, saved[key].dtype, None), getattr(torch, entry.dtype)
+        can_cast = isinstance(stored_dtype, torch.dtype) and stored_dtype.is_floating_point and dtype.is_floating_point
+        if saved[key].grid.shape != entry.shape:
+            lines.append(f"{key}: {saved[key].grid.shape} in the checkpoint, {entry.shape} here")
+        elif stored_dtype != dtype and not (cast and can_cast):
+            lines.append(f"{key}: torch.{saved[key].dtype} in the checkpoint, {dtype} here")
+    if lines:
+        text = "\n  ".join(sorted(lines)[:LISTED] + ["..."] * (len(lines) > LISTED))
+        raise CheckpointError(f"{stored.folder} is of another model or optimizer; use its config:\n  {text}")
 
 
 class _ByteLimit:
@@ -226,46 +222,33 @@ class _ByteLimit:
                 self._changed.notify_all()
 
 
-class _Read(NamedTuple):
-    """A piece that this rank needs."""
-
-    key: str
-    piece: TensorPiece
-    part: Part
-    """this rank's part that it fills, wholly or partly"""
-
-
-def read_parts(stored: StoredTensors, parts: Mapping[str, Part]) -> None:
-    """Read the pieces that fill the parts, in threads that each have one file open."""
-    reads = _needed_reads(stored.index, parts)
-    batches_per_file = max(1, THREADS // max(1, len(reads)))
+def _read(
+    stored: StoredTensors, parts: Mapping[str, Part], reads: Sequence["PieceRead"], messages: Mapping["Message", Tensor]
+) -> None:
+    """Read pieces, in threads that each have one file open; fill the parts and the messages that they overlap."""
+    reads_of_file: dict[int, list[PieceRead]] = {}
+    for read in reads:
+        reads_of_file.setdefault(read.piece.writer, []).append(read)
+    batches_per_file = max(1, THREADS // max(1, len(reads_of_file)))
     batches = []
-    for writer in sorted(reads):
-        size = math.ceil(len(reads[writer]) / batches_per_file)
-        for first in range(0, len(reads[writer]), size):
-            batches.append(reads[writer][first : first + size])
+    for writer in sorted(reads_of_file):
+        size = math.ceil(len(reads_of_file[writer]) / batches_per_file)
+        for first in range(0, len(reads_of_file[writer]), size):
+            batches.append(reads_of_file[writer][first : first + size])
     limit = _ByteLimit(BYTES_AT_A_TIME)
     with ThreadPoolExecutor(THREADS, thread_name_prefix="checkpoint-read") as pool:
-        for _ in pool.map(lambda batch: _read_batch(stored, batch, limit), batches):
+        for _ in pool.map(lambda batch: _read_batch(stored, parts, batch, messages, limit), batches):
             pass  # raises the error of a batch, and cancels batches that have not started
 
 
-def _needed_reads(index: Index, parts: Mapping[str, Part]) -> dict[int, list[_Read]]:
-    """Return the pieces that overlap the parts, by the rank that wrote them, in the order of its file."""
-    reads: dict[int, list[_Read]] = {}
-    pieces: dict[tuple[int, Region], list[TensorPiece]] = {}  # many tensors have the same grid and region
-    for key in sorted(parts):
-        part, grid = parts[key], index.tensors[key].grid
-        cut = (id(grid), part.region)
-        if cut not in pieces:
-            pieces[cut] = list(grid.pieces_in(part.region))
-        for piece in pieces[cut]:
-            reads.setdefault(piece.writer, []).append(_Read(key, piece, part))
-    return reads
-
-
-def _read_batch(stored: StoredTensors, reads: Sequence[_Read], limit: _ByteLimit) -> None:
-    """Read pieces of one file, verify each, and copy the overlaps into the parts. Raises DamagedCheckpoint."""
+def _read_batch(
+    stored: StoredTensors,
+    parts: Mapping[str, Part],
+    reads: Sequence["PieceRead"],
+    messages: Mapping["Message", Tensor],
+    limit: _ByteLimit,
+) -> None:
+    """Read pieces of one file, verify each, and copy the overlaps. Raises DamagedCheckpoint."""
     writer = reads[0].piece.writer
     name = data_file_name(writer)
     path = stored.folder / name
@@ -280,13 +263,15 @@ def _read_batch(stored: StoredTensors, reads: Sequence[_Read], limit: _ByteLimit
                 with limit.hold(stored_piece.length):
                     # No variable for the bytes: they are freed before the copy, the third one in memory.
                     piece = _unpack(read_piece(file.fileno(), stored_piece, path), read, entry.dtype, path)
-                    _copy_overlap(piece, read)
+                    _part_of(parts[read.key], read.own).copy_(_cut(piece, read.piece.region, read.own))
+                    for box in read.sent:
+                        _in_message(messages, box, stored.index).copy_(_cut(piece, read.piece.region, box.region))
                     del piece  # before the next one is read
     except OSError as error:
         raise DamagedCheckpoint(str(error)) from error
 
 
-def _unpack(content: bytes, read: _Read, dtype: str, path: Path) -> Tensor:
+def _unpack(content: bytes, read: "PieceRead", dtype: str, path: Path) -> Tensor:
     """Return the tensor in these bytes of torch.save. Raises DamagedCheckpoint if it does not match the index."""
     try:
         tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
@@ -298,14 +283,35 @@ def _unpack(content: bytes, read: _Read, dtype: str, path: Path) -> Tensor:
     return tensor
 
 
-def _copy_overlap(stored_piece: Tensor, read: _Read) -> None:
-    """Copy the elements that the piece and this rank's part have in common."""
-    from_piece, into_part = [], []
-    piece, part = read.piece.region, read.part.region
-    for dimension in range(len(piece.size)):
-        begin = max(piece.offset[dimension], part.offset[dimension])
-        end = min(piece.offset[dimension] + piece.size[dimension], part.offset[dimension] + part.size[dimension])
-        from_piece.append(slice(begin - piece.offset[dimension], end - piece.offset[dimension]))
-        into_part.append(slice(begin - part.offset[dimension], end - part.offset[dimension]))
-    with torch.no_grad():
-        read.part.local[tuple(into_part)].copy_(stored_piece[tuple(from_piece)])
+def _exchange(group: Group, messages: Mapping["Message", Tensor]) -> None:
+    """Fill the messages that this rank receives, and send the others; return when all are done."""
+    works = []
+    for message, content in messages.items():
+        if message.sender != rank_of(group):
+            works.append(dist.irecv(content, group=group, group_src=message.sender))
+            continue
+        for receiver in message.receivers:
+            works.append(dist.isend(content, group=group, group_dst=receiver))
+    for work in works:
+        assert work is not None
+        work.wait()
+
+
+def _cut(tensor: Tensor, whole: Region, region: Region) -> Tensor:
+    """Return the elements of `region` from a tensor with the elements of `whole`: a view."""
+    cuts = []
+    for begin, offset, size in zip(whole.offset, *region, strict=True):
+        cuts.append(slice(offset - begin, offset - begin + size))
+    return tensor[tuple(cuts)]
+
+
+def _part_of(part: Part, region: Region) -> Tensor:
+    """Return the elements of `region` from a part: a view."""
+    return _cut(part.local.detach(), part.region, region)
+
+
+def _in_message(messages: Mapping["Message", Tensor], box: "PackedBox", index: Index) -> Tensor:
+    """Return the elements of a box in its message: a view."""
+    dtype = getattr(torch, index.tensors[box.key].dtype)
+    end = box.begin + math.prod(box.region.size) * dtype.itemsize
+    return messages[box.message][box.begin : end].view(dtype).view(box.region.size)

@@ -16,7 +16,7 @@ from torchllm.checkpoint.data_file import data_file_name, read_piece_table
 from torchllm.checkpoint.index import Region, TensorEntry
 from torchllm.checkpoint.manifest import CheckpointError
 from torchllm.checkpoint.state import EXTRA, WEIGHTS, Part, TensorSharding
-from torchllm.checkpoint.tensors import open_checkpoint, read_parts
+from torchllm.checkpoint.tensors import load_tensors, open_checkpoint
 from torchllm.config.changes import was_frozen
 
 
@@ -74,7 +74,8 @@ class WeightReader:
         tensor = torch.empty(shape, dtype=getattr(torch, entry.dtype))
         whole = Region((0,) * len(shape), shape)
         key = (WEIGHTS if name in self._frozen else self._prefix) + name
-        read_parts(self._stored, {key: Part(tensor, whole, TensorSharding(shape, None, ()))})
+        part = Part(tensor, whole, TensorSharding(shape, None, ()))
+        load_tensors(None, self._stored, {key: part}, prefix=key, left=self._stored.index.tensors)
         return tensor
 
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchllm.checkpoint.data_file import data_file_name, read_piece_table
-from torchllm.checkpoint.index import INDEX, Region, parse_index
+from torchllm.checkpoint.index import INDEX, parse_index
 from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint, read_manifest
 from torchllm.checkpoint.verify import check_content
 from torchllm.runtime.torch_compat import storage_info
@@ -45,7 +45,8 @@ def write_metadata(folder: Path) -> Path:
     for key, entry in index.tensors.items():
         shape = entry.grid.shape
         chunks = []
-        for piece in entry.grid.pieces_in(Region((0,) * len(shape), shape)):
+        for number in range(len(entry.grid.writers)):
+            piece = entry.grid.piece(number)
             offset, size = torch.Size(piece.region.offset), torch.Size(piece.region.size)
             stored = tables[piece.writer].find(entry.number)
             if stored is None:
