@@ -15,7 +15,7 @@ from tests import workers
 from tests.test_docs import ROOT, code_of_section, train_on_rank, weights_of
 from tests.tiny_run import SMALL, free_port
 from tests.tools.planner.test_model_files import MIDDLE, planned_bytes, traced_bytes
-from torchllm.config import Model, load_config
+from torchllm.config import Config, Model, load_config
 from torchllm.config.errors import UserError
 from torchllm.facts.block_kinds import _KINDS, AddedParameter, BlockKind, register_block
 from torchllm.facts.flops import block_flops, flops_per_token, parameter_count
@@ -24,6 +24,7 @@ from torchllm.models.attention import CORES
 from torchllm.models.decoder import build_model
 from torchllm.parallel.added_parameters import AddedParameters
 from torchllm.parallel.context import apply_context_parallel
+from torchllm.tools.dry_run.repeats import find_repeats
 from torchllm.tools.hub.config_json import NoFamily, family_to_export
 from torchllm.tools.planner.parameters import StageSize, stage_parameters
 from torchllm.tools.proof.layouts import Settings
@@ -219,6 +220,8 @@ def test_a_window_of_some_blocks_is_refused_where_it_would_be_dropped() -> None:
     """By a ring, and by the kernels whose blocks share a mask."""
     register_block(BlockKind(name="windowed", build=windowed, parameters=()))
     model = replace(PLAIN, block="windowed")
+    assert find_repeats(Config(model=replace(PLAIN, layers=12))) is not None
+    assert find_repeats(Config(model=replace(model, layers=12))) is None  # the dry run traces each of them
     with pytest.raises(UserError, match=r"model\.attention: eager has one mask for all blocks, and block 1"):
         build_model(replace(model, attention="eager"))
     stage = build_model(model)

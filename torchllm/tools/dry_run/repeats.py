@@ -49,8 +49,9 @@ def find_repeats(config: Config) -> Repeats | None:
     """Return the blocks that few can stand for; None if all must be traced. config: resolved."""
     model, recompute = config.model, config.recompute
     one_router_unit = model.experts > 0 and model.router_dtype == "float32"  # FSDP gathers the routers of all blocks
-    # A pipeline reduces the gradients of all blocks in one go, and a segment recomputes several.
-    if one_router_unit or config.parallel.pp > 1 or recompute.mode == "segment":
+    # A pipeline reduces the gradients of all blocks in one go, and a segment recomputes several. Blocks of a fork may
+    # differ by their index.
+    if one_router_unit or config.parallel.pp > 1 or recompute.mode == "segment" or model.block:
         return None
     period = recompute_interval(recompute, model.layers) if recompute.mode == "every_k" else 1
     end = max(1, config.parallel.prefetch)  # blocks that gather others, or are gathered, than those between the ends
