@@ -98,6 +98,11 @@ def _vocabulary(pattern: Pattern, ranks: int) -> _Vocabulary:
     return _Vocabulary(split, special, BEGIN, END)
 
 
+def split_pattern(pattern: Pattern) -> str:
+    """Return the regular expression, in tiktoken's form, that splits text before merging."""
+    return _vocabulary(pattern, 0).split
+
+
 class TiktokenTokenizer:
     """A tiktoken rank file (a base64 token and its rank per line), such as Llama 3's tokenizer.model."""
 

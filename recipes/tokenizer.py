@@ -1,0 +1,146 @@
+"""Train a tokenizer on the raw sources of a config, and say how well it splits text that it was not trained on.
+
+    python recipes/tokenizer.py CONFIG.toml --tokenizer.folder=tokenizers/mine [--tokenizer.size=32768]
+
+Byte-level byte-pair encoding of the tokenizers library, split by data.pattern. The folder gets tokenizer.json and
+tokenizer_config.json, with a chat template (ChatML), as transformers reads them. `data.tokenizer =
+"FOLDER/tokenizer.json"` uses it. A hundredth of the documents, chosen by their text, is held out for the report.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from torchllm.config import Bound, Config, FilePath
+from torchllm.tools.front.resolve import load_sizes
+
+
+@dataclass(frozen=True)
+class TokenizerSection:
+    """What recipes/tokenizer.py writes."""
+
+    folder: FilePath = ""
+    """folder to write to; it must not hold a tokenizer.json"""
+    size: Annotated[int, Bound(at_least=260, at_most=2**20)] = 32768
+    """tokens, with the 256 bytes and the special ones"""
+    text_mib: Annotated[float, Bound(over=0.0)] = 1024.0
+    """text to train on, in MiB: the first documents of each source, as many bytes of each as its weight says"""
+
+
+@dataclass(frozen=True)
+class TokenizerConfig(Config):
+    """The config of a run, with a section on its tokenizer."""
+
+    tokenizer: TokenizerSection = field(default_factory=TokenizerSection)
+
+
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Encoder
+
+from torchllm.config.schema import RAW_KINDS
+from torchllm.data.error import DataError
+from torchllm.data.tokenizer import Tokenizer, load_tokenizer
+from torchllm.data.tokenizer_protocol import Pattern
+from torchllm.runtime.signs_of_life import signs_of_life
+from torchllm.tools.prepare.source_files import choose_files
+from torchllm.tools.prepare.sources import ShardRange, open_raw_source
+from torchllm.tools.prepare.tiktoken_tokenizer import split_pattern
+from torchllm.tools.prepare.tokenizer_json import without_possessive
+
+END, BEGIN_TURN, END_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HELD_OUT = 100
+"""one document of so many is held out"""
+HELD_OUT_MIB = 8
+
+
+def main(config: TokenizerConfig) -> None:
+    """Train, write and report. Raises DataError for a wrong source or folder."""
+    folder = Path(config.tokenizer.folder)
+    if not config.tokenizer.folder:
+        raise DataError("tokenizer.folder is empty: say where to write, --tokenizer.folder=tokenizers/mine")
+    if (folder / "tokenizer.json").exists():
+        raise DataError(f"{folder} holds a tokenizer.json already: choose another tokenizer.folder, or delete that one")
+    held_out: list[str] = []
+    encoder = train_encoder(texts(config, held_out), config.data.pattern, config.tokenizer.size)
+    write_folder(encoder, folder)
+    print_report(config, load_tokenizer(str(folder / "tokenizer.json")), held_out)
+
+
+def texts(config: TokenizerConfig, held_out: list[str]) -> Iterator[str]:
+    """Yield the documents to train on; `held_out` gets the others."""
+    total = sum(source.weight for source in config.data.sources)
+    for index, source in enumerate(config.data.sources):
+        if source.kind not in RAW_KINDS or source.messages_key:
+            raise DataError(f"data.sources.{index}: a tokenizer is trained on text, this source has none")
+        opened = open_raw_source(source, choose_files(source).train)
+        left = config.tokenizer.text_mib * 2**20 * source.weight / total
+        left_out = HELD_OUT_MIB * 2**20 * source.weight / total
+        for record in opened.records(ShardRange(0, 0, opened.total)):
+            if record.fault or left <= 0:
+                continue
+            is_held_out = record.text_hash % HELD_OUT == 0
+            for text in record.blocks():
+                if not is_held_out:
+                    left -= len(text)
+                    yield text
+                elif left_out > 0:
+                    left_out -= len(text)
+                    held_out.append(text)
+
+
+def train_encoder(documents: Iterator[str], pattern: Pattern, size: int) -> Encoder:
+    """Return a byte-level BPE of `size` tokens."""
+    encoder = Encoder(models.BPE())
+    splits = pre_tokenizers.Split(Regex(without_possessive(split_pattern(pattern))), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    encoder.pre_tokenizer = pre_tokenizers.Sequence([splits, byte_level])
+    encoder.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END, BEGIN_TURN, END_TURN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    encoder.train_from_iterator(documents, trainer)
+    if encoder.get_vocab_size() < size:
+        print(f"the text has pairs for {encoder.get_vocab_size():,} tokens only, not for {size:,}")
+    return encoder
+
+
+def write_folder(encoder: Encoder, folder: Path) -> None:
+    """Write the files that transformers reads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    encoder.save(str(folder / "tokenizer.json"))
+
+
+def print_report(config: TokenizerConfig, trained: Tokenizer, held_out: list[str]) -> None:
+    """Print bytes per token on the held-out text, unused ids, and the keys of a config that uses the tokenizer."""
+    size = sum(len(text.encode()) for text in held_out)
+    print(f"{config.tokenizer.folder}: {trained.vocab:,} tokens; {size / 2**20:.2f} MiB of held-out text:")
+    rows = {"trained": trained, config.data.tokenizer: load_tokenizer(config.data.tokenizer, config.data.pattern)}
+    for name, tokenizer in rows.items():
+        documents = tokenizer.encode_documents(held_out)
+        tokens = sum(len(ids) for ids in documents)
+        used = len({int(token) for ids in documents for token in ids})
+        print(f"  {size / max(1, tokens):.3f} bytes per token, {used:,} of {tokenizer.vocab:,} ids used: {name}")
+    rounded = -(-trained.vocab // 128) * 128
+    print(f"\n[model]\nvocab = {rounded}  # a multiple of 128: parallel.tp and the kernels divide it")
+    print(f"\n[data]\ntokenizer = {json.dumps(str(Path(config.tokenizer.folder) / 'tokenizer.json'))}")
+
+
+if __name__ == "__main__":
+    tokenizer_config = load_sizes(sys.argv[1:], TokenizerConfig)
+    try:
+        with signs_of_life("tokenizer"):
+            main(tokenizer_config)
+    except DataError as error:
+        sys.exit(f"error: {error}")
