@@ -34,7 +34,7 @@ OTHERS = {
 }
 """section -> who reads its keys that have no rule"""
 OF_MODEL = """
-    family layers hidden heads kv_heads head_dim ffn vocab vocab_padding tied_embeddings max_sequence_length
+    block family layers hidden heads kv_heads head_dim ffn vocab vocab_padding tied_embeddings max_sequence_length
     qkv_bias qk_norm norm_position norm_epsilon window attention initial_std
     rope_theta rotary_fraction rope_scaling rope_scaling_factor rope_original_length rope_low_frequency_factor
     rope_high_frequency_factor rope_beta_fast rope_beta_slow rope_truncate rope_attention_factor
