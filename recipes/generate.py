@@ -2,100 +2,68 @@
 
     python recipes/generate.py RUN_FOLDER/config.toml [--generate.prompt="…"] [--checkpoint.resume=STEP_FOLDER]
 
-The newest checkpoint of the run folder that verifies is used, unless another is named. With generate.chat, which
-recipes/finetune.py sets, the prompt is a user's message; without a prompt each line of the standard input is one.
+The newest checkpoint of the run folder that verifies is used, unless another is named. generate.prompts_file has more
+prompts, one per line. With generate.chat, which recipes/finetune.py sets, each prompt is a user's message; without one
+the lines of the standard input are the user's messages of one conversation.
 """
 
 import sys
 
-from torchllm.config import Generate
-from torchllm.recipe import Config, load_run
+from torchllm.recipe import Config, UserError, load_run
 
 if __name__ == "__main__":
     CONFIG = load_run(sys.argv[1:], one_device=True)
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from torchllm.checkpoint.manifest import Manifest
-from torchllm.data.tokenizer import Tokenizer, begin_of_text, load_tokenizer
-from torchllm.models.attention import Attention, CachedAttention
-from torchllm.models.decoder import Decoder
-from torchllm.recipe import (
-    apply_lora,
-    build_model,
-    cast_parameters,
-    choose_device,
-    compute_dtype,
-    load_weights_of_run,
-    materialize,
-    report_errors,
-)
+from torchllm.recipe import report_errors
 from torchllm.runtime.terminal import drop_unwritten_output
-from torchllm.tools.prepare.chat.examples import Conversation
-from torchllm.tools.prepare.chat.plan import chat_format_today, chat_plan_of_run
-from torchllm.tools.prepare.chat.template import Message
+from torchllm.tools.generate.language_model import LanguageModel, language_model
 
 
 def main(config: Config) -> str:
-    """Print and return the prompt and its continuation; in a chat, the answers."""
+    """Print and return the prompts with their continuations; in a chat, the answers."""
     report_errors()
-    device = choose_device(config.run.device, local_rank=0)
-    with torch.device("meta"):
-        model = build_model(config.model)
-    dtype = compute_dtype(config.training, device)
-    apply_lora(model, config.lora, dtype)
-    cast_parameters(model, dtype)
-    materialize([model], device)
-    manifest = load_weights_of_run(config, [model])
-    tokenizer = load_tokenizer(config.data.tokenizer, config.data.pattern)
-    generator = torch.Generator(device).manual_seed(config.run.seed)
-    if config.generate.chat:
-        print_text(f"--- step {manifest.step}, a chat at temperature {config.generate.temperature:g} ---")
-        prompts = [config.generate.prompt] if config.generate.prompt else (line.strip() for line in sys.stdin)
-        return chat(config, model, tokenizer, manifest, prompts, generator)
-    [prompt] = tokenizer.encode_documents([config.generate.prompt])
-    begin = begin_of_text(tokenizer, manifest.data["fingerprint"]["tokenizer"])
-    first_tokens = [*begin, *prompt.tolist()] or [tokenizer.end]  # without a prompt: the start of a new document
-    tokens = torch.tensor([first_tokens], device=device)
-    max_length = config.longest_text
-    generated = continue_text(model, tokens, config.generate, tokenizer.vocab, {tokenizer.end}, max_length, generator)
-    text = tokenizer.decode([*prompt.tolist(), *generated])
-    heading = f"--- step {manifest.step}, {len(generated)} tokens at temperature {config.generate.temperature:g} ---"
-    print_text(f"{heading}\n{text}")
-    return text
+    prompts = read_prompts(config)
+    model = language_model(config)
+    assert model.manifest is not None  # of the run's checkpoint
+    settings = config.generate
+    what = "a chat" if settings.chat else f"up to {settings.tokens} tokens"
+    print_text(f"--- step {model.manifest.step}, {what} at temperature {settings.temperature:g} ---")
+    if not settings.chat:
+        texts = model.generate(prompts or [""])
+        for text in texts:
+            print_text(text)
+    elif prompts:
+        texts = [answer for prompt in prompts for answer in chat(model, [prompt])]
+    else:
+        texts = chat(model, sys.stdin)
+    return "\n".join(texts)
 
 
-def chat(
-    config: Config,
-    model: Decoder,
-    tokenizer: Tokenizer,
-    manifest: Manifest,
-    prompts: Iterable[str],
-    generator: torch.Generator,
-) -> str:
-    """Answer the messages of a user, each with the conversation so far; print and return the answers, a line each."""
-    plan = chat_plan_of_run(config, manifest.data, manifest.record)
-    assert plan is not None  # generate.chat is on
-    chat_format = chat_format_today(config.data.tokenizer, plan)
-    ends = {tokenizer.end, *chat_format.ends_of_turn.values()}
-    messages: list[Message] = []
-    answers: list[str] = []
+def read_prompts(config: Config) -> list[str]:
+    """Return the prompt of the config, if there is one, and those of its file."""
+    prompts = [config.generate.prompt] if config.generate.prompt else []
+    if config.generate.prompts_file:
+        try:
+            prompts += Path(config.generate.prompts_file).read_text("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"generate.prompts_file: {error}") from error
+    return prompts
+
+
+def chat(model: LanguageModel, prompts: Iterable[str]) -> list[str]:
+    """Print and return the answers to the messages of a user, each with the conversation so far."""
+    messages: list[dict[str, str]] = []
+    answers = []
     for prompt in prompts:
-        messages.append({"role": "user", "content": prompt})
-        ids = chat_format.prompt(Conversation(messages))
-        tokens = torch.tensor([ids.tolist()], device=generator.device)
-        max_length = config.longest_text
-        generated = continue_text(model, tokens, config.generate, tokenizer.vocab, ends, max_length, generator)
-        if generated and generated[-1] in ends:
-            generated.pop()
-        answers.append(tokenizer.decode(generated))
+        messages.append({"role": "user", "content": prompt.strip()})
+        answers.append(model.chat(messages))
         messages.append({"role": "assistant", "content": answers[-1]})
         print_text(answers[-1])
-    return "\n".join(answers)
+    return answers
 
 
 def print_text(text: str) -> None:
@@ -104,49 +72,6 @@ def print_text(text: str) -> None:
     with suppress(OSError):  # a closed pipe is not a failure of the training before the sample
         print(text.encode(encoding, errors="replace").decode(encoding), flush=True)
     drop_unwritten_output()
-
-
-@torch.no_grad()
-def continue_text(
-    model: Decoder,
-    tokens: Tensor,
-    settings: Generate,
-    vocab: int,
-    ends: Collection[int],
-    max_length: int,
-    generator: torch.Generator,
-) -> list[int]:
-    """Return up to `settings.tokens` ids that follow `tokens` (1, S), each less than `vocab`.
-
-    It stops at an id of `ends`, and when the text has `max_length` tokens.
-    """
-    for module in list(model.modules()):
-        if isinstance(module, Attention):
-            core = module.core.core if isinstance(module.core, CachedAttention) else module.core
-            module.core = CachedAttention(core)  # without the cache of another text
-    positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)  # (1, S)
-    generated: list[int] = []
-    while len(generated) < settings.tokens and int(positions[0, -1]) < max_length:
-        logits = model(tokens, positions)[0, -1]
-        token = sample_token(logits[:vocab].float(), settings, generator)  # ids beyond `vocab` were never trained
-        generated.append(token)
-        if token in ends:
-            break
-        # The cache has all keys and values before: only the new token goes through the model.
-        tokens = tokens.new_tensor([[token]])
-        positions = positions[:, -1:] + 1
-    return generated
-
-
-def sample_token(logits: Tensor, settings: Generate, generator: torch.Generator) -> int:
-    """Return one id by temperature and top-k from logits (V)."""
-    if settings.temperature == 0.0:
-        return int(logits.argmax())
-    if 0 < settings.top_k < len(logits):
-        threshold = logits.topk(settings.top_k).values[-1]
-        logits = logits.masked_fill(logits < threshold, -torch.inf)
-    probabilities = (logits / settings.temperature).softmax(-1)
-    return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
 if __name__ == "__main__":

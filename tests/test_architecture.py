@@ -45,6 +45,7 @@ TOOLS = [
     "tools.adapt",
     "tools.proof",
     "tools.front",
+    "tools.generate",
     "tools.bug_report",
 ]
 """They stand on the core, which imports none of them; each also imports only those above it."""
@@ -293,13 +294,15 @@ def test_no_family_of_models_is_asked_for_by_name() -> None:
 
 def test_the_package_itself_holds_its_version_and_finds_old_names() -> None:
     """`import torchllm` takes no time: every other file of the package is imported by its own name."""
-    docstring, old_names, version = tree(ROOT / "torchllm/__init__.py").body
+    docstring, old_names, version, lazy = tree(ROOT / "torchllm/__init__.py").body
     assert isinstance(docstring, ast.Expr)
     assert ast.unparse(old_names) == "from torchllm import old_names as old_names"
     assert own_imports(MODULES["old_names"]) == set()
     assert isinstance(version, ast.Assign)
     assert ast.unparse(version.targets[0]) == "__version__"
     assert isinstance(version.value, ast.Constant)
+    assert isinstance(lazy, ast.FunctionDef)
+    assert lazy.name == "__getattr__"  # of torchllm.load
 
 
 REPEATED = {

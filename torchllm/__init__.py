@@ -1,5 +1,17 @@
-"""Pretrain language models with PyTorch. Importing this package imports nothing else; see recipes/pretrain.py."""
+"""Pretrain language models with PyTorch. Importing this package imports nothing else; see recipes/pretrain.py.
+
+`torchllm.load(FOLDER)` returns a trained model: torchllm/tools/generate/language_model.py.
+"""
 
 from torchllm import old_names as old_names
 
 __version__ = "0.2.0.dev0"
+
+
+def __getattr__(name: str) -> object:
+    """Return `load`, whose import takes torch, when it is asked for."""
+    if name != "load":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from torchllm.tools.generate.language_model import load
+
+    return load

@@ -65,6 +65,7 @@ NAMES = {
     ("metrics.monitor", "tools.adapt.adaptation"): "TIMED_STEPS",
     ("metrics.monitor", "tools.watch.bottlenecks"): "Bottlenecks",
     ("metrics.monitor", "tools.watch.profiled_steps"): "SLOW_NODES",
+    ("models.attention", "tools.generate.cached_attention"): "CachedAttention",
     ("parallel.context", "parallel.mesh"): "sequence_pieces",
     ("parallel.pipeline", "parallel.forward_backward"): "ForwardBackward OneStage",
     ("parallel.pipeline", "parallel.parallelize"): "build_forward_backward",

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torchllm.config import Model
 from torchllm.config.errors import UserError
 from torchllm.models import attention
-from torchllm.models.attention import CORES, Attention, CachedAttention, EagerAttention
+from torchllm.models.attention import CORES, Attention, EagerAttention
 from torchllm.models.layers import rotary_angles
 
 pytestmark = pytest.mark.quick
@@ -178,23 +178,6 @@ def test_flash_is_called_causally_with_unexpanded_heads(window: int, monkeypatch
     mask = core.mask(None)  # type: ignore[operator]
     expected = EagerAttention(window)(q, k, v, None)
     torch.testing.assert_close(core(q, k, v, mask), expected, **TOLERANCE)
-
-
-@pytest.mark.parametrize(("name", "window"), [("eager", 4), ("sdpa", 0), ("sdpa", 4)])
-def test_cached_core_is_the_whole_computation(name: str, window: int) -> None:
-    q, k, v = qkv(4, 2)
-    cached = CachedAttention(CORES[name](window))
-    prompt = 6
-    parts = [cached(q[:, :prompt], k[:, :prompt], v[:, :prompt], cached.mask(None))]
-    for i in range(prompt, LENGTH):
-        token = slice(i, i + 1)
-        part = cached(q[:, token], k[:, token], v[:, token], cached.mask(None))
-        parts.append(part)
-    out = torch.cat(parts, dim=1)
-    assert cached.keys is not None
-    assert cached.keys.shape[1] == (window or LENGTH)
-    expected = spelled_out(q, k, v, None, window)
-    torch.testing.assert_close(out.double(), expected, **TOLERANCE)
 
 
 @pytest.mark.parametrize(("family", "biased"), [("llama", False), ("gpt", True)])

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from recipes import export, generate
-from recipes.generate import continue_text
 from tests.recipes.saved_run import SIZES, save_run
 from tests.recipes.warm import alone, pretrain
 from tests.tools.hub.published import CONFIGS, as_json, save_published
@@ -27,6 +26,7 @@ from torchllm.data.tokenizer import load_tokenizer
 from torchllm.models.decoder import Decoder
 from torchllm.tools.front.preflight import inspect_export
 from torchllm.tools.front.resolve import load_run
+from torchllm.tools.generate.continue_texts import continue_texts
 from torchllm.tools.hub.files import read_hub_config
 from torchllm.tools.hub.published_weights import HubWeights
 
@@ -99,7 +99,7 @@ def test_transformers_has_the_same_logits_and_writes_the_same_text(name: str, tm
 
     prompt = torch.tensor([[256, *b"def "]])
     settings = Generate(tokens=20, temperature=0.0)
-    text = continue_text(model, prompt, settings, VOCAB, {257}, 64, torch.Generator())
+    (text,) = continue_texts(model, prompt.tolist(), settings, vocab=VOCAB, ends={257}, longest=64)
     generated = theirs.generate(prompt, max_new_tokens=20, do_sample=False)[0, prompt.shape[1] :].tolist()
     assert len(set(text)) > 3  # a model that repeats one token would show little
     assert generated == text

@@ -523,7 +523,7 @@ def test_the_main_job(whole: Started, monkeypatch: pytest.MonkeyPatch) -> None:
         evaluated = r"validation [\d.]+  " if number in (4, 8) else ""
         record = rf"step {number}/{STEPS}  loss [\d.]+  {evaluated}gradient .* left \d+:\d\d:\d\d"
         assert re.fullmatch(record, line), line
-    assert lines[STEPS] == f"--- step {STEPS}, 20 tokens at temperature 0.8 ---"
+    assert lines[STEPS] == f"--- step {STEPS}, up to 20 tokens at temperature 0.8 ---"
     assert lines[STEPS + 1].startswith("def ")
 
     errors = whole.err.read_text().splitlines()

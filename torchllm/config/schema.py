@@ -717,6 +717,8 @@ class Generate:
     """let run_train.sh print a sample of the last checkpoint"""
     prompt: str = ""
     """text to continue"""
+    prompts_file: FilePath = ""
+    """file with more of them, one per line"""
     tokens: Count = 200
     """tokens to write"""
     temperature: NonNegative = 0.8

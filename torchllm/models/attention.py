@@ -4,7 +4,8 @@ A core is a module (q, k, v, mask) -> out with q (B, S, H, Q), k and v (B, S, K,
 reads key-value head h // (H / K). Its `mask(document_ids, document_limit)`, called once per forward, returns the mask
 in the core's own format. It hides later tokens, other documents and, with a `window` over 0, all tokens except the last
 `window` (the query's own included); document_limit is `Batch.document_limit`. Parallelism replaces the core (context
-parallel) or gives it fewer heads (tensor parallel); generation wraps it (`CachedAttention`).
+parallel) or gives it fewer heads (tensor parallel); generation wraps it
+(`torchllm/tools/generate/cached_attention.py`).
 """
 
 from collections.abc import Callable
@@ -12,7 +13,6 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchllm.config import Model
@@ -213,36 +213,6 @@ def compiled_flex_attention() -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention)
-
-
-class CachedAttention(nn.Module):
-    """A core that caches the keys and values of earlier calls, for generation one token at a time.
-
-    The first call (the prompt) goes to the wrapped core. Each later call adds one token, which sees all tokens before
-    it. For a core with a window only the tokens of the window are cached.
-    """
-
-    def __init__(self, core: Any) -> None:
-        super().__init__()
-        self.core = core
-        self.mask = core.mask
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        if self.keys is None or self.values is None:
-            self.keys, self.values = self._cached(k), self._cached(v)
-            return self.core(q, k, v, mask)
-        self.keys = self._cached(torch.cat((self.keys, k), dim=1))
-        self.values = self._cached(torch.cat((self.values, v), dim=1))
-        q, k, v = q.transpose(1, 2), self.keys.transpose(1, 2), self.values.transpose(1, 2)  # (B, H, S, Q)
-        grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
-        return out.transpose(1, 2)
-
-    def _cached(self, x: Tensor) -> Tensor:
-        """Return the part of keys or values (B, T, K, Q) that the last token sees."""
-        return x[:, -self.core.window :]  # window 0 (none): x[:, 0:] is all of x
 
 
 CORES: dict[str, type[nn.Module]] = {

@@ -1,0 +1,115 @@
+"""Continue token ids with a model, several texts at a time."""
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from torchllm.config import Generate
+from torchllm.models.decoder import Decoder
+from torchllm.tools.generate.cached_attention import caching
+
+TOKENS_PER_WAIT = 16
+"""a GPU is asked this often whether all texts have ended: each answer waits for it"""
+
+
+@torch.no_grad()
+def continue_texts(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    settings: Generate,
+    *,
+    vocab: int,
+    ends: Collection[int],
+    longest: int,
+    seed: int = 0,
+    batch_size: int = 16,
+) -> list[list[int]]:
+    """Return up to `settings.tokens` ids that follow each prompt, each id less than `vocab`.
+
+    A text stops at an id of `ends`, which is its last, and when it has `longest` tokens. Text i is sampled with
+    `seed` + i, so that it does not depend on the texts that are computed with it, `batch_size` at a time.
+    """
+    texts: list[list[int]] = [[] for _ in prompts]
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))  # little padding
+    order = [index for index in order if len(prompts[index]) <= longest]
+    if not _takes_documents(model):
+        batch_size = 1
+    for start in range(0, len(order), batch_size):
+        batch = order[start : start + batch_size]
+        limits = [min(settings.tokens, longest + 1 - len(prompts[index])) for index in batch]
+        generators = [torch.Generator(_device(model)).manual_seed(seed + index) for index in batch]
+        some = [list(prompts[index]) for index in batch]
+        rows = _continue_batch(model, some, settings, max(limits), vocab, ends, longest, generators)
+        for index, row, limit in zip(batch, rows, limits, strict=True):
+            texts[index] = _up_to_end(row[:limit], ends)
+    return texts
+
+
+def _continue_batch(
+    model: Decoder,
+    prompts: list[list[int]],
+    settings: Generate,
+    count: int,
+    vocab: int,
+    ends: Collection[int],
+    longest: int,
+    generators: Sequence[torch.Generator],
+) -> list[list[int]]:
+    """Return `count` ids that follow each prompt, fewer if all texts have ended; ids after an end mean nothing."""
+    device = _device(model)
+    length = max(map(len, prompts))
+    tokens = torch.tensor([[0] * (length - len(prompt)) + prompt for prompt in prompts], device=device)
+    begins = torch.tensor([[length - len(prompt)] for prompt in prompts], device=device)
+    positions = torch.arange(length, device=device) - begins  # (B, S)
+    padding = positions < 0 if len(prompts[0]) < length or len(prompts[-1]) < length else None
+    documents = None if padding is None else (~padding).long()  # prompts do not see the padding before them
+    positions = positions.clamp(min=0)
+    end_ids = torch.tensor(sorted(ends), device=device)
+    has_ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    generated: list[Tensor] = []
+    with caching(model, room=length + count, padding=padding):
+        while len(generated) < count:
+            logits = model(tokens, positions, documents)[:, -1, :vocab]  # ids beyond `vocab` were never trained
+            generated.append(sample_tokens(logits.float(), settings, generators))
+            has_ended |= torch.isin(generated[-1], end_ids)
+            if (device.type == "cpu" or len(generated) % TOKENS_PER_WAIT == 0) and bool(has_ended.all()):
+                break
+            # The cache has all keys and values before: only the new tokens go through the model.
+            tokens, documents = generated[-1].unsqueeze(1), None
+            positions = (positions[:, -1:] + 1).clamp(max=longest - 1)  # a text that has ended goes on with the others
+    return torch.stack(generated, dim=1).tolist()
+
+
+def sample_tokens(logits: Tensor, settings: Generate, generators: Sequence[torch.Generator]) -> Tensor:
+    """Return an id per text, (B), by temperature and top-k from logits (B, V); a generator per text.
+
+    The same ids as by `torch.multinomial`, which waits for the GPU: it divides by exponential noise, too.
+    """
+    if settings.temperature == 0.0:
+        return logits.argmax(-1)
+    if 0 < settings.top_k < logits.shape[-1]:
+        threshold = logits.topk(settings.top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < threshold, -torch.inf)
+    probabilities = (logits / settings.temperature).softmax(-1)
+    noise = torch.empty_like(probabilities)
+    for row, generator in zip(noise, generators, strict=True):
+        row.exponential_(generator=generator)
+    return (probabilities / noise).argmax(-1)
+
+
+def _up_to_end(ids: list[int], ends: Collection[int]) -> list[int]:
+    """Return the ids up to the first that ends the text, with it."""
+    for index, token in enumerate(ids):
+        if token in ends:
+            return ids[: index + 1]
+    return ids
+
+
+def _takes_documents(model: Decoder) -> bool:
+    """Return whether the attention core can hide padding; the one of the package flash-attn cannot."""
+    return model.mask(torch.zeros(1, 1, dtype=torch.int64, device=_device(model)), 0) is not None
+
+
+def _device(model: Decoder) -> torch.device:
+    return next(model.parameters()).device
