@@ -2,6 +2,8 @@
 
 import logging
 from collections.abc import Iterator
+from contextlib import ExitStack
+from importlib import import_module
 from typing import Any
 from unittest import mock
 
@@ -10,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-import torchllm.parallel.parallelize
 from tests.parity import CPU, Settings, tiny
 from torchllm.facts.parameters import canonical_name
 from torchllm.models.decoder import Decoder, build_model
@@ -18,7 +19,14 @@ from torchllm.parallel.mesh import build_mesh
 from torchllm.parallel.parallelize import parallelize
 from torchllm.runtime.torch_compat import forget_meshes
 
-TECHNIQUES = ("apply_float8", "apply_tensor_parallel", "apply_recompute", "apply_compile", "apply_fsdp")
+TECHNIQUES = {
+    "apply_float8": "torchllm.parallel.float8",
+    "apply_tensor_parallel": "torchllm.parallel.tensor",
+    "apply_recompute": "torchllm.parallel.recompute",
+    "apply_compile": "torchllm.parallel.compile",
+    "apply_fsdp": "torchllm.parallel.parallelize",
+}
+"""in their order, and where `parallelize` takes each from: all but FSDP are imported by the runs that use them"""
 EVERYTHING: Settings = {
     "parallel.dp_replicate": 2,
     "parallel.dp_shard": 2,
@@ -47,12 +55,14 @@ def applied(settings: Settings) -> tuple[list[Decoder], list[str]]:
     order: list[str] = []
 
     def noting(name: str) -> Any:
-        real = getattr(torchllm.parallel.parallelize, name)
+        real = getattr(import_module(TECHNIQUES[name]), name)
         return lambda *args, **kwargs: (order.append(name), real(*args, **kwargs))[1]
 
     noted = {name: noting(name) for name in TECHNIQUES}
     noted["apply_float8"] = lambda *args: order.append("apply_float8")  # the real one: test_float8.py
-    with mock.patch.multiple(torchllm.parallel.parallelize, **noted):
+    with ExitStack() as patches:
+        for name, module in TECHNIQUES.items():
+            patches.enter_context(mock.patch(f"{module}.{name}", noted[name]))
         mesh = build_mesh(config.parallel, CPU)
         stages = parallelize(
             model, mesh, config.parallel, config.recompute, config.compile, config.float8, torch.bfloat16, 32
