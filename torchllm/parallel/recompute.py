@@ -192,7 +192,8 @@ def _with_units_inside(
 
     FSDP gathers a unit unless it is gathered already, which may differ between a forward and its recomputation, and
     selective checkpointing requires the same operations in both. So the units are gathered before either starts, and
-    FSDP's profiler annotations are ignored.
+    FSDP's profiler annotations are ignored. So are views, which are never saved: a router that is recomputed outside of
+    a step's forward has one view of its input more, by FSDP's hook for the first module of a forward.
     """
     forward, recomputation = saver()
     return _with_gathered_units(module, forward), _with_gathered_units(module, recomputation)
@@ -204,7 +205,7 @@ def _with_gathered_units(parent: nn.Module, mode: AbstractContextManager[Any]) -
     for module in parent.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
-    added = set(PROFILER_MARKS) - SAC_IGNORED_OPS
+    added = {*PROFILER_MARKS, torch.ops.aten.view.default} - SAC_IGNORED_OPS
     SAC_IGNORED_OPS.update(added)
     try:
         with mode:

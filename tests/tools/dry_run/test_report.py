@@ -49,7 +49,7 @@ def test_it_says_what_every_kind_of_rank_holds_and_sends(report: Report) -> None
     lines = as_text(report).splitlines()
     words = [line.split() for line in lines]
     assert lines[0].startswith(
-        "dry run of 16 ranks: pp 4 x dp_replicate 1 x dp_shard 2 x cp 1 x tp 2, zero_stage 3, 1F1B"
+        "dry run of 16 ranks: pp 4 x dp_replicate 1 x dp_shard 2 x cp 1 x tp 2, zero_stage 2, 1F1B"
     )
     assert "a step is 16 sequences of 32 tokens, 8 of them a data rank in 8 micro batches" in lines[1]
     assert ["pipeline", "ranks", "0", "1-2", "3"] in words

@@ -28,7 +28,7 @@ LAYOUTS: dict[str, Settings] = {
 }
 GPUS = {"HSDP": 4, "tensor and sequence": 2, "pipeline": 2, "context": 4}
 """of the layouts; all others have one"""
-MESH = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "zero_stage", "sequence_parallel")
+MESH = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "zero", "sequence_parallel")
 WIDTHS = ("layers", "hidden", "heads", "kv", "head_width", "ffn", "vocab")
 KINDS = ("family", "qkv_bias", "qk_norm", "norm_position", "window", "tied_embeddings")
 BATCH = ("micro_batch_size", "global_batch_size", "sequence_length")

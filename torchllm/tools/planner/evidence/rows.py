@@ -42,8 +42,9 @@ def model_cells(model: Model) -> dict[str, Any]:
 def mesh_cells(parallel: Parallel) -> dict[str, Any]:
     """Return the cells of degrees and schedule."""
     cells: dict[str, Any] = {"dp": parallel.data_ranks}
-    for column in ("dp_replicate", "dp_shard", "tp", "pp", "cp", "zero_stage"):
+    for column in ("dp_replicate", "dp_shard", "tp", "pp", "cp"):
         cells[column] = getattr(parallel, column)
+    cells["zero_stage"] = parallel.zero
     is_pipelined = parallel.pp > 1
     cells["cp_method"] = parallel.cp_method if parallel.cp > 1 else ""
     cells["schedule"] = parallel.schedule if is_pipelined else ""
