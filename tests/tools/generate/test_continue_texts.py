@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from torchllm.config import Generate, Model
+from torchllm.config.errors import UserError
 from torchllm.models.attention import CORES, EagerAttention
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.parallel.initialize import initialize
@@ -86,6 +87,15 @@ def test_each_text_stops_at_its_end_token() -> None:
     stopped = [text[: text.index(end) + 1] if end in text else text for text in free]
     assert stopped != free
     assert continued(model, PROMPTS, end=end) == stopped
+
+
+def test_a_model_whose_logits_are_nan_is_refused() -> None:
+    """argmax would return an id for them, too."""
+    model = decoder(Model(**SIZES))
+    with torch.no_grad():
+        next(model.parameters()).fill_(torch.nan)
+    with pytest.raises(UserError, match="logits are NaN"):
+        continued(model, [[1, 2, 3]])
 
 
 def test_each_text_stops_at_the_longest_text() -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from torchllm.config import Generate
+from torchllm.config.errors import UserError
 from torchllm.models.decoder import Decoder
 from torchllm.tools.generate.cached_attention import caching
 
@@ -28,7 +29,8 @@ def continue_texts(
     """Return up to `settings.tokens` ids that follow each prompt, each id less than `vocab`.
 
     A text stops at an id of `ends`, which is its last, and when it has `longest` tokens. Text i is sampled with
-    `seed` + i, so that it does not depend on the texts that are computed with it, `batch_size` at a time.
+    `seed` + i, so that it does not depend on the texts that are computed with it, `batch_size` at a time. UserError if
+    the model's logits are NaN.
     """
     texts: list[list[int]] = [[] for _ in prompts]
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))  # little padding
@@ -67,10 +69,12 @@ def _continue_batch(
     positions = positions.clamp(min=0)
     end_ids = torch.tensor(sorted(ends), device=device)
     has_ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    is_nan = torch.zeros((), dtype=torch.bool, device=device)
     generated: list[Tensor] = []
     with caching(model, room=length + count, padding=padding):
         while len(generated) < count:
             logits = model(tokens, positions, documents)[:, -1, :vocab]  # ids beyond `vocab` were never trained
+            is_nan |= logits.isnan().any()
             generated.append(sample_tokens(logits.float(), settings, generators))
             has_ended |= torch.isin(generated[-1], end_ids)
             if (device.type == "cpu" or len(generated) % TOKENS_PER_WAIT == 0) and bool(has_ended.all()):
@@ -78,6 +82,8 @@ def _continue_batch(
             # The cache has all keys and values before: only the new tokens go through the model.
             tokens, documents = generated[-1].unsqueeze(1), None
             positions = (positions[:, -1:] + 1).clamp(max=longest - 1)  # a text that has ended goes on with the others
+    if bool(is_nan):
+        raise UserError("the model's logits are NaN: its weights are damaged, or its training has diverged")
     return torch.stack(generated, dim=1).tolist()
 
 
