@@ -4,17 +4,18 @@
 
 Byte-level byte-pair encoding of the tokenizers library, split by data.pattern. The folder gets tokenizer.json and
 tokenizer_config.json, with a chat template (ChatML), as transformers reads them. `data.tokenizer =
-"FOLDER/tokenizer.json"` uses it. A hundredth of the documents, chosen by their text, is held out for the report.
+"FOLDER/tokenizer.json"` uses it. The report is on documents that runs hold out too (data.validation_fraction).
 """
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from torchllm.config import Bound, Config, FilePath
+from torchllm.config import Bound, Config, FilePath, Source
 from torchllm.tools.front.resolve import load_sizes
 
 
@@ -27,7 +28,7 @@ class TokenizerSection:
     size: Annotated[int, Bound(at_least=260, at_most=2**20)] = 32768
     """tokens, with the 256 bytes and the special ones"""
     text_mib: Annotated[float, Bound(over=0.0)] = 1024.0
-    """text to train on, in MiB: the first documents of each source, as many bytes of each as its weight says"""
+    """text to train on, in MiB: the first of each source, as many bytes of each as its weight says"""
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,11 @@ from tokenizers import Tokenizer as Encoder
 
 from torchllm.config.schema import RAW_KINDS
 from torchllm.data.error import DataError
+from torchllm.data.stages import plan_stages
 from torchllm.data.tokenizer import Tokenizer, load_tokenizer
 from torchllm.data.tokenizer_protocol import Pattern
 from torchllm.runtime.signs_of_life import signs_of_life
+from torchllm.tools.prepare.bad_records import BadShare, check_not_empty, record_tally
 from torchllm.tools.prepare.source_files import choose_files
 from torchllm.tools.prepare.sources import ShardRange, open_raw_source
 from torchllm.tools.prepare.tiktoken_tokenizer import split_pattern
@@ -55,9 +58,8 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-HELD_OUT = 100
-"""one document of so many is held out"""
 HELD_OUT_MIB = 8
+"""most held-out text that the report is on"""
 
 
 def main(config: TokenizerConfig) -> None:
@@ -74,25 +76,60 @@ def main(config: TokenizerConfig) -> None:
 
 
 def texts(config: TokenizerConfig, held_out: list[str]) -> Iterator[str]:
-    """Yield the documents to train on; `held_out` gets the others."""
-    total = sum(source.weight for source in config.data.sources)
+    """Yield the text to train on, in blocks; `held_out` gets the text of other documents. Raises DataError."""
+    shares = source_shares(config)
     for index, source in enumerate(config.data.sources):
         if source.kind not in RAW_KINDS or source.messages_key:
             raise DataError(f"data.sources.{index}: a tokenizer is trained on text, this source has none")
-        opened = open_raw_source(source, choose_files(source).train)
-        left = config.tokenizer.text_mib * 2**20 * source.weight / total
-        left_out = HELD_OUT_MIB * 2**20 * source.weight / total
-        for record in opened.records(ShardRange(0, 0, opened.total)):
-            if record.fault or left <= 0:
-                continue
-            is_held_out = record.text_hash % HELD_OUT == 0
-            for text in record.blocks():
-                if not is_held_out:
-                    left -= len(text)
-                    yield text
-                elif left_out > 0:
-                    left_out -= len(text)
-                    held_out.append(text)
+        if shares[index]:
+            yield from source_texts(source, config, shares[index], held_out)
+
+
+def source_shares(config: TokenizerConfig) -> list[float]:
+    """Return the share of each source in the training sequences, over all stages."""
+    shares = [0.0] * len(config.data.sources)
+    begin = 0
+    for stage in plan_stages(config.data, 1):
+        end = min(stage.end or config.training.steps, config.training.steps)
+        for index, weight in enumerate(stage.weights):
+            shares[index] += weight / sum(stage.weights) * (end - begin) / config.training.steps
+        begin = end
+    return shares
+
+
+def source_texts(source: Source, config: TokenizerConfig, share: float, held_out: list[str]) -> Iterator[str]:
+    """Yield the text of a source up to its share. Raises DataError for bad records as recipes/prepare.py does."""
+    data, is_stdlib = config.data, source.kind == "stdlib"
+    opened = open_raw_source(source, choose_files(source).train)
+    tally = record_tally(source, "skip" if is_stdlib else data.on_bad_record)
+    skipped: Counter[str] = Counter()
+    name, trained = source.path or source.kind, 0
+    left, left_out = config.tokenizer.text_mib * 2**20 * share, HELD_OUT_MIB * 2**20 * share
+    for record in opened.records(ShardRange(0, 0, opened.total)):
+        if record.fault:
+            tally.bad(record)
+            skipped[record.fault] += 1
+            continue
+        tally.good(record)
+        is_held_out = record.is_held_out(data.validation_fraction)
+        for text in record.blocks():
+            size = len(text.encode())
+            if not is_held_out and left > 0:
+                left -= size
+                trained += size
+                yield text
+            elif is_held_out and left_out > 0:
+                left_out -= size
+                held_out.append(text)
+        if left <= 0:
+            break
+    tally.finish()
+    bad_share = BadShare(1.0 if is_stdlib else data.max_bad_share)
+    bad_share.add(tally.tallies())
+    bad_share.finish()
+    check_not_empty(name, trained, skipped)
+    for fault, count in skipped.items():
+        print(f"{name}: skipped {count:,} records: {fault}")
 
 
 def train_encoder(documents: Iterator[str], pattern: Pattern, size: int) -> Encoder:
@@ -123,7 +160,20 @@ def write_folder(encoder: Encoder, folder: Path) -> None:
 
 
 def print_report(config: TokenizerConfig, trained: Tokenizer, held_out: list[str]) -> None:
-    """Print bytes per token on the held-out text, unused ids, and the keys of a config that uses the tokenizer."""
+    """Print how well the tokenizer splits the held-out text, and the keys of a config that uses it."""
+    if held_out:
+        print_comparison(config, trained, held_out)
+    else:
+        print(
+            "no document is held out, so nothing was measured: raise data.validation_fraction, or read more documents"
+        )
+    rounded = -(-trained.vocab // 128) * 128
+    print(f"\n[model]\nvocab = {rounded}  # a multiple of 128: parallel.tp and the kernels divide it")
+    print(f"\n[data]\ntokenizer = {json.dumps(str(Path(config.tokenizer.folder) / 'tokenizer.json'))}")
+
+
+def print_comparison(config: TokenizerConfig, trained: Tokenizer, held_out: list[str]) -> None:
+    """Print bytes per token and used ids of the trained and the configured tokenizer on the held-out text."""
     size = sum(len(text.encode()) for text in held_out)
     print(f"{config.tokenizer.folder}: {trained.vocab:,} tokens; {size / 2**20:.2f} MiB of held-out text:")
     rows = {"trained": trained, config.data.tokenizer: load_tokenizer(config.data.tokenizer, config.data.pattern)}
@@ -131,10 +181,7 @@ def print_report(config: TokenizerConfig, trained: Tokenizer, held_out: list[str
         documents = tokenizer.encode_documents(held_out)
         tokens = sum(len(ids) for ids in documents)
         used = len({int(token) for ids in documents for token in ids})
-        print(f"  {size / max(1, tokens):.3f} bytes per token, {used:,} of {tokenizer.vocab:,} ids used: {name}")
-    rounded = -(-trained.vocab // 128) * 128
-    print(f"\n[model]\nvocab = {rounded}  # a multiple of 128: parallel.tp and the kernels divide it")
-    print(f"\n[data]\ntokenizer = {json.dumps(str(Path(config.tokenizer.folder) / 'tokenizer.json'))}")
+        print(f"  {size / tokens:.3f} bytes per token, {used:,} of {tokenizer.vocab:,} ids used: {name}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import runpy
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.tiny_run import ROOT
-from torchllm.config.schema import Data, Source
+from torchllm.config.schema import Data, MixtureStage, Source
 from torchllm.data.error import DataError
 from torchllm.data.tokenizer import load_tokenizer
+from torchllm.tools.prepare.records import BLOCK
 
 WORDS = ("the ", "tokenizer ", "splits ", "documents ", "into ", "pieces ", "that ", "come ", "often ", "together ")
 
@@ -54,6 +56,52 @@ def test_held_out_documents_are_not_trained_on(tmp_path: Path) -> None:
     assert held_out
     assert not {*held_out} & {*trained}
     assert len(held_out) < len(trained) / 20
+
+
+@pytest.mark.parametrize("on_bad_record", ["error", "skip"])
+def test_bad_records_are_treated_as_data_on_bad_record_says(
+    on_bad_record: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = _config(tmp_path)
+    with (tmp_path / "text.jsonl").open("a") as file:
+        file.write('{"text": 5}\n')
+    config = replace(config, data=replace(config.data, on_bad_record=on_bad_record))
+    if on_bad_record == "error":
+        with pytest.raises(DataError, match=r"text\.jsonl:401: not text but int; set data\.on_bad_record"):
+            recipe.main(config)
+        return
+    recipe.main(config)
+    assert "skipped 1 records: not text" in capsys.readouterr().out
+    bad = replace(config, data=replace(config.data, max_bad_share=0.0))
+    with (tmp_path / "text.jsonl").open("a") as file:
+        file.write('{"text": 5}\n' * 10)
+    with pytest.raises(DataError, match=r"more than data\.max_bad_share = 0 "):
+        list(recipe.texts(bad, []))
+
+
+def test_each_source_gives_its_share_of_all_stages(tmp_path: Path) -> None:
+    """Of 1 MiB: three of four steps take a half of the first, the last step all; the second has no weight."""
+    config = _config(tmp_path)
+    letters = "éab"  # é has two bytes
+    for letter in letters:
+        (tmp_path / f"{letter}.txt").write_text(letter * 2**20)
+    sources = tuple(Source(kind="text", path=str(tmp_path / f"{letter}.txt")) for letter in letters)
+    stages = (MixtureStage(3, (2.0, 0.0, 2.0)), MixtureStage(0, (1.0, 0.0, 0.0)))
+    data = Data(sources=sources, stage=stages, validation_fraction=0.0)
+    section = replace(config.tokenizer, text_mib=1.0)
+    config = replace(config, data=data, tokenizer=section, training=replace(config.training, steps=4))
+    text = "".join(recipe.texts(config, []))
+    for letter, share in zip(letters, (0.625, 0.0, 0.375), strict=True):
+        more = text.count(letter) * len(letter.encode()) - share * 2**20
+        assert 0 <= more <= (BLOCK if share else 0)  # a block is not cut
+
+
+def test_a_report_without_held_out_documents_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = _config(tmp_path)
+    recipe.main(replace(config, data=replace(config.data, validation_fraction=0.0)))
+    printed = capsys.readouterr().out
+    assert "no document is held out" in printed
+    assert "bytes per token" not in printed
 
 
 def test_what_cannot_be_trained_on_is_refused(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from torchllm.config import Source
 from torchllm.data.error import DataError
 from torchllm.tools.prepare.records import EMPTY_FILE, UNREADABLE, Origin, TextRecord
 
@@ -107,6 +108,12 @@ class RecordTally:
                 f"so are the {count - 1} after it: fix their common fault, or take the file out of data.sources.path"
             )
         raise DataError(f"{record.origin.describe()}: {record.fault}{record.detail}; {advice}")
+
+
+def record_tally(source: Source, on_bad_record: str) -> RecordTally:
+    """Return a tally of records of a source."""
+    is_whole_files = source.kind in ("text", "stdlib") and not source.delimiter
+    return RecordTally(on_bad_record == "error", source.path if is_whole_files else "")
 
 
 class BadShare:

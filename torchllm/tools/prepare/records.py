@@ -83,6 +83,10 @@ class TextRecord(NamedTuple):
         """Return whether the text is tokenized in pieces."""
         return self.size > IN_MEMORY
 
+    def is_held_out(self, fraction: float) -> bool:
+        """Return whether the text is among this fraction of all texts: the same in any source."""
+        return (self.text_hash >> 11) * 2.0**-53 < fraction  # 53 bits as a float in [0, 1)
+
     def blocks(self) -> Iterator[str]:
         """Yield the text in blocks of at most BLOCK characters; a large file is read again."""
         if not self.text and self.size:

@@ -18,7 +18,7 @@ from torchllm.data.error import DataError
 from torchllm.data.shard import SPLITS, Ids, Split, replacing, shard_path
 from torchllm.data.tokenizer import Tokenizer
 from torchllm.runtime.heartbeat import beat
-from torchllm.tools.prepare.bad_records import FileTally, RecordTally
+from torchllm.tools.prepare.bad_records import FileTally, record_tally
 from torchllm.tools.prepare.corpus_writer import ShardFileWriter, SplitRecord
 from torchllm.tools.prepare.counts import UNKNOWN, unknown_share
 from torchllm.tools.prepare.pieces import LONGEST, NoPlaceToCut, cut_pieces
@@ -120,8 +120,7 @@ class ShardWriter:
         self.skipped: Counter[str] = Counter()
         self.unreadable: set[str] = set()
         self.text_bytes = 0
-        is_whole_files = plan.source.kind in ("text", "stdlib") and not plan.source.delimiter
-        self.tally = RecordTally(plan.on_bad_record == "error", plan.source.path if is_whole_files else "")
+        self.tally = record_tally(plan.source, plan.on_bad_record)
         self._plan = plan
         self._held_out = {file.path for file in plan.files[len(plan.files) - plan.held_out :]}
         self.tokenizer = tokenizer
@@ -213,8 +212,7 @@ class ShardWriter:
         train, validation = self.splits
         if self._held_out:
             return validation if record.origin.name in self._held_out else train
-        uniform = (record.text_hash >> 11) * 2.0**-53  # 53 bits as a float in [0, 1)
-        return validation if uniform < self._plan.validation_fraction else train
+        return validation if record.is_held_out(self._plan.validation_fraction) else train
 
     def count_unknown(self, ids: Ids) -> None:
         """Count the tokens that stand for text that the tokenizer does not know."""
