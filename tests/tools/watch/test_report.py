@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.tiny_run import ROOT
-from torchllm.config.schema import Config
+from torchllm.config.schema import Config, Data, MixtureStage, Source
 from torchllm.config.write import dump_toml
 from torchllm.tools.watch.report import CHARTS, main, read_run_folder, shown_number
 
@@ -77,6 +77,48 @@ def test_steps_that_were_rolled_back_are_left_out(tmp_path: Path) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "lo')  # the run is writing it
     assert [(record["step"], record["loss"]) for record in read_run_folder(run).records] == [(1, 5.0), (2, 1.0)]
+
+
+def test_time_is_that_of_the_summary_at_the_end_of_a_run(tmp_path: Path) -> None:
+    """Killed 60 s after step 4, of which steps 3 and 4 were done again: 100 + 60 + 50 s, 20 of them for these."""
+    run = _write_run(tmp_path, [_record(1)])
+    launches = [
+        {"started": 0.0, "first": 0, "seen": 100.0, "step": 4, "lost": {"start-up": 60.0}, "last": 9},
+        {"started": 160.0, "first": 2, "seen": 210.0, "step": 6, "lost": {"start-up": 10.0}, "last": 9},
+    ]
+    (run / "goodput.json").write_text(json.dumps(launches))
+    text = _page([str(run)], tmp_path / "page.html")
+    times = re.findall(r"<td>([\w-]+)</td><td class=\"number\">([\d.]+) s</td>", text)
+    assert times == [("training", "60.0"), ("start-up", "70.0"), ("restart", "80.0")]
+
+
+def test_each_stage_has_its_weights(tmp_path: Path) -> None:
+    run = _write_run(tmp_path, [_record(1)])
+    stages = (MixtureStage(2, (3.0, 1.0)), MixtureStage(0, (0.0, 1.0)))
+    data = Data(sources=(Source(), Source(kind="synthetic", weight=5.0)), stage=stages)
+    (run / "config.toml").write_text(dump_toml(Config(data=data)))
+    table = _page([str(run)], tmp_path / "page.html").split("<h2>Data</h2>")[1].split("</table>")[0]
+    assert re.findall(r"<th>(weight[^<]*)", table) == ["weight up to step 2", "weight to the end"]
+    assert re.findall(r'class="number">([^<]*)', table) == ["3", "0", "1", "1"]
+
+
+def test_two_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    runs = [str(_write_run(tmp_path / place, [_record(1, loss=loss)])) for place, loss in (("a", 1.0), ("b", 2.0))]
+    text = _page(runs, tmp_path / "page.html")
+    records = json.loads(text.split('id="records">')[1].split("</script>")[0])
+    assert [records[run][0]["loss"] for run in runs] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("line", ['{"loss": 1.0}', "[1]", '{"step": 1'])
+def test_a_line_that_is_no_record_is_named(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = _write_run(tmp_path, [_record(1)])
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(f'{{"step": 1, "loss": NaN}}\n{line}\n{{"step": 3}}\n')
+    with pytest.raises(SystemExit):
+        main([str(run)])
+    assert "metrics.jsonl:2: not the record of a step" in capsys.readouterr().err
+    metrics.write_text(metrics.read_text().replace(f"{line}\n", ""))
+    assert read_run_folder(run).records == [{"step": 1, "loss": None}, {"step": 3}]
 
 
 def test_keys_that_differ_between_runs_are_shown(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torchllm.config.errors import UserError
 from torchllm.config.toml import toml_value
-from torchllm.tools.watch.goodput import Launch, read_launches
+from torchllm.tools.watch.goodput import Launch, account, read_launches
 
 WIDTH, HEIGHT = 460, 220
 LEFT, BOTTOM = 56, 24
@@ -88,7 +88,10 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     output = Path(options.output or Path(options.runs[0]) / "report.html")
     try:
-        text = page([read_run_folder(Path(folder)) for folder in options.runs])
+        runs = [read_run_folder(Path(folder)) for folder in options.runs]
+        if len({run.name for run in runs}) < len(runs):
+            runs = [run._replace(name=folder) for run, folder in zip(runs, options.runs, strict=True)]
+        text = page(runs)
         output.write_text(text, encoding="utf-8")
     except (UserError, OSError) as error:
         parser.error(str(error))
@@ -96,23 +99,26 @@ def main(arguments: list[str]) -> None:
 
 
 def read_run_folder(folder: Path) -> RunFolder:
-    """Read a run folder. UserError if it has no metrics or no config."""
+    """Read a run folder. UserError if its metrics or its config are missing or damaged."""
     records: dict[int, dict[str, Any]] = {}
     try:
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"{folder}: no run folder: it has no {Path(error.filename).name}") from None
+    except ValueError as error:  # no TOML, or no text
+        raise UserError(f"{folder}: {error}") from None
     for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line)
-        except ValueError:
+            record = json.loads(line, parse_constant=lambda _: None)  # the page has JSON, which has no NaN
+            step = int(record["step"])
+        except (ValueError, TypeError, KeyError):
             if number == len(lines):
                 continue  # the run is writing it
-            raise UserError(f"{folder}/metrics.jsonl:{number}: no JSON") from None
-        for step in [step for step in records if step >= record["step"]]:
-            del records[step]  # they were rolled back
-        records[record["step"]] = record
+            raise UserError(f"{folder}/metrics.jsonl:{number}: not the record of a step") from None
+        while records and next(reversed(records)) >= step:
+            records.popitem()  # it was rolled back
+        records[step] = record
     if not records:
         raise UserError(f"{folder}/metrics.jsonl: no step was logged yet")
     checkpoints = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
@@ -234,20 +240,17 @@ def _ticks(least: float, most: float) -> list[float]:
 
 
 def _time(run: RunFolder) -> str:
-    """Return the account of goodput.json, and the shares of the last profiled step."""
-    seconds = {"training": sum(launch.productive for launch in run.launches)}
-    for launch in run.launches:
-        for cause, lost in launch.lost.items():
-            seconds[cause] = seconds.get(cause, 0.0) + lost
-    total = sum(seconds.values()) or 1.0
-    rows = [[escape(cause), f"{lost:,.1f} s", f"{lost / total:.1%}"] for cause, lost in seconds.items() if lost > 0]
+    """Return the account of goodput.json."""
+    total, lost = account(run.launches) if run.launches else (0.0, {})
+    times = {"training": max(0.0, total - sum(lost.values()))} | lost
+    rows = [[escape(name), f"{spent:,.1f} s", f"{spent / total:.1%}"] for name, spent in times.items() if spent > 0]
     return _table([escape(run.name), "time", "share"], rows)
 
 
 def _events(run: RunFolder) -> str:
     rows = []
     for launch in run.launches:
-        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(launch.started))
+        started = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(launch.started))
         what = f"started from step {launch.first:,}, logged up to step {launch.step:,}"
         rows.append([started, what])
     skipped = max((record.get("skipped_steps") or 0 for record in run.records), default=0)
@@ -258,18 +261,25 @@ def _events(run: RunFolder) -> str:
 
 
 def _data(run: RunFolder) -> str:
-    prefix = "data.sources."
-    sources: dict[str, dict[str, Any]] = {}
+    """Return the sources with their weights: of the run, or of each [[data.stage]]."""
+    sources, stages = _tables(run, "data.sources."), _tables(run, "data.stage.")
+    head = [f"weight up to step {stage['until']:,}" if stage.get("until") else "weight to the end" for stage in stages]
+    rows = []
+    for index, source in enumerate(sources):
+        weights = [stage["weights"][index] for stage in stages] or [source.get("weight", 1.0)]
+        cells = [str(source.get("kind")), str(source.get("path") or ""), *map(shown_number, weights)]
+        rows.append([escape(cell) for cell in cells])
+    return _table([escape(run.name), "path", *(head or ["weight"])], rows)
+
+
+def _tables(run: RunFolder, prefix: str) -> list[dict[str, Any]]:
+    """Return the tables of an array of the config, such as data.sources."""
+    tables: dict[str, dict[str, Any]] = {}
     for key, value in run.config.items():
         if key.startswith(prefix):
             index, _, name = key.removeprefix(prefix).partition(".")
-            sources.setdefault(index, {})[name] = value
-    total = sum(source.get("weight", 1.0) for source in sources.values()) or 1.0
-    rows = []
-    for source in sources.values():
-        share = source.get("weight", 1.0) / total
-        rows.append([escape(str(source.get("kind"))), escape(str(source.get("path") or "")), f"{share:.1%}"])
-    return _table([escape(run.name), "path", "share"], rows)
+            tables.setdefault(index, {})[name] = value
+    return list(tables.values())
 
 
 def _config(runs: list[RunFolder]) -> str:
