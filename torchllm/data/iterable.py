@@ -9,7 +9,7 @@ import io
 import logging
 import pickle
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,7 +58,8 @@ class _Stream:
         """of the ids taken since the start"""
         self.snapshot = _Snapshot()
         """before the last example was read, or some examples earlier"""
-        self._wants_snapshot = False
+        self._read_state: Callable[[], Any] | None = None
+        """takes the snapshot that `mark` has asked for"""
         self._iterator: Iterator[Any] | None = None
         self._has_ended = False
         self._last: npt.NDArray[np.uint32] = np.empty(0, dtype=np.uint32)
@@ -87,15 +88,15 @@ class _Stream:
 
     def mark(self) -> None:
         """Take a snapshot of the iterable, if it has a state, before the next example is read."""
-        self._wants_snapshot = hasattr(self.iterable, "state_dict")
+        self._read_state = getattr(self.iterable, "state_dict", None)
 
     def _next(self) -> Any:
         """Return the next example, `_END` behind the last one."""
         if self._iterator is None:
             self._iterator = iter(self.iterable)
-        if self._wants_snapshot:
-            self._wants_snapshot = False
-            self.snapshot = _Snapshot(self.examples, self.iterable.state_dict())  # type: ignore[attr-defined]  # see mark
+        if self._read_state is not None:
+            self.snapshot = _Snapshot(self.examples, self._read_state())
+            self._read_state = None
         return next(self._iterator, _END)
 
     def _read(self) -> bool:

@@ -30,13 +30,11 @@ from traceback import StackSummary, walk_stack
 from types import FrameType
 from typing import NamedTuple
 
-import torch.distributed as dist
-
 from torchllm.checkpoint.background import SAVES_IN_BACKGROUND
 from torchllm.runtime.heartbeat import GROUP_GRACE, Timeout, heartbeat
 from torchllm.tools.launch.hang_report import RankDump, describe_hang, read_dump, unfinished_records, write_slices
 from torchllm.tools.launch.on_event import call_on_event
-from torchllm.tools.launch.store import Signer, join_store
+from torchllm.tools.launch.store import PrefixStore, Signer, join_store
 from torchllm.tools.launch.torch_records import (
     FlightRecord,
     GroupProgress,
@@ -129,7 +127,7 @@ class HangWatch:
         self.check_interval = seconds_between_checks(world_size)
         self.process = RankProcess(os.uname().nodename, os.getppid(), os.getpid())
         # A separate client: the client of the process groups is blocked while a rank waits in it.
-        self.store = dist.PrefixStore("hang_watch", join_store(STORE_TIMEOUT))  # type: ignore[attr-defined]  # not re-exported there
+        self.store = PrefixStore("hang_watch", join_store(STORE_TIMEOUT))
         self.signer = Signer(secret)
         self.siblings = self._open_siblings(ranks_of_node)
         self.has_store = True

@@ -51,7 +51,7 @@ def profiled_events(profiler: profile) -> list[ProfiledEvent]:
     Private: the public `profiler.events()` builds a tree of them with their memory, which takes ten times as long as a
     small step.
     """
-    raw_events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]  # None before it has run
+    raw_events = _raw_events(profiler)
     # The ids of operators are torch's, the ids of cudaLaunchKernel etc. are CUPTI's: both count from 1. A kernel
     # is linked to its operator, which itself is linked to nothing; torch's own parser makes the same distinction.
     launched = {}
@@ -85,8 +85,7 @@ def allocations(profiler: profile) -> list[int]:
     profiler: stopped, with `profile_memory=True`. Private: the public `profiler.events()` sums the memory of each
     operator, which hides a peak inside it.
     """
-    raw_events: list[Any] = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]  # None before it has run
-    changes = [event for event in raw_events if event.name() == "[memory]" and not _on_gpu(event)]
+    changes = [event for event in _raw_events(profiler) if event.name() == "[memory]" and not _on_gpu(event)]
     return [event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())]
 
 
@@ -101,6 +100,13 @@ def break_profile_cycle(profiler: profile) -> None:
 
 BACKWARD_SCOPE = 1
 """RecordScope::BACKWARD_FUNCTION in torch's C++"""
+
+
+def _raw_events(profiler: profile) -> list[Any]:
+    """Return the records of a stopped profiler as torch's C++ has them."""
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
+    return list(profiler.profiler.kineto_results.events())
 
 
 def _on_gpu(event: Any) -> bool:
