@@ -9,6 +9,7 @@ import pytest
 from tests.launched import clean
 from tests.patience import patience
 from tests.tiny_run import ROOT
+from torchllm.tools.launch.launch import launch
 
 LAUNCH = [sys.executable, "-P", "-m", "torchllm.tools.launch.launch"]
 PLAIN = """
@@ -27,7 +28,7 @@ def test_it_imports_no_torch() -> None:
 
 
 def test_the_first_line_is_there_before_a_rank_is(tmp_path: Path) -> None:
-    """The ranks say it with the line that they find; a rank of an owned folder only."""
+    """On node 0, whose launcher takes the lease of the run folder; the others say nothing."""
     recipe = tmp_path / "recipe.py"
     recipe.write_text("import sys; print('a rank', file=sys.stderr)")
     environment = clean({"PYTHONPATH": str(ROOT), "TORCHLLM_TAKE_LEASE": str(tmp_path / "run")})
@@ -36,6 +37,22 @@ def test_the_first_line_is_there_before_a_rank_is(tmp_path: Path) -> None:
     assert first.startswith(f"starting {recipe} on 1 process, this node is ")
     assert first.endswith(": importing torch")
     assert others == ["a rank"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nproc-per-node=0"], "at least one rank per node"),
+        (["--nnodes=2", "--node-rank=2", "--rdzv-endpoint=node0:29500"], "counts from 0 to --nnodes - 1"),
+        (["--nnodes=2"], "HOST:PORT of node 0, not ''"),
+        (["--nnodes=2", "--rdzv-endpoint=node0"], "HOST:PORT of node 0, not 'node0'"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        launch([*arguments, "recipe.py"])
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive

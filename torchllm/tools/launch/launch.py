@@ -10,6 +10,7 @@ are stuck (rank_watch.py). A rank that failed has printed its error; one that wa
 
 import argparse
 import os
+import re
 import signal
 import socket
 import sys
@@ -57,7 +58,8 @@ class EndedBySignal(BaseException):
 def launch(arguments: Sequence[str]) -> NoReturn:
     """Run a job as `arguments` say.
 
-    Raises SystemExit with 1 if a rank failed, 2 if it refused to start, 128 + N if signal N ended the job.
+    Raises SystemExit with 1 if a rank failed, 2 if it refused to start or an argument is wrong, 128 + N if signal N
+    ended the job.
     """
     parser = argparse.ArgumentParser(prog="python -P -m torchllm.tools.launch.launch", allow_abbrev=False)
     parser.add_argument("--nproc-per-node", type=int, default=1, help="ranks on this node")
@@ -72,6 +74,10 @@ def launch(arguments: Sequence[str]) -> NoReturn:
     parser.add_argument("recipe")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
+    if options.nproc_per_node < 1 or not 0 <= options.node_rank < options.nnodes:
+        parser.error("a job has at least one rank per node, and --node-rank counts from 0 to --nnodes - 1")
+    if options.nnodes > 1 and not re.fullmatch(r".+:\d+", options.rdzv_endpoint):
+        parser.error(f"several nodes need --rdzv-endpoint=HOST:PORT of node 0, not {options.rdzv_endpoint!r}")
     if HANDED_DOWN in os.environ:  # node 0
         count = options.nnodes * options.nproc_per_node
         say_that_imports_go_on(f"{options.recipe} on {count} process{'es' if count > 1 else ''}")
