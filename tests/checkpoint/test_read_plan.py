@@ -109,7 +109,7 @@ def test_each_piece_is_read_once_and_each_part_filled_once(seed: int) -> None:
     [(64, 1024, 1, 2), (1024, 64, 1, 1), (1024, 1024, 1, 1), (64, 64, 16, 13)],
 )
 def test_the_bytes_of_70b_are_read_once_on_other_ranks(writers: int, readers: int, copies: int, rounds: int) -> None:
-    """Also evenly, and in rounds of bounded messages: the largest tensor's part adds to the limit of 1 GiB."""
+    """Also evenly, and in rounds whose messages are within the limit of 1 GiB."""
     shapes = shapes_of_run()
     index = make_index(parts_of_job(synthetic_ranks(shapes, writers)))
     plan = plan_reads(index, parts_of_job(synthetic_ranks(shapes, readers, copies)), 0, 1 << 30)
@@ -117,4 +117,4 @@ def test_the_bytes_of_70b_are_read_once_on_other_ranks(writers: int, readers: in
     assert plan.read_bytes.sum() == state
     assert plan.read_bytes.max() <= 1.1 * state / (readers * copies)
     assert len(plan.rounds) == rounds
-    assert max(sum(round_.sizes.values()) for round_ in plan.rounds) <= 1.1 * 2**30
+    assert max(sum(round_.sizes.values()) for round_ in plan.rounds) <= 2**30
