@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.parity import Settings, check, tiny
 from tests.recipes.test_unapplied_keys import instead
 from tests.recipes.warm import alone, pretrain
 from tests.tiny_run import DEBUG, ROOT, metrics
+from torchllm.checkpoint import tensors
 from torchllm.checkpoint.tensors import open_checkpoint
 from torchllm.checkpoint.weights import AVERAGED_WEIGHTS, load_weights
 from torchllm.config import Model
@@ -99,7 +101,9 @@ def test_frozen_parameters_are_saved_and_may_be_others_when_a_run_goes_on(tmp_pa
     assert steps == names - frozen
 
     averaged = build_model(alone(tmp_path).model)
-    load_weights(tmp_path / "checkpoints/step-00000002", [averaged], prefix=AVERAGED_WEIGHTS)
+    with mock.patch.object(tensors, "read_piece", wraps=tensors.read_piece) as reads:
+        load_weights(tmp_path / "checkpoints/step-00000002", [averaged], prefix=AVERAGED_WEIGHTS)
+    assert reads.call_count == len(names)  # of each parameter the average or the frozen weights, in one piece
     start = build_model(alone(tmp_path).model)
     fill_all([start], start.model, alone(tmp_path).run.seed)
     read = WeightReader(tmp_path / "checkpoints/step-00000002", AVERAGED_WEIGHTS)

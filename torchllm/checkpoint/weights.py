@@ -76,11 +76,14 @@ def load_weights(
     Raises, on all ranks, DamagedCheckpoint if a piece that is read is damaged, CheckpointError for another model.
     """
     stored = open_checkpoint(group, folder)
-    parts = {key.removeprefix(WEIGHTS): part for key, part in to_fill(stages).items()}
-    if prefix != WEIGHTS and stored.manifest.record.get("config", {}).get("model", {}).get("frozen"):
-        load_tensors(group, stored, {WEIGHTS + name: part for name, part in parts.items()}, prefix=WEIGHTS, cast=cast)
-        parts = {name: part for name, part in parts.items() if not was_frozen(stored.manifest.record, name)}
-    parts = {prefix + name: part for name, part in parts.items()}
+    parts = to_fill(stages)
+    if prefix != WEIGHTS:
+        weights = {key for key in stored.index.tensors if key.startswith(WEIGHTS)}
+        frozen = {key for key in weights if was_frozen(stored.manifest.record, key.removeprefix(WEIGHTS))}
+        if frozen:  # they have no average
+            own = {key: parts[key] for key in parts.keys() & frozen}
+            load_tensors(group, stored, own, prefix=WEIGHTS, cast=cast, left=weights - frozen)
+        parts = {prefix + key.removeprefix(WEIGHTS): part for key, part in parts.items() if key not in frozen}
     load_tensors(group, stored, parts, prefix=prefix, cast=cast)
     fill_tied_copies(stages)
     return stored.manifest
