@@ -4,7 +4,7 @@
 
 Byte-level byte-pair encoding of the tokenizers library, split by data.pattern. The folder gets tokenizer.json and
 tokenizer_config.json, with a chat template (ChatML), as transformers reads them. `data.tokenizer =
-"FOLDER/tokenizer.json"` uses it. The report is on documents that runs hold out too (data.validation_fraction).
+"FOLDER/tokenizer.json"` uses it. The report is on the documents that runs hold out (data.validation_fraction).
 """
 
 import json
