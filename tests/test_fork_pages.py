@@ -152,6 +152,14 @@ def test_its_size_flops_and_memory_are_counted() -> None:
     assert (rule.cut, rule.start, rule.role) == ("colwise", "normal", "matrix")
 
 
+def test_flops_beyond_matrices_have_no_gradient_in_the_first_blocks_if_frozen() -> None:
+    kind = BlockKind(name="costly", build=lambda block, model, index: block, parameters=(), flops=lambda model, s: 1000)
+    register_block(kind)
+    for frozen, passes in (("", 3 + 3), (r"embed_tokens.*|layers\.0\..*", 1 + 3)):
+        plain = replace(PLAIN, frozen=frozen)
+        assert flops_per_token(replace(plain, block="costly"), 32) - flops_per_token(plain, 32) == passes * 1000
+
+
 @pytest.mark.usefixtures("gated")
 def test_its_export_is_refused_by_name() -> None:
     with pytest.raises(NoFamily, match=r"cannot have model\.block = 'gated_attention'"):
@@ -196,6 +204,18 @@ def added(name: str, width: int = 64) -> BlockKind:
 def test_a_name_that_cannot_be_is_refused(name: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         register_block(added(name))
+
+
+@pytest.mark.parametrize("wrong", [{"cut": "columnwise"}, {"cut": "vocab"}, {"start": "normall"}, {"role": "norm"}])
+def test_an_unknown_value_is_refused(wrong: dict[str, Any]) -> None:
+    """Tensor parallelism would take an unknown cut for "whole_summed", and train another model."""
+    kind = added("self_attn.extra.weight")
+    (parameter,) = kind.parameters
+    ((key, value),) = wrong.items()
+    with pytest.raises(UserError, match=f"block 'other': 'self_attn.extra.weight' has {key} '{value}', not one of "):
+        register_block(replace(kind, parameters=(replace(parameter, **wrong),)))
+    with pytest.raises(UserError, match="needs a name"):
+        register_block(replace(kind, name=""))
 
 
 @pytest.mark.parametrize(("name", "width"), [("self_attn.extra.weight", 65), ("self_attn.other.weight", 64)])

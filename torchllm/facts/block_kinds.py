@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, get_args
 
 from torchllm.config import Model
 from torchllm.config.errors import UserError
@@ -60,16 +60,26 @@ class BlockKind:
 LIBRARY = BlockKind(name="", build=lambda block, model, index: block, parameters=())
 """the kind without a change"""
 _KINDS = {LIBRARY.name: LIBRARY}
+_CHOICES = {"cut": {*get_args(Cut)} - {"vocab"}, "start": {*get_args(Start)}, "role": {*get_args(Role)}}
+"""values of an added parameter"""
 
 
 def register_block(kind: BlockKind) -> None:
     """Let `model.block` name a kind of block. Call it where the module is imported, above `load_configs`.
 
-    UserError if a parameter's name is taken, or it is not in a module of its own.
+    UserError if a parameter's name is taken, it is not in a module of its own, or a value is unknown.
     """
+    if kind.name == LIBRARY.name:
+        raise UserError("register_block: a kind of block needs a name, which model.block is set to")
     of_others = [rules for name, rules in ADDED_RULES.items() if name != kind.name]
     rules = []
     for added in kind.parameters:
+        for key, choices in _CHOICES.items():
+            if getattr(added, key) not in choices:
+                known = ", ".join(sorted(choices))
+                raise UserError(
+                    f"block {kind.name!r}: {added.name!r} has {key} {getattr(added, key)!r}, not one of {known}"
+                )
         module = added.name.rpartition(".")[0]
         rule = ParameterRule(rf"layers\.\d+\.{re.escape(added.name)}", added.cut, added.start, added.role)
         for other in chain(PARAMETER_RULES, *of_others):

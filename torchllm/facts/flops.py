@@ -157,7 +157,7 @@ def flops_per_token(model: Model, sequence_length: int, pairs: float | None = No
     if model.frozen:
         from torchllm.facts.frozen import flops_without_gradients  # of no use to other runs
 
-        flops -= flops_without_gradients(model, keys)
+        flops -= flops_without_gradients(model, keys, added_flops(model, sequence_length))
     return flops
 
 

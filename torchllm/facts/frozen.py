@@ -60,15 +60,15 @@ def blocks_without_backward(model: Model) -> int:
     return model.layers
 
 
-def flops_without_gradients(model: Model, keys: float) -> float:
+def flops_without_gradients(model: Model, keys: float, added: int) -> float:
     """Return the FLOPs of one token's gradients that model.frozen saves: a third of those of a frozen weight.
 
     It is two thirds where no gradient of the input is needed either: before the first trained parameter. keys: that a
-    query sees.
+    query sees. added: FLOPs of `flops.added_flops`.
     """
     first = blocks_without_backward(model)
     before = [f"layers.{layer}." for layer in range(first)] + ["embed_"] * (not model.tied_embeddings)
-    saved = 8.0 * first * model.heads * model.head_width * keys
+    saved = 2.0 * first * (4 * model.heads * model.head_width * keys + added)
     for name, shape in parameter_shapes(model).items():
         if model.freezes(name):
             used = math.prod(shape) * (model.top_k / model.experts if ".experts." in name else 1.0)
