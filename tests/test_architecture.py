@@ -294,8 +294,11 @@ def test_no_family_of_models_is_asked_for_by_name() -> None:
 
 def test_the_package_itself_holds_its_version_and_finds_old_names() -> None:
     """`import torchllm` takes no time: every other file of the package is imported by its own name."""
-    docstring, old_names, version, lazy = tree(ROOT / "torchllm/__init__.py").body
+    docstring, typing, old_names, types, version, lazy = tree(ROOT / "torchllm/__init__.py").body
     assert isinstance(docstring, ast.Expr)
+    assert ast.unparse(typing) == "from typing import TYPE_CHECKING"
+    assert isinstance(types, ast.If)
+    assert ast.unparse(types.test) == "TYPE_CHECKING"  # mypy and editors know torchllm.load
     assert ast.unparse(old_names) == "from torchllm import old_names as old_names"
     assert own_imports(MODULES["old_names"]) == set()
     assert isinstance(version, ast.Assign)

@@ -3,7 +3,12 @@
 `torchllm.load(FOLDER)` returns a trained model: torchllm/tools/generate/language_model.py.
 """
 
+from typing import TYPE_CHECKING
+
 from torchllm import old_names as old_names
+
+if TYPE_CHECKING:  # `__getattr__` imports it
+    from torchllm.tools.generate.language_model import load as load
 
 __version__ = "0.2.0.dev0"
 
