@@ -25,8 +25,9 @@ def freeze(decoder: nn.Module, model: Model) -> None:
 def check_trained(stages: Iterable[nn.Module], model: Model, lora: Lora) -> None:
     """Raise UserError if parameters that the config freezes require gradients, e.g. in a fork without `apply_lora`."""
     for stage in stages:
-        for name, parameter in stage.named_parameters():
-            if not parameter.requires_grad or is_trained(name := canonical_name(name), model, lora):
+        for wrapped, parameter in stage.named_parameters():
+            name = canonical_name(wrapped)
+            if not parameter.requires_grad or is_trained(name, model, lora):
                 continue
             if lora.is_on:
                 raise UserError(

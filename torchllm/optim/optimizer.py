@@ -52,7 +52,7 @@ def parameter_groups(stages: Sequence[nn.Module], config: OptimizerConfig) -> li
             if parameter.requires_grad:
                 settings = by_role[rule_of(canonical_name(name)).role]
                 parameters.setdefault(settings, []).append(parameter)
-    if not parameters:  # of a pipeline rank; torch wants a group
+    if not parameters:  # all of a pipeline rank are frozen; torch refuses an empty list
         parameters[by_role["vector"]] = []
     return [{"params": members, **settings._asdict()} for settings, members in parameters.items()]
 

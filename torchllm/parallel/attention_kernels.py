@@ -21,6 +21,7 @@ fail but cannot be silently wrong.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple, Protocol
@@ -112,14 +113,16 @@ class BlockKernel(Protocol):
         """Return the block's gradients, given the `attention` of q over all blocks."""
 
 
-class _EntryByEntry:
+class _EntryByEntry(ABC):
     """A kernel that computes a block as a whole, or entry by entry."""
 
+    @abstractmethod
     def _forward(self, q: Tensor, kv: Tensor, causal: bool) -> PartialAttention:
-        raise NotImplementedError
+        """Return the attention of a block, or of an entry, as a whole."""
 
+    @abstractmethod
     def _backward(self, d_out: Tensor, q: Tensor, kv: Tensor, attention: PartialAttention, causal: bool) -> Gradients:
-        raise NotImplementedError
+        """Return its gradients."""
 
     def forward(self, q: Tensor, kv: Tensor, mask: KeyMask) -> PartialAttention:
         if mask.entries is None:

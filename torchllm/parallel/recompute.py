@@ -92,7 +92,7 @@ def apply_recompute(stage: Decoder, config: Recompute, layers: int, compiles_blo
                 else:
                     # Separate: attention is recomputed in its graph, and saves products. Their number is even, so that
                     # every second one of the others is the same as in a whole block.
-                    block.attend = _recomputed(block.attend, saver)  # type: ignore[method-assign]
+                    block.attend = _recomputed(block.attend, saver)  # type: ignore[method-assign]  # a seam
                     _wrap(block, ["mlp"], context_fn=partial(_with_units_inside, saver, block.mlp))
         case "segment":
             stage.run_blocks = Segments(recompute_interval(config, layers))
