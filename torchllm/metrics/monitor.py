@@ -14,12 +14,7 @@ import torch
 from torchllm.config import Config, applied, refuse_unapplied
 from torchllm.config.errors import UserError
 from torchllm.data.loader import TrainLoader
-from torchllm.facts.flops import (
-    active_parameter_count,
-    parameter_count,
-    recomputes_logits,
-    trained_parameter_count,
-)
+from torchllm.facts.flops import active_parameter_count, parameter_count, recomputes_logits, trained_parameter_count
 from torchllm.metrics.console import Console
 from torchllm.metrics.meter import Meter, peak_flops
 from torchllm.metrics.observer import Change, ObservedRun, Observer
