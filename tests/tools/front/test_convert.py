@@ -58,6 +58,7 @@ ARGS=(
     --micro-batch-size 1 --global-batch-size 128 --train-iters 10000 --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine
     --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4 \\
     --data-path 0.3 data/a 0.7 data/b --bf16 --save $CHECKPOINTS --seq-length 4096
+    --distributed-timeout-minutes 30
 )
 """
 
@@ -157,6 +158,22 @@ def test_training_arguments_of_transformers(tmp_path: Path) -> None:
     assert "global_batch_size = " not in unknown_gpus
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours", "value"),
+    [
+        ({"warmup_steps": 0.05, "max_steps": 2000}, "schedule.warmup_steps", 100),  # a share since transformers 5
+        ({"max_length": 64, "max_seq_length": 128}, "training.sequence_length", 64),
+        ({"training": {"batch_size": 4, "tensor_parallel_degree": 2}}, "training.global_batch_size", 16),  # old names
+        ({"float8": {"recipe_name": "rowwise"}, "training": {"steps": 1}}, "float8.recipe", None),  # no converter
+    ],
+)
+def test_a_setting_of_several_keys(tmp_path: Path, theirs: dict[str, object], ours: str, value: object) -> None:
+    text = converted_config(_write(tmp_path, "theirs.json", json.dumps(theirs)), gpus=8)
+    assert _values(text).get(ours) == value
+    if "max_length" in theirs:
+        assert "max_seq_length = 128: training.sequence_length is 64 by max_length = 64" in text
+
+
 def test_megatron_arguments(tmp_path: Path) -> None:
     text = converted_config(_write(tmp_path, "train.sh", MEGATRON))
     values = _values(text)
@@ -169,20 +186,30 @@ def test_megatron_arguments(tmp_path: Path) -> None:
         {"kind": "megatron", "path": "data/a", "weight": 0.3},
         {"kind": "megatron", "path": "data/b", "weight": 0.7},
     ]
+    assert values["model.ffn"] == 10880  # 2/3 of 4 x 4,096, rounded down to a multiple of 64: their default with SwiGLU
+    assert values["model.tied_embeddings"] is True
+    assert values["run.timeout"] == 1800  # seconds
     assert "run.folder" not in values
     assert "a variable of the shell: write its value into run.folder" in text
+
+
+def test_megatron_without_a_family_is_its_default(tmp_path: Path) -> None:
+    values = _values(converted_config(_write(tmp_path, "train.sh", "--num-layers 2 --hidden-size 64 --train-iters 9")))
+    assert (values["model.family"], values["model.ffn"]) == ("gpt", 256)
 
 
 def test_nanochat_meta_file(tmp_path: Path) -> None:
     theirs = {
         "step": 100,
-        "user_config": {"depth": 12, "total_batch_size": 524288, "num_iterations": 1000, "run": "dummy"},
+        "user_config": {"depth": 12, "total_batch_size": 524288, "num_iterations": 1000, "run": "dummy"}
+        | {"fp8": False, "fp8_recipe": "tensorwise"},
     }
     text = converted_config(_write(tmp_path, "meta_000100.json", json.dumps(theirs)))
     values = _values(text)
     assert (values["model.layers"], values["model.hidden"], values["model.heads"]) == (12, 768, 6)
     assert values["training.global_batch_size"] == 256
     assert (values["optimizer.name"], values["optimizer.head_rate"]) == ("muon", pytest.approx(0.4))
+    assert not values.keys() & {"metrics.wandb", "float8.recipe"}  # a run named dummy is not logged, fp8 is off
     assert "the architecture differs" in text
 
 
@@ -197,6 +224,7 @@ train:
   min_lr: 4.0e-05
 """
     values = _values(converted_config(_write(tmp_path, "pretrain.yaml", theirs)))
+    assert values["optimizer.learning_rate"] == 4e-4  # a string in YAML
     assert values["training.steps"] == 2862  # 3e9 / (512 x 2,048), rounded up
     assert values["schedule.final_fraction"] == pytest.approx(0.1)
     assert values["schedule.warmup_steps"] == 100  # the default there

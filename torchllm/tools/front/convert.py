@@ -7,8 +7,8 @@
     other text   the arguments of Megatron-LM's pretrain_gpt.py or nanochat's base_train.py, as in a shell script
 
 `torchllm/config/foreign_keys.toml` says which key has which name here; the functions below compute the values of the
-keys whose units or meaning differ. Defaults of the other program that differ from ours are written out. Every key of
-the file appears in the result: as a setting, with its former name, or in a comment with the reason why it is none.
+keys whose units or meaning differ. Defaults of the other program that differ from ours are written out. A key that has
+no setting here, or another value than an earlier key for the same setting, is in a comment with the reason.
 """
 
 import ast
@@ -71,6 +71,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "clip_grad": 1.0,
         "init_method_std": 0.02,
         "rotary_base": 10000,
+        "normalization": "LayerNorm",
+        "untie_embeddings_and_output_weights": False,
+        "ffn_hidden_size": None,
     },
     "nanochat": {
         "depth": 20,
@@ -96,9 +99,17 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 """What the programs take where a key is absent, if it differs from ours or is needed below. Sources: torchtitan 0.2.2,
 Megatron-LM core 0.16, nanochat of July 2026, litgpt 0.5."""
 
+FORMER_NAMES = {
+    "training.batch_size": "training.local_batch_size",
+    "training.warmup_steps": "lr_scheduler.warmup_steps",
+    "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
+    "experimental.context_parallel_degree": "parallelism.context_parallel_degree",
+    "experimental.pipeline_parallel_degree": "parallelism.pipeline_parallel_degree",
+}
+"""Keys of older versions of torchtitan, whose values others are computed from."""
 LAUNCHER_OPTIONS = {"nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "standalone"}
 """Options of torchrun in the same script: NPROC and NNODES here."""
-UNTRANSLATED = (
+NANOCHAT_DIFFERS = (
     "the architecture differs: squared ReLU, value embeddings, a soft cap of the logits and windows by a pattern are"
     " not in our models, so the losses of both will differ"
 )
@@ -134,7 +145,9 @@ def read_foreign(file: str, gpus: int = 0) -> Foreign:
     program = max(known, key=lambda name: known[name])
     if not known[program]:
         raise UserError(f"{path}: has no key of {', '.join(known)}")
-    return Foreign(program, {key: value for key, value in values.items() if value is not None}, gpus)
+    return Foreign(
+        program, {FORMER_NAMES.get(key, key): value for key, value in values.items() if value is not None}, gpus
+    )
 
 
 def _parse(path: Path, text: str, function: str) -> dict[str, Any]:
@@ -157,11 +170,11 @@ def _parse(path: Path, text: str, function: str) -> dict[str, Any]:
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested tables by dotted keys."""
+    """Return the values of nested tables by dotted keys. A string such as "4e-4", as YAML reads 4e-4, is a number."""
     values: dict[str, Any] = {}
     for key, value in table.items():
         name = prefix + str(key).replace("-", "_")
-        values |= _flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
+        values |= _flat(value, f"{name}.") if isinstance(value, dict) and value else {name: _number(value)}
     return values
 
 
@@ -216,14 +229,14 @@ def _arguments(text: str) -> dict[str, Any]:
     return {key: _number(" ".join(options[key])) if options[key] else True for key in options if key in kept}
 
 
-def _number(text: str) -> int | float | str:
-    """Return a word as a number if it is one."""
-    for kind in (int, float):
+def _number(value: Any) -> Any:
+    """Return a string as a number if it is one, and any other value as it is."""
+    for kind in (int, float) if isinstance(value, str) else ():
         try:
-            return kind(text)
+            return kind(value)
         except ValueError:
             pass
-    return text
+    return value
 
 
 # Values whose meaning or unit differs. A function returns our settings, or the reason why there are none.
@@ -338,11 +351,13 @@ def _hf_steps(their: Foreign) -> Settings | str:
 
 
 def _hf_warmup(their: Foreign) -> Settings | str:
-    steps, share = int(their.get("warmup_steps") or 0), float(their.get("warmup_ratio") or 0.0)
+    steps, share = float(their.get("warmup_steps") or 0), float(their.get("warmup_ratio") or 0.0)
+    if steps < 1:  # since transformers 5 a share, too
+        steps, share = 0, steps or share
     total = int(their.get("max_steps") or -1)
     if not steps and share and total <= 0:
         return f"warmup is {share:g} of the steps: set schedule.warmup_steps"
-    return {"schedule.warmup_steps": steps or math.ceil(share * total)}
+    return {"schedule.warmup_steps": int(steps) or math.ceil(share * total)}
 
 
 def _hf_optimizer(their: Foreign) -> Settings | str:
@@ -363,6 +378,14 @@ def _megatron_family(their: Foreign) -> Settings | str:
     if not any(parts):
         return {"model.family": "gpt"}
     return 'RMSNorm, SwiGLU and rotary positions come together here (model.family = "llama"), or none of them ("gpt")'
+
+
+def _megatron_ffn(their: Foreign) -> Settings:
+    """By default 4 times the width, with SwiGLU two thirds of that, rounded down to a multiple of 64."""
+    width = 4 * int(their.values["hidden_size"])
+    if their.values.get("swiglu"):
+        width = width * 2 // 3 // 64 * 64
+    return {"model.ffn": their.get("ffn_hidden_size") or width}
 
 
 def _megatron_vocab(their: Foreign) -> Settings | str:
@@ -449,6 +472,10 @@ def _nanochat_schedule(their: Foreign) -> Settings:
     return settings
 
 
+def _nanochat_float8(their: Foreign) -> Settings | str:
+    return {"float8.recipe": their.get("fp8_recipe") or "tensorwise"} if their.get("fp8") else "fp8 is off"
+
+
 def _litgpt_steps(their: Foreign) -> Settings | str:
     if their.get("train.max_steps"):
         return {"training.steps": their.get("train.max_steps")}
@@ -469,8 +496,12 @@ def _is_bfloat16(key: str) -> Computed:
     }
 
 
+_OFF = (False, "False", "none", "dummy")
+"""Values for "not at all"; nanochat's run named dummy is not logged."""
+
+
 def _if_true(key: str, ours: str, value: Any) -> Computed:
-    return lambda their: {ours: value} if their.get(key) not in (False, "False", "none") else f"{ours} stays off"
+    return lambda their: {ours: value} if their.get(key) not in _OFF else f"{ours} stays off"
 
 
 def _tokenizer_in(key: str) -> Computed:
@@ -488,8 +519,8 @@ COMPUTED: dict[str, dict[str, Computed]] = {
         "training.global_batch_size": _titan_batch,
         "model.flavor": _titan_model,
         "model_spec": _titan_model,
-        "model.norm_type": _if_true("model.norm_type", "compile.norm", value=True),
         "model.converters": _titan_float8,
+        "float8.recipe_name": _titan_float8,
         "model.tokenizer_path": _tokenizer_in("model.tokenizer_path"),
         "model.hf_assets_path": _tokenizer_in("model.hf_assets_path"),
         "hf_assets_path": _tokenizer_in("hf_assets_path"),
@@ -529,7 +560,13 @@ COMPUTED: dict[str, dict[str, Computed]] = {
         "normalization": _megatron_family,
         "swiglu": _megatron_family,
         "disable_bias_linear": _megatron_family,
-        "untie_embeddings_and_output_weights": lambda _: {"model.tied_embeddings": False},
+        "untie_embeddings_and_output_weights": lambda their: {
+            "model.tied_embeddings": not their.get("untie_embeddings_and_output_weights")
+        },
+        "ffn_hidden_size": _megatron_ffn,
+        "distributed_timeout_minutes": lambda their: {
+            "run.timeout": 60 * float(their.get("distributed_timeout_minutes"))
+        },
         "qk_layernorm": lambda _: {"model.qk_norm": "head"},
         "vocab_size": _megatron_vocab,
         "make_vocab_size_divisible_by": _megatron_vocab,
@@ -567,7 +604,8 @@ COMPUTED: dict[str, dict[str, Computed]] = {
         },
         "save_every": lambda their: {"checkpoint.interval": max(0, int(their.get("save_every")))},
         "eval_every": lambda their: {"evaluate.interval": max(0, int(their.get("eval_every")))},
-        "fp8": _if_true("fp8", "float8.recipe", "tensorwise"),
+        "fp8": _nanochat_float8,
+        "fp8_recipe": _nanochat_float8,
         "device_type": lambda their: {"run.device": their.get("device_type") or "auto"},
         "model_tag": lambda their: {"run.folder": f"runs/{their.get('model_tag')}"},
         "run": _if_true("run", "metrics.wandb", "nanochat"),
@@ -618,9 +656,11 @@ def translate(their: Foreign) -> tuple[dict[str, Translated], list[str]]:
             remarks.append(f"{origin}: {result}")
             continue
         for ours, item in result.items():
-            settings.setdefault(ours, Translated(item, origin))
+            first = settings.setdefault(ours, Translated(item, origin))
+            if item != first.value and key not in absent:
+                remarks.append(f"{origin}: {ours} is {_short(first.value)} by {first.origin}")
     if their.program == "nanochat":
-        remarks.append(UNTRANSLATED)
+        remarks.append(NANOCHAT_DIFFERS)
     return settings, remarks
 
 

@@ -45,7 +45,14 @@ def test_hours_are_spent(capsys: pytest.CaptureFixture[str]) -> None:
     assert float(line.split("measured: ")[1].split()[0]) == pytest.approx(10, rel=0.1)
 
 
-@pytest.mark.parametrize("words", [["--hours", "1"], ["--params", "0B"], ["--params", "1M"], []])
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["--hours", "1"], ["--params", "0B"], ["--params", "1M"], []),
+        *(["--params", "1B", "--gpus", "8"], ["--params", "1B", "--cluster", "dgx_h100", "--gpus", "0"]),
+        *(["--params", "1B", "--sequence-length", "0"], ["--hours", "-1", "--cluster", "dgx_h100", "--gpus", "8"]),
+    ],
+)
 def test_wrong_options_are_refused(words: list[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(words)

@@ -59,6 +59,8 @@ def main(arguments: list[str]) -> None:
     options = size_parser().parse_args(arguments)
     if options.hours and not (options.cluster and options.gpus):
         size_parser().error("--hours needs --cluster and --gpus")
+    if options.gpus and not options.cluster:
+        size_parser().error("--gpus needs --cluster")
     try:
         if options.hours:
             options.params = affordable_parameters(options)
@@ -75,13 +77,19 @@ def size_parser() -> argparse.ArgumentParser:
     size = parser.add_mutually_exclusive_group(required=True)
     size.add_argument("--params", type=amount, metavar="N", help="parameters, such as 1B or 350M")
     size.add_argument(
-        "--hours", type=float, metavar="H", help="hours on the GPUs of --cluster: the size that they train"
+        "--hours", type=amount, metavar="H", help="hours on the GPUs of --cluster: the size that they train"
     )
     parser.add_argument("--tokens", type=amount, metavar="D", help="tokens, such as 20B; default: 20 per parameter")
     parser.add_argument("--cluster", metavar="NAME", help="a file of train_configs/clusters; predicts the hours")
-    parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs; default: one node of the cluster")
-    parser.add_argument("--vocab", type=int, default=50304, metavar="V", help="rows of the embedding (default: 50304)")
-    parser.add_argument("--sequence-length", type=int, default=2048, metavar="S", help="tokens (default: 2048)")
+    parser.add_argument(
+        "--gpus", type=whole_number, metavar="N", help="number of GPUs; default: one node of the cluster"
+    )
+    parser.add_argument(
+        "--vocab", type=whole_number, default=50304, metavar="V", help="rows of the embedding (default: 50304)"
+    )
+    parser.add_argument(
+        "--sequence-length", type=whole_number, default=2048, metavar="S", help="tokens (default: 2048)"
+    )
     return parser
 
 
@@ -96,6 +104,13 @@ def amount(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"not a number such as 350M or 1.5B: {text}")
     return value
+
+
+def whole_number(text: str) -> int:
+    """Return a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"not a whole number of at least 1: {text}")
+    return int(text)
 
 
 def sized_config(parameters: float, tokens: float, vocab: int, sequence_length: int) -> Config:
