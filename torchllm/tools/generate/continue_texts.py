@@ -41,8 +41,8 @@ def continue_texts(
         batch = order[start : start + batch_size]
         limits = [min(settings.tokens, longest + 1 - len(prompts[index])) for index in batch]
         generators = [torch.Generator(_device(model)).manual_seed(seed + index) for index in batch]
-        some = [list(prompts[index]) for index in batch]
-        rows = _continue_batch(model, some, settings, max(limits), vocab, ends, longest, generators)
+        batch_prompts = [list(prompts[index]) for index in batch]
+        rows = _continue_batch(model, batch_prompts, settings, max(limits), vocab, ends, longest, generators)
         for index, row, limit in zip(batch, rows, limits, strict=True):
             texts[index] = _up_to_end(row[:limit], ends)
     return texts

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -129,9 +130,9 @@ class LanguageModel:
         batch_size: int,
     ) -> list[list[int]]:
         """Return the ids that follow each prompt, without the end."""
-        chosen = {"tokens": tokens, "temperature": temperature, "top_k": top_k}
+        chosen: dict[str, Any] = {"tokens": tokens, "temperature": temperature, "top_k": top_k}
         given = {name: value for name, value in chosen.items() if value is not None}
-        settings = replace(self.config.generate, **given)  # type: ignore[arg-type]  # the values are of these types
+        settings = replace(self.config.generate, **given)
         if settings.tokens < 1 or settings.temperature < 0 or settings.top_k < 0 or batch_size < 1:
             raise UserError("tokens and batch_size must be at least 1, temperature and top_k at least 0")
         texts = continue_texts(
