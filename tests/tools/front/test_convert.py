@@ -164,6 +164,9 @@ def test_training_arguments_of_transformers(tmp_path: Path) -> None:
         ({"warmup_steps": 0.05, "max_steps": 2000}, "schedule.warmup_steps", 100),  # a share since transformers 5
         ({"max_length": 64, "max_seq_length": 128}, "training.sequence_length", 64),
         ({"training": {"batch_size": 4, "tensor_parallel_degree": 2}}, "training.global_batch_size", 16),  # old names
+        ({"optim": "adamw_bnb_8bit", "max_steps": 1}, "optimizer.name", None),  # its states are of 8 bits
+        ({"validation": {"freq": 5}, "training": {"seq_len": 8}}, "evaluate.interval", 0),  # off unless enabled
+        ({"validation": {"enable": True, "freq": 5}, "training": {"seq_len": 8}}, "evaluate.interval", 5),
         ({"float8": {"recipe_name": "rowwise"}, "training": {"steps": 1}}, "float8.recipe", None),  # no converter
     ],
 )
@@ -220,11 +223,16 @@ train:
   global_batch_size: 512
   max_tokens: 3000000000
   max_seq_length: 2048
-  learning_rate: 4e-4
   min_lr: 4.0e-05
+optimizer:
+  class_path: torch.optim.AdamW
+  init_args:
+    lr: 4e-4
+    betas: [0.9, 0.98]
 """
     values = _values(converted_config(_write(tmp_path, "pretrain.yaml", theirs)))
     assert values["optimizer.learning_rate"] == 4e-4  # a string in YAML
+    assert (values["optimizer.name"], values["optimizer.beta2"]) == ("adamw", 0.98)
     assert values["training.steps"] == 2862  # 3e9 / (512 x 2,048), rounded up
     assert values["schedule.final_fraction"] == pytest.approx(0.1)
     assert values["schedule.warmup_steps"] == 100  # the default there

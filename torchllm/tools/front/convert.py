@@ -107,6 +107,9 @@ FORMER_NAMES = {
     "experimental.pipeline_parallel_degree": "parallelism.pipeline_parallel_degree",
 }
 """Keys of older versions of torchtitan, whose values others are computed from."""
+OPTIMIZERS = dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_hf"), "adamw")
+OPTIMIZERS["sgd"] = "sgd"
+"""Our names of optimizers by theirs; those with states of 8 bits are others."""
 LAUNCHER_OPTIONS = {"nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "standalone"}
 """Options of torchrun in the same script: NPROC and NNODES here."""
 NANOCHAT_DIFFERS = (
@@ -321,6 +324,11 @@ def _titan_saves(their: Foreign) -> Settings:
     return {"checkpoint.interval": int(their.get("checkpoint.interval") or 500) if is_on else 0}
 
 
+def _titan_validation(their: Foreign) -> Settings:
+    is_on = their.get("validation.enable")
+    return {"evaluate.interval": int(their.get("validation.freq") or 10) if is_on else 0}
+
+
 def _titan_data(their: Foreign) -> Settings | str:
     name = their.get("training.dataset") or their.get("dataloader.dataset")
     path = their.get("training.dataset_path") or their.get("dataloader.dataset_path")
@@ -360,13 +368,13 @@ def _hf_warmup(their: Foreign) -> Settings | str:
     return {"schedule.warmup_steps": int(steps) or math.ceil(share * total)}
 
 
-def _hf_optimizer(their: Foreign) -> Settings | str:
-    name = str(their.get("optim"))
-    if name.startswith("adamw"):
-        return {"optimizer.name": "adamw"}
-    return (
-        {"optimizer.name": "sgd"} if name == "sgd" else f"{name} is no optimizer here: docs/fork_a_recipe.md adds one"
-    )
+def _optimizer_named(key: str) -> Computed:
+    def compute(their: Foreign) -> Settings | str:
+        name = str(their.get(key))
+        ours = OPTIMIZERS.get(name.rpartition(".")[2].lower())
+        return {"optimizer.name": ours} if ours else f"{name} is no optimizer here: docs/fork_a_recipe.md adds one"
+
+    return compute
 
 
 def _megatron_family(their: Foreign) -> Settings | str:
@@ -476,6 +484,11 @@ def _nanochat_float8(their: Foreign) -> Settings | str:
     return {"float8.recipe": their.get("fp8_recipe") or "tensorwise"} if their.get("fp8") else "fp8 is off"
 
 
+def _litgpt_rate(their: Foreign) -> str:
+    """Return the key of the learning rate: it moved in version 0.5."""
+    return "optimizer.init_args.lr" if "optimizer.init_args.lr" in their.values else "train.learning_rate"
+
+
 def _litgpt_steps(their: Foreign) -> Settings | str:
     if their.get("train.max_steps"):
         return {"training.steps": their.get("train.max_steps")}
@@ -539,6 +552,8 @@ COMPUTED: dict[str, dict[str, Computed]] = {
         "checkpoint.enable_checkpoint": _titan_saves,
         "checkpoint.enable": _titan_saves,
         "checkpoint.interval": _titan_saves,
+        "validation.enable": _titan_validation,
+        "validation.freq": _titan_validation,
         "checkpoint.async_mode": lambda their: {
             "checkpoint.asynchronous": their.get("checkpoint.async_mode") != "disabled"
         },
@@ -551,7 +566,7 @@ COMPUTED: dict[str, dict[str, Computed]] = {
         "max_steps": _hf_steps,
         "warmup_steps": _hf_warmup,
         "warmup_ratio": _hf_warmup,
-        "optim": _hf_optimizer,
+        "optim": _optimizer_named("optim"),
         "bf16": _is_bfloat16("bf16"),
         "gradient_checkpointing": _if_true("gradient_checkpointing", "recompute.mode", "full"),
     },
@@ -613,12 +628,17 @@ COMPUTED: dict[str, dict[str, Computed]] = {
     "litgpt": {
         "precision": _is_bfloat16("precision"),
         "tokenizer_dir": _tokenizer_in("tokenizer_dir"),
+        "optimizer": _optimizer_named("optimizer"),
+        "optimizer.class_path": _optimizer_named("optimizer.class_path"),
+        "optimizer.init_args.betas": lambda their: dict(
+            zip(("optimizer.beta1", "optimizer.beta2"), their.get("optimizer.init_args.betas"), strict=True)
+        ),
         "train.max_tokens": _litgpt_steps,
         "train.max_steps": _litgpt_steps,
         "train.max_seq_length": _litgpt_length,
         "model_config.block_size": lambda their: {"model.max_sequence_length": their.get("model_config.block_size")},
         "train.min_lr": lambda their: (
-            {"schedule.name": "cosine"} | _fraction(their, "train.min_lr", "train.learning_rate")
+            {"schedule.name": "cosine"} | _fraction(their, "train.min_lr", _litgpt_rate(their))
         ),
     },
 }
