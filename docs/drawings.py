@@ -14,7 +14,7 @@ BLUE, ORANGE, GREEN, GREY = "#4c78a8", "#f58518", "#54a24b", "#bab0ac"
 
 
 class Box(NamedTuple):
-    """A rectangle with centred text, in pixels."""
+    """A rectangle with centered text, in pixels."""
 
     x: float
     y: float
@@ -83,8 +83,8 @@ def draw_layout() -> str:
         Label(10, 70, "sequences A"),
         Label(10, 145, "sequences B"),
         Label(100, 195, "left and right in a node: tp, halves of each matrix"),
-        Label(100, 215, "same place, other colour: dp_shard, other sequences, halves of the optimizer's state"),
-        Label(100, 235, "same place and colour in the other node: pp, the other half of the blocks"),
+        Label(100, 215, "same place, other color: dp_shard, other sequences, halves of the optimizer's state"),
+        Label(100, 235, "same place and color in the other node: pp, the other half of the blocks"),
     ]
     return svg(720, 250, boxes, labels)
 

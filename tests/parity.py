@@ -1,7 +1,7 @@
 """Trains a tiny model under a layout and in one plain process, and compares them parameter by parameter.
 
 The reference shares only the model's code and its initial weights with the library: no FSDP, no mesh, its own
-normalisation, norm, clipping and torch's plain optimizer.
+normalization, norm, clipping and torch's plain optimizer.
 """
 
 import dataclasses
@@ -204,7 +204,7 @@ def _plain(config: Config) -> Config:
 
 
 def build(config: Config, dtype: torch.dtype = torch.float32) -> tuple[Mesh, list[Decoder]]:
-    """Return, on every rank of a layout, the mesh and the parallelized, initialised stages."""
+    """Return, on every rank of a layout, the mesh and the parallelized, initialized stages."""
     mesh = build_mesh(config.parallel, CPU)
     with torch.device("meta"):
         model = build_model(config.model, config.training.loss_chunk, config.training.z_loss)

@@ -10,7 +10,7 @@ from torchllm import old_names as old_names
 if TYPE_CHECKING:  # `__getattr__` imports it
     from torchllm.tools.generate.language_model import load as load
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> object:

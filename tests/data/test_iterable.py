@@ -75,8 +75,8 @@ def test_batches_are_those_of_a_corpus(
 
 
 def test_a_token_without_a_label_is_not_trained() -> None:
-    labelled = [{"input_ids": list(range(24)), "labels": [-100] * 10 + list(range(10, 24))} for _ in range(20)]
-    (batch, *_) = steps(loader(labelled), 1)
+    labeled = [{"input_ids": list(range(24)), "labels": [-100] * 10 + list(range(10, 24))} for _ in range(20)]
+    (batch, *_) = steps(loader(labeled), 1)
     trained = batch.labels[0] != -100
     assert trained.tolist() == [number >= 10 for number in range(1, 17)]
     assert batch.labels[0, trained].tolist() == list(range(10, 17))

@@ -33,7 +33,7 @@ def test_a_permutation_visits_each_number_once(size: int, seed: int) -> None:
 def test_a_permutation_mixes() -> None:
     size = 10_000
     values = np.array([Permutation(size, 1)(i) for i in range(size)])
-    # In a random permutation neighbours are a third of the size apart on average,
+    # In a random permutation neighbors are a third of the size apart on average,
     distance = np.abs(np.diff(values)).mean() / size
     assert abs(distance - 1 / 3) < 0.01
     # values do not correlate with their index (standard error 0.01),

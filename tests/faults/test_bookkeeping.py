@@ -122,12 +122,12 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize(
-    "behaviour",
+    "behavior",
     ["hangs", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("notes", "fails", "is gone"))],
 )
-def test_the_command_on_an_event_ends_nothing(undisturbed: Path, tmp_path: Path, behaviour: str) -> None:
+def test_the_command_on_an_event_ends_nothing(undisturbed: Path, tmp_path: Path, behavior: str) -> None:
     folder, notes, command = tmp_path / "run", tmp_path / "notes", tmp_path / "on event.sh"
-    command.write_text("#!/bin/sh\n" + COMMANDS[behaviour].replace("NOTES", f"'{notes}'") + "\n")
+    command.write_text("#!/bin/sh\n" + COMMANDS[behavior].replace("NOTES", f"'{notes}'") + "\n")
     command.chmod(0o755)
     on_event = f"--run.on_event='{command}' --to me"
     assert pretrain(1, folder, ONE_RANK, on_event, change=_nan_at_step_3) == [""]

@@ -64,9 +64,9 @@ def test_layer_norm_is_its_formula() -> None:
     norm = filled(LayerNorm(24, 1e-2))
     x = inputs(2, 5, 24)
     wide = x.double()
-    centred = wide - wide.mean(-1, keepdim=True)
-    variance = centred.square().mean(-1, keepdim=True)
-    normalized = centred / (variance + 1e-2).sqrt()
+    centered = wide - wide.mean(-1, keepdim=True)
+    variance = centered.square().mean(-1, keepdim=True)
+    normalized = centered / (variance + 1e-2).sqrt()
     expected = normalized * norm.weight + norm.bias
     torch.testing.assert_close(norm(x).double(), expected, **ROUNDING)
 

@@ -341,7 +341,7 @@ class _Finder(ast.NodeVisitor):
                 self.visit(keyword.value)
 
     def _change_arguments(self, node: ast.Call) -> None:
-        """Drop keywords and the last positional argument, and exchange neighbours. The first one stays."""
+        """Drop keywords and the last positional argument, and exchange neighbors. The first one stays."""
         arguments = [*node.args, *node.keywords]
         for index, argument in enumerate(arguments):
             if isinstance(argument, ast.keyword):

@@ -307,7 +307,7 @@ def test_moments_and_distribution() -> None:
 def test_no_correlation_between_elements_parameters_and_seeds() -> None:
     limit = 4.5 / math.sqrt(COUNT)
     x = stream("layers.0.mlp.up_proj.weight")
-    for lag in (1, 2, 3, 64, 1000, 4096):  # neighbours in a row, and in a column of that width
+    for lag in (1, 2, 3, 64, 1000, 4096):  # neighbors in a row, and in a column of that width
         first = x[:-lag]
         second = x[lag:]
         assert abs(correlation(first, second)) < limit, lag

@@ -298,7 +298,7 @@ def test_standard_strides(fake: bool) -> None:
 
 
 def losses_of_a_v() -> list[float]:
-    """Train a pipeline of four stages on two ranks, each of which has two neighbours or the two ends."""
+    """Train a pipeline of four stages on two ranks, each of which has two neighbors or the two ends."""
     stages_of_rank = ((0, 3), (1, 2))
     like = torch.empty(1, 3).requires_grad_()
     stages = []

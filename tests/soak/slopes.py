@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 BLOCKS = 12
-"""the samples are averaged in as many blocks: neighbours in time, which share their noise, count as one"""
+"""the samples are averaged in as many blocks: neighbors in time, which share their noise, count as one"""
 SETTLED = 3
 """the first of so many parts of a run is not looked at: caches fill in it"""
 ERRORS = 3.0

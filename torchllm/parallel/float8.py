@@ -19,7 +19,7 @@ Applied before tensor parallelism, because it replaces the layers. Under tensor 
 row or tensor, so sharded factors need one small all-reduce each.
 
 The fast products need a GPU with sm_89 or later, and compiled blocks, which fuse scaling and rounding into their
-neighbours. On a CPU the rounding is the same and the products of the rounded factors are float32 (torchao's `emulate`).
+neighbors. On a CPU the rounding is the same and the products of the rounded factors are float32 (torchao's `emulate`).
 """
 
 import logging

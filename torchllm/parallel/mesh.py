@@ -2,7 +2,7 @@
 
     pp  x  dp_replicate  x  dp_shard  x  cp  x  tp          outermost (slowest links) to innermost (fastest)
 
-tp communicates in every layer, so its ranks are neighbours inside a node; dp_replicate communicates once per step and
+tp communicates in every layer, so its ranks are neighbors inside a node; dp_replicate communicates once per step and
 pp sends one tensor per micro batch, so these two cross nodes. FSDP shards over dp_shard x cp together ("fsdp"): cp
 ranks hold different tokens but need the same weights. HSDP is FSDP over that axis, replicated over dp_replicate.
 
@@ -105,7 +105,7 @@ class Mesh:
         """Return the axes that the ranks of ep (inner), or of efsdp, span; an axis may be split between both."""
         within = []
         beyond = []
-        ranks = 1  # number of neighbouring ranks that the axes so far span
+        ranks = 1  # number of neighboring ranks that the axes so far span
         for axis in ("tp", "cp", "dp_shard"):
             size = self.world.size(AXES.index(axis))
             if size > 1 and ranks < ep:

@@ -1,7 +1,7 @@
 """Pipeline parallelism: cuts the model into stages and runs a step's micro batches through them.
 
 Sharded: the blocks, in order, over stages; the first stage has the embedding, the last the final norm, head and loss. A
-pp rank has one stage, or several that are not neighbours (virtual stages: a smaller bubble, more messages).
+pp rank has one stage, or several that are not neighbors (virtual stages: a smaller bubble, more messages).
 
 Sent: hidden states (B, S, D) forward and their gradients backward, once per micro batch and stage boundary. With tp
 each tp rank sends 1 / tp of them: the part it holds (sequence parallelism) or cuts out (`apply_scatter_gather`). Once
@@ -147,7 +147,7 @@ class Pipeline:
             n_microbatches=gradient_accumulation(training, mesh.data_size),
             loss_fn=self._scaled_loss,
             # FOOTGUN: the default, True, silently divides the gradients by the number of micro batches. The loss's
-            # scale, one over the global token count, is the whole normalisation.
+            # scale, one over the global token count, is the whole normalization.
             scale_grads=False,
         )
 

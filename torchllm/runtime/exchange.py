@@ -1,7 +1,7 @@
 """Exchange of data on the host between all ranks: records of equal size, and texts, which usually agree.
 
 torch's collectives of Python objects send two rounds and unpickle an object per rank. These send one round of bytes.
-Gloo sends them along a ring, so a rank has two neighbours, whatever the number of ranks.
+Gloo sends them along a ring, so a rank has two neighbors, whatever the number of ranks.
 """
 
 import hashlib

@@ -12,7 +12,7 @@ __all__ = ["ConnectedStage", "skip_pipeline_vote", "standard_strides"]
 class ConnectedStage(PipelineStage):
     """A stage of a pipeline, which is connected to the stages on other ranks before the first step.
 
-    Private: torch 2.11 also connects a stage to a neighbour on the same rank, as V-shaped schedules have, and gloo
+    Private: torch 2.11 also connects a stage to a neighbor on the same rank, as V-shaped schedules have, and gloo
     aborts a process that sends to itself. Later versions do not call this.
     """
 

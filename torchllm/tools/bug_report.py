@@ -27,7 +27,7 @@ PACKAGES = (
 )
 """distributions whose version a bug report needs, besides torch"""
 VARIABLES = ("CUDA_", "NCCL_", "TORCH", "OMP_")
-"""prefixes of the environment variables that change torch's behaviour"""
+"""prefixes of the environment variables that change torch's behavior"""
 
 
 def report() -> str:

@@ -1,4 +1,4 @@
-"""One optimizer step: micro batches -> token-normalised backward -> finite check -> clip -> update."""
+"""One optimizer step: micro batches -> token-normalized backward -> finite check -> clip -> update."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

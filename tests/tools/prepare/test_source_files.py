@@ -62,7 +62,7 @@ KINDS = {"text": "txt", "delimited": "txt", "jsonl": "jsonl", "parquet": "parque
 
 
 def write_splits(folder: Path, kind: str) -> Source:
-    """Write files of a data set with splits, each with one document, the name of a colour."""
+    """Write files of a data set with splits, each with one document, the name of a color."""
     for name, text in SPLIT_TEXTS.items():
         path = folder / f"{name}.{KINDS[kind]}"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,7 @@
 
 An id is ORG/NAME, or ORG/NAME@REVISION with a branch, a tag or a commit. The result is pinned to the commit, so that
 every node, and a later start, reads the same files. huggingface_hub does the work: its cache, its token and its
-HF_HUB_OFFLINE are honoured.
+HF_HUB_OFFLINE are honored.
 """
 
 import re

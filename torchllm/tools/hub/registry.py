@@ -31,7 +31,7 @@ UNSUPPORTED_TYPES = {
     "gemma3_text": "norms before and after, and windows in most of the blocks, with other rotary positions",
     "gpt_neox": "attention and feed-forward layer in parallel, and rotary positions of a part of each head",
     "gpt_oss": "sinks of the attention, and a mixture of experts",
-    "gptj": "attention and feed-forward layer in parallel, and rotary positions of neighbouring features",
+    "gptj": "attention and feed-forward layer in parallel, and rotary positions of neighboring features",
     "granite": "multipliers of embeddings, residuals and logits",
     "llama4": "a mixture of experts, and pictures",
     "mamba": "a state-space model",

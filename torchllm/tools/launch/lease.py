@@ -97,7 +97,7 @@ class Owner(Process):
     job: str
     """the scheduler's id of the job; "" without a scheduler"""
     launched: str
-    """`LAUNCHED`: run_train.sh recognises its own job by it; "" without it"""
+    """`LAUNCHED`: run_train.sh recognizes its own job by it; "" without it"""
     since: int
     """seconds since 1970, by the owner's clock: for messages only"""
     count: str

@@ -185,7 +185,7 @@ def fuses_norm(model: Model, kernels: Kernels) -> bool:
 
 
 def _norm_bytes(fused: bool) -> float:
-    """Return the bytes per feature that a norm keeps: the input; or it, and its normalised self in float32."""
+    """Return the bytes per feature that a norm keeps: the input; or it, and its normalized self in float32."""
     return 2.0 if fused else 8.0
 
 

@@ -156,10 +156,10 @@ def standing_memory(rank: Rank) -> Memory:
 
 
 def receiving_buffers(stages: Sequence[StageSize], micro_batches: int, boundary: float) -> float:
-    """Return the bytes of torch's receive buffers: per micro batch the message of each neighbour of a stage."""
+    """Return the bytes of torch's receive buffers: per micro batch the message of each neighbor of a stage."""
     ends = sum(stage.first + stage.last for stage in stages)
-    neighbours = 2 * len(stages) - ends
-    return micro_batches * boundary * neighbours
+    neighbors = 2 * len(stages) - ends
+    return micro_batches * boundary * neighbors
 
 
 def updates_memory(rank: Rank) -> Memory:

@@ -91,7 +91,7 @@ def _loss(rank: Rank, bytes_per_logit: float) -> float:
 
 
 def _ends_gathered(rank: Rank, copies: int, block: BlockMemory | None) -> float:
-    """Return the weights of the head (or the embedding) and of its neighbouring block, if they are gathered per use.
+    """Return the weights of the head (or the embedding) and of its neighboring block, if they are gathered per use.
 
     copies: 2 while the buffer that they are gathered in exists too. block: None if it is not gathered.
     """

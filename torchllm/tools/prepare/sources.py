@@ -103,7 +103,7 @@ def _even_cuts(total: int, count: int) -> list[int]:
 
 
 def _ranges_between(cuts: Sequence[int]) -> list[ShardRange]:
-    """Return the ranges between neighbouring cuts, without empty ones."""
+    """Return the ranges between neighboring cuts, without empty ones."""
     cuts = sorted(set(cuts))
     return [ShardRange(number, start, stop) for number, (start, stop) in enumerate(pairwise(cuts))]
 

@@ -106,7 +106,7 @@ TECHNIQUES = (
         {"parallel.cp": 2, "parallel.cp_method": "ring"},
         _uses("ring"),
         "each rank has two pieces of every sequence. Look for a mean or a norm over the tokens of a sequence, for a "
-        "shift to the neighbouring token, and for positions that do not come from the batch",
+        "shift to the neighboring token, and for positions that do not come from the batch",
     ),
     Technique(
         {"parallel.cp": 2, "parallel.cp_method": "ulysses"},

@@ -95,6 +95,6 @@ def test_every_row_that_comes_with_torchllm_names_its_source() -> None:
 def test_licences_that_ask_for_their_text_are_there() -> None:
     text = (DATA / "SOURCES.md").read_text()
     names = {file.stem for file in (DATA / "licenses").glob("*.txt")}
-    for licence in ("Apache-2.0", "MIT_vTrain", "MIT_KempnerForge", "MIT_dgxc-benchmarking", "BSD-3-Clause_torchtitan"):
-        assert licence in names
-        assert licence.partition("_")[0] in text
+    for license in ("Apache-2.0", "MIT_vTrain", "MIT_KempnerForge", "MIT_dgxc-benchmarking", "BSD-3-Clause_torchtitan"):
+        assert license in names
+        assert license.partition("_")[0] in text

@@ -22,7 +22,7 @@ README = """\
 - Software (commit of torchllm, torch, CUDA, driver):
 - What is unusual:
 
-I measured these rows and publish them under the licence of torchllm.
+I measured these rows and publish them under the license of torchllm.
 
 Line of SOURCES.md:
 

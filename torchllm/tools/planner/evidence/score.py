@@ -91,7 +91,7 @@ PREDICTED = tuple(
     f"predicted_{name}"
     for name in ("step_time_s", "low_s", "high_s", "mfu_pct", "hfu_pct", "memory_gib", "fits", "verdict", "note")
 )
-"""columns that `predict_file` adds: the step and its interval, utilisation, memory, 1 if it fits, how surely, and what
+"""columns that `predict_file` adds: the step and its interval, utilization, memory, 1 if it fits, how surely, and what
 was assumed or why there is no prediction"""
 
 

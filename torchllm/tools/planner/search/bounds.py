@@ -74,7 +74,7 @@ def _passage(entry: StageTimes, transfer: float, splits_backward: bool) -> float
 
 
 class RankGroup(NamedTuple):
-    """Neighbouring ranks of a pipeline that have stages of the same sizes."""
+    """Neighboring ranks of a pipeline that have stages of the same sizes."""
 
     ranks: int
     entry: StageSize

@@ -1,4 +1,4 @@
-"""Convert the sheets of Hagemann et al. 2023 (arXiv 2311.05610), which their licence keeps out of here. No torch.
+"""Convert the sheets of Hagemann et al. 2023 (arXiv 2311.05610), which their license keeps out of here. No torch.
 
 They are in the folder data of github.com/Aleph-Alpha/NeurIPS-WANT-submission-efficient-parallelization-layouts, under
 CC BY-NC-SA 4.0. A file's name says model, length and GPUs; its first line is a title, its second the columns.
@@ -60,7 +60,7 @@ def convert_hagemann(folder: str, target: str) -> str:
         writer.writeheader()
         writer.writerows(rows)
     return (
-        f"{len(rows)} rows of {len(files)} sheets are in {target}. They are under the licence of the sheets, "
+        f"{len(rows)} rows of {len(files)} sheets are in {target}. They are under the license of the sheets, "
         "CC BY-NC-SA 4.0: publish aggregate errors only"
     )
 
