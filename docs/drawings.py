@@ -10,7 +10,7 @@ from torchllm.facts.flops import parameter_count
 BARS_START = 150.0
 """where the bars of the ZeRO stages begin: right of their longest label"""
 IMAGES = Path(__file__).parent / "images"
-BLUE, ORANGE, GREEN, GREY = "#4c78a8", "#f58518", "#54a24b", "#bab0ac"
+BLUE, ORANGE, GREEN, GREY, LIGHT = "#4c78a8", "#f58518", "#54a24b", "#bab0ac", "#f0eeec"
 
 
 class Box(NamedTuple):
@@ -70,23 +70,29 @@ def draw_overview() -> str:
 
 
 def draw_layout() -> str:
-    """Draw the ranks of pp 2, dp_shard 2, tp 2 as boxes: two nodes of four GPUs."""
-    boxes = []
-    labels = [Label(100, 20, "node 0 = pipeline stage 0"), Label(420, 20, "node 1 = pipeline stage 1")]
-    colors = [BLUE, ORANGE]
+    """Draw the ranks of pp 2, dp_shard 2, tp 2: two nodes of four GPUs, and the data of each rank."""
+    nodes = [Box(10 + 420 * stage, 10, 370, 270, LIGHT) for stage in range(2)]
+    labels = [Label(25 + 420 * stage, 30, f"node {stage}: pipeline stage {stage}") for stage in range(2)]
+    boxes = [Box(380, 144, 50, 2, GREY)]
+    labels.append(Label(397, 138, "pp"))
     for rank in range(8):
         stage, shard, part = rank // 4, rank // 2 % 2, rank % 2
-        x = 100 + 320 * stage + 140 * part
-        y = 35 + 75 * shard
-        boxes.append(Box(x, y, 130, 60, colors[shard], f"rank {rank}"))
-    labels += [
-        Label(10, 70, "sequences A"),
-        Label(10, 145, "sequences B"),
-        Label(100, 195, "left and right in a node: tp, halves of each matrix"),
-        Label(100, 215, "same place, other color: dp_shard, other sequences, halves of the optimizer's state"),
-        Label(100, 235, "same place and color in the other node: pp, the other half of the blocks"),
-    ]
-    return svg(720, 250, boxes, labels)
+        x, y = 20 + 420 * stage + 195 * part, 40 + 130 * shard
+        boxes.append(Box(x, y, 155, 95, [BLUE, ORANGE][shard]))
+        lines = [
+            f"rank {rank}",
+            f"blocks {16 * stage} to {16 * stage + 15}",
+            f"{['left', 'right'][part]} half of matrices",
+            f"sequences {'AB'[shard]}, shard {'AB'[shard]}",
+        ]
+        boxes += [Box(x, y + 10 + 19 * line, 155, 17, "none", text) for line, text in enumerate(lines)]
+        if part == 0:
+            boxes.append(Box(x + 155, y + 46, 40, 2, GREY))
+            labels.append(Label(x + 168, y + 40, "tp"))
+        if shard == 0:
+            boxes.append(Box(x + 76, y + 95, 2, 35, GREY))
+            labels.append(Label(x + 84, y + 117, "dp_shard"))
+    return svg(810, 290, [*nodes, *boxes], labels)
 
 
 def draw_zero_stages() -> str:

@@ -1,4 +1,4 @@
-"""Sums up the results of the lattice's layouts as the table of docs/prove.md: what composes with what.
+"""Sums up the results of the lattice's layouts as the table of docs/measurements.md: what composes with what.
 
 python -m tests.lattice draw --count=all-meshes --report=report.jsonl   # appends one line per layout
 python -m tests.lattice_report report.jsonl [...]   # sums up into tests/lattice_results.json, and prints
@@ -15,7 +15,7 @@ from typing import Any
 from tests.lattice import COMPILED_SPACE, Layout
 
 RESULTS = Path(__file__).with_name("lattice_results.json")
-PAGE = Path(__file__).parent.parent / "docs/prove.md"
+PAGE = Path(__file__).parent.parent / "docs/measurements.md"
 BEGIN, END = "<!-- lattice -->\n", "<!-- /lattice -->\n"
 
 PIPELINES = ["no pipeline", "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"]

@@ -126,6 +126,37 @@ def test_every_page_is_in_the_navigation() -> None:
     assert sorted(re.findall(r"\w+\.md", navigation)) == [page.name for page in DOCS]
 
 
+GUIDES = re.findall(
+    r"^(?:  - Start|      - .*): (\w+\.md)$", (ROOT / "mkdocs.yml").read_text().split("  - Reference:")[0], re.M
+)
+
+
+def test_a_guide_begins_with_its_use_and_a_command() -> None:
+    assert len(GUIDES) == 12
+    for name in GUIDES:
+        text = (ROOT / "docs" / name).read_text()
+        assert re.match(r"# .+\n\nAfter this page [^\n]+(\n[^\n]+)?\.\n\n(<!-- .* -->\n)?```", text), name
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as Python-Markdown makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+def test_links_lead_somewhere() -> None:
+    pages = [*PAGES, ROOT / "BENCHMARKS.md", ROOT / "CONTRIBUTING.md", ROOT / "tests/README.md"]
+    broken = []
+    for page in pages:
+        text = re.sub(r"`[^`\n]*`", "", page.read_text())
+        for target in re.findall(r"(?<!!)\]\((?!https?:)([^)\s]+)\)", text):
+            path, _, anchor = target.partition("#")
+            file = (page.parent / path).resolve() if path else page
+            if not file.exists() or (anchor and anchor not in anchors(file)):
+                broken.append(f"{page.name}: {target}")
+    assert broken == []
+
+
 def test_drawings_are_up_to_date() -> None:
     for name, text in load_script("drawings").drawings().items():
         assert (ROOT / "docs/images" / name).read_text() == text

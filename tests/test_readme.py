@@ -17,7 +17,7 @@ from torchllm.tools.planner.evidence.score import score_files, score_rows
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-SWEEP = (ROOT / "docs/sweep.md").read_text()
+SWEEP = (ROOT / "docs/measurements.md").read_text()
 ROWS = str(ROOT / "docs/sweep/results.csv")
 
 

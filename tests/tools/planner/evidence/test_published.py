@@ -1,4 +1,4 @@
-"""The tables of published figures that come with torchllm: the errors on them are those that BENCHMARKS.md prints."""
+"""The tables of published figures that come with torchllm: the errors on them are those that docs/planner.md prints."""
 
 import functools
 import itertools
@@ -26,8 +26,8 @@ def scores() -> dict[str, Any]:
 
 
 def printed_errors() -> dict[str, list[str]]:
-    """Return the cells of the table of BENCHMARKS.md behind the name of a data set."""
-    text = (ROOT / "BENCHMARKS.md").read_text()
+    """Return the cells of the table of docs/planner.md behind the name of a data set."""
+    text = (ROOT / "docs/planner.md").read_text()
     table = text.partition("| set | rows | timed and scored |")[2].partition("\n\n")[0]
     errors = {}
     for line in table.splitlines()[2:]:
@@ -36,7 +36,7 @@ def printed_errors() -> dict[str, list[str]]:
     return errors
 
 
-def test_errors_are_those_that_benchmarks_prints() -> None:
+def test_errors_are_those_that_the_page_prints() -> None:
     """Of step times, or of layers where no step is timed, and of peaks of memory; in percent, to one decimal.
 
     Whoever changes the planner prints the table again: python recipes/plan.py score.
