@@ -82,11 +82,16 @@ start() {
     child=$!
 }
 
-# Wait for $child and set $status. FOOTGUN: `wait` is called only when the child has ended and signals are ignored. Bash 5.2
-# confuses the status of a child with that of a `wait` that a signal ends, and loses it if both happen at once.
-wait_for_child() {
+# Wait for $child and set $status. WORK, if given, is printed after a second and every ten: Python starts slowly on some
+# disks. FOOTGUN: `wait` is called only when the child has ended and signals are ignored. Bash 5.2 confuses the status of
+# a child with that of a `wait` that a signal ends, and loses it if both happen at once.
+wait_for_child() { # [WORK]
+    local looks=0 pause=0.05
     while kill -0 "$child" 2>/dev/null; do
-        (trap '' TERM INT HUP USR1 USR2 && exec sleep 0.2) || true
+        (trap '' TERM INT HUP USR1 USR2 && exec sleep "$pause") || true
+        looks=$((looks + 1))
+        [ "$looks" -lt 18 ] || pause=0.2
+        [ -z "${1-}" ] || [ $((looks % 50)) != 18 ] || [ "$process" != 0 ] || say "$1: $SECONDS s so far" >&2
     done
     trap '' TERM INT HUP QUIT USR1 USR2
     status=0
@@ -106,8 +111,21 @@ if [ $# = 0 ] || [ "${1#--}" != "$1" ]; then set -- "$here/train_configs/debug.t
 
 # The nodes, and the place of this process. With one task per GPU local_rank says which rank this is; else it is empty.
 # Of all processes with this script the one with process = 0 speaks.
-node=0 process=0 head="" port="" job="" local_rank="" cores=1
-job_lines=$("$python" -P -m torchllm.tools.launch.job)
+node=0 head="" port="" job="" local_rank="" cores=1
+process=${SLURM_PROCID:-${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-${PET_NODE_RANK:-${RANK:-0}}}}} # until it is known
+if [ ! -w "${TMPDIR:-/tmp}" ]; then
+    [ "$process" != 0 ] || say "TMPDIR=${TMPDIR:-/tmp} is no folder that can be written: using /tmp" >&2
+    export TMPDIR=/tmp
+fi
+# By mktemp: a name that another user could guess would be theirs to fill.
+report=$(mktemp) || fail "no temporary file can be made in TMPDIR=${TMPDIR:-/tmp}"
+trap 'rm -f "$report"' EXIT
+work="starting $recipe, reading its config"
+start "$python" -P -m torchllm.tools.launch.job >"$report"
+wait_for_child "$work"
+child=""
+handle_signals
+[ "$status" = 0 ] || exit "$status"
 while IFS= read -r line; do
     case $line in
         NPROC=*) NPROC=${line#*=} ;;
@@ -121,29 +139,24 @@ while IFS= read -r line; do
         LOCAL_RANK=*) local_rank=${line#*=} ;;
         CORES=*) cores=${line#*=} ;;
     esac
-done <<<"$job_lines"
+done <"$report"
 export NPROC NNODES
 # They may number pods, or be left over from another job. One task per node prints messages about the config.
 unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE PER_RANK
 [ -z "$local_rank" ] || export LOCAL_RANK=$local_rank PER_RANK=1
-if [ ! -w "${TMPDIR:-/tmp}" ]; then
-    [ "${LOCAL_RANK:-0}" != 0 ] || say "TMPDIR=${TMPDIR:-/tmp} is no folder that can be written: using /tmp" >&2
-    export TMPDIR=/tmp
-fi
 for word in "$@"; do # these start nothing
-    case $word in --help | -h | --check) exec "$python" "$recipe" "$@" ;; esac
+    case $word in --help | -h | --check) rm -f "$report" && exec "$python" "$recipe" "$@" ;; esac
 done
 [ "$NNODES" = 1 ] || [ -n "$head" ] || [[ " $* " == *" --run.dry_run=true "* ]] || fail "NNODES=$NNODES outside \
 Slurm and Kubernetes: set PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT, torchrun's own variables, on \
 every node"
 
 # One process checks the config, so that each error is printed once, before anything is started.
-# Both files are made by mktemp: a name that another user could guess would be theirs to fill.
-report=$(mktemp) && TORCHLLM_CONFIG=$(mktemp) || fail "no temporary file can be made in TMPDIR=${TMPDIR:-/tmp}"
+TORCHLLM_CONFIG=$(mktemp) || fail "no temporary file can be made in TMPDIR=${TMPDIR:-/tmp}"
 export TORCHLLM_CONFIG # what --check has read, for the ranks: they check nothing again
 trap 'rm -f "$report" "$TORCHLLM_CONFIG"' EXIT
 start "$python" "$recipe" "$@" --check >"$report" 2>&1
-wait_for_child
+wait_for_child "$work"
 child=""
 handle_signals
 if [ "$status" != 0 ]; then
@@ -191,6 +204,7 @@ if [ "$node" -ge "$NNODES" ] || { [ -n "$local_rank" ] && [ "$LOCAL_RANK" -ge "$
 elif [ -n "$local_rank" ]; then # this is one rank of those that Slurm or mpirun has started
     export RANK=$((node * NPROC + LOCAL_RANK)) WORLD_SIZE=$((NNODES * NPROC)) LOCAL_WORLD_SIZE=$NPROC
     export MASTER_ADDR=$head MASTER_PORT=$port
+    [ "$process" != 0 ] || say "starting $recipe on $WORLD_SIZE processes, this node is $HOSTNAME: importing torch" >&2
     [ "$restarts" = 0 ] || [ "$process" != 0 ] || say "one task per GPU: no rank is started again in the job; after a \
 failure let Slurm start it again (--requeue, srun --kill-on-bad-exit=1)" >&2
     command=("$python" "$recipe" "$@") end_at_once=KILL # a shell makes its background processes ignore SIGQUIT

@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from torchllm.recipe import report_errors
+from torchllm.runtime.signs_of_life import signs_of_life
 from torchllm.runtime.terminal import drop_unwritten_output
 from torchllm.tools.generate.language_model import LanguageModel, language_model
 
@@ -27,13 +28,15 @@ def main(config: Config) -> str:
     """Print and return the prompts with their continuations; in a chat, the answers."""
     report_errors()
     prompts = read_prompts(config)
-    model = language_model(config)
+    with signs_of_life("generate"):
+        model = language_model(config)
     assert model.manifest is not None  # of the run's checkpoint
     settings = config.generate
     what = "a chat" if settings.chat else f"up to {settings.tokens} tokens"
     print_text(f"--- step {model.manifest.step}, {what} at temperature {settings.temperature:g} ---")
     if not settings.chat:
-        texts = model.generate(prompts or [""])
+        with signs_of_life("generate"):
+            texts = model.generate(prompts or [""])
         for text in texts:
             print_text(text)
     elif prompts:
@@ -60,7 +63,8 @@ def chat(model: LanguageModel, prompts: Iterable[str]) -> list[str]:
     answers = []
     for prompt in prompts:
         messages.append({"role": "user", "content": prompt.strip()})
-        answers.append(model.chat(messages))
+        with signs_of_life("generate"):
+            answers.append(model.chat(messages))
         messages.append({"role": "assistant", "content": answers[-1]})
         print_text(answers[-1])
     return answers

@@ -1,6 +1,7 @@
 """torchllm.load, on a trained run and on its export."""
 
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,9 @@ import torchllm
 from recipes import export
 from tests.recipes.warm import alone
 from torchllm.config.errors import UserError
+from torchllm.tools.front.resolve import load_run
 from torchllm.tools.generate.language_model import LanguageModel
+from torchllm.tools.launch import compile_cache
 
 PROMPTS = ["def ", "class Ä", ""]
 TEXTS = ["import numpy", "dé≠ x = 1\n"]
@@ -38,6 +41,17 @@ def test_importing_the_package_imports_no_torch() -> None:
     assert done.stdout == "False load True\n"
     with pytest.raises(AttributeError, match="no attribute 'lode'"):
         torchllm.lode  # noqa: B018  # the error is wanted
+
+
+def test_code_that_is_compiled_comes_from_the_users_own_folder(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's default is a folder of /tmp that another user may have made first."""
+    monkeypatch.setenv(compile_cache.VARIABLE, "")  # so that it is restored
+    monkeypatch.delenv(compile_cache.VARIABLE)
+    config = str(trained / "config.toml")
+    load_run([config], one_device=True)
+    assert compile_cache.VARIABLE not in os.environ
+    load_run([config, "--model.attention=flex"], one_device=True)
+    assert compile_cache.is_private(Path(os.environ[compile_cache.VARIABLE]))
 
 
 def test_texts_do_not_depend_on_each_other(model: LanguageModel) -> None:

@@ -258,7 +258,9 @@ def test_slurm_with_one_task_a_gpu(noted: Callable[..., Notes]) -> None:
         outputs.append(notes.err)
     line = "one task per GPU: no rank is started again in the job; after a failure let Slurm start it again "
     line += "(--requeue, srun --kill-on-bad-exit=1)\n"
-    first = f"global batch 16 sequences = 4 data ranks x 2 micro batch x 2 accumulated\n{line}{SAMPLE}"
+    host = os.uname().nodename
+    starting = f"starting {ROOT}/recipes/pretrain.py on 4 processes, this node is {host}: importing torch\n"
+    first = f"global batch 16 sequences = 4 data ranks x 2 micro batch x 2 accumulated\n{starting}{line}{SAMPLE}"
     assert outputs == [first, "", "", ""]
 
 
@@ -430,6 +432,29 @@ def test_how_it_ends(noted: Callable[..., Notes], tmp_path: Path) -> None:
     stopped = noted(*arguments, "--run.stopped_exit_status=75", PRETEND=starting)
     assert (stopped.status, len(stopped.calls)) == (75, 1)
     assert stopped.out.startswith("stopped early, before a step was taken; to continue")
+
+
+def test_a_slow_start_says_what_starts(tmp_path: Path, start: Callable[..., Started]) -> None:
+    """Python, and then torch, are read from a disk that answers when the line has been printed."""
+    pipe = tmp_path / "disk"
+    os.mkfifo(pipe)
+    slow_python = tmp_path / "python"
+    slow_python.write_text(
+        f'#!/bin/sh\ncase "$*" in *launch.job*) read line <{pipe} ;; esac\nexec {sys.executable} "$@"\n'
+    )
+    slow_python.chmod(0o755)
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text(f"open({str(pipe)!r}).read()\nraise ImportError('it has been read')\n")
+    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', ROOT)}"
+    run = start(DEBUG, *QUICK, f"--run.folder={tmp_path}/run", PYTHON=str(slow_python), PYTHONPATH=path, NPROC="1")
+    run.until(
+        lambda: re.search(rf"starting {ROOT}/recipes/pretrain.py, reading its config: \d+ s", run.err.read_text())
+    )
+    pipe.write_text("go on\n")
+    run.until(lambda: "pretrain.py on 1 process, this node is" in run.err.read_text())
+    pipe.write_text("")
+    assert run.wait() == 1
+    assert "it has been read" in run.err.read_text()
 
 
 def test_a_signal_to_a_job_that_waits_for_the_folder_does_not_stop_its_owner(

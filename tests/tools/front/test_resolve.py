@@ -190,6 +190,11 @@ def test_auto_compiles_nothing_without_a_gpu_and_says_nothing(
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert compiled() == (False, False)
     assert capsys.readouterr().err == ""
+    monkeypatch.setattr(resolve, "AMD_DRIVER", folder)
+    load_configs(["--run.folder=run", "--run.device=cpu"])
+    assert capsys.readouterr().err == ""
+    load_configs(["--run.folder=run"])
+    assert "run.device: auto is the CPU, but this machine has AMD's driver" in capsys.readouterr().err
 
 
 def test_the_dry_run_of_a_gpu_cluster_assumes_a_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

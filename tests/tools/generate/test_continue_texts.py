@@ -9,6 +9,7 @@ from torchllm.config.errors import UserError
 from torchllm.models.attention import CORES, EagerAttention
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.parallel.initialize import initialize
+from torchllm.runtime import signs_of_life
 from torchllm.tools.generate.continue_texts import continue_texts, sample_tokens
 
 VOCAB = 258
@@ -83,6 +84,7 @@ def test_a_core_that_cannot_hide_padding_gets_one_text_at_a_time(monkeypatch: py
 def test_each_text_stops_at_its_end_token() -> None:
     model = decoder(Model(**SIZES))
     free = continued(model, PROMPTS)
+    assert (signs_of_life._Progress.text or str)() == f"{GREEDY.tokens} of up to {GREEDY.tokens} tokens"
     end = next(token for token in free[0] if token != free[0][0])
     stopped = [text[: text.index(end) + 1] if end in text else text for text in free]
     assert stopped != free

@@ -3,6 +3,7 @@
 import importlib.util
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -15,6 +16,7 @@ DRIVER = """
 #include <string.h>
 int cuInit(unsigned flags) { return INIT; }
 int cuDeviceGetCount(int *count) { *count = 3; return 0; }
+int hipGetDeviceCount(int *count) { *count = 4; return INIT; }
 int cuDeviceGetName(char *name, int length, int gpu) { strncpy(name, "NVIDIA H100", length); return gpu; }
 """
 
@@ -66,3 +68,22 @@ def test_gpus_are_counted_and_named_by_the_driver(tmp_path: Path, monkeypatch: p
         monkeypatch.setattr(compiler, "CUDA_DRIVER", str(library))
         assert count_gpus() == gpus
         assert first_gpu() == name
+
+
+def test_amd_gpus_are_counted_by_the_runtime_of_torchs_build_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shutil.which("gcc") is None:
+        pytest.skip("needs a C compiler")
+    monkeypatch.setattr(compiler, "CUDA_DRIVER", "no_such_driver.so")
+    libraries = tmp_path / "torch/lib"
+    libraries.mkdir(parents=True)
+    (tmp_path / "torch/__init__.py").write_text("raise AssertionError('it is not imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    (tmp_path / "runtime.c").write_text(DRIVER)
+    build = ["gcc", "-shared", "-fPIC", "-DINIT=0", "-o", str(libraries / compiler.HIP_RUNTIME)]
+    subprocess.run([*build, str(tmp_path / "runtime.c")], check=True)
+    assert count_gpus() == 0  # torch is another build, whatever else is there
+    (libraries / compiler.HIP_BUILD).touch()
+    assert count_gpus() == 4

@@ -1,6 +1,7 @@
 """What the variables of schedulers and launchers say about a job: understood, or refused with what to set."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -23,8 +24,10 @@ SLURM = {
 MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
 MPI |= {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "MASTER_ADDR": "node1"}
 HYDRA = {"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"}
+SALLOC_SHELL = {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_NODES": "1", "SLURM_NNODES": "2"}
 RANK = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 RANK |= {"MASTER_ADDR": "pod-0", "MASTER_PORT": "23456"}
+AZURE = {name: value for name, value in RANK.items() if name != "LOCAL_WORLD_SIZE"} | {"NODE_RANK": "1"}
 
 
 @pytest.mark.parametrize(
@@ -45,18 +48,23 @@ RANK |= {"MASTER_ADDR": "pod-0", "MASTER_PORT": "23456"}
             JobPlace("2", 1, 2, "node1", 30123, "70123.0.0", "2", 0),
         ),
         ({"SLURM_JOB_ID": "1", "SLURM_NNODES": "1"}, JobPlace()),
+        (SLURM | SALLOC_SHELL | {"SLURM_NNODES": "1"}, JobPlace()),
+        ({"SLURM_STEP_ID": "", "WORLD_SIZE": "", "PET_NNODES": "", "SM_HOSTS": "", "PMI_SIZE": ""}, JobPlace()),
         (MPI, JobPlace("2", 1, 3, "node1", 29500, "", "2", 1)),
         (SLURM | MPI, JobPlace("2", 1, 3, "node1", 29500, "", "2", 1)),  # mpirun inside of a Slurm job
         (MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, JobPlace("4", 3, 3, "node1")),
         (HYDRA, JobPlace("1", 0, 1, "127.0.0.1", 29500, "", "2", 1)),
         (RANK, JobPlace("2", 1, 3, "pod-0", 23456, "", "2", 1)),
         ({"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"}, JobPlace("2", 1, 1, "algo-1")),
+        (RANK | {"SM_HOSTS": '["algo-1", "pod-0"]'}, JobPlace("2", 1, 3, "pod-0", 23456, "", "2", 1)),
         ({"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"}, JobPlace()),
         (
             {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "[::1]", "PET_NPROC_PER_NODE": "4"} | RANK,
             JobPlace("2", 1, 1, "::1", 29500, "", "4"),
         ),
         ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"}, JobPlace("1")),
+        ({"VC_MASTER_NUM": "1", "VC_TASK_INDEX": "0", "LSB_MCPU_HOSTS": "n1 8", "NHOSTS": "1"}, JobPlace()),
+        ({"OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"}, JobPlace()),
     ],
 )
 def test_what_is_understood(variables: dict[str, str], job: JobPlace) -> None:
@@ -68,6 +76,12 @@ def test_what_is_understood(variables: dict[str, str], job: JobPlace) -> None:
     [
         ({"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "pod-0", "MASTER_PORT": "1"}, "set PET_NNODES, PET_NODE_RANK"),
         ({"WORLD_SIZE": "2"}, "unset WORLD_SIZE"),
+        (AZURE, "(Azure ML), set LOCAL_WORLD_SIZE too"),
+        ({"VC_MASTER_NUM": "1", "VC_WORKER_NUM": "1", "VC_TASK_INDEX": "0"}, "VC_MASTER_NUM=1 VC_WORKER_NUM=1: a"),
+        ({"PMIX_RANK": "0"}, "PMIX_RANK=0: a launcher that run_train.sh does not know"),
+        ({"SKYPILOT_NUM_NODES": "2"}, "unset SKYPILOT_NUM_NODES"),
+        ({"LSB_MCPU_HOSTS": "n1 8 n2 8"}, "LSB_MCPU_HOSTS=n1 8 n2 8: a"),
+        (SLURM | SALLOC_SHELL, "or the shell of salloc, which runs on only one of 2 nodes"),
         (RANK | {"LOCAL_WORLD_SIZE": "3"}, "each node must have the same number of ranks"),
         (MPI | {"MASTER_ADDR": ""}, "mpirun -x MASTER_ADDR=HOST"),
         (MPI | {"OMPI_COMM_WORLD_RANK": "2"}, "mpirun --map-by slot"),
@@ -83,6 +97,15 @@ def test_what_is_understood(variables: dict[str, str], job: JobPlace) -> None:
 def test_what_is_refused(variables: dict[str, str], part: str) -> None:
     with pytest.raises(UserError, match=re.escape(part)):
         read_job(variables)
+
+
+def test_a_file_of_two_hosts_is_refused(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("n1\nn1\n")
+    assert read_job({"PBS_NODEFILE": str(hosts)}) == read_job({"PBS_NODEFILE": "/nowhere"}) == JobPlace()
+    hosts.write_text("n1\nn2\n")
+    with pytest.raises(UserError, match="unset PBS_NODEFILE"):
+        read_job({"PBS_NODEFILE": str(hosts)})
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from torchllm.config.draft import Draft
 from torchllm.config.errors import UserError
 from torchllm.config.load import read_draft
 from torchllm.config.refuse import finish
-from torchllm.tools.launch.compiler import count_gpus, lack_of_gpu_compiler
+from torchllm.tools.launch.compiler import AMD_DRIVER, count_gpus, lack_of_gpu_compiler
 
 if TYPE_CHECKING:
     from torchllm.tools.front.preflight import Inspection
@@ -57,6 +57,7 @@ def read_configs(arguments: Sequence[str], schema: type[C], uses_epochs: bool) -
         _note_unused_epochs(draft)
     _note_unprinted_sample(draft)
     _note_data_of_a_plan(draft)
+    _note_unused_amd_driver(draft)
     draft.config = resolve_compile(draft.config, compiles)
     if not is_rank_of_launcher(draft) and not draft.config.run.dry_run and _is_readable(draft):
         from torchllm.tools.front.preflight import inspect_training  # of no use to ranks
@@ -87,7 +88,14 @@ def load_run(
         from torchllm.tools.front.preflight import inspect_trained_run
 
         _inspect(inspect or inspect_trained_run, draft)
-    return finish(draft)
+    config = finish(draft)
+    from torchllm.tools.launch.compile_cache import choose_compile_cache  # of no use to a check of a run's config
+    from torchllm.tools.launch.start_lines import say_while_this_imports
+
+    if config.model.attention == "flex":  # the only part that such a recipe compiles without start_runtime
+        choose_compile_cache(Path(config.run.folder), nodes=1)
+    say_while_this_imports()
+    return config
 
 
 @overload
@@ -230,6 +238,16 @@ def check_export(draft: Draft[Any]) -> None:
         draft.report(path, f"are evaluated on an exported model, and this one cannot be exported: {reasons[0]}")
     else:
         draft.notes.append(f"{draft.file}: [model] trains, but cannot be exported to Hugging Face: {reasons[0]}")
+
+
+def _note_unused_amd_driver(draft: Draft[Any]) -> None:
+    """Note that the run is on the CPU of a machine that may have AMD GPUs; a processor's graphics unit looks alike."""
+    config = draft.config
+    if config.run.device == "auto" and not config.run.dry_run and AMD_DRIVER.exists() and count_gpus() == 0:
+        draft.notes.append(
+            f"{draft.file}: run.device: auto is the CPU, but this machine has AMD's driver ({AMD_DRIVER}): to use its "
+            "GPUs, install torch's build for ROCm, and join the group of that file"
+        )
 
 
 def _note_longer_sequences(draft: Draft[Any]) -> None:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, overload
 from torchllm.config.handed import handed_configs
 from torchllm.config.schema import Config
 from torchllm.runtime.heartbeat import heartbeat
+from torchllm.runtime.launcher_notes import notes_folder
 
 C = TypeVar("C", bound=Config)
 
@@ -34,4 +35,8 @@ def load_configs(arguments: Sequence[str], schema: type[Any] = Config, *, uses_e
         from torchllm.tools.front.resolve import read_configs  # of no use to ranks that run_train.sh has started
 
         configs = read_configs(arguments, schema, uses_epochs)
+    if notes_folder() is None:  # else a launcher says it
+        from torchllm.tools.launch.start_lines import say_while_this_imports
+
+        say_while_this_imports()
     return configs

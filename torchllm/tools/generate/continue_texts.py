@@ -8,6 +8,7 @@ from torch import Tensor
 from torchllm.config import Generate
 from torchllm.config.errors import UserError
 from torchllm.models.decoder import Decoder
+from torchllm.runtime.signs_of_life import show_progress
 from torchllm.tools.generate.cached_attention import caching
 
 TOKENS_PER_WAIT = 16
@@ -76,6 +77,7 @@ def _continue_batch(
             logits = model(tokens, positions, documents)[:, -1, :vocab]  # ids beyond `vocab` were never trained
             is_nan |= logits.isnan().any()
             generated.append(sample_tokens(logits.float(), settings, generators))
+            show_progress(f"{len(generated):,} of up to {count:,} tokens".format)
             has_ended |= torch.isin(generated[-1], end_ids)
             if (device.type == "cpu" or len(generated) % TOKENS_PER_WAIT == 0) and bool(has_ended.all()):
                 break

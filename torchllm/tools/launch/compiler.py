@@ -12,8 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 
 CUDA_DRIVER = "libcuda.so.1"
+AMD_DRIVER = Path("/dev/kfd")
 HIP_RUNTIME = "libamdhip64.so"
-"""AMD's; torch's build for AMD has its own copy"""
+"""AMD's"""
+HIP_BUILD = "libtorch_hip.so"
+"""a library that only torch's build for AMD has"""
 
 
 def lack_of_gpu_compiler() -> str:
@@ -65,9 +68,12 @@ def _driver() -> ctypes.CDLL | None:
 
 
 def _hip_runtime() -> ctypes.CDLL | None:
-    """Return AMD's runtime out of torch's build for AMD; None if another build of torch is installed."""
+    """Return AMD's runtime, its own or the system's, of torch's build for AMD; None if another build is installed."""
     torch = importlib.util.find_spec("torch")
     for folder in (torch and torch.submodule_search_locations) or ():
-        with suppress(OSError):
-            return ctypes.CDLL(str(Path(folder, "lib", HIP_RUNTIME)))
+        libraries = Path(folder, "lib")
+        names = (str(libraries / HIP_RUNTIME), HIP_RUNTIME) if (libraries / HIP_BUILD).exists() else ()
+        for name in names:
+            with suppress(OSError):
+                return ctypes.CDLL(name)
     return None

@@ -12,7 +12,9 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from torchllm.config.errors import UserError
 from torchllm.runtime.host_limits import usable_cores
@@ -21,6 +23,14 @@ from torchllm.tools.launch.compiler import count_gpus
 DEFAULT_PORT = 29500
 SLURM_PORTS = 20000
 """the port of a Slurm job with a task per rank: this number plus the last digits of the job's number"""
+FIRST_SPECIAL_STEP = 0xFFFF_FFF0
+"""from here on the numbers of Slurm's steps are not of srun: 0xfffffffa is the shell that salloc opens on a node"""
+COUNTS = (
+    *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE"),  # process managers; LSF's jsrun
+    *("SKYPILOT_NUM_NODES", "LWS_GROUP_SIZE"),  # SkyPilot, Kubernetes' LeaderWorkerSet
+    "NHOSTS",  # the batch script of Grid Engine
+)
+"""numbers of processes or nodes of a job, by launchers that do not say where node 0 is"""
 ON_A_CPU = 2
 """ranks of a node without a GPU, unless NPROC says otherwise"""
 PET = "PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT"
@@ -53,12 +63,14 @@ class JobPlace:
 
 def read_job(variables: Variables) -> JobPlace:
     """Return the job that this process belongs to. Raises UserError that says which variables to set."""
+    given = {name: value for name, value in variables.items() if value}
     # mpirun starts its processes through Slurm's srun where it can, so its variables come before Slurm's.
-    for read in (read_torchrun, read_open_mpi, read_hydra, read_slurm, read_sagemaker, read_rank_variables, read_pmi):
-        job = read(variables)
+    for read in (read_torchrun, read_open_mpi, read_hydra, read_slurm, read_rank_variables, read_sagemaker):
+        job = read(given)
         if job is not None:
             return job
-    return JobPlace(nodes=variables.get("NNODES") or "1")
+    refuse_unknown_launchers(given)
+    return JobPlace(nodes=given.get("NNODES", "1"))
 
 
 def read_torchrun(variables: Variables) -> JobPlace | None:
@@ -85,11 +97,12 @@ def read_torchrun(variables: Variables) -> JobPlace | None:
 
 def read_slurm(variables: Variables) -> JobPlace | None:
     """Read the variables of a Slurm step: the job may have more nodes than the step that runs here."""
-    if not variables.get("SLURM_STEP_ID"):
+    if int(variables.get("SLURM_STEP_ID", FIRST_SPECIAL_STEP)) >= FIRST_SPECIAL_STEP:
         nodes = variables.get("SLURM_NNODES", "1")
         if nodes != "1":
             raise UserError(
-                f"this is Slurm's batch script, which runs on only one of {nodes} nodes: use srun ./run_train.sh"
+                f"this is Slurm's batch script, or the shell of salloc, which runs on only one of {nodes} nodes: use "
+                "srun ./run_train.sh"
             )
         return None
     job = variables["SLURM_JOB_ID"]
@@ -196,11 +209,12 @@ def read_rank_variables(variables: Variables) -> JobPlace | None:
     if ranks == "1":
         return None
     given = " ".join(f"{name}={variables[name]}" for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR") if name in variables)
-    if not {"RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= variables.keys():
+    needed = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if missing := [name for name in needed if name not in variables]:
         raise UserError(
             f"{given}: these do not say whether they count nodes or ranks. If they count nodes (PyTorchJob, Volcano), "
-            f"set {PET}; if ranks, one per process, set LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_PORT too; to train on "
-            "this node alone, unset WORLD_SIZE"
+            f"set {PET}; if ranks, one per process (Azure ML), set {', '.join(missing)} too; to train on this node "
+            "alone, unset WORLD_SIZE"
         )
     ranks_here, process = int(variables["LOCAL_WORLD_SIZE"]), int(variables["RANK"])
     local = int(variables["LOCAL_RANK"])
@@ -215,15 +229,35 @@ def read_rank_variables(variables: Variables) -> JobPlace | None:
     return _per_rank(found, process=process, local_rank=local, ranks_per_node=str(ranks_here), port=port)
 
 
-def read_pmi(variables: Variables) -> JobPlace | None:
-    """Refuse a process manager that says how many processes there are, but not on which nodes."""
-    for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"):
-        if variables.get(name, "1") not in ("0", "1"):
-            raise UserError(
-                f"{name}={variables[name]}: a launcher that run_train.sh does not know has started this process. Set "
-                f"{PET}, and start one process per node; to train on this node alone, unset {name}"
-            )
-    return None
+def refuse_unknown_launchers(variables: Variables) -> None:
+    """Raise UserError if another launcher says that there are several processes or nodes, but not where they are."""
+    several = {name: variables[name] for name in COUNTS if variables.get(name, "0") not in ("0", "1")}
+    roles = {name: value for name, value in variables.items() if re.fullmatch("VC_.+_NUM", name)}  # Volcano's pods
+    if sum(map(int, roles.values())) > 1:
+        several |= roles
+    if "PMIX_RANK" in variables and not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"} & variables.keys():
+        several["PMIX_RANK"] = variables["PMIX_RANK"]  # how many there are is asked of a server
+    for name, hosts in (("LSB_MCPU_HOSTS", _hosts_of_lsf(variables)), ("PBS_NODEFILE", _hosts_of_pbs(variables))):
+        if len(set(hosts)) > 1:
+            several[name] = variables[name]
+    if several:
+        given = " ".join(f"{name}={value}" for name, value in several.items())
+        raise UserError(
+            f"{given}: a launcher that run_train.sh does not know has started this process. Set {PET}, and start one "
+            f"process per node; to train on this node alone, unset {', '.join(several)}"
+        )
+
+
+def _hosts_of_lsf(variables: Variables) -> list[str]:
+    """Return the hosts of a job of LSF, which writes each with its number of slots."""
+    return variables.get("LSB_MCPU_HOSTS", "").split()[::2]
+
+
+def _hosts_of_pbs(variables: Variables) -> list[str]:
+    """Return the hosts of a job of PBS or Torque, from its file with a line per slot."""
+    with suppress(OSError):
+        return Path(variables.get("PBS_NODEFILE", os.devnull)).read_text().split()
+    return []
 
 
 def _per_rank(job: JobPlace, *, process: int, local_rank: int, ranks_per_node: str, port: int) -> JobPlace:

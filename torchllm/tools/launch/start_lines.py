@@ -1,4 +1,4 @@
-"""Lines on stderr while the ranks import torch, which takes minutes on a slow disk. No torch."""
+"""Lines on stderr while torch is imported, which takes minutes on a slow disk. No torch."""
 
 import os
 import sys
@@ -12,20 +12,43 @@ from torchllm.tools.launch import rank_notes
 
 INTERVAL = 10.0
 """seconds between two lines"""
+IMPORTER = "<frozen importlib._bootstrap>"
+"""file name of Python's import in a stack"""
 
 
 def say_that_imports_go_on(started: str) -> None:
     """Say what is started, and every `INTERVAL` seconds that imports go on, until a rank has joined; in a thread."""
     _say(f"starting {started}, this node is {os.uname().nodename}: importing torch")
-    threading.Thread(target=_speak, name="imports", daemon=True).start()
+    threading.Thread(target=_speak, args=(_ranks_import,), name="imports", daemon=True).start()
 
 
-def _speak(sleep: Callable[[float], None] = time.sleep) -> None:
+def say_while_this_imports() -> None:
+    """Say every `INTERVAL` seconds that the imports of this process go on, unless a launcher does; in a thread."""
+    if notes_folder() is None and os.environ.get("RANK", "0") == "0":
+        threading.Thread(target=_speak, args=(_this_imports,), name="imports", daemon=True).start()
+
+
+def _ranks_import() -> bool:
+    """Return whether no rank has joined the job and the attempt goes on."""
+    folder = notes_folder()
+    return not rank_notes.members() and (folder is None or folder.exists())
+
+
+def _this_imports() -> bool:
+    """Return whether the main thread is importing a module."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if frame.f_code.co_filename == IMPORTER:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _speak(goes_on: Callable[[], bool], sleep: Callable[[float], None] = time.sleep) -> None:
     began = time.monotonic()
     while True:
         sleep(INTERVAL)
-        folder = notes_folder()
-        if rank_notes.members() or (folder is not None and not folder.exists()):  # or the attempt is over
+        if not goes_on():
             return
         _say(f"importing torch: {time.monotonic() - began:.0f} s so far")
 
