@@ -37,7 +37,7 @@ from torchllm.checkpoint.weights import AVERAGED_WEIGHTS
 from torchllm.recipe import (
     DataRanks,
     OneStage,
-    apply_lora,
+    add_low_rank_updates,
     build_forward_backward,
     build_loader,
     build_mesh,
@@ -67,7 +67,7 @@ def main(config: Config) -> float:
     with torch.device("meta"):
         model = build_model(config.model)
     dtype = compute_dtype(config.training, device)
-    apply_lora(model, config.lora, dtype)
+    add_low_rank_updates(model, config, dtype)
     cast_parameters(model, dtype)
     materialize([model], device)
     prefix = AVERAGED_WEIGHTS if config.evaluate.ema else WEIGHTS
@@ -89,7 +89,7 @@ def evaluate_sharded(config: Config) -> float:
     mesh = build_mesh(config.parallel, device)
     with torch.device("meta"):
         model = build_model(config.model, config.training.loss_chunk)
-    apply_lora(model, config.lora, dtype)
+    add_low_rank_updates(model, config, dtype)
     cast_parameters(model, dtype)
     length = config.training.sequence_length
     stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, Float8(), dtype, length)

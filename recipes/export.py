@@ -7,7 +7,7 @@ The newest checkpoint of the run folder that is not suspect is used, unless anot
 safetensors files, config.json, generation_config.json, tokenizer files and a model card. It appears when all files are
 complete; an existing folder is never written to. One tensor at a time is in memory.
 
-A run with LoRA is exported with its updates merged in; with export.adapter, only the updates, for peft.
+A run of low-rank updates is exported with them merged in; with export.adapter, only the updates, for peft.
 """
 
 import sys

@@ -24,8 +24,8 @@ from torchllm.recipe import (
     DataRanks,
     ExpertBalance,
     LearningRate,
+    add_low_rank_updates,
     apply_if_finite,
-    apply_lora,
     build_loader,
     build_model,
     build_optimizer,
@@ -45,7 +45,7 @@ def main(config: Config) -> list[float]:
     dtype = compute_dtype(config.training, device)
     with torch.device("meta"):
         model = build_model(config.model, config.training.loss_chunk, config.training.z_loss)
-    apply_lora(model, config.lora, torch.float32)
+    add_low_rank_updates(model, config, torch.float32)
     initialize([model], config.model, device, config.run.seed)
 
     data = build_loader(config.data, config.training, config.model, config.run.seed, DataRanks())

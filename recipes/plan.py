@@ -255,7 +255,7 @@ def run_rank(options: argparse.Namespace) -> None:
             training,
             hardware,
             gpus,
-            lora=model.config.lora,
+            trained=model.config.trained,
             imbalance=options.imbalance or IMBALANCE,
         )
         outcome = search_layouts(job, options.objective)
@@ -536,7 +536,9 @@ def run_explain(options: argparse.Namespace) -> None:
     if wrong:
         raise UserError("\n".join(f"{run.file}: {problem.key}: {problem.message}" for problem in wrong))
     gpus = parallel.ranks
-    job = Job(config.model, config.training, read_hardware(cluster), gpus, lora=config.lora, optimizer=config.optimizer)
+    job = Job(
+        config.model, config.training, read_hardware(cluster), gpus, trained=config.trained, optimizer=config.optimizer
+    )
     layout = layout_of(config)
     outcome = search_layouts(job, "tokens_per_second")
     print_lines(*heading(model, cluster, job), *compare(job, layout, advise(job, outcome)))

@@ -25,7 +25,7 @@ from torchllm.recipe import (
     Runtime,
     TrainStep,
     WeightAverage,
-    apply_lora,
+    add_low_rank_updates,
     build_forward_backward,
     build_loader,
     build_mesh,
@@ -54,7 +54,7 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
     mesh = build_mesh(config.parallel, device)
     with torch.device("meta"):
         model = build_model(config.model, config.training.loss_chunk, config.training.z_loss)
-    apply_lora(model, config.lora, dtype)  # no-op if it is off
+    add_low_rank_updates(model, config, dtype)  # no-op by default
     stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, config.float8, dtype, length)
     initialize(stages, config.model, device, config.run.seed)  # after sharding: a rank makes only its shards
     log_attention_kernel(config.model, config.parallel, length, config.data.document_mask, dtype, device)

@@ -111,6 +111,13 @@ class TinySpace(LayoutSpace):
         training = replace(config.training, global_batch_size=6 * ranks, sequence_length=8 * ranks)
         return replace(config, model=model, training=training)
 
+    def choices(self, key: str, layout: Layout) -> tuple[Any, ...]:
+        """Return the values of a setting that have an effect: experts and GPT-2's matrices have no low-rank updates."""
+        if key == "lora.rank":
+            has_updates = layout.get(EXPERTS) is None and layout["model.family"] == "llama"
+            return self.settings[key] if has_updates else ()
+        return super().choices(key, layout)
+
     def config(self, layout: Layout) -> Config:
         """Return the config of a layout: the share of key-value heads is the same with more heads."""
         config = super().config(layout)

@@ -7,7 +7,7 @@ itself, before any other module.
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -81,7 +81,10 @@ NAMES = {
     ("tools.prepare.sources", "tools.prepare.source_files"): "SourceFile source_files stat_file",
 }
 """(module that is still there, module of today): names that have moved"""
-RENAMED = {"models.decoder.hold_in": "models.decoder.cast_parameters"}
+RENAMED = {
+    "models.decoder.hold_in": "models.decoder.cast_parameters",
+    "recipe.apply_lora": "models.lora.apply_lora",
+}
 
 
 def new_names(table: dict[tuple[str, str], str]) -> dict[str, str]:
@@ -143,13 +146,15 @@ class _ModuleWithoutNames(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
         old = module.__name__.removeprefix(PREFIX)
-        module.__getattr__ = partial(_moved, old)  # type: ignore[method-assign]  # PEP 562
+        module.__getattr__ = partial(_moved, old, getattr(module, "__getattr__", None))  # type: ignore[method-assign]  # PEP 562
 
 
-def _moved(module: str, name: str) -> object:
-    """Return what has left a module."""
+def _moved(module: str, present: Callable[[str], object] | None, name: str) -> object:
+    """Return what has left a module. present: its `__getattr__`."""
     old = f"{module}.{name}"
     if old not in _NAMES:
+        if present is not None:
+            return present(name)
         raise AttributeError(f"module 'torchllm.{module}' has no attribute {name!r}")
     _warn(old, _NAMES[old])
     home, _, name = f"torchllm.{_NAMES[old]}".rpartition(".")

@@ -27,8 +27,8 @@ HOMES = {
     "register_block": "torchllm.facts.block_kinds",
     "build_model": "torchllm.models.decoder",
     "cast_parameters": "torchllm.models.decoder",
+    "add_low_rank_updates": "torchllm.models.decoder",
     "IGNORED": "torchllm.models.head",
-    "apply_lora": "torchllm.models.lora",
     "WeightAverage": "torchllm.optim.average",
     "ExpertBalance": "torchllm.optim.expert_balance",
     "clip": "torchllm.optim.grad_norm",
@@ -87,10 +87,10 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from torchllm.facts.block_kinds import register_block as register_block
     from torchllm.metrics.monitor import Monitor as Monitor
     from torchllm.metrics.observer import Observer as Observer
+    from torchllm.models.decoder import add_low_rank_updates as add_low_rank_updates
     from torchllm.models.decoder import build_model as build_model
     from torchllm.models.decoder import cast_parameters as cast_parameters
     from torchllm.models.head import IGNORED as IGNORED
-    from torchllm.models.lora import apply_lora as apply_lora
     from torchllm.optim.average import WeightAverage as WeightAverage
     from torchllm.optim.expert_balance import ExpertBalance as ExpertBalance
     from torchllm.optim.grad_norm import clip as clip

@@ -213,7 +213,7 @@ def speed(config: Config, seconds: float, peak: float | None) -> TableRow:
     training = config.training
     length = training.sequence_length
     tokens_per_second = training.global_batch_size * length / seconds
-    model_flops = flops_per_token(config.model, length, lora=config.lora)
+    model_flops = flops_per_token(config.model, length, trained=config.trained)
     has_logits_again = recomputes_logits(training, config.parallel)
     recomputed = recomputed_flops_per_token(config.model, config.recompute, length, has_logits_again)
     return {

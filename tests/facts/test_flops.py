@@ -5,8 +5,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchllm.config import Lora, Model, Recompute
+from torchllm.config import Model, Recompute
+from torchllm.config.schema import TrainedParameters
 from torchllm.facts.flops import (
+    ALL_TRAINED,
     DEVICE_PEAKS,
     active_parameter_count,
     block_flops,
@@ -267,9 +269,9 @@ def test_peaks_are_dense_and_sourced() -> None:
 @pytest.mark.quick
 def test_frozen_weights_need_no_gradients() -> None:
     """Of the operations of a weight a third is its gradient's."""
-    lora = Lora(rank=4, targets=("q_proj", "down_proj"))
+    updates = TrainedParameters(rank=4, targets=("q_proj", "down_proj"))
     trained = LLAMA.layers * 4 * (LLAMA.heads * LLAMA.head_width + LLAMA.hidden + LLAMA.hidden + LLAMA.ffn)
-    assert trained_parameter_count(LLAMA, lora) == trained
-    difference = flops_per_token(LLAMA, 64) - flops_per_token(LLAMA, 64, lora=lora)
+    assert trained_parameter_count(LLAMA, updates) == trained
+    difference = flops_per_token(LLAMA, 64) - flops_per_token(LLAMA, 64, trained=updates)
     assert difference == 2 * parameter_count(LLAMA) - 6 * trained
-    assert trained_parameter_count(LLAMA, Lora()) == parameter_count(LLAMA)
+    assert trained_parameter_count(LLAMA, ALL_TRAINED) == parameter_count(LLAMA)

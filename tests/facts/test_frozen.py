@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from torchllm.config import Lora, Model, Recompute
+from torchllm.config import Model, Recompute
+from torchllm.config.schema import TrainedParameters
 from torchllm.facts.flops import (
+    ALL_TRAINED,
     block_flops,
     flops_per_token,
     matrices,
@@ -61,5 +63,5 @@ def test_blocks_without_backward_are_not_recomputed(mode: str, k: int, blocks: l
 
 
 def test_trained_parameters() -> None:
-    assert trained_parameter_count(replace(MODEL, frozen="lm_head.*"), Lora()) == parameter_count(MODEL) - TABLE
-    assert trained_parameter_count(MODEL, Lora(rank=2, targets=("q_proj",))) == 4 * 2 * (64 + 64)
+    assert trained_parameter_count(replace(MODEL, frozen="lm_head.*"), ALL_TRAINED) == parameter_count(MODEL) - TABLE
+    assert trained_parameter_count(MODEL, TrainedParameters(rank=2, targets=("q_proj",))) == 4 * 2 * (64 + 64)

@@ -8,8 +8,8 @@ from typing import get_args
 import pytest
 import torch
 
-from torchllm.config import Compile, Lora, Model, Recompute
-from torchllm.config.schema import RecomputeMode
+from torchllm.config import Compile, Model, Recompute
+from torchllm.config.schema import Lora, RecomputeMode
 from torchllm.facts.parameters import PARAMETER_RULES, canonical_name, is_low_rank_factor, rule_of
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.models.lora import apply_lora

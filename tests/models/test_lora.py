@@ -8,13 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from tests.parity import fill_updates, tiny
-from torchllm.config import Config, Lora
+from torchllm.checkpoint.state import holds_all_weights
+from torchllm.config import Config
 from torchllm.config.errors import UserError
+from torchllm.config.schema import Lora
 from torchllm.facts.flops import target_shapes, trained_parameter_count
 from torchllm.facts.parameters import canonical_name, is_low_rank_factor
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.models.frozen import check_trained
-from torchllm.models.lora import LoRALinear, apply_lora, has_low_rank_updates, merge_update
+from torchllm.models.lora import UpdatedLinear, apply_lora, merge_update
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.parallel.initialize import initialize
 
@@ -38,8 +40,8 @@ def parameters(model: Decoder) -> dict[str, Tensor]:
 def test_a_run_starts_from_the_model_that_is_tuned() -> None:
     plain = built(replace(CONFIG, lora=Lora()))
     tuned = built(CONFIG)
-    assert has_low_rank_updates([tuned])
-    assert not has_low_rank_updates([plain])
+    assert not holds_all_weights([tuned])
+    assert holds_all_weights([plain])
     for name, value in parameters(plain).items():
         assert torch.equal(parameters(tuned)[name], value), name
     assert torch.equal(tuned(TOKENS, POSITIONS), plain(TOKENS, POSITIONS))
@@ -50,7 +52,7 @@ def test_a_merged_update_is_the_update() -> None:
     fill_updates([tuned], CONFIG)
     with torch.no_grad():
         for module_name, module in tuned.named_modules():
-            if isinstance(module, LoRALinear):
+            if isinstance(module, UpdatedLinear):
                 weight = merged.get_parameter(f"{module_name}.weight")
                 weight.copy_(merge_update(weight, module.lora_A.weight, module.lora_B.weight, CONFIG.lora.scale))
     logits = tuned(TOKENS, POSITIONS)
@@ -68,7 +70,7 @@ def test_only_the_updates_are_trained(targets: tuple[str, ...]) -> None:
     trained = {name: parameter for name, parameter in parameters(model).items() if parameter.requires_grad}
     assert {name.split(".")[3] for name in trained} == set(targets)
     assert sum(parameter.numel() for parameter in trained.values()) == trained_parameter_count(
-        config.model, config.lora
+        config.model, config.trained
     )
     optimizer = build_optimizer([model], config.optimizer)
     assert set(optimizer.state) == set(trained.values())
@@ -82,14 +84,14 @@ def test_the_table_of_targets_has_the_shapes_of_the_model() -> None:
 
 def test_a_model_that_is_not_frozen_is_an_error() -> None:
     model = built(CONFIG, torch.bfloat16)
-    check_trained([model], CONFIG.model, CONFIG.lora)
+    check_trained([model], CONFIG)
     plain = build_model(CONFIG.model)
-    check_trained([plain], CONFIG.model, replace(CONFIG.lora, rank=0))
-    with pytest.raises(UserError, match=r"lora\.rank: is \d+, but embed_tokens\.weight is not frozen: call apply_lora"):
-        check_trained([plain], CONFIG.model, CONFIG.lora)
+    check_trained([plain], replace(CONFIG, lora=Lora()))
+    with pytest.raises(UserError, match=r"embed_tokens\.weight: this recipe trains it, .* add_low_rank_updates"):
+        check_trained([plain], CONFIG)
     model.norm.requires_grad_()  # no checkpoint would hold it
-    with pytest.raises(UserError, match=r"norm\.weight is not frozen"):
-        check_trained([model], CONFIG.model, CONFIG.lora)
+    with pytest.raises(UserError, match=r"norm\.weight: this recipe trains it"):
+        check_trained([model], CONFIG)
 
 
 def test_factors_start_at_random_and_at_zero() -> None:

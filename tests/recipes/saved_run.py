@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from torchllm.checkpoint.checkpointer import Checkpointer
-from torchllm.config import Checkpoint, Config, Lora, Model, Parallel, Run, Training, write_config
-from torchllm.facts.flops import WITHOUT_LORA
+from torchllm.config import Checkpoint, Config, Model, Parallel, Run, Training, write_config
+from torchllm.config.schema import Lora
 from torchllm.facts.parameters import canonical_name
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.models.lora import apply_lora
@@ -27,6 +27,9 @@ SIZES: dict[str, Any] = {
 """of a tiny model for the tokenizer "bytes", which has 258 ids"""
 
 
+NO_LORA = Lora()
+
+
 def save_run(
     folder: Path,
     model: Model,
@@ -34,7 +37,7 @@ def save_run(
     record: dict[str, Any] | None = None,
     fill: Callable[[Decoder], object] | None = None,
     ema_factor: float = 0.0,
-    lora: Lora = WITHOUT_LORA,
+    lora: Lora = NO_LORA,
     state: Mapping[str, Any] | None = None,
 ) -> dict[int, Decoder]:
     """Write the run folder of a model with a checkpoint at each step, and return the saved models by step.

@@ -15,8 +15,8 @@ from recipes import evaluate
 from tests.patience import patience
 from tests.recipes.saved_run import SIZES, save_run
 from tests.tiny_run import DEBUG, ROOT, SMALL, STEPS
-from torchllm.config import Config, Lora, Model
-from torchllm.facts.flops import WITHOUT_LORA
+from torchllm.config import Config, Model
+from torchllm.config.schema import Lora
 from torchllm.tools.front.preflight import inspect_evaluation
 from torchllm.tools.front.resolve import load_run
 from torchllm.tools.hub.export import export_model
@@ -72,7 +72,7 @@ def log_likelihood(model: "transformers.PreTrainedModel", context: list[int], co
 
 @pytest.mark.parametrize(
     "lora",
-    [WITHOUT_LORA, pytest.param(Lora(rank=3), marks=pytest.mark.exhaustive)],
+    [Lora(), pytest.param(Lora(rank=3), marks=pytest.mark.exhaustive)],
     ids=["all weights", "LoRA"],
 )
 def test_documents_are_scored_as_transformers_does(

@@ -20,8 +20,9 @@ from tests.recipes.warm import alone, pretrain
 from tests.tools.hub.published import CONFIGS, as_json, save_published
 from tests.tools.prepare.chat.families import QWEN25, write_tokenizer
 from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint
-from torchllm.config import Config, Generate, Lora, Model
+from torchllm.config import Config, Generate, Model
 from torchllm.config.errors import UserError
+from torchllm.config.schema import Lora
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.models.decoder import Decoder
 from torchllm.tools.front.preflight import inspect_export
@@ -310,7 +311,7 @@ def test_frozen_weights_must_be_those_of_the_run(tmp_path: Path, capsys: pytest.
         export.main(config)
     shutil.rmtree(tmp_path / "published")
     message = refused(capsys, tmp_path / "run", "--export.folder=out")
-    assert "model.from_hf: the weights that LoRA froze are not there: " in message
+    assert "model.from_hf: its frozen weights are not there: " in message
     assert sorted(os.listdir(tmp_path)) == ["run"]
 
 

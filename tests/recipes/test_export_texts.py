@@ -11,12 +11,12 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.recipes.saved_run import SIZES, save_run
+from tests.recipes.saved_run import NO_LORA, SIZES, save_run
 from tests.tools.hub.published import save_published
 from tests.tools.prepare.chat.families import FAMILIES, QWEN25, TALK, Family, system, user, write_tokenizer
-from torchllm.config import Config, Finetune, Lora, Model
+from torchllm.config import Config, Finetune, Model
+from torchllm.config.schema import Lora
 from torchllm.data.tokenizer import load_tokenizer
-from torchllm.facts.flops import WITHOUT_LORA
 from torchllm.tools.front.resolve import load_run
 from torchllm.tools.hub.export import export_adapter, export_model
 from torchllm.tools.hub.files import read_hub_config
@@ -32,7 +32,7 @@ def save_chat_run(
     tokenizer: Path,
     chat: ChatPlan | None,
     record: dict[str, Any] | None = None,
-    lora: Lora = WITHOUT_LORA,
+    lora: Lora = NO_LORA,
 ) -> Config:
     """Write a run of a tokenizer, whose checkpoint says how its conversations were written; return its config."""
     sizes: dict[str, Any] = SIZES | {"vocab": load_tokenizer(str(tokenizer)).vocab}

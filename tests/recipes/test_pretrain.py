@@ -200,10 +200,12 @@ def test_what_only_the_machine_can_tell_is_the_same_error_on_all_ranks(tmp_path:
 
 
 def _without_lora(recipe: Any, rank: int) -> None:
-    recipe.apply_lora = lambda *_: None
+    recipe.add_low_rank_updates = lambda *_: None
 
 
 def test_a_fork_that_does_not_freeze_the_weights_ends_before_the_first_step(tmp_path: Path) -> None:
     (error,) = pretrain(1, tmp_path, "--lora.rank=4", change=_without_lora)
-    assert "lora.rank: is 4, but embed_tokens.weight is not frozen: call apply_lora(model, config.lora, dtype)" in error
+    assert (
+        "--lora.rank: is 4, but this recipe does not apply it: call add_low_rank_updates(model, config, dtype)" in error
+    )
     assert not (tmp_path / "metrics.jsonl").exists()

@@ -45,12 +45,11 @@ from torchllm.checkpoint.keeping.history import CheckpointHistory, Judgement
 from torchllm.checkpoint.keeping.marks import mark_suspect, read_suspects, without_suspects
 from torchllm.checkpoint.manifest import CheckpointError, FileRecord, Manifest
 from torchllm.checkpoint.plan import SavePlan, agree_on_plan
-from torchllm.checkpoint.state import Part
+from torchllm.checkpoint.state import Part, holds_all_weights
 from torchllm.checkpoint.verify import check_files, newest_verified
 from torchllm.config.applied_keys import applied, saves_state
 from torchllm.config.changes import was_frozen
 from torchllm.config.environment import is_restart
-from torchllm.models.lora import has_low_rank_updates
 from torchllm.runtime.heartbeat import during
 from torchllm.train.step import Health
 
@@ -160,8 +159,8 @@ class Checkpointer:
     def _start_from(self, manifest: Manifest | None) -> None:
         """Load the initial weights of a fresh run, and record their origin; a resumed run keeps its record.
 
-        Checkpoints lack the weights that LoRA freezes: they are loaded again. Raises CheckpointError if they differ
-        from the weights that the checkpoint's low-rank updates were trained on.
+        Frozen weights that checkpoints lack are loaded again. Raises CheckpointError if they differ from the weights
+        that the checkpoint's low-rank updates were trained on.
         """
         initial = self._initial
         if manifest is not None and "initial" in manifest.record:
@@ -170,7 +169,7 @@ class Checkpointer:
             return
         if manifest is None:
             self._record["initial"] = initial.load(self._stages, self._group)
-        elif not has_low_rank_updates(self._stages):
+        elif holds_all_weights(self._stages):
             log_on_first(self._group, f"{initial.key} is not read: the run goes on from its checkpoint")
         else:
             check_same_source(initial.key, initial.load(self._stages, self._group), self._record.get("initial"))

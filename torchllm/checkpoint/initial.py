@@ -26,7 +26,7 @@ class InitialWeights(Protocol):
 
 
 def check_same_source(key: str, found: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> None:
-    """Raise CheckpointError if the weights that LoRA freezes have another origin than a checkpoint has recorded.
+    """Raise CheckpointError if frozen weights have another origin than a checkpoint has recorded.
 
     key: key of the config that names them. found: the current record from `InitialWeights.load`.
     """
@@ -35,5 +35,5 @@ def check_same_source(key: str, found: Mapping[str, Any], recorded: Mapping[str,
     if json.dumps(found, sort_keys=True) != json.dumps(recorded, sort_keys=True):  # tuples are lists in a checkpoint
         raise CheckpointError(
             f"{key}: the frozen weights are not those that the run started from: the checkpoint's low-rank updates "
-            "(lora.rank) belong to others. Restore them there, or set another run.folder"
+            "belong to others. Restore them there, or set another run.folder"
         )

@@ -2,8 +2,8 @@
 
 Keys do not depend on the layout:
 
-    model.<canonical name>                    parameters and persistent buffers; a tied one once; with LoRA only the
-                                              low-rank updates: frozen weights are loaded from their source again
+    model.<canonical name>                    parameters and persistent buffers; a tied one once; if there are low-rank
+                                              updates, they alone: frozen weights are loaded from their source again
     optimizer.<canonical name>.<entry>        exp_avg, exp_avg_sq, step, momentum_buffer
     rng.<cpu or cuda>                         states of torch's random generators, a row per rank
     extra.ema.<canonical name>                moving average of a parameter, with optimizer.ema_decay over 0
@@ -26,7 +26,6 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torchllm.checkpoint.index import Region
 from torchllm.facts.parameters import canonical_name, is_low_rank_factor
-from torchllm.models.lora import has_low_rank_updates
 from torchllm.optim.optimizer import set_mode
 from torchllm.parallel.float8 import plain_tensor
 from torchllm.runtime.torch_compat import local_region
@@ -87,15 +86,18 @@ def model_tensors(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 def saved_model_tensors(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Return the `model_tensors` that checkpoints hold: with LoRA the low-rank updates, else all."""
+    """Return the `model_tensors` that checkpoints hold: the low-rank updates if there are any, else all."""
     tensors = model_tensors(stages)
-    if not has_low_rank_updates(stages):
-        return tensors
-    return {key: tensor for key, tensor in tensors.items() if is_low_rank_factor(key)}
+    return {key: tensor for key, tensor in tensors.items() if is_low_rank_factor(key)} or tensors
+
+
+def holds_all_weights(stages: Sequence[nn.Module]) -> bool:
+    """Return whether checkpoints hold all weights of the model: there are no low-rank updates."""
+    return not any(map(is_low_rank_factor, model_tensors(stages)))
 
 
 def initial_model_tensors(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Return the `model_tensors` that initial weights fill: all except the low-rank updates of LoRA."""
+    """Return the `model_tensors` that initial weights fill: all except low-rank updates."""
     return {key: tensor for key, tensor in model_tensors(stages).items() if not is_low_rank_factor(key)}
 
 

@@ -68,7 +68,7 @@ def load_weights(
     """Load the weights of a step folder into this rank's part of the model, whatever layout wrote them.
 
     Only the weights are read and verified, not the optimizer's state. to_fill: which of them; by default those that the
-    run saves, with LoRA the low-rank updates; `initial_parts`: the frozen weights, from a checkpoint of a run without.
+    run saves (`state.saved_model_tensors`); `initial_parts`: the frozen weights, from a checkpoint of a run without.
     group: a host-side group of the ranks with the model; None: all of it is in this process. cast: round the weights
     to the dtype of the model's parameters if it differs, one by one. prefix: AVERAGED_WEIGHTS loads their moving
     average (optimizer.ema_decay), "extra.NAME." a fork's state of that name.

@@ -64,7 +64,7 @@ RULES = (
     Rule("recompute", _PARALLELIZE),
     Rule("compile", _PARALLELIZE),
     Rule("float8", _PARALLELIZE),
-    Rule("lora", "apply_lora(model, config.lora, dtype), right after build_model"),
+    Rule("lora", "add_low_rank_updates(model, config, dtype), right after build_model"),
     Rule("checkpoint.initial", _INITIAL),
     Rule("checkpoint", _CHECKPOINTS),
     Rule("evaluate.interval", _EVALUATION),
@@ -124,7 +124,7 @@ def new_training(config: Config) -> Iterator[None]:
 
 
 def applied(key: str, value: object = AS_SET) -> None:
-    """Register a key that the recipe applies, "training.z_loss", or, with a dataclass as value, a section, "lora".
+    """Register a key that the recipe applies, "training.z_loss", or, with a dataclass as value, a section, "recompute".
 
     value: the applied value, if it may differ from the config's, e.g. an argument with a default.
     """

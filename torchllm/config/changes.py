@@ -10,11 +10,11 @@ from typing import Any, NamedTuple, get_args
 from torchllm.config.errors import UserError
 from torchllm.config.paths import same_path
 from torchllm.config.read import path_note, type_at
-from torchllm.config.schema import Config
+from torchllm.config.schema import FUNCTION_SECTIONS, Config
 from torchllm.config.toml import KeyPath, dotted, toml_value
 
 SOURCES_OF_FROZEN_WEIGHTS = ("run.seed", "model.initial_std", "model.from_hf", "checkpoint.initial")
-"""keys that decide the frozen weights of LoRA: checkpoints lack these weights, so a resumed run makes or reads them"""
+"""keys that decide frozen weights with low-rank updates: checkpoints lack them, so a resumed run makes or reads them"""
 NO_OTHER_FUNCTION = (
     "model.attention",
     "model.frozen",
@@ -47,7 +47,7 @@ class ConfigChange(NamedTuple):
     @property
     def changes_function(self) -> bool:
         """Whether the model computes something else, although all tensors of the checkpoint fit."""
-        return self.key == "lora.alpha" or (self.key.startswith("model.") and self.key not in NO_OTHER_FUNCTION)
+        return self.key.partition(".")[0] in FUNCTION_SECTIONS and self.key not in NO_OTHER_FUNCTION
 
 
 def config_changes(saved: Mapping[str, Any], config: Config) -> list[ConfigChange]:
@@ -81,7 +81,7 @@ def _same_paths(kind: Any, saved: str | None, current: str | None) -> bool:
 def log_config_changes(record: Mapping[str, Any], config: Config) -> None:
     """Log every key that differs from the config in `record`, the record of the checkpoint that a run resumes from.
 
-    UserError if the low-rank updates of the checkpoint were trained on other frozen weights (LoRA).
+    UserError if the low-rank updates of the checkpoint were trained on other frozen weights.
     """
     if "config" not in record:
         return
@@ -103,17 +103,17 @@ def log_config_changes(record: Mapping[str, Any], config: Config) -> None:
 
 
 def check_frozen_weights(record: Mapping[str, Any], config: Config) -> None:
-    """Raise UserError if a run with LoRA would have other frozen weights than the checkpoint with this record."""
+    """Raise UserError if low-rank updates would get other frozen weights than in the checkpoint with this record."""
     if "config" in record:
         _refuse_other_frozen_weights(config_changes(record["config"], config), config)
 
 
 def _refuse_other_frozen_weights(changes: Iterable[ConfigChange], config: Config) -> None:
     for change in changes:
-        if config.lora.is_on and change.key in SOURCES_OF_FROZEN_WEIGHTS:
+        if config.trained.only_updates and change.key in SOURCES_OF_FROZEN_WEIGHTS:
             raise UserError(
-                f"{change}: with lora.rank = {config.lora.rank} the checkpoint holds low-rank updates of weights that "
-                "this key decides, and not those: set it as in the checkpoint, or another run.folder"
+                f"{change}: the checkpoint holds low-rank updates of weights that this key decides, and not those: set "
+                "it as in the checkpoint, or another run.folder"
             )
 
 

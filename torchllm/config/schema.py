@@ -645,6 +645,36 @@ class Lora:
         return self.alpha / self.rank
 
 
+FUNCTION_SECTIONS = ("model", "lora")
+"""sections that decide what a model with given tensors computes"""
+
+
+@dataclass(frozen=True)
+class TrainedParameters:
+    """The trained parameters: those of the model that `model.frozen` does not match, or added updates instead.
+
+    An update adds B A x to the product W x of a matrix, with a factor A of `rank` rows and B of `rank` columns.
+    """
+
+    rank: int = 0
+    """of the updates; 0: there are none, and the model's parameters are trained"""
+    targets: tuple[str, ...] = ()
+    """matrices of each block that have an update, e.g. q_proj"""
+
+    @property
+    def only_updates(self) -> bool:
+        """Whether all parameters of the model are frozen."""
+        return self.rank > 0
+
+    def rank_of(self, matrix: str) -> int:
+        """Return the rank of a matrix's update; 0: it has none."""
+        return self.rank if matrix in self.targets else 0
+
+    def needs_input_of(self, *matrices: str) -> bool:
+        """Return whether a gradient is computed from the input of one of these matrices of a block."""
+        return not self.only_updates or any(map(self.rank_of, matrices))
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """When the run is saved, and its initial state."""
@@ -782,9 +812,14 @@ class Config:
     finetune: Finetune = field(default_factory=Finetune)
 
     @property
+    def trained(self) -> TrainedParameters:
+        """The trained parameters."""
+        return TrainedParameters(self.lora.rank, self.lora.targets) if self.lora.is_on else TrainedParameters()
+
+    @property
     def trains_all(self) -> bool:
         """Whether all parameters are trained: none are frozen by model.frozen or for low-rank updates."""
-        return not self.model.frozen and not self.lora.is_on
+        return not self.model.frozen and not self.trained.only_updates
 
     @property
     def longest_text(self) -> int:

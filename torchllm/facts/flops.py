@@ -16,11 +16,11 @@ import re
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from torchllm.config import SCHEDULES, Lora, Model, Parallel, Recompute, Training
+from torchllm.config import SCHEDULES, Model, Parallel, Recompute, TrainedParameters, Training
 from torchllm.facts.shapes import block_shapes, parameter_shapes
 
-WITHOUT_LORA = Lora()
-"""all weights are trained"""
+ALL_TRAINED = TrainedParameters()
+"""all parameters but those of model.frozen"""
 
 
 class Matrices(NamedTuple):
@@ -124,7 +124,7 @@ class MatrixShape(NamedTuple):
 
 
 def target_shapes(model: Model) -> dict[str, MatrixShape]:
-    """Return the shapes of the matrices of a block that LoRA may update, by name. A model with experts has no LoRA."""
+    """Return the shapes of the matrices of a block that may have an update, by name; not of a model with experts."""
     shapes = {}
     for name, shape in block_shapes(model, layer=0).items():
         layer = name.removesuffix(".weight")
@@ -133,26 +133,28 @@ def target_shapes(model: Model) -> dict[str, MatrixShape]:
     return shapes
 
 
-def trained_parameter_count(model: Model, lora: Lora) -> int:
-    """Return the number of parameters that are trained: with LoRA the updates, else all that are not frozen."""
-    if not lora.is_on:
+def trained_parameter_count(model: Model, trained: TrainedParameters) -> int:
+    """Return the number of parameters that are trained."""
+    if not trained.only_updates:
         return sum(math.prod(shape) for name, shape in parameter_shapes(model).items() if not model.freezes(name))
     shapes = target_shapes(model)
-    return model.layers * lora.rank * sum(sum(shapes[target]) for target in lora.targets)
+    return model.layers * trained.rank * sum(sum(shapes[target]) for target in trained.targets)
 
 
-def flops_per_token(model: Model, sequence_length: int, pairs: float | None = None, lora: Lora = WITHOUT_LORA) -> float:
+def flops_per_token(
+    model: Model, sequence_length: int, pairs: float | None = None, trained: TrainedParameters = ALL_TRAINED
+) -> float:
     """Return the model FLOPs of one token (PaLM, appendix B), N being the parameters that it uses.
 
     pairs: keys that a query sees, on average; None: all S of them, as PaLM counts, or a whole window.
-    With LoRA frozen weights have no gradient, which is a third of their operations: 4 N + 6 n, n being the parameters
-    of the updates. The same for weights that model.frozen freezes (`flops_without_gradients`).
+    Frozen weights have no gradient, which is a third of their operations: 4 N + 6 n with n parameters of updates. The
+    same for weights that model.frozen freezes (`flops_without_gradients`).
     """
     keys = model.window_within(sequence_length) if pairs is None else pairs
     attention = 12 * model.layers * model.heads * model.head_width * keys
     attention += 3 * model.layers * added_flops(model, sequence_length)
-    if lora.is_on:
-        return 4 * active_parameter_count(model) + 6 * trained_parameter_count(model, lora) + attention
+    if trained.only_updates:
+        return 4 * active_parameter_count(model) + 6 * trained_parameter_count(model, trained) + attention
     flops = 6 * active_parameter_count(model) + attention
     if model.frozen:
         from torchllm.facts.frozen import flops_without_gradients  # of no use to other runs

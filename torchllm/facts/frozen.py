@@ -1,6 +1,6 @@
 """Which parameters are trained, and the gradients of others, which are not computed. No torch.
 
-Only runs that freeze some, by `model.frozen` or by LoRA, import this.
+Only runs that freeze some import this.
 """
 
 import difflib
@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection
 from functools import lru_cache
 
-from torchllm.config import Lora, Model
+from torchllm.config import Model, TrainedParameters
 from torchllm.facts.parameters import is_low_rank_factor
 from torchllm.facts.shapes import parameter_shapes
 
@@ -31,12 +31,9 @@ def problem_of_frozen(pattern: str, names: Collection[str]) -> str:
     return f"'{pattern}' matches no parameter: did you mean '{re.escape(nearest)}'?"
 
 
-def is_trained(name: str, model: Model, lora: Lora) -> bool:
-    """Return whether a parameter is trained: with LoRA the low-rank updates, else all that model.frozen does not match.
-
-    name: canonical.
-    """
-    return is_low_rank_factor(name) if lora.is_on else not model.freezes(name)
+def is_trained(name: str, model: Model, trained: TrainedParameters) -> bool:
+    """Return whether a parameter is trained. name: canonical."""
+    return is_low_rank_factor(name) if trained.only_updates else not model.freezes(name)
 
 
 def trained_share(model: Model, parts: str | tuple[str, ...] = "") -> float:

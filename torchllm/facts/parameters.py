@@ -74,7 +74,7 @@ _WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|_orig_mod|base_layer)\.")
 
 
 def canonical_name(name: str) -> str:
-    """Return a parameter's name without the prefixes that wrappers of recompute, compile and LoRA insert."""
+    """Return a parameter's name without the prefixes that recompute, compile and low-rank updates insert."""
     return _WRAPPERS.sub("", name)
 
 

@@ -17,8 +17,8 @@ not finite. A profiled step has a line of its own: breakdown/PART, the part's sh
     data_seconds       mean wait of this rank for a batch, over the interval; part of step_seconds
     mfu                model FLOPs utilization, a fraction: tokens/s * (6 N + 12 L H Q S) / peak of all devices (PaLM);
                        N are all parameters, and of experts those that a token uses;
-                       with [float8] the peak is float8's, twice that of bfloat16; with [lora] 4 N + 6 n instead of
-                       6 N, n being the trained parameters
+                       with [float8] the peak is float8's, twice that of bfloat16; with updates of frozen weights
+                       4 N + 6 n instead of 6 N, n being the trained parameters
     mfu_unmasked       the same, counting only the attention that the causal and document masks leave
     hfu                mfu plus what is recomputed in the backward pass
     memory_gib         GPU: highest memory in live tensors since the start, on this rank; CPU: this process's resident
@@ -55,8 +55,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from torchllm.config import Lora, Metrics, Model, Recompute, Training
-from torchllm.facts.flops import WITHOUT_LORA, device_peak_flops, flops_per_token, recomputed_flops_per_token
+from torchllm.config import Metrics, Model, Recompute, TrainedParameters, Training
+from torchllm.facts.flops import ALL_TRAINED, device_peak_flops, flops_per_token, recomputed_flops_per_token
 from torchllm.metrics.console import Console
 from torchllm.metrics.device import device_meter
 from torchllm.metrics.expert_load import ExpertLoads, LoadAlarm, pack, unpack
@@ -94,11 +94,11 @@ class Meter:
         spend: Callable[[str, float], None] = lambda cause, seconds: None,
         sequences: int = 0,
         has_logits_again: bool = False,
-        lora: Lora = WITHOUT_LORA,
+        trained: TrainedParameters = ALL_TRAINED,
         loads_file: Sink | None = None,
     ) -> None:
         """peak_flops: FLOP/s of this rank's device (`peak_flops()` below). sequences: consumed before.
-        has_logits_again: of `facts.flops.recomputes_logits`. lora: it decides how many gradients there are to compute.
+        has_logits_again: of `facts.flops.recomputes_logits`. trained: decides how many gradients there are.
 
         check_owner: raises if another job owns the run folder by now; called before anything is written. spend: called
         with a cause and seconds that were no step's.
@@ -117,7 +117,7 @@ class Meter:
         self.gpu = device_meter(device) if sinks else None
         self.gpu_tolerance = Tolerance("the GPU's driver")
         length = training.sequence_length
-        self.lora = lora
+        self.trained = trained
         self.recomputed = recomputed_flops_per_token(model, recompute, length, has_logits_again)
         self.loads_file = loads_file
         self.load_alarm = LoadAlarm(model)
@@ -208,7 +208,7 @@ class Meter:
     def step_mfu(self, seconds: float) -> float | None:
         """Return the MFU of a step that takes `seconds`; None if the device's peak is not known."""
         tokens = self.training.global_batch_size * self.training.sequence_length
-        flops = flops_per_token(self.model, self.training.sequence_length, lora=self.lora)
+        flops = flops_per_token(self.model, self.training.sequence_length, trained=self.trained)
         return self._utilization(tokens / seconds * flops)
 
     def close(self) -> None:
@@ -249,8 +249,8 @@ class Meter:
         length = self.training.sequence_length
         tokens = self.steps * self.training.global_batch_size * length
         tokens_per_second = tokens / seconds
-        model_flops = flops_per_token(self.model, length, lora=self.lora)
-        unmasked_flops = flops_per_token(self.model, length, pairs / tokens, self.lora)
+        model_flops = flops_per_token(self.model, length, trained=self.trained)
+        unmasked_flops = flops_per_token(self.model, length, pairs / tokens, self.trained)
         record: Record = {
             "step": step,
             "loss": loss,

@@ -52,14 +52,14 @@ class Monitor:
 
         Raises UserError if it does not train what the config says (`check_trained`, `refuse_unapplied`).
         """
-        if not config.trains_all:
-            from torchllm.models.frozen import check_trained  # of no use to other runs
-
-            check_trained(stages, config.model, config.lora)
         if not isinstance(data, TrainLoader):  # a fork's own knows what these keys mean to it
             applied("evaluate.interval")
             applied("finetune.epochs")
         self.unread_keys = refuse_unapplied(config)
+        if not config.trains_all:
+            from torchllm.models.frozen import check_trained  # of no use to other runs
+
+            check_trained(stages, config)
         self.records = 0
         runtime, device, training = self.runtime, self.runtime.device, config.training
         runtime.check_owner()  # metrics.jsonl is cut to `start`
@@ -86,7 +86,7 @@ class Monitor:
             spend=self._spend,
             sequences=data.state()["sequences"],
             has_logits_again=recomputes_logits(training, config.parallel),
-            lora=config.lora,
+            trained=config.trained,
         )
         self.start_up.close()
         run = ObservedRun(config, runtime, mesh, stages, data, start, self.meter)
@@ -107,7 +107,8 @@ class Monitor:
                 f"{active_parameter_count(model):,}",
             )
         if not config.trains_all:
-            log.info("%s parameters are trained, the others frozen", f"{trained_parameter_count(model, config.lora):,}")
+            count = trained_parameter_count(model, config.trained)
+            log.info("%s parameters are trained, the others frozen", f"{count:,}")
         for line in data.describe_sources(training.steps):
             log.info("%s", line)
         tokens_per_step = training.global_batch_size * training.sequence_length

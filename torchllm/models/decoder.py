@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchllm.config import Model
+from torchllm.config import Config, Model
 from torchllm.config.applied_keys import applied
 from torchllm.config.errors import UserError
 from torchllm.models.attention import Attention
@@ -173,6 +173,16 @@ def build_model(model: Model, loss_chunk: int = 0, z_loss: float = 0.0) -> Decod
 
         freeze(decoder, model)
     return decoder
+
+
+def add_low_rank_updates(model: Decoder, config: Config, dtype: torch.dtype) -> None:
+    """Freeze a model and add the low-rank updates that the config trains instead, in place; by default do nothing.
+
+    Call it on the plain model, before it is cut into stages. dtype: of the computation and of the frozen weights.
+    """
+    from torchllm.models.lora import apply_lora  # of no use to most runs
+
+    apply_lora(model, config.lora, dtype)
 
 
 def cast_parameters(model: Decoder, dtype: torch.dtype) -> None:

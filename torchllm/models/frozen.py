@@ -1,10 +1,13 @@
-"""Freezes the parameters that `model.frozen` matches: they have no gradient and no optimizer state."""
+"""Which parameters of a built model are trained: those that `model.frozen` does not match, or added updates instead.
+
+Others have no gradient and no optimizer state.
+"""
 
 from collections.abc import Iterable
 
 from torch import nn
 
-from torchllm.config import Lora, Model
+from torchllm.config import Config, Model
 from torchllm.config.applied_keys import applied
 from torchllm.config.errors import UserError
 from torchllm.facts.frozen import is_trained, problem_of_frozen
@@ -22,19 +25,13 @@ def freeze(decoder: nn.Module, model: Model) -> None:
     applied("model.frozen", model.frozen)
 
 
-def check_trained(stages: Iterable[nn.Module], model: Model, lora: Lora) -> None:
-    """Raise UserError if parameters that the config freezes require gradients, e.g. in a fork without `apply_lora`."""
+def check_trained(stages: Iterable[nn.Module], config: Config) -> None:
+    """Raise UserError if parameters that the config freezes require gradients, e.g. in a fork with its own model."""
     for stage in stages:
         for wrapped, parameter in stage.named_parameters():
             name = canonical_name(wrapped)
-            if not parameter.requires_grad or is_trained(name, model, lora):
-                continue
-            if lora.is_on:
+            if parameter.requires_grad and not is_trained(name, config.model, config.trained):
                 raise UserError(
-                    f"lora.rank: is {lora.rank}, but {name} is not frozen: call apply_lora(model, config.lora, dtype) "
-                    "in the recipe, right after build_model; or set lora.rank to 0"
+                    f"{name}: this recipe trains it, but its config does not: build the model with build_model and "
+                    "add_low_rank_updates, or call requires_grad_(False) on the parameter"
                 )
-            raise UserError(
-                f"model.frozen: matches {name}, which this recipe trains: build the model with build_model, or call "
-                "requires_grad_(False) on the parameter"
-            )

@@ -7,15 +7,14 @@ dtype of the computation. There is no dropout: its random numbers would differ b
 Names follow the package peft: `q_proj.lora_A.weight` next to `q_proj.weight`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchllm.config import Lora
 from torchllm.config.applied_keys import applied
-from torchllm.models.decoder import Decoder
+from torchllm.config.schema import Lora
 from torchllm.models.layers import widened
 
 
@@ -27,7 +26,7 @@ class LowRankFactor(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, columns))
 
 
-class LoRALinear(nn.Module):
+class UpdatedLinear(nn.Module):
     """Adds a low-rank update to the output of a frozen linear layer.
 
     `add_update` is replaceable: under tensor parallelism it gets this rank's parts. The name of the layer inside,
@@ -53,7 +52,7 @@ def add_low_rank_update(out: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: flo
     return torch.add(out, F.linear(F.linear(x, a), b), alpha=scale)
 
 
-def apply_lora(model: Decoder, lora: Lora, dtype: torch.dtype) -> None:
+def apply_lora(model: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
     """Freeze a model and give each of the matrices `lora.targets` an update, in place; with `lora.rank` 0 do nothing.
 
     Call it on the plain model, before it is cut into stages. dtype: of the computation and of the frozen weights. The
@@ -64,15 +63,10 @@ def apply_lora(model: Decoder, lora: Lora, dtype: torch.dtype) -> None:
         return
     model.requires_grad_(False)
     model.to(dtype)
-    for parent in list(model.layers.modules()):
+    for parent in list(model.get_submodule("layers").modules()):
         for name, layer in list(parent.named_children()):
             if name in lora.targets and isinstance(layer, nn.Linear):
-                parent.register_module(name, LoRALinear(layer, lora.rank, lora.scale))
-
-
-def has_low_rank_updates(stages: Iterable[nn.Module]) -> bool:
-    """Return whether LoRA is applied to any of a rank's stages."""
-    return any(isinstance(module, LoRALinear) for stage in stages for module in stage.modules())
+                parent.register_module(name, UpdatedLinear(layer, lora.rank, lora.scale))
 
 
 def merge_update(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

@@ -43,5 +43,5 @@ SEAMS = (
     Seam("hidden_states", "RoutedExperts", ("tensor.py",)),
     Seam("combine", "RoutedExperts", ("compile.py",)),
     Seam("all_tokens", "SharedExperts", ("tensor.py",)),
-    Seam("add_update", "LoRALinear", ("tensor.py",)),
+    Seam("add_update", "UpdatedLinear", ("tensor.py",)),
 )

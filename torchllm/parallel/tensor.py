@@ -41,7 +41,7 @@ from torchllm.models.decoder import Decoder
 from torchllm.models.experts import Experts, MixtureOfExperts, RoutedExperts, Router, SharedExperts
 from torchllm.models.head import IGNORED, Head
 from torchllm.models.layers import LayerNorm, RMSNorm, widened
-from torchllm.models.lora import LoRALinear, LowRankFactor, add_low_rank_update
+from torchllm.models.lora import LowRankFactor, UpdatedLinear, add_low_rank_update
 from torchllm.parallel.shared_sequence import sum_over_sequence
 from torchllm.runtime.torch_compat import local_region
 
@@ -90,7 +90,7 @@ def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: b
     for name, module in stage.named_modules():
         if name.startswith(tuple(updated)):
             continue
-        if isinstance(module, LoRALinear):
+        if isinstance(module, UpdatedLinear):
             plan[name] = LowRankUpdate(rule_of(canonical_name(f"{name}.weight")).cut, hidden)
             updated.append(f"{name}.")
         elif isinstance(module, Router | Experts):
@@ -293,7 +293,7 @@ class LowRankUpdate(ParallelStyle):
         self.hidden = hidden
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, LoRALinear)
+        assert isinstance(module, UpdatedLinear)
         if self.cut == "colwise":
             parallelize_module(module.base_layer, device_mesh, ColwiseParallel())
             _distribute_factor(module.lora_A, device_mesh, Replicate())

@@ -18,8 +18,9 @@ from tests.workers import run
 from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from torchllm.checkpoint.weights import load_weights
-from torchllm.config import Checkpoint, Config, Lora, Model
+from torchllm.config import Checkpoint, Config, Model
 from torchllm.config.errors import UserError
+from torchllm.config.schema import Lora
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.models.lora import apply_lora
 from torchllm.optim.optimizer import build_optimizer
@@ -93,7 +94,7 @@ def test_peft_and_merged_weights_compute_our_logits(name: str, tmp_path: Path) -
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     updates = read_updates(WeightReader(step_folder))
-    write_adapter(adapter, config.model, config.lora, family, updates, config.model.from_hf)
+    write_adapter(adapter, config, family, updates, config.model.from_hf)
     base = transformers.AutoModelForCausalLM.from_pretrained(config.model.from_hf)
     without = base(TOKENS).logits
     tuned = peft.PeftModel.from_pretrained(base, adapter).eval()
@@ -102,7 +103,7 @@ def test_peft_and_merged_weights_compute_our_logits(name: str, tmp_path: Path) -
     assert (without - logits).abs().max() > 1000 * tolerance
     assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == config.model.from_hf
 
-    merged = MergedWeights(frozen_weights(config, read_manifest(step_folder)), updates, config.lora)
+    merged = MergedWeights(frozen_weights(config, read_manifest(step_folder)), updates, config.lora.scale)
     plain = build_model(config.model)
     with torch.no_grad():
         for parameter_name, parameter in plain.named_parameters():
@@ -212,8 +213,8 @@ def test_rows_that_the_files_lack_are_those_that_the_run_drew(tmp_path: Path) ->
     [("org/model@v1", "org/model", "v1"), ("org/model", "org/model", None), ("/at@home/model", "/at@home/model", None)],
 )
 def test_the_config_of_an_adapter_is_what_peft_needs(base: str, name: str, revision: str | None) -> None:
-    lora = Lora(rank=3, alpha=12.0, targets=("up_proj", "q_proj"))
-    assert adapter_config(lora, base) == {
+    config = Config(lora=Lora(rank=3, alpha=12.0, targets=("up_proj", "q_proj")))
+    assert adapter_config(config, base) == {
         "base_model_name_or_path": name,
         "bias": "none",
         "fan_in_fan_out": False,

@@ -198,8 +198,10 @@ def planned_memory(
     model, parallel, training = config.model, config.parallel, config.training
     attention = "eager" if model.attention == "eager" else "flash2"
     kernels = kernels or Kernels(attention, fused_norm=True)
-    software = with_frozen_weights(software, model, config.lora)
-    case = Case(model, training, parallel, config.recompute, kernels, hardware(), software, config.lora, imbalance=1.0)
+    software = with_frozen_weights(software, model, config.trained)
+    case = Case(
+        model, training, parallel, config.recompute, kernels, hardware(), software, config.trained, imbalance=1.0
+    )
     return memory_of(case, stage_sizes(case), rank)
 
 

@@ -8,27 +8,27 @@ from tests.parity import Settings, tiny
 from tests.tools.dry_run import apart
 from tests.tools.planner.memory_layouts import planned_memory
 from tests.tools.planner.test_predict import LLAMA, case
-from torchllm.config import Lora
-from torchllm.facts.flops import parameter_count, trained_parameter_count
+from torchllm.config.schema import Config, Lora
+from torchllm.facts.flops import ALL_TRAINED, parameter_count, trained_parameter_count
 from torchllm.tools.dry_run.replay import Traced
 from torchllm.tools.dry_run.trace import trace
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.frozen_weights import with_frozen_weights
 from torchllm.tools.planner.predict import predict
 
-LORA = Lora(rank=16)
+UPDATES = Config(lora=Lora(rank=16)).trained
 
 
 def with_updates(plain: Case) -> Case:
-    software = with_frozen_weights(plain.software, plain.model, LORA)
-    return replace(plain, lora=LORA, software=software)
+    software = with_frozen_weights(plain.software, plain.model, UPDATES)
+    return replace(plain, trained=UPDATES, software=software)
 
 
 def test_memory_is_that_of_frozen_weights_and_of_trained_updates() -> None:
     plain = case(dp_shard=8, zero_stage=3, global_batch_size=8)
     memory = predict(with_updates(plain)).memory
     frozen = parameter_count(LLAMA) / 8
-    trained = trained_parameter_count(LLAMA, LORA) / 8
+    trained = trained_parameter_count(LLAMA, UPDATES) / 8
     assert memory.weights == pytest.approx(2 * frozen + 4 * trained, rel=1e-3)
     assert memory.optimizer == pytest.approx(8 * trained, rel=1e-3)
     plain_memory = predict(plain).memory
@@ -45,14 +45,14 @@ def test_a_step_lacks_the_gradients_of_weights_but_has_the_updates() -> None:
     updated = predict(with_updates(plain))
     assert 0.55 < updated.step / whole.step < 0.95
     assert updated.terms["gradient reduction"] < 0.1 * whole.terms["gradient reduction"]
-    nothing = replace(LORA, targets=())
-    without_targets = predict(replace(with_updates(plain), lora=nothing))
+    nothing = replace(UPDATES, targets=())
+    without_targets = predict(replace(with_updates(plain), trained=nothing))
     assert without_targets.terms["matmul"] < updated.terms["matmul"]
 
 
 def test_without_it_nothing_changes() -> None:
     plain = case()
-    software = with_frozen_weights(plain.software, plain.model, Lora())
+    software = with_frozen_weights(plain.software, plain.model, ALL_TRAINED)
     assert software == plain.software
 
 
@@ -69,7 +69,7 @@ def traced(rank: int) -> dict[str, int]:
 def test_the_dry_run_holds_what_the_planner_counts() -> None:
     model = tiny({}).model
     frozen = parameter_count(model) / 2
-    trained = trained_parameter_count(model, Lora(rank=4)) / 2
+    trained = trained_parameter_count(model, replace(UPDATES, rank=4)) / 2
     traced_bytes = apart(traced, 4)
     assert traced_bytes["parameters"] == pytest.approx(2 * frozen + 4 * trained, rel=0.01)
     moments = 8 * trained
@@ -109,9 +109,9 @@ def test_frozen_parameters_have_no_moments_on_any_stage(settings: Settings, rank
 def test_time_and_gradients_follow_the_trained_share() -> None:
     plain = case(dp_shard=8, zero_stage=3, global_batch_size=64)
     model = replace(plain.model, frozen=r"(?!lm_head|norm).*")
-    frozen = replace(plain, model=model, software=with_frozen_weights(plain.software, model, Lora()))
+    frozen = replace(plain, model=model, software=with_frozen_weights(plain.software, model, ALL_TRAINED))
     whole, part = predict(plain), predict(frozen)
-    share = trained_parameter_count(model, Lora()) / parameter_count(model)
+    share = trained_parameter_count(model, ALL_TRAINED) / parameter_count(model)
     assert part.memory.weights == whole.memory.weights
     assert part.memory.optimizer == pytest.approx(share * whole.memory.optimizer)
     assert part.memory.gradients == pytest.approx(share * whole.memory.gradients)

@@ -12,8 +12,7 @@ from torchllm.data.iterable import piece_of
 from torchllm.data.loader import SequenceReader
 from torchllm.data.order import Location
 from torchllm.data.shard import Split
-from torchllm.models.decoder import Decoder, build_model
-from torchllm.models.lora import apply_lora
+from torchllm.models.decoder import Decoder, add_low_rank_updates, build_model
 from torchllm.optim.average import WeightAverage
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
@@ -40,7 +39,7 @@ def build_trial(config: Config, runtime: Runtime, mesh: Mesh) -> Trial:
     length = training.sequence_length
     with torch.device("meta"):
         model = build_model(config.model, training.loss_chunk, training.z_loss)
-    apply_lora(model, config.lora, dtype)
+    add_low_rank_updates(model, config, dtype)
     stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, config.float8, dtype, length)
     initialize(stages, config.model, device, config.run.seed)
     optimizer = build_optimizer(stages, config.optimizer)

@@ -11,7 +11,7 @@ Bytes = Counter[str]
 """bytes by purpose, one of `PURPOSES`; a difference of two may be negative"""
 
 PURPOSES = {
-    "parameters": "this rank's share of the weights, float32; LoRA's frozen ones in the type of the computation",
+    "parameters": "this rank's share of the weights, float32; frozen ones with updates in the type of the computation",
     "optimizer": "moments, and the average of the weights",
     "gradients": "this rank's share, and sums of whole ones over micro batches",
     "gathered": "weights that are whole for a while, and their buffers",

@@ -222,11 +222,11 @@ def assumptions(report: Report) -> Iterator[str]:
     chosen = ""
     if config.training.dtype == "auto":
         chosen = ", which auto is there" if report.hardware else ", as here"
-    trained = "low-rank updates, their gradients and moments" if config.lora.is_on else "weights, gradients and moments"
-    yield f"computation in {_dtype(report)}{chosen}; {trained} in float32"
+    trained = "low-rank updates, their" if config.trained.only_updates else "weights,"
+    yield f"computation in {_dtype(report)}{chosen}; {trained} gradients and moments in float32"
     if not config.trains_all:
-        dtype = _dtype(report) if config.lora.is_on else "float32"
-        trained_count = trained_parameter_count(config.model, config.lora)
+        dtype = _dtype(report) if config.trained.only_updates else "float32"
+        trained_count = trained_parameter_count(config.model, config.trained)
         yield f"{trained_count:,} parameters are trained, the others frozen ({dtype})"
     if report.gpu:
         yield "fused norms and attention, as on a GPU; all other kernels as on a CPU, which hold the same"

@@ -26,8 +26,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from torchllm.config import Compile, Config, Parallel
 from torchllm.data.batch import Batch
 from torchllm.facts.stages import stage_of_rank
-from torchllm.models.decoder import Decoder, build_model
-from torchllm.models.lora import apply_lora
+from torchllm.models.decoder import Decoder, add_low_rank_updates, build_model
 from torchllm.optim.average import WeightAverage
 from torchllm.optim.grad_norm import gradients
 from torchllm.optim.optimizer import build_optimizer
@@ -135,7 +134,7 @@ def trace(
 def _build_stages(config: Config, dtype: torch.dtype, gpu: bool, mesh: Mesh, model: Decoder) -> list[Decoder]:
     """Return this rank's stages of a model on the meta device, still without memory."""
     training = config.training
-    apply_lora(model, config.lora, dtype)
+    add_low_rank_updates(model, config, dtype)
     if gpu:
         use_fused_norms(model)
     arguments = config.recompute, config.compile, config.float8, dtype, training.sequence_length

@@ -73,7 +73,7 @@ def inspect_trained_run(config: Config) -> Inspection:
         )
     if config.data.tokenizer != "bytes":
         _DataInspector(config, inspection).load_tokenizer()
-    if config.lora.is_on:
+    if config.trained.only_updates:
         _inspect_frozen_weights(config, inspection)
     return inspection
 
@@ -117,18 +117,18 @@ def inspect_evaluation(config: Config) -> Inspection:
 
 
 def _inspect_frozen_weights(config: Config, inspection: Inspection) -> None:
-    """Check that the weights are there which LoRA freezes and no checkpoint holds; download a published model's."""
+    """Check that frozen weights are there that no checkpoint holds; download a published model's."""
     from torchllm.tools.hub.hub import find_hub_model
     from torchllm.tools.hub.safetensors_header import HubFileError
 
     initial = config.checkpoint.initial
     if initial and not Path(initial).is_dir():
-        inspection.report("checkpoint.initial", f"{initial!r} is no folder: the weights that LoRA froze are not there")
+        inspection.report("checkpoint.initial", f"{initial!r} is no folder: its frozen weights are not there")
     if config.model.from_hf:
         try:
             find_hub_model(config.model.from_hf, weights=True, may_download=True)
         except HubFileError as error:
-            inspection.report("model.from_hf", f"the weights that LoRA froze are not there: {error}")
+            inspection.report("model.from_hf", f"its frozen weights are not there: {error}")
 
 
 def _inspect_exported_model(config: Config, inspection: Inspection) -> None:

@@ -19,8 +19,7 @@ from torchllm.config.errors import UserError
 from torchllm.config.load import read_draft
 from torchllm.config.refuse import finish
 from torchllm.data.tokenizer import Tokenizer, begin_of_text, load_tokenizer
-from torchllm.models.decoder import Decoder, build_model, cast_parameters
-from torchllm.models.lora import apply_lora
+from torchllm.models.decoder import Decoder, add_low_rank_updates, build_model, cast_parameters
 from torchllm.parallel.initialize import materialize
 from torchllm.runtime.device import choose_device, compute_dtype
 from torchllm.tools.front.resolve import load_run, resolve_published_model
@@ -206,7 +205,7 @@ def language_model(config: Config, *, is_published: bool = False) -> LanguageMod
     with torch.device("meta"):
         model = build_model(config.model)
     dtype = compute_dtype(config.training, device)
-    apply_lora(model, config.lora, dtype)
+    add_low_rank_updates(model, config, dtype)
     cast_parameters(model, dtype)
     materialize([model], device)
     manifest = None

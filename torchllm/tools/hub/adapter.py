@@ -15,8 +15,9 @@ from torch import Tensor
 from torchllm.checkpoint.initial import check_same_source
 from torchllm.checkpoint.manifest import CheckpointError, Manifest, step_folder
 from torchllm.checkpoint.state import parts_of
-from torchllm.config import Config, Lora, Model
+from torchllm.config import Config, Model
 from torchllm.config.changes import check_frozen_weights
+from torchllm.facts.flops import trained_parameter_count
 from torchllm.facts.parameters import is_low_rank_factor
 from torchllm.facts.shapes import parameter_shapes
 from torchllm.models.lora import merge_update
@@ -30,6 +31,7 @@ from torchllm.tools.hub.published_weights import HubWeights
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_KIND = "An adapter (LoRA) of a language model"
 PEFT_PREFIX = "base_model.model."
 """peft's prefix of transformers' names; with another prefix it leaves an update out, without an exception"""
 
@@ -95,11 +97,11 @@ def frozen_weights(config: Config, manifest: Manifest) -> Weights:
 class MergedWeights:
     """Frozen weights with their updates merged in, one at a time: W + alpha / r * B A."""
 
-    def __init__(self, frozen: Weights, updates: dict[str, Tensor], lora: Lora) -> None:
-        """Read from `frozen`; updates: what `read_updates` returns."""
+    def __init__(self, frozen: Weights, updates: dict[str, Tensor], scale: float) -> None:
+        """Read from `frozen`; updates: what `read_updates` returns; scale: alpha / r."""
         self.frozen = frozen
         self.updates = updates
-        self.lora = lora
+        self.scale = scale
 
     def read(self, name: str) -> Tensor:
         """Return a weight of the model that was trained, in the type of the frozen one."""
@@ -108,7 +110,7 @@ class MergedWeights:
         a = self.updates.get(f"{layer}.lora_A.weight")
         if a is None:
             return weight
-        return merge_update(weight, a, self.updates[f"{layer}.lora_B.weight"], self.lora.scale)
+        return merge_update(weight, a, self.updates[f"{layer}.lora_B.weight"], self.scale)
 
 
 def model_weights(config: Config, checkpoint: WeightReader) -> Weights:
@@ -118,7 +120,7 @@ def model_weights(config: Config, checkpoint: WeightReader) -> Weights:
     """
     if not config.lora.is_on:
         return checkpoint
-    return MergedWeights(frozen_weights(config, checkpoint.manifest), read_updates(checkpoint), config.lora)
+    return MergedWeights(frozen_weights(config, checkpoint.manifest), read_updates(checkpoint), config.lora.scale)
 
 
 def read_updates(checkpoint: WeightReader) -> dict[str, Tensor]:
@@ -138,8 +140,7 @@ def read_updates(checkpoint: WeightReader) -> dict[str, Tensor]:
 
 def write_adapter(
     folder: Path,
-    model: Model,
-    lora: Lora,
+    config: Config,
     family: HubFamily,
     updates: Mapping[str, Tensor],
     base: str,
@@ -150,7 +151,7 @@ def write_adapter(
     family: of the model that they belong to. base: its folder or hub id; may be empty, because a user of the adapter
     names the model too. Raises UnmappedParameter if the family has no matrix for one of them, and OSError.
     """
-    shapes = parameter_shapes(model)
+    shapes = parameter_shapes(config.model)
     tensors = []
     for name, factor in updates.items():
         layer, letter = name.removesuffix(".weight").rsplit(".", 1)
@@ -159,11 +160,21 @@ def write_adapter(
         part = StoredPart(name, first_row=0, rows=len(factor))
         tensors.append(StoredTensor(f"{PEFT_PREFIX}{matrix}.{letter}.weight", tuple(factor.shape), False, (part,)))
     write_safetensors(folder / ADAPTER_WEIGHTS, tensors, lambda tensor: updates[tensor.parts[0].name], dtype)
-    write_json(folder / ADAPTER_CONFIG, adapter_config(lora, base))
+    write_json(folder / ADAPTER_CONFIG, adapter_config(config, base))
 
 
-def adapter_config(lora: Lora, base: str) -> dict[str, Any]:
+def card_rows(config: Config) -> list[tuple[str, str]]:
+    """Return the row of a model card about a run's low-rank updates; none without them."""
+    if not config.trained.only_updates:
+        return []
+    lora = config.lora
+    updates = f"{trained_parameter_count(config.model, config.trained):,} parameters trained"
+    return [("LoRA", f"{updates}, rank {lora.rank}, alpha {lora.alpha}, {', '.join(lora.targets)}")]
+
+
+def adapter_config(config: Config, base: str) -> dict[str, Any]:
     """Return the content of adapter_config.json."""
+    lora = config.lora
     name, _, revision = base.partition("@") if is_hub_id(base) else (base, "", "")
     return {
         "base_model_name_or_path": name,

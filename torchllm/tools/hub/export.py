@@ -13,7 +13,7 @@ from torchllm.checkpoint.weights import AVERAGED_WEIGHTS
 from torchllm.config import Config
 from torchllm.config.changes import check_frozen_weights
 from torchllm.data.tokenizer import Tokenizer, load_tokenizer
-from torchllm.tools.hub.adapter import model_weights, read_updates, write_adapter
+from torchllm.tools.hub.adapter import ADAPTER_KIND, card_rows, model_weights, read_updates, write_adapter
 from torchllm.tools.hub.by_key import MeanOfWeights, WeightReader
 from torchllm.tools.hub.config_json import family_to_export
 from torchllm.tools.hub.exported import (
@@ -47,7 +47,7 @@ class ExportedModel(NamedTuple):
 def export_model(config: Config, final: Path | str, *, ema: bool = False) -> ExportedModel:
     """Write the weights of a run as a model of transformers into the folder `final`, which must not exist.
 
-    Of a run with LoRA that is the model with the low-rank updates merged in. ema: their moving average
+    Low-rank updates are merged into their weights. ema: their moving average
     (optimizer.ema_decay) instead.
     Raises CheckpointError if there is no such checkpoint, the folder cannot be written, or the frozen weights are gone,
     DamagedCheckpoint if the files have changed since they were written, NoFamily if no family of models has this form,
@@ -91,12 +91,12 @@ def export_adapter(config: Config, final: Path | str, *, ema: bool = False) -> E
     path = Path(final)
     base = config.model.from_hf
     with new_folder(path, sum(factor.numel() for factor in updates.values()) * dtype.itemsize) as folder:
-        write_adapter(folder, config.model, config.lora, family, updates, base, dtype)
+        write_adapter(folder, config, family, updates, base, dtype)
         texts, missing_tokenizer = export_texts(config, manifest, tokenizer, folder)
         if texts is not None:
             write_generation_config(folder, texts)
         facts = facts_of_run(config, [checkpoint])._replace(
-            name=path.name, base_model=base, missing_tokenizer=missing_tokenizer, is_adapter=True
+            name=path.name, base_model=base, missing_tokenizer=missing_tokenizer, kind=ADAPTER_KIND, is_adapter=True
         )
         write_model_card(folder, facts)
     return ExportedModel(path, family.architecture, facts)
@@ -113,7 +113,8 @@ def facts_of_run(config: Config, checkpoints: Sequence[WeightReader]) -> CardFac
     newest = checkpoints[0].manifest
     return CardFacts(
         model=config.model,
-        lora=config.lora,
+        trained=config.trained,
+        updates=card_rows(config),
         dtype=config.export.dtype,
         steps=[checkpoint.manifest.step for checkpoint in checkpoints],
         tokens=tokens_seen(newest),

@@ -1,7 +1,7 @@
 """The weights that a fresh run starts from, if they are not random: of a published model, or of another run.
 
-A run that resumes from its own checkpoint reads neither, except for the weights that LoRA freezes: its checkpoints
-do not hold them.
+A run that resumes from its own checkpoint reads neither, except for frozen weights that have low-rank updates: its
+checkpoints do not hold them.
 """
 
 from collections.abc import Sequence
@@ -66,14 +66,14 @@ def load_weights_of_run(
 ) -> Manifest:
     """Load the weights of a run's newest checkpoint, or of the one that `checkpoint.resume` names; return its manifest.
 
-    With LoRA the frozen weights, which are in no checkpoint of the run, are read from where the run got them. stages:
+    Frozen weights that are in no checkpoint of the run are read from where the run got them. stages:
     have memory, in any dtype. group, prefix, and errors: see `load_weights`. Also raises CheckpointError or
     UserError if the frozen weights are not those that the checkpoint's updates belong to.
     """
-    source = load_frozen_weights(config, stages, group) if config.lora.is_on else None
+    source = load_frozen_weights(config, stages, group) if config.trained.only_updates else None
     folder, resume = config.run.folder, config.checkpoint.resume
     manifest = load_newest_weights(folder, resume, stages, group=group, cast=True, prefix=prefix)
-    if config.lora.is_on:
+    if config.trained.only_updates:
         check_frozen_weights(manifest.record, config)
     if source is not None:
         check_same_source(source.key, source.record, manifest.record.get("initial"))
@@ -81,7 +81,7 @@ def load_weights_of_run(
 
 
 class FrozenSource(NamedTuple):
-    """Where weights that LoRA freezes were read from."""
+    """Where the frozen weights were read from."""
 
     key: str
     """of the config"""
@@ -90,7 +90,7 @@ class FrozenSource(NamedTuple):
 
 
 def load_frozen_weights(config: Config, stages: Sequence[Decoder], group: Group = None) -> FrozenSource | None:
-    """Make or read the weights that LoRA freezes; return where they are from, None if they are of the run's seed.
+    """Make or read the weights below low-rank updates; return where they are from, None if they are of the run's seed.
 
     stages: have memory; their low-rank updates get the values of a fresh run. Call it on all ranks.
     """

@@ -5,15 +5,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchllm import __version__
-from torchllm.config import Lora, Model
+from torchllm.config import Model, TrainedParameters
 from torchllm.facts.flops import parameter_count, trained_parameter_count
+
+Rows = list[tuple[str, str]]
 
 
 class CardFacts(NamedTuple):
     """The facts on a model card."""
 
     model: Model
-    lora: Lora
+    trained: TrainedParameters
+    updates: Rows
+    """of the table, about low-rank updates"""
     dtype: str
     """of the written weights"""
     steps: Sequence[int]
@@ -30,6 +34,7 @@ class CardFacts(NamedTuple):
     """published model whose weights the run started from; "" if they were random"""
     missing_tokenizer: str = ""
     """why there are no tokenizer files; "" if there are"""
+    kind: str = "A language model"
     is_adapter: bool = False
     """there are the low-rank updates alone"""
 
@@ -53,8 +58,7 @@ def model_card(facts: CardFacts) -> str:
     if facts.base_model and not Path(facts.base_model).is_absolute():
         head.append(f"base_model: {facts.base_model.partition('@')[0]}")
     lines = ["---", *head, "---", "", f"# {facts.name}", ""]
-    kind = "An adapter (LoRA) of a language model" if facts.is_adapter else "A language model"
-    lines += [f"{kind} trained with [torchllm](https://pypi.org/project/torchllm) {__version__}.", ""]
+    lines += [f"{facts.kind} trained with [torchllm](https://pypi.org/project/torchllm) {__version__}.", ""]
     lines += ["| | |", "|---|---|"]
     lines += [f"| {key} | {value} |" for key, value in _rows(facts)]
     lines += ["", *(_use_of_adapter(facts) if facts.is_adapter else _use_of_model(facts)), ""]
@@ -86,14 +90,14 @@ def _use_of_adapter(facts: CardFacts) -> list[str]:
     return lines
 
 
-def _rows(facts: CardFacts) -> list[tuple[str, str]]:
+def _rows(facts: CardFacts) -> Rows:
     """Return the facts that are known, each with its name."""
     model = facts.model
     training = facts.run.get("training", {})
     optimizer = facts.run.get("optimizer", {})
     schedule = facts.run.get("schedule", {})
     parameters = f"{parameter_count(model):,}"
-    updates = f"{trained_parameter_count(model, facts.lora):,}"
+    updates = f"{trained_parameter_count(model, facts.trained):,}"
     rows = [
         ("parameters", f"{updates}, in addition to {parameters} of the model" if facts.is_adapter else parameters),
         ("sizes", f"{model.layers} blocks, hidden {model.hidden}, {model.heads} heads, {model.kv} key-value heads"),
@@ -103,11 +107,7 @@ def _rows(facts: CardFacts) -> list[tuple[str, str]]:
     ]
     if facts.base_model:
         rows.append(("started from", f"`{facts.base_model}`"))
-    if facts.lora.is_on:
-        targets = ", ".join(facts.lora.targets)
-        rows.append(
-            ("LoRA", f"{updates} parameters trained, rank {facts.lora.rank}, alpha {facts.lora.alpha}, {targets}")
-        )
+    rows += facts.updates
     if facts.tokens is not None:
         rows.append(("training tokens", f"{facts.tokens:,}"))
     if training:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from torchllm.config import Lora, Model
+from torchllm.config import Model, TrainedParameters
 from torchllm.facts.block_kinds import block_kind
-from torchllm.facts.flops import WITHOUT_LORA, matrices
+from torchllm.facts.flops import ALL_TRAINED, matrices
 from torchllm.tools.planner.compute import Kernels, Piece, added_matrices, dense_width
 from torchllm.tools.planner.experts import RoutedActivations, expert_parameters, routed_activations
 from torchllm.tools.planner.software import Software
@@ -128,13 +128,13 @@ class StoredParts(NamedTuple):
     inner: float
     """between the products of the feed-forward layer"""
     low_rank: float
-    """results of A in LoRA's updates B A x"""
+    """results of A in updates B A x"""
     added: float
     """of a fork's kind of block"""
 
 
 def stored_per_token(
-    model: Model, piece: Piece, kernels: Kernels, software: Software, lora: Lora, ulysses: bool
+    model: Model, piece: Piece, kernels: Kernels, software: Software, trained: TrainedParameters, ulysses: bool
 ) -> StoredParts:
     """Return the bytes that one block keeps, without routed experts."""
     width = Widths.of(model, piece)
@@ -149,12 +149,12 @@ def stored_per_token(
     inner = 4.0 * width.ffn
     if model.features.gated_ffn:
         inner = (6.0 if kernels.compiled else 8.0) * width.ffn
-    if not _is_trained(lora, "down_proj"):
+    if not trained.needs_input_of("down_proj"):
         inner -= 2.0 * width.ffn
-    reads_attention = _is_trained(lora, "q_proj", "k_proj", "v_proj")
-    reads_ffn = width.ffn > 0 and _is_trained(lora, "gate_proj", "up_proj")
+    reads_attention = trained.needs_input_of("q_proj", "k_proj", "v_proj")
+    reads_ffn = width.ffn > 0 and trained.needs_input_of("gate_proj", "up_proj")
     dropped = width.local * software.dropout  # a mask of a byte
-    low_rank = 2.0 * lora.rank * len(lora.targets)
+    low_rank = 2.0 * trained.rank * len(trained.targets)
     exchanged = 2.0 * width.query * ulysses
     scores = core(model, piece, kernels, software)
     return StoredParts(
@@ -189,19 +189,12 @@ def _norm_bytes(fused: bool) -> float:
     return 2.0 if fused else 8.0
 
 
-def _is_trained(lora: Lora, *layers: str) -> bool:
-    """Return whether one of these layers has a gradient, so that its input is stored."""
-    if not lora.is_on:
-        return True
-    return any(layer in lora.targets for layer in layers)
-
-
-def block_products(model: Model, piece: Piece, kernels: Kernels, lora: Lora) -> list[BlockProduct]:
+def block_products(model: Model, piece: Piece, kernels: Kernels, trained: TrainedParameters) -> list[BlockProduct]:
     """Return the products of a block in the order of their use (`facts.flops.product_sizes`).
 
     In a sparse block the results of router and routed experts are empty here (`RoutedActivations` has them): they stand
     between the first product of the shared experts and the other two. For q and k the inputs of their norms are kept,
-    for o and down the inputs of norms after them. With LoRA a layer is three products, W x, A x and B A x; kept are
+    for o and down the inputs of norms after them. An updated layer is three products, W x, A x and B A x; kept are
     A x and, of the others, the sum.
     """
     width = Widths.of(model, piece)
@@ -227,8 +220,8 @@ def block_products(model: Model, piece: Piece, kernels: Kernels, lora: Lora) -> 
         layers["down_proj"] = BlockProduct(width.hidden, keeps_sums)
     products = []
     for name, product in layers.items():
-        if lora.is_on and name in lora.targets:
-            products += [BlockProduct(product.result), BlockProduct(lora.rank, lora.rank), BlockProduct(product.result)]
+        if rank := trained.rank_of(name):
+            products += [BlockProduct(product.result), BlockProduct(rank, rank), BlockProduct(product.result)]
         else:
             products.append(product)
     return products
@@ -276,7 +269,7 @@ def block_activations(
     piece: Piece,
     kernels: Kernels,
     software: Software,
-    lora: Lora = WITHOUT_LORA,
+    trained: TrainedParameters = ALL_TRAINED,
     ulysses: bool = False,
 ) -> BlockActivations:
     """Return the activations of one block; of a sparse block if a model has experts. Cached: many layouts share it.
@@ -284,12 +277,12 @@ def block_activations(
     ulysses: whether context parallelism exchanges heads, whose results are kept.
     """
     width = Widths.of(model, piece)
-    stored = stored_per_token(model, piece, kernels, software, lora, ulysses)
+    stored = stored_per_token(model, piece, kernels, software, trained, ulysses)
     routed = routed_activations(model, piece, kernels)
     attention = attention_bytes(width, stored)
     residual = stored.norm + stored.feeds_ffn + stored.dropped
 
-    products = block_products(model, piece, kernels, lora)
+    products = block_products(model, piece, kernels, trained)
     every_second = selected_products(products[1::2])
     selected = selected_products(products)
     if software.keeps_every_other:
@@ -301,7 +294,7 @@ def block_activations(
     always_shared = of_attention + collectives.shared
 
     deferred = 0.0  # gradients of low-rank updates are computed at once
-    if not lora.is_on:
+    if not trained.only_updates:
         added = sum(shape.outputs for shape in added_matrices(model, piece.tp))
         deferred = deferred_bytes(model, width) + 2 * added
     phases = backward_phases(model, piece, kernels, stored, routed)

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from torchllm.config import Lora, Model, Optimizer, Parallel, Recompute, Training
-from torchllm.facts.flops import WITHOUT_LORA
+from torchllm.config import Model, Optimizer, Parallel, Recompute, TrainedParameters, Training
+from torchllm.facts.flops import ALL_TRAINED
 from torchllm.tools.planner import comms
 from torchllm.tools.planner.cluster import Hardware
 from torchllm.tools.planner.compute import Kernels, Piece
@@ -26,7 +26,7 @@ class Case:
     kernels: Kernels
     hardware: Hardware
     software: Software
-    lora: Lora = WITHOUT_LORA
+    trained: TrainedParameters = ALL_TRAINED
     """`software` is `frozen_weights.with_frozen_weights` of it"""
     optimizer: Optimizer = field(default_factory=Optimizer)
     """`software` is `optimizer_states.with_optimizer_states` of it"""

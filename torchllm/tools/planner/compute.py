@@ -200,7 +200,7 @@ def block_backward(
 ) -> BackwardSeconds:
     """Return the times of the gradient of a block's input and of the gradient of its weights.
 
-    Frozen weights (LoRA) have no gradient.
+    Frozen weights have no gradient.
     """
     of_inputs = of_weights = 0.0
     elements = 0

@@ -165,7 +165,7 @@ def receiving_buffers(stages: Sequence[StageSize], micro_batches: int, boundary:
 def updates_memory(rank: Rank) -> Memory:
     """Return the extra memory of low-rank updates, beyond their share of all parameters: tp cuts one factor of each."""
     blocks = sum(stage.blocks for stage in rank.stages)
-    beyond = blocks * uncut_elements(rank.model, rank.lora, rank.piece.tp)
+    beyond = blocks * uncut_elements(rank.model, rank.trained, rank.piece.tp)
     in_shards = beyond / rank.shards
     gradients = 0.0
     if rank.micro_batches > 1 and rank.parallel.pp == 1:

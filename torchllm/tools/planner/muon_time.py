@@ -112,11 +112,11 @@ def expert_exchange_seconds(case: Case, blocks: int) -> float:
 
 
 def muon_seconds(case: Case, blocks: int) -> float:
-    """Return the seconds that Muon needs for the matrices of a rank's blocks: 0 with another optimizer, or LoRA.
+    """Return the seconds that Muon needs for the matrices of a rank's blocks: 0 if they are frozen.
 
     Each round sends all parts of its matrices there and back over the ranks of FSDP, and over the ranks of tp.
     """
-    if case.optimizer.name != "muon" or case.lora.is_on or not blocks:
+    if case.optimizer.name != "muon" or case.trained.only_updates or not blocks:
         return 0.0
     parallel = case.parallel
     over_shards = case.group([SHARD, CP] if parallel.zero else [])

@@ -86,7 +86,7 @@ def first_forward(rank: Rank, last: Stage) -> Memory:
     A schedule of several stages per rank gathers whole stages ahead, each unit into a buffer; when the first stage
     computes, one unit after the other is copied out of its buffer. 1F1B and GPipe gather a unit when it is used: when
     the last one of a stage is copied out, the buffer of the one before it is still there. Compared to sums of gradients
-    that is little, but with LoRA there are none.
+    that is little, but with updates of frozen weights there are none.
 
     last: memory of the last stage of the rank.
     """

@@ -116,7 +116,7 @@ def predict(case: Case, pipeline: Pipeline = pipeline_seconds) -> Prediction:
     length = case.training.sequence_length
     tokens = case.training.global_batch_size * length
     peak = case.ranks * case.hardware.peak.bfloat16
-    model_flops = flops_per_token(case.model, length, lora=case.lora)
+    model_flops = flops_per_token(case.model, length, trained=case.trained)
     mfu = tokens * model_flops / step / peak
     hfu = tokens * hardware_flops(case) / step / peak
     fits = memory.total <= case.hardware.memory
@@ -193,7 +193,7 @@ def hardware_flops(case: Case) -> float:
     recomputed = usual_blocks * _recomputed_flops(case)
     if dense_blocks:
         recomputed += dense_blocks * _recomputed_flops(case.of_dense_blocks)
-    return flops_per_token(model, length, lora=case.lora) + recomputed
+    return flops_per_token(model, length, trained=case.trained) + recomputed
 
 
 def _recomputed_flops(case: Case) -> float:

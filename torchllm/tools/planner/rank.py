@@ -6,8 +6,8 @@ No torch.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torchllm.config import Lora, Model, Parallel, Recompute, Training
-from torchllm.facts.flops import WITHOUT_LORA, recomputes_logits
+from torchllm.config import Model, Parallel, Recompute, TrainedParameters, Training
+from torchllm.facts.flops import ALL_TRAINED, recomputes_logits
 from torchllm.tools.planner.activations import BlockActivations
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.compute import Kernels, Piece
@@ -89,12 +89,12 @@ class Rank(NamedTuple):
     """parameters of a stage of each size"""
     table: float
     """elements of the embedding, or of the head, on a tp rank"""
-    lora: Lora = WITHOUT_LORA
+    trained: TrainedParameters = ALL_TRAINED
 
     @property
     def is_frozen(self) -> bool:
         """Whether only low-rank updates are trained: the head and the embedding have no gradients."""
-        return self.lora.is_on
+        return self.trained.only_updates
 
     def block(self, stage: StageSize, position: int) -> BlockMemory:
         """Return a block of a stage. The first blocks of a model with experts are dense."""
@@ -238,7 +238,7 @@ def describe_rank(case: Case, stages: Sequence[StageSize]) -> Rank:
         stages=tuple(stages),
         of_size=of_size,
         table=model.vocab * model.hidden / (parallel.tp if software.vocab_parallel else 1),
-        lora=case.lora,
+        trained=case.trained,
     )
 
 

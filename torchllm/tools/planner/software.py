@@ -97,7 +97,7 @@ class Software:
     shards: float = 4.0
     """of `states`, a weight's shard (fsdp)"""
     trained: float = 1.0
-    """share of the parameters that are trained; less than 1: LoRA, and sizes are means over all parameters"""
+    """trained share of the parameters; less than 1: only updates are trained; sizes are means over all parameters"""
     reserve: float = 2.0e9
     """bytes per device outside the allocator: CUDA context, NCCL's buffers, libraries"""
     peaks_allocated: bool = False

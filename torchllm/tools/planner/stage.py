@@ -114,7 +114,7 @@ def computed(case: Case) -> Computed:
     software, hardware = case.software, case.hardware
     dense_forward = block_forward(model, piece, kernels, software, hardware)
     dense_gradients = block_backward(model, piece, kernels, software, hardware)
-    updates = update_seconds(model, case.lora, piece, hardware)
+    updates = update_seconds(model, case.trained, piece, hardware)
     routed = routed_forward(model, piece, kernels, software, hardware)
     routed_gradients = routed_backward(model, piece, kernels, software, hardware)
     core = attention(model, piece, kernels, software, hardware, backward=False)
@@ -415,7 +415,7 @@ def end_times(case: Case, size: StageSize, over_tp: float) -> EndTimes:
     model, piece, software, hardware = case.model, case.piece, case.software, case.hardware
     constants = software.constants
     forward = input_gradient = weight_gradient = tensor_parallel_seconds = 0.0
-    trains_ends = software.trained == 1  # LoRA freezes both ends
+    trains_ends = software.trained == 1  # not with updates of frozen weights
     trains_head = not model.freezes("embed_tokens.weight" if model.tied_embeddings else "lm_head.weight")
     if size.first:
         embedding = embedding_seconds(model, piece, software, hardware)

@@ -222,9 +222,7 @@ class LayoutSpace:
                 # experts are one number in float32: which are chosen is rounding, unless they go by their logits.
                 if layout.get("model.norm_position") == "after":
                     values = tuple(name for name in values if "model.router_bias" not in MIXTURES[name])
-            case "lora.rank" if layout.get(EXPERTS) is not None:
-                matters = False  # experts have no low-rank updates
-            case "model.rope_scaling" | "lora.rank":
+            case "model.rope_scaling":
                 matters = not FAMILIES[layout["model.family"]].learned_positions
             case "model.qkv_bias":
                 matters = not FAMILIES[layout["model.family"]].biases

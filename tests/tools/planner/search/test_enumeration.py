@@ -12,9 +12,9 @@ from itertools import product
 
 import pytest
 
-from torchllm.config import SCHEDULES, Config, Lora, Model, Optimizer, Training
+from torchllm.config import SCHEDULES, Config, Model, Optimizer, Training
 from torchllm.config.checks import problems
-from torchllm.facts.flops import WITHOUT_LORA
+from torchllm.config.schema import Lora
 from torchllm.tools.planner.cluster import Hardware, read_cluster
 from torchllm.tools.planner.predict import Prediction, predict
 from torchllm.tools.planner.search.layouts import MODES, ContextMethod, Job, Layout, divisors
@@ -57,11 +57,11 @@ def random_job(seed: int) -> Job:
             fixed[key] = draw.choice(values)
     if draw.random() < 0.7:
         fixed["recompute"] = draw.choice(MODES)
-    lora = WITHOUT_LORA
+    lora = Lora()
     if model.family == "llama" and not model.experts and draw.random() < 0.4:
         lora = Lora(rank=8)
     optimizer = Optimizer(name=draw.choice(["adamw", "adamw", "muon"]))
-    return Job(model, training, hardware, gpus, lora=lora, optimizer=optimizer, fixed=fixed)
+    return Job(model, training, hardware, gpus, trained=Config(lora=lora).trained, optimizer=optimizer, fixed=fixed)
 
 
 def random_model(draw: random.Random) -> Model:
@@ -131,7 +131,7 @@ def runs_as_another(layout: Layout, fixed: Mapping[str, object]) -> bool:
 
 def enumerate_layouts(job: Job) -> dict[Layout, Prediction]:
     """Predict every layout that the config accepts."""
-    base = Config(lora=job.lora, optimizer=job.optimizer)
+    base = Config(lora=Lora(rank=job.trained.rank), optimizer=job.optimizer)
     predictions = {}
     for layout in written_layouts(job):
         config = job.config(base, layout)
@@ -277,5 +277,5 @@ def test_the_jobs_have_what_a_search_decides_by() -> None:
     assert {layout.ep for layout in layouts} >= {1, 2, 4}
     assert {layout.recompute for layout in layouts} == set(MODES)
     assert {layout.cp_method for layout in layouts} == {"ring", "ulysses"}
-    assert {job.lora.is_on for job in jobs} == {True, False}
+    assert {job.trained.only_updates for job in jobs} == {True, False}
     assert {job.optimizer.name for job in jobs} == {"adamw", "muon"}

@@ -120,7 +120,7 @@ def case_of(config: Config, hardware: Hardware) -> Case:
     """Return a run as the planner sees it: torchllm, with the cluster's constants."""
     software = replace(STACKS["torchllm"], constants=hardware.constants)
     software = with_optimizer_states(software, config.model, config.optimizer)
-    software = with_frozen_weights(software, config.model, config.lora)
+    software = with_frozen_weights(software, config.model, config.trained)
     kernels = kernels_of(config.model, config.compile, software, hardware)
     return Case(
         config.model,
@@ -130,7 +130,7 @@ def case_of(config: Config, hardware: Hardware) -> Case:
         kernels,
         hardware,
         software,
-        config.lora,
+        config.trained,
         config.optimizer,
     )
 
@@ -154,7 +154,7 @@ def job_of(config: Config, world_size: int, written: Collection[str], hardware: 
         world_size,
         compile=config.compile,
         float8=config.float8,
-        lora=config.lora,
+        trained=config.trained,
         optimizer=config.optimizer,
         fixed=fixed,
     )

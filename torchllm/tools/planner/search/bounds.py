@@ -365,7 +365,7 @@ class Bounds:
 
     def states(self, layout: Layout, stages: Sequence[StageSize]) -> float:
         """Return the bytes of the weights and the optimizer of some stages."""
-        model, software, lora = self.job.model, self.job.software, self.job.lora
+        model, software, updates = self.job.model, self.job.software, self.job.trained
         shards = layout.dp_shard * layout.cp if layout.zero_stage else 1
         parameters = trained = 0.0
         blocks = 0
@@ -375,8 +375,8 @@ class Bounds:
             trained += of_stage * trained_share_of_stage(model, size)
             blocks += size.blocks
         states = sharded_states(software, parameters / shards, trained / shards)
-        if lora.is_on:
-            states = states.plus(updates_states(blocks * uncut_elements(model, lora, layout.tp) / shards))
+        if updates.only_updates:
+            states = states.plus(updates_states(blocks * uncut_elements(model, updates, layout.tp) / shards))
         return states.total
 
     def summed_gradients(self, layout: Layout, size: StageSize) -> float:

@@ -18,12 +18,12 @@ from torchllm.config import (
     Compile,
     Config,
     Float8,
-    Lora,
     Model,
     Optimizer,
     Parallel,
     PipelineSchedule,
     Recompute,
+    TrainedParameters,
     Training,
 )
 from torchllm.config.checks import (
@@ -34,7 +34,7 @@ from torchllm.config.checks import (
     unfit_for_float8,
 )
 from torchllm.config.schema import RecomputeMode
-from torchllm.facts.flops import WITHOUT_LORA
+from torchllm.facts.flops import ALL_TRAINED
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.cluster import Hardware
 from torchllm.tools.planner.compute import Kernels
@@ -147,7 +147,7 @@ class Job:
     """where it is "auto", the blocks are compiled if the layout allows it; None: whatever the layout allows"""
     float8: Float8 = field(default_factory=Float8)
     """rules layouts out; products are costed in bfloat16"""
-    lora: Lora = WITHOUT_LORA
+    trained: TrainedParameters = ALL_TRAINED
     optimizer: Optimizer = field(default_factory=Optimizer)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """fields of `Layout` that the run sets; all others are searched"""
@@ -159,7 +159,7 @@ class Job:
         """torchllm, with the constants of the cluster file."""
         software = replace(STACKS["torchllm"], constants=self.hardware.constants)
         software = with_optimizer_states(software, self.model, self.optimizer)
-        return with_frozen_weights(software, self.model, self.lora)
+        return with_frozen_weights(software, self.model, self.trained)
 
     def allowed(self, key: str, values: list[Any]) -> list[Any]:
         """Return the `values` that agree with `fixed`."""
@@ -204,7 +204,7 @@ class Job:
             kernels_of(self.model, self.compile_of(layout), self.software, self.hardware),
             self.hardware,
             self.software,
-            self.lora,
+            self.trained,
             self.optimizer,
             self.imbalance,
         )
