@@ -67,8 +67,9 @@ def test_a_clusters_name_from_the_drivers() -> None:
     assert cluster_with_gpu("NVIDIA H100 80GB HBM3") == "dgx_h100"
     assert cluster_with_gpu("NVIDIA H200") == "hgx_h200"
     assert cluster_with_gpu("NVIDIA B200") == "hgx_b200"
+    assert cluster_with_gpu("NVIDIA GeForce RTX 4090") == "rtx_4090"
     assert cluster_with_gpu("") == "this_cpu"
-    for gpu in ("NVIDIA H100 PCIe", "NVIDIA A100-PCIE-40GB", "NVIDIA GeForce RTX 4090"):
+    for gpu in ("NVIDIA H100 PCIe", "NVIDIA A100-PCIE-40GB", "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 3090"):
         with pytest.raises(UserError, match=f"has a {gpu}: set cluster.name"):
             cluster_with_gpu(gpu)
 

@@ -184,10 +184,10 @@ def cluster_with_gpu(gpu: str) -> str:
 def _same(gpu: str, gpu_of_file: str) -> bool:
     """Return whether a driver's "NVIDIA H100 80GB HBM3" is the file's "H100-SXM5-80GB".
 
-    They name the same chip, and the same memory if both name one. A PCIe card is another chip.
+    They name the same chip, and the same memory if both name one. PCIe cards, laptops and a "4090 D" have other chips.
     """
     words, words_of_file = _words(gpu), _words(gpu_of_file)
-    if words[0] != words_of_file[0] or {"PCIE", "NVL"} & set(words):
+    if words[0] != words_of_file[0] or {"PCIE", "NVL", "LAPTOP", "D"} & set(words):
         return False
     size, size_of_file = _memory_size(words), _memory_size(words_of_file)
     return size == size_of_file or not size or not size_of_file
@@ -195,7 +195,7 @@ def _same(gpu: str, gpu_of_file: str) -> bool:
 
 def _words(gpu: str) -> list[str]:
     """Return the words of a GPU's name: the chip first."""
-    return [word for word in re.findall(r"\w+", gpu.upper()) if word != "NVIDIA"]
+    return [word for word in re.findall(r"\w+", gpu.upper()) if word not in ("NVIDIA", "GEFORCE", "RTX")]
 
 
 def _memory_size(words: Sequence[str]) -> set[str]:
