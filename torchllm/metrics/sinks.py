@@ -220,20 +220,22 @@ class TensorBoard:
 
     LAYOUT: Mapping[str, Mapping[str, Sequence[str | Sequence[str]]]] = {
         "Does it learn?": {
-            "loss": ["Multiline", ["at_a_glance/1_loss", "at_a_glance/2_validation_loss"]],
+            "loss": ["Multiline", ["at_a_glance/1_loss"]],
+            "validation loss": ["Multiline", ["at_a_glance/2_validation_loss"]],
             "gradient norm": ["Multiline", ["update/grad_norm"]],
         },
         "Is it fast?": {
-            "utilization": ["Multiline", ["performance/mfu", "performance/hfu"]],
-            "where a step's time goes": ["Multiline", ["time_share/.*"]],
-            "seconds": ["Multiline", ["performance/step_seconds", "performance/data_seconds"]],
+            "tokens per second": ["Multiline", ["at_a_glance/3_tokens_per_second"]],
+            "MFU": ["Multiline", ["performance/mfu"]],
+            "seconds of a step": ["Multiline", ["performance/step_seconds"]],
+            "seconds that it waits for data": ["Multiline", ["performance/data_seconds"]],
         },
         "Is the machine well?": {
-            "memory": ["Multiline", ["at_a_glance/4_memory_gib"]],
-            "the GPU": ["Multiline", ["system/(busy|watts|mhz|celsius)"]],
+            "memory, GiB": ["Multiline", ["at_a_glance/4_memory_gib"]],
+            "watts of the GPU": ["Multiline", ["system/watts"]],
         },
     }
-    """the page "custom scalars", in the order in which a person asks"""
+    """the page "custom scalars", in the order in which a person asks; a chart has a curve per run, so one tag"""
 
     def __init__(self, folder: Path, start: int = 0, config: str = "") -> None:
         """config: text that the page "text" shows."""

@@ -3,6 +3,7 @@
 from functools import cache
 
 from matplotlib.colors import to_hex
+from matplotlib.container import BarContainer, ErrorbarContainer
 from matplotlib.figure import Figure
 
 from tests.tools.planner.search.test_search import LARGE, SMALL, make_job
@@ -19,7 +20,9 @@ def large_job() -> Job:
 def color_of_term(figure: Figure) -> dict[str, str]:
     """The color of each term in the bars of a picture."""
     bars = figure.axes[0]
-    return {str(bar.get_label()): to_hex(bar.patches[0].get_facecolor()) for bar in bars.containers}
+    return {
+        str(bar.get_label()): to_hex(bar[0].get_facecolor()) for bar in bars.containers if isinstance(bar, BarContainer)
+    }
 
 
 def test_a_term_has_one_color_in_all_pictures() -> None:
@@ -40,6 +43,12 @@ def test_it_has_a_title_and_says_what_each_color_and_line_means() -> None:
     for axes in (bars, cloud):
         assert axes.get_xlabel()
         assert axes.get_legend() is not None
+    (intervals,) = [drawn for drawn in bars.containers if isinstance(drawn, ErrorbarContainer)]
+    [whiskers] = intervals.lines[2]
+    best = search(large_job()).best
+    for (_, prediction), ((low, _), (high, _)) in zip(best, whiskers.get_segments(), strict=True):
+        assert low < prediction.step < high
+    assert [text.get_text() for text in cloud.texts] == [str(number) for number in range(1, len(best) + 1)]
     texts = {text.get_text() for text in cloud.get_legend().get_texts()}
     assert "memory of one GPU" in texts
     assert texts & {"fits in memory", "does not fit"}

@@ -1,4 +1,4 @@
-"""Draw a search: where the step time of the best layouts goes, and MFU over memory of all layouts. No torch."""
+"""Draw a search: step times of the best layouts by term, with intervals, and MFU over memory. No torch."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -7,6 +7,7 @@ from torchllm.config.errors import UserError
 from torchllm.tools.planner.search.explain import GIB
 from torchllm.tools.planner.search.layouts import Job
 from torchllm.tools.planner.search.search import CloudPoint, Found, Ranked
+from torchllm.tools.planner.search.validity import judge
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,6 +35,9 @@ TERMS = (
 SMALLEST = 1 / 500
 """share of the slowest step below which a term is not drawn"""
 
+ROW_MARK = {"boxstyle": "circle,pad=0.15", "facecolor": "white", "edgecolor": "black", "alpha": 0.8}
+"""how the number of a row is drawn in the cloud"""
+
 
 def plot(job: Job, outcome: Found, file: str, title: str) -> None:
     """Write the picture to `file`. UserError if matplotlib is missing."""
@@ -49,13 +53,13 @@ def draw(job: Job, outcome: Found, title: str) -> "Figure":
     figure = Figure(figsize=(16, 7), layout="constrained")
     figure.suptitle(title)
     bars, cloud = figure.subplots(1, 2, width_ratios=(3, 2))
-    _draw_terms(bars, outcome.best)
+    _draw_terms(bars, job, outcome.best)
     _draw_cloud(cloud, job, outcome)
     return figure
 
 
-def _draw_terms(axes: "Axes", best: Sequence[Ranked]) -> None:
-    """Draw one bar per layout, the fastest on top, in parts by term."""
+def _draw_terms(axes: "Axes", job: Job, best: Sequence[Ranked]) -> None:
+    """Draw one bar per layout, the fastest on top, in parts by term, and the interval of its step time."""
     from matplotlib import colormaps
 
     colors = colormaps["tab20"]
@@ -67,6 +71,11 @@ def _draw_terms(axes: "Axes", best: Sequence[Ranked]) -> None:
         if max(seconds) > SMALLEST * longest:
             axes.barh(labels, seconds, left=starts, label=name, color=colors(index))
             starts = [start + width for start, width in zip(starts, seconds, strict=True)]
+    steps = [ranked.prediction.step for ranked in best]
+    intervals = [judge(job.case(ranked.layout), ranked.prediction).seconds for ranked in best]
+    below = [step - low for step, (low, _) in zip(steps, intervals, strict=True)]
+    above = [high - step for step, (_, high) in zip(steps, intervals, strict=True)]
+    axes.errorbar(steps, labels, xerr=[below, above], fmt="none", color="black", capsize=3, label="in 9 of 10 cases")
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelsize="small")
     axes.set_title("step time of the best layouts")
@@ -87,8 +96,11 @@ def _draw_cloud(axes: "Axes", job: Job, outcome: Found) -> None:
     too_large = [point for point in outcome.cloud if not point.fits]
     _draw_points(axes, fitting, "tab:blue", "fits in memory")
     _draw_points(axes, too_large, "tab:red", "does not fit")
+    for number, (_, prediction) in enumerate(outcome.best, start=1):
+        place = (prediction.memory.total / GIB, prediction.mfu)
+        axes.annotate(str(number), place, fontsize="small", weight="bold", ha="center", va="center", bbox=ROW_MARK)
     axes.axvline(job.hardware.memory / GIB, color="gray", linestyle="--", label="memory of one GPU")
-    axes.set_title("all layouts predicted one by one")
+    axes.set_title("layouts predicted one by one; numbers: rows on the left")
     axes.set_xlabel("peak memory, GiB per GPU")
     axes.set_ylabel("MFU (upper bound)")
     axes.legend(fontsize="small")
