@@ -413,7 +413,7 @@ STAGES: tuple[FirstHourStage, ...] = (
         measure_torchtitan,
         torchtitan_problems,
         gpus=1,
-        package="torchtitan==0.2.2",
+        package="torchtitan==0.3.0",
     ),
     FirstHourStage(
         "saves", "How much time does an asynchronous save take from training?", measure_saves, save_problems

@@ -20,7 +20,7 @@ NAME is one of
     weights      whether this device makes a CPU's initial weights, to the last bit
     experts      validation loss and time of moe_debug.toml and debug.toml, whole runs with the same tokens, for
                  `benchmark.rounds` seeds (3 are enough); on one process, no config, overrides apply to all runs
-    titan        a training step against torchtitan's of the same model; needs a GPU and torchtitan 0.2.2
+    titan        a training step against torchtitan's of the same model; needs a GPU and torchtitan 0.3.0
     first_hour   the checks of a machine before a long run on it, in stages of at most 8 minutes, and a page of
                  results; on one process, which starts jobs on one GPU and on all
 

@@ -1,10 +1,11 @@
-"""benchmark titan: the training step against torchtitan's, of the same model. For torchtitan 0.2.2."""
+"""benchmark titan: the training step against torchtitan's, of the same model. For torchtitan 0.3.0."""
 
 import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,12 +25,10 @@ if TYPE_CHECKING:
 
 LLAMA = Features(norm="rms", gated_ffn=True, biases=False, learned_positions=False)
 """features of torchtitan's model"""
-RECOMPUTE = {"none": "none", "full": "full", "selective_half": "selective"}
-"""torchtitan's names of the modes that save the same, or as much"""
+RECOMPUTE = ("none", "full", "selective_half")
+"""modes of which torchtitan has one that saves the same, or as much"""
 NEVER = 1_000_000
 """steps between two lines of its log, which wait for the GPU"""
-NAME = "torchllm"
-"""of the model, in torchtitan's registry"""
 
 
 def titan(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
@@ -51,7 +50,7 @@ def obstacle(config: Config, device: torch.device) -> str:
     has_own_parts = parts != (False, "none", "before", 0, 0)
     obstacles = {
         "torchtitan needs a GPU": device.type != "cuda",
-        "torchtitan is not installed: pip install torchtitan==0.2.2": find_spec("torchtitan") is None,
+        "torchtitan is not installed: pip install torchtitan==0.3.0": find_spec("torchtitan") is None,
         'it computes in bfloat16; set training.dtype = "bfloat16"': (
             compute_dtype(config.training, device) != torch.bfloat16
         ),
@@ -73,69 +72,85 @@ def obstacle(config: Config, device: torch.device) -> str:
 
 
 def torchtitan_keys(config: Config) -> dict[str, Any]:
-    """Return the keys of torchtitan's JobConfig that make its step the one of this config."""
+    """Return the keys of torchtitan's Trainer.Config that make its step the one of this config."""
     training, parallel = config.training, config.parallel
     return {
-        "model.name": NAME,
-        "model.flavor": NAME,
         "metrics.log_freq": NEVER,
         "training.seq_len": training.sequence_length,
         "training.local_batch_size": training.micro_batch_size,
         "training.global_batch_size": training.global_batch_size,
         "training.max_norm": training.max_grad_norm,
         "compile.enable": config.compile.block is True,
-        "activation_checkpoint.mode": RECOMPUTE[config.recompute.mode],
-        "activation_checkpoint.selective_ac_option": "op",
         "parallelism.data_parallel_replicate_degree": parallel.dp_replicate,
         "parallelism.data_parallel_shard_degree": parallel.dp_shard,
         "parallelism.tensor_parallel_degree": parallel.tp,
+        "parallelism.spmd_backend": "partial_dtensor",  # its default, spmd_types, fails in torch 2.13's fully_shard
+        "debug.enable_structured_logging": False,
     }
 
 
-def torchtitan_step(config: Config, local_rank: int) -> Work:
-    """Return a step of torchtitan's own trainer, with the model of the config and random tokens."""
-    from torchtitan.config import JobConfig
+def torchtitan_model(config: Config) -> Any:
+    """Return torchtitan's Llama of the config's sizes, with FlexAttention."""
+    from torchtitan.models import llama3
+
+    model = config.model
+    rope = llama3.ComplexRoPE.Config(
+        dim=model.head_width, max_seq_len=config.training.sequence_length, theta=model.rope_theta
+    )
+    # Private, but the one function that makes blocks of any size; the version is pinned.
+    layers = llama3._build_llama3_layers(
+        n_layers=model.layers,
+        dim=model.hidden,
+        n_heads=model.heads,
+        n_kv_heads=model.kv,
+        hidden_dim=model.ffn,
+        rope=rope,
+        attn_backend="flex",
+    )
+    sizes = llama3.llama3_configs["8B"](attn_backend="flex")  # for the initial weights of its ends
+    return replace(
+        sizes,
+        dim=model.hidden,
+        vocab_size=model.vocab,
+        tok_embeddings=replace(sizes.tok_embeddings, num_embeddings=model.vocab, embedding_dim=model.hidden),
+        norm=replace(sizes.norm, normalized_shape=model.hidden),
+        lm_head=replace(sizes.lm_head, in_features=model.hidden, out_features=model.vocab),
+        layers=layers,
+    )
+
+
+def torchtitan_step(config: Config, local_rank: int, *, cuda_graphs: bool = True) -> Work:
+    """Return a step of torchtitan's own trainer, with the model of the config and random tokens.
+
+    Its CUDA graphs are on by default, as in torchtitan.
+    """
+    from torchtitan.components.loss import CrossEntropyLoss
+    from torchtitan.components.optimizer import default_adamw
     from torchtitan.distributed import ParallelDims
-    from torchtitan.models.llama3.model.args import TransformerModelArgs
-    from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
-    from torchtitan.train import Trainer
+    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+    from torchtitan.models.llama3 import model_registry
+    from torchtitan.trainer import Trainer
 
     class JoinedTrainer(Trainer):
         """torchtitan's trainer in a process that has joined its job already."""
 
         def init_distributed(self) -> ParallelDims:
-            return ParallelDims(
-                dp_replicate=config.parallel.dp_replicate,
-                dp_shard=config.parallel.dp_shard,
-                cp=1,
-                tp=config.parallel.tp,
-                pp=1,
-                ep=1,
-                etp=1,
-                world_size=config.parallel.ranks,
-            )
+            return ParallelDims.from_config(self.config.parallelism, config.parallel.ranks)
 
-    model = config.model
-    sizes = TransformerModelArgs(
-        dim=model.hidden,
-        n_layers=model.layers,
-        n_heads=model.heads,
-        n_kv_heads=model.kv,
-        vocab_size=model.vocab,
-        multiple_of=model.ffn,  # it rounds a width that follows from dim up to a multiple of this:
-        ffn_dim_multiplier=0.001,  # a small one becomes model.ffn itself
-        norm_eps=model.norm_epsilon,
-        rope_theta=model.rope_theta,
+    policies = {"none": None, "full": FullAC.Config(), "selective_half": SelectiveAC.Config()}
+    nothing = SimpleNamespace(build=lambda **_: None)  # in place of a tokenizer and a loader
+    job = Trainer.Config(
+        model_spec=replace(model_registry("8B"), model=torchtitan_model(config)),
+        tokenizer=nothing,
+        dataloader=nothing,
+        loss=CrossEntropyLoss.Config(global_vocab_size=config.model.vocab),
+        optimizer=default_adamw(lr=3e-4),  # any rate
+        activation_checkpoint=policies[config.recompute.mode],
     )
-    llama = get_train_spec("llama3")
-    own_parts = {"build_tokenizer_fn": None, "build_dataloader_fn": lambda **_: None}
-    register_train_spec(NAME, replace(llama, model_args={NAME: sizes}, **own_parts))
-    job = JobConfig()
     for key, value in torchtitan_keys(config).items():
         section, name = key.split(".")
-        if not hasattr(getattr(job, section), name):
-            raise UserError(f"benchmark titan: this torchtitan has no key {key}: pip install torchtitan==0.2.2")
         setattr(getattr(job, section), name, value)
+    job.training.disable_cuda_graphs = not cuda_graphs
     os.environ.setdefault("LOCAL_RANK", str(local_rank))
     trainer = JoinedTrainer(job)
     data = trainer.batch_generator(random_batches(config))
@@ -151,5 +166,6 @@ def random_batches(config: Config) -> Iterator[tuple[dict[str, torch.Tensor], to
     """Yield micro batches without end; like torchtitan's loader, on the host."""
     shape = (config.training.micro_batch_size, config.training.sequence_length)
     tokens = torch.randint(config.model.vocab, shape)
+    positions = torch.arange(shape[1]).expand(shape)  # one document
     while True:
-        yield {"input": tokens}, tokens
+        yield {"input": tokens, "positions": positions}, tokens

@@ -45,4 +45,3 @@ def test_torchtitan_gets_the_same_batch_and_layout() -> None:
     keys = titan.torchtitan_keys(config("--parallel.tp=2", "--parallel.dp_shard=4", "--recompute.mode=full"))
     assert keys["parallelism.tensor_parallel_degree"] == 2
     assert keys["parallelism.data_parallel_shard_degree"] == 4
-    assert keys["activation_checkpoint.mode"] == "full"
