@@ -84,6 +84,7 @@ NAMES = {
 RENAMED = {
     "models.decoder.hold_in": "models.decoder.cast_parameters",
     "recipe.apply_lora": "models.lora.apply_lora",
+    "tools.prepare.chat.plan.chat_format_of_run": "tools.prepare.chat.old_format.old_chat_format",
 }
 
 

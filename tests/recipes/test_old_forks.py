@@ -1,21 +1,23 @@
-"""The recipes of commit 8ca45ed, unchanged (tests/forks): they train the same, and apply or refuse every key."""
+"""The recipes of commit 8ca45ed, unchanged (tests/forks): they do the same, and apply or refuse every key."""
 
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from recipes import minimal
+from recipes import evaluate, generate, minimal
 from tests.recipes.test_finetune import data
 from tests.recipes.test_unapplied_keys import EVERYTHING, FEW
 from tests.recipes.warm import alone, pretrain
 from tests.tiny_run import DEBUG, SMALL, curve
 from torchllm.config import load_config
 from torchllm.config.errors import UserError
+from torchllm.recipe import load_run
 
 __all__ = ["data"]
 
 OLD = "tests.forks.8ca45ed"
+SHORT = ["--generate.tokens=8", "--generate.temperature=0.8"]
 pytestmark = pytest.mark.filterwarnings("ignore:torchllm:FutureWarning")
 
 
@@ -30,6 +32,15 @@ def test_fine_tuning_is_the_same(data: list[str], tmp_path: Path) -> None:
         assert pretrain(1, tmp_path / name, *run, recipe=f"{name}.finetune") == [""]
     assert curve(tmp_path / OLD) == curve(tmp_path / "recipes")
     assert len(curve(tmp_path / OLD)) == 4
+    config = load_run([str(tmp_path / OLD / "config.toml"), "--generate.prompt=Who?", *SHORT], one_device=True)
+    assert config.generate.chat
+    assert import_module(f"{OLD}.generate").main(config) == generate.main(config)
+
+
+def test_a_checkpoint_is_continued_and_evaluated_the_same(trained: Path) -> None:
+    config = load_run([str(trained / "config.toml"), *SHORT], one_device=True)
+    assert import_module(f"{OLD}.generate").main(config) == generate.main(config)
+    assert import_module(f"{OLD}.evaluate").main(config) == evaluate.main(config)
 
 
 def test_the_recipe_for_reading_trains_the_same(trained: Path) -> None:

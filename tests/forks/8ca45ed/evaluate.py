@@ -1,0 +1,144 @@
+"""Prints the validation loss of a checkpoint, on one device, or sharded over several ranks; or evaluates it on tasks.
+
+    python recipes/evaluate.py RUN_FOLDER/config.toml [--evaluate.sequences=1000] [--checkpoint.resume=STEP_FOLDER]
+    python -m torchllm.runtime.launch --nproc-per-node=8 recipes/evaluate.py RUN_FOLDER/config.toml \\
+        --parallel.dp_shard=8
+
+    python recipes/evaluate.py RUN_FOLDER/config.toml --evaluate.tasks=arc_easy,FOLDER
+
+With `evaluate.tasks` the model is exported into a temporary folder, and lm-evaluation-harness (extra lm-eval) evaluates
+it in `export.dtype` on one device; values go to RUN_FOLDER/evaluations and to TensorBoard.
+
+The newest checkpoint of the run folder that verifies is used, unless another is named; with --evaluate.ema=true the
+moving average of the weights in it. On several ranks [parallel] is
+what it is for training, and may be another layout than the one that wrote the checkpoint.
+"""
+
+import os
+import sys
+
+from torchllm.config import Config, Float8
+from torchllm.preflight import inspect_evaluation
+from torchllm.start import load_run
+
+if __name__ == "__main__":
+    ALONE = int(os.environ.get("WORLD_SIZE", 1)) == 1
+    CONFIG = load_run(sys.argv[1:], one_device=ALONE, inspect=inspect_evaluation)
+
+import logging
+import math
+import tempfile
+from pathlib import Path
+
+import torch
+
+from torchllm.checkpoint.export import export_model
+from torchllm.checkpoint.initial import load_weights_of_run
+from torchllm.checkpoint.state import WEIGHTS
+from torchllm.checkpoint.weights import AVERAGED_WEIGHTS
+from torchllm.data.loader import DataRanks, build_loader
+from torchllm.metrics.tasks import run_tasks, values_of, write_task_results
+from torchllm.models.decoder import build_model, hold_in
+from torchllm.models.lora import apply_lora
+from torchllm.parallel.context import sequence_pieces
+from torchllm.parallel.initialize import materialize
+from torchllm.parallel.mesh import build_mesh
+from torchllm.parallel.parallelize import parallelize
+from torchllm.parallel.pipeline import OneStage, build_forward_backward
+from torchllm.runtime.error_report import report_errors
+from torchllm.runtime.process import choose_device, compute_dtype, start_runtime
+from torchllm.runtime.signs_of_life import signs_of_life
+from torchllm.train.evaluate import evaluate
+
+log = logging.getLogger("torchllm")
+
+
+def main(config: Config) -> float:
+    """Print and return the mean loss over the held-out sequences, in nats per target token."""
+    report_errors()
+    device = choose_device(config.run.device, local_rank=0)
+    with torch.device("meta"):
+        model = build_model(config.model)
+    dtype = compute_dtype(config.training, device)
+    apply_lora(model, config.lora, dtype)
+    hold_in(model, dtype)
+    materialize([model], device)
+    prefix = AVERAGED_WEIGHTS if config.evaluate.ema else WEIGHTS
+    manifest = load_weights_of_run(config, [model], prefix=prefix)
+    data = build_loader(config.data, config.training, config.model, config.run.seed, DataRanks(), config.finetune)
+    log_evaluation(manifest.step, data.validation_sequences(config.evaluate.sequences))
+    held_out = data.validation_batches(config.evaluate.sequences, device)
+    loss = evaluate(OneStage([model], config.parallel), held_out, device)
+    print_loss(manifest.step, loss)
+    return loss
+
+
+def evaluate_sharded(config: Config) -> float:
+    """Do the same on all ranks together, each with its part of the weights and of the sequences."""
+    runtime = start_runtime(config.run, [config], reads_only=True)
+    device = runtime.device
+    dtype = compute_dtype(config.training, device)
+    mesh = build_mesh(config.parallel, device)
+    with torch.device("meta"):
+        model = build_model(config.model, config.training.loss_chunk)
+    apply_lora(model, config.lora, dtype)
+    hold_in(model, dtype)
+    length = config.training.sequence_length
+    stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, Float8(), dtype, length)
+    materialize(stages, device)
+    prefix = AVERAGED_WEIGHTS if config.evaluate.ema else WEIGHTS
+    manifest = load_weights_of_run(config, stages, group=runtime.host_group, prefix=prefix)
+    ranks = DataRanks(
+        mesh.data_rank,
+        mesh.data_size,
+        prepares=runtime.local_rank == 0,
+        gather_texts=runtime.gather_texts,
+        preparing_rank=runtime.first_rank_on_node,
+        pieces=sequence_pieces(mesh),
+    )
+    data = build_loader(config.data, config.training, config.model, config.run.seed, ranks, config.finetune)
+    log_evaluation(manifest.step, data.validation_sequences(config.evaluate.sequences))
+    held_out = data.validation_batches(config.evaluate.sequences, device)
+    forward_backward = build_forward_backward(stages, mesh, config.parallel, config.training, dtype)
+    loss = evaluate(forward_backward, held_out, device, mesh)
+    if runtime.is_main:
+        print_loss(manifest.step, loss)
+    runtime.close()
+    return loss
+
+
+def evaluate_tasks(config: Config) -> Path:
+    """Print what the model gives on `evaluate.tasks`, and return the file with the results."""
+    report_errors()
+    device = choose_device(config.run.device, local_rank=0)
+    run_folder = Path(config.run.folder)
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=run_folder) as temporary:
+        exported = export_model(config, Path(temporary) / "model", ema=config.evaluate.ema)
+        (step, *_) = exported.facts.steps
+        log.info("step %d: evaluating on %s", step, ", ".join(config.evaluate.tasks))
+        batch_size = config.training.micro_batch_size
+        results = run_tasks(exported.folder, config.evaluate.tasks, device, config.export.dtype, batch_size)
+    path = write_task_results(run_folder, step, results)
+    for value in values_of(results):
+        print(f"step {step}  {value.task}  {value.metric} {value.value:.4f}")
+    return path
+
+
+def log_evaluation(step: int, sequences: int) -> None:
+    """Log what is about to be evaluated."""
+    log.info("step %d: evaluating %d held-out sequences", step, sequences)
+
+
+def print_loss(step: int, loss: float) -> None:
+    """Print the loss and its perplexity."""
+    print(f"step {step}  validation loss {loss:.4f} nats/token  perplexity {math.exp(loss):.3f}")
+
+
+if __name__ == "__main__":
+    with signs_of_life("evaluate"):
+        if CONFIG.evaluate.tasks:
+            evaluate_tasks(CONFIG)
+        elif ALONE:
+            main(CONFIG)
+        else:
+            evaluate_sharded(CONFIG)
