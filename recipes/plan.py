@@ -39,11 +39,11 @@ from shlex import quote
 from typing import Any, NamedTuple, get_args
 
 from torchllm.config import Config, Training
-from torchllm.config.checks import conflicts, resolve_degrees
 from torchllm.config.errors import UserError
 from torchllm.config.read import ConfigError, read_table
 from torchllm.config.toml import read_files, toml_value
 from torchllm.resources import find_config, name_base, resource
+from torchllm.tools.config.checks import conflicts, resolve_degrees
 from torchllm.tools.planner.cluster import Hardware, read_cluster, unknown_cluster
 from torchllm.tools.planner.experts import IMBALANCE
 from torchllm.tools.planner.search.advice import Advice, advice_lines, advise, pick

@@ -36,6 +36,7 @@ CORE = [
 ]
 """What a fork reads and may change. Each room (a folder or a file of torchllm) imports only itself and rooms above."""
 TOOLS = [
+    "tools.config",
     "tools.planner",
     "tools.launch",
     "tools.prepare",
@@ -57,6 +58,7 @@ TORCH_FREE = {
     "git_lfs",
     "config",
     "facts",
+    "tools.config",
     "tools.planner",
     "tools.front",
     "tools.bug_report",
@@ -381,13 +383,13 @@ def test_seams_are_exchanged_by_the_files_that_are_listed() -> None:
 def test_what_a_reader_has_to_read_does_not_grow() -> None:
     """Lower a limit with the size; raise one only with a reason."""
     minimal, pretrain = (size_of(imported_files(ROOT / "recipes" / name)) for name in ("minimal.py", "pretrain.py"))
-    assert minimal.files <= 60
+    assert minimal.files <= 62
     assert minimal.lines <= 8_300
-    assert pretrain.files <= 126
+    assert pretrain.files <= 127
     assert pretrain.lines <= 16_290
     # with data/iterable.py, {facts,models}/frozen.py, facts/block_kinds.py, parallel/added_parameters.py and
     # config/foreign.py, which no recipe here imports, and checkpoint/read_plan.py, which loads import: bytes read once
-    assert size_of(core_files()).lines <= 20_610
+    assert size_of(core_files()).lines <= 18_820
     assert 5_000 < size_of(spine_files()).lines <= 6_500
 
 

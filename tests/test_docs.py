@@ -20,8 +20,9 @@ from tests.launched import clean
 from tests.recipes.warm import rank_of_torchrun
 from tests.tiny_run import SMALL, free_port, metrics, process_as_it_was
 from torchllm.checkpoint.weights import load_weights
-from torchllm.config import Config, load_config
+from torchllm.config import Config
 from torchllm.models.decoder import build_model
+from torchllm.tools.config.load import load_config
 from torchllm.tools.front.resolve import load_run
 from torchllm.tools.front.start import load_configs
 from torchllm.tools.proof.axes import TECHNIQUES

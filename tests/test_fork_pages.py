@@ -15,7 +15,7 @@ from tests import workers
 from tests.test_docs import ROOT, code_of_section, train_on_rank, weights_of
 from tests.tiny_run import SMALL, free_port
 from tests.tools.planner.test_model_files import MIDDLE, planned_bytes, traced_bytes
-from torchllm.config import Config, Model, load_config
+from torchllm.config import Config, Model
 from torchllm.config.errors import UserError
 from torchllm.facts.block_kinds import _KINDS, AddedParameter, BlockKind, register_block
 from torchllm.facts.flops import block_flops, flops_per_token, parameter_count
@@ -24,6 +24,7 @@ from torchllm.models.attention import CORES
 from torchllm.models.decoder import build_model
 from torchllm.parallel.added_parameters import AddedParameters
 from torchllm.parallel.context import apply_context_parallel
+from torchllm.tools.config.load import load_config
 from torchllm.tools.dry_run.repeats import find_repeats
 from torchllm.tools.hub.config_json import NoFamily, family_to_export
 from torchllm.tools.planner.parameters import StageSize, stage_parameters

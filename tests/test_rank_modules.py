@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from torchllm.config.handed import HANDED, hand_over
-from torchllm.config.load import load_config
+from torchllm.tools.config.handed import HANDED, hand_over
+from torchllm.tools.config.load import load_config
 
 pytestmark = pytest.mark.quick
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchllm.config import load_config
+from torchllm.tools.config.load import load_config
 from torchllm.tools.planner.cluster import read_cluster
 from torchllm.tools.planner.evidence.calibrate import calibrate_file
 from torchllm.tools.planner.evidence.measurements import read_rows

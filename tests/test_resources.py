@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_run import ROOT
-from torchllm.config import load_config
 from torchllm.resources import find_base, find_config, name_base, resource
+from torchllm.tools.config.load import load_config
 from torchllm.tools.planner.cluster import read_cluster
 from torchllm.tools.planner.evidence.calibrate import calibrate_file
 

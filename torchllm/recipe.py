@@ -15,7 +15,7 @@ HOMES = {
     "refuse_unapplied": "torchllm.config.applied_keys",
     "log_config_changes": "torchllm.config.changes",
     "UserError": "torchllm.config.errors",
-    "load_config": "torchllm.config.load",
+    "load_config": "torchllm.tools.config.load",
     "Config": "torchllm.config.schema",
     "write_config": "torchllm.config.write",
     "IterableLoader": "torchllm.data.iterable",
@@ -75,7 +75,6 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from torchllm.config.applied_keys import refuse_unapplied as refuse_unapplied
     from torchllm.config.changes import log_config_changes as log_config_changes
     from torchllm.config.errors import UserError as UserError
-    from torchllm.config.load import load_config as load_config
     from torchllm.config.schema import Config as Config
     from torchllm.config.write import write_config as write_config
     from torchllm.data.iterable import IterableLoader as IterableLoader
@@ -112,6 +111,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from torchllm.runtime.error_report import report_errors as report_errors
     from torchllm.runtime.process import Runtime as Runtime
     from torchllm.tools.adapt.supervise import supervise as supervise
+    from torchllm.tools.config.load import load_config as load_config
     from torchllm.tools.dry_run.run import dry_run as dry_run
     from torchllm.tools.front.resolve import load_run as load_run
     from torchllm.tools.front.start import load_configs as load_configs

@@ -20,8 +20,8 @@ from torchllm.checkpoint.index import Index, Integers, Region, parse_index
 from torchllm.checkpoint.plan import InventoryEntry, JobParts, make_index, region_numbers
 from torchllm.checkpoint.read_plan import PieceRead, ReadPlan, plan_reads
 from torchllm.checkpoint.tensors import BYTES_AT_A_TIME
-from torchllm.config import load_config
 from torchllm.models.decoder import build_model
+from torchllm.tools.config.load import load_config
 
 MODEL = "train_configs/models/llama3_70b.toml"
 

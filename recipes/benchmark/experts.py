@@ -21,11 +21,11 @@ from sweep.job import run_job
 from torchllm.checkpoint.manifest import read_manifest, step_folders
 from torchllm.config import Config
 from torchllm.config.errors import UserError
-from torchllm.config.load import load_config
 from torchllm.data.loader import DataRanks, build_loader
 from torchllm.facts.flops import active_parameter_count, parameter_count
 from torchllm.resources import resource
 from torchllm.runtime.process import Runtime
+from torchllm.tools.config.load import load_config
 
 from .tools import TableRow, Tables, ratio_row, scratch, take_turns
 

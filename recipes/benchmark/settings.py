@@ -37,9 +37,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from torchllm.config import Config, Count, FilePath, Natural, Positive, Run
-from torchllm.config.arguments import parse_arguments
-from torchllm.config.help import print_help
 from torchllm.resources import resource
+from torchllm.tools.config.arguments import parse_arguments
+from torchllm.tools.config.help import print_help
 from torchllm.tools.front.start import load_configs
 
 EXPERTS = "experts"

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from torchllm.config import Config
 from torchllm.config.errors import UserError
-from torchllm.config.inert import contradictions, idle_keys
 from torchllm.resources import resource
+from torchllm.tools.config.inert import contradictions, idle_keys
 from torchllm.tools.front.start import load_configs
 from torchllm.tools.launch.compiler import first_gpu
 from torchllm.tools.planner.evidence.cells import COLUMNS as MEASURED_COLUMNS

@@ -15,9 +15,9 @@ from tests.recipes.warm import pretrain
 from tests.tiny_run import ROOT, curve, tensor_digests
 from torchllm.checkpoint.manifest import CheckpointError
 from torchllm.checkpoint.verify import newest_verified
-from torchllm.config import load_config
 from torchllm.data.corpus import Corpus
 from torchllm.data.error import DataError
+from torchllm.tools.config.load import load_config
 
 FIXTURE = ROOT / "tests" / "fixtures" / "commit_8ca45ed"
 RUNS = ["llama", "gpt"]

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from torchllm.config import Config, Source, applied, load_config, refuse_unapplied
+from torchllm.config import Config, Source, applied, refuse_unapplied
 from torchllm.config.applied_keys import (
     RULES,
     needs_state,
@@ -18,6 +18,7 @@ from torchllm.config.applied_keys import (
 )
 from torchllm.config.errors import UserError
 from torchllm.config.read import field_types, plain_type
+from torchllm.tools.config.load import load_config
 
 pytestmark = pytest.mark.quick
 

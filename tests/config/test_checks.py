@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from torchllm.config import Config, Data, Metrics, Source
-from torchllm.config.checks import problems
+from torchllm.tools.config.checks import problems
 
 pytestmark = pytest.mark.quick
 SECRET_NAMES = [

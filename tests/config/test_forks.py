@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from tests.config.conftest import refusal
-from torchllm.config import Bound, Config, Training, load_config, write_config
+from torchllm.config import Bound, Config, Training, write_config
 from torchllm.config.paths import absolute_paths
+from torchllm.tools.config.load import load_config
 
 pytestmark = pytest.mark.quick
 

@@ -11,7 +11,7 @@ from tests.tiny_run import ROOT
 from torchllm.config import Config, Source
 from torchllm.config.applied_keys import refuse_unapplied
 from torchllm.config.errors import UserError
-from torchllm.config.handed import HANDED, hand_over, handed_configs
+from torchllm.tools.config.handed import HANDED, hand_over, handed_configs
 from torchllm.tools.front.start import load_configs
 
 pytestmark = pytest.mark.quick

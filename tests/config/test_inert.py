@@ -8,19 +8,19 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from tests.config.conftest import refusal
-from torchllm.config import Config, Parallel, Source, load_config, write_config
-from torchllm.config.inert import (
+from torchllm.config import Config, Parallel, Source, write_config
+from torchllm.config.paths import absolute_paths
+from torchllm.config.toml import toml_value
+from torchllm.config.write import dump_toml
+from torchllm.tools.config.inert import (
     CONTRADICTIONS,
     IDLE,
     SOURCE_KINDS,
     contradictions,
     idle_keys,
 )
-from torchllm.config.load import read_draft
-from torchllm.config.paths import absolute_paths
-from torchllm.config.refuse import finish
-from torchllm.config.toml import toml_value
-from torchllm.config.write import dump_toml
+from torchllm.tools.config.load import load_config, read_draft
+from torchllm.tools.config.refuse import finish
 from torchllm.tools.proof.shrink import without_contradictions
 
 pytestmark = pytest.mark.quick

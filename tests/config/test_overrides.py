@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.config.conftest import refusal
-from torchllm.config import Config, Parallel, Source, load_config
+from torchllm.config import Config, Parallel, Source
 from torchllm.config.read import ConfigError, read_table
+from torchllm.tools.config.load import load_config
 
 pytestmark = pytest.mark.quick
 

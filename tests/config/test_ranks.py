@@ -9,7 +9,9 @@ from unittest.mock import Mock
 import pytest
 
 from tests.config.conftest import refusal
-from torchllm.config import Parallel, load_config, refuse
+from torchllm.config import Parallel
+from torchllm.tools.config import refuse
+from torchllm.tools.config.load import load_config
 
 pytestmark = pytest.mark.quick
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.config.conftest import refusal
-from torchllm.config import load_config
+from torchllm.tools.config.load import load_config
 
 pytestmark = pytest.mark.quick
 

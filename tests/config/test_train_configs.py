@@ -13,9 +13,10 @@ import pyarrow.parquet
 import pytest
 
 from tests.runtime.test_run_train import clean
-from torchllm.config import Config, load_config, write_config
+from torchllm.config import Config, write_config
 from torchllm.config.paths import absolute_paths
 from torchllm.facts.flops import parameter_count
+from torchllm.tools.config.load import load_config
 from torchllm.tools.dry_run.run import examine
 from torchllm.tools.planner.cluster import read_cluster
 from torchllm.tools.planner.predict import predict

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from torchllm.config import Config, MixtureStage, Parallel, Source, load_config, write_config
+from torchllm.config import Config, MixtureStage, Parallel, Source, write_config
 from torchllm.config.paths import absolute_paths
 from torchllm.config.write import dump_toml
+from torchllm.tools.config.load import load_config
 
 pytestmark = pytest.mark.quick
 

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from torchllm.config import SCHEDULES, Model, Parallel, PipelineSchedule, load_config
+from torchllm.config import SCHEDULES, Model, Parallel, PipelineSchedule
 from torchllm.facts.flops import block_flops, forward_flops_per_token
 from torchllm.facts.stages import balanced_split, end_costs, stage_costs, stage_of_rank
+from torchllm.tools.config.load import load_config
 from torchllm.tools.planner.schedules import orders
 from torchllm.tools.planner.simulate import StageTimes, simulate
 

@@ -173,7 +173,7 @@ def test_nothing_outlives_a_killed_process(
 
 STUCK = """
 import signal, sys, time
-from torchllm.config import load_config
+from torchllm.tools.config.load import load_config
 load_config(sys.argv[1:])
 from torchllm.runtime.parent import end_with_parent
 end_with_parent()

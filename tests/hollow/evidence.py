@@ -9,7 +9,7 @@ import csv
 from pathlib import Path
 
 from tests.hollow.memory import TABLE, Choice
-from torchllm.config import load_config
+from torchllm.tools.config.load import load_config
 from torchllm.tools.planner.evidence.rows import measurement_of
 
 PEAKS = Path(__file__).parent / "evidence" / "peaks.csv"

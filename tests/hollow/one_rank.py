@@ -23,13 +23,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.hollow import counts
-from torchllm.config import Config, load_config
+from torchllm.config import Config
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.expert import ExchangeDispatch, Splits, even_splits, read_splits, routed_experts
 from torchllm.parallel.mesh import build_mesh
 from torchllm.parallel.pipeline import Pipeline
 from torchllm.runtime.torch_pipeline import skip_pipeline_vote
 from torchllm.tools.adapt.trial import build_trial, synthetic_batches
+from torchllm.tools.config.load import load_config
 
 STEPS = 3
 """to take; the last one counts: the first compiles, and allocates what stays"""

@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 from recipes.benchmark.titan import torchtitan_step
 from tests.hollow.one_rank import join_absent_ranks, prepare, report
-from torchllm.config import load_config
+from torchllm.tools.config.load import load_config
 
 
 def main(arguments: list[str]) -> None:

@@ -24,11 +24,11 @@ from tests.parity import (
 )
 from tests.workers import run
 from torchllm.config import Config
-from torchllm.config.checks import problems
 from torchllm.models.experts import ExpertRows, Router, Routing, SharedExperts
 from torchllm.parallel import expert
 from torchllm.parallel.expert import ExchangeDispatch, even_splits, routed_experts
 from torchllm.parallel.parallelize import build_forward_backward
+from torchllm.tools.config.checks import problems
 from torchllm.tools.proof.compare import GRADIENT_ERROR
 from torchllm.tools.proof.layouts import describe_layout
 from torchllm.tools.proof.record import Trained

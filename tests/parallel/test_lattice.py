@@ -41,11 +41,11 @@ from tests.lattice_report import BEGIN, END, PAGE, RESULTS, features, markdown_t
 from tests.parity import CPU, Settings, check, check_bfloat16, reference, step_batch, tiny
 from tests.workers import run
 from torchllm.config import Config
-from torchllm.config.checks import problems
 from torchllm.models.decoder import build_model
 from torchllm.models.head import IGNORED
 from torchllm.parallel.initialize import initialize
 from torchllm.runtime.torch_compat import local_region
+from torchllm.tools.config.checks import problems
 from torchllm.tools.proof.compare import gradient_errors, root_mean_square
 from torchllm.tools.proof.layouts import AXES, MICRO_BATCH, LayoutSpace, describe_layout
 

@@ -8,7 +8,7 @@ from tests import workers
 from tests.recipes.warm import alone, pretrain, rank_of_torchrun
 from tests.tiny_run import free_port, metrics
 from torchllm.checkpoint.manifest import CheckpointError
-from torchllm.config import load_config
+from torchllm.tools.config.load import load_config
 
 LARGE = ["--training.micro_batch_size=8"]
 """fewer micro batches: ranks that share layers send many small messages for each"""

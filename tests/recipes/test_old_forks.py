@@ -10,9 +10,9 @@ from tests.recipes.test_finetune import data
 from tests.recipes.test_unapplied_keys import EVERYTHING, FEW
 from tests.recipes.warm import alone, pretrain
 from tests.tiny_run import DEBUG, SMALL, curve
-from torchllm.config import load_config
 from torchllm.config.errors import UserError
 from torchllm.recipe import load_run
+from torchllm.tools.config.load import load_config
 
 __all__ = ["data"]
 

@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 
 from recipes.plan import main, read_hardware
-from torchllm.config import load_config
 from torchllm.config.errors import UserError
+from torchllm.tools.config.load import load_config
 from torchllm.tools.planner.search import plot
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,8 @@ import torch
 
 from recipes.benchmark import titan
 from tests.tiny_run import DEBUG
-from torchllm.config import Config, load_config
+from torchllm.config import Config
+from torchllm.tools.config.load import load_config
 
 GPU = torch.device("cuda", 0)
 

@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from tests import workers
 from tests.tiny_run import DEBUG, ROOT, SMALL, free_port, process_as_it_was
-from torchllm.config import Config, load_config
+from torchllm.config import Config
 from torchllm.config.errors import UserError
+from torchllm.tools.config.load import load_config
 from torchllm.tools.front.start import load_configs
 
 Change = Callable[[Any, int], None]

@@ -20,8 +20,8 @@ import pytest
 
 from tests.launched import PATIENCE, SCRIPT, Started, clean
 from tests.tiny_run import DEBUG, ROOT, SMALL, STEPS, curve, metrics, tensor_files
-from torchllm.config import load_config
 from torchllm.runtime.host_limits import usable_cores
+from torchllm.tools.config.load import load_config
 from torchllm.tools.launch.lease import DONE
 
 QUICK = ["--metrics.tensorboard=false", "--generate.after_training=false", "--data.workers=0"]

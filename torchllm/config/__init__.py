@@ -1,6 +1,6 @@
-"""The config of a run: `Config` and its sections, `load_config` to read one, `write_config` to save one. No torch.
+"""The config of a run: `Config` and its sections, `write_config` to save one. No torch.
 
-A recipe whose layout the planner may choose reads its config with `torchllm.tools.front.start.load_configs`.
+`torchllm.tools.config` reads and checks one.
 """
 
 from importlib import import_module
@@ -78,7 +78,6 @@ __all__ = [
     "Training",
     "applied",
     "gradient_accumulation",
-    "load_config",
     "log_config_changes",
     "refuse_unapplied",
     "write_config",
@@ -86,10 +85,9 @@ __all__ = [
 
 if TYPE_CHECKING:
     from torchllm.config.changes import log_config_changes
-    from torchllm.config.load import load_config
     from torchllm.config.write import write_config
 
-LATER = {"load_config": "load", "log_config_changes": "changes", "write_config": "write"}
+LATER = {"log_config_changes": "changes", "write_config": "write"}
 """name -> its module, which is imported when the name is used: ranks that read a checked config import no reader"""
 
 

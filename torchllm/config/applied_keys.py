@@ -250,7 +250,7 @@ def _values(config: Config) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _located(key: str, config: Config) -> str:
-    """Return a key after its origin, as in `config.load`; the key alone if its value is not the loaded one."""
+    """Return a key after its origin, as in an error; the key alone if its value is not the loaded one."""
     section, name = key.split(".")
     is_loaded = getattr(getattr(config, section), name) == getattr(getattr(_loaded.config, section), name)
     origin = _loaded.origins.get(key, "") if is_loaded else ""

@@ -10,8 +10,9 @@ import torch
 
 from tests.parity import Settings, tiny
 from tests.tools.dry_run import apart
-from torchllm.config import Config, gradient_accumulation, load_config
+from torchllm.config import Config, gradient_accumulation
 from torchllm.models.decoder import build_model
+from torchllm.tools.config.load import load_config
 from torchllm.tools.dry_run import trace as module
 from torchllm.tools.dry_run.memory import Span
 from torchllm.tools.dry_run.repeats import (

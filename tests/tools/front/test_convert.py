@@ -8,9 +8,9 @@ import pytest
 
 from torchllm.config.errors import UserError
 from torchllm.config.foreign import foreign_hint, foreign_keys
-from torchllm.config.load import load_config
 from torchllm.config.read import ConfigError, read_table
 from torchllm.config.schema import Config
+from torchllm.tools.config.load import load_config
 from torchllm.tools.front.convert import COMPUTED, DEFAULTS, converted_config
 
 TORCHTITAN = """

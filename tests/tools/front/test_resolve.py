@@ -13,7 +13,7 @@ import pytest
 from tests.config.conftest import RANK_VARIABLES, enter_empty_folder, refusal
 from tests.tiny_run import DEBUG, ROOT
 from torchllm.config import Config
-from torchllm.config.checks import obstacle_to_compiled_blocks
+from torchllm.tools.config.checks import obstacle_to_compiled_blocks
 from torchllm.tools.front import resolve
 from torchllm.tools.front.preflight import Inspection
 from torchllm.tools.front.resolve import TUNED

@@ -19,7 +19,6 @@ from tests.parity import CPU, build, tiny, world_size
 from tests.tools.hub.published import CONFIGS, save_published
 from tests.workers import run
 from torchllm.config import Config
-from torchllm.config.checks import problems
 from torchllm.data.batch import Batch
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.optim.optimizer import build_optimizer
@@ -27,6 +26,7 @@ from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.initialize import initialize
 from torchllm.parallel.mesh import Mesh
 from torchllm.parallel.parallelize import build_forward_backward
+from torchllm.tools.config.checks import problems
 from torchllm.tools.hub import hf_reader
 from torchllm.tools.hub.files import find_hub_files, read_hub_config
 from torchllm.tools.hub.hf_reader import read_hub_weights

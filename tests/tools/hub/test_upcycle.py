@@ -14,10 +14,10 @@ from tests.tools.hub.test_import import Arrays, config_of, error_of_logits
 from tests.workers import run
 from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.config import Checkpoint, Config
-from torchllm.config.checks import problems
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.parallel.initialize import initialize
+from torchllm.tools.config.checks import problems
 from torchllm.tools.hub.initial import initial_weights
 from torchllm.tools.proof.gather import gather_whole
 from torchllm.tools.proof.layouts import Settings, describe_layout, with_settings

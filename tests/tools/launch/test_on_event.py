@@ -11,7 +11,7 @@ import pytest
 from tests.patience import patience
 from tests.tiny_run import ROOT
 from torchllm.config import Config, Run
-from torchllm.config.checks import value_problems
+from torchllm.tools.config.checks import value_problems
 from torchllm.tools.launch import on_event
 from torchllm.tools.launch.on_event import OUTPUT, call_at_end, call_on_event
 

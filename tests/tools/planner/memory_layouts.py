@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from tests.tools.dry_run import preload
 from torchllm import config as c
-from torchllm.config.checks import problems
+from torchllm.tools.config.checks import problems
 from torchllm.tools.dry_run.run import examine
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.cluster import Hardware, read_cluster

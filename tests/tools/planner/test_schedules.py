@@ -12,8 +12,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchllm.config import SCHEDULES, Config, Parallel, PipelineSchedule, Training
 from torchllm.config import Model as ModelConfig
-from torchllm.config.checks import problems
 from torchllm.facts.stages import stage_of_rank
+from torchllm.tools.config.checks import problems
 from torchllm.tools.planner.schedules import Action, Entry, flat, orders
 
 RANKS = (2, 4, 8)

@@ -20,8 +20,8 @@ import pytest
 from tests.patience import patience
 from tests.tiny_run import DEBUG, ROOT, SMALL, metrics
 from torchllm.config import Config, Data, Metrics, Run, Source, write_config
-from torchllm.config.checks import problems
 from torchllm.metrics.sinks import JsonLines, Record
+from torchllm.tools.config.checks import problems
 from torchllm.tools.front.preflight import inspect_training
 from torchllm.tools.watch import trackers
 from torchllm.tools.watch.send_records import Sender

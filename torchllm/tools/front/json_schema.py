@@ -11,9 +11,9 @@ import math
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin
 
-from torchllm.config.help import field_docs
 from torchllm.config.read import field_types, plain_type
 from torchllm.config.schema import Bound, Config
+from torchllm.tools.config.help import field_docs
 
 JsonSchema = dict[str, Any]
 NAMES = {bool: "boolean", int: "integer", float: "number", str: "string"}

@@ -6,7 +6,7 @@
 
 `model.from_hf` gives a run the sizes and the weights of a published model. `parallel.layout = "auto"` leaves the layout
 to the planner, for the machine that starts the run; with "tune" the run measures the planner's best few. A
-recipe that needs none of these, nor a look at the files, calls `config.load_config`.
+recipe that needs none of these, nor a look at the files, calls `tools.config.load.load_config`.
 """
 
 import os
@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from torchllm.checkpoint.manifest import CheckpointError, read_manifest, step_folders
 from torchllm.config import Config
-from torchllm.config.checks import Obstacle, obstacle_to_compiled_blocks
-from torchllm.config.draft import Draft
 from torchllm.config.errors import UserError
-from torchllm.config.load import read_draft
-from torchllm.config.refuse import finish
+from torchllm.tools.config.checks import Obstacle, obstacle_to_compiled_blocks
+from torchllm.tools.config.draft import Draft
+from torchllm.tools.config.load import read_draft
+from torchllm.tools.config.refuse import finish
 from torchllm.tools.launch.compiler import AMD_DRIVER, count_gpus, lack_of_gpu_compiler
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def load_run(
 
     A forked recipe may have written it: its own keys are printed and not used. Before torch is imported it is checked
     that the run has a checkpoint, and that the tokenizer is there, or what `inspect` looks at. The rest is as in
-    `torchllm.config.load_config`.
+    `tools.config.load.load_config`.
     """
     draft = read_draft(arguments, Config, one_device=one_device, uses_weights=True)
     find_block_of(draft)
@@ -105,7 +105,7 @@ def load_sizes(arguments: Sequence[str], schema: type[C]) -> C: ...
 def load_sizes(arguments: Sequence[str], schema: type[Any] = Config) -> Any:
     """Return the config of a recipe that runs in one process and reads no weights; [model] may be a published one's.
 
-    The rest is as in `torchllm.config.load_config`.
+    The rest is as in `tools.config.load.load_config`.
     """
     draft: Draft[Any] = read_draft(arguments, schema, one_device=True)
     find_block_of(draft)

@@ -2,17 +2,17 @@
 
     CONFIGS = load_configs(sys.argv[1:])
 
-The config goes through three steps, once per job: read (`torchllm/config/load.py`), resolve (`resolve.py`: published
-model, planned layout, this machine), refuse (`torchllm/config/refuse.py`). Ranks read the result.
+The config goes through three steps, once per job: read (`torchllm/tools/config/load.py`), resolve (`resolve.py`:
+published model, planned layout, this machine), refuse (`torchllm/tools/config/refuse.py`). Ranks read the result.
 """
 
 from collections.abc import Sequence
 from typing import Any, TypeVar, overload
 
-from torchllm.config.handed import handed_configs
 from torchllm.config.schema import Config
 from torchllm.runtime.heartbeat import heartbeat
 from torchllm.runtime.launcher_notes import notes_folder
+from torchllm.tools.config.handed import handed_configs
 
 C = TypeVar("C", bound=Config)
 
@@ -25,7 +25,7 @@ def load_configs(arguments: Sequence[str], schema: type[Any] = Config, *, uses_e
     """Return the checked config of a run, with its layout, its degrees and its run folder filled in.
 
     With parallel.layout = "tune" there are several, which differ in their layouts, the planner's best first. Arguments,
-    output and exit status are as in `torchllm.config.load_config`. It also checks the cluster's file and, before
+    output and exit status are as in `tools.config.load.load_config`. It also checks the cluster's file and, before
     the processes of the run are started, the files that it reads and the folders that it writes. uses_epochs: the
     recipe takes its steps from finetune.epochs; for another one it is printed that the key does nothing.
     """

@@ -16,12 +16,12 @@ import torch
 from torchllm.checkpoint.manifest import MANIFEST, Manifest
 from torchllm.config import Config
 from torchllm.config.errors import UserError
-from torchllm.config.load import read_draft
-from torchllm.config.refuse import finish
 from torchllm.data.tokenizer import Tokenizer, begin_of_text, load_tokenizer
 from torchllm.models.decoder import Decoder, add_low_rank_updates, build_model, cast_parameters
 from torchllm.parallel.initialize import materialize
 from torchllm.runtime.device import choose_device, compute_dtype
+from torchllm.tools.config.load import read_draft
+from torchllm.tools.config.refuse import finish
 from torchllm.tools.front.resolve import load_run, resolve_published_model
 from torchllm.tools.generate.continue_texts import continue_texts
 from torchllm.tools.hub.hub import find_hub_model

@@ -41,7 +41,7 @@ sends neither result before both are there"""
 def orders(parallel: Parallel, micro_batches: int) -> list[list[Entry]]:
     """Return the actions of each pipeline rank in a step, first to last.
 
-    micro_batches: a number that `config.checks.problems` allows. With pp = 1 the order is one stage's forward and
+    micro_batches: a number that `tools.config.checks.problems` allows. With pp = 1 the order is one stage's forward and
     backward of each micro batch in turn, whatever the schedule.
     """
     return [rank_order(parallel, micro_batches, rank) for rank in range(parallel.pp)]

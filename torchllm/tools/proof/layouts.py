@@ -3,7 +3,7 @@
 A *layout* is a dict of the settings that make a difference in it, by dotted key: where `parallel.pp` is 1 there is no
 schedule, where `parallel.cp` is 1 no `cp_method`, so no two are the same one. (But `dp_replicate` alone and `dp_shard`
 at `zero_stage` 0 are two words for DDP; both are there.) Whether one is valid is decided by
-`torchllm.config.checks.problems`.
+`torchllm.tools.config.checks.problems`.
 
 Some values stand for others: `parallel.split` is "balanced" or "uneven", `optimizer.momentum` None is AdamW,
 `model.rope_scaling` None is no scaling (else the factor is 4), `model.experts` is the name of a mixture or None, and
@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, TypeVar, get_args
 
 from torchllm import config as c
 from torchllm.config import FAMILIES, SCHEDULES, Config
-from torchllm.config.checks import problems
 from torchllm.config.schema import AXES as AXIS_NAMES
+from torchllm.tools.config.checks import problems
 
 C = TypeVar("C", bound=Config)
 Settings = dict[str, Any]

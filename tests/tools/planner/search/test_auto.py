@@ -8,8 +8,8 @@ import pytest
 from tests.recipes.warm import pretrain
 from tests.tiny_run import DEBUG, ROOT
 from torchllm.config import Cluster, Compile, Config, Float8, Model, Parallel, Recompute, Training
-from torchllm.config.checks import problems
 from torchllm.config.errors import UserError
+from torchllm.tools.config.checks import problems
 from torchllm.tools.front.start import load_configs
 from torchllm.tools.planner.search.auto import choose_layouts, cluster_with_gpu, device, planned, why_unplanned
 

@@ -13,8 +13,8 @@ from itertools import product
 import pytest
 
 from torchllm.config import SCHEDULES, Config, Model, Optimizer, Training
-from torchllm.config.checks import problems
 from torchllm.config.schema import Lora
+from torchllm.tools.config.checks import problems
 from torchllm.tools.planner.cluster import Hardware, read_cluster
 from torchllm.tools.planner.predict import Prediction, predict
 from torchllm.tools.planner.search.layouts import MODES, ContextMethod, Job, Layout, divisors

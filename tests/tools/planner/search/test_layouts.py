@@ -7,7 +7,7 @@ import pytest
 from tests.facts.test_model_sizes import load
 from tests.tools.planner.test_comms import dgx_a100
 from torchllm.config import Config, Model, Training
-from torchllm.config.checks import problems
+from torchllm.tools.config.checks import problems
 from torchllm.tools.planner.search.layouts import DegreeMesh, Job, Layout, kernels_of, layout_of
 
 MODEL = Model(layers=8, hidden=256, heads=8, ffn=512, vocab=512)

@@ -26,15 +26,15 @@ from torchllm.config import (
     TrainedParameters,
     Training,
 )
-from torchllm.config.checks import (
+from torchllm.config.schema import RecomputeMode
+from torchllm.facts.flops import ALL_TRAINED
+from torchllm.tools.config.checks import (
     BLOCK_MODES,
     FLOAT8_MULTIPLE,
     obstacle_to_compiled_blocks,
     takes_float8_tokens,
     unfit_for_float8,
 )
-from torchllm.config.schema import RecomputeMode
-from torchllm.facts.flops import ALL_TRAINED
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.cluster import Hardware
 from torchllm.tools.planner.compute import Kernels
@@ -246,7 +246,7 @@ class Job:
         return meshes
 
     def refusal(self, mesh: DegreeMesh) -> str:
-        """Return why the mesh has no valid layout, as `config.checks` would say; empty if it has some."""
+        """Return why the mesh has no valid layout, as `tools.config.checks` would say; empty if it has some."""
         model, tp = self.model, mesh.tp
         for name, size in (("heads", model.heads), ("kv_heads", model.kv), ("ffn", model.ffn)):
             if size % tp:
@@ -395,7 +395,7 @@ class Job:
         return stages
 
     def expert_degrees(self, mesh: DegreeMesh, dp_shard: int, zero_stage: int) -> list[int]:
-        """Return the possible degrees of expert parallelism, as `config.checks` accepts them."""
+        """Return the possible degrees of expert parallelism, as `tools.config.checks` accepts them."""
         model = self.model
         if not model.experts:
             return self.allowed("ep", [1])

@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torchllm.config import Config
-from torchllm.config.checks import conflicts
 from torchllm.config.schema import RecomputeMode
+from torchllm.tools.config.checks import conflicts
 from torchllm.tools.planner.search.auto import planned
 from torchllm.tools.planner.search.explain import GIB
 

@@ -15,9 +15,6 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from torchllm.config.applied_keys import note_origins
-from torchllm.config.arguments import Arguments
-from torchllm.config.checks import layout_problems, resolve_degrees, setting_problems
-from torchllm.config.draft import TRAINING_ONLY, Draft
 from torchllm.config.environment import (
     PER_RANK,
     Ranks,
@@ -27,10 +24,13 @@ from torchllm.config.environment import (
     print_notes,
     refuse,
 )
-from torchllm.config.handed import hand_over
-from torchllm.config.inert import IdleKey, contradictions, describe_idle_keys, idle_keys
 from torchllm.config.schema import Config, Parallel, Training, gradient_accumulation
 from torchllm.config.toml import dotted, shown
+from torchllm.tools.config.arguments import Arguments
+from torchllm.tools.config.checks import layout_problems, resolve_degrees, setting_problems
+from torchllm.tools.config.draft import TRAINING_ONLY, Draft
+from torchllm.tools.config.handed import hand_over
+from torchllm.tools.config.inert import IdleKey, contradictions, describe_idle_keys, idle_keys
 
 C = TypeVar("C", bound=Config)
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
-from torchllm.config.inert import contradictions
 from torchllm.config.read import ConfigError, config_error
 from torchllm.config.schema import (
     AXES,
@@ -24,6 +23,7 @@ from torchllm.config.schema import (
     Run,
     gradient_accumulation,
 )
+from torchllm.tools.config.inert import contradictions
 
 FLOAT8_MULTIPLE = 16
 """divisor of all sizes of a float8 product: cuBLAS takes rows whose bytes are a multiple of this"""

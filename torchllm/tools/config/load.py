@@ -16,8 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from torchllm.config.arguments import override, parse_arguments
-from torchllm.config.draft import TRAINING_ONLY, Draft
 from torchllm.config.environment import (
     Ranks,
     read_ranks,
@@ -25,6 +23,8 @@ from torchllm.config.environment import (
 from torchllm.config.read import ConfigError, read_table
 from torchllm.config.schema import Config
 from torchllm.config.toml import Layer, read_files, shown, toml_value
+from torchllm.tools.config.arguments import override, parse_arguments
+from torchllm.tools.config.draft import TRAINING_ONLY, Draft
 
 C = TypeVar("C", bound=Config)
 
@@ -53,7 +53,7 @@ def load_config(arguments: Sequence[str], schema: type[Any] = Config, *, one_dev
     for path in (("model", "from_hf"), ("checkpoint", "initial")):
         if getattr(getattr(draft.config, path[0]), path[1]) and not draft.is_resolved:
             draft.report(path, "this recipe reads no weights to start from: remove the key, or use recipes/pretrain.py")
-    from torchllm.config.refuse import finish  # not needed by ranks, whose config is already checked
+    from torchllm.tools.config.refuse import finish  # not needed by ranks, whose config is already checked
 
     return finish(draft)
 
@@ -70,7 +70,7 @@ def read_draft(
     errors: list[str] = []
     arguments = parse_arguments(words, errors)
     if arguments.help:
-        from torchllm.config.help import print_help  # rarely needed
+        from torchllm.tools.config.help import print_help  # rarely needed
 
         print_help(schema)
         raise SystemExit(0)
