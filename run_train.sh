@@ -101,8 +101,11 @@ wait_for_child() { # [WORK]
 # The run's goodput counts from here. Bash before 5, as on macOS, knows whole seconds only.
 launched=${EPOCHREALTIME:-$(date +%s)}
 export TORCHLLM_LAUNCHED=${launched/,/.} # some locales write a decimal comma
-here=$(CDPATH="" cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+script=$(readlink -f -- "${BASH_SOURCE[0]}" || echo "${BASH_SOURCE[0]}") # a link to it is the same script
+here=$(CDPATH="" cd -- "$(dirname -- "$script")" && pwd)
 python=${PYTHON:-$(command -v python || echo python3)}
+command -v "$python" >/dev/null || fail "$python: no such program; set PYTHON to the interpreter that has torchllm"
+unset PYTHONINSPECT # it would keep each process open
 # A copy of this script that lies in another folder takes recipes and configs from the installed package.
 [ -f "$here/recipes/pretrain.py" ] || here=$("$python" -P -c "from torchllm.resources import HOME; print(HOME)")
 recipe=${RECIPE:-$here/recipes/pretrain.py}
@@ -155,7 +158,7 @@ every node"
 TORCHLLM_CONFIG=$(mktemp) || fail "no temporary file can be made in TMPDIR=${TMPDIR:-/tmp}"
 export TORCHLLM_CONFIG # what --check has read, for the ranks: they check nothing again
 trap 'rm -f "$report" "$TORCHLLM_CONFIG"' EXIT
-start "$python" "$recipe" "$@" --check >"$report" 2>&1
+PYTHONIOENCODING="" start "$python" "$recipe" "$@" --check >"$report" 2>&1 # paths come back as they were given
 wait_for_child "$work"
 child=""
 handle_signals

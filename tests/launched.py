@@ -121,6 +121,11 @@ def clean(extra: Mapping[str, str]) -> dict[str, str]:
     return environment | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""} | extra
 
 
+def without_signs_of_life(text: str) -> str:
+    """Return an output without the lines that a slow start, or another long wait, adds."""
+    return re.sub(r"^.*: \d+ s so far.*\n", "", text, flags=re.MULTILINE)
+
+
 def start_nodes(start: Callable[..., Started], folder: Path, *arguments: str, **environment: str) -> list[Started]:
     """Start a job of two nodes with one rank each, both on this host."""
     pod = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}

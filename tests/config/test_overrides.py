@@ -146,4 +146,8 @@ def test_a_path_begins_with_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> 
     assert read_table(Config, {"run": {"folder": "runs/$no_such_variable"}}, faults).run.folder.endswith("_variable")
     assert faults == []
     read_table(Config, {"run": {"folder": "${HOME}/runs"}}, faults)
-    assert faults[0].message.startswith("${HOME} is not expanded in a config")
+    read_table(Config, {"run": {"folder": "~no.such.user/runs"}}, faults)
+    assert [fault.message.partition(":")[0] for fault in faults] == [
+        "${HOME} is not expanded in a config",
+        "~no.such.user/runs is not expanded in a config",
+    ]

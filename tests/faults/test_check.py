@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launched import PATIENCE, SCRIPT, clean
+from tests.launched import PATIENCE, SCRIPT, clean, without_signs_of_life
 from tests.tiny_run import DEBUG, ROOT, SMALL, free_port
 
 QUICK = ["--metrics.tensorboard=false", "--generate.after_training=false", "--data.workers=0"]
@@ -19,7 +19,7 @@ def test_what_a_run_lacks_ends_it_before_a_process_is_started(tmp_path: Path) ->
     command = [SCRIPT, DEBUG, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=clean({}), capture_output=True, text=True)
     assert done.returncode == 2
-    lines = done.stderr.splitlines()
+    lines = without_signs_of_life(done.stderr).splitlines()
     assert "--checkpoint.resume: /nowhere/step-00000004: there is no such checkpoint folder" in lines
     assert any(line.startswith("--run.folder: ") for line in lines)
     assert len(lines) == 2

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.launched import PATIENCE, SCRIPT
+from tests.launched import PATIENCE, SCRIPT, without_signs_of_life
 from tests.namespaces import can_make_hosts, network
 from tests.recipes.warm import pretrain
 from tests.tiny_run import DEBUG, ROOT, SMALL, curve
@@ -119,7 +119,7 @@ def check_told(command: Sequence[str], path: str, options: dict[str, Any]) -> No
     """Check that a command is refused with one line that names a path."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, **options)
     assert done.returncode == 2, done.stderr
-    [line] = done.stderr.splitlines()
+    [line] = without_signs_of_life(done.stderr).splitlines()
     assert path in line
 
 

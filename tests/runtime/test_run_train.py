@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.launched import PATIENCE, SCRIPT, Started, clean
+from tests.launched import PATIENCE, SCRIPT, Started, clean, without_signs_of_life
 from tests.tiny_run import DEBUG, ROOT, SMALL, STEPS, curve, metrics, tensor_files
 from torchllm.runtime.host_limits import usable_cores
 from torchllm.tools.config.load import load_config
@@ -48,7 +48,7 @@ class Notes:
     def __init__(self, done: subprocess.CompletedProcess[str], folder: Path) -> None:
         self.status = done.returncode
         self.out = done.stdout
-        self.err = done.stderr
+        self.err = without_signs_of_life(done.stderr)
         self.calls: list[Call] = []
         for note in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns):
             words = (note / "words").read_text().split("\0")[:-1]
@@ -156,6 +156,8 @@ def test_what_is_wrong_is_said_before_anything_is_started(noted: Callable[..., N
         ([], {"NPROC": "two"}, 'environment: NPROC: must be a whole number of at least 1, not "two"'),
         ([], {"RECIPE": "recipes/none.py"}, "run_train.sh: RECIPE=recipes/none.py: no such file"),
         ([], {"NNODES": "2"}, NODES_OUTSIDE_A_CLUSTER),
+        ([], {"PYTHON": "/no/python"}, "/no/python: no such program; set PYTHON to the interpreter that has torchllm"),
+        ([], {"SLURM_STEP_ID": "0"}, "the scheduler's variable SLURM_JOB_ID is not set, others of it are"),
     ):
         notes = noted(*arguments, **environment)
         assert (notes.status, notes.calls, notes.out) == (2, [], "")
@@ -164,14 +166,19 @@ def test_what_is_wrong_is_said_before_anything_is_started(noted: Callable[..., N
 
 
 def test_a_start_from_elsewhere(noted: Callable[..., Notes], tmp_path: Path) -> None:
-    notes = noted(DEBUG, TMPDIR="/nowhere/tmp", CDPATH=str(tmp_path))
+    folder = "--run.folder=Zürich"
+    notes = noted(DEBUG, folder, TMPDIR="/nowhere/tmp", CDPATH=str(tmp_path), PYTHONIOENCODING="ascii")
     assert notes.status == 0
+    assert folder in notes.torchrun
     assert notes.err.startswith("TMPDIR=/nowhere/tmp is no folder that can be written: using /tmp\n")
     assert notes.torchrun[4] == f"{ROOT}/recipes/pretrain.py"
     environment = clean({"PYTHON": str(tmp_path / "tools/python-stand-in")})
     script = 'cd "$1" && exec "$0" "$2" <&- >&- 2>&-'
-    closed = subprocess.run(["bash", "-c", script, SCRIPT, str(ROOT), DEBUG], env=environment)
+    (tmp_path / "link").symlink_to(SCRIPT)
+    closed = subprocess.run(["bash", "-c", script, str(tmp_path / "link"), str(ROOT), DEBUG], env=environment)
     assert closed.returncode == 0
+    last = max((tmp_path / "notes").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    assert f"{ROOT}/recipes/generate.py" in (last / "words").read_text()
 
 
 def test_help_and_check_start_nothing(noted: Callable[..., Notes]) -> None:
@@ -551,7 +558,7 @@ def test_the_main_job(whole: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[STEPS] == f"--- step {STEPS}, up to 20 tokens at temperature 0.8 ---"
     assert lines[STEPS + 1].startswith("def ")
 
-    errors = whole.err.read_text().splitlines()
+    errors = without_signs_of_life(whole.err.read_text()).splitlines()
     assert errors[0] == "global batch 16 sequences = 2 data ranks x 2 micro batch x 4 accumulated"
     assert f"no checkpoint in {folder}/checkpoints: starting fresh" in errors
     assert f"saved {folder}/checkpoints/step-00000008" in errors

@@ -134,9 +134,10 @@ def path_note(annotated: Any) -> IsPath | None:
 
 
 def _shell_variable(path: str) -> str:
-    """Return the first $NAME or ${NAME} of a path that is a variable of the environment; "" if there is none."""
+    """Return the first $NAME or ${NAME} that is a variable of the environment, the path of an unknown ~USER, or ""."""
     names = re.finditer(r"\$(\w+)|\$\{(\w+)\}", path)
-    return next((name[0] for name in names if (name[1] or name[2]) in os.environ), "")
+    unknown_user = path if os.path.expanduser(path).startswith("~") else ""
+    return next((name[0] for name in names if (name[1] or name[2]) in os.environ), unknown_user)
 
 
 def _is_utf8(text: str) -> bool:

@@ -1,10 +1,14 @@
 """What the variables of schedulers and launchers say about a job: understood, or refused with what to set."""
 
 import re
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from tests.launched import clean
 from torchllm.config.errors import UserError
 from torchllm.tools.launch.job import JobPlace, assignments, first_host, read_job
 
@@ -130,3 +134,14 @@ def test_ranks_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     assert assignments(JobPlace(ranks_per_node="3"), {"NPROC": "4"})[0] == "NPROC=3"
     monkeypatch.setattr("torchllm.tools.launch.job.count_gpus", lambda: 0)
     assert assignments(JobPlace(), {})[1] == "NPROC=2"
+
+
+def test_a_temporary_folder_that_is_full_is_named() -> None:
+    command = [sys.executable, "-P", "-m", "torchllm.tools.launch.job"]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=clean({}))
+    assert done.returncode == 2
+    assert (
+        done.stderr
+        == f"run_train.sh: nothing can be written in TMPDIR={tempfile.gettempdir()}: No space left on device\n"
+    )

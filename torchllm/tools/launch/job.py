@@ -11,6 +11,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -302,11 +303,19 @@ def main() -> None:
     """Print the job of this process, or end with exit status 2."""
     try:
         job = read_job(os.environ)
-    except (UserError, ValueError, KeyError) as error:
-        reason = error if isinstance(error, UserError) else f"the scheduler's variables are not as expected: {error}"
-        print(f"run_train.sh: {reason}", file=sys.stderr)
-        raise SystemExit(2) from None
-    print("\n".join(assignments(job, os.environ)))
+        os.write(sys.stdout.fileno(), os.fsencode("\n".join(assignments(job, os.environ)) + "\n"))
+    except UserError as error:
+        reason = str(error)
+    except KeyError as error:
+        reason = f"the scheduler's variable {error.args[0]} is not set, others of it are"
+    except ValueError as error:
+        reason = f"the scheduler's variables are not as expected: {error}"
+    except OSError as error:  # run_train.sh reads a file
+        reason = f"nothing can be written in TMPDIR={tempfile.gettempdir()}: {error.strerror}"
+    else:
+        return
+    print(f"run_train.sh: {reason}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 if __name__ == "__main__":
