@@ -131,21 +131,21 @@ class FakeHub:
         self.asked: list[str | None] = []
         """revisions whose commit was asked for"""
         self.opened: list[tuple[object, ...]] = []
-        """configuration, revision and whether it is streamed, of each opened set"""
-        load = datasets.load_dataset
+        """configuration and revision of each opened set"""
+        load = datasets.load_dataset_builder
 
         def dataset_info(api: object, path: str, revision: str | None) -> huggingface_hub.DatasetInfo:
             assert path == "a/b"
             self.asked.append(revision)
             return huggingface_hub.DatasetInfo(id=path, sha=self.branches[revision])
 
-        def load_dataset(path: str, name: str | None, split: str, revision: str, streaming: bool) -> Any:
+        def load_dataset_builder(path: str, name: str | None, revision: str) -> Any:
             assert path == "a/b"
-            self.opened.append((name, revision, streaming))
-            return load(str(self.folder / revision), name, split=split, streaming=streaming)
+            self.opened.append((name, revision))
+            return load(str(self.folder / revision), name)
 
         monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
-        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "copies")
 
     def commit(self, commit: str, texts: list[str], branch: str | None = None) -> None:
@@ -202,7 +202,7 @@ def test_a_hub_set_streams_into_shards_by_file(tmp_path: Path, monkeypatch: pyte
         Source(kind="hub", path="a/b"), Data(cache=str(tmp_path), validation_fraction=0.0), ByteTokenizer(), 258
     )
     header = write_corpus(plan, TokenizerSpec("bytes", "llama3"), tmp_path / "corpus", processes)
-    assert hub.opened == [(None, OLD, True)]
+    assert hub.opened == [(None, OLD)]
     assert header.shards == 3
     assert header.plan["source"]["revision"] == OLD
     assert written_texts(tmp_path / "corpus") == [HUB_TEXTS[0::3], HUB_TEXTS[1::3], HUB_TEXTS[2::3]]
@@ -218,7 +218,7 @@ def test_a_stopped_preparation_goes_on_with_its_commit(tmp_path: Path, monkeypat
     (tmp_path / "corpus" / "00001.json").unlink()
     hub.commit(NEW, ["other texts"] * 3)
     assert write_corpus(plan_of(source, tmp_path), TokenizerSpec("bytes", "llama3"), tmp_path / "corpus") == header
-    assert hub.opened == 2 * [(None, OLD, True)]
+    assert hub.opened == 2 * [(None, OLD)]
 
 
 def test_the_subset_of_a_hub_set_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +226,7 @@ def test_the_subset_of_a_hub_set_is_read(tmp_path: Path, monkeypatch: pytest.Mon
     hub.commit(OLD, HUB_TEXTS)
     source = Source(kind="hub", path="a/b", subset="small", revision=OLD)
     assert read_all(source) == [Read("a/b[train] row 0", "of the subset")]
-    assert hub.opened == [("small", OLD, True)]
+    assert hub.opened == [("small", OLD)]
     source = Source(kind="hub", path="a/b", revision=OLD)
     assert read_all(source)[4] == Read("a/b[train] file 1 row 0", "text 1")
 
@@ -255,6 +255,24 @@ def test_a_file_of_the_hub_that_breaks_off_is_a_clear_error(tmp_path: Path) -> N
         list(raw.records(second))
 
 
+@pytest.mark.parametrize("form", ["parquet", "jsonl.gz"])
+def test_a_file_of_the_hub_that_unpacks_to_too_much_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    path = tmp_path / f"train.{form}"
+    texts = ["a" * 200_000] * 100
+    if form == "parquet":
+        write_table(path, {"text": texts})
+    else:
+        path.write_bytes(gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in texts).encode()))
+    raw = HubRows(Source(kind="hub", path=str(tmp_path)), "text")
+    monkeypatch.setattr(unpack, "_ALWAYS", 2**20)
+    monkeypatch.setattr(unpack, "_TIMES", 10)
+    name = f"{tmp_path}[train]" if form == "parquet" else path  # the second before a text is read
+    with pytest.raises(DataError, match=rf"^{re.escape(str(name))} has [\d,]+ bytes and unpacks to over 1,\d+,\d+"):
+        list(raw.records(ShardRange(0, 0, 1)))
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
 def test_a_full_disk_under_the_hubs_cache_is_named(monkeypatch: pytest.MonkeyPatch, code: int, tmp_path: Path) -> None:
     import datasets
@@ -265,7 +283,7 @@ def test_a_full_disk_under_the_hubs_cache_is_named(monkeypatch: pytest.MonkeyPat
         except OSError as error:
             raise datasets.exceptions.DatasetGenerationError("An error occurred while generating the data") from error
 
-    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(datasets, "load_dataset_builder", load)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     message = (
         rf"'a/b': An error .* data: .*{os.strerror(code)} \(data sets are kept in {tmp_path}/cache, [\d,]+ MiB free"

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
@@ -44,6 +45,7 @@ from torchllm.tools.prepare.unpack import (
     LONGEST,
     compression_of_file,
     first_bytes,
+    limit_fsspec,
     most_unpacked,
     open_unpacked,
     refuse_bomb,
@@ -506,6 +508,8 @@ _REVISION_FOLDERS = 3
 _COMMIT = re.compile("[0-9a-f]{40}")
 _HUB_ROWS = 64
 """rows of a data set of the hub that are in memory as Python objects at a time"""
+_HUB_PARQUET_ROWS = 16
+"""rows of a parquet file of the hub that are unpacked at a time: all may be the longest text of a dictionary"""
 
 
 class HubRows:
@@ -538,11 +542,29 @@ class HubRows:
         """Yield a record per row."""
         for number in range(shard.start, shard.stop):
             name = f"{self.name} file {number}" if self.total > 1 else self.name
+            text_bytes = 0
             for row, fields in enumerate(self._rows_of(number)):
-                yield self.record(fields, Origin(name, row=row))
+                record = self.record(fields, Origin(name, row=row))
+                text_bytes += record.size
+                if text_bytes > most_unpacked(0) and text_bytes > most_unpacked(self._largest_file):
+                    refuse_bomb(name, self._largest_file)
+                yield record
+
+    @cached_property
+    def _largest_file(self) -> int:
+        """Size in bytes of the largest file of the set. Raises DataError if the hub does not say it."""
+        source = self.source
+        if os.path.exists(source.path):
+            return max(os.path.getsize(path) for path in Path(source.path).rglob("*") if path.is_file())
+        import huggingface_hub
+
+        with _hub_errors(source):
+            info = huggingface_hub.HfApi().dataset_info(source.path, revision=source.revision, files_metadata=True)
+            return max(file.size or 0 for file in info.siblings or ())
 
     def _rows_of(self, number: int) -> Iterator[dict[str, Any]]:
         """Yield the columns of each row of a file. Raises DataError if it cannot be read."""
+        limit_fsspec()
         file = self.dataset.shard(num_shards=self.total, index=number)
         with _hub_errors(self.source):
             for columns in file.iter(batch_size=_HUB_ROWS):
@@ -628,9 +650,12 @@ def _stream_from_hub(source: Source, key: str, optional: Sequence[str]) -> "data
     """Open the column `key` of a split of a data set of the hub, and the columns of `optional` that it has."""
     import datasets
 
+    limit_fsspec()
     with _hub_errors(source):
-        revision = source.revision or None
-        dataset = datasets.load_dataset(*_hub_name(source), split=source.split, revision=revision, streaming=True)
+        builder = datasets.load_dataset_builder(*_hub_name(source), revision=source.revision or None)
+        if hasattr(builder.config, "batch_size"):
+            builder.config.batch_size = _HUB_PARQUET_ROWS
+        dataset = builder.as_streaming_dataset(split=source.split)
         names = dataset.column_names
         if names is None:  # known from the rows only
             names = list(next(iter(dataset), {}))
@@ -644,6 +669,8 @@ def _hub_errors(source: Source) -> Iterator[None]:
     """Turn any error, from an unknown name to a missing network, into a DataError that names source and cause."""
     try:
         yield
+    except DataError:
+        raise
     except Exception as error:
         reason = _first_line(error)
         cause: BaseException = error

@@ -7,6 +7,8 @@ than all memory and disks.
 import io
 import lzma
 import os
+from collections.abc import Callable
+from functools import cache
 from typing import Any, BinaryIO, NoReturn
 
 from torchllm.data.error import DataError
@@ -33,7 +35,8 @@ def open_unpacked(path: str) -> BinaryIO:
     compression = compression_of_file(path)
     if not compression:
         return open(path, "rb", buffering=_BUFFER)
-    return io.BufferedReader(_Unpacked(path, compression), _BUFFER)
+    size = os.path.getsize(path)
+    return io.BufferedReader(_Unpacked(path, compression, _open_stream(path, compression), lambda: size), _BUFFER)
 
 
 def first_bytes(path: str, size: int = HEAD) -> bytes:
@@ -63,15 +66,39 @@ def _open_stream(path: str, compression: str) -> Any:
     return pyarrow.input_stream(path, compression=compression)
 
 
+@cache
+def limit_fsspec() -> None:
+    """Limit what compressed files unpack to that libraries read through fsspec, as `datasets` reads the hub's."""
+    from fsspec.compression import compr, register_compression
+
+    for name in ("gzip", "bz2", "xz", "lzma", "zstd", "lz4"):
+        if name in compr:
+            register_compression(name, _limited(compr[name], name), (), force=True)
+
+
+def _limited(unpack: Callable[..., Any], compression: str) -> Callable[..., Any]:
+    """Return one of fsspec's functions (file, mode) -> content, with the limit."""
+
+    def limited(file: Any, mode: str = "rb", **options: Any) -> Any:
+        stream = unpack(file, mode=mode, **options)
+        if "r" not in mode:
+            return stream
+        name = getattr(file, "path", getattr(file, "name", "a file"))
+        return io.BufferedReader(_Unpacked(name, compression, stream, file.tell), _BUFFER)
+
+    return limited
+
+
 class _Unpacked(io.RawIOBase):
     """The content of a compressed file."""
 
-    def __init__(self, path: str, compression: str) -> None:
+    def __init__(self, path: str, compression: str, stream: Any, size: Callable[[], int]) -> None:
+        """`stream` has the content; `size` returns how many bytes the file has, or how many of them were read."""
         self._path = path
         self._compression = compression
-        self._size = os.path.getsize(path)
+        self._size = size
         self._unpacked = 0
-        self._stream = _open_stream(path, compression)
+        self._stream = stream
 
     def readable(self) -> bool:
         """Say that this can be read."""
@@ -84,8 +111,8 @@ class _Unpacked(io.RawIOBase):
         except (OSError, EOFError, ValueError, lzma.LZMAError) as error:  # pyarrow's own errors are ValueErrors
             raise OSError(f"{self._compression}, and damaged or cut off: {error}") from error
         self._unpacked += count
-        if self._unpacked > most_unpacked(self._size):
-            refuse_bomb(self._path, self._size)
+        if self._unpacked > _ALWAYS and self._unpacked > most_unpacked(self._size()):
+            refuse_bomb(self._path, self._size())
         return count
 
     def close(self) -> None:
