@@ -53,7 +53,7 @@ def main(config: Config) -> list[float]:
     balance = ExpertBalance([model], config.training)
     learning_rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)
 
-    if left_out := refuse_unapplied(config, late=True, left_out=CHANGE_NO_WEIGHT):
+    if left_out := refuse_unapplied(config, left_out=CHANGE_NO_WEIGHT):
         print(f"left out by this recipe: {', '.join(left_out)}", file=sys.stderr)
     losses = []
     for step in range(1, config.training.steps + 1):

@@ -8,6 +8,7 @@ import pytest
 
 from torchllm.config import Config, Source, applied, refuse_unapplied
 from torchllm.config.applied_keys import (
+    BY_LIBRARY,
     RULES,
     needs_state,
     new_training,
@@ -15,6 +16,7 @@ from torchllm.config.applied_keys import (
     refuse_unchecked_step,
     rule_for,
     saves_state,
+    wants_average,
 )
 from torchllm.config.errors import UserError
 from torchllm.config.read import field_types, plain_type
@@ -86,16 +88,16 @@ def test_a_recipe_that_applies_none_of_them_is_refused_or_told() -> None:
             if rule.is_replaceable:
                 assert refuse_unapplied(changed(key)) == [key]
                 continue
-            assert rule.is_late == (refuse_unapplied(changed(key), left_out=[key]) == [])
+            assert refuse_unapplied(changed(key), left_out=[key]) == [key]
             with pytest.raises(UserError) as error:
-                refuse_unapplied(changed(key), late=True)
+                refuse_unapplied(changed(key))
             assert str(error.value).startswith(f"{key}: is ")
             assert f"call {rule.call}" in str(error.value)
 
 
 def test_the_default_needs_no_call() -> None:
     with new_training(Config()):
-        assert refuse_unapplied(Config(), late=True) == []
+        assert refuse_unapplied(Config()) == []
 
 
 def test_what_is_applied_is_the_value_of_the_config() -> None:
@@ -140,12 +142,17 @@ def test_state_that_a_key_needs_is_in_every_checkpoint() -> None:
 
 def test_the_average_is_what_is_evaluated() -> None:
     config = changed("evaluate.ema")
-    refuse_evaluation_of_weights()  # recipes/evaluate.py, which loads the average
+    assert not wants_average()  # recipes/evaluate.py, which loads the average
     with new_training(config):
-        with pytest.raises(UserError, match=r"evaluate.ema: is true, but this recipe evaluates the weights: .* inside"):
+        assert wants_average()
+        with pytest.raises(UserError, match=r"evaluate.ema: is true, but this recipe evaluates the weights: call"):
             refuse_evaluation_of_weights()
+        applied("evaluate.ema", BY_LIBRARY)
+        refuse_evaluation_of_weights()
+        assert wants_average()
         applied("evaluate.ema", True)
         refuse_evaluation_of_weights()
+        assert not wants_average()
 
 
 def test_a_loop_without_a_monitor_is_checked_at_its_first_step() -> None:

@@ -17,6 +17,7 @@ from torchllm.config.applied_keys import CHANGE_NO_WEIGHT
 from torchllm.config.errors import UserError
 from torchllm.models.decoder import build_model
 from torchllm.optim.average import WeightAverage
+from torchllm.train.step import Health
 
 EMA = ["--optimizer.ema_decay=0.9"]
 FEW = ["--training.steps=2", "--schedule.warmup_steps=1", "--checkpoint.interval=1", "--evaluate.interval=1"]
@@ -32,6 +33,11 @@ def _call(function: Callable[..., Any], replaced: dict[str, Any], *given: Any, *
 
 def _replace(name: str, value: Any, recipe: Any, rank: int) -> None:
     setattr(recipe, name, value)
+
+
+def _replace_all(values: dict[str, Any], recipe: Any, rank: int) -> None:
+    for name, value in values.items():
+        setattr(recipe, name, value)
 
 
 def without(name: str, **replaced: Any) -> Callable[[Any, int], None]:
@@ -50,6 +56,14 @@ def _build_without_penalty(model: Any, loss_chunk: int, z_loss: float) -> Any:
 
 def _never(*_: int) -> bool:
     return False
+
+
+def _own_evaluation(*_: Any) -> float:
+    return 1.0
+
+
+def _healthy(training: Any, step: int, *_: Any) -> Health:
+    return Health(step, 0, None, is_lost=False, problem="")
 
 
 class Unfollowed(WeightAverage):
@@ -100,9 +114,30 @@ def test_a_fork_that_does_not_evaluate_ends_where_it_should_have(tmp_path: Path)
     assert "evaluate.interval: is 1, but this recipe has not evaluated step 1" in error
 
 
-def test_a_fork_that_evaluates_the_weights_ends_there(tmp_path: Path) -> None:
-    (error,) = pretrain(1, tmp_path, *FEW, *EMA, "--evaluate.ema=true", change=instead("WeightAverage", NotSwapped))
+def validation_losses(folder: Path) -> list[float]:
+    return [record["validation_loss"] for record in metrics(folder) if "validation_loss" in record]
+
+
+def test_the_average_is_evaluated_also_by_a_fork_that_does_not_put_it_in_place(tmp_path: Path) -> None:
+    averaged = [*FEW, *EMA, "--evaluate.ema=true"]
+    assert pretrain(1, tmp_path / "recipe", *averaged) == [""]
+    assert pretrain(1, tmp_path / "fork", *averaged, change=instead("WeightAverage", NotSwapped)) == [""]
+    assert validation_losses(tmp_path / "fork") == validation_losses(tmp_path / "recipe")
+    assert pretrain(1, tmp_path / "weights", *FEW, *EMA) == [""]
+    assert validation_losses(tmp_path / "weights") != validation_losses(tmp_path / "recipe")
+
+
+def test_a_fork_that_evaluates_the_weights_by_its_own_code_ends_there(tmp_path: Path) -> None:
+    fork = {"WeightAverage": NotSwapped, "evaluate": _own_evaluation}
+    (error,) = pretrain(1, tmp_path, *FEW, *EMA, "--evaluate.ema=true", change=partial(_replace_all, fork))
     assert "--evaluate.ema: is true, but this recipe evaluates the weights" in error
+
+
+def test_a_lost_run_ends_also_in_a_fork_that_does_not_look(tmp_path: Path) -> None:
+    asked = ["--training.on_nonfinite=stop", "--optimizer.learning_rate=1e30", "--training.steps=3"]
+    (error,) = pretrain(1, tmp_path, *asked, change=instead("read_health", _healthy))
+    assert "loss or gradient was not finite in 1 step(s) up to step 2" in error
+    assert [record["step"] for record in metrics(tmp_path) if "loss" in record] == [1, 2]
 
 
 EVERYTHING = [  # that one run can have

@@ -17,6 +17,8 @@ from torchllm.config.toml import toml_value
 
 AS_SET = object()
 """a key is applied with whatever value the config has"""
+BY_LIBRARY = object()
+"""a key is applied by the library where the recipe does not"""
 
 
 class Rule(NamedTuple):
@@ -27,8 +29,6 @@ class Rule(NamedTuple):
     call: str
     is_replaceable: bool = False
     """a fork may replace the part, e.g. the optimizer, and ignore its keys: they are reported but not refused"""
-    is_late: bool = False
-    """the call comes after a step, so it is checked at the second logged step"""
 
 
 _BUILD = "build_model(config.model, config.training.loss_chunk, config.training.z_loss)"
@@ -41,7 +41,7 @@ _AVERAGE = (
 )
 _BALANCE = "ExpertBalance(stages, config.training), which TrainStep has"
 _EVALUATION = "data.validation_sequences(config.evaluate.sequences), and evaluate(...) where it is due"
-_HEALTH = "read_health(config.training, n, result, validation_loss).check() at each logged step"
+_HEALTH = "monitor.step(n) and monitor.log(...)"
 
 RULES = (
     Rule("run.dry_run", "dry_run(config) instead of training"),
@@ -56,8 +56,8 @@ RULES = (
     Rule("data", "build_loader(config.data, ...)", is_replaceable=True),
     Rule("training.loss_chunk", _BUILD),
     Rule("training.z_loss", _BUILD),
-    Rule("training.on_nonfinite", _HEALTH, is_late=True),
-    Rule("training.max_consecutive_nonfinite", _HEALTH, is_late=True),
+    Rule("training.on_nonfinite", _HEALTH),
+    Rule("training.max_consecutive_nonfinite", _HEALTH),
     Rule("optimizer.ema_decay", _AVERAGE),
     Rule("optimizer", "build_optimizer(stages, config.optimizer)", is_replaceable=True),
     Rule("schedule", "LearningRate(config.schedule, ...)", is_replaceable=True),
@@ -159,18 +159,15 @@ class Unapplied(NamedTuple):
     rule: Rule
 
 
-def unapplied(config: Config, *, late: bool = False) -> list[Unapplied]:
-    """Return the keys that differ from their default and were not applied with their value.
-
-    late: include keys whose call comes after a step.
-    """
+def unapplied(config: Config) -> list[Unapplied]:
+    """Return the keys that differ from their default and were not applied with their value."""
     found = []
     for key, value, default in _values(config):
         rule = rule_for(key)
         is_off = value is False and default == "auto"  # a Switch, which no function needs to apply
-        if rule is None or value == default or is_off or (rule.is_late and not late):
+        if rule is None or value == default or is_off:
             continue
-        if _training.values.get(key, default) not in (value, AS_SET):
+        if _training.values.get(key, default) not in (value, AS_SET, BY_LIBRARY):
             found.append(Unapplied(key, value, rule))
     return found
 
@@ -184,15 +181,15 @@ def rule_for(key: str) -> Rule | None:
     return None
 
 
-def refuse_unapplied(config: Config, *, late: bool = False, left_out: Collection[str] = ()) -> list[str]:
+def refuse_unapplied(config: Config, *, left_out: Collection[str] = ()) -> list[str]:
     """Raise UserError if a key is set but not applied; return the keys that are ignored.
 
     Ignored are the keys in `left_out` and, inside of `new_training`, keys of parts that a fork may replace.
-    left_out: keys, or sections with all of their keys. late: also check calls that come after a step.
+    left_out: keys, or sections with all of their keys.
     """
     _training.is_checked = True
     lines, passed_over = [], []
-    for item in unapplied(config, late=late):
+    for item in unapplied(config):
         if item.key in left_out or item.key.partition(".")[0] in left_out:
             passed_over.append(item.key)
         elif item.rule.is_replaceable:
@@ -213,17 +210,33 @@ def refuse_unchecked_step() -> None:
     if _training.config is not None and not _training.is_checked:
         refuse_unapplied(_training.config)
     elif _loaded.is_for_loop and not _training.is_checked:
-        refuse_unapplied(_loaded.config, late=True, left_out=CHANGE_NO_WEIGHT)
+        refuse_unapplied(_loaded.config, left_out=CHANGE_NO_WEIGHT)
+
+
+def leave_to_library(*keys: str) -> None:
+    """Register keys that the library applies, if the recipe has not applied them until then."""
+    for key in keys:
+        _training.values.setdefault(key, BY_LIBRARY)
+
+
+def is_left_to_library(key: str) -> bool:
+    """Return whether the library applies a key because the recipe does not."""
+    return _training.values.get(key) is BY_LIBRARY
+
+
+def wants_average() -> bool:
+    """Return whether the config wants the average of the weights evaluated and the recipe does not do so."""
+    config = _training.config
+    return config is not None and config.evaluate.ema and _training.values.get("evaluate.ema") not in (True, AS_SET)
 
 
 def refuse_evaluation_of_weights() -> None:
-    """Raise UserError if the recipe evaluates the weights but the config wants their average (`evaluate.ema`)."""
-    config = _training.config
-    if config is not None and config.evaluate.ema and _training.values.get("evaluate.ema") not in (True, AS_SET):
+    """Raise UserError if the weights were evaluated but the config wants their average (`evaluate.ema`)."""
+    if _training.config is not None and wants_average() and not is_left_to_library("evaluate.ema"):
         raise UserError(
-            f"{_located('evaluate.ema', config)}: is true, but this recipe evaluates the weights: call evaluate(...) "
-            "inside of `with average.in_place_of_weights(config.evaluate.ema):`, as torchllm's own recipes do; or "
-            "remove the key"
+            f"{_located('evaluate.ema', _training.config)}: is true, but this recipe evaluates the weights: call "
+            "torchllm's evaluate(...), or its own inside of "
+            "`with average.in_place_of_weights(config.evaluate.ema):`; or remove the key"
         )
 
 

@@ -5,13 +5,16 @@ else, such as those in `torchllm/tools/watch`. Every rank has a Monitor; rank 0'
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from torchllm.checkpoint.checkpointer import CHECKPOINTERS
 from torchllm.config import Config, applied, refuse_unapplied
+from torchllm.config.applied_keys import BY_LIBRARY, is_left_to_library, leave_to_library, refuse_evaluation_of_weights
 from torchllm.config.errors import UserError
 from torchllm.data.loader import TrainLoader
 from torchllm.facts.flops import active_parameter_count, parameter_count, recomputes_logits, trained_parameter_count
@@ -25,7 +28,7 @@ from torchllm.runtime.device import compute_dtype
 from torchllm.runtime.process import Runtime
 from torchllm.runtime.signs_of_life import signs_of_life
 from torchllm.train.interval import due
-from torchllm.train.step import StepResult
+from torchllm.train.step import Health, StepResult, read_health
 
 if TYPE_CHECKING:  # most runs have no iterable
     from torchllm.data.iterable import Loader
@@ -55,12 +58,14 @@ class Monitor:
         if not isinstance(data, TrainLoader):  # a fork's own knows what these keys mean to it
             applied("evaluate.interval")
             applied("finetune.epochs")
+        self.read_health: Callable[[], Health] | None = None
+        """of a step that has been logged"""
+        leave_to_library("training.on_nonfinite", "training.max_consecutive_nonfinite")
         self.unread_keys = refuse_unapplied(config)
         if not config.trains_all:
             from torchllm.models.frozen import check_trained  # of no use to other runs
 
             check_trained(stages, config)
-        self.records = 0
         runtime, device, training = self.runtime, self.runtime.device, config.training
         runtime.check_owner()  # metrics.jsonl is cut to `start`
         dtype = compute_dtype(training, device)
@@ -154,6 +159,7 @@ class Monitor:
             for observer in self.observers:
                 stack.enter_context(observer.step(n))
             yield
+            self._act_on_health()
             if self.meter.console is not None:
                 self.meter.console.advance(n)
 
@@ -175,8 +181,8 @@ class Monitor:
     ) -> Record | None:
         """Count step `n`; write and return its record if it is a logged one, as `Meter.log` says.
 
-        Raises LeaseLost on rank 0 if another job owns the run folder by now, and UserError if the recipe has not done
-        what the config asks for after a step: evaluate where it is due, and read the health of logged steps.
+        Raises LeaseLost on rank 0 if another job owns the run folder by now, and UserError if the recipe has not
+        evaluated where it is due, or has evaluated the weights in place of their average (`evaluate.ema`).
         """
         config = self.config
         if validation_loss is None and due(n, config.evaluate.interval, config.training.steps):
@@ -184,17 +190,27 @@ class Monitor:
                 f"evaluate.interval: is {config.evaluate.interval}, but this recipe has not evaluated step {n}: give "
                 "monitor.log what evaluate(...) returns, as torchllm's own recipes do; or remove the key"
             )
+        if validation_loss is not None:
+            refuse_evaluation_of_weights()
         record = self.meter.log(n, result, validation_loss=validation_loss, force=force, extra=extra)
         if record is not None:
-            self.records += 1
-            if self.records == 2:
-                refuse_unapplied(config, late=True)
+            self.read_health = partial(read_health, config.training, n, result, validation_loss)
             for observer in self.observers:
                 observer.logged(n, record)
         if validation_loss is not None:
             for observer in self.observers:
                 observer.evaluated(n, validation_loss)
         return record
+
+    def _act_on_health(self) -> None:
+        """Judge the checkpoints by a step that was logged, and end a lost run, if the recipe does not `read_health`."""
+        if self.read_health is not None and is_left_to_library("training.on_nonfinite"):
+            health = self.read_health()
+            applied("training.on_nonfinite", BY_LIBRARY)  # still
+            for checkpoints in CHECKPOINTERS:
+                checkpoints.judge(health)
+            health.check()
+        self.read_health = None
 
     def wants_change(self, n: int) -> bool:
         """Return whether the run should go on with another config (`change`) from the checkpoint of step `n`.

@@ -4,6 +4,7 @@ While the learning rate is high, averages of weights generalize better than the 
 al. 2018, arXiv 1803.05407). It needs no communication.
 """
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchllm.config.applied_keys import applied, needs_state
+from torchllm.config.applied_keys import BY_LIBRARY, applied, needs_state, wants_average
 from torchllm.facts.parameters import canonical_name
 from torchllm.optim.fused import local_tensor
 from torchllm.parallel.float8 import is_gathered_as_float8, scale_gathered_weights
 
 EMA = "ema."
 """prefix of the averages' names: `ema.<canonical parameter name>`"""
+
+_AVERAGES: "weakref.WeakSet[WeightAverage]" = weakref.WeakSet()
 
 
 class WeightAverage:
@@ -37,6 +40,7 @@ class WeightAverage:
         self.weights: dict[str, list[Tensor]] = {}
         """by the same names; two where a rank holds both copies of a tied embedding"""
         self._is_followed = self._is_restarted = False
+        _AVERAGES.add(self)
         if not decay:
             return
         for stage in stages:
@@ -95,6 +99,12 @@ class WeightAverage:
         if not wanted:
             yield
             return
+        with self.in_place():
+            yield
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Return a context that replaces the model's weights by the averages."""
         self._swap()
         try:
             yield
@@ -112,3 +122,18 @@ class WeightAverage:
             local.copy_(former_weight)
         if any(is_gathered_as_float8(weight) for copies in self.weights.values() for weight in copies):
             scale_gathered_weights(self.stages)
+
+
+@contextmanager
+def average_in_place_if_due(stages: Sequence[nn.Module]) -> Iterator[None]:
+    """Return a context with the average of the weights in their place if `evaluate.ema` wants it and no recipe puts it.
+
+    For recipes that lack `in_place_of_weights`: removed, or copied before the key.
+    """
+    average = next((average for average in _AVERAGES if average.stages == stages), None) if wants_average() else None
+    if average is None:
+        yield
+        return
+    applied("evaluate.ema", BY_LIBRARY)
+    with average.in_place():
+        yield

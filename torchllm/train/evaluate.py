@@ -5,9 +5,9 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from torchllm.config.applied_keys import refuse_evaluation_of_weights
 from torchllm.data.batch import Batch
 from torchllm.models.head import IGNORED
+from torchllm.optim.average import average_in_place_if_due
 from torchllm.parallel.forward_backward import ForwardBackward
 from torchllm.parallel.fsdp import fsdp_modules
 from torchllm.parallel.mesh import Mesh
@@ -19,11 +19,9 @@ def evaluate(
 ) -> float:
     """Return the mean loss in nats over all target tokens of `batches` on all ranks; mesh None: of this process alone.
 
-    Every rank must have the same number of batches. Raises UserError if `evaluate.ema` asks for the average of the
-    weights but the recipe evaluates the weights.
+    Every rank must have the same number of batches. The average of the weights is evaluated if `evaluate.ema` is true.
     """
-    refuse_evaluation_of_weights()
-    with during("evaluation"):
+    with during("evaluation"), average_in_place_if_due(forward_backward.stages):
         return _evaluate(forward_backward, batches, device, mesh)
 
 
