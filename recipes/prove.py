@@ -55,7 +55,7 @@ def prove_parser() -> argparse.ArgumentParser:
 
 def print_result(result: ProvenLayout) -> None:
     """Print the line of a layout, and its differences."""
-    parameter, error, findings, rounding = result.agreement
+    parameter, error, findings, rounding, _ = result.agreement
     shown = f"{error:.1e}" if error else "same bits"
     in_float64 = f" (in float64; {rounding:.1e} in float32, by rounding)" if rounding else ""
     print(LINE.format(shown, f"{result.seconds:.1f}", parameter, result.name + in_float64))

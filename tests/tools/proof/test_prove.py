@@ -177,6 +177,41 @@ def test_rounding_is_told_from_a_mistake_in_float64(name: str, tmp_path: Path) -
     assert 0 < result.agreement.error < 1e-9
 
 
+IN_FLOAT32 = """
+def hook(core, inputs):
+    core.register_forward_hook(back)
+    return tuple({} if torch.is_tensor(x) and x.is_floating_point() else x for x in inputs)
+
+
+def back(core, inputs, output):
+    return output.to(torch.get_default_dtype())
+"""
+
+
+@pytest.mark.parametrize(
+    ("convert", "finding"),
+    [
+        ("x.float()", ""),
+        (
+            "x.to(torch.zeros((), dtype=torch.float32))",
+            r"rounding is not known, for in float64 the recipe still rounds to float32 \(.*fork.py:\d+\)$",
+        ),
+    ],
+)
+def test_a_fork_that_attends_in_float32_is_tried_in_float64_or_said(convert: str, finding: str, tmp_path: Path) -> None:
+    """Both are right models. The second rounds in a way that is not widened."""
+    change = planted.of_blocks(IN_FLOAT32.format(convert), "self_attn.core")
+    prover = Prover(write_fork(tmp_path / "fork.py", change), Config(model=ROUNDED), OPTIONS, tmp_path, workers.POOL)
+    layout = prover.layout_with(technique("cp=2 cp_method=ring"))
+    assert layout is not None
+    agreement = prover.prove(layout, technique("cp=2 cp_method=ring")).agreement
+    if finding:
+        assert re.search(finding, agreement.findings[0])
+    else:
+        assert (agreement.findings, agreement.rounding > 1e-5) == ([], True)
+        assert 0 < agreement.error < 1e-9
+
+
 @exhaustive
 @pytest.mark.parametrize("name", [technique.name for technique in TECHNIQUES if technique.settings])
 def test_in_float64_nothing_is_rounded_to_float32(name: str, tmp_path: Path) -> None:

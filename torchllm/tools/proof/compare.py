@@ -151,6 +151,8 @@ class Agreement(NamedTuple):
     """what does not agree, the cause first; empty: the two are the same model"""
     rounding: float = 0.0
     """error of a gradient in float32, where the two agree in float64 alone"""
+    rounded: str = ""
+    """as in `Trained`"""
 
 
 def compare_trainings(trained: Trained, expected: Trained, bounds: ErrorBounds) -> Agreement:
@@ -182,7 +184,7 @@ def compare_trainings(trained: Trained, expected: Trained, bounds: ErrorBounds) 
             worst = worst_of_step
         if not worst.error <= bounds.gradient:
             break
-    return Agreement(worst.parameter, worst.error, findings)
+    return Agreement(worst.parameter, worst.error, findings, rounded=trained.rounded or expected.rounded)
 
 
 class ParameterError(NamedTuple):

@@ -246,9 +246,9 @@ class Prover:
         try:
             exact = self.agreement_in(config, saving, in_float64=True)
         except UserError:
-            first, *others = found.findings
-            unknown = f"{first}; if by rounding is not known, for the recipe fails in float64"
-            return found._replace(findings=[unknown, *others])
+            return _not_known(found, "the recipe fails in float64")
+        if exact.findings and exact.rounded:
+            return _not_known(found, f"in float64 the recipe still rounds to float32 ({exact.rounded})")
         return found if exact.findings else exact._replace(rounding=found.error)
 
     def agreement_in(self, config: Config, saving: Config | None, in_float64: bool) -> Agreement:
@@ -326,6 +326,12 @@ class Prover:
         trained: Trained = self.pool.run(train_on_rank, ranks, str(self.recipe), pickled, recording)[0]
         self.pool.renew(range(ranks))  # for what a training leaves behind in the modules of a fork
         return trained
+
+
+def _not_known(found: Agreement, reason: str) -> Agreement:
+    """Return an agreement whose first finding says that it may be by rounding alone."""
+    first, *others = found.findings
+    return found._replace(findings=[f"{first}; if by rounding is not known, for {reason}", *others])
 
 
 def train_on_rank(recipe: str, pickled_config: bytes, recording: Recording) -> Trained | None:

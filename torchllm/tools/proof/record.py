@@ -23,6 +23,7 @@ from torchllm.facts.parameters import canonical_name
 from torchllm.optim.fused import local_tensor
 from torchllm.runtime.process import Runtime
 from torchllm.runtime.stop import StopRequests
+from torchllm.tools.proof.float64 import Float64
 from torchllm.tools.proof.forced_routing import ChoiceRecord, Choices, RouterUse, force_choices
 from torchllm.tools.proof.gather import FloatArray, ParameterFinding, gather_state, gather_whole, set_part
 from torchllm.train.step import StepResult
@@ -78,6 +79,8 @@ class Trained:
     """between experts that were chosen and others (`forced_routing.gap`); of one process"""
     findings: list[str] = field(default_factory=list)
     """what ranks do not agree on: step, parameter and how"""
+    rounded: str = ""
+    """file:line where float64 became float32; of a training in float64"""
 
     def since(self, start: int) -> "Trained":
         """Return what is after step `start`."""
@@ -264,17 +267,16 @@ def record_training(train: RecipeTrain, config: Config, recording: Recording) ->
         collect_interval=0,
         stop_requests=StopRequests(folder, rank, dist.get_world_size()),
     )
-    recorder = Recorder(recording)
-    if recording.in_float64:
-        torch.set_default_dtype(torch.float64)
+    recorder, float64 = Recorder(recording), Float64()
     hook = register_optimizer_step_pre_hook(recorder.before_update)
     try:
-        train(config, runtime, recorder)
+        with float64 if recording.in_float64 else nullcontext():
+            train(config, runtime, recorder)
     except StepsRecorded:
         runtime.end_votes()
+        recorder.trained.rounded = float64.rounded
         return recorder.trained if rank == 0 else None
     finally:
         hook.remove()
-        torch.set_default_dtype(torch.float32)
     taken = recorder.trained.start + len(recorder.trained.losses)
     raise UserError(f"train() of the recipe ended after {taken} of {recording.steps} steps")
