@@ -386,10 +386,10 @@ def test_what_a_reader_has_to_read_does_not_grow() -> None:
     assert minimal.files <= 62
     assert minimal.lines <= 8_300
     assert pretrain.files <= 127
-    assert pretrain.lines <= 16_290
+    assert pretrain.lines <= 16_330
     # with data/iterable.py, {facts,models}/frozen.py, facts/block_kinds.py, parallel/added_parameters.py and
     # config/foreign.py, which no recipe here imports, and checkpoint/read_plan.py, which loads import: bytes read once
-    assert size_of(core_files()).lines <= 18_825
+    assert size_of(core_files()).lines <= 18_870
     assert 5_000 < size_of(spine_files()).lines <= 6_500
 
 
