@@ -1,4 +1,4 @@
-"""Build hook: a wheel holds train_configs/, recipes/ and run_train.sh inside the package (torchllm/resources.py)."""
+"""Build hook: a wheel holds train_configs/, recipes/ and run_train.sh inside the package (tools/resources.py)."""
 
 from pathlib import Path
 from typing import Any

@@ -107,7 +107,7 @@ python=${PYTHON:-$(command -v python || echo python3)}
 command -v "$python" >/dev/null || fail "$python: no such program; set PYTHON to the interpreter that has torchllm"
 unset PYTHONINSPECT # it would keep each process open
 # A copy of this script that lies in another folder takes recipes and configs from the installed package.
-[ -f "$here/recipes/pretrain.py" ] || here=$("$python" -P -c "from torchllm.resources import HOME; print(HOME)")
+[ -f "$here/recipes/pretrain.py" ] || here=$("$python" -P -c "from torchllm.tools.resources import HOME; print(HOME)")
 recipe=${RECIPE:-$here/recipes/pretrain.py}
 [ -f "$recipe" ] || fail "RECIPE=$recipe: no such file"
 if [ $# = 0 ] || [ "${1#--}" != "$1" ]; then set -- "$here/train_configs/debug.toml" "$@"; fi

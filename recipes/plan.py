@@ -41,9 +41,9 @@ from typing import Any, NamedTuple, get_args
 from torchllm.config import Config, Training
 from torchllm.config.errors import UserError
 from torchllm.config.read import ConfigError, read_table
-from torchllm.config.toml import read_files, toml_value
-from torchllm.resources import find_config, name_base, resource
+from torchllm.config.toml import toml_value
 from torchllm.tools.config.checks import conflicts, resolve_degrees
+from torchllm.tools.config.toml_files import read_files
 from torchllm.tools.planner.cluster import Hardware, read_cluster, unknown_cluster
 from torchllm.tools.planner.experts import IMBALANCE
 from torchllm.tools.planner.search.advice import Advice, advice_lines, advise, pick
@@ -65,6 +65,7 @@ from torchllm.tools.planner.search.price import NO_PURCHASE, Purchase, failures_
 from torchllm.tools.planner.search.search import Found, Objective, Ranked, search
 from torchllm.tools.planner.search.validity import UNMEASURED_LIMIT, is_measured, judge
 from torchllm.tools.proof.recipe import find_block
+from torchllm.tools.resources import find_config, name_base, resource
 
 MODELS = resource("train_configs/models")
 DEFAULT_DATA = [

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchllm.config.errors import UserError
-from torchllm.resources import resource
 from torchllm.tools.front.resolve import load_sizes
 from torchllm.tools.proof.pool import Pool
 from torchllm.tools.proof.prove import ProofOptions, ProvenLayout, culprits, prove
 from torchllm.tools.proof.recipe import import_recipe
+from torchllm.tools.resources import resource
 
 LINE = "{:>9} {:>6}  {:<42} {}"
 

@@ -20,7 +20,6 @@ ROOT = Path(__file__).parents[1]
 FILES = sorted([*ROOT.glob("torchllm/**/*.py"), *ROOT.glob("recipes/**/*.py")])
 
 CORE = [
-    "resources",
     "regular_file",
     "git_lfs",
     "config",
@@ -36,6 +35,7 @@ CORE = [
 ]
 """What a fork reads and may change. Each room (a folder or a file of torchllm) imports only itself and rooms above."""
 TOOLS = [
+    "tools.resources",
     "tools.config",
     "tools.planner",
     "tools.launch",
@@ -53,11 +53,11 @@ TOOLS = [
 ROOMS = ["old_names", *CORE, *TOOLS, "recipe", "cli", "__main__", "recipes"]
 TORCH_FREE = {
     "old_names",
-    "resources",
     "regular_file",
     "git_lfs",
     "config",
     "facts",
+    "tools.resources",
     "tools.config",
     "tools.planner",
     "tools.front",
@@ -383,13 +383,13 @@ def test_seams_are_exchanged_by_the_files_that_are_listed() -> None:
 def test_what_a_reader_has_to_read_does_not_grow() -> None:
     """Lower a limit with the size; raise one only with a reason."""
     minimal, pretrain = (size_of(imported_files(ROOT / "recipes" / name)) for name in ("minimal.py", "pretrain.py"))
-    assert minimal.files <= 62
-    assert minimal.lines <= 8_300
+    assert minimal.files <= 64
+    assert minimal.lines <= 8_310
     assert pretrain.files <= 127
-    assert pretrain.lines <= 16_330
+    assert pretrain.lines <= 16_010
     # with data/iterable.py, {facts,models}/frozen.py, facts/block_kinds.py, parallel/added_parameters.py and
     # config/foreign.py, which no recipe here imports, and checkpoint/read_plan.py, which loads import: bytes read once
-    assert size_of(core_files()).lines <= 18_880
+    assert size_of(core_files()).lines <= 18_450
     assert 5_000 < size_of(spine_files()).lines <= 6_500
 
 

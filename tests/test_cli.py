@@ -11,8 +11,8 @@ import pytest
 from tests.tiny_run import ROOT
 from torchllm import __version__, cli
 from torchllm.config import Model
-from torchllm.config.toml import read_files
 from torchllm.tools import bug_report
+from torchllm.tools.config.toml_files import read_files
 from torchllm.tools.hub.files import read_hub_config
 
 

@@ -171,7 +171,7 @@ def test_a_recipe_and_a_config_are_copied_and_started(installation: Installation
 
 def test_an_installed_package_has_the_benchmarks_of_the_first_hour(installation: Installation) -> None:
     imports = ", ".join(f"benchmark.{name}" for name in sorted(BENCHMARKS))
-    recipes = "from torchllm.resources import resource; import sys; sys.path.insert(0, str(resource('recipes')))"
+    recipes = "from torchllm.tools.resources import resource; import sys; sys.path.insert(0, str(resource('recipes')))"
     installation.run("python", "-P", "-c", f"{recipes}; import {imports}")
     printed = installation.run("torchllm", "benchmark", "context", "--unknown.key=1", status=2)
     is_checkout = not installation.package.exists()
@@ -188,7 +188,7 @@ def test_how_evidence_is_judged_is_in_a_checkout_only(installation: Installation
 
 
 def test_its_resources_are_where_importlib_looks(installation: Installation) -> None:
-    program = "import torchllm.resources as r; print(r.resource('train_configs/models/llama3_8b.toml').is_file())"
+    program = "import torchllm.tools.resources as r; print(r.resource('train_configs/models/llama3_8b.toml').is_file())"
     assert installation.run("python", "-c", program) == "True\n"
     if installation.package.exists():  # not the editable installation
         program = (

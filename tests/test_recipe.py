@@ -59,7 +59,8 @@ import sys
 import torchllm.recipe
 before = {name for name in sys.modules if name.startswith("torchllm.")} - {"torchllm.old_names"}
 import recipes.minimal
-tools = [name for name in sys.modules if name.startswith("torchllm.tools.") and ".config" not in name]
+reader = ("torchllm.tools.config", "torchllm.tools.resources")
+tools = [name for name in sys.modules if name.startswith("torchllm.tools.") and not name.startswith(reader)]
 import recipes.pretrain
 unused = ("torchllm.tools.dry_run", "torchllm.tools.hub.published", "torchllm.tools.planner.search")
 print(before, tools, [name for name in sys.modules if name.startswith(unused)])

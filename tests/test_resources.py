@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_run import ROOT
-from torchllm.resources import find_base, find_config, name_base, resource
 from torchllm.tools.config.load import load_config
 from torchllm.tools.planner.cluster import read_cluster
 from torchllm.tools.planner.evidence.calibrate import calibrate_file
+from torchllm.tools.resources import find_base, find_config, name_base, resource
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from torchllm import __version__
 from torchllm.config import Model
 from torchllm.config.errors import UserError
 from torchllm.config.toml import toml_value
-from torchllm.resources import HOME, resource
+from torchllm.tools.resources import HOME, resource
 
 USAGE = """\
 usage: torchllm COMMAND [ARGUMENTS]

@@ -29,7 +29,7 @@ FOLDERS = {
 """folder of torchllm -> folder in which its modules are now, but for those of MODULES"""
 
 MODULES = {
-    ("", "tools"): "bug_report",
+    ("", "tools"): "bug_report resources",
     ("", "tools.front"): "preflight start",
     ("checkpoint", "checkpoint.keeping"): "history marks",
     ("checkpoint", "tools.hub"): "dcp_metadata adapter by_key export exported hf_reader hf_writer upcycle",
@@ -58,6 +58,9 @@ NAMES = {
     ("checkpoint.initial", "tools.hub.upcycle"): "UpcycledWeights",
     ("checkpoint.manifest", "regular_file"): "check_regular",
     ("config", "tools.config.load"): "load_config",
+    ("config.environment", "tools.config.environment"): """PER_RANK Ranks default_restarts is_requeued job_id
+        print_error_lines print_notes read_ranks refuse""",
+    ("config.toml", "tools.config.toml_files"): "Layer key_lines merge_layers parse_value read_files",
     ("tools.config.load", "tools.config.draft"): "Draft",
     ("tools.config.load", "tools.config.refuse"): "finish",
     ("data.tokenizer", "tools.prepare.hugging_face_tokenizer"): "HuggingFaceTokenizer",

@@ -23,9 +23,9 @@ from torchllm.config import Config
 from torchllm.config.errors import UserError
 from torchllm.data.loader import DataRanks, build_loader
 from torchllm.facts.flops import active_parameter_count, parameter_count
-from torchllm.resources import resource
 from torchllm.runtime.process import Runtime
 from torchllm.tools.config.load import load_config
+from torchllm.tools.resources import resource
 
 from .tools import TableRow, Tables, ratio_row, scratch, take_turns
 

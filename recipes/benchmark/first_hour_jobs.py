@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from sweep.job import Overrides, measure_layout, resolve_layout, run_command, run_job
 
 from torchllm.facts.flops import parameter_count
-from torchllm.resources import resource
+from torchllm.tools.resources import resource
 
 Figures = dict[str, Any]
 """figures of a stage by title, as JSON has them: a number, a text, a list of numbers, or a list of rows"""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from sweep.job import COLUMNS, Overrides
 
-from torchllm.resources import resource
+from torchllm.tools.resources import resource
 
 from .first_hour_jobs import Figures, Jobs, Machine, StageFailed
 

@@ -37,10 +37,10 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from torchllm.config import Config, Count, FilePath, Natural, Positive, Run
-from torchllm.resources import resource
 from torchllm.tools.config.arguments import parse_arguments
 from torchllm.tools.config.help import print_help
 from torchllm.tools.front.start import load_configs
+from torchllm.tools.resources import resource
 
 EXPERTS = "experts"
 """takes the overrides of the runs that it starts, but no config: it has two"""

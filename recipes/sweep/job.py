@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 from torchllm.config import Config
 from torchllm.config.errors import UserError
-from torchllm.resources import resource
 from torchllm.tools.config.inert import contradictions, idle_keys
 from torchllm.tools.front.start import load_configs
 from torchllm.tools.launch.compiler import first_gpu
 from torchllm.tools.planner.evidence.cells import COLUMNS as MEASURED_COLUMNS
 from torchllm.tools.planner.evidence.rows import measurement_of
 from torchllm.tools.planner.search.auto import cluster_with_gpu, planned
+from torchllm.tools.resources import resource
 
 Overrides = tuple[str, ...]
 """overrides of the command line for a layout of the sweep's run, e.g. --parallel.tp=2"""

@@ -27,10 +27,10 @@ from pathlib import Path
 from torchllm.config import Count, Positive
 from torchllm.config.errors import UserError
 from torchllm.config.read import ConfigError, read_table
-from torchllm.config.toml import read_files
-from torchllm.resources import find_config
+from torchllm.tools.config.toml_files import read_files
 from torchllm.tools.planner.search.auto import planned, why_unplanned
 from torchllm.tools.planner.search.explain import GIB
+from torchllm.tools.resources import find_config
 
 from .job import COLUMNS, Overrides, measure_layout, resolve_layout
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchllm.config.toml import key_lines
+from torchllm.tools.config.toml_files import key_lines
 
 pytestmark = pytest.mark.quick
 

@@ -8,8 +8,8 @@ from collections import Counter
 from importlib import metadata
 
 from torchllm import __version__
-from torchllm.resources import HOME
 from torchllm.runtime.host_limits import usable_cores
+from torchllm.tools.resources import HOME
 
 PACKAGES = (
     "torchdata",

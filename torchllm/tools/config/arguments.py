@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin
 
 from torchllm.config.read import field_types, plain_type, type_at
-from torchllm.config.toml import KeyPath, Layer, dotted, parse_value, shown
+from torchllm.config.toml import KeyPath, dotted, shown
+from torchllm.tools.config.toml_files import Layer, parse_value
 
 
 @dataclass

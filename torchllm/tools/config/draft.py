@@ -4,12 +4,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Generic, TypeVar
 
-from torchllm.config.environment import Ranks
 from torchllm.config.read import read_table
 from torchllm.config.schema import AXES, Config
-from torchllm.config.toml import KeyPath, Layer, dotted, merge_layers
+from torchllm.config.toml import KeyPath, dotted
 from torchllm.tools.config.arguments import Arguments, override
+from torchllm.tools.config.environment import Ranks
 from torchllm.tools.config.inert import contradictions
+from torchllm.tools.config.toml_files import Layer, merge_layers
 
 C = TypeVar("C", bound=Config)
 

@@ -15,7 +15,12 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from torchllm.config.applied_keys import note_origins
-from torchllm.config.environment import (
+from torchllm.config.schema import Config, Parallel, Training, gradient_accumulation
+from torchllm.config.toml import dotted, shown
+from torchllm.tools.config.arguments import Arguments
+from torchllm.tools.config.checks import layout_problems, resolve_degrees, setting_problems
+from torchllm.tools.config.draft import TRAINING_ONLY, Draft
+from torchllm.tools.config.environment import (
     PER_RANK,
     Ranks,
     default_restarts,
@@ -24,11 +29,6 @@ from torchllm.config.environment import (
     print_notes,
     refuse,
 )
-from torchllm.config.schema import Config, Parallel, Training, gradient_accumulation
-from torchllm.config.toml import dotted, shown
-from torchllm.tools.config.arguments import Arguments
-from torchllm.tools.config.checks import layout_problems, resolve_degrees, setting_problems
-from torchllm.tools.config.draft import TRAINING_ONLY, Draft
 from torchllm.tools.config.handed import hand_over
 from torchllm.tools.config.inert import IdleKey, contradictions, describe_idle_keys, idle_keys
 

@@ -26,7 +26,7 @@ from torchllm.config.foreign import Equal, foreign_keys
 from torchllm.config.read import ConfigError, read_table
 from torchllm.config.schema import Config
 from torchllm.config.toml import dotted, toml_value
-from torchllm.resources import resource
+from torchllm.tools.resources import resource
 
 Settings = dict[str, Any]
 """Values by the names of our keys, such as {"parallel.tp": 2}."""

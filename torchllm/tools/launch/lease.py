@@ -37,9 +37,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from torchllm.config.environment import is_requeued, job_id
 from torchllm.config.errors import RefusedStart, UserError
 from torchllm.runtime.stop import STOP, STOPPED
+from torchllm.tools.config.environment import is_requeued, job_id
 from torchllm.tools.launch.process_identity import Process, is_gone, this_process
 
 log = logging.getLogger(__name__)

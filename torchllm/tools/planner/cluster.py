@@ -14,9 +14,10 @@ from typing import Annotated, Any, NamedTuple
 
 from torchllm.config import Bound, Config, Count, Model, Parallel, Positive, Training
 from torchllm.config.read import ConfigError, read_table
-from torchllm.config.toml import KeyPath, read_files, shown
-from torchllm.resources import find_config, resource
+from torchllm.config.toml import KeyPath, shown
+from torchllm.tools.config.toml_files import read_files
 from torchllm.tools.planner.software import Constants
+from torchllm.tools.resources import find_config, resource
 
 FOLDER = resource("train_configs/clusters")
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from torchllm.checkpoint.manifest import MANIFEST, step_folder
 from torchllm.metrics.observer import ObservedRun, Observer
-from torchllm.resources import resource
 from torchllm.runtime.tolerance import Tolerance
+from torchllm.tools.resources import resource
 from torchllm.tools.watch.tasks import EVALUATIONS
 
 log = logging.getLogger("torchllm")

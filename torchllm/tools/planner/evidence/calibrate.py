@@ -13,13 +13,13 @@ from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
-from torchllm.resources import find_config, name_base
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.cluster import FOLDER
 from torchllm.tools.planner.evidence.fit import FitProblem, Linear, Point, Timed, constants_at, fit, left_out, log_error
 from torchllm.tools.planner.evidence.measurements import MeasuredRow, cluster_of_row, read_rows
 from torchllm.tools.planner.predict import predict
 from torchllm.tools.planner.software import OF_A_MACHINE, UNITS, Constants
+from torchllm.tools.resources import find_config, name_base
 
 MACHINE = "machine"
 """name of the speed that is fitted"""

@@ -6,7 +6,7 @@ In a checkout they are at the top level, next to the package. A wheel has them i
 import os
 from pathlib import Path
 
-_PACKAGE = Path(__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 _INSTALLED = (_PACKAGE / "train_configs").is_dir()
 HOME = _PACKAGE if _INSTALLED else _PACKAGE.parent
 """the folder that holds train_configs/, recipes/ and run_train.sh"""
