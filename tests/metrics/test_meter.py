@@ -11,6 +11,7 @@ import torch
 
 import torchllm.metrics.meter as meter_module
 import torchllm.tools.watch.goodput as goodput_module
+from tests.tiny_run import ROOT
 from torchllm.config import Metrics, Model, Recompute, Training
 from torchllm.facts.flops import flops_per_token, recomputed_flops_per_token
 from torchllm.metrics.expert_load import ExpertLoads, LoadAlarm
@@ -329,3 +330,10 @@ def test_a_first_wait_for_data_is_lost_once(clock: Clock, tmp_path: Path, monkey
     assert account.summary() == "goodput 25.0% of 4 s; data 50.0%, checkpoint 25.0%"
     account.launch.seen -= account.launch.lost.pop("checkpoint")
     assert account.summary() == "goodput 33.3% of 3 s; data 66.7%"
+
+
+def test_the_page_has_every_key_of_a_record() -> None:
+    keys = re.findall(r"^    ([a-z][a-z_/]+)", meter_module.__doc__ or "", re.M)
+    page = (ROOT / "docs/watch.md").read_text().partition("## Keys of metrics.jsonl")[2]
+    assert len(keys) > 20
+    assert [key for key in keys if f"`{key}" not in page] == []
