@@ -95,7 +95,6 @@ class Cluster:
     folder: Path
 
     def start(self, pods: list[PodStart], attempt: str) -> list[Pod]:
-        """Start pods on the hosts of their names."""
         started = []
         for pod in pods:
             output = self.folder / f"{pod.name}-{attempt}.txt"

@@ -39,7 +39,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start_nodes(start: Callable[..., Started], nodes: int, folder: Path) -> list[Started]:
-    """Start the job on that many nodes."""
     pod = {"PET_NNODES": str(nodes), "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
     pod |= {"PET_MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     started = []

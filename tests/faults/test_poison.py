@@ -98,7 +98,6 @@ def test_finite_weights_that_are_lost_drive_no_good_checkpoint_out(tmp_path: Pat
 
 
 def log_to_file(recipe: Any, rank: int, *, file: Path) -> None:
-    """Write what rank 0 logs, and what other ranks show of it, to a file."""
     supervise = recipe.supervise
 
     def logged(*arguments: Any) -> None:

@@ -80,7 +80,6 @@ class Job:
             time.sleep(0.01)
 
     def signal_all(self, *numbers: signal.Signals) -> None:
-        """Send signals to each of its processes."""
         pids = list(self.processes())
         for number in numbers:
             for pid in pids:

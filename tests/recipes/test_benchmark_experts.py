@@ -89,12 +89,6 @@ def test_every_seed_trains_both_and_the_last_row_has_the_means(pretended: Preten
     assert (ratio["ratio"], ratio["least"], ratio["largest"], ratio["target"]) == (1.8, 1.5, 2.1, 2)
 
 
-def test_the_runs_of_every_seed_must_have_the_same_tokens(pretended: Pretended, tmp_path: Path) -> None:
-    pretended["experts", 2] = TrainedRun(EVALUATED, 1.1, 210.0, DATA | {"sequences": 4080})
-    with pytest.raises(UserError, match="do not have the same data: "):
-        experts(EVALUATED, as_runtime(tmp_path), {"training.steps": "512"})
-
-
 @pytest.mark.exhaustive
 def test_the_end_of_a_failed_runs_log_is_printed(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
@@ -124,10 +118,3 @@ def test_without_evaluations_there_is_nothing_to_compare(pretended: Pretended, t
     with pytest.raises(UserError, match=r"set evaluate\.interval over 0"):
         experts(replace(EVALUATED, evaluate=Evaluate(interval=0)), as_runtime(tmp_path), {"training.steps": "512"})
     assert not pretended
-
-
-@pytest.mark.exhaustive
-def test_it_takes_no_config() -> None:
-    done = benchmark("experts", "train_configs/debug.toml")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "takes no config, only overrides of its two, not 'train_configs/debug.toml'" in done.stderr

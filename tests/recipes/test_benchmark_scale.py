@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from recipes.benchmark.counting import host_bytes, lines_run, peak_bytes
-from recipes.benchmark.scale import TABLES, Count, count_row, fitted_exponent
+from recipes.benchmark.scale import TABLES, fitted_exponent
 
 
 def test_no_count_grows_faster_than_it_may() -> None:
@@ -23,22 +23,6 @@ def test_the_exponent_is_that_of_the_power() -> None:
     assert fitted_exponent({size: 3 * size**1.5 for size in (64, 1024, 16384)}) == pytest.approx(1.5)
     assert fitted_exponent({64: 7, 1024: 7}) == 0
     assert fitted_exponent({64: 0, 1024: 0}) == 0
-
-
-def test_a_row_says_what_is_counted_and_what_extends_it() -> None:
-    whole = Count("all pairs", "pairs", lambda size: size * size, (10, 100), 2.0)
-    assert count_row(whole, (10, 100, 1000)) == {
-        "work": "all pairs",
-        "unit": "pairs",
-        "10": 100,
-        "100": 10_000,
-        "1,000": 1_000_000,
-        "exponent": 2.0,
-        "how": "counted",
-    }
-    row = count_row(whole._replace(sizes=(10, 20)), (10, 100, 1000))
-    assert (row["10"], row["how"]) == (100, "counted to 20")
-    assert row["1,000"] == pytest.approx(1_000_000)
 
 
 def test_lines_of_python_are_counted_in_loops_and_calls() -> None:

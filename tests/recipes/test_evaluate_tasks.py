@@ -62,7 +62,6 @@ def config_of(run: Path, *overrides: str) -> Config:
 
 
 def log_likelihood(model: "transformers.PreTrainedModel", context: list[int], continuation: list[int]) -> float:
-    """Of the continuation after the context, by transformers alone."""
     tokens = torch.tensor([context + continuation])
     with torch.no_grad():
         logits = model(tokens[:, :-1]).logits.log_softmax(-1)

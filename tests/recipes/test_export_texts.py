@@ -55,7 +55,10 @@ def ends_of(folder: Path) -> list[int]:
     return listed[0]
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen25", "gemma", "olmo2", "mistral", "phi", "parts"])
+AT_NIGHT = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("qwen25", "gemma", "olmo2")]
+
+
+@pytest.mark.parametrize("name", ["llama3", "mistral", "phi", "parts", *AT_NIGHT])
 def test_a_chat_has_the_ids_that_were_trained_and_ends_as_they_did(name: str, tmp_path: Path) -> None:
     """The template is the run's, not the one beside the tokenizer, and not the file of which it came."""
     family = FAMILIES[name]

@@ -34,7 +34,6 @@ from recipes.benchmark.first_hour_stages import (
     STAGES,
     FirstHourStage,
     measure_memory,
-    measure_options,
     measure_saves,
 )
 from tests.tiny_run import DEBUG, ROOT
@@ -168,15 +167,6 @@ def test_every_layout_that_a_node_measures_is_valid(tmp_path: Path) -> None:
         assert [row for row in rows if row["note"]] == []
 
 
-def test_layouts_for_which_no_time_is_left_are_named_and_not_measured(tmp_path: Path) -> None:
-    jobs = Jobs(CPU, DEBUG, tmp_path / "jobs", deadline=0)
-    figures = measure_options(jobs, [(), ("--recompute.mode=full",)])
-    assert [row["status"] for row in figures["layouts"]] == ["not tried", "not tried"]
-    assert figures["measurements"] == []  # nothing for the planner
-    problems = STAGE["recompute"].problems(figures)
-    assert "--recompute.mode=full: not tried: the stage's time was over" in problems[1]
-
-
 def test_saves_ask_for_their_disk_before_they_begin(tmp_path: Path) -> None:
     jobs = Jobs(H100._replace(gpus=H100.gpus[:1]), DEBUG, tmp_path / "jobs", deadline=0)
     usage = mock.Mock(free=10 * 2**30)
@@ -252,22 +242,6 @@ def test_the_page_has_every_figure() -> None:
 def first_hour(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "recipes" / "benchmark"), "first_hour", f"--run.folder={folder}", *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=1800)
-
-
-@pytest.mark.exhaustive
-def test_a_stage_runs_and_is_written_down(tmp_path: Path) -> None:
-    done = first_hour(tmp_path, "--benchmark.only=weights")
-    assert done.returncode == 0, done.stderr
-    assert "a rehearsal, which says nothing of a GPU" in done.stdout
-    (record,) = read_records(tmp_path / "first_hour.jsonl")
-    assert record["outcome"] == PASSED
-    rows = record["figures"]["initial weights"]
-    assert [row["device"] for row in rows] == ["cpu", "cpu"]
-    assert re.fullmatch("[0-9a-f]{64}", rows[0]["sha256"])
-    assert rows[0]["sha256"] in (tmp_path / "first_hour.md").read_text()
-    wrong = first_hour(tmp_path, "--benchmark.only=weight")
-    assert wrong.returncode != 0
-    assert wrong.stderr.splitlines()[-1].startswith("error: benchmark.only: there is no stage 'weight'")
 
 
 @pytest.mark.exhaustive

@@ -40,7 +40,6 @@ UNCHANGED = 1e-6
 
 
 def manifest_of(folder: Path, step: int) -> dict[str, Any]:
-    """Return the manifest of a checkpoint."""
     return json.loads((folder / f"checkpoints/step-{step:08d}/manifest.json").read_text())
 
 
@@ -94,7 +93,6 @@ def test_a_run_goes_on_from_published_weights_and_resumes_without_them(
 
 
 def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a published model."""
     from safetensors.torch import load_file
 
     return load_file(folder / "model.safetensors")

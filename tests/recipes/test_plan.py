@@ -35,17 +35,6 @@ def test_rank_says_the_ten_best_and_why(capsys: pytest.CaptureFixture[str]) -> N
     assert "\nNot measured on A100-SXM4-80GB, so no pick is above 90% of its memory." in output
 
 
-def test_json_has_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    main([*RANK, "--json"])
-    [plan] = json.loads(capsys.readouterr().out)
-    assert len(plan["best"]) == 10
-    seconds = [layout["step_seconds"] for layout in plan["best"]]
-    assert seconds == sorted(seconds)
-    assert plan["verdict"]["fits"] in ("fits", "may fit")
-    assert sum(plan["rejected"].values()) + 10 == plan["layouts"]
-    assert {"terms", "memory_gib", "mfu", "hfu", "petaflops"} <= plan["best"][0].keys()
-
-
 def test_the_written_run_is_one_that_the_config_accepts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,17 +189,6 @@ def test_several_numbers_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     first, second = json.loads(capsys.readouterr().out)
     hours = [plan["picks"][0]["step_seconds"] * plan["gpus"] for plan in (first, second)]
     assert hours == sorted(hours)
-
-
-def test_a_cluster_may_be_a_file(tmp_path: Path) -> None:
-    text = (ROOT / "train_configs" / "clusters" / "dgx_a100.toml").read_text()
-    (tmp_path / "mine.toml").write_text(text.replace("memory = 85.0e9", "memory = 40.0e9"))
-    assert read_hardware(str(tmp_path / "mine.toml")).memory == 40e9
-    (tmp_path / "bad.toml").write_text(text.replace("memory = 85.0e9", ""))
-    with pytest.raises(UserError, match="memory: required key is missing"):
-        read_hardware(str(tmp_path / "bad.toml"))
-    with pytest.raises(UserError, match=r'^--cluster "nosuch\.toml": no such file$'):  # one line: its keys are unknown
-        read_hardware("nosuch.toml")
 
 
 def test_what_is_wrong_is_said() -> None:

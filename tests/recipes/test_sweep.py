@@ -1,9 +1,7 @@
 """Sweeps: which layouts, what every way to end becomes, that nothing is measured twice, and a real one on two ranks."""
 
-import contextlib
 import csv
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,10 +13,7 @@ from recipes.sweep.figures import (
     best_by_setting,
     compare_predictions,
     draw_figures,
-    prediction_figure,
     results_table,
-    run_in_words,
-    setting_figure,
 )
 from recipes.sweep.job import COLUMNS, cpu_cells, layout_cells, measure_layout, read_outcome, resolve_layout
 from recipes.sweep.sweep import (
@@ -80,19 +75,6 @@ def test_all_values_are_combined() -> None:
     ]
 
 
-def test_the_sweep_that_is_shipped_has_forty_layouts_that_can_be() -> None:
-    sweep = read_sweep(str(ROOT / "train_configs" / "sweeps" / "debug.toml"))
-    can_be = [layout for layout in combinations(sweep) if not resolve_layout(DEBUG, layout, sweep.processes)[1]]
-    assert len(can_be) >= 40
-
-
-def test_degrees_follow_from_the_number_of_processes() -> None:
-    config, problem = resolve_layout(DEBUG, ("--parallel.tp=2",), 8)
-    assert problem == ""
-    assert config is not None
-    assert (config.parallel.dp_shard, config.parallel.tp) == (4, 2)
-
-
 def test_what_cannot_be_is_not_started(tmp_path: Path) -> None:
     for layout, message in (
         (("--parallel.tp=3",), "3 does not divide model.heads = 8"),
@@ -119,45 +101,6 @@ def test_how_a_job_can_end(tmp_path: Path) -> None:
         outcome = read_outcome(code, log, tmp_path / "metrics.jsonl", 9.0)
         assert outcome["status"] == status
         assert outcome["note"].startswith(note)
-
-
-HANGING = f"""
-import os, sys, time
-from pathlib import Path
-if "--check" in sys.argv:
-    os.execv(sys.executable, [sys.executable, "{ROOT}/recipes/pretrain.py", *sys.argv[1:]])
-Path(os.environ["PIDS"], str(os.getpid())).touch()
-while True:
-    time.sleep(1)
-"""
-
-
-@pytest.fixture
-def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Jobs are of a recipe that never ends; the folder where its ranks leave their process ids."""
-    (tmp_path / "hanging.py").write_text(HANGING)
-    (tmp_path / "pids").mkdir()
-    monkeypatch.setenv("RECIPE", str(tmp_path / "hanging.py"))
-    monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
-    return tmp_path / "pids"
-
-
-def alive(pids: Path) -> list[str]:
-    """Return the process ids in the folder that still run."""
-    running = []
-    for pid in pids.iterdir():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(int(pid.name), 0)
-            running.append(pid.name)
-    return running
-
-
-@pytest.mark.exhaustive
-def test_a_job_that_is_given_up_leaves_no_rank_behind(hanging: Path, tmp_path: Path) -> None:
-    row = measure_layout(DEBUG, ("--parallel.dp_shard=2",), 2, 3, 8.0, tmp_path / "job")
-    assert (row["status"], row["note"]) == ("timeout", "not done after 8 s")
-    assert len(list(hanging.iterdir())) == 2
-    assert alive(hanging) == []
 
 
 def test_the_first_step_is_dropped(tmp_path: Path) -> None:
@@ -236,51 +179,6 @@ def test_predicted_against_measured(tmp_path: Path) -> None:
     changed = {**measured, **changes}
     files = {file.name for file in draw_figures([measured, changed], tmp_path)}
     assert files == {"predicted.png", *(f"{name}.png" for name in FIGURES)}
-
-
-def test_figures_name_their_run() -> None:
-    config, _ = resolve_layout(DEBUG, (), 8)
-    assert config is not None
-    measured = row("a", "3.2", **layout_cells(config, 8))
-    run = run_in_words(measured)
-    assert run == f"{measured['model']} with 1.22 M parameters on 8 x {measured['gpu']}, 16 sequences per step"
-    points = compare_predictions([measured])
-    for figure in (setting_figure({"on": measured}, "compilation"), prediction_figure(points, points, run)):
-        assert figure.get_suptitle().endswith(f"\n{run}")
-
-
-def test_every_setting_of_the_paper_can_be_an_axis() -> None:
-    every = {
-        "training.micro_batch_size": "2",
-        "parallel.tp": "2",
-        "parallel.pp": "2",
-        "parallel.cp": "2",
-        "recompute.mode": "selective",
-        "parallel.sequence_parallel": "true",
-        "parallel.schedule": "GPipe",
-        "model.attention": "eager",
-        "compile.norm": "true",
-        "parallel.zero_stage": "1",
-        "compile.loss": "true",
-    }
-    axes = [SweepAxis(key, (value,)) for key, value in every.items()]
-    [layout] = combinations(Sweep(axes=tuple(axes)))
-    config, problem = resolve_layout(DEBUG, layout, 8)
-    assert config is not None, problem
-    cells = layout_cells(config, 8)
-    expected_cells = {
-        "micro_batch": "2",
-        "tp": "2",
-        "pp": "2",
-        "cp": "2",
-        "act_ckpt": "selective",
-        "seq_parallel": "1",
-        "schedule": "GPipe",
-        "attn_impl": "eager",
-        "rmsnorm_kernel": "1",
-        "zero_stage": "1",
-    }
-    assert cells.items() >= expected_cells.items()
 
 
 def test_the_best_by_setting() -> None:

@@ -21,7 +21,6 @@ def better_split(
 
 
 def slowest(split: tuple[int, ...], blocks: list[float], fixed: list[float]) -> float:
-    """Seconds of the slowest stage."""
     seconds = []
     start = 0
     for count, end in zip(split, fixed, strict=True):

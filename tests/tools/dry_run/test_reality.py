@@ -186,7 +186,7 @@ def foretold(settings: Settings, pp_rank: int) -> dict[str, Any]:
     }
 
 
-BY_DEFAULT = ("pipeline, HSDP, recompute", "experts shared by tensor and data parallel ranks")
+BY_DEFAULT = ("pipeline, HSDP, recompute",)
 NAMES = [name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.exhaustive) for name in LAYOUTS]
 
 

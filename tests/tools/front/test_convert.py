@@ -158,23 +158,28 @@ def test_training_arguments_of_transformers(tmp_path: Path) -> None:
     assert "global_batch_size = " not in unknown_gpus
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours", "value"),
-    [
-        ({"warmup_steps": 0.05, "max_steps": 2000}, "schedule.warmup_steps", 100),  # a share since transformers 5
-        ({"max_length": 64, "max_seq_length": 128}, "training.sequence_length", 64),
-        ({"training": {"batch_size": 4, "tensor_parallel_degree": 2}}, "training.global_batch_size", 16),  # old names
-        ({"optim": "adamw_bnb_8bit", "max_steps": 1}, "optimizer.name", None),  # its states are of 8 bits
-        ({"validation": {"freq": 5}, "training": {"seq_len": 8}}, "evaluate.interval", 0),  # off unless enabled
-        ({"validation": {"enable": True, "freq": 5}, "training": {"seq_len": 8}}, "evaluate.interval", 5),
-        ({"float8": {"recipe_name": "rowwise"}, "training": {"steps": 1}}, "float8.recipe", None),  # no converter
-    ],
-)
-def test_a_setting_of_several_keys(tmp_path: Path, theirs: dict[str, object], ours: str, value: object) -> None:
-    text = converted_config(_write(tmp_path, "theirs.json", json.dumps(theirs)), gpus=8)
-    assert _values(text).get(ours) == value
-    if "max_length" in theirs:
-        assert "max_seq_length = 128: training.sequence_length is 64 by max_length = 64" in text
+def test_a_setting_of_several_keys(tmp_path: Path) -> None:
+    for number, (theirs, ours, value) in enumerate(
+        [
+            ({"warmup_steps": 0.05, "max_steps": 2000}, "schedule.warmup_steps", 100),  # a share since transformers 5
+            ({"max_length": 64, "max_seq_length": 128}, "training.sequence_length", 64),
+            (
+                {"training": {"batch_size": 4, "tensor_parallel_degree": 2}},
+                "training.global_batch_size",
+                16,
+            ),  # old names
+            ({"optim": "adamw_bnb_8bit", "max_steps": 1}, "optimizer.name", None),  # its states are of 8 bits
+            ({"validation": {"freq": 5}, "training": {"seq_len": 8}}, "evaluate.interval", 0),  # off unless enabled
+            ({"validation": {"enable": True, "freq": 5}, "training": {"seq_len": 8}}, "evaluate.interval", 5),
+            ({"float8": {"recipe_name": "rowwise"}, "training": {"steps": 1}}, "float8.recipe", None),  # no converter
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        text = converted_config(_write(folder, "theirs.json", json.dumps(theirs)), gpus=8)
+        assert _values(text).get(ours) == value, theirs
+        if "max_length" in theirs:
+            assert "max_seq_length = 128: training.sequence_length is 64 by max_length = 64" in text, theirs
 
 
 def test_megatron_arguments(tmp_path: Path) -> None:
@@ -238,18 +243,19 @@ optimizer:
     assert values["schedule.warmup_steps"] == 100  # the default there
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"PK\x03\x04", "is a pickle"),
-        (b"not = [toml", "cannot be read"),
-        (b"[mine]\nkey = 1\n", "has no key of torchtitan, huggingface, megatron, nanochat, litgpt"),
-    ],
-)
-def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
-    (tmp_path / "x.toml").write_bytes(content)
-    with pytest.raises(UserError, match=message):
-        converted_config(str(tmp_path / "x.toml"))
+def test_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:
+    for number, (content, message) in enumerate(
+        [
+            (b"PK\x03\x04", "is a pickle"),
+            (b"not = [toml", "cannot be read"),
+            (b"[mine]\nkey = 1\n", "has no key of torchtitan, huggingface, megatron, nanochat, litgpt"),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "x.toml").write_bytes(content)
+        with pytest.raises(UserError, match=message):
+            converted_config(str(folder / "x.toml"))
 
 
 def test_every_name_of_the_table_exists() -> None:

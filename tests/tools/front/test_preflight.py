@@ -46,7 +46,6 @@ def write_ranks(path: Path, tokens: int = 300) -> None:
 
 
 def write_checkpoint(root: Path, step: int) -> Path:
-    """Write a checkpoint that holds no tensor."""
     temporary, final = root / "new", root / f"step-{step:08d}"
     temporary.mkdir(parents=True)
     files = {"index.json": write_file(temporary / "index.json", b"{}")}
@@ -68,8 +67,6 @@ def checked(*arguments: str) -> None:
 
 
 class Lack(NamedTuple):
-    """A run that lacks something."""
-
     make: Callable[[Path], object]
     """what is done to the folder first"""
     arguments: list[str]

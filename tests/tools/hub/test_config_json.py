@@ -98,17 +98,6 @@ def test_both_spellings_are_read_and_written() -> None:
             assert model_of(content) == model, (name, spelling)
 
 
-def test_spellings_that_differ_are_refused() -> None:
-    content = content_of("llama31") | {"rope_theta": 10000.0}
-    assert read_config_json(content).problems == [
-        "rope_parameters.rope_theta: is 500000.0, but rope_theta is 10000.0: remove one of them"
-    ]
-    content = content_of("llama31") | {"rope_theta": 500000.0}
-    assert read_config_json(content).problems == [
-        "rope_parameters: says otherwise than rope_theta and rope_scaling: remove one of the spellings"
-    ]
-
-
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 OLD_LLAMA3 = {key: value for key, value in LLAMA3_SCALING.items() if key != "rope_theta"}
 SAID_ELSEWHERE: list[tuple[str, dict[str, Any]]] = [
@@ -160,12 +149,14 @@ def fields_that_transformers_reads(name: str) -> set[str]:
     return {field for field in reads - methods if not field.startswith("__")} | set(config.attribute_map)
 
 
-@pytest.mark.parametrize("model_type", HUB_FAMILIES)
-def test_each_field_that_transformers_reads_is_known_or_refused(model_type: str) -> None:
-    name = next(name for name in CONFIGS if hub_config(name).model_type == model_type)
-    reads = fields_that_transformers_reads(name)
-    assert {"is_causal", "per_layer_config", "rope_parameters", "quantization_config"} <= reads  # it records
-    assert reads - known_fields(HUB_FAMILIES[model_type]) == set()
+def test_each_field_that_transformers_reads_is_known_or_refused() -> None:
+    for model_type in HUB_FAMILIES:
+        name = next(name for name in CONFIGS if hub_config(name).model_type == model_type)
+        reads = fields_that_transformers_reads(name)
+        assert {"is_causal", "per_layer_config", "rope_parameters", "quantization_config"} <= reads, (
+            model_type
+        )  # it records
+        assert reads - known_fields(HUB_FAMILIES[model_type]) == set(), model_type
 
 
 def test_each_field_of_a_rope_table_that_transformers_reads_is_known() -> None:
@@ -298,13 +289,6 @@ def test_yarn_takes_what_is_missing_from_other_fields_as_transformers_does() -> 
         assert model.rope_truncate
 
 
-def test_all_problems_are_found_at_once() -> None:
-    content = dict(content_of("llama"))
-    for change, _ in REFUSED["llama"]:
-        content |= change
-    assert len(read_config_json(content).problems) >= 8
-
-
 def test_an_unsupported_family_is_named_with_what_it_has() -> None:
     for model_type in (*UNSUPPORTED_TYPES, "unheard", None):
         (problem,) = read_config_json({"model_type": model_type}).problems
@@ -324,12 +308,6 @@ def test_a_model_is_exported_as_the_family_from_which_it_came_if_it_still_can_be
     assert family_to_export(model).model_type == "llama"
     assert family_to_export(model, "qwen3").model_type == "llama"  # it has no norms of q and k
     assert family_to_export(replace(model, qk_norm="head")).model_type == "qwen3"
-
-
-def test_a_model_of_no_family_is_refused_with_the_reason_of_each() -> None:
-    model = replace(Model(), family="gpt", kv_heads=2)
-    with pytest.raises(NoFamily, match=r"'gpt2' cannot have model.kv_heads = 2"):
-        family_to_export(model)
 
 
 def test_a_llama_whose_heads_do_not_divide_its_width_is_exported_as_mistral() -> None:
@@ -395,18 +373,6 @@ def test_a_model_of_glm_without_shared_experts_is_refused() -> None:
 
 def test_an_export_says_that_it_has_no_block_that_predicts_the_token_after_the_next() -> None:
     assert write_config_json(EXPORTED_AS["glm4_moe"], HUB_FAMILIES["glm4_moe"])["num_nextn_predict_layers"] == 0
-
-
-def test_both_names_of_the_number_of_experts_are_read_and_written() -> None:
-    """transformers 4 reads num_experts of a Qwen3-MoE, transformers 5 writes num_local_experts."""
-    for model_type in ("mixtral", "qwen3_moe", "olmoe"):
-        written = write_config_json(EXPORTED_AS[model_type], HUB_FAMILIES[model_type])
-        assert written["num_experts"] == written["num_local_experts"] == 8
-        for name in ("num_experts", "num_local_experts"):
-            content = {key: value for key, value in written.items() if key != name}
-            assert model_of(content).experts == 8
-            (problem,) = read_config_json(written | {name: 4}).problems
-            assert re.fullmatch(r"num_\w+: is \d, but num_\w+ is \d: remove one of them", problem)
 
 
 DENSE_BLOCKS = [

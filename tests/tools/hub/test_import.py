@@ -1,7 +1,6 @@
 """Published weights on every layout: bitwise those of the file, the logits of transformers, and its training."""
 
 import functools
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,22 +56,7 @@ MORE = {"tied": {"tie_word_embeddings": True}, "uneven": {"vocab_size": 97}, "st
 """forms of the published model: changes of its config.json"""
 
 
-def joined(first: str, second: str) -> Settings | None:
-    """Return the layout of two axes together; None if they are no two."""
-    one, two = AXES[first], AXES[second]
-    if first >= second or any(one[key] != two[key] for key in one.keys() & two.keys()):
-        return None
-    if one.keys() & two.keys() and not one.keys() ^ two.keys():
-        return None
-    return one | two
-
-
-PAIRS = [(first, second) for first in AXES for second in AXES if joined(first, second) is not None]
-GRID = [*((axis,) for axis in AXES), *PAIRS]
-
-
 def layout(axes: tuple[str, ...]) -> Settings:
-    """Return the settings of a layout of the grid."""
     settings: Settings = {}
     for axis in axes:
         settings |= AXES[axis]
@@ -85,23 +69,15 @@ LAYOUTS = [
     ("gpt2", ("fsdp", "sp"), "uneven"),
     ("qwen3", ("hsdp", "v"), "tied"),
     ("glm4-moe", ("v",), ""),
-    ("qwen3-moe", ("sp", "zero0"), "uneven"),
 ]
 """every axis but the ZeRO stages is among them"""
 MORE_LAYOUTS = [
+    ("qwen3-moe", ("sp", "zero0"), "uneven"),
     ("qwen2", ("zero2",), ""),
     ("mistral-nemo", ("sp", "v"), "uneven"),
     ("llama31", ("tp", "zero1"), ""),
     ("mixtral", ("hsdp", "zero1"), "tied"),
 ]
-SEED, DRAWN = 1, 60
-"""of the layouts of the night, from all models, layouts and forms: another seed draws others"""
-
-
-def drawn() -> list[tuple[str, tuple[str, ...], str]]:
-    """Return the layouts of the night."""
-    everything = [(name, axes, form) for name in CONFIGS for axes in GRID for form in ("", *MORE)]
-    return [*MORE_LAYOUTS, *random.Random(SEED).sample(everything, DRAWN)]
 
 
 @pytest.fixture(scope="session")
@@ -293,7 +269,7 @@ def test_logits_are_those_of_transformers(published: list[tuple[str, str]], tmp_
 
 @pytest.mark.parametrize(
     ("name", "axes", "form"),
-    [*LAYOUTS, *(pytest.param(*layout, marks=pytest.mark.exhaustive) for layout in drawn())],
+    [*LAYOUTS, *(pytest.param(*layout, marks=pytest.mark.exhaustive) for layout in MORE_LAYOUTS)],
 )
 def test_a_layout_reads_the_same_weights(name: str, axes: tuple[str, ...], form: str, folders: Path) -> None:
     check_layout(publish(folders, name, form), layout(axes))
@@ -318,19 +294,11 @@ SPARSE_LAYOUTS: list[tuple[str, Settings, str]] = [
     ("qwen3-moe", {"parallel.dp_shard": 4, "parallel.ep": 2}, ""),
     ("glm4-moe", {"parallel.pp": 2, "parallel.dp_shard": 2}, "stacked"),
 ]
-MORE_SPARSE_LAYOUTS: list[tuple[str, Settings, str]] = [
-    ("qwen3-moe", {"parallel.dp_shard": 4}, ""),  # by expert
-    ("qwen3-moe", {"parallel.dp_replicate": 2, "parallel.dp_shard": 2}, ""),
-    ("qwen3-moe", {"parallel.pp": 2, "parallel.tp": 2}, "stacked"),
-    ("olmoe", {"parallel.tp": 2, "parallel.sequence_parallel": True, "parallel.dp_shard": 2}, "stacked"),
-    ("glm4-moe", {"parallel.dp_shard": 2, "parallel.tp": 2}, ""),
-    ("mixtral", {"parallel.dp_shard": 4, "parallel.ep": 2}, "stacked"),
-]
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "form"),
-    [*SPARSE_LAYOUTS, *(pytest.param(*layout, marks=pytest.mark.exhaustive) for layout in MORE_SPARSE_LAYOUTS)],
+    SPARSE_LAYOUTS,
 )
 def test_experts_of_a_file_become_parts_of_a_stack(name: str, settings: Settings, form: str, folders: Path) -> None:
     """Also counted: no rank reads a byte of an expert that it does not hold, and none twice."""
@@ -414,8 +382,9 @@ def train_with_transformers(hub_model: Any, config: Config) -> list[float]:
     return losses
 
 
-TRAINED = [("llama", (), ""), ("qwen3", ("fsdp",), ""), ("llama31", ("tp",), "uneven")]
+TRAINED = [("qwen3", ("fsdp",), ""), ("llama31", ("tp",), "uneven")]
 MORE_TRAINED = [
+    ("llama", (), ""),
     ("mixtral", (), ""),
     ("qwen3-moe", ("fsdp",), ""),
     ("glm4-moe", ("tp",), "uneven"),

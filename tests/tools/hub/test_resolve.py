@@ -44,7 +44,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def load(*arguments: str) -> Config:
-    """Return the config of a run of one process."""
     (config,) = load_configs(["--parallel.dp_shard=1", "--run.folder=run", *arguments])
     return config
 

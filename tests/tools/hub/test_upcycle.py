@@ -87,7 +87,7 @@ def test_each_expert_is_the_dense_layer_and_noise_to_the_bit(layout: Settings, t
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, *AT_NIGHT], ids=describe_layout)
-@pytest.mark.parametrize("top_k", [2, 6])
+@pytest.mark.parametrize("top_k", [2, pytest.param(6, marks=pytest.mark.exhaustive)])
 def test_without_noise_the_logits_are_those_of_the_published_dense_model(
     top_k: int, layout: Settings, tmp_path: Path
 ) -> None:

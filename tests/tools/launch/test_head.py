@@ -44,23 +44,24 @@ def test_a_node_waits_for_the_file_of_its_own_job(tmp_path: Path, capfd: pytest.
     assert len(lines) <= 3
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "",
-        "[]",
-        '{"job": "70123.0.1", "host": "node1"}',
-        json.dumps({"job": "70123", "host": "node1", "port": 23456}),
-        json.dumps({"job": JOB, "host": "node1", "port": 0}),
-        json.dumps({"job": JOB, "host": "node1", "port": 70000}),
-        json.dumps({"job": JOB, "host": "node1", "port": None}),
-        json.dumps({"job": JOB, "host": "node1/../x y", "port": 23456}),
-    ],
-)
-def test_a_file_that_is_not_this_jobs_is_no_address(tmp_path: Path, content: str) -> None:
-    (tmp_path / FILE).write_text(content)
-    assert read_head(tmp_path, JOB) is None
-    assert read_head(tmp_path / "missing", JOB) is None
+def test_a_file_that_is_not_this_jobs_is_no_address(tmp_path: Path) -> None:
+    for number, content in enumerate(
+        [
+            "",
+            "[]",
+            '{"job": "70123.0.1", "host": "node1"}',
+            json.dumps({"job": "70123", "host": "node1", "port": 23456}),
+            json.dumps({"job": JOB, "host": "node1", "port": 0}),
+            json.dumps({"job": JOB, "host": "node1", "port": 70000}),
+            json.dumps({"job": JOB, "host": "node1", "port": None}),
+            json.dumps({"job": JOB, "host": "node1/../x y", "port": 23456}),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / FILE).write_text(content)
+        assert read_head(folder, JOB) is None, content
+        assert read_head(folder / "missing", JOB) is None, content
 
 
 def test_who_waits_in_vain_is_told_what_to_check(tmp_path: Path) -> None:

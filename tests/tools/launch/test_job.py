@@ -34,9 +34,8 @@ RANK |= {"MASTER_ADDR": "pod-0", "MASTER_PORT": "23456"}
 AZURE = {name: value for name, value in RANK.items() if name != "LOCAL_WORLD_SIZE"} | {"NODE_RANK": "1"}
 
 
-@pytest.mark.parametrize(
-    ("variables", "job"),
-    [
+def test_what_is_understood() -> None:
+    for variables, job in [
         ({}, JobPlace()),
         ({"NNODES": "2-4"}, JobPlace(nodes="2-4")),
         ({"WORLD_SIZE": "1", "RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "1"}, JobPlace()),
@@ -69,15 +68,12 @@ AZURE = {name: value for name, value in RANK.items() if name != "LOCAL_WORLD_SIZ
         ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"}, JobPlace("1")),
         ({"VC_MASTER_NUM": "1", "VC_TASK_INDEX": "0", "LSB_MCPU_HOSTS": "n1 8", "NHOSTS": "1"}, JobPlace()),
         ({"OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"}, JobPlace()),
-    ],
-)
-def test_what_is_understood(variables: dict[str, str], job: JobPlace) -> None:
-    assert read_job(variables) == job
+    ]:
+        assert read_job(variables) == job, variables
 
 
-@pytest.mark.parametrize(
-    ("variables", "part"),
-    [
+def test_what_is_refused() -> None:
+    for variables, part in [
         ({"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "pod-0", "MASTER_PORT": "1"}, "set PET_NNODES, PET_NODE_RANK"),
         ({"WORLD_SIZE": "2"}, "unset WORLD_SIZE"),
         (AZURE, "(Azure ML), set LOCAL_WORLD_SIZE too"),
@@ -96,11 +92,9 @@ def test_what_is_understood(variables: dict[str, str], job: JobPlace) -> None:
         ({"PET_NNODES": "1:4"}, "must be a fixed number of nodes"),
         ({"PET_NNODES": "2", "PET_MAX_RESTARTS": "3"}, "set run.restarts instead"),
         ({"PET_NNODES": "2", "PET_NODE_RANK": "first"}, "PET_NODE_RANK=first: must be a whole number"),
-    ],
-)
-def test_what_is_refused(variables: dict[str, str], part: str) -> None:
-    with pytest.raises(UserError, match=re.escape(part)):
-        read_job(variables)
+    ]:
+        with pytest.raises(UserError, match=re.escape(part)):
+            read_job(variables)
 
 
 def test_a_file_of_two_hosts_is_refused(tmp_path: Path) -> None:
@@ -112,19 +106,16 @@ def test_a_file_of_two_hosts_is_refused(tmp_path: Path) -> None:
         read_job({"PBS_NODEFILE": str(hosts)})
 
 
-@pytest.mark.parametrize(
-    ("hosts", "first"),
-    [
+def test_the_first_host_of_a_list_as_slurm_writes_it() -> None:
+    for hosts, first in [
         ("n03", "n03"),
         ("node[03-05,9],login1", "node03"),
         ("login1,node[1-2]", "login1"),
         ("rack[2,4]n[08-10]", "rack2n08"),
         ("a[1-2]b,c", "a1b"),
         ("", ""),
-    ],
-)
-def test_the_first_host_of_a_list_as_slurm_writes_it(hosts: str, first: str) -> None:
-    assert first_host(hosts) == first
+    ]:
+        assert first_host(hosts) == first, hosts
 
 
 def test_ranks_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:

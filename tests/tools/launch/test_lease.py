@@ -130,7 +130,6 @@ class Clock:
 
 
 def owner(**changes: object) -> Owner:
-    """An owner on another machine."""
     elsewhere = Owner(
         host="elsewhere",
         boot="another boot",

@@ -31,13 +31,12 @@ def write_cpus(folder: Path, text: str) -> None:
     (device / "local_cpulist").write_text(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "cpus"),
-    [("0-2,8,10-11\n", {0, 1, 2, 8, 10, 11}), ("5\n", {5}), ("\n", set())],
-)
-def test_a_list_of_cpus_is_read(tmp_path: Path, text: str, cpus: set[int]) -> None:
-    write_cpus(tmp_path, text)
-    assert local_cpus(tmp_path / ADDRESS) == cpus
+def test_a_list_of_cpus_is_read(tmp_path: Path) -> None:
+    for number, (text, cpus) in enumerate([("0-2,8,10-11\n", {0, 1, 2, 8, 10, 11}), ("5\n", {5}), ("\n", set())]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write_cpus(folder, text)
+        assert local_cpus(folder / ADDRESS) == cpus, text
 
 
 def test_a_rank_is_bound_to_the_cpus_of_its_gpus_node_that_it_may_use(

@@ -62,7 +62,6 @@ class Node:
         self.ranks: list[subprocess.Popen[bytes]] = []
 
     def start(self, program: str, ranks_on_node: int = 1) -> "subprocess.Popen[bytes]":
-        """Start the next rank."""
         rank = len(self.ranks)
         variables = {"RANK": str(8 + rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks_on_node)}
         environment = os.environ | variables | {"PYTHONPATH": str(ROOT)}

@@ -175,7 +175,6 @@ def test_a_launcher_that_is_killed_ends_the_others(open_nodes: Callable[[int], l
 
 
 def meet(node: int, port: int, seconds: float, folder: Path | None = None, name: str = "70123.0.0") -> Rendezvous:
-    """Return the rendezvous of one of two nodes."""
     return Rendezvous(2, node, f"127.0.0.1:{port}", name, start_timeout=seconds, run_folder=folder)
 
 

@@ -41,11 +41,9 @@ def test_restarts_count_anew_after_a_checkpoint_of_a_later_step(
     ]
 
 
-@pytest.mark.parametrize(
-    ("ending", "verdict"), [(PartEnding("user_error", 0, 1), "end"), (PartEnding("refused", 0, 2), "refuse")]
-)
-def test_what_would_come_again_is_not_restarted(tmp_path: Path, ending: PartEnding, verdict: str) -> None:
-    assert Restarts(3, tmp_path).decide([KILLED, ending], 0) == verdict
+def test_what_would_come_again_is_not_restarted(tmp_path: Path) -> None:
+    for ending, verdict in ((PartEnding("user_error", 0, 1), "end"), (PartEnding("refused", 0, 2), "refuse")):
+        assert Restarts(3, tmp_path).decide([KILLED, ending], 0) == verdict, ending
     assert Restarts(0, tmp_path).decide([KILLED], 0) == "end"
 
 
@@ -76,7 +74,7 @@ def test_an_ending_says_which_rank_ended_and_how() -> None:
     assert ELSEWHERE.describe() == ""
 
 
-@pytest.mark.parametrize("ending", [KILLED, ELSEWHERE, PartEnding("left", 1), PartEnding("failed", 1, -40)])
-def test_an_ending_is_one_line_and_back(ending: PartEnding) -> None:
-    assert PartEnding.parse(ending.text()) == ending
-    assert PartEnding.parse(ending.text() + "\x1b[2J") == PartEnding("stopped")
+def test_an_ending_is_one_line_and_back() -> None:
+    for ending in [KILLED, ELSEWHERE, PartEnding("left", 1), PartEnding("failed", 1, -40)]:
+        assert PartEnding.parse(ending.text()) == ending, ending
+        assert PartEnding.parse(ending.text() + "\x1b[2J") == PartEnding("stopped"), ending

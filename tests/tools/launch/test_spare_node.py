@@ -38,7 +38,6 @@ class Waiting:
         (folder / "lease").mkdir()
 
     def own(self, count: str, number: int = 1, owner: Owner = OWNER) -> None:
-        """Write what the owner of the folder says."""
         (self.folder / f"lease/{number:06d}").write_text(replace(owner, count=count).text())
 
     def at(self, moment: float, happens: Callable[[], object]) -> "Waiting":

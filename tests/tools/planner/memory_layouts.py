@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from tests.tools.dry_run import preload
 from torchllm import config as c
+from torchllm.config.schema import Lora
 from torchllm.tools.config.checks import problems
 from torchllm.tools.dry_run.run import examine
 from torchllm.tools.planner.case import Case
@@ -155,7 +156,7 @@ def build_config(choice: Choice) -> c.Config:
         training=training,
         recompute=c.Recompute(**tables["recompute"]),
         data=c.Data(**tables["data"]),
-        lora=c.Lora(**tables.get("lora", {})),
+        lora=Lora(**tables.get("lora", {})),
         cluster=GPU,
     )
 
@@ -166,7 +167,6 @@ def is_valid(config: c.Config) -> bool:
 
 
 def pairs_of(names: Sequence[str]) -> set[Any]:
-    """Return the pairs of settings, with their axes."""
     return set(itertools.combinations(enumerate(names), 2))
 
 

@@ -30,10 +30,6 @@ def read(name: str) -> Hardware:
     return hardware
 
 
-def test_the_files_are_there() -> None:
-    assert {"dgx_a100", "dgx_h100", "hgx_h200", "hgx_b200", "gb200_nvl72", "mi300x", "this_cpu"} <= set(NAMES)
-
-
 def test_files_read_and_every_number_has_a_source() -> None:
     for name in NAMES:
         check_file(name)
@@ -57,13 +53,6 @@ def check_file(name: str) -> None:
         elif setting and not setting.startswith(("gpu =", "name =", "base =")):
             assert has_source or whole_table or setting in sourced, line  # or said of the link before
             sourced.add(setting)
-
-
-def test_llama3_has_the_tiers_of_the_paper() -> None:
-    hardware = read("llama3_24k")
-    assert [(link.gpus, link.bandwidth) for link in hardware.links] == [
-        (8, 450e9), (16, 50e9), (3072, 50e9), (24576, 7.14e9)
-    ]  # fmt: skip
 
 
 def test_a_cluster_of_ones_own_builds_on_a_shipped_one_from_any_folder(tmp_path: Path) -> None:
@@ -141,26 +130,9 @@ def test_what_is_wrong_with_a_file_is_said_with_its_line(
     assert found[0].endswith(line), found
 
 
-def test_the_link_of_an_axis_is_the_slowest_on_which_its_groups_meet() -> None:
-    hardware = read("llama3_24k")
-
-    def name(shape: tuple[int, ...], *dimensions: int) -> str | None:
-        link = hardware.link_among(shape, dimensions)
-        return link and link.name
-
-    meta = (16, 1, 128, 1, 8)  # pp, dp_replicate, dp_shard, cp, tp of Llama 3 405B
-    assert [name(meta, 4), name(meta, 2, 3), name(meta, 0), name(meta, 0, 1, 2, 3, 4)] == [
-        "NVLink", "pod", "cluster", "cluster"
-    ]  # fmt: skip
-    assert name((1, 1, 2, 1, 8), 2) == "rack"
-    assert name((1, 1, 8, 1, 6), 4) == "pod"  # ranks 12 to 17 are in two racks, though 0 to 5 are on a node
-    assert name((1, 1, 3072, 1, 16), 4) == "rack"
-    assert name((2, 1, 12288, 1, 2), 2) == "cluster"
-    assert name((1, 1, 4096, 1, 8), 2) is None  # more than there are
-
-
 def test_link_among_equals_looking_at_every_group() -> None:
     hardware = read("llama3_24k")
+    assert hardware.link_among((1, 1, 4096, 1, 8), (2,)) is None  # more ranks than there are
     for shape in ((2, 3, 2, 1, 2), (3, 1, 5, 2, 1), (2, 2, 2, 2, 2), (1, 2, 3, 1, 6)):
         for count in (1, 2, 3):
             for dimensions in itertools.combinations(range(5), count):

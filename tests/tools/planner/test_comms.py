@@ -13,7 +13,6 @@ pytestmark = pytest.mark.quick
 
 
 def cluster(name: str) -> Hardware:
-    """Return a cluster of train_configs/clusters."""
     problems: list[str] = []
     hardware = read_cluster(name, problems)
     assert hardware is not None, problems
@@ -61,7 +60,6 @@ class AxisOfMesh(NamedTuple):
     tp: int = 1
 
     def group(self, hardware: Hardware, **settings: Any) -> Group:
-        """Return the group of ranks on the axis."""
         _, *shape = self
         dimension = AXES.index(self.axis)
         return group(tuple(shape), [dimension], hardware, **settings)
@@ -71,26 +69,23 @@ AXES = AxisOfMesh._fields[1:]
 
 
 # the number of members on a node is the number of cards that they share
-@pytest.mark.parametrize(
-    ("ranks", "on_node"),
-    [
+def test_a_group_has_the_cards_of_its_members() -> None:
+    for ranks, on_node in [
         (AxisOfMesh("dp_shard", dp_shard=8, tp=8), 1),  # tp fills the node: each data rank has its own card
         (AxisOfMesh("dp_shard", dp_shard=16, tp=2), 4),  # four data ranks of a group on a node, over four cards
         (AxisOfMesh("dp_shard", dp_shard=64), 8),
         (AxisOfMesh("dp_replicate", dp_replicate=8, dp_shard=8), 1),  # HSDP: replicas meet over their own card
         (AxisOfMesh("pp", pp=8, tp=8), 1),
         (AxisOfMesh("tp", dp_shard=8, tp=16), 8),
-    ],
-)
-def test_a_group_has_the_cards_of_its_members(ranks: AxisOfMesh, on_node: int) -> None:
-    hardware = dgx_a100()
-    node, network, *_ = hardware.links
-    card_rate = link_rate(network)
-    members = ranks.group(hardware)
-    assert members.on_node == on_node
-    assert members.bandwidth == pytest.approx(min(on_node * card_rate, link_rate(node)))
-    on_one_card = ranks.group(hardware, one_card=True)
-    assert on_one_card.bandwidth == pytest.approx(card_rate)
+    ]:
+        hardware = dgx_a100()
+        node, network, *_ = hardware.links
+        card_rate = link_rate(network)
+        members = ranks.group(hardware)
+        assert members.on_node == on_node, ranks
+        assert members.bandwidth == pytest.approx(min(on_node * card_rate, link_rate(node))), ranks
+        on_one_card = ranks.group(hardware, one_card=True)
+        assert on_one_card.bandwidth == pytest.approx(card_rate), ranks
 
 
 def test_a_group_in_a_node_is_on_its_link() -> None:

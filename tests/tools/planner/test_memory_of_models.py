@@ -20,8 +20,6 @@ from tests.tools.planner.memory_layouts import (
     build_config,
     compare,
     covering,
-    is_valid,
-    pairs_of,
 )
 
 MEAN, WORST = 0.03, 0.08
@@ -82,19 +80,3 @@ TWO_BUFFERS = Choice("llama3_405b", ("segment", "tp 2, sp", "ring 2", "pp 2", "Z
 def test_what_a_first_forward_gathers(choice: Choice) -> None:
     """Without the stages that are gathered ahead 34 % would be missing, without the buffers of two blocks 17 %."""
     assert max(errors([choice])) <= 0.03
-
-
-@pytest.mark.exhaustive
-def test_every_pair_of_settings_occurs() -> None:
-    """Of a dense model, and of one with experts; the drawn layouts are valid."""
-    for name in ("llama3_8b", "qwen3_30b_a3b"):
-        choices = covering(name)
-        assert len(choices) < 60
-        assert all(is_valid(build_config(choice)) for choice in choices)
-        pairs = set()
-        for choice in choices:
-            pairs |= pairs_of(choice.names)
-        modes = {setting for pair in pairs for setting in pair}
-        assert {(0, "selective_half"), (1, "tp 2, sp"), (2, "ring 4"), (3, "pp 2, zero bubble")} <= modes
-        assert ((0, "full"), (2, "ulysses 2")) in pairs
-        assert ((1, "tp 2, sp"), (3, "pp 4")) in pairs

@@ -68,39 +68,39 @@ def seconds_of_rounds(rounds: list[list[muon.OwnedMatrices]]) -> float:
     return seconds
 
 
-@pytest.mark.parametrize("shape", [MatrixShape(4096, 14336), MatrixShape(14336, 4096)])
-def test_operations_are_those_counted_by_hand(shape: MatrixShape) -> None:
-    flops = orthogonalization_flops(shape)
-    assert flops == 5 * (4 * 4096**2 * 14336 + 2 * 4096**3)
-    matrix = muon.OwnedMatrices(torch.empty(0), {}, tuple(shape))
-    assert flops == muon.ITERATIONS * 2 * matrix.products
-    assert muon_time.ITERATIONS == muon.ITERATIONS
+def test_operations_are_those_counted_by_hand() -> None:
+    for shape in [MatrixShape(4096, 14336), MatrixShape(14336, 4096)]:
+        flops = orthogonalization_flops(shape)
+        assert flops == 5 * (4 * 4096**2 * 14336 + 2 * 4096**3), shape
+        matrix = muon.OwnedMatrices(torch.empty(0), {}, tuple(shape))
+        assert flops == muon.ITERATIONS * 2 * matrix.products, shape
+        assert muon_time.ITERATIONS == muon.ITERATIONS, shape
 
 
-@pytest.mark.parametrize("owners", [1, 2, 4, 16, 32])
-def test_a_round_takes_as_long_as_its_largest_matrix(owners: int) -> None:
-    group: dict[str, Any] = {}
-    shapes = list(target_shapes(MODEL).values())
-    assert sorted(shapes) == sorted(SHAPES.values())
-    matrices = []
-    for shape in shapes * MODEL.layers:
-        matrices.append(muon.OwnedMatrices(torch.empty(0), group, tuple(shape)))
-    expected = seconds_of_rounds(muon.deal(matrices, owners))
-    seconds = iteration_seconds(MODEL, MODEL.layers, owners, dgx_a100())
-    assert seconds == pytest.approx(expected, rel=1e-12)
+def test_a_round_takes_as_long_as_its_largest_matrix() -> None:
+    for owners in [1, 2, 4, 16, 32]:
+        group: dict[str, Any] = {}
+        shapes = list(target_shapes(MODEL).values())
+        assert sorted(shapes) == sorted(SHAPES.values()), owners
+        matrices = []
+        for shape in shapes * MODEL.layers:
+            matrices.append(muon.OwnedMatrices(torch.empty(0), group, tuple(shape)))
+        expected = seconds_of_rounds(muon.deal(matrices, owners))
+        seconds = iteration_seconds(MODEL, MODEL.layers, owners, dgx_a100())
+        assert seconds == pytest.approx(expected, rel=1e-12), owners
 
 
-@pytest.mark.parametrize("zero_stage", [1, 2, 3])
-def test_each_rank_sends_its_shards_there_and_back_over_shards_and_over_tp(zero_stage: int) -> None:
-    layout = muon_case(dp_replicate=2, dp_shard=8, tp=4, zero_stage=zero_stage)
-    in_node, between = layout.hardware.links[:2]
-    sent = 2 * 2 * ELEMENTS / 32  # there and back, in 16 bits, of a rank's shards
-    over_tp = 3 / 4 * sent / link_rate(in_node)
-    # 8 ranks in pairs on 4 nodes: each sends to the six on other nodes over its own card
-    over_shards = 6 / 8 * sent / link_rate(between)
-    computing = iteration_seconds(MODEL, 3, 32, layout.hardware)
-    expected = computing + over_tp + over_shards
-    assert muon_seconds(layout, 3) == pytest.approx(expected, rel=1e-12)
+def test_each_rank_sends_its_shards_there_and_back_over_shards_and_over_tp() -> None:
+    for zero_stage in [1, 2, 3]:
+        layout = muon_case(dp_replicate=2, dp_shard=8, tp=4, zero_stage=zero_stage)
+        in_node, between = layout.hardware.links[:2]
+        sent = 2 * 2 * ELEMENTS / 32  # there and back, in 16 bits, of a rank's shards
+        over_tp = 3 / 4 * sent / link_rate(in_node)
+        # 8 ranks in pairs on 4 nodes: each sends to the six on other nodes over its own card
+        over_shards = 6 / 8 * sent / link_rate(between)
+        computing = iteration_seconds(MODEL, 3, 32, layout.hardware)
+        expected = computing + over_tp + over_shards
+        assert muon_seconds(layout, 3) == pytest.approx(expected, rel=1e-12), zero_stage
 
 
 def test_whole_weights_are_not_shared() -> None:
@@ -145,7 +145,6 @@ class CutExperts(NamedTuple):
     ep: int = 1
 
     def layout(self) -> Case:
-        """Return the layout."""
         dense = muon_case(dp_shard=self.dp_shard, tp=self.tp)
         parallel = replace(dense.parallel, ep=self.ep)
         return replace(dense, model=with_experts(self.experts), parallel=parallel)
@@ -160,22 +159,19 @@ class CutExperts(NamedTuple):
         return 2 * 2 * share * (self.group - 1) / self.group
 
 
-@pytest.mark.parametrize(
-    "cut",
-    [
+def test_parts_of_experts_are_sent_where_ranks_cut_them() -> None:
+    for cut in [
         CutExperts(group=1),  # whole experts
         CutExperts(dp_shard=2, tp=4, group=4),  # their features
         CutExperts(ep=2, group=1),  # 8 experts of 4 ranks
         CutExperts(ep=2, experts=4, group=4),  # 2 experts of 4 ranks: hidden states
         CutExperts(tp=2, ep=16, group=1),
-    ],
-)
-def test_parts_of_experts_are_sent_where_ranks_cut_them(cut: CutExperts) -> None:
-    layout = cut.layout()
-    in_node = layout.hardware.links[0]
-    expected = cut.sent() / link_rate(in_node)
-    assert expert_exchange_seconds(layout, 3) == pytest.approx(expected, rel=1e-12)
-    seconds = muon_seconds(layout, 3)
-    with mock.patch.object(muon_time, "expert_exchange_seconds", return_value=0.0):
-        without_exchange = muon_seconds(layout, 3)
-    assert seconds - without_exchange == pytest.approx(expected, abs=1e-9 * without_exchange)
+    ]:
+        layout = cut.layout()
+        in_node = layout.hardware.links[0]
+        expected = cut.sent() / link_rate(in_node)
+        assert expert_exchange_seconds(layout, 3) == pytest.approx(expected, rel=1e-12), cut
+        seconds = muon_seconds(layout, 3)
+        with mock.patch.object(muon_time, "expert_exchange_seconds", return_value=0.0):
+            without_exchange = muon_seconds(layout, 3)
+        assert seconds - without_exchange == pytest.approx(expected, abs=1e-9 * without_exchange), cut

@@ -3,7 +3,7 @@ from itertools import product
 
 import pytest
 
-from torchllm.config import SCHEDULES, Parallel, PipelineSchedule
+from torchllm.config import SCHEDULES, Parallel
 from torchllm.tools.planner.schedules import Action, Entry, orders
 from torchllm.tools.planner.simulate import Simulated, StageTimes, idle_in_theory, simulate
 
@@ -25,7 +25,6 @@ def backward(stage: int, micro_batch: int) -> Entry:
 
 
 def simulate_equal(parallel: Parallel, micro_batches: int, stage: StageTimes) -> Simulated:
-    """Simulate a step of equal stages."""
     return simulate(orders(parallel, micro_batches), [stage] * parallel.stages)
 
 
@@ -34,27 +33,27 @@ def idle(step: Simulated) -> float:
     return step.step - max(step.busy)
 
 
-@pytest.mark.parametrize("schedule", WHOLE)
-def test_bubble_of_whole_backwards_is_the_papers(schedule: PipelineSchedule) -> None:
+def test_bubble_of_whole_backwards_is_the_papers() -> None:
     """(p - 1) / (v m), whatever forward and backward take."""
-    times = StageTimes(3, 2, 5)
-    for ranks, rounds, virtual in product([2, 4, 8], [1, 2, 5], [0, 4]):
-        stages = virtual if schedule in INTERLEAVED else 0
-        parallel = Parallel(pp=ranks, schedule=schedule, virtual_stages=stages)
-        micro_batches = rounds * ranks
-        step = simulate_equal(parallel, micro_batches, times)
-        bubble = (ranks - 1) / (parallel.stages_per_rank * micro_batches)
-        assert step.bubble == pytest.approx(bubble, rel=1e-12)
-        assert idle(step) == idle_in_theory(parallel, times)
+    for schedule in WHOLE:
+        times = StageTimes(3, 2, 5)
+        for ranks, rounds, virtual in product([2, 4, 8], [1, 2, 5], [0, 4]):
+            stages = virtual if schedule in INTERLEAVED else 0
+            parallel = Parallel(pp=ranks, schedule=schedule, virtual_stages=stages)
+            micro_batches = rounds * ranks
+            step = simulate_equal(parallel, micro_batches, times)
+            bubble = (ranks - 1) / (parallel.stages_per_rank * micro_batches)
+            assert step.bubble == pytest.approx(bubble, rel=1e-12), schedule
+            assert idle(step) == idle_in_theory(parallel, times), schedule
 
 
-@pytest.mark.parametrize("schedule", SPLIT)
-def test_bubble_of_split_backwards_is_the_papers(schedule: PipelineSchedule) -> None:
-    split_times = [StageTimes(1, 1, 1), StageTimes(4, 4, 3), StageTimes(2, 2, 1)]
-    for ranks, rounds, times in product([2, 4, 8], [2, 3, 8], split_times):
-        parallel = Parallel(pp=ranks, schedule=schedule)
-        step = simulate_equal(parallel, rounds * ranks, times)
-        assert idle(step) == idle_in_theory(parallel, times)
+def test_bubble_of_split_backwards_is_the_papers() -> None:
+    for schedule in SPLIT:
+        split_times = [StageTimes(1, 1, 1), StageTimes(4, 4, 3), StageTimes(2, 2, 1)]
+        for ranks, rounds, times in product([2, 4, 8], [2, 3, 8], split_times):
+            parallel = Parallel(pp=ranks, schedule=schedule)
+            step = simulate_equal(parallel, rounds * ranks, times)
+            assert idle(step) == idle_in_theory(parallel, times), schedule
 
 
 def test_a_zero_bubble_of_the_paper_needs_equal_parts() -> None:

@@ -10,6 +10,7 @@ import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -137,26 +138,26 @@ def test_the_same_text_is_in_the_same_split_whatever_its_source(tmp_path: Path) 
     assert trained | held_out == set(texts)
 
 
-@pytest.mark.parametrize("split", SPLITS)
-def test_windows_across_shards_are_those_of_one_stream(tmp_path: Path, split: Split) -> None:
+def test_windows_across_shards_are_those_of_one_stream(tmp_path: Path) -> None:
     source = write_documents(tmp_path, 200)
     write_corpus(plan_for(source, shard_mib=0.0005, validation_fraction=0.1), BYTES, tmp_path / "c")
     corpus = Corpus(tmp_path / "c")
-    files = len(list(corpus.folder.glob(f"*.{split}.bin")))
-    assert files > 2
-    if split == "validation":
-        assert files < corpus.header.shards  # nothing is held out of some shards
-    total = corpus.tokens(split)
-    stream = corpus.window(split, 0, total - 1)
-    for length in (7, 64, total // 2 - 1):
-        assert corpus.count(split, length) == (total - 1) // length
-        for number in range(corpus.count(split, length)):
-            first, end = number * length, number * length + length + 1
-            window = corpus.window(split, number, length)
-            assert np.array_equal(window.ids, stream.ids[first:end])
-            inside = (stream.begins >= first) & (stream.begins < end)
-            assert np.array_equal(window.begins, stream.begins[inside] - first)
-            assert (window.document, window.position) == (0, 0)
+    for split in SPLITS:
+        files = len(list(corpus.folder.glob(f"*.{split}.bin")))
+        assert files > 2, split
+        if split == "validation":
+            assert files < corpus.header.shards, split  # nothing is held out of some shards
+        total = corpus.tokens(split)
+        stream = corpus.window(split, 0, total - 1)
+        for length in (7, 64, total // 2 - 1):
+            assert corpus.count(split, length) == (total - 1) // length, split
+            for number in range(corpus.count(split, length)):
+                first, end = number * length, number * length + length + 1
+                window = corpus.window(split, number, length)
+                assert np.array_equal(window.ids, stream.ids[first:end]), split
+                inside = (stream.begins >= first) & (stream.begins < end)
+                assert np.array_equal(window.begins, stream.begins[inside] - first), split
+                assert (window.document, window.position) == (0, 0), split
 
 
 def test_processes_and_restarts_give_the_same_bytes(tmp_path: Path) -> None:
@@ -409,39 +410,50 @@ def test_an_empty_file_ends_nothing_but_a_corpus_without_documents(
 GOOD, BAD = '{"text": "good"}\n', '{"body": "bad"}\n'
 
 
-@pytest.mark.parametrize(
-    ("files", "most", "words"),
-    [
-        ([GOOD * 1000 + BAD * 10], 0.01, ""),
-        ([GOOD * 989 + BAD * 11], 0.02, ""),
-        ([GOOD * 5 + BAD * 10], 0.0, ""),
-        (
-            [GOOD * 989 + BAD * 11],
-            0.01,
-            r"11 of the 1,000 records of \S+/0\.x \(11 wrong key, the first at \S+:990\)",
-        ),
-        ([GOOD * 989, BAD, GOOD], 0.5, r"1 of the 1 records of \S+/1\.x \(1 wrong key, the first at \S+1\.x:1\)"),
-        ([GOOD * 9 + BAD * 11, BAD * 11, GOOD], 0.5, r"out 11 of the 11 .*1\.x.*; 11 of the 20 records of .*0\.x .*"),
-        ([GOOD, BAD], 1.0, ""),
-    ],
-)
-@pytest.mark.parametrize("shard_mib", [64.0, 0.001])
-def test_skip_ends_where_it_would_lose_too_much(
-    tmp_path: Path, files: list[str], most: float, words: str, shard_mib: float
-) -> None:
-    for number, content in enumerate(files):
-        (tmp_path / f"{number}.x").write_text(content)
-    plan = plan_for(Source(kind="jsonl", path=f"{tmp_path}/*.x"), shard_mib=shard_mib, on_bad_record="skip")
-    if not words:
-        header = write_corpus(plan, BYTES, tmp_path / "c", max_bad_share=most)
-        assert header.documents == "".join(files).count("good")
-        return
-    with pytest.raises(DataError, match=words) as caught:
-        write_corpus(plan, BYTES, tmp_path / "c", max_bad_share=most)
-    assert f"That is more than data.max_bad_share = {most:g} of the records of a file" in str(caught.value)
-    with pytest.raises(DataError, match=words):  # of the shards that are kept
-        write_corpus(plan, BYTES, tmp_path / "c", max_bad_share=most)
-    assert write_corpus(plan, BYTES, tmp_path / "c", max_bad_share=1.0).documents == "".join(files).count("good")
+def test_skip_ends_where_it_would_lose_too_much(tmp_path: Path) -> None:
+    for case, (shard_mib, (files, most, words)) in enumerate(
+        product(
+            [64.0, 0.001],
+            [
+                ([GOOD * 1000 + BAD * 10], 0.01, ""),
+                ([GOOD * 989 + BAD * 11], 0.02, ""),
+                ([GOOD * 5 + BAD * 10], 0.0, ""),
+                (
+                    [GOOD * 989 + BAD * 11],
+                    0.01,
+                    r"11 of the 1,000 records of \S+/0\.x \(11 wrong key, the first at \S+:990\)",
+                ),
+                (
+                    [GOOD * 989, BAD, GOOD],
+                    0.5,
+                    r"1 of the 1 records of \S+/1\.x \(1 wrong key, the first at \S+1\.x:1\)",
+                ),
+                (
+                    [GOOD * 9 + BAD * 11, BAD * 11, GOOD],
+                    0.5,
+                    r"out 11 of the 11 .*1\.x.*; 11 of the 20 records of .*0\.x .*",
+                ),
+                ([GOOD, BAD], 1.0, ""),
+            ],
+        )
+    ):
+        folder = tmp_path / str(case)
+        folder.mkdir()
+        for number, content in enumerate(files):
+            (folder / f"{number}.x").write_text(content)
+        plan = plan_for(Source(kind="jsonl", path=f"{folder}/*.x"), shard_mib=shard_mib, on_bad_record="skip")
+        if not words:
+            header = write_corpus(plan, BYTES, folder / "c", max_bad_share=most)
+            assert header.documents == "".join(files).count("good"), files
+            continue
+        with pytest.raises(DataError, match=words) as caught:
+            write_corpus(plan, BYTES, folder / "c", max_bad_share=most)
+        assert f"That is more than data.max_bad_share = {most:g} of the records of a file" in str(caught.value), files
+        with pytest.raises(DataError, match=words):  # of the shards that are kept
+            write_corpus(plan, BYTES, folder / "c", max_bad_share=most)
+        assert write_corpus(plan, BYTES, folder / "c", max_bad_share=1.0).documents == "".join(files).count("good"), (
+            files
+        )
 
 
 def test_of_text_files_all_count_together(tmp_path: Path) -> None:
@@ -460,30 +472,31 @@ def test_of_text_files_all_count_together(tmp_path: Path) -> None:
 SKIP = 'set data.on_bad_record = "skip"'
 
 
-@pytest.mark.parametrize(
-    ("content", "where", "advice"),
-    [
-        (BAD * 100 + GOOD, ":1: wrong key", "so are the 19 after it: fix their common fault"),
-        (BAD * 3, ":1: wrong key", "so are the 2 after it: fix their common fault"),
-        (BAD + "nonsense\n" + GOOD, ":1: wrong key", SKIP),
-        (GOOD + BAD * 100, ":2: wrong key", SKIP),
-        (BAD, ":1: wrong key", "fix the file, or take it out of data.sources.path"),
-        ("PAR1", ": file of another form", "fix the file, or take it out of data.sources.path"),
-    ],
-)
-@pytest.mark.parametrize("after", ["", GOOD])
-def test_a_fault_that_all_records_share_is_not_skipped(
-    tmp_path: Path, content: str, where: str, advice: str, after: str
-) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text(content)
-    (tmp_path / "b.jsonl").write_text(after)
-    with pytest.raises(DataError) as caught:
-        write_corpus(plan_for(Source(kind="jsonl", path=f"{tmp_path}/*.jsonl")), BYTES, tmp_path / "c")
-    message = str(caught.value)
-    assert message.startswith(f"{path}{where}")
-    assert f"; {advice}" in message
-    assert (SKIP in message) == (advice == SKIP)
+def test_a_fault_that_all_records_share_is_not_skipped(tmp_path: Path) -> None:
+    for number, (after, (content, where, advice)) in enumerate(
+        product(
+            ["", GOOD],
+            [
+                (BAD * 100 + GOOD, ":1: wrong key", "so are the 19 after it: fix their common fault"),
+                (BAD * 3, ":1: wrong key", "so are the 2 after it: fix their common fault"),
+                (BAD + "nonsense\n" + GOOD, ":1: wrong key", SKIP),
+                (GOOD + BAD * 100, ":2: wrong key", SKIP),
+                (BAD, ":1: wrong key", "fix the file, or take it out of data.sources.path"),
+                ("PAR1", ": file of another form", "fix the file, or take it out of data.sources.path"),
+            ],
+        )
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        path = folder / "a.jsonl"
+        path.write_text(content)
+        (folder / "b.jsonl").write_text(after)
+        with pytest.raises(DataError) as caught:
+            write_corpus(plan_for(Source(kind="jsonl", path=f"{folder}/*.jsonl")), BYTES, folder / "c")
+        message = str(caught.value)
+        assert message.startswith(f"{path}{where}"), content
+        assert f"; {advice}" in message, content
+        assert (SKIP in message) == (advice == SKIP), content
 
 
 def test_a_text_that_the_tokenizer_fails_on_is_a_bad_record(tmp_path: Path) -> None:

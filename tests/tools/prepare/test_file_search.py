@@ -18,40 +18,40 @@ def write(folder: Path, *names: str) -> None:
 
 
 def found(path: Path | str) -> list[str]:
-    """The files at a path, in their order."""
     return [file.path for file in find_files(str(path), lambda name: True).files]
 
 
-@pytest.mark.parametrize(
-    ("name", "split"),
-    [
-        ("train.jsonl", "train"),
-        ("data/train-00000-of-00001.parquet", "train"),
-        ("latest.jsonl", "train"),
-        ("contest/a.jsonl", "train"),
-        ("devices/evaluated/interval/protestés/détest/tests/a.jsonl", "train"),
-        ("test.jsonl", "test"),
-        ("data/test-00000-of-00001.parquet", "test"),
-        ("TEST/a.jsonl", "test"),
-        ("a_test2.jsonl", "test"),
-        ("dev/test.jsonl", "test"),
-        ("val.bin", "held out"),
-        ("tiny_val_000000.bin", "held out"),
-        ("valid/a.jsonl", "held out"),
-        ("x.validation.jsonl", "held out"),
-        ("my-dev.txt", "held out"),
-        ("eval/deep/a.txt", "held out"),
-    ],
-)
-def test_names_below_the_path_say_the_split(name: str, split: str, tmp_path: Path) -> None:
+SPLIT_OF_NAME = {
+    "train.jsonl": "train",
+    "data/train-00000-of-00001.parquet": "train",
+    "latest.jsonl": "train",
+    "contest/a.jsonl": "train",
+    "devices/evaluated/interval/protestés/détest/tests/a.jsonl": "train",
+    "test.jsonl": "test",
+    "data/test-00000-of-00001.parquet": "test",
+    "TEST/a.jsonl": "test",
+    "a_test2.jsonl": "test",
+    "dev/test.jsonl": "test",
+    "val.bin": "held out",
+    "tiny_val_000000.bin": "held out",
+    "valid/a.jsonl": "held out",
+    "x.validation.jsonl": "held out",
+    "my-dev.txt": "held out",
+    "eval/deep/a.txt": "held out",
+}
+
+
+def test_names_below_the_path_say_the_split(tmp_path: Path) -> None:
     root = tmp_path / "test" / "val"
-    write(root, name)
-    (file,) = find_files(str(root), lambda name: True).files
-    assert file == FoundFile(str(root / name), split)  # type: ignore[arg-type]
-    (by_itself,) = find_files(str(root / name), lambda name: True).files
-    assert by_itself.split == "train"
-    (by_glob,) = find_files(f"{root}/**/*", lambda name: True).files
-    assert by_glob == file
+    for name, split in SPLIT_OF_NAME.items():
+        write(root, name)
+        (file,) = find_files(str(root), lambda name: True).files
+        assert file == FoundFile(str(root / name), split)  # type: ignore[arg-type]
+        (by_itself,) = find_files(str(root / name), lambda name: True).files
+        assert by_itself.split == "train"
+        (by_glob,) = find_files(f"{root}/**/*", lambda name: True).files
+        assert by_glob == file
+        (root / name).unlink()
 
 
 def test_words_of_the_glob_itself_say_nothing(tmp_path: Path) -> None:

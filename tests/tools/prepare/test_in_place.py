@@ -104,7 +104,6 @@ def open_in_place(kind: Any, path: Path, data: Data, vocab: int = VOCAB, **keys:
 
 
 def documents_of(corpus: InPlaceCorpus, split: Split = "train") -> list[list[int]]:
-    """All documents of a split."""
     window = corpus.window(split, 0, corpus.tokens(split) - 1)
     return [document.tolist() for document in np.split(window.ids, window.begins[1:])]
 
@@ -133,57 +132,60 @@ def written(kind: str, folder: Path) -> Data:
 KINDS = ["nanogpt", "llmc", "megatron", "mds"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_documents_are_read_as_they_were_written(kind: str, tmp_path: Path) -> None:
-    data = written(kind, tmp_path / "tokens")
-    corpus = open_in_place(kind, tmp_path / "tokens", data)
-    assert documents_of(corpus) == DOCUMENTS
-    assert documents_of(pickle.loads(pickle.dumps(corpus))) == DOCUMENTS
-    length = 5
-    for number in range(corpus.count("train", length)):
-        whole = corpus.window("train", number, length)
-        for piece in (range(2), range(1, 4), range(3, 5)):
-            part = corpus.window("train", number, length, piece)
-            assert part.ids.tolist() == whole.ids[piece.start : piece.stop + 1].tolist()
-            inside = whole.begins[(whole.begins >= piece.start) & (whole.begins <= piece.stop)]
-            assert part.begins.tolist() == (inside - piece.start).tolist()
-            before = [begin for begin in whole.begins.tolist() if 0 < begin <= piece.start]
-            assert part.document == (len(before) if piece.start else 0)
-            assert part.position == (piece.start - max([0, *before]) if piece.start else 0)
+def test_documents_are_read_as_they_were_written(tmp_path: Path) -> None:
+    for kind in KINDS:
+        folder = tmp_path / kind
+        data = written(kind, folder / "tokens")
+        corpus = open_in_place(kind, folder / "tokens", data)
+        assert documents_of(corpus) == DOCUMENTS, kind
+        assert documents_of(pickle.loads(pickle.dumps(corpus))) == DOCUMENTS, kind
+        length = 5
+        for number in range(corpus.count("train", length)):
+            whole = corpus.window("train", number, length)
+            for piece in (range(2), range(1, 4), range(3, 5)):
+                part = corpus.window("train", number, length, piece)
+                assert part.ids.tolist() == whole.ids[piece.start : piece.stop + 1].tolist(), kind
+                inside = whole.begins[(whole.begins >= piece.start) & (whole.begins <= piece.stop)]
+                assert part.begins.tolist() == (inside - piece.start).tolist(), kind
+                before = [begin for begin in whole.begins.tolist() if 0 < begin <= piece.start]
+                assert part.document == (len(before) if piece.start else 0), kind
+                assert part.position == (piece.start - max([0, *before]) if piece.start else 0), kind
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_fingerprint_is_of_the_content_not_the_place(kind: str, tmp_path: Path) -> None:
-    data = written(kind, tmp_path / "tokens")
-    corpus = open_in_place(kind, tmp_path / "tokens", data)
-    (tmp_path / "tokens").rename(tmp_path / "moved")
-    assert open_in_place(kind, tmp_path / "moved", data).fingerprint == corpus.fingerprint
-    *_, file = sorted(path for path in (tmp_path / "moved").rglob("*") if path.suffix in (".bin", ".mds"))
-    content = bytearray(file.read_bytes())
-    content[-4] ^= 1
-    file.write_bytes(content)
-    os.utime(file, (1, 1))
-    changed = open_in_place(kind, tmp_path / "moved", data)
-    assert changed.fingerprint != corpus.fingerprint
-    close_shards()
-    os.truncate(file, len(content) - 2)
-    with pytest.raises(DataError, match=rf"{file} .*bytes"):
-        changed.window("train", 0, corpus.tokens("train") - 1)
+def test_a_fingerprint_is_of_the_content_not_the_place(tmp_path: Path) -> None:
+    for kind in KINDS:
+        folder = tmp_path / kind
+        data = written(kind, folder / "tokens")
+        corpus = open_in_place(kind, folder / "tokens", data)
+        (folder / "tokens").rename(folder / "moved")
+        assert open_in_place(kind, folder / "moved", data).fingerprint == corpus.fingerprint, kind
+        *_, file = sorted(path for path in (folder / "moved").rglob("*") if path.suffix in (".bin", ".mds"))
+        content = bytearray(file.read_bytes())
+        content[-4] ^= 1
+        file.write_bytes(content)
+        os.utime(file, (1, 1))
+        changed = open_in_place(kind, folder / "moved", data)
+        assert changed.fingerprint != corpus.fingerprint, kind
+        close_shards()
+        os.truncate(file, len(content) - 2)
+        with pytest.raises(DataError, match=rf"{file} .*bytes"):
+            changed.window("train", 0, corpus.tokens("train") - 1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_last_documents_are_held_out_where_no_file_is(kind: str, tmp_path: Path) -> None:
-    data = written(kind, tmp_path / "tokens")
-    held_out = replace(data, validation_fraction=0.4)
-    corpus = open_in_place(kind, tmp_path / "tokens", held_out)
-    assert documents_of(corpus) + documents_of(corpus, "validation") == DOCUMENTS
-    assert documents_of(corpus, "validation") == DOCUMENTS[4:]  # the first document after 60 % of the ids
-    folder = tmp_path / "tokens"
-    for path in sorted(folder.glob("1*")):
-        path.rename(folder / f"fineweb_val_{path.name}")
-    named = open_in_place(kind, folder, held_out)
-    tokens = [named.tokens(split) for split in SPLITS]
-    assert tokens == ([16, 22] if kind == "llmc" else [30, 8])
+def test_the_last_documents_are_held_out_where_no_file_is(tmp_path: Path) -> None:
+    for kind in KINDS:
+        place = tmp_path / kind
+        data = written(kind, place / "tokens")
+        held_out = replace(data, validation_fraction=0.4)
+        corpus = open_in_place(kind, place / "tokens", held_out)
+        assert documents_of(corpus) + documents_of(corpus, "validation") == DOCUMENTS, kind
+        assert documents_of(corpus, "validation") == DOCUMENTS[4:], kind  # the first document after 60 % of the ids
+        folder = place / "tokens"
+        for path in sorted(folder.glob("1*")):
+            path.rename(folder / f"fineweb_val_{path.name}")
+        named = open_in_place(kind, folder, held_out)
+        tokens = [named.tokens(split) for split in SPLITS]
+        assert tokens == ([16, 22] if kind == "llmc" else [30, 8]), kind
 
 
 def loader_of(kind: Any, path: Path, data: Data) -> TrainLoader:
@@ -193,32 +195,33 @@ def loader_of(kind: Any, path: Path, data: Data) -> TrainLoader:
     return build_loader(settings, training, Model(vocab=VOCAB), 0, DataRanks())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_masks_and_resume_are_those_of_own_shards(kind: str, tmp_path: Path) -> None:
-    data = written(kind, tmp_path / "tokens")
-    loader = loader_of(kind, tmp_path / "tokens", data)
-    state, batches = loader.state(), []
-    for step in range(6):
-        if step == 2:
-            state = json.loads(json.dumps(loader.state()))
-        batches.append(loader.next_step().unpack(torch.device("cpu")))
-    stream = [token for document in DOCUMENTS for token in document]
-    for batch in [batch for step in batches for batch in step]:
-        (tokens,), (labels,) = batch.tokens.tolist(), batch.labels.tolist()
-        (place,) = [start for start in range(0, len(stream), 5) if stream[start : start + 5] == tokens]
-        for index, token in enumerate(tokens):
-            following = stream[place + index + 1]
-            assert labels[index] == (-100 if token == END else following)
-        assert batch.document_ids is not None
-        ends = [0, *np.cumsum([token == END for token in tokens])[:-1].tolist()]
-        assert batch.document_ids.tolist() == [ends]
-    resumed = loader_of(kind, tmp_path / "tokens", data)
-    resumed.load_state(state)
-    for expected in batches[2:]:
-        for batch, other in zip(expected, resumed.next_step().unpack(torch.device("cpu")), strict=True):
-            assert torch.equal(batch.tokens, other.tokens)
-    (line,) = loader.describe_sources(10)
-    assert "files, 38 tokens to train on, 0 held out" in line
+def test_masks_and_resume_are_those_of_own_shards(tmp_path: Path) -> None:
+    for kind in KINDS:
+        folder = tmp_path / kind
+        data = written(kind, folder / "tokens")
+        loader = loader_of(kind, folder / "tokens", data)
+        state, batches = loader.state(), []
+        for step in range(6):
+            if step == 2:
+                state = json.loads(json.dumps(loader.state()))
+            batches.append(loader.next_step().unpack(torch.device("cpu")))
+        stream = [token for document in DOCUMENTS for token in document]
+        for batch in [batch for step in batches for batch in step]:
+            (tokens,), (labels,) = batch.tokens.tolist(), batch.labels.tolist()
+            (place,) = [start for start in range(0, len(stream), 5) if stream[start : start + 5] == tokens]
+            for index, token in enumerate(tokens):
+                following = stream[place + index + 1]
+                assert labels[index] == (-100 if token == END else following), kind
+            assert batch.document_ids is not None, kind
+            ends = [0, *np.cumsum([token == END for token in tokens])[:-1].tolist()]
+            assert batch.document_ids.tolist() == [ends], kind
+        resumed = loader_of(kind, folder / "tokens", data)
+        resumed.load_state(state)
+        for expected in batches[2:]:
+            for batch, other in zip(expected, resumed.next_step().unpack(torch.device("cpu")), strict=True):
+                assert torch.equal(batch.tokens, other.tokens), kind
+        (line,) = loader.describe_sources(10)
+        assert "files, 38 tokens to train on, 0 held out" in line, kind
 
 
 def mds_arrays() -> list[list[int]]:
@@ -367,22 +370,24 @@ def test_a_wrong_file_is_named(tmp_path: Path) -> None:
         assert str(folder / Path(name).parent) in str(error.value)
 
 
-@pytest.mark.parametrize("header", ["numpy", "llmc", "llama3", "zip"])
-def test_a_header_is_not_read_as_ids_of_nanogpt(header: str, tmp_path: Path) -> None:
-    path = tmp_path / "a.bin"
-    if header == "numpy":
-        with path.open("wb") as file:
-            np.save(file, np.array([7, 8, END] * 50, "<u2"))
-    elif header == "zip":
-        with path.open("wb") as file:
-            np.savez(file, np.array([7, 8, END] * 50, "<u2"))
-    elif header == "llmc":
-        write_llmc(path, DOCUMENTS)
-    else:
-        write_llmc(path, DOCUMENTS, magic=20240801, version=7, dtype="<u4")
-    advice = {"numpy": r"numpy\.load\(FILE\)\.tofile", "zip": "is a zip archive"}.get(header, 'set kind = "llmc"')
-    with pytest.raises(DataError, match=rf"a\.bin .*{advice}"):
-        open_in_place("nanogpt", tmp_path, settings_of(tmp_path, dtype="uint16", separator=END), vocab=65_536)
+def test_a_header_is_not_read_as_ids_of_nanogpt(tmp_path: Path) -> None:
+    for number, header in enumerate(["numpy", "llmc", "llama3", "zip"]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        path = folder / "a.bin"
+        if header == "numpy":
+            with path.open("wb") as file:
+                np.save(file, np.array([7, 8, END] * 50, "<u2"))
+        elif header == "zip":
+            with path.open("wb") as file:
+                np.savez(file, np.array([7, 8, END] * 50, "<u2"))
+        elif header == "llmc":
+            write_llmc(path, DOCUMENTS)
+        else:
+            write_llmc(path, DOCUMENTS, magic=20240801, version=7, dtype="<u4")
+        advice = {"numpy": r"numpy\.load\(FILE\)\.tofile", "zip": "is a zip archive"}.get(header, 'set kind = "llmc"')
+        with pytest.raises(DataError, match=rf"a\.bin .*{advice}"):
+            open_in_place("nanogpt", folder, settings_of(folder, dtype="uint16", separator=END), vocab=65_536)
 
 
 def test_a_damaged_description_is_written_anew(tmp_path: Path) -> None:
@@ -396,11 +401,6 @@ def test_a_damaged_description_is_written_anew(tmp_path: Path) -> None:
             pickle.loads(pickle.dumps(whole))  # as a worker opens it
         assert open_in_place("nanogpt", tmp_path / "data", data).fingerprint == whole.fingerprint
         assert path.read_bytes() == content
-
-
-def test_no_file_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no file \*\.idx at '.*nowhere' \(kind 'megatron'\)"):
-        open_in_place("megatron", tmp_path / "nowhere", settings_of(tmp_path))
 
 
 def test_an_id_over_the_vocabulary_is_found_when_it_is_read(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import tempfile
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -51,30 +52,6 @@ def read_all(source: Source, shards: int = 1) -> list[Read]:
 
 def write_table(path: Path, columns: dict[str, list[Any]]) -> None:
     pyarrow.parquet.write_table(pyarrow.table(columns), path)
-
-
-def test_text_files_are_documents_in_sorted_order(tmp_path: Path) -> None:
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "2.txt").write_bytes(b"\xef\xbb\xbftwo\r\n")
-    (tmp_path / "1.txt").write_text("one\n")
-    records = read(Source(kind="text", path=f"{tmp_path}/**/*.txt"))
-    assert [record.text for record in records] == ["one\n", "two\r\n"]
-    assert not any(record.fault for record in records)
-
-
-def test_jsonl(tmp_path: Path) -> None:
-    path = tmp_path / "a[1].jsonl"  # a name that a glob would not find
-    path.write_bytes(b'\xef\xbb\xbf{"body": "one"}\r\n\n{"id": 2, "body": "tw\\u00f6"}')
-    records = read_all(Source(kind="jsonl", path=str(path), text_key="body"))
-    assert records == [Read(f"{path}:1", "one"), Read(f"{path}:3", "twö")]
-
-
-def test_parquet(tmp_path: Path) -> None:
-    write_table(tmp_path / "a.parquet", {"text": ["one", "two"], "id": [0, 0]})
-    write_table(tmp_path / "b.parquet", {"text": ["three"], "id": [0]})
-    records = read(Source(kind="parquet", path=f"{tmp_path}/*.parquet"), shards=5)
-    assert [record.text for record in records] == ["one", "two", "three"]
-    assert records[1].origin.describe() == f"{tmp_path}/a.parquet row 1"
 
 
 def test_hub_reads_whatever_datasets_loads(tmp_path: Path) -> None:
@@ -371,18 +348,6 @@ def test_records_of_text_and_parquet_do_not_depend_on_the_cut(tmp_path: Path) ->
             assert 1 < len(raw.cut_shards(shards)) <= shards
 
 
-def test_a_row_group_is_in_the_shard_in_which_it_begins(tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"text": [f"row {row}" for row in range(12)]}), path, row_group_size=4)
-    source = Source(kind="parquet", path=str(path))
-    raw = open_raw_source(source, source_files(source))
-    assert [record.origin.describe() for record in read(source)] == [f"{path} row {row}" for row in range(12)]
-    begin = pyarrow.parquet.read_metadata(path).row_group(1).column(0).dictionary_page_offset
-    first, rest = list(raw.records(ShardRange(0, 0, begin))), list(raw.records(ShardRange(1, begin, raw.total)))
-    assert [record.text for record in first] == [f"row {row}" for row in range(4)]
-    assert [record.origin.row for record in rest] == list(range(4, 12))
-
-
 def test_a_file_that_changes_after_it_was_listed_is_an_error(tmp_path: Path) -> None:
     for kind in ("text", "jsonl", "parquet"):
         path = tmp_path / f"a.{kind}"
@@ -438,21 +403,23 @@ def test_a_bad_text_file_is_named_by_line(tmp_path: Path) -> None:
             assert record.fault == fault
 
 
-@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
-def test_a_large_text_file_is_checked_but_not_kept(tmp_path: Path, mark: bytes) -> None:
-    text = "naïve 日本語 🙂\r\n" * 10
-    path = tmp_path / "a.txt"
-    path.write_bytes(mark + text.encode())
-    source = Source(kind="text", path=str(path))
-    (small,) = read(source)
-    with patch.object(records, "IN_MEMORY", 100), patch.object(records, "BLOCK", 7):
-        (large,) = read(source)
-        assert large.is_long
-        assert "".join(large.blocks()) == text
-    assert not small.is_long
-    assert (small.text, large.text) == (text, "")
-    assert small._replace(text="") == large
-    assert small.size == len(text.encode())
+def test_a_large_text_file_is_checked_but_not_kept(tmp_path: Path) -> None:
+    for number, mark in enumerate([b"", b"\xef\xbb\xbf"]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        text = "naïve 日本語 🙂\r\n" * 10
+        path = folder / "a.txt"
+        path.write_bytes(mark + text.encode())
+        source = Source(kind="text", path=str(path))
+        (small,) = read(source)
+        with patch.object(records, "IN_MEMORY", 100), patch.object(records, "BLOCK", 7):
+            (large,) = read(source)
+            assert large.is_long, mark
+            assert "".join(large.blocks()) == text, mark
+        assert not small.is_long, mark
+        assert (small.text, large.text) == (text, ""), mark
+        assert small._replace(text="") == large, mark
+        assert small.size == len(text.encode()), mark
 
 
 DELIMITED = st.lists(st.sampled_from(["a", "bc", "\n", "\n\n", "\n\n\n", "<|s|>", "<", " ", "é"]), max_size=12)
@@ -508,17 +475,19 @@ def test_a_path_that_is_no_path_is_named(kind: Any, tmp_path: Path, monkeypatch:
             find(Source(kind=kind, path=path))
 
 
-@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
-def test_empty_missing_and_dangling_files(tmp_path: Path, kind: str) -> None:
-    with pytest.raises(DataError, match="no file matches"):
-        source_files(Source(kind=kind, path=str(tmp_path / "missing")))  # type: ignore[arg-type]
-    (tmp_path / "dangling.x").symlink_to(tmp_path / "nowhere")
-    (tmp_path / "empty.x").touch()
-    dangling, empty = read(Source(kind=kind, path=f"{tmp_path}/*.x"))  # type: ignore[arg-type]
-    assert dangling.origin.describe() == str(tmp_path / "dangling.x")
-    assert dangling.fault == "unreadable file"
-    assert empty.origin.describe() == str(tmp_path / "empty.x")
-    assert empty.fault == ("unreadable file" if kind == "parquet" else "empty file")
+def test_empty_missing_and_dangling_files(tmp_path: Path) -> None:
+    for number, kind in enumerate(["text", "jsonl", "parquet"]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with pytest.raises(DataError, match="no file matches"):
+            source_files(Source(kind=kind, path=str(folder / "missing")))  # type: ignore[arg-type]
+        (folder / "dangling.x").symlink_to(folder / "nowhere")
+        (folder / "empty.x").touch()
+        dangling, empty = read(Source(kind=kind, path=f"{folder}/*.x"))  # type: ignore[arg-type]
+        assert dangling.origin.describe() == str(folder / "dangling.x"), kind
+        assert dangling.fault == "unreadable file", kind
+        assert empty.origin.describe() == str(folder / "empty.x"), kind
+        assert empty.fault == ("unreadable file" if kind == "parquet" else "empty file"), kind
 
 
 def test_bad_parquet(tmp_path: Path) -> None:
@@ -551,39 +520,32 @@ def _frame(content: bytes, compression: str) -> bytes:
 COMPRESSIONS = ["gzip", "zstd", "bz2", "lz4", "xz"]
 
 
-@pytest.mark.parametrize("compression", COMPRESSIONS)
-@pytest.mark.parametrize(
-    ("source", "content", "texts"),
-    [
-        (Source(kind="jsonl"), b'\n{"text": "one"}\n{"text": "tw\xc3\xb6"}\n', ["one", "twö"]),
-        (Source(kind="text", delimiter="\n\n"), b"\xef\xbb\xbfone\n\n\ntw\xc3\xb6", ["one", "twö"]),
-        (Source(kind="text"), b"\xef\xbb\xbfone\n\xc3\xb6", ["one\nö"]),
-        (Source(kind="jsonl"), b"\n \n", [""]),
-    ],
-)
-def test_a_compressed_file_is_what_is_in_it(
-    tmp_path: Path, compression: str, source: Source, content: bytes, texts: list[str]
-) -> None:
-    path = tmp_path / "a"  # the name does not say it
-    source = replace(source, path=str(path))
-    path.write_bytes(content)
-    plain = read_all(source)
-    path.write_bytes(compressed(content, compression))
-    assert read_all(source) == read_all(source, shards=7) == plain
-    assert [record.text for record in plain] == texts
-    assert plain[0].fault == ("" if texts[0] else "empty file")
-    path.write_bytes(path.read_bytes()[:-3])
-    *_, last = read(source)
-    assert last.fault == "unreadable file"
-    assert last.detail.startswith(f" ({compression}, and damaged or cut off: ")
-
-
-def test_a_large_compressed_text_is_read_again(tmp_path: Path) -> None:
-    path = tmp_path / "a"
-    path.write_bytes(gzip.compress("naïve ".encode() * 100))
-    with patch.object(records, "IN_MEMORY", 100), patch.object(records, "BLOCK", 7):
-        (large,) = read(Source(kind="text", path=str(path)))
-        assert (large.text, "".join(large.blocks())) == ("", "naïve " * 100)
+def test_a_compressed_file_is_what_is_in_it(tmp_path: Path) -> None:
+    for number, ((source, content, texts), compression) in enumerate(
+        product(
+            [
+                (Source(kind="jsonl"), b'\n{"text": "one"}\n{"text": "tw\xc3\xb6"}\n', ["one", "twö"]),
+                (Source(kind="text", delimiter="\n\n"), b"\xef\xbb\xbfone\n\n\ntw\xc3\xb6", ["one", "twö"]),
+                (Source(kind="text"), b"\xef\xbb\xbfone\n\xc3\xb6", ["one\nö"]),
+                (Source(kind="jsonl"), b"\n \n", [""]),
+            ],
+            COMPRESSIONS,
+        )
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        path = folder / "a"  # the name does not say it
+        source = replace(source, path=str(path))
+        path.write_bytes(content)
+        plain = read_all(source)
+        path.write_bytes(compressed(content, compression))
+        assert read_all(source) == read_all(source, shards=7) == plain, compression
+        assert [record.text for record in plain] == texts, compression
+        assert plain[0].fault == ("" if texts[0] else "empty file"), compression
+        path.write_bytes(path.read_bytes()[:-3])
+        *_, last = read(source)
+        assert last.fault == "unreadable file", compression
+        assert last.detail.startswith(f" ({compression}, and damaged or cut off: "), compression
 
 
 @pytest.mark.parametrize("delimiter", ["", "\n\n"])
@@ -636,36 +598,35 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("content", "words"), FORMS)
-@pytest.mark.parametrize(
-    "source", [Source(kind="jsonl"), Source(kind="text"), Source(kind="text", delimiter="\n")], ids=str
-)
-def test_a_file_of_another_form_is_named(
-    tmp_path: Path, source: Source, content: bytes, words: str, packed: bool
-) -> None:
-    path = tmp_path / "a"
-    path.write_bytes(gzip.compress(content) if packed else content + b"\n" * 100)
-    (record,) = read(replace(source, path=str(path)), shards=5)
-    assert (record.fault, record.detail) == ("file of another form", f": it is {words}")
+def test_a_file_of_another_form_is_named(tmp_path: Path) -> None:
+    for number, (source, (content, words), packed) in enumerate(
+        product([Source(kind="jsonl"), Source(kind="text"), Source(kind="text", delimiter="\n")], FORMS, [False, True])
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        path = folder / "a"
+        path.write_bytes(gzip.compress(content) if packed else content + b"\n" * 100)
+        (record,) = read(replace(source, path=str(path)), shards=5)
+        assert (record.fault, record.detail) == ("file of another form", f": it is {words}"), packed
 
 
-@pytest.mark.parametrize(
-    ("content", "faults"),
-    [
-        (b'[{"text": "one"}, {"text": "two"}]', ["file of another form"]),
-        (b'\xef\xbb\xbf\n[\n  {"text": "one"}\n]\n', ["file of another form"]),
-        (b'[{"text": "one"}]\n{"text": "two"}\n', ["not a JSON object", ""]),
-    ],
-)
-def test_a_json_array_is_named(tmp_path: Path, content: bytes, faults: list[str]) -> None:
-    path = tmp_path / "a b.json"
-    path.write_bytes(content)
-    found = read(Source(kind="jsonl", path=str(path)))
-    assert [record.fault for record in found] == faults
-    if len(faults) == 1:
-        command = f"jq -c '.[]' '{path}' > LINES.jsonl"
-        assert found[0].detail == f": it is one JSON array, not JSON lines: {command} makes it lines"
-        path.write_bytes(gzip.compress(content))
-        (packed,) = read(Source(kind="jsonl", path=str(path)))
-        assert packed.detail.endswith(": unpack it, and jq -c '.[]' FILE > LINES.jsonl makes it lines")
+def test_a_json_array_is_named(tmp_path: Path) -> None:
+    for number, (content, faults) in enumerate(
+        [
+            (b'[{"text": "one"}, {"text": "two"}]', ["file of another form"]),
+            (b'\xef\xbb\xbf\n[\n  {"text": "one"}\n]\n', ["file of another form"]),
+            (b'[{"text": "one"}]\n{"text": "two"}\n', ["not a JSON object", ""]),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        path = folder / "a b.json"
+        path.write_bytes(content)
+        found = read(Source(kind="jsonl", path=str(path)))
+        assert [record.fault for record in found] == faults, content
+        if len(faults) == 1:
+            command = f"jq -c '.[]' '{path}' > LINES.jsonl"
+            assert found[0].detail == f": it is one JSON array, not JSON lines: {command} makes it lines", content
+            path.write_bytes(gzip.compress(content))
+            (packed,) = read(Source(kind="jsonl", path=str(path)))
+            assert packed.detail.endswith(": unpack it, and jq -c '.[]' FILE > LINES.jsonl makes it lines"), content

@@ -8,8 +8,6 @@ from tests.tiny_run import ROOT
 
 
 class Change(NamedTuple):
-    """A change to the reference recipe."""
-
     definitions: str
     """above `train`"""
     call: str = "    change(stages)\n"

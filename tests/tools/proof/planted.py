@@ -55,7 +55,6 @@ def change(stages):
 
 
 def of_optimizer(optimizer: str, definitions: str = "") -> Change:
-    """Return a change of the optimizer."""
     return Change(definitions, "", ((OPTIMIZER, optimizer),))
 
 

@@ -8,16 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from tests import parity, workers
 from tests.models.test_layers import filled, inputs
 from tests.tools.proof.forks import Change, write_fork
-from tests.tools.proof.test_prove import MIXTURE, OPTIONS, PRETRAIN, technique
+from tests.tools.proof.test_prove import MIXTURE, OPTIONS, PRETRAIN, proven
 from torchllm.config import Model
 from torchllm.config.errors import UserError
 from torchllm.models.experts import MixtureOfExperts
 from torchllm.tools.proof import prove
 from torchllm.tools.proof.forced_routing import ChoiceRecord, force_choices, gap
-from torchllm.tools.proof.prove import Prover
 
 MODEL = Model(layers=1, hidden=24, heads=4, ffn=40, vocab=32, experts=6, top_k=2, expert_ffn=16)
 
@@ -111,10 +109,7 @@ def change(stages):
 
 def test_in_float32_the_next_seed_is_taken_where_a_choice_hangs_on_last_digits(tmp_path: Path) -> None:
     fork = write_fork(tmp_path / "fork.py", Change(UNDECIDED.replace("SEEDS", "(0, 1)")))
-    prover = Prover(fork, MIXTURE, OPTIONS, tmp_path, workers.POOL)
-    layout = prover.layout_with(technique("dp_shard=2"))
-    assert layout is not None
-    result = prover.prove(layout)
+    result = proven(fork, "dp_shard=2", tmp_path, MIXTURE)
     assert result.is_right, result.agreement.findings
     assert result.config.run.seed == 2
 
@@ -124,28 +119,12 @@ def test_experts_whose_choice_hangs_on_last_digits_with_every_seed_are_not_prove
 ) -> None:
     monkeypatch.setattr(prove, "SEEDS", 2)
     fork = write_fork(tmp_path / "fork.py", Change(UNDECIDED.replace("SEEDS", "range(30)")))
-    prover = Prover(fork, MIXTURE, OPTIONS, tmp_path, workers.POOL)
-    layout = prover.layout_with(technique("tp=2"))
-    assert layout is not None
     with pytest.raises(UserError, match=r"^--dtype: in float32 a token .* with each of 2 seeds: take bfloat16"):
-        prover.prove(layout)
-
-
-def test_parity_tests_take_the_next_seed_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = parity.tiny({"model.experts": 6, "model.layers": 2, "training.steps": 1})
-    first = parity.reference_of(config).smallest_gap
-    assert parity.decided(config, ragged=False) == config
-    monkeypatch.setattr(parity, "LEAST_GAP", 1.01 * first)
-    other = parity.decided(config, ragged=False)
-    assert other.run.seed > config.run.seed
-    assert parity.reference_of(other).smallest_gap > 1.01 * first
+        proven(fork, "tp=2", tmp_path, MIXTURE)
 
 
 @pytest.mark.parametrize("name", ["dp_shard=2 ep=2", pytest.param("tp=2", marks=pytest.mark.exhaustive)])
 def test_experts_are_proven_in_bfloat16(name: str, tmp_path: Path) -> None:
-    prover = Prover(PRETRAIN, MIXTURE, OPTIONS._replace(dtype="bfloat16"), tmp_path, workers.POOL)
-    layout = prover.layout_with(technique(name))
-    assert layout is not None
-    result = prover.prove(layout)
+    result = proven(PRETRAIN, name, tmp_path, MIXTURE, OPTIONS._replace(dtype="bfloat16"))
     assert result.is_right, result.agreement.findings
     assert 1e-3 < result.agreement.error < 1e-1

@@ -13,12 +13,6 @@ from torchllm.tools.watch import goodput
 from torchllm.tools.watch.goodput import FILE, Goodput, Launch, account, read_launches
 
 
-def test_what_a_launch_lost_is_not_productive() -> None:
-    launch = Launch(1000.0, 0, seen=1100.0, step=50, lost={"start-up": 10.0, "data": 5.0, "checkpoint": 5.0})
-    assert launch.productive == 80
-    assert account([launch]) == (100.0, {"start-up": 10.0, "data": 5.0, "checkpoint": 5.0})
-
-
 def test_a_restart_costs_the_time_between_and_the_steps_done_again() -> None:
     killed = Launch(1000.0, 0, seen=1100.0, step=40, lost={"start-up": 20.0})  # 2 s per step
     resumed = Launch(1130.0, 30, seen=1200.0, step=60, lost={"start-up": 10.0})

@@ -24,7 +24,6 @@ Parts = dict[str, float]
 
 
 def reports_of(ranks: Sequence[Parts], groups: Sequence[int]) -> Reports:
-    """The reports of ranks on hosts of their own."""
     reports = []
     for rank, (parts, group) in enumerate(zip(ranks, groups, strict=True)):
         reports.append(rank_report(parts, group, f"host-{rank}", 0.0, 0.0, 0.0))
@@ -46,13 +45,6 @@ def test_a_rank_is_slow_if_it_works_longer_than_its_peers() -> None:
 
 def test_a_rank_waits_for_others_or_saves_without_being_slow() -> None:
     assert slow_rank({}, {"exposed fsdp": 9.0}, {"checkpoint": 9.0}, {"bubble": 9.0}) is None
-
-
-def test_ranks_of_other_stages_are_no_peers() -> None:
-    heavy = {"forward": 2.0}
-    assert slow_rank({}, {}, heavy, heavy, peers=[0, 0, 1, 1]) is None
-    assert slow_rank({}, heavy, peers=[0, 1]) is None  # the only ranks of their stages
-    assert slow_rank({}, {}, heavy, {}, peers=[0, 0, 1, 1]) == (2, "host-2", "forward", 2.0, 0.3)
 
 
 def slow_rank_by_definition(ranks: Sequence[Parts], groups: Sequence[int]) -> SlowRank | None:

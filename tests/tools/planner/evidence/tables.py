@@ -9,7 +9,6 @@ from torchllm.tools.planner.evidence.measurements import MeasuredRow
 
 
 def case_of(row: MeasuredRow) -> Case:
-    """Return the case of a row that can be read."""
     assert row.case is not None, row.problem
     return row.case
 
@@ -37,6 +36,5 @@ def write_rows(file: Path, rows: Iterable[MeasuredRow]) -> str:
 
 
 def read_table(file: Path) -> list[dict[str, str]]:
-    """Return the rows of a table, by column."""
     with file.open(newline="") as opened:
         return list(csv.DictReader(opened))

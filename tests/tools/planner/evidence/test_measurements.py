@@ -18,7 +18,6 @@ from torchllm.tools.planner.evidence.measurements import (
 
 
 def row_with(**cells: str) -> MeasuredRow:
-    """Return the usual row with these cells."""
     return read_row(ROW | cells)
 
 
@@ -43,9 +42,8 @@ def test_a_row_is_read() -> None:
     assert row.assumed == []
 
 
-@pytest.mark.parametrize(
-    ("column", "text", "reason"),
-    [
+def test_what_cannot_be_understood_is_said() -> None:
+    for column, text, reason in [
         ("heads", "", "heads is missing"),
         ("micro_batch", "", "micro_batch is missing"),
         ("act_ckpt", "sometimes", "act_ckpt 'sometimes' is unknown"),
@@ -54,12 +52,10 @@ def test_a_row_is_read() -> None:
         ("note", "RL trainer step: fp32 logprobs", "the step of a reinforcement learner"),
         ("dispatcher", "pigeons", "dispatcher 'pigeons' is unknown (alltoall, deepep, hybridep)"),
         ("assumed", "as always", "assumed = 'as always' is not"),
-    ],
-)
-def test_what_cannot_be_understood_is_said(column: str, text: str, reason: str) -> None:
-    row = row_with(**{column: text})
-    assert row.case is None
-    assert reason in row.problem
+    ]:
+        row = row_with(**{column: text})
+        assert row.case is None, column
+        assert reason in row.problem, column
 
 
 def test_an_unknown_gpu_without_a_cluster_is_said() -> None:

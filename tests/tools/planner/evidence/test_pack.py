@@ -48,22 +48,23 @@ def test_a_sweep_is_named_by_its_folder(tmp_path: Path) -> None:
     assert len(read_table(tmp_path / "out" / "h100.csv")) == 1
 
 
-@pytest.mark.parametrize(
-    ("cells", "reason"),
-    [
-        ({"gpu": "", "step_time_s": "1"}, "gpu is missing"),
-        ({"step_time_s": ""}, "step_time_s is missing"),
-        ({"step_time_s": "1", "cluster": "mine.toml"}, "has no file in train_configs/clusters"),
-        ({"status": "crash"}, "status 'crash': only ok and oom say something"),
-        ({"step_time_s": "1", "heads": ""}, "heads is missing"),
-    ],
-)
-def test_rows_that_others_cannot_use_are_refused(tmp_path: Path, cells: dict[str, str], reason: str) -> None:
-    source = swept(tmp_path / "mine.csv", row(1.0).cells, SWEPT | cells)
-    folder = tmp_path / "out"
-    with pytest.raises(ValueError, match=f"row 2: .*{re.escape(reason)}"):
-        pack_rows(source, str(folder))
-    assert not folder.exists()
+def test_rows_that_others_cannot_use_are_refused(tmp_path: Path) -> None:
+    for number, (cells, reason) in enumerate(
+        [
+            ({"gpu": "", "step_time_s": "1"}, "gpu is missing"),
+            ({"step_time_s": ""}, "step_time_s is missing"),
+            ({"step_time_s": "1", "cluster": "mine.toml"}, "has no file in train_configs/clusters"),
+            ({"status": "crash"}, "status 'crash': only ok and oom say something"),
+            ({"step_time_s": "1", "heads": ""}, "heads is missing"),
+        ]
+    ):
+        place = tmp_path / str(number)
+        place.mkdir()
+        source = swept(place / "mine.csv", row(1.0).cells, SWEPT | cells)
+        folder = place / "out"
+        with pytest.raises(ValueError, match=f"row 2: .*{re.escape(reason)}"):
+            pack_rows(source, str(folder))
+        assert not folder.exists(), cells
 
 
 def test_a_sweep_without_a_measured_row_is_refused(tmp_path: Path) -> None:

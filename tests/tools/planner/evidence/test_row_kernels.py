@@ -21,9 +21,8 @@ def float8_by_word(word: str) -> float:
     return measured_kernels(cells, TITAN).float8
 
 
-@pytest.mark.parametrize(
-    ("word", "mode", "attention_only"),
-    [
+def test_recomputation() -> None:
+    for word, mode, attention_only in [
         ("none", "none", False),
         ("disabled", "none", False),
         ("full", "full", False),
@@ -32,12 +31,10 @@ def float8_by_word(word: str) -> float:
         ("selective (core_attn)", "selective", True),
         ("selective (layernorm, moe_act)", "selective", False),
         ("selective layer (every other)", "every_k", False),
-    ],
-)
-def test_recomputation(word: str, mode: str, attention_only: bool) -> None:
-    recompute, software = recompute_by_word(word)
-    assert recompute.mode == mode
-    assert software.recomputes_attention_only == attention_only
+    ]:
+        recompute, software = recompute_by_word(word)
+        assert recompute.mode == mode, word
+        assert software.recomputes_attention_only == attention_only, word
 
 
 def test_selective_means_what_it_means_to_the_framework() -> None:
@@ -54,16 +51,16 @@ def test_a_table_without_the_column_recomputes_nothing() -> None:
     assert cells.assumed == ["act_ckpt none"]
 
 
-@pytest.mark.parametrize(("word", "reason"), [("", "act_ckpt is missing"), ("selective (mlp)", "is unknown")])
-def test_recomputation_that_is_not_known_is_said(word: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        recompute_by_word(word)
+def test_recomputation_that_is_not_known_is_said() -> None:
+    for word, reason in [("", "act_ckpt is missing"), ("selective (mlp)", "is unknown")]:
+        with pytest.raises(ValueError, match=reason):
+            recompute_by_word(word)
 
 
-@pytest.mark.parametrize("word", ["nvfp4", "mxfp8 grouped gemm", "mxfp8 linears", "int8"])
-def test_a_precision_that_is_not_of_all_products_is_refused(word: str) -> None:
-    with pytest.raises(ValueError, match="is unknown, or does not apply to all products"):
-        float8_by_word(word)
+def test_a_precision_that_is_not_of_all_products_is_refused() -> None:
+    for word in ["nvfp4", "mxfp8 grouped gemm", "mxfp8 linears", "int8"]:
+        with pytest.raises(ValueError, match="is unknown, or does not apply to all products"):
+            float8_by_word(word)
 
 
 def test_what_is_assumed_is_said() -> None:

@@ -31,7 +31,6 @@ from torchllm.tools.planner.search.validity import UNMEASURED_LIMIT, judge, memo
 
 
 def job(model: str = "llama3_8b", gpus: int = 8, batch: int = 512, cluster: str = "dgx_h100") -> Job:
-    """Return a job of sequences of 8,192 tokens."""
     config = read_model(model).config
     training = Training(global_batch_size=batch, sequence_length=8192)
     return Job(config.model, training, read_hardware(cluster), gpus)
@@ -39,35 +38,29 @@ def job(model: str = "llama3_8b", gpus: int = 8, batch: int = 512, cluster: str 
 
 @cache
 def eight() -> Job:
-    """Return the job of 8B on 8 GPUs."""
     return job()
 
 
 @cache
 def searched() -> Found:
-    """Return what a search of that job finds."""
     return search(eight(), 1)
 
 
 @cache
 def usual_advice() -> Advice:
-    """Return the advice for that job."""
     return advise(eight(), searched())
 
 
-@pytest.mark.parametrize(
-    ("layout", "name"),
-    [
+def test_levels() -> None:
+    for layout, name in [
         (Layout(1, 1, 8, 1, 1), "FSDP"),
         (Layout(1, 8, 1, 1, 1, zero_stage=0), "FSDP"),
         (Layout(1, 2, 4, 1, 1), "HSDP"),
         (Layout(1, 1, 4, 1, 2), "tp"),
         (Layout(2, 1, 2, 1, 2), "pp"),
         (Layout(2, 1, 2, 2, 1), "cp"),
-    ],
-)
-def test_levels(layout: Layout, name: str) -> None:
-    assert LEVELS_OF_SIMPLICITY[level_of(layout)].name == name
+    ]:
+        assert LEVELS_OF_SIMPLICITY[level_of(layout)].name == name, layout
 
 
 def test_a_degree_that_the_run_sets_stays() -> None:
@@ -238,7 +231,8 @@ def llama_405b() -> PublicRun:
     return PublicRun(job("llama3_405b", 16384, 2048, "llama3_24k"), layout)
 
 
-@pytest.mark.parametrize("run", [llama_70b, pytest.param(llama_405b, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("run", [llama_70b, llama_405b])
 def test_what_public_runs_use_is_close_or_what_speaks_against_it_is_named(run: Callable[[], PublicRun]) -> None:
     """It is within 5 % of the first pick, or what takes most of the memory, or of the lost time, is named."""
     planned, layout = run()

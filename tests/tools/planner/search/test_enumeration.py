@@ -85,7 +85,6 @@ def random_model(draw: random.Random) -> Model:
 
 
 def small_nodes(memory: float) -> Hardware:
-    """Return nodes of two A100 with `memory` bytes each."""
     hardware = read_cluster("dgx_a100", [])
     assert hardware
     inner, *outer = hardware.links

@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
-
 from tests.facts.test_model_sizes import load
 from tests.tools.planner.test_comms import dgx_a100
 from torchllm.config import Config, Model, Training
@@ -16,14 +14,14 @@ PIPELINE = Layout(2, 2, 2, 1, 4, "Interleaved1F1B", 4, 2, 1, "full", True)
 CONTEXT = Layout(1, 4, 2, 4, 1, micro_batch_size=4, zero_stage=2, recompute="selective", cp_method="ulysses")
 
 
-@pytest.mark.parametrize("layout", [FSDP, PIPELINE, CONTEXT], ids=["FSDP", "pipeline", "context"])
-def test_a_layout_is_that_of_the_config_that_has_it(layout: Layout) -> None:
-    job = Job(MODEL, Training(global_batch_size=64, sequence_length=512), dgx_a100(), gpus=32)
-    config = job.config(Config(), layout)
-    assert layout_of(config) == layout
-    case = job.case(layout)
-    assert case.parallel == config.parallel
-    assert case.kernels == kernels_of(MODEL, config.compile, job.software, job.hardware)
+def test_a_layout_is_that_of_the_config_that_has_it() -> None:
+    for layout in [FSDP, PIPELINE, CONTEXT]:
+        job = Job(MODEL, Training(global_batch_size=64, sequence_length=512), dgx_a100(), gpus=32)
+        config = job.config(Config(), layout)
+        assert layout_of(config) == layout, layout
+        case = job.case(layout)
+        assert case.parallel == config.parallel, layout
+        assert case.kernels == kernels_of(MODEL, config.compile, job.software, job.hardware), layout
 
 
 def test_ep_divides_the_experts_and_the_ranks_that_it_borrows() -> None:

@@ -18,7 +18,6 @@ def large_job() -> Job:
 
 
 def color_of_term(figure: Figure) -> dict[str, str]:
-    """The color of each term in the bars of a picture."""
     bars = figure.axes[0]
     return {
         str(bar.get_label()): to_hex(bar[0].get_facecolor()) for bar in bars.containers if isinstance(bar, BarContainer)

@@ -16,7 +16,6 @@ LLAMA = Config(
 
 
 def settings(config: Config) -> list[str]:
-    """Return all settings that free memory."""
     return [saver.setting for saver in savers(config, count=20)]
 
 

@@ -17,8 +17,7 @@ from torchllm.tools.planner.peak import Memory
 from torchllm.tools.planner.predict import Pipeline, Prediction, memory_of, pipeline_seconds, predict
 from torchllm.tools.planner.search.bounds import Bounds, at_least
 from torchllm.tools.planner.search.layouts import DegreeMesh, Job, Layout
-from torchllm.tools.planner.search.search import Search, mesh_of, search, sharded
-from torchllm.tools.planner.stage import stage_cost
+from torchllm.tools.planner.search.search import mesh_of, search, sharded
 
 SMALL = Model(layers=6, hidden=512, heads=8, kv_heads=4, ffn=1536, vocab=1024)
 LARGE = Model(layers=8, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256)
@@ -167,35 +166,6 @@ def smallest_sharding(bounds: Bounds, layout: Layout) -> Layout:
     return sharded(layout, possible[-1])
 
 
-SPARSE = replace(SMALL, experts=8, top_k=2, expert_ffn=256, dense_layers=2)
-
-
-@pytest.mark.parametrize("model", [SMALL, SPARSE], ids=["dense", "experts"])
-def test_what_layouts_share_is_what_each_of_them_has(model: Model) -> None:
-    """Costs of stages, tails and memory that were computed for other layouts equal those of a layout alone."""
-    job = make_job(model, batch=16)
-    bounds = Bounds(job)
-    layouts = sample(all_layouts(job), 300)
-    for layout in layouts:  # in another order than below
-        bounds.scheduled(layout)
-        bounds.tail(layout)
-        bounds.held(layout)
-        bounds.needed(layout)
-        bounds.shared_memory(layout)
-    for layout in layouts[:150]:
-        case = job.case(layout)
-        alone = Bounds(job)
-        stages = alone.stage_split(layout).stages
-        costs = bounds.costs(layout, stages)
-        for stage in stages:
-            assert costs[stage] == stage_cost(case, stage), layout
-        assert bounds.scheduled(layout) == alone.scheduled(layout), layout
-        assert bounds.tail(layout) == alone.tail(layout), layout
-        assert bounds.held(layout) == alone.held(layout), layout
-        assert bounds.needed(layout) == alone.needed(layout), layout
-        assert bounds.shared_memory(layout) == alone.shared_memory(layout), layout
-
-
 def test_compiled_blocks_are_not_planned_where_the_config_refuses_them() -> None:
     job = make_job(fixed={"pp": 2, "schedule": "ZBVZeroBubble"})
     best = search(job).best[0]
@@ -232,15 +202,6 @@ def test_bounds_of_another_search_change_nothing() -> None:
     assert shared.best == alone.best
     assert shared.rejected == alone.rejected
     assert shared.misses == alone.misses
-
-
-@pytest.mark.parametrize("memory", [14e9, 24e9, 34e9])
-def test_each_layout_that_does_not_fit_is_counted_once(memory: float) -> None:
-    """All of them, one by one or in groups, where none fits."""
-    job = make_job(LARGE, gpus=4, batch=4, length=4096, hardware=cluster(memory=memory))
-    outcome = Search(job).run()
-    assert not outcome.best
-    assert outcome.rejected == {"more memory than a GPU has": outcome.layouts}
 
 
 def test_a_config_of_a_layout_keeps_the_rest() -> None:

@@ -72,7 +72,6 @@ def tokens_of(ids: Any, is_target: Any) -> Tokens:
 
 
 def stored_examples(corpus: Corpus, length: int = LENGTH) -> Counter[Tokens]:
-    """The examples in all sequences."""
     found: Counter[Tokens] = Counter()
     for number in range(corpus.count("train", length)):
         window = corpus.window("train", number, length)
@@ -96,21 +95,25 @@ def direct_examples(source: Source, data: Data, talks: list[Messages], folder: P
     return found
 
 
-@pytest.mark.parametrize("family", [QWEN25, QWEN3], ids=["one example", "one per turn"])
-def test_sequences_hold_whole_examples(family: Family, tmp_path: Path) -> None:
-    data = settings(tmp_path, family)
-    source = write_lines(tmp_path / "talks.jsonl", TALKS)
-    corpus = written(tmp_path / "corpus", source, data)
-    counts = corpus.header.counts
-    assert stored_examples(corpus) == direct_examples(source, data, TALKS, tmp_path / "corpus")
-    sequences = corpus.count("train", LENGTH)
-    assert sequences * LENGTH == counts["tokens of examples"] + counts["padding tokens"] == corpus.header.tokens
-    assert counts["padding tokens"] < 0.2 * corpus.header.tokens
-    assert counts["conversations"] == 30
-    first, rules, lengths = describe_counts(counts)[:3]
-    assert f"30 conversations, {counts['examples']} examples" in first
-    assert rules.startswith("conversations by rule: one example per ")
-    assert lengths.startswith("examples by length: up to 64: ")
+def test_sequences_hold_whole_examples(tmp_path: Path) -> None:
+    for number, family in enumerate([QWEN25, QWEN3]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        data = settings(folder, family)
+        source = write_lines(folder / "talks.jsonl", TALKS)
+        corpus = written(folder / "corpus", source, data)
+        counts = corpus.header.counts
+        assert stored_examples(corpus) == direct_examples(source, data, TALKS, folder / "corpus"), family
+        sequences = corpus.count("train", LENGTH)
+        assert sequences * LENGTH == counts["tokens of examples"] + counts["padding tokens"] == corpus.header.tokens, (
+            family
+        )
+        assert counts["padding tokens"] < 0.2 * corpus.header.tokens, family
+        assert counts["conversations"] == 30, family
+        first, rules, lengths = describe_counts(counts)[:3]
+        assert f"30 conversations, {counts['examples']} examples" in first, family
+        assert rules.startswith("conversations by rule: one example per "), family
+        assert lengths.startswith("examples by length: up to 64: "), family
 
 
 def test_a_corpus_does_not_depend_on_its_processes(tmp_path: Path) -> None:
@@ -258,17 +261,19 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("record", "words"), BAD)
-def test_bad_conversations_are_named_or_skipped(record: dict[str, Any], words: str, tmp_path: Path) -> None:
-    path = tmp_path / "talks.jsonl"
-    source = write_lines(path, TALKS)
-    path.write_text(path.read_text() + json.dumps(record) + "\n")
-    data = settings(tmp_path)
-    with pytest.raises(DataError, match=f"talks.jsonl:31: {words}"):
-        written(tmp_path / "corpus", source, data)
-    corpus = written(tmp_path / "other", source, replace(data, on_bad_record="skip"))
-    assert sum(corpus.header.skipped.values()) == 1
-    assert corpus.header.counts["conversations"] == 30
+def test_bad_conversations_are_named_or_skipped(tmp_path: Path) -> None:
+    for number, (record, words) in enumerate(BAD):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        path = folder / "talks.jsonl"
+        source = write_lines(path, TALKS)
+        path.write_text(path.read_text() + json.dumps(record) + "\n")
+        data = settings(folder)
+        with pytest.raises(DataError, match=f"talks.jsonl:31: {words}"):
+            written(folder / "corpus", source, data)
+        corpus = written(folder / "other", source, replace(data, on_bad_record="skip"))
+        assert sum(corpus.header.skipped.values()) == 1, record
+        assert corpus.header.counts["conversations"] == 30, record
 
 
 def test_a_hub_set_is_read_by_its_columns(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 from datetime import date
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -72,33 +73,35 @@ def trained(made: ConversationExamples, folder: Path) -> list[list[str]]:
     return texts
 
 
-@pytest.mark.parametrize("name", PREFIXES)
-def test_a_conversation_has_the_ids_that_transformers_gives_it(name: str, tmp_path: Path) -> None:
-    family = FAMILIES[name]
-    chat = format_of(family, tmp_path)
-    talks = [TALK, [user("  blanks \n"), assistant(" and é≠世界 \n\n more  ")]]
-    if name in ("llama3", "qwen25", "olmo2"):
-        talks.append([system("the date"), *TALK])
-    for messages in talks:
-        (example,) = chat.examples(Conversation(messages)).examples
-        assert example.ids.tolist() == reference(family, tmp_path, messages)
-    prompt = chat.prompt(Conversation(TALK[:3])).tolist()
-    assert prompt == reference(family, tmp_path, TALK[:3], add_generation_prompt=True)
-    begin = chat.encoder.token_id(family.special[0])
-    assert prompt[:2] != [begin, begin]
+def test_a_conversation_has_the_ids_that_transformers_gives_it(tmp_path: Path) -> None:
+    for name in PREFIXES:
+        folder = tmp_path / name
+        family = FAMILIES[name]
+        chat = format_of(family, folder)
+        talks = [TALK, [user("  blanks \n"), assistant(" and é≠世界 \n\n more  ")]]
+        if name in ("llama3", "qwen25", "olmo2"):
+            talks.append([system("the date"), *TALK])
+        for messages in talks:
+            (example,) = chat.examples(Conversation(messages)).examples
+            assert example.ids.tolist() == reference(family, folder, messages), name
+        prompt = chat.prompt(Conversation(TALK[:3])).tolist()
+        assert prompt == reference(family, folder, TALK[:3], add_generation_prompt=True), name
+        begin = chat.encoder.token_id(family.special[0])
+        assert prompt[:2] != [begin, begin], name
 
 
-@pytest.mark.parametrize("name", PREFIXES)
-def test_the_turns_of_the_assistant_are_trained_with_their_ends(name: str, tmp_path: Path) -> None:
+def test_the_turns_of_the_assistant_are_trained_with_their_ends(tmp_path: Path) -> None:
     """The prompt before a turn and blanks behind its end are not."""
-    chat = format_of(FAMILIES[name], tmp_path)
-    made = chat.examples(Conversation(TALK))
-    end = ENDS.get(name, "<|im_end|>")
-    blank = " " if name == "mistral" else ""
-    assert trained(made, tmp_path) == [[f"{blank}hello there{end}", f"{blank}they are lazy: 12{end}"]]
-    by_blocks = name in ("generation", "bare")
-    assert made.rule == ("generation blocks" if by_blocks else "one example per conversation")
-    assert chat.ends_of_turn == {end: chat.encoder.token_id(end)}
+    for name in PREFIXES:
+        folder = tmp_path / name
+        chat = format_of(FAMILIES[name], folder)
+        made = chat.examples(Conversation(TALK))
+        end = ENDS.get(name, "<|im_end|>")
+        blank = " " if name == "mistral" else ""
+        assert trained(made, folder) == [[f"{blank}hello there{end}", f"{blank}they are lazy: 12{end}"]], name
+        by_blocks = name in ("generation", "bare")
+        assert made.rule == ("generation blocks" if by_blocks else "one example per conversation"), name
+        assert chat.ends_of_turn == {end: chat.encoder.token_id(end)}, name
 
 
 def test_a_template_that_renders_earlier_turns_otherwise_gives_an_example_per_turn(tmp_path: Path) -> None:
@@ -127,27 +130,28 @@ def test_a_turn_that_ends_with_a_tool_call_is_trained_with_its_end(tmp_path: Pat
     assert made.without_end == 0
 
 
-@pytest.mark.parametrize("name", ["generation", "bare", "calling", "qwen25", "llama3"])
-@pytest.mark.parametrize("is_last", [False, True], ids=["first turn", "last turn"])
-def test_words_that_look_like_the_end_of_a_turn_are_none(name: str, is_last: bool, tmp_path: Path) -> None:
-    chat = format_of(FAMILIES[name], tmp_path)
-    (end,) = chat.ends_of_turn
-    for words in (f"close it with {end}", f"two {FAMILIES[name].special[0]}"):
-        talk = [user("how?"), assistant("three"), user("how?"), assistant("two")]
-        talk[3 if is_last else 1] = assistant(words)
-        made = chat.examples(Conversation(talk))
-        assert trained(made, tmp_path)[0][is_last].strip() == f"{words}{end}"
-        (example,) = made.examples
-        ends = example.is_target & (example.ids == chat.ends_of_turn[end])
-        assert ends.sum() == 2
+def test_words_that_look_like_the_end_of_a_turn_are_none(tmp_path: Path) -> None:
+    for name in ("generation", "bare", "calling", "qwen25", "llama3"):
+        folder = tmp_path / name
+        chat = format_of(FAMILIES[name], folder)
+        (end,) = chat.ends_of_turn
+        for is_last, words in product((False, True), (f"close it with {end}", f"two {FAMILIES[name].special[0]}")):
+            talk = [user("how?"), assistant("three"), user("how?"), assistant("two")]
+            talk[3 if is_last else 1] = assistant(words)
+            made = chat.examples(Conversation(talk))
+            assert trained(made, folder)[0][is_last].strip() == f"{words}{end}", name
+            (example,) = made.examples
+            ends = example.is_target & (example.ids == chat.ends_of_turn[end])
+            assert ends.sum() == 2, name
 
 
-@pytest.mark.parametrize(("name", "ends"), [("phi", ["<|end|>", "<|endoftext|>"]), ("parts", ["<|im_end|>"])])
-def test_what_ends_a_turn_is_read_from_the_template(name: str, ends: list[str], tmp_path: Path) -> None:
-    chat = format_of(FAMILIES[name], tmp_path)
-    assert chat.ends_of_turn == {end: chat.encoder.token_id(end) for end in ends}
-    made = chat.examples(Conversation(TALK[:2]))
-    assert trained(made, tmp_path) == [["hello there" + "\n".join(ends)]]
+def test_what_ends_a_turn_is_read_from_the_template(tmp_path: Path) -> None:
+    for name, ends in (("phi", ["<|end|>", "<|endoftext|>"]), ("parts", ["<|im_end|>"])):
+        folder = tmp_path / name
+        chat = format_of(FAMILIES[name], folder)
+        assert chat.ends_of_turn == {end: chat.encoder.token_id(end) for end in ends}, name
+        made = chat.examples(Conversation(TALK[:2]))
+        assert trained(made, folder) == [["hello there" + "\n".join(ends)]], name
 
 
 def test_a_template_without_an_end_is_counted(tmp_path: Path) -> None:
@@ -182,42 +186,35 @@ def test_tokens_that_hold_the_end_of_a_prompt_are_counted(tmp_path: Path) -> Non
     assert format_of(QWEN25, tmp_path).examples(Conversation(TALK)).merged_tokens == 0
 
 
-@pytest.mark.parametrize("name", ["r1", "mistral"])
-def test_a_turn_without_its_prompt_is_an_error_that_names_the_key(name: str, tmp_path: Path) -> None:
-    chat = format_of(FAMILIES[name], tmp_path)
-    messages = THINKING if name == "r1" else [system("be brief"), *TALK]
-    with pytest.raises(RefusedConversation, match=r"finetune\.chat_template = FILE"):
-        chat.examples(Conversation(messages))
+def test_a_turn_without_its_prompt_is_an_error_that_names_the_key(tmp_path: Path) -> None:
+    for name in ["r1", "mistral"]:
+        folder = tmp_path / name
+        chat = format_of(FAMILIES[name], folder)
+        messages = THINKING if name == "r1" else [system("be brief"), *TALK]
+        with pytest.raises(RefusedConversation, match=r"finetune\.chat_template = FILE"):
+            chat.examples(Conversation(messages))
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen25", "gemma", "mistral", "generation"])
-def test_special_tokens_in_messages_are_plain_text_and_counted(name: str, tmp_path: Path) -> None:
+def test_special_tokens_in_messages_are_plain_text_and_counted(tmp_path: Path) -> None:
     """The template's own keep their ids, the text stays the same, and the targets are where they were."""
-    family = FAMILIES[name]
-    chat = format_of(family, tmp_path)
-    end = ENDS.get(name, "<|im_end|>")
-    words = f"the {end}{family.special[0]} fox"
-    made = chat.examples(Conversation([user(words), assistant(f"hello {end} world")]))
-    assert made.words_as_text == 3
-    (example,) = made.examples
-    (harmless,) = chat.examples(Conversation([user("the fox"), assistant("hello world")])).examples
-    special = {chat.encoder.token_id(token) for token in family.special}
-    assert [token for token in example.ids if token in special] == [token for token in harmless.ids if token in special]
-    (stretch,) = trained(made, tmp_path)[0]
-    assert stretch.strip() == f"hello {end} world{end}"
-    text = HuggingFaceTokenizer(tmp_path / "tokenizer.json", threads=1).decode(example.ids.tolist())
-    assert words in text
-
-
-def test_text_around_a_special_word_is_encoded_in_one_go(tmp_path: Path) -> None:
-    chat = format_of(QWEN25, tmp_path)
-    content = "fox<|im_end|>dog"
-    (example,) = chat.examples(Conversation([user(content), assistant("a")])).examples
-    (plain,) = HuggingFaceTokenizer(tmp_path / "tokenizer.json", threads=1).encode_documents([f"\n{content}"])
-    ids = example.ids.tolist()
-    assert any(ids[start : start + len(plain)] == plain.tolist()[0:] for start in range(len(ids))) or any(
-        ids[start : start + len(plain) - 1] == plain.tolist()[1:] for start in range(len(ids))
-    )
+    for name in ["llama3", "qwen25", "gemma", "mistral", "generation"]:
+        folder = tmp_path / name
+        family = FAMILIES[name]
+        chat = format_of(family, folder)
+        end = ENDS.get(name, "<|im_end|>")
+        words = f"the {end}{family.special[0]} fox"
+        made = chat.examples(Conversation([user(words), assistant(f"hello {end} world")]))
+        assert made.words_as_text == 3, name
+        (example,) = made.examples
+        (harmless,) = chat.examples(Conversation([user("the fox"), assistant("hello world")])).examples
+        special = {chat.encoder.token_id(token) for token in family.special}
+        assert [token for token in example.ids if token in special] == [
+            token for token in harmless.ids if token in special
+        ], name
+        (stretch,) = trained(made, folder)[0]
+        assert stretch.strip() == f"hello {end} world{end}", name
+        text = HuggingFaceTokenizer(folder / "tokenizer.json", threads=1).decode(example.ids.tolist())
+        assert words in text, name
 
 
 def test_tools_and_weights_of_the_openai_form(tmp_path: Path) -> None:
@@ -231,18 +228,15 @@ def test_tools_and_weights_of_the_openai_form(tmp_path: Path) -> None:
     assert trained(made, tmp_path / "blocks") == [["they are lazy: 12<|im_end|>"]]
 
 
-@pytest.mark.parametrize(
-    ("messages", "words"),
-    [
+def test_refused_conversations(tmp_path: Path) -> None:
+    chat = format_of(FAMILIES["gemma"], tmp_path)
+    for messages, words in (
         ([user("a")], "no message of the assistant"),
         ([system("a"), user("b"), assistant("c")], r"the chat template refuses it \(System role not supported\)"),
         ([user("\U0010fff2"), assistant("c")], "reserved character"),
-    ],
-)
-def test_refused_conversations(messages: Messages, words: str, tmp_path: Path) -> None:
-    chat = format_of(FAMILIES["gemma"], tmp_path)
-    with pytest.raises(RefusedConversation, match=words):
-        chat.examples(Conversation(messages))
+    ):
+        with pytest.raises(RefusedConversation, match=words):
+            chat.examples(Conversation(messages))
 
 
 def test_the_sandbox_holds(tmp_path: Path) -> None:
@@ -287,18 +281,6 @@ def test_where_the_template_is_found(tmp_path: Path) -> None:
         plan_chat(str(path), Finetune(chat_template=str(named)), 8)
     with pytest.raises(DataError, match=r"tokenizer\.json"):
         plan_chat("bytes", Finetune(), 8)
-
-
-def test_a_template_in_the_tokenizer_config(tmp_path: Path) -> None:
-    path = write_tokenizer(tmp_path, QWEN25)
-    path.with_name("chat_template.jinja").unlink()
-    with pytest.raises(DataError, match=r"no chat template .* finetune\.chat_template = FILE"):
-        plan_chat(str(path), Finetune(), 8)
-    config = tmp_path / "tokenizer_config.json"
-    named = [{"name": "rag", "template": "x"}, {"name": "default", "template": QWEN25.template}]
-    for template in (QWEN25.template, named):
-        config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": template}))
-        assert plan_chat(str(path), Finetune(), 8).template == QWEN25.template
 
 
 WITH_TOOLS = """

@@ -22,9 +22,8 @@ def rendered(template: str) -> str:
     return ChatTemplate(loop, {}, TODAY).render([user("a") | VALUES, assistant("b") | VALUES], TOOLS)
 
 
-@pytest.mark.parametrize(
-    ("template", "shown"),
-    [
+def test_what_a_template_would_print_as_python_does_is_refused() -> None:
+    for template, shown in [
         ("{{ message.extra }}", '{"a": 1}'),
         ("{{ message.extra | trim }}", '{"a": 1}'),
         ("{{ 'x' ~ message.extra }}", '{"a": 1}'),
@@ -36,16 +35,13 @@ def rendered(template: str) -> str:
         ("{{ message.flag }}", "true"),
         ("{{ none }}", "null"),
         ("{{ tools }}", '[{"name": "f", "count": 2}]'),
-    ],
-)
-def test_what_a_template_would_print_as_python_does_is_refused(template: str, shown: str) -> None:
-    with pytest.raises(RefusedConversation, match=re.escape(f"it prints {shown} as Python writes it")):
-        rendered(template)
+    ]:
+        with pytest.raises(RefusedConversation, match=re.escape(f"it prints {shown} as Python writes it")):
+            rendered(template)
 
 
-@pytest.mark.parametrize(
-    ("template", "text"),
-    [
+def test_a_template_reads_objects_and_numbers() -> None:
+    for template, text in [
         ("{{ message.extra | tojson }}", '{"a": 1}'),
         ("{{ 'é<書' | tojson }}", '"é<書"'),
         ("{{ message.number | int }}", "2"),
@@ -55,10 +51,8 @@ def test_what_a_template_would_print_as_python_does_is_refused(template: str, sh
         ("{% for key, value in message.extra.items() %}{{ key }}{% endfor %}", "a"),
         ("{{ message.extra is mapping and message.tool_calls is iterable and 'yes' }}", "yes"),
         ("{{ missing }}", ""),
-    ],
-)
-def test_a_template_reads_objects_and_numbers(template: str, text: str) -> None:
-    assert rendered(template) == f"a{text}b{text}"
+    ]:
+        assert rendered(template) == f"a{text}b{text}", template
 
 
 def test_compiling_a_template_computes_nothing() -> None:
@@ -91,10 +85,14 @@ def test_a_template_that_leaves_out_the_answers_is_an_error() -> None:
 WORDS = "{{ messages[-1].content }}"
 
 
-@pytest.mark.parametrize(
-    "template", [f"\n {WORDS} \n  \n", f"{{%- set x = 1 -%}} {WORDS} {{%- if x %}}\n{{% endif %}}\n", f"{WORDS}\n\n"]
-)
-def test_a_template_for_tools_and_one_for_the_rest_give_the_texts_that_they_give_alone(template: str) -> None:
-    alone = ChatTemplate(template, {}, TODAY)
-    for tools, source in ((TOOLS, chosen_by_tools(template, WORDS)), (None, chosen_by_tools(WORDS, template))):
-        assert ChatTemplate(source, {}, TODAY).render([user("a")], tools) == alone.render([user("a")], tools)
+def test_a_template_for_tools_and_one_for_the_rest_give_the_texts_that_they_give_alone() -> None:
+    for template in [
+        f"\n {WORDS} \n  \n",
+        f"{{%- set x = 1 -%}} {WORDS} {{%- if x %}}\n{{% endif %}}\n",
+        f"{WORDS}\n\n",
+    ]:
+        alone = ChatTemplate(template, {}, TODAY)
+        for tools, source in ((TOOLS, chosen_by_tools(template, WORDS)), (None, chosen_by_tools(WORDS, template))):
+            assert ChatTemplate(source, {}, TODAY).render([user("a")], tools) == alone.render([user("a")], tools), (
+                template
+            )

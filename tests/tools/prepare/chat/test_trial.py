@@ -17,11 +17,11 @@ HARMFUL = {
 }
 
 
-@pytest.mark.parametrize("name", HARMFUL)
-def test_a_harmful_template_is_an_error(name: str) -> None:
-    template, words = HARMFUL[name]
-    with pytest.raises(DataError, match=words):
-        try_template(template, {}, seconds=1)
+def test_a_harmful_template_is_an_error() -> None:
+    for name in HARMFUL:
+        template, words = HARMFUL[name]
+        with pytest.raises(DataError, match=words):
+            try_template(template, {}, seconds=1)
 
 
 def test_a_template_that_refuses_some_conversations_is_none() -> None:

@@ -43,7 +43,6 @@ FOLDS = {f"a/{number}": [0.1, -0.1, 0.05, -0.02] for number in range(6)}
 
 
 def steps_with(fold: str, errors: list[float]) -> list[CheckedStep]:
-    """Return the checked steps of `FOLDS` and of one fold more."""
     return checked_steps(residuals({**FOLDS, fold: errors}), "fold")
 
 

@@ -17,7 +17,6 @@ def grouped(rows: list[MeasuredRow], group: str) -> list[MeasuredRow]:
 
 
 def job(rows: list[MeasuredRow], fold: str, group: str) -> list[MeasuredRow]:
-    """Return the rows as one group of a fold."""
     return grouped(named(rows, fold), group)
 
 

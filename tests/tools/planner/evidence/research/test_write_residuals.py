@@ -37,7 +37,6 @@ RATIO = "ratio of two layouts"
 
 
 def made(values: list[float], left_out: Knowledge = "framework", **cells: str) -> list[Residual]:
-    """One residual each, on one layout."""
     row = read_row({**ROW, "stack": "torchtitan", **cells})
     case = case_of(row)
     made_up = []
@@ -51,7 +50,6 @@ def made(values: list[float], left_out: Knowledge = "framework", **cells: str) -
 
 
 def spreads_of(rows: list[Residual], quantity: str) -> dict[RowClass, Spread]:
-    """Return the quantiles of a quantity, by class."""
     by_class = {}
     for spread in spreads(rows):
         if spread.quantity == quantity:
@@ -60,7 +58,6 @@ def spreads_of(rows: list[Residual], quantity: str) -> dict[RowClass, Spread]:
 
 
 def quantities(rows: list[Residual]) -> set[str]:
-    """Return which quantities have a class."""
     return {spread.quantity for spread in spreads(rows)}
 
 
