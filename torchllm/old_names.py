@@ -31,9 +31,9 @@ FOLDERS = {
 MODULES = {
     ("", "tools"): "bug_report resources",
     ("", "tools.front"): "preflight start",
-    ("checkpoint", "checkpoint.keeping"): "history marks",
+    ("checkpoint", "checkpoint.keeping"): "history",
     ("checkpoint", "tools.hub"): "dcp_metadata adapter by_key export exported hf_reader hf_writer upcycle",
-    ("config", "tools.config"): "load refuse checks inert draft arguments help handed",
+    ("config", "tools.config"): "load refuse checks draft help handed",
     ("config", "tools.front"): "json_schema",
     ("data", "tools.prepare"): "pieces build cache in_place plan records sources tokenize_shard tokenizer_json",
     ("metrics", "tools.watch"): """bottlenecks breakdown goodput mlflow_tracker send_records slow_rank step_profiler
@@ -47,8 +47,11 @@ MODULES = {
 }
 """(old folder, new folder): modules that have kept their names"""
 RENAMED_MODULES = {
+    "checkpoint.marks": "checkpoint.manifest",
     "checkpoint.proof": "checkpoint.keeping.history",
     "checkpoint.retention": "checkpoint.keeping.history",
+    "config.arguments": "tools.config.draft",
+    "config.inert": "tools.config.checks",
 }
 
 NAMES = {

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from torchllm.config import Config, Count, FilePath, Natural, Positive, Run
-from torchllm.tools.config.arguments import parse_arguments
+from torchllm.tools.config.draft import parse_arguments
 from torchllm.tools.config.help import print_help
 from torchllm.tools.front.start import load_configs
 from torchllm.tools.resources import resource

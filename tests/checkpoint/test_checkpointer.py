@@ -26,8 +26,7 @@ from torchllm.checkpoint import tensors as checkpoint_tensors
 from torchllm.checkpoint.checkpointer import Checkpointer, verify_in_parallel
 from torchllm.checkpoint.data_file import read_piece_table
 from torchllm.checkpoint.keeping import history
-from torchllm.checkpoint.keeping.marks import mark_proven, mark_suspect, read_suspects
-from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint
+from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint, mark_proven, mark_suspect, read_suspects
 from torchllm.checkpoint.state import nonfinite_keys, parts_of
 from torchllm.checkpoint.weights import load_newest_weights, load_weights
 from torchllm.config.environment import ATTEMPT

@@ -192,6 +192,6 @@ def test_a_save_that_does_not_fit_is_refused_with_both_sizes(tmp_path: Path) -> 
 
 
 def test_needs_no_torch() -> None:
-    modules = "torchllm.checkpoint.verify, torchllm.checkpoint.keeping.marks"
+    modules = "torchllm.checkpoint.verify, torchllm.checkpoint.manifest"
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

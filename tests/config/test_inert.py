@@ -12,7 +12,7 @@ from torchllm.config import Config, Parallel, Source, write_config
 from torchllm.config.paths import absolute_paths
 from torchllm.config.toml import toml_value
 from torchllm.config.write import dump_toml
-from torchllm.tools.config.inert import (
+from torchllm.tools.config.checks import (
     CONTRADICTIONS,
     IDLE,
     SOURCE_KINDS,
@@ -20,7 +20,7 @@ from torchllm.tools.config.inert import (
     idle_keys,
 )
 from torchllm.tools.config.load import load_config, read_draft
-from torchllm.tools.config.refuse import finish
+from torchllm.tools.config.refuse import Sources, finish
 from torchllm.tools.proof.shrink import without_contradictions
 
 pytestmark = pytest.mark.quick
@@ -237,7 +237,9 @@ def test_the_command_line_chooses_and_what_it_makes_idle_is_no_contradiction(fol
             draft = read_draft(words, Config)
             assert draft.errors == [], words
             assert key in [idle_key.key for idle_key in contradictions(draft.config)], words
-            assert draft.sources.contradict_themselves(path) == is_wrong, words
+            assert (
+                Sources(draft.layer, draft.arguments.overrides, draft.config).contradict_themselves(path) == is_wrong
+            ), words
 
 
 def loaded(words: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.recipes.warm import pretrain
 from tests.tiny_run import curve, tensor_files
-from torchllm.checkpoint.keeping.marks import read_suspects
-from torchllm.checkpoint.manifest import step_folders, step_of
+from torchllm.checkpoint.manifest import read_suspects, step_folders, step_of
 
 LAYOUTS = {
     "fsdp": [],

@@ -15,7 +15,7 @@ from torch import nn
 from torchllm import config
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint.checkpointer import Checkpointer, verify_in_parallel
-from torchllm.checkpoint.keeping.marks import read_suspects
+from torchllm.checkpoint.manifest import read_suspects
 from torchllm.train.step import Health
 
 SAVES = 5

@@ -42,7 +42,6 @@ from torchllm.checkpoint.background import SAVES_IN_BACKGROUND, saves_in_backgro
 from torchllm.checkpoint.index import INDEX
 from torchllm.checkpoint.initial import InitialWeights, check_same_source
 from torchllm.checkpoint.keeping.history import CheckpointHistory, Judgement
-from torchllm.checkpoint.keeping.marks import mark_suspect, read_suspects, without_suspects
 from torchllm.checkpoint.manifest import CheckpointError, FileRecord, Manifest
 from torchllm.checkpoint.plan import SavePlan, agree_on_plan
 from torchllm.checkpoint.state import Part, holds_all_weights
@@ -201,7 +200,7 @@ class Checkpointer:
                 f"checkpoint.resume names step {step}, but {newer[0]} is newer and would be in the way: "
                 "set another run.folder, or move the newer ones away"
             )
-        suspicion = on_first(self._group, lambda: read_suspects([folder])).get(folder)
+        suspicion = on_first(self._group, lambda: manifests.read_suspects([folder])).get(folder)
         if suspicion is not None:
             warn(f"{folder} is loaded because checkpoint.resume names it, but is marked as suspect: {suspicion}")
         return self._load(folder)
@@ -209,7 +208,7 @@ class Checkpointer:
     def _load_newest(self, folders: list[Path]) -> Manifest | None:
         """Load the newest of the run's step folders that verifies and is not suspect; None if there is none."""
         warn = partial(log_on_first, self._group, level=logging.WARNING)
-        newest = newest_verified(without_suspects(folders, self._history.suspects, warn), self._load, warn)
+        newest = newest_verified(manifests.without_suspects(folders, self._history.suspects, warn), self._load, warn)
         if newest is None:
             log_on_first(self._group, f"no checkpoint in {self._root}: starting fresh")
         return None if newest is None else newest[1]
@@ -301,7 +300,7 @@ class Checkpointer:
             self._finish()
         for folder in manifests.step_folders(self._root):
             if manifests.step_of(folder) >= step:
-                mark_suspect(folder, reason)
+                manifests.mark_suspect(folder, reason)
 
     def _refuse_nonfinite(self, step: int, parts: Mapping[str, Part]) -> None:
         """Raise CheckpointError on all ranks if one of them would write a value that is not finite."""

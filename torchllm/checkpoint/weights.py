@@ -9,8 +9,7 @@ from torch import nn
 
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint.agreement import Group, log_on_first, on_first
-from torchllm.checkpoint.keeping.marks import read_suspects, without_suspects
-from torchllm.checkpoint.manifest import CheckpointError, Manifest
+from torchllm.checkpoint.manifest import CheckpointError, Manifest, read_suspects, without_suspects
 from torchllm.checkpoint.state import (
     EXTRA,
     WEIGHTS,

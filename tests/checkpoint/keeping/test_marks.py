@@ -3,15 +3,15 @@ from pathlib import Path
 
 import pytest
 
-from torchllm.checkpoint.keeping.marks import (
+from torchllm.checkpoint.manifest import (
     SUSPECT,
+    CheckpointError,
     find_proven,
     mark_proven,
     mark_suspect,
     read_suspects,
     without_suspects,
 )
-from torchllm.checkpoint.manifest import CheckpointError
 
 pytestmark = pytest.mark.quick
 

@@ -16,8 +16,7 @@ from typing import NamedTuple
 from torchllm import config
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint.agreement import Group, change_on_first, log_on_first, on_first, rank_of, size_of
-from torchllm.checkpoint.keeping.marks import find_proven, mark_proven, mark_suspect, read_suspects
-from torchllm.checkpoint.manifest import CheckpointError
+from torchllm.checkpoint.manifest import CheckpointError, find_proven, mark_proven, mark_suspect, read_suspects
 from torchllm.checkpoint.tensors import check_in_parallel
 from torchllm.checkpoint.verify import check_sizes
 from torchllm.train.step import Health

@@ -1,16 +1,161 @@
-"""A config while it is being read: what `load.py` reads, `resolve.py` fills in and `refuse.py` checks."""
+"""A config while it is being read: `load.py` reads it, `resolve.py` fills it in and `refuse.py` checks it.
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Generic, TypeVar
+The command line of a recipe is `[CONFIG.toml] [--section.key=value ...] [--check] [--json] [--help]`.
+"""
 
-from torchllm.config.read import read_table
+import re
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
+
+from torchllm.config.read import field_types, plain_type, type_at
 from torchllm.config.schema import AXES, Config
-from torchllm.config.toml import KeyPath, dotted
-from torchllm.tools.config.arguments import Arguments, override
+from torchllm.config.toml import KeyPath, dotted, shown
 from torchllm.tools.config.environment import Ranks
-from torchllm.tools.config.inert import contradictions
-from torchllm.tools.config.toml_files import Layer, merge_layers
+from torchllm.tools.config.toml_files import Layer, parse_value
+
+
+@dataclass
+class Arguments:
+    """A command line, sorted by kind."""
+
+    words: Sequence[str]
+    """the whole command line, as given"""
+    file: str = ""
+    """the config; "" if there is none"""
+    overrides: dict[str, str] = field(default_factory=dict)
+    """"section.key" to the text of its value"""
+    check: bool = False
+    help: bool = False
+
+
+def parse_arguments(words: Sequence[str], errors: list[str]) -> Arguments:
+    """Parse a command line. Appends a line to `errors` for each word that is no valid argument."""
+    arguments = Arguments(words)
+    waiting = deque(words)
+    while waiting:
+        word = waiting.popleft()
+        flag, equals, value = word.partition("=")
+        if word in ("--help", "-h"):
+            arguments.help = True
+        elif word == "--check":
+            arguments.check = True
+        elif word == "--json":
+            arguments.overrides["run.json"] = "true"
+        elif _has_spaces_around_equals(word, waiting):
+            errors.append(f"{flag}: no spaces around the equals sign: {flag}={_take_value(waiting)}")
+        elif word.startswith("--") and equals and flag not in ("--check", "--json", "--help"):
+            first = arguments.overrides.setdefault(flag[2:], value)
+            if first != value:
+                errors.append(f"{flag}: given twice: {shown(first)} and {shown(value)}")
+        elif word.startswith("--") and "." in word and not equals:
+            errors.append(f"{flag}: needs a value: {flag}={_take_value(waiting)}")
+        elif word.startswith("-"):
+            errors.append(f"{word}: unknown flag; overrides are --section.key=value, flags --check, --json and --help")
+        elif arguments.file:
+            errors.append(
+                f"{word}: one config file only, and {arguments.file} is given; overrides are --section.key=value"
+            )
+        else:
+            arguments.file = word
+    return arguments
+
+
+def _has_spaces_around_equals(word: str, following: Sequence[str]) -> bool:
+    """Whether a word and those after it are `--key = value`, `--key =value` or `--key= value`."""
+    if not word.startswith("--") or "." not in word or not following:
+        return False
+    if word.endswith("="):  # an empty value is valid if the next word is another argument
+        return word.count("=") == 1 and not following[0].startswith("-") and not following[0].endswith(".toml")
+    return "=" not in word and following[0].startswith("=")
+
+
+def _take_value(waiting: deque[str]) -> str:
+    """Remove a value that was separated from its flag by a space, and return it; "VALUE" if there is none."""
+    is_value = False
+    if waiting and waiting[0] == "=":
+        waiting.popleft()
+        is_value = bool(waiting)  # any word, e.g. -1
+    elif waiting:
+        is_value = not waiting[0].startswith("-") and not waiting[0].endswith(".toml")
+    return waiting.popleft().removeprefix("=") if is_value else "VALUE"
+
+
+def override(layer: Layer, schema: type, path: KeyPath, text: str, errors: list[str]) -> None:
+    """Write one override into the tables. An unknown key or a wrong value is reported when they are read.
+
+    The index of an array names an existing element; the array's length as index appends one. An array that only the
+    defaults have is copied into the table first.
+    """
+    origin = f"--{'.'.join(path)}"
+    kind, _ = plain_type(type_at(schema, path))
+    if isinstance(kind, type) and is_dataclass(kind):
+        first = next(iter(field_types(kind)))
+        errors.append(f"{origin}: is a table: give its keys one by one, such as {origin}.{first}=")
+        return
+    container: Any = layer.table
+    for depth, part in enumerate(path, start=1):
+        inside = path[:depth]
+        is_last = depth == len(path)
+        key: Any = part
+        if isinstance(container, list):
+            if not re.fullmatch("[0-9]{1,9}", part) or int(part) > len(container):
+                size = len(container)
+                errors.append(f"{origin}: {dotted(path[: depth - 1])} has {size} elements: the index is 0 to {size}")
+                return
+            key = int(part)
+            if key == len(container):
+                container.append({})
+                layer.origins[inside] = origin
+        elif not isinstance(container, dict):
+            return  # the file has a value where a table belongs: reported when it is read
+        elif not is_last and part not in container:
+            container[part] = _default(schema, inside)
+            layer.origins[inside] = origin
+        if is_last:
+            layer.forget(path)
+            container[key] = _parse(text, kind)
+            layer.origins[path] = origin
+        else:
+            container = container[key]
+
+
+def _default(schema: type, path: KeyPath) -> Any:
+    """Return the container for an override that the file lacks: an array's default elements, or an empty table."""
+    if get_origin(plain_type(type_at(schema, path))[0]) is not tuple:
+        return {}
+    section, _ = plain_type(type_at(schema, path[:-1]))
+    return _plain(getattr(section(), path[-1]))
+
+
+def _plain(value: Any) -> Any:
+    """Return dataclasses and tuples as the tables and arrays that TOML would give."""
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    return value
+
+
+def _parse(text: str, kind: Any) -> Any:
+    """Return an override's value: a string key needs no quotes, all others are TOML; text that is no TOML stays text.
+
+    An array of scalars may be comma-separated, without brackets.
+    """
+    if get_origin(kind) is tuple and text[:1] != "[":
+        item, _ = plain_type(get_args(kind)[0])
+        if not is_dataclass(item):
+            return [_parse(word, item) for word in text.split(",")] if text else []
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
+    is_text = kind is str or (choices and all(isinstance(choice, str) for choice in choices))
+    if is_text and text[:1] not in ("'", '"'):
+        return text
+    try:
+        return parse_value(text)
+    except ValueError:
+        return text
+
 
 C = TypeVar("C", bound=Config)
 
@@ -21,62 +166,6 @@ RESOLVED_SECTIONS = (
     *("checkpoint", "metrics", "evaluate", "generate"),
 )
 """keys in the config.toml of every run folder, whatever version wrote it"""
-
-
-class Sources:
-    """The files, each over its base, and the command line over them: they decide if a key without effect is an error.
-
-    A file that sets optimizer.beta2 is right with AdamW, and so is a command line that chooses optimizer.name = "sgd"
-    for a first try: the key is reported, and the run goes on. Only a source that contradicts itself is refused.
-    """
-
-    def __init__(self, layer: Layer, overrides: Mapping[str, str], config: Config) -> None:
-        """Take the files of `layer`, and the overrides ("section.key" to text) over them. config: the merged result."""
-        self.files = layer.files
-        self.overrides = overrides
-        self.config = config
-
-    def contradict_themselves(self, path: KeyPath) -> bool:
-        """Whether a key that is idle in the config is also idle for its own source.
-
-        It is not if the source alone would use it (a source below made it idle), nor if the files up to that source, or
-        up to one above it, would use it (a source above made it idle).
-        """
-        key = ".".join(path)
-        configs = self._without_other_choices(path)
-        return all(key in [idle_key.key for idle_key in contradictions(config)] for config in configs)
-
-    def _without_other_choices(self, path: KeyPath) -> Iterator[Config]:
-        """Yield the source of a key as a config: alone, then over its bases, then under each source above it."""
-        if ".".join(path) in self.overrides:
-            yield self._read(self._command_line())
-            return
-        of_key = [index for index, file in enumerate(self.files) if path in file.origins]
-        if not of_key:  # a default of a fork's own schema
-            return
-        index = of_key[-1]
-        yield self._read(self.files[index])
-        for end in range(index + 1, len(self.files) + 1):
-            yield self._read(merge_layers(self.files[:end]))
-
-    def _command_line(self) -> Layer:
-        layer = Layer({}, {})
-        for key, text in self.overrides.items():
-            override(layer, type(self.config), tuple(key.split(".")), text, [])
-        return layer
-
-    def _read(self, layer: Layer) -> Config:
-        """Return a layer as a config; with model.from_hf, missing keys of [model] come from the published model."""
-        config: Config = read_table(type(self.config), layer.table, [])
-        if self.config.model.from_hf:
-            written = layer.table.get("model", {})
-            published = {
-                item.name: getattr(self.config.model, item.name)
-                for item in fields(self.config.model)
-                if item.name not in written
-            }
-            config = replace(config, model=replace(config.model, **published))
-        return config
 
 
 @dataclass
@@ -104,11 +193,6 @@ class Draft(Generic[C]):
     def file(self) -> str:
         """The config file, for messages."""
         return self.arguments.file or "defaults"
-
-    @property
-    def sources(self) -> Sources:
-        """The files and the command line that the config was read from."""
-        return Sources(self.layer, self.arguments.overrides, self.config)
 
     @property
     def is_started(self) -> bool:

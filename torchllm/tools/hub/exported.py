@@ -6,8 +6,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torchllm.checkpoint.keeping.marks import read_suspects, without_suspects
-from torchllm.checkpoint.manifest import CheckpointError, Manifest, read_manifest, step_folders, step_of
+from torchllm.checkpoint.manifest import (
+    CheckpointError,
+    Manifest,
+    read_manifest,
+    read_suspects,
+    step_folders,
+    step_of,
+    without_suspects,
+)
 from torchllm.config import Config, Model
 
 log = logging.getLogger("torchllm")
