@@ -1,4 +1,4 @@
-"""`python -m torchllm` is the command `torchllm`, where the script is not on the PATH."""
+"""`python -P -m torchllm` is the command `torchllm`, where the script is not on the PATH."""
 
 from torchllm.cli import main
 

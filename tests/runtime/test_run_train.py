@@ -4,6 +4,7 @@ import fcntl
 import os
 import pty
 import re
+import shlex
 import shutil
 import signal
 import struct
@@ -412,8 +413,9 @@ def test_a_signal_to_a_spare_node_stops_no_other(
 
 
 def test_how_it_ends(noted: Callable[..., Notes], tmp_path: Path) -> None:
-    folder = tmp_path / "run"
+    folder = tmp_path / "a run $(of sorts)"  # each printed command can be pasted
     arguments = [DEBUG, f"--run.folder={folder}"]
+    quoted = shlex.quote(str(folder))
     sampler = [f"{ROOT}/recipes/generate.py", f"{folder}/config.toml", "--checkpoint.resume=auto"]
     folder.mkdir()
     (folder / "stopped.json").touch()  # another job's: must not turn this one's failure into success
@@ -429,13 +431,13 @@ def test_how_it_ends(noted: Callable[..., Notes], tmp_path: Path) -> None:
     assert len(noted(*arguments, "--generate.after_training=false").calls) == 1
     failed = noted(*arguments, PRETEND=f'[ "$1" != {sampler[0]} ] || exit 5')
     assert failed.status == 5
-    stopped = noted(*arguments, PRETEND=f"{OWN_FOLDER}; touch {folder}/stopped.json; exit 1")
+    stopped = noted(*arguments, PRETEND=f"{OWN_FOLDER}; touch {quoted}/stopped.json; exit 1")
     assert (stopped.status, len(stopped.calls)) == (0, 1)
-    assert (
-        stopped.out
-        == f"stopped early, with a checkpoint; to continue, run the same command with --run.folder={folder}\n"
-    )
-    starting = f"""{OWN_FOLDER}; echo '{{"step": null}}' >{folder}/stopped.json"""
+    told, _, command = stopped.out.partition("--")
+    assert told == "stopped early, with a checkpoint; to continue, run the same command with "
+    pasted = subprocess.run(["bash", "-c", f"printf %s {command.strip()}"], capture_output=True, text=True)
+    assert pasted.stdout == f"run.folder={folder}"
+    starting = f"""{OWN_FOLDER}; echo '{{"step": null}}' >{quoted}/stopped.json"""
     stopped = noted(*arguments, "--run.stopped_exit_status=75", PRETEND=starting)
     assert (stopped.status, len(stopped.calls)) == (75, 1)
     assert stopped.out.startswith("stopped early, before a step was taken; to continue")
