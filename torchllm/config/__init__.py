@@ -6,42 +6,45 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torchllm.config.applied_keys import applied, refuse_unapplied
-from torchllm.config.schema import (
-    FAMILIES,
-    SCHEDULES,
-    Bound,
-    Checkpoint,
-    Cluster,
-    Compile,
-    Config,
-    Count,
-    Data,
-    Degree,
-    Evaluate,
-    Features,
-    FilePath,
-    Finetune,
-    Float8,
-    Fraction,
-    Generate,
-    Metrics,
-    MixtureStage,
-    Model,
-    Natural,
-    NonNegative,
-    Optimizer,
-    Parallel,
-    PipelineSchedule,
-    Positive,
-    Recompute,
-    Run,
-    Schedule,
-    Source,
-    TrainedParameters,
-    Training,
-    gradient_accumulation,
-)
+if TYPE_CHECKING:
+    from torchllm.config.applied_keys import applied, refuse_unapplied
+    from torchllm.config.changes import log_config_changes
+    from torchllm.config.schema import (
+        FAMILIES,
+        SCHEDULES,
+        Bound,
+        Checkpoint,
+        Cluster,
+        Compile,
+        Config,
+        Count,
+        Data,
+        Degree,
+        Evaluate,
+        Features,
+        FilePath,
+        Finetune,
+        Float8,
+        Fraction,
+        Generate,
+        Metrics,
+        MixtureStage,
+        Model,
+        Natural,
+        NonNegative,
+        Optimizer,
+        Parallel,
+        PipelineSchedule,
+        Positive,
+        Recompute,
+        Run,
+        Schedule,
+        Source,
+        TrainedParameters,
+        Training,
+        gradient_accumulation,
+    )
+    from torchllm.config.write import write_config
 
 __all__ = [
     "FAMILIES",
@@ -83,16 +86,17 @@ __all__ = [
     "write_config",
 ]
 
-if TYPE_CHECKING:
-    from torchllm.config.changes import log_config_changes
-    from torchllm.config.write import write_config
-
-LATER = {"log_config_changes": "changes", "write_config": "write"}
-"""name -> its module, which is imported when the name is used: ranks that read a checked config import no reader"""
+ELSEWHERE = {
+    "applied": "applied_keys",
+    "log_config_changes": "changes",
+    "refuse_unapplied": "applied_keys",
+    "write_config": "write",
+}
+"""name -> its module, if that is not `schema`"""
 
 
 def __getattr__(name: str) -> Any:
-    """Return a name of `LATER`."""
-    if name not in LATER:
+    """Return a name of `__all__`, whose module is imported now: a launcher needs the errors alone."""
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"torchllm.config.{LATER[name]}"), name)
+    return getattr(import_module(f"torchllm.config.{ELSEWHERE.get(name, 'schema')}"), name)

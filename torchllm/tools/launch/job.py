@@ -11,7 +11,6 @@ import json
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -311,7 +310,7 @@ def main() -> None:
     except ValueError as error:
         reason = f"the scheduler's variables are not as expected: {error}"
     except OSError as error:  # run_train.sh reads a file
-        reason = f"nothing can be written in TMPDIR={tempfile.gettempdir()}: {error.strerror}"
+        reason = f"nothing can be written in TMPDIR={os.environ.get('TMPDIR', '/tmp')}: {error.strerror}"
     else:
         return
     print(f"run_train.sh: {reason}", file=sys.stderr)
