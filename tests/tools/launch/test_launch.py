@@ -23,7 +23,8 @@ assert ones == 2
 
 
 def test_it_imports_no_torch() -> None:
-    code = "import sys, torchllm.tools.launch.launch; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, torchllm.tools.launch.launch, torchllm.tools.launch.job\n"
+    code += "sys.exit(bool({'torch', 'numpy', 'torchllm.config.schema'} & sys.modules.keys()))"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
