@@ -47,22 +47,17 @@ def test_a_sweep_is_read(tmp_path: Path) -> None:
     assert (sweep.processes, sweep.steps, sweep.axes) == (4, 10, (SweepAxis("parallel.tp", ("1", "2")),))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_what_is_wrong_with_a_sweep_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text, message in [
         ("[sweep]\n", "sweep.config: required key is missing"),
         ('[sweep]\nconfig = "other.toml"\n', "sweep.config: other.toml: no such file in "),
         ('[sweep]\nconfig = "run.toml"\nstep = 3\n', "sweep.toml:3: sweep.step: unknown"),
         ('[sweep]\nconfig = "run.toml"\n[[sweep.axes]]\nkey = "parallel.tp"\n', "parallel.tp has no values"),
-    ],
-)
-def test_what_is_wrong_with_a_sweep_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        read_sweep(written(tmp_path, text))
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
+    ]:
+        with pytest.raises(SystemExit) as stopped:
+            read_sweep(written(tmp_path, text))
+        assert stopped.value.code == 2, text
+        assert message in capsys.readouterr().err, text
 
 
 def test_all_values_are_combined() -> None:

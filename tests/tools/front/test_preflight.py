@@ -206,19 +206,14 @@ def test_all_lacks_are_said_at_once_with_what_is_wrong_in_the_config(
     assert {"--run.folder", "--checkpoint.resume", "--data.tokenizer", "--data.sources.0.path", "--parallel.tp"} <= keys
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
+def test_what_cannot_be_looked_at_is_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, line in [
         (["--data.sources.0.kind=hub", "--data.sources.0.path=a/b"], "data.sources.0 (a/b): the hub needs the network"),
         (TEXT_SOURCE, "data.sources.0 (words.txt): its text is read when the run starts"),
-    ],
-)
-def test_what_cannot_be_looked_at_is_listed(
-    arguments: list[str], line: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        checked(*arguments)
-    assert capsys.readouterr().err.splitlines()[0] == f"not checked: {line}"
+    ]:
+        with pytest.raises(SystemExit, match="0"):
+            checked(*arguments)
+        assert capsys.readouterr().err.splitlines()[0] == f"not checked: {line}", arguments
 
 
 def test_a_run_that_lacks_nothing_is_not_talked_about(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,17 +119,17 @@ def test_nothing_is_planned_for_a_config_with_errors(
     assert lines == ["--training.steps: must be a whole number of at least 1, not 0"]
 
 
-@pytest.mark.parametrize("uses_epochs", [True, False], ids=["finetune", "pretrain"])
-def test_a_recipe_that_does_not_count_epochs_says_so(uses_epochs: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [str(ROOT / DEBUG), "--parallel.dp_shard=1", "--finetune.epochs=2", "--check"]
-    with pytest.raises(SystemExit) as ended:
-        load_configs(arguments, uses_epochs=uses_epochs)
-    assert ended.value.code == 0
-    line = (
-        "--finetune.epochs: does nothing in this recipe, which takes training.steps: start it with "
-        "RECIPE=recipes/finetune.py"
-    )
-    assert (line in capsys.readouterr().err) != uses_epochs
+def test_a_recipe_that_does_not_count_epochs_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    for uses_epochs in [True, False]:
+        arguments = [str(ROOT / DEBUG), "--parallel.dp_shard=1", "--finetune.epochs=2", "--check"]
+        with pytest.raises(SystemExit) as ended:
+            load_configs(arguments, uses_epochs=uses_epochs)
+        assert ended.value.code == 0, uses_epochs
+        line = (
+            "--finetune.epochs: does nothing in this recipe, which takes training.steps: start it with "
+            "RECIPE=recipes/finetune.py"
+        )
+        assert (line in capsys.readouterr().err) != uses_epochs, uses_epochs
 
 
 def test_steps_of_the_command_line_come_before_epochs_of_a_file(
@@ -165,9 +165,8 @@ def compiled(*arguments: str) -> tuple[object, object]:
 PIPELINE = ("--parallel.pp=2", "--parallel.dp_shard=1", "--parallel.schedule=ZBVZeroBubble", "--model.layers=4")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
+def test_on_a_gpu_auto_compiles_what_the_layout_allows(folder: Path, gpu: None) -> None:
+    for arguments, expected in [
         ((), (True, True)),
         (("--compile.block=false",), (False, True)),
         (("--run.device=cpu",), (False, False)),
@@ -175,12 +174,8 @@ PIPELINE = ("--parallel.pp=2", "--parallel.dp_shard=1", "--parallel.schedule=ZBV
         (PIPELINE, (False, True)),
         (("--parallel.cp=2", "--recompute.mode=full"), (False, True)),
         (("--run.dry_run=true", "--cluster.name=this_cpu"), (False, False)),
-    ],
-)
-def test_on_a_gpu_auto_compiles_what_the_layout_allows(
-    folder: Path, gpu: None, arguments: tuple[str, ...], expected: tuple[bool, bool]
-) -> None:
-    assert compiled(*arguments) == expected
+    ]:
+        assert compiled(*arguments) == expected, arguments
 
 
 def test_auto_compiles_nothing_without_a_gpu_and_says_nothing(

@@ -69,14 +69,12 @@ def test_who_waits_in_vain_is_told_what_to_check(tmp_path: Path) -> None:
         find_head(tmp_path, JOB, NodeWait(0.1))
 
 
-@pytest.mark.parametrize(("host", "reason"), [("127.0.0.1", "Connection refused"), ("no-such-host.invalid", "")])
-def test_a_head_that_does_not_answer_is_named_with_its_address(
-    capfd: pytest.CaptureFixture[str], host: str, reason: str
-) -> None:
-    address = HeadAddress(host, free_port())
-    with pytest.raises(NodeMissing, match=rf"for node 0 at {address} \(.*{reason}.*firewall"):
-        reach_head(address, NodeWait(0.3))
-    assert f"waiting for node 0 at {address} (" in capfd.readouterr().err
+def test_a_head_that_does_not_answer_is_named_with_its_address(capfd: pytest.CaptureFixture[str]) -> None:
+    for host, reason in [("127.0.0.1", "Connection refused"), ("no-such-host.invalid", "")]:
+        address = HeadAddress(host, free_port())
+        with pytest.raises(NodeMissing, match=rf"for node 0 at {address} \(.*{reason}.*firewall"):
+            reach_head(address, NodeWait(0.3))
+        assert f"waiting for node 0 at {address} (" in capfd.readouterr().err, host
 
 
 def test_a_rank_that_is_not_the_first_of_its_node_waits_in_silence(capfd: pytest.CaptureFixture[str]) -> None:

@@ -40,20 +40,17 @@ def test_the_first_line_is_there_before_a_rank_is(tmp_path: Path) -> None:
     assert others == ["a rank"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_wrong_arguments_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in [
         (["--nproc-per-node=0"], "at least one rank per node"),
         (["--nnodes=2", "--node-rank=2", "--rdzv-endpoint=node0:29500"], "counts from 0 to --nnodes - 1"),
         (["--nnodes=2"], "HOST:PORT of node 0, not ''"),
         (["--nnodes=2", "--rdzv-endpoint=node0"], "HOST:PORT of node 0, not 'node0'"),
-    ],
-)
-def test_wrong_arguments_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        launch([*arguments, "recipe.py"])
-    assert end.value.code == 2
-    assert message in capsys.readouterr().err
+    ]:
+        with pytest.raises(SystemExit) as end:
+            launch([*arguments, "recipe.py"])
+        assert end.value.code == 2, arguments
+        assert message in capsys.readouterr().err, arguments
 
 
 @pytest.mark.exhaustive

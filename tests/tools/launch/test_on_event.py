@@ -92,17 +92,16 @@ def test_a_folder_that_cannot_be_written_is_no_reason_not_to_call(tmp_path: Path
     assert text_of(note, "called")
 
 
-@pytest.mark.parametrize(
-    ("command", "problem"),
-    [
+def test_a_command_that_cannot_work_is_found_before_the_start() -> None:
+    for command, problem in [
         ("mail 'me", 'No closing quotation in "mail \'me"'),
         ("no-such-program --now", "'no-such-program' is no command here: give the path of an executable file"),
         ("sh -c 'true'", None),
         ("", None),
-    ],
-)
-def test_a_command_that_cannot_work_is_found_before_the_start(command: str, problem: str | None) -> None:
-    found = [
-        problem.message for problem in value_problems(Config(run=Run(on_event=command))) if "on_event" in problem.key
-    ]
-    assert found == ([] if problem is None else [problem])
+    ]:
+        found = [
+            problem.message
+            for problem in value_problems(Config(run=Run(on_event=command)))
+            if "on_event" in problem.key
+        ]
+        assert found == ([] if problem is None else [problem]), command

@@ -100,9 +100,8 @@ latency = 1e-6
 """
 
 
-@pytest.mark.parametrize(
-    ("change", "line"),
-    [
+def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for change, line in [
         (("memory = 1e9\n", ""), "memory: required key is missing"),
         (("memory = 1e9", "memory = 0.0"), ":4: memory: must be a number over 0, not 0.0"),
         (("memory = 1e9", "memroy = 1e9"), ":4: memroy: unknown section or key; did you mean memory?"),
@@ -114,20 +113,16 @@ latency = 1e-6
         (("gpus = 8\n", "gpus = 6\n"), ":23: links.1.gpus: 6 must be a multiple of the 4 of in"),
         (("latency = 1e-6\n[[", "[["), "links.0.latency: required key is missing"),
         (("gpus_per_node = 4", "gpus_per_node = 2"), "links: none has gpus = 2, the number on a node (gpus_per_node)"),
-    ],
-)
-def test_what_is_wrong_with_a_file_is_said_with_its_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: tuple[str, str], line: str
-) -> None:
-    monkeypatch.setattr(cluster, "FOLDER", tmp_path)
-    (tmp_path / "x.toml").write_text(GOOD)
-    assert read("x").links[1].name == "out"
-    assert change[0] in GOOD
-    (tmp_path / "x.toml").write_text(GOOD.replace(*change, 1))
-    found: list[str] = []
-    assert read_cluster("x", found) is None
-    assert len(found) == 1
-    assert found[0].endswith(line), found
+    ]:
+        monkeypatch.setattr(cluster, "FOLDER", tmp_path)
+        (tmp_path / "x.toml").write_text(GOOD)
+        assert read("x").links[1].name == "out", change
+        assert change[0] in GOOD, change
+        (tmp_path / "x.toml").write_text(GOOD.replace(*change, 1))
+        found: list[str] = []
+        assert read_cluster("x", found) is None, change
+        assert len(found) == 1, change
+        assert found[0].endswith(line), found
 
 
 def test_link_among_equals_looking_at_every_group() -> None:

@@ -26,22 +26,24 @@ def rank_file(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("pattern", ["llama3", "cl100k"])
-def test_a_rank_file_becomes_a_tokenizer_with_the_same_ids(pattern: Any, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(str(rank_file(tmp_path)), pattern)
-    out = tmp_path / "out"
-    out.mkdir()
-    write_tokenizer(tokenizer, out, 64)
-    theirs = transformers.AutoTokenizer.from_pretrained(out)
-    text = TEXT.replace("<|end_of_text|>", "")
-    (ids,) = tokenizer.encode_documents([text])
-    begin = [] if tokenizer.begin is None else [tokenizer.begin]
-    assert theirs(text).input_ids == [*begin, *ids.tolist()]
-    assert bool(begin) == (pattern == "llama3")
-    assert len(ids) < len(text.encode()) - 10  # words are merged
-    assert theirs.decode(ids.tolist()) == text
-    assert theirs.eos_token_id == tokenizer.end
-    assert theirs.model_max_length == 64
+def test_a_rank_file_becomes_a_tokenizer_with_the_same_ids(tmp_path: Path) -> None:
+    for number, pattern in enumerate(["llama3", "cl100k"]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        tokenizer = load_tokenizer(str(rank_file(folder)), pattern)
+        out = folder / "out"
+        out.mkdir()
+        write_tokenizer(tokenizer, out, 64)
+        theirs = transformers.AutoTokenizer.from_pretrained(out)
+        text = TEXT.replace("<|end_of_text|>", "")
+        (ids,) = tokenizer.encode_documents([text])
+        begin = [] if tokenizer.begin is None else [tokenizer.begin]
+        assert theirs(text).input_ids == [*begin, *ids.tolist()], pattern
+        assert bool(begin) == (pattern == "llama3"), pattern
+        assert len(ids) < len(text.encode()) - 10, pattern  # words are merged
+        assert theirs.decode(ids.tolist()) == text, pattern
+        assert theirs.eos_token_id == tokenizer.end, pattern
+        assert theirs.model_max_length == 64, pattern
 
 
 @pytest.mark.exhaustive

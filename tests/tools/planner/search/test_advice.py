@@ -89,22 +89,19 @@ def pairs(monkeypatch: pytest.MonkeyPatch, middle: float, half: float) -> None:
     monkeypatch.setattr(module, "spread_of_pair", lambda simple, complex: spread)
 
 
-@pytest.mark.parametrize(
-    ("slower", "middle", "half", "is_simple"),
-    [
+def test_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    for slower, middle, half, is_simple in [
         (1.019, 0.0, 0.0, True),  # within 2 %
         (1.025, 0.0, 0.1, True),  # measurements cannot tell them apart, and little is lost on average
         (1.025, 0.0, 0.01, False),  # they can
         (1.04, 0.0, 0.1, False),  # the expected loss is 4 %
         (1.04, 0.02, 0.1, True),  # tp is usually 2 % slower than predicted: 2 %
-    ],
-)
-def test_the_rule(monkeypatch: pytest.MonkeyPatch, slower: float, middle: float, half: float, is_simple: bool) -> None:
-    pairs(monkeypatch, middle, half)
-    plain, fast = ranked(slower), ranked(1.0, dp_shard=4, tp=2)
-    taken, reason = simplest(eight(), [plain, fast], fast)
-    assert (taken == plain) == is_simple
-    assert ("than the fastest to bet on, which needs tp" in reason) == is_simple
+    ]:
+        pairs(monkeypatch, middle, half)
+        plain, fast = ranked(slower), ranked(1.0, dp_shard=4, tp=2)
+        taken, reason = simplest(eight(), [plain, fast], fast)
+        assert (taken == plain) == is_simple, slower
+        assert ("than the fastest to bet on, which needs tp" in reason) == is_simple, slower
 
 
 def test_a_ratio_is_turned_by_what_the_other_one_usually_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
