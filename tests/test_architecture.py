@@ -47,6 +47,7 @@ TOOLS = [
     "tools.proof",
     "tools.front",
     "tools.generate",
+    "tools.pipeline",
     "tools.bug_report",
 ]
 """They stand on the core, which imports none of them; each also imports only those above it."""
@@ -73,6 +74,8 @@ TORCH_FREE_MODULES = {
     "tools.hub.files",
     "tools.hub.model_card",
     "tools.hub.resolve",
+    "tools.pipeline.pipeline",
+    "tools.pipeline.stages",
 }
 """in rooms that import torch; a launcher or a check imports them before it"""
 

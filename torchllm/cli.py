@@ -38,6 +38,8 @@ usage: torchllm COMMAND [ARGUMENTS]
       Print the sizes of a published model, from its config.json alone, as a TOML file for plan rank --model.
   torchllm convert FILE [--gpus=N]
       Print our config for one of torchtitan, transformers, Megatron-LM, nanochat or litgpt (docs/coming_from.md).
+  torchllm pipeline train_configs/pipeline/laptop.toml [--check]
+      Tokenizer, pretraining, fine-tuning, evaluation, export and a chat, one after another (docs/pipeline.md).
   torchllm report RUN [RUN ...] [-o FILE]
       Write one HTML page about runs: curves, where the time went, events, data, config.
   torchllm env
@@ -84,6 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from torchllm.tools.watch.report import main as report
 
         report(rest)
+    elif command == "pipeline":
+        from torchllm.tools.pipeline.pipeline import main as pipeline
+
+        pipeline(rest)
     elif command == "env":
         from torchllm.tools.bug_report import report as bug_report
 

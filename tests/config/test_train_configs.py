@@ -24,8 +24,9 @@ from torchllm.tools.planner.search.layouts import Job, layout_of
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "train_configs"
-# Clusters and sweeps are no runs: tests/tools/planner/test_cluster.py and tests/recipes/test_sweep.py read them.
-FILES = sorted({*FOLDER.rglob("*.toml")} - {*FOLDER.glob("clusters/*")} - {*FOLDER.glob("sweeps/*")})
+# These are no runs: tests/tools/planner/test_cluster.py, tests/recipes/test_sweep.py, tests/tools/pipeline read them.
+NO_RUNS = {file for folder in ("clusters", "sweeps", "pipeline") for file in FOLDER.glob(f"{folder}/**/*.toml")}
+FILES = sorted({*FOLDER.rglob("*.toml")} - NO_RUNS)
 MODELS = sorted(FOLDER.glob("models/*.toml"))
 MODELS_BY_DEFAULT = ("llama_1b.toml", "moe_debug.toml")
 RUNS = sorted({*FOLDER.glob("*.toml")} | {*FOLDER.glob("benchmarks/*.toml")})

@@ -76,10 +76,24 @@ class LanguageModel:
 
         Raises UserError or DataError if the model has no chat template, RefusedConversation if that cannot write it.
         """
-        prompt = self.chat_format.prompt(Conversation(list(messages))).tolist()
+        (answer,) = self.answers([messages], tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+        return answer
+
+    def answers(
+        self,
+        conversations: Sequence[Sequence[Message]],
+        *,
+        tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        seed: int | None = None,
+        batch_size: int = 16,
+    ) -> list[str]:
+        """Return the answer to each conversation. The rest as in `generate` and `chat`."""
+        prompts = [self.chat_format.prompt(Conversation(list(messages))).tolist() for messages in conversations]
         ends = self._ends | set(self.chat_format.ends_of_turn.values())
-        (answer,) = self._continue([prompt], ends, tokens, temperature, top_k, seed, 1)
-        return self.tokenizer.decode(answer)
+        answers = self._continue(prompts, ends, tokens, temperature, top_k, seed, batch_size)
+        return [self.tokenizer.decode(answer) for answer in answers]
 
     def loss(self, texts: Sequence[str]) -> list[float]:
         """Return each text's mean loss in nats per token. Its first token follows the start of a document."""

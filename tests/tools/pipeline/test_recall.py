@@ -1,0 +1,113 @@
+"""How much a fine-tuned model recalls: the figures, the conversation, and a tiny pipeline from end to end."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.launched import clean
+from tests.tiny_run import ROOT
+from torchllm.models.head import IGNORED
+from torchllm.tools.pipeline.docstrings import Pair
+from torchllm.tools.pipeline.recall import Answer, Figures, ask, bits_per_byte, conversation_lines, figure_lines
+from torchllm.tools.pipeline.stages import read_stage_records
+from torchllm.tools.prepare.chat.examples import Conversation, Example
+
+PAIRS = [Pair(f"What does {name} do?", f"It is {name}.") for name in ("json.dumps", "random.choice", "a.b", "c.d")]
+
+
+def test_every_question_is_asked_once_and_compared_letter_by_letter() -> None:
+    def answers(questions: list[Any], **settings: Any) -> list[str]:
+        assert settings["temperature"] == 0.0
+        assert len(questions) <= settings["batch_size"]
+        return [f"It is {messages[0]['content'].split()[2]}." for messages in questions]
+
+    many = [*PAIRS * 40, Pair("What does e do?", "it is e.")]
+    asked = ask(SimpleNamespace(answers=answers), many)  # type: ignore[arg-type]  # a model that knows all
+    assert [answer.pair for answer in asked] == many
+    assert [answer.is_right for answer in asked] == [True] * 160 + [False]
+
+
+def test_bits_per_byte_count_the_answer_without_its_end() -> None:
+    """A model whose every token of an answer costs as many nats as its id says."""
+
+    def model(ids: Tensor, positions: Tensor, documents: None, labels: Tensor) -> Tensor:
+        assert ids.shape == positions.shape == labels.shape
+        assert torch.equal(positions[0], torch.arange(ids.shape[1]))
+        return labels[labels != IGNORED].sum().float()
+
+    def examples(talk: Conversation) -> SimpleNamespace:
+        assert [message["role"] for message in talk.messages] == ["user", "assistant"]
+        ids, is_target = np.array([5, 6, 7, 1, 2, 9, 4]), np.array([False, False, False, True, True, True, False])
+        return SimpleNamespace(examples=[Example(ids, is_target)])
+
+    pairs = [Pair("a", "é"), Pair("b", "xyz")]  # 2 and 3 bytes
+    bits = bits_per_byte(SimpleNamespace(model=model), SimpleNamespace(examples=examples), pairs)  # type: ignore[arg-type]
+    assert bits == pytest.approx(2 * (1 + 2) / math.log(2) / 5)
+
+
+def test_the_conversation_has_right_answers_and_says_which_is_wrong() -> None:
+    trained = [Answer(pair, pair.answer if pair is not PAIRS[2] else "no") for pair in PAIRS]
+    held_out = [Answer(Pair("What is m?", "A thing."), "Another.")]
+    assert conversation_lines(trained, held_out) == [
+        *("> What does json.dumps do?", "It is json.dumps."),
+        *("> What does random.choice do?", "It is random.choice."),
+        *("> What is m?", "Another."),
+        "  (wrong; it is about a module that it never saw. The docstring says: A thing.)",
+    ]
+    assert conversation_lines(trained, [])[-1].startswith("  (wrong; it is about a pair that it was trained on.")
+    assert conversation_lines([], []) == []
+
+
+def test_the_figures_in_words() -> None:
+    assert figure_lines(Figures(5, 10, 2.345, 1.5, 3)) == [
+        "recalled exactly: 5 of 10 trained first sentences, 50.0%",
+        "bits per byte of 3 answers about held-out modules: 2.35 before fine-tuning, 1.50 after",
+    ]
+
+
+CORPUS = """
+import sys
+from pathlib import Path
+from torchllm.tools.pipeline.docstrings import build_library, standard_library, write_library
+modules = [module for module in standard_library() if module.name < "bd" or module.name.startswith("asyncio")]
+write_library(build_library(modules), Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_tiny_pipeline_from_nothing_to_a_model_that_answers(tmp_path: Path) -> None:
+    """The laptop's stages on fewer modules and steps; a second call does nothing."""
+    (tmp_path / "corpus.py").write_text(CORPUS)
+    folder = tmp_path / "train_configs/pipeline"
+    (folder / "laptop").mkdir(parents=True)
+    for name in ("laptop.toml", "laptop/pretrain.toml", "laptop/finetune.toml"):
+        text = (ROOT / "train_configs/pipeline" / name).read_text()
+        text = text.replace("python -m torchllm.tools.pipeline.docstrings", "python corpus.py")
+        text = re.sub(r"\nlayers = \d+\nhidden = \d+", "\nlayers = 1\nhidden = 48", text)
+        text = re.sub(r"\nsteps = \d+", "\nsteps = 24", text).replace("interval = 200", "interval = 12")
+        text = text.replace("vocab = 4096", "vocab = 512").replace("size=4096", "size=512")
+        text = text.replace("fraction = 0.02", "fraction = 0.1")
+        (folder / name).write_text(re.sub(r"\nepochs = [\d.]+", "\nepochs = 2.0", text))
+    command = [sys.executable, "-P", "-m", "torchllm", "pipeline", "train_configs/pipeline/laptop.toml"]
+    environment = clean({"PYTHONPATH": str(ROOT)})
+    for _ in range(2):
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("done earlier") == 8
+    runs = tmp_path / "runs/laptop"
+    assert all(record.is_done for record in read_stage_records(runs).values())
+    figures = Figures(**json.loads((runs / "evaluate/figures.json").read_text()))
+    assert 0 <= figures.recalled < figures.trained
+    assert 0 < figures.bits_after < figures.bits_before
+    assert "wrong; it is about" in (runs / "evaluate/conversation.txt").read_text()
+    assert (runs / "export/model.safetensors").is_file()
