@@ -314,7 +314,7 @@ def test_a_file_that_names_its_folder_and_degrees_is_asked(folder: Path, capsys:
 @pytest.mark.parametrize(
     ("content", "key"),
     [
-        ('[[data.sources]]\nkind = "csv"\npath = "a.csv"\n', "data.sources.0.kind"),
+        ('[[data.sources]]\nkind = "tsv"\npath = "a.tsv"\n', "data.sources.0.kind"),
         ('[data]\ndtype = "uint16"\n[[data.sources]]\nkind = "nanogtp"\npath = "a"\n', "data.sources.0.kind"),
         ('[optimizer]\nname = "sgdd"\nmomentum = 0.9\n', "optimizer.name"),
     ],

@@ -288,7 +288,7 @@ class Model:
         return self.experts > 0 and layer >= self.dense_layers
 
 
-RAW_KINDS = ("stdlib", "text", "jsonl", "parquet", "hub")
+RAW_KINDS = ("stdlib", "text", "jsonl", "parquet", "csv", "arrow", "hub")
 """kinds of sources that are tokenized when the run starts"""
 IN_PLACE_KINDS = ("megatron", "llmc", "nanogpt", "mds")
 """kinds of sources that are token files of other programs"""
@@ -303,6 +303,8 @@ class Source:
         "text",
         "jsonl",
         "parquet",
+        "csv",
+        "arrow",
         "hub",
         "tokens",
         "megatron",
@@ -316,11 +318,14 @@ class Source:
     path: FilePath = ""
     """file, folder, glob or hub id, depending on kind; a folder is all files in it"""
     text_key: str = "text"
-    """key or column with the text (jsonl, parquet, hub), or the tokens if several columns are arrays (mds)"""
+    """key or column with the text or its token ids (jsonl, parquet, csv, arrow, hub); of the ids, if several columns
+    are arrays (mds)"""
     messages_key: str = ""
-    """key or column with the messages of a conversation (jsonl, hub), usually "messages"; empty: it is text"""
+    """key or column with the messages of a conversation, such as "messages", "conversations" (ShareGPT) or
+    "instruction" (Alpaca); empty: it is text"""
     delimiter: str = ""
-    """text: separator of the documents in a file, such as a blank line, "\\n\\n"; empty: a file is one document"""
+    """text: separator of the documents in a file, such as a blank line, "\\n\\n"; empty: a file is one document; csv:
+    between two cells; empty: a tab in .tsv, else a comma"""
     subset: str = ""
     """configuration of a hub data set; empty: its default"""
     split: str = "train"

@@ -812,10 +812,10 @@ CONTRADICTIONS = (
 """keys that contradict a choice: an error"""
 
 SOURCE_KINDS = {
-    "path": ("text", "jsonl", "parquet", "hub", "tokens", *IN_PLACE_KINDS),
-    "text_key": ("jsonl", "parquet", "hub", "mds"),
-    "messages_key": ("jsonl", "hub"),
-    "delimiter": ("text",),
+    "path": ("text", "jsonl", "parquet", "csv", "arrow", "hub", "tokens", *IN_PLACE_KINDS),
+    "text_key": ("jsonl", "parquet", "csv", "arrow", "hub", "mds"),
+    "messages_key": ("jsonl", "parquet", "csv", "arrow", "hub"),
+    "delimiter": ("text", "csv"),
     "subset": ("hub",),
     "split": ("hub",),
     "revision": ("hub",),

@@ -19,6 +19,8 @@ RULE = "conversations by rule: "
 LENGTH = "examples by length: up to "
 UNKNOWN = "unknown tokens"
 """tokens that stand for text that the tokenizer does not know"""
+READY = "documents that were token ids already"
+ENDED = "of these, documents that end with data.tokenizer's end"
 _NOTED_UNKNOWN = 0.001
 """smallest share of unknown tokens that is worth a line"""
 
@@ -28,6 +30,8 @@ def describe_counts(counts: Mapping[str, int]) -> list[str]:
 
     counts: of a corpus; a corpus of text has none.
     """
+    if READY in counts:
+        return [f"{READY}, and are used as they are: {counts[READY]:,}; {ENDED}: {counts.get(ENDED, 0):,}"]
     if CONVERSATIONS not in counts:
         return []
     known = Counter(counts)  # counts of 0 have no key

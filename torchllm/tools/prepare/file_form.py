@@ -24,7 +24,7 @@ _FORMS = {
     rb"\x1f\x9d": f"compressed (.Z): {_UNPACK}",
     rb"\xff\x06\x00\x00sNaPpY": f"compressed (snappy): {_UNPACK}",
     rb"PAR1": 'parquet: set kind = "parquet"',
-    rb"ARROW1|\xff\xff\xff\xff": "an Arrow file: write it as parquet",
+    rb"ARROW1|\xff\xff\xff\xff": 'an Arrow file: set kind = "arrow"',
     rb"\x93NUMPY": "an array of numpy",
     rb"\x89HDF\r\n": "an HDF5 file: write it as parquet",
     rb"SQLite format 3\0": "an SQLite database: write it as parquet",

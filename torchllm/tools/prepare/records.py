@@ -5,9 +5,12 @@ reading continues, and `data.on_bad_record` decides later.
 """
 
 import codecs
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from torchllm.tools.prepare.file_form import foreign_form
 from torchllm.tools.prepare.unpack import first_bytes, open_unpacked
@@ -77,11 +80,13 @@ class TextRecord(NamedTuple):
     """kind of fault, such as "not UTF-8"; empty for a good record"""
     detail: str = ""
     """of the fault, for the error message"""
+    ids: "npt.NDArray[np.int64] | None" = None
+    """of a document that is token ids already, in place of a text"""
 
     @property
     def is_long(self) -> bool:
         """Return whether the text is tokenized in pieces."""
-        return self.size > IN_MEMORY
+        return self.size > IN_MEMORY and self.ids is None
 
     def is_held_out(self, fraction: float) -> bool:
         """Return whether the text is among this fraction of all texts: the same in any source."""
@@ -127,6 +132,28 @@ def check_text(text: object, origin: Origin) -> TextRecord:
     except UnicodeEncodeError:
         return TextRecord(origin, fault="half of a surrogate pair", detail=" (not Unicode text)")
     return TextRecord(origin, text, text_hash.size, text_hash.value())
+
+
+MASKS_OF_TOKENS = ("attention_mask", "labels")
+"""columns beside token ids that may say which of them are padding or not trained"""
+
+
+def check_document(fields: Mapping[str, Any], key: str, origin: Origin) -> TextRecord:
+    """Return the record of a row with a text under `key`, or with token ids, which are used as they are."""
+    value = fields[key]
+    if not isinstance(value, list):
+        return check_text(value, origin)
+    if not value:
+        return TextRecord(origin, fault="empty document")
+    if not all(type(number) is int and 0 <= number < 2**31 for number in value):
+        return TextRecord(origin, fault="not token ids", detail=f": {key!r} is a list of other values")
+    for name, kept in (("attention_mask", [1] * len(value)), ("labels", value)):
+        if fields.get(name) not in (None, kept):
+            detail = f": {name!r} masks some, and masks are not read; write documents without padding"
+            return TextRecord(origin, fault="masked token ids", detail=detail)
+    ids = np.array(value, dtype=np.int64)
+    digest = blake2b(ids.tobytes(), digest_size=8).digest()
+    return TextRecord(origin, size=ids.nbytes // 2, text_hash=int.from_bytes(digest, "little"), ids=ids)
 
 
 class _BadByte(ValueError):

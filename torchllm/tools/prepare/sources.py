@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import re
-import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,10 +30,12 @@ from torchllm.tools.prepare.file_form import foreign_form, is_json_array
 from torchllm.tools.prepare.records import (
     BLOCK,
     EMPTY_FILE,
+    MASKS_OF_TOKENS,
     WRONG_KEY,
     Origin,
     TextRecord,
     another_form,
+    check_document,
     check_text,
     not_utf8,
     read_text_file,
@@ -53,6 +54,7 @@ from torchllm.tools.prepare.unpack import (
 
 if TYPE_CHECKING:  # 1 s of imports that a run with cached tokens never needs
     import datasets
+    import pyarrow
     import pyarrow.parquet
 
 log = logging.getLogger(__name__)
@@ -89,11 +91,19 @@ def open_raw_source(source: Source, files: Sequence[SourceFile]) -> RawSource:
     Raises DataError if it is a data set of the hub that cannot be loaded.
     """
     if source.kind == "hub":
-        return HubRows(source, source.text_key)
+        return HubRows(source, source.text_key, MASKS_OF_TOKENS)
     if source.kind == "jsonl":
         return JsonLineFiles(files, source.text_key)
     if source.kind == "parquet":
         return ParquetFiles(files, source.text_key)
+    if source.kind in ("csv", "arrow"):
+        from torchllm.tools.prepare.tables import ArrowFiles, CsvFiles  # of no use to other kinds
+
+        return (
+            ArrowFiles(files, source.text_key)
+            if source.kind == "arrow"
+            else CsvFiles(files, source.text_key, source.delimiter)
+        )
     if source.delimiter:
         return DelimitedTextFiles(files, source.delimiter)
     return TextFiles(files)
@@ -194,7 +204,7 @@ class _WithLines(SourceFiles):
         if form := self.foreign_form(path):
             if part.start == 0:
                 yield another_form(path, form)
-        elif part.start == 0 and _is_blank(path):
+        elif part.start == 0 and is_blank(path):
             yield TextRecord(Origin(path), fault=EMPTY_FILE)
         elif is_compressed:
             with open_unpacked(path) as file:
@@ -321,13 +331,16 @@ class JsonLineFiles(_WithLines):
         """Return the form of a file, with advice, if it is known not to be of this kind; else "". Raises OSError."""
         if form := super().foreign_form(path):
             return form
-        is_array = first_bytes(path).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
-        if is_array and is_json_array(first_bytes(path, BLOCK)):
-            unpack, file = ("unpack it, and ", "FILE") if compression_of_file(path) else ("", shlex.quote(path))
-            return f"one JSON array, not JSON lines: {unpack}jq -c '.[]' {file} > LINES.jsonl makes it lines"
+        with open_unpacked(path) as content:
+            if _is_array(path) and len(content.read(_LARGEST_ARRAY + 1)) > _LARGEST_ARRAY:
+                return f"a JSON array of over {_LARGEST_ARRAY:,} bytes: jq -c '.[]' FILE > LINES.jsonl makes it lines"
         return ""
 
     def _records_of(self, part: FilePart, file: BinaryIO, longest: int) -> Iterator[TextRecord]:
+        if _is_array(part.file.path):
+            if part.start == 0:
+                yield from self._elements(part.file.path)
+            return
         offset = _next_line(file, part.start, part.stop)
         while offset < part.stop:
             line = file.readline(longest)
@@ -344,17 +357,40 @@ class JsonLineFiles(_WithLines):
     def record(self, line: bytes, path: str, byte: int) -> TextRecord:
         """Return the record of a line that begins at `byte` of a file."""
         fields = parse_json_line(line, path, byte)
-        if isinstance(fields, TextRecord):
-            return fields
-        origin = Origin(path, byte=byte)
+        return fields if isinstance(fields, TextRecord) else self.record_of(fields, Origin(path, byte=byte))
+
+    def _elements(self, path: str) -> Iterator[TextRecord]:
+        """Yield a record per element of a file that is one JSON array."""
+        with open_unpacked(path) as file:
+            elements = parse_json(file.read(), Origin(path, byte=0))
+        for row, fields in enumerate([elements] if isinstance(elements, TextRecord) else elements):
+            if isinstance(fields, TextRecord):
+                yield fields
+            elif isinstance(fields, dict):
+                yield self.record_of(fields, Origin(path, row=row))
+            else:
+                yield _no_object(fields, Origin(path, row=row))
+
+    def record_of(self, fields: dict[str, Any], origin: Origin) -> TextRecord:
+        """Return the record of an object."""
         if self.key not in fields:
             names = ", ".join(fields) or "nothing"
             detail = f": no {self.key!r}, it has: {names} (data.sources.text_key)"
             return TextRecord(origin, fault=WRONG_KEY, detail=detail)
-        return check_text(fields[self.key], origin)
+        return check_document(fields, self.key, origin)
 
 
-def _is_blank(path: str) -> bool:
+_LARGEST_ARRAY = 2**30
+"""bytes of a file that is one JSON array; Python's objects of it need about ten times as many"""
+
+
+def _is_array(path: str) -> bool:
+    """Return whether a file is one JSON array. Raises OSError."""
+    is_list = first_bytes(path).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+    return is_list and is_json_array(first_bytes(path, BLOCK))
+
+
+def is_blank(path: str) -> bool:
     """Return whether a file holds nothing but blanks; read no more of it than that needs. Raises OSError."""
     with open_unpacked(path) as file:
         while block := file.read(BLOCK):
@@ -385,15 +421,22 @@ def _next_line(file: BinaryIO, start: int, stop: int) -> int:
 def parse_json_line(line: bytes, path: str, byte: int) -> dict[str, Any] | TextRecord:
     """Return the object in a line that begins at `byte` of a file, or a record with the fault of the line."""
     origin = Origin(path, byte=byte)
+    fields = parse_json(line, origin)
+    return fields if isinstance(fields, (dict, TextRecord)) else _no_object(fields, origin)
+
+
+def parse_json(content: bytes, origin: Origin) -> Any:
+    """Return the value in bytes of a file, or a TextRecord with their fault."""
     try:
-        fields = json.loads(line.decode("utf-8-sig"))
+        return json.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        return not_utf8(path, byte + error.start, error.object[error.start])
+        return not_utf8(origin.name, (origin.byte or 0) + error.start, error.object[error.start])
     except (ValueError, RecursionError) as error:
         return TextRecord(origin, fault="broken JSON", detail=f" ({error})")
-    if not isinstance(fields, dict):
-        return TextRecord(origin, fault="not a JSON object", detail=f" but {type(fields).__name__}")
-    return fields
+
+
+def _no_object(value: object, origin: Origin) -> TextRecord:
+    return TextRecord(origin, fault="not a JSON object", detail=f" but {type(value).__name__}")
 
 
 _ROWS_PER_BATCH = 1000
@@ -404,13 +447,48 @@ _TEXT_TYPES = ("string", "large_string", "string_view", "null")
 """arrow's names of the types of a column of texts; all rows of a column of type null lack one"""
 
 
-class ParquetFiles(SourceFiles):
-    """A source whose rows are documents. A row group belongs to the shard of its first byte."""
+class TableFiles(SourceFiles):
+    """A source whose rows are documents."""
 
     def __init__(self, files: Sequence[SourceFile], key: str) -> None:
-        """The text of a document is in the column `key`."""
+        """The text of a document, or its token ids, are in the column `key`."""
         super().__init__(files)
         self.key = key
+
+    def columns(self, schema: "pyarrow.Schema") -> list[str]:
+        """Return the names of the columns that are read."""
+        others = MASKS_OF_TOKENS if _LIST.match(str(schema.field(self.key).type)) else ()
+        return [name for name in schema.names if name == self.key or name in others]
+
+    def record(self, fields: Mapping[str, Any], origin: Origin) -> TextRecord:
+        """Return the record of a row."""
+        return check_document(fields, self.key, origin)
+
+    def rows_of(self, batch: "pyarrow.RecordBatch", path: str, row: int) -> Iterator[TextRecord]:
+        """Yield the records of a batch, whose first row is `row` of the file."""
+        for values in zip(*batch.columns, strict=True):  # not all as Python objects at once
+            fields = {name: value.as_py() for name, value in zip(batch.schema.names, values, strict=True)}
+            yield self.record(fields, Origin(path, row=row))
+            row += 1
+
+    def wrong_column(self, schema: "pyarrow.Schema") -> str:
+        """Return why the column of the texts cannot be read; "" if it can."""
+        listed = ", ".join(f"{field.name} ({field.type})" for field in schema)
+        if schema.names.count(self.key) != 1:
+            advice = ' = "input_ids" trains on the tokens as they are' if "input_ids" in schema.names else ""
+            return f": no column {self.key!r}, it has: {listed} (data.sources.text_key{advice})"
+        column = schema.field(self.key).type
+        values = getattr(column, "value_type", column) if str(column).startswith("dictionary") else column
+        if str(values) in _TEXT_TYPES or (_LIST.match(str(values)) and "int" in str(values.value_type)):
+            return ""
+        return f": the column {self.key!r} is no text, it has: {listed} (data.sources.text_key)"
+
+
+_LIST = re.compile(r"(large_|fixed_size_)?list")
+
+
+class ParquetFiles(TableFiles):
+    """Parquet files. A row group belongs to the shard of its first byte."""
 
     def records(self, shard: ShardRange) -> Iterator[TextRecord]:
         """Yield a record per row of the row groups that begin in a shard."""
@@ -422,24 +500,13 @@ class ParquetFiles(SourceFiles):
             part.check_unchanged()
             try:
                 with pyarrow.parquet.ParquetFile(path, buffer_size=BLOCK) as file:
-                    if detail := self._wrong_column(file.schema_arrow):
+                    if detail := self.wrong_column(file.schema_arrow):
                         if part.start == 0:
                             yield TextRecord(Origin(path), fault=WRONG_KEY, detail=detail)
                     else:
                         yield from self._records_of(part, file)
             except (OSError, pyarrow.ArrowException) as error:
                 yield unreadable_file(path, error)
-
-    def _wrong_column(self, schema: "pyarrow.Schema") -> str:
-        """Return why the column of the texts cannot be read; "" if it can."""
-        listed = ", ".join(f"{field.name} ({field.type})" for field in schema)
-        if self.key not in schema.names:
-            return f": no column {self.key!r}, it has: {listed} (data.sources.text_key)"
-        column = schema.field(self.key).type
-        values = getattr(column, "value_type", column) if str(column).startswith("dictionary") else column
-        if str(values) in _TEXT_TYPES:
-            return ""
-        return f": the column {self.key!r} is no text, it has: {listed} (data.sources.text_key)"
 
     def _records_of(self, part: FilePart, file: "pyarrow.parquet.ParquetFile") -> Iterator[TextRecord]:
         """Yield a record per row of the row groups that begin in a part of a file."""
@@ -462,12 +529,12 @@ class ParquetFiles(SourceFiles):
         """Yield the records of row group `number`, whose first row is `row` of the file."""
         group = file.metadata.row_group(number)
         bytes_per_row = group.total_byte_size / max(1, group.num_rows)
-        longest = max(1, _longest_repeated(path, group, self.key))
+        columns = self.columns(file.schema_arrow)
+        longest = max(1, *(_longest_repeated(path, group, name) for name in columns))
         rows = max(1, min(_ROWS_PER_BATCH, int(BLOCK / max(1.0, bytes_per_row)), _REPEATED_IN_MEMORY // longest))
-        for batch in file.iter_batches(batch_size=rows, row_groups=[number], columns=[self.key]):
-            for text in batch.column(0):  # not all as Python objects at once
-                yield check_text(text.as_py(), Origin(path, row=row))
-                row += 1
+        for batch in file.iter_batches(batch_size=rows, row_groups=[number], columns=columns):
+            yield from self.rows_of(batch, path, row)
+            row += batch.num_rows
 
 
 def _longest_repeated(path: str, group: "pyarrow.parquet.RowGroupMetaData", key: str) -> int:
@@ -573,7 +640,7 @@ class HubRows:
 
     def record(self, fields: Mapping[str, Any], origin: Origin) -> TextRecord:
         """Return the record of a row."""
-        return check_text(fields[self.key], origin)
+        return check_document(fields, self.key, origin)
 
 
 def _hub_name(source: Source) -> tuple[str, str | None]:

@@ -20,7 +20,7 @@ from torchllm.data.tokenizer import Tokenizer
 from torchllm.runtime.heartbeat import beat
 from torchllm.tools.prepare.bad_records import FileTally, record_tally
 from torchllm.tools.prepare.corpus_writer import ShardFileWriter, SplitRecord
-from torchllm.tools.prepare.counts import UNKNOWN, unknown_share
+from torchllm.tools.prepare.counts import ENDED, READY, UNKNOWN, unknown_share
 from torchllm.tools.prepare.pieces import LONGEST, NoPlaceToCut, cut_pieces
 from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
 from torchllm.tools.prepare.records import NO_PLACE_TO_CUT, UNREADABLE, Origin, TextRecord
@@ -156,12 +156,12 @@ class ShardWriter:
     def _write_batch(self, batch: Sequence[TextRecord]) -> None:
         """Tokenize and write short records."""
         beat("tokenizing")
-        encoded = iter(self._encode([record.text for record in batch if not record.fault]))
+        encoded = iter(self._encode([record.text for record in batch if not record.fault and record.ids is None]))
         for record in batch:
             if record.fault:
                 self.skip(record)
                 continue
-            ids = next(encoded)
+            ids = next(encoded) if record.ids is None else record.ids
             if ids is None:
                 self.skip(record._replace(fault=UNTOKENIZED))
                 continue
@@ -170,9 +170,12 @@ class ShardWriter:
                 continue
             self.tally.good(record)
             self.count_unknown(ids)
-            document = np.concatenate([self._begin, ids, self._end], dtype=self._end.dtype, casting="unsafe")
-            self.split_of(record).add(document)
-            self.text_bytes += record.size
+            if record.ids is None:
+                ids = np.concatenate([self._begin, ids, self._end], dtype=self._end.dtype, casting="unsafe")
+                self.text_bytes += record.size
+            else:
+                self.counts.update({READY: 1, ENDED: int(ids[-1] == self.tokenizer.end)})
+            self.split_of(record).add(ids.astype(self._end.dtype, copy=False))
         self.report(sum(record.size for record in batch))
 
     def _write_long(self, record: TextRecord) -> None:

@@ -94,3 +94,56 @@ def test_deep_nesting_is_a_fault() -> None:
     for _ in range(100000):
         deep = {"a": deep}
     assert checked({"extra": deep}).fault == "nested too deeply"
+
+
+def spoken(*turns: dict[str, Any]) -> TextRecord:
+    return check_conversation({"conversations": list(turns)}, "conversations", HERE, has_columns=True)
+
+
+def test_messages_of_share_gpt_have_roles() -> None:
+    record = spoken(
+        {"from": "system", "value": "Be kind."},
+        {"from": "human", "value": "a", "weight": None},
+        {"from": "gpt", "value": "b", "weight": 0, "role": None, "content": None},
+    )
+    assert conversation_of(record).messages == [
+        {"role": "system", "content": "Be kind."},
+        user("a") | {"weight": None},
+        assistant("b") | {"weight": 0},
+    ]
+    for turn, words in (
+        ({"from": "alien", "value": "a"}, "an unknown speaker: conversations.0.from is 'alien', not one of human, "),
+        ({"from": "human", "value": 3}, "content is no text: conversations.0.content is a number"),
+        ({"from": "human"}, "content is no text: conversations.0.content is missing or null"),
+        ({"from": "gpt", "value": "a", "train": False}, "a mask that is not read: conversations.0.train"),
+        ({"from": ["human"], "value": "a"}, "an unknown speaker: conversations.0.from is ['human']"),
+    ):
+        record = spoken(turn)
+        assert (record.fault + record.detail).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"instruction": "add", "input": "1 2", "output": "3"}, [user("add\n\n1 2"), assistant("3")]),
+        ({"instruction": "say", "input": None, "output": "a"}, [user("say"), assistant("a")]),
+        (
+            {"instruction": "say", "input": "", "output": "a", "system": "s", "history": []},
+            [{"role": "system", "content": "s"}, user("say"), assistant("a")],
+        ),
+        ({"instruction": "say", "output": " "}, "no messages: 'output' is empty"),
+        ({"instruction": "", "input": "a", "output": "b"}, "no messages: 'instruction' is empty"),
+        ({"instruction": "say", "output": 3}, "content is no text: output is a number"),
+        ({"instruction": "say", "output": "a", "history": [["a", "b"]]}, "a history: it is not read"),
+        (
+            {"instruction": "say"},
+            "no messages: 'instruction' must be a list of objects, each with a role, or text with an",
+        ),
+    ],
+)
+def test_instructions_of_alpaca_are_a_turn(fields: dict[str, Any], expected: Any) -> None:
+    record = check_conversation(fields, "instruction", HERE)
+    if isinstance(expected, str):
+        assert (record.fault + record.detail).startswith(expected)
+    else:
+        assert conversation_of(record).messages == expected
