@@ -38,9 +38,9 @@ from torchllm.tools.launch.hang_report import RankDump, describe_hang, read_dump
 from torchllm.tools.launch.torch_records import FlightRecord
 from torchllm.tools.prepare.build import shard_size_mib
 from torchllm.tools.prepare.corpus_writer import ShardTableWriter, SplitRecord, write_header
+from torchllm.tools.prepare.open_source import open_raw_source
 from torchllm.tools.prepare.plan import CorpusPlan
 from torchllm.tools.prepare.source_files import SourceFile
-from torchllm.tools.prepare.sources import open_raw_source
 from torchllm.tools.watch.breakdown import PARTS
 from torchllm.tools.watch.slow_rank import Reports, find_slow_rank, rank_report
 

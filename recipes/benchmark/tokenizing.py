@@ -20,9 +20,9 @@ from torchllm.runtime.process import Runtime
 from torchllm.tools.prepare.build import write_corpus
 from torchllm.tools.prepare.cache import plan_corpus
 from torchllm.tools.prepare.hugging_face_tokenizer import HuggingFaceTokenizer
+from torchllm.tools.prepare.open_source import open_raw_source
 from torchllm.tools.prepare.plan import TokenizerSpec
 from torchllm.tools.prepare.source_files import source_files
-from torchllm.tools.prepare.sources import open_raw_source
 from torchllm.tools.prepare.tiktoken_tokenizer import TiktokenTokenizer
 from torchllm.tools.prepare.tokenizer_json import write_tokenizer
 

@@ -318,14 +318,11 @@ class Source:
     path: FilePath = ""
     """file, folder, glob or hub id, depending on kind; a folder is all files in it"""
     text_key: str = "text"
-    """key or column with the text or its token ids (jsonl, parquet, csv, arrow, hub); of the ids, if several columns
-    are arrays (mds)"""
+    """key or column with the text, or with token ids (mds: if several columns are arrays)"""
     messages_key: str = ""
-    """key or column with the messages of a conversation, such as "messages", "conversations" (ShareGPT) or
-    "instruction" (Alpaca); empty: it is text"""
+    """key or column of conversations: "messages", "conversations" (ShareGPT), "instruction" (Alpaca); empty: text"""
     delimiter: str = ""
-    """text: separator of the documents in a file, such as a blank line, "\\n\\n"; empty: a file is one document; csv:
-    between two cells; empty: a tab in .tsv, else a comma"""
+    """between documents of a text file, as "\\n\\n"; empty: a file is one; between cells of csv; empty: the usual"""
     subset: str = ""
     """configuration of a hub data set; empty: its default"""
     split: str = "train"

@@ -32,10 +32,11 @@ from torchllm.tools.prepare.build import TokenizingProgress, shard_size_mib, wri
 from torchllm.tools.prepare.cache import plan_corpus
 from torchllm.tools.prepare.corpus_writer import ShardFileWriter
 from torchllm.tools.prepare.counts import describe_unknown
+from torchllm.tools.prepare.open_source import open_raw_source
 from torchllm.tools.prepare.pieces import cut_pieces
 from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
 from torchllm.tools.prepare.source_files import SourceFile, source_files, stat_file
-from torchllm.tools.prepare.sources import RawSource, ShardRange, open_raw_source
+from torchllm.tools.prepare.sources import RawSource, ShardRange
 
 BYTES = TokenizerSpec("bytes", "llama3")
 

@@ -29,9 +29,10 @@ from torchllm.runtime.parent import end_with_starter
 from torchllm.tools.prepare.bad_records import BadShare, check_not_empty
 from torchllm.tools.prepare.corpus_writer import ShardTableWriter, write_header
 from torchllm.tools.prepare.counts import untrained
+from torchllm.tools.prepare.open_source import open_raw_source
 from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
 from torchllm.tools.prepare.records import UNREADABLE
-from torchllm.tools.prepare.sources import RawSource, ShardRange, open_raw_source
+from torchllm.tools.prepare.sources import RawSource, ShardRange
 from torchllm.tools.prepare.tokenize_shard import FinishedShard, ShardTokenizer, ShardWriter, id_dtype, refuse_unknown
 
 if TYPE_CHECKING:

@@ -80,7 +80,7 @@ class TextRecord(NamedTuple):
     """kind of fault, such as "not UTF-8"; empty for a good record"""
     detail: str = ""
     """of the fault, for the error message"""
-    ids: "npt.NDArray[np.int64] | None" = None
+    ids: "npt.NDArray[np.uint32] | None" = None
     """of a document that is token ids already, in place of a text"""
 
     @property
@@ -151,9 +151,9 @@ def check_document(fields: Mapping[str, Any], key: str, origin: Origin) -> TextR
         if fields.get(name) not in (None, kept):
             detail = f": {name!r} masks some, and masks are not read; write documents without padding"
             return TextRecord(origin, fault="masked token ids", detail=detail)
-    ids = np.array(value, dtype=np.int64)
+    ids = np.array(value, dtype=np.uint32)
     digest = blake2b(ids.tobytes(), digest_size=8).digest()
-    return TextRecord(origin, size=ids.nbytes // 2, text_hash=int.from_bytes(digest, "little"), ids=ids)
+    return TextRecord(origin, size=ids.nbytes, text_hash=int.from_bytes(digest, "little"), ids=ids)
 
 
 class _BadByte(ValueError):

@@ -85,30 +85,6 @@ class RawSource(Protocol):
         """Yield the records that begin in a shard."""
 
 
-def open_raw_source(source: Source, files: Sequence[SourceFile]) -> RawSource:
-    """Return the reader of a source; `files` are its `source_files`.
-
-    Raises DataError if it is a data set of the hub that cannot be loaded.
-    """
-    if source.kind == "hub":
-        return HubRows(source, source.text_key, MASKS_OF_TOKENS)
-    if source.kind == "jsonl":
-        return JsonLineFiles(files, source.text_key)
-    if source.kind == "parquet":
-        return ParquetFiles(files, source.text_key)
-    if source.kind in ("csv", "arrow"):
-        from torchllm.tools.prepare.tables import ArrowFiles, CsvFiles  # of no use to other kinds
-
-        return (
-            ArrowFiles(files, source.text_key)
-            if source.kind == "arrow"
-            else CsvFiles(files, source.text_key, source.delimiter)
-        )
-    if source.delimiter:
-        return DelimitedTextFiles(files, source.delimiter)
-    return TextFiles(files)
-
-
 def _even_cuts(total: int, count: int) -> list[int]:
     """Return where to cut `total` positions into `count` ranges."""
     return [total * number // count for number in range(count + 1)]

@@ -122,28 +122,28 @@ def test_messages_of_share_gpt_have_roles() -> None:
         assert (record.fault + record.detail).startswith(words)
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({"instruction": "add", "input": "1 2", "output": "3"}, [user("add\n\n1 2"), assistant("3")]),
-        ({"instruction": "say", "input": None, "output": "a"}, [user("say"), assistant("a")]),
-        (
-            {"instruction": "say", "input": "", "output": "a", "system": "s", "history": []},
-            [{"role": "system", "content": "s"}, user("say"), assistant("a")],
-        ),
-        ({"instruction": "say", "output": " "}, "no messages: 'output' is empty"),
-        ({"instruction": "", "input": "a", "output": "b"}, "no messages: 'instruction' is empty"),
-        ({"instruction": "say", "output": 3}, "content is no text: output is a number"),
-        ({"instruction": "say", "output": "a", "history": [["a", "b"]]}, "a history: it is not read"),
-        (
-            {"instruction": "say"},
-            "no messages: 'instruction' must be a list of objects, each with a role, or text with an",
-        ),
-    ],
-)
-def test_instructions_of_alpaca_are_a_turn(fields: dict[str, Any], expected: Any) -> None:
-    record = check_conversation(fields, "instruction", HERE)
-    if isinstance(expected, str):
-        assert (record.fault + record.detail).startswith(expected)
-    else:
-        assert conversation_of(record).messages == expected
+ALPACA_ROWS: list[tuple[dict[str, Any], Any]] = [
+    ({"instruction": "add", "input": "1 2", "output": "3"}, [user("add\n\n1 2"), assistant("3")]),
+    ({"instruction": "say", "input": None, "output": "a"}, [user("say"), assistant("a")]),
+    (
+        {"instruction": "say", "input": "", "output": "a", "system": "s", "history": []},
+        [{"role": "system", "content": "s"}, user("say"), assistant("a")],
+    ),
+    ({"instruction": "say", "output": " "}, "no messages: 'output' is empty"),
+    ({"instruction": "", "input": "a", "output": "b"}, "no messages: 'instruction' is empty"),
+    ({"instruction": "say", "output": 3}, "content is no text: output is a number"),
+    ({"instruction": "say", "output": "a", "history": [["a", "b"]]}, "a history: it is not read"),
+    (
+        {"instruction": "say"},
+        "no messages: 'instruction' must be a list of objects, each with a role, or text with an",
+    ),
+]
+
+
+def test_instructions_of_alpaca_are_a_turn() -> None:
+    for fields, expected in ALPACA_ROWS:
+        record = check_conversation(fields, "instruction", HERE)
+        if isinstance(expected, str):
+            assert (record.fault + record.detail).startswith(expected)
+        else:
+            assert conversation_of(record).messages == expected
