@@ -149,7 +149,6 @@ EXPERT_SPACE = TinySpace(
 
 @functools.cache
 def lattice() -> Census:
-    """Return every combination of LAYOUT on up to 8 ranks."""
     return SPACE.census()
 
 
@@ -162,7 +161,6 @@ class Sample(NamedTuple):
 
 
 def read_sample() -> Sample:
-    """Return the layouts of lattice_sample.json."""
     return Sample(**json.loads(SAMPLE.read_text()))
 
 
@@ -175,7 +173,6 @@ def settings_of(layout: Layout) -> frozenset[Any]:
 
 
 def pairs_of(layout: Layout) -> set[frozenset[Any]]:
-    """Return the pairs of settings of a layout."""
     return {frozenset(pair) for pair in itertools.combinations(settings_of(layout), 2)}
 
 
@@ -244,12 +241,10 @@ def every_expert_mesh(seed: int, done: Sequence[Layout] = ()) -> list[Layout]:
 
 
 def at_random(count: int, seed: int, space: LayoutSpace = COMPILED_SPACE) -> list[Layout]:
-    """Return `count` layouts at random, compiled ones among them."""
     return draw_at_random(space, lattice().layouts, count, seed)
 
 
 def experts_at_random(count: int, seed: int) -> list[Layout]:
-    """Return `count` layouts of a mixture of experts at random."""
     return draw_at_random(EXPERT_SPACE, expert_lattice().layouts, count, seed)
 
 
@@ -315,7 +310,6 @@ def record_of(layout: Layout, space: LayoutSpace) -> dict[str, Any]:
 
 
 def draw(arguments: argparse.Namespace) -> int:
-    """Compare the layouts that are asked for; return how many failed."""
     from tests.lattice_report import read
 
     done = [record["layout"] for record in read(arguments.report) if "error" in record]
@@ -335,7 +329,6 @@ def draw(arguments: argparse.Namespace) -> int:
 
 
 def write_sample() -> None:
-    """Write lattice_sample.json, a line per layout."""
     parts = []
     for name, layouts in draw_sample()._asdict().items():
         lines = ",\n  ".join(json.dumps(layout) for layout in layouts)
@@ -344,7 +337,6 @@ def write_sample() -> None:
 
 
 def main(words: list[str]) -> int:
-    """Run the command of a command line; return its exit status."""
     if words == ["sample"]:
         write_sample()
         return 0

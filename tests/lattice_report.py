@@ -94,7 +94,6 @@ def markdown_table(results: dict[str, Any]) -> str:
 
 
 def main(reports: Iterable[str]) -> None:
-    """Sum up report files, write the results and print the table."""
     results = sum_up(record for report in reports for record in read(report))
     RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     print({key: value for key, value in results.items() if key != "together"})

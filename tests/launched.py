@@ -64,7 +64,6 @@ class Started:
 
 
 def children(pid: int) -> list[int]:
-    """Return the processes that a process has started."""
     pids = []
     if Path("/proc/self/status").exists():  # `ps` is not everywhere
         for status in Path("/proc").glob("[0-9]*/status"):
@@ -95,7 +94,6 @@ def is_pause(pid: int) -> bool:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process exists and is no zombie."""
     try:
         return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -103,7 +101,6 @@ def is_running(pid: int) -> bool:
 
 
 def ends(pid: int, seconds: float = patience(20)) -> bool:
-    """Return whether a process ends within that time."""
     deadline = time.monotonic() + seconds
     while is_running(pid):
         if time.monotonic() > deadline:

@@ -57,7 +57,6 @@ def tiny(settings: Settings) -> Config:
 
 
 def world_size(config: Config) -> int:
-    """Return the number of ranks of a config's layout."""
     return config.parallel.ranks
 
 
@@ -85,7 +84,6 @@ def step_batch(config: Config, step: int, ragged: bool) -> Batch:
 
 @functools.lru_cache(maxsize=4)
 def _plain_training(config: Config, ragged: bool) -> Trained:
-    """Train in one plain process."""
     model = build_model(config.model, z_loss=config.training.z_loss)
     apply_lora(model, config.lora, torch.float32)
     initialize([model], config.model, CPU, config.run.seed)
@@ -156,13 +154,11 @@ def decided(config: Config, ragged: bool) -> Config:
 
 
 def _plain_loss(model: Decoder, batch: Batch) -> Tensor:
-    """Return the mean loss over the target tokens of a batch."""
     count = int((batch.labels != -100).sum())
     return model(batch.tokens, batch.positions, batch.document_ids, batch.labels) / count
 
 
 def _plain_optimizer(parameters: dict[str, Any], config: c.Optimizer) -> torch.optim.Optimizer:
-    """Return torch's own optimizer."""
     decayed, undecayed = [], []
     for name, parameter in parameters.items():
         group = undecayed if rule_of(name).role in ("position", "vector") else decayed
@@ -186,7 +182,6 @@ def reference(settings: Settings, ragged: bool = False) -> Trained:
 
 
 def reference_of(config: Config, ragged: bool = False) -> Trained:
-    """Train a config in one plain process."""
     return _plain_training(_plain(config), ragged)
 
 
@@ -235,7 +230,6 @@ def whole_gradients(stages: list[Decoder]) -> dict[str, np.ndarray]:
 
 
 def rows_of(batch: Batch, rows: slice) -> Batch:
-    """Return some sequences of a batch."""
     documents = None if batch.document_ids is None else batch.document_ids[rows]
     return Batch(batch.tokens[rows], batch.labels[rows], batch.positions[rows], documents)
 

@@ -25,13 +25,11 @@ class Size(NamedTuple):
 
 
 def size_of(files: Iterable[Path]) -> Size:
-    """Return the number of files and of their lines."""
     lengths = [len(file.read_text(encoding="utf-8").splitlines()) for file in files]
     return Size(len(lengths), sum(lengths))
 
 
 def core_files() -> list[Path]:
-    """Return the files of the core."""
     files = ROOT.glob("torchllm/**/*.py")
     return sorted(file for file in files if not file.is_relative_to(TOOLS) and file.name not in DOORS)
 
@@ -89,7 +87,6 @@ def files_of(name: str) -> Iterator[Path]:
 
 
 def main() -> None:
-    """Print the table."""
     for name in ("pretrain", "finetune", "minimal"):
         print(f"import of recipes/{name}.py", size_of(imported_files(ROOT / "recipes" / f"{name}.py")))
     print("core", size_of(core_files()))

@@ -140,7 +140,6 @@ MODULES = {module_of(file): file for file in FILES if file.name != "__init__.py"
 
 
 def own_imports(file: Path) -> set[str]:
-    """Modules of torchllm that a file imports."""
     found = set()
     for name in imports(file):
         if name.split(".")[0] in ("torchllm", "recipes"):
@@ -322,7 +321,6 @@ REPEATED = {
 
 
 def public_definitions(file: Path) -> set[str]:
-    """Return the public classes and functions at the top level of a file."""
     names = set()
     for node in tree(file).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):

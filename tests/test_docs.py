@@ -2,9 +2,9 @@
 
 import importlib.util
 import json
+import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from recipes import evaluate
 from recipes import generate as generate_recipe
 from tests import workers
-from tests.launched import clean
+from tests.config.conftest import enter_empty_folder
 from tests.recipes.warm import rank_of_torchrun
 from tests.tiny_run import SMALL, free_port, metrics, process_as_it_was
 from torchllm.checkpoint.weights import load_weights
@@ -93,18 +93,20 @@ def test_every_command_of_the_pages_is_known() -> None:
         assert program.startswith(starts), f"{page}: {command}"
 
 
-@pytest.mark.parametrize("command", RUN_COMMANDS)
-def test_run_command_is_a_valid_run(command: str, tmp_path: Path) -> None:
+def test_run_commands_are_valid_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Checked, not run. Of a fork the original is checked."""
+    enter_empty_folder(tmp_path, monkeypatch)
     (tmp_path / "book.txt").write_text("the reader's own text\n")
-    words = shlex.split(command)
-    variables = dict(word.split("=", 1) for word in words if re.match("[A-Z]+=", word))
-    variables.pop("RECIPE", "")
-    arguments = words[words.index("./run_train.sh") + 1 :]
-    environment = clean(variables | {"PYTHONPATH": str(ROOT)})
-    started = [str(ROOT / "run_train.sh"), *arguments, "--check"]
-    done = subprocess.run(started, cwd=tmp_path, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
+    assert RUN_COMMANDS
+    for command in RUN_COMMANDS:
+        words = shlex.split(command)
+        variables = dict(word.split("=", 1) for word in words if re.match("(NPROC|NNODES)=", word))
+        environment = mock.patch.dict(os.environ, variables or {"NPROC": "2", "NPROC_IS_DEFAULT": "1"})
+        with environment, pytest.raises(SystemExit) as ended:
+            load_configs([*words[words.index("./run_train.sh") + 1 :], "--check"])
+        assert ended.value.code == 0, f"{command}: {capsys.readouterr().err}"
 
 
 def files_named(page: Path) -> list[str]:
@@ -272,7 +274,6 @@ def average_fork(tmp_path: Path) -> Path:
 
 
 def iterable_fork(tmp_path: Path) -> Path:
-    """Return recipes/pretrain.py with the data of docs/fork_a_recipe.md."""
     lines, call = code_of_section("An iterable of token lists")
     text = (ROOT / "recipes/pretrain.py").read_text().replace("\ndef train(", f"\n{lines}\n\ndef train(", 1)
     text, replaced = re.subn(r"    data = build_loader\((?:.|\n)*?\n    \)\n", lambda _: call, text)
@@ -309,7 +310,6 @@ def test_fork_on_an_iterable_trains_the_same_in_every_layout_and_resumes(tmp_pat
 
 
 def train_on_rank(file: Path, arguments: list[str], port: int) -> None:
-    """Run a recipe on a warm rank."""
     module = load_file("a_recipe", file)
     with mock.patch.object(sys, "argv", [str(file)]), rank_of_torchrun(port):
         module.main(*load_configs(arguments, getattr(module, "MyConfig", Config)))

@@ -51,7 +51,6 @@ def _take_back() -> Iterator[None]:
 
 
 def fork(file: Path, changes: dict[str, str]) -> Path:
-    """Write recipes/pretrain.py with other texts."""
     text = (ROOT / "recipes/pretrain.py").read_text()
     for old, new in changes.items():
         assert old in text
@@ -105,9 +104,7 @@ def scaled(tmp_path_factory: pytest.TempPathFactory) -> Prover:
 LAYOUTS: dict[str, Settings] = {
     "tp": {"parallel.tp": 2},
     "sp": {"parallel.tp": 2, "parallel.sequence_parallel": True},
-    "cp": {"parallel.cp": 2},
     "pp": {"parallel.pp": 2},
-    "fsdp": {"parallel.dp_shard": 2},
 }
 
 
@@ -195,35 +192,30 @@ def added(name: str, width: int = 64) -> BlockKind:
     return BlockKind(name="other", build=build, parameters=(parameter,))
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
+def test_what_cannot_be_registered_is_refused() -> None:
+    """Tensor parallelism would take an unknown cut for "whole_summed", and train another model."""
+    for name, message in (
         ("self_attn.q_norm.weight", "is a parameter of other blocks"),
         ("self_attn.extra", "needs a module of its own"),
-    ],
-)
-def test_a_name_that_cannot_be_is_refused(name: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        register_block(added(name))
-
-
-@pytest.mark.parametrize("wrong", [{"cut": "columnwise"}, {"cut": "vocab"}, {"start": "normall"}, {"role": "norm"}])
-def test_an_unknown_value_is_refused(wrong: dict[str, Any]) -> None:
-    """Tensor parallelism would take an unknown cut for "whole_summed", and train another model."""
+    ):
+        with pytest.raises(UserError, match=message):
+            register_block(added(name))
     kind = added("self_attn.extra.weight")
-    (parameter,) = kind.parameters
-    ((key, value),) = wrong.items()
-    with pytest.raises(UserError, match=f"block 'other': 'self_attn.extra.weight' has {key} '{value}', not one of "):
-        register_block(replace(kind, parameters=(replace(parameter, **wrong),)))
     with pytest.raises(UserError, match="needs a name"):
         register_block(replace(kind, name=""))
+    (parameter,) = kind.parameters
+    wrong: list[tuple[str, Any]] = [("cut", "columnwise"), ("cut", "vocab"), ("start", "normall"), ("role", "norm")]
+    for key, value in wrong:
+        message = f"block 'other': 'self_attn.extra.weight' has {key} '{value}', not one of "
+        with pytest.raises(UserError, match=message):
+            register_block(replace(kind, parameters=(replace(parameter, **{key: value}),)))
 
 
-@pytest.mark.parametrize(("name", "width"), [("self_attn.extra.weight", 65), ("self_attn.other.weight", 64)])
-def test_a_block_that_is_not_as_registered_is_refused(name: str, width: int) -> None:
-    register_block(added(name, width))
-    with pytest.raises(UserError, match=r"block 'other': self_attn.extra.weight: \(64,\) in the block"):
-        build_model(replace(PLAIN, block="other"))
+def test_a_block_that_is_not_as_registered_is_refused() -> None:
+    for name, width in (("self_attn.extra.weight", 65), ("self_attn.other.weight", 64)):
+        register_block(added(name, width))
+        with pytest.raises(UserError, match=r"block 'other': self_attn.extra.weight: \(64,\) in the block"):
+            build_model(replace(PLAIN, block="other"))
 
 
 def test_a_module_that_cannot_be_cut_is_refused_by_name() -> None:
@@ -256,7 +248,6 @@ def test_a_window_of_some_blocks_is_refused_where_it_would_be_dropped() -> None:
 
 
 def optimizer_fork(file: Path, name: str) -> Path:
-    """Return the fork with an optimizer of the page."""
     use_radam, lion, use_lion, schedule_free = code_of_section("An optimizer")
     use = use_radam if name == "RAdam" else use_lion.replace("Lion", name)
     classes = f"\n{lion}\n\n{schedule_free}\n\ndef train("

@@ -47,15 +47,11 @@ PLAN += ["--sequence-length=4096", "--global-batch-size=64"]
 
 
 class Distributions(NamedTuple):
-    """What `python -m build` writes."""
-
     wheel: Path
     sdist: Path
 
 
 class Installation(NamedTuple):
-    """torchllm in a virtual environment."""
-
     environment: Path
     folder: Path
     """an empty working directory"""

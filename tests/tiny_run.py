@@ -78,7 +78,6 @@ def free_port() -> int:
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """The records of a run folder's metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

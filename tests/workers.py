@@ -26,7 +26,6 @@ def nothing_applied() -> Iterator[None]:
 
 
 def _call(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """Call a function on a rank."""
     with nothing_applied():
         return function(*arguments, **keywords)
 

@@ -80,37 +80,30 @@ def forge(path: Path, rows: list[tuple[int, int, bytes]], count: int | None = No
 SUM = hashlib.sha256(b"content").digest()
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([(0, 8, SUM)], "do not add up"),
-        ([(0, 6, SUM)], "do not add up"),
-        ([(0, 8, SUM), (1, 2**64 - 1, SUM)], "a negative length"),
-        ([(0, 2**62, SUM), (1, 2**62, SUM), (2, 2**62, SUM), (3, 2**62, SUM), (4, 7, SUM)], "do not add up"),
-        ([(1, 4, SUM), (0, 3, SUM)], "numbers that do not increase"),
-        ([(1, 4, SUM), (1, 3, SUM)], "numbers that do not increase"),
-        ([(2**63, 7, SUM)], "numbers that do not increase"),
-        ([], "do not add up"),
-    ],
-)
-def test_a_forged_table_is_refused(tmp_path: Path, rows: list[tuple[int, int, bytes]], message: str) -> None:
+FORGED: list[tuple[list[tuple[int, int, bytes]], str]] = [
+    ([(0, 8, SUM)], "do not add up"),
+    ([(0, 6, SUM)], "do not add up"),
+    ([(0, 8, SUM), (1, 2**64 - 1, SUM)], "a negative length"),
+    ([(0, 2**62, SUM), (1, 2**62, SUM), (2, 2**62, SUM), (3, 2**62, SUM), (4, 7, SUM)], "do not add up"),
+    ([(1, 4, SUM), (0, 3, SUM)], "numbers that do not increase"),
+    ([(1, 4, SUM), (1, 3, SUM)], "numbers that do not increase"),
+    ([(2**63, 7, SUM)], "numbers that do not increase"),
+    ([], "do not add up"),
+]
+
+
+def test_a_forged_table_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "file"
     check_data_file(path, forge(path, [(0, 7, SUM)]))
-    with pytest.raises(DamagedCheckpoint, match=message):
-        read_piece_table(path, forge(path, rows))
-
-
-@pytest.mark.parametrize("count", [2, 2**40, 2**64 - 1])
-def test_a_table_longer_than_its_file_is_refused(tmp_path: Path, count: int) -> None:
-    record = forge(tmp_path / "file", [(0, 7, SUM)], count)
+    for rows, message in FORGED:
+        with pytest.raises(DamagedCheckpoint, match=message):
+            read_piece_table(path, forge(path, rows))
+    for count in (2, 2**40, 2**64 - 1):  # a table longer than its file
+        with pytest.raises(DamagedCheckpoint, match="damaged"):
+            read_piece_table(path, forge(path, [(0, 7, SUM)], count))
+    path.write_bytes(b"1")
     with pytest.raises(DamagedCheckpoint, match="damaged"):
-        read_piece_table(tmp_path / "file", record)
-
-
-def test_a_file_shorter_than_a_table_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"1")
-    with pytest.raises(DamagedCheckpoint, match="damaged"):
-        read_piece_table(tmp_path / "file", FileRecord(1, hashlib.sha256(b"1").hexdigest()))
+        read_piece_table(path, FileRecord(1, hashlib.sha256(b"1").hexdigest()))
 
 
 class Crafted:

@@ -18,6 +18,8 @@ from torchllm.checkpoint.manifest import CheckpointError
 from torchllm.checkpoint.plan import InventoryEntry, JobParts, SavePlan, agree_on_plan, make_index, region_numbers
 from torchllm.checkpoint.state import parts_of, random_state
 
+pytestmark = pytest.mark.quick
+
 
 def index_from(shapes: Sequence[tuple[int, ...]], regions: Sequence[Sequence[Region]]) -> Index:
     """The index of tensors "0", "1", ... of these shapes; `regions` are those of each rank."""
@@ -31,7 +33,6 @@ def cuts_and_writers(index: Index, key: str) -> tuple[list[list[int]], list[int]
     return [cuts.tolist() for cuts in grid.cuts], grid.writers.tolist()
 
 
-@pytest.mark.quick
 def test_rows_and_columns_make_a_grid() -> None:
     """Two ranks have the first 3 of 5 rows, two the others; each has one of two halves of the columns."""
     regions = []
@@ -42,51 +43,33 @@ def test_rows_and_columns_make_a_grid() -> None:
     assert cuts_and_writers(index, "0") == ([[0, 3, 5], [0, 4, 8]], [0, 1, 2, 3])
 
 
-@pytest.mark.quick
-def test_ranks_without_elements_write_none() -> None:
+def test_ranks_without_elements_write_none_and_a_scalar_is_written_once() -> None:
     row_of_rank = [Region((0,), (1,)), Region((1,), (1,)), Region((2,), (0,)), Region((2,), (0,))]
     index = index_from([(2,)], [[row] for row in row_of_rank])
     assert cuts_and_writers(index, "0") == ([[0, 1, 2]], [0, 1])
-
-
-@pytest.mark.quick
-def test_a_tensor_without_elements_has_no_piece() -> None:
     index = index_from([(0, 4)], [[Region((0, 0), (0, 4))]] * 2)
     assert cuts_and_writers(index, "0") == ([[0], [0, 4]], [])
-
-
-@pytest.mark.quick
-def test_a_scalar_is_written_once() -> None:
     index = index_from([()], [[Region((), ())]] * 3)
     assert cuts_and_writers(index, "0") == ([], [0])
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    "regions",
-    [
+def test_parts_that_make_no_whole_tensor_are_an_error() -> None:
+    wrong = [
         [Region((0,), (2,)), Region((2,), (1,))],  # the last row is missing
         [Region((1,), (1,)), Region((2,), (2,))],  # the first
         [Region((0,), (2,)), Region((3,), (1,))],  # one between
         [Region((0,), (3,)), Region((2,), (2,))],  # one is there twice
         [Region((0,), (4,)), Region((2,), (2,))],
         [Region((0,), (0,)), Region((0,), (0,))],
-    ],
-)
-def test_parts_that_make_no_whole_tensor_are_an_error(regions: list[Region]) -> None:
-    with pytest.raises(CheckpointError, match=r"0: the parts of the ranks do not make a whole tensor of \(4,\)"):
-        index_from([(4,)], [[region] for region in regions])
-
-
-@pytest.mark.quick
-def test_a_missing_cell_of_a_grid_is_an_error() -> None:
-    size = (1, 1)
-    corners = [(0, 0), (0, 1), (1, 0)]
+    ]
+    for regions in wrong:
+        with pytest.raises(CheckpointError, match=r"0: the parts of the ranks do not make a whole tensor of \(4,\)"):
+            index_from([(4,)], [[region] for region in regions])
+    corners = [(0, 0), (0, 1), (1, 0)]  # of four cells
     with pytest.raises(CheckpointError, match="whole tensor"):
-        index_from([(2, 2)], [[Region(corner, size)] for corner in corners])
+        index_from([(2, 2)], [[Region(corner, (1, 1))] for corner in corners])
 
 
-@pytest.mark.quick
 def test_two_stages_share_a_tied_tensor_and_nothing_else() -> None:
     """Ranks 0 and 1 hold the first stage, 2 and 3 the last; "tied" is in both."""
     first = [InventoryEntry("tied", "float32", (4,), 4, 0), InventoryEntry("first", "float32", (4,), 4, 0)]
@@ -106,24 +89,21 @@ def test_two_stages_share_a_tied_tensor_and_nothing_else() -> None:
         make_index(JobParts([first, [last[0], last[1]._replace(dtype="int64")]], [0, 0, 1, 1], regions))
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize(("shard", "replicate"), [(8, 4), (1, 32), (32, 1)])
-def test_copies_share_the_writing(shard: int, replicate: int) -> None:
+def test_copies_share_the_writing() -> None:
     """No rank writes more than a part of the whole and one largest piece over it."""
-    shapes = {
-        f"{name}.{block}": shape for block in range(40) for name, shape in [("a", (64, 16)), ("b", (32,)), ("c", ())]
-    }
-    index = index_of(synthetic_ranks(shapes, shard, replicate))
-    written: Counter[int] = Counter()
-    for entry in index.tensors.values():
-        elements = int(np.prod(entry.grid.shape)) / len(entry.grid.writers)
-        for writer in entry.grid.writers.tolist():
-            written[writer] += int(elements)
-    assert sum(written.values()) == 40 * (64 * 16 + 32 + 1)
-    assert max(written.values()) <= sum(written.values()) / (shard * replicate) + 64 * 16 / shard
+    sizes = [("a", (64, 16)), ("b", (32,)), ("c", ())]
+    shapes = {f"{name}.{block}": shape for block in range(40) for name, shape in sizes}
+    for shard, replicate in ((8, 4), (1, 32), (32, 1)):
+        index = index_of(synthetic_ranks(shapes, shard, replicate))
+        written: Counter[int] = Counter()
+        for entry in index.tensors.values():
+            elements = int(np.prod(entry.grid.shape)) / len(entry.grid.writers)
+            for writer in entry.grid.writers.tolist():
+                written[writer] += int(elements)
+        assert sum(written.values()) == 40 * (64 * 16 + 32 + 1)
+        assert max(written.values()) <= sum(written.values()) / (shard * replicate) + 64 * 16 / shard
 
 
-@pytest.mark.quick
 def test_the_index_grows_with_the_ranks_and_not_with_their_square() -> None:
     """70B, by counts: the cost at 1,024 ranks is that at 64, times 16 at most."""
     shapes = shapes_of_run()
@@ -145,7 +125,6 @@ def tensors() -> dict[str, Tensor]:
     return {"model.weight": torch.zeros(4, 2), "model.bias": torch.zeros(2)}
 
 
-@pytest.mark.quick
 def test_the_plan_is_kept_until_the_parts_change() -> None:
     state = random_state(0, 1)
     plan = agree_on_plan(None, parts_of(tensors()) | state, None)

@@ -48,8 +48,6 @@ OTHER_TEXTS = [
 
 @dataclass(frozen=True)
 class Forked(Config):
-    """The config of a fork with a section of its own."""
-
     mine: Any = None
 
 

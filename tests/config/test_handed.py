@@ -21,15 +21,11 @@ WORDS = ["mine.toml", "--training.steps=3"]
 
 @dataclass(frozen=True)
 class Own:
-    """A section of a fork."""
-
     weight: float = 0.0
 
 
 @dataclass(frozen=True)
 class Forked(Config):
-    """A config with a section of a fork."""
-
     own: Own = field(default_factory=Own)
 
 

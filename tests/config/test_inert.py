@@ -134,6 +134,7 @@ def test_a_key_that_waits_for_another_layout() -> None:
         assert key in [idle_key.key for idle_key in idle_keys(config)]
         assert key not in [idle_key.key for idle_key in idle_keys(config_of({key: value, **active}))]
         assert key not in [idle_key.key for idle_key in idle_keys(config_of(idle))]
+    assert idle_keys(config_of({"parallel.dp_replicate": 2, "parallel.zero_stage": 0})) == []  # it is DDP
 
 
 def test_keys_of_a_source() -> None:
@@ -142,11 +143,6 @@ def test_keys_of_a_source() -> None:
         sources = (Source(), Source(kind=kind, **changed))
         unused = [f"data.sources.1.{key}" for key, kinds in SOURCE_KINDS.items() if kind not in kinds]
         assert [idle_key.key for idle_key in contradictions(config_of({"data.sources": sources}))] == unused, kind
-
-
-def test_stage_0_of_replicas_is_ddp() -> None:
-    assert idle_keys(config_of({"parallel.dp_replicate": 2, "parallel.zero_stage": 0})) == []
-    assert [idle_key.key for idle_key in idle_keys(config_of({"parallel.zero_stage": 0}))] == ["parallel.zero_stage"]
 
 
 def test_a_contradiction_is_refused_and_an_idle_key_is_told(
@@ -205,13 +201,11 @@ def assignments(keys: Keys) -> list[str]:
 
 
 def file_of(keys: Keys) -> str:
-    """The text of a file that gives these values."""
     text = "\n".join(assignments(keys))
     return re.sub(r"data.sources.0.kind=(.*)\ndata.sources.0.path=(.*)", r"data.sources=[{kind=\1, path=\2}]", text)
 
 
 def overrides(keys: Keys) -> list[str]:
-    """The command line that gives these values."""
     return [f"--{line}" for line in assignments(keys)]
 
 
@@ -311,18 +305,15 @@ def test_a_file_that_names_its_folder_and_degrees_is_asked(folder: Path, capsys:
     assert line.startswith("x.toml:4: optimizer.momentum: does nothing in this run")
 
 
-@pytest.mark.parametrize(
-    ("content", "key"),
-    [
+def test_a_wrong_choice_is_one_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for content, key in (
         ('[[data.sources]]\nkind = "tsv"\npath = "a.tsv"\n', "data.sources.0.kind"),
         ('[data]\ndtype = "uint16"\n[[data.sources]]\nkind = "nanogtp"\npath = "a"\n', "data.sources.0.kind"),
         ('[optimizer]\nname = "sgdd"\nmomentum = 0.9\n', "optimizer.name"),
-    ],
-)
-def test_a_wrong_choice_is_one_error(content: str, key: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "x.toml").write_text(content)
-    (line,) = refusal(capsys, lambda: load_config(["x.toml"]))
-    assert f"{key}: must be one of" in line
+    ):
+        (folder / "x.toml").write_text(content)
+        (line,) = refusal(capsys, lambda: load_config(["x.toml"]))
+        assert f"{key}: must be one of" in line
 
 
 def test_a_config_without_its_contradictions() -> None:

@@ -78,32 +78,17 @@ def test_the_files_decay_is_cut_to_what_the_warmup_leaves(folder: Path, capsys: 
     assert (schedule.warmup_steps, schedule.decay_steps) == (5, 0)
 
 
-@pytest.mark.parametrize(
-    ("file", "arguments", "line"),
-    [
-        ("steps = 5\n[schedule]\nwarmup_steps = 6", [], "x.toml:4: schedule.warmup_steps: 6 is over training.steps 5"),
-        (
-            "steps = 9\n",
-            ["--training.steps=5", "--schedule.warmup_steps=6"],
-            "--schedule.warmup_steps: 6 is over training.steps 5",
-        ),
-        (
-            "steps = 5\n",
-            ["--schedule.warmup_steps=6"],
-            "--schedule.warmup_steps: 6 is over training.steps 5",
-        ),
-        (
-            "steps = 9\n",
-            ["--training.steps=5", "--schedule.name=wsd", "--schedule.decay_steps=6"],
-            "--schedule.decay_steps: warmup and decay together are over training.steps 5",
-        ),
-    ],
-)
-def test_a_warmup_from_where_the_steps_are_from_is_not_cut(
-    file: str, arguments: list[str], line: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "x.toml").write_text(f"[training]\n{file}")
-    assert refusal(capsys, lambda: load_config(["x.toml", *arguments])) == [line]
+def test_a_warmup_from_where_the_steps_are_from_is_not_cut(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    over = "schedule.warmup_steps: 6 is over training.steps 5"
+    wsd = ["--training.steps=5", "--schedule.name=wsd", "--schedule.decay_steps=6"]
+    for file, arguments, line in (
+        ("steps = 5\n[schedule]\nwarmup_steps = 6", [], f"x.toml:4: {over}"),
+        ("steps = 9\n", ["--training.steps=5", "--schedule.warmup_steps=6"], f"--{over}"),
+        ("steps = 5\n", ["--schedule.warmup_steps=6"], f"--{over}"),
+        ("steps = 9\n", wsd, "--schedule.decay_steps: warmup and decay together are over training.steps 5"),
+    ):
+        (folder / "x.toml").write_text(f"[training]\n{file}")
+        assert refusal(capsys, lambda words=arguments: load_config(["x.toml", *words])) == [line]  # type: ignore[misc]
 
 
 def test_override_reaches_into_the_default_array(folder: Path) -> None:
@@ -111,17 +96,12 @@ def test_override_reaches_into_the_default_array(folder: Path) -> None:
     assert config.data.sources == (Source(kind="text", path="a"), Source(weight=0.5))
 
 
-@pytest.mark.parametrize(
-    ("text", "tasks"), [("arc_easy,my tasks", ("arc_easy", "my tasks")), ('["a,b"]', ("a,b",)), ("", ())]
-)
-def test_an_array_of_strings_may_be_words_with_commas(folder: Path, text: str, tasks: tuple[str, ...]) -> None:
-    assert load_config([f"--evaluate.tasks={text}"]).evaluate.tasks == tasks
-
-
 def test_any_array_may_be_values_with_commas(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layers = ["--parallel.pp=2", "--parallel.dp_shard=1", "--run.dry_run=true", "--model.layers=3", "--lora.rank=2"]
     config = load_config([*layers, "--lora.targets=q_proj", "--parallel.split=1,2"])
     assert (config.lora.targets, config.parallel.split) == (("q_proj",), (1, 2))
+    for text, tasks in (("arc_easy,my tasks", ("arc_easy", "my tasks")), ('["a,b"]', ("a,b",)), ("", ())):
+        assert load_config([f"--evaluate.tasks={text}"]).evaluate.tasks == tasks
     lines = refusal(capsys, lambda: load_config([*layers, "--parallel.split=1,x", "--data.sources=book.txt"]))
     assert lines == [
         '--parallel.split: parallel.split.1: must be a whole number of at least 1, not "x"',

@@ -2,13 +2,14 @@
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import Mock
 
 import pytest
 
-from tests.config.conftest import refusal
+from tests.config.conftest import RANK_VARIABLES, refusal
 from torchllm.config import Parallel
 from torchllm.tools.config import refuse
 from torchllm.tools.config.load import load_config
@@ -18,9 +19,23 @@ pytestmark = pytest.mark.quick
 UNKNOWN_RANKS = "is -1, but the number of ranks is unknown: set NPROC (and NNODES), or give a degree"
 
 
-class Refusal(NamedTuple):
-    """An environment that is refused."""
+Launch = Callable[..., None]
 
+
+@pytest.fixture
+def launch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
+    """Returns a function that sets the variables of a launcher, and no others."""
+
+    def set_variables(**variables: str) -> None:
+        for name in RANK_VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return set_variables
+
+
+class Refusal(NamedTuple):
     environment: dict[str, str]
     arguments: list[str]
     lines: list[str]
@@ -70,26 +85,18 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSALS)
 def test_wrong_ranks(
-    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    environment, arguments, expected = REFUSALS[name]
     (folder / "x.toml").write_text("")
-    monkeypatch.delenv("WORLD_SIZE")
     monkeypatch.setattr(sys, "argv", ["recipes/pretrain.py"])
-    for key, value in environment.items():
-        monkeypatch.setenv(key, value)
-    assert refusal(capsys, lambda: load_config(["x.toml", *arguments])) == expected
-
-
-def test_a_fork_is_told_to_start_itself(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("WORLD_SIZE")
+    for name, (environment, arguments, expected) in REFUSALS.items():
+        launch(**environment)
+        words = ["x.toml", *arguments]
+        assert refusal(capsys, lambda words=words: load_config(words)) == expected, name  # type: ignore[misc]
+    launch()
     monkeypatch.setattr(sys, "argv", ["recipes/mine.py"])
-    lines = refusal(capsys, lambda: load_config(["--parallel.dp_shard=2"]))
-    assert lines == [
+    assert refusal(capsys, lambda: load_config(["--parallel.dp_shard=2"])) == [
         "defaults: needs 2 ranks: start it with RECIPE=recipes/mine.py NPROC=2 ./run_train.sh --parallel.dp_shard=2"
     ]
 
@@ -101,58 +108,31 @@ def test_only_one_process_of_a_node_speaks(
     assert refusal(capsys, lambda: load_config(["--training.steps=0"])) == []
 
 
-@pytest.mark.parametrize(
-    ("environment", "world"),
-    [
+def test_open_degree_is_filled_in(launch: Launch) -> None:
+    for environment, world in (
         ({"WORLD_SIZE": "6", "NNODES": "3", "NPROC": "9"}, 6),
         ({"WORLD_SIZE": "1"}, 1),
         ({"NPROC": "1"}, 1),
-    ],
-)
-def test_open_degree_is_filled_in(
-    environment: dict[str, str], world: int, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("WORLD_SIZE")
-    for key, value in environment.items():
-        monkeypatch.setenv(key, value)
-    config = load_config(["--run.folder=a", f"--training.global_batch_size={world}"])
-    assert config.parallel == Parallel(dp_shard=world)
+    ):
+        launch(**environment)
+        config = load_config(["--run.folder=a", f"--training.global_batch_size={world}"])
+        assert config.parallel == Parallel(dp_shard=world)
 
 
-@pytest.mark.parametrize(
-    ("environment", "arguments", "degrees"),
-    [
-        ({}, ["--parallel.pp=16", "--parallel.dp_shard=128", "--parallel.tp=8"], (16, 1, 128, 1, 8)),
-        ({"NPROC": "8", "NNODES": "4"}, [], (1, 1, 32, 1, 1)),
-        ({"WORLD_SIZE": "2", "NPROC": "4"}, [], (1, 1, 4, 1, 1)),  # it is no rank of the job that starts it
-        ({"NPROC": "2", "NPROC_IS_DEFAULT": "1"}, ["--parallel.dp_shard=64"], (1, 1, 64, 1, 1)),
-    ],
-)
-def test_a_dry_run_is_of_any_number_of_ranks(
-    environment: dict[str, str],
-    arguments: list[str],
-    degrees: tuple[int, ...],
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("WORLD_SIZE")
-    for key, value in environment.items():
-        monkeypatch.setenv(key, value)
+def test_a_dry_run_is_of_any_number_of_ranks(folder: Path, launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
     big = ["--model.layers=16", "--training.global_batch_size=2048", "--run.dry_run=true"]
-    parallel = load_config([*big, *arguments]).parallel
-    assert (parallel.pp, parallel.dp_replicate, parallel.dp_shard, parallel.cp, parallel.tp) == degrees
+    for environment, arguments, degrees in (
+        ({}, ["--parallel.pp=16", "--parallel.dp_shard=128", "--parallel.tp=8"], (16, 128, 8)),
+        ({"NPROC": "8", "NNODES": "4"}, [], (1, 32, 1)),
+        ({"WORLD_SIZE": "2", "NPROC": "4"}, [], (1, 4, 1)),  # it is no rank of the job that starts it
+        ({"NPROC": "2", "NPROC_IS_DEFAULT": "1"}, ["--parallel.dp_shard=64"], (1, 64, 1)),
+    ):
+        launch(**environment)
+        parallel = load_config([*big, *arguments]).parallel
+        assert (parallel.pp, parallel.dp_shard, parallel.tp) == degrees
     assert list(folder.iterdir()) == []
-
-
-def test_a_dry_run_needs_to_know_its_ranks(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("WORLD_SIZE")
-    monkeypatch.setenv("NPROC", "2")
-    monkeypatch.setenv("NPROC_IS_DEFAULT", "1")
-    with pytest.raises(SystemExit):
-        load_config(["--run.dry_run=true"])
-    assert capsys.readouterr().err == f"defaults: parallel.dp_shard: {UNKNOWN_RANKS}\n"
+    lines = refusal(capsys, lambda: load_config(["--run.dry_run=true"]))
+    assert lines == [f"defaults: parallel.dp_shard: {UNKNOWN_RANKS}"]
 
 
 def test_check_and_json_of_a_dry_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,8 +157,6 @@ def check_lines(
 
 
 class Check(NamedTuple):
-    """What --check prints for x.toml."""
-
     environment: dict[str, str]
     arguments: list[str]
     processes: str
@@ -221,23 +199,16 @@ CHECKS = {
 }
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_check(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    environment, arguments, processes, expected = CHECKS[name]
+def test_check(folder: Path, launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "x.toml").write_text("[training]\nmicro_batch_size = 4\nglobal_batch_size = 16")
-    monkeypatch.delenv("WORLD_SIZE")
-    for key, value in environment.items():
-        monkeypatch.setenv(key, value)
-    out, err = check_lines(["x.toml", *arguments], capsys)
-    assert (out["NPROC"], out["SAMPLE"], err) == (processes, "0", expected)
+    for name, (environment, arguments, processes, expected) in CHECKS.items():
+        launch(**environment)
+        out, err = check_lines(["x.toml", *arguments], capsys)
+        assert (out["NPROC"], out["SAMPLE"], err) == (processes, "0", expected), name
 
 
-def node_counts(
-    nodes: str, processes: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
-) -> tuple[int, list[str]]:
+def node_counts(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str]]:
     """Return the exit status and the lines of --check with a range of nodes."""
-    monkeypatch.setenv("NNODES", nodes)
-    monkeypatch.setenv("NPROC", processes)
     with pytest.raises(SystemExit) as stop:
         load_config(["x.toml", "--check", *arguments])
     out, err = capsys.readouterr()
@@ -246,14 +217,13 @@ def node_counts(
 
 
 def test_check_tells_which_numbers_of_nodes_the_batch_allows(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, launch: Launch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "x.toml").write_text(
         "[training]\nmicro_batch_size = 2\nglobal_batch_size = 16\n[parallel]\ndp_shard = 2\ndp_replicate = -1"
     )
-    monkeypatch.delenv("WORLD_SIZE")
-    status, lines = node_counts("2-4", "2", monkeypatch, capsys)
-    assert (status, lines) == (
+    launch(NNODES="2-4", NPROC="2")
+    assert node_counts(capsys) == (
         0,
         [
             "4 nodes x 2 processes: global batch 16 sequences = 8 data ranks x 2 micro batch x 1 accumulated",
@@ -262,111 +232,86 @@ def test_check_tells_which_numbers_of_nodes_the_batch_allows(
             "2 nodes x 2 processes: global batch 16 sequences = 4 data ranks x 2 micro batch x 2 accumulated",
         ],
     )
-    assert node_counts("3-3", "2", monkeypatch, capsys)[0] == 2  # none is allowed
-    _, lines = node_counts("1-1", "3", monkeypatch, capsys, "--run.lower_ranks=true")
+    launch(NNODES="3-3", NPROC="2")
+    assert node_counts(capsys)[0] == 2  # none is allowed
+    launch(NNODES="1-1", NPROC="3")
+    _, lines = node_counts(capsys, "--run.lower_ranks=true")
     assert lines == ["1 node x 2 processes: global batch 16 sequences = 2 data ranks x 2 micro batch x 4 accumulated"]
 
 
-@pytest.mark.parametrize(
-    ("nodes", "processes", "arguments", "training", "line"),
-    [
-        ("3", "2", [], "2", "3 nodes do not divide the batch of 16 sequences: 2 of them train, 1 waits; "
-         "all would train with 4 nodes"),
-        ("3", "3", ["--run.lower_ranks=true"], "2",
-         "3 nodes do not divide the batch of 16 sequences: 2 of them train, 1 waits"),
-        ("3", "2", ["--parallel.tp=4"], "2", "3 nodes do not divide into the degrees of [parallel]: "
-         "2 of them train, 1 waits; all would train with 4 nodes"),
-    ],
-)  # fmt: skip
 def test_of_more_nodes_than_share_the_batch_the_largest_number_trains(
-    nodes: str,
-    processes: str,
-    arguments: list[str],
-    training: str,
-    line: str,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    folder: Path, launch: Launch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    batch = "3 nodes do not divide the batch of 16 sequences: 2 of them train, 1 waits"
+    degrees = "3 nodes do not divide into the degrees of [parallel]: 2 of them train, 1 waits"
     (folder / "x.toml").write_text("[training]\nmicro_batch_size = 1\nglobal_batch_size = 16\n[model]\nkv_heads = 4")
-    monkeypatch.delenv("WORLD_SIZE")
-    monkeypatch.setenv("NNODES", nodes)
-    monkeypatch.setenv("NPROC", processes)
-    words = ["x.toml", "--run.folder=runs/a", *arguments]
-    out, err = check_lines(words, capsys, "TRAINING_NODES", "WAIT_REASON")
-    assert (out["TRAINING_NODES"], out["WAIT_REASON"]) == (training, line)
-    assert err[0] == line
-    assert err[-1].startswith("global batch 16 sequences = ")
+    for processes, arguments, line in (
+        ("2", [], f"{batch}; all would train with 4 nodes"),
+        ("3", ["--run.lower_ranks=true"], batch),
+        ("2", ["--parallel.tp=4"], f"{degrees}; all would train with 4 nodes"),
+    ):
+        launch(NNODES="3", NPROC=processes)
+        words = ["x.toml", "--run.folder=runs/a", *arguments]
+        out, err = check_lines(words, capsys, "TRAINING_NODES", "WAIT_REASON")
+        assert (out["TRAINING_NODES"], out["WAIT_REASON"]) == ("2", line)
+        assert err[0] == line
+        assert err[-1].startswith("global batch 16 sequences = ")
 
 
 def test_numbers_of_nodes_are_tried_once_each(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     counted = Mock(wraps=refuse.layout_problems)
     monkeypatch.setattr(refuse, "layout_problems", counted)
-    monkeypatch.delenv("WORLD_SIZE")
-    monkeypatch.setenv("NPROC", "8")
     calls = []
     for nodes in (64, 256):
         (folder / "x.toml").write_text(f"[training]\nglobal_batch_size = {nodes * 8}")
-        monkeypatch.setenv("NNODES", str(nodes - 1))
+        launch(NNODES=str(nodes - 1), NPROC="8")
         counted.reset_mock()
-        words = ["x.toml", "--run.folder=runs/a"]
-        out, _ = check_lines(words, capsys, "TRAINING_NODES", "WAIT_REASON")
+        out, _ = check_lines(["x.toml", "--run.folder=runs/a"], capsys, "TRAINING_NODES", "WAIT_REASON")
         assert out["TRAINING_NODES"] == str(nodes // 2)
         calls.append(counted.call_count)
     assert calls[1] < 4.1 * calls[0] < 400
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--run.folder=runs/a", "--parallel.dp_shard=4"],  # the degrees are fixed
-        ["--run.folder=runs/a", "--training.micro_batch_size=16"],  # even one node has too many ranks
-        [],  # the nodes would make up a folder of their own each
-    ],
-)
 def test_nodes_wait_only_if_a_degree_is_open_and_a_number_fits(
-    arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, launch: Launch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "x.toml").write_text("[training]\nmicro_batch_size = 8\nglobal_batch_size = 16")
-    monkeypatch.delenv("WORLD_SIZE")
-    monkeypatch.setenv("NNODES", "3")
-    monkeypatch.setenv("NPROC", "2")
-    (line,) = refusal(capsys, lambda: load_config(["x.toml", "--check", *arguments]))
-    assert "wait" not in line
+    launch(NNODES="3", NPROC="2")
+    fixed_degrees = ["--run.folder=runs/a", "--parallel.dp_shard=4"]
+    too_many_ranks_of_one_node = ["--run.folder=runs/a", "--training.micro_batch_size=16"]
+    a_folder_of_each_node: list[str] = []
+    for arguments in (fixed_degrees, too_many_ranks_of_one_node, a_folder_of_each_node):
+        words = ["x.toml", "--check", *arguments]
+        (line,) = refusal(capsys, lambda words=words: load_config(words))  # type: ignore[misc]
+        assert "wait" not in line
 
 
 def test_a_range_of_nodes_needs_check_and_the_processes_of_a_node(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, launch: Launch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "x.toml").touch()
-    monkeypatch.delenv("WORLD_SIZE")
-    monkeypatch.setenv("NNODES", "2-4")
+    launch(NNODES="2-4")
     unknown = "environment: NPROC: set it to the number of processes per node"
     assert refusal(capsys, lambda: load_config(["x.toml", "--check"])) == [unknown]
-    monkeypatch.setenv("NPROC", "2")
+    launch(NNODES="2-4", NPROC="2")
     only_check = "environment: NNODES: 2-4: only --check takes a range of nodes"
     assert refusal(capsys, lambda: load_config(["x.toml"])) == [only_check]
     for wrong in ("4-2", "0-2", "2-", "2-4-6"):
-        monkeypatch.setenv("NNODES", wrong)
+        launch(NNODES=wrong, NPROC="2")
         (line,) = refusal(capsys, lambda: load_config(["x.toml", "--check"]))
         assert line == f'environment: NNODES: must be a whole number of at least 1, not "{wrong}"'
 
 
-def test_lowering_fixes_only_the_layout(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lowering_fixes_only_the_layout(folder: Path, launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "x.toml").write_text(
         "[run]\nlower_ranks = true\n[training]\nmicro_batch_size = 4\nglobal_batch_size = 16\n[recompute]\nk = 9"
     )
-    monkeypatch.delenv("WORLD_SIZE")
-    monkeypatch.setenv("NPROC", "6")
-    assert refusal(capsys, lambda: load_config(["x.toml", "--check"])) == [
-        "x.toml:7: recompute.k: 9 is over model.layers 4",
-        "x.toml:7: recompute.k: does nothing in this run: "
-        'it needs recompute.mode = "segment" or "every_k"; or remove it',
-    ]
+    launch(NPROC="6")
+    over, idle = refusal(capsys, lambda: load_config(["x.toml", "--check"]))
+    assert over == "x.toml:7: recompute.k: 9 is over model.layers 4"
+    assert idle.startswith("x.toml:7: recompute.k: does nothing in this run")
 
 
 def test_run_folder(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,13 +29,6 @@ NUMBERS = (5e-324, 1e-308, 0.1, 1 / 3, 1e-5, 1e16, 1e22, 1.7976931348623157e308)
 WHOLE_NUMBERS = (0, 1, 2**53 + 1, 2**63 - 1)
 
 
-def written_and_loaded(config: Config, folder: Path) -> Config:
-    """Return the written config; `config` has absolute paths."""
-    write_config(config, folder / "config.toml")
-    assert [path.name for path in folder.iterdir()] == ["config.toml"]
-    return load_config(["config.toml"])
-
-
 def usual() -> Config:
     """Return a config with a value of each kind: tables in arrays, arrays of numbers and of texts."""
     sources = (Source(kind="text", path="a", weight=0.5), Source(kind="jsonl", path="b"))
@@ -50,31 +43,21 @@ def usual() -> Config:
     )
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_texts_load_back(text: str, folder: Path) -> None:
-    config = usual()
-    first, second = config.data.sources
-    sources = (replace(first, path="x" + text), second)
-    config = replace(config, data=replace(config.data, sources=sources, cache=text, tokenizer=text or "bytes"))
-    config = replace(config, generate=replace(config.generate, prompt=text))
-    config = absolute_paths(config)
-    assert written_and_loaded(config, folder) == config
-
-
-@pytest.mark.parametrize("number", NUMBERS)
-def test_numbers_load_back(number: float, folder: Path) -> None:
-    config = usual()
-    config = absolute_paths(replace(config, optimizer=replace(config.optimizer, learning_rate=number)))
-    loaded = written_and_loaded(config, folder)
-    assert loaded == config
-    assert type(loaded.optimizer.learning_rate) is float
-
-
-@pytest.mark.parametrize("number", WHOLE_NUMBERS)
-def test_whole_numbers_load_back(number: int, folder: Path) -> None:
-    config = usual()
-    config = absolute_paths(replace(config, run=replace(config.run, seed=number)))
-    assert written_and_loaded(config, folder) == config
+def test_values_load_back(folder: Path) -> None:
+    first, second = usual().data.sources
+    configs = []
+    for text in TEXTS:
+        sources = (replace(first, path="x" + text), second)
+        data = replace(usual().data, sources=sources, cache=text, tokenizer=text or "bytes")
+        configs.append(replace(usual(), data=data, generate=replace(usual().generate, prompt=text)))
+    configs += [replace(usual(), optimizer=replace(usual().optimizer, learning_rate=number)) for number in NUMBERS]
+    configs += [replace(usual(), run=replace(usual().run, seed=number)) for number in WHOLE_NUMBERS]
+    for config in map(absolute_paths, configs):
+        write_config(config, folder / "config.toml")
+        assert [path.name for path in folder.iterdir()] == ["config.toml"]
+        loaded = load_config(["config.toml"])
+        assert loaded == config
+        assert type(loaded.optimizer.learning_rate) is float
 
 
 def test_every_field_is_written() -> None:

@@ -94,7 +94,6 @@ def counting(folder: Path) -> Iterator[Calls]:
 
 
 def descriptors(folder: Path) -> int:
-    """Return how many descriptors of this process are of files in `folder`."""
     count = 0
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -145,5 +144,4 @@ def opening_cost(folder: Path) -> OpeningCost:
 
 
 def _bytes_read() -> int:
-    """Return the bytes that this process has read from files."""
     return int(Path("/proc/self/io").read_text().split()[1])

@@ -56,22 +56,16 @@ def documents_of(seed: int, count: int = 60) -> list[list[int]]:
     return [random.integers(258, size=random.integers(1, 70)).tolist() for _ in range(count)]
 
 
-@pytest.mark.parametrize("mask", [False, True])
-@pytest.mark.parametrize(
-    "ranks",
-    [ALONE, DataRanks(1, 2), DataRanks(0, 1, pieces=SequencePieces(4, (1, 2)))],
-    ids=["alone", "dp", "cp"],
-)
-def test_batches_are_those_of_a_corpus(
-    mask: bool, ranks: DataRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_are_those_of_a_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchllm.data.loader, "order_by_stages", lambda *_: InOrder())
     corpus = write_corpus_of(write_documents(tmp_path, 60), tmp_path / "corpus", validation_fraction=0.0)
-    settings = Data((Source("tokens", str(tmp_path / "corpus")),), workers=0, document_mask=mask)
     stream = corpus.window("train", 0, corpus.tokens("train") - 1)
     documents = np.split(stream.ids.astype(np.int64), stream.begins[1:])
-    expected = steps(TrainLoader([corpus], settings, TRAINING, 0, ranks), 3)
-    assert are_equal(steps(loader(documents, ranks, mask), 3), expected)
+    several_ranks = (ALONE, DataRanks(1, 2), DataRanks(0, 1, pieces=SequencePieces(4, (1, 2))))
+    for mask, ranks in itertools.product((False, True), several_ranks):
+        settings = Data((Source("tokens", str(tmp_path / "corpus")),), workers=0, document_mask=mask)
+        expected = steps(TrainLoader([corpus], settings, TRAINING, 0, ranks), 3)
+        assert are_equal(steps(loader(documents, ranks, mask), 3), expected), (mask, ranks)
 
 
 def test_a_token_without_a_label_is_not_trained() -> None:
@@ -91,8 +85,6 @@ class Endless:
 
 
 class Shuffled(torch.utils.data.Dataset[Any]):
-    """Documents by number."""
-
     documents = documents_of(0, 200)
 
     def __len__(self) -> int:
@@ -108,8 +100,6 @@ def shuffled() -> StatefulDataLoader[Any]:
 
 
 class Sampled(torch.utils.data.RandomSampler):
-    """Draws numbers from a generator."""
-
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__(Shuffled(), generator=generator)
 
@@ -159,23 +149,25 @@ def test_the_last_token_of_a_finite_iterable_is_trained() -> None:
     assert longer.next_step().unpack(CPU)[0].tokens.eq(7).all()
 
 
-@pytest.mark.parametrize(
-    ("example", "message"),
-    [
-        ("some text", "example 1 of the iterable: must be a list of token ids, or a mapping with"),
-        ([0.5], "example 1 of the iterable: must be a list"),
-        ([[1, 2]], "example 1 of the iterable: must be a list"),
-        ({"text": [1]}, "example 1 of the iterable: must be a list"),
+def test_what_is_no_example_is_refused() -> None:
+    no_list = "example 1 of the iterable: must be a list"
+    unlike = "labels must be as long as input_ids, each the same id or -100"
+    wrong: list[tuple[Any, str]] = [
+        ("some text", f"{no_list} of token ids, or a mapping with"),
+        ([0.5], no_list),
+        ([[1, 2]], no_list),
+        ({"text": [1]}, no_list),
         ([1, 258], "example 1 of the iterable: 258 is no token id, which are from 0 to model.vocab - 1 = 257"),
         ([-100], "example 1 of the iterable: -100 is no token id"),
-        ({"input_ids": [1, 2], "labels": [2, -100]}, "labels must be as long as input_ids, each the same id or -100"),
-        ({"input_ids": [1, 2], "labels": [1]}, "labels must be as long as input_ids"),
-    ],
-)
-def test_what_is_no_example_is_refused(example: Any, message: str) -> None:
-    with pytest.raises(DataError) as error:
-        loader([example]).next_step()
-    assert message in str(error.value)
+        ({"input_ids": [1, 2], "labels": [2, -100]}, unlike),
+        ({"input_ids": [1, 2], "labels": [1]}, unlike),
+    ]
+    for example, message in wrong:
+        with pytest.raises(DataError) as error:
+            loader([example]).next_step()
+        assert message in str(error.value)
+    with pytest.raises(DataError, match="state_dict may hold numbers, texts, tensors, lists and dicts"):
+        loader(Opaque()).next_step()
 
 
 def test_other_data_than_that_of_the_checkpoint_is_refused() -> None:
@@ -217,11 +209,6 @@ class Opaque:
 
     def state_dict(self) -> dict[str, Any]:
         return {"random": np.random.default_rng}
-
-
-def test_a_state_that_cannot_be_restored_is_an_error_in_the_first_step() -> None:
-    with pytest.raises(DataError, match="state_dict may hold numbers, texts, tensors, lists and dicts"):
-        loader(Opaque()).next_step()
 
 
 def test_held_out_sequences_are_those_of_all_ranks() -> None:

@@ -103,7 +103,6 @@ def numbered_loader(
 
 
 def next_batches(loader: TrainLoader) -> list[Batch]:
-    """The micro batches of the loader's next step."""
     return loader.next_step().unpack(CPU)
 
 
@@ -113,8 +112,6 @@ def sequences_of(batch: Batch) -> list[tuple[int, ...]]:
 
 
 class Part(NamedTuple):
-    """A part of a run, between two stops."""
-
     ranks: int
     micro_batch: int
     accumulation: int
@@ -165,10 +162,6 @@ def test_stops_and_changes_of_layout_do_not_change_the_stream(parts: list[Part],
     order = DataOrder(seed, sizes, weights)
     locations = [order.locate(n) for n in range(len(stream))]
     assert stream == [(location.source, 0, location.number) for location in locations]
-
-
-def test_a_step_has_one_batch_per_micro_batch() -> None:
-    assert len(next_batches(numbered_loader([10], micro_batch=2, accumulation=3))) == 3
 
 
 def test_a_state_of_other_data_is_refused_with_what_differs() -> None:
@@ -332,7 +325,6 @@ def earlier_state(fingerprint: str, tokenizers: list[str]) -> dict[str, Any]:
 
 
 def next_tokens(loader: TrainLoader, steps: int) -> list[list[int]]:
-    """The tokens of the next steps, of one sequence each."""
     return [next_batches(loader)[0].tokens[0].tolist() for _ in range(steps)]
 
 
@@ -865,15 +857,12 @@ def test_a_worker_holds_few_descriptors_and_opens_nothing_again(tmp_path: Path) 
 
 
 class Failure(NamedTuple):
-    """Settings that fail, on all ranks or on rank 1 only."""
-
     settings: dict[str, Any]
     of_rank_1: dict[str, Any]
     message: str
 
 
 def _tokens(folder: Path, count: int) -> Source:
-    """Write a corpus of `count` documents."""
     folder.mkdir()
     write_corpus(plan_for(write_documents(folder, count)), BYTES, folder / "corpus")
     return Source(kind="tokens", path=str(folder / "corpus"))

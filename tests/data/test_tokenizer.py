@@ -1,5 +1,6 @@
 import hashlib
 import importlib.util
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -48,10 +49,6 @@ def test_the_fast_bytes_are_those_of_the_encoding(text: str) -> None:
     (ids,) = tokenizer.encode_documents([text])
     assert ids.tolist() == tokenizer.encoding.encode(text, disallowed_special=())
     assert tokenizer.decode(ids.tolist()) == text
-
-
-def test_special_tokens_of_bytes() -> None:
-    tokenizer = load_tokenizer("bytes")
     assert (tokenizer.begin, tokenizer.end, tokenizer.vocab) == (256, 257, 258)
     assert tokenizer.decode([256, 104, 105, 257, 263, 0xFF]) == "<|begin_of_text|>hi<|end_of_text|>\ufffd\ufffd"
 
@@ -145,14 +142,6 @@ def json_file(tmp_path: Path) -> Path:
     return tmp_path / "tokenizer.json"
 
 
-def test_json_tokenizer(json_file: Path) -> None:
-    tokenizer = load_tokenizer(str(json_file))
-    (ids, _) = tokenizer.encode_documents(["the theme </s> é", "x"])
-    assert tokenizer.end not in ids.tolist()
-    assert tokenizer.decode(ids.tolist()) == "the theme </s> é"
-    assert (tokenizer.begin, tokenizer.end) == (None, 1)
-
-
 def load_configured(json_file: Path, config: dict[str, object], added: str | None = None) -> Tokenizer:
     """Load a tokenizer with a tokenizer_config.json, and a post-processor that puts `added` before a text."""
     json_file.with_name("tokenizer_config.json").write_text(json.dumps(config))
@@ -166,27 +155,22 @@ def load_configured(json_file: Path, config: dict[str, object], added: str | Non
     return load_tokenizer(str(json_file))
 
 
-@pytest.mark.parametrize("added", [None, "<s>"])
-@pytest.mark.parametrize("add_bos_token", [None, True, False])
-def test_begin_is_what_transformers_puts_before_a_text(
-    json_file: Path, added: str | None, add_bos_token: bool | None
-) -> None:
-    config: dict[str, object] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<s>",
-        "eos_token": "<stop>",
-    }
-    if add_bos_token is not None:
-        config["add_bos_token"] = add_bos_token
-    tokenizer = load_configured(json_file, config, added)
-    theirs = transformers.AutoTokenizer.from_pretrained(json_file.parent)
-    (ids,) = tokenizer.encode_documents(["the theme"])
-    begin = [] if tokenizer.begin is None else [tokenizer.begin]
-    expected = theirs("the theme").input_ids
-    assert [*begin, *ids.tolist()] == expected[: len(begin) + len(ids)]
-    assert (len(begin) == 1) == (added is not None)
-    contradiction = add_bos_token is not None and add_bos_token != (added is not None)
-    assert len(tokenizer.notes) == contradiction
+def test_begin_is_what_transformers_puts_before_a_text(json_file: Path) -> None:
+    names: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<stop>"}
+    for added, add_bos_token in itertools.product((None, "<s>"), (None, True, False)):  # the file keeps what is added
+        config = names if add_bos_token is None else {**names, "add_bos_token": add_bos_token}
+        tokenizer = load_configured(json_file, config, added)
+        theirs = transformers.AutoTokenizer.from_pretrained(json_file.parent)
+        (ids,) = tokenizer.encode_documents(["the theme </s> é"])
+        assert tokenizer.end not in ids.tolist()
+        assert tokenizer.decode(ids.tolist()) == "the theme </s> é"
+        begin = [] if tokenizer.begin is None else [tokenizer.begin]
+        (ids,) = tokenizer.encode_documents(["the theme"])
+        expected = theirs("the theme").input_ids
+        assert [*begin, *ids.tolist()] == expected[: len(begin) + len(ids)]
+        assert (len(begin) == 1) == (added is not None)
+        contradiction = add_bos_token is not None and add_bos_token != (added is not None)
+        assert len(tokenizer.notes) == contradiction
 
 
 def test_a_begin_that_is_the_end_is_not_put_before_a_document(json_file: Path) -> None:
@@ -224,17 +208,15 @@ def test_a_begin_or_end_that_the_tokenizer_lacks_is_named(json_file: Path) -> No
         load_configured(json_file, {"bos_token": "<s>", "eos_token": "<end>"})
 
 
-@pytest.mark.parametrize(
-    ("model", "unknown"),
-    [
+def test_the_token_for_unknown_text(tmp_path: Path) -> None:
+    models: list[tuple[Any, int | None]] = [
         (tokenizers.models.WordLevel({"[UNK]": 3, "</s>": 1}, unk_token="[UNK]"), 3),
         (tokenizers.models.Unigram([("a", -1.0), ("</s>", -2.0)], 0, False), 0),
         (tokenizers.models.BPE({"a": 0, "</s>": 1}, []), None),
-    ],
-)
-def test_the_token_for_unknown_text(model: Any, unknown: int | None, tmp_path: Path) -> None:
-    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
-    assert load_tokenizer(str(tmp_path / "tokenizer.json")).unknown == unknown
+    ]
+    for number, (model, unknown) in enumerate(models):
+        tokenizers.Tokenizer(model).save(str(tmp_path / f"{number}.json"))
+        assert load_tokenizer(str(tmp_path / f"{number}.json")).unknown == unknown
 
 
 def test_a_broken_tokenizer_config_is_named(json_file: Path) -> None:
@@ -244,17 +226,6 @@ def test_a_broken_tokenizer_config_is_named(json_file: Path) -> None:
         load_tokenizer.cache_clear()
         with pytest.raises(DataError, match=rf"data\.tokenizer: {config} cannot be read \(.*\): copy it again"):
             load_tokenizer(str(json_file))
-
-
-def test_fingerprints_differ(tmp_path: Path) -> None:
-    tokenizers = [
-        load_tokenizer("bytes"),
-        load_tokenizer(LLAMA3, "llama3"),
-        load_tokenizer(str(some_ranks(tmp_path, 600)), "cl100k"),
-        load_tokenizer(str(some_ranks(tmp_path, 600)), "o200k"),
-        load_tokenizer(CL100K, "cl100k"),
-    ]
-    assert len({tokenizer.fingerprint for tokenizer in tokenizers}) == 5
 
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 4241003\n"

@@ -17,8 +17,6 @@ from torchllm.data.verification import Verification
 
 
 class CountedCorpus(Corpus):
-    """A corpus that lists what is verified of it."""
-
     def __init__(self, folder: Path, records: Path | None = None) -> None:
         super().__init__(folder, records)
         self.verified: list[tuple[str, int]] = []

@@ -122,11 +122,11 @@ def test_attention_in_windows_is_counted_as_windows() -> None:
     assert block_flops(windowed, 0, 4096) == block_flops(LLAMA, 0, 1024)
 
 
-@pytest.mark.parametrize("family", SMALL)
-def test_executed_flops_are_what_torch_counts(family: str) -> None:
-    for recompute in RECOMPUTES:
-        check_executed_flops(SMALL[family], recompute, chunk=0)
-    check_executed_flops(SMALL[family], Recompute("full"), chunk=8)
+def test_executed_flops_are_what_torch_counts() -> None:
+    for model in SMALL.values():
+        for recompute in RECOMPUTES:
+            check_executed_flops(model, recompute, chunk=0)
+        check_executed_flops(model, Recompute("full"), chunk=8)
 
 
 def check_executed_flops(model: Model, recompute: Recompute, chunk: int) -> None:
@@ -147,9 +147,9 @@ def check_executed_flops(model: Model, recompute: Recompute, chunk: int) -> None
     in_forward = forward_flops_per_token(model, length)
     if chunk:  # with the gradients of the logits
         in_forward += 2 * 2 * model.hidden * model.vocab
-    assert forward.get_total_flops() == batch * length * in_forward, (recompute, chunk)
+    assert forward.get_total_flops() == batch * length * in_forward, (model, recompute, chunk)
     total = forward.get_total_flops() + backward.get_total_flops()
-    assert total == batch * length * executed_flops_per_token(model, recompute, length), (recompute, chunk)
+    assert total == batch * length * executed_flops_per_token(model, recompute, length), (model, recompute, chunk)
 
 
 def place_of_product(parameter: tuple[str, torch.Tensor]) -> int:
@@ -192,12 +192,7 @@ def test_experts_count_as_often_as_a_token_uses_them() -> None:
 
 
 @pytest.mark.quick
-def test_recompute_modes_differ() -> None:
-    """That the counts above do not agree because nothing was recomputed."""
-    counts = [recomputed_flops_per_token(SMALL["llama"], recompute, 16) for recompute in RECOMPUTES]
-    assert counts[0] == counts[-1] == 0
-    assert len(set(counts[1:-1])) == len(RECOMPUTES) - 2
-    assert all(count > 0 for count in counts[1:-1])
+def test_logits_that_are_computed_again_count() -> None:
     assert recomputed_flops_per_token(SMALL["llama"], Recompute(), 16, has_logits_again=True) == 2 * 33 * 24
 
 

@@ -68,10 +68,9 @@ def test_an_unknown_parameter_is_named() -> None:
 ROLES_OF_ENDS = {"embed_tokens.weight": "embedding", "embed_positions.weight": "position", "lm_head.weight": "head"}
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_rows_agree_with_what_the_parameters_are(name: str) -> None:
+def test_rows_agree_with_what_the_parameters_are() -> None:
     """Vectors start at a constant, matrices at random; those of the blocks have a role of their own."""
-    for parameter, value in meta(MODELS[name]).named_parameters():
+    for parameter, value in (pair for model in MODELS.values() for pair in meta(model).named_parameters()):
         rule = rule_of(parameter)
         matrix = value.dim() >= 2  # those of experts are stacked
         role_in_block = "router" if "router" in parameter else "matrix"
@@ -97,15 +96,14 @@ def test_updates_do_not_change_canonical_names() -> None:
 COMPILED = [Compile(), Compile(norm=True), Compile(block=True), Compile(loss=True), Compile(True, True, True)]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_wrappers_do_not_change_canonical_names(name: str) -> None:
-    plain = [parameter for parameter, _ in meta(MODELS[name]).named_parameters()]
-    assert [canonical_name(parameter) for parameter in plain] == plain
-    for mode, compile in product(get_args(RecomputeMode), COMPILED):
-        wrapped = meta(MODELS[name])
+def test_wrappers_do_not_change_canonical_names() -> None:
+    for model, mode, compile in product(MODELS.values(), get_args(RecomputeMode), COMPILED):
+        plain = [parameter for parameter, _ in meta(model).named_parameters()]
+        assert [canonical_name(parameter) for parameter in plain] == plain
+        wrapped = meta(model)
         apply_recompute(wrapped, Recompute(mode=mode), layers=TINY.layers)
         apply_compile(wrapped, compile)
         names = [parameter for parameter, _ in wrapped.named_parameters()]
-        assert [canonical_name(parameter) for parameter in names] == plain, (mode, compile)
+        assert [canonical_name(parameter) for parameter in names] == plain, (model, mode, compile)
         if mode not in ("none", "segment") or compile.block is True:
             assert names != plain, "no wrapper in the names: this test no longer shows anything"

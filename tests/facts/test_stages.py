@@ -8,8 +8,6 @@ from torchllm.config import SCHEDULES, Model, Parallel, PipelineSchedule
 from torchllm.facts.flops import block_flops, forward_flops_per_token
 from torchllm.facts.stages import balanced_split, end_costs, stage_costs, stage_of_rank
 from torchllm.tools.config.load import load_config
-from torchllm.tools.planner.schedules import orders
-from torchllm.tools.planner.simulate import StageTimes, simulate
 
 pytestmark = pytest.mark.quick
 
@@ -22,13 +20,11 @@ SPARSE = Model(layers=10, hidden=64, heads=4, ffn=128, vocab=64, experts=8, top_
 
 
 def every_split(blocks: int, stages: int) -> list[tuple[int, ...]]:
-    """Every way to give each stage at least one block."""
     cuts = [(0, *cut, blocks) for cut in combinations(range(1, blocks), stages - 1)]
     return [tuple(b - a for a, b in pairwise(cut)) for cut in cuts]
 
 
 def costs_of_ranks(model: Model, parallel: Parallel, split: tuple[int, ...]) -> list[int]:
-    """Return what each rank computes if the blocks are split so."""
     costs = stage_costs(model, split, 32)
     return [sum(costs[stage] for stage in stage_of_rank(parallel, rank)) for rank in range(parallel.pp)]
 
@@ -70,24 +66,6 @@ def test_ranks_of_several_stages_share_dense_and_sparse_blocks(schedule: Pipelin
         best = min(max(costs_of_ranks(model, parallel, split)) for split in splits)
         split = balanced_split(model, parallel, 32)
         assert max(costs_of_ranks(model, parallel, split)) <= 1.02 * best, (pp, ffn, dense_layers)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "over"), [("1F1B", 1.0), ("Interleaved1F1B", 1.05), ("ZBVZeroBubble", 1.02), ("DualPipeV", 1.0)]
-)
-def test_even_ranks_are_nearly_the_best_split_and_even_stages_are_not(schedule: PipelineSchedule, over: float) -> None:
-    """Figures as found; the head weighs six blocks."""
-    parallel = Parallel(pp=2, schedule=schedule)
-    order = orders(parallel, 8)
-
-    def step(split: tuple[int, ...]) -> float:
-        costs = stage_costs(LARGE_HEAD, split, 32)
-        return simulate(order, [StageTimes(cost, cost, cost) for cost in costs]).step
-
-    best = min(map(step, every_split(LARGE_HEAD.layers, parallel.stages)))
-    assert step(balanced_split(LARGE_HEAD, parallel, 32)) <= best * over
-    if parallel.stages == 4:
-        assert step((3, 3, 3, 1)) > best * 1.08
 
 
 def test_a_head_of_128k_words_weighs_two_blocks_of_an_8b_model() -> None:

@@ -35,7 +35,6 @@ class Case(NamedTuple):
 
 
 def cases() -> list[Case]:
-    """Return all cases, in the order of the table."""
     return [Case(*values) for values in product((False, True), (False, True), ("bfloat16", "float32"), (False, True))]
 
 
@@ -65,7 +64,6 @@ def choices(architecture: str) -> list[str]:
 
 
 def table() -> str:
-    """Return the table in Markdown: a row per case, a column per architecture."""
     lines = [
         f"| documents | heads | dtype | deterministic | {' | '.join(ARCHITECTURES)} |",
         f"|{'---|' * (4 + len(ARCHITECTURES))}",

@@ -31,7 +31,6 @@ class Machine(NamedTuple):
     """memory of a GPU; 0: what a GPU of that architecture has"""
 
     def settings(self) -> dict[str, str]:
-        """Return the machine as environment variables."""
         return {
             "HOLLOW_ARCHITECTURE": self.architecture,
             "HOLLOW_DEVICES": str(self.devices),

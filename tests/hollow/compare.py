@@ -107,7 +107,6 @@ def missed(case: Case, ours: Report, titan: Report) -> Iterator[str]:
 
 
 def main() -> int:
-    """Measure and print the table."""
     has_titan = find_spec("torchtitan") is not None
     print("| layout | live / reserved GiB: torchtitan | here | launches per step: torchtitan | here |")
     print("|---|--:|--:|--:|--:|", flush=True)

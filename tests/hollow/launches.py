@@ -53,7 +53,6 @@ def row(report: Report) -> dict[str, int]:
 
 
 def read_table() -> dict[str, dict[str, int]]:
-    """Return the table: layout -> row."""
     return json.loads(TABLE.read_text())
 
 

@@ -114,7 +114,6 @@ class Row(NamedTuple):
 
 
 def choices() -> Iterator[Choice]:
-    """Yield every combination of settings."""
     for names in product(CONFIGS, *AXES):
         yield Choice(*names)
 
@@ -156,7 +155,6 @@ def peaks(arguments: Arguments, ranks_per_stage: int) -> Iterator[Peak]:
 
 
 def write(table: Iterable[Row]) -> None:
-    """Write the rows to `TABLE`."""
     with TABLE.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([*Choice._fields, *Peak._fields, "difference"])

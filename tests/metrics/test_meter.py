@@ -3,14 +3,12 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import torchllm.metrics.meter as meter_module
-import torchllm.tools.watch.goodput as goodput_module
 from tests.tiny_run import ROOT
 from torchllm.config import Metrics, Model, Recompute, Training
 from torchllm.facts.flops import flops_per_token, recomputed_flops_per_token
@@ -19,7 +17,7 @@ from torchllm.metrics.meter import Meter, measured_peak_flops, memory_gib, peak_
 from torchllm.metrics.sinks import Record, TensorBoard
 from torchllm.optim.expert_balance import StepRouting
 from torchllm.tools.launch.lease import LeaseLost
-from torchllm.tools.watch.goodput import LAUNCHED, Goodput
+from torchllm.tools.watch.goodput import Goodput
 from torchllm.train.step import StepResult
 
 MODEL = Model(layers=2, hidden=32, heads=4, ffn=64, vocab=50)
@@ -305,31 +303,6 @@ def test_goodput_is_told_what_was_no_step(clock: Clock, tmp_path: Path) -> None:
     assert account.launch.step == 4
     productive = clock.now - start - sum(account.launch.lost.values())
     assert productive == 4 * 1.0  # every second is charged once: four steps without data, compilation and checkpoints
-
-
-def test_a_first_wait_for_data_is_lost_once(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A first batch after 2 s, 20 steps of 0.05 s: a third of 3 s trained the model."""
-    monkeypatch.delenv(LAUNCHED, raising=False)
-    monkeypatch.setattr(goodput_module, "time", SimpleNamespace(time=lambda: clock.now, monotonic=lambda: clock.now))
-    account = Goodput(tmp_path)
-    account.begin(0)
-    meter = Meter(
-        Metrics(log_interval=1), MODEL, Recompute(), TRAINING,
-        device=CPU, world_size=1, peak_flops=None, sinks=[], spend=account.charge,
-    )  # fmt: skip
-    for step in range(1, 21):
-        with meter.data_wait():
-            clock.now += 2.0 if step == 1 else 0.0
-        clock.now += 0.05
-        meter.log(step, result())
-        account.write(step)
-    with meter.pause("checkpoint"):  # the last save, in the background, ends after the loop
-        clock.now += 1.0
-    meter.close()
-    account.write(20)
-    assert account.summary() == "goodput 25.0% of 4 s; data 50.0%, checkpoint 25.0%"
-    account.launch.seen -= account.launch.lost.pop("checkpoint")
-    assert account.summary() == "goodput 33.3% of 3 s; data 66.7%"
 
 
 def test_the_page_has_every_key_of_a_record() -> None:

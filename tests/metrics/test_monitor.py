@@ -78,11 +78,24 @@ def log_lines() -> Iterator[list[str]]:
         logger.setLevel(level)
 
 
-def _log_of_a_finished_run(folder: Path) -> list[str]:
-    config = tiny({})
+def _log_of_a_start(folder: Path, start: int) -> list[str]:
     with log_lines() as lines:
-        monitor_of(folder, config, start=config.training.steps)
+        monitor_of(folder, tiny({}), start=start)
     return lines
+
+
+def test_a_run_says_what_it_trains_or_that_there_is_nothing_to_do(tmp_path: Path) -> None:
+    config = tiny({})
+    steps, tokens = config.training.steps, config.training.global_batch_size * config.training.sequence_length
+    assert run(_log_of_a_start, 1, tmp_path, 1) == [
+        [
+            f"model: {parameter_count(config.model):,} parameters in {config.model.layers} blocks",
+            f"data.sources.0: read in {steps} steps",
+            f"steps 2 to {steps}: {(steps - 1) * tokens:,} tokens, {tokens:,} per step",
+        ]
+    ]
+    [[*_, last]] = run(_log_of_a_start, 1, tmp_path, steps)
+    assert last.startswith(f"nothing to do: the run is at step {steps} of training.steps = {steps}; raise")
 
 
 def _log_of_rounded_shares(folder: Path) -> list[str]:
@@ -97,30 +110,6 @@ def test_a_run_says_which_shares_of_its_sources_it_rounds(tmp_path: Path) -> Non
     line = lines[-1]
     assert line.startswith("shares of data.sources are rounded: ")
     assert line.endswith("data.sources.1 (text): 1e-06 asked, 0.0001 used")
-
-
-def test_a_finished_run_says_that_there_is_nothing_to_do(tmp_path: Path) -> None:
-    [lines] = run(_log_of_a_finished_run, 1, tmp_path)
-    steps = tiny({}).training.steps
-    assert lines[-1].startswith(f"nothing to do: the run is at step {steps} of training.steps = {steps}; raise")
-
-
-def _log_of_a_start(folder: Path) -> list[str]:
-    with log_lines() as lines:
-        monitor_of(folder, tiny({}), start=1)
-    return lines
-
-
-def test_a_run_says_what_it_trains(tmp_path: Path) -> None:
-    config = tiny({})
-    steps, tokens = config.training.steps, config.training.global_batch_size * config.training.sequence_length
-    assert run(_log_of_a_start, 1, tmp_path) == [
-        [
-            f"model: {parameter_count(config.model):,} parameters in {config.model.layers} blocks",
-            f"data.sources.0: read in {steps} steps",
-            f"steps 2 to {steps}: {(steps - 1) * tokens:,} tokens, {tokens:,} per step",
-        ]
-    ]
 
 
 def _log_of_a_float8_peak(folder: Path) -> list[str]:

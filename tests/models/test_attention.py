@@ -21,9 +21,6 @@ pytestmark = pytest.mark.quick
 BATCH, LENGTH, WIDTH = 2, 13, 8
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 1 + [2] * 7, [0] * 13])  # one document of a single token
 TOLERANCE = {"rtol": 0.0, "atol": 2e-6}  # float32 averages of numbers of size 1
-WINDOWS = [0, 4]  # 4: in 13 tokens more than twice
-OTHERS = [(4, 4, 0, None), (4, 4, 4, DOCUMENTS), (6, 1, 4, None), (4, 4, 0, DOCUMENTS), (6, 1, 4, DOCUMENTS)]
-"""query heads, key-value heads, window and documents of the night"""
 
 
 class QKV(NamedTuple):
@@ -82,13 +79,7 @@ def flex_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.usefixtures("flex_uncompiled")
 @pytest.mark.parametrize(
-    ("heads", "kv", "window", "documents"),
-    [
-        (4, 2, 0, None),
-        (4, 2, 4, DOCUMENTS),
-        (6, 1, 0, DOCUMENTS),
-        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in OTHERS),
-    ],
+    ("heads", "kv", "window", "documents"), [(4, 2, 0, None), (4, 2, 4, DOCUMENTS), (6, 1, 0, DOCUMENTS)]
 )
 def test_every_core_is_attention(heads: int, kv: int, window: int, documents: Tensor | None) -> None:
     q, k, v = qkv(heads, kv)
@@ -101,10 +92,7 @@ def test_every_core_is_attention(heads: int, kv: int, window: int, documents: Te
         torch.testing.assert_close(out.double(), expected, **TOLERANCE, msg=name)
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv", "window", "documents"),
-    [(4, 2, 4, None), (6, 1, 0, DOCUMENTS), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in OTHERS)],
-)
+@pytest.mark.parametrize(("heads", "kv", "window", "documents"), [(4, 2, 4, None), (6, 1, 0, DOCUMENTS)])
 def test_gradients_of_the_cores(heads: int, kv: int, window: int, documents: Tensor | None) -> None:
     inputs = qkv(heads, kv)
     generator = torch.Generator().manual_seed(9)
@@ -157,8 +145,7 @@ def test_flash_without_its_package_says_what_to_do(monkeypatch: pytest.MonkeyPat
         Attention(Model(attention="flash"))
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-def test_flash_is_called_causally_with_unexpanded_heads(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_is_called_causally_with_unexpanded_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The package needs a GPU; what is ours is how it is called: (B, S, H, Q), fewer key-value heads, causal.
 
     Its window is the number of tokens before and behind a query's own that it sees, -1 for all.
@@ -173,11 +160,11 @@ def test_flash_is_called_causally_with_unexpanded_heads(window: int, monkeypatch
     fake = types.ModuleType("flash_attn")
     fake.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", fake)
-    core = CORES["flash"](window)
     q, k, v = qkv(4, 2)
-    mask = core.mask(None)  # type: ignore[operator]
-    expected = EagerAttention(window)(q, k, v, None)
-    torch.testing.assert_close(core(q, k, v, mask), expected, **TOLERANCE)
+    for window in (0, 4):
+        core = CORES["flash"](window)
+        expected = EagerAttention(window)(q, k, v, None)
+        torch.testing.assert_close(core(q, k, v, core.mask(None)), expected, **TOLERANCE)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(("family", "biased"), [("llama", False), ("gpt", True)])

@@ -17,7 +17,6 @@ from torchllm.models.decoder import build_model
 from torchllm.models.experts import Experts, MixtureOfExperts, Router, top_experts
 from torchllm.models.layers import SwiGLU, gated
 from torchllm.models.router_penalties import penalty_names
-from torchllm.models.routing_record import tokens_per_expert
 
 pytestmark = pytest.mark.quick
 MODEL = Model(layers=3, hidden=24, heads=4, ffn=40, vocab=32, experts=6, top_k=2, expert_ffn=16)
@@ -120,14 +119,6 @@ def test_each_published_class_runs_its_router_in_the_type_that_the_docs_say(name
     assert errors[other_type] > rounding + 5e-4
 
 
-def test_equal_scores_choose_the_lower_expert() -> None:
-    router = Router(MODEL)
-    torch.nn.init.zeros_(router.weight)
-    routing = router(inputs(1, 3, 24))
-    assert routing.experts.tolist() == [[0, 1]] * 3
-    assert routing.weights.tolist() == [[0.5, 0.5]] * 3
-
-
 def test_the_largest_scores_come_in_the_order_of_a_stable_sort() -> None:
     """Of scores with many ties, of both signs; float64 scores take the sort itself."""
     scores = inputs(50, 64)
@@ -190,18 +181,13 @@ def test_an_expert_that_no_token_chose_has_no_gradient() -> None:
         assert not weight.grad[1:].any()
 
 
-def test_tokens_per_expert_counts_all_experts() -> None:
-    chosen = torch.tensor([[0, 3, 3, 1], [5, 5, 5, 5]])
-    assert tokens_per_expert(chosen, 6).tolist() == [[1, 1, 0, 2, 0, 0], [0, 0, 0, 0, 0, 4]]
-
-
 def test_a_bias_chooses_and_does_not_weigh() -> None:
     router = Router(replace(MODEL, router_bias=True))
     assert router.bias is not None
     torch.nn.init.zeros_(router.weight)
     router.bias[4] = 1.0
     routing = router(inputs(1, 3, 24))
-    assert routing.experts.tolist() == [[4, 0]] * 3
+    assert routing.experts.tolist() == [[4, 0]] * 3  # of equal scores the lower expert
     assert routing.weights.tolist() == [[0.5, 0.5]] * 3
 
 

@@ -109,35 +109,6 @@ def test_rotation_is_a_product_of_complex_numbers(theta: float) -> None:
     assert torch.equal(rotated[:, 0], x[:, 0])  # position 0 turns nothing
 
 
-def test_scores_depend_on_the_distance_of_positions_only() -> None:
-    model = Model(hidden=32, heads=2)
-    q = inputs(1, 1, 2, 16)
-    k = inputs(1, 1, 2, 16).flip(-1)
-
-    def rotated(x: Tensor, position: int) -> Tensor:
-        rotary = rotary_angles(model, torch.tensor([[position]]))
-        return rotate(x, rotary)
-
-    def score(query: int, key: int) -> Tensor:
-        products = rotated(q, query) * rotated(k, key)
-        return products.sum(-1)
-
-    distance_4 = score(7, 3)
-    torch.testing.assert_close(distance_4, score(104, 100), rtol=0, atol=1e-4)
-    distance_3 = score(7, 4)
-    assert (distance_4 - distance_3).abs().max() > 0.1
-
-
-def test_rotation_keeps_the_type_and_computes_in_float32() -> None:
-    model = Model(hidden=32, heads=2)
-    x = inputs(1, 8, 2, 16).bfloat16()
-    positions = torch.arange(8).unsqueeze(0) + 4000
-    rotary = rotary_angles(model, positions)
-    assert rotary[0].dtype == torch.float32
-    expected = rotate(x.float(), rotary).bfloat16()
-    assert torch.equal(rotate(x, rotary), expected)
-
-
 def test_a_part_of_each_head_is_turned_as_a_narrower_head_is() -> None:
     """The first half, and its gradient; the other half passes as it is."""
     x = inputs(1, 8, 2, 16).requires_grad_()

@@ -30,8 +30,6 @@ SHARED: Settings = {
 
 
 class Norms(NamedTuple):
-    """Norms of a layout's gradients."""
-
     norm: float
     """by the library, before any clipping"""
     expected: float
@@ -47,7 +45,6 @@ class Norms(NamedTuple):
 
 
 def whole_norm(stages: list[Decoder]) -> float:
-    """Gather every gradient and return their norm in float64."""
     squares = 0.0
     for gradient in gradients(stages):
         if isinstance(gradient, DTensor):

@@ -1,5 +1,6 @@
 """The fused, shard-wise, skippable optimizers against torch's plain ones, on plain and on FSDP parameters."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -132,18 +133,17 @@ def train(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_plain_parameters(name: str) -> None:
-    model = plain()
-    settings = OPTIMIZERS[name]
-    optimizer = train(model, settings)
-    expected = expected_parameters(settings)
-    for parameter, value in model.named_parameters():
-        # five updates of size 0.1 at most, each good to float32's 6e-8 a few times over
-        torch.testing.assert_close(value.detach(), expected[parameter], rtol=1e-6, atol=1e-6, msg=parameter)
-    if settings.name == "adamw":
-        steps = {float(state["step"]) for state in optimizer.state.values()}
-        assert steps == {len(RATES) - 1}
+def test_plain_parameters() -> None:
+    for name, settings in OPTIMIZERS.items():
+        model = plain()
+        optimizer = train(model, settings)
+        expected = expected_parameters(settings)
+        for parameter, value in model.named_parameters():
+            # five updates of size 0.1 at most, each good to float32's 6e-8 a few times over
+            message = f"{name} {parameter}"
+            torch.testing.assert_close(value.detach(), expected[parameter], rtol=1e-6, atol=1e-6, msg=message)
+        if settings.name == "adamw":
+            assert {float(state["step"]) for state in optimizer.state.values()} == {len(RATES) - 1}
 
 
 def train_sharded(names: list[str]) -> dict[str, dict[str, Any]] | None:
@@ -170,24 +170,17 @@ def test_sharded_parameters() -> None:
             torch.testing.assert_close(got, value, rtol=1e-6, atol=1e-6, msg=f"{name} {parameter}")
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "sgd-momentum"])
-def test_state_exists_from_the_start_and_weights_are_untouched(name: str) -> None:
-    model = plain()
-    untouched = plain()
-    settings = OPTIMIZERS[name]
-    optimizer = build_optimizer([model], settings)
-    expected = set()
-    if settings.name == "adamw":
-        expected = {"step", "exp_avg", "exp_avg_sq"}
-    elif settings.momentum > 0:
-        expected = {"momentum_buffer"}
-    for parameter, value in zip(model.parameters(), untouched.parameters(), strict=True):
-        assert torch.equal(parameter.view(torch.int32), value.view(torch.int32))  # -0.0 is not 0.0 here
-        assert parameter.grad is None
-        state = optimizer.state[parameter]
-        assert state.keys() == expected
-        for tensor in state.values():
-            assert not tensor.any()
+def test_state_exists_from_the_start_and_weights_are_untouched() -> None:
+    entries = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "sgd": set(), "sgd-momentum": {"momentum_buffer"}}
+    for name, expected in entries.items():
+        model, untouched = plain(), plain()
+        optimizer = build_optimizer([model], OPTIMIZERS[name])
+        for parameter, value in zip(model.parameters(), untouched.parameters(), strict=True):
+            assert torch.equal(parameter.view(torch.int32), value.view(torch.int32))  # -0.0 is not 0.0 here
+            assert parameter.grad is None
+            state = optimizer.state[parameter]
+            assert state.keys() == expected
+            assert not any(tensor.any() for tensor in state.values())
 
 
 ROLES = Optimizer(
@@ -258,17 +251,17 @@ def test_a_tied_head_has_the_settings_of_the_embedding() -> None:
     assert group["learning_rate_factor"] == ROLES.embedding_rate
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
-def test_any_optimizer_gets_the_learning_rate_and_skips_what_is_not_finite(kind: Any, fused: bool) -> None:
-    weight = nn.Parameter(torch.ones(1))
-    weight.grad = torch.ones(1)
-    settings = {"weight_decay": 0.0} if kind is torch.optim.AdamW else {}
-    optimizer = kind([weight], 1.0, fused=fused, **settings)
-    apply_if_finite(optimizer, 0.25, torch.tensor(False))
-    assert weight.item() == 1.0
-    apply_if_finite(optimizer, 0.25, torch.tensor(True))
-    assert weight.item() == pytest.approx(0.75)
+def test_any_optimizer_gets_the_learning_rate_and_skips_what_is_not_finite() -> None:
+    kinds: list[Any] = [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad]
+    for kind, fused in itertools.product(kinds, (True, False)):
+        weight = nn.Parameter(torch.ones(1))
+        weight.grad = torch.ones(1)
+        settings = {"weight_decay": 0.0} if kind is torch.optim.AdamW else {}
+        optimizer = kind([weight], 1.0, fused=fused, **settings)
+        apply_if_finite(optimizer, 0.25, torch.tensor(False))
+        assert weight.item() == 1.0
+        apply_if_finite(optimizer, 0.25, torch.tensor(True))
+        assert weight.item() == pytest.approx(0.75), (kind, fused)
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("gpt", True)])

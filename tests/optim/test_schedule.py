@@ -95,13 +95,12 @@ def test_wsd_whose_warmup_reaches_into_the_decay_does_not_jump() -> None:
     assert curve == pytest.approx(falling)
 
 
-@pytest.mark.parametrize(("name", "warmup"), [("cosine", 0), ("linear", 1), ("wsd", STEPS)])
-def test_edges_of_the_warmup(name: str, warmup: int) -> None:
-    curve = rates(name=name, warmup_steps=warmup)
-    first_step_at_peak = max(warmup, 1)
-    assert curve[first_step_at_peak - 1] == pytest.approx(PEAK, rel=0.02)  # without a warmup step 1 is already one down
-    last = PEAK if warmup == STEPS else 0.1 * PEAK
-    assert curve[-1] == pytest.approx(last)
+def test_edges_of_the_warmup() -> None:
+    for name, warmup in (("cosine", 0), ("linear", 1), ("wsd", STEPS)):
+        curve = rates(name=name, warmup_steps=warmup)
+        first_step_at_peak = max(warmup, 1)
+        assert curve[first_step_at_peak - 1] == pytest.approx(PEAK, rel=0.02)  # without one, step 1 is one down
+        assert curve[-1] == pytest.approx(PEAK if warmup == STEPS else 0.1 * PEAK)
 
 
 def test_one_step_and_steps_past_the_end_are_finite() -> None:

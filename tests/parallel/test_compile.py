@@ -30,10 +30,6 @@ NORM, BLOCK, LOSS = ({f"compile.{scope}": True} for scope in ("norm", "block", "
 exhaustive = pytest.mark.exhaustive
 
 
-def exhaustively(value: str) -> Any:
-    return pytest.param(value, marks=exhaustive)
-
-
 def torchs_embedding(hidden: Placement) -> RowwiseParallel:
     return RowwiseParallel(input_layouts=Replicate(), output_layouts=hidden)
 
@@ -73,30 +69,6 @@ def test_compiled_norms_and_loss_under_fsdp() -> None:
     check_compiled({**TWO, **NORM, **LOSS, **FSDP2})
 
 
-@pytest.mark.parametrize("mode", ["full", *(exhaustively(mode) for mode in ("ffn", "selective", "selective_half"))])
-def test_compiled_blocks_recompute(mode: str) -> None:
-    check_compiled({**TWO, **BLOCK, **FSDP2, "recompute.mode": mode})
-
-
-@exhaustive
-@pytest.mark.parametrize("layout", [FSDP2, SP2], ids=["fsdp2", "tp2+sp"])
-@pytest.mark.parametrize("scope", [NORM, BLOCK, LOSS], ids=["norm", "block", "loss"])
-def test_each_scope_trains_the_same_model(scope: Settings, layout: Settings) -> None:
-    check_compiled({**TWO, **scope, **layout})
-
-
-@exhaustive
-def test_all_scopes_over_fsdp_and_sequence_parallelism() -> None:
-    check_compiled({**TWO, **NORM, **BLOCK, **LOSS, **FSDP2, **SP2})
-
-
-@exhaustive
-def test_the_real_backend(tmp_path: Path) -> None:
-    """FSDP stays out of the graphs, so what it compiles behind tensor parallelism is all that there is."""
-    settings = {**NORM, **BLOCK, **LOSS, **SP2, "model.layers": 1}
-    check_compiled(settings, "inductor", str(tmp_path))  # one cache for both ranks
-
-
 @exhaustive
 @pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch 2.11 does not lose it; 2.13 and 2.15 do")
 def test_torchs_own_embedding_would_lose_its_gradient() -> None:
@@ -107,26 +79,40 @@ def test_torchs_own_embedding_would_lose_its_gradient() -> None:
         compare(trained, reference(settings))
 
 
-@exhaustive
-@pytest.mark.parametrize("scope", [NORM, BLOCK], ids=["norm", "block"])
-def test_norms_of_queries_and_keys(scope: Settings) -> None:
-    check_compiled({**TWO, **scope, "parallel.tp": 2, "model.qk_norm": "width"})
+def recomputed(mode: str, *settings: Settings) -> Settings:
+    merged = {**TWO, **BLOCK, "recompute.mode": mode}
+    for keys in settings:
+        merged |= keys
+    return merged
 
 
-@exhaustive
-@pytest.mark.parametrize(("mode", "attention"), [("full", "eager"), ("selective", "sdpa"), ("selective_half", "sdpa")])
-def test_compiled_blocks_recompute_under_sequence_parallelism(mode: str, attention: str) -> None:
-    """What is recomputed is in the graph, on a CPU as well: full recomputes plain attention, selective none."""
-    check_compiled({**TWO, **BLOCK, **SP2, "recompute.mode": mode, "model.attention": attention})
-
-
+GPT: Settings = {"model.family": "gpt", "model.kv_heads": 0, "data.document_mask": True, "training.loss_chunk": 12}
 FUSED: Settings = {**TWO, **BLOCK, "parallel.tp": 2, "model.attention": "sdpa"}
 
 
+AT_NIGHT: dict[str, Settings] = {
+    "all scopes": {**TWO, **NORM, **BLOCK, **LOSS, **FSDP2, **SP2},
+    "norms of queries and keys": {**TWO, **NORM, **BLOCK, "parallel.tp": 2, "model.qk_norm": "width"},
+    "low-rank updates": {**TWO, **BLOCK, **SP2, "lora.rank": 3, "lora.alpha": 12.0},
+    "gpt with documents and chunks": {**TWO, **BLOCK, **LOSS, **SP2, **GPT},
+    "ffn, fsdp": recomputed("ffn", FSDP2),
+    # what is recomputed is in the graph, on a CPU as well: full recomputes plain attention, selective none
+    "full, sp": recomputed("full", SP2, {"model.attention": "eager"}),
+    "selective, sp": recomputed("selective", SP2),
+    "selective_half, sp": recomputed("selective_half", SP2),
+    "every_k, fused": recomputed("every_k", FUSED),
+    "full, fused": recomputed("full", FUSED),
+}
+
+
+def test_compiled_blocks_recompute() -> None:
+    check_compiled(recomputed("full", FSDP2))
+
+
 @exhaustive
-@pytest.mark.parametrize("mode", ["full", "every_k"])
-def test_compiled_blocks_recompute_fused_attention_under_tensor_parallelism(mode: str) -> None:
-    check_compiled({**FUSED, "recompute.mode": mode})
+@pytest.mark.parametrize("name", AT_NIGHT)
+def test_a_compiled_layout_trains_the_same_model_in_whole_graphs(name: str) -> None:
+    check_compiled(AT_NIGHT[name])
 
 
 def train_with_recomputation_inside(settings: Settings) -> None:
@@ -142,34 +128,30 @@ def test_torch_still_fails_at_recomputed_fused_attention_under_tensor_parallelis
         run(train_with_recomputation_inside, 2, {**FUSED, "recompute.mode": "full"})
 
 
-@exhaustive
-def test_low_rank_updates_of_frozen_weights() -> None:
-    check_compiled({**TWO, **BLOCK, **SP2, "lora.rank": 3, "lora.alpha": 12.0})
-
-
 EXPERTS: Settings = {
     **{"model.layers": 3, "model.dense_layers": 1},
     **{"model.experts": 8, "model.top_k": 2, "model.expert_ffn": 32, "model.shared_experts": 1},
     **{"model.balance_loss": "sequence", "model.balance_weight": 0.3},
 }
 EP2: Settings = {**FSDP2, "parallel.ep": 2}
+EXPERTS_AT_NIGHT: dict[str, Settings] = {
+    **{mode: {**EP2, "recompute.mode": mode} for mode in ("full", "segment", "ffn", "selective", "selective_half")},
+    "sp": {**SP2, "parallel.ep": 2},
+}
 PARTS = 7
 """graphs of a model with experts: of a dense block; of the others' attention, gating (of the experts and of the shared
 one, whose tensors have another number of dimensions), weighted sum, and router and its statistics"""
 
 
-@pytest.mark.parametrize(
-    "mode", ["none", *(exhaustively(mode) for mode in ("full", "segment", "ffn", "selective", "selective_half"))]
-)
-def test_compiled_blocks_with_experts_recompute(mode: str) -> None:
-    """They are compiled in parts. Routers count the tokens of each expert once, and attention's recomputation is in
-    its graph."""
-    assert check_compiled({**EXPERTS, **BLOCK, **EP2, "recompute.mode": mode}) == PARTS
+def test_blocks_with_experts_are_compiled_in_parts() -> None:
+    """Routers count the tokens of each expert once, and attention's recomputation is in its graph."""
+    assert check_compiled({**EXPERTS, **BLOCK, **EP2}) == PARTS
 
 
 @exhaustive
-def test_blocks_with_experts_are_compiled_in_parts_under_sequence_parallelism() -> None:
-    assert check_compiled({**EXPERTS, **BLOCK, **SP2, "parallel.ep": 2}) == PARTS
+@pytest.mark.parametrize("name", EXPERTS_AT_NIGHT)
+def test_blocks_with_experts_are_compiled_in_parts_in_every_layout(name: str) -> None:
+    assert check_compiled({**EXPERTS, **BLOCK, **EXPERTS_AT_NIGHT[name]}) == PARTS
 
 
 @exhaustive
@@ -179,12 +161,7 @@ def test_compiled_parts_of_a_pipeline_after_attention_with_a_norm() -> None:
 
 
 @exhaustive
-def test_the_real_backend_with_experts(tmp_path: Path) -> None:
-    layout = {**SP2, "parallel.ep": 2, "model.dense_layers": 0}
-    check_compiled({**EXPERTS, **BLOCK, **layout}, "inductor", str(tmp_path))
-
-
-@exhaustive
-def test_gpt_with_document_masks_and_chunked_loss() -> None:
-    gpt: Settings = {"model.family": "gpt", "model.kv_heads": 0, "data.document_mask": True, "training.loss_chunk": 12}
-    check_compiled({**TWO, **BLOCK, **LOSS, **SP2, **gpt})
+@pytest.mark.parametrize("model", [{"model.layers": 1}, {**EXPERTS, "parallel.ep": 2, "model.dense_layers": 0}])
+def test_the_real_backend(model: Settings, tmp_path: Path) -> None:
+    """FSDP stays out of the graphs, so what it compiles behind tensor parallelism is all that there is."""
+    check_compiled({**NORM, **BLOCK, **LOSS, **SP2, **model}, "inductor", str(tmp_path))  # one cache for both ranks

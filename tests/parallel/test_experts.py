@@ -1,7 +1,7 @@
 """Mixtures of experts under every technique. The lattice draws them too, and all of their settings."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from tests.checkpoint.test_resume_layouts import hop_over, train
-from tests.parity import Settings, build, check, check_bfloat16, my_batches, reference, tiny
+from tests.parity import Settings, build, check, check_bfloat16, my_batches, tiny
 from tests.workers import run
 from torchllm.facts.parameters import canonical_name
 from torchllm.models.decoder import build_model
@@ -36,12 +36,6 @@ TWO: Settings = {"model.layers": 2, "training.micro_batch_size": 2}
 TENSOR: Settings = {**TWO, "parallel.tp": 2, "parallel.sequence_parallel": True, "recompute.mode": "selective"}
 # a rank's first stage is freed between the forward and the backward of its later micro batches
 PIPELINE: Settings = {"parallel.pp": 2, "parallel.schedule": "Interleaved1F1B", "recompute.mode": "selective"}
-OTHERS: list[Settings] = [
-    {**FSDP2, "parallel.cp": 2, "recompute.mode": "selective_half"},
-    {**FSDP2, "parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble", "recompute.mode": "ffn"},
-    {**FSDP2, **TWO, "parallel.dp_replicate": 2, "parallel.tp": 2, "recompute.mode": "full"},
-]
-"""each technique and each way to recompute once, in pairs"""
 
 
 BALANCED: dict[str, Settings] = {
@@ -57,23 +51,12 @@ BALANCED: dict[str, Settings] = {
     [
         ({**BIAS, **TENSOR}, "sequence"),
         (PIPELINE, "global"),
-        pytest.param(OTHERS[0], "bias", marks=exhaustive),
-        pytest.param(OTHERS[1], "sequence", marks=exhaustive),
-        pytest.param(OTHERS[2], "global", marks=exhaustive),
+        pytest.param({**FSDP2, "model.router_dtype": "compute", "parallel.ep": 2}, "sequence", marks=exhaustive),
     ],
 )
 def test_gradients_are_those_of_one_process(layout: Settings, balance: str) -> None:
     """The lattice has other layouts."""
     check({**EXPERTS, **BALANCED[balance], **layout}, ragged=True)
-
-
-def test_penalties_are_large_enough_to_be_seen() -> None:
-    plain = reference({**EXPERTS, "model.router_score": "sigmoid"}).gradients
-    for balance in ("sequence", "global"):
-        balanced = reference({**EXPERTS, **BALANCED[balance], "model.router_score": "sigmoid"}).gradients
-        for name, gradient in balanced[1].items():  # in the first step the global one has no shares
-            if name.endswith("router.weight"):
-                assert abs(gradient - plain[1][name]).max() > 0.1 * abs(plain[1][name]).max(), balance
 
 
 def local_shapes(settings: Settings) -> dict[str, tuple[int, ...]]:
@@ -93,7 +76,10 @@ def local_shapes(settings: Settings) -> dict[str, tuple[int, ...]]:
     [
         (2, FSDP2, (3, 32, 64), (3, 64, 32)),  # by expert
         (4, {"parallel.dp_shard": 4}, (6, 32, 16), (6, 16, 32)),  # 6 experts are not 4 equal parts
-        (4, {"parallel.dp_shard": 2, "parallel.tp": 2}, (3, 16, 64), (3, 64, 16)),
+        (4, {**FSDP2, "parallel.tp": 2}, (3, 16, 64), (3, 64, 16)),
+        (4, {**FSDP2, "parallel.tp": 2, "parallel.ep": 4, "model.experts": 8}, (2, 32, 64), (2, 64, 32)),
+        # 4 ranks share 2 experts, 2 of them one by hidden states
+        (4, {"parallel.dp_shard": 4, "parallel.ep": 2, "model.experts": 2}, (1, 32, 32), (1, 32, 32)),
     ],
 )
 def test_ranks_hold_equal_parts_of_the_experts(
@@ -101,19 +87,6 @@ def test_ranks_hold_equal_parts_of_the_experts(
 ) -> None:
     for shapes in run(local_shapes, ranks, settings):
         assert shapes == {"gate_proj": gate, "up_proj": gate, "down_proj": down}
-
-
-@exhaustive
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {**FSDP2, **TWO, "parallel.tp": 2, "parallel.ep": 2, "recompute.mode": "selective"},
-        {**FSDP2, "parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble", "parallel.zero_stage": 2},
-    ],
-    ids=describe_layout,
-)
-def test_a_router_that_is_gathered_with_its_block_trains_the_same_model(layout: Settings) -> None:
-    check({**EXPERTS, **BALANCED["sequence"], "model.router_dtype": "compute", **layout}, ragged=True)
 
 
 def test_a_checkpoint_resumes_on_layouts_that_cut_the_experts_in_other_ways(tmp_path: Path) -> None:
@@ -194,17 +167,7 @@ def routed_in_bfloat16(settings: Settings) -> list[Routed]:
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [
-        {},
-        {**FSDP2, "parallel.zero_stage": 0},
-        pytest.param({**FSDP2, "recompute.mode": "full"}, marks=exhaustive),
-        {**TWO, "parallel.tp": 2, "parallel.sequence_parallel": True, "recompute.mode": "selective"},
-        {**FSDP2, "parallel.ep": 2},
-        pytest.param({**FSDP2, "parallel.zero_stage": 1, "parallel.cp": 2}, marks=exhaustive),
-        pytest.param({"parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble"}, marks=exhaustive),
-    ],
-    ids=lambda layout: describe_layout(layout) or "one process",
+    "layout", [{}, {**FSDP2, "parallel.zero_stage": 0}, TENSOR, {**FSDP2, "parallel.ep": 2}], ids=describe_layout
 )
 def test_a_router_is_float32_in_a_bfloat16_model(layout: Settings) -> None:
     """A weight or a logit that was rounded to bfloat16 once would be off by up to 2**-9, 2e-3."""
@@ -215,23 +178,11 @@ def test_a_router_is_float32_in_a_bfloat16_model(layout: Settings) -> None:
             assert routed.error < 1e-5
 
 
-BFLOAT16: list[Any] = [
-    {**FSDP2, "parallel.tp": 2, "parallel.ep": 2, "parallel.sequence_parallel": True, "recompute.mode": "selective"},
-    *(
-        pytest.param(layout, marks=exhaustive)
-        for layout in (
-            OTHERS[1],
-            {**OTHERS[2], "parallel.zero_stage": 1, "model.router_dtype": "compute"},
-            {**FSDP2, "parallel.cp": 2, "parallel.ep": 2, "parallel.zero_stage": 2, "data.document_mask": True},
-        )
-    ),
-]
-
-
-@pytest.mark.parametrize("layout", BFLOAT16, ids=describe_layout)
-def test_bfloat16_adds_no_error_to_that_of_one_process(layout: Settings) -> None:
+def test_bfloat16_adds_no_error_to_that_of_one_process() -> None:
     """With the choices of one process in float32."""
-    check_bfloat16(tiny({**EXPERTS, **BALANCED["sequence"], "training.micro_batch_size": 2, **layout}), ragged=True)
+    layout = {**FSDP2, "parallel.tp": 2, "parallel.ep": 2, "parallel.sequence_parallel": True}
+    settings: Settings = {"training.micro_batch_size": 2, "recompute.mode": "selective", **BALANCED["sequence"]}
+    check_bfloat16(tiny({**EXPERTS, **settings, **layout}), ragged=True)
 
 
 def test_what_other_selective_checkpoints_see_is_as_it_was() -> None:

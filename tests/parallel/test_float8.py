@@ -93,16 +93,14 @@ def test_only_the_blocks_are_converted_and_names_and_parameters_stay() -> None:
 
 FSDP: Settings = {"parallel.dp_shard": 2}
 PIPELINE: Settings = {"parallel.dp_replicate": 2, "parallel.pp": 2}
-SAME_PRODUCTS = [
-    pytest.param("rowwise", {**FSDP, "recompute.mode": "selective"}, id="rowwise"),
-    pytest.param("rowwise_with_gw_hp", PIPELINE, id="rowwise_with_gw_hp", marks=exhaustive),
-    pytest.param("tensorwise", {**PIPELINE, "recompute.mode": "selective"}, id="tensorwise", marks=exhaustive),
-]
-"""ranks that compute the products of one process, on its micro batches"""
 
 
-@pytest.mark.parametrize(("recipe", "settings"), SAME_PRODUCTS)
+@pytest.mark.parametrize(
+    ("recipe", "settings"),
+    [("rowwise", {**FSDP, "recompute.mode": "selective"}), pytest.param("tensorwise", PIPELINE, marks=exhaustive)],
+)
 def test_ranks_with_whole_products_round_as_one_process(recipe: str, settings: Settings) -> None:
+    """They compute the products of one process, on its micro batches."""
     config = tiny({**FLOAT8, **settings, "float8.recipe": recipe, "training.dtype": "bfloat16", "training.steps": 1})
     (trained, *_) = run(train_config, world_size(config), config, True)
     (alone,) = run(train_config, 1, one_process(config, config.training.micro_batch_size), True)
@@ -111,18 +109,16 @@ def test_ranks_with_whole_products_round_as_one_process(recipe: str, settings: S
     assert trained.losses == pytest.approx(alone.losses, rel=1e-6)
 
 
-SHARED_PRODUCTS = [
-    {"parallel.tp": 2, "parallel.sequence_parallel": True, "recompute.mode": "full"},
-    pytest.param(
-        {"parallel.cp": 2, "parallel.tp": 2, "model.family": "gpt", "training.loss_chunk": 20}, marks=exhaustive
-    ),
-    pytest.param({"parallel.cp": 2, "parallel.cp_method": "ulysses", "data.document_mask": True}, marks=exhaustive),
-]
-"""ranks that have some of the features or some of the tokens of a product"""
-
-
-@pytest.mark.parametrize("settings", SHARED_PRODUCTS, ids=describe_layout)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"parallel.tp": 2, "parallel.sequence_parallel": True, "recompute.mode": "full"},
+        pytest.param({"parallel.cp": 2, "parallel.tp": 2, "model.family": "gpt"}, marks=exhaustive),
+    ],
+    ids=describe_layout,
+)
 def test_rowwise_adds_no_error_to_that_of_one_process(settings: Settings) -> None:
+    """Where ranks have some of the features or some of the tokens of a product."""
     error = check_bfloat16(tiny({**FLOAT8, **settings}), ragged=True)
     assert error > 0.03  # and not bfloat16's, 1e-2
 

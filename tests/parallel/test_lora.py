@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.checkpoint.test_resume_layouts import hop_over, train
-from tests.parity import Settings, build, check, check_bfloat16, tiny
+from tests.parity import Settings, build, check, tiny
 from tests.workers import run
 from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.checkpoint.manifest import read_manifest
@@ -31,11 +31,6 @@ def test_updates_of_cut_features_are_those_of_one_process() -> None:
     """Each rank has a part of one factor and the whole other one. The lattice has other layouts."""
     layout: Settings = {"parallel.tp": 2, "parallel.sequence_parallel": True, "model.layers": 2}
     check({**LORA, **layout, "training.loss_chunk": 20}, ragged=True)
-
-
-@pytest.mark.exhaustive
-def test_bfloat16_adds_no_error_to_that_of_one_process() -> None:
-    check_bfloat16(tiny({**LORA, "parallel.tp": 2, "parallel.dp_shard": 2}), ragged=True)
 
 
 def frozen_dtypes(settings: Settings) -> set[torch.dtype]:

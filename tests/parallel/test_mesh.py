@@ -27,7 +27,6 @@ def on_rank(rank: int, world_size: int, **degrees: Any) -> Iterator[Mesh]:
 
 
 def ranks_of(mesh: DeviceMesh, axis: int = 0) -> list[int]:
-    """The ranks that this rank shares an axis with."""
     return sorted(dist.get_process_group_ranks(mesh.get_group(axis)))
 
 
@@ -134,7 +133,6 @@ def test_plain_fsdp_is_one_axis_and_one_rank_has_every_mesh() -> None:
 
 
 def groups_now() -> set[str]:
-    """Names of all process groups of this rank."""
     return {group.group_name for group in dist.distributed_c10d._world.pg_map}
 
 

@@ -39,10 +39,6 @@ BATCH, LENGTH = 4, 64  # many tokens for few weights: activations outweigh the g
 HIDDEN_BYTES = BATCH * LENGTH * 16 * 4  # of one (B, S, D)
 
 
-def ids(recompute: Recompute) -> str:
-    return f"{recompute.mode}{recompute.k or ''}"
-
-
 def built(model: Model, recompute: Recompute, compiles_blocks: bool = False) -> Decoder:
     with torch.device("meta"):
         decoder = build_model(model)
@@ -126,18 +122,6 @@ def memory(layers: int, recompute: Recompute) -> Memory:
     return Memory(saved, live.most)
 
 
-def test_each_mode_keeps_less_than_the_one_before() -> None:
-    order = [Recompute(), Recompute("ffn"), Recompute("every_k", 2), Recompute("full"), Recompute("segment", 4)]
-    saved = [memory(8, recompute).saved for recompute in order]
-    assert saved == sorted(saved, reverse=True)
-    assert len(set(saved)) == len(saved), saved
-    none = memory(8, Recompute()).saved
-    selective = memory(8, Recompute("selective")).saved
-    half = memory(8, Recompute("selective_half")).saved
-    full = memory(8, Recompute("full")).saved
-    assert full < half < selective < none
-
-
 def test_kept_bytes_of_full_and_segment() -> None:
     """The blocks' inputs, (B, S, D) each, and nothing else of them."""
     for recompute in (Recompute("full"), Recompute("segment", 1), Recompute("segment", 2), Recompute("segment", 4)):
@@ -162,42 +146,7 @@ def test_segments_take_memory_that_grows_with_the_root_of_the_layers() -> None:
     assert 2 * four_blocks // 4 <= growth <= 2 * (four_blocks // 4 + HIDDEN_BYTES)
 
 
-# forwards in a step of 5 blocks: of whole blocks, attention cores, and feed-forward layers
-CALLS: dict[str, tuple[int, int, int]] = {
-    "none": (5, 5, 5),
-    "full": (10, 10, 10),
-    "segment": (10, 10, 10),  # 2, 2 and 1
-    "segment4": (10, 10, 10),
-    "every_k": (8, 8, 8),  # blocks 0, 2, 4
-    "every_k3": (7, 7, 7),  # blocks 0 and 3
-    "ffn": (5, 5, 10),
-    "selective": (10, 10, 10),  # entered again, but without the products: facts/flops.py counts those
-    "selective_half": (10, 10, 10),
-}
-
-
-def calls_of_a_step(recompute: Recompute) -> tuple[int, ...]:
-    decoder = built(SMALL, recompute)
-    calls = {"Block": 0, "ScaledDotProductAttention": 0, "SwiGLU": 0}
-
-    def count(module: Any, args: Any) -> None:
-        calls[type(module).__name__] += 1
-
-    for module in decoder.modules():
-        if type(module).__name__ in calls:
-            module.register_forward_pre_hook(count)
-    decoder(*inputs(SMALL)).backward()
-    return tuple(calls.values())
-
-
-def test_what_is_computed_again() -> None:
-    """The products in it are compared with facts/flops.py in tests/facts/test_flops.py."""
-    assert {ids(recompute): calls_of_a_step(recompute) for recompute in MODES} == CALLS
-
-
 class CallCounter(TorchDispatchMode):
-    """Counts the calls of one operation while it is active."""
-
     def __init__(self, operation: Any) -> None:
         super().__init__()
         self.operation = operation
@@ -282,7 +231,6 @@ TP: Settings = {"model.layers": 2, "parallel.tp": 2, "training.global_batch_size
 
 
 def sent_over_tp(layout: Settings) -> dict[str, int]:
-    """Collectives of a step, by mode."""
     modes = ("none", "selective", "selective_half", "full", "segment", "ffn")
     counts = {}
     for mode in modes:

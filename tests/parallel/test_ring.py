@@ -21,12 +21,11 @@ from torchllm.parallel.attention_kernels import (
     CpuKernel,
     CudaKernels,
     EagerKernel,
-    Entries,
     Gradients,
     KeyMask,
     PartialAttention,
 )
-from torchllm.parallel.ring import Exchange, RingAttention, merge, ring_backward, ring_forward, shared_document
+from torchllm.parallel.ring import Exchange, RingAttention, merge, ring_backward, ring_forward
 
 BATCH, LENGTH, HEADS, KV, WIDTH = 2, 48, 6, 2, 8
 KERNELS: dict[str, BlockKernel] = {"eager": EagerKernel(), "sdpa": CpuKernel(), "cuda": CudaKernels()}
@@ -58,8 +57,6 @@ class Inputs(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Output and gradients of an attention core."""
-
     out: Tensor
     dq: Tensor
     dk: Tensor
@@ -67,7 +64,6 @@ class Results(NamedTuple):
 
 
 def whole_inputs(dtype: torch.dtype) -> Inputs:
-    """Return the inputs of the whole sequence."""
     generator = torch.Generator().manual_seed(0)
 
     def random(heads: int) -> Tensor:
@@ -141,16 +137,6 @@ def test_the_ring_is_attention_over_the_whole_sequence(ranks: int) -> None:
             assert worst_error(results, documents) <= EXACT, (name, kernel)
 
 
-def test_the_document_that_two_ranks_share() -> None:
-    """Three entries per sequence: keys before it, the document, queries after it; every token is in one of them."""
-    query_ids, key_ids = torch.tensor([[1, 1, 2, 3], [5, 6, 6, 6], [7, 7, 7, 7]]), torch.tensor([[0, 0, 1]] * 3)
-    key_ids[1:] = torch.tensor([[1, 2, 3], [7, 7, 7]])
-    queries, keys = shared_document(query_ids, key_ids)
-    assert queries.tolist() == [0, *(0, 2, 4), *(4, 4, 8), *(8, 12, 12)]
-    assert keys.tolist() == [0, *(2, 3, 3), *(5, 6, 6), *(6, 9, 9)]
-    assert queries.dtype == keys.dtype == torch.int32
-
-
 def test_no_pair_of_different_documents_is_computed() -> None:
     """Documents of 6 tokens, 4 ranks with two pieces of 6: every rank computes its own documents, and nothing else."""
     for events in run(record_events, 4, torch.float32, DOCUMENTS["six tokens each"]):
@@ -172,21 +158,6 @@ def test_lower_precision(dtype: torch.dtype, error: float) -> None:
     for results in results_of_ranks:
         assert {x.dtype for x in results} == {dtype}
     assert worst_error(results_of_ranks, DOCUMENTS["two"]) <= error
-
-
-def test_an_eager_ring_in_bfloat16_is_no_worse_than_eager_attention() -> None:
-    """Sums over blocks and ranks are in float32: only what is saved and returned is rounded."""
-    documents = DOCUMENTS["two"]
-    core, exact_core = EagerAttention(), Float64Attention()
-    mask = core.mask(documents)
-    inputs = whole_inputs(torch.bfloat16)
-    exact = forward_backward(exact_core, Inputs(*(x.double() for x in inputs)), mask)
-    whole = forward_backward(core, inputs, mask)
-    parts = run(on_the_ring, 4, "eager", torch.bfloat16, documents)
-    for name, expected in exact._asdict().items():
-        errors_of_ranks = [getattr(part, name) - part_of(expected, rank, 4) for rank, part in enumerate(parts)]
-        error = torch.cat(errors_of_ranks, dim=1).square().mean()
-        assert error < (getattr(whole, name) - expected).square().mean(), name
 
 
 class RandomParts(BlockKernel):
@@ -239,28 +210,6 @@ def test_the_parts_of_a_bfloat16_ring_are_merged_in_float32() -> None:
     outs = torch.stack([part.out.double() for part in kernel.parts])
     assert rounded_once(attention.out, (lse.softmax(0).unsqueeze(-1) * outs).sum(0))
     assert rounded_once(dq, torch.stack([gradients.dq.double() for gradients in kernel.gradients]).sum(0))
-
-
-def test_parts_of_the_keys_merge_to_the_whole() -> None:
-    inputs = whole_inputs(torch.float64)
-    q = inputs.q.transpose(1, 2)
-    kv = torch.stack((inputs.k.transpose(1, 2), inputs.v.transpose(1, 2)))
-    kernel = EagerKernel()
-
-    def attend(first: int, last: int) -> PartialAttention:
-        return kernel.forward(q, kv[:, :, :, first:last], KeyMask())
-
-    attention = PartialAttention(*(x.clone() for x in attend(0, 10)))
-    merge(attention, attend(10, 12))
-    out, lse = attention.out.clone(), attention.lse.clone()
-    no_pairs = Entries(torch.tensor([0, 0, BATCH * LENGTH]), torch.tensor([0, BATCH * 10, BATCH * 10]))
-    merge(attention, kernel.forward(q, kv[:, :, :, :10], KeyMask(entries=no_pairs)))  # changes nothing
-    assert torch.equal(attention.out, out)
-    assert torch.equal(attention.lse, lse)
-    merge(attention, attend(12, LENGTH))
-    expected = attend(0, LENGTH)
-    torch.testing.assert_close(attention.out, expected.out, rtol=0, atol=1e-14)
-    torch.testing.assert_close(attention.lse, expected.lse, rtol=0, atol=1e-14)
 
 
 def test_a_compiled_merge_is_one_graph_for_all_sizes() -> None:
@@ -324,8 +273,6 @@ def _computes(q: Tensor, k: Tensor, causal: tuple[bool, ...]) -> Event:
 
 
 class RankEvents(NamedTuple):
-    """What one rank does in one forward and in its backward."""
-
     forward: list[Event]
     backward: list[Event]
 

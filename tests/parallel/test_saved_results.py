@@ -54,24 +54,6 @@ def _only_references_count() -> Iterator[None]:
     gc.enable()
 
 
-def test_a_result_is_computed_once() -> None:
-    weight = torch.randn(4, 4)
-    plain = torch.randn(3, 4, requires_grad=True)
-    recomputing = plain.detach().clone().requires_grad_()
-    run(plain, weight).backward()
-    results.clear()
-    loss = recomputed(recomputing, weight)
-    assert len(results) == 2
-    assert all(reference() is not None for reference in results)  # they wait for the backward
-    loss.backward()
-    assert len(results) == 2  # none was computed in the recomputation
-    del loss
-    assert [reference() for reference in results] == [None, None]
-    assert plain.grad is not None
-    assert recomputing.grad is not None
-    assert torch.equal(recomputing.grad, plain.grad)
-
-
 def test_a_graph_that_has_no_backward_is_freed() -> None:
     loss = recomputed(torch.randn(3, 4, requires_grad=True), torch.randn(4, 4))
     assert all(reference() is not None for reference in results)

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -74,8 +73,6 @@ def words(events: list[Collective | str]) -> list[str]:
 
 
 class Phases(NamedTuple):
-    """The events of a step as words, before and after the loss."""
-
     forward: list[str]
     backward: list[str]
 
@@ -120,24 +117,6 @@ def test_collectives_of_sequence_parallelism() -> None:
     assert hidden == ["scatter", *["gather", "scatter"] * (2 * LAYERS), "gather"]  # head, down, ..., embedding
 
 
-def test_sequence_parallelism_sends_the_same_bytes() -> None:
-    sent_bytes = bytes_but_for_norms(sent_under("tp"))
-    assert bytes_but_for_norms(sent_under("tp+sp")) == sent_bytes
-    # Two ranks send a float32 tensor's size in an all-reduce.
-    all_reduces = 4 * LAYERS + 2  # per block two forward and two backward; the two ends
-    loss = 3 * TOKENS  # the maximum and the two sums
-    assert sent_bytes == 4 * (all_reduces * TOKENS * HIDDEN + loss)
-
-
-def bytes_but_for_norms(events: list[Collective | str]) -> float:
-    """Return the bytes that a rank sends, without the gradients of the norms."""
-    total = 0.0
-    for event in events:
-        if isinstance(event, Collective) and event.elements != HIDDEN:
-            total += event.bytes(2)
-    return total
-
-
 def test_norms_over_the_width_send_one_number_per_token_each() -> None:
     """The sums of squares of queries and of keys, in the forward and, as their gradients, in the backward."""
     events = run(sent_of_a_step, 2, {**ONE, "model.qk_norm": "width"})[0]
@@ -173,57 +152,6 @@ def test_logits_are_never_sent() -> None:
         assert sum(size for size in sizes if size not in (TOKENS * HIDDEN, HIDDEN)) == 3 * TOKENS
 
 
-Shape = tuple[int, ...]
-KIND_OF_MODULE = {
-    "input_layernorm": "norm",
-    "post_attention_layernorm": "norm",
-    "norm": "norm",
-    "core": "attention",
-    "down_proj": "mlp",
-}
-"""the activations that a module gets, by the last part of its name"""
-
-
-def local_activations(settings: Settings) -> dict[str, set[Shape]]:
-    """Return shapes on one rank: of what norms, attention cores and down_proj ("mlp") get, and what blocks return."""
-    _, (stage,) = build(tiny(settings))
-    shapes: dict[str, set[Shape]] = {"norm": set(), "attention": set(), "mlp": set(), "block": set()}
-
-    def recording_input(kind: str) -> Callable[..., None]:
-        return lambda module, args: shapes[kind].add(_local_shape(args[0]))
-
-    def record_block(module: Any, args: Any, out: Tensor) -> None:
-        shapes["block"].add(_local_shape(out))
-
-    for name, module in stage.named_modules():
-        _, _, last_part = name.rpartition(".")
-        if last_part in KIND_OF_MODULE:
-            module.register_forward_pre_hook(recording_input(KIND_OF_MODULE[last_part]))
-    for block in stage.layers.values():
-        block.register_forward_hook(record_block)
-    tokens = torch.arange(TOKENS).view(1, -1)
-    stage(tokens, tokens, None, tokens)
-    return shapes
-
-
-def _local_shape(x: Tensor) -> Shape:
-    local = x.to_local() if isinstance(x, DTensor) else x
-    return tuple(local.shape)
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_what_a_rank_holds_between_the_products(sequence_parallel: bool) -> None:
-    """Without sequence parallelism every token of (B, S, D) between the matrices, with it S / tp of them."""
-    part = TOKENS // 2 if sequence_parallel else TOKENS
-    for shapes in run(local_activations, 2, SP if sequence_parallel else ONE):
-        assert shapes == {
-            "norm": {(1, part, HIDDEN)},
-            "block": {(1, part, HIDDEN)},
-            "attention": {(1, TOKENS, 4, 8)},  # 4 of 8 heads
-            "mlp": {(1, TOKENS, 48)},  # 48 of 96
-        }
-
-
 def rows_of_the_embedding_gradient(settings: Settings) -> list[int]:
     """Return the rows of the tables that embeddings make gradients of."""
     config = tiny(settings)
@@ -249,8 +177,6 @@ def test_a_rank_makes_the_gradient_of_its_part_of_the_embedding() -> None:
 
 
 class Logits(NamedTuple):
-    """Random logits of a test of the loss."""
-
     vocab: int
     dtype: torch.dtype
     size: float

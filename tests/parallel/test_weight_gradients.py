@@ -77,7 +77,6 @@ def check_gradients(model: nn.Module, expected: nn.Module) -> None:
 
 
 def count_calls(settings: Settings) -> int:
-    """Return the number of attention forwards of one step on this rank."""
     config = tiny(settings)
     mesh, stages = build(config)
     step = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)

@@ -72,7 +72,6 @@ class Trace(TorchDispatchMode):
         return lambda *ignored: self.events.append(text)
 
     def sent(self, axis: str, kind: str = "") -> list[Collective]:
-        """The collectives over an axis."""
         collectives = [event for event in self.events if isinstance(event, Collective)]
         return [event for event in collectives if event.axis == axis and kind in ("", event.kind)]
 
@@ -102,7 +101,6 @@ def traced(
 
 
 def module_named(stage: nn.Module, name: str) -> nn.Module:
-    """By canonical name, whatever wraps it."""
     from torchllm.facts.parameters import canonical_name
 
     return {canonical_name(n + "."): m for n, m in stage.named_modules()}[name + "."]

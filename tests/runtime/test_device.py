@@ -10,26 +10,17 @@ from torchllm.runtime import device as devices
 from torchllm.runtime.device import choose_device, compute_dtype, has_usable_gpu
 
 
-@pytest.mark.parametrize(
-    ("files", "visible", "expected"),
-    [
-        (["nvidia0"], None, True),
-        (["nvidia0"], "0", True),
-        (["nvidia0"], "", False),
-        (["nvidia0"], "-1", False),
-        (["nvidiactl"], None, False),
-        ([], None, False),
-    ],
-)
-def test_a_gpu_that_this_process_may_use(
-    files: list[str], visible: str | None, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in files:
-        (tmp_path / name).touch()
+def test_a_gpu_that_this_process_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "none").mkdir()
+    assert not has_usable_gpu(tmp_path / "none")
+    (tmp_path / "nvidiactl").touch()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
+    assert not has_usable_gpu(tmp_path)
+    (tmp_path / "nvidia0").touch()
+    assert has_usable_gpu(tmp_path)
+    for visible, expected in (("0", True), ("", False), ("-1", False)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert has_usable_gpu(tmp_path) == expected
+        assert has_usable_gpu(tmp_path) == expected, visible
 
 
 def test_a_gpu_that_torch_cannot_use_is_no_silent_training_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

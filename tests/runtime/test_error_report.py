@@ -73,47 +73,39 @@ def test_only_rank_0_logs_information(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().err == "logged by 0\n"
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
+def after_another_error(text: str) -> ValueError:
+    error = ValueError("while another error was handled")
+    error.__context__ = RuntimeError(text)
+    return error
+
+
+def test_a_rank_that_has_lost_a_peer_lets_that_peer_speak_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    for said in (
         "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:43211",
         "[pair.cc:444] writev [127.0.0.1]:1234: Broken pipe",
         "NCCL error: remote process exited or there was a network error\nLast error:",
         "failed to recv, got 0 bytes",
-    ],
-)
-def test_a_rank_that_has_lost_a_peer_lets_that_peer_speak_first(
-    said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(time, "sleep", slept.append)
-    error = ValueError("while another error was handled")
-    error.__context__ = RuntimeError(said)
-    for rank in (0, 1):
-        end_with(error, rank, local_rank=rank)
-        printed = capsys.readouterr().err
-        assert printed.endswith(f"another rank, whose own error is the cause: {said.splitlines()[0]}\n")
-        assert len(printed.splitlines()) == 1
-    assert slept == [error_report.OTHERS_WAIT] * 2
+    ):
+        for rank in (0, 1):
+            end_with(after_another_error(said), rank, local_rank=rank)
+            (line,) = capsys.readouterr().err.splitlines()
+            assert line.endswith(f"another rank, whose own error is the cause: {said.splitlines()[0]}")
+    assert slept == [error_report.OTHERS_WAIT] * 8
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        (
-            "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that workers are out of",
-            "Bus error",
-        ),
+def test_a_lost_worker_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for text, named in (
+        ("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that workers are", "Bus error"),
         ("DataLoader worker (pid(s) 7, 8) exited unexpectedly", "exited unexpectedly"),
-    ],
-)
-def test_a_lost_worker_is_one_line(text: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    error = ValueError("while another error was handled")
-    error.__context__ = RuntimeError(text)
-    end_with(error, rank=0, local_rank=0)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: DataLoader worker (pid")
-    assert f"{named}: most likely the machine has run out of memory: lower data.workers" in line
+    ):
+        end_with(after_another_error(text), rank=0, local_rank=0)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: DataLoader worker (pid")
+        assert f"{named}: most likely the machine has run out of memory: lower data.workers" in line
 
 
 def test_other_errors_are_no_lost_peers() -> None:
@@ -143,11 +135,7 @@ raise ERROR
 
 @pytest.mark.parametrize(
     ("error", "status", "line"),
-    [
-        ("UserError('no GPU')", 1, "error: no GPU"),
-        ("RefusedStart('no')", 2, "error: no"),
-        ("ValueError('a bug')", 1, "ValueError: a bug"),
-    ],
+    [("RefusedStart('no')", 2, "error: no"), ("ValueError('a bug')", 1, "ValueError: a bug")],
 )
 def test_a_process_with_an_error_ends_after_its_threads_without_destructors(error: str, status: int, line: str) -> None:
     """A save in the background is completed; torch's threads abort in their destructors."""

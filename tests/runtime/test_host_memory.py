@@ -35,46 +35,32 @@ def limit(group: Path, limit: str, used: int, stat: str = "") -> None:
     write(group / "memory.stat", stat)
 
 
-def test_without_limits_it_is_what_the_host_has(root: Path) -> None:
+def test_without_limits_the_ranks_of_a_node_share_what_the_host_has(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert host_memory_per_rank(root) == AVAILABLE * GIB
-
-
-def test_the_ranks_of_a_node_share_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit(root / "sys/fs/cgroup/job", "max", used=3)
+    assert host_memory_per_rank(root) == AVAILABLE * GIB
+    monkeypatch.setenv("WORLD_SIZE", "16")  # if nothing says how many are on the node
+    assert host_memory_per_rank(root) == AVAILABLE * GIB // 16
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert host_memory_per_rank(root) == AVAILABLE * GIB // 8
 
 
-def test_all_ranks_share_it_if_nothing_says_how_many_are_on_the_node(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "16")
-    assert host_memory_per_rank(root) == AVAILABLE * GIB // 16
-
-
-def test_an_unlimited_group_is_no_limit(root: Path) -> None:
-    limit(root / "sys/fs/cgroup/job", "max", used=3)
-    assert host_memory_per_rank(root) == AVAILABLE * GIB
-
-
-@pytest.mark.parametrize("group", ["job/step", "job", ""], ids=["own", "above", "of the container"])
-def test_the_limit_of_any_group_above_counts(root: Path, group: str) -> None:
-    limit(root / "sys/fs/cgroup/job/step", str(60 * GIB), used=0)
-    limit(root / "sys/fs/cgroup" / group, str(50 * GIB), used=30 * GIB)
-    assert host_memory_per_rank(root) == 20 * GIB
-
-
-def test_the_container_does_not_see_the_hosts_folders(root: Path) -> None:
-    write(root / "proc/self/cgroup", "0::/../../kubepods/pod7\n")
+def test_the_limit_of_any_group_above_counts(root: Path) -> None:
+    for group in ("", "job", "job/step"):
+        limit(root / "sys/fs/cgroup/job/step", str(60 * GIB), used=0)
+        limit(root / "sys/fs/cgroup" / group, str(50 * GIB), used=30 * GIB)
+        assert host_memory_per_rank(root) == 20 * GIB, group
+        limit(root / "sys/fs/cgroup" / group, "max", used=0)
+    write(root / "proc/self/cgroup", "0::/../../kubepods/pod7\n")  # a container does not see the host's folders
     limit(root / "sys/fs/cgroup", str(50 * GIB), used=30 * GIB)
     assert host_memory_per_rank(root) == 20 * GIB
 
 
-def test_cached_files_can_be_given_up(root: Path) -> None:
+def test_cached_files_can_be_given_up_and_no_limit_is_exceeded(root: Path) -> None:
     limit(root / "sys/fs/cgroup/job", str(50 * GIB), used=30 * GIB, stat=f"anon 1\ninactive_file {8 * GIB}\n")
     assert host_memory_per_rank(root) == 28 * GIB
-
-
-def test_a_group_over_its_limit_has_nothing_left(root: Path) -> None:
     limit(root / "sys/fs/cgroup/job", str(50 * GIB), used=51 * GIB)
     assert host_memory_per_rank(root) == 0
 
@@ -88,10 +74,7 @@ def test_version_1_has_other_names(root: Path) -> None:
     assert host_memory_per_rank(root) == 28 * GIB
 
 
-def test_without_linux_it_is_unknown(tmp_path: Path) -> None:
-    assert host_memory_per_rank(tmp_path) == 0
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what is available")
-def test_this_machine_has_some() -> None:
+def test_this_machine_has_some_and_one_without_linux_is_unknown(tmp_path: Path) -> None:
     assert host_memory_per_rank() > 2**20
+    assert host_memory_per_rank(tmp_path) == 0

@@ -31,7 +31,6 @@ def make_runtime(folder: Path, rank: int = 0, group: Any = None) -> Runtime:
 
 
 def error_of(action: Callable[[], object]) -> str:
-    """The text of the UserError that the action raises."""
     try:
         action()
     except UserError as error:
@@ -58,11 +57,11 @@ def votes(folder: str, events: dict[int, str]) -> list[bool]:
     return answers
 
 
-@pytest.mark.parametrize("event", ["signal", "file", "failure"])
-def test_an_event_on_one_rank_stops_all_ranks_one_step_later(tmp_path: Path, event: str) -> None:
-    answers = workers.run(votes, 2, str(tmp_path), {2: event})
-    assert [answer[:3] for answer in answers] == [[False, False, True]] * 2
-    assert not (tmp_path / "stop").exists()  # or the run could not go on
+def test_an_event_on_one_rank_stops_all_ranks_one_step_later(tmp_path: Path) -> None:
+    for event in ("signal", "file", "failure"):
+        answers = workers.run(votes, 2, str(tmp_path), {2: event})
+        assert [answer[:3] for answer in answers] == [[False, False, True]] * 2, event
+        assert not (tmp_path / "stop").exists()  # or the run could not go on
     assert workers.run(votes, 2, str(tmp_path), {}) == [[False] * 4] * 2
 
 

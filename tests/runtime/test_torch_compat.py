@@ -4,6 +4,7 @@ import gc
 import inspect
 import time
 import weakref
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +40,14 @@ from torchllm.tools.launch import torch_records
 from torchllm.tools.launch.torch_records import break_profile_cycle, flight_records, profiled_events
 
 
+@pytest.fixture
+def eight_ranks() -> Iterator[None]:
+    """A group of which only rank 5 exists: enough for everything but sending."""
+    dist.init_process_group("fake", rank=5, world_size=8)
+    yield
+    dist.destroy_process_group()
+
+
 def test_every_name_has_a_test_here() -> None:
     tests = Path(__file__).read_text()
     for module in (torch_compat, torch_pipeline, torch_records):
@@ -49,21 +58,16 @@ def test_every_name_has_a_test_here() -> None:
                 assert name in module.__all__
 
 
+@pytest.mark.usefixtures("eight_ranks")
 def test_flatten_mesh() -> None:
-    dist.init_process_group("fake", rank=5, world_size=8)
-    try:
-        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
-        flat = flatten_mesh(mesh["a", "b"], "ab")
-        assert (flat.shape, flat.mesh_dim_names) == ((4,), ("ab",))
-        assert flat.get_local_rank() == 2  # a 1, b 0
-        assert dist.get_process_group_ranks(flat.get_group()) == [1, 3, 5, 7]
-    finally:
-        dist.destroy_process_group()
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+    flat = flatten_mesh(mesh["a", "b"], "ab")
+    assert (flat.shape, flat.mesh_dim_names) == ((4,), ("ab",))
+    assert flat.get_local_rank() == 2  # a 1, b 0
+    assert dist.get_process_group_ranks(flat.get_group()) == [1, 3, 5, 7]
 
 
 class RecordedOperations(TorchDispatchMode):
-    """Records the operations that run in its context."""
-
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[Any] = []
@@ -140,13 +144,10 @@ def test_forget_meshes() -> None:
     assert run(sums_on_equal_meshes, 4) == [[8.0, 8.0]] * 4
 
 
+@pytest.mark.usefixtures("eight_ranks")
 def test_group_with_name() -> None:
-    dist.init_process_group("fake", rank=5, world_size=8)
-    try:
-        group = dist.new_group([1, 5])
-        assert torch_compat.group_with_name(group.group_name) is group
-    finally:
-        dist.destroy_process_group()
+    group = dist.new_group([1, 5])
+    assert torch_compat.group_with_name(group.group_name) is group
 
 
 def test_foreach_norm() -> None:
@@ -185,17 +186,14 @@ def test_allocations() -> None:
 
 
 @pytest.mark.filterwarnings("error")
+@pytest.mark.usefixtures("eight_ranks")
 def test_join_meshes() -> None:
-    dist.init_process_group("fake", rank=5, world_size=8)
-    try:
-        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
-        joined = join_meshes(mesh["a"], flatten_mesh(mesh["b", "c"], "bc"))
-        assert (joined.shape, joined.mesh_dim_names) == ((2, 4), ("a", "bc"))
-        assert list(joined.get_coordinate() or ()) == [1, 1]
-        groups = [sorted(dist.get_process_group_ranks(group)) for group in joined.get_all_groups()]
-        assert groups == [[1, 5], [4, 5, 6, 7]]
-    finally:
-        dist.destroy_process_group()
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+    joined = join_meshes(mesh["a"], flatten_mesh(mesh["b", "c"], "bc"))
+    assert (joined.shape, joined.mesh_dim_names) == ((2, 4), ("a", "bc"))
+    assert list(joined.get_coordinate() or ()) == [1, 1]
+    groups = [sorted(dist.get_process_group_ranks(group)) for group in joined.get_all_groups()]
+    assert groups == [[1, 5], [4, 5, 6, 7]]
 
 
 def test_checkpoint_wrapper_recomputes_and_prefixes_names() -> None:
@@ -215,8 +213,6 @@ def test_checkpoint_wrapper_recomputes_and_prefixes_names() -> None:
 
 
 class Region(NamedTuple):
-    """The part of a matrix that one rank holds."""
-
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     values: "np.ndarray[Any, Any]"
@@ -372,16 +368,13 @@ def test_end_all_to_all() -> None:
     assert received == [[10.0, 20.0, 21.0], [0.0, 11.0, 22.0], [1.0, 12.0, 23.0]]
 
 
+@pytest.mark.usefixtures("eight_ranks")
 def test_unflatten_mesh() -> None:
-    dist.init_process_group("fake", rank=5, world_size=8)
-    try:
-        world = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
-        mesh = torch_compat.unflatten_mesh(flatten_mesh(world["b", "c"], "bc"), (1, 4), ("d", "e"))
-        assert (mesh.shape, mesh.mesh_dim_names) == ((1, 4), ("d", "e"))
-        assert dist.get_process_group_ranks(mesh.get_group("e")) == [4, 5, 6, 7]
-        assert join_meshes(world["a"], mesh["e"]).shape == (2, 4)  # they have one root
-    finally:
-        dist.destroy_process_group()
+    world = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+    mesh = torch_compat.unflatten_mesh(flatten_mesh(world["b", "c"], "bc"), (1, 4), ("d", "e"))
+    assert (mesh.shape, mesh.mesh_dim_names) == ((1, 4), ("d", "e"))
+    assert dist.get_process_group_ranks(mesh.get_group("e")) == [4, 5, 6, 7]
+    assert join_meshes(world["a"], mesh["e"]).shape == (2, 4)  # they have one root
 
 
 def test_profiled_events() -> None:

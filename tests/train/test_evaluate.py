@@ -30,7 +30,6 @@ LAYOUTS: dict[str, Settings] = {
 
 
 def parts(batch: Batch, rank: int, size: int) -> list[Batch]:
-    """Return a rank's sequences, one per batch."""
     sequences = range(rank, len(batch.tokens), size)
     return [rows_of(batch, slice(index, index + 1)) for index in sequences]
 
@@ -87,8 +86,6 @@ def test_losses_and_tokens_are_summed_in_float64() -> None:
 
 
 class Evaluated(NamedTuple):
-    """What one rank observed of an evaluation."""
-
     loss: float
     sharded: bool
     """all parameters are sharded again"""

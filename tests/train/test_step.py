@@ -127,8 +127,6 @@ def bad_micro_batch(rig: Rig, rank: int, bad: float) -> Callable[[], None]:
 
 
 class Failure(NamedTuple):
-    """One way in which a step can fail on a rank."""
-
     spoil: Callable[[Rig, int, float], Callable[[], None]]
     value: float
 
@@ -161,7 +159,6 @@ class SkippedStep(NamedTuple):
 
 
 def skip_a_step(settings: Settings, failure: Failure) -> SkippedStep:
-    """Take a good, a bad and a good step."""
     last_rank = dist.get_world_size() - 1
     rig = Rig(settings)
     rig.step(1, rig.batches(1))
@@ -304,7 +301,6 @@ def test_pairs_are_those_that_the_masks_leave() -> None:
 
 
 def parts_of_a_step() -> set[str]:
-    """Return the names that one step gives its parts."""
     rig = Rig({})
     batches = rig.batches(1)
     with profile() as profiler:

@@ -35,13 +35,11 @@ def test_marks_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert sorted(path.name for path in newest.iterdir()) == ["suspect.json"]  # and no temporary file
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"[1]", b'{"why": 1}', b"\xff", pytest.param(b"[" * 200_000, id="nested")]
-)
-def test_a_mark_that_cannot_be_read_is_still_one(tmp_path: Path, content: bytes) -> None:
+def test_a_mark_that_cannot_be_read_is_still_one(tmp_path: Path) -> None:
     [folder] = folders(tmp_path, 1)
-    (folder / SUSPECT).write_bytes(content)
-    assert read_suspects([folder]) == {folder: "suspect.json cannot be read"}
+    for content in (b"", b"{", b"[1]", b'{"why": 1}', b"\xff", b"[" * 200_000):
+        (folder / SUSPECT).write_bytes(content)
+        assert read_suspects([folder]) == {folder: "suspect.json cannot be read"}
 
 
 def test_a_mark_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
