@@ -15,7 +15,7 @@ from torchllm.tools.config.load import load_config
 from torchllm.tools.planner.search import plot
 
 ROOT = Path(__file__).parents[2]
-RANK = ["rank", "--model", "llama_13b", "--cluster", "dgx_a100", "--gpus", "32"]
+RANK = ["rank", "--model", "llama_13b", "--cluster", "dgx_a100", "--gpus", "16"]
 RANK += ["--sequence-length", "2048", "--global-batch-size", "512"]
 
 
@@ -23,7 +23,7 @@ def test_rank_says_the_ten_best_and_why(capsys: pytest.CaptureFixture[str]) -> N
     main([*RANK, "--tokens", "1e12"])
     output = capsys.readouterr().out
     heading, batch, ranking, *_ = output.splitlines()
-    assert heading == "llama_13b on 32 x A100-SXM4-80GB (dgx_a100)"
+    assert heading == "llama_13b on 16 x A100-SXM4-80GB (dgx_a100)"
     assert batch == "sequences of 2,048 tokens, 512 per step (1,048,576 tokens)"
     assert ranking.startswith("The best 10 of ")
     assert "10. " in output
@@ -52,7 +52,7 @@ def test_the_written_run_is_one_that_the_config_accepts(
     assert config.cluster.name == "dgx_a100"
     assert config.model.hidden == 5120
     header = file.read_text()
-    assert f"srun --nodes=4 ./run_train.sh {file}" in header
+    assert f"srun --nodes=2 ./run_train.sh {file}" in header
     assert f"{first['step_seconds']:.4g} s per step" in header
     assert "# not measured on this GPU" in header.splitlines()
 
@@ -103,7 +103,7 @@ def test_a_run_is_explained_beside_the_first_pick(tmp_path: Path, capsys: pytest
     main(["explain", str(file)])
     assert "They are the same layout." in capsys.readouterr().out
     text = file.read_text()
-    slow = {"pp": "1", "dp_replicate": "1", "dp_shard": "4", "cp": "1", "tp": "8", "sequence_parallel": "true"}
+    slow = {"pp": "1", "dp_replicate": "1", "dp_shard": "2", "cp": "1", "tp": "8", "sequence_parallel": "true"}
     for key, value in slow.items():
         text = re.sub(rf"^{key} = .*$", f"{key} = {value}", text, flags=re.MULTILINE)
     file.write_text(text)
@@ -115,10 +115,10 @@ def test_a_run_is_explained_beside_the_first_pick(tmp_path: Path, capsys: pytest
     file.write_text(text.replace("tp = 8", "tp = 3"))
     with pytest.raises(UserError, match=r"mine.toml: parallel\."):
         main(["explain", str(file)])
-    file.write_text(text.replace("dp_shard = 4", "dp_shard = -1"))
+    file.write_text(text.replace("dp_shard = 2", "dp_shard = -1"))
     with pytest.raises(UserError, match="ranks is unknown: set --gpus, or give a degree"):
         main(["explain", str(file)])
-    main(["explain", str(file), "--gpus", "32"])
+    main(["explain", str(file), "--gpus", "16"])
 
 
 def test_a_size_that_nobody_gave_is_an_error() -> None:
@@ -181,10 +181,10 @@ def test_a_written_run_keeps_the_data_of_the_models_file(
 
 
 def test_several_numbers_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [word if word != "32" else "16,32" for word in RANK]
+    words = [word if word != "16" else "8,16" for word in RANK]
     main(words)
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[:3]] == ["GPUs", "16", "32"]
+    assert [line.split()[0] for line in lines[:3]] == ["GPUs", "8", "16"]
     main([*words, "--objective", "gpu_hours", "--json"])
     first, second = json.loads(capsys.readouterr().out)
     hours = [plan["picks"][0]["step_seconds"] * plan["gpus"] for plan in (first, second)]
@@ -217,7 +217,7 @@ def test_a_plot(tmp_path: Path) -> None:
         main([*RANK, "--plot", str(tmp_path / "plan.png")])
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     title = draw.call_args.args[2]
-    heading = "llama_13b on 32 x A100-SXM4-80GB (dgx_a100)"
+    heading = "llama_13b on 16 x A100-SXM4-80GB (dgx_a100)"
     assert title == f"{heading}\nsequences of 2,048 tokens, 512 per step (1,048,576 tokens)"
 
 
