@@ -268,18 +268,16 @@ def test_a_broken_file_beside_the_tokenizers_is_named(
     assert line.startswith("--data.tokenizer: words.txt cannot be read: JSONDecodeError(")
 
 
-@pytest.mark.parametrize("kind", ["bytes", "text", "ranks", "tokens"])
+@pytest.mark.parametrize("kind", ["bytes", "ranks", "tokens"])
 def test_it_needs_no_torch(kind: str, folder: Path) -> None:
     """Nor numpy where only Python's own library is read."""
     arguments = [str(ROOT / DEBUG), "--check"]
-    if kind in ("text", "ranks"):
-        arguments += TEXT_SOURCE
     if kind == "tokens":
         arguments += ["--data.sources.0.kind=tokens", f"--data.sources.0.path={prepare(folder)}", SHORT]
         arguments += ["--evaluate.interval=0"]
     if kind == "ranks":
         write_ranks(folder / "ranks")
-        arguments += ["--data.tokenizer=ranks", "--model.vocab=600"]
+        arguments += [*TEXT_SOURCE, "--data.tokenizer=ranks", "--model.vocab=600"]
     missing = ["torch", "numpy"] if kind == "bytes" else ["torch"]
     program = f"import sys\nfor name in {missing}: sys.modules[name] = None\n"
     program += "from torchllm.tools.front.start import load_configs\nload_configs(sys.argv[1:])\n"
