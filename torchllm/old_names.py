@@ -36,13 +36,14 @@ MODULES = {
     ("config", "tools.config"): "load refuse checks draft help handed",
     ("config", "tools.front"): "json_schema",
     ("data", "tools.prepare"): "pieces build cache in_place plan records sources tokenize_shard tokenizer_json",
+    ("parallel", "tools.watch"): "chosen_kernel",
     ("metrics", "tools.watch"): """bottlenecks breakdown goodput mlflow_tracker send_records slow_rank step_profiler
         task_processes tasks trace trackers trackio_tracker wandb_tracker""",
     (
         "runtime",
         "tools.launch",
     ): """compiler descriptors hang_report hang_watch head launch lease network node_watch numa
-        on_event process_identity rank_notes rank_watch rendezvous restarts same_start spare_node store""",
+        on_event process_identity rank_watch rendezvous restarts same_start spare_node store""",
     ("spec", "tools.planner"): "cluster schedules software",
 }
 """(old folder, new folder): modules that have kept their names"""
@@ -52,6 +53,7 @@ RENAMED_MODULES = {
     "checkpoint.retention": "checkpoint.keeping.history",
     "config.arguments": "tools.config.draft",
     "config.inert": "tools.config.checks",
+    "runtime.rank_notes": "runtime.launcher_notes",
 }
 
 NAMES = {

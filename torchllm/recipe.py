@@ -37,7 +37,7 @@ HOMES = {
     "build_optimizer": "torchllm.optim.optimizer",
     "parameter_groups": "torchllm.optim.optimizer",
     "LearningRate": "torchllm.optim.schedule",
-    "log_attention_kernel": "torchllm.parallel.chosen_kernel",
+    "log_attention_kernel": "torchllm.tools.watch.chosen_kernel",
     "sequence_pieces": "torchllm.parallel.mesh",
     "initialize": "torchllm.parallel.initialize",
     "materialize": "torchllm.parallel.initialize",
@@ -98,7 +98,6 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from torchllm.optim.optimizer import build_optimizer as build_optimizer
     from torchllm.optim.optimizer import parameter_groups as parameter_groups
     from torchllm.optim.schedule import LearningRate as LearningRate
-    from torchllm.parallel.chosen_kernel import log_attention_kernel as log_attention_kernel
     from torchllm.parallel.forward_backward import OneStage as OneStage
     from torchllm.parallel.initialize import initialize as initialize
     from torchllm.parallel.initialize import materialize as materialize
@@ -120,6 +119,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from torchllm.tools.hub.initial import initial_weights as initial_weights
     from torchllm.tools.hub.initial import load_weights_of_run as load_weights_of_run
     from torchllm.tools.launch.rank_start import start_runtime as start_runtime
+    from torchllm.tools.watch.chosen_kernel import log_attention_kernel as log_attention_kernel
     from torchllm.train.evaluate import evaluate as evaluate
     from torchllm.train.interval import due as due
     from torchllm.train.step import TrainStep as TrainStep

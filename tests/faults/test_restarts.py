@@ -188,17 +188,17 @@ def test_a_rank_that_ends_with_status_0_in_mid_run_is_named(start: Callable[...,
 SHORT = """
 import os, sys, time
 from torchllm.config.errors import RefusedStart, UserError
-from torchllm.tools.launch import rank_notes
+from torchllm.runtime import launcher_notes
 from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.parent import end_with_parent
 end_with_parent()
 rank, attempt = int(os.environ["RANK"]), int(os.environ.get("TORCHLLM_ATTEMPT", "1"))
 report_errors(rank, rank)
-rank_notes.join(rank)
+launcher_notes.join(rank)
 if rank == 1:
     FAULT
 time.sleep(60 if attempt < 4 else 0)
-rank_notes.leave(rank)
+launcher_notes.leave(rank)
 """
 """ranks that do nothing for a minute, except for rank 1; the fourth attempt is done at once"""
 

@@ -45,7 +45,7 @@ def choose(case: Case) -> str:
     import torch
 
     from torchllm.config import Model, Parallel
-    from torchllm.parallel.chosen_kernel import attention_kernel
+    from torchllm.tools.watch.chosen_kernel import attention_kernel
 
     model = replace(Model(), heads=32, kv_heads=8 if case.grouped else 32, hidden=4096)
     torch.use_deterministic_algorithms(case.deterministic)

@@ -9,8 +9,8 @@ import torch
 
 from torchllm.config import Model, Parallel
 from torchllm.models.document_attention import QUERY_BLOCK
-from torchllm.parallel import chosen_kernel
-from torchllm.parallel.chosen_kernel import attention_kernel, log_attention_kernel
+from torchllm.tools.watch import chosen_kernel
+from torchllm.tools.watch.chosen_kernel import attention_kernel, log_attention_kernel
 
 pytestmark = pytest.mark.quick
 META = torch.device("meta")

@@ -15,7 +15,6 @@ from tests.tiny_run import ROOT, process_as_it_was
 from torchllm.config.errors import RefusedStart, UserError
 from torchllm.runtime import error_report, launcher_notes
 from torchllm.runtime.error_report import lost_connection, report_errors
-from torchllm.tools.launch import rank_notes
 
 
 @pytest.fixture(autouse=True)
@@ -58,12 +57,12 @@ def test_the_launcher_hears_of_errors_that_would_come_again(monkeypatch: pytest.
     error.__context__ = RuntimeError("Connection closed by peer")
     end_with(error, rank=0, local_rank=0)
     end_with(ValueError("a bug"), rank=0, local_rank=0)
-    assert not rank_notes.has_error("user_error")
+    assert not launcher_notes.has_error("user_error")
     end_with(UserError("no such file"), rank=0, local_rank=0)
-    assert rank_notes.has_error("user_error")
-    assert not rank_notes.has_error("refused")
+    assert launcher_notes.has_error("user_error")
+    assert not launcher_notes.has_error("refused")
     end_with(RefusedStart("another learning rate"), rank=0, local_rank=0)
-    assert rank_notes.has_error("refused")
+    assert launcher_notes.has_error("refused")
 
 
 def test_only_rank_0_logs_information(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,13 @@
-"""Notes for the launcher that has started this process: files in a folder that the launcher has made. No torch."""
+"""Notes that ranks leave for their launcher, beyond their exit status: files in a folder per attempt. No torch.
+
+A rank that has joined the job has a note until it leaves normally. One that ends in between with exit status 0
+(`os._exit(0)` in a library, say) would look like one that is done, while the other ranks wait for it.
+"""
 
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from torchllm.config.errors import ErrorKind
 
@@ -27,3 +32,43 @@ def write_note(name: str, text: str = "") -> None:
 def note_error(kind: ErrorKind) -> None:
     """Tell the launcher of an error; it may end this process before it ends itself."""
     write_note(kind)
+
+
+STORE = "TORCHLLM_STORE"
+"""environment variable: file of the store that all ranks share, in a job of one node that has a launcher"""
+
+
+class Member(NamedTuple):
+    """A rank that has joined the job and has not left it."""
+
+    rank: int
+    pid: int
+
+
+def has_error(kind: ErrorKind) -> bool:
+    """Return whether a rank of this node has noted an error of this kind; for the launcher."""
+    folder = notes_folder()
+    return folder is not None and (folder / kind).exists()
+
+
+def join(rank: int) -> None:
+    """Note that this process, which is a rank, has joined the job."""
+    write_note(f"rank-{rank}", str(os.getpid()))
+
+
+def leave(rank: int) -> None:
+    """Note that this rank has nothing left to do for the job: it may end with exit status 0."""
+    folder = notes_folder()
+    if folder is not None:
+        with suppress(OSError):
+            (folder / f"rank-{rank}").unlink()
+
+
+def members() -> list[Member]:
+    """Return the ranks of this node that have joined the job and not left it, by rank; for the launcher."""
+    joined = []
+    folder = notes_folder()
+    for file in folder.glob("rank-*") if folder is not None else ():
+        with suppress(OSError, ValueError):  # it is just written, or removed
+            joined.append(Member(int(file.name.removeprefix("rank-")), int(file.read_text())))
+    return sorted(joined)

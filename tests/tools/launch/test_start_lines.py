@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from torchllm.runtime import launcher_notes
-from torchllm.tools.launch import rank_notes, start_lines
+from torchllm.tools.launch import start_lines
 
 pytestmark = pytest.mark.quick
 
@@ -22,7 +22,7 @@ def test_a_line_every_ten_seconds_until_a_rank_has_joined(
         if len(slept) == 2:
             monkeypatch.setenv(launcher_notes.FOLDER, str(tmp_path))
         if len(slept) == 3:
-            rank_notes.join(1)
+            launcher_notes.join(1)
 
     monkeypatch.setattr(start_lines.time, "monotonic", lambda: sum(slept))
     start_lines._speak(start_lines._ranks_import, sleep)

@@ -23,12 +23,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 from torchllm.config.environment import ATTEMPT, LAUNCHED
 from torchllm.runtime import launcher_notes
+from torchllm.runtime.launcher_notes import STORE
 from torchllm.runtime.parent import end_with_parent, is_running, tie_children
-from torchllm.tools.launch import rank_notes
 from torchllm.tools.launch.descriptors import raise_descriptor_limit
 from torchllm.tools.launch.head import NodeMissing
 from torchllm.tools.launch.lease import DONE, HANDED_DOWN, own_for_ranks, release_leases
-from torchllm.tools.launch.rank_notes import STORE
 from torchllm.tools.launch.rank_watch import RankWatch, memory_folder
 from torchllm.tools.launch.ranks import RankPlaces, RankProcesses
 from torchllm.tools.launch.restarts import AttemptOver, JobOver, PartEnding, Restarts
@@ -164,9 +163,9 @@ class Launcher:
                 ending = self._run_ranks(Path(folder))
             if stuck := self.watch.found:
                 return ending._replace(kind="hung", rank=ending.rank if stuck.rank is None else stuck.rank)
-            if rank_notes.has_error("refused") or ending.status == REFUSED:
+            if launcher_notes.has_error("refused") or ending.status == REFUSED:
                 return ending._replace(kind="refused")
-            if rank_notes.has_error("user_error"):
+            if launcher_notes.has_error("user_error"):
                 return ending._replace(kind="user_error")
             return ending
 
@@ -181,7 +180,7 @@ class Launcher:
             failed = ranks.wait(self._look)
             if failed is not None:
                 return PartEnding("failed", failed.rank, failed.status, self._host())
-            members = rank_notes.members()
+            members = launcher_notes.members()
             if members:  # though all ranks of this node have ended with exit status 0
                 return PartEnding("left", members[0].rank, 0, self._host())
             if self.rendezvous is not None:
@@ -215,7 +214,7 @@ class Launcher:
 
     def _look(self) -> None:
         """Raise RankLeft, AttemptOver or JobOver if the ranks of this node have to end."""
-        for member in rank_notes.members():
+        for member in launcher_notes.members():
             if not is_running(member.pid):  # with another status it has failed
                 raise RankLeft(member.rank)
         if self.rendezvous is not None:

@@ -22,6 +22,7 @@ from torchllm.config import Config, Run
 from torchllm.config.applied_keys import applied
 from torchllm.config.environment import LAUNCHED, is_restart
 from torchllm.config.errors import RefusedStart, UserError
+from torchllm.runtime import launcher_notes
 from torchllm.runtime.device import choose_device
 from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.exchange import broadcast_record
@@ -29,7 +30,6 @@ from torchllm.runtime.heartbeat import GROUP_GRACE, Timeouts, beat, heartbeat
 from torchllm.runtime.parent import end_with_parent
 from torchllm.runtime.process import Hooks, Runtime, raise_first_error
 from torchllm.runtime.stop import StopRequests
-from torchllm.tools.launch import rank_notes
 from torchllm.tools.launch.descriptors import describe_low_limit, raise_descriptor_limit
 from torchllm.tools.launch.lease import DONE, Claim, check_owner, release_leases, take_or_inherit
 from torchllm.tools.launch.same_start import refuse_different_starts
@@ -68,7 +68,7 @@ class LaunchHooks(Hooks):
         if self.hang_watch is not None:
             self.hang_watch.close()
         release_leases(DONE)
-        rank_notes.leave(self.rank)
+        launcher_notes.leave(self.rank)
 
 
 def start_runtime(run: Run, configs: Sequence[Config] = (), *, reads_only: bool = False) -> Runtime:
@@ -88,10 +88,10 @@ def start_runtime(run: Run, configs: Sequence[Config] = (), *, reads_only: bool 
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0)) if world_size > 1 else 0  # else it may be left over
     report_errors(rank, local_rank)
-    rank_notes.join(rank)
+    launcher_notes.join(rank)
     is_launched = LAUNCHED in os.environ and not reads_only
     is_owned = has_launcher() or not is_launched  # a launcher starts no rank before it owns the folder
-    leave = partial(rank_notes.leave, rank)
+    leave = partial(launcher_notes.leave, rank)
     stop_requests = StopRequests(Path(run.folder), rank, world_size, is_launched, is_owned=is_owned, leave=leave)
     stop_requests.listen()
     too_low = describe_low_limit(raise_descriptor_limit(), world_size)

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from torchllm.runtime import launcher_notes
 from torchllm.runtime.launcher_notes import notes_folder
-from torchllm.tools.launch import rank_notes
 
 INTERVAL = 10.0
 """seconds between two lines"""
@@ -31,7 +31,7 @@ def say_while_this_imports() -> None:
 def _ranks_import() -> bool:
     """Return whether no rank has joined the job and the attempt goes on."""
     folder = notes_folder()
-    return not rank_notes.members() and (folder is None or folder.exists())
+    return not launcher_notes.members() and (folder is None or folder.exists())
 
 
 def _this_imports() -> bool:
