@@ -120,7 +120,7 @@ def test_csv(tmp_path: Path) -> None:
 
 
 def test_csv_with_other_delimiters_and_compressed(tmp_path: Path) -> None:
-    (tmp_path / "a.tsv").write_text("text\tn\none, two\t1\n")
+    (tmp_path / "a.TSV").write_text("text\tn\none, two\t1\n")
     (tmp_path / "b.csv.gz").write_bytes(gzip.compress(b"n,text\n1,three\n"))
     (tmp_path / "c.csv").write_text("text\nfour\n")
     records = read(Source(kind="csv", path=str(tmp_path)))

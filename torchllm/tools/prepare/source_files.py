@@ -58,7 +58,7 @@ def choose_files(source: Source) -> ChosenFiles:
     if source.kind == "stdlib":
         return ChosenFiles([stat_file(path) for path in _stdlib_paths()], [])
     suffixes = _SUFFIXES.get(source.kind, ("",))
-    found = find_files(source.path, lambda name: name.endswith(suffixes))
+    found = find_files(source.path, lambda name: name.lower().endswith(suffixes))
     if not found.files:
         raise DataError(
             f"data.sources: no file matches {source.path!r} (kind {source.kind!r}): {describe_missing(source.path)}"

@@ -173,7 +173,7 @@ class CsvFiles(WholeTables):
             wrong.append(TextRecord(Origin(path), fault="another number of cells", detail=detail))
             return "skip"
 
-        is_tabbed = ".tsv" in path.rpartition("/")[2]
+        is_tabbed = ".tsv" in path.rpartition("/")[2].lower()
         delimiter = self.delimiter or ("\t" if is_tabbed else ",")
         parsing = csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=skip)
         reading = csv.ReadOptions(use_threads=False, block_size=_CSV_BLOCK)
