@@ -3,7 +3,7 @@
 import pytest
 
 from tests.hollow.bed import missing
-from tests.hollow.launches import Report, measure
+from tests.hollow.launches import Report, measure_all
 from tests.hollow.layouts import layouts
 
 
@@ -17,4 +17,4 @@ def _cuda_build() -> None:
 @pytest.fixture(scope="session")
 def reports() -> dict[str, Report]:
     """What a step of each layout did."""
-    return measure(layouts())
+    return measure_all(layouts())

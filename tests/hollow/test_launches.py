@@ -2,39 +2,34 @@
 
 import pytest
 
-from tests.hollow.launches import TOLERANCE, Report, measure, read_table, row
-from tests.hollow.layouts import CONTEXT, as_arguments, layouts
+from tests.hollow.launches import TOLERANCE, Report, measure_all, read_table, row
+from tests.hollow.layouts import CONTEXT, as_arguments
 
 pytestmark = pytest.mark.timeout(1800)  # the first test measures all layouts
 
 
-@pytest.mark.parametrize("layout", layouts())
-def test_a_step_never_waits_for_the_gpu(layout: str, reports: dict[str, Report]) -> None:
-    report = reports[layout]
-    assert "error" not in report, report["error"]
-    assert report["syncs"] == {}
+def test_a_step_never_waits_for_the_gpu(reports: dict[str, Report]) -> None:
+    assert {layout: report["syncs"] for layout, report in reports.items() if report["syncs"]} == {}
 
 
-@pytest.mark.parametrize("layout", layouts())
-def test_a_step_launches_what_the_table_says(layout: str, reports: dict[str, Report]) -> None:
-    report = reports[layout]
-    assert "error" not in report, report["error"]
-    expected = read_table()[layout]
-    for column, number in row(report).items():
-        allowed = expected[column] * TOLERANCE
-        assert number <= allowed, (
-            f"{column}: {number}, {expected[column]} in the table; python -m tests.hollow.launches "
-            f'--only="{layout}" --kernels names them, --write writes the table'
-        )
+def test_a_step_launches_what_the_table_says(reports: dict[str, Report]) -> None:
+    """`python -m tests.hollow.launches --only=LAYOUT --kernels` names the launches, --write writes the table."""
+    table = read_table()
+    more = [
+        f"{layout}: {column}: {number}, {table[layout][column]} in the table"
+        for layout, report in reports.items()
+        for column, number in row(report).items()
+        if number > table[layout][column] * TOLERANCE
+    ]
+    assert more == []
 
 
-@pytest.mark.parametrize("layout", [name for name in layouts() if "compile" in name])
-def test_a_compiled_block_is_one_graph_and_is_compiled_once(layout: str, reports: dict[str, Report]) -> None:
-    report = reports[layout]
-    assert "error" not in report, report["error"]
-    if not any(method in layout for method in CONTEXT):  # its core stays outside the graphs: parallel/context.py
-        assert report["graph_breaks"] == 0
-    assert report["compilations"] == 0  # in the third step
+def test_a_compiled_block_is_one_graph_and_is_compiled_once(reports: dict[str, Report]) -> None:
+    compiled = {layout: report for layout, report in reports.items() if "compile" in layout}
+    assert [layout for layout, report in compiled.items() if report["compilations"]] == []  # in the third step
+    broken = {layout for layout, report in compiled.items() if report["graph_breaks"]}
+    # the core of context parallelism stays outside the graphs: parallel/context.py
+    assert [layout for layout in broken if not any(method in layout for method in CONTEXT)] == []
 
 
 EAGER_8B = {"compile.block": False, "compile.loss": False, "training.micro_batch_size": 1}
@@ -51,9 +46,8 @@ def test_documents_launch_hardly_more_and_no_other_attention(layout: str) -> Non
     for documents in (False, True):
         keys = {"data.document_mask": documents}
         cases[str(documents)] = as_arguments("train_configs/llama3_8b_8gpu.toml", EAGER_8B, LONG[layout], keys)
-    without, with_documents = measure(cases).values()
+    without, with_documents = measure_all(cases).values()
     for report in (without, with_documents):
-        assert "error" not in report, report["error"]
         assert report["syncs"] == {}
     assert with_documents["launches"] <= 1.05 * without["launches"]
     assert not [kernel for kernel in with_documents["kernels"] if "fmha" in kernel]
