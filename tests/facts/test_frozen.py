@@ -65,3 +65,12 @@ def test_blocks_without_backward_are_not_recomputed(mode: str, k: int, blocks: l
 def test_trained_parameters() -> None:
     assert trained_parameter_count(replace(MODEL, frozen="lm_head.*"), ALL_TRAINED) == parameter_count(MODEL) - TABLE
     assert trained_parameter_count(MODEL, TrainedParameters(rank=2, targets=("q_proj",))) == 4 * 2 * (64 + 64)
+
+
+def test_updates_have_a_rank_and_need_the_inputs_of_their_matrices() -> None:
+    updates = TrainedParameters(4, ("q_proj",))
+    assert (updates.rank_of("q_proj"), updates.rank_of("up_proj")) == (4, 0)
+    assert updates.needs_input_of("k_proj", "q_proj")
+    assert not updates.needs_input_of("gate_proj", "up_proj")
+    assert ALL_TRAINED.needs_input_of("up_proj")
+    assert ALL_TRAINED.rank_of("up_proj") == 0
