@@ -112,8 +112,7 @@ class Monitor:
                 f"{active_parameter_count(model):,}",
             )
         if not config.trains_all:
-            count = trained_parameter_count(model, config.trained)
-            log.info("%s parameters are trained, the others frozen", f"{count:,}")
+            log.info("%s parameters are trained, others frozen", f"{trained_parameter_count(model, config.trained):,}")
         for line in data.describe_sources(training.steps):
             log.info("%s", line)
         tokens_per_step = training.global_batch_size * training.sequence_length
