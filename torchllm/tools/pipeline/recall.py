@@ -7,6 +7,7 @@ and conversation.txt.
 """
 
 import json
+import logging
 import math
 import sys
 from collections.abc import Sequence
@@ -16,7 +17,8 @@ from typing import NamedTuple
 import torch
 
 from torchllm.data.packing import IGNORED
-from torchllm.runtime.signs_of_life import show_progress, signs_of_life
+from torchllm.runtime.signs_of_life import signs_of_life
+from torchllm.runtime.terminal import LogHandler
 from torchllm.tools.generate.language_model import LanguageModel, load
 from torchllm.tools.pipeline.docstrings import HELD_OUT, TRAIN, Pair, conversation, read_pairs
 from torchllm.tools.prepare.chat.examples import ChatFormat, Conversation
@@ -52,7 +54,6 @@ class Figures(NamedTuple):
 def ask(model: LanguageModel, pairs: Sequence[Pair]) -> list[Answer]:
     """Return the model's likeliest answer to each question."""
     answers: list[Answer] = []
-    show_progress(lambda: f"{len(answers):,} of {len(pairs):,} questions asked")
     for start in range(0, len(pairs), BATCH):
         batch = pairs[start : start + BATCH]
         questions = [[{"role": "user", "content": pair.question}] for pair in batch]
@@ -128,5 +129,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[LogHandler()])
     with signs_of_life("evaluate"):
         main()
