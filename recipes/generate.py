@@ -4,7 +4,7 @@
 
 The newest checkpoint of the run folder that verifies is used, unless another is named. generate.prompts_file has more
 prompts, one per line. With generate.chat, which recipes/finetune.py sets, each prompt is a user's message; without one
-the lines of the standard input are the user's messages of one conversation.
+the lines of the standard input are the user's messages of one conversation; without generate.history each begins one.
 """
 
 import sys
@@ -42,7 +42,7 @@ def main(config: Config) -> str:
     elif prompts:
         texts = [answer for prompt in prompts for answer in chat(model, [prompt])]
     else:
-        texts = chat(model, sys.stdin)
+        texts = chat(model, sys.stdin, history=settings.history)
     return "\n".join(texts)
 
 
@@ -57,11 +57,13 @@ def read_prompts(config: Config) -> list[str]:
     return prompts
 
 
-def chat(model: LanguageModel, prompts: Iterable[str]) -> list[str]:
-    """Print and return the answers to the messages of a user, each with the conversation so far."""
+def chat(model: LanguageModel, prompts: Iterable[str], *, history: bool = True) -> list[str]:
+    """Print and return the answers to the messages of a user. history: each with the conversation so far."""
     messages: list[dict[str, str]] = []
     answers = []
     for prompt in prompts:
+        if not history:
+            messages.clear()
         messages.append({"role": "user", "content": prompt.strip()})
         with signs_of_life("generate"):
             answers.append(model.chat(messages))

@@ -38,7 +38,7 @@ def spine_files() -> list[Path]:
     """Return the files that docs/code_map.md tells a reader of a recipe to read first."""
     text = (ROOT / "docs/code_map.md").read_text(encoding="utf-8")
     listed = text.partition("## The spine")[2].partition("\n## ")[0]
-    return [ROOT / word for word in listed.split("`")[1::2] if word.endswith(".py")]
+    return [ROOT / word for word in dict.fromkeys(listed.split("`")[1::2]) if word.endswith(".py")]
 
 
 def imported_files(recipe: Path) -> set[Path]:

@@ -88,6 +88,13 @@ def test_foreign_manifests_are_refused(tmp_path: Path) -> None:
             verify_checkpoint(folder)
 
 
+def test_a_manifest_of_another_format_is_refused_by_its_number(tmp_path: Path) -> None:
+    temporary, folder = manifests.make_temporary(tmp_path, 1, needed=0), manifests.step_folder(tmp_path, 1)
+    manifests.publish(temporary, folder, Manifest(1, {}, {}, 1, {}, {}, format=3))
+    with pytest.raises(CheckpointError, match="of format 3; this version of torchllm reads format 2"):
+        verify_checkpoint(folder)
+
+
 def test_swapped_shards_and_shards_of_another_step_are_refused(tmp_path: Path) -> None:
     folder, newer = make(tmp_path, 1), make(tmp_path, 2, b"weightZ")
     a, b = folder / "a.distcp", folder / "b.distcp"

@@ -111,9 +111,8 @@ def _build_trained(model: Model, *arguments: float) -> Decoder:
 
 
 def test_a_fork_that_does_not_freeze_is_refused(tmp_path: Path) -> None:
-    """Without a monitor `refuse_unapplied` finds it: tests/config/test_applied_keys.py."""
     (error,) = pretrain(1, tmp_path, "--model.frozen=lm_head.*", change=instead("build_model", _build_trained))
-    assert error.startswith("model.frozen: matches lm_head.weight, which this recipe trains")
+    assert error.startswith('--model.frozen: is "lm_head.*", but this recipe does not apply it: call build_model(')
 
 
 def test_what_matches_no_parameter_or_all_is_refused_with_its_line(

@@ -92,6 +92,9 @@ def test_a_small_model_learns_64_conversations_and_answers_them(
     assert metrics(tmp_path / "again")[0]["loss"] < 0.02
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{TALKS[0][0]}\n"))
     assert generate.main(config) == TALKS[0][1]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{TALKS[0][0]}\n{TALKS[1][0]}\n"))
+    alone_each = alone(tmp_path, *greedy, "--generate.prompt=", "--generate.history=false")
+    assert generate.main(alone_each) == f"{TALKS[0][1]}\n{TALKS[1][1]}"
     questions = [[{"role": "user", "content": question}] for question, _ in TALKS]
     answers = torchllm.load(tmp_path).answers(questions, temperature=0.0, tokens=20)
     assert answers == [answer for _, answer in TALKS]

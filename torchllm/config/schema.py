@@ -760,6 +760,8 @@ class Generate:
     chat: bool = False
     """the prompt is a user's message, which the model answers; without a prompt it talks to the terminal.
     recipes/finetune.py sets it in the config of its run"""
+    history: bool = True
+    """in a chat an answer follows the messages before; false: each message begins a conversation"""
 
 
 @dataclass(frozen=True)
