@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,8 @@ LLAMA = Features(norm="rms", gated_ffn=True, biases=False, learned_positions=Fal
 """features of torchtitan's model"""
 RECOMPUTE = ("none", "full", "selective_half")
 """modes of which torchtitan has one that saves the same, or as much"""
+VERSION = "0.3.0"
+"""of torchtitan; others have other names"""
 NEVER = 1_000_000
 """steps between two lines of its log, which wait for the GPU"""
 
@@ -42,6 +44,14 @@ def titan(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
     return compare_steps(config, runtime, mesh, batches, "torchtitan", build_torchtitan).tables
 
 
+def installed_version() -> str:
+    """Return the version of torchtitan; empty if it is not installed."""
+    try:
+        return version("torchtitan")
+    except PackageNotFoundError:
+        return ""
+
+
 def obstacle(config: Config, device: torch.device) -> str:
     """Return why torchtitan cannot take this config's step; "" if it can."""
     model, parallel = config.model, config.parallel
@@ -50,7 +60,9 @@ def obstacle(config: Config, device: torch.device) -> str:
     has_own_parts = parts != (False, "none", "before", 0, 0)
     obstacles = {
         "torchtitan needs a GPU": device.type != "cuda",
-        "torchtitan is not installed: pip install torchtitan==0.3.0": find_spec("torchtitan") is None,
+        f"it needs torchtitan {VERSION}, which is not installed: pip install torchtitan=={VERSION}": (
+            installed_version() != VERSION
+        ),
         'it computes in bfloat16; set training.dtype = "bfloat16"': (
             compute_dtype(config.training, device) != torch.bfloat16
         ),

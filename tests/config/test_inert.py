@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -266,7 +267,7 @@ def test_keys_that_another_source_made_idle_are_one_line(folder: Path, capsys: p
         (["both.toml"], "both.toml:4: optimizer.beta1"),
         (["base.toml", "--optimizer.name=sgd", "--optimizer.beta1=0.7"], "--optimizer.beta1"),
     ):
-        lines = refusal(capsys, lambda words=words: load_config(words))  # type: ignore[misc]
+        lines = refusal(capsys, partial(load_config, words))
         assert lines == [f"{place}: does nothing in this run: it needs {needs}; or remove it"]
 
 

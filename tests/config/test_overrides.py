@@ -1,6 +1,7 @@
 """What a file, its bases and the command line make of a config."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -88,7 +89,7 @@ def test_a_warmup_from_where_the_steps_are_from_is_not_cut(folder: Path, capsys:
         ("steps = 9\n", wsd, "--schedule.decay_steps: warmup and decay together are over training.steps 5"),
     ):
         (folder / "x.toml").write_text(f"[training]\n{file}")
-        assert refusal(capsys, lambda words=arguments: load_config(["x.toml", *words])) == [line]  # type: ignore[misc]
+        assert refusal(capsys, partial(load_config, ["x.toml", *arguments])) == [line]
 
 
 def test_override_reaches_into_the_default_array(folder: Path) -> None:

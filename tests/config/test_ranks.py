@@ -3,6 +3,7 @@
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import Mock
@@ -93,7 +94,7 @@ def test_wrong_ranks(
     for name, (environment, arguments, expected) in REFUSALS.items():
         launch(**environment)
         words = ["x.toml", *arguments]
-        assert refusal(capsys, lambda words=words: load_config(words)) == expected, name  # type: ignore[misc]
+        assert refusal(capsys, partial(load_config, words)) == expected, name
     launch()
     monkeypatch.setattr(sys, "argv", ["recipes/mine.py"])
     assert refusal(capsys, lambda: load_config(["--parallel.dp_shard=2"])) == [
@@ -284,7 +285,7 @@ def test_nodes_wait_only_if_a_degree_is_open_and_a_number_fits(
     a_folder_of_each_node: list[str] = []
     for arguments in (fixed_degrees, too_many_ranks_of_one_node, a_folder_of_each_node):
         words = ["x.toml", "--check", *arguments]
-        (line,) = refusal(capsys, lambda words=words: load_config(words))  # type: ignore[misc]
+        (line,) = refusal(capsys, partial(load_config, words))
         assert "wait" not in line
 
 

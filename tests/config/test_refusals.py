@@ -1,6 +1,7 @@
 """Wrong configs, each with the exact lines it gets."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -343,7 +344,7 @@ def test_wrong_configs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
     refusals = {name: Refusal(text, [], [line]) for name, (text, line) in ONE_LINE.items()} | REFUSALS
     for name, (text, arguments, expected) in refusals.items():
         (folder / "x.toml").write_text(text)
-        lines = refusal(capsys, lambda arguments=arguments: load_config(["x.toml", *arguments]))  # type: ignore[misc]
+        lines = refusal(capsys, partial(load_config, ["x.toml", *arguments]))
         if expected[0].endswith(": "):
             lines = [line[: len(expected[0])] for line in lines]
         assert lines == expected, name

@@ -164,7 +164,7 @@ def test_flash_is_called_causally_with_unexpanded_heads(monkeypatch: pytest.Monk
     for window in (0, 4):
         core = CORES["flash"](window)
         expected = EagerAttention(window)(q, k, v, None)
-        torch.testing.assert_close(core(q, k, v, core.mask(None)), expected, **TOLERANCE)  # type: ignore[operator]
+        torch.testing.assert_close(core(q, k, v, core.mask(None)), expected, **TOLERANCE)
 
 
 @pytest.mark.parametrize(("family", "biased"), [("llama", False), ("gpt", True)])

@@ -19,7 +19,7 @@ def config(*overrides: str) -> Config:
 
 
 def test_what_torchtitan_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(titan, "find_spec", lambda name: object())
+    monkeypatch.setattr(titan, "version", lambda name: "0.3.0")
     for overrides in ([], ["--parallel.tp=2", "--recompute.mode=full"], ["--recompute.mode=selective_half"]):
         assert titan.obstacle(config(*overrides), GPU) == ""
     for override, said in (
@@ -37,7 +37,7 @@ def test_what_torchtitan_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_it_needs_a_gpu_and_torchtitan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(titan, "find_spec", lambda name: None)
+    monkeypatch.setattr(titan, "version", lambda name: "0.2.2")
     assert titan.obstacle(config(), torch.device("cpu")) == "torchtitan needs a GPU"
     assert "pip install torchtitan==" in titan.obstacle(config(), GPU)
 

@@ -32,7 +32,7 @@ def test_every_question_is_asked_once_and_compared_letter_by_letter() -> None:
         return [f"It is {messages[0]['content'].split()[2]}." for messages in questions]
 
     many = [*PAIRS * 40, Pair("What does e do?", "it is e.")]
-    asked = ask(SimpleNamespace(answers=answers), many)  # type: ignore[arg-type]  # a model that knows all
+    asked = ask(SimpleNamespace(answers=answers), many)  # a model that knows all
     assert [answer.pair for answer in asked] == many
     assert [answer.is_right for answer in asked] == [True] * 160 + [False]
 
@@ -51,7 +51,7 @@ def test_bits_per_byte_count_the_answer_without_its_end() -> None:
         return SimpleNamespace(examples=[Example(ids, is_target)])
 
     pairs = [Pair("a", "é"), Pair("b", "xyz")]  # 2 and 3 bytes
-    bits = bits_per_byte(SimpleNamespace(model=model), SimpleNamespace(examples=examples), pairs)  # type: ignore[arg-type]
+    bits = bits_per_byte(SimpleNamespace(model=model), SimpleNamespace(examples=examples), pairs)
     assert bits == pytest.approx(2 * (1 + 2) / math.log(2) / 5)
 
 

@@ -46,7 +46,7 @@ def test_names_below_the_path_say_the_split(tmp_path: Path) -> None:
     for name, split in SPLIT_OF_NAME.items():
         write(root, name)
         (file,) = find_files(str(root), lambda name: True).files
-        assert file == FoundFile(str(root / name), split)  # type: ignore[arg-type]
+        assert file == FoundFile(str(root / name), split)
         (by_itself,) = find_files(str(root / name), lambda name: True).files
         assert by_itself.split == "train"
         (by_glob,) = find_files(f"{root}/**/*", lambda name: True).files

@@ -481,10 +481,10 @@ def test_empty_missing_and_dangling_files(tmp_path: Path) -> None:
         folder = tmp_path / str(number)
         folder.mkdir()
         with pytest.raises(DataError, match="no file matches"):
-            source_files(Source(kind=kind, path=str(folder / "missing")))  # type: ignore[arg-type]
+            source_files(Source(kind=kind, path=str(folder / "missing")))
         (folder / "dangling.x").symlink_to(folder / "nowhere")
         (folder / "empty.x").touch()
-        dangling, empty = read(Source(kind=kind, path=f"{folder}/*.x"))  # type: ignore[arg-type]
+        dangling, empty = read(Source(kind=kind, path=f"{folder}/*.x"))
         assert dangling.origin.describe() == str(folder / "dangling.x"), kind
         assert dangling.fault == "unreadable file", kind
         assert empty.origin.describe() == str(folder / "empty.x"), kind

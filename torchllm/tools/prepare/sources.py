@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -154,7 +155,7 @@ class TextFiles(SourceFiles):
             yield read_text_file(part.file.path)
 
 
-class _WithLines(SourceFiles):
+class _WithLines(SourceFiles, ABC):
     """Files of many records each, which can be read from any byte on.
 
     Compressed files are an exception: the shard of their first byte has all of them.
@@ -193,9 +194,9 @@ class _WithLines(SourceFiles):
         """Return the form of a file, with advice, if it is known not to be of this kind; else "". Raises OSError."""
         return foreign_form(first_bytes(path))
 
+    @abstractmethod
     def _records_of(self, part: FilePart, file: BinaryIO, longest: int) -> Iterator[TextRecord]:
         """Yield a record per document that begins in a part. Raises OSError if one has over `longest` bytes."""
-        raise NotImplementedError
 
 
 class _ReadAhead:

@@ -1,5 +1,6 @@
 """Tables in CSV and Arrow files, read by pyarrow. A file is in one shard, since none can be read from any byte on."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ _CSV_BLOCK = 2**24
 """bytes of a CSV file that are parsed at a time: a row has no more"""
 
 
-class WholeTables(TableFiles):
+class WholeTables(TableFiles, ABC):
     """Tables of which a shard has whole files."""
 
     cut_shards = TextFiles.cut_shards
@@ -50,9 +51,9 @@ class WholeTables(TableFiles):
             except (OSError, pyarrow.ArrowException) as error:
                 yield unreadable_file(path, error)
 
+    @abstractmethod
     def read(self, path: str) -> Iterator[TextRecord]:
         """Yield a record per row of a file. Raises OSError and pyarrow's errors."""
-        raise NotImplementedError
 
 
 class ArrowFiles(WholeTables):
