@@ -9,9 +9,11 @@ refused. recipes/pretrain.py makes the same calls in the same order, sharded ove
 
 import sys
 
-from torchllm.recipe import Config, load_config, refuse_unapplied
+from torchllm.recipe import Config, refuse_unapplied
 
 if __name__ == "__main__":
+    from torchllm.recipe import load_config  # a tool; training needs none
+
     CONFIG = load_config(sys.argv[1:], one_device=True)
 
 import time

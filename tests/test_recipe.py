@@ -53,14 +53,13 @@ def test_a_recipe_that_trains_imports_nothing_else_of_the_library(name: str) -> 
 
 
 def test_a_recipe_loads_only_what_it_uses() -> None:
-    """The face itself no module; minimal.py no tool but the reader of configs; pretrain.py no dry run, no hub."""
+    """The face itself no module; minimal.py no tool; pretrain.py no dry run, no hub."""
     program = """
 import sys
 import torchllm.recipe
 before = {name for name in sys.modules if name.startswith("torchllm.")} - {"torchllm.old_names"}
 import recipes.minimal
-reader = ("torchllm.tools.config", "torchllm.tools.resources")
-tools = [name for name in sys.modules if name.startswith("torchllm.tools.") and not name.startswith(reader)]
+tools = [name for name in sys.modules if name.startswith("torchllm.tools")]
 import recipes.pretrain
 unused = ("torchllm.tools.dry_run", "torchllm.tools.hub.published", "torchllm.tools.planner.search")
 print(before, tools, [name for name in sys.modules if name.startswith(unused)])

@@ -1,4 +1,6 @@
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -6,7 +8,7 @@ import pytest
 from recipes import minimal
 from tests.recipes.warm import alone, pretrain
 from tests.test_architecture import imports
-from tests.tiny_run import STEPS, metrics
+from tests.tiny_run import ROOT, STEPS, metrics
 from torchllm.recipe import HOMES
 
 
@@ -29,6 +31,28 @@ def test_it_balances_experts_as_pretrain_does_on_two_ranks_that_share_them(tmp_p
     assert pretrain(2, tmp_path, *experts, "--parallel.ep=2", "--run.seed=1") == ["", ""]
     expected = [record["loss"] for record in metrics(tmp_path)]
     assert minimal.main(alone(tmp_path)) == pytest.approx(expected, rel=1e-6)
+
+
+WITHOUT_TOOLS = """
+import sys
+sys.modules["torchllm.tools"] = None  # an import of a tool fails
+from recipes import minimal
+from torchllm.config import Config
+from torchllm.config.read import read_table
+tables = {
+    "model": {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "ffn": 64, "vocab": 64},
+    "data": {"sources": [{"kind": "synthetic"}]},
+    "training": {"steps": 2, "sequence_length": 16, "global_batch_size": 2, "micro_batch_size": 1},
+    "run": {"device": "cpu"},
+}
+faults = []
+losses = minimal.main(read_table(Config, tables, faults))
+assert not faults and len(losses) == 2, faults
+"""
+
+
+def test_it_trains_without_any_tool() -> None:
+    subprocess.run([sys.executable, "-c", WITHOUT_TOOLS], cwd=ROOT, check=True)
 
 
 def test_it_is_for_reading_and_uses_no_parallelism() -> None:
