@@ -6,12 +6,13 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from tests.patience import patience
 from torchllm.config import Config, applied_keys
-from torchllm.tools.proof.pool import Pool, WorkerFailed
+from torchllm.tools.proof.pool import TIMEOUT, Pool, WorkerFailed
 
 __all__ = ["POOL", "WorkerFailed", "nothing_applied", "run"]
 
-POOL = Pool(preload=["tests.parity"])
+POOL = Pool(preload=["tests.parity"], timeout=patience(TIMEOUT))
 atexit.register(POOL.close)  # a script that uses the pool ends, although its ranks wait for more calls
 
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from torchllm.tools.proof import pool as pools
 from torchllm.tools.proof.pool import Pool, WorkerFailed
 
 
@@ -87,7 +86,7 @@ def test_a_rank_that_dies_is_replaced(pool: Pool) -> None:
 
 def test_a_rank_that_hangs_is_replaced(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     first_processes = processes(pool)
-    monkeypatch.setattr(pools, "TIMEOUT", 1.0)
+    monkeypatch.setattr(pool, "timeout", 1.0)
     with pytest.raises(WorkerFailed, match="rank 1 of 2:\nno answer within 1 s"):
         pool.run(hangs_on, 2, 1)
     monkeypatch.undo()

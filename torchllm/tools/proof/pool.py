@@ -22,7 +22,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 TIMEOUT = 120.0
-"""seconds for one call; gloo's own is shorter, so a stuck collective reports itself first"""
+"""seconds for one call"""
 AFTER_A_FAILURE = 5.0
 """seconds; a peer of a failed rank can wait a whole gloo time-out for its connection"""
 _counter = itertools.count()
@@ -49,9 +49,14 @@ class _Failure(NamedTuple):
 
 
 class Pool:
-    """Lazily started ranks, one process each. preload: modules that the ranks have imported before they start."""
+    """Lazily started ranks, one process each.
 
-    def __init__(self, preload: Sequence[str] = ()) -> None:
+    preload: modules that the ranks have imported before they start. timeout: seconds for one call; gloo's own is half
+    of it, so a stuck collective reports itself first.
+    """
+
+    def __init__(self, preload: Sequence[str] = (), timeout: float = TIMEOUT) -> None:
+        self.timeout = timeout
         self.context = mp.get_context("forkserver")
         self.context.set_forkserver_preload(["torchllm.tools.proof.preload", *preload])
         self.ranks: dict[int, _Worker] = {}
@@ -62,7 +67,7 @@ class Pool:
         worker = self.ranks.get(rank)
         if worker is None or not worker.process.is_alive():
             connection, child_connection = self.context.Pipe()
-            process = self.context.Process(target=_serve, args=(child_connection, rank), daemon=False)
+            process = self.context.Process(target=_serve, args=(child_connection, rank, self.timeout / 2), daemon=False)
             process.start()
             child_connection.close()
             worker = self.ranks[rank] = _Worker(process, connection)
@@ -79,7 +84,7 @@ class Pool:
         failures: list[_Failure] = []
         pending = {connection: rank for rank, connection in enumerate(connections)}
         while pending:
-            seconds = AFTER_A_FAILURE if failures else TIMEOUT
+            seconds = AFTER_A_FAILURE if failures else self.timeout
             ready = wait(list(pending), timeout=seconds)
             if not ready:
                 silent = f"no answer within {seconds:g} s"
@@ -133,8 +138,8 @@ class Pool:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _serve(connection: Connection, rank: int) -> None:
-    """Answer calls on one rank until the pool is gone."""
+def _serve(connection: Connection, rank: int, timeout: float) -> None:
+    """Answer calls on one rank until the pool is gone. timeout: seconds for a collective."""
     import torch
     import torch.distributed as dist
 
@@ -157,7 +162,7 @@ def _serve(connection: Connection, rank: int) -> None:
                 store=FileStore(store, world_size),
                 rank=rank,
                 world_size=world_size,
-                timeout=timedelta(seconds=60),
+                timeout=timedelta(seconds=timeout),
             )
             dist.barrier()  # a rank that is done at once must not leave while others still connect to it
             answer = (True, function(*arguments, **keywords))
