@@ -33,7 +33,6 @@ from pathlib import Path
 import torch
 
 from torchllm.checkpoint.state import WEIGHTS
-from torchllm.checkpoint.weights import AVERAGED_WEIGHTS
 from torchllm.recipe import (
     DataRanks,
     OneStage,
@@ -55,6 +54,7 @@ from torchllm.recipe import (
     start_runtime,
 )
 from torchllm.runtime.signs_of_life import signs_of_life
+from torchllm.tools.hub.weights import AVERAGED_WEIGHTS
 from torchllm.tools.watch.tasks import run_tasks, values_of, write_task_results
 
 log = logging.getLogger("torchllm")

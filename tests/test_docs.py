@@ -19,12 +19,12 @@ from tests import workers
 from tests.config.conftest import enter_empty_folder
 from tests.recipes.warm import rank_of_torchrun
 from tests.tiny_run import SMALL, free_port, metrics, process_as_it_was
-from torchllm.checkpoint.weights import load_weights
 from torchllm.config import Config
 from torchllm.models.decoder import build_model
 from torchllm.tools.config.load import load_config
 from torchllm.tools.front.resolve import load_run
 from torchllm.tools.front.start import load_configs
+from torchllm.tools.hub.weights import load_weights
 from torchllm.tools.proof.axes import TECHNIQUES
 from torchllm.tools.proof.prove import ProofOptions, Prover
 from torchllm.tools.proof.recipe import import_recipe

@@ -32,8 +32,8 @@ MODULES = {
     ("", "tools"): "bug_report resources",
     ("", "tools.front"): "preflight start",
     ("checkpoint", "checkpoint.keeping"): "history",
-    ("checkpoint", "tools.hub"): "dcp_metadata adapter by_key export exported hf_reader hf_writer upcycle",
-    ("config", "tools.config"): "load refuse checks draft help handed",
+    ("checkpoint", "tools.hub"): "dcp_metadata adapter by_key export exported hf_reader hf_writer upcycle weights",
+    ("config", "tools.config"): "load refuse checks draft help handed changes",
     ("config", "tools.front"): "json_schema",
     ("data", "tools.prepare"): "pieces build cache in_place plan records sources tokenize_shard tokenizer_json",
     ("parallel", "tools.watch"): "chosen_kernel",
@@ -53,6 +53,7 @@ RENAMED_MODULES = {
     "checkpoint.retention": "checkpoint.keeping.history",
     "config.arguments": "tools.config.draft",
     "config.inert": "tools.config.checks",
+    "runtime.exchange": "tools.launch.records",
     "runtime.rank_notes": "runtime.launcher_notes",
 }
 
@@ -62,12 +63,15 @@ NAMES = {
     ("checkpoint.initial", "tools.hub.published_weights"): "HubWeights",
     ("checkpoint.initial", "tools.hub.upcycle"): "UpcycledWeights",
     ("checkpoint.manifest", "regular_file"): "check_regular",
+    ("checkpoint.state", "tools.hub.weights"): "PartsToFill initial_model_tensors initial_parts saved_parts",
     ("config", "tools.config.load"): "load_config",
+    ("config", "tools.config.changes"): "log_config_changes",
     ("config.environment", "tools.config.environment"): """PER_RANK Ranks default_restarts is_requeued job_id
         print_error_lines print_notes read_ranks refuse""",
     ("config.toml", "tools.config.toml_files"): "Layer key_lines merge_layers parse_value read_files",
     ("tools.config.load", "tools.config.draft"): "Draft",
     ("tools.config.load", "tools.config.refuse"): "finish",
+    ("data.shard", "tools.prepare.corpus_writer"): "replacing",
     ("data.tokenizer", "tools.prepare.hugging_face_tokenizer"): "HuggingFaceTokenizer",
     ("data.tokenizer", "tools.prepare.tiktoken_tokenizer"): "TiktokenTokenizer",
     ("data.tokenizer", "data.tokenizer_protocol"): "Tokenizer",
@@ -79,12 +83,16 @@ NAMES = {
     ("parallel.context", "parallel.mesh"): "sequence_pieces",
     ("parallel.pipeline", "parallel.forward_backward"): "ForwardBackward OneStage",
     ("parallel.pipeline", "parallel.parallelize"): "build_forward_backward",
+    ("runtime.parent", "tools.launch.process_tree"): """PARENT PARENT_PIPE end_with_parent find_children find_ranks
+        is_running is_session_leader tie_children""",
     ("runtime.process", "runtime.device"): "choose_device compute_dtype has_usable_gpu",
     ("runtime.process", "tools.launch.rank_start"): "await_ranks has_launcher joined_key start_runtime",
+    ("facts.shapes", "tools.hub.family"): "stored_shapes",
     ("tools.adapt.supervise", "tools.adapt.adaptation"): "Adaptation",
     ("tools.front.start", "tools.front.resolve"): """can_compile check_cluster check_export is_rank_of_launcher load_run
         load_sizes plan_layout resolve_compile resolve_published_model""",
     ("tools.launch.hang_watch", "checkpoint.background"): "SAVES_IN_BACKGROUND",
+    ("tools.launch.records", "runtime.process"): "gather_texts same_on_all_ranks",
     ("tools.prepare.cache", "data.data_changes"): "cached_corpora",
     ("tools.prepare.chat.write", "tools.prepare.counts"): """CONVERSATIONS EXAMPLES LENGTH PADDING RULE TARGETS TOKENS
         TRUNCATED UNTRAINED WORDS describe_counts""",

@@ -13,7 +13,7 @@ HOMES = {
     "CHANGE_NO_WEIGHT": "torchllm.config.applied_keys",
     "applied": "torchllm.config.applied_keys",
     "refuse_unapplied": "torchllm.config.applied_keys",
-    "log_config_changes": "torchllm.config.changes",
+    "log_config_changes": "torchllm.tools.config.changes",
     "UserError": "torchllm.config.errors",
     "load_config": "torchllm.tools.config.load",
     "Config": "torchllm.config.schema",
@@ -73,7 +73,6 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from torchllm.config.applied_keys import CHANGE_NO_WEIGHT as CHANGE_NO_WEIGHT
     from torchllm.config.applied_keys import applied as applied
     from torchllm.config.applied_keys import refuse_unapplied as refuse_unapplied
-    from torchllm.config.changes import log_config_changes as log_config_changes
     from torchllm.config.errors import UserError as UserError
     from torchllm.config.schema import Config as Config
     from torchllm.config.write import write_config as write_config
@@ -110,6 +109,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from torchllm.runtime.error_report import report_errors as report_errors
     from torchllm.runtime.process import Runtime as Runtime
     from torchllm.tools.adapt.supervise import supervise as supervise
+    from torchllm.tools.config.changes import log_config_changes as log_config_changes
     from torchllm.tools.config.load import load_config as load_config
     from torchllm.tools.dry_run.run import dry_run as dry_run
     from torchllm.tools.front.resolve import load_run as load_run

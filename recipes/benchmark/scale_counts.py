@@ -32,8 +32,8 @@ from torchllm.optim.fused import ShardedAdamW
 from torchllm.optim.grad_norm import clip, grad_norm
 from torchllm.optim.optimizer import apply_if_finite
 from torchllm.parallel.mesh import build_mesh
-from torchllm.runtime.exchange import gather_texts
 from torchllm.runtime.heartbeat import Timeout
+from torchllm.runtime.process import gather_texts
 from torchllm.tools.launch.hang_report import RankDump, describe_hang, read_dump, write_slices
 from torchllm.tools.launch.torch_records import FlightRecord
 from torchllm.tools.prepare.build import shard_size_mib

@@ -26,8 +26,8 @@ from torchllm.checkpoint.data_file import read_piece_table
 from torchllm.checkpoint.keeping import history
 from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint, mark_proven, mark_suspect, read_suspects
 from torchllm.checkpoint.state import nonfinite_keys, parts_of
-from torchllm.checkpoint.weights import load_newest_weights, load_weights
 from torchllm.config.environment import ATTEMPT
+from torchllm.tools.hub.weights import load_newest_weights, load_weights
 from torchllm.tools.launch.lease import LeaseLost
 from torchllm.train.step import Health
 

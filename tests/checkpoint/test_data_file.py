@@ -23,7 +23,7 @@ from torchllm.checkpoint.data_file import (
     read_piece_table,
 )
 from torchllm.checkpoint.manifest import DamagedCheckpoint, FileRecord
-from torchllm.checkpoint.weights import load_weights
+from torchllm.tools.hub.weights import load_weights
 
 PIECES = {3: b"first", 7: b"", 8: b"the third piece"}
 

@@ -14,7 +14,7 @@ from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.checkpoint.data_file import DataFileWriter, data_file_name, read_piece_table
 from torchllm.checkpoint.index import INDEX, Index, PieceGrid, parse_index
 from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint
-from torchllm.checkpoint.weights import load_weights
+from torchllm.tools.hub.weights import load_weights
 
 pytestmark = pytest.mark.quick
 

@@ -30,7 +30,7 @@ from torchllm.checkpoint.keeping import history
 from torchllm.checkpoint.manifest import CheckpointError
 from torchllm.checkpoint.state import model_tensors, optimizer_tensors
 from torchllm.checkpoint.verify import verify_checkpoint
-from torchllm.checkpoint.weights import load_weights
+from torchllm.tools.hub.weights import load_weights
 
 LAYOUTS = {  # replicate, shard, tp
     "fsdp2": (1, 2, 1),

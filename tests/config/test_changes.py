@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from torchllm.config import Config, Data, Evaluate, Model, Source, Training, log_config_changes
-from torchllm.config.changes import config_changes
+from torchllm.config import Config, Data, Evaluate, Model, Source, Training
 from torchllm.config.paths import absolute_paths
 from torchllm.config.schema import Lora
+from torchllm.tools.config.changes import config_changes, log_config_changes
 
 pytestmark = pytest.mark.quick
 

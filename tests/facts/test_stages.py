@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.facts.test_flops import forward_flops_per_token
 from torchllm.config import SCHEDULES, Model, Parallel, PipelineSchedule
-from torchllm.facts.flops import block_flops, forward_flops_per_token
+from torchllm.facts.flops import block_flops
 from torchllm.facts.stages import balanced_split, end_costs, stage_costs, stage_of_rank
 from torchllm.tools.config.load import load_config
 

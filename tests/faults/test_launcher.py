@@ -175,7 +175,7 @@ STUCK = """
 import signal, sys, time
 from torchllm.tools.config.load import load_config
 load_config(sys.argv[1:])
-from torchllm.runtime.parent import end_with_parent
+from torchllm.tools.launch.process_tree import end_with_parent
 end_with_parent()
 signal.signal(signal.SIGTERM, signal.HANDLER)
 print("stuck", flush=True)

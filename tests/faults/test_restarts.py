@@ -190,7 +190,7 @@ import os, sys, time
 from torchllm.config.errors import RefusedStart, UserError
 from torchllm.runtime import launcher_notes
 from torchllm.runtime.error_report import report_errors
-from torchllm.runtime.parent import end_with_parent
+from torchllm.tools.launch.process_tree import end_with_parent
 end_with_parent()
 rank, attempt = int(os.environ["RANK"]), int(os.environ.get("TORCHLLM_ATTEMPT", "1"))
 report_errors(rank, rank)

@@ -3,7 +3,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.tiny_run import ROOT
 from torchllm.config import Metrics, Model, Recompute, Training
 from torchllm.facts.flops import flops_per_token, recomputed_flops_per_token
 from torchllm.metrics.expert_load import ExpertLoads, LoadAlarm
-from torchllm.metrics.meter import Meter, measured_peak_flops, memory_gib, peak_flops
+from torchllm.metrics.meter import Meter, measured_peak_flops, memory_gib, peak_flops, read_gpu
 from torchllm.metrics.sinks import Record, TensorBoard
 from torchllm.optim.expert_balance import StepRouting
 from torchllm.tools.launch.lease import LeaseLost
@@ -310,3 +310,17 @@ def test_the_page_has_every_key_of_a_record() -> None:
     page = (ROOT / "docs/watch.md").read_text().partition("## Keys of metrics.jsonl")[2]
     assert len(keys) > 20
     assert [key for key in keys if f"`{key}" not in page] == []
+
+
+def test_it_reads_the_gpu_that_torch_uses_and_leaves_out_what_that_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 3)
+    values = {"utilization": 93, "power_draw": 651_500, "clock_rate": 1830, "temperature": 61}  # percent, milliwatts
+    for name, value in values.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: {gpu: value}[device])
+    assert read_gpu(gpu) == {"gpu/busy": 0.93, "gpu/watts": 651.5, "gpu/mhz": 1830.0, "gpu/celsius": 61.0}
+
+    def not_supported(device: torch.device) -> NoReturn:
+        raise RuntimeError("a virtual GPU")
+
+    monkeypatch.setattr(torch.cuda, "power_draw", not_supported)
+    assert read_gpu(gpu).keys() == {"gpu/busy", "gpu/mhz", "gpu/celsius"}

@@ -14,7 +14,6 @@ from tests.parity import Settings, build, my_batches, tiny
 from tests.workers import run
 from torchllm import config as c
 from torchllm.checkpoint.checkpointer import Checkpointer
-from torchllm.checkpoint.weights import AVERAGED_WEIGHTS, load_weights
 from torchllm.config import Config
 from torchllm.facts.parameters import canonical_name
 from torchllm.models.decoder import Decoder, build_model
@@ -23,6 +22,7 @@ from torchllm.optim.optimizer import apply_if_finite, build_optimizer
 from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.initialize import initialize
 from torchllm.parallel.parallelize import build_forward_backward
+from torchllm.tools.hub.weights import AVERAGED_WEIGHTS, load_weights
 from torchllm.train.step import TrainStep
 
 CPU = torch.device("cpu")

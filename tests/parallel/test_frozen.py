@@ -14,7 +14,6 @@ from tests.recipes.warm import alone, pretrain
 from tests.tiny_run import DEBUG, ROOT, metrics
 from torchllm.checkpoint import tensors
 from torchllm.checkpoint.tensors import open_checkpoint
-from torchllm.checkpoint.weights import AVERAGED_WEIGHTS, load_weights
 from torchllm.config import Model
 from torchllm.config.errors import UserError
 from torchllm.facts.shapes import parameter_shapes
@@ -22,6 +21,7 @@ from torchllm.models.decoder import Decoder, build_model
 from torchllm.parallel.initialize import fill_all
 from torchllm.tools.front.start import load_configs
 from torchllm.tools.hub.by_key import WeightReader
+from torchllm.tools.hub.weights import AVERAGED_WEIGHTS, load_weights
 
 PREFIX = r"embed_tokens.*|layers\.[01]\..*"
 """embedding and first blocks: they have no backward pass"""

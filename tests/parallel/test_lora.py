@@ -13,15 +13,15 @@ from tests.parity import Settings, build, check, tiny
 from tests.workers import run
 from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.checkpoint.manifest import read_manifest
-from torchllm.checkpoint.state import initial_parts
 from torchllm.checkpoint.tensors import open_checkpoint
-from torchllm.checkpoint.weights import load_weights
-from torchllm.config import Checkpoint, log_config_changes
+from torchllm.config import Checkpoint
 from torchllm.config.errors import UserError
 from torchllm.facts.parameters import is_low_rank_factor
 from torchllm.models.decoder import build_model
 from torchllm.models.lora import apply_lora
 from torchllm.optim.optimizer import build_optimizer
+from torchllm.tools.config.changes import log_config_changes
+from torchllm.tools.hub.weights import initial_parts, load_weights
 from torchllm.tools.proof.layouts import with_settings
 
 LORA: Settings = {"lora.rank": 3, "lora.alpha": 12.0}

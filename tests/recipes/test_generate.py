@@ -8,10 +8,10 @@ from recipes import generate
 from tests.recipes.warm import alone, pretrain
 from tests.tools.generate.test_continue_texts import decoder, recomputed
 from torchllm.checkpoint.manifest import CheckpointError
-from torchllm.checkpoint.weights import load_newest_weights
 from torchllm.config import Model
 from torchllm.config.errors import UserError
 from torchllm.models.decoder import Decoder
+from torchllm.tools.hub.weights import load_newest_weights
 
 
 def trained_decoder(model: Model, folder: Path) -> Decoder:

@@ -13,12 +13,12 @@ from tests.config.conftest import refusal
 from tests.recipes.warm import pretrain
 from tests.tiny_run import metrics
 from tests.tools.hub.published import save_published
-from torchllm.checkpoint.weights import load_newest_weights
 from torchllm.config import Config
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.parallel.initialize import materialize
 from torchllm.tools.config.load import load_config
 from torchllm.tools.front.start import load_configs
+from torchllm.tools.hub.weights import load_newest_weights
 
 TOML = """
 [run]

@@ -44,10 +44,9 @@ from torchllm.checkpoint.initial import InitialWeights, check_same_source
 from torchllm.checkpoint.keeping.history import CheckpointHistory, Judgement
 from torchllm.checkpoint.manifest import CheckpointError, FileRecord, Manifest
 from torchllm.checkpoint.plan import SavePlan, agree_on_plan
-from torchllm.checkpoint.state import Part, holds_all_weights
+from torchllm.checkpoint.state import Part, holds_all_weights, was_frozen
 from torchllm.checkpoint.verify import check_files, newest_verified
 from torchllm.config.applied_keys import applied, saves_state
-from torchllm.config.changes import was_frozen
 from torchllm.config.environment import is_restart
 from torchllm.runtime.heartbeat import during
 from torchllm.train.step import Health

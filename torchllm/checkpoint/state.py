@@ -14,7 +14,8 @@ Every parameter has its own `step`: AdamW counts only steps with a gradient, so 
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -58,10 +59,6 @@ class Part(NamedTuple):
     sharding: TensorSharding
 
 
-PartsToFill = Callable[[Sequence[nn.Module]], Mapping[str, Part]]
-"""function that returns the parts of a rank's stages, by key, to read weights into"""
-
-
 @torch.no_grad()
 def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
     """Return this rank's part of each tensor, by key."""
@@ -96,21 +93,6 @@ def holds_all_weights(stages: Sequence[nn.Module]) -> bool:
     return not any(map(is_low_rank_factor, model_tensors(stages)))
 
 
-def initial_model_tensors(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Return the `model_tensors` that initial weights fill: all except low-rank updates."""
-    return {key: tensor for key, tensor in model_tensors(stages).items() if not is_low_rank_factor(key)}
-
-
-def saved_parts(stages: Sequence[nn.Module]) -> dict[str, Part]:
-    """Return this rank's parts of `saved_model_tensors`."""
-    return parts_of(saved_model_tensors(stages))
-
-
-def initial_parts(stages: Sequence[nn.Module]) -> dict[str, Part]:
-    """Return this rank's parts of `initial_model_tensors`."""
-    return parts_of(initial_model_tensors(stages))
-
-
 def optimizer_tensors(stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the state of an optimizer over these stages' parameters by key; it shares the optimizer's memory.
 
@@ -133,6 +115,15 @@ def optimizer_tensors(stages: Sequence[nn.Module], optimizer: torch.optim.Optimi
 def frozen_state(stages: Sequence[nn.Module]) -> tuple[str, ...]:
     """Return the prefixes of keys of optimizer state that this rank's frozen parameters would have."""
     return tuple(f"{OPTIMIZER}{name}." for name, tensor in _by_name(stages).items() if not tensor.requires_grad)
+
+
+def was_frozen(record: Mapping[str, Any], name: str) -> bool:
+    """Return whether the run that wrote the checkpoint with this record froze a parameter by model.frozen.
+
+    name: canonical. A checkpoint has no optimizer state of it and no moving average.
+    """
+    pattern = record.get("config", {}).get("model", {}).get("frozen", "")
+    return pattern != "" and re.fullmatch(pattern, name) is not None
 
 
 def start_optimizer_state(optimizer: torch.optim.Optimizer) -> None:

@@ -15,12 +15,8 @@ many shards has to open a file, and on a parallel file system an open costs as m
 targets are in the same file; its sha256, part of the corpus's fingerprint, covers them.
 """
 
-import os
-import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -167,21 +163,3 @@ class OpenShard:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-@contextmanager
-def replacing(paths: Sequence[Path]) -> Iterator[Sequence[IO[bytes]]]:
-    """Open files for writing; they get their names, complete and on disk, when the block ends without error."""
-    suffix = f".{socket.gethostname()}-{os.getpid()}.tmp"  # unique: other processes may write the same files
-    temporary = [path.with_name(path.name + suffix) for path in paths]
-    files = [path.open("wb") for path in temporary]
-    try:
-        yield files
-        for file, source, target in zip(files, temporary, paths, strict=True):
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(source, target)
-    finally:
-        for file, source in zip(files, temporary, strict=True):
-            file.close()
-            source.unlink(missing_ok=True)

@@ -3,7 +3,6 @@
 `model.block` chooses one by its name. Only a run that sets it imports this file.
 """
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,10 +27,6 @@ class AddedParameter:
     start: Start
     role: Role
     """matrix: each token is multiplied with it, which counts its FLOPs"""
-
-    def size_on_rank(self, model: Model, tp: int) -> float:
-        """Return its elements on one of `tp` ranks."""
-        return math.prod(self.shape(model)) / (tp if self.cut in ("colwise", "rowwise") else 1)
 
 
 @dataclass(frozen=True, kw_only=True)

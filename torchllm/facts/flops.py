@@ -163,15 +163,6 @@ def flops_per_token(
     return flops
 
 
-def forward_flops_per_token(model: Model, sequence_length: int) -> int:
-    """Return the FLOPs of one token's forward pass as it runs, attention unmasked but for a window.
-
-    The backward pass is twice that.
-    """
-    blocks = sum(block_flops(model, layer, sequence_length) for layer in range(model.layers))
-    return blocks + 2 * head_size(model)
-
-
 def block_flops(model: Model, layer: int, sequence_length: int) -> int:
     """Return the FLOPs of one token's forward pass in a block, by its index; attention is unmasked but for a window."""
     sizes = matrices(model, layer)

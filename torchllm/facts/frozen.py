@@ -36,17 +36,6 @@ def is_trained(name: str, model: Model, trained: TrainedParameters) -> bool:
     return is_low_rank_factor(name) if trained.only_updates else not model.freezes(name)
 
 
-def trained_share(model: Model, parts: str | tuple[str, ...] = "") -> float:
-    """Return the share of the parameters whose names begin with one of `parts` that model.frozen leaves trained."""
-    return _trained_share(model, parts) if model.frozen else 1.0
-
-
-@lru_cache(maxsize=1024)
-def _trained_share(model: Model, parts: str | tuple[str, ...]) -> float:
-    sizes = {name: math.prod(shape) for name, shape in parameter_shapes(model).items() if name.startswith(parts)}
-    return sum(size for name, size in sizes.items() if not model.freezes(name)) / sum(sizes.values())
-
-
 @lru_cache(maxsize=1024)
 def blocks_without_backward(model: Model) -> int:
     """Return the number of first blocks that need no backward pass: they and the embedding are frozen."""

@@ -22,16 +22,6 @@ def parameter_shapes(model: Model) -> dict[str, Shape]:
     return shapes
 
 
-def stored_shapes(model: Model) -> dict[str, Shape]:
-    """Return the shapes of all stored tensors of a model: parameters and buffers."""
-    shapes = parameter_shapes(model)
-    if model.router_bias:
-        for index in range(model.layers):
-            if model.is_sparse(index):
-                shapes[f"layers.{index}.mlp.routed.router.bias"] = (model.experts,)
-    return shapes
-
-
 def block_shapes(model: Model, layer: int) -> dict[str, Shape]:
     """Return the shapes of the parameters of a block, by name within it. layer: its index."""
     hidden = model.hidden

@@ -36,7 +36,11 @@ not finite. A profiled step has a line of its own: breakdown/PART, the part's sh
     experts/balance_loss, experts/router_z_loss
                        the penalties of model.balance_loss and router_z_loss with their weight, which the loss does not
                        contain; only with these keys. Tokens per expert are in experts.jsonl
-    gpu/...            rank 0's GPU, with the package nvidia-ml-py (`metrics/device.py`)
+    gpu/busy           rank 0's GPU, by its driver (needs the package nvidia-ml-py): share of the driver's last sample
+                       period in which a kernel ran
+    gpu/watts          its power
+    gpu/mhz            clock of its multiprocessors; it falls when the GPU is too hot or over its power limit
+    gpu/celsius        its temperature
     skipped_steps      steps of this process so far that were not applied: their loss or gradient was not finite
 
 The first step of a process is always logged, alone: it has the initial loss, and its times hold what happens once
@@ -49,7 +53,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -58,13 +62,11 @@ import torch
 from torchllm.config import Metrics, Model, Recompute, TrainedParameters, Training
 from torchllm.facts.flops import ALL_TRAINED, device_peak_flops, flops_per_token, recomputed_flops_per_token
 from torchllm.metrics.console import Console
-from torchllm.metrics.device import device_meter
 from torchllm.metrics.expert_load import ExpertLoads, LoadAlarm, pack, unpack
 from torchllm.metrics.sinks import Record, Sink
 from torchllm.runtime.host_limits import usable_cores
 from torchllm.runtime.phase import phase
 from torchllm.runtime.signs_of_life import signs_of_life
-from torchllm.runtime.tolerance import Tolerance
 
 if TYPE_CHECKING:
     from torchllm.train.step import StepResult
@@ -114,8 +116,6 @@ class Meter:
         self.console = console
         self.spend = spend
         self.sequences = sequences
-        self.gpu = device_meter(device) if sinks else None
-        self.gpu_tolerance = Tolerance("the GPU's driver")
         length = training.sequence_length
         self.trained = trained
         self.recomputed = recomputed_flops_per_token(model, recompute, length, has_logits_again)
@@ -205,12 +205,6 @@ class Meter:
         self.first = False
         return record
 
-    def step_mfu(self, seconds: float) -> float | None:
-        """Return the MFU of a step that takes `seconds`; None if the device's peak is not known."""
-        tokens = self.training.global_batch_size * self.training.sequence_length
-        flops = flops_per_token(self.model, self.training.sequence_length, trained=self.trained)
-        return self._utilization(tokens / seconds * flops)
-
     def close(self) -> None:
         """Close the sinks, and the account with what came after the last logged step."""
         for sink in self.sinks:
@@ -275,9 +269,8 @@ class Meter:
             self._report_loads(step, loads)
         if self.device.type == "cuda":
             record |= allocator_record(self.device)
-        if self.gpu is not None:
-            with self.gpu_tolerance.attempt():
-                record |= self.gpu.read()
+            if self.sinks:
+                record |= read_gpu(self.device)
         self.start_interval()
         return record
 
@@ -311,11 +304,6 @@ class Meter:
             torch.cuda.synchronize(self.device)
 
 
-def device_name(device: torch.device) -> str:
-    """Return the name of a GPU, or "CPU"."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
 def memory_gib(device: torch.device) -> float:
     """Return GiB: a GPU's highest memory in live tensors since the start; on a CPU this process's resident set."""
     if device.type == "cuda":
@@ -331,6 +319,21 @@ def allocator_record(device: torch.device) -> Record:
         "memory_reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30,
         "allocation_retries": torch.cuda.memory_stats(device).get("num_alloc_retries", 0),
     }
+
+
+def read_gpu(device: torch.device) -> dict[str, float]:
+    """Return the current values of a GPU by key, without those that cannot be read, e.g. of a virtual GPU."""
+    readings = {
+        "gpu/busy": lambda: torch.cuda.utilization(device) / 100,
+        "gpu/watts": lambda: torch.cuda.power_draw(device) / 1000,
+        "gpu/mhz": lambda: float(torch.cuda.clock_rate(device)),
+        "gpu/celsius": lambda: float(torch.cuda.temperature(device)),
+    }
+    values = {}
+    for key, read in readings.items():
+        with suppress(Exception):  # ImportError without the package, and every error of the driver
+            values[key] = read()
+    return values
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, ranks_on_node: int = 1, float8: bool = False) -> float | None:

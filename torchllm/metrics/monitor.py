@@ -17,7 +17,7 @@ from torchllm.config import Config, applied, refuse_unapplied
 from torchllm.config.applied_keys import BY_LIBRARY, is_left_to_library, leave_to_library, refuse_evaluation_of_weights
 from torchllm.config.errors import UserError
 from torchllm.data.loader import TrainLoader
-from torchllm.facts.flops import active_parameter_count, parameter_count, recomputes_logits, trained_parameter_count
+from torchllm.facts.flops import recomputes_logits
 from torchllm.metrics.console import Console
 from torchllm.metrics.meter import Meter, peak_flops
 from torchllm.metrics.observer import Change, ObservedRun, Observer
@@ -48,7 +48,6 @@ class Monitor:
             self.start_up.enter_context(signs_of_life("start-up"))
         self.change: Change | None = None
         """the config with which to go on from the last checkpoint; set by `wants_change`"""
-        self.has_begun = False
 
     def begin(self, config: Config, mesh: Mesh, stages: Sequence[Decoder], data: "Loader", start: int) -> None:
         """Start the clocks, right before step `start` + 1, the first with this config.
@@ -61,7 +60,7 @@ class Monitor:
         self.read_health: Callable[[], Health] | None = None
         """of a step that has been logged"""
         leave_to_library("training.on_nonfinite", "training.max_consecutive_nonfinite")
-        self.unread_keys = refuse_unapplied(config)
+        unread_keys = refuse_unapplied(config)
         if not config.trains_all:
             from torchllm.models.frozen import check_trained  # of no use to other runs
 
@@ -70,12 +69,8 @@ class Monitor:
         runtime.check_owner()  # metrics.jsonl is cut to `start`
         dtype = compute_dtype(training, device)
         self.config, self.change = config, None
-        peak = peak_flops(device, dtype, runtime.ranks_on_node, config.float8.is_on)
-        if not self.has_begun:
-            self.describe(config, data, start)
-            self.describe_peak(config, peak)
-        self.has_begun = True
-        self.warn(config, data, start)
+        if unread_keys:
+            log.warning("set, but not read by this recipe: %s", ", ".join(unread_keys))
         self.meter = Meter(
             config.metrics,
             config.model,
@@ -83,7 +78,7 @@ class Monitor:
             training,
             device=device,
             world_size=runtime.world_size,
-            peak_flops=peak,
+            peak_flops=peak_flops(device, dtype, runtime.ranks_on_node, config.float8.is_on),
             sinks=open_sinks(runtime.folder, config, start) if runtime.is_main else [],
             loads_file=open_loads_file(runtime.folder, start) if runtime.is_main and config.model.experts else None,
             console=Console(training.steps, start) if runtime.is_main else None,
@@ -98,50 +93,6 @@ class Monitor:
         for observer in self.observers:
             observer.begin(run)
         self.meter.start_interval()
-
-    def describe(self, config: Config, data: "Loader", start: int) -> None:
-        """Log what is trained, on what."""
-        training, model = config.training, config.model
-        log.info("model: %s parameters in %d blocks", f"{parameter_count(model):,}", model.layers)
-        if model.experts:
-            log.info(
-                "experts: %d of %d for a token, in %d blocks; it uses %s of the parameters",
-                model.top_k,
-                model.experts,
-                model.layers - model.dense_layers,
-                f"{active_parameter_count(model):,}",
-            )
-        if not config.trains_all:
-            log.info("%s parameters are trained, others frozen", f"{trained_parameter_count(model, config.trained):,}")
-        for line in data.describe_sources(training.steps):
-            log.info("%s", line)
-        tokens_per_step = training.global_batch_size * training.sequence_length
-        if start < training.steps:
-            tokens = f"{(training.steps - start) * tokens_per_step:,} tokens, {tokens_per_step:,} per step"
-            log.info("steps %d to %d: %s", start + 1, training.steps, tokens)
-
-    def describe_peak(self, config: Config, peak: float | None) -> None:
-        """Log against which peak MFU counts where some products are in float8 and others are not."""
-        if not config.float8.is_on or peak is None:
-            return
-        kind = "float8's" if self.runtime.device.type == "cuda" else "bfloat16's, for a CPU emulates float8"
-        log.info("MFU and HFU are against %.4g TFLOP/s per rank, %s", peak / 1e12, kind)
-
-    def warn(self, config: Config, data: "Loader", start: int) -> None:
-        """Log what a user should know about a config before its first step."""
-        if start >= config.training.steps:
-            log.info(
-                "nothing to do: the run is at step %d of training.steps = %d; raise training.steps, or set another "
-                "run.folder",
-                start,
-                config.training.steps,
-            )
-        if self.unread_keys:
-            log.warning("set, but not read by this recipe: %s", ", ".join(self.unread_keys))
-        if data.skipped:
-            log.warning("records skipped: %s", data.skipped)
-        if rounded := data.describe_rounded_shares():
-            log.warning("shares of data.sources are rounded: %s", rounded)
 
     def add_sink(self, sink: Sink) -> None:
         """Write the records of this config to one more sink: rank 0's. Call it after `begin`.

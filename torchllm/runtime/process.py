@@ -5,6 +5,7 @@ one step late, so that no step waits for them. `torchllm/tools/launch/rank_start
 """
 
 import gc
+import hashlib
 import logging
 import os
 from collections.abc import Callable
@@ -17,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchllm.config.errors import UserError
-from torchllm.runtime.exchange import gather_texts
 from torchllm.runtime.heartbeat import beat, heartbeat
 from torchllm.runtime.stop import STOP, STOPPED, StopRequests, write_marker
 from torchllm.runtime.terminal import drop_unwritten_output
@@ -198,6 +198,31 @@ class _Vote(NamedTuple):
             self.work.wait()
         stop, save = self.flags.tolist()
         return _Decision(bool(stop), bool(save))
+
+
+def gather_texts(text: str | None, group: dist.ProcessGroup) -> list[str | None]:
+    """Return the text of every rank, by rank.
+
+    If all ranks pass the same text, or None, they exchange only its hash: 32 bytes in one all-reduce, whatever the
+    number of ranks. Otherwise each rank gets the texts of all ranks.
+    """
+    ranks = dist.get_world_size(group)
+    if same_on_all_ranks(text, group):
+        return [text] * ranks
+    texts: list[str | None] = [None] * ranks
+    dist.all_gather_object(texts, text, group=group)
+    return texts
+
+
+def same_on_all_ranks(text: str | None, group: dist.ProcessGroup) -> bool:
+    """Return whether all ranks pass the same text: they exchange its hash, in one all-reduce of 32 bytes."""
+    digest = hashlib.sha256(repr(text).encode()).digest()[:16]
+    hashes = torch.frombuffer(bytearray(digest), dtype=torch.int64)
+    # The largest of all ~x is the inverse of the smallest x: one reduction finds both.
+    bounds = torch.cat([hashes, ~hashes])
+    dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
+    largest, smallest = bounds[:2], ~bounds[2:]
+    return torch.equal(largest, smallest)
 
 
 def raise_first_error(

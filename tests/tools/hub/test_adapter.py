@@ -13,7 +13,6 @@ from tests.tools.hub.published import save_published
 from tests.workers import run
 from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.checkpoint.manifest import CheckpointError, Manifest, read_manifest
-from torchllm.checkpoint.weights import load_weights
 from torchllm.config import Checkpoint, Config, Model
 from torchllm.config.errors import UserError
 from torchllm.config.schema import Lora
@@ -32,6 +31,7 @@ from torchllm.tools.hub.by_key import WeightReader
 from torchllm.tools.hub.files import read_hub_config
 from torchllm.tools.hub.initial import initial_weights, load_frozen_weights, load_weights_of_run
 from torchllm.tools.hub.published_weights import HubWeights
+from torchllm.tools.hub.weights import load_weights
 
 LORA: Settings = {"lora.rank": 3, "lora.alpha": 12.0}
 TOKENS = torch.randint(96, (2, 12), generator=torch.Generator().manual_seed(0))

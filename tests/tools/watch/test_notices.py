@@ -1,10 +1,90 @@
+"""What a run logs before its first step, and its events."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
-from tests.metrics.test_monitor import monitor_of
-from tests.parity import tiny
+from tests.metrics.test_monitor import begin, monitor_of
+from tests.parity import CPU, tiny
 from tests.workers import run
-from torchllm.tools.watch.notices import Events
+from torchllm.facts.flops import parameter_count
+from torchllm.tools.watch.notices import Events, Notices, describe_peak
+
+
+class LogLines(logging.Handler):
+    """Keeps the texts of a rank's log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@contextmanager
+def log_lines() -> Iterator[list[str]]:
+    """Give the texts that the library logs inside the context on this rank."""
+    logger = logging.getLogger("torchllm")
+    handler, level = LogLines(), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield handler.texts
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def _log_of_a_start(folder: Path, start: int) -> list[str]:
+    with log_lines() as lines:
+        monitor_of(folder, tiny({}), [Notices()], start)
+    return lines
+
+
+def test_a_run_says_what_it_trains_or_that_there_is_nothing_to_do(tmp_path: Path) -> None:
+    config = tiny({})
+    steps, tokens = config.training.steps, config.training.global_batch_size * config.training.sequence_length
+    assert run(_log_of_a_start, 1, tmp_path, 1) == [
+        [
+            f"model: {parameter_count(config.model):,} parameters in {config.model.layers} blocks",
+            f"data.sources.0: read in {steps} steps",
+            f"steps 2 to {steps}: {(steps - 1) * tokens:,} tokens, {tokens:,} per step",
+        ]
+    ]
+    [[*_, last]] = run(_log_of_a_start, 1, tmp_path, steps)
+    assert last.startswith(f"nothing to do: the run is at step {steps} of training.steps = {steps}; raise")
+
+
+def _log_of_rounded_shares(folder: Path) -> list[str]:
+    monitor = monitor_of(folder, tiny({}), [Notices()])
+    with log_lines() as lines:
+        begin(monitor, tiny({}), 0, rounded_shares="data.sources.1 (text): 1e-06 asked, 0.0001 used")
+    return lines
+
+
+def test_a_run_says_which_shares_of_its_sources_it_rounds(tmp_path: Path) -> None:
+    [lines] = run(_log_of_rounded_shares, 1, tmp_path)
+    line = lines[-1]
+    assert line.startswith("shares of data.sources are rounded: ")
+    assert line.endswith("data.sources.1 (text): 1e-06 asked, 0.0001 used")
+
+
+def _log_of_a_float8_peak() -> list[str]:
+    with log_lines() as lines:
+        for recipe, peak in (("none", 2e12), ("rowwise", None), ("rowwise", 2e12)):
+            runtime, meter = SimpleNamespace(world_size=2, device=CPU), SimpleNamespace(peak=peak)
+            describe_peak(SimpleNamespace(config=tiny({"float8.recipe": recipe}), runtime=runtime, meter=meter))  # type: ignore[arg-type]
+    return lines
+
+
+def test_a_run_in_float8_says_what_its_utilization_is_a_share_of() -> None:
+    assert _log_of_a_float8_peak() == [
+        "MFU and HFU are against 1 TFLOP/s per rank, bfloat16's, for a CPU emulates float8"
+    ]
 
 
 def _events(folder: Path) -> list[str]:

@@ -16,12 +16,12 @@ from torchllm.checkpoint.initial import check_same_source
 from torchllm.checkpoint.manifest import CheckpointError, Manifest, step_folder
 from torchllm.checkpoint.state import parts_of
 from torchllm.config import Config, Model
-from torchllm.config.changes import check_frozen_weights
 from torchllm.facts.flops import trained_parameter_count
 from torchllm.facts.parameters import is_low_rank_factor
 from torchllm.facts.shapes import parameter_shapes
 from torchllm.models.lora import merge_update
 from torchllm.parallel.initialize import fill
+from torchllm.tools.config.changes import check_frozen_weights
 from torchllm.tools.hub.by_key import WeightReader, Weights
 from torchllm.tools.hub.family import HubFamily, StoredPart, StoredTensor
 from torchllm.tools.hub.hf_reader import ReadTotals, fill_part

@@ -15,9 +15,8 @@ from torch import Tensor
 from torchllm.checkpoint.data_file import data_file_name, read_piece_table
 from torchllm.checkpoint.index import Region, TensorEntry
 from torchllm.checkpoint.manifest import CheckpointError
-from torchllm.checkpoint.state import EXTRA, WEIGHTS, Part, TensorSharding
+from torchllm.checkpoint.state import EXTRA, WEIGHTS, Part, TensorSharding, was_frozen
 from torchllm.checkpoint.tensors import load_tensors, open_checkpoint
-from torchllm.config.changes import was_frozen
 
 
 class Weights(Protocol):

@@ -9,10 +9,9 @@ import torch
 
 from torchllm.checkpoint.manifest import Manifest
 from torchllm.checkpoint.state import WEIGHTS
-from torchllm.checkpoint.weights import AVERAGED_WEIGHTS
 from torchllm.config import Config
-from torchllm.config.changes import check_frozen_weights
 from torchllm.data.tokenizer import Tokenizer, load_tokenizer
+from torchllm.tools.config.changes import check_frozen_weights
 from torchllm.tools.hub.adapter import ADAPTER_KIND, card_rows, model_weights, read_updates, write_adapter
 from torchllm.tools.hub.by_key import MeanOfWeights, WeightReader
 from torchllm.tools.hub.config_json import family_to_export
@@ -32,6 +31,7 @@ from torchllm.tools.hub.hf_writer import (
 )
 from torchllm.tools.hub.model_card import CardFacts, write_model_card
 from torchllm.tools.hub.text_facts import TextFacts, text_facts
+from torchllm.tools.hub.weights import AVERAGED_WEIGHTS
 from torchllm.tools.prepare.tokenizer_json import InexactTokenizer, write_tokenizer
 
 

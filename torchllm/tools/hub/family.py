@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torchllm.config import FAMILIES, Model
 from torchllm.config.errors import UserError
-from torchllm.facts.shapes import Shape, stored_shapes
+from torchllm.facts.shapes import Shape, parameter_shapes
 
 STACKED_EXPERTS = ".experts.gate_up_proj"
 """ends of the keys of stacked experts: one tensor for all experts of a block"""
@@ -218,6 +218,16 @@ class HubFamily:
             if name in names:
                 return _build(rule, names, index, shapes)
         raise UnmappedParameter(f"models of type {self.model_type!r} have no tensor for {name}")
+
+
+def stored_shapes(model: Model) -> dict[str, Shape]:
+    """Return the shapes of all stored tensors of a model: parameters and buffers."""
+    shapes = parameter_shapes(model)
+    if model.router_bias:
+        for index in range(model.layers):
+            if model.is_sparse(index):
+                shapes[f"layers.{index}.mlp.routed.router.bias"] = (model.experts,)
+    return shapes
 
 
 def _build(rule: TensorRule, names: list[str], block: str, shapes: dict[str, Shape]) -> list[StoredTensor]:

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchllm.checkpoint.state import WEIGHTS, Part, PartsToFill, fill_tied_copies, initial_parts
-from torchllm.facts.shapes import stored_shapes
-from torchllm.tools.hub.family import StoredPart, StoredTensor
+from torchllm.checkpoint.state import WEIGHTS, Part, fill_tied_copies
+from torchllm.tools.hub.family import StoredPart, StoredTensor, stored_shapes
 from torchllm.tools.hub.files import HubConfig, HubFiles
 from torchllm.tools.hub.safetensors_header import ITEM_SIZES, FileTensor, HubFileError
+from torchllm.tools.hub.weights import PartsToFill, initial_parts
 
 THREADS = 4
 """of a rank, that read"""

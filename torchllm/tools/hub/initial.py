@@ -14,13 +14,13 @@ from torch import nn
 from torchllm.checkpoint.agreement import Group, log_on_first, on_first
 from torchllm.checkpoint.initial import InitialWeights, check_same_source
 from torchllm.checkpoint.manifest import Manifest, step_folders
-from torchllm.checkpoint.state import WEIGHTS, PartsToFill, initial_parts
-from torchllm.checkpoint.weights import load_newest_weights
+from torchllm.checkpoint.state import WEIGHTS
 from torchllm.config import Config
 from torchllm.config.applied_keys import applied
-from torchllm.config.changes import check_frozen_weights
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.initialize import fill_all
+from torchllm.tools.config.changes import check_frozen_weights
+from torchllm.tools.hub.weights import PartsToFill, initial_parts, load_newest_weights
 
 
 def initial_weights(config: Config) -> InitialWeights | None:

@@ -10,11 +10,11 @@ from torch import nn
 
 from torchllm.checkpoint.agreement import Group, log_on_first, on_all, on_first
 from torchllm.checkpoint.manifest import CheckpointError
-from torchllm.checkpoint.state import PartsToFill, initial_parts
 from torchllm.config import Model
 from torchllm.tools.hub.files import HubConfig, HubFiles, check_tensors, find_hub_files, read_hub_config
 from torchllm.tools.hub.hf_reader import read_hub_weights
 from torchllm.tools.hub.hub import find_hub_model
+from torchllm.tools.hub.weights import PartsToFill, initial_parts
 
 
 @dataclass(frozen=True)

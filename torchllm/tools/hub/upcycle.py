@@ -14,9 +14,10 @@ from torch import nn
 from torchllm.checkpoint.agreement import Group
 from torchllm.checkpoint.index import Region
 from torchllm.checkpoint.initial import InitialWeights
-from torchllm.checkpoint.state import WEIGHTS, Part, TensorSharding, initial_model_tensors, parts_of
+from torchllm.checkpoint.state import WEIGHTS, Part, TensorSharding, parts_of
 from torchllm.config import Model
 from torchllm.parallel.initialize import fill
+from torchllm.tools.hub.weights import initial_model_tensors
 
 ROUTER = ".mlp.routed.router."
 EXPERTS = re.compile(r"(.+\.mlp)\.routed\.experts\.(\w+)")

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, NoReturn
 from torchllm.config.environment import ATTEMPT, LAUNCHED
 from torchllm.runtime import launcher_notes
 from torchllm.runtime.launcher_notes import STORE
-from torchllm.runtime.parent import end_with_parent, is_running, tie_children
 from torchllm.tools.launch.descriptors import raise_descriptor_limit
 from torchllm.tools.launch.head import NodeMissing
 from torchllm.tools.launch.lease import DONE, HANDED_DOWN, own_for_ranks, release_leases
+from torchllm.tools.launch.process_tree import end_with_parent, is_running, tie_children
 from torchllm.tools.launch.rank_watch import RankWatch, memory_folder
 from torchllm.tools.launch.ranks import RankPlaces, RankProcesses
 from torchllm.tools.launch.restarts import AttemptOver, JobOver, PartEnding, Restarts

@@ -25,13 +25,12 @@ from torchllm.config.errors import RefusedStart, UserError
 from torchllm.runtime import launcher_notes
 from torchllm.runtime.device import choose_device
 from torchllm.runtime.error_report import report_errors
-from torchllm.runtime.exchange import broadcast_record
 from torchllm.runtime.heartbeat import GROUP_GRACE, Timeouts, beat, heartbeat
-from torchllm.runtime.parent import end_with_parent
 from torchllm.runtime.process import Hooks, Runtime, raise_first_error
 from torchllm.runtime.stop import StopRequests
 from torchllm.tools.launch.descriptors import describe_low_limit, raise_descriptor_limit
 from torchllm.tools.launch.lease import DONE, Claim, check_owner, release_leases, take_or_inherit
+from torchllm.tools.launch.process_tree import end_with_parent
 from torchllm.tools.launch.same_start import refuse_different_starts
 from torchllm.tools.launch.store import HashStore, Store, has_launcher, join_store
 
@@ -261,6 +260,8 @@ def await_ranks(store: Store, world_size: int, wait: "NodeWait") -> None:
 
 def _share_secret(group: dist.ProcessGroup) -> bytes:
     """Return random bytes that all ranks know, but not a stranger who reaches the job's store."""
+    from torchllm.tools.launch.records import broadcast_record
+
     secret = np.frombuffer(secrets.token_bytes(SECRET_BYTES), np.uint8)
     return broadcast_record(secret, group).tobytes()
 

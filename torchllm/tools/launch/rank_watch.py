@@ -24,9 +24,9 @@ from typing import NamedTuple
 
 from torchllm.config.environment import START_TIMEOUT
 from torchllm.runtime.heartbeat import HEARTBEATS, Beat, Timeout, read_beat, stack_file
-from torchllm.runtime.parent import find_children, find_ranks
 from torchllm.tools.launch.hang_report import DESCRIBED, format_ranks, shorten_path
 from torchllm.tools.launch.on_event import call_on_event
+from torchllm.tools.launch.process_tree import find_children, find_ranks
 
 log = logging.getLogger(__name__)
 

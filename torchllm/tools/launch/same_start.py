@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torchllm import __version__
 from torchllm.config import Config
 from torchllm.config.errors import RefusedStart
-from torchllm.runtime.exchange import gather_texts, same_on_all_ranks
+from torchllm.runtime.process import gather_texts, same_on_all_ranks
 
 SHOWN = 20
 """differences that the error lists at most"""

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from torchllm.runtime.parent import end_with_parent
 from torchllm.runtime.stop import STOP, STOPPED
 from torchllm.tools.launch.lease import DONE, Owner, Timing, has_ended, newest_owner
+from torchllm.tools.launch.process_tree import end_with_parent
 
 COMPLETE, FAILED, ASKED = 0, 1, 3
 """exit status: the job is done; it has failed or never begun; it was asked to stop, or this node alone was"""

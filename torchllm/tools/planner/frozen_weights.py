@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from torchllm.config import Model, TrainedParameters
 from torchllm.facts.flops import parameter_count, target_shapes, trained_parameter_count
-from torchllm.facts.frozen import trained_share
 from torchllm.tools.planner.cluster import Hardware
 from torchllm.tools.planner.compute import MEMORY_RATE, Piece, Seconds, matmul_seconds
+from torchllm.tools.planner.parameters import trained_share
 from torchllm.tools.planner.software import Software
 
 ROWWISE = ("o_proj", "down_proj")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torchllm.config import Model, Recompute
 from torchllm.facts.block_kinds import block_kind
 from torchllm.facts.flops import head_size, matrices, recompute_interval
-from torchllm.facts.frozen import trained_share
+from torchllm.facts.shapes import parameter_shapes
 from torchllm.tools.planner.compute import Piece, dense_width
 from torchllm.tools.planner.experts import expert_parameters, without_experts
 
@@ -54,8 +54,10 @@ def added_parameters(model: Model, tp: int) -> float:
     """Return the parameters that a fork's kind of block adds on one of `tp` ranks, beyond `block_matrices`."""
     count = 0.0
     for added in block_kind(model).parameters:
-        in_matrices = math.prod(added.shape(model)) / tp if added.role == "matrix" else 0.0
-        count += added.size_on_rank(model, tp) - in_matrices
+        size = math.prod(added.shape(model))
+        size_on_rank = size / tp if added.cut in ("colwise", "rowwise") else size
+        in_matrices = size / tp if added.role == "matrix" else 0.0
+        count += size_on_rank - in_matrices
     return count
 
 
@@ -91,6 +93,17 @@ def stage_parameters(model: Model, stage: StageSize, tp: int, vocab_parallel: bo
         is_first_too = model.tied_embeddings and stage.first
         count += norm + table * (not is_first_too)
     return count
+
+
+def trained_share(model: Model, parts: str | tuple[str, ...] = "") -> float:
+    """Return the share of the parameters whose names begin with one of `parts` that model.frozen leaves trained."""
+    return _trained_share(model, parts) if model.frozen else 1.0
+
+
+@lru_cache(maxsize=1024)
+def _trained_share(model: Model, parts: str | tuple[str, ...]) -> float:
+    sizes = {name: math.prod(shape) for name, shape in parameter_shapes(model).items() if name.startswith(parts)}
+    return sum(size for name, size in sizes.items() if not model.freezes(name)) / sum(sizes.values())
 
 
 def trained_share_of_stage(model: Model, stage: StageSize) -> float:

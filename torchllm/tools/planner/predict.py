@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from torchllm.config import PipelineSchedule
 from torchllm.facts.flops import flops_per_token, half_of_products, matrices, recompute_interval
-from torchllm.facts.frozen import trained_share
 from torchllm.facts.stages import balanced_split, stage_of_rank, stages_of_ranks
 from torchllm.tools.planner import comms
 from torchllm.tools.planner.case import CP, REPLICATE, SHARD, Case
@@ -20,7 +19,7 @@ from torchllm.tools.planner.experts import expert_parameters, expert_shards
 from torchllm.tools.planner.memory import rank_memory
 from torchllm.tools.planner.moments import of_rank
 from torchllm.tools.planner.muon_time import muon_seconds
-from torchllm.tools.planner.parameters import StageSize, sizes_of_split, stage_parameters
+from torchllm.tools.planner.parameters import StageSize, sizes_of_split, stage_parameters, trained_share
 from torchllm.tools.planner.peak import Memory
 from torchllm.tools.planner.rank import describe_rank
 from torchllm.tools.planner.schedules import PUBLISHED

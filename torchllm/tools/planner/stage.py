@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 from torchllm.config import Recompute
-from torchllm.facts.frozen import trained_share
 from torchllm.tools.planner.case import CP, PP, SHARD, TP, Case
 from torchllm.tools.planner.compute import (
     DEFAULT_INTERVAL,
@@ -29,7 +28,7 @@ from torchllm.tools.planner.experts import (
     shared_seconds,
 )
 from torchllm.tools.planner.frozen_weights import update_seconds
-from torchllm.tools.planner.parameters import StageSize, stage_parameters
+from torchllm.tools.planner.parameters import StageSize, stage_parameters, trained_share
 from torchllm.tools.planner.schedules import PUBLISHED
 from torchllm.tools.planner.simulate import StageTimes
 

@@ -1,7 +1,11 @@
 """Writes the files of a corpus, as `data/shard.py` and `data/corpus_header.py` describe them."""
 
 import json
+import os
+import socket
 from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -10,7 +14,7 @@ import numpy as np
 
 from torchllm.data.checked_file import file_sums
 from torchllm.data.corpus_header import HEADER, SHARD_TABLE, SUMS, CorpusHeader
-from torchllm.data.shard import INDEX_STRIDE, SPLITS, Begins, Ids, ShardSize, Split, Targets, replacing
+from torchllm.data.shard import INDEX_STRIDE, SPLITS, Begins, Ids, ShardSize, Split, Targets
 
 _SHA256_BYTES = 32
 
@@ -19,6 +23,24 @@ def document_index(begins: Begins, tokens: int) -> Begins:
     """Return for each k the number of documents that begin before token k x INDEX_STRIDE, up to all `tokens`."""
     entries = ShardSize(tokens, len(begins), id_bytes=2).index_entries
     return np.searchsorted(begins, np.arange(entries) * INDEX_STRIDE)
+
+
+@contextmanager
+def replacing(paths: Sequence[Path]) -> Iterator[Sequence[IO[bytes]]]:
+    """Open files for writing; they get their names, complete and on disk, when the block ends without error."""
+    suffix = f".{socket.gethostname()}-{os.getpid()}.tmp"  # unique: other processes may write the same files
+    temporary = [path.with_name(path.name + suffix) for path in paths]
+    files = [path.open("wb") for path in temporary]
+    try:
+        yield files
+        for file, source, target in zip(files, temporary, paths, strict=True):
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(source, target)
+    finally:
+        for file, source in zip(files, temporary, strict=True):
+            file.close()
+            source.unlink(missing_ok=True)
 
 
 class ShardFileWriter:

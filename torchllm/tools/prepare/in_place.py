@@ -26,7 +26,8 @@ from torchllm.data.corpus import SequenceSource, ShardStream
 from torchllm.data.error import DataError
 from torchllm.data.path_hint import describe_missing
 from torchllm.data.readers import ReaderSettings
-from torchllm.data.shard import SPLITS, Begins, Ids, Split, replacing
+from torchllm.data.shard import SPLITS, Begins, Ids, Split
+from torchllm.tools.prepare.corpus_writer import replacing
 from torchllm.tools.prepare.earlier_files import earlier_token_files
 from torchllm.tools.prepare.file_search import FoundFiles, find_files
 from torchllm.tools.prepare.formats.llmc import LLMC

@@ -26,7 +26,7 @@ import numpy as np
 
 from torchllm.config import Source
 from torchllm.data.error import DataError
-from torchllm.data.shard import replacing
+from torchllm.tools.prepare.corpus_writer import replacing
 from torchllm.tools.prepare.file_form import foreign_form, is_json_array
 from torchllm.tools.prepare.records import (
     BLOCK,

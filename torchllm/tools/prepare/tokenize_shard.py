@@ -15,11 +15,11 @@ import numpy as np
 
 from torchllm.data.checked_file import file_sums
 from torchllm.data.error import DataError
-from torchllm.data.shard import SPLITS, Ids, Split, replacing, shard_path
+from torchllm.data.shard import SPLITS, Ids, Split, shard_path
 from torchllm.data.tokenizer import Tokenizer
 from torchllm.runtime.heartbeat import beat
 from torchllm.tools.prepare.bad_records import FileTally, record_tally
-from torchllm.tools.prepare.corpus_writer import ShardFileWriter, SplitRecord
+from torchllm.tools.prepare.corpus_writer import ShardFileWriter, SplitRecord, replacing
 from torchllm.tools.prepare.counts import ENDED, READY, UNKNOWN, unknown_share
 from torchllm.tools.prepare.pieces import LONGEST, NoPlaceToCut, cut_pieces
 from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec

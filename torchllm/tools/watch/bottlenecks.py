@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchllm.runtime.exchange import gather_records
+from torchllm.tools.launch.records import gather_records
 
 STARVED = 0.05
 """a loader is starved if a rank waits for it for more than this share of the time"""

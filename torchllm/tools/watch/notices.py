@@ -1,8 +1,9 @@
-"""Lines that a run logs, and calls of `run.on_event`, beyond those of the core."""
+"""Lines about a run before its first step, and calls of `run.on_event`."""
 
 import logging
 from typing import Literal
 
+from torchllm.facts.flops import active_parameter_count, parameter_count, trained_parameter_count
 from torchllm.metrics.observer import ObservedRun, Observer
 from torchllm.metrics.sinks import Record
 from torchllm.runtime.device import compute_dtype
@@ -11,17 +12,19 @@ log = logging.getLogger("torchllm")
 
 
 class Notices(Observer):
-    """Logs what a corpus holds beside text, and a layout that is slow on this machine."""
+    """Logs the model, its data, and whatever a user should know before the first step."""
+
+    def __init__(self) -> None:
+        self.has_begun = False
 
     def begin(self, run: ObservedRun) -> None:
         """See Observer."""
-        for name, header in run.data.corpora().items():
-            if not header.counts:  # e.g. of text without unknown tokens
-                continue
-            from torchllm.tools.prepare.counts import describe_counts, describe_unknown
-
-            for line in (*describe_counts(header.counts), *describe_unknown(header)):
-                log.info("%s: %s", name, line)
+        if not self.has_begun:
+            _describe(run)
+            describe_peak(run)
+        self.has_begun = True
+        _warn(run)
+        self._describe_corpora(run)
         if run.config.parallel.tp == 1:
             return
         from torchllm.tools.planner.cluster import tensor_parallel_warning
@@ -29,6 +32,64 @@ class Notices(Observer):
         dtype = compute_dtype(run.config.training, run.runtime.device)
         if slow := tensor_parallel_warning(run.config, run.runtime.ranks_on_node, dtype.itemsize):
             log.warning("%s", slow)
+
+    def _describe_corpora(self, run: ObservedRun) -> None:
+        """Log the counts of conversations, and of texts with unknown tokens."""
+        for name, header in run.data.corpora().items():
+            if not header.counts:  # e.g. of text without unknown tokens
+                continue
+            from torchllm.tools.prepare.counts import describe_counts, describe_unknown
+
+            for line in (*describe_counts(header.counts), *describe_unknown(header)):
+                log.info("%s: %s", name, line)
+
+
+def _describe(run: ObservedRun) -> None:
+    """Log the size of the model, its data and the steps to come."""
+    config, data, start = run.config, run.data, run.start
+    training, model = config.training, config.model
+    log.info("model: %s parameters in %d blocks", f"{parameter_count(model):,}", model.layers)
+    if model.experts:
+        log.info(
+            "experts: %d of %d for a token, in %d blocks; it uses %s of the parameters",
+            model.top_k,
+            model.experts,
+            model.layers - model.dense_layers,
+            f"{active_parameter_count(model):,}",
+        )
+    if not config.trains_all:
+        log.info("%s parameters are trained, others frozen", f"{trained_parameter_count(model, config.trained):,}")
+    for line in data.describe_sources(training.steps):
+        log.info("%s", line)
+    tokens_per_step = training.global_batch_size * training.sequence_length
+    if start < training.steps:
+        tokens = f"{(training.steps - start) * tokens_per_step:,} tokens, {tokens_per_step:,} per step"
+        log.info("steps %d to %d: %s", start + 1, training.steps, tokens)
+
+
+def describe_peak(run: ObservedRun) -> None:
+    """Log which peak MFU is a share of, where some products are in float8 and others are not."""
+    peak = run.meter.peak
+    if not run.config.float8.is_on or peak is None:
+        return
+    kind = "float8's" if run.runtime.device.type == "cuda" else "bfloat16's, for a CPU emulates float8"
+    log.info("MFU and HFU are against %.4g TFLOP/s per rank, %s", peak / run.runtime.world_size / 1e12, kind)
+
+
+def _warn(run: ObservedRun) -> None:
+    """Log what a user should know about a config before its first step."""
+    config, data, start = run.config, run.data, run.start
+    if start >= config.training.steps:
+        log.info(
+            "nothing to do: the run is at step %d of training.steps = %d; raise training.steps, or set another "
+            "run.folder",
+            start,
+            config.training.steps,
+        )
+    if data.skipped:
+        log.warning("records skipped: %s", data.skipped)
+    if rounded := data.describe_rounded_shares():
+        log.warning("shares of data.sources are rounded: %s", rounded)
 
 
 class Events(Observer):

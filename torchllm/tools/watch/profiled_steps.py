@@ -8,6 +8,7 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from torchllm.config import Config
+from torchllm.facts.flops import flops_per_token
 from torchllm.metrics.observer import ObservedRun, Observer
 from torchllm.metrics.sinks import Record
 from torchllm.runtime.tolerance import Tolerance
@@ -65,7 +66,7 @@ class ProfiledSteps(Observer):
         if not self.has_described_a_step and run.runtime.is_main:
             with run.meter.pause("plan"):  # the others wait for this rank, once
                 expected = planned_mfu(run.config)
-            log.info("%s", profiled.describe(run.meter.step_mfu(seconds), expected))
+            log.info("%s", profiled.describe(step_mfu(run, seconds), expected))
         self.has_described_a_step = True
         if profiled.slow is None:
             return
@@ -80,6 +81,14 @@ class ProfiledSteps(Observer):
             if "SLURM_JOB_ID" in os.environ:
                 advice = 'to exclude %s from the next start: sbatch --exclude="$(cat %s)"'
                 log.warning(advice, host, quote(str(self.slow_nodes_file)))
+
+
+def step_mfu(run: ObservedRun, seconds: float) -> float | None:
+    """Return the MFU of a step that takes `seconds`; None if the device's peak is not known."""
+    config, peak = run.config, run.meter.peak
+    length = config.training.sequence_length
+    flops = flops_per_token(config.model, length, trained=config.trained)
+    return None if peak is None else config.training.global_batch_size * length / seconds * flops / peak
 
 
 def planned_mfu(config: Config) -> float | None:

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from torchllm.parallel.mesh import Mesh
-from torchllm.runtime.exchange import broadcast_record, gather_records
 from torchllm.runtime.phase import phase
+from torchllm.tools.launch.records import broadcast_record, gather_records
 from torchllm.tools.launch.torch_records import ProfiledEvent, break_profile_cycle, flight_records, profiled_events
 from torchllm.tools.watch.breakdown import COMPUTING, PARTS, breakdown
 from torchllm.tools.watch.slow_rank import Reports, SlowRank, find_slow_rank, mean_parts, rank_report, ranks_with_parts

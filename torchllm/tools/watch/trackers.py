@@ -26,9 +26,10 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
 from torchllm import __version__
 from torchllm.config import Config
-from torchllm.metrics.meter import device_name
 from torchllm.metrics.observer import ObservedRun, Observer
 from torchllm.metrics.sinks import TolerantSink
 from torchllm.runtime.tolerance import Tolerance
@@ -222,6 +223,8 @@ class Trackers(Observer):
 
     def begin(self, run: ObservedRun) -> None:
         """See Observer. The sinks come after metrics.jsonl, which their helpers read."""
-        facts = environment_facts(run.config, device_name(run.runtime.device))
+        device = run.runtime.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        facts = environment_facts(run.config, name)
         for name in run.config.metrics.trackers:
             run.meter.sinks.append(TolerantSink(f"metrics.{name}", TrackerSink(run.runtime.folder, name, facts)))

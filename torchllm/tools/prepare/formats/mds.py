@@ -26,7 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from torchllm.data.checked_file import CheckedFile, CorpusFile
-from torchllm.data.shard import Begins, Ids, replacing
+from torchllm.data.shard import Begins, Ids
+from torchllm.tools.prepare.corpus_writer import replacing
 from torchllm.tools.prepare.formats.token_file import (
     InPlaceSettings,
     SeparatedIds,

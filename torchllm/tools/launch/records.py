@@ -1,10 +1,9 @@
-"""Exchange of data on the host between all ranks: records of equal size, and texts, which usually agree.
+"""Exchange of records of equal size on the host between all ranks.
 
 torch's collectives of Python objects send two rounds and unpickle an object per rank. These send one round of bytes.
 Gloo sends them along a ring, so a rank has two neighbors, whatever the number of ranks.
 """
 
-import hashlib
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,31 +28,6 @@ def broadcast_record(record: npt.NDArray[Scalar], group: dist.ProcessGroup) -> n
     data = _as_bytes(record)
     dist.broadcast(data, group_src=0, group=group)
     return np.frombuffer(data.numpy(), record.dtype).reshape(record.shape)
-
-
-def gather_texts(text: str | None, group: dist.ProcessGroup) -> list[str | None]:
-    """Return the text of every rank, by rank.
-
-    If all ranks pass the same text, or None, they exchange only its hash: 32 bytes in one all-reduce, whatever the
-    number of ranks. Otherwise each rank gets the texts of all ranks.
-    """
-    ranks = dist.get_world_size(group)
-    if same_on_all_ranks(text, group):
-        return [text] * ranks
-    texts: list[str | None] = [None] * ranks
-    dist.all_gather_object(texts, text, group=group)
-    return texts
-
-
-def same_on_all_ranks(text: str | None, group: dist.ProcessGroup) -> bool:
-    """Return whether all ranks pass the same text: they exchange its hash, in one all-reduce of 32 bytes."""
-    digest = hashlib.sha256(repr(text).encode()).digest()[:16]
-    hashes = torch.frombuffer(bytearray(digest), dtype=torch.int64)
-    # The largest of all ~x is the inverse of the smallest x: one reduction finds both.
-    bounds = torch.cat([hashes, ~hashes])
-    dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
-    largest, smallest = bounds[:2], ~bounds[2:]
-    return torch.equal(largest, smallest)
 
 
 def _as_bytes(record: npt.NDArray[Any]) -> torch.Tensor:

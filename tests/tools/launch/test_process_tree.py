@@ -12,7 +12,7 @@ import pytest
 
 from tests.launched import ends, is_running
 from tests.patience import patience
-from torchllm.runtime.parent import PARENT, PARENT_PIPE
+from torchllm.tools.launch.process_tree import PARENT, PARENT_PIPE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a parent-death signal")
 
@@ -20,7 +20,7 @@ CHILD = """
 import os, sys, time
 from pathlib import Path
 from tests.patience import patience
-from torchllm.runtime.parent import end_with_parent
+from torchllm.tools.launch.process_tree import end_with_parent
 time.sleep(float(sys.argv[2]))
 end_with_parent()
 Path(sys.argv[1], "ready").write_text(f"{sorted(name for name in os.environ if 'PARENT' in name)} {os.read(0, 1)}")
@@ -30,7 +30,7 @@ time.sleep(60)
 PARENT_PROGRAM = """
 import os, subprocess, sys, time
 from tests.patience import patience
-from torchllm.runtime.parent import tie_children
+from torchllm.tools.launch.process_tree import tie_children
 tie_children()
 child = subprocess.Popen([*sys.argv[1:]])
 print(child.pid, flush=True)

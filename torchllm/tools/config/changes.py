@@ -1,7 +1,6 @@
 """Compare a run's config with the config of the checkpoint that it resumes from."""
 
 import logging
-import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -115,15 +114,6 @@ def _refuse_other_frozen_weights(changes: Iterable[ConfigChange], config: Config
                 f"{change}: the checkpoint holds low-rank updates of weights that this key decides, and not those: set "
                 "it as in the checkpoint, or another run.folder"
             )
-
-
-def was_frozen(record: Mapping[str, Any], name: str) -> bool:
-    """Return whether the run that wrote the checkpoint with this record froze a parameter by model.frozen.
-
-    name: canonical. A checkpoint has no optimizer state of it and no moving average.
-    """
-    pattern = record.get("config", {}).get("model", {}).get("frozen", "")
-    return pattern != "" and re.fullmatch(pattern, name) is not None
 
 
 def _values(config: Mapping[str, Any]) -> dict[str, str]:

@@ -1,11 +1,11 @@
 """Load the weights of a run without its optimizer: for recipes that only read, on one device or on any layout."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint.agreement import Group, log_on_first, on_first
@@ -13,17 +13,39 @@ from torchllm.checkpoint.manifest import CheckpointError, Manifest, read_suspect
 from torchllm.checkpoint.state import (
     EXTRA,
     WEIGHTS,
-    PartsToFill,
+    Part,
     fill_tied_copies,
-    saved_parts,
+    model_tensors,
+    parts_of,
+    saved_model_tensors,
+    was_frozen,
 )
 from torchllm.checkpoint.tensors import load_tensors, open_checkpoint
 from torchllm.checkpoint.verify import newest_verified
-from torchllm.config.changes import was_frozen
+from torchllm.facts.parameters import is_low_rank_factor
 from torchllm.optim.average import EMA
 
 AVERAGED_WEIGHTS = f"{EXTRA}{EMA}"
 """prefix of the keys of the moving average of the weights, in runs with optimizer.ema_decay over 0"""
+
+
+PartsToFill = Callable[[Sequence[nn.Module]], Mapping[str, Part]]
+"""function that returns the parts of a rank's stages, by key, to read weights into"""
+
+
+def saved_parts(stages: Sequence[nn.Module]) -> dict[str, Part]:
+    """Return this rank's parts of `saved_model_tensors`."""
+    return parts_of(saved_model_tensors(stages))
+
+
+def initial_model_tensors(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Return the `model_tensors` that initial weights fill: all except low-rank updates."""
+    return {key: tensor for key, tensor in model_tensors(stages).items() if not is_low_rank_factor(key)}
+
+
+def initial_parts(stages: Sequence[nn.Module]) -> dict[str, Part]:
+    """Return this rank's parts of `initial_model_tensors`."""
+    return parts_of(initial_model_tensors(stages))
 
 
 def load_newest_weights(

@@ -6,7 +6,8 @@ import numpy as np
 import torch.distributed as dist
 
 from tests.workers import run
-from torchllm.runtime.exchange import broadcast_record, gather_records, gather_texts
+from torchllm.runtime.process import gather_texts
+from torchllm.tools.launch.records import broadcast_record, gather_records
 from torchllm.tools.launch.torch_records import flight_records
 
 
