@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+import transformers
 
 from tests.tiny_run import ROOT
 from torchllm.config.schema import Data, MixtureStage, Source
@@ -36,7 +36,7 @@ def _config(folder: Path, size: int = 300, **source: str) -> Any:
 def test_the_folder_is_read_here_and_by_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe.main(_config(tmp_path))
     ours = load_tokenizer(str(tmp_path / "mine/tokenizer.json"))
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "mine")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "mine")
     text = "the document splits — Größe, 12345\n"
     ids = [int(token) for token in ours.encode_documents([text])[0]]
     assert ours.decode(ids) == text

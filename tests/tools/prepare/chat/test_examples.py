@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+import transformers
 
 from tests.tools.prepare.chat.families import (
     FAMILIES,
@@ -51,7 +51,9 @@ def format_of(family: Family, folder: Path, today: date = TODAY) -> ChatFormat:
 def reference(family: Family, folder: Path, messages: Messages, **options: Any) -> list[int]:
     """The ids that transformers makes."""
     begin, end = family.special[:2]
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), bos_token=begin, eos_token=end)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), bos_token=begin, eos_token=end
+    )
     tokenizer.chat_template = family.template
     ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
     assert isinstance(ids, list)
@@ -306,7 +308,7 @@ def test_of_named_templates_the_one_is_taken_that_transformers_takes(place: str,
         listed = [{"name": name, "template": template} for name, template in named.items()]
         templates = listed if place == "list" else named
         config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": templates}))
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     chat = chat_format(str(path), plan_chat(str(path), Finetune(), 64), TODAY)
     texts = []
     for tools in (None, TOOLS):
