@@ -83,8 +83,8 @@ NAMES = {
     ("parallel.context", "parallel.mesh"): "sequence_pieces",
     ("parallel.pipeline", "parallel.forward_backward"): "ForwardBackward OneStage",
     ("parallel.pipeline", "parallel.parallelize"): "build_forward_backward",
-    ("runtime.parent", "tools.launch.process_tree"): """PARENT PARENT_PIPE end_with_parent find_children find_ranks
-        is_running is_session_leader tie_children""",
+    ("runtime.parent", "tools.launch.process_tree"): "PARENT PARENT_PIPE end_with_parent is_running tie_children",
+    ("runtime.parent", "tools.launch.rank_watch"): "find_children find_ranks",
     ("runtime.process", "runtime.device"): "choose_device compute_dtype has_usable_gpu",
     ("runtime.process", "tools.launch.rank_start"): "await_ranks has_launcher joined_key start_runtime",
     ("facts.shapes", "tools.hub.family"): "stored_shapes",

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper as checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, _redistribute
@@ -22,39 +23,12 @@ from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.varlen import varlen_attn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # Re-exported, since they have no public path:
 # - checkpoint_wrapper: makes a module recompute its forward in the backward pass, as a module, which FSDP needs.
 # - FakeTensor, FakeTensorMode: tensors with shapes and devices but no memory, used by the dry run.
 # - TorchDispatchMode: a hook that sees every operation, of the backward pass too.
-__all__ = [
-    "PROFILER_MARKS",
-    "VARLEN_ATTENTION",
-    "VARLEN_GRADIENTS",
-    "FakeTensor",
-    "FakeTensorMode",
-    "TorchDispatchMode",
-    "all_to_all",
-    "begin_all_to_all",
-    "checkpoint_wrapper",
-    "chosen_attention",
-    "dump_memory",
-    "end_all_to_all",
-    "flatten_mesh",
-    "foreach_multiply",
-    "foreach_norm",
-    "forget_meshes",
-    "free_gather_buffer",
-    "group_option",
-    "group_with_name",
-    "join_meshes",
-    "local_region",
-    "reads_found_inf",
-    "storage_info",
-    "unflatten_mesh",
-    "varlen_attention",
-]
 
 PROFILER_MARKS = (
     torch.ops.profiler._record_function_enter_new.default,

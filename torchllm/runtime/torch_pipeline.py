@@ -6,8 +6,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-__all__ = ["ConnectedStage", "skip_pipeline_vote", "standard_strides"]
-
 
 class ConnectedStage(PipelineStage):
     """A stage of a pipeline, which is connected to the stages on other ranks before the first step.

@@ -1,4 +1,4 @@
-"""The processes of a launcher: ranks that end with it, and how it finds them. No torch.
+"""Ends ranks with their launcher. No torch.
 
     run_train.sh -> launcher -> rank
 
@@ -9,8 +9,6 @@ wrapper (e.g. a profiler) is between the two.
 
 import os
 import threading
-from contextlib import suppress
-from pathlib import Path
 
 from torchllm.runtime.parent import kill_this_process, request_death_signal
 
@@ -46,31 +44,6 @@ def tie_children() -> None:
     os.close(reading)
     os.environ[PARENT] = str(os.getpid())
     os.environ[PARENT_PIPE] = "stdin"
-
-
-def find_children(parent: int | None = None) -> list[int]:
-    """Return the ids of the processes that `parent`, or this one, has started and that have not ended. Needs /proc."""
-    of_process = os.getpid() if parent is None else parent
-    pids = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has just ended
-            state, started_by = status.read_text().rpartition(")")[2].split()[:2]
-            if int(started_by) == of_process and state != "Z":
-                pids.append(int(status.parent.name))
-    return pids
-
-
-def find_ranks() -> list[int]:
-    """Return the children of this process, a launcher, that are ranks: torchrun starts each in a new session."""
-    return [pid for pid in find_children() if is_session_leader(pid)]
-
-
-def is_session_leader(pid: int) -> bool:
-    """Return whether a process is the leader of a session."""
-    try:
-        return os.getsid(pid) == pid
-    except ProcessLookupError:
-        return False
 
 
 def _watch_pipe() -> None:

@@ -26,7 +26,6 @@ from torchllm.config.environment import START_TIMEOUT
 from torchllm.runtime.heartbeat import HEARTBEATS, Beat, Timeout, read_beat, stack_file
 from torchllm.tools.launch.hang_report import DESCRIBED, format_ranks, shorten_path
 from torchllm.tools.launch.on_event import call_on_event
-from torchllm.tools.launch.process_tree import find_children, find_ranks
 
 log = logging.getLogger(__name__)
 
@@ -314,6 +313,23 @@ def _session(pid: int) -> int | None:
         return os.getsid(pid)
     except ProcessLookupError:
         return None
+
+
+def find_children(parent: int | None = None) -> list[int]:
+    """Return the ids of the processes that `parent`, or this one, has started and that have not ended. Needs /proc."""
+    of_process = os.getpid() if parent is None else parent
+    pids = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            state, started_by = status.read_text().rpartition(")")[2].split()[:2]
+            if int(started_by) == of_process and state != "Z":
+                pids.append(int(status.parent.name))
+    return pids
+
+
+def find_ranks() -> list[int]:
+    """Return the children of this process, a launcher, that are ranks: torchrun starts each in a new session."""
+    return [pid for pid in find_children() if _session(pid) == pid]
 
 
 def describe_state(pid: int) -> str:

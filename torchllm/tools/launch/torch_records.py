@@ -9,15 +9,6 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.profiler import profile
 
-__all__ = [
-    "allocations",
-    "break_profile_cycle",
-    "flight_records",
-    "group_progress",
-    "limit_groups",
-    "profiled_events",
-]
-
 DUMP_FLIGHT_RECORDER = [getattr(c10d, name) for name in ("_dump_fr_trace", "_dump_nccl_trace") if hasattr(c10d, name)]
 """functions that dump a flight recorder, pickled; there is one for NCCL and one for all other backends.
 
