@@ -1,30 +1,19 @@
-"""How equally the experts of a model share its tokens, in logged steps; a warning where some get none.
+"""How equally the experts of a model share its tokens, in logged steps.
 
 Shapes: E experts, K experts per token.
 """
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchllm.config import Model
 from torchllm.metrics.sinks import Record
 
 if TYPE_CHECKING:
     from torchllm.optim.expert_balance import StepRouting
-
-PATIENCE = 10
-"""logged steps in a row after which there is a warning"""
-OVERLOAD = 4.0
-"""largest load, as a multiple of the mean, over which it is too large"""
-SHARE_OF_WORST = 0.75
-"""the same as a share of the largest that is possible, E / K: all tokens use the same K experts. The lower counts"""
-LISTED = 3
-"""experts that a warning names at most"""
 
 
 class ExpertLoads(NamedTuple):
@@ -68,29 +57,3 @@ def unpack(numbers: Sequence[float], routing: "StepRouting") -> ExpertLoads:
     tokens = [int(number) for number in rest[len(names) :]]
     by_block = [tokens[block * experts : (block + 1) * experts] for block in range(blocks)]
     return ExpertLoads(by_block, entropy, dict(zip(names, rest, strict=False)))
-
-
-class LoadAlarm:
-    """Says where an expert had no token, or far too many, in `PATIENCE` logged steps in a row: once, until it ends."""
-
-    def __init__(self, model: Model) -> None:
-        self.first_block = model.dense_layers
-        self.bound = min(OVERLOAD, SHARE_OF_WORST * model.experts / model.top_k)
-        self.steps: Counter[str] = Counter()
-        """logged steps in a row with a problem"""
-
-    def notice(self, loads: ExpertLoads) -> str:
-        """Return what has gone on for too long since this logged step; empty: nothing."""
-        problems = []
-        for block, (tokens, largest) in enumerate(zip(loads.tokens, loads.largest, strict=True), self.first_block):
-            for expert, count in enumerate(tokens):
-                if not count:
-                    problems.append(f"expert {expert} of block {block} had no token")
-            if self.bound > 1.0 and largest > self.bound:
-                problems.append(f"an expert of block {block} had over {self.bound:.3g} times the mean tokens")
-        self.steps = Counter({problem: self.steps[problem] + 1 for problem in problems})
-        new = [problem for problem, steps in self.steps.items() if steps == PATIENCE]
-        if not new:
-            return ""
-        more = f", and {len(new) - LISTED} more" if len(new) > LISTED else ""
-        return f"in {PATIENCE} logged steps in a row {', '.join(new[:LISTED])}{more}"

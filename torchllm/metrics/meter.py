@@ -62,7 +62,7 @@ import torch
 from torchllm.config import Metrics, Model, Recompute, TrainedParameters, Training
 from torchllm.facts.flops import ALL_TRAINED, device_peak_flops, flops_per_token, recomputed_flops_per_token
 from torchllm.metrics.console import Console
-from torchllm.metrics.expert_load import ExpertLoads, LoadAlarm, pack, unpack
+from torchllm.metrics.expert_load import ExpertLoads, pack, unpack
 from torchllm.metrics.sinks import Record, Sink
 from torchllm.runtime.host_limits import usable_cores
 from torchllm.runtime.phase import phase
@@ -120,9 +120,8 @@ class Meter:
         self.trained = trained
         self.recomputed = recomputed_flops_per_token(model, recompute, length, has_logits_again)
         self.loads_file = loads_file
-        self.load_alarm = LoadAlarm(model)
-        self.load_alarms = 0
-        """warnings of the load of experts so far"""
+        self.loads: ExpertLoads | None = None
+        """of the experts, in the last logged step"""
         self.first = True
         """no step was logged yet"""
         self.first_seconds: float | None = None
@@ -264,9 +263,9 @@ class Meter:
         if z_loss:
             record["z_loss"] = z_loss[0]
         if result.routing is not None:
-            loads = unpack(values[len(tensors) :], result.routing)
-            record |= loads.as_record()
-            self._report_loads(step, loads)
+            self.loads = unpack(values[len(tensors) :], result.routing)
+            record |= self.loads.as_record()
+            self._write_loads(step, self.loads)
         if self.device.type == "cuda":
             record |= allocator_record(self.device)
             if self.sinks:
@@ -274,18 +273,13 @@ class Meter:
         self.start_interval()
         return record
 
-    def _report_loads(self, step: int, loads: ExpertLoads) -> None:
-        """Write the tokens per expert, and warn of experts without any: on rank 0."""
-        if self.loads_file is None:
-            return
-        self.check_owner()
-        tokens: dict[str, Any] = {"step": step}
-        for block, tokens_of_block in enumerate(loads.tokens, start=self.model.dense_layers):
-            tokens[f"layers.{block}"] = tokens_of_block
-        self.loads_file.write(step, tokens)
-        if problem := self.load_alarm.notice(loads):
-            log.warning("step %d: %s; model.router_bias and model.balance_loss keep loads equal", step, problem)
-            self.load_alarms += 1
+    def _write_loads(self, step: int, loads: ExpertLoads) -> None:
+        """Write the tokens per expert: on rank 0."""
+        if self.loads_file is not None:
+            self.check_owner()
+            blocks = enumerate(loads.tokens, start=self.model.dense_layers)
+            tokens: dict[str, Any] = {f"layers.{block}": tokens_of_block for block, tokens_of_block in blocks}
+            self.loads_file.write(step, {"step": step} | tokens)
 
     def start_interval(self) -> None:
         """Start the clock of the steps up to the next logged one."""

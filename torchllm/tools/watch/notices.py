@@ -1,12 +1,15 @@
 """Lines about a run before its first step, and calls of `run.on_event`."""
 
 import logging
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torchllm.facts.flops import active_parameter_count, parameter_count, trained_parameter_count
 from torchllm.metrics.observer import ObservedRun, Observer
 from torchllm.metrics.sinks import Record
 from torchllm.runtime.device import compute_dtype
+
+if TYPE_CHECKING:
+    from torchllm.tools.watch.load_alarm import LoadAlarm
 
 log = logging.getLogger("torchllm")
 
@@ -93,26 +96,27 @@ def _warn(run: ObservedRun) -> None:
 
 
 class Events(Observer):
-    """Calls `run.on_event` at the first step that is not finite, and where the load of experts is warned of."""
-
-    def __init__(self) -> None:
-        self.skipped_steps = 0.0
-        self.load_alarms = 0
+    """Calls `run.on_event` at the first step that is not finite, and where it warns of the load of experts."""
 
     def begin(self, run: ObservedRun) -> None:
         """See Observer."""
         self.run = run
         self.skipped_steps = 0.0
-        self.load_alarms = 0
+        self.load_alarm: LoadAlarm | None = None
+        if run.config.model.experts:
+            from torchllm.tools.watch import load_alarm  # few models have experts
+
+            self.load_alarm = load_alarm.LoadAlarm(run.config.model)
 
     def logged(self, n: int, record: Record) -> None:
         """See Observer."""
-        skipped, alarms = record["skipped_steps"] or 0.0, self.run.meter.load_alarms
+        skipped, loads = record["skipped_steps"] or 0.0, self.run.meter.loads
         if skipped and not self.skipped_steps:
             self._call("nan")
-        if alarms > self.load_alarms:
+        self.skipped_steps = skipped
+        if self.load_alarm is not None and loads is not None and (problem := self.load_alarm.notice(loads)):
+            log.warning("step %d: %s; model.router_bias and model.balance_loss keep loads equal", n, problem)
             self._call("imbalance")
-        self.skipped_steps, self.load_alarms = skipped, alarms
 
     def _call(self, event: Literal["nan", "imbalance"]) -> None:
         from torchllm.tools.launch.on_event import call_on_event  # most runs end without an event
