@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,7 +31,8 @@ from tests.data.test_corpus import flip_bit, write_two_shards
 from tests.launched import ends
 from tests.patience import patience
 from tests.tools.prepare.test_build import BYTES, plan_for, write_corpus_of, write_documents
-from torchllm.config import Data, Finetune, MixtureStage, Model, Source, Training
+from torchllm.config import Config, Data, Finetune, MixtureStage, Model, Run, Source, Training
+from torchllm.config.applied_keys import note_origins
 from torchllm.data.batch import Batch
 from torchllm.data.checked_file import BLOCK
 from torchllm.data.corpus import Corpus, SequenceSource, Synthetic, Window
@@ -40,6 +42,7 @@ from torchllm.data.error import DataError
 from torchllm.data.loader import DataRanks, TrainLoader, build_loader
 from torchllm.data.order import DataOrder, StageShares
 from torchllm.data.packing import WHOLE_SEQUENCE, SequencePieces
+from torchllm.data.readers import ReaderSettings, reader_of
 from torchllm.data.shard import Split
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.prepare.build import write_corpus
@@ -415,6 +418,68 @@ def test_a_run_goes_on_with_the_token_files_of_an_earlier_version(
     assert {tuple(tokens) for tokens in next_tokens(loader, 6)} == {(4, 4, 1)}
     loader.load_state(earlier_state("86c688e9c521c269", []))
     assert next_tokens(loader, 6) == [[2, 2, 1], [3, 3, 1], [3, 3, 1], [2, 2, 1], [4, 4, 1], [2, 2, 1]]
+
+
+def write_held_out_files(folder: Path, kind: str) -> None:
+    """Write files whose names all say that they are not for training; JSON lines with bad ones, ids with a header."""
+    folder.mkdir()
+    for number, name in enumerate(("test", "val")):
+        words = [f"{name} {place}" for place in range(8)]
+        if kind == "text":
+            (folder / f"{name}.txt").write_text("\n".join(words))
+        elif kind == "jsonl":
+            lines = [json.dumps({"text": word}) for word in words]
+            (folder / f"{name}.jsonl").write_text("\n".join([*lines, *["no json"] * 12]))
+        elif kind == "parquet":
+            pyarrow.parquet.write_table(pyarrow.table({"text": words}), folder / f"{name}.parquet")
+        else:
+            with (folder / f"{name}.bin").open("wb") as file:
+                np.save(file, np.arange(2 + number, 66 + number, dtype="<u2"))
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "fingerprint", "tokens"),
+    [
+        ("text", "1365fe36c30b1b05", [[108, 32, 52], [10, 116, 101]]),
+        ("jsonl", "0b19dd1bf2b01af3", [[257, 256, 118], [32, 50, 257]]),
+        ("parquet", "0b19dd1bf2b01af3", [[257, 256, 118], [32, 50, 257]]),
+        ("nanogpt", "d9338b442b6508da", [[55, 56, 57], [8250, 24902, 29548]]),
+    ],
+)
+def test_a_run_goes_on_with_files_that_a_new_run_refuses(
+    kind: str, fingerprint: str, tokens: list[list[int]], cached: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Fingerprints and tokens are what commit 8ca45ed gave; it trained on all of these files."""
+    caplog.set_level("INFO")
+    source = Source(kind=kind, path=str(tmp_path / "data"))
+    write_held_out_files(tmp_path / "data", kind)
+    data = Data(
+        sources=(source,),
+        dtype="uint16",
+        separator=65,
+        cache=str(tmp_path / "cache"),
+        validation_fraction=0.0,
+        on_bad_record="skip",
+        workers=0,
+    )
+    model, training = Model(vocab=65536), Training(micro_batch_size=1, global_batch_size=1, sequence_length=LENGTH)
+    with pytest.raises(DataError, match=r"by their names all of the 2 files"):
+        build_loader(data, training, model, 0, DataRanks())
+    state = earlier_state(fingerprint, [] if kind == "nanogpt" else ["bytes"])
+    step = tmp_path / "run" / "checkpoints" / "step-00000003"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text(json.dumps({"data": state}))
+    if cached:
+        reader_of(kind).prepare(source, ReaderSettings(data, model.vocab, load_tokenizer("bytes")), fingerprint)
+    caplog.clear()
+    with workers.nothing_applied():
+        note_origins(Config(run=Run(folder=str(tmp_path / "run"))), {})
+        loader = build_loader(data, training, model, 0, DataRanks())
+    loader.load_state(state)
+    assert next_tokens(loader, 2) == tokens
+    assert caplog.text.count("the run goes on with the files and tokens that its corpus recorded") == 1
+    assert caplog.text.count("data.sources") == 1
 
 
 @pytest.mark.filterwarnings("error")

@@ -151,6 +151,11 @@ def note_origins(config: Config, origins: Mapping[str, str], *, is_for_loop: boo
     _loaded = _Loaded(config, origins, is_for_loop)
 
 
+def config_in_use() -> Config:
+    """Return the config of the training, or else the loaded one; the defaults if there is none."""
+    return _training.config or _loaded.config
+
+
 class Unapplied(NamedTuple):
     """A key that is set but not applied."""
 

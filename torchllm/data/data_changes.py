@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchllm.config import Data, Source
+from torchllm.config import Config, Data, Source
 from torchllm.config.paths import same_path
 from torchllm.config.schema import RAW_KINDS
 from torchllm.data.cache_root import cache_root
@@ -20,6 +21,22 @@ class _SourcePrint(NamedTuple):
 
     fingerprint: str
     weight: float
+
+
+def recorded_sources(config: Config) -> list[str]:
+    """Return the fingerprints of the sources in the checkpoint that a run goes on from; [] if there is none.
+
+    The newest checkpoint that can be read stands for all of them: `TrainLoader.load_state` compares the loaded one.
+    """
+    run, resume = config.run.folder, config.checkpoint.resume
+    folders = sorted(Path(run, "checkpoints").glob("step-*"), reverse=True) if run else []
+    if resume not in ("auto", "none"):
+        folders.append(Path(resume))
+    for folder in folders:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            state = json.loads((folder / "manifest.json").read_bytes())["data"]
+            return [fingerprint for fingerprint, _ in state["fingerprint"]["sources"]]
+    return []
 
 
 def data_differences(

@@ -16,7 +16,6 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,8 +23,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchllm.config import Data, Finetune, Model, Source, Training, gradient_accumulation
-from torchllm.config.applied_keys import applied
+from torchllm.config import Data, Finetune, Model, Training, gradient_accumulation
+from torchllm.config.applied_keys import applied, config_in_use
 from torchllm.config.schema import RAW_KINDS
 from torchllm.data.batch import Batch
 from torchllm.data.checked_file import DamagedFile
@@ -178,39 +177,19 @@ def _reader_settings(data: Data, training: Training, model: Model, finetune: Fin
 def _prepare(data: Data, settings: ReaderSettings, recorded: Sequence[str]) -> list[str]:
     """Return the folder that `SourceReader.prepare` made for each source.
 
-    recorded: fingerprints of the sources of a resumed run; a source keeps the files and the tokens that earlier
-    versions chose if they have its fingerprint.
+    recorded: fingerprints of the sources of a resumed run; empty: those in the run folder's newest checkpoint, if any.
     """
+    from torchllm.data.data_changes import recorded_sources  # in the process per node that prepares
+
+    recorded = recorded or recorded_sources(config_in_use())
     if settings.tokenizer is not None and not recorded and any(source.kind in RAW_KINDS for source in data.sources):
         for line in describe_documents(settings.tokenizer):
             log.info("%s", line)
 
-    def prepare(source: Source, earlier: bool) -> str:
-        return reader_of(source.kind).prepare(source, settings, earlier)
-
-    def fingerprint(source: Source, folder: str) -> str:
-        return reader_of(source.kind).open(source, folder, settings).fingerprint
-
-    def prepare_recorded(index: int, source: Source, folder: str) -> str:
-        """Return the corpus that earlier versions would make if it has the recorded fingerprint, else `folder`."""
-        with suppress(DataError):  # e.g. it is too large
-            if fingerprint(source, folder) != recorded[index]:
-                earlier = prepare(source, earlier=True)
-                if fingerprint(source, earlier) == recorded[index]:
-                    log.info(
-                        "%s: the run goes on with the files and tokens that its corpus recorded; a new run would "
-                        "choose other files by their names and links, or put another token before a document",
-                        name_source(index, source),
-                    )
-                    return earlier
-        return folder
-
     folders = []
     for index, source in enumerate(data.sources):
-        folder = prepare(source, earlier=False)
-        if folder and index < len(recorded):
-            folder = prepare_recorded(index, source, folder)
-        folders.append(folder)
+        fingerprint = recorded[index] if index < len(recorded) else ""
+        folders.append(reader_of(source.kind).prepare(source, settings, fingerprint))
     return folders
 
 

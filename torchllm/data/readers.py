@@ -38,11 +38,11 @@ class ReaderSettings(NamedTuple):
 class SourceReader(Protocol):
     """Reads the sources of a kind."""
 
-    def prepare(self, source: Source, settings: ReaderSettings, earlier: bool = False) -> str:
+    def prepare(self, source: Source, settings: ReaderSettings, recorded: str = "") -> str:
         """Make the input of `open`, e.g. a corpus in the cache, if it is missing; return its folder, or "".
 
-        One process per node calls it. earlier: choose files and tokens as earlier versions of torchllm did. Raises
-        DataError.
+        One process per node calls it. recorded: fingerprint of the source in the checkpoint that the run goes on from;
+        the files and tokens that earlier versions of torchllm chose are taken if they have it. Raises DataError.
         """
 
     def open(self, source: Source, folder: str, settings: ReaderSettings) -> SequenceSource:
@@ -52,7 +52,7 @@ class SourceReader(Protocol):
 class TokensReader:
     """Reads a corpus folder that recipes/prepare.py has written."""
 
-    def prepare(self, source: Source, settings: ReaderSettings, earlier: bool = False) -> str:
+    def prepare(self, source: Source, settings: ReaderSettings, recorded: str = "") -> str:
         """See SourceReader: the corpus is prepared already."""
         return ""
 
@@ -64,7 +64,7 @@ class TokensReader:
 class SyntheticReader:
     """Makes random tokens."""
 
-    def prepare(self, source: Source, settings: ReaderSettings, earlier: bool = False) -> str:
+    def prepare(self, source: Source, settings: ReaderSettings, recorded: str = "") -> str:
         """See SourceReader: there is nothing to prepare."""
         return ""
 

@@ -8,8 +8,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -17,12 +18,14 @@ from tests.config.conftest import RANK_VARIABLES, enter_empty_folder, refusal
 from tests.tiny_run import DEBUG, ROOT
 from torchllm.checkpoint.manifest import Manifest, publish, write_file
 from torchllm.config import Data, Source
+from torchllm.data.corpus import Corpus, SequenceSource
 from torchllm.data.error import DataError
 from torchllm.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchllm.tools.front import preflight
 from torchllm.tools.front.resolve import load_run
 from torchllm.tools.front.start import load_configs
 from torchllm.tools.prepare.cache import is_cached, plan_corpus, prepare_cached
+from torchllm.tools.prepare.in_place import InPlaceCorpus, describe_in_place, in_place_settings
 
 TEXT_SOURCE = ["--data.sources.0.kind=text", "--data.sources.0.path=words.txt"]
 SHORT = "--training.sequence_length=32"
@@ -45,11 +48,11 @@ def write_ranks(path: Path, tokens: int = 300) -> None:
     path.write_text("".join(f"{base64.b64encode(word).decode()} {rank}\n" for rank, word in enumerate(words)))
 
 
-def write_checkpoint(root: Path, step: int) -> Path:
+def write_checkpoint(root: Path, step: int, data: dict[str, Any] | None = None) -> Path:
     temporary, final = root / "new", root / f"step-{step:08d}"
     temporary.mkdir(parents=True)
     files = {"index.json": write_file(temporary / "index.json", b"{}")}
-    publish(temporary, final, Manifest(step, {}, {}, 1, {}, files))
+    publish(temporary, final, Manifest(step, data or {}, {}, 1, {}, files))
     return final
 
 
@@ -223,6 +226,30 @@ def test_a_run_that_lacks_nothing_is_not_talked_about(folder: Path, capsys: pyte
             checked(*arguments, "--evaluate.interval=0")
         assert capsys.readouterr().err.startswith("global batch")
     assert {path.name for path in folder.iterdir()} == {"words.txt", "shards"}  # a look leaves nothing behind
+
+
+@pytest.mark.parametrize(("kind", "content"), [("text", b"some words " * 100), ("nanogpt", bytes(2000))])
+def test_a_run_that_goes_on_is_not_refused_for_the_names_of_its_files(
+    kind: str, content: bytes, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "data").mkdir()
+    (folder / "data" / "test.bin").write_bytes(content)
+    arguments = [f"--data.sources.0.kind={kind}", "--data.sources.0.path=data", SHORT, "--run.folder=run"]
+    arguments += ["--evaluate.interval=0", *(["--data.dtype=uint16", "--data.separator=1"] * (kind == "nanogpt"))]
+    assert "by their names all of the 1 files" in refusal(capsys, lambda: checked(*arguments))[0]
+    source = Source(kind, str(folder / "data"))
+    data = Data((source,), cache=str(folder / "cache" / "torchllm"))
+    if kind == "nanogpt":
+        data = replace(data, dtype="uint16", separator=1)
+    if kind == "text":
+        corpus: SequenceSource = Corpus(
+            prepare_cached(plan_corpus(source, data, ByteTokenizer(), 264, earlier=True), data)
+        )
+    else:
+        corpus = InPlaceCorpus(describe_in_place(source, data, 264, earlier=True), in_place_settings(source, data), 264)
+    write_checkpoint(folder / "run" / "checkpoints", 1, {"fingerprint": {"sources": [[corpus.fingerprint, 1.0]]}})
+    with pytest.raises(SystemExit, match="0"):
+        checked(*arguments)
 
 
 def test_a_cache_of_another_user_that_may_not_be_read(

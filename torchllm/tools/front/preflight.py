@@ -7,7 +7,7 @@ are listed as not checked. The libraries that read tokenizers and token shards a
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -325,7 +325,7 @@ class _DataInspector:
             if source.kind == "tokens":
                 self._inspect_shards(source, source.path, tokenizer)
             elif source.kind in IN_PLACE_KINDS:
-                self._inspect_token_files(source, tokenizer)
+                self._inspect_token_files(index, source, tokenizer)
             else:
                 self._inspect_raw_source(index, source, tokenizer)
         except (UserError, OSError) as error:
@@ -346,14 +346,22 @@ class _DataInspector:
         corpus.check()
         self._count_sequences(source, corpus)
 
-    def _inspect_token_files(self, source: Source, tokenizer: "Tokenizer | None") -> None:
+    def _inspect_token_files(self, index: int, source: Source, tokenizer: "Tokenizer | None") -> None:
         """Look at the token files of another program. Raises DataError."""
         from torchllm.data.readers import reader_of
 
         self._inspect_cache_folder()
         if tokenizer is not None:
             reader, settings = reader_of(source.kind), self._reader_settings(tokenizer)
-            self._count_sequences(source, reader.open(source, reader.prepare(source, settings), settings))
+            folder = reader.prepare(source, settings, self._recorded(index))
+            self._count_sequences(source, reader.open(source, folder, settings))
+
+    def _recorded(self, index: int) -> str:
+        """Return the fingerprint of a source in the checkpoint that the run goes on from; "" if there is none."""
+        from torchllm.data.data_changes import recorded_sources
+
+        recorded = recorded_sources(self.config)
+        return recorded[index] if index < len(recorded) else ""
 
     def _reader_settings(self, tokenizer: "Tokenizer") -> "ReaderSettings":
         from torchllm.data.readers import ReaderSettings
@@ -382,27 +390,34 @@ class _DataInspector:
             self.held_out = None
             self.inspection.unchecked.append(f"data.sources.{index} ({source.path}): the hub needs the network")
             return
+        recorded = self._recorded(index)
         if tokenizer is None:
             self.held_out = None
-            source_files(source)
+            if not recorded:
+                source_files(source)
             return
-        plan = plan_corpus(
-            source,
-            self.data,
-            tokenizer,
-            self.config.model.vocab,
-            finetune=self.config.finetune,
-            sequence_length=self.config.training.sequence_length,
-        )
-        folder = cached_folder(self.data, plan)
-        if is_cached(folder):
-            with suppress(DataError):  # a damaged corpus in the cache is made again
-                corpus = open_corpus(str(folder), self._reader_settings(tokenizer))
-                self._count_sequences(source, corpus)
-                return
+        for earlier in (True, False) if recorded else (False,):
+            with suppress(DataError) if recorded else nullcontext():  # the start compares the run's corpus
+                plan = plan_corpus(
+                    source,
+                    self.data,
+                    tokenizer,
+                    self.config.model.vocab,
+                    finetune=self.config.finetune,
+                    sequence_length=self.config.training.sequence_length,
+                    earlier=earlier,
+                )
+                folder = cached_folder(self.data, plan)
+                if is_cached(folder):
+                    with suppress(DataError):  # a damaged corpus in the cache is made again
+                        corpus = open_corpus(str(folder), self._reader_settings(tokenizer))
+                        if recorded in ("", corpus.fingerprint):
+                            self._count_sequences(source, corpus)
+                            return
         self.held_out = None
         self._inspect_cache_folder()
-        refuse_large_source(plan, self.data)
+        if not recorded:
+            refuse_large_source(plan, self.data)
         if source.kind != "stdlib":
             self.inspection.unchecked.append(
                 f"data.sources.{index} ({source.path}): its text is read when the run starts"

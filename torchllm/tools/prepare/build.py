@@ -53,19 +53,23 @@ _WAITING_PER_PROCESS = 4
 
 
 def write_corpus(
-    plan: CorpusPlan, tokenizer: TokenizerSpec, folder: Path, processes: int = 1, max_bad_share: float = 0.01
+    plan: CorpusPlan, tokenizer: TokenizerSpec, folder: Path, processes: int = 1, max_bad_share: float | None = 0.01
 ) -> CorpusHeader:
     """Write the corpus of a plan's source into `folder` and return its header.
 
-    max_bad_share: as data.max_bad_share.
+    max_bad_share: as data.max_bad_share; None: whatever is left out, or unknown to the tokenizer, is no error.
 
     Raises DataError if the source cannot be read, the folder cannot be written or, naming the first bad record, if
     plan.on_bad_record is "error"; and if too many of a file are left out, or no document is found.
     """
     # No user can fix the standard library.
-    bad_share = BadShare(1.0 if plan.source.kind == "stdlib" else max_bad_share)
+    most = 1.0 if max_bad_share is None or plan.source.kind == "stdlib" else max_bad_share
     try:
-        return _write_shards_and_header(plan, tokenizer, folder, processes, bad_share)
+        header = _write_shards(plan, tokenizer, folder, processes, BadShare(most))
+        if max_bad_share is not None:
+            refuse_unknown(plan.source.path or plan.source.kind, tokenizer.load(), header.counts, header.tokens)
+        write_header(folder, header)
+        return header
     except OSError as error:
         raise DataError(
             f"{folder} cannot be written: {error.strerror or error}. {_ADVICE.get(error.errno or 0, 'Choose')} another "
@@ -73,10 +77,10 @@ def write_corpus(
         ) from error
 
 
-def _write_shards_and_header(
+def _write_shards(
     plan: CorpusPlan, tokenizer: TokenizerSpec, folder: Path, processes: int, bad_share: BadShare
 ) -> CorpusHeader:
-    """Write a corpus; raises OSError if that fails."""
+    """Write all of a corpus but its header, which is returned; raises OSError if that fails."""
     source: RawSource
     writer: type[ShardWriter]
     if plan.chat is None:
@@ -121,10 +125,9 @@ def _write_shards_and_header(
         raise DataError(f"data.sources: {plan.source.path!r}: {reason}")
     check_not_empty(f"data.sources: {plan.source.path!r}", totals["documents"], skipped)
     loaded = tokenizer.load()
-    refuse_unknown(plan.source.path or plan.source.kind, loaded, counts, totals["tokens"])
     sequence_length = plan.chat.sequence_length if plan.chat else 0
     sums = table.write(folder)
-    header = CorpusHeader(
+    return CorpusHeader(
         format=FORMAT,
         key=plan.key,
         plan=asdict(plan) | {"files": len(plan.files)},
@@ -142,8 +145,6 @@ def _write_shards_and_header(
         sequence_length=sequence_length,
         counts=dict(counts),
     )
-    write_header(folder, header)
-    return header
 
 
 def shard_size_mib(source_mib: float, shard_mib: float) -> float:

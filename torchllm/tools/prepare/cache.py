@@ -128,9 +128,10 @@ def _arguments_of_the_config() -> list[str]:
     return [word for word in sys.argv[1:] if word != "--check" and not word.startswith("--run.folder=")]
 
 
-def prepare_cached(plan: CorpusPlan, data: Data) -> Path:
+def prepare_cached(plan: CorpusPlan, data: Data, *, is_checked: bool = True) -> Path:
     """Return the folder with the corpus of a raw source, after tokenizing the source if it is not cached or damaged.
 
+    is_checked: too many bad records or unknown tokens are an error; False: they are none, as in earlier versions.
     Raises DataError if it has to be tokenized and is over data.max_raw_mib.
     """
     folder = cached_folder(data, plan)
@@ -147,7 +148,7 @@ def prepare_cached(plan: CorpusPlan, data: Data) -> Path:
     tokenizer = TokenizerSpec(data.tokenizer, data.pattern, usable_cores())
     from torchllm.tools.prepare.build import write_corpus  # of no use to a run whose corpora are cached
 
-    write_corpus(plan, tokenizer, folder, max_bad_share=data.max_bad_share)
+    write_corpus(plan, tokenizer, folder, max_bad_share=data.max_bad_share if is_checked else None)
     return folder
 
 

@@ -35,6 +35,7 @@ from torchllm.tools.prepare.formats.mds import MDS
 from torchllm.tools.prepare.formats.megatron import MEGATRON
 from torchllm.tools.prepare.formats.nanogpt import NANOGPT
 from torchllm.tools.prepare.formats.token_file import InPlaceSettings, OpenTokens, TokenFormat, TokenShard
+from torchllm.tools.prepare.recorded import prepare_recorded
 from torchllm.tools.prepare.source_files import ChosenFiles, SourceFile, choose_by_name, stat_file
 
 _FORMATS: dict[str, TokenFormat] = {"megatron": MEGATRON, "llmc": LLMC, "nanogpt": NANOGPT, "mds": MDS}
@@ -105,6 +106,8 @@ def describe_in_place(source: Source, data: Data, vocab: int, earlier: bool = Fa
     key = hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
     path = cache_root(data) / f"{source.kind}-{key}.json"
     if not path.is_file() or not _is_current(path):
+        for chosen in () if earlier else [*files.train, *files.held_out]:
+            _FORMATS[source.kind].refuse(Path(chosen.path))
         description = _describe(settings, files, data.validation_fraction, vocab)
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing([path]) as (file,):
@@ -302,9 +305,13 @@ class InPlaceCorpus(ShardStream):
 class InPlaceReader:
     """Reads token files of another program where they are, after describing them in the cache."""
 
-    def prepare(self, source: Source, settings: ReaderSettings, earlier: bool = False) -> str:
+    def prepare(self, source: Source, settings: ReaderSettings, recorded: str = "") -> str:
         """See SourceReader: write the description if it is not cached."""
-        return str(describe_in_place(source, settings.data, settings.vocab, earlier))
+
+        def prepare(earlier: bool) -> str:
+            return str(describe_in_place(source, settings.data, settings.vocab, earlier))
+
+        return prepare_recorded(self, source, settings, recorded, prepare)
 
     def open(self, source: Source, folder: str, settings: ReaderSettings) -> SequenceSource:
         """See SourceReader."""

@@ -28,13 +28,17 @@ _HEADERS = {
 """first bytes of files that hold more than ids -> advice"""
 
 
-def _list_shards(path: Path, settings: InPlaceSettings) -> Sequence[TokenShard]:
-    """Return the shard that a file is. Raises WrongFormat if it does not have the ids of data.dtype."""
+def _refuse_header(path: Path) -> None:
+    """Raise WrongFormat if a file begins with more than ids."""
     with path.open("rb") as file:
         head = file.read(8)
     for begin, advice in _HEADERS.items():
         if head.startswith(begin):
             raise WrongFormat(path, advice)
+
+
+def _list_shards(path: Path, settings: InPlaceSettings) -> Sequence[TokenShard]:
+    """Return the shard that a file is. Raises WrongFormat if it does not have the ids of data.dtype."""
     size = path.stat().st_size
     id_bytes = np.dtype(settings.dtype).itemsize
     if size == 0 or size % id_bytes:
@@ -54,4 +58,4 @@ def _open_shard(shard: TokenShard, settings: InPlaceSettings) -> FlatIds:
     return FlatIds(shard, settings.dtype, 0, settings.separator)
 
 
-NANOGPT = TokenFormat("*.bin", _list_shards, _open_shard)
+NANOGPT = TokenFormat("*.bin", _list_shards, _open_shard, _refuse_header)
