@@ -19,6 +19,6 @@ ELSEWHERE = {"applied": "applied_keys", "refuse_unapplied": "applied_keys", "wri
 
 def __getattr__(name: str) -> Any:
     """Return a name, whose module is imported now. AttributeError if there is none."""
-    if name.startswith("_"):
+    if name.startswith("_"):  # e.g. __path__: the import system must not load the schema
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{ELSEWHERE.get(name, 'schema')}"), name)

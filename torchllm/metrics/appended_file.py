@@ -1,4 +1,4 @@
-"""A file to which whole records are appended, of metrics.jsonl and of TensorBoard."""
+"""Appends whole records to a file: metrics.jsonl, or TensorBoard's."""
 
 import logging
 import os

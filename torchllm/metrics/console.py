@@ -1,4 +1,4 @@
-"""What a run shows where it was started: a progress bar in a terminal, else one line per logged step."""
+"""The output of a run where it was started: a progress bar in a terminal, else one line per logged step."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""How equally the experts of a model share its tokens, in logged steps.
+"""The loads of a model's experts, in logged steps.
 
 Shapes: E experts, K experts per token.
 """

@@ -1,4 +1,4 @@
-"""Turns what a step returns into a record, in logged steps only; between them nothing waits for the device.
+"""Turns the result of a step into a record, in logged steps only; between them nothing waits for the device.
 
 Keys of a record, which is one line of metrics.jsonl. "Interval": the steps since the last logged one. null: unknown, or
 not finite. A profiled step has a line of its own: breakdown/PART, the part's share of the step (`breakdown.py`).

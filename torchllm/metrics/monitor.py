@@ -1,4 +1,4 @@
-"""What a recipe calls to have its run observed: without it the run trains the same weights.
+"""The monitor of a run, which its recipe calls: without it the run trains the same weights.
 
 The Meter times the steps and writes the records of logged ones to the sinks. Observers (`observer.py`) do everything
 else, such as those in `torchllm/tools/watch`. Every rank has a Monitor; rank 0's writes and logs.

@@ -1,4 +1,4 @@
-"""Every layout of a config on so many ranks that the library accepts.
+"""All layouts of a config that the library accepts, for a number of ranks.
 
 A *layout* is a dict of the settings that make a difference in it, by dotted key: where `parallel.pp` is 1 there is no
 schedule, where `parallel.cp` is 1 no `cp_method`, so no two are the same one. (But `dp_replicate` alone and `dp_shard`

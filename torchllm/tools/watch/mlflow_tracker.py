@@ -1,4 +1,4 @@
-"""MLflow: `metrics.mlflow = "EXPERIMENT"`, extra `mlflow`. The server is that of MLFLOW_TRACKING_URI.
+"""MLflow: `metrics.mlflow = "EXPERIMENT"`, extra `mlflow`. MLFLOW_TRACKING_URI names the server.
 
 Without that variable the run is in RUN_FOLDER/trackers/mlflow.db: `mlflow ui --backend-store-uri sqlite:///FILE`.
 """

@@ -1,4 +1,4 @@
-"""Evaluate the tasks of a run while it trains: a process beside rank 0 for each checkpoint that is due.
+"""Evaluate the tasks of a run while it trains: a process next to rank 0 for each checkpoint that is due.
 
 The process is `recipes/evaluate.py` on CPUs of rank 0's machine, with the lowest priority. The run neither waits for it
 nor ends with its failure, which is a warning. A checkpoint that is due while an earlier one is being evaluated is

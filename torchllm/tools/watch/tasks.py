@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness on an exported model: run them, write what they gave. Extra: lm-eval.
+"""Tasks of lm-evaluation-harness on an exported model: run them, and write their results. Extra: lm-eval.
 
 RUN_FOLDER/evaluations/step-00000100.json               values per task, versions
 RUN_FOLDER/evaluations/step-00000100.documents.jsonl    per document what was scored: log-likelihoods, or texts

@@ -1,4 +1,4 @@
-"""Experiment trackers beside TensorBoard: Weights & Biases, MLflow, trackio. No torch.
+"""Experiment trackers in addition to TensorBoard: Weights & Biases, MLflow, trackio. No torch.
 
 A tracker's library may raise, block, or wait for a network. So a helper process of rank 0 (`send_records.py`) calls it,
 which reads metrics.jsonl while the run appends to it: nothing of a tracker is on the path of a step, and no record is

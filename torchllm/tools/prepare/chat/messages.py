@@ -1,4 +1,4 @@
-"""Check the messages of a conversation, as somebody has written them, and bring them into one form.
+"""Check the messages of a conversation, and convert them to one form.
 
 Keys that change the content of a message, or whether it is trained, are never ignored in silence: a content that is
 neither text nor a list of texts, and a key that other programs read as a mask, is a fault of the conversation.
