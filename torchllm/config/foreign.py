@@ -28,6 +28,8 @@ def foreign_keys() -> dict[str, dict[str, Equal]]:
 def _equal(text: str) -> Equal:
     if text.startswith("no: "):
         return Equal("", text.removeprefix("no: "))
+    if text.startswith("differs: "):
+        return Equal("", f"the architecture differs ({text.removeprefix('differs: ')}): the losses of both will differ")
     key, _, remark = text.partition("; ")
     return Equal(key, remark)
 

@@ -69,8 +69,8 @@ def _write(folder: Path, name: str, text: str) -> str:
 
 
 def _values(text: str) -> dict[str, object]:
-    """Return the settings of our TOML, which our reader must take, by dotted keys."""
-    table = tomllib.loads(text)
+    """Return the settings of our TOML, which our reader must take, by dotted keys; without those that are to be SET."""
+    table = tomllib.loads("".join(line for line in text.splitlines(keepends=True) if '"SET"' not in line))
     faults: list[ConfigError] = []
     base = table.pop("base", "")
     read_table(Config, table, faults)
@@ -116,16 +116,34 @@ def llama3_8b():
         model_spec=model_registry("8B"),
         optimizer=OptimizersContainer.Config(lr=3e-4),
         training=TrainingConfig(local_batch_size=1, global_batch_size=64, seq_len=8192, steps=1000),
-        validator=Validator.Config(freq=500),
+        validator=Validator.Config(enable=True, freq=500),
     )
 def llama3_70b():
-    return Trainer.Config(model_spec=model_registry("70B"))
+    spec = model_registry("70B", converters=[Float8LinearConverter.Config()])
+    return Trainer.Config(
+        model_spec=spec,
+        training=TrainingConfig(num_tokens_per_microbatch_per_dp_rank=1 * 2048, max_context_length=2048, steps=9),
+        dataloader=GrainDataLoader.Config(dataset=PackingConfig(dataset=DATASETS["c4"])),
+        activation_checkpoint=FullAC.Config(),
+    )
+def llama3_70b_long():
+    config = llama3_70b()
+    config.training.max_context_length = 4096
+    config.training.num_tokens_per_microbatch_per_dp_rank = 2 * 4096
+    config.parallelism = ParallelismConfig(pipeline_parallel_degree=4, num_pp_microbatches=3)
+    return config
 """,
     )
     values = _values(converted_config(f"{file}:llama3_8b"))
     assert values["base"] == "models/llama3_8b.toml"
     assert (values["training.global_batch_size"], values["evaluate.interval"]) == (64, 500)
-    with pytest.raises(UserError, match="there are: llama3_8b, llama3_70b"):
+    values = _values(converted_config(f"{file}:llama3_70b_long", gpus=32))
+    assert values["base"] == "models/llama3_70b.toml"
+    assert (values["training.sequence_length"], values["training.micro_batch_size"]) == (4096, 2)
+    assert values["training.global_batch_size"] == 2 * 3 * 32 // 4  # three micro batches in a pipeline of 4
+    assert (values["recompute.mode"], values["float8.recipe"]) == ("full", "tensorwise")
+    assert values["data.sources"] == [{"kind": "hub", "path": "allenai/c4", "subset": "en"}]
+    with pytest.raises(UserError, match="there are: llama3_8b, llama3_70b, llama3_70b_long"):
         converted_config(file)
 
 
@@ -155,7 +173,7 @@ def test_training_arguments_of_transformers(tmp_path: Path) -> None:
     assert values["recompute.mode"] == "full"
     unknown_gpus = converted_config(file)
     assert "global_batch_size is 32 times the number of data-parallel ranks: give --gpus=N" in unknown_gpus
-    assert "global_batch_size = " not in unknown_gpus
+    assert 'global_batch_size = "SET"' in unknown_gpus
 
 
 def test_a_setting_of_several_keys(tmp_path: Path) -> None:
@@ -204,6 +222,49 @@ def test_megatron_arguments(tmp_path: Path) -> None:
 def test_megatron_without_a_family_is_its_default(tmp_path: Path) -> None:
     values = _values(converted_config(_write(tmp_path, "train.sh", "--num-layers 2 --hidden-size 64 --train-iters 9")))
     assert (values["model.family"], values["model.ffn"]) == ("gpt", 256)
+
+
+SCRIPT = """
+export WIDTH=512
+HIDDEN=${HIDDEN:-$WIDTH}   # a default
+TP=1
+TP=2
+ARGS=(
+    --num-layers ${LAYERS:-3} --hidden-size $HIDDEN --seq-length 128  # its comment
+    "--train-samples 640" --global-batch-size 64 --micro-batch-size $BATCH
+)
+if [ $X ]; then ARGS+=(--tensor-model-parallel-size "${TP}"); fi
+RATES="
+    --min-lr 1e-4 \\
+    --clip-grad 0.5
+"
+torchrun pretrain_gpt.py "${ARGS[@]}" $RATES \\
+    --swiglu --softmax-type learnable --lr 1e-3 2>&1 | tee log
+echo done
+"""
+
+
+def test_variables_of_a_script_and_values_that_end_with_its_lines(tmp_path: Path) -> None:
+    text = converted_config(_write(tmp_path, "train.sh", SCRIPT))
+    table = tomllib.loads(text)
+    assert (table["model"]["layers"], table["model"]["hidden"], table["training"]["steps"]) == (3, 512, 10)
+    assert (table["optimizer"]["learning_rate"], table["training"]["max_grad_norm"]) == (1e-3, 0.5)
+    assert (table["training"]["micro_batch_size"], table["parallel"]["tp"]) == ("$BATCH", "${TP}")  # refused by --check
+    assert table["model"]["family"] == "SET"  # SwiGLU without RMSNorm and rotary positions
+    assert 'softmax_type = "learnable": the architecture differs (attention sinks)' in text
+
+
+def test_defaults_of_ours_decide_neither_model_nor_batch_nor_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = _write(tmp_path, "args.json", json.dumps({"per_device_train_batch_size": 4, "num_train_epochs": 3}))
+    ours = _write(tmp_path, "ours.toml", converted_config(theirs))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(SystemExit):
+        load_config([ours])
+    errors = capsys.readouterr().err
+    for key in ("models/SET.toml", "training.sequence_length", "training.global_batch_size", "training.steps"):
+        assert key in errors
 
 
 def test_nanochat_meta_file(tmp_path: Path) -> None:

@@ -11,12 +11,8 @@ keys whose units or meaning differ. Defaults of the other program that differ fr
 no setting here, or another value than an earlier key for the same setting, is in a comment with the reason.
 """
 
-import ast
 import json
 import math
-import re
-import shlex
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,8 +21,8 @@ from torchllm.config.errors import UserError
 from torchllm.config.foreign import Equal, foreign_keys
 from torchllm.config.read import ConfigError, read_table
 from torchllm.config.schema import Config
-from torchllm.config.toml import dotted, toml_value
-from torchllm.tools.resources import resource
+from torchllm.config.toml import toml_value
+from torchllm.tools.front.foreign_files import flat_keys, parse_foreign
 
 Settings = dict[str, Any]
 """Values by the names of our keys, such as {"parallel.tp": 2}."""
@@ -110,8 +106,6 @@ FORMER_NAMES = {
 OPTIMIZERS = dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_hf"), "adamw")
 OPTIMIZERS["sgd"] = "sgd"
 """Our names of optimizers by theirs; those with states of 8 bits are others."""
-LAUNCHER_OPTIONS = {"nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "standalone"}
-"""Options of torchrun in the same script: NPROC and NNODES here."""
 NANOCHAT_DIFFERS = (
     "the architecture differs: squared ReLU, value embeddings, a soft cap of the logits and windows by a pattern are"
     " not in our models, so the losses of both will differ"
@@ -141,7 +135,7 @@ def read_foreign(file: str, gpus: int = 0) -> Foreign:
             " meta_NNNNNN.json, which lies next to the weights"
         )
     try:
-        values = _flat(_parse(path, data.decode(), function))
+        values = flat_keys(parse_foreign(path, data.decode(), function))
     except (ValueError, SyntaxError) as error:  # of UTF-8, TOML, JSON and Python
         raise UserError(f"{path}: cannot be read: {error}") from None
     known = {program: len(values.keys() & table.keys()) for program, table in foreign_keys().items()}
@@ -153,134 +147,56 @@ def read_foreign(file: str, gpus: int = 0) -> Foreign:
     )
 
 
-def _parse(path: Path, text: str, function: str) -> dict[str, Any]:
-    if path.suffix == ".toml":
-        return tomllib.loads(text)
-    if path.suffix == ".py":
-        return _python_config(path, text, function)
-    if path.suffix == ".json":
-        table = json.loads(text)
-        return table.get("user_config", table) if isinstance(table, dict) else {}
-    if path.suffix in (".yaml", ".yml"):
-        import yaml
-
-        try:
-            table = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ValueError(error) from None
-        return table if isinstance(table, dict) else {}
-    return _arguments(text)
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested tables by dotted keys. A string such as "4e-4", as YAML reads 4e-4, is a number."""
-    values: dict[str, Any] = {}
-    for key, value in table.items():
-        name = prefix + str(key).replace("-", "_")
-        values |= _flat(value, f"{name}.") if isinstance(value, dict) and value else {name: _number(value)}
-    return values
-
-
-def _python_config(path: Path, text: str, function: str) -> dict[str, Any]:
-    """Return the literal keyword arguments of the `Trainer.Config(...)` that a function returns."""
-    functions = {node.name: node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)}
-    configs = {}
-    for name, node in functions.items():
-        for statement in node.body:
-            call = statement.value if isinstance(statement, ast.Return) else None
-            if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("Config"):
-                configs[name] = _keywords(call)
-    names = ", ".join(configs) or "none"
-    if function and function not in configs:
-        raise ValueError(f"no function {function} that returns a Config(...); there are: {names}")
-    if not function and len(configs) != 1:
-        raise ValueError(f"name one function, {path}:NAME; there are: {names}")
-    name = function or next(iter(configs))
-    return {"model.name": name.partition("_")[0], **configs[name]}
-
-
-def _keywords(call: ast.Call) -> dict[str, Any]:
-    table: dict[str, Any] = {}
-    for keyword in call.keywords:
-        key, value = str(keyword.arg), keyword.value
-        if isinstance(value, ast.Call) and value.keywords:
-            table[key] = _keywords(value)
-        elif isinstance(value, ast.Call) and len(value.args) == 1 and isinstance(value.args[0], ast.Constant):
-            table[key] = value.args[0].value  # model_registry("8B")
-        else:
-            try:
-                table[key] = ast.literal_eval(value)
-            except ValueError:
-                table[key] = ast.unparse(value)
-    return table
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """Return the options of a command line, or of a shell script's: `--key value ...`, `--key=value` or `--key`."""
-    options: dict[str, list[str]] = {}
-    key = ""
-    for word in shlex.split(text.replace("\\\n", " "), comments=True):
-        match = re.fullmatch(r"--([A-Za-z][\w-]*)(?:=(.*))?", word)
-        if match:
-            key = match[1].replace("-", "_")
-            options[key] = [] if match[2] is None else [match[2]]
-        elif word == ")":
-            key = ""
-        elif key:
-            options[key].append(word)
-    kept = options.keys() - LAUNCHER_OPTIONS
-    return {key: _number(" ".join(options[key])) if options[key] else True for key in options if key in kept}
-
-
-def _number(value: Any) -> Any:
-    """Return a string as a number if it is one, and any other value as it is."""
-    for kind in (int, float) if isinstance(value, str) else ():
-        try:
-            return kind(value)
-        except ValueError:
-            pass
-    return value
-
-
 # Values whose meaning or unit differs. A function returns our settings, or the reason why there are none.
 
 Computed = Callable[[Foreign], Settings | str]
 
 
-def _batch_per_gpu(micro: str, accumulated: str = "") -> Computed:
+def _batch_of_ranks(their: Foreign, per_rank: int, divided_by: int = 1) -> Settings | str:
     """The global batch is not in the file: it depends on the number of data-parallel ranks."""
+    if not their.gpus:
+        return f"training.global_batch_size is {per_rank} times the number of data-parallel ranks: give --gpus=N"
+    return {"training.global_batch_size": per_rank * their.gpus // divided_by}
 
-    def compute(their: Foreign) -> Settings | str:
-        per_rank = int(their.get(micro)) * int(their.get(accumulated) or 1 if accumulated else 1)
-        if not their.gpus:
-            return f"training.global_batch_size is {per_rank} times the number of data-parallel ranks: give --gpus=N"
-        cut = math.prod(int(their.get(f"parallelism.{axis}_parallel_degree") or 1) for axis in _MODEL_AXES)
-        return {"training.global_batch_size": per_rank * their.gpus // cut}
 
-    return compute
+def _hf_batch(their: Foreign) -> Settings | str:
+    accumulated = int(their.get("gradient_accumulation_steps") or 1)
+    return _batch_of_ranks(their, int(their.get("per_device_train_batch_size")) * accumulated)
+
+
+def _titan_length(their: Foreign) -> int:
+    return int(their.values.get("training.max_context_length") or their.get("training.seq_len"))
+
+
+def _titan_micro_batch(their: Foreign) -> Settings:
+    """A pipeline divides the local batch into micro batches. Since August 2026 it is given in tokens."""
+    has_stages = int(their.get("parallelism.pipeline_parallel_degree")) > 1
+    key = "parallelism.pipeline_parallel_microbatch_size" if has_stages else "training.local_batch_size"
+    tokens = their.values.get("training.num_tokens_per_microbatch_per_dp_rank")
+    return {"training.micro_batch_size": int(tokens) // _titan_length(their) if tokens else int(their.get(key))}
+
+
+def _titan_batch(their: Foreign) -> Settings | str:
+    tokens = int(their.values.get("training.num_tokens_per_train_step") or -1)
+    given = tokens // _titan_length(their) if tokens > 0 else int(their.get("training.global_batch_size"))
+    if given > 0:
+        return {"training.global_batch_size": given}
+    local = int(their.get("training.local_batch_size"))
+    if "training.num_tokens_per_microbatch_per_dp_rank" in their.values:
+        stages = int(their.get("parallelism.pipeline_parallel_degree"))
+        count = int(their.values.get("parallelism.num_pp_microbatches") or 1) if stages > 1 else 1
+        local = count * int(_titan_micro_batch(their)["training.micro_batch_size"])
+    cut = math.prod(int(their.get(f"parallelism.{axis}_parallel_degree") or 1) for axis in _MODEL_AXES)
+    return _batch_of_ranks(their, local, divided_by=cut)
 
 
 _MODEL_AXES = ("pipeline", "tensor", "context")
 
 
-def _titan_micro_batch(their: Foreign) -> Settings:
-    """A pipeline divides the local batch into micro batches."""
-    has_stages = int(their.get("parallelism.pipeline_parallel_degree")) > 1
-    key = "parallelism.pipeline_parallel_microbatch_size" if has_stages else "training.local_batch_size"
-    return {"training.micro_batch_size": int(their.get(key))}
-
-
-def _titan_batch(their: Foreign) -> Settings | str:
-    given = int(their.get("training.global_batch_size"))
-    return {"training.global_batch_size": given} if given > 0 else _batch_per_gpu("training.local_batch_size")(their)
-
-
-def _titan_model(their: Foreign) -> Settings | str:
-    flavor = str(their.get("model.flavor") or their.get("model_spec") or "").lower()
-    name = f"models/{their.get('model.name') or 'llama3'}_{flavor}.toml"
-    if not resource(f"train_configs/{name}").exists():
-        return f"train_configs has no {name}: write the sizes into [model], or set model.from_hf"
-    return {"base": name}
+def _titan_model(their: Foreign) -> Settings:
+    """A base that train_configs lacks is refused by --check."""
+    flavor = str(their.get("model.flavor") or their.get("model_spec") or their.get("model_spec.flavor"))
+    return {"base": f"models/{their.get('model.name') or 'llama3'}_{flavor.lower().replace('-', '_')}.toml"}
 
 
 def _titan_schedule(their: Foreign) -> Settings | str:
@@ -308,7 +224,9 @@ def _titan_zero(their: Foreign) -> Settings:
 
 
 def _titan_recompute(their: Foreign) -> Settings:
-    mode, option = their.get("activation_checkpoint.mode"), str(their.get("activation_checkpoint.selective_ac_option"))
+    classes = {"SelectiveAC": "selective", "FullAC": "full"}  # since 0.3
+    mode = their.get("activation_checkpoint.mode") or classes.get(str(their.get("activation_checkpoint")), "none")
+    option = str(their.get("activation_checkpoint.selective_ac_option"))
     if mode == "selective" and option.isdigit():
         return {"recompute.mode": "every_k", "recompute.k": int(option)}
     return {"recompute.mode": "selective_half" if mode == "selective" else mode}
@@ -316,7 +234,8 @@ def _titan_recompute(their: Foreign) -> Settings:
 
 def _titan_tensor(their: Foreign) -> Settings:
     degree = int(their.get("parallelism.tensor_parallel_degree"))
-    return {"parallel.tp": degree, "parallel.sequence_parallel": degree > 1}
+    is_on = their.values.get("parallelism.enable_sequence_parallel", True)
+    return {"parallel.tp": degree, "parallel.sequence_parallel": degree > 1 and is_on}
 
 
 def _titan_saves(their: Foreign) -> Settings:
@@ -325,12 +244,13 @@ def _titan_saves(their: Foreign) -> Settings:
 
 
 def _titan_validation(their: Foreign) -> Settings:
-    is_on = their.get("validation.enable")
-    return {"evaluate.interval": int(their.get("validation.freq") or 10) if is_on else 0}
+    is_on = their.get("validation.enable") or their.get("validator.enable")
+    interval = their.get("validation.freq") or their.get("validator.freq") or 10
+    return {"evaluate.interval": int(interval) if is_on else 0}
 
 
 def _titan_data(their: Foreign) -> Settings | str:
-    name = their.get("training.dataset") or their.get("dataloader.dataset")
+    name = their.get("training.dataset") or their.get("dataloader.dataset") or their.get("dataloader.dataset.dataset")
     path = their.get("training.dataset_path") or their.get("dataloader.dataset_path")
     if name == "c4" and not path:
         return {"data.sources": [{"kind": "hub", "path": "allenai/c4", "subset": "en"}]}
@@ -338,9 +258,9 @@ def _titan_data(their: Foreign) -> Settings | str:
 
 
 def _titan_float8(their: Foreign) -> Settings | str:
-    converters = str(their.get("model.converters") or "")
+    converters = str(their.get("model.converters") or their.get("model_spec.converters") or "")
     recipe = their.get("float8.recipe_name") or "tensorwise"
-    return {"float8.recipe": recipe} if "float8" in converters else "float8.recipe is the only conversion here"
+    return {"float8.recipe": recipe} if "float8" in converters.lower() else "float8.recipe is the only conversion here"
 
 
 def _hf_schedule(their: Foreign) -> Settings | str:
@@ -532,6 +452,8 @@ COMPUTED: dict[str, dict[str, Computed]] = {
         "training.global_batch_size": _titan_batch,
         "model.flavor": _titan_model,
         "model_spec": _titan_model,
+        "model_spec.flavor": _titan_model,
+        "model_spec.converters": _titan_float8,
         "model.converters": _titan_float8,
         "float8.recipe_name": _titan_float8,
         "model.tokenizer_path": _tokenizer_in("model.tokenizer_path"),
@@ -546,22 +468,30 @@ COMPUTED: dict[str, dict[str, Computed]] = {
         "training.dataset_path": _titan_data,
         "dataloader.dataset": _titan_data,
         "dataloader.dataset_path": _titan_data,
+        "dataloader.dataset.dataset": _titan_data,
+        "training.num_tokens_per_microbatch_per_dp_rank": _titan_micro_batch,
+        "training.num_tokens_per_train_step": _titan_batch,
+        "parallelism.num_pp_microbatches": _titan_batch,
         "parallelism.fsdp_reshard_after_forward": _titan_zero,
         "parallelism.tensor_parallel_degree": _titan_tensor,
+        "parallelism.enable_sequence_parallel": _titan_tensor,
         "parallelism.pipeline_parallel_microbatch_size": _titan_micro_batch,
         "checkpoint.enable_checkpoint": _titan_saves,
         "checkpoint.enable": _titan_saves,
         "checkpoint.interval": _titan_saves,
         "validation.enable": _titan_validation,
         "validation.freq": _titan_validation,
+        "validator.enable": _titan_validation,
+        "validator.freq": _titan_validation,
         "checkpoint.async_mode": lambda their: {
             "checkpoint.asynchronous": their.get("checkpoint.async_mode") != "disabled"
         },
+        "activation_checkpoint": _titan_recompute,
         "activation_checkpoint.mode": _titan_recompute,
         "activation_checkpoint.selective_ac_option": _titan_recompute,
     },
     "huggingface": {
-        "gradient_accumulation_steps": _batch_per_gpu("per_device_train_batch_size", "gradient_accumulation_steps"),
+        "gradient_accumulation_steps": _hf_batch,
         "lr_scheduler_type": _hf_schedule,
         "max_steps": _hf_steps,
         "warmup_steps": _hf_warmup,
@@ -587,6 +517,9 @@ COMPUTED: dict[str, dict[str, Computed]] = {
         "make_vocab_size_divisible_by": _megatron_vocab,
         "train_iters": _megatron_steps,
         "train_samples": _megatron_steps,
+        "lr_warmup_samples": lambda their: {
+            "schedule.warmup_steps": int(their.values["lr_warmup_samples"]) // int(their.values["global_batch_size"])
+        },
         "lr_decay_style": _megatron_schedule,
         "min_lr": _megatron_schedule,
         "bf16": _is_bfloat16("bf16"),
@@ -646,6 +579,10 @@ COMPUTED: dict[str, dict[str, Computed]] = {
 
 # Writing
 
+NEEDED = ("training.sequence_length", "training.global_batch_size", "training.steps")
+"""What our defaults must not decide. Where the other config does not say it, --check refuses the value that is written,
+so that nothing else is trained."""
+
 
 class Translated(NamedTuple):
     """A setting and where it comes from."""
@@ -665,15 +602,18 @@ def translate(their: Foreign) -> tuple[dict[str, Translated], list[str]]:
         compute = COMPUTED[their.program].get(key)
         result: Settings | str = equal.remark or {equal.key: value}
         if "$" in str(value) and not equal.remark:
-            result = f"a variable of the shell: write its value into {equal.key}"
+            result = _by_hand(equal.key, value, f"a variable of the shell: write its value into {equal.key}")
         elif compute:
             try:
                 result = compute(their)
             except (KeyError, TypeError, ValueError):
-                result = f"its value is not understood: set {equal.key}"
+                result = _by_hand(equal.key, "SET", f"its value is not understood: set {equal.key}")
         origin = f"{key} = {_short(value)}" + (", the default there" if key in absent else "")
         if isinstance(result, str):
             remarks.append(f"{origin}: {result}")
+            needs_value = compute is not None and equal.key.startswith("model.")  # no default may decide it
+            result = _by_hand(equal.key, "SET", result) if needs_value else {}
+        if isinstance(result, str):
             continue
         for ours, item in result.items():
             first = settings.setdefault(ours, Translated(item, origin))
@@ -681,17 +621,19 @@ def translate(their: Foreign) -> tuple[dict[str, Translated], list[str]]:
                 remarks.append(f"{origin}: {ours} is {_short(first.value)} by {first.origin}")
     if their.program == "nanochat":
         remarks.append(NANOCHAT_DIFFERS)
+    remarks.sort(key=lambda remark: "the architecture differs" not in remark)  # first
     return settings, remarks
 
 
 def write(their: Foreign) -> str:
     """Return the TOML: settings that our reader takes, with their former names, then the remarks."""
     settings, remarks = translate(their)
-    for key, setting in list(settings.items()):
-        fault = _fault(key, setting.value)
-        if fault:
-            remarks.append(f"{setting.origin}: {key} {fault}")
-            del settings[key]
+    for key in (key for key in settings if key != "base" and "." not in key):  # a value for a whole section
+        remarks.append(f"{settings.pop(key).origin}: set the keys of [{key}]")
+    for key in NEEDED:
+        settings.setdefault(key, Translated("SET", "no such key there, or its value depends on others: see below"))
+    if not settings.keys() & {"base", "model.from_hf", "model.layers"}:
+        settings["base"] = Translated("models/SET.toml", "no model there: a file of train_configs, or a [model]")
     lines = [f"# Converted from a config of {their.program}. Check it: ./run_train.sh THIS_FILE --check"]
     if "base" in settings:
         lines += [f"base = {toml_value(settings['base'].value)}  # {settings.pop('base').origin}"]
@@ -711,14 +653,13 @@ def write(their: Foreign) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _fault(key: str, value: Any) -> str:
-    """Return why our reader refuses a value; "" if it takes it."""
-    if key == "base":
-        return ""
+def _by_hand(key: str, value: Any, reason: str) -> Settings | str:
+    """Return a value that --check refuses in the place of the right one, or the reason if our reader would take it."""
     section, _, name = key.partition(".")
     faults: list[ConfigError] = []
-    read_table(Config, {section: {name: value}}, faults)
-    return "; ".join(f"{dotted(fault.path)}: {fault.message}" if fault.path[2:] else fault.message for fault in faults)
+    if name and key != "data.sources":
+        read_table(Config, {section: {name: value}}, faults)
+    return {key: value} if faults else reason
 
 
 def _short(value: Any) -> str:
