@@ -71,7 +71,10 @@ def test_random_documents_in_blocks_are_eager_attention(
 
 
 def test_bfloat16_sums_the_gradients_of_keys_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against float32 on the same numbers: bfloat16 rounds scores, weights and results by 2**-8 once, not per block."""
+    """Against float32 on the same numbers: bfloat16 rounds scores, weights and results once, not per block.
+
+    Norms differ by 3.1e-3 at most; by 8e-3 where dk or dv is summed in bfloat16.
+    """
     inputs = random_inputs(3, 4, 2, torch.bfloat16)
     documents = torch.zeros(3, LENGTH, dtype=torch.int64)
     expected = forward_backward(EagerAttention(), Inputs(*(x.float() for x in inputs)), documents)
@@ -80,8 +83,7 @@ def test_bfloat16_sums_the_gradients_of_keys_in_float32(monkeypatch: pytest.Monk
         computed = forward_backward(ScaledDotProductAttention(), inputs, documents)
         for result, exact in zip(computed, expected, strict=True):
             assert result.dtype == torch.bfloat16
-            difference = (result.float() - exact).abs().max()
-            assert difference <= 2**-6 * exact.abs().max()
+            assert (result.float() - exact).norm() <= 2**-8 * exact.norm()
 
 
 def test_documents_need_not_follow_each_other() -> None:
