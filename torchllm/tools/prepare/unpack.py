@@ -60,10 +60,39 @@ def refuse_bomb(path: str, size: int) -> NoReturn:
 
 def _open_stream(path: str, compression: str) -> Any:
     if compression == "xz":
-        return lzma.open(path)
+        return _Xz(path)
     import pyarrow
 
     return pyarrow.input_stream(path, compression=compression)
+
+
+class _Xz:
+    """The content of an xz file. Unlike `lzma.open` it raises LZMAError for bytes after a stream that are none."""
+
+    def __init__(self, path: str) -> None:
+        self._file = io.FileIO(path)
+        self._stream = lzma.LZMADecompressor(lzma.FORMAT_XZ)
+
+    def readinto(self, buffer: Any) -> int:
+        """Unpack the next bytes. Raises LZMAError, EOFError or OSError."""
+        while True:
+            packed = b""
+            if self._stream.eof:
+                packed = self._stream.unused_data.lstrip(b"\0")
+                while not packed and (block := self._file.read(_BUFFER)):
+                    packed = block.lstrip(b"\0")  # streams may be padded
+                if not packed:
+                    return 0
+                self._stream = lzma.LZMADecompressor(lzma.FORMAT_XZ)
+            elif self._stream.needs_input and not (packed := self._file.read(_BUFFER)):
+                raise EOFError("it ends before its end-of-stream marker")
+            if content := self._stream.decompress(packed, len(buffer)):
+                buffer[: len(content)] = content
+                return len(content)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
 
 @cache
