@@ -26,7 +26,7 @@ def test_a_process_and_those_that_it_starts_get_what_the_system_allows() -> None
 
 
 def test_a_limit_too_low_for_the_store_of_a_large_job_is_named() -> None:
-    assert describe_low_limit(1024, world_size=64) is None
+    assert describe_low_limit(640, world_size=64) is None
     assert describe_low_limit(resource.RLIM_INFINITY, world_size=10**6) is None
     assert describe_low_limit(4096, world_size=16384) == (
         "a process on this node may open 4096 files, but a job of 16384 ranks needs 33280 on the node of rank 0: raise "
