@@ -265,6 +265,10 @@ def test_defaults_of_ours_decide_neither_model_nor_batch_nor_steps(
     errors = capsys.readouterr().err
     for key in ("models/SET.toml", "training.sequence_length", "training.global_batch_size", "training.steps"):
         assert key in errors
+    data = tomllib.loads(Path(ours).read_text())["data"]
+    assert (data["tokenizer"], data["sources"]) == ("SET", [{"kind": "text", "path": "SET"}])  # no such files
+    with pytest.raises(UserError, match="is a folder"):
+        converted_config(str(tmp_path))
 
 
 def test_nanochat_meta_file(tmp_path: Path) -> None:

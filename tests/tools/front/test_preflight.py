@@ -90,7 +90,7 @@ LACKS = {
     "files in a folder": Lack(
         lambda folder: (folder / "empty").mkdir(),
         ["--data.sources.0.kind=text", "--data.sources.0.path=empty"],
-        "--data.sources.0.path: no file matches 'empty' (kind 'text')",
+        "--data.sources.0.path: no file matches 'empty' (kind 'text'): the folder is empty",
     ),
     "shards": Lack(
         lambda folder: None,

@@ -482,6 +482,10 @@ def test_empty_missing_and_dangling_files(tmp_path: Path) -> None:
         folder.mkdir()
         with pytest.raises(DataError, match="no file matches"):
             source_files(Source(kind=kind, path=str(folder / "missing")))
+        (folder / "a.md").touch()
+        if kind != "text":
+            with pytest.raises(DataError, match=r"the folder has no file that ends with \.(jsonl or |parquet)"):
+                source_files(Source(kind=kind, path=str(folder)))
         (folder / "dangling.x").symlink_to(folder / "nowhere")
         (folder / "empty.x").touch()
         dangling, empty = read(Source(kind=kind, path=f"{folder}/*.x"))

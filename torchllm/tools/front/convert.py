@@ -124,6 +124,8 @@ def read_foreign(file: str, gpus: int = 0) -> Foreign:
     """Read a config of another program, without running any of its code."""
     name, _, function = file.partition(".py:")
     path = Path(f"{name}.py" if function else file)
+    if path.is_dir():
+        raise UserError(f'{path}: is a folder. Weights in it start a run by model.from_hf = "{path}"; convert a file')
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -632,6 +634,8 @@ def write(their: Foreign) -> str:
         remarks.append(f"{settings.pop(key).origin}: set the keys of [{key}]")
     for key in NEEDED:
         settings.setdefault(key, Translated("SET", "no such key there, or its value depends on others: see below"))
+    settings.setdefault("data.tokenizer", Translated("SET", "the tokenizer of the model"))
+    settings.setdefault("data.sources", Translated([{"kind": "text", "path": "SET"}], "the corpus"))
     if not settings.keys() & {"base", "model.from_hf", "model.layers"}:
         settings["base"] = Translated("models/SET.toml", "no model there: a file of train_configs, or a [model]")
     lines = [f"# Converted from a config of {their.program}. Check it: ./run_train.sh THIS_FILE --check"]

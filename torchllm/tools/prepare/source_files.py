@@ -60,9 +60,11 @@ def choose_files(source: Source) -> ChosenFiles:
     suffixes = _SUFFIXES.get(source.kind, ("",))
     found = find_files(source.path, lambda name: name.lower().endswith(suffixes))
     if not found.files:
-        raise DataError(
-            f"data.sources: no file matches {source.path!r} (kind {source.kind!r}): {describe_missing(source.path)}"
-        )
+        hint = describe_missing(source.path)
+        if os.path.isdir(source.path):
+            endings = " or ".join(ending for ending in suffixes if ending.count(".") == 1)
+            hint = f"the folder has no file that ends with {endings}" if endings else "the folder is empty"
+        raise DataError(f"data.sources: no file matches {source.path!r} (kind {source.kind!r}): {hint}")
     if source.kind == "arrow":
         found = _without_caches(found)
     chosen = choose_by_name(source, found)
