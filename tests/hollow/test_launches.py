@@ -3,7 +3,7 @@
 import pytest
 
 from tests.hollow.launches import TOLERANCE, Report, measure_all, read_table, row
-from tests.hollow.layouts import CONTEXT, as_arguments
+from tests.hollow.layouts import COMPILE, CONFIG, CONTEXT, MODEL, SHARDING, as_arguments
 
 pytestmark = pytest.mark.timeout(1800)  # the first test measures all layouts
 
@@ -30,6 +30,17 @@ def test_a_compiled_block_is_one_graph_and_is_compiled_once(reports: dict[str, R
     broken = {layout for layout, report in compiled.items() if report["graph_breaks"]}
     # the core of context parallelism stays outside the graphs: parallel/context.py
     assert [layout for layout in broken if not any(method in layout for method in CONTEXT)] == []
+
+
+def test_a_compiled_block_of_flex_attention_makes_no_mask() -> None:
+    """The lists of blocks are made once, which takes a sort; in each block it was 17 launches, 1,350 of the step."""
+    flex = {"model.attention": "flex"}
+    (report,) = measure_all(
+        {"flex": as_arguments(CONFIG, MODEL, SHARDING["zero 3"], COMPILE["compile"], flex)}
+    ).values()
+    assert [kernel for kernel in report["kernels"] if "sort" in kernel.lower()] == []
+    assert report["launches"] <= 1_078 * TOLERANCE
+    assert (report["graph_breaks"], report["compilations"]) == (0, 0)
 
 
 EAGER_8B = {"compile.block": False, "compile.loss": False, "training.micro_batch_size": 1}

@@ -10,6 +10,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from torchllm.config import Model
 from torchllm.models import attention
+from torchllm.models.block_mask import causal_block_mask
 from torchllm.models.decoder import Decoder, build_model, cast_parameters
 from torchllm.parallel.initialize import initialize
 
@@ -94,6 +95,22 @@ def test_a_token_sees_its_own_document_up_to_itself(family: str, kernel: str, mo
     with torch.no_grad():
         alone = decoder(text[:, second], torch.arange(8).expand(2, 8))
     torch.testing.assert_close(packed[:, second], alone, rtol=0, atol=2e-6)  # other block sizes, another order of sums
+
+
+@pytest.mark.parametrize("model", [LLAMA, MISTRAL])
+def test_flex_attention_without_documents_has_one_mask_for_all_blocks_and_steps(model: Model) -> None:
+    """Compiled blocks would each compute theirs anew: tests/hollow counts the launches."""
+    decoder = made(replace(model, attention="flex"))
+    masks: list[object] = []
+
+    def run_blocks(blocks: object, x: Tensor, rotary: object, mask: object) -> Tensor:
+        masks.append(mask)
+        return x
+
+    decoder.run_blocks = run_blocks
+    for _ in range(2):
+        decoder(tokens(model), positions())
+    assert [mask is causal_block_mask(24, CPU, model.window) for mask in masks] == [True, True]
 
 
 def test_labels_turn_logits_into_a_loss_sum() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchllm.config import Config, Model
 from torchllm.config.applied_keys import applied
 from torchllm.config.errors import UserError
-from torchllm.models.attention import Attention
+from torchllm.models.attention import Attention, FlexAttention
 from torchllm.models.head import Head
 from torchllm.models.layers import Rotary, build_feed_forward, build_norm, rotary_angles
 
@@ -148,14 +148,16 @@ class Decoder(nn.Module):
                 x = x.detach().requires_grad_()  # with frozen embeddings: routers count tokens in their backward pass
         rotary = None if self.model.features.learned_positions else rotary_angles(self.model, positions)
         blocks = list(self.layers.values())
-        x = self.run_blocks(blocks, x, rotary, self.mask(document_ids, document_limit))
+        x = self.run_blocks(blocks, x, rotary, self.mask(document_ids, document_limit, positions))
         if self.norm is None or self.lm_head is None:
             return x
         return self.lm_head(self.norm(x), labels)
 
-    def mask(self, document_ids: Tensor | None, document_limit: int) -> Any:
-        """Return the attention core's mask, which all blocks share."""
+    def mask(self, document_ids: Tensor | None, document_limit: int, positions: Tensor | None = None) -> Any:
+        """Return the attention core's mask, which all blocks share. positions: (B, S), for the shape."""
         first = next(module for module in self.layers.modules() if isinstance(module, Attention))
+        if document_ids is None and positions is not None and isinstance(first.core, FlexAttention):
+            return first.core.causal_mask(positions.shape[1], positions.device)
         return first.core.mask(document_ids, document_limit)
 
 
