@@ -1,5 +1,6 @@
 """The step: what is not finite on one rank is applied on none; token counts are global; the policy's errors."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -300,18 +301,20 @@ def test_pairs_are_those_that_the_masks_leave() -> None:
     assert counted == visible
 
 
-def parts_of_a_step() -> set[str]:
-    rig = Rig({})
+def parts_of_a_step() -> Counter[str]:
+    """Return how often each phase and each all-reduce occurs in a step."""
+    rig = Rig({**LAYOUTS["fsdp2"], "training.z_loss": 0.02})
     batches = rig.batches(1)
     with profile() as profiler:
         rig.step(1, batches)
-    return {event.name for event in profiler.events() if event.name.startswith(PREFIX)}
+    return Counter(event.name for event in profiler.events() if event.name.startswith((PREFIX, "c10d::allreduce_")))
 
 
-def test_the_breakdown_knows_the_parts_of_a_step() -> None:
-    (parts,) = run(parts_of_a_step, 1)
-    assert parts == {PREFIX + "forward_backward", PREFIX + "optimizer"}
-    assert parts <= {PREFIX + phase for phase in PHASES}
+def test_a_step_sums_twice_over_the_ranks_and_the_breakdown_knows_its_parts() -> None:
+    """The tokens before the backward pass; gradient norm, loss and z-loss after it."""
+    parts = run(parts_of_a_step, 2)[0]
+    assert parts == {PREFIX + "forward_backward": 1, PREFIX + "optimizer": 1, "c10d::allreduce_": 2}
+    assert {PREFIX + "forward_backward", PREFIX + "optimizer"} <= {PREFIX + phase for phase in PHASES}
 
 
 def result(loss: float, norm: float, skipped: int, consecutive: int) -> StepResult:

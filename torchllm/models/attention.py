@@ -194,17 +194,13 @@ class FlexAttention(nn.Module):
 
         return None if document_ids is None else document_block_mask(document_ids, self.window)
 
-    def causal_mask(self, length: int, device: torch.device) -> "BlockMask":
-        """Return the mask without documents. Called in a compiled block it would be computed there, in each block."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: "BlockMask | None") -> Tensor:
         from torchllm.models.block_mask import causal_block_mask
 
-        return causal_block_mask(length, device, self.window)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: "BlockMask | None") -> Tensor:
         if q.device.type == "cpu" and any(tensor.requires_grad for tensor in (q, k, v)):
             raise UserError('model.attention = "flex" has no backward on a CPU: use "sdpa" or "eager"')
         if mask is None:
-            mask = self.causal_mask(q.shape[1], q.device)
+            mask = causal_block_mask(q.shape[1], q.device, self.window)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, S, Q)
         grouped = q.shape[1] != k.shape[1]
         out = compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=grouped)

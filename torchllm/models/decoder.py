@@ -156,8 +156,10 @@ class Decoder(nn.Module):
     def mask(self, document_ids: Tensor | None, document_limit: int, positions: Tensor | None = None) -> Any:
         """Return the attention core's mask, which all blocks share. positions: (B, S), for the shape."""
         first = next(module for module in self.layers.modules() if isinstance(module, Attention))
-        if document_ids is None and positions is not None and isinstance(first.core, FlexAttention):
-            return first.core.causal_mask(positions.shape[1], positions.device)
+        if document_ids is None and positions is not None and type(first.core) is FlexAttention:
+            from torchllm.models.block_mask import causal_block_mask  # compiled blocks would each make one
+
+            return causal_block_mask(positions.shape[1], positions.device, first.core.window)
         return first.core.mask(document_ids, document_limit)
 
 

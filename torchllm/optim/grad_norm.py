@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchllm.models.decoder import Decoder
+from torchllm.optim.fused import local_tensor
 from torchllm.runtime.torch_compat import foreach_multiply, foreach_norm
 
 
@@ -24,26 +25,26 @@ def gradients(stages: Sequence[nn.Module]) -> Iterator[Tensor]:
                 yield parameter.grad
 
 
-@torch.no_grad()
 def grad_norm(stages: Sequence[nn.Module], device: torch.device) -> Tensor:
-    """Return the L2 norm of all gradients of the model, float64 (), equal on all ranks.
-
-    float64 because a CPU's float32 norm of a large tensor is off by 1e-4, and because squares overflow float32. The
-    number of operations does not grow with the number of parameters.
-    """
-    counted = []
-    for stage in stages:
-        for gradient in gradients([stage]):
-            local = None if _is_copy(stage, gradient) else _counted_here(gradient)
-            if local is not None:
-                counted.append(local)
-    norms = [torch.zeros((), dtype=torch.float64, device=device)]  # a rank may have no gradient to count
-    if counted:
-        norms += foreach_norm(counted, torch.float64)
-    total = torch.stack(norms).square().sum()
+    """Return the L2 norm of all gradients of the model, float64 (), equal on all ranks."""
+    total = squared_norm(stages, device)
     if dist.is_initialized():
         dist.all_reduce(total)
     return total.sqrt()
+
+
+@torch.no_grad()
+def squared_norm(stages: Sequence[nn.Module], device: torch.device) -> Tensor:
+    """Return this rank's part of the norm's square, float64 (), in as many operations for any number of parameters.
+
+    float64 because a CPU's float32 norm of a large tensor is off by 1e-4, and because squares overflow float32.
+    """
+    once = [gradient for stage in stages for gradient in gradients([stage]) if not _is_copy(stage, gradient)]
+    counted = [local for local in map(_counted_here, once) if local is not None]
+    norms = [torch.zeros((), dtype=torch.float64, device=device)]  # a rank may have no gradient to count
+    if counted:
+        norms += foreach_norm(counted, torch.float64)
+    return torch.stack(norms).square().sum()
 
 
 @torch.no_grad()
@@ -52,10 +53,7 @@ def clip(stages: Sequence[nn.Module], norm: Tensor, largest: float) -> None:
     if not largest:
         return
     factor = (largest / (norm + 1e-6)).clamp(max=1.0).to(torch.float32)
-    held_here = []
-    for gradient in gradients(stages):
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        held_here.append(local)
+    held_here = [local_tensor(gradient) for gradient in gradients(stages)]
     if held_here:
         foreach_multiply(held_here, factor)
 

@@ -14,7 +14,7 @@ from torchllm.data.batch import Batch
 from torchllm.models.decoder import Decoder
 from torchllm.models.head import IGNORED, take_squares
 from torchllm.optim.expert_balance import ExpertBalance, StepRouting
-from torchllm.optim.grad_norm import clip, grad_norm
+from torchllm.optim.grad_norm import clip, squared_norm
 from torchllm.optim.optimizer import apply_if_finite, set_mode
 from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.forward_backward import ForwardBackward
@@ -80,8 +80,7 @@ class TrainStep:
         tokens, pairs = self._count(batches)
         with phase("forward_backward"):
             loss = self.forward_backward(batches, 1.0 / tokens.clamp(min=1))
-        loss, z_loss = self._over_all_ranks(loss, tokens)
-        norm = grad_norm(self.stages, self.device)
+        norm, loss, z_loss = self._over_all_ranks(loss, tokens)
         finite = torch.isfinite(norm) & torch.isfinite(loss)
         clip(self.stages, norm, self.training.max_grad_norm)
         routing = self.expert_balance.finish_step(finite)
@@ -95,20 +94,20 @@ class TrainStep:
         self.longest_run = torch.maximum(self.longest_run, self.skipped_in_a_row)
         return StepResult(loss, norm, tokens, pairs, learning_rate, self.skipped, self.longest_run, z_loss, routing)
 
-    def _over_all_ranks(self, loss: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return loss and z-loss (None if there is none) of all ranks; `loss`: this rank's part.
+    def _over_all_ranks(self, loss: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return gradient norm, loss and z-loss (None: there is none) of all ranks, in one message; `loss`: here.
 
-        Also summed over tp ranks, although they have equal values: a nan on one of them must stop all.
+        Losses are also summed over tp ranks, although they have equal values: a nan on one of them must stop all.
         """
-        if not self.training.z_loss:
-            dist.all_reduce(loss)
-            return loss / self.mesh.tp.size(), None
-        squares = take_squares(self.stages)
-        z_loss = torch.zeros_like(loss) if squares is None else self.training.z_loss * squares / tokens.clamp(min=1)
-        sums = torch.stack((loss, z_loss))
+        parts = [squared_norm(self.stages, self.device), loss.double()]
+        if self.training.z_loss:
+            squares = take_squares(self.stages)
+            z_loss = torch.zeros_like(loss) if squares is None else self.training.z_loss * squares / tokens.clamp(min=1)
+            parts.append(z_loss.double())
+        sums = torch.stack(parts)
         dist.all_reduce(sums)
-        loss, z_loss = sums / self.mesh.tp.size()
-        return loss, z_loss
+        loss, *z_losses = sums[1:].float() / self.mesh.tp.size()
+        return sums[0].sqrt(), loss, z_losses[0] if z_losses else None
 
     def _count(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
         """Return the target tokens and the (query, key) pairs of the micro batches of all ranks, int64 ().
