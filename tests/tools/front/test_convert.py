@@ -271,6 +271,18 @@ def test_defaults_of_ours_decide_neither_model_nor_batch_nor_steps(
         converted_config(str(tmp_path))
 
 
+def test_of_the_commands_of_a_nanochat_script_base_train_is_read(tmp_path: Path) -> None:
+    script = """
+python -m scripts.tok_train --max-chars=2000000000
+torchrun -m scripts.base_train -- --depth=12 --num-iterations=9 --device-batch-size=16
+torchrun -m scripts.chat_sft -- --device-batch-size=4 --num-iterations=5
+"""
+    text = converted_config(_write(tmp_path, "speedrun.sh", script))
+    values = _values(text)
+    assert (values["training.steps"], values["training.micro_batch_size"]) == (9, 16)
+    assert "max_chars" not in text
+
+
 def test_nanochat_meta_file(tmp_path: Path) -> None:
     theirs = {
         "step": 100,

@@ -114,6 +114,7 @@ def _arguments(text: str) -> dict[str, Any]:
     """Return the options of a command line, or of a shell script's: `--key value ...`, `--key=value` or `--key`.
 
     The values of an option end with the line. A variable is known if a line assigns it, once, before its use.
+    Of the modules that a script of nanochat starts base_train alone is read: others have options of the same names.
     """
     options: dict[str, list[str]] = {}
     variables: dict[str, str] = {}
@@ -121,6 +122,8 @@ def _arguments(text: str) -> dict[str, Any]:
         if len(words) == 1 and (found := re.fullmatch(r"([A-Za-z_]\w*)=(.*)", words[0])):
             known = found[1] not in variables and "$" not in (value := _expanded(found[2], variables))
             variables[found[1]] = value if known else ""
+        if any(re.fullmatch(r"(scripts|nanochat)\.(?!base_train$)\w+", word) for word in words):
+            continue
         key = ""
         for word in itertools.chain.from_iterable(map(_split_options, words)):
             match = re.fullmatch(r"--([A-Za-z][\w-]*)(?:=(.*))?", word)
