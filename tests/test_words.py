@@ -20,8 +20,9 @@ INSTEAD = {
     r"\bthe (paper|lecture)\b": "the name of the work, as in docs/references.md",
     r"\bDESIGN\b": "nothing: no such file is in this repository",
     r"\b(bytes|FLOPs?|messages|numbers|samples|seconds|steps|tokens) an? [a-z]+": "per",
-    r"(?i)\b(neighbour|licence|colour|behaviour|centred|honour|favour|labelled|modelled)\w*": "the American spelling",
-    r"(?i)\b\w*(normal|initial|optim|util|recogn|organ|parallel|synchron|serial|summar)is(e|ed|es|ing|ation)\b": "-ize",
+    r"(?i)\b(neighbour|licence|colour|behaviour|centred|honour|favour|judgement)\w*": "the American spelling",
+    r"(?i)\b(label|model|travel)l(ed|ing)\b": "the American spelling",
+    r"(?i)\b\w*(normal|initial|optim|util|recogn|organ|parallel|synchron|serial|summar|vector)is(e[ds]?|ing|ation)": "-ize",
 }
 """pattern -> what plain English has for it"""
 

@@ -1,7 +1,7 @@
 """The stages of `benchmark first_hour`: each answers one question, and knows a wrong answer.
 
 A stage's `measure` starts jobs and returns their figures; its `problems` judges these, without a machine, so that each
-judgement can be tested with a planted fault. A stage whose jobs fail raises StageFailed.
+judgment can be tested with a planted fault. A stage whose jobs fail raises StageFailed.
 """
 
 import csv

@@ -1,4 +1,4 @@
-"""`benchmark first_hour`: each judgement sees a planted fault, and the command goes on where it was ended."""
+"""`benchmark first_hour`: each judgment sees a planted fault, and the command goes on where it was ended."""
 
 import copy
 import json

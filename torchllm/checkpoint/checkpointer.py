@@ -41,7 +41,7 @@ from torchllm.checkpoint.agreement import (
 from torchllm.checkpoint.background import SAVES_IN_BACKGROUND, saves_in_background
 from torchllm.checkpoint.index import INDEX
 from torchllm.checkpoint.initial import InitialWeights, check_same_source
-from torchllm.checkpoint.keeping.history import CheckpointHistory, Judgement
+from torchllm.checkpoint.keeping.history import CheckpointHistory, Judgment
 from torchllm.checkpoint.manifest import CheckpointError, FileRecord, Manifest
 from torchllm.checkpoint.plan import SavePlan, agree_on_plan
 from torchllm.checkpoint.state import Part, holds_all_weights, was_frozen
@@ -272,12 +272,12 @@ class Checkpointer:
         if temporary is None:
             self._make_way(folder)
             return self.save(step, data)
-        judgement = self._history.judgement()
+        judgment = self._history.judgment()
         if self._executor is None:
-            self._write(temporary, step, deepcopy(dict(data)), self._plan, parts, judgement)
+            self._write(temporary, step, deepcopy(dict(data)), self._plan, parts, judgment)
         else:
             copies = self._snapshot.take(parts)
-            arguments = (temporary, step, deepcopy(dict(data)), self._plan, copies, judgement)
+            arguments = (temporary, step, deepcopy(dict(data)), self._plan, copies, judgment)
             self._pending = self._executor.submit(self._write, *arguments)
 
     def judge(self, health: Health) -> None:
@@ -346,7 +346,7 @@ class Checkpointer:
         data: dict[str, Any],
         plan: SavePlan,
         parts: Mapping[str, Part],
-        judgement: Judgement,
+        judgment: Judgment,
     ) -> None:
         """Write the tensors and their index, publish the checkpoint, delete old ones; also in the background."""
         began = time.monotonic()
@@ -379,7 +379,7 @@ class Checkpointer:
             ) from error
         log_on_first(self._group, f"saved {folder}")
         self._report_long_save(time.monotonic() - began)
-        self._history.published(folder, judgement)
+        self._history.published(folder, judgment)
 
     def _report_long_save(self, seconds: float) -> None:
         """Log if a save may take longer than a scheduler waits before it kills a job.

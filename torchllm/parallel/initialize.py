@@ -36,7 +36,7 @@ def initialize(stages: Sequence[Decoder], model: Model, device: torch.device, se
 
 
 def materialize(stages: Sequence[Decoder], device: torch.device) -> None:
-    """Give every parameter of stages built on the meta device its memory, uninitialised.
+    """Give every parameter of stages built on the meta device its memory, uninitialized.
 
     FOOTGUN: `to_empty` replaces the parameters, so tied embeddings must be tied again.
     """
@@ -95,7 +95,7 @@ def key_of(seed: int, name: str) -> int:
 def normal(index: Tensor, key: int) -> Tensor:
     """Return the index-th standard normal numbers of the stream `key`, cut at +-3: int64 -> float64, of any shape.
 
-    float64 throughout: a vectorised kernel may round an element differently depending on its position in the buffer,
+    float64 throughout: a vectorized kernel may round an element differently depending on its position in the buffer,
     and the rounding to float32 afterwards hides such a last bit.
     """
     tail = 0.5 * math.erfc(_CUT / math.sqrt(2.0))  # probability of a number below -3

@@ -154,7 +154,7 @@ class Pipeline:
     def _pipeline_stage(self, stage: Decoder, index: int, defer_weights: bool) -> ConnectedStage:
         """Wrap a stage for torch's schedules. index: over the whole pipeline; defer_weights: for zero bubble."""
         # FOOTGUN: without examples of both, input and output, the first step also runs a hidden forward, loss and
-        # backward on uninitialised memory: a side effect of the loss or of a hook then counts garbage. Floating-point
+        # backward on uninitialized memory: a side effect of the loss or of a hook then counts garbage. Floating-point
         # examples must require gradients.
         if index == 0:
             input_example = torch.empty(self.input_shape, dtype=torch.int64, device=self.device)
@@ -224,7 +224,7 @@ class Pipeline:
         return loss
 
     def _hidden_states(self) -> Tensor:
-        """Return uninitialised memory for the tensors that stages send to each other."""
+        """Return uninitialized memory for the tensors that stages send to each other."""
         return torch.empty(self.hidden_shape, dtype=self.dtype, device=self.device)
 
 

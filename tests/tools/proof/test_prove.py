@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
 
 from recipes import prove as recipe
 from tests import workers
@@ -20,6 +22,7 @@ from torchllm.tools.config.checks import problems
 from torchllm.tools.config.toml_files import read_files
 from torchllm.tools.proof import prove
 from torchllm.tools.proof.axes import TECHNIQUES, Technique
+from torchllm.tools.proof.float64 import Float64
 from torchllm.tools.proof.layouts import with_settings
 from torchllm.tools.proof.prove import ProofOptions, ProvenLayout, Prover, culprits, error_line
 from torchllm.tools.proof.recipe import MODULE, import_recipe
@@ -203,6 +206,14 @@ def test_a_fork_that_attends_in_float32_is_tried_in_float64_or_said(convert: str
     else:
         assert (agreement.findings, agreement.rounding > 1e-5) == ([], True)
         assert 0 < agreement.error < 1e-9
+
+
+def test_float64_holds_in_a_recomputation() -> None:
+    with Float64():
+        x = torch.ones(3, requires_grad=True)
+        checkpoint(lambda x: x.float().exp().sum(), x, use_reentrant=False).backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones(3, dtype=torch.float64).exp())
 
 
 @exhaustive

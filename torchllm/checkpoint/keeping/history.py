@@ -86,7 +86,7 @@ class Proof:
         return max(self.start, good + 1)
 
 
-class Judgement(NamedTuple):
+class Judgment(NamedTuple):
     """The status of a run's checkpoints when it saves one."""
 
     proven_until: int
@@ -189,19 +189,19 @@ class CheckpointHistory:
                 logging.WARNING,
             )
 
-    def judgement(self) -> Judgement:
+    def judgment(self) -> Judgment:
         """Return the current status of the checkpoints; a background save uses it later."""
         proof = self._proof
-        return Judgement(proof.proven_until, proof.finite_until, proof.waiting, self._suspicion)
+        return Judgment(proof.proven_until, proof.finite_until, proof.waiting, self._suspicion)
 
-    def published(self, folder: Path, judgement: Judgement) -> None:
-        """Mark checkpoints by a judgement, now that the save that it was made for is published, and delete old ones."""
+    def published(self, folder: Path, judgment: Judgment) -> None:
+        """Mark checkpoints by a judgment, now that the save that it was made for is published, and delete old ones."""
         self.is_whole[folder] = True
         folders = on_first(self._group, lambda: manifests.step_folders(self._root))
         folders = [older for older in folders if manifests.step_of(older) <= manifests.step_of(folder)]
-        self._mark(judgement, folders)
+        self._mark(judgment, folders)
         if self._settings.keep:
-            self.delete(self._hide_old(folders, judgement))
+            self.delete(self._hide_old(folders, judgment))
 
     def delete(self, hidden: Sequence[Path]) -> None:
         """Delete hidden folders in the background, each rank its share."""
@@ -216,25 +216,25 @@ class CheckpointHistory:
         """Wait until all is deleted."""
         self._deletion.close()
 
-    def _mark(self, judgement: Judgement, folders: Sequence[Path]) -> None:
-        """Mark the newest folder as suspect, and the newest proven one as proven, if the judgement says so."""
-        if judgement.suspicion:
-            self.suspects[folders[0]] = judgement.suspicion
-        proven = self._newest_good(folders, judgement.proven_until)
+    def _mark(self, judgment: Judgment, folders: Sequence[Path]) -> None:
+        """Mark the newest folder as suspect, and the newest proven one as proven, if the judgment says so."""
+        if judgment.suspicion:
+            self.suspects[folders[0]] = judgment.suspicion
+        proven = self._newest_good(folders, judgment.proven_until)
         is_new = proven is not None and proven != self._proven
         if is_new:
             self._proven = proven
 
         def mark() -> None:
-            if judgement.suspicion:
-                mark_suspect(folders[0], judgement.suspicion)
+            if judgment.suspicion:
+                mark_suspect(folders[0], judgment.suspicion)
             if proven is not None and is_new:
                 mark_proven(proven, f"training and evaluation were finite after step {manifests.step_of(proven)}")
 
-        if judgement.suspicion or is_new:
+        if judgment.suspicion or is_new:
             change_on_first(self._group, self._check_owner, mark)
 
-    def _hide_old(self, folders: Sequence[Path], judgement: Judgement) -> list[Path]:
+    def _hide_old(self, folders: Sequence[Path], judgment: Judgment) -> list[Path]:
         """Hide all folders except the newest `checkpoint.keep` good ones, and return them, to be deleted.
 
         Suspect folders do not count, and are hidden unless they are among the newest `checkpoint.keep` of all. Damaged
@@ -244,7 +244,7 @@ class CheckpointHistory:
         keep = self._settings.keep
         old = folders_to_delete(folders, keep, self._counts)
         old += [folder for folder in folders[keep:] if folder in self.suspects and folder not in old]
-        good = self._proven_or_waiting(folders, judgement)
+        good = self._proven_or_waiting(folders, judgment)
 
         def may_go(folder: Path) -> bool:
             every = self._settings.keep_every
@@ -264,7 +264,7 @@ class CheckpointHistory:
         """Return whether a step folder is neither suspect nor known to be damaged, without looking into it."""
         return folder not in self.suspects and self.is_whole.get(folder, True)
 
-    def _proven_or_waiting(self, folders: Sequence[Path], judgement: Judgement) -> list[Path]:
+    def _proven_or_waiting(self, folders: Sequence[Path], judgment: Judgment) -> list[Path]:
         """Return the step folders that stay so that the run always has a proven one.
 
         This is the newest proven one or, without any, the newest that ten finite steps have followed. If steps prove
@@ -272,10 +272,10 @@ class CheckpointHistory:
         waiting ones would be deleted.
         """
         good = []
-        if proven := self._proven or self._newest_good(folders, judgement.finite_until):
+        if proven := self._proven or self._newest_good(folders, judgment.finite_until):
             good.append(proven)
         if self._proven is None or not self._proof.evaluates:
-            waiting = [folder for folder in folders if manifests.step_of(folder) in judgement.waiting]
+            waiting = [folder for folder in folders if manifests.step_of(folder) in judgment.waiting]
             good += [folder for folder in waiting if self._may_be_good(folder)][-1:]
         return good
 

@@ -1,6 +1,7 @@
 """Train in float64 throughout, also where a fork converts to float32."""
 
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from torchllm.runtime.torch_compat import TorchDispatchMode
+
 _OF_TORCH = str(Path(torch.__file__).parent)
+_BACKWARD = (torch.autograd.backward, torch.autograd.grad, Tensor.backward)
 
 
 class Float64(TorchFunctionMode):
@@ -33,12 +37,11 @@ class Float64(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
         """Call a function of torch, with float64 for the float32 that is asked for."""
-        named = named or {}
-        if given and _is_float64(given[0]) and function is not Tensor.view:  # a view has the same bits
-            function = Tensor.double if function is Tensor.float else function
-            given = (given[0], *map(_widened, given[1:]))
-            named = {name: _widened(value) for name, value in named.items()}
-        result = function(*given, **named)
+        if function is Tensor.float and _is_float64(given[0]):
+            function = Tensor.double
+        given, named = _widen(given, named) if function is not Tensor.view else (given, named or {})  # the same bits
+        with _Recomputation() if function in _BACKWARD else nullcontext():
+            result = function(*given, **named)
         is_float32 = isinstance(result, Tensor) and result.dtype == torch.float32
         if is_float32 and not self.rounded and any(map(_is_float64, given)):
             self.rounded = _caller()
@@ -47,6 +50,26 @@ class Float64(TorchFunctionMode):
 
 def _is_float64(value: object) -> bool:
     return isinstance(value, Tensor) and value.dtype == torch.float64
+
+
+class _Recomputation(TorchDispatchMode):
+    """The same for the operators of a recomputation: torch tells no function mode of calls within a backward pass.
+
+    Those of the backward pass itself, which computes no graph, stay as they are.
+    """
+
+    def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        if torch.is_grad_enabled() and function is not torch.ops.aten.view.dtype:
+            given, named = _widen(given, named)
+        return function(*given, **(named or {}))
+
+
+def _widen(given: Any, named: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments of a call with float64 for float32, if its first one is a float64 tensor."""
+    named = named or {}
+    if not given or not _is_float64(given[0]):
+        return given, named
+    return (given[0], *map(_widened, given[1:])), {name: _widened(value) for name, value in named.items()}
 
 
 def _widened(value: object) -> object:

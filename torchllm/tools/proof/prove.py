@@ -247,6 +247,8 @@ class Prover:
             exact = self.agreement_in(config, saving, in_float64=True)
         except UserError:
             return _not_known(found, "the recipe fails in float64")
+        if exact.findings and math.isnan(exact.error):
+            return _not_known(found, f"the layout fails in float64 ({exact.findings[0]})")
         if exact.findings and exact.rounded:
             return _not_known(found, f"in float64 the recipe still rounds to float32 ({exact.rounded})")
         return found if exact.findings else exact._replace(rounding=found.error)

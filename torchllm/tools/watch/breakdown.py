@@ -280,9 +280,9 @@ def waiting_parts(exposed: Iterable[ExposedWait], pipeline_axis: str | None) -> 
     for axis, by_collective in by_axis.items():
         waited = sum(by_collective.values())
         if axis == pipeline_axis:
-            travelled = min(by_collective.values()) * len(by_collective)
-            parts["bubble"] = waited - travelled
-            waited = travelled
+            traveled = min(by_collective.values()) * len(by_collective)
+            parts["bubble"] = waited - traveled
+            waited = traveled
         parts[f"exposed {axis}"] = waited
     return parts
 

@@ -126,8 +126,8 @@ def test_no_pick_of_an_unmeasured_machine_is_above_its_limit() -> None:
 def test_the_bet_has_the_least_step_time_in_the_bad_case() -> None:
     bad_cases = []
     for candidate in usual_advice().candidates:
-        judgement = judge(eight().case(candidate.layout), candidate.prediction)
-        _, bad = judgement.seconds
+        judgment = judge(eight().case(candidate.layout), candidate.prediction)
+        _, bad = judgment.seconds
         bad_cases.append(bad)
     _, bad_of_bet = usual_advice().bet.seconds
     assert bad_of_bet == min(bad_cases)

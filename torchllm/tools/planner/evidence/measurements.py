@@ -2,7 +2,7 @@
 
 The columns are `cells.COLUMNS`. Published tables omit much. Cells that follow from the framework or the GPU are read as
 facts (`stacks`, train_configs/clusters); others are assumed and named in `MeasuredRow.assumed`, or the row is
-invalid and says why: nothing is assumed that changes a prediction by more than a few per cent.
+invalid and says why: nothing is assumed that changes a prediction by more than a few percent.
 """
 
 import csv
