@@ -22,7 +22,7 @@ INSTEAD = {
     r"\b(bytes|FLOPs?|messages|numbers|samples|seconds|steps|tokens) an? [a-z]+": "per",
     r"(?i)\b(neighbour|licence|colour|behaviour|centred|honour|favour|judgement)\w*": "the American spelling",
     r"(?i)\b(label|model|travel)l(ed|ing)\b": "the American spelling",
-    r"(?i)\b\w*(normal|initial|optim|util|recogn|organ|parallel|synchron|serial|summar|vector)is(e[ds]?|ing|ation)": "-ize",
+    r"(?i)\b\w*(normal|initial|optim|util|recogn|organ|parallel|synchron|serial|summar|vector)is(e|ing|ation)": "-ize",
 }
 """pattern -> what plain English has for it"""
 
