@@ -341,7 +341,7 @@ def test_new_rows_start_at_random_as_without_the_file(folders: Path) -> None:
         assert torch.equal(grown.weight[96:], fresh.weight[96:])  # type: ignore[union-attr, index]
 
 
-STEPS = 20
+STEPS = 8
 
 
 def train_on_layout(config: Config) -> list[float]:

@@ -123,7 +123,7 @@ def test_a_planted_mistake_is_found(name: str, tmp_path: Path) -> None:
 
 
 TRIED = ("micro_batch_size=1", "dp_shard=2", "tp=2 sequence_parallel=True", "cp=2 cp_method=ring", "pp=2", RESUMED)
-QUICKLY_RIGHT = (("AdamW, fused", "dp_shard=2"), ("a counter of the module", RESUMED))
+QUICKLY_RIGHT = (("a counter of the module", RESUMED),)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,8 @@ ROUNDED = Model(attention="eager", norm_position="after", norm_epsilon=1e-6, ini
 """OLMo 2's form with sharp attention: the values that a token sees are nearly equal, so gradients of scores cancel"""
 
 
-@pytest.mark.parametrize("name", ["tp=2", pytest.param("cp=2 cp_method=ring", marks=exhaustive)])
+@exhaustive  # by default a fork whose attention is float32, below
+@pytest.mark.parametrize("name", ["tp=2", "cp=2 cp_method=ring"])
 def test_rounding_is_told_from_a_mistake_in_float64(name: str, tmp_path: Path) -> None:
     """With other micro batches one process is right in float32: its error, 9e-7, is no measure of rounding."""
     result = proven(PRETRAIN, name, tmp_path, Config(model=ROUNDED))
@@ -274,14 +275,14 @@ def test_the_command_names_layout_parameter_and_axis(
     """The example of docs/prove.md, with some of the techniques."""
     fork = write_fork(tmp_path / "mine.py", forks.documented_change())
     monkeypatch.setenv("RECIPE", str(fork))
-    monkeypatch.setattr(prove, "TECHNIQUES", [technique(name) for name in ("recompute.mode=full", "tp=2", "pp=2")])
+    monkeypatch.setattr(prove, "TECHNIQUES", [technique(name) for name in ("tp=2", "pp=2")])
     arguments = [str(ROOT / "train_configs/debug.toml"), "--ranks=2", "--layouts=0"]
     assert recipe.main(arguments, workers.POOL) == 1
     lines = capsys.readouterr().out.splitlines()
     (wrong,) = (index for index, line in enumerate(lines) if line.startswith("    wrong: "))
     assert " tp=2" in lines[wrong - 1]
     assert re.search(r"layers\.\d\.self_attn\.[qk]_proj\.weight", lines[wrong - 1])
-    assert sum(bool(re.search(r" (pp=2|recompute.mode=full)", line)) for line in lines) == 2
+    assert sum(" pp=2" in line for line in lines) == 1
     assert lines[-1].startswith("tp=2: each rank has some of the heads")
 
 
