@@ -50,7 +50,7 @@ def resolve_from_record(draft: Draft[C], recorded: dict[str, object], checkpoint
     name = draft.config.model.from_hf
     if model.from_hf.partition("@")[0] == name.partition("@")[0]:  # the same one, pinned
         draft.config = replace(draft.config, model=replace(draft.config.model, from_hf=model.from_hf))
-    if not draft.config.trained.only_updates:  # else its weights are frozen, and in no checkpoint
+    if not draft.uses_weights and not draft.config.trained.only_updates:  # else its weights are in no checkpoint
         draft.notes.append(draft.located(FROM_HF, f"is not read: the run goes on from {checkpoint}"))
 
 
