@@ -32,6 +32,7 @@ from pathlib import Path
 
 import torch
 
+from torchllm.checkpoint.manifest import Manifest
 from torchllm.checkpoint.state import WEIGHTS
 from torchllm.recipe import (
     DataRanks,
@@ -74,7 +75,7 @@ def main(config: Config) -> float:
     manifest = load_weights_of_run(config, [model], prefix=prefix)
     data = build_loader(config.data, config.training, config.model, config.run.seed, DataRanks(), config.finetune)
     data.keep_sources_of(manifest.data)
-    log_evaluation(manifest.step, data.validation_sequences(config.evaluate.sequences))
+    log_evaluation(manifest, data.validation_sequences(config.evaluate.sequences))
     held_out = data.validation_batches(config.evaluate.sequences, device)
     loss = evaluate(OneStage([model], config.parallel), held_out, device)
     print_loss(manifest.step, loss)
@@ -106,7 +107,7 @@ def evaluate_sharded(config: Config) -> float:
     )
     data = build_loader(config.data, config.training, config.model, config.run.seed, ranks, config.finetune)
     data.keep_sources_of(manifest.data)
-    log_evaluation(manifest.step, data.validation_sequences(config.evaluate.sequences))
+    log_evaluation(manifest, data.validation_sequences(config.evaluate.sequences))
     held_out = data.validation_batches(config.evaluate.sequences, device)
     forward_backward = build_forward_backward(stages, mesh, config.parallel, config.training, dtype)
     loss = evaluate(forward_backward, held_out, device, mesh)
@@ -133,9 +134,11 @@ def evaluate_tasks(config: Config) -> Path:
     return path
 
 
-def log_evaluation(step: int, sequences: int) -> None:
-    """Log the checkpoint to evaluate."""
-    log.info("step %d: evaluating %d held-out sequences", step, sequences)
+def log_evaluation(manifest: Manifest, sequences: int) -> None:
+    """Log the checkpoint to evaluate, and whether the run was trained on other data."""
+    log.info("step %d: evaluating %d held-out sequences", manifest.step, sequences)
+    if "data.sources" in manifest.record.get("replaced", ()):
+        log.warning("the run was trained on data of its recipe's own: these sequences are of data.sources")
 
 
 def print_loss(step: int, loss: float) -> None:

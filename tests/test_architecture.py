@@ -391,7 +391,7 @@ def test_what_a_reader_has_to_read_does_not_grow() -> None:
     assert pretrain.lines <= 15_770
     # with data/iterable.py, {facts,models}/frozen.py, facts/block_kinds.py, parallel/added_parameters.py and
     # config/foreign.py, which no recipe here imports, and checkpoint/read_plan.py, which loads import: bytes read once
-    assert size_of(core_files()).lines <= 17_750
+    assert size_of(core_files()).lines <= 17_760
     assert 5_000 < size_of(spine_files()).lines <= 6_310
 
 

@@ -46,7 +46,7 @@ from torchllm.checkpoint.manifest import CheckpointError, FileRecord, Manifest
 from torchllm.checkpoint.plan import SavePlan, agree_on_plan
 from torchllm.checkpoint.state import Part, holds_all_weights, was_frozen
 from torchllm.checkpoint.verify import check_files, newest_verified
-from torchllm.config.applied_keys import applied, saves_state
+from torchllm.config.applied_keys import applied, replaced_parts, saves_state
 from torchllm.config.environment import is_restart
 from torchllm.runtime.heartbeat import during
 from torchllm.train.step import Health
@@ -358,7 +358,7 @@ class Checkpointer:
             manifest = Manifest(
                 step=step,
                 data=data,
-                record=self._record,
+                record=self._record | ({"replaced": replaced} if (replaced := replaced_parts()) else {}),
                 world_size=size_of(self._group),
                 versions=current_versions(),
                 files=files,

@@ -210,6 +210,12 @@ def refuse_unapplied(config: Config, *, left_out: Collection[str] = ()) -> list[
     return passed_over
 
 
+def replaced_parts() -> list[str]:
+    """Return the keys that name parts of this training which its recipe has replaced by others."""
+    names = ("data.sources", "optimizer.name", "schedule.name")
+    return [name for name in names if _training.config is not None and name not in _training.values]
+
+
 def refuse_unchecked_step() -> None:
     """Call `refuse_unapplied` before the first update if the recipe has not done so."""
     if _training.config is not None and not _training.is_checked:

@@ -140,13 +140,14 @@ class Monitor:
                 f"evaluate.interval: is {config.evaluate.interval}, but this recipe has not evaluated step {n}: give "
                 "monitor.log what evaluate(...) returns, as torchllm's own recipes do; or remove the key"
             )
+        if validation_loss is not None:
+            refuse_evaluation_of_weights()
         record = self.meter.log(n, result, validation_loss=validation_loss, force=force, extra=extra)
         if record is not None:
             self.read_health = partial(read_health, config.training, n, result, validation_loss)
             for observer in self.observers:
                 observer.logged(n, record)
         if validation_loss is not None:
-            refuse_evaluation_of_weights()
             for observer in self.observers:
                 observer.evaluated(n, validation_loss)
         return record

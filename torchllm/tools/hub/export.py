@@ -119,6 +119,7 @@ def facts_of_run(config: Config, checkpoints: Sequence[WeightReader]) -> CardFac
         steps=[checkpoint.manifest.step for checkpoint in checkpoints],
         tokens=tokens_seen(newest),
         run=newest.record.get("config", {}),
+        replaced=newest.record.get("replaced", ()),
         versions=newest.versions,
     )
 

@@ -11,6 +11,10 @@ from torchllm.facts.flops import parameter_count, trained_parameter_count
 Rows = list[tuple[str, str]]
 
 
+OWN = "the recipe's own"
+"""of a fork that has replaced what the config names"""
+
+
 class CardFacts(NamedTuple):
     """The facts on a model card."""
 
@@ -26,6 +30,8 @@ class CardFacts(NamedTuple):
     """seen until the newest step"""
     run: Mapping[str, Any]
     """the run's config, as the checkpoint has it"""
+    replaced: Sequence[str]
+    """keys of the config in whose place the run's recipe has its own: "optimizer.name" """
     versions: Mapping[str, str]
     """versions of the software that trained the run"""
     name: str = ""
@@ -113,15 +119,21 @@ def _rows(facts: CardFacts) -> Rows:
     if training:
         rows.append(("sequence length", f"{training.get('sequence_length')}"))
         rows.append(("global batch", f"{training.get('global_batch_size')} sequences"))
-    if optimizer:
+    if "optimizer.name" in facts.replaced:
+        rows.append(("optimizer", OWN))
+    elif optimizer:
         decay = optimizer.get("weight_decay")
         rows.append(
             ("optimizer", f"{optimizer.get('name')}, learning rate {optimizer.get('learning_rate')}, decay {decay}")
         )
-    if schedule:
+    if "schedule.name" in facts.replaced:
+        rows.append(("schedule", OWN))
+    elif schedule:
         rows.append(("schedule", f"{schedule.get('name')}, {schedule.get('warmup_steps')} warmup steps"))
     sources = facts.run.get("data", {}).get("sources", [])
-    if sources:
+    if "data.sources" in facts.replaced:
+        rows.append(("data", OWN))
+    elif sources:
         rows.append(("data", ", ".join(_source(source) for source in sources)))
     if facts.versions:
         rows.append(("trained with", ", ".join(f"{name} {version}" for name, version in facts.versions.items())))
