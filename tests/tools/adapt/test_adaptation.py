@@ -4,8 +4,9 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from tests.metrics.test_monitor import begin, log_lines, monitor_of
+from tests.metrics.test_monitor import begin, monitor_of
 from tests.parity import tiny
+from tests.tools.watch.test_notices import log_lines
 from tests.workers import run
 from torchllm.config import Config
 from torchllm.metrics.observer import Change

@@ -2,8 +2,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.metrics.test_monitor import log_lines, monitor_of
+from tests.metrics.test_monitor import monitor_of
 from tests.parity import tiny
+from tests.tools.watch.test_notices import log_lines
 from tests.workers import run
 from torchllm.facts.flops import flops_per_token
 from torchllm.tools.watch.profiled_steps import SLOW_NODES, ProfiledSteps
