@@ -99,7 +99,7 @@ FOUND = {
     "a ten-thousandth of an auxiliary loss per micro batch": ("micro_batch_size=1", OTHER_BATCH),
 }
 """by which technique a mistake is found, and what is said of it"""
-QUICKLY_FOUND = ("trust ratio of local norms", "average on the first rank", "state that is not saved")
+QUICKLY_FOUND = ("trust ratio of local norms", "state that is not saved")
 
 
 def prove_fork(fork: Path, name: str, mixture: bool = False) -> ProvenLayout:
