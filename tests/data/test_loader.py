@@ -31,7 +31,7 @@ from tests.data.test_corpus import flip_bit, write_two_shards
 from tests.launched import ends
 from tests.patience import patience
 from tests.tools.prepare.test_build import BYTES, plan_for, write_corpus_of, write_documents
-from torchllm.config import Config, Data, Finetune, MixtureStage, Model, Run, Source, Training
+from torchllm.config import Checkpoint, Config, Data, Finetune, MixtureStage, Model, Run, Source, Training
 from torchllm.config.applied_keys import note_origins
 from torchllm.data.batch import Batch
 from torchllm.data.checked_file import BLOCK
@@ -480,6 +480,10 @@ def test_a_run_goes_on_with_files_that_a_new_run_refuses(
     assert next_tokens(loader, 2) == tokens
     assert caplog.text.count("the run goes on with the files and tokens that its corpus recorded") == 1
     assert caplog.text.count("data.sources") == 1
+    with workers.nothing_applied():
+        note_origins(Config(run=Run(folder=str(tmp_path / "run")), checkpoint=Checkpoint(resume="none")), {})
+        with pytest.raises(DataError, match="by their names"):
+            build_loader(data, training, model, 0, DataRanks())
 
 
 @pytest.mark.filterwarnings("error")

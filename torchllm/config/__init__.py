@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchllm.config.applied_keys import applied as applied
     from torchllm.config.applied_keys import refuse_unapplied as refuse_unapplied
-    from torchllm.config.schema import *  # noqa: F403
+    from torchllm.config.schema import *  # noqa: F403 - all of its names are names of this package, for type checkers
     from torchllm.config.write import write_config as write_config
 
 ELSEWHERE = {"applied": "applied_keys", "refuse_unapplied": "applied_keys", "write_config": "write"}

@@ -24,12 +24,12 @@ class _SourcePrint(NamedTuple):
 
 
 def recorded_sources(config: Config) -> list[str]:
-    """Return the fingerprints of the sources in the checkpoint that a run goes on from; [] if there is none.
+    """Return the fingerprints of the sources in the checkpoint that a run goes on from; [] if it starts fresh.
 
     The newest checkpoint that can be read stands for all of them: `TrainLoader.load_state` compares the loaded one.
     """
     run, resume = config.run.folder, config.checkpoint.resume
-    folders = sorted(Path(run, "checkpoints").glob("step-*"), reverse=True) if run else []
+    folders = sorted(Path(run, "checkpoints").glob("step-*"), reverse=True) if run and resume != "none" else []
     if resume not in ("auto", "none"):
         folders.append(Path(resume))
     for folder in folders:

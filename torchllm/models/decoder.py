@@ -157,7 +157,7 @@ class Decoder(nn.Module):
         """Return the attention core's mask, which all blocks share. positions: (B, S), for the shape."""
         first = next(module for module in self.layers.modules() if isinstance(module, Attention))
         if document_ids is None and positions is not None and type(first.core) is FlexAttention:
-            from torchllm.models.block_mask import causal_block_mask  # compiled blocks would each make one
+            from torchllm.models.block_mask import causal_block_mask  # else each compiled block makes one
 
             return causal_block_mask(positions.shape[1], positions.device, first.core.window)
         return first.core.mask(document_ids, document_limit)

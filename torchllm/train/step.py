@@ -95,7 +95,7 @@ class TrainStep:
         return StepResult(loss, norm, tokens, pairs, learning_rate, self.skipped, self.longest_run, z_loss, routing)
 
     def _over_all_ranks(self, loss: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return gradient norm, loss and z-loss (None: there is none) of all ranks, in one message; `loss`: here.
+        """Return gradient norm, loss and z-loss (None if there is none) of all ranks; `loss`: this rank's part.
 
         Losses are also summed over tp ranks, although they have equal values: a nan on one of them must stop all.
         """

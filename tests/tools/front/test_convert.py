@@ -320,6 +320,12 @@ optimizer:
     assert values["schedule.warmup_steps"] == 100  # the default there
 
 
+def test_a_value_in_the_place_of_sections_is_a_remark(tmp_path: Path) -> None:
+    text = converted_config(_write(tmp_path, "theirs.toml", "job = 1\ncomm = 2\n[training]\nsteps = 9\n"), gpus=1)
+    assert "#   job = 1: set the keys of [run]" in text
+    assert _values(text)["training.steps"] == 9
+
+
 def test_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:
     for number, (content, message) in enumerate(
         [

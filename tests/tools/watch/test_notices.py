@@ -78,7 +78,7 @@ def _log_of_a_float8_peak() -> list[str]:
     with log_lines() as lines:
         for recipe, peak in (("none", 2e12), ("rowwise", None), ("rowwise", 2e12)):
             runtime, meter = SimpleNamespace(world_size=2, device=CPU), SimpleNamespace(peak=peak)
-            describe_peak(SimpleNamespace(config=tiny({"float8.recipe": recipe}), runtime=runtime, meter=meter))  # type: ignore[arg-type]
+            describe_peak(SimpleNamespace(config=tiny({"float8.recipe": recipe}), runtime=runtime, meter=meter))
     return lines
 
 

@@ -630,7 +630,7 @@ def translate(their: Foreign) -> tuple[dict[str, Translated], list[str]]:
 def write(their: Foreign) -> str:
     """Return the TOML: settings that our reader takes, with their former names, then the remarks."""
     settings, remarks = translate(their)
-    for key in (key for key in settings if key != "base" and "." not in key):  # a value for a whole section
+    for key in [key for key in settings if key != "base" and "." not in key]:  # a value for a whole section
         remarks.append(f"{settings.pop(key).origin}: set the keys of [{key}]")
     for key in NEEDED:
         settings.setdefault(key, Translated("SET", "no such key there, or its value depends on others: see below"))

@@ -143,7 +143,8 @@ def _lines(text: str) -> Iterator[list[str]]:
 
     A backslash or an open quote continues a line.
     """
-    spaced = text.replace("\\\n", " ").replace("\n", " \n \n ")  # a comment takes one
+    # The end of a line becomes a word, twice: a comment takes the first one.
+    spaced = text.replace("\\\n", " ").replace("\n", " \n \n ")
     lexer = shlex.shlex(spaced, posix=True)
     lexer.whitespace_split = True
     lexer.whitespace = " \t\r"
