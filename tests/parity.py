@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from tests.workers import run
 from torchllm import config as c
@@ -211,6 +212,22 @@ def build(config: Config, dtype: torch.dtype = torch.float32) -> tuple[Mesh, lis
     return mesh, stages
 
 
+class Trainer:
+    """What a recipe builds on this rank of a layout, but for the data."""
+
+    def __init__(self, config: Config, dtype: torch.dtype = torch.float32) -> None:
+        self.config = config
+        self.mesh, self.stages = build(config, dtype)
+        self.optimizer = build_optimizer(self.stages, config.optimizer)
+        self.forward_backward = build_forward_backward(self.stages, self.mesh, config.parallel, config.training, dtype)
+        rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)
+        self.step = TrainStep(self.stages, self.forward_backward, self.optimizer, rate, self.mesh, config.training, CPU)
+
+    def batches(self, step: int, ragged: bool = False) -> list[Batch]:
+        """Return this rank's micro batches of a step."""
+        return my_batches(self.config, self.mesh, step, ragged)
+
+
 @torch.no_grad()
 def fill_updates(stages: list[Decoder], config: Config) -> None:
     """Give the factor B of every low-rank update random numbers: at zero, where it starts, A would have no gradient."""
@@ -218,6 +235,12 @@ def fill_updates(stages: list[Decoder], config: Config) -> None:
         for name, parameter in stage.named_parameters():
             if ".lora_B." in name:
                 fill(parameter, canonical_name(name).replace("lora_B", "lora_A"), config.model, config.run.seed)
+
+
+def whole(tensor: Tensor) -> np.ndarray:
+    """Return a tensor, gathered. Call it on all ranks that hold a part."""
+    gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return gathered.detach().numpy().copy()
 
 
 def whole_gradients(stages: list[Decoder]) -> dict[str, np.ndarray]:
@@ -269,19 +292,15 @@ def even_recipe(config: Config, runtime: Runtime, monitor: Any) -> None:
 
 def _recipe(config: Config, monitor: Any, ragged: bool) -> None:
     """Take the steps of a config on this rank, and evaluate after the last one if the config evaluates at all."""
-    dtype = compute_dtype(config.training, CPU)
-    mesh, stages = build(config, dtype)
-    optimizer = build_optimizer(stages, config.optimizer)
-    forward_backward = build_forward_backward(stages, mesh, config.parallel, config.training, dtype)
-    rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)
-    train_step = TrainStep(stages, forward_backward, optimizer, rate, mesh, config.training, CPU)
-    monitor.begin(config, mesh, stages, None, 0)
+    trainer = Trainer(config, compute_dtype(config.training, CPU))
+    monitor.begin(config, trainer.mesh, trainer.stages, None, 0)
     for step in range(1, config.training.steps + 1):
-        result = train_step(step, my_batches(config, mesh, step, ragged))
+        result = trainer.step(step, trainer.batches(step, ragged))
         validation_loss = None
         if config.evaluate.interval and step == config.training.steps:
-            validation_loss = evaluate(forward_backward, my_batches(config, mesh, HELD_OUT, ragged), CPU, mesh)
-        assert all(gradient is None for gradient in gradients(stages))
+            held_out = trainer.batches(HELD_OUT, ragged)
+            validation_loss = evaluate(trainer.forward_backward, held_out, CPU, trainer.mesh)
+        assert all(gradient is None for gradient in gradients(trainer.stages))
         monitor.log(step, result, validation_loss)
 
 

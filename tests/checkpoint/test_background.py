@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from torchllm.checkpoint import background
-from torchllm.checkpoint.background import lack_of_host_memory, saves_in_background
+from torchllm.checkpoint.background import saves_in_background
 
 pytestmark = pytest.mark.quick
 
@@ -43,10 +43,3 @@ def test_a_rank_whose_host_is_too_small_decides_for_all(
     monkeypatch.setattr(background, "first_problem", lambda group, problem: problem or "rank 3: its host is too small")
     assert not saves_in_background("auto", parts("cuda", gib=10), None)
     assert "checkpoint.asynchronous: auto is false: rank 3: its host is too small" in caplog.text
-
-
-def test_the_reason_has_both_sizes() -> None:
-    assert lack_of_host_memory(10 * GIB, 20 * GIB) == ""
-    lack = lack_of_host_memory(10 * GIB, 16 * GIB)
-    assert "takes 10.0 GiB" in lack
-    assert "more than half of the 16.0 GiB" in lack

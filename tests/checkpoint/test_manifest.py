@@ -1,6 +1,4 @@
 import itertools
-import json
-import os
 import shutil
 import subprocess
 import sys
@@ -88,13 +86,6 @@ def test_foreign_manifests_are_refused(tmp_path: Path) -> None:
             verify_checkpoint(folder)
 
 
-def test_a_manifest_of_another_format_is_refused_by_its_number(tmp_path: Path) -> None:
-    temporary, folder = manifests.make_temporary(tmp_path, 1, needed=0), manifests.step_folder(tmp_path, 1)
-    manifests.publish(temporary, folder, Manifest(1, {}, {}, 1, {}, {}, format=3))
-    with pytest.raises(CheckpointError, match="of format 3; this version of torchllm reads format 2"):
-        verify_checkpoint(folder)
-
-
 def test_swapped_shards_and_shards_of_another_step_are_refused(tmp_path: Path) -> None:
     folder, newer = make(tmp_path, 1), make(tmp_path, 2, b"weightZ")
     a, b = folder / "a.distcp", folder / "b.distcp"
@@ -114,15 +105,6 @@ def test_renamed_step_folder_is_refused(tmp_path: Path) -> None:
         verify_checkpoint(tmp_path / "step-00000002")
     shutil.copytree(tmp_path / "step-00000002", tmp_path / "a-copy")
     assert verify_checkpoint(tmp_path / "a-copy").step == 1
-
-
-def test_manifest_edited_by_hand_is_refused(tmp_path: Path) -> None:
-    folder = make(tmp_path, 1)
-    fields = json.loads((folder / manifests.MANIFEST).read_text())
-    fields["data"]["sequences"] = 0
-    (folder / manifests.MANIFEST).write_text(json.dumps(fields, indent=1, sort_keys=True) + "\n")
-    with pytest.raises(CheckpointError, match="damaged"):
-        verify_checkpoint(folder)
 
 
 def test_nothing_is_published_over_a_checkpoint(tmp_path: Path) -> None:
@@ -184,13 +166,6 @@ def test_sizes_alone_find_what_is_missing_or_cut(tmp_path: Path) -> None:
     missing, longer = check_sizes(folder, manifest)
     assert missing.endswith("a.distcp: missing")
     assert "bytes instead of" in longer
-
-
-def test_a_save_that_does_not_fit_is_refused_with_both_sizes(tmp_path: Path) -> None:
-    needed = shutil.disk_usage(tmp_path).total + 1
-    with pytest.raises(CheckpointError, match=rf"step-00000005: a checkpoint needs {needed} bytes, \d+ are free"):
-        manifests.make_temporary(tmp_path / "checkpoints", 5, needed)
-    assert os.listdir(tmp_path / "checkpoints") == []
 
 
 def test_needs_no_torch() -> None:

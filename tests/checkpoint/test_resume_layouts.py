@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tests.parity import CPU, Settings, build, tiny, world_size
+from tests.parity import CPU, Settings, Trainer, tiny, world_size
 from tests.workers import run
 from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.config import Checkpoint, Data, Source
@@ -19,11 +19,7 @@ from torchllm.data.batch import Batch
 from torchllm.data.loader import DataRanks, build_loader
 from torchllm.facts.parameters import canonical_name
 from torchllm.models.decoder import Decoder
-from torchllm.optim.optimizer import build_optimizer
-from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.mesh import Mesh, sequence_pieces
-from torchllm.parallel.parallelize import build_forward_backward
-from torchllm.train.step import TrainStep
 
 T = TypeVar("T")
 DATA = Data(sources=(Source(kind="synthetic"),), document_mask=True, workers=0)
@@ -114,37 +110,28 @@ def step_digest(batches: Sequence[Batch], mesh: Mesh) -> str:
 
 def train(settings: Settings, steps: range, folder: str | None) -> Hop:
     """The steps on this layout, from the newest checkpoint of the folder; saved there after the last one."""
-    config = tiny(settings)
-    mesh, stages = build(config)
-    optimizer = build_optimizer(stages, config.optimizer)
-    rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)
-    forward_backward = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
-    step = TrainStep(stages, forward_backward, optimizer, rate, mesh, config.training, CPU)
+    trainer = Trainer(tiny(settings))
+    config, mesh = trainer.config, trainer.mesh
+    extra_state = trainer.step.expert_balance.tensors
     ranks = DataRanks(mesh.data_rank, mesh.data_size, pieces=sequence_pieces(mesh))
     data = build_loader(DATA, config.training, config.model, 0, ranks)
     if folder is not None:
         checkpoint = Checkpoint(asynchronous=config.parallel.pp == 4)  # one layout saves in the background
-        checkpoints = Checkpointer(
-            checkpoint,
-            Path(folder),
-            stages,
-            optimizer,
-            host_group=dist.group.WORLD,
-            extra_state=step.expert_balance.tensors,
-        )
+        options: dict[str, Any] = {"host_group": dist.group.WORLD, "extra_state": extra_state}
+        checkpoints = Checkpointer(checkpoint, Path(folder), trainer.stages, trainer.optimizer, **options)
         if manifest := checkpoints.resume():
             assert manifest.step == steps[0] - 1
             data.load_state(manifest.data)
         assert checkpoints.missing_extra_state == [] or manifest is None
-    loaded, samples, losses = digests(stages, optimizer, step.expert_balance.tensors), [], []
+    loaded, samples, losses = digests(trainer.stages, trainer.optimizer, extra_state), [], []
     for number in steps:
         batches = data.next_step().unpack(CPU)
         samples.append(step_digest(batches, mesh))
-        losses.append(step(number, batches).loss.item())
+        losses.append(trainer.step(number, batches).loss.item())
     if folder is not None:
         checkpoints.save(steps[-1], data.state())
         checkpoints.close()
-    return Hop(loaded, samples, losses, digests(stages, optimizer, step.expert_balance.tensors))
+    return Hop(loaded, samples, losses, digests(trainer.stages, trainer.optimizer, extra_state))
 
 
 def hop_over(layouts: Sequence[Settings], common: Settings, folder: Path) -> list[Hop]:

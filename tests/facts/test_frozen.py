@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from torchllm.config import Model, Recompute
-from torchllm.config.schema import TrainedParameters
 from torchllm.facts.flops import (
     ALL_TRAINED,
     block_flops,
@@ -33,6 +32,7 @@ def saved(frozen: str, model: Model = MODEL) -> float:
 
 def test_a_frozen_weight_saves_its_gradient() -> None:
     assert saved("lm_head.*") == 2 * TABLE
+    assert trained_parameter_count(replace(MODEL, frozen="lm_head.*"), ALL_TRAINED) == parameter_count(MODEL) - TABLE
     assert saved(r"layers\.2\..*") == 2 * BLOCK
     assert saved("embed_tokens.*", replace(MODEL, tied_embeddings=True)) == 2 * TABLE
 
@@ -60,17 +60,3 @@ def test_blocks_without_backward_are_not_recomputed(mode: str, k: int, blocks: l
     expected = sum(block_flops(model, layer, S) for layer in blocks)
     expected -= sum(2 * matrices(model, layer).down for layer in last)
     assert recomputed_flops_per_token(model, Recompute(mode, k), S) == expected  # type: ignore[arg-type]
-
-
-def test_trained_parameters() -> None:
-    assert trained_parameter_count(replace(MODEL, frozen="lm_head.*"), ALL_TRAINED) == parameter_count(MODEL) - TABLE
-    assert trained_parameter_count(MODEL, TrainedParameters(rank=2, targets=("q_proj",))) == 4 * 2 * (64 + 64)
-
-
-def test_updates_have_a_rank_and_need_the_inputs_of_their_matrices() -> None:
-    updates = TrainedParameters(4, ("q_proj",))
-    assert (updates.rank_of("q_proj"), updates.rank_of("up_proj")) == (4, 0)
-    assert updates.needs_input_of("k_proj", "q_proj")
-    assert not updates.needs_input_of("gate_proj", "up_proj")
-    assert ALL_TRAINED.needs_input_of("up_proj")
-    assert ALL_TRAINED.rank_of("up_proj") == 0

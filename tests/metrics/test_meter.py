@@ -126,14 +126,6 @@ def test_a_record_is_the_mean_over_its_interval(clock: Clock) -> None:
     }
 
 
-def test_the_z_loss_is_beside_the_loss_where_there_is_one() -> None:
-    sink = RecordingSink()
-    meter = make(sink)
-    meter.log(1, result()._replace(z_loss=torch.tensor(0.25)))
-    assert sink.records[0]["z_loss"] == 0.25
-    assert sink.records[0]["loss"] == 2.5
-
-
 EQUAL = torch.tensor([[8, 8, 8, 8], [8, 8, 8, 8]])
 ROUTING = StepRouting(
     torch.tensor([[30, 2, 0, 0], [8, 8, 8, 8]]),
@@ -159,13 +151,6 @@ def test_loads_of_experts_are_logged(clock: Clock) -> None:
     }
     assert loads_file.records[0] == {"step": 1, "layers.1": [30, 2, 0, 0], "layers.2": [8, 8, 8, 8]}
     assert sink.records[-1]["experts/largest_load"] == 1.0
-
-
-def test_every_key_of_experts_is_described() -> None:
-    penalties = {"balance_loss": 0.1, "router_z_loss": 0.1}
-    text = re.sub(r"\s+", " ", meter_module.__doc__ or "")
-    for key in ExpertLoads([[1, 2]], 0.5, penalties).as_record():
-        assert f"{key} " in text or f"{key}," in text
 
 
 def test_what_happens_once_is_in_the_first_record_alone(clock: Clock) -> None:
@@ -210,27 +195,22 @@ def test_evaluated_and_forced_steps_are_logged_once(clock: Clock) -> None:
     assert "validation_loss" not in sink.records[0]
 
 
-def test_an_unknown_device_has_no_utilization(clock: Clock) -> None:
-    sink = RecordingSink()
-    meter = make(sink, peak=None)
+def test_every_key_is_described_on_its_page_and_has_its_curve(clock: Clock) -> None:
+    meter = make(RecordingSink(), peak=None)
     clock.now += 1
-    record = meter.log(1, result(math.nan))
+    record = meter.log(1, result(math.nan)._replace(z_loss=torch.tensor(0.25)), validation_loss=1.0)
     assert record is not None
-    assert (record["mfu"], record["mfu_unmasked"], record["hfu"]) == (None, None, None)
-    assert record["loss"] is not None
-    assert math.isnan(record["loss"])
-
-
-def test_every_key_is_described_and_has_its_curve(clock: Clock) -> None:
-    meter = make(RecordingSink())
-    clock.now += 1
-    record = meter.log(1, result(), validation_loss=1.0)
-    assert record is not None
-    text = meter_module.__doc__ or ""
+    assert (record["mfu"], record["mfu_unmasked"], record["hfu"]) == (None, None, None)  # of an unknown device
+    assert record["z_loss"] == 0.25
     keys = record.keys() | {"memory_reserved_gib", "allocation_retries"}  # these two are of a GPU
-    keys |= {"z_loss"}  # with training.z_loss
-    assert all(re.search(rf"\n    {key}\s", text) for key in keys)
     assert keys - {"step"} == TensorBoard.TAGS.keys()
+    experts = ExpertLoads([[1, 2]], 0.5, {"balance_loss": 0.1, "router_z_loss": 0.1}).as_record()
+    described = re.findall(r"^    ([a-z][a-z_/]+)", meter_module.__doc__ or "", re.M)
+    text = re.sub(r"\s+", " ", meter_module.__doc__ or "")
+    assert [key for key in keys | experts.keys() if not re.search(rf" {key}[ ,]", text)] == []
+    page = (ROOT / "docs/watch.md").read_text().partition("## Keys of metrics.jsonl")[2]
+    assert len(described) > 20
+    assert [key for key in described if f"`{key}" not in page] == []
 
 
 def test_memory_of_a_cpu_process_is_what_is_resident() -> None:
@@ -295,13 +275,6 @@ def test_goodput_is_told_what_was_no_step(clock: Clock, tmp_path: Path) -> None:
     assert account.launch.step == 4
     productive = clock.now - start - sum(account.launch.lost.values())
     assert productive == 4 * 1.0  # every second is charged once: four steps without data, compilation and checkpoints
-
-
-def test_the_page_has_every_key_of_a_record() -> None:
-    keys = re.findall(r"^    ([a-z][a-z_/]+)", meter_module.__doc__ or "", re.M)
-    page = (ROOT / "docs/watch.md").read_text().partition("## Keys of metrics.jsonl")[2]
-    assert len(keys) > 20
-    assert [key for key in keys if f"`{key}" not in page] == []
 
 
 def test_it_reads_the_gpu_that_torch_uses_and_leaves_out_what_that_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
