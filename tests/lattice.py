@@ -28,8 +28,8 @@ from tests import workers
 from tests.parity import STEPS, check_bfloat16, check_config, tiny
 from torchllm import config as c
 from torchllm.config import Config
-from torchllm.config.read import ConfigError, read_table
 from torchllm.config.write import dump_toml
+from torchllm.tools.config.read import ConfigError, read_table
 from torchllm.tools.config.toml_files import read_files
 from torchllm.tools.proof import sample
 from torchllm.tools.proof.layouts import (

@@ -33,7 +33,7 @@ MODULES = {
     ("", "tools.front"): "preflight start",
     ("checkpoint", "checkpoint.keeping"): "history",
     ("checkpoint", "tools.hub"): "dcp_metadata adapter by_key export exported hf_reader hf_writer upcycle weights",
-    ("config", "tools.config"): "load refuse checks draft help handed changes",
+    ("config", "tools.config"): "foreign load read refuse checks draft help handed changes",
     ("config", "tools.front"): "json_schema",
     ("data", "tools.prepare"): "pieces build cache in_place plan records sources tokenize_shard tokenizer_json",
     ("parallel", "tools.watch"): "chosen_kernel",
@@ -53,6 +53,7 @@ RENAMED_MODULES = {
     "checkpoint.retention": "checkpoint.keeping.history",
     "config.arguments": "tools.config.draft",
     "config.inert": "tools.config.checks",
+    "git_lfs": "regular_file",
     "runtime.exchange": "tools.launch.records",
     "runtime.rank_notes": "runtime.launcher_notes",
 }

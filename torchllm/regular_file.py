@@ -1,4 +1,7 @@
-"""Read files that a user names. A FIFO or a device is refused: reading one may wait for ever, or never end."""
+"""Read files that a user names. A FIFO or a device is refused: reading one may wait for ever, or never end.
+
+A pointer of git-lfs is a small text file in place of a file that was not fetched.
+"""
 
 import errno
 import os
@@ -7,6 +10,10 @@ from pathlib import Path
 
 LARGEST_TEXT = 64 << 20
 """most bytes of a config, an index or a template: a thousand times the usual size"""
+
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_LARGEST_POINTER = 1024
+"""bytes, by the specification of git-lfs"""
 
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -48,3 +55,16 @@ def _size_of(status: os.stat_result, path: Path | str) -> int:
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
         raise OSError(errno.EINVAL, f"is {kind}, not a regular file", str(path))
     return status.st_size
+
+
+def why_pointer(path: str | Path, size: int) -> str:
+    """Return advice if a file of `size` bytes is only a pointer of git-lfs; "" if it is none."""
+    if not len(_POINTER) < size < _LARGEST_POINTER:
+        return ""
+    try:
+        with open(path, "rb") as file:
+            if file.read(len(_POINTER)) != _POINTER:
+                return ""
+    except OSError:
+        return ""
+    return "is a pointer of git-lfs in place of the file: run `git lfs pull` in its folder, or download it again"

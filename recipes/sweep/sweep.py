@@ -26,7 +26,7 @@ from pathlib import Path
 
 from torchllm.config import Count, Positive
 from torchllm.config.errors import UserError
-from torchllm.config.read import ConfigError, read_table
+from torchllm.tools.config.read import ConfigError, read_table
 from torchllm.tools.config.toml_files import read_files
 from torchllm.tools.planner.search.auto import planned, why_unplanned
 from torchllm.tools.planner.search.explain import GIB

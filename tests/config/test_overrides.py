@@ -8,8 +8,8 @@ import pytest
 
 from tests.config.conftest import refusal
 from torchllm.config import Config, Parallel, Source
-from torchllm.config.read import ConfigError, read_table
 from torchllm.tools.config.load import load_config
+from torchllm.tools.config.read import ConfigError, read_table
 
 pytestmark = pytest.mark.quick
 

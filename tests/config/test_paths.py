@@ -8,8 +8,8 @@ from typing import Any, get_args
 import pytest
 
 from torchllm.config import Config, Data, Evaluate, Model, Source, write_config
+from torchllm.config.field_types import field_types, path_note
 from torchllm.config.paths import absolute_paths, same_path
-from torchllm.config.read import field_types, path_note
 from torchllm.tools.config.load import load_config
 
 pytestmark = pytest.mark.quick

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from torchllm.config import Config, MixtureStage, Parallel, Source, gradient_accumulation
-from torchllm.config.read import config_error
 from torchllm.tools.config.checks import problems, resolve_degrees
 from torchllm.tools.config.help import field_docs
+from torchllm.tools.config.read import config_error
 
 pytestmark = pytest.mark.quick
 

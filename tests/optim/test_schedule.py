@@ -129,4 +129,6 @@ def test_a_run_whose_rate_does_not_go_on_says_so(
     with caplog.at_level("INFO"):
         LearningRate(now, PEAK, 8).log_jump(record, 6)
         LearningRate(now, PEAK, 8).log_jump({}, 6)  # of a checkpoint without a config
+        record["config"]["schedule"]["name"] = "of a fork"
+        LearningRate(now, PEAK, 8).log_jump(record, 6)
     assert (line in caplog.text) if line else caplog.text == ""

@@ -37,17 +37,14 @@ WITHOUT_TOOLS = """
 import sys
 sys.modules["torchllm.tools"] = None  # an import of a tool fails
 from recipes import minimal
-from torchllm.config import Config
-from torchllm.config.read import read_table
-tables = {
-    "model": {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "ffn": 64, "vocab": 64},
-    "data": {"sources": [{"kind": "synthetic"}]},
-    "training": {"steps": 2, "sequence_length": 16, "global_batch_size": 2, "micro_batch_size": 1},
-    "run": {"device": "cpu"},
-}
-faults = []
-losses = minimal.main(read_table(Config, tables, faults))
-assert not faults and len(losses) == 2, faults
+from torchllm.config import Config, Data, Model, Run, Source, Training
+config = Config(
+    model=Model(layers=1, hidden=32, heads=2, kv_heads=1, ffn=64, vocab=64),
+    data=Data(sources=(Source(kind="synthetic"),)),
+    training=Training(steps=2, sequence_length=16, global_batch_size=2, micro_batch_size=1),
+    run=Run(device="cpu"),
+)
+assert len(minimal.main(config)) == 2
 """
 
 

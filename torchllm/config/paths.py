@@ -4,7 +4,7 @@ import os
 from dataclasses import is_dataclass, replace
 from typing import Any, TypeVar, get_args
 
-from torchllm.config.read import field_types, path_note, plain_type
+from torchllm.config.field_types import field_types, path_note, plain_type
 from torchllm.config.schema import Config, IsPath, Source
 
 C = TypeVar("C", bound=Config)

@@ -18,7 +18,7 @@ from torchllm.data.tokenizer_protocol import Ids as Ids
 from torchllm.data.tokenizer_protocol import Pattern as Pattern
 from torchllm.data.tokenizer_protocol import Tokenizer as Tokenizer
 from torchllm.data.tokenizer_protocol import decode_ids
-from torchllm.git_lfs import why_pointer
+from torchllm.regular_file import why_pointer
 
 if TYPE_CHECKING:
     import tiktoken

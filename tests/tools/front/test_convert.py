@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from torchllm.config.errors import UserError
-from torchllm.config.foreign import foreign_hint, foreign_keys
-from torchllm.config.read import ConfigError, read_table
 from torchllm.config.schema import Config
+from torchllm.tools.config.foreign import foreign_hint, foreign_keys
 from torchllm.tools.config.load import load_config
+from torchllm.tools.config.read import ConfigError, read_table
 from torchllm.tools.front.convert import COMPUTED, DEFAULTS, converted_config
 
 TORCHTITAN = """

@@ -17,8 +17,8 @@ from tests.tools.proof import forks, planted
 from tests.tools.proof.forks import Change, write_fork
 from torchllm.config import Config, Float8, Model, Optimizer, gradient_accumulation
 from torchllm.config.errors import UserError
-from torchllm.config.read import read_table
 from torchllm.tools.config.checks import problems
+from torchllm.tools.config.read import read_table
 from torchllm.tools.config.toml_files import read_files
 from torchllm.tools.proof import prove
 from torchllm.tools.proof.axes import TECHNIQUES, Technique

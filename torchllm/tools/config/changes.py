@@ -7,10 +7,11 @@ from dataclasses import asdict
 from typing import Any, NamedTuple, get_args
 
 from torchllm.config.errors import UserError
+from torchllm.config.field_types import path_note
 from torchllm.config.paths import same_path
-from torchllm.config.read import path_note, type_at
 from torchllm.config.schema import FUNCTION_SECTIONS, Config
 from torchllm.config.toml import KeyPath, dotted, toml_value
+from torchllm.tools.config.read import type_at
 
 SOURCES_OF_FROZEN_WEIGHTS = ("run.seed", "model.initial_std", "model.from_hf", "checkpoint.initial")
 """keys that decide frozen weights with low-rank updates: checkpoints lack them, so a resumed run makes or reads them"""

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
-from torchllm.config.read import ConfigError, config_error
 from torchllm.config.schema import (
     AXES,
     IN_PLACE_KINDS,
@@ -36,6 +35,7 @@ from torchllm.config.schema import (
     Source,
     gradient_accumulation,
 )
+from torchllm.tools.config.read import ConfigError, config_error
 
 FLOAT8_MULTIPLE = 16
 """divisor of all sizes of a float8 product: cuBLAS takes rows whose bytes are a multiple of this"""

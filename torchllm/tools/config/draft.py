@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
-from torchllm.config.read import field_types, plain_type, type_at
+from torchllm.config.field_types import field_types, plain_type
 from torchllm.config.schema import AXES, Config
 from torchllm.config.toml import KeyPath, dotted, shown
 from torchllm.tools.config.environment import Ranks
+from torchllm.tools.config.read import type_at
 from torchllm.tools.config.toml_files import Layer, parse_value
 
 

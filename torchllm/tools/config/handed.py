@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from torchllm.config.applied_keys import note_origins
-from torchllm.config.read import ConfigError, read_table
 from torchllm.config.schema import Config
+from torchllm.tools.config.read import ConfigError, read_table
 
 C = TypeVar("C", bound=Config)
 

@@ -16,11 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from torchllm.config.read import ConfigError, read_table
 from torchllm.config.schema import Config
 from torchllm.config.toml import shown, toml_value
 from torchllm.tools.config.draft import TRAINING_ONLY, Draft, override, parse_arguments
 from torchllm.tools.config.environment import Ranks, read_ranks
+from torchllm.tools.config.read import ConfigError, read_table
 from torchllm.tools.config.toml_files import Layer, read_files
 
 C = TypeVar("C", bound=Config)

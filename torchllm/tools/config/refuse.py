@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from torchllm.config.applied_keys import note_origins
-from torchllm.config.read import read_table
 from torchllm.config.schema import Config, Parallel, Training, gradient_accumulation
 from torchllm.config.toml import KeyPath, dotted, shown
 from torchllm.tools.config.checks import (
@@ -38,6 +37,7 @@ from torchllm.tools.config.environment import (
     refuse,
 )
 from torchllm.tools.config.handed import hand_over
+from torchllm.tools.config.read import read_table
 from torchllm.tools.config.toml_files import Layer, merge_layers
 
 C = TypeVar("C", bound=Config)

@@ -6,9 +6,9 @@
     .yaml        litgpt
     other text   the arguments of Megatron-LM's pretrain_gpt.py or nanochat's base_train.py, as in a shell script
 
-`torchllm/config/foreign_keys.toml` says which key has which name here; the functions below compute the values of the
-keys whose units or meaning differ. Defaults of the other program that differ from ours are written out. A key that has
-no setting here, or another value than an earlier key for the same setting, is in a comment with the reason.
+`torchllm/tools/config/foreign_keys.toml` says which key has which name here; the functions below compute the values of
+the keys whose units or meaning differ. Defaults of the other program that differ from ours are written out. A key that
+has no setting here, or another value than an earlier key for the same setting, is in a comment with the reason.
 """
 
 import json
@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchllm.config.errors import UserError
-from torchllm.config.foreign import Equal, foreign_keys
-from torchllm.config.read import ConfigError, read_table
 from torchllm.config.schema import Config
 from torchllm.config.toml import toml_value
+from torchllm.tools.config.foreign import Equal, foreign_keys
+from torchllm.tools.config.read import ConfigError, read_table
 from torchllm.tools.front.foreign_files import flat_keys, parse_foreign
 
 Settings = dict[str, Any]

@@ -11,7 +11,7 @@ import math
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin
 
-from torchllm.config.read import field_types, plain_type
+from torchllm.config.field_types import field_types, plain_type
 from torchllm.config.schema import Bound, Config
 from torchllm.tools.config.help import field_docs
 

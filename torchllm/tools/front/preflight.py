@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from torchllm.checkpoint.manifest import CheckpointError, read_manifest, step_folders, step_of
 from torchllm.config import Config, Source
 from torchllm.config.errors import UserError
-from torchllm.config.read import ConfigError, config_error
 from torchllm.config.schema import IN_PLACE_KINDS
 from torchllm.data.cache_root import cache_root
 from torchllm.data.error import DataError
+from torchllm.tools.config.read import ConfigError, config_error
 
 if TYPE_CHECKING:
     from torchllm.checkpoint.index import TensorEntry

@@ -11,7 +11,7 @@ from typing import Any
 
 from torchllm.config import Model
 from torchllm.config.errors import UserError
-from torchllm.config.read import ConfigError, read_table
+from torchllm.tools.config.read import ConfigError, read_table
 from torchllm.tools.hub.family import ConfigField, HubFamily, RequiredField, UnmappedParameter
 from torchllm.tools.hub.registry import HUB_FAMILIES, UNSUPPORTED_TYPES
 from torchllm.tools.hub.rope import (

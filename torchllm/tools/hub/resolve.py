@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from torchllm.config import Config, Model
-from torchllm.config.read import read_table
 from torchllm.tools.config.draft import Draft
+from torchllm.tools.config.read import read_table
 from torchllm.tools.hub.config_json import form_of
 from torchllm.tools.hub.files import HubConfig, check_tensors, find_hub_files, read_hub_config
 from torchllm.tools.hub.hub import find_hub_model

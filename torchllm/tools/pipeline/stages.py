@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchllm.config.errors import UserError
-from torchllm.config.read import ConfigError, read_table
 from torchllm.config.schema import FilePath, Natural, NonNegative
+from torchllm.tools.config.read import ConfigError, read_table
 from torchllm.tools.config.toml_files import read_files
 
 RECORDS = "stages.json"

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from torchllm.config import Bound, Config, Count, Model, Parallel, Positive, Training
-from torchllm.config.read import ConfigError, read_table
 from torchllm.config.toml import KeyPath, shown
+from torchllm.tools.config.read import ConfigError, read_table
 from torchllm.tools.config.toml_files import read_files
 from torchllm.tools.planner.software import Constants
 from torchllm.tools.resources import find_config, resource

@@ -12,8 +12,7 @@ import numpy as np
 from torchllm.config import Source
 from torchllm.data.error import DataError
 from torchllm.data.path_hint import describe_missing
-from torchllm.git_lfs import why_pointer
-from torchllm.regular_file import check_regular
+from torchllm.regular_file import check_regular, why_pointer
 from torchllm.tools.prepare.file_search import FoundFiles, NamedSplit, find_files
 from torchllm.tools.prepare.records import BLOCK
 from torchllm.tools.prepare.unpack import open_unpacked

@@ -4,9 +4,9 @@ import tomllib
 
 import pytest
 
-from torchllm.config.read import ConfigError, read_table
 from torchllm.config.schema import Config
 from torchllm.facts.flops import parameter_count
+from torchllm.tools.config.read import ConfigError, read_table
 from torchllm.tools.planner.search.size import amount, main, sized_config
 
 

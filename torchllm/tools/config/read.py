@@ -11,13 +11,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-from torchllm.config.schema import Bound, IsPath, Unsupported
+from torchllm.config.field_types import field_types, path_note, plain_type
+from torchllm.config.schema import Bound, Unsupported
 from torchllm.config.toml import KeyPath, dotted, shown, toml_value
 
 _WRONG = object()
-_UNBOUND = Bound()
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
 
@@ -59,6 +59,7 @@ class _TableReader:
 
     def read_section(self, kind: type, table: dict[str, Any], path: KeyPath) -> Any:
         """Return a dataclass with the values of a table."""
+        _check_schema(kind)
         types = field_types(kind)
         values = {}
         for key, value in table.items():
@@ -92,7 +93,7 @@ class _TableReader:
     def report_unknown(self, path: KeyPath, value: Any) -> None:
         """Report a key that its section does not have, with the one that was probably meant."""
         kind_of_key = "section or key" if len(path) == 1 else "key"
-        from torchllm.config.foreign import foreign_hint  # only for a key that does not exist
+        from torchllm.tools.config.foreign import foreign_hint  # only for a key that does not exist
 
         hint = foreign_hint(dotted(path), value)
         if not hint:
@@ -128,11 +129,6 @@ def _reason_against(annotated: Any, value: Any) -> str:
     return ""
 
 
-def path_note(annotated: Any) -> IsPath | None:
-    """Return the note on the type of a path; None if a type is no path."""
-    return next((note for note in get_args(annotated) if isinstance(note, IsPath)), None)
-
-
 def _shell_variable(path: str) -> str:
     """Return the first $NAME or ${NAME} that is a variable of the environment, the path of an unknown ~USER, or ""."""
     names = re.finditer(r"\$(\w+)|\$\{(\w+)\}", path)
@@ -163,23 +159,13 @@ def _is_within(bound: Bound, number: float) -> bool:
 
 
 @cache
-def field_types(schema: type) -> dict[str, Any]:
-    """Return name to annotated type of a dataclass's fields. TypeError if no TOML can fill one of them."""
-    hints = get_type_hints(schema, include_extras=True)
-    types = {field.name: hints[field.name] for field in fields(schema)}
+def _check_schema(schema: type) -> None:
+    """Raise TypeError if no TOML can fill a field of a dataclass."""
+    types = field_types(schema)
     for field in fields(schema):
         if field.default is MISSING and field.default_factory is MISSING:
             raise TypeError(f"{schema.__name__}.{field.name} needs a default")
         describe(types[field.name])
-    return types
-
-
-def plain_type(annotated: Any) -> tuple[Any, Bound]:
-    """Return a type without `Annotated`, and its limits."""
-    if get_origin(annotated) is not Annotated:
-        return annotated, _UNBOUND
-    kind, *notes = get_args(annotated)
-    return kind, next((note for note in notes if isinstance(note, Bound)), _UNBOUND)
 
 
 def describe(annotated: Any) -> str:
@@ -190,10 +176,10 @@ def describe(annotated: Any) -> str:
     if _is_array(kind):
         return f"an array, each {describe(get_args(kind)[0])}"
     if isinstance(kind, type) and is_dataclass(kind):
-        field_types(kind)
+        _check_schema(kind)
         return "a table"
     if kind not in _WORDS:
-        raise TypeError(f"a config field cannot be {annotated!r}: see torchllm/config/read.py")
+        raise TypeError(f"a config field cannot be {annotated!r}: see torchllm/tools/config/read.py")
     if bound.at_most < math.inf:
         return f"{_WORDS[kind]} from {bound.at_least} to {bound.at_most}"
     if bound.over > -math.inf:
