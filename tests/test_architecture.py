@@ -37,6 +37,7 @@ TOOLS = [
     "tools.resources",
     "tools.config",
     "tools.planner",
+    "tools.iterable",
     "tools.launch",
     "tools.prepare",
     "tools.hub",
@@ -386,10 +387,10 @@ def test_what_a_reader_has_to_read_does_not_grow() -> None:
     assert minimal.files <= 52
     assert minimal.lines <= 6_680
     assert pretrain.files <= 125
-    assert pretrain.lines <= 15_780
-    # with data/iterable.py, {facts,models}/frozen.py, facts/block_kinds.py and parallel/added_parameters.py,
+    assert pretrain.lines <= 15_790
+    # with {facts,models}/frozen.py, facts/block_kinds.py and parallel/added_parameters.py,
     # which no recipe here imports, and checkpoint/read_plan.py, which loads import: bytes read once
-    assert size_of(core_files()).lines <= 17_470
+    assert size_of(core_files()).lines <= 17_150
     assert 5_000 < size_of(spine_files()).lines <= 6_310
 
 

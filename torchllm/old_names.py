@@ -35,6 +35,7 @@ MODULES = {
     ("checkpoint", "tools.hub"): "dcp_metadata adapter by_key export exported hf_reader hf_writer upcycle weights",
     ("config", "tools.config"): "foreign load read refuse checks draft help handed changes",
     ("config", "tools.front"): "json_schema",
+    ("data", "tools"): "iterable",
     ("data", "tools.prepare"): "pieces build cache in_place plan records sources tokenize_shard tokenizer_json",
     ("parallel", "tools.watch"): "chosen_kernel",
     ("metrics", "tools.watch"): """bottlenecks breakdown goodput mlflow_tracker send_records slow_rank step_profiler

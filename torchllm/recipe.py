@@ -18,7 +18,7 @@ HOMES = {
     "load_config": "torchllm.tools.config.load",
     "Config": "torchllm.config.schema",
     "write_config": "torchllm.config.write",
-    "IterableLoader": "torchllm.data.iterable",
+    "IterableLoader": "torchllm.tools.iterable",
     "DataRanks": "torchllm.data.loader",
     "TrainLoader": "torchllm.data.loader",
     "build_loader": "torchllm.data.loader",
@@ -76,7 +76,6 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from torchllm.config.errors import UserError as UserError
     from torchllm.config.schema import Config as Config
     from torchllm.config.write import write_config as write_config
-    from torchllm.data.iterable import IterableLoader as IterableLoader
     from torchllm.data.loader import DataRanks as DataRanks
     from torchllm.data.loader import TrainLoader as TrainLoader
     from torchllm.data.loader import build_loader as build_loader
@@ -118,6 +117,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from torchllm.tools.hub.export import export_model as export_model
     from torchllm.tools.hub.initial import initial_weights as initial_weights
     from torchllm.tools.hub.initial import load_weights_of_run as load_weights_of_run
+    from torchllm.tools.iterable import IterableLoader as IterableLoader
     from torchllm.tools.launch.rank_start import start_runtime as start_runtime
     from torchllm.tools.watch.chosen_kernel import log_attention_kernel as log_attention_kernel
     from torchllm.train.evaluate import evaluate as evaluate

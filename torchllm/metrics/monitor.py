@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
@@ -20,7 +20,7 @@ from torchllm.data.loader import TrainLoader
 from torchllm.facts.flops import recomputes_logits
 from torchllm.metrics.console import Console
 from torchllm.metrics.meter import Meter, peak_flops
-from torchllm.metrics.observer import Change, ObservedRun, Observer
+from torchllm.metrics.observer import Change, ObservedData, ObservedRun, Observer
 from torchllm.metrics.sinks import Record, Sink, TolerantSink, open_loads_file, open_sinks
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.mesh import Mesh
@@ -29,9 +29,6 @@ from torchllm.runtime.process import Runtime
 from torchllm.runtime.signs_of_life import signs_of_life
 from torchllm.train.interval import due
 from torchllm.train.step import Health, StepResult, read_health
-
-if TYPE_CHECKING:  # most runs have no iterable
-    from torchllm.data.iterable import Loader
 
 log = logging.getLogger("torchllm")
 
@@ -49,7 +46,7 @@ class Monitor:
         self.change: Change | None = None
         """the config with which to go on from the last checkpoint; set by `wants_change`"""
 
-    def begin(self, config: Config, mesh: Mesh, stages: Sequence[Decoder], data: "Loader", start: int) -> None:
+    def begin(self, config: Config, mesh: Mesh, stages: Sequence[Decoder], data: ObservedData, start: int) -> None:
         """Start the clocks, right before step `start` + 1, the first with this config.
 
         Raises UserError if it does not train what the config says (`check_trained`, `refuse_unapplied`).

@@ -8,17 +8,34 @@ ends the training, as one of the recipe would; for a receiver of records that ma
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torchllm.config import Config
+from torchllm.data.corpus_header import CorpusHeader
 from torchllm.metrics.meter import Meter
 from torchllm.metrics.sinks import Record
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.mesh import Mesh
 from torchllm.runtime.process import Runtime
 
-if TYPE_CHECKING:  # most runs have no iterable
-    from torchllm.data.iterable import Loader
+
+class ObservedData(Protocol):
+    """The data of a run: a `TrainLoader`, or one of a fork."""
+
+    skipped: dict[str, int]
+    """number of records skipped, by error"""
+
+    def state(self) -> dict[str, Any]:
+        """Return how far the run is in its data; "sequences": the number consumed by all ranks."""
+
+    def describe_sources(self, steps: int) -> list[str]:
+        """Return lines on the data of a run of `steps` steps."""
+
+    def describe_rounded_shares(self) -> str:
+        """List the sources whose share of the sequences differs from their weight; "" if there is none."""
+
+    def corpora(self) -> dict[str, CorpusHeader]:
+        """Return the descriptions of corpora among the sources, by name of the source."""
 
 
 class ObservedRun(NamedTuple):
@@ -29,7 +46,7 @@ class ObservedRun(NamedTuple):
     mesh: Mesh
     stages: Sequence[Decoder]
     """this rank's part of the model"""
-    data: "Loader"
+    data: ObservedData
     start: int
     """the last step that was taken before"""
     meter: Meter

@@ -8,7 +8,6 @@ import torch
 from torchllm.config import Config, gradient_accumulation
 from torchllm.data.batch import Batch
 from torchllm.data.corpus import Synthetic, Window
-from torchllm.data.iterable import piece_of
 from torchllm.data.loader import SequenceReader
 from torchllm.data.order import Location
 from torchllm.data.shard import Split
@@ -21,6 +20,7 @@ from torchllm.parallel.mesh import Mesh, sequence_pieces
 from torchllm.parallel.parallelize import build_forward_backward, parallelize
 from torchllm.runtime.device import compute_dtype
 from torchllm.runtime.process import Runtime
+from torchllm.tools.iterable import piece_of
 from torchllm.train.step import TrainStep
 
 

@@ -17,10 +17,10 @@ from tests.tools.prepare.test_build import write_corpus_of, write_documents
 from torchllm.config import Data, Model, Source, Training
 from torchllm.data.batch import Batch
 from torchllm.data.error import DataError
-from torchllm.data.iterable import IterableLoader
 from torchllm.data.loader import DataRanks, TrainLoader
 from torchllm.data.order import Location
 from torchllm.data.packing import SequencePieces
+from torchllm.tools.iterable import IterableLoader
 
 CPU = torch.device("cpu")
 LENGTH = 16

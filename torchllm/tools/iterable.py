@@ -22,7 +22,7 @@ from torchllm.data.batch import Batch
 from torchllm.data.corpus import Window
 from torchllm.data.corpus_header import CorpusHeader
 from torchllm.data.error import DataError
-from torchllm.data.loader import DataRanks, TrainLoader
+from torchllm.data.loader import DataRanks
 from torchllm.data.packing import IGNORED, PackedBatches, pack_windows
 from torchllm.runtime.signs_of_life import show_progress
 
@@ -329,6 +329,3 @@ class IterableLoader:
 
     def close(self) -> None:
         """Do nothing: the iterable ends with the process."""
-
-
-Loader = TrainLoader | IterableLoader
