@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from uuid import uuid4
 
 from tests.patience import patience
 from tests.tiny_run import DEBUG, ROOT, free_port
@@ -17,6 +18,10 @@ SCRIPT_NAME = "run_train.sh"
 SCRIPT = str(ROOT / SCRIPT_NAME)
 PATIENCE = patience(240)
 """seconds that a run may take: alone one takes 15, but beside ranks of other tests it has a tenth of a core"""
+END_WITHIN = patience(30)
+"""seconds in which all processes of a run are gone after one was killed"""
+MARK = "TORCHLLM_TEST_RUN"
+"""environment variable by which all processes of a run are found"""
 
 
 class Started:
@@ -25,6 +30,7 @@ class Started:
     def __init__(self, output: Path, arguments: Sequence[str], prefix: Sequence[str] = (), **environment: str) -> None:
         """Start it. prefix: a command that runs it, such as env."""
         output.mkdir(parents=True, exist_ok=True)
+        self.mark = uuid4().hex
         self.out = output / "out"
         self.err = output / "err"
         with self.out.open("wb") as out, self.err.open("wb") as err:
@@ -32,7 +38,7 @@ class Started:
             self.process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env=clean(environment),
+                env=clean({MARK: self.mark, **environment}),
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
@@ -50,6 +56,22 @@ class Started:
             assert self.process.poll() is None, self.err.read_text()
             assert time.monotonic() < deadline, self.err.read_text()
             time.sleep(0.02)
+
+    def processes(self) -> dict[int, str]:
+        """Return the command lines of its processes that run, by process id."""
+        commands = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended, or belongs to another user
+                if f"{MARK}={self.mark}".encode() in (folder / "environ").read_bytes():
+                    commands[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+        return commands
+
+    def until_gone(self) -> None:
+        """Wait until none of its processes is left."""
+        deadline = time.monotonic() + END_WITHIN
+        while commands := self.processes():
+            assert time.monotonic() < deadline, commands
+            time.sleep(0.05)
 
     def kill_everything(self) -> None:
         family = [self.process.pid]
@@ -123,8 +145,11 @@ def without_signs_of_life(text: str) -> str:
     return re.sub(r"^.*: \d+ s so far.*\n", "", text, flags=re.MULTILINE)
 
 
-def start_nodes(start: Callable[..., Started], folder: Path, *arguments: str, **environment: str) -> list[Started]:
-    """Start a job of two nodes with one rank each, both on this host."""
-    pod = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
+def start_nodes(
+    start: Callable[..., Started], folder: Path, *arguments: str, nodes: int = 2, **environment: str
+) -> list[Started]:
+    """Start a job of nodes with one rank each, all on this host."""
+    pod = {"PET_NNODES": str(nodes), "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
     pod |= {"PET_MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", **environment}
-    return [start(DEBUG, *arguments, f"--run.folder={folder}", **pod, PET_NODE_RANK=str(node)) for node in (0, 1)]
+    words = [DEBUG, *arguments, f"--run.folder={folder}"]
+    return [start(*words, **pod, PET_NODE_RANK=str(node)) for node in range(nodes)]

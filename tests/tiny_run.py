@@ -7,7 +7,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from random import SystemRandom
@@ -37,6 +37,17 @@ SMALL = [
     "--evaluate.sequences=10",
     "--generate.tokens=20",
 ]
+QUIET = ["--metrics.tensorboard=false", "--generate.after_training=false", "--data.workers=0"]
+
+
+def changed(settings: Sequence[str], *changes: str) -> list[str]:
+    """Return the last setting of each key."""
+    by_key = {word.partition("=")[0]: word for word in (*settings, *changes)}
+    return list(by_key.values())
+
+
+ENDLESS = changed(SMALL, *QUIET, "--training.steps=100000", "--evaluate.interval=0")
+"""a run that is stopped or killed"""
 
 
 @contextmanager
@@ -95,6 +106,12 @@ def tensor_files(folder: Path, step: int) -> dict[str, Any]:
     tensors = {name: record for name, record in files.items() if name.endswith(".distcp")}
     assert tensors
     return tensors
+
+
+def assert_same_run(folder: Path, undisturbed: Path, steps: int = STEPS) -> None:
+    """Check the losses of all steps and the tensors of the last checkpoint, bitwise."""
+    assert curve(folder) == curve(undisturbed)
+    assert tensor_files(folder, steps) == tensor_files(undisturbed, steps)
 
 
 def tensor_digests(folder: Path, step: int) -> dict[str, str]:

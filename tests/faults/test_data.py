@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.recipes.warm import pretrain
-from tests.tiny_run import STEPS, curve, tensor_files
+from tests.tiny_run import STEPS, assert_same_run
 from tests.tools.prepare.test_build import BYTES, plan_for
 from torchllm.config import Source
 from torchllm.data.shard import shard_path
@@ -82,11 +82,6 @@ def train(folder: Path, corpus: Path, *settings: str, change: Any = None) -> str
     return error
 
 
-def is_same_run(folder: Path, undisturbed: Path) -> bool:
-    same_tensors = tensor_files(folder, STEPS) == tensor_files(undisturbed, STEPS)
-    return same_tensors and curve(folder) == curve(undisturbed)
-
-
 class After:
     """A change of the recipe: after a step something happens. The run looks for changed files all the time."""
 
@@ -137,7 +132,7 @@ def test_damage_before_the_run_is_named(
         assert not list(run.glob("checkpoints/step-*"))
         shutil.copyfile(shard_path(corpus, 0, "train"), shard)
         assert train(run, copy) == ""
-        assert is_same_run(run, undisturbed)
+        assert_same_run(run, undisturbed)
 
 
 @pytest.mark.parametrize("damage", [flip_a_bit, *at_night(write_an_unknown_id, truncate, remove)])
@@ -165,7 +160,7 @@ def test_damage_during_the_run_marks_the_checkpoints_since_its_start(
         assert steps_of(run.glob("checkpoints/*/suspect.json")) == trained * is_wrong
         shutil.copyfile(shard_path(corpus, 0, "train"), shard)
         assert train(run, copy, *every_step) == ""
-        assert is_same_run(run, undisturbed)
+        assert_same_run(run, undisturbed)
 
 
 @pytest.mark.parametrize("damage", [flip_a_bit, *at_night(truncate, remove)])
@@ -181,4 +176,4 @@ def test_a_damaged_cache_is_rebuilt(tmp_path: Path, damage: Damage, trials: int)
         damage(shard, Random(trial))
         run = tmp_path / f"run-{trial}"
         assert pretrain(1, run, ONE_RANK, *source) == [""]
-        assert is_same_run(run, tmp_path / "undisturbed")
+        assert_same_run(run, tmp_path / "undisturbed")

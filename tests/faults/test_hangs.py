@@ -1,19 +1,19 @@
 """Hangs that no rank sees, for all are stuck alike or there is only one; and long saves, which are no hangs."""
 
 import os
-import random
 import re
 import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import pytest
 
-from tests.launched import Started, children, launcher_of
+from tests.launched import Started, children, launcher_of, start_nodes
 from tests.patience import patience
-from tests.tiny_run import DEBUG, ROOT, SMALL, STEPS, curve, free_port, tensor_files
+from tests.tiny_run import DEBUG, ENDLESS, QUIET, ROOT, SMALL, assert_same_run, changed, curve
 
 pytestmark = [
     pytest.mark.exhaustive,
@@ -23,7 +23,6 @@ pytestmark = [
 TIMEOUT = 2.0
 END_WITHIN = patience(20.0)
 """seconds from the last step to the end of the job; on a busy machine the time-outs are the smallest part"""
-QUICK = ["--metrics.tensorboard=false", "--generate.after_training=false"]
 RECIPE = """
 import ctypes, os, sys, time
 from pathlib import Path
@@ -100,7 +99,7 @@ before(pretrain, "read_health", 5, read_a_file_that_does_not_answer)
     command = tmp_path / "note"
     command.write_text('#!/bin/sh\necho "$1" >>"$2/events"\n')
     command.chmod(0o755)
-    options = [*QUICK, "--data.workers=0", *limits(), f"--run.on_event={command}", f"--run.folder={folder}"]
+    options = [*QUIET, *limits(), f"--run.on_event={command}", f"--run.folder={folder}"]
     run = start(DEBUG, *SMALL, *options, NPROC="2", **with_fault(tmp_path, fault))
     lines = report_of(run)
     assert (folder / "checkpoints/step-00000004/manifest.json").exists()
@@ -120,11 +119,8 @@ before(pretrain, "read_health", 5, read_a_file_that_does_not_answer)
 def test_ranks_stuck_in_the_same_call_on_two_nodes_end_both(
     start: Callable[..., Started], tmp_path: Path, trials: int
 ) -> None:
-    variables = with_fault(tmp_path, 'before(pretrain, "read_health", 5, read_a_file_that_does_not_answer)')
-    variables |= {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
-    variables["PET_MASTER_PORT"] = str(free_port())
-    options = [*QUICK, "--data.workers=0", *limits(), "--run.restarts=0", f"--run.folder={tmp_path / 'run'}"]
-    nodes = [start(DEBUG, *SMALL, *options, **variables, PET_NODE_RANK=str(node)) for node in range(2)]
+    fault = with_fault(tmp_path, 'before(pretrain, "read_health", 5, read_a_file_that_does_not_answer)')
+    nodes = start_nodes(start, tmp_path / "run", *SMALL, *QUIET, *limits(), "--run.restarts=0", **fault)
     assert [node.wait() for node in nodes] == [1, 1]
     texts = [node.err.read_text() for node in nodes]
     assert any("hang: no progress for over 2 s (run.timeout)" in text for text in texts)
@@ -139,11 +135,10 @@ def test_a_stopped_process_of_a_job_of_one_rank_ends_it(
 ) -> None:
     for trial in range(trials):
         folder = tmp_path / f"run-{trial}"
-        endless = [word for word in SMALL if not re.match("--(training.steps|evaluate.interval|checkpoint)", word)]
-        endless += [*QUICK, "--training.steps=100000", "--evaluate.interval=0", "--data.workers=1", *limits()]
+        endless = changed(ENDLESS, "--checkpoint.interval=0", "--data.workers=1", *limits())
         run = start(DEBUG, *endless, f"--run.folder={folder}", NPROC="1")
         run.until(lambda run=run: "step      3/" in run.out.read_text())
-        time.sleep(random.uniform(0, 1) if trials > 1 else 0)
+        time.sleep(Random(trial).uniform(0, 1) if trials > 1 else 0)
         launcher = launcher_of(run.process.pid)
         (rank,) = children(launcher)
         (worker,) = children(rank)
@@ -180,7 +175,7 @@ def test_a_hang_in_each_phase_ends_by_the_limit_of_that_phase(
         "run.save_timeout": limits(step=90.0, save=TIMEOUT),
         "run.start_timeout": limits(start=patience(8.0)),
     }
-    options = [*QUICK, "--data.workers=0", f"--run.folder={tmp_path / 'run'}", *tried[key]]
+    options = [*QUIET, f"--run.folder={tmp_path / 'run'}", *tried[key]]
     run = start(DEBUG, *SMALL, *options, NPROC=str(ranks), **with_fault(tmp_path, fault))
     text = "\n".join(report_of(run))
     assert f"({key})" in text
@@ -193,17 +188,15 @@ def test_a_save_in_the_background_may_take_longer_than_run_timeout(
 ) -> None:
     fault = f'before(checkpointer.manifests, "publish", 1, lambda: time.sleep({2 * TIMEOUT + 5}))'
     folder = tmp_path / "run"
-    options = [*QUICK, "--data.workers=0", *limits(), "--checkpoint.asynchronous=true", f"--run.folder={folder}"]
+    options = [*QUIET, *limits(), "--checkpoint.asynchronous=true", f"--run.folder={folder}"]
     run = start(DEBUG, *SMALL, *options, NPROC=str(ranks), **with_fault(tmp_path, fault))
     assert run.wait() == 0, run.err.read_text()
     if ranks == 2:
-        undisturbed = request.getfixturevalue("undisturbed")
-        assert curve(folder) == curve(undisturbed)
-        assert tensor_files(folder, STEPS) == tensor_files(undisturbed, STEPS)
+        assert_same_run(folder, request.getfixturevalue("undisturbed"))
 
 
 def test_a_restart_that_follows_a_hang_is_the_same_run(
-    start: Callable[..., Started], tmp_path: Path, trials: int, request: pytest.FixtureRequest
+    start: Callable[..., Started], tmp_path: Path, trials: int, undisturbed: Path
 ) -> None:
     marker = tmp_path / "has-hung"
     fault = f"""
@@ -216,12 +209,10 @@ def hang_once():
 before(pretrain, "read_health", 6, hang_once)
 """
     folder = tmp_path / "run"
-    options = [*QUICK, "--data.workers=0", *limits(), f"--run.folder={folder}"]
+    options = [*QUIET, *limits(), f"--run.folder={folder}"]
     run = start(DEBUG, *SMALL, *options, "--run.restarts=1", NPROC="2", **with_fault(tmp_path, fault))
     assert run.wait() == 0, run.err.read_text()
     text = run.err.read_text()
     assert text.count("hang: ") == 1
     assert re.search("rank [01] was stuck; restart 1 of 1 from the checkpoint of step 4", text)
-    undisturbed = request.getfixturevalue("undisturbed")
-    assert curve(folder) == curve(undisturbed)
-    assert tensor_files(folder, STEPS) == tensor_files(undisturbed, STEPS)
+    assert_same_run(folder, undisturbed)

@@ -19,14 +19,13 @@ from tests.pods import (
     write_toml,
 )
 from tests.recipes.warm import pretrain
-from tests.tiny_run import SMALL, curve
+from tests.tiny_run import QUIET, SMALL, changed, curve
 
 STOPPED = 75
 STEPS = 40
 CHANGED = [f"--training.steps={STEPS}", "--checkpoint.interval=0", "--evaluate.interval=20"]
 CHANGED += ["--training.global_batch_size=12"]  # of 1, 2 or 3 ranks
-RUN = [word for word in SMALL if word.partition("=")[0] not in {word.partition("=")[0] for word in CHANGED}]
-RUN += [*CHANGED, "--metrics.tensorboard=false", "--generate.after_training=false", "--data.workers=0"]
+RUN = changed(SMALL, *QUIET, *CHANGED)
 TOLERANCE = 1e-6
 """of losses on another number of ranks"""
 

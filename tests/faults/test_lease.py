@@ -11,17 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.launched import Started, launcher_of
-from tests.tiny_run import DEBUG, SMALL, metrics
+from tests.tiny_run import DEBUG, ENDLESS, metrics
 
 pytestmark = [
-    pytest.mark.exhaustive,  # test_process.py has two jobs in one folder on warm ranks, test_lease.py the rest
+    pytest.mark.exhaustive,  # tests/tools/launch/test_lease.py and test_rank_start.py have the rest
     pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc to see processes in"),
 ]
-
-CHANGED = ["--training.steps", "--evaluate.interval"]
-ENDLESS = [word for word in SMALL if word.partition("=")[0] not in CHANGED]
-ENDLESS += ["--training.steps=100000", "--evaluate.interval=0", "--metrics.tensorboard=false", "--data.workers=0"]
-ENDLESS += ["--generate.after_training=false"]
 
 QUICK_LEASE = """
 import runpy, sys

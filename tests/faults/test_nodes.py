@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launched import Started
+from tests.launched import Started, start_nodes
 from tests.recipes.warm import pretrain
-from tests.tiny_run import DEBUG, SMALL, curve, free_port
+from tests.tiny_run import QUIET, SMALL, changed, curve
 
 pytestmark = [
     pytest.mark.exhaustive,
@@ -23,9 +23,7 @@ pytestmark = [
 STEPS = 30
 CHANGED = [f"--training.steps={STEPS}", "--checkpoint.interval=5", "--evaluate.interval=15"]
 CHANGED += ["--training.global_batch_size=12"]  # 6 microbatches: of 1, 2, 3 or 6 ranks
-CHANGED_KEYS = {word.partition("=")[0] for word in CHANGED}
-JOB = [word for word in SMALL if word.partition("=")[0] not in CHANGED_KEYS]
-JOB += [*CHANGED, "--metrics.tensorboard=false", "--generate.after_training=false", "--data.workers=0"]
+JOB = changed(SMALL, *QUIET, *CHANGED)
 TOLERANCE = 1e-6
 """of losses, whose mean is summed in another order"""
 
@@ -36,15 +34,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
     assert pretrain(3, folder, *CHANGED) == ["", "", ""]
     return folder
-
-
-def start_nodes(start: Callable[..., Started], nodes: int, folder: Path) -> list[Started]:
-    pod = {"PET_NNODES": str(nodes), "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
-    pod |= {"PET_MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    started = []
-    for node in range(nodes):
-        started.append(start(DEBUG, *JOB, f"--run.folder={folder}", **pod, PET_NODE_RANK=str(node)))
-    return started
 
 
 def lose_node(nodes: list[Started], victim: int, folder: Path, checkpoint: int) -> None:
@@ -65,7 +54,7 @@ def resumed_step(node: Started) -> int:
 
 def lose_one_of_three(start: Callable[..., Started], folder: Path, victim: int) -> None:
     """Lose a node of a job that has a fourth one, which waits: 12 sequences are not shared by four."""
-    nodes = start_nodes(start, 4, folder)
+    nodes = start_nodes(start, folder, *JOB, nodes=4)
     lose_node(nodes, victim, folder, checkpoint=5)
     assert "node 3 waits for the end of the job: 4 nodes do not divide the batch of 12" in nodes[3].err.read_text()
 
@@ -73,7 +62,7 @@ def lose_one_of_three(start: Callable[..., Started], folder: Path, victim: int) 
 def go_on_with_two_and_lose_one(start: Callable[..., Started], folder: Path) -> float:
     """Return the seconds until the smaller job has taken a step."""
     began = time.monotonic()
-    nodes = start_nodes(start, 2, folder)
+    nodes = start_nodes(start, folder, *JOB, nodes=2)
     nodes[0].until(lambda: f"/{STEPS}  loss" in nodes[0].out.read_text())
     seconds = time.monotonic() - began
     assert 5 <= resumed_step(nodes[0]) <= 10
@@ -83,7 +72,7 @@ def go_on_with_two_and_lose_one(start: Callable[..., Started], folder: Path) -> 
 
 def finish_with_three(start: Callable[..., Started], folder: Path, kill_spare: bool) -> None:
     """Train to the end on three of four nodes; the one that waits may be killed meanwhile, which costs nothing."""
-    nodes = start_nodes(start, 4, folder)
+    nodes = start_nodes(start, folder, *JOB, nodes=4)
     expected = [0, 0, 0, 0]
     if kill_spare:
         nodes[3].until(lambda: "node 3 waits" in nodes[3].err.read_text())

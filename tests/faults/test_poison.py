@@ -1,12 +1,11 @@
 """Weights that go bad: what is saved, what is kept, what a run that starts again loads, and what it says."""
 
 import logging
-import random
 import re
 import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.recipes.warm import pretrain
-from tests.tiny_run import curve, tensor_files
-from torchllm.checkpoint.manifest import read_suspects, step_folders, step_of
+from tests.tiny_run import assert_same_run, curve
+from torchllm.checkpoint.manifest import step_folders, step_of
 
 LAYOUTS = {
     "fsdp": [],
@@ -25,17 +24,17 @@ LAYOUTS = {
 }
 
 
-def spoil_weights(recipe: Any, rank: int, *, spoiled: int, value: float, on_rank: int, elements: int) -> None:
-    """Let one rank set elements of its last weight after a step, as a broken device or a far too high rate would."""
+def spoil_a_weight(recipe: Any, rank: int, *, spoiled: int) -> None:
+    """Let rank 1 make an element of its last weight NaN after a step, as a broken device would."""
 
     class SpoiledStep(recipe.TrainStep):
         def __call__(self, step: int, batches: Any) -> Any:
             result = super().__call__(step, batches)
-            if step == spoiled and rank == on_rank:
+            if step == spoiled and rank == 1:
                 *_, weight = self.stages[-1].parameters()
                 local = weight.to_local() if isinstance(weight, DTensor) else weight
                 with torch.no_grad():
-                    local.view(-1)[:elements] = value
+                    local.view(-1)[0] = float("nan")
             return result
 
     recipe.TrainStep = SpoiledStep
@@ -53,10 +52,9 @@ def test_nan_in_one_ranks_weights_is_not_saved_and_costs_no_checkpoint(
 ) -> None:
     for trial in range(trials):
         folder = tmp_path / f"trial-{trial}"
-        spoiled = random.Random(trial).choice([4, 5])
+        spoiled = Random(trial).choice([4, 5])
         settings = [*LAYOUTS[layout], "--checkpoint.interval=2", "--checkpoint.keep=1"]
-        spoil = partial(spoil_weights, spoiled=spoiled, value=float("nan"), on_rank=1, elements=1)
-        first, second = pretrain(2, folder, *settings, change=spoil)
+        first, second = pretrain(2, folder, *settings, change=partial(spoil_a_weight, spoiled=spoiled))
         unsaved = 4 if spoiled == 4 else 6
         assert first == second
         assert re.search(rf"step {unsaved} is not saved: values are not finite in rank 1: model\.", first)
@@ -65,35 +63,10 @@ def test_nan_in_one_ranks_weights_is_not_saved_and_costs_no_checkpoint(
 
         assert pretrain(2, folder, *settings) == ["", ""]
         if layout in ("fsdp", "asynchronous"):
-            assert curve(folder) == curve(undisturbed)
-            assert tensor_files(folder, 8) == tensor_files(undisturbed, 8)
+            assert_same_run(folder, undisturbed)
         else:
             for resumed, whole in zip(curve(folder), curve(undisturbed), strict=True):
                 assert resumed == pytest.approx(whole, rel=1e-6)  # float32 sums in another order
-
-
-@pytest.mark.exhaustive  # tests/checkpoint/test_checkpointer.py has it without training
-def test_finite_weights_that_are_lost_drive_no_good_checkpoint_out(tmp_path: Path, trials: int) -> None:
-    """Weights of 3e38 are finite and saved, and no loss is finite after them: the run keeps one from before."""
-    steps = ["--training.steps=36", "--evaluate.interval=0", "--parallel.dp_shard=1", "--metrics.breakdown_interval=0"]
-    settings = [*steps, "--checkpoint.interval=2", "--checkpoint.keep=2"]
-    assert pretrain(1, tmp_path / "undisturbed", *settings) == [""]
-    for trial in range(trials):
-        folder = tmp_path / f"trial-{trial}"
-        spoiled = random.Random(trial).randrange(15, 24)
-        spoil = partial(spoil_weights, spoiled=spoiled, value=3e38, on_rank=0, elements=10**9)
-        [error] = pretrain(1, folder, *settings, change=spoil)
-        assert f"10 steps in a row up to step {spoiled + 10}" in error
-        suspects = [step_of(path) for path in read_suspects(step_folders(folder / "checkpoints"))]
-        good = [step for step in saved(folder) if step not in suspects]
-        assert min(suspects) > max(good)
-        # The newest that ten finite steps have followed, or one before it.
-        assert spoiled - 14 <= max(good) <= spoiled - 10
-
-        assert pretrain(1, folder, *settings) == [""]
-        assert curve(folder) == curve(tmp_path / "undisturbed")
-        assert tensor_files(folder, 36) == tensor_files(tmp_path / "undisturbed", 36)
-        assert not read_suspects(step_folders(folder / "checkpoints"))
 
 
 def log_to_file(recipe: Any, rank: int, *, file: Path) -> None:
@@ -138,13 +111,9 @@ def refuse_deletion(recipe: Any, rank: int, *, folder: Path, file: Path) -> None
     recipe.supervise = refusing
 
 
-def started_from_step_4(undisturbed: Path, folder: Path) -> Path:
-    shutil.copytree(undisturbed / "checkpoints/step-00000004", folder / "checkpoints/step-00000004")
-    return folder
-
-
 def test_a_leftover_that_cannot_be_deleted_is_named_and_stops_nothing(undisturbed: Path, tmp_path: Path) -> None:
-    folder = started_from_step_4(undisturbed, tmp_path / "run")
+    folder = tmp_path / "run"
+    shutil.copytree(undisturbed / "checkpoints/step-00000004", folder / "checkpoints/step-00000004")
     leftover = folder / "checkpoints" / f".step-00000002.{'0' * 32}.tmp"
     leftover.mkdir()
     log = tmp_path / "log"
@@ -161,22 +130,8 @@ def test_a_leftover_that_cannot_be_deleted_is_named_and_stops_nothing(undisturbe
     assert text.count(" in the checkpoint, ") == 3
 
 
-def test_other_data_is_refused_by_the_names_of_the_sources(undisturbed: Path, tmp_path: Path) -> None:
-    folder = started_from_step_4(undisturbed, tmp_path)
-    text_file = tmp_path / "other.txt"
-    text_file.write_text("another text\n" * 5000)
-    source = ["--data.sources.0.kind=text", f"--data.sources.0.path={text_file}", "--evaluate.interval=0"]
-    first, second = pretrain(2, folder, *source)
-    assert first == second
-    expected = f"data.sources.0 (text '{text_file}'): in the checkpoint it is stdlib\n"
-    assert first.startswith(f"the checkpoint was trained on other data:\n  {expected}")
-    assert saved(folder) == [4]
-
-
 def touch_save(recipe: Any, rank: int, *, file: Path, at_step: int) -> None:
-    step_type: Callable[..., Any] = recipe.TrainStep
-
-    class TouchingStep(step_type):  # type: ignore[valid-type, misc]  # the recipe's, known at run time
+    class TouchingStep(recipe.TrainStep):
         def __call__(self, step: int, batches: Any) -> Any:
             if step == at_step:
                 file.touch()

@@ -1,7 +1,6 @@
 """Jobs whose launchers start all ranks again after one has died."""
 
 import os
-import random
 import re
 import signal
 import subprocess
@@ -9,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,15 +16,13 @@ import pytest
 from tests import workers
 from tests.launched import PATIENCE, Started, children, clean, ends, start_nodes
 from tests.recipes.warm import pretrain
-from tests.tiny_run import DEBUG, ROOT, SMALL, STEPS, curve, tensor_files
+from tests.tiny_run import QUIET, ROOT, SMALL, assert_same_run, changed
 from torchllm.tools.launch.restarts import newest_step
 from torchllm.tools.watch.goodput import account, read_launches
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc to find ranks in")
 
-QUICK = [word for word in SMALL if not word.startswith("--checkpoint.interval")]
-QUICK += ["--metrics.tensorboard=false", "--generate.after_training=false", "--data.workers=0"]
-QUICK += ["--checkpoint.interval=2"]
+QUICK = changed(SMALL, *QUIET, "--checkpoint.interval=2")
 
 
 def kill_after_step_6(recipe: Any, rank: int) -> None:
@@ -63,21 +61,12 @@ def is_session_leader(pid: int) -> bool:
         return False
 
 
-def has_step_2(folder: Path) -> bool:
-    return (folder / "checkpoints/step-00000002/manifest.json").exists()
-
-
 def restarts_of(runs: list[Started]) -> list[str]:
     """Return the lines in which node 0 says that the job is started again."""
     return [line for line in runs[0].err.read_text().splitlines() if re.search(r"; restart \d+ of \d+ from ", line)]
 
 
-def assert_same_run(folder: Path, undisturbed: Path) -> None:
-    assert curve(folder) == curve(undisturbed)
-    assert tensor_files(folder, STEPS) == tensor_files(undisturbed, STEPS)
-
-
-def kill_a_rank(runs: list[Started], folder: Path) -> bool:
+def kill_a_rank(runs: list[Started], folder: Path, random: Random) -> bool:
     """Kill a rank at a random moment in the start-up or around a save; return False if the job is done before."""
     before = newest_step(folder)
     is_in_training = random.random() < 0.5
@@ -103,7 +92,7 @@ def test_a_rank_killed_on_any_node_costs_only_time(
         folder = tmp_path / f"run-{kills}"
         on_event = f"--run.on_event=sh -c 'echo $1 >>{folder}/events' on_event"
         runs = start_nodes(start, folder, *QUICK, "--run.restarts=1000", on_event)
-        while kills < trials and kill_a_rank(runs, folder):
+        while kills < trials and kill_a_rank(runs, folder, Random(kills)):
             kills += 1
         assert [run.wait() for run in runs] == [0, 0], runs[0].err.read_text()
         lines = restarts_of(runs)
@@ -120,6 +109,7 @@ def test_a_rank_killed_on_any_node_costs_only_time(
 FAULTY = f"""
 import os, runpy, signal, sys, threading, time
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 attempt, rank = int(os.environ.get("TORCHLLM_ATTEMPT", "1")), os.environ.get("RANK")
@@ -175,16 +165,6 @@ def test_a_restart_in_which_something_happens_is_the_same_run(
         assert_same_run(folder, undisturbed)
 
 
-@pytest.mark.exhaustive
-def test_a_rank_that_ends_with_status_0_in_mid_run_is_named(start: Callable[..., Started], tmp_path: Path) -> None:
-    runs = run_with_fault(start, tmp_path / "run", "after_step_2(lambda: os._exit(0))", 0)
-    assert [run.wait() for run in runs] == [1, 1]
-    assert runs[1].err.read_text().splitlines()[-1] == (
-        f"rank 1 on {os.uname().nodename} ended in the middle of the run, with exit status 0"
-    )
-    assert runs[0].err.read_text().splitlines()[-1] == "error: node 1 has ended the job; its output says why"
-
-
 SHORT = """
 import os, sys, time
 from torchllm.config.errors import RefusedStart, UserError
@@ -216,69 +196,39 @@ def outcome_of(folder: Path, fault: str, restarts: int) -> Outcome:
     recipe = folder / "short.py"
     recipe.write_text(SHORT.replace("FAULT", fault))
     command = [sys.executable, "-m", "torchllm.tools.launch.launch", f"--restarts={restarts}", f"--run-folder={folder}"]
+    command += ["--nproc-per-node=2", str(recipe)]
     environment = clean({"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
-    done = subprocess.run(
-        [*command, "--nproc-per-node=2", str(recipe)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     return Outcome(done.returncode, done.stderr.splitlines())
 
 
 LEFT = "rank 1 ended in the middle of the run, with exit status 0"
 KILLED = "rank 1 was killed: SIGKILL"
+IN_VAIN = "not restarted: 1 of 1 restarts (run.restarts) have made no progress"
+SHORT_JOBS = {
+    "restarted in vain": (
+        "os._exit(0) if attempt == 1 else os.kill(os.getpid(), 9)",
+        1,
+        Outcome(1, [f"{LEFT}; restart 1 of 1 from the beginning", IN_VAIN, KILLED]),
+    ),
+    "restarted": (
+        "os.kill(os.getpid(), 9) if attempt < 4 else None",
+        3,
+        Outcome(0, [f"{KILLED}; restart {number} of 3 from the beginning" for number in (1, 2, 3)]),
+    ),
+    "left": ("os._exit(0)", 0, Outcome(1, [LEFT])),
+    "user error": ("raise UserError('of the user')", 3, Outcome(1, ["rank 1: error: of the user"])),
+    "refused": ("raise RefusedStart('of the start')", 3, Outcome(2, ["rank 1: error: of the start"])),
+    "status 2": ("sys.exit(2)", 3, Outcome(2, [])),
+}
+"""what happens to rank 1, the restarts that may be without progress, and what comes of it"""
 
 
-def test_a_job_is_restarted_as_often_as_may_be_without_progress(tmp_path: Path) -> None:
-    """The first attempt ends without an error: nobody may take it for a run that is done."""
-    fault = "os._exit(0) if attempt == 1 else os.kill(os.getpid(), 9)"
-    lines = [
-        f"{LEFT}; restart 1 of 1 from the beginning",
-        "not restarted: 1 of 1 restarts (run.restarts) have made no progress",
-        KILLED,
-    ]
-    assert outcome_of(tmp_path, fault, restarts=1) == (1, lines)
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("fault", "restarts", "status", "lines"),
-    [
-        (
-            "os._exit(0) if attempt == 1 else os.kill(os.getpid(), 9) if attempt < 4 else None",
-            3,
-            0,
-            [
-                f"{LEFT}; restart 1 of 3 from the beginning",
-                f"{KILLED}; restart 2 of 3 from the beginning",
-                f"{KILLED}; restart 3 of 3 from the beginning",
-            ],
-        ),
-        ("os._exit(0)", 0, 1, [LEFT]),
-        ("raise UserError('of the user')", 3, 1, ["rank 1: error: of the user"]),
-        ("raise RefusedStart('of the start')", 3, 2, ["rank 1: error: of the start"]),
-        ("sys.exit(2)", 3, 2, []),
-    ],
-    ids=["restarted", "left", "user-error", "refused", "status-2"],
+    "name",
+    ["restarted in vain", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in list(SHORT_JOBS)[1:])],
 )
-def test_only_what_may_pass_is_tried_again(
-    tmp_path: Path, fault: str, restarts: int, status: int, lines: list[str]
-) -> None:
-    assert outcome_of(tmp_path, fault, restarts) == (status, lines)
-
-
-@pytest.mark.exhaustive
-def test_a_stop_that_is_asked_for_while_a_rank_dies_ends_the_job(start: Callable[..., Started], tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    run = start(DEBUG, *QUICK, f"--run.folder={folder}", "--run.restarts=3")
-    run.until(lambda: has_step_2(folder))
-    for rank in ranks_of([run]):
-        os.kill(rank, signal.SIGSTOP)
-    run.process.terminate()
-    run.until((folder / "stop").exists)
-    os.kill(ranks_of([run])[1], signal.SIGKILL)
-    assert run.wait() == 1
-    assert run.err.read_text().splitlines()[-2:] == ["not restarted: the run was asked to stop", KILLED]
+def test_only_what_may_pass_is_tried_again(tmp_path: Path, name: str) -> None:
+    """An attempt that ends without an error is not taken for a run that is done."""
+    fault, restarts, expected = SHORT_JOBS[name]
+    assert outcome_of(tmp_path, fault, restarts) == expected

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from tests import workers
-from tests.tiny_run import DEBUG, ROOT, SMALL, free_port, process_as_it_was
+from tests.tiny_run import DEBUG, ROOT, SMALL, changed, free_port, process_as_it_was
 from torchllm.config import Config
 from torchllm.config.errors import UserError
 from torchllm.tools.config.load import load_config
@@ -32,17 +32,12 @@ def pretrain(
 ) -> list[str]:
     """Train on warm ranks, and return each rank's UserError, or "" where it had none. recipe: a module."""
     arguments = [str(config), *settings, "--data.workers=0", "--metrics.tensorboard=false", f"--run.folder={folder}"]
-    return workers.run(_train, ranks, recipe, _merged(arguments, overrides), free_port(), change)
+    return workers.run(_train, ranks, recipe, changed(arguments, *overrides), free_port(), change)
 
 
 def alone(folder: Path, *overrides: str) -> Config:
     """Return the config of a run for the recipes that run in one process."""
     return load_config([str(folder / "config.toml"), *overrides], one_device=True)
-
-
-def _merged(arguments: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    new = {override.partition("=")[0] for override in overrides}
-    return [*(word for word in arguments if word.partition("=")[0] not in new), *overrides]
 
 
 def _train(name: str, arguments: list[str], port: int, change: Change | None) -> str:

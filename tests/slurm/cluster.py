@@ -112,12 +112,7 @@ class SlurmCluster:
     def _start_munge(self, host: Host) -> None:
         """Start the daemon by which Slurm's commands and daemons know each other; each host needs one of its own."""
         host.run("mkdir", "--mode=755", "/run/munge")
-        files = [
-            "--key-file",
-            str(self.folder / "munge.key"),
-            "--log-file",
-            str(self.folder / f"munged.{host.name}.log"),
-        ]
+        files = ["--key-file", f"{self.folder}/munge.key", "--log-file", f"{self.folder}/munged.{host.name}.log"]
         files += ["--seed-file", "/run/munge/seed", "--pid-file", "/run/munge/munged.pid"]
         host.run("munged", "--force", *files, "--socket=/run/munge/munge.socket.2", env=self.environment)
 
@@ -135,9 +130,8 @@ class SlurmCluster:
         try:
             options = ["--noheader", "--Node", "--responding", "--partition=normal", "--format=%N %t"]
             states = [line.split() for line in self.run("sinfo", *options).splitlines()]
-            return [
-                name for name, state in states if state == "idle"
-            ]  # not "drain", which --states=idle takes for idle
+            # Not "drain", which --states=idle takes for idle.
+            return [name for name, state in states if state == "idle"]
         except subprocess.CalledProcessError:  # slurmctld is starting
             return []
 

@@ -5,9 +5,10 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.slurm.cluster import SlurmCluster
-from tests.tiny_run import DEBUG, ROOT, SMALL
+from tests.tiny_run import DEBUG, ROOT, SMALL, changed
 
 STEPS = 100
 QUICK_STEPS = 7
@@ -22,11 +23,10 @@ CHANGED = [
     "--metrics.tensorboard=false",
     "--generate.after_training=false",
 ]
-SETTINGS = [word for word in SMALL if word.partition("=")[0] not in {new.partition("=")[0] for new in CHANGED}]
-SETTINGS += CHANGED
+SETTINGS = changed(SMALL, *CHANGED)
 KINDS = {
     "run_train.sh": r"^bash \S*run_train\.sh ",
-    "launcher": r" -m torchllm\.runtime\.launch ",
+    "launcher": r" -m torchllm\.tools\.launch\.launch ",
     "rank": rf"python\S* (-u )?\S*{RECIPE} ",
 }
 """patterns of command lines; workers of a rank's data loader have its own"""
@@ -58,9 +58,7 @@ class Job:
 
     def command(self, *settings: str) -> list[str]:
         """Return the command that trains."""
-        changed = {word.partition("=")[0] for word in settings}
-        unchanged = [word for word in SETTINGS if word.partition("=")[0] not in changed]
-        return ["./run_train.sh", DEBUG, *unchanged, *settings, f"--run.folder={self.folder}"]
+        return ["./run_train.sh", DEBUG, *changed(SETTINGS, *settings), f"--run.folder={self.folder}"]
 
     def submit(
         self, *options: str, srun: str = "srun", settings: Sequence[str] = (), ending: str = "", **environment: str
@@ -72,6 +70,15 @@ class Job:
         variables |= {"RECIPE": str(self.cluster.folder / RECIPE)} | environment
         files = [f"--output={self.output}", "--open-mode=append"]
         self.number = int(self.cluster.run("sbatch", "--parsable", *files, *words, **variables))
+
+    def begin(self, *options: str, **rest: Any) -> None:
+        """Submit it, and wait for its first slow steps."""
+        self.submit(*options, **rest)
+        self.until_training()
+
+    def until_training(self) -> None:
+        self.cluster.until(lambda: self.step > QUICK_STEPS + 1 or self.state in ENDED)
+        assert self.step > QUICK_STEPS + 1, self.text
 
     @property
     def text(self) -> str:
@@ -108,11 +115,6 @@ class Job:
         """Return whether ranks of the run are on a node."""
         commands = self.cluster.network.hosts[node].processes().values()
         return any(re.search(KINDS["rank"], command) for command in commands)
-
-    def until_training(self) -> None:
-        """Wait for its first slow steps."""
-        self.cluster.until(lambda: self.step > QUICK_STEPS + 1 or self.state in ENDED)
-        assert self.step > QUICK_STEPS + 1, self.text
 
     def until_ended(self) -> float:
         """Wait until Slurm says that it has ended and none of its processes is left on any node; return the seconds."""

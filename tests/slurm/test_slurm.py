@@ -48,19 +48,21 @@ def end_of(job: Job, state: str) -> float:
     return seconds
 
 
-def resubmit(job: Job, *options: str) -> None:
-    """Submit an ended job again: it must go on from its newest checkpoint, to the end."""
+def resubmit(job: Job, undisturbed: Undisturbed, *options: str) -> None:
+    """Submit an ended job again: it must go on from its newest checkpoint, to the same end."""
     newest = job.checkpoint
     job.submit(*(options or TWO))
     job.finish()
     assert job.resumed[-1] == newest, job.text
+    assert_same(job, undisturbed(2))
 
 
-def finish_requeued(job: Job, newest: int) -> None:
+def finish_requeued(job: Job, undisturbed: Undisturbed, newest: int) -> None:
     """Let a job that Slurm has started again train to its end: it must go on from its newest checkpoint."""
     job.finish()
     assert job.resumed == [newest], job.text
     assert job.cluster.state(job.number).restarts == 1
+    assert_same(job, undisturbed(2))
 
 
 # ---- without a fault
@@ -76,13 +78,8 @@ def readme_line() -> list[str]:
 def test_readmes_line_trains(job: Job, undisturbed: Undisturbed, note: Note) -> None:
     """On three nodes with a GPU each instead of eight with eight, and with another config."""
     sbatch, nodes, tasks, gpus, wrap, command = readme_line()
-    assert [sbatch, nodes, tasks, gpus, wrap] == [
-        "sbatch",
-        "--nodes=8",
-        "--ntasks-per-node=1",
-        "--gpus-per-node=8",
-        "--wrap",
-    ]
+    assert [sbatch, nodes, tasks] == ["sbatch", "--nodes=8", "--ntasks-per-node=1"]
+    assert [gpus, wrap] == ["--gpus-per-node=8", "--wrap"]
     srun = re.sub(r" ./run_train.sh [^ ]+ --run.folder=[^ ]+$", "", command)
     job.submit("--nodes=3", tasks, "--gpus-per-node=1", srun=srun)
     job.finish()
@@ -105,25 +102,18 @@ def test_two_ranks_per_node_train(job: Job, undisturbed: Undisturbed, note: Note
 # ---- what asks a job to stop: it saves at the next step boundary
 
 
-STOPS = {
-    "scancel": ["scancel"],
-    "scancel --signal=TERM": ["scancel", "--signal=TERM"],
-    "scancel --signal=USR1": ["scancel", "--signal=USR1"],
-    "scancel --full --signal=USR1": ["scancel", "--full", "--signal=USR1"],
-}
+SIGNALED = (" --signal=TERM", " --signal=USR1", " --full --signal=USR1")
 
 
-@pytest.mark.parametrize("command", STOPS.values(), ids=STOPS.keys())
-def test_scancel_saves(job: Job, undisturbed: Undisturbed, note: Note, command: list[str]) -> None:
-    job.submit(*TWO, srun="exec srun" if "--full" in command else "srun")
-    job.until_training()
-    job.cluster.run(*command, str(job.number))
+@pytest.mark.parametrize("command", [f"scancel{words}" for words in ("", *SIGNALED)])
+def test_scancel_saves(job: Job, undisturbed: Undisturbed, note: Note, command: str) -> None:
+    job.begin(*TWO, srun="exec srun" if "--full" in command else "srun")
+    job.cluster.run(*command.split(), str(job.number))
     seconds = job.until_ended()
     assert seconds < PROMISED
-    assert job.state == ("CANCELLED" if command == ["scancel"] else "COMPLETED"), job.text
+    assert job.state == ("CANCELLED" if command == "scancel" else "COMPLETED"), job.text
     note(f"saved step {saved_step(job)}, {job.state} after {seconds:.0f} s")
-    resubmit(job)
-    assert_same(job, undisturbed(2))
+    resubmit(job, undisturbed)
 
 
 @pytest.mark.parametrize(
@@ -132,14 +122,12 @@ def test_scancel_saves(job: Job, undisturbed: Undisturbed, note: Note, command: 
 def test_the_time_limit_saves(job: Job, undisturbed: Undisturbed, note: Note, form: str) -> None:
     """form: of --signal. For B:, which signals the batch script alone, srun must take that script's place."""
     option = [f"--signal={form}"] if form else []
-    job.submit(*TWO, "--time=5", *option, srun="exec srun" if form.startswith("B:") else "srun")
-    job.until_training()
+    job.begin(*TWO, "--time=5", *option, srun="exec srun" if form.startswith("B:") else "srun")
     job.cluster.run("scontrol", "update", f"jobid={job.number}", "timelimit=1")
     seconds = job.until_ended()
     assert job.state == ("COMPLETED" if form else "TIMEOUT"), job.text
     note(f"saved step {saved_step(job)}, {job.state} after {seconds:.0f} s")
-    resubmit(job)
-    assert_same(job, undisturbed(2))
+    resubmit(job, undisturbed)
 
 
 # ---- what starts a job again
@@ -150,69 +138,59 @@ AGAIN = "; [ $? != 75 ] || scontrol requeue $SLURM_JOB_ID"
 
 
 def test_a_job_whose_time_is_over_queues_itself(job: Job, undisturbed: Undisturbed, note: Note) -> None:
-    job.submit(*TWO, "--time=5", "--signal=USR1@60", settings=["--run.stopped_exit_status=75"], ending=AGAIN)
-    job.until_training()
+    job.begin(*TWO, "--time=5", "--signal=USR1@60", settings=["--run.stopped_exit_status=75"], ending=AGAIN)
     job.cluster.run("scontrol", "update", f"jobid={job.number}", "timelimit=1")
     job.cluster.until(lambda: "stopped early" in job.text)
     job.cluster.run("scontrol", "update", f"jobid={job.number}", "timelimit=5")
     step = saved_step(job)
     note(f"saved step {step}, trained again {job.until_resumed():.0f} s later")
-    finish_requeued(job, step)
-    assert_same(job, undisturbed(2))
+    finish_requeued(job, undisturbed, step)
 
 
 def test_a_requeued_job_goes_on(job: Job, undisturbed: Undisturbed, note: Note) -> None:
-    job.submit(*TWO, "--requeue")
-    job.until_training()
+    job.begin(*TWO, "--requeue")
     job.cluster.run("scontrol", "requeue", str(job.number))
     ended = job.cluster.until(lambda: not job.cluster.processes())
     assert ended < PROMISED
     step = saved_step(job)
     note(f"saved step {step} and ended after {ended:.0f} s, trained again {job.until_resumed():.0f} s later")
-    finish_requeued(job, step)
-    assert_same(job, undisturbed(2))
+    finish_requeued(job, undisturbed, step)
 
 
 @pytest.mark.parametrize("grace", ["0", "60"], ids="GraceTime={}".format)
 def test_a_preempted_job_goes_on(job: Job, undisturbed: Undisturbed, note: Note, grace: str) -> None:
     """grace: the partition's GraceTime in seconds. A job that ends in that time is done for Slurm."""
     job.cluster.run("scontrol", "update", "partition=normal", f"gracetime={grace}")
-    job.submit(*TWO, "--requeue", settings=["--run.stopped_exit_status=75"], ending=AGAIN if grace != "0" else "")
-    job.until_training()
+    job.begin(*TWO, "--requeue", settings=["--run.stopped_exit_status=75"], ending=AGAIN if grace != "0" else "")
     job.cluster.run(
         "sbatch", "--nodes=3", "--exclusive", "--partition=urgent", "--output=/dev/null", "--wrap=srun sleep 1"
     )
     ended = job.cluster.until(lambda: not job.text.endswith("x") and "stopped early" in job.text)
     step = saved_step(job)
     note(f"saved step {step} and ended after {ended:.0f} s, trained again {job.until_resumed():.0f} s later")
-    finish_requeued(job, step)
-    assert_same(job, undisturbed(2))
+    finish_requeued(job, undisturbed, step)
 
 
 def test_a_node_that_is_set_down_is_replaced(job: Job, undisturbed: Undisturbed, note: Note) -> None:
-    job.submit(*TWO, "--requeue")
-    job.until_training()
+    job.begin(*TWO, "--requeue")
     job.cluster.run("scontrol", "update", "nodename=node2", "state=down", "reason=trial")
     ended = job.cluster.until(lambda: not job.cluster.processes())
     assert ended < PROMISED
     step = job.checkpoint
     note(f"saved step {step} and ended after {ended:.0f} s, trained again {job.until_resumed():.0f} s later")
     assert job.cluster.state(job.number).nodes == "node[1,3]"
-    finish_requeued(job, step)
-    assert_same(job, undisturbed(2))
+    finish_requeued(job, undisturbed, step)
 
 
 @pytest.mark.parametrize("lost", ["node1", "node2"])
 def test_a_node_that_is_lost_is_replaced(job: Job, undisturbed: Undisturbed, note: Note, lost: str) -> None:
     """node1 has rank 0 and the batch script."""
-    job.submit(*TWO, "--requeue")
-    job.until_training()
+    job.begin(*TWO, "--requeue")
     job.cluster.network.lose(lost)
     ended = job.cluster.until(lambda: not job.cluster.processes())
     step = job.checkpoint
     note(f"the other node's processes ended after {ended:.0f} s, trained again {job.until_resumed():.0f} s later")
-    finish_requeued(job, step)
-    assert_same(job, undisturbed(2))
+    finish_requeued(job, undisturbed, step)
 
 
 @pytest.mark.parametrize("cut", ["node1", "node2"])
@@ -221,8 +199,7 @@ def test_a_node_whose_link_is_cut_is_replaced(job: Job, undisturbed: Undisturbed
 
     Its launcher holds no GPU then, and ends when the link is back, or when TCP gives up, after a quarter of an hour.
     """
-    job.submit(*TWO, "--requeue", settings=["--run.timeout=60"])
-    job.until_training()
+    job.begin(*TWO, "--requeue", settings=["--run.timeout=60"])
     reachable = {"node1": "node2", "node2": "node1"}[cut]
     job.cluster.network.cut(cut)
     step = job.checkpoint
@@ -232,16 +209,14 @@ def test_a_node_whose_link_is_cut_is_replaced(job: Job, undisturbed: Undisturbed
     note(f"its own after {ended:.0f} s")
     note(f"trained again {job.until_resumed():.0f} s later")
     job.cluster.network.join(cut)
-    finish_requeued(job, step)
-    assert_same(job, undisturbed(2))
+    finish_requeued(job, undisturbed, step)
 
 
 # ---- what a job does not notice, or what ends it
 
 
 def test_a_node_that_is_drained_stays_until_the_end(job: Job, undisturbed: Undisturbed, note: Note) -> None:
-    job.submit(*TWO)
-    job.until_training()
+    job.begin(*TWO)
     job.cluster.run("scontrol", "update", "nodename=node2", "state=drain", "reason=trial")
     step = job.step
     job.cluster.until(lambda: job.step > step + 3)
@@ -256,12 +231,10 @@ def test_a_node_that_is_drained_stays_until_the_end(job: Job, undisturbed: Undis
 def test_a_job_ends_with_a_killed_process(
     job: Job, undisturbed: Undisturbed, note: Note, victim: str, node: str
 ) -> None:
-    job.submit(*TWO)
-    job.until_training()
+    job.begin(*TWO)
     os.kill(job.find(node, victim), signal.SIGKILL)
     note(f"all processes ended after {end_of(job, 'FAILED'):.0f} s")
-    resubmit(job)
-    assert_same(job, undisturbed(2))
+    resubmit(job, undisturbed)
 
 
 @pytest.mark.parametrize("srun", ["srun", "srun --kill-on-bad-exit=1"])
@@ -269,17 +242,14 @@ def test_a_job_with_a_task_per_gpu_ends_with_a_killed_rank(
     job: Job, undisturbed: Undisturbed, note: Note, srun: str
 ) -> None:
     options = ["--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=2"]
-    job.submit(*options, srun=srun)
-    job.until_training()
+    job.begin(*options, srun=srun)
     os.kill(job.find("node1", "rank"), signal.SIGKILL)
     note(f"all processes ended after {end_of(job, 'FAILED'):.0f} s")
-    resubmit(job, *options)
-    assert_same(job, undisturbed(2))
+    resubmit(job, undisturbed, *options)
 
 
 def test_a_killed_rank_is_started_again_in_the_job(job: Job, undisturbed: Undisturbed, note: Note) -> None:
-    job.submit(*TWO)
-    job.until_training()
+    job.begin(*TWO)
     newest = job.checkpoint
     os.kill(job.find("node2", "rank"), signal.SIGKILL)
     note(f"trained again {job.until_resumed():.0f} s later, in the same job")
@@ -298,8 +268,7 @@ ONE_TASK_PER_NODE = "srun --ntasks-per-node=1"
 
 def test_a_job_goes_on_with_fewer_nodes_and_with_all_again(job: Job, undisturbed: Undisturbed, note: Note) -> None:
     """sbatch --nodes=2-3: the means of a loss are summed in another order then."""
-    job.submit("--nodes=2-3", "--requeue", srun=ONE_TASK_PER_NODE)
-    job.until_training()
+    job.begin("--nodes=2-3", "--requeue", srun=ONE_TASK_PER_NODE)
     job.cluster.network.lose("node3")
     note(f"of three nodes one was lost, two trained {job.until_resumed():.0f} s later")
     assert job.cluster.state(job.number).nodes == "node[1-2]"
@@ -316,8 +285,7 @@ def test_a_job_goes_on_with_fewer_nodes_and_with_all_again(job: Job, undisturbed
 
 def test_a_node_that_the_batch_cannot_be_shared_by_waits(job: Job, undisturbed: Undisturbed, note: Note) -> None:
     settings = ["--training.global_batch_size=8"]
-    job.submit("--nodes=2-3", settings=settings, srun=ONE_TASK_PER_NODE)
-    job.until_training()
+    job.begin("--nodes=2-3", settings=settings, srun=ONE_TASK_PER_NODE)
     assert job.cluster.state(job.number).nodes == "node[1-3]"
     assert "node 2 waits for the end of the job: 3 nodes do not divide the batch of 8 sequences" in job.text
     job.finish()

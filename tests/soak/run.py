@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[2])  # Python put this folder there
 
 from tests.soak.slopes import BLOCKS, Sample, Slope, fit_slope
-from tests.tiny_run import DEBUG, ROOT, SMALL
+from tests.tiny_run import DEBUG, ROOT, SMALL, changed
 from torchllm.runtime.process import STOP
 
 LIMITS = {"memory_kib": 200.0, "workers_kib": 200.0, "descriptors": 1.0, "threads": 1.0, "groups": 0.5}
@@ -86,7 +86,7 @@ def soak(name: str, scenario: Scenario, seconds: float, folder: Path) -> dict[st
     command = [sys.executable]
     if scenario.ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={scenario.ranks}"]
-    settings = last_of_each([*SMALL, *QUIET, *scenario.settings, f"--run.folder={folder / 'run'}"])
+    settings = changed(SMALL, *QUIET, *scenario.settings, f"--run.folder={folder / 'run'}")
     command += [str(Path(__file__).with_name("probed.py")), str(ROOT / DEBUG), *settings]
     variables = {
         "NPROC": str(scenario.ranks),
@@ -113,12 +113,6 @@ def soak(name: str, scenario: Scenario, seconds: float, folder: Path) -> dict[st
         text = (folder / "log.txt").read_text()
         raise Failure(f"{name} ended with {run.returncode}:\n{text[-3000:]}")
     return {file.stem: slopes_of(file) for file in sorted(samples.iterdir())}
-
-
-def last_of_each(settings: Sequence[str]) -> Iterator[str]:
-    """Yield the last setting of each key."""
-    by_key = {setting.partition("=")[0]: setting for setting in settings}
-    yield from by_key.values()
 
 
 def slopes_of(file: Path) -> dict[str, Slope]:
