@@ -32,40 +32,35 @@ def complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_nothing_is_missing_on_a_complete_machine(complete: Path) -> None:
+def test_what_is_missing_is_named(complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert lack_of_gpu_compiler() == ""
-
-
-def test_triton_is_missing(complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert lack_of_gpu_compiler() == "Triton is not installed"
-
-
-def test_a_c_compiler_is_missing(complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (complete / "Python.h").unlink()
+    assert lack_of_gpu_compiler() == f"Python's headers are not installed ({complete / 'Python.h'})"
     monkeypatch.setenv("CC", "icc")
     assert lack_of_gpu_compiler() == "there is no C compiler here (icc)"
     monkeypatch.delenv("CC")
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert lack_of_gpu_compiler() == "there is no C compiler here (gcc or clang)"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert lack_of_gpu_compiler() == "Triton is not installed"
 
 
-def test_the_headers_are_missing(complete: Path) -> None:
-    (complete / "Python.h").unlink()
-    assert lack_of_gpu_compiler() == f"Python's headers are not installed ({complete / 'Python.h'})"
+def build_driver(library: Path, init: int = 0) -> str:
+    """Build a driver whose initialization returns `init`; return its path."""
+    if shutil.which("gcc") is None:
+        pytest.skip("needs a C compiler")
+    source = library.with_suffix(".c")
+    source.write_text(DRIVER)
+    subprocess.run(["gcc", "-shared", "-fPIC", f"-DINIT={init}", "-o", str(library), str(source)], check=True)
+    return str(library)
 
 
 def test_gpus_are_counted_and_named_by_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "CUDA_DRIVER", "no_such_driver.so")
     assert count_gpus() == 0
     assert first_gpu() == ""
-    if shutil.which("gcc") is None:
-        pytest.skip("needs a C compiler")
-    (tmp_path / "driver.c").write_text(DRIVER)
     for init, gpus, name in ((0, 3, "NVIDIA H100"), (100, 0, "")):  # CUDA_ERROR_NO_DEVICE
-        library = tmp_path / f"libcuda{init}.so"
-        command = ["gcc", "-shared", "-fPIC", f"-DINIT={init}", "-o", str(library), str(tmp_path / "driver.c")]
-        subprocess.run(command, check=True)
-        monkeypatch.setattr(compiler, "CUDA_DRIVER", str(library))
+        monkeypatch.setattr(compiler, "CUDA_DRIVER", build_driver(tmp_path / f"libcuda{init}.so", init))
         assert count_gpus() == gpus
         assert first_gpu() == name
 
@@ -73,17 +68,13 @@ def test_gpus_are_counted_and_named_by_the_driver(tmp_path: Path, monkeypatch: p
 def test_amd_gpus_are_counted_by_the_runtime_of_torchs_build_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if shutil.which("gcc") is None:
-        pytest.skip("needs a C compiler")
     monkeypatch.setattr(compiler, "CUDA_DRIVER", "no_such_driver.so")
     libraries = tmp_path / "torch/lib"
     libraries.mkdir(parents=True)
     (tmp_path / "torch/__init__.py").write_text("raise AssertionError('it is not imported')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    (tmp_path / "runtime.c").write_text(DRIVER)
-    build = ["gcc", "-shared", "-fPIC", "-DINIT=0", "-o", str(libraries / compiler.HIP_RUNTIME)]
-    subprocess.run([*build, str(tmp_path / "runtime.c")], check=True)
+    build_driver(libraries / compiler.HIP_RUNTIME)
     assert count_gpus() == 0  # torch is another build, whatever else is there
     (libraries / compiler.HIP_BUILD).touch()
     assert count_gpus() == 4

@@ -73,7 +73,7 @@ def test_a_head_that_does_not_answer_is_named_with_its_address(capfd: pytest.Cap
     for host, reason in [("127.0.0.1", "Connection refused"), ("no-such-host.invalid", "")]:
         address = HeadAddress(host, free_port())
         with pytest.raises(NodeMissing, match=rf"for node 0 at {address} \(.*{reason}.*firewall"):
-            reach_head(address, NodeWait(0.3))
+            reach_head(address, NodeWait(patience(0.5)))
         assert f"waiting for node 0 at {address} (" in capfd.readouterr().err, host
 
 

@@ -4,10 +4,8 @@ import errno
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
@@ -15,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.patience import patience
+from tests.patience import patience, until
 from torchllm.config.errors import RefusedStart
 from torchllm.tools.launch import lease as leases
 from torchllm.tools.launch.lease import (
@@ -42,27 +40,19 @@ QUICK = Timing(beat=0.05, limit=60.0, look=0.02)
 """an owner that lives is seen at once, and never taken for dead"""
 
 TAKER = """
-import json, os, sys, time
+import json, sys
 from pathlib import Path
-from torchllm.tools.launch.lease import FolderOwned, Timing, check_owner, take_lease
+from torchllm.tools.launch.lease import FolderOwned, Timing, take_lease
 
 for line in sys.stdin:
     command, *words = json.loads(line)
     if command == "take":
-        folder, beat, limit, look, shift = words
-        clock = time.time
-        time.time = lambda: clock() + shift
+        folder, beat, limit, look = words
         try:
             lease = take_lease(Path(folder), Timing(beat, limit, look))
             answer = lease.claim.text()
         except FolderOwned as owned:
             answer = str(owned)
-        time.time = clock
-    elif command == "append":
-        check_owner(lease.run_folder, lease.claim)
-        with open(words[0], "a") as file:
-            file.write("a line\\n")
-        answer = "appended"
     elif command == "release":
         lease.release()
         answer = "released"
@@ -88,9 +78,8 @@ class Taker:
         answer: str = json.loads(self.process.stdout.readline())
         return answer
 
-    def take(self, folder: Path, timing: Timing, shift: float = 0.0) -> None:
-        """Ask it to take the lease. shift: seconds by which its wall clock is wrong."""
-        self.ask("take", str(folder), timing.beat, timing.limit, timing.look, shift)
+    def take(self, folder: Path, timing: Timing) -> None:
+        self.ask("take", str(folder), timing.beat, timing.limit, timing.look)
 
     def kill(self) -> None:
         self.process.kill()
@@ -171,25 +160,14 @@ def take(folder: Path, timing: Timing = QUICK) -> Lease:
 # ---- several at once
 
 
-AT_NIGHT = [pytest.param(earlier, marks=pytest.mark.exhaustive) for earlier in ("silent", "garbage")]
-
-
-@pytest.mark.parametrize("earlier", ["nothing", "ended", *AT_NIGHT])
+@pytest.mark.parametrize("earlier", ["nothing", "ended"])
 def test_of_eight_that_take_it_at_once_one_wins(takers: list[Taker], tmp_path: Path, earlier: str) -> None:
-    rounds = {"silent": 1, "garbage": 1}.get(earlier, 4)
-    # No owner may be taken for dead because this machine is busy.
-    timing = QUICK._replace(limit=3.0) if rounds == 1 else QUICK
-    for number in range(rounds):
+    for number in range(4):
         folder = tmp_path / str(number)
-        if earlier != "nothing":
-            text = {
-                "ended": gone_here().text(),
-                "silent": owner().text(),
-                "garbage": "{",
-            }[earlier]
-            write_owner(folder, 6, text)
+        if earlier == "ended":
+            write_owner(folder, 6, gone_here().text())
         for taker in takers:
-            taker.take(folder, timing)
+            taker.take(folder, QUICK)
         answers = [taker.answer() for taker in takers]
         winners = [index for index, answer in enumerate(answers) if Claim.parse(answer)]
         assert len(winners) == 1, answers
@@ -199,9 +177,8 @@ def test_of_eight_that_take_it_at_once_one_wins(takers: list[Taker], tmp_path: P
         assert names(folder) == [f"{claim.number:06d}"]
         check_owner(folder, claim)
         winner = takers[winners[0]]
-        for index, answer in enumerate(answers):
-            if index != winners[0]:
-                assert f"process {winner.process.pid} on " in answer
+        answers.pop(winners[0])
+        assert all(f"process {winner.process.pid} on " in answer for answer in answers)
         winner.ask("release")
         assert winner.answer() == "released"
 
@@ -343,14 +320,11 @@ def test_a_reader_that_was_suspended_itself_waits_on(tmp_path: Path) -> None:
         take_lease(tmp_path, clock.timing()._replace(sleep=suspend))
 
 
-def test_a_killed_owner_of_this_machine_is_dead_at_once(takers: list[Taker], tmp_path: Path) -> None:
-    takers[0].take(tmp_path, QUICK)
-    takers[0].answer()
-    takers[0].kill()
-
+def test_an_owner_of_this_machine_that_has_ended_is_dead_at_once(tmp_path: Path) -> None:
     def never(seconds: float) -> None:
         raise AssertionError("it waits")
 
+    write_owner(tmp_path, 1, gone_here().text())
     assert take(tmp_path, Timing(sleep=never)).claim.number == 2
 
 
@@ -360,18 +334,12 @@ def test_a_killed_owner_of_this_machine_is_dead_at_once(takers: list[Taker], tmp
 def test_the_owner_counts_and_releases(tmp_path: Path) -> None:
     lease = take(tmp_path)
     file = tmp_path / "lease" / "000001"
-    sizes, counts = set(), set()
-    deadline = time.monotonic() + 60
-    while len(counts) < 4:
-        assert time.monotonic() < deadline
-        content = file.read_text()
-        sizes.add(len(content))
-        counts.add(json.loads(content)["count"])
-        time.sleep(0.02)
+    contents: set[str] = set()
+    until(lambda: contents.add(file.read_text()) or len(contents) >= 4)
     lease.release()
     content = file.read_text()
     assert json.loads(content)["count"] == RELEASED
-    assert sizes == {len(content)}
+    assert {len(text) for text in contents} == {len(content)}
     lease.release()
     assert take(tmp_path, Timing()).claim.number == 2  # at once
 
@@ -391,29 +359,13 @@ def test_a_process_that_ends_releases(tmp_path: Path) -> None:
     assert RELEASED in (tmp_path / "lease" / "000001").read_text()
 
 
-def test_an_owner_that_was_stopped_for_too_long_ends_itself(takers: list[Taker], tmp_path: Path) -> None:
-    stopped, file = takers[0], tmp_path / "metrics.jsonl"
-    stopped.take(tmp_path, QUICK)
-    assert Claim.parse(stopped.answer())
-    stopped.ask("append", str(file))
-    assert stopped.answer() == "appended"
-    stopped.process.send_signal(signal.SIGSTOP)
-    lease = take(tmp_path, QUICK._replace(limit=0.5))
-    assert lease.claim.number == 2
-    stopped.ask("append", str(file))
-    stopped.process.send_signal(signal.SIGCONT)
-    _, errors = stopped.process.communicate(timeout=patience(60))
-    assert stopped.process.returncode == 1
-    assert "belongs to another job by now (process " in errors
-    assert file.read_text() == "a line\n"
-    check_owner(tmp_path, lease.claim)
-
-
-def test_an_owner_that_only_holds_it_ends_itself_too(takers: list[Taker], tmp_path: Path) -> None:
+def test_an_owner_that_has_lost_it_ends_itself(takers: list[Taker], tmp_path: Path) -> None:
     takers[0].take(tmp_path, QUICK)
     assert Claim.parse(takers[0].answer())
     write_owner(tmp_path, 2, owner().text())
     assert takers[0].process.wait(patience(60)) == 1
+    _, errors = takers[0].process.communicate()
+    assert "belongs to another job by now (job 77, process 1 on elsewhere" in errors
 
 
 @pytest.mark.quick

@@ -2,13 +2,12 @@ import os
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from tests.patience import patience
+from tests.patience import patience, text_with
 from tests.tiny_run import ROOT
 from torchllm.config import Config, Run
 from torchllm.tools.config.checks import value_problems
@@ -24,19 +23,9 @@ def script(folder: Path, text: str) -> str:
     return str(file)
 
 
-def text_of(file: Path, words: str) -> str:
-    """The text of a file, as soon as it has these words."""
-    deadline = time.monotonic() + patience(20)
-    while time.monotonic() < deadline:
-        if file.exists() and words in file.read_text():
-            return file.read_text()
-        time.sleep(0.02)
-    raise AssertionError(f"{file}: no {words!r}")
-
-
 def test_it_gets_the_event_and_the_run_folder(tmp_path: Path) -> None:
     call_on_event(script(tmp_path, 'echo "$# $1 $2 $3"; echo oops >&2') + " 'to me'", "hang", tmp_path)
-    assert text_of(tmp_path / OUTPUT, "oops") == f"3 to me hang {tmp_path}\noops\n"
+    assert text_with(tmp_path / OUTPUT, "oops") == f"3 to me hang {tmp_path}\noops\n"
 
 
 def test_nobody_waits_for_it_and_it_outlives_its_caller(tmp_path: Path) -> None:
@@ -47,7 +36,7 @@ def test_nobody_waits_for_it_and_it_outlives_its_caller(tmp_path: Path) -> None:
     subprocess.run(caller, cwd=ROOT, check=True, start_new_session=True)
     assert not (tmp_path / OUTPUT).read_text()
     (tmp_path / "go").touch()
-    assert text_of(tmp_path / OUTPUT, "late")
+    assert text_with(tmp_path / OUTPUT, "late")
 
 
 @pytest.mark.parametrize(("wait", "command", "said"), [(patience(20), "echo $1", "end\n"), (0.1, "sleep 600", "")])
@@ -89,7 +78,7 @@ def test_one_that_cannot_be_started_is_logged(tmp_path: Path, caplog: pytest.Log
 def test_a_folder_that_cannot_be_written_is_no_reason_not_to_call(tmp_path: Path) -> None:
     note = tmp_path / "note"
     call_on_event(script(tmp_path, f"echo called >{note}"), "end", tmp_path / "missing")
-    assert text_of(note, "called")
+    assert text_with(note, "called")
 
 
 def test_a_command_that_cannot_work_is_found_before_the_start() -> None:

@@ -4,14 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.launched import ends, is_running
-from tests.patience import patience
+from tests.patience import text_with
 from torchllm.tools.launch.process_tree import PARENT, PARENT_PIPE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a parent-death signal")
@@ -19,17 +18,16 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has 
 CHILD = """
 import os, sys, time
 from pathlib import Path
-from tests.patience import patience
 from torchllm.tools.launch.process_tree import end_with_parent
-time.sleep(float(sys.argv[2]))
+while not Path(sys.argv[1], "go").exists():
+    time.sleep(0.01)
 end_with_parent()
 Path(sys.argv[1], "ready").write_text(f"{sorted(name for name in os.environ if 'PARENT' in name)} {os.read(0, 1)}")
 time.sleep(60)
 """
-"""sleeps for argv[2] seconds before it ties itself to its parent, and leaves a file in argv[1] when it has"""
+"""ties itself to its parent when there is a file in argv[1], and leaves one there when it has"""
 PARENT_PROGRAM = """
-import os, subprocess, sys, time
-from tests.patience import patience
+import subprocess, sys, time
 from torchllm.tools.launch.process_tree import tie_children
 tie_children()
 child = subprocess.Popen([*sys.argv[1:]])
@@ -60,14 +58,6 @@ def python(program: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", program, *arguments]
 
 
-def wait_for(file: Path) -> str:
-    deadline = time.monotonic() + patience(20)
-    while not file.exists() or not file.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return file.read_text()
-
-
 def start_parent(command: list[str], started: list[int], lines: int = 1) -> "subprocess.Popen[str]":
     """Start a parent of `command`; note its process id and those that it and a wrapper print."""
     parent = subprocess.Popen(python(PARENT_PROGRAM, *command), stdout=subprocess.PIPE, text=True)
@@ -85,8 +75,9 @@ def kill(parent: "subprocess.Popen[str]") -> None:
 
 def test_a_process_ends_with_the_one_that_started_it_even_if_it_is_stuck(tmp_path: Path, started: list[int]) -> None:
     """And it passes nothing on to processes that it starts itself."""
-    parent = start_parent(python(CHILD, str(tmp_path), "0"), started)
-    assert wait_for(tmp_path / "ready") == "[] b''"
+    (tmp_path / "go").touch()
+    parent = start_parent(python(CHILD, str(tmp_path)), started)
+    assert text_with(tmp_path / "ready") == "[] b''"
     os.kill(started[-1], signal.SIGSTOP)  # its own program can do nothing now
     assert is_running(started[-1])
     kill(parent)
@@ -94,27 +85,29 @@ def test_a_process_ends_with_the_one_that_started_it_even_if_it_is_stuck(tmp_pat
 
 
 def test_a_process_whose_parent_has_ended_already_ends_at_once(tmp_path: Path, started: list[int]) -> None:
-    parent = start_parent(python(CHILD, str(tmp_path), "1"), started)
+    parent = start_parent(python(CHILD, str(tmp_path)), started)
     kill(parent)
+    (tmp_path / "go").touch()
     assert ends(started[-1])
     assert not (tmp_path / "ready").exists()
 
 
 def test_a_process_behind_a_wrapper_lives_and_ends_with_the_launcher(tmp_path: Path, started: list[int]) -> None:
     """The kernel's signal is the wrapper's then; the pipe is the launcher's."""
-    parent = start_parent(python(WRAPPER, *python(CHILD, str(tmp_path), "0")), started, lines=2)
+    (tmp_path / "go").touch()
+    parent = start_parent(python(WRAPPER, *python(CHILD, str(tmp_path))), started, lines=2)
     *_, child = started
-    wait_for(tmp_path / "ready")
-    time.sleep(0.2)
-    assert is_running(child)
+    text_with(tmp_path / "ready")
+    assert not ends(child, 0.2)
     kill(parent)
     assert ends(child)
 
 
 def test_without_a_parent_that_says_so_nothing_changes(tmp_path: Path, started: list[int]) -> None:
+    (tmp_path / "go").touch()
     environment = {name: value for name, value in os.environ.items() if name not in (PARENT, PARENT_PIPE)}
-    command = ["sh", "-c", '"$@" >/dev/null & echo $!', "sh", *python(CHILD, str(tmp_path), "0")]
+    command = ["sh", "-c", '"$@" >/dev/null & echo $!', "sh", *python(CHILD, str(tmp_path))]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
     started.append(int(done.stdout))
-    wait_for(tmp_path / "ready")
+    text_with(tmp_path / "ready")
     assert not ends(started[-1], 0.3)

@@ -4,13 +4,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.launched import clean
-from tests.patience import patience
+from tests.patience import patience, until
 from tests.tiny_run import ROOT
 from torchllm.tools.launch.ranks import RankEnd, RankPlaces, RankProcesses
 
@@ -102,10 +101,7 @@ def test_a_rank_that_ignores_a_signal_is_killed(tmp_path: Path, monkeypatch: pyt
         "pathlib.Path(sys.argv[1]).touch()\ntime.sleep(600)\n"
     )
     ranks = RankProcesses(places(1), [str(recipe), str(ready)])
-    deadline = time.monotonic() + patience(20)
-    while not ready.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(ready.exists)
     ranks.end()
     assert ranks.processes[0].returncode == -9
 
