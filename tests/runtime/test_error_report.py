@@ -113,7 +113,7 @@ def test_other_errors_are_no_lost_peers() -> None:
 
 
 ENDING = """
-import sys, threading, time
+import threading
 from torchllm.config.errors import RefusedStart, UserError
 from torchllm.runtime.error_report import report_errors
 
@@ -122,7 +122,7 @@ class Aborts:
         print("destructor")
 
 def save():
-    time.sleep(0.5)
+    threading.main_thread().join()
     print("saved")
 
 report_errors()

@@ -1,12 +1,14 @@
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.patience import patience
 from tests.tiny_run import process_as_it_was
 from torchllm.runtime.stop import STOP_SIGNALS, StopRequests
 
@@ -85,16 +87,20 @@ def launched(folder: Path, rank: int, is_owned: bool = True) -> StopRequests:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_file_ends_the_start_up_of_every_rank_with_status_0(tmp_path: Path, statuses: list[int], rank: int) -> None:
+def test_the_file_ends_the_start_up_of_every_rank_with_status_0(
+    tmp_path: Path, statuses: list[int], monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
     requests = launched(tmp_path, rank)
+    looked, end_if_asked = threading.Event(), requests._end_if_asked
+    monkeypatch.setattr(requests, "_end_if_asked", lambda: (end_if_asked(), looked.set()))
     requests.listen()
-    time.sleep(0.3)
+    assert looked.wait(patience(10))
     signal.raise_signal(signal.SIGTERM)  # whoever sends it to a rank alone has not asked run_train.sh
     assert not statuses
     (tmp_path / "stop").touch()
-    deadline = time.monotonic() + 10
-    while not statuses and time.monotonic() < deadline:
-        time.sleep(0.05)
+    for _ in range(2):  # the first look may have begun before
+        looked.clear()
+        assert looked.wait(patience(10))
     requests.begin_votes()
     assert set(statuses) == {0}
     marker = tmp_path / "stopped.json"
@@ -127,7 +133,9 @@ def test_a_rank_that_has_voted_stays_and_saves(tmp_path: Path, statuses: list[in
     requests.listen()
     requests.begin_votes()
     (tmp_path / "stop").touch()
-    time.sleep(0.3)
+    for thread in threading.enumerate():
+        if thread.name == "stop in the start-up":
+            thread.join(patience(10))
     assert requests.requested()
     assert not statuses
 

@@ -23,6 +23,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleZ
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from tests.patience import until
 from tests.test_architecture import FILES, imports
 from tests.workers import run
 from torchllm.runtime import torch_compat, torch_pipeline
@@ -273,17 +274,11 @@ def test_FakeTensorMode_has_shapes_and_no_memory() -> None:
 
 
 def test_TorchDispatchMode_sees_operations_of_the_backward_pass_too() -> None:
-    operations: list[str] = []
-
-    class Recorder(torch_compat.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            operations.append(func.__name__)
-            return func(*args, **(kwargs or {}))
-
-    with Recorder():
+    with RecordedOperations() as recorded:
         torch.ones(3, requires_grad=True).exp().sum().backward()
-    assert "exp.default" in operations
-    assert "mul.Tensor" in operations  # exp's backward
+    names = [operation.__name__ for operation in recorded.operations]
+    assert "exp.default" in names
+    assert "mul.Tensor" in names  # exp's backward
 
 
 @pytest.mark.parametrize("fake", [False, True])
@@ -399,29 +394,30 @@ def test_profiled_events() -> None:
     assert not any(event.asynchronous or event.kernel for event in events.values())
 
 
-class RawEvent:
-    """What is used of an event of kineto."""
-
-    def __init__(self, name: str, start: int, device: DeviceType, id: int, linked: int) -> None:
-        self.name = lambda: name
-        self.start_ns = lambda: start
-        self.duration_ns = lambda: 1
-        self.device_type = lambda: device
-        self.correlation_id = lambda: id
-        self.linked_correlation_id = lambda: linked
-        self.start_thread_id = lambda: 0
-        self.is_user_annotation = lambda: False
-        self.is_async = lambda: False
-        self.scope = lambda: 0
+def raw_event(name: str, start: int, device: DeviceType, id: int, linked: int) -> SimpleNamespace:
+    """What is used of an event of kineto, whose fields are functions."""
+    fields = {
+        "name": name,
+        "start_ns": start,
+        "duration_ns": 1,
+        "device_type": device,
+        "correlation_id": id,
+        "linked_correlation_id": linked,
+        "start_thread_id": 0,
+        "is_user_annotation": False,
+        "is_async": False,
+        "scope": 0,
+    }
+    return SimpleNamespace(**{key: lambda value=value: value for key, value in fields.items()})
 
 
 def test_a_kernel_is_linked_to_its_operator_and_not_to_a_launch_with_the_same_number() -> None:
     raw = [
-        RawEvent("aten::mm", start=10, device=DeviceType.CPU, id=7, linked=0),
-        RawEvent("cudaLaunchKernel", start=12, device=DeviceType.CPU, id=99, linked=7),
-        RawEvent("aten::add", start=500, device=DeviceType.CPU, id=8, linked=0),
-        RawEvent("cudaLaunchKernel", start=510, device=DeviceType.CPU, id=7, linked=8),  # CUPTI's 7, not torch's
-        RawEvent("gemm", start=100, device=DeviceType.CUDA, id=99, linked=7),
+        raw_event("aten::mm", start=10, device=DeviceType.CPU, id=7, linked=0),
+        raw_event("cudaLaunchKernel", start=12, device=DeviceType.CPU, id=99, linked=7),
+        raw_event("aten::add", start=500, device=DeviceType.CPU, id=8, linked=0),
+        raw_event("cudaLaunchKernel", start=510, device=DeviceType.CPU, id=7, linked=8),  # CUPTI's 7, not torch's
+        raw_event("gemm", start=100, device=DeviceType.CUDA, id=99, linked=7),
     ]
     profiler: Any = SimpleNamespace(profiler=SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: raw)))
     [kernel] = [event for event in profiled_events(profiler) if event.kernel]
@@ -471,25 +467,29 @@ def progress() -> list[int]:
     """Unfinished operations of a new group: at the start, while rank 1 has not entered one, and at the end."""
     group, x = dist.new_group([0, 1]), torch.ones(1)
     dist.all_reduce(x, group=group)
-    counts = [unfinished_in_youngest_group()]
+    counts = [unfinished(0)]
     work = None
     if dist.get_rank() == 0:
         work = dist.all_reduce(x, group=group, async_op=True)
-    counts.append(unfinished_in_youngest_group())
+    counts.append(unfinished(1 - dist.get_rank()))
     dist.barrier()
     if work is None:
         work = dist.all_reduce(x, group=group, async_op=True)
     work.wait()
-    counts.append(unfinished_in_youngest_group())
+    counts.append(unfinished(0))
     return counts
 
 
-def unfinished_in_youngest_group() -> int:
-    """Operations of the youngest group that are not done, counted a little after a wait ends."""
-    time.sleep(0.2)
-    progress = torch_records.group_progress()
-    youngest = max(progress, key=lambda name: int(name.rpartition("/")[2]))
-    return progress[youngest].enqueued - progress[youngest].completed
+def unfinished(expected: int) -> int:
+    """Operations of the youngest group that are not done, once they are as expected: a wait ends before they are."""
+
+    def count() -> int:
+        progress = torch_records.group_progress()
+        youngest = progress[max(progress, key=lambda name: int(name.rpartition("/")[2]))]
+        return youngest.enqueued - youngest.completed
+
+    until(lambda: count() == expected)
+    return count()
 
 
 def test_group_progress() -> None:
