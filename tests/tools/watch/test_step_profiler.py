@@ -1,28 +1,21 @@
 """The step profiler: when it profiles, when it calls a rank slow, and that it leaves quiet runs alone."""
 
 import gc
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from tests.parity import CPU, build, my_batches, tiny
+from tests.parity import CPU, build, tiny
 from tests.workers import run
-from torchllm.optim.optimizer import build_optimizer
-from torchllm.optim.schedule import LearningRate
-from torchllm.parallel.parallelize import build_forward_backward
 from torchllm.runtime.phase import phase
 from torchllm.tools.watch import step_profiler
 from torchllm.tools.watch.step_profiler import CONFIRMATIONS, MAX_COST, ProfiledStep, StepProfiler
-from torchllm.train.step import TrainStep
 
 USUAL = 0.25
 """seconds of a step by the fake clock"""
@@ -192,43 +185,3 @@ def _is_known(profiler: StepProfiler, n: int) -> bool:
 @pytest.mark.parametrize(("missing_on", "is_known"), [([0, 1], False), ([0], True)])
 def test_a_gpu_without_events_has_no_breakdown(missing_on: list[int], is_known: bool) -> None:
     assert run(_steps_without_gpu_events, 2, missing_on) == [[is_known] * 3] * 2
-
-
-def _steps_of_a_real_run(steps: int, slow: int, seconds: float) -> list[ProfiledStep]:
-    """Of a tiny run on this rank; rank `slow` sleeps for so many seconds in each step."""
-    config = tiny({"parallel.dp_shard": 4, "parallel.zero_stage": 1})
-    mesh, stages = build(config)
-    if dist.get_rank() == slow:
-        block: Any = stages[0].layers["1"]
-        assert isinstance(block, nn.Module)
-        block.register_forward_pre_hook(lambda *_: time.sleep(seconds / 2))  # two micro batches
-    plain = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
-    optimizer = build_optimizer(stages, config.optimizer)
-    rate = LearningRate(config.schedule, config.optimizer.learning_rate, steps)
-    step = TrainStep(stages, plain, optimizer, rate, mesh, config.training, CPU)
-    group = dist.new_group(backend="gloo")
-    assert group is not None
-    profiler = StepProfiler(10, mesh, group, CPU)
-    profiled = []
-    for n in range(1, steps + 1):
-        with profiler.step(n):
-            step(n, my_batches(config, mesh, 1, False))
-        if profiler.latest is not None:
-            profiled.append(profiler.latest)
-    return profiled
-
-
-@pytest.mark.exhaustive
-def test_a_sleeping_rank_is_named_within_twenty_steps() -> None:
-    for profiled in run(_steps_of_a_real_run, 4, 20, 2, 0.3):
-        slow = [step.slow for step in profiled if step.slow is not None]
-        assert [(named.rank, named.part) for named in slow[:1]] == [(2, "forward")], profiled
-        assert [step.step for step in profiled[:CONFIRMATIONS]] == [10, 11, 12, 13]
-
-
-@pytest.mark.exhaustive
-def test_a_quiet_run_raises_no_alarm_and_is_profiled_rarely() -> None:
-    for profiled in run(_steps_of_a_real_run, 4, 100, 0, 0.0):
-        assert not [step for step in profiled if step.slow is not None], profiled
-        assert len(profiled) < 10  # steps of 50 ms: every tenth would cost more than
-        assert MAX_COST == 0.01

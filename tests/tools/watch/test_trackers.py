@@ -8,7 +8,6 @@ import sqlite3
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -17,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from tests.patience import patience
-from tests.tiny_run import DEBUG, ROOT, SMALL, metrics
+from tests.launched import ends
+from tests.patience import patience, text_with, until
+from tests.tiny_run import DEBUG, ROOT, SMALL, changed, metrics
 from torchllm.config import Config, Data, Metrics, Run, Source, write_config
 from torchllm.metrics.sinks import JsonLines, Record
 from torchllm.tools.config.checks import problems
@@ -173,13 +173,6 @@ def start_run(folder: Path, patience: float = 60.0) -> tuple[JsonLines, TrackerS
     return JsonLines(folder / "metrics.jsonl"), TrackerSink(folder, "trackio", {}, patience)
 
 
-def wait_for_output(folder: Path, text: str) -> None:
-    file, until = folder / "trackers/trackio.log", time.monotonic() + patience(60)
-    while not file.exists() or text not in file.read_text():
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
 def test_a_tracker_that_raises_loses_no_record(
     tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -190,7 +183,7 @@ def test_a_tracker_that_raises_loses_no_record(
     for step in (1, 2):
         lines.write(step, record(step))
         sink.write(step, record(step))
-    wait_for_output(folder, "the tracker has failed")
+    text_with(folder / "trackers/trackio.log", "the tracker has failed", 60)
     assert sink.helper is not None
     sink.helper.wait(patience(60))
     monkeypatch.delenv("FAKE_FAILS")
@@ -213,10 +206,7 @@ def test_a_tracker_that_blocks_stops_neither_the_steps_nor_the_end_and_is_sent_t
     for step in range(1, 4):
         lines.write(step, record(step))
         sink.write(step, record(step))
-    until = time.monotonic() + patience(60)
-    while logged(read_calls(calls)) != [1, 2]:
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    until(lambda: logged(read_calls(calls)) == [1, 2], 60)
     helper = sink.helper
     sink.close()
     assert helper is not None
@@ -248,10 +238,7 @@ time.sleep(600)
         assert run.stdout is not None
         pid = int(run.stdout.readline())
         run.kill()
-        until = time.monotonic() + patience(60)
-        while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_text():
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        assert ends(pid, patience(60))
 
 
 def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,13 +325,10 @@ def test_a_run_and_its_resumption_with_the_real_library_and_no_network(tmp_path:
         "HTTPS_PROXY": closed,
         "HTTP_PROXY": closed,
     }
-    settings = [setting for setting in SMALL if not setting.startswith("--training.steps")]
-    command = [sys.executable, "recipes/pretrain.py", DEBUG, *settings, f"--run.folder={folder}"]
-    command += [f"--metrics.{tracker}=bees", "--parallel.dp_shard=1"]
+    own = [f"--run.folder={folder}", f"--metrics.{tracker}=bees", "--parallel.dp_shard=1"]
     for steps in (4, 8):
-        done = subprocess.run(
-            [*command, f"--training.steps={steps}"], cwd=ROOT, env=environment, capture_output=True, text=True
-        )
+        command = [sys.executable, "recipes/pretrain.py", DEBUG, *changed(SMALL, f"--training.steps={steps}", *own)]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert "not sent" not in done.stderr, (folder / f"trackers/{tracker}.log").read_text()
     assert [line["step"] for line in metrics(folder) if "loss" in line] == list(range(1, 9))
