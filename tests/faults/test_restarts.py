@@ -168,7 +168,7 @@ def test_a_restart_in_which_something_happens_is_the_same_run(
 SHORT = """
 import os, sys, time
 from torchllm.config.errors import RefusedStart, UserError
-from torchllm.runtime import launcher_notes
+from torchllm.tools.launch import launcher_notes
 from torchllm.runtime.error_report import report_errors
 from torchllm.tools.launch.process_tree import end_with_parent
 end_with_parent()

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchllm.config import Parallel
 from torchllm.parallel.mesh import AXES, Mesh, build_mesh, destroy_mesh
+from torchllm.tools.mesh_axes import axis_of_group
 
 pytestmark = pytest.mark.quick
 
@@ -80,7 +81,7 @@ def test_zero_stage_0_replicates_everything() -> None:
 )
 def test_the_axes_of_a_group_are_those_along_which_its_ranks_differ(zero_stage: int, names: set[str]) -> None:
     with on_rank(13, 32, pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2, zero_stage=zero_stage) as mesh:
-        axes = mesh.axis_of_group
+        axes = axis_of_group(mesh)
         groups = [dist.group.WORLD, mesh.loss_group, *mesh.fsdp.get_all_groups()]
         groups += [part.get_group() for part in (mesh.pp, mesh.cp, mesh.tp)]
         assert {group.group_name for group in groups} == set(axes)
@@ -104,7 +105,7 @@ def test_experts_borrow_the_innermost_ranks_of_all_that_have_tokens_of_their_own
         assert mesh.expert_fsdp.shape == (2, 2)
         assert ranks_of(mesh.expert_fsdp, 0) == [5, 13]
         assert ranks_of(mesh.expert_fsdp, 1) == [9, 13]
-        axes = {axis.name: axis.dimensions for axis in mesh.axis_of_group.values()}
+        axes = {axis.name: axis.dimensions for axis in axis_of_group(mesh).values()}
         assert [AXES[dimension] for dimension in axes["ep"]] == ["tp", "dp_shard"]
         assert [AXES[dimension] for dimension in axes["efsdp"]] == ["dp_shard"]
         assert mesh.describe().endswith("tp 2, ep 4")
@@ -116,7 +117,7 @@ def test_ep_may_be_a_part_of_tp() -> None:
         assert mesh.expert_fsdp is not None
         assert ranks_of(mesh.ep) == [4, 5]
         assert ranks_of(mesh.expert_fsdp) == [1, 3, 5, 7]
-        axes = {axis.name: axis.dimensions for axis in mesh.axis_of_group.values()}
+        axes = {axis.name: axis.dimensions for axis in axis_of_group(mesh).values()}
         assert [AXES[dimension] for dimension in axes["ep"]] == ["tp"]
         assert [AXES[dimension] for dimension in axes["efsdp"]] == ["tp", "dp_shard"]
 

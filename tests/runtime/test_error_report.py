@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_run import ROOT, process_as_it_was
+from torchllm.config.environment import RANK_NOTES
 from torchllm.config.errors import RefusedStart, UserError
-from torchllm.runtime import error_report, launcher_notes
+from torchllm.runtime import error_report
 from torchllm.runtime.error_report import lost_connection, report_errors
+from torchllm.tools.launch import launcher_notes
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +54,7 @@ def test_errors_are_printed_once_and_bugs_name_their_rank(
 
 
 def test_the_launcher_hears_of_errors_that_would_come_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(launcher_notes.FOLDER, str(tmp_path))
+    monkeypatch.setenv(RANK_NOTES, str(tmp_path))
     error = UserError("the checkpoint cannot be read")
     error.__context__ = RuntimeError("Connection closed by peer")
     end_with(error, rank=0, local_rank=0)

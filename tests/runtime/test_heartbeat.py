@@ -22,8 +22,8 @@ from torchllm.runtime.heartbeat import (
     beat,
     during,
     heartbeat,
-    read_beat,
 )
+from torchllm.tools.launch.rank_watch import read_beat
 
 START, STEP, SAVE = Timeout(30.0, "run.start_timeout"), Timeout(10.0, "run.timeout"), Timeout(60.0, "run.save_timeout")
 

@@ -6,8 +6,8 @@ LAUNCHED = "TORCHLLM_LAUNCHED"
 """environment variable: start time of run_train.sh, or of a later attempt of its job, in seconds since 1970"""
 ATTEMPT = "TORCHLLM_ATTEMPT"
 """environment variable: number of the attempt, from 2, in ranks that a launcher restarted"""
-
-
+RANK_NOTES = "TORCHLLM_RANK_NOTES"
+"""environment variable: folder of the notes that ranks leave for their launcher; unset without one"""
 START_TIMEOUT = "TORCHLLM_START_TIMEOUT"
 """environment variable: run.start_timeout, for ranks that have not read their config yet"""
 

@@ -64,16 +64,6 @@ def describe_documents(tokenizer: Tokenizer) -> list[str]:
     return [f"data.tokenizer: before a document {before}, after it {end}", *tokenizer.notes]
 
 
-def begin_of_text(tokenizer: Tokenizer, fingerprints: Sequence[str]) -> list[int]:
-    """Return the ids before a document in corpora of a tokenizer with these fingerprints, of any version.
-
-    Without a fingerprint of this tokenizer: the current ids.
-    """
-    known = [tokenizer.begins[fingerprint] for fingerprint in fingerprints if fingerprint in tokenizer.begins]
-    begin = known[0] if known else tokenizer.begin
-    return [] if begin is None else [begin]
-
-
 class ByteTokenizer:
     """The 256 bytes of UTF-8 and two special tokens."""
 

@@ -25,19 +25,6 @@ from torchllm.data.packing import SequencePieces
 from torchllm.runtime.torch_compat import flatten_mesh, forget_meshes, join_meshes, unflatten_mesh
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-AXIS_NAMES = ("world", "pp", "dp_replicate", "fsdp", "loss", "cp", "tp", "efsdp", "ep")
-"""names of the process groups, see `MeshAxis`"""
-
-
-class MeshAxis(NamedTuple):
-    """A process group of this rank: its purpose and its ranks."""
-
-    name: str
-    """one of `AXIS_NAMES`"""
-    dimensions: tuple[int, ...]
-    """indices in `AXES` of the axes that its ranks span"""
-    size: int
-    """number of ranks"""
 
 
 @dataclass(frozen=True)
@@ -73,47 +60,6 @@ class Mesh:
     def loss_group(self) -> dist.ProcessGroup:
         """Process group of `loss`."""
         return self.loss.get_group()
-
-    @property
-    def axis_of_group(self) -> dict[str, MeshAxis]:
-        """Return the axis of each process group that this rank communicates in, by torch's name of the group."""
-        axes: dict[str, MeshAxis] = {}
-
-        def add(name: str, group: dist.ProcessGroup | None, *dimensions: str) -> None:
-            if group is not None:
-                positions = tuple(AXES.index(dimension) for dimension in dimensions)
-                axes[group.group_name] = MeshAxis(name, positions, dist.get_world_size(group))
-
-        add("world", dist.group.WORLD, *AXES)
-        add("pp", self.pp.get_group(), "pp")
-        add("cp", self.cp.get_group(), "cp")
-        add("tp", self.tp.get_group(), "tp")
-        add("loss", self.loss_group, "dp_replicate", "dp_shard", "cp")
-        *replicate_groups, shard_group = self.fsdp.get_all_groups()
-        add("fsdp", shard_group, "dp_shard", "cp")
-        for group in replicate_groups:
-            # With zero_stage 0 the weights are replicated over cp as well.
-            over_cp = group.size() != self.world.size(AXES.index("dp_replicate"))
-            dimensions = ("dp_replicate", "cp") if over_cp else ("dp_replicate",)
-            add("dp_replicate", group, *dimensions)
-        if self.ep is not None and self.expert_fsdp is not None:
-            add("efsdp", self.expert_fsdp.get_all_groups()[-1], *self._divided_by_experts(self.ep.size(), inner=False))
-            add("ep", self.ep.get_group(), *self._divided_by_experts(self.ep.size(), inner=True))
-        return axes
-
-    def _divided_by_experts(self, ep: int, inner: bool) -> list[str]:
-        """Return the axes that the ranks of ep (inner), or of efsdp, span; an axis may be split between both."""
-        within = []
-        beyond = []
-        ranks = 1  # number of neighboring ranks that the axes so far span
-        for axis in ("tp", "cp", "dp_shard"):
-            size = self.world.size(AXES.index(axis))
-            if size > 1 and ranks < ep:
-                within.append(axis)
-            ranks *= size
-            if size > 1 and ranks > ep:
-                beyond.append(axis)
-        return within if inner else beyond
 
     def describe(self) -> str:
         """Return the degrees in one line: "pp 1 x dp_replicate 2 x ..."."""

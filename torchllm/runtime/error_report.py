@@ -6,6 +6,7 @@ that has lost a peer waits for the launcher to end it, and prints one line only 
 
 import atexit
 import logging
+import os
 import re
 import signal
 import sys
@@ -13,10 +14,11 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 
-from torchllm.config.errors import RefusedStart, UserError
-from torchllm.runtime.launcher_notes import note_error
+from torchllm.config.environment import RANK_NOTES
+from torchllm.config.errors import ErrorKind, RefusedStart, UserError
 from torchllm.runtime.parent import end_process
 from torchllm.runtime.terminal import LogHandler, RankFormatter
 
@@ -65,10 +67,10 @@ def report_errors(rank: int = 0, local_rank: int = 0) -> None:
             _ending.status = 1
         if isinstance(error, RefusedStart):
             _ending.status = 2
-            note_error("refused")
+            _tell_launcher("refused")
         if isinstance(error, UserError):
             if not lost_connection(error):  # otherwise the death of that rank is the cause, and a restart may succeed
-                note_error("user_error")
+                _tell_launcher("user_error")
             if not main:
                 # Usually all ranks have this error: rank 0 prints it, exits, and torchrun ends the others, which
                 # sleep here. If only this node has it, its first rank prints it. Why a job was refused is printed on
@@ -120,6 +122,13 @@ def _with_causes(error: BaseException) -> Iterator[BaseException]:
     while cause is not None:
         yield cause
         cause = cause.__cause__ or cause.__context__
+
+
+def _tell_launcher(kind: ErrorKind) -> None:
+    """Note an error for the launcher, if there is one; it may end this process before it ends itself."""
+    if folder := os.environ.get(RANK_NOTES):
+        with suppress(OSError):  # the launcher will know less
+            Path(folder, kind).touch()
 
 
 def _let_launcher_end_this(seconds: float) -> None:

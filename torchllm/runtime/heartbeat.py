@@ -34,8 +34,8 @@ REPORT_TIMEOUT = 60.0
 
 Activity = Literal["start-up", "load", "step", "evaluation", "save", "hang report", "end"]
 
-_RECORD = struct.Struct("=5qd96s")
-"""layout of a Beat; the last field holds its three texts"""
+RECORD = struct.Struct("=5qd96s")
+"""layout of a beat: number, process id, rank, ranks of this node, id of the main thread, timeout, three texts"""
 
 
 GROUP_GRACE = 10.0
@@ -62,23 +62,6 @@ class Timeout(NamedTuple):
     """the setting that it comes from"""
 
 
-class Beat(NamedTuple):
-    """The last beat of a rank, as its launcher reads it."""
-
-    number: int
-    """number of the beat, from 1"""
-    pid: int
-    rank: int
-    ranks_on_node: int
-    thread: int
-    """id of the main thread"""
-    timeout: Timeout
-    """infinite: the rank is not watched"""
-    activity: str
-    part: str
-    """latest part of the activity; may be empty"""
-
-
 class Heartbeat:
     """Sends heartbeats of this process; `open` connects it to the launcher."""
 
@@ -89,9 +72,9 @@ class Heartbeat:
         self.has_evaluated = False
         """whether an evaluation has run, so that the next one does not compile"""
         self.count = 0
-        self.record: bytearray | mmap.mmap = bytearray(_RECORD.size)
+        self.record: bytearray | mmap.mmap = bytearray(RECORD.size)
         self.process = [os.getpid(), 0, 1, threading.main_thread().ident or 0]
-        """process id, rank, ranks of this node, and id of the main thread, as in a Beat"""
+        """process id, rank, ranks of this node, and id of the main thread"""
         self.stack_file: int | None = None
         """descriptor of the file for the stacks of all threads, written by the timer; None: there is no timer"""
         self.armed_at = -math.inf
@@ -109,8 +92,8 @@ class Heartbeat:
         file = Path(folder, f"rank-{os.environ.get('LOCAL_RANK', 0)}")
         unfinished = file.with_suffix(".new")
         descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.write(descriptor, bytes(_RECORD.size))  # a full /dev/shm is an error here, SIGBUS later
-        self.record = mmap.mmap(descriptor, _RECORD.size)
+        os.write(descriptor, bytes(RECORD.size))  # a full /dev/shm is an error here, SIGBUS later
+        self.record = mmap.mmap(descriptor, RECORD.size)
         os.close(descriptor)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         self.stack_file = os.open(stack_file(file), flags, 0o600)
@@ -135,7 +118,7 @@ class Heartbeat:
         """Send a heartbeat with the current part of the activity. Takes microseconds."""
         self.count += 1
         timeout = self.timeout()
-        _RECORD.pack_into(self.record, 0, self.count, *self.process, timeout.seconds, self._text(timeout, part))
+        RECORD.pack_into(self.record, 0, self.count, *self.process, timeout.seconds, self._text(timeout, part))
         if self.stack_file is not None:
             self._set_timer(self.stack_file, timeout.seconds)
 
@@ -217,21 +200,6 @@ def during(activity: Activity) -> Iterator[None]:
         if heart.activities[-1] == activity:
             heart.activities.pop()
         heart.beat()
-
-
-def read_beat(file: Path) -> Beat | None:
-    """Return the last beat of a rank of this node; None if there is none yet.
-
-    A read may see a partly written beat; the beat of a rank that is stuck is complete.
-    """
-    try:
-        content = file.read_bytes()
-    except FileNotFoundError:
-        return None
-    number, pid, rank, ranks_on_node, thread, seconds, texts = _RECORD.unpack(content)
-    key, _, doing = texts.rstrip(b"\0").decode(errors="replace").partition("\t")
-    activity, _, part = doing.partition("\t")
-    return Beat(number, pid, rank, ranks_on_node, thread, Timeout(seconds, key), activity, part)
 
 
 def stack_file(file: Path) -> Path:

@@ -26,6 +26,7 @@ from torchllm.parallel.expert import routed_experts
 from torchllm.parallel.parallelize import build_forward_backward
 from torchllm.tools.dry_run.replay import Traced
 from torchllm.tools.dry_run.trace import trace
+from torchllm.tools.mesh_axes import axis_of_group
 from torchllm.train.step import TrainStep
 
 LAYOUTS: dict[str, Settings] = {
@@ -149,8 +150,8 @@ def really_held(settings: Settings) -> dict[str, Any]:
         stage.register_forward_pre_hook(lambda module, args: born.storages.clear(), prepend=True)
         stage.register_forward_hook(end)
     sent = Trace(mesh)
-    sizes = {axis.name: axis.size for axis in mesh.axis_of_group.values()}
-    sent.axes = {group: axis.name for group, axis in mesh.axis_of_group.items()}
+    sizes = {axis.name: axis.size for axis in axis_of_group(mesh).values()}
+    sent.axes = {group: axis.name for group, axis in axis_of_group(mesh).items()}
     with born, sent:
         train(2, batches)
     by_axis: Counter[str] = Counter()

@@ -19,10 +19,10 @@ from tests.patience import patience
 from tests.workers import POOL
 from torchllm.checkpoint.background import SAVES_IN_BACKGROUND
 from torchllm.config import Run
-from torchllm.runtime.launcher_notes import STORE
 from torchllm.runtime.process import Runtime
 from torchllm.tools.launch.hang_report import read_dump
 from torchllm.tools.launch.hang_watch import ALARM, CHECKS_PER_SECOND, seconds_between_checks
+from torchllm.tools.launch.launcher_notes import STORE
 from torchllm.tools.launch.rank_start import LaunchHooks, start_runtime
 
 TIMEOUT = 2.0

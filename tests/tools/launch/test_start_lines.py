@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from torchllm.runtime import launcher_notes
-from torchllm.tools.launch import start_lines
+from torchllm.config.environment import RANK_NOTES
+from torchllm.tools.launch import launcher_notes, start_lines
 
 pytestmark = pytest.mark.quick
 
@@ -14,13 +14,13 @@ pytestmark = pytest.mark.quick
 def test_a_line_every_ten_seconds_until_a_rank_has_joined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv(launcher_notes.FOLDER, raising=False)  # before the first attempt
+    monkeypatch.delenv(RANK_NOTES, raising=False)  # before the first attempt
     slept: list[float] = []
 
     def sleep(seconds: float) -> None:
         slept.append(seconds)
         if len(slept) == 2:
-            monkeypatch.setenv(launcher_notes.FOLDER, str(tmp_path))
+            monkeypatch.setenv(RANK_NOTES, str(tmp_path))
         if len(slept) == 3:
             launcher_notes.join(1)
 

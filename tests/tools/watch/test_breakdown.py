@@ -16,6 +16,7 @@ from torchllm.models.experts import Experts
 from torchllm.parallel.parallelize import build_forward_backward
 from torchllm.runtime.phase import MESSAGES, PREFIX, phase
 from torchllm.tools.launch.torch_records import FlightRecord, ProfiledEvent, flight_records, profiled_events
+from torchllm.tools.mesh_axes import axis_of_group
 from torchllm.tools.watch.breakdown import breakdown
 
 MS = 1_000_000
@@ -211,5 +212,5 @@ def _slow_experts() -> dict[str, float]:
     profiling = profile(activities=[ProfilerActivity.CPU])
     with late, profiling as profiler, phase("step"), phase("forward_backward"):
         step(batches, torch.tensor(1.0))
-    axes = {group: axis.name for group, axis in mesh.axis_of_group.items()}
+    axes = {group: axis.name for group, axis in axis_of_group(mesh).items()}
     return breakdown(profiled_events(profiler), flight_records(begun), axes, pipeline_group="")

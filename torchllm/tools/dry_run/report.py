@@ -14,9 +14,10 @@ import torch
 from torchllm.config import Config
 from torchllm.facts.flops import active_parameter_count, parameter_count, trained_parameter_count
 from torchllm.facts.stages import balanced_split, stage_of_rank
-from torchllm.parallel.mesh import AXES, MeshAxis
+from torchllm.parallel.mesh import AXES
 from torchllm.tools.dry_run.memory import PURPOSES, Bytes
 from torchllm.tools.dry_run.replay import SentTotals
+from torchllm.tools.mesh_axes import MeshAxis
 from torchllm.tools.planner.cluster import Hardware, Link, slow_tensor_parallel
 
 TIGHT = 0.9

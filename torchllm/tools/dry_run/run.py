@@ -29,6 +29,7 @@ from torchllm.tools.dry_run.repeats import find_repeats
 from torchllm.tools.dry_run.replay import Key, ReplayedStep, Traced, action_keys, replay
 from torchllm.tools.dry_run.report import RankKind, Report, as_json, as_text
 from torchllm.tools.dry_run.trace import CPU, TRACED_STEPS, count_blocks, fake_ranks, trace, true_orders
+from torchllm.tools.mesh_axes import axis_of_group
 from torchllm.tools.planner.cluster import read_cluster
 
 log = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ def examine(config: Config, start_method: str = "forkserver") -> Report:
     rank_reports = [_highest(parallel, plan, traced, count) for plan, traced in zip(plans, traces, strict=True)]
     with fake_ranks(0, parallel.ranks):
         mesh = build_mesh(parallel, CPU)
-        axes = list(mesh.axis_of_group.values())
+        axes = list(axis_of_group(mesh).values())
         return Report(config, dtype, gpu, tuple(mesh.world.shape), axes, hardware, count, rank_reports)
 
 

@@ -56,6 +56,7 @@ from torchllm.tools.dry_run.repeats import (
 )
 from torchllm.tools.dry_run.replay import Traced, action_keys
 from torchllm.tools.dry_run.tracker import Tracker
+from torchllm.tools.mesh_axes import axis_of_group
 from torchllm.tools.planner.schedules import flat, orders
 from torchllm.train.step import TrainStep
 
@@ -169,7 +170,7 @@ def _trace(
         optimizer = build_optimizer([*stages, *others], config.optimizer)
         average = WeightAverage([*stages, *others], config.optimizer.ema_decay)
         average.follow(optimizer)
-        tracker = Tracker(fake, mesh.axis_of_group | line.axis_of_group, line.pp.get_group().group_name)
+        tracker = Tracker(fake, axis_of_group(mesh) | axis_of_group(line), line.pp.get_group().group_name)
         fewer = replace(training, global_batch_size=training.micro_batch_size * mesh.data_size * micro_batches)
         with tracker:
             forward_backward = build_forward_backward(stages, line, parallel, fewer, dtype)

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchllm.parallel.float8 import plain_tensor
-from torchllm.parallel.mesh import MeshAxis
 from torchllm.runtime.torch_compat import FakeTensor, FakeTensorMode, TorchDispatchMode, group_with_name
+from torchllm.tools.mesh_axes import MeshAxis
 
 NEVER = 1 << 62
 """time of an event that has not happened: it is after all other times"""
@@ -70,7 +70,7 @@ class BlockBegins(NamedTuple):
 class Tracker(TorchDispatchMode):
     """Notes, while it is active, the memory that is held and the collectives that are run.
 
-    fake: the mode whose tensors count; None: real tensors count. axes: `Mesh.axis_of_group`. pipeline: name of the
+    fake: the mode whose tensors count; None: real tensors count. axes: `axis_of_group`. pipeline: name of the
     process group of the pipeline stages.
     """
 
@@ -230,7 +230,7 @@ class Tracker(TorchDispatchMode):
         if axis is None:
             raise RuntimeError(
                 f"{kind} in a process group that belongs to no axis of the mesh: ranks "
-                f"{dist.get_process_group_ranks(group)}. Add the group to Mesh.axis_of_group "
+                f"{dist.get_process_group_ranks(group)}. Add the group to tools/mesh_axes.py "
                 "(torchllm/parallel/mesh.py), so that the dry run can count its messages"
             )
         whole = max(tensor.nbytes for tensor in _tensors((args, out)))

@@ -11,8 +11,8 @@ from typing import Any, TypeVar, overload
 
 from torchllm.config.schema import Config
 from torchllm.runtime.heartbeat import heartbeat
-from torchllm.runtime.launcher_notes import notes_folder
 from torchllm.tools.config.handed import handed_configs
+from torchllm.tools.launch.launcher_notes import notes_folder
 
 C = TypeVar("C", bound=Config)
 

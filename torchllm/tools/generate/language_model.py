@@ -16,7 +16,7 @@ import torch
 from torchllm.checkpoint.manifest import MANIFEST, Manifest
 from torchllm.config import Config
 from torchllm.config.errors import UserError
-from torchllm.data.tokenizer import Tokenizer, begin_of_text, load_tokenizer
+from torchllm.data.tokenizer import Tokenizer, load_tokenizer
 from torchllm.models.decoder import Decoder, add_low_rank_updates, build_model, cast_parameters
 from torchllm.parallel.initialize import materialize
 from torchllm.runtime.device import choose_device, compute_dtype
@@ -30,6 +30,16 @@ from torchllm.tools.hub.text_facts import published_ends
 from torchllm.tools.prepare.chat.examples import ChatFormat, Conversation
 from torchllm.tools.prepare.chat.plan import chat_format_today, chat_plan_of_run, plan_chat
 from torchllm.tools.prepare.chat.template import Message
+
+
+def begin_of_text(tokenizer: Tokenizer, fingerprints: Sequence[str]) -> list[int]:
+    """Return the ids before a document in corpora of a tokenizer with these fingerprints, of any version.
+
+    Without a fingerprint of this tokenizer: the current ids.
+    """
+    known = [tokenizer.begins[fingerprint] for fingerprint in fingerprints if fingerprint in tokenizer.begins]
+    begin = known[0] if known else tokenizer.begin
+    return [] if begin is None else [begin]
 
 
 @dataclass

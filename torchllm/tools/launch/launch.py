@@ -21,11 +21,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from torchllm.config.environment import ATTEMPT, LAUNCHED
-from torchllm.runtime import launcher_notes
-from torchllm.runtime.launcher_notes import STORE
+from torchllm.config.environment import ATTEMPT, LAUNCHED, RANK_NOTES
+from torchllm.tools.launch import launcher_notes
 from torchllm.tools.launch.descriptors import raise_descriptor_limit
 from torchllm.tools.launch.head import NodeMissing
+from torchllm.tools.launch.launcher_notes import STORE
 from torchllm.tools.launch.lease import DONE, HANDED_DOWN, own_for_ranks, release_leases
 from torchllm.tools.launch.process_tree import end_with_parent, is_running, tie_children
 from torchllm.tools.launch.rank_watch import RankWatch, memory_folder
@@ -158,7 +158,7 @@ class Launcher:
             os.environ[LAUNCHED] = str(time.time())  # else the ranks count the earlier attempts as their start-up
             os.environ[ATTEMPT] = str(self.attempt)
         with tempfile.TemporaryDirectory(prefix="torchllm-", dir=memory_folder()) as folder:
-            os.environ[launcher_notes.FOLDER] = folder
+            os.environ[RANK_NOTES] = folder
             with self.watch.attempt(Path(folder) / "heartbeats"):
                 ending = self._run_ranks(Path(folder))
             if stuck := self.watch.found:

@@ -22,12 +22,12 @@ from torchllm.config import Config, Run
 from torchllm.config.applied_keys import applied
 from torchllm.config.environment import LAUNCHED, is_restart
 from torchllm.config.errors import RefusedStart, UserError
-from torchllm.runtime import launcher_notes
 from torchllm.runtime.device import choose_device
 from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.heartbeat import GROUP_GRACE, Timeouts, beat, heartbeat
 from torchllm.runtime.process import Hooks, Runtime, raise_first_error
 from torchllm.runtime.stop import StopRequests
+from torchllm.tools.launch import launcher_notes
 from torchllm.tools.launch.descriptors import describe_low_limit, raise_descriptor_limit
 from torchllm.tools.launch.lease import DONE, Claim, check_owner, release_leases, take_or_inherit
 from torchllm.tools.launch.process_tree import end_with_parent

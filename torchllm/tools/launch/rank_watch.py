@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchllm.config.environment import START_TIMEOUT
-from torchllm.runtime.heartbeat import HEARTBEATS, Beat, Timeout, read_beat, stack_file
+from torchllm.runtime.heartbeat import HEARTBEATS, RECORD, Timeout, stack_file
 from torchllm.tools.launch.hang_report import DESCRIBED, format_ranks, shorten_path
 from torchllm.tools.launch.on_event import call_on_event
 
@@ -53,6 +53,38 @@ def memory_folder() -> str | None:
         return None
     system = os.statvfs(SHARED_MEMORY)  # the 64 MB of a container are soon full
     return str(SHARED_MEMORY) if system.f_bavail * system.f_frsize >= ROOM else None
+
+
+class Beat(NamedTuple):
+    """The last beat of a rank, as its launcher reads it."""
+
+    number: int
+    """number of the beat, from 1"""
+    pid: int
+    rank: int
+    ranks_on_node: int
+    thread: int
+    """id of the main thread"""
+    timeout: Timeout
+    """infinite: the rank is not watched"""
+    activity: str
+    part: str
+    """latest part of the activity; may be empty"""
+
+
+def read_beat(file: Path) -> Beat | None:
+    """Return the last beat of a rank of this node; None if there is none yet.
+
+    A read may see a partly written beat; the beat of a rank that is stuck is complete.
+    """
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:
+        return None
+    number, pid, rank, ranks_on_node, thread, seconds, texts = RECORD.unpack(content)
+    key, _, doing = texts.rstrip(b"\0").decode(errors="replace").partition("\t")
+    activity, _, part = doing.partition("\t")
+    return Beat(number, pid, rank, ranks_on_node, thread, Timeout(seconds, key), activity, part)
 
 
 @dataclass

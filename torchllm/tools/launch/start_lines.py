@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from torchllm.runtime import launcher_notes
-from torchllm.runtime.launcher_notes import notes_folder
+from torchllm.tools.launch import launcher_notes
+from torchllm.tools.launch.launcher_notes import notes_folder
 
 INTERVAL = 10.0
 """seconds between two lines"""

@@ -14,7 +14,7 @@ from datetime import timedelta
 # public names, but not re-exported for type checkers
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not there
 
-from torchllm.runtime.launcher_notes import STORE
+from torchllm.tools.launch.launcher_notes import STORE
 
 __all__ = ["FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"]
 

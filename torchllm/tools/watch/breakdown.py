@@ -17,9 +17,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from torchllm.parallel.mesh import AXIS_NAMES
 from torchllm.runtime.phase import MESSAGES, PREFIX
 from torchllm.tools.launch.torch_records import FlightRecord, ProfiledEvent
+from torchllm.tools.mesh_axes import AXIS_NAMES
 from torchllm.tools.watch.intervals import Stretch, difference, intersection, length, union
 
 SHORT = 100_000

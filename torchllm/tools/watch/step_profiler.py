@@ -29,6 +29,7 @@ from torchllm.parallel.mesh import Mesh
 from torchllm.runtime.phase import phase
 from torchllm.tools.launch.records import broadcast_record, gather_records
 from torchllm.tools.launch.torch_records import ProfiledEvent, break_profile_cycle, flight_records, profiled_events
+from torchllm.tools.mesh_axes import axis_of_group
 from torchllm.tools.watch.breakdown import COMPUTING, PARTS, breakdown
 from torchllm.tools.watch.slow_rank import Reports, SlowRank, find_slow_rank, mean_parts, rank_report, ranks_with_parts
 from torchllm.tools.watch.trace import TraceWriter
@@ -122,7 +123,7 @@ class StepProfiler:
         self.interval = interval
         self.host_group = host_group
         self.traces = traces
-        self.axis_of_group = {group: axis.name for group, axis in mesh.axis_of_group.items()}
+        self.axis_of_group = {group: axis.name for group, axis in axis_of_group(mesh).items()}
         self.axis_of_group[host_group.group_name] = "host"
         self.pipeline_group = mesh.pp.get_group().group_name
         self.peer_group = mesh.world.get_local_rank(0)

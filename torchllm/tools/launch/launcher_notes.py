@@ -9,33 +9,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from torchllm.config.environment import RANK_NOTES
 from torchllm.config.errors import ErrorKind
 
-FOLDER = "TORCHLLM_RANK_NOTES"
-"""environment variable: the folder; unset without a launcher"""
+STORE = "TORCHLLM_STORE"
+"""environment variable: file of the store that all ranks share, in a job of one node that has a launcher"""
 
 
 def notes_folder() -> Path | None:
     """Return the folder of the notes; None without a launcher."""
-    name = os.environ.get(FOLDER)
+    name = os.environ.get(RANK_NOTES)
     return Path(name) if name else None
-
-
-def write_note(name: str, text: str = "") -> None:
-    """Write a note, if there is a launcher."""
-    folder = notes_folder()
-    if folder is not None:
-        with suppress(OSError):  # the launcher will know less
-            (folder / name).write_text(text)
-
-
-def note_error(kind: ErrorKind) -> None:
-    """Tell the launcher of an error; it may end this process before it ends itself."""
-    write_note(kind)
-
-
-STORE = "TORCHLLM_STORE"
-"""environment variable: file of the store that all ranks share, in a job of one node that has a launcher"""
 
 
 class Member(NamedTuple):
@@ -53,7 +37,10 @@ def has_error(kind: ErrorKind) -> bool:
 
 def join(rank: int) -> None:
     """Note that this process, which is a rank, has joined the job."""
-    write_note(f"rank-{rank}", str(os.getpid()))
+    folder = notes_folder()
+    if folder is not None:
+        with suppress(OSError):  # the launcher will know less
+            (folder / f"rank-{rank}").write_text(str(os.getpid()))
 
 
 def leave(rank: int) -> None:
