@@ -38,3 +38,7 @@ def write_rows(file: Path, rows: Iterable[MeasuredRow]) -> str:
 def read_table(file: Path) -> list[dict[str, str]]:
     with file.open(newline="") as opened:
         return list(csv.DictReader(opened))
+
+
+def named(rows: list[MeasuredRow], fold: str) -> list[MeasuredRow]:
+    return [with_cells(row, fold=fold) for row in rows]

@@ -1,8 +1,8 @@
 """The runs to measure are those to which a calibration predicts the others best."""
 
 import random
-from statistics import mean, stdev
 
+import numpy as np
 import pytest
 
 from tests.tools.planner.evidence.tables import case_of
@@ -30,43 +30,15 @@ def test_the_expected_error_of_others_is_that_of_random_errors() -> None:
     """Errors are drawn with the covariance that is assumed, and calibrated to, many times."""
     candidates = drawn(6)
     design = Design(candidates, TRUSTS)
-    chosen = [1, 4]
-    gains = design.gains(chosen)
-    generator = random.Random(1)
-    roots = cholesky(design.errors)
-    sums = []
-    for _ in range(20000):
-        normal = [generator.gauss(0, 1) for _ in candidates]
-        errors = [dot(row, normal) for row in roots]
-        total = 0.0
-        for run in (0, 2, 3, 5):
-            calibrated = errors[run]
-            for index, gain in zip(chosen, gains, strict=True):
-                calibrated -= errors[index] * dot(gain, candidates[run].slopes)
-            total += calibrated**2
-        sums.append(total)
-    standard_error = stdev(sums) / len(sums) ** 0.5
-    assert design.error_of_others(chosen) == pytest.approx(mean(sums), abs=4 * standard_error)
-
-
-def dot(first: list[float], second: list[float]) -> float:
-    """Return the sum of products."""
-    total = 0.0
-    for x, y in zip(first, second, strict=True):
-        total += x * y
-    return total
-
-
-def cholesky(matrix: list[list[float]]) -> list[list[float]]:
-    """Return the lower triangle whose product with itself is the matrix."""
-    roots = [[0.0] * len(matrix) for _ in matrix]
-    for number, row in enumerate(roots):
-        for column, pivot in enumerate(roots[:number]):
-            value = matrix[number][column] - dot(row[:column], pivot[:column])
-            row[column] = value / pivot[column]
-        square = matrix[number][number] - dot(row[:number], row[:number])
-        row[number] = square**0.5
-    return roots
+    chosen, others = [1, 4], [0, 2, 3, 5]
+    slopes = np.array([candidate.slopes for candidate in candidates])
+    normal = np.random.default_rng(1).normal(size=(20000, 6))
+    errors = normal @ np.linalg.cholesky(np.array(design.errors)).T
+    corrections = errors[:, chosen] @ np.array(design.gains(chosen))  # of the constants
+    calibrated = errors[:, others] - corrections @ slopes[others].T
+    sums = (calibrated**2).sum(1)
+    standard_error = sums.std() / len(sums) ** 0.5
+    assert design.error_of_others(chosen) == pytest.approx(sums.mean(), abs=4 * standard_error)
 
 
 def test_each_run_is_the_best_addition_and_named_once() -> None:

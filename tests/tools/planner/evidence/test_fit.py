@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.planner.evidence.research.test_cross_validation import named
-from tests.tools.planner.evidence.tables import write_rows
+from tests.tools.planner.evidence.tables import named, write_rows
 from tests.tools.planner.evidence.test_calibrate import made
 from torchllm.tools.planner.evidence.fit import (
     SHARED,

@@ -39,13 +39,9 @@ def test_a_sweep_is_packed(tmp_path: Path) -> None:
     assert "2 layouts, 1 timed, the others out of memory, on 8 x A100-80GB." in text
     assert f"| `mine.csv` | 2 | measured for torchllm by ... | {torchllm.__version__} |" in text
     assert "2 rows are in" in printed
-
-
-def test_a_sweep_is_named_by_its_folder(tmp_path: Path) -> None:
     (tmp_path / "h100").mkdir()
-    source = swept(tmp_path / "h100" / "results.csv", row(1.0).cells)
-    pack_rows(source, str(tmp_path / "out"))
-    assert len(read_table(tmp_path / "out" / "h100.csv")) == 1
+    pack_rows(swept(tmp_path / "h100" / "results.csv", timed.cells), str(tmp_path / "of a folder"))
+    assert len(read_table(tmp_path / "of a folder" / "h100.csv")) == 1
 
 
 def test_rows_that_others_cannot_use_are_refused(tmp_path: Path) -> None:
@@ -65,37 +61,26 @@ def test_rows_that_others_cannot_use_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"row 2: .*{re.escape(reason)}"):
             pack_rows(source, str(folder))
         assert not folder.exists(), cells
-
-
-def test_a_sweep_without_a_measured_row_is_refused(tmp_path: Path) -> None:
-    source = swept(tmp_path / "mine.csv", INVALID)
     with pytest.raises(ValueError, match="no row was measured"):
-        pack_rows(source, str(tmp_path / "out"))
+        pack_rows(swept(tmp_path / "mine.csv", INVALID), str(tmp_path / "out"))
 
 
 def test_every_file_that_comes_with_torchllm_has_its_source_and_its_rows() -> None:
     text = (DATA / "SOURCES.md").read_text()
     written_counts = dict(re.findall(r"^\| `(\w+\.csv)` \| (\d+) \|", text, re.MULTILINE))
+    columns = {*COLUMNS, "layer_fwd_ms", "layer_bwd_ms"}
     counts = {}
     for file in own_measurements():
-        counts[Path(file).name] = str(len(read_rows(file)))
-    assert written_counts == counts
-
-
-def test_every_row_that_comes_with_torchllm_names_its_source() -> None:
-    columns = {*COLUMNS, "layer_fwd_ms", "layer_bwd_ms"}
-    for file in own_measurements():
-        for packed in read_rows(file):
+        rows = read_rows(file)
+        counts[Path(file).name] = str(len(rows))
+        for packed in rows:
             cells = packed.cells
             assert cells["source"], file
             assert cells["fold"], file
             assert set(cells) <= columns, file
             assert "hagemann" not in cells["dataset"].lower(), file  # CC BY-NC-SA
-
-
-def test_licences_that_ask_for_their_text_are_there() -> None:
-    text = (DATA / "SOURCES.md").read_text()
-    names = {file.stem for file in (DATA / "licenses").glob("*.txt")}
+    assert written_counts == counts
+    licenses = {file.stem for file in (DATA / "licenses").glob("*.txt")}
     for license in ("Apache-2.0", "MIT_vTrain", "MIT_KempnerForge", "MIT_dgxc-benchmarking", "BSD-3-Clause_torchtitan"):
-        assert license in names
+        assert license in licenses
         assert license.partition("_")[0] in text

@@ -61,7 +61,7 @@ def quantities(rows: list[Residual]) -> set[str]:
     return {spread.quantity for spread in spreads(rows)}
 
 
-def test_quantiles_of_a_class() -> None:
+def test_quantiles_of_a_class_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = made(HUNDREDTHS)
     peaks = spreads_of(rows, "peak memory")[RowClass("torchtitan", "data only", "A100")]
     assert peaks.rows == 99
@@ -69,6 +69,16 @@ def test_quantiles_of_a_class() -> None:
     assert peaks.quantiles == pytest.approx([level - 0.01 for level in LEVELS])
     times = spreads_of(rows, "step time")[RowClass("torchtitan", ANY, "A100")]
     assert times.quantiles == peaks.quantiles
+    assert "step time" in quantities(rows[:10])
+    assert "step time" not in quantities(rows[:9])  # too few to be shown
+
+    file = tmp_path / "table.csv"
+    written = spreads(rows)
+    write_spreads(str(file), written)
+    monkeypatch.setattr(residuals, "TABLE", file)
+    for spread, original in zip(read_spreads.__wrapped__().values(), written, strict=True):
+        assert (spread.row_class, spread.rows) == (original.row_class, original.rows)
+        assert spread.quantiles == pytest.approx(original.quantiles, abs=5e-4)  # three decimals
 
 
 def test_a_row_that_is_not_fitted_or_in_float8_is_no_evidence_of_times() -> None:
@@ -83,11 +93,6 @@ def test_a_row_that_is_not_fitted_or_in_float8_is_no_evidence_of_times() -> None
 def test_peaks_of_torchllm_are_no_evidence_for_others() -> None:
     classes = spreads_of(made([0.1] * 10, stack="torchllm"), "peak memory")
     assert list(classes) == [RowClass("torchllm", ANY, ANY)]
-
-
-def test_a_class_of_few_rows_is_not_shown() -> None:
-    assert "step time" not in quantities(made([0.1] * 9))
-    assert "step time" in quantities(made([0.1] * 10))
 
 
 def test_a_peak_that_is_repeated_is_compared_with_the_median() -> None:
@@ -111,18 +116,6 @@ def test_pairs_are_of_one_job() -> None:
     assert added.rows == 20
     assert added.quantiles == pytest.approx([0.2] * len(LEVELS))
     assert RowClass(NATIVE, SAME, ANY) not in ratios  # taking an axis away is no question of its own
-
-
-def test_a_table_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "table.csv"
-    written = spreads(made(HUNDREDTHS))
-    write_spreads(str(file), written)
-    monkeypatch.setattr(residuals, "TABLE", file)
-    table = read_spreads.__wrapped__()
-    for spread, original in zip(table.values(), written, strict=True):
-        assert spread.row_class == original.row_class
-        assert spread.rows == original.rows
-        assert spread.quantiles == pytest.approx(original.quantiles, abs=5e-4)  # three decimals
 
 
 def test_outcomes_by_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
