@@ -59,6 +59,38 @@ def of_optimizer(optimizer: str, definitions: str = "") -> Change:
 
 
 MISTAKES = {
+    "mean over local tokens": of_blocks(
+        "def hook(mlp, inputs):\n    return (inputs[0] - inputs[0].mean(dim=1, keepdim=True),)"
+    ),
+    "mean over local sequences": of_blocks(
+        "def hook(mlp, inputs):\n    return (inputs[0] - inputs[0].mean(dim=0, keepdim=True),)"
+    ),
+    "past the residual stream": Change("""
+FIRST = {}
+
+
+def keep(block, inputs, output):
+    FIRST["output"] = output
+
+
+def add(block, inputs):
+    x, *rest = inputs
+    return (x + FIRST.get("output", 0.0), *rest)
+
+
+def change(stages):
+    for stage in stages:
+        if "0" in stage.layers:
+            stage.layers["0"].register_forward_hook(keep)
+        if "3" in stage.layers:
+            stage.layers["3"].register_forward_pre_hook(add)
+"""),
+    "changing state": of_blocks("""
+def hook(mlp, inputs):
+    mlp.calls = getattr(mlp, "calls", 0) + 1
+    return (inputs[0] * (1 + 0.1 * mlp.calls),)
+"""),
+    "loss of a chunk": of_loss("        return whole(logits, labels) + logits.float().std()"),
     "mean per rank": Change(
         """
 class MeanPerRank(TrainStep):

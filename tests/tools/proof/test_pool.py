@@ -57,24 +57,20 @@ def test_results_come_in_order_of_rank(pool: Pool) -> None:
     assert len({result[2] for result in results}) == 3
 
 
-def test_ranks_are_kept(pool: Pool) -> None:
+def test_ranks_are_kept_until_they_are_renewed(pool: Pool) -> None:
     three = processes(pool, 3)
     assert processes(pool, 2) == three[:2]
     assert processes(pool, 3) == three
-
-
-def test_renewed_ranks_are_other_processes(pool: Pool) -> None:
-    first, second, third = processes(pool, 3)
     pool.renew(range(2))
-    assert not {first, second} & set(processes(pool, 2))
-    assert processes(pool, 3)[2] == third
+    assert not set(three[:2]) & set(processes(pool, 2))
+    assert processes(pool, 3)[2] == three[2]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_failing_function_fails_only_its_test(pool: Pool, rank: int) -> None:
-    with pytest.raises(WorkerFailed, match=rf"(?s)rank {rank} of 2:.*fails_on.*ValueError: rotten"):
-        pool.run(fails_on, 2, rank)
-    processes(pool)
+def test_a_failing_function_fails_only_its_test(pool: Pool) -> None:
+    for rank in (0, 1):
+        with pytest.raises(WorkerFailed, match=rf"(?s)rank {rank} of 2:.*fails_on.*ValueError: rotten"):
+            pool.run(fails_on, 2, rank)
+        processes(pool)
 
 
 def test_a_rank_that_dies_is_replaced(pool: Pool) -> None:
