@@ -4,7 +4,7 @@ import ast
 import functools
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -20,63 +20,30 @@ ROOT = Path(__file__).parents[1]
 FILES = sorted([*ROOT.glob("torchllm/**/*.py"), *ROOT.glob("recipes/**/*.py")])
 
 CORE = [
-    "regular_file",
-    "config",
-    "facts",
-    "runtime",
-    "models",
-    "data",
-    "parallel",
-    "optim",
-    "train",
-    "checkpoint",
-    "metrics",
+    *("regular_file", "config", "facts", "runtime", "models", "data", "parallel", "optim", "train"),
+    *("checkpoint", "metrics"),
 ]
 """What a fork reads and may change. Each room (a folder or a file of torchllm) imports only itself and rooms above."""
 TOOLS = [
-    "tools.resources",
-    "tools.config",
-    "tools.planner",
-    "tools.iterable",
-    "tools.mesh_axes",
-    "tools.launch",
-    "tools.prepare",
-    "tools.hub",
-    "tools.dry_run",
-    "tools.watch",
-    "tools.adapt",
-    "tools.proof",
-    "tools.front",
-    "tools.generate",
-    "tools.pipeline",
-    "tools.bug_report",
+    *("tools.resources", "tools.config", "tools.planner", "tools.iterable", "tools.mesh_axes", "tools.launch"),
+    *("tools.prepare", "tools.hub", "tools.dry_run", "tools.watch", "tools.adapt", "tools.proof", "tools.front"),
+    *("tools.generate", "tools.pipeline", "tools.bug_report"),
 ]
 """They stand on the core, which imports none of them; each also imports only those above it."""
 ROOMS = ["old_names", *CORE, *TOOLS, "recipe", "cli", "__main__", "recipes"]
 TORCH_FREE = {
-    "old_names",
-    "regular_file",
-    "config",
-    "facts",
-    "tools.resources",
-    "tools.config",
-    "tools.planner",
-    "tools.front",
-    "tools.bug_report",
-    "recipe",
-    "cli",
-    "__main__",
+    *("old_names", "regular_file", "config", "facts", "tools.resources", "tools.config", "tools.planner"),
+    *("tools.front", "tools.bug_report", "recipe", "cli", "__main__"),
 }
 TORCH_FREE_MODULES = {
-    "runtime.heartbeat",
-    "tools.launch.launcher_notes",
-    "tools.launch.lease",
-    "tools.hub.config_json",
-    "tools.hub.files",
-    "tools.hub.model_card",
-    "tools.hub.resolve",
-    "tools.pipeline.pipeline",
-    "tools.pipeline.stages",
+    *("runtime.heartbeat", "tools.launch.launcher_notes", "tools.launch.lease", "tools.hub.config_json"),
+    *(
+        "tools.hub.files",
+        "tools.hub.model_card",
+        "tools.hub.resolve",
+        "tools.pipeline.pipeline",
+        "tools.pipeline.stages",
+    ),
 }
 """in rooms that import torch; a launcher or a check imports them before it"""
 
@@ -159,48 +126,20 @@ def room_of(module: str) -> str:
     return room
 
 
-def test_the_files_are_found() -> None:
-    assert {"config.schema", "parallel.mesh", "models.decoder", "train.step", "recipes.pretrain"} <= MODULES.keys()
-    assert own_imports(MODULES["train.step"]) >= {"config", "models.decoder", "optim.grad_norm"}
+# -- rules of which every file is free of offences: each yields those of one file
 
 
-def test_rooms_import_only_rooms_above_them() -> None:
-    wrong = []
-    for module, file in MODULES.items():
-        allowed = ROOMS[: ROOMS.index(room_of(module)) + 1]
-        wrong += [f"{module} imports {other}" for other in own_imports(file) if room_of(other) not in allowed]
-    assert wrong == []
+def imports_from_below(module: str, file: Path) -> Iterator[str]:
+    """A room imports only rooms above it."""
+    allowed = ROOMS[: ROOMS.index(room_of(module)) + 1]
+    yield from (other for other in own_imports(file) if room_of(other) not in allowed)
 
 
-def test_imports_have_no_cycle() -> None:
-    TopologicalSorter({module: own_imports(file) for module, file in MODULES.items()}).prepare()  # CycleError names it
-
-
-def test_models_know_nothing_of_ranks() -> None:
-    models = [module for module in MODULES if module.startswith("models.")]
-    assert "models.decoder" in models
-    wrong = []
-    for module in models:
-        used = {ast.unparse(node) for node in nodes(MODULES[module]) if isinstance(node, ast.Attribute)}
-        used.update(imports(MODULES[module]))
-        wrong += [f"{module}: {name}" for name in used if name.startswith("torch.distributed")]
-    assert wrong == []
-
-
-def test_config_layout_and_planner_need_no_torch() -> None:
-    names = [
-        f"torchllm.{module}" for module in MODULES if room_of(module) in TORCH_FREE or module in TORCH_FREE_MODULES
-    ]
-    assert {"torchllm.config.schema", *(f"torchllm.{module}" for module in TORCH_FREE_MODULES)} <= set(names)
-    assert "torchllm.facts.flops" in names
-    program = f"""
-import importlib, sys
-sys.modules["torch"] = None  # importing it fails
-for name in {names}:
-    importlib.import_module(name)
-"""
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def ranks_in_models(module: str, file: Path) -> Iterator[str]:
+    """Models know nothing of ranks."""
+    if module.startswith("models."):
+        used = {ast.unparse(node) for node in nodes(file) if isinstance(node, ast.Attribute)}
+        yield from (name for name in used.union(imports(file)) if name.startswith("torch.distributed"))
 
 
 def privates(file: Path) -> Iterator[tuple[str, int]]:
@@ -239,66 +178,130 @@ def our_private_names() -> frozenset[str]:
     return frozenset(name for file in FILES for name in _defined(file) if _private(name))
 
 
-def test_private_names_of_others_are_in_torch_compat_or_explained() -> None:
-    unexplained = []
-    for file in FILES:
-        name = str(file.relative_to(ROOT))
-        if name not in TORCH_COMPAT:
-            used = privates(file)
-            unexplained += [
-                f"{name}:{line}: {private}" for private, line in used if private not in PRIVATE.get(name, {})
-            ]
-    assert unexplained == [], f"move them to one of {TORCH_COMPAT}"
-    assert {"_flatten", "_checkpoint", "_utils"} <= {
-        private for name in TORCH_COMPAT for private, _ in privates(ROOT / name)
-    }
+def unexplained_private_names(module: str, file: Path) -> Iterator[str]:
+    """Private names of other libraries are in TORCH_COMPAT, or explained in PRIVATE."""
+    name = str(file.relative_to(ROOT)) if file.is_relative_to(ROOT) else ""
+    if name not in TORCH_COMPAT:
+        yield from (f"{line}: {private}" for private, line in privates(file) if private not in PRIVATE.get(name, {}))
 
 
-def test_explained_private_names_are_still_used() -> None:
-    for name, reasons in PRIVATE.items():
-        assert {private for private, _ in privates(ROOT / name)} >= reasons.keys(), name
+def axes_spelled(module: str, file: Path) -> Iterator[str]:
+    """A mesh dimension is asked for by name in mesh.py only; config and planner speak of degrees, without torch."""
+    if room_of(module) not in TORCH_FREE and module != "parallel.mesh":
+        constants = [node for node in nodes(file) if isinstance(node, ast.Constant)]
+        yield from (f"{node.lineno}: {node.value}" for node in constants if node.value in AXES)
 
 
-def test_axes_are_spelled_in_one_file() -> None:
-    """A mesh dimension is asked for by name in mesh.py only; config and planner speak of degrees, without torch.
-
-    tools/mesh_axes.py names the groups of a mesh in reports.
-    """
-    axes = {"pp", "dp_replicate", "dp_shard", "cp", "tp", "fsdp"}
-    spelled = []
-    for module, file in MODULES.items():
-        if room_of(module) not in TORCH_FREE and module not in ("parallel.mesh", "tools.mesh_axes"):
-            constants = [node for node in nodes(file) if isinstance(node, ast.Constant)]
-            spelled += [f"{module}:{node.lineno}: {node.value}" for node in constants if node.value in axes]
-    assert spelled == []
+AXES = {"pp", "dp_replicate", "dp_shard", "cp", "tp", "fsdp"}
+LAYOUT = {"parallel", "pp", "dp_replicate", "dp_shard", "cp", "tp", "zero_stage", "sequence_parallel", "recompute"}
 
 
-def test_recipes_have_no_if_on_the_layout() -> None:
-    degrees = {"parallel", "pp", "dp_replicate", "dp_shard", "cp", "tp", "zero_stage", "sequence_parallel", "recompute"}
-    conditions = 0
-    wrong = []
-    for file in ROOT.glob("recipes/**/*.py"):
+def conditions_on_the_layout(module: str, file: Path) -> Iterator[str]:
+    """Recipes have none."""
+    if module.startswith("recipes."):
         for node in nodes(file):
             if isinstance(node, ast.If | ast.IfExp | ast.While):
-                conditions += 1
                 words = {n.attr for n in ast.walk(node.test) if isinstance(n, ast.Attribute)}
                 words |= {n.id for n in ast.walk(node.test) if isinstance(n, ast.Name)}
-                if words & degrees:
-                    wrong.append(f"{file.name}:{node.lineno}: {ast.unparse(node.test)}")
-    assert wrong == []
-    assert conditions > 5
+                if words & LAYOUT:
+                    yield f"{node.lineno}: {ast.unparse(node.test)}"
 
 
-def test_no_family_of_models_is_asked_for_by_name() -> None:
+def families_by_name(module: str, file: Path) -> Iterator[str]:
     """Code asks for a feature (`model.features.gated_ffn`), or a third family would silently be built as a second."""
-    wrong = []
-    for module, file in MODULES.items():
-        for node in nodes(file):
-            if isinstance(node, ast.Compare | ast.MatchValue):
-                compared = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
-                if compared & FAMILIES.keys():
-                    wrong.append(f"{module}:{node.lineno}: {ast.unparse(node)}")
-    assert wrong == []
+    for node in nodes(file):
+        if isinstance(node, ast.Compare | ast.MatchValue):
+            compared = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
+            if compared & FAMILIES.keys():
+                yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+SET_ON_MODULES = {
+    "arriving": "an exchange of tokens that is under way",
+    "embed_positions": "a stage has no such end",
+    "embed_tokens": "as above",
+    "embeds": "as above",
+    "lm_head": "as above",
+    "norm": "as above",
+    "grad": "of a tied embedding, or one that was deferred",
+    "grad_dtype": "as above",
+    "recomputes_logits": "a number of the layout",
+    "weight": "a parameter, sharded",
+}
+"""attributes that files of torchllm/parallel set on other objects, beyond the seams, and what they are"""
+
+
+def exchanges(file: Path) -> Iterator[tuple[str, int]]:
+    """Yield the attributes that a file sets on another object than itself and autograd's context, and where."""
+    for node in nodes(file):
+        for target in node.targets if isinstance(node, ast.Assign) else []:
+            if isinstance(target, ast.Attribute) and ast.unparse(target.value) not in ("self", "ctx"):
+                yield target.attr, node.lineno
+
+
+EXCHANGED: dict[str, set[str]] = {}
+"""attribute of a seam -> the files that exchange it"""
+for seam in SEAMS:
+    EXCHANGED.setdefault(seam.attribute, set()).update(seam.exchanged_by)
+
+
+def unlisted_exchanges(module: str, file: Path) -> Iterator[str]:
+    """Seams are exchanged by the files that torchllm/models/seams.py lists, and torchllm/parallel sets nothing else."""
+    for attribute, line in exchanges(file):
+        if attribute in EXCHANGED and module.startswith(("models.", "parallel.", "optim.", "train.", "tools.")):
+            if file.name not in EXCHANGED[attribute]:
+                yield f"{line}: {attribute} is exchanged, but torchllm/models/seams.py does not say so"
+        elif module.startswith("parallel.") and attribute not in SET_ON_MODULES:
+            yield f"{line}: {attribute} is no seam: add it to torchllm/models/seams.py"
+
+
+RULES: dict[Callable[[str, Path], Iterator[str]], tuple[str, str]] = {
+    imports_from_below: ("config.other", "from torchllm.tools.planner import case"),
+    ranks_in_models: ("models.other", "import torch\ntorch.distributed.barrier()"),
+    unexplained_private_names: ("train.other", "from torch._utils import other"),
+    axes_spelled: ("train.other", "mesh['tp']"),
+    conditions_on_the_layout: ("recipes.other", "if config.parallel.pp > 1: pass"),
+    families_by_name: ("train.other", "model.family == 'gpt'"),
+    unlisted_exchanges: ("parallel.other", "stage.other = 1"),
+}
+"""and a module with its text that breaks it"""
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_no_file_breaks_a_rule(rule: Callable[[str, Path], Iterator[str]], tmp_path: Path) -> None:
+    """What is wrong: the rule's docstring."""
+    assert [f"{module}: {offence}" for module, file in MODULES.items() for offence in rule(module, file)] == []
+    module, text = RULES[rule]
+    (tmp_path / "other.py").write_text(text)
+    assert list(rule(module, tmp_path / "other.py"))
+
+
+def test_what_is_listed_is_still_so() -> None:
+    for name, reasons in PRIVATE.items():
+        assert {private for private, _ in privates(ROOT / name)} >= reasons.keys(), name
+    used = {(attribute, file.name) for file in MODULES.values() for attribute, _ in exchanges(file)}
+    assert {(seam.attribute, name) for seam in SEAMS for name in seam.exchanged_by} <= used
+
+
+def test_imports_have_no_cycle() -> None:
+    assert own_imports(MODULES["train.step"]) >= {"config", "models.decoder", "optim.grad_norm"}
+    TopologicalSorter({module: own_imports(file) for module, file in MODULES.items()}).prepare()  # CycleError names it
+
+
+def test_config_layout_and_planner_need_no_torch() -> None:
+    names = [
+        f"torchllm.{module}" for module in MODULES if room_of(module) in TORCH_FREE or module in TORCH_FREE_MODULES
+    ]
+    assert {"torchllm.config.schema", *(f"torchllm.{module}" for module in TORCH_FREE_MODULES)} <= set(names)
+    assert "torchllm.facts.flops" in names
+    program = f"""
+import importlib, sys
+sys.modules["torch"] = None  # importing it fails
+for name in {names}:
+    importlib.import_module(name)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_package_itself_holds_its_version_and_finds_old_names() -> None:
@@ -341,49 +344,6 @@ def test_a_public_name_means_one_thing() -> None:
     assert len(files_of["main"]) > 1
     repeated = {name: files for name, files in files_of.items() if len(files) > 1 and name not in REPEATED}
     assert not repeated, f"rename all but one of each: {repeated}"
-
-
-SET_ON_MODULES = {
-    "arriving": "an exchange of tokens that is under way",
-    "embed_positions": "a stage has no such end",
-    "embed_tokens": "as above",
-    "embeds": "as above",
-    "lm_head": "as above",
-    "norm": "as above",
-    "grad": "of a tied embedding, or one that was deferred",
-    "grad_dtype": "as above",
-    "recomputes_logits": "a number of the layout",
-    "weight": "a parameter, sharded",
-}
-"""attributes that files of torchllm/parallel set on other objects, beyond the seams, and what they are"""
-
-
-def exchanges(file: Path) -> Iterator[tuple[str, int]]:
-    """Yield the attributes that a file sets on another object than itself and autograd's context, and where."""
-    for node in nodes(file):
-        for target in node.targets if isinstance(node, ast.Assign) else []:
-            if isinstance(target, ast.Attribute) and ast.unparse(target.value) not in ("self", "ctx"):
-                yield target.attr, node.lineno
-
-
-def test_seams_are_exchanged_by_the_files_that_are_listed() -> None:
-    by: dict[str, set[str]] = {}
-    for seam in SEAMS:
-        by.setdefault(seam.attribute, set()).update(seam.exchanged_by)
-    wrong = []
-    used = set()
-    for module, file in MODULES.items():
-        for attribute, line in exchanges(file):
-            if attribute in by and module.startswith(("models.", "parallel.", "optim.", "train.", "tools.")):
-                used.add((attribute, file.name))
-                if file.name not in by[attribute]:
-                    wrong.append(
-                        f"{module}:{line}: {attribute} is exchanged, but torchllm/models/seams.py does not say so"
-                    )
-            elif module.startswith("parallel.") and attribute not in SET_ON_MODULES:
-                wrong.append(f"{module}:{line}: {attribute} is no seam: add it to torchllm/models/seams.py")
-    assert wrong == []
-    assert used == {(seam.attribute, name) for seam in SEAMS for name in seam.exchanged_by}
 
 
 def test_what_a_reader_has_to_read_does_not_grow() -> None:
