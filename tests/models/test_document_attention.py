@@ -50,7 +50,7 @@ class Results(NamedTuple):
     dv: Tensor
 
 
-def forward_backward(core: Any, inputs: Inputs, documents: Tensor) -> Results:
+def forward_backward(core: Any, inputs: Inputs, documents: Tensor | None) -> Results:
     leaves = [x.clone().requires_grad_() for x in inputs[:3]]
     out = core(*leaves, core.mask(documents))
     return Results(out.detach(), *torch.autograd.grad(out, leaves, inputs.d_out))

@@ -88,14 +88,16 @@ def test_the_gradient_of_a_sum_is_taken_too(dtype: torch.dtype) -> None:
 
 
 def test_no_rows_and_odd_sizes() -> None:
+    generator = torch.Generator().manual_seed(0)
     x = torch.empty(0, INPUTS, requires_grad=True)
-    weight = torch.randn(2, OUTPUTS, INPUTS, requires_grad=True)
+    weight = torch.randn(2, OUTPUTS, INPUTS, generator=generator, requires_grad=True)
     result = grouped_linear(x, weight, ends([0, 0]))
     assert result.shape == (0, OUTPUTS)
     result.sum().backward()
     assert weight.grad is not None
     assert not weight.grad.any()
-    x, weight = torch.randn(5, 3), torch.randn(2, 7, 3)  # sizes that are no multiples of 8
+    # sizes that are no multiples of 8
+    x, weight = torch.randn(5, 3, generator=generator), torch.randn(2, 7, 3, generator=generator)
     odd = grouped_linear(x, weight, ends([2, 3]))
     torch.testing.assert_close(odd, torch.cat((x[:2] @ weight[0].T, x[2:] @ weight[1].T)))
 

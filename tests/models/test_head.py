@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.operations import Operations
 from torchllm.config import Model, Parallel, Training
 from torchllm.facts.flops import recomputes_logits
 from torchllm.models.head import IGNORED, Head, cross_entropy_sum, take_squares
@@ -92,27 +92,16 @@ def test_at_most_a_chunk_of_logits_exists_and_none_is_saved(recomputes: bool) ->
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.addmm.out)
 
 
-class ProductCounter(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += operation in PRODUCTS
-        return operation(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(("recomputes", "products"), [(False, 3 * 4), (True, 4 * 4)])
 def test_a_chunk_takes_three_products_and_four_with_recomputation(recomputes: bool, products: int) -> None:
     module = head(7)
     module.recomputes_logits = recomputes
     hidden, labels = hidden_and_labels()
-    with ProductCounter() as counter:
+    with Operations() as step:
         module(hidden.requires_grad_(), labels).backward()
-    assert counter.count == products
-    with torch.no_grad(), ProductCounter() as counter:
+    with torch.no_grad(), Operations() as evaluation:
         module(hidden, labels)
-    assert counter.count == 4
+    assert [sum(map(operations.all.count, PRODUCTS)) for operations in (step, evaluation)] == [products, 4]
 
 
 def test_gradients_in_the_forward_are_those_of_recomputed_logits() -> None:

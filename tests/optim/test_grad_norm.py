@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.operations import Operations
 from tests.parity import Settings, build, rows_of, step_batch, tiny
 from tests.workers import run
 from torchllm.models.decoder import Decoder
@@ -125,27 +125,13 @@ def test_a_zero_gradient_stays_zero() -> None:
     assert torch.equal(next(gradients([module])), torch.zeros(3))
 
 
-class Operations(TorchDispatchMode):
-    """Counts the operations that run while it is active: each is a kernel or a few of them on a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # their inner operations are dispatched here too
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
-def operations_of(parameters: int) -> list[str]:
+def operations_of(parameters: int) -> list[Any]:
     module = three(*[3] * parameters)
     for parameter in module.parameters():
         parameter.grad = torch.ones(3)
     with Operations() as operations:
         clip([module], grad_norm([module], CPU), 1.0)
-    return operations.names
+    return operations.all
 
 
 def test_operations_do_not_grow_with_the_parameters() -> None:
@@ -164,7 +150,7 @@ def operations_of_sharded_gradients() -> list[int]:
                 parameter.grad = torch.ones_like(parameter)
         with Operations() as operations:
             clip(stages, grad_norm(stages, CPU), 1.0)
-        counts.append(len(operations.names))
+        counts.append(len(operations.all))
     return counts
 
 

@@ -17,22 +17,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from tests import parity
 from tests.optim.test_optimizer import bits, gradient, shard_like
-from tests.parity import Settings, tiny
+from tests.parity import Settings, tiny, whole
 from tests.workers import run
 from torchllm.checkpoint.checkpointer import Checkpointer
-from torchllm.config import Checkpoint, Compile, Config, Float8, Model, Optimizer, Parallel, Recompute
+from torchllm.config import Checkpoint, Config, Model, Optimizer, Parallel
 from torchllm.facts.parameters import canonical_name, rule_of
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.optim.muon import Muon, OwnedMatrices, deal, orthogonalize, rate_factor
 from torchllm.optim.optimizer import apply_if_finite, build_optimizer
-from torchllm.parallel.initialize import initialize
-from torchllm.parallel.mesh import build_mesh
-from torchllm.parallel.parallelize import parallelize
 from torchllm.tools.dry_run.trace import fake_ranks
 from torchllm.tools.proof.layouts import with_settings
 
-CPU = torch.device("cpu")
 # over 4 ranks, or 2 x 2, the rows of most matrices are not shared evenly
 MODEL = Model(
     family="gpt", layers=2, hidden=20, heads=4, kv_heads=2, head_dim=5, ffn=18, vocab=16, max_sequence_length=6
@@ -64,13 +61,7 @@ SAME_STEPS: dict[str, tuple[Model, Settings]] = {
 
 def build(settings: Settings, of: Model = MODEL) -> list[Decoder]:
     """Return this rank's stages of a model in a layout."""
-    parallel = with_settings(Config(model=of, parallel=Parallel(dp_shard=1)), settings).parallel
-    mesh = build_mesh(parallel, CPU)
-    with torch.device("meta"):
-        model = build_model(of)
-    stages = parallelize(model, mesh, parallel, Recompute(), Compile(), Float8(), torch.float32, 8)
-    initialize(stages, of, CPU, seed=0)
-    return stages
+    return parity.build(with_settings(Config(model=of, parallel=Parallel(dp_shard=1)), settings))[1]
 
 
 def give_gradients(stages: list[Decoder], step: int, factor: float = 1.0) -> None:
@@ -91,12 +82,6 @@ def train(stages: list[Decoder], config: Optimizer) -> torch.optim.Optimizer:
         apply_if_finite(optimizer, rate, torch.tensor(not skipped))
         assert ([bits(stage, optimizer) for stage in stages] == initial_bits) == skipped, step
     return optimizer
-
-
-def whole(tensor: Tensor) -> np.ndarray:
-    """Return a tensor, gathered."""
-    gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return gathered.detach().numpy().copy()
 
 
 def matrices_and_momenta(stages: list[Decoder], optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tests.parity import build, whole
 from tests.workers import run
-from torchllm.config import Compile, Float8, Model, Optimizer, Parallel, Recompute
+from torchllm.config import Config, Model, Optimizer, Parallel
 from torchllm.facts.parameters import canonical_name
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.optim.optimizer import apply_if_finite, build_optimizer
 from torchllm.parallel.initialize import initialize
-from torchllm.parallel.mesh import build_mesh
-from torchllm.parallel.parallelize import parallelize
 from torchllm.runtime.torch_compat import local_region
 
 CPU = torch.device("cpu")
@@ -35,14 +34,10 @@ SKIPPED = 2  # index of a step that is not finite
 DECAYED = ("embed_tokens.weight", "lm_head.weight", "_proj.weight")
 
 
-def meta() -> Decoder:
+def plain(model: Model = MODEL) -> Decoder:
     with torch.device("meta"):
-        return build_model(MODEL)
-
-
-def plain() -> Decoder:
-    decoder = meta()
-    initialize([decoder], MODEL, CPU, seed=0)
+        decoder = build_model(model)
+    initialize([decoder], model, CPU, seed=0)
     return decoder
 
 
@@ -55,15 +50,15 @@ def gradient(name: str, shape: torch.Size, step: int) -> Tensor:
 def give_gradients(module: nn.Module, step: int, poison: bool) -> None:
     """This rank's part of the gradients; poison: not finite."""
     for name, parameter in module.named_parameters():
-        whole = gradient(canonical_name(name), parameter.shape, step)
+        values = gradient(canonical_name(name), parameter.shape, step)
         if poison:
-            whole = whole * float("nan")
-        parameter.grad = shard_like(parameter, whole) if isinstance(parameter, DTensor) else whole
+            values = values * float("nan")
+        parameter.grad = shard_like(parameter, values) if isinstance(parameter, DTensor) else values
 
 
-def shard_like(parameter: DTensor, whole: Tensor) -> DTensor:
+def shard_like(parameter: DTensor, values: Tensor) -> DTensor:
     """Return a tensor cut among the ranks as the parameter is, from the whole of it."""
-    part = whole
+    part = values
     shape, offset = local_region(parameter)
     for dimension, (first, length) in enumerate(zip(offset, shape, strict=True)):
         part = part.narrow(dimension, first, length)
@@ -106,8 +101,8 @@ def expected_parameters(settings: Optimizer) -> dict[str, Tensor]:
 
 
 def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[bytes]:
-    """Everything that a step may change, as bytes: weights, moments, counters."""
-    tensors = list(model.parameters())
+    """Everything that a step may change, as bytes: weights, buffers, moments, counters."""
+    tensors = [*model.parameters(), *model.buffers()]
     for parameter in model.parameters():
         state = optimizer.state[parameter]
         for name in sorted(state):
@@ -148,17 +143,11 @@ def test_plain_parameters() -> None:
 
 def train_sharded(names: list[str]) -> dict[str, dict[str, Any]] | None:
     """On 4 FSDP ranks: whole parameters by optimizer and name, on rank 0."""
-    parallel = Parallel(dp_shard=4)
-    mesh = build_mesh(parallel, CPU)
     trained: dict[str, dict[str, Any]] = {}
     for name in names:
-        stages = parallelize(meta(), mesh, parallel, Recompute(), Compile(), Float8(), torch.float32, 32)
-        initialize(stages, MODEL, CPU, seed=0)
-        train(stages[0], OPTIMIZERS[name])
-        trained[name] = {}
-        for parameter, value in stages[0].named_parameters():
-            whole = value.full_tensor()  # type: ignore[operator]
-            trained[name][parameter] = whole.detach().numpy()
+        _, (stage,) = build(Config(model=MODEL, parallel=Parallel(dp_shard=4)))
+        train(stage, OPTIMIZERS[name])
+        trained[name] = {parameter: whole(value) for parameter, value in stage.named_parameters()}
     return trained if torch.distributed.get_rank() == 0 else None
 
 
@@ -193,6 +182,7 @@ ROLES = Optimizer(
     vector_rate=3.0,
     vector_decay=0.125,
 )
+SPARSE = Model(layers=1, hidden=8, heads=2, kv_heads=2, ffn=12, vocab=16, experts=4, router_bias=True)
 RATE_AND_DECAY = {
     "embed_tokens.weight": (0.25, 0.5),
     "embed_positions.weight": (0.25, 0.03125),
@@ -201,48 +191,30 @@ RATE_AND_DECAY = {
     "layers.0.mlp.up_proj.bias": (1.5, 0.03125),
     "layers.0.input_layernorm.weight": (1.5, 0.03125),
     "norm.bias": (1.5, 0.03125),
+    "layers.0.mlp.routed.router.weight": (0.5, 0.25),
+    "layers.0.mlp.routed.experts.up_proj": (0.5, 0.25),
 }
 """of the keys above, by hand: powers of two, so that products are exact"""
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_learning_rate_and_weight_decay_by_role(name: Any) -> None:
+@pytest.mark.parametrize(("name", "model"), [("adamw", MODEL), ("sgd", MODEL), ("adamw", SPARSE), ("muon", SPARSE)])
+def test_learning_rate_and_weight_decay_by_role(name: Any, model: Model) -> None:
     """A gradient of zero: what is left is the weight decay, of which torch takes rate x decay off a weight."""
-    model = plain()
-    optimizer = build_optimizer([model], replace(ROLES, name=name))
-    initial = {parameter: value.detach().clone() for parameter, value in model.named_parameters()}
-    for value in model.parameters():
-        value.grad = torch.zeros_like(value)
-    apply_if_finite(optimizer, 0.5, torch.tensor(True))
-    for parameter, value in model.named_parameters():
-        if parameter in RATE_AND_DECAY:
-            rate, decay = RATE_AND_DECAY[parameter]
-            torch.testing.assert_close(value.detach(), initial[parameter] * (1 - rate * decay), msg=parameter)
-    rates = {group["lr"] for group in optimizer.param_groups}
-    assert rates == {0.25, 0.125, 0.5, 1.5}
-
-
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_experts_and_routers_decay_as_matrices(name: Any) -> None:
-    """A gradient of zero again. The routers' biases are buffers, which no optimizer knows."""
-    model = Model(layers=1, hidden=8, heads=2, kv_heads=2, ffn=12, vocab=16, experts=4, router_bias=True)
-    decoder = build_model(model)
-    initialize([decoder], model, CPU, seed=0)
+    decoder = plain(model)
     optimizer = build_optimizer([decoder], replace(ROLES, name=name))
-    routed = {key: value for key, value in decoder.named_parameters() if ".routed." in key}
-    assert len(routed) == 4
-    initial = {key: value.detach().clone() for key, value in routed.items()}
+    initial = {parameter: value.detach().clone() for parameter, value in decoder.named_parameters()}
     for value in decoder.parameters():
         value.grad = torch.zeros_like(value)
     apply_if_finite(optimizer, 0.5, torch.tensor(True))
-    for key, value in routed.items():
-        torch.testing.assert_close(value.detach(), initial[key] * (1 - 0.5 * 0.25), msg=key)
+    for parameter, value in decoder.named_parameters():
+        if parameter in RATE_AND_DECAY:
+            rate, decay = RATE_AND_DECAY[parameter]
+            torch.testing.assert_close(value.detach(), initial[parameter] * (1 - rate * decay), msg=parameter)
+    assert {group["lr"] for group in optimizer.param_groups} == {0.25, 0.125, 0.5, 1.5}
 
 
 def test_a_tied_head_has_the_settings_of_the_embedding() -> None:
-    with torch.device("meta"):
-        decoder = build_model(replace(MODEL, tied_embeddings=True))
-    initialize([decoder], replace(MODEL, tied_embeddings=True), CPU, seed=0)
+    decoder = plain(replace(MODEL, tied_embeddings=True))
     (group,) = (
         group
         for group in build_optimizer([decoder], ROLES).param_groups
@@ -262,23 +234,6 @@ def test_any_optimizer_gets_the_learning_rate_and_skips_what_is_not_finite() -> 
         assert weight.item() == 1.0
         apply_if_finite(optimizer, 0.25, torch.tensor(True))
         assert weight.item() == pytest.approx(0.75), (kind, fused)
-
-
-@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("gpt", True)])
-def test_groups_follow_the_table(family: str, tied: bool) -> None:
-    model = replace(MODEL, family=family, tied_embeddings=tied)  # type: ignore[arg-type]
-    with torch.device("meta"):
-        decoder = build_model(model)
-    initialize([decoder], model, CPU, seed=0)
-    decayed, undecayed = build_optimizer([decoder], OPTIMIZERS["adamw"]).param_groups
-    name_of = {parameter: name for name, parameter in decoder.named_parameters()}
-    decayed_names = [name_of[parameter] for parameter in decayed["params"]]
-    undecayed_names = [name_of[parameter] for parameter in undecayed["params"]]
-    assert decayed["weight_decay"] == 0.3
-    assert undecayed["weight_decay"] == 0.0
-    assert all(name.endswith(DECAYED) for name in decayed_names)
-    assert not any(name.endswith(DECAYED) for name in undecayed_names)
-    assert sorted(decayed_names + undecayed_names) == sorted(name_of.values())  # each parameter once
 
 
 def test_a_parameter_without_a_gradient_stays() -> None:

@@ -9,17 +9,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from tests.parity import Settings, build, part_of_sequence, rows_of, step_batch, tiny
+from tests.parity import CPU, Settings, Trainer, rows_of, step_batch, tiny
 from tests.workers import run
 from torchllm.config import Config
 from torchllm.data.batch import Batch
 from torchllm.models.decoder import Decoder, build_model
+from torchllm.optim.grad_norm import gradients
 from torchllm.parallel.forward_backward import OneStage
 from torchllm.parallel.initialize import initialize
-from torchllm.parallel.parallelize import build_forward_backward
 from torchllm.train.evaluate import evaluate
 
-CPU = torch.device("cpu")
 SMALL: Settings = {"model.layers": 2, "data.document_mask": True}
 LAYOUTS: dict[str, Settings] = {
     "fsdp2, last block freed": {"parallel.dp_shard": 2, "parallel.keep_last_block": False},
@@ -27,11 +26,6 @@ LAYOUTS: dict[str, Settings] = {
     "pp2, zero bubble": {"parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble", "model.layers": 4},
 }
 """the lattice compares the validation loss of the others"""
-
-
-def parts(batch: Batch, rank: int, size: int) -> list[Batch]:
-    sequences = range(rank, len(batch.tokens), size)
-    return [rows_of(batch, slice(index, index + 1)) for index in sequences]
 
 
 def plain(config: Config) -> Decoder:
@@ -57,7 +51,8 @@ def expected_loss(config: Config) -> float:
 
 def test_one_process_takes_the_mean_over_tokens_not_over_batches() -> None:
     config = tiny(SMALL)
-    batches = parts(step_batch(config, 1, ragged=True), 0, 1)
+    batch = step_batch(config, 1, ragged=True)
+    batches = [rows_of(batch, slice(index, index + 1)) for index in range(len(batch.tokens))]
     assert (batches[0].labels == -100).all()  # a batch without any target
     model = plain(config)
     loss = evaluate(OneStage([model], config.parallel), batches, CPU)
@@ -94,29 +89,18 @@ class Evaluated(NamedTuple):
 
 
 def evaluate_layout(settings: Settings) -> Evaluated:
-    config = tiny({**SMALL, **settings})
-    mesh, stages = build(config)
-    batch = step_batch(config, 1, ragged=True)
-    batches = [part_of_sequence(rows, mesh) for rows in parts(batch, mesh.data_rank, mesh.data_size)]
-    step = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
+    trainer = Trainer(tiny({**SMALL, **settings}))
+    stage, batches = trainer.stages[0], trainer.batches(1, ragged=True)
 
-    def gradients_of_a_step() -> list[torch.Tensor]:
-        for parameter in stages[0].parameters():
-            parameter.grad = None
-        step(batches, torch.tensor(1e-2))
-        gradients = []
-        for parameter in stages[0].parameters():
-            if isinstance(parameter.grad, DTensor):
-                gradients.append(parameter.grad.to_local().clone())
-        return gradients
+    def gradients_of_a_step() -> list[bytes]:
+        stage.zero_grad()
+        trainer.forward_backward(batches, torch.tensor(1e-2))
+        return [gradient.to_local().numpy().tobytes() for gradient in gradients([stage])]
 
     expected = gradients_of_a_step()
-    loss = evaluate(step, batches, CPU, mesh)
-    sharded = all(isinstance(parameter, DTensor) for parameter in stages[0].parameters())
-    same_gradients = len(expected) > 0
-    for gradient, expected_gradient in zip(gradients_of_a_step(), expected, strict=True):
-        same_gradients &= torch.equal(gradient, expected_gradient)
-    return Evaluated(loss, sharded, same_gradients)
+    loss = evaluate(trainer.forward_backward, batches, CPU, trainer.mesh)
+    sharded = all(isinstance(parameter, DTensor) for parameter in stage.parameters())
+    return Evaluated(loss, sharded, gradients_of_a_step() == expected != [])
 
 
 def evaluate_layouts(layouts: dict[str, Settings]) -> dict[str, Evaluated]:
@@ -145,11 +129,8 @@ def test_pipelines_beside_each_other_evaluate_the_same_model() -> None:
 
 
 def evaluate_in_bfloat16(settings: Settings) -> float:
-    config = tiny({**SMALL, **settings})
-    mesh, stages = build(config, torch.bfloat16)
-    batches = parts(step_batch(config, 1, ragged=True), mesh.data_rank, mesh.data_size)
-    step = build_forward_backward(stages, mesh, config.parallel, config.training, torch.bfloat16)
-    return evaluate(step, batches, CPU, mesh)
+    trainer = Trainer(tiny({**SMALL, **settings}), torch.bfloat16)
+    return evaluate(trainer.forward_backward, trainer.batches(1, ragged=True), CPU, trainer.mesh)
 
 
 def test_a_pipeline_in_bfloat16_evaluates_as_one_rank_does() -> None:

@@ -11,25 +11,22 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.profiler import profile
 
-from tests.parity import Settings, rows_of, step_batch, tiny
+from tests.optim.test_optimizer import bits
+from tests.parity import Settings, Trainer, rows_of, step_batch, tiny
 from tests.workers import run
-from torchllm.config import Config, Training
+from torchllm.config import Training
 from torchllm.config.errors import UserError
 from torchllm.data.batch import Batch
-from torchllm.models.decoder import Decoder, build_model
+from torchllm.models.decoder import build_model
 from torchllm.models.head import IGNORED
 from torchllm.optim.grad_norm import gradients
-from torchllm.optim.optimizer import build_optimizer
-from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.initialize import initialize
-from torchllm.parallel.mesh import Mesh, build_mesh
-from torchllm.parallel.parallelize import build_forward_backward, parallelize
 from torchllm.runtime.phase import PREFIX
 from torchllm.tools.watch.breakdown import PHASES
-from torchllm.train.step import Health, StepResult, TrainStep, read_health
+from torchllm.train.step import Health, StepResult, read_health
 
 CPU = torch.device("cpu")
-SMALL: Settings = {"model.layers": 1, "training.global_batch_size": 8, "training.sequence_length": 8}
+SMALL: Settings = {"model.layers": 1, "training.sequence_length": 8, "training.steps": 10}
 LAYOUTS: dict[str, Settings] = {
     "fsdp2": {"parallel.dp_shard": 2},
     "zero1": {"parallel.dp_shard": 2, "parallel.zero_stage": 1, "optimizer.name": "sgd", "optimizer.momentum": 0.9},
@@ -40,34 +37,15 @@ LAYOUTS: dict[str, Settings] = {
 }
 
 
-class Rig:
-    """Everything of a run but its recipe; `spoil` may change what a step computes."""
+class Rig(Trainer):
+    """`spoil` may change what a step computes."""
 
     def __init__(self, settings: Settings) -> None:
-        self.config: Config = tiny({**SMALL, **settings})
-        self.mesh: Mesh = build_mesh(self.config.parallel, CPU)
-        config = self.config
-        with torch.device("meta"):
-            model = build_model(config.model, config.training.loss_chunk, config.training.z_loss)
-        self.stages: list[Decoder] = parallelize(
-            model, self.mesh, config.parallel, config.recompute, config.compile, config.float8, torch.float32, 32
-        )
-        initialize(self.stages, config.model, CPU, config.run.seed)
-        self.optimizer = build_optimizer(self.stages, config.optimizer)
+        super().__init__(tiny({**SMALL, **settings}))
         self.spoil: Callable[[Tensor], Tensor] = lambda loss: loss
-        rate = LearningRate(config.schedule, config.optimizer.learning_rate, 10)
-        plain = build_forward_backward(self.stages, self.mesh, config.parallel, config.training, torch.float32)
-        self.step = TrainStep(
-            self.stages,
-            lambda batches, scale: self.spoil(plain(batches, scale)),
-            self.optimizer,
-            rate,
-            self.mesh,
-            config.training,
-            CPU,
-        )
+        self.step.forward_backward = lambda batches, scale: self.spoil(self.forward_backward(batches, scale))
 
-    def batches(self, number: int, labels: Callable[[Tensor], Tensor] = lambda labels: labels) -> list[Batch]:
+    def halves(self, number: int, labels: Callable[[Tensor], Tensor] = lambda labels: labels) -> list[Batch]:
         """This rank's two micro batches of a step."""
         whole = step_batch(self.config, number, ragged=False)
         whole = whole._replace(labels=labels(whole.labels))
@@ -75,21 +53,9 @@ class Rig:
         half = len(of_this_rank.tokens) // 2
         return [rows_of(of_this_rank, slice(0, half)), rows_of(of_this_rank, slice(half, None))]
 
-    def bits(self) -> list[bytes]:
+    def bits(self) -> list[list[bytes]]:
         """Weights, buffers, moments and counters of this rank."""
-        parameters: list[Tensor] = []
-        for stage in self.stages:
-            parameters += stage.parameters()
-        tensors = [*parameters, *(buffer for stage in self.stages for buffer in stage.buffers())]
-        for parameter in parameters:
-            state = self.optimizer.state[parameter]
-            for name in sorted(state):
-                tensors.append(state[name])
-        contents = []
-        for tensor in tensors:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            contents.append(local.detach().numpy().tobytes())
-        return contents
+        return [bits(stage, self.optimizer) for stage in self.stages]
 
 
 def first_norm(rig: Rig) -> torch.nn.Module:
@@ -127,17 +93,13 @@ def bad_micro_batch(rig: Rig, rank: int, bad: float) -> Callable[[], None]:
     return first_norm(rig).register_forward_hook(spoil).remove
 
 
-class Failure(NamedTuple):
-    spoil: Callable[[Rig, int, float], Callable[[], None]]
-    value: float
-
-
+Spoil = Callable[[Rig, int, float], Callable[[], None]]
 NAN = float("nan")
 INFINITY = float("inf")
-FAILURES = {
-    "loss": Failure(bad_loss, NAN),
-    "gradient": Failure(bad_gradient, INFINITY),
-    "micro batch": Failure(bad_micro_batch, NAN),
+FAILURES: dict[str, tuple[Spoil, float]] = {
+    "loss": (bad_loss, NAN),
+    "gradient": (bad_gradient, INFINITY),
+    "micro batch": (bad_micro_batch, NAN),
 }
 
 
@@ -159,21 +121,21 @@ class SkippedStep(NamedTuple):
     """bits after the next step are those of a run that never took the bad step"""
 
 
-def skip_a_step(settings: Settings, failure: Failure) -> SkippedStep:
+def skip_a_step(settings: Settings, spoil: Spoil, value: float) -> SkippedStep:
     last_rank = dist.get_world_size() - 1
     rig = Rig(settings)
-    rig.step(1, rig.batches(1))
+    rig.step(1, rig.halves(1))
     bits = rig.bits()
-    undo = failure.spoil(rig, last_rank, failure.value)
-    result = rig.step(2, rig.batches(2))
+    undo = spoil(rig, last_rank, value)
+    result = rig.step(2, rig.halves(2))
     untouched = rig.bits() == bits
     cleared = not list(gradients(rig.stages))
     undo()
-    next_result = rig.step(3, rig.batches(3))
+    next_result = rig.step(3, rig.halves(3))
 
     undisturbed = Rig(settings)
-    undisturbed.step(1, undisturbed.batches(1))
-    undisturbed.step(3, undisturbed.batches(3))
+    undisturbed.step(1, undisturbed.halves(1))
+    undisturbed.step(3, undisturbed.halves(3))
     return SkippedStep(
         finite=bool(torch.isfinite(result.loss) & torch.isfinite(result.grad_norm)),
         untouched=untouched,
@@ -193,7 +155,7 @@ def skip_steps() -> dict[str, SkippedStep]:
     for number, (layout, settings) in enumerate(LAYOUTS.items()):
         names = list(FAILURES) if number == 0 else [list(FAILURES)[number % len(FAILURES)]]
         for name in names:
-            observed[f"{layout}, {name}"] = skip_a_step(settings, FAILURES[name])
+            observed[f"{layout}, {name}"] = skip_a_step(settings, *FAILURES[name])
     return observed
 
 
@@ -221,9 +183,10 @@ def counted_steps() -> list[tuple[int, int]]:
     counts = []
     for number, added in enumerate([0.0, NAN, NAN, 0.0, NAN], start=1):
         undo = bad_loss(rig, 0, added)
-        result = rig.step(number, rig.batches(number))
+        result = rig.step(number, rig.halves(number))
         undo()
         counts.append((int(result.skipped), int(result.consecutive)))
+        assert result.z_loss is None
     return counts
 
 
@@ -245,8 +208,8 @@ def ragged_steps(settings: Settings) -> dict[str, list[float]]:
     def none(labels: Tensor) -> Tensor:
         return torch.full_like(labels, IGNORED)
 
-    first = rig.step(1, rig.batches(1, only_rank_0))
-    second = rig.step(2, rig.batches(2, none))
+    first = rig.step(1, rig.halves(1, only_rank_0))
+    second = rig.step(2, rig.halves(2, none))
     results = [first, second]
     finite = True
     for parameter in rig.stages[0].parameters():
@@ -292,7 +255,7 @@ def masked_pairs() -> tuple[int, int]:
     assert documents is not None
     same_document = documents.unsqueeze(1) == documents.unsqueeze(2)
     visible = same_document.tril()  # what the attention cores may see
-    result = rig.step(1, rig.batches(1))
+    result = rig.step(1, rig.halves(1))
     return int(result.pairs), int(visible.sum())
 
 
@@ -304,7 +267,7 @@ def test_pairs_are_those_that_the_masks_leave() -> None:
 def parts_of_a_step() -> Counter[str]:
     """Return how often each phase and each all-reduce occurs in a step."""
     rig = Rig({**LAYOUTS["fsdp2"], "training.z_loss": 0.02})
-    batches = rig.batches(1)
+    batches = rig.halves(1)
     with profile() as profiler:
         rig.step(1, batches)
     return Counter(event.name for event in profiler.events() if event.name.startswith((PREFIX, "c10d::allreduce_")))
@@ -363,7 +326,7 @@ def losses_of_two_steps(several: list[Settings]) -> list[list[tuple[float, float
     losses = []
     for settings in several:
         rig = Rig(settings)
-        results = [rig.step(1, rig.batches(1)), rig.step(2, rig.batches(1))]
+        results = [rig.step(1, rig.halves(1)), rig.step(2, rig.halves(1))]
         losses.append([(result.loss.item(), result.z_loss.item()) for result in results])  # type: ignore[union-attr]
     return losses
 
@@ -384,15 +347,6 @@ def test_the_z_loss_of_all_ranks_is_beside_the_loss() -> None:
             assert second[1] < first[1], settings  # it is minimized
 
 
-def test_without_z_loss_a_step_has_none() -> None:
-    assert run(has_z_loss, 2) == [False, False]
-
-
-def has_z_loss() -> bool:
-    rig = Rig({"parallel.dp_shard": 2})
-    return rig.step(1, rig.batches(1)).z_loss is not None
-
-
 def test_an_optimizer_with_two_modes_trains_in_one_and_leaves_the_other() -> None:
     """Between steps the model has the weights to evaluate."""
     run(_modes_of_steps, 1)
@@ -404,5 +358,5 @@ def _modes_of_steps() -> None:
     vars(rig.optimizer).update(train=lambda: modes.append("train"), eval=lambda: modes.append("eval"))
     rig.optimizer.register_step_pre_hook(lambda *_: modes.append("step"))
     for step in (1, 2):
-        rig.step(step, rig.batches(step))
+        rig.step(step, rig.halves(step))
     assert modes == ["train", "step", "eval"] * 2
