@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from math import log
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -147,25 +148,14 @@ def test_the_plan_is_kept_until_the_parts_change() -> None:
 def plan_twice() -> tuple[int, list[str], int]:
     """How many gathers a first, a second and a changed plan take; what this rank writes of the last, whose rank 1 has
     one tensor more."""
-    gathers = 0
-    gather_rows = plans.gather_rows
-
-    def counting(group: dist.ProcessGroup, row: Tensor) -> Tensor:
-        nonlocal gathers
-        gathers += 1
-        return gather_rows(group, row)
-
     rank, group = dist.get_rank(), dist.group.WORLD
     plan: SavePlan | None = None
-    plans.gather_rows = counting
-    try:
+    with mock.patch.object(plans, "gather_rows", wraps=plans.gather_rows) as gathers:
         for _ in range(3):
             plan = agree_on_plan(group, parts_of(tensors()) | random_state(rank, 2), plan)
-        unchanged = gathers
+        unchanged = gathers.call_count
         changed = tensors() | ({"model.extra": torch.zeros(2)} if rank == 1 else {})
         plan = agree_on_plan(group, parts_of(changed) | random_state(rank, 2), plan)
-    finally:
-        plans.gather_rows = gather_rows
     return unchanged, plan.written, len(plan.index.tensors)
 
 

@@ -26,6 +26,8 @@ DOCUMENTS: dict[str, Tensor] = {
     "short last block": documents_of([SIZE + 3, 2 * SIZE, 50]),
     "less than a block": documents_of([3, 1, 4]),
 }
+BATCHES = {name: row.unsqueeze(0) for name, row in DOCUMENTS.items()}
+BATCHES["each sequence its own"] = torch.stack([DOCUMENTS[name] for name in ("one", "across blocks", "single tokens")])
 
 
 def torchs_own(documents: Tensor, window: int = 0) -> BlockMask:
@@ -51,20 +53,12 @@ def listed(mask: BlockMask, kind: str) -> list[list[list[int]]]:
 
 def test_blocks_are_those_of_torch() -> None:
     windows = (0, 1, 2, SIZE, SIZE + 1, 2 * SIZE - 1, 2 * SIZE, 2 * SIZE + 2, 9 * SIZE)
-    for window, (name, row) in itertools.product(windows, DOCUMENTS.items()):
-        documents = row.unsqueeze(0)
+    for window, (name, documents) in itertools.product(windows, BATCHES.items()):
         mask, expected = document_block_mask(documents, window), torchs_own(documents, window)
         assert mask.shape == expected.shape
         assert mask.BLOCK_SIZE == expected.BLOCK_SIZE == (SIZE, SIZE)
         for kind in ("kv", "full_kv", "q", "full_q"):
             assert listed(mask, kind) == listed(expected, kind), (window, name, kind)
-
-
-def test_every_sequence_has_its_own_documents() -> None:
-    documents = torch.stack([DOCUMENTS["one"], DOCUMENTS["across blocks"], DOCUMENTS["single tokens"]])
-    mask, expected = document_block_mask(documents), torchs_own(documents)
-    for kind in ("kv", "full_kv", "q", "full_q"):
-        assert listed(mask, kind) == listed(expected, kind), kind
 
 
 def test_documents_that_come_back_are_looked_at_token_by_token() -> None:

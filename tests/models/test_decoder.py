@@ -127,29 +127,6 @@ def test_labels_turn_logits_into_a_loss_sum() -> None:
         assert loss.item() == pytest.approx(expected.item(), rel=1e-6), family
 
 
-def test_stages_without_some_ends_compose_to_the_whole() -> None:
-    """What a pipeline does: the first blocks with the embedding, the others with the head."""
-    for family, model in FAMILIES.items():
-        whole, first, last = made(model), made(model), made(model)
-        del first.layers["2"], last.layers["0"], last.layers["1"]
-        first.norm = first.lm_head = None
-        last.embed_tokens = last.embed_positions = None
-        with torch.no_grad():
-            states = first(tokens(model), positions())
-            logits = last(states, positions())
-            expected = whole(tokens(model), positions())
-        assert states.shape == (2, 24, model.hidden)
-        assert torch.equal(logits, expected), family
-
-
-def test_built_on_meta_it_has_no_memory_and_no_buffers() -> None:
-    for model in FAMILIES.values():
-        with torch.device("meta"):
-            decoder = build_model(model)
-        assert all(parameter.is_meta for parameter in decoder.parameters())
-        assert list(decoder.buffers()) == []  # nothing to lose in to_empty, to shard or to save
-
-
 def test_tied_embeddings_are_one_parameter_until_to_empty_and_after_tying_again() -> None:
     model = FAMILIES["llama-tied"]
     with torch.device("meta"):

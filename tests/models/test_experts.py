@@ -13,9 +13,8 @@ from torch import Tensor
 
 from tests.models.test_layers import filled, inputs
 from torchllm.config import Model
-from torchllm.models.decoder import build_model
 from torchllm.models.experts import Experts, MixtureOfExperts, Router, top_experts
-from torchllm.models.layers import SwiGLU, gated
+from torchllm.models.layers import gated
 from torchllm.models.router_penalties import penalty_names
 
 pytestmark = pytest.mark.quick
@@ -131,16 +130,6 @@ def test_the_largest_scores_come_in_the_order_of_a_stable_sort() -> None:
         assert torch.equal(top_experts(ties.double(), 8), expected)
 
 
-def test_choices_are_made_in_float32_in_a_bfloat16_model() -> None:
-    router = Router(MODEL)
-    tokens = inputs(1, 1, 24).bfloat16()
-    with torch.no_grad():
-        router.weight[:] = tokens[0, 0].float()
-        router.weight[4] += 1e-4 * tokens[0, 0].float()  # is lost in bfloat16
-    assert router(tokens).experts[0, 0] == 4
-    assert router(tokens).weights.dtype == torch.float32
-
-
 def test_under_autocast_experts_are_bfloat16_and_the_router_is_float32() -> None:
     """As recipes/minimal.py computes, and as FSDP's mixed precision does elsewhere."""
     layer = filled(MixtureOfExperts(replace(MODEL, shared_experts=1)))
@@ -179,16 +168,6 @@ def test_an_expert_that_no_token_chose_has_no_gradient() -> None:
         assert weight.grad is not None
         assert weight.grad[0].any()
         assert not weight.grad[1:].any()
-
-
-def test_a_bias_chooses_and_does_not_weigh() -> None:
-    router = Router(replace(MODEL, router_bias=True))
-    assert router.bias is not None
-    torch.nn.init.zeros_(router.weight)
-    router.bias[4] = 1.0
-    routing = router(inputs(1, 3, 24))
-    assert routing.experts.tolist() == [[4, 0]] * 3  # of equal scores the lower expert
-    assert routing.weights.tolist() == [[0.5, 0.5]] * 3
 
 
 def test_tokens_are_counted_in_the_backward_pass_alone() -> None:
@@ -262,18 +241,6 @@ def test_penalties_and_their_gradients_are_the_formulas(name: str) -> None:
     assert sums is not None
     assert len(sums) == 7 + len(penalty_names(model))
     assert float(sums[7:].sum()) == pytest.approx(float(expected.detach()), rel=1e-5)
-
-
-def test_first_blocks_are_dense_and_shared_experts_are_one_layer() -> None:
-    model = build_model(replace(MODEL, dense_layers=1, shared_experts=2))
-    dense, *sparse = (block.mlp for block in model.layers.values())
-    assert isinstance(dense, SwiGLU)
-    assert dense.up_proj.weight.shape == (40, 24)
-    for layer in sparse:
-        assert isinstance(layer, MixtureOfExperts)
-        assert layer.shared is not None
-        assert layer.shared.up_proj.weight.shape == (32, 24)
-        assert layer.routed.experts.up_proj.shape == (6, 16, 24)
 
 
 def test_experts_are_as_wide_as_dense_layers_by_default() -> None:

@@ -44,14 +44,6 @@ def loss_and_gradients(chunk: int, labels: Tensor) -> tuple[Tensor, Tensor, Tens
     return loss.detach(), *gradients
 
 
-def test_chunks_change_neither_loss_nor_gradients() -> None:
-    _, labels = hidden_and_labels()
-    whole = loss_and_gradients(0, labels)
-    for chunk in (1, 7, TOKENS, TOKENS + 5):
-        for got, expected in zip(loss_and_gradients(chunk, labels), whole, strict=True):
-            torch.testing.assert_close(got, expected, rtol=1e-6, atol=2e-6)  # the same sums in another order
-
-
 @pytest.mark.parametrize("chunk", [0, 7])
 def test_no_targets_give_no_loss_and_no_gradient(chunk: int) -> None:
     no_targets = torch.full((2, TOKENS // 2), IGNORED)
@@ -102,21 +94,6 @@ def test_a_chunk_takes_three_products_and_four_with_recomputation(recomputes: bo
     with torch.no_grad(), Operations() as evaluation:
         module(hidden, labels)
     assert [sum(map(operations.all.count, PRODUCTS)) for operations in (step, evaluation)] == [products, 4]
-
-
-def test_gradients_in_the_forward_are_those_of_recomputed_logits() -> None:
-    """For a loss that is scaled, and in two passes, whose gradients are summed."""
-    gradients = []
-    for recomputes in (False, True):
-        module = head(7)
-        module.recomputes_logits = recomputes
-        hidden, labels = hidden_and_labels()
-        hidden.requires_grad_()
-        for scale in (0.3, 2.0):
-            (module(hidden, labels) * scale).backward()
-        gradients.append((hidden.grad, module.weight.grad))
-    for computed, recomputed in zip(*gradients, strict=True):
-        torch.testing.assert_close(computed, recomputed, rtol=1e-5, atol=1e-5)  # scaled before and after the products
 
 
 def test_schedules_that_would_keep_many_gradients_recompute() -> None:
@@ -178,7 +155,7 @@ def loss_with_penalty(weight: Tensor, hidden: Tensor, labels: Tensor) -> tuple[T
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("chunk", [0, 7])
+@pytest.mark.parametrize("chunk", [0, 1, 7, TOKENS, TOKENS + 5])
 def test_z_loss_is_in_the_gradients_and_beside_the_loss(chunk: int, recomputes: bool) -> None:
     module = head(chunk, Z_LOSS)
     module.recomputes_logits = recomputes

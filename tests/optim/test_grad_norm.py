@@ -1,7 +1,7 @@
 """The global gradient norm over every axis, against a float64 norm of the whole gradients."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -9,13 +9,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.operations import Operations
-from tests.parity import Settings, build, rows_of, step_batch, tiny
+from tests.parity import CPU, Settings, Trainer, build, tiny
 from tests.workers import run
 from torchllm.models.decoder import Decoder
 from torchllm.optim.grad_norm import clip, grad_norm, gradients
-from torchllm.parallel.forward_backward import OneStage
 
-CPU = torch.device("cpu")
 SHARED: Settings = {
     "parallel.dp_replicate": 2,
     "parallel.tp": 2,
@@ -29,21 +27,6 @@ SHARED: Settings = {
 """some gradients are cut, some are held by two ranks, and some by all; the lattice compares the norm of every layout"""
 
 
-class Norms(NamedTuple):
-    norm: float
-    """by the library, before any clipping"""
-    expected: float
-    """of the whole gradients in float64, as are the next three"""
-    not_clipped: float
-    """max_grad_norm = 0"""
-    within_the_limit: float
-    """max_grad_norm twice the norm"""
-    clipped: float
-    """max_grad_norm a quarter of the norm"""
-    huge: float
-    """by the library, of the clipped gradients times 1e30"""
-
-
 def whole_norm(stages: list[Decoder]) -> float:
     squares = 0.0
     for gradient in gradients(stages):
@@ -53,34 +36,28 @@ def whole_norm(stages: list[Decoder]) -> float:
     return math.sqrt(squares)
 
 
-def norms(settings: Settings) -> Norms:
-    config = tiny(settings)
-    mesh, stages = build(config)
-    batch = step_batch(config, 1, ragged=True)
-    of_this_rank = rows_of(batch, slice(mesh.data_rank, None, mesh.data_size))
-    OneStage(stages, config.parallel)([of_this_rank], torch.tensor(1e-2))
+def check_norms(settings: Settings) -> float:
+    """Check the norm on this rank, and what clipping leaves of it, against a norm in float64; return it."""
+    trainer = Trainer(tiny(settings))
+    stages = trainer.stages
+    trainer.forward_backward(trainer.batches(1, ragged=True), torch.tensor(1e-2))
     norm = grad_norm(stages, CPU).item()
     expected = whole_norm(stages)
-    clip(stages, grad_norm(stages, CPU), 0.0)
-    not_clipped = whole_norm(stages)
-    clip(stages, grad_norm(stages, CPU), 2.0 * expected)
-    within_the_limit = whole_norm(stages)
+    assert norm == pytest.approx(expected, rel=1e-12)  # both float64 over the same numbers
+    for limit in (0.0, 2.0 * expected):  # 0: none
+        clip(stages, grad_norm(stages, CPU), limit)
+        assert whole_norm(stages) == expected > 0  # untouched to the bit
     clip(stages, grad_norm(stages, CPU), 0.25 * expected)
-    clipped = whole_norm(stages)
+    assert whole_norm(stages) == pytest.approx(0.25 * expected, rel=1e-5)  # in float32 to the norm / (norm + 1e-6)
     for gradient in gradients(stages):
         gradient.mul_(1e30)
-    return Norms(norm, expected, not_clipped, within_the_limit, clipped, grad_norm(stages, CPU).item())
+    assert grad_norm(stages, CPU).item() == pytest.approx(0.25e30 * expected, rel=1e-5)  # its squares overflow float32
+    return norm
 
 
 def test_norm_and_clipping_of_shards_and_copies() -> None:
-    results, *other_ranks = run(norms, 4, SHARED)
-    assert other_ranks == [results] * 3  # bitwise the same on all ranks
-    assert results.norm > 0
-    assert results.norm == pytest.approx(results.expected, rel=1e-12)  # both float64 over the same numbers
-    assert results.not_clipped == results.expected  # untouched to the bit
-    assert results.within_the_limit == results.expected
-    assert results.clipped == pytest.approx(0.25 * results.expected, rel=1e-5)  # in float32 to the norm / (norm + 1e-6)
-    assert results.huge == pytest.approx(0.25e30 * results.expected, rel=1e-5)  # its squares overflow float32
+    norms = run(check_norms, 4, SHARED)
+    assert norms == norms[:1] * 4  # bitwise the same on all ranks
 
 
 def three(*sizes: int) -> nn.Module:
@@ -125,26 +102,11 @@ def test_a_zero_gradient_stays_zero() -> None:
     assert torch.equal(next(gradients([module])), torch.zeros(3))
 
 
-def operations_of(parameters: int) -> list[Any]:
-    module = three(*[3] * parameters)
-    for parameter in module.parameters():
-        parameter.grad = torch.ones(3)
-    with Operations() as operations:
-        clip([module], grad_norm([module], CPU), 1.0)
-    return operations.all
-
-
-def test_operations_do_not_grow_with_the_parameters() -> None:
-    """64 parameters and 256: an operation per parameter would be 192 more."""
-    few, many = operations_of(64), operations_of(256)
-    assert few == many
-    assert len(many) <= 12, many
-
-
-def operations_of_sharded_gradients() -> list[int]:
+def count_operations(settings: Settings) -> list[int]:
+    """Return how many operations the norm of one block's gradients takes, and of those of four."""
     counts = []
     for layers in (1, 4):
-        _, stages = build(tiny({"parallel.dp_shard": 2, "parallel.tp": 2, "model.layers": layers}))
+        _, stages = build(tiny({**settings, "model.layers": layers}))
         for stage in stages:
             for parameter in stage.parameters():
                 parameter.grad = torch.ones_like(parameter)
@@ -154,6 +116,7 @@ def operations_of_sharded_gradients() -> list[int]:
     return counts
 
 
-def test_operations_do_not_grow_with_sharded_parameters() -> None:
-    for few, many in run(operations_of_sharded_gradients, 4):
+@pytest.mark.parametrize(("ranks", "settings"), [(1, {}), (4, {"parallel.dp_shard": 2, "parallel.tp": 2})])
+def test_operations_do_not_grow_with_the_parameters(ranks: int, settings: Settings) -> None:
+    for few, many in run(count_operations, ranks, settings):
         assert few == many <= 14

@@ -1,7 +1,6 @@
 """Which heads torch is asked about, and what is said of its answer; docs/hollow_gpu.md has torch's answers."""
 
 import logging
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,42 +16,37 @@ META = torch.device("meta")
 CUDA = torch.device("cuda")
 GROUPED = Model(heads=8, kv_heads=2, hidden=8 * 16)
 LONG = 3 * QUERY_BLOCK
-
-
-def question(parallel: Parallel, length: int, documents: bool) -> Any:
-    """Return what torch was asked: q, k, v and the mask."""
-    with mock.patch.object(chosen_kernel, "chosen_attention", return_value="flash") as chosen:
-        assert attention_kernel(GROUPED, parallel, length, documents, torch.bfloat16, META) == "flash"
-    return chosen.call_args.args
+SDPA = Model(attention="sdpa")
+RING = Parallel(cp=2, cp_method="ring")
+ULYSSES = Parallel(tp=2, cp=2, cp_method="ulysses")
 
 
 @pytest.mark.parametrize(
-    ("parallel", "heads", "kv_heads"),
+    ("parallel", "length", "documents", "q_shape", "k_shape"),
     [
-        (Parallel(), 8, 2),
-        (Parallel(tp=2, cp=2, cp_method="ulysses"), 2, 1),  # a key-value head is on two ranks
+        (Parallel(), LONG, False, (1, 8, LONG, 16), (1, 2, LONG, 16)),
+        (ULYSSES, LONG, False, (1, 2, LONG, 16), (1, 1, LONG, 16)),  # a key-value head is on two ranks
+        (Parallel(), LONG, True, (1, 8, QUERY_BLOCK, 16), (1, 2, LONG, 16)),  # about a block of queries
+        (Parallel(), 20, True, (1, 8, 20, 16), (1, 2, 20, 16)),
     ],
 )
-def test_torch_is_asked_about_the_heads_of_a_rank(parallel: Parallel, heads: int, kv_heads: int) -> None:
-    q, k, v, mask = question(parallel, LONG, documents=False)
-    assert mask is None
-    assert q.shape == (1, heads, LONG, 16)
-    assert k.shape == v.shape == (1, kv_heads, LONG, 16)
+def test_torch_is_asked_about_the_heads_of_a_rank(
+    parallel: Parallel, length: int, documents: bool, q_shape: tuple[int, ...], k_shape: tuple[int, ...]
+) -> None:
+    with mock.patch.object(chosen_kernel, "chosen_attention", return_value="flash") as chosen:
+        assert attention_kernel(GROUPED, parallel, length, documents, torch.bfloat16, META) == "flash"
+    q, k, v, mask = chosen.call_args.args
+    assert q.shape == q_shape
+    assert k.shape == v.shape == k_shape
     for x in (q, k, v):
         assert x.dtype == torch.bfloat16
         assert x.device == META
         assert x.requires_grad  # some kernels have no backward
         assert x.transpose(1, 2).is_contiguous()
-
-
-@pytest.mark.parametrize(("length", "queries"), [(LONG, QUERY_BLOCK), (20, 20)])
-def test_with_documents_about_a_block_of_queries_and_its_mask(length: int, queries: int) -> None:
-    q, k, _, mask = question(Parallel(), length, documents=True)
-    assert q.shape == (1, 8, queries, 16)
-    assert k.shape == (1, 2, length, 16)
-    assert mask.shape == (1, 1, queries, length)
-    assert mask.dtype == torch.bool
-    assert mask.device == META
+    assert (mask is not None) == documents
+    if documents:
+        assert mask.shape == (1, 1, q_shape[2], k_shape[2])
+        assert (mask.dtype, mask.device) == (torch.bool, META)
 
 
 @pytest.mark.parametrize(
@@ -73,15 +67,28 @@ def test_varlen_is_for_documents_in_16_bit(documents: bool, dtype: torch.dtype, 
     assert all(call.args == (META,) for call in asked.call_args_list)
 
 
-SDPA = Model(attention="sdpa")
-RING = Parallel(cp=2, cp_method="ring")
-ULYSSES = Parallel(cp=2, cp_method="ulysses")
+NO_FUSED = "no fused kernel on this GPU for these heads in float32: the scores of a layer, (H, S, S)"
 
 
-def messages(
-    caplog: pytest.LogCaptureFixture, model: Model, parallel: Parallel, device: torch.device, kernel: str
-) -> list[tuple[str, str]]:
-    """Return levels and texts of what is logged where torch chooses `kernel`."""
+@pytest.mark.parametrize(
+    ("model", "parallel", "device", "kernel", "level", "message"),
+    [
+        (SDPA, ULYSSES, CUDA, "flash", "INFO", "attention: torch's flash kernel"),
+        (SDPA, Parallel(), CUDA, "math", "WARNING", NO_FUSED),  # it keeps all scores
+        (SDPA, Parallel(), torch.device("cpu"), "math", "", ""),
+        (Model(attention="eager"), Parallel(), CUDA, "math", "", ""),
+        (SDPA, RING, CUDA, "math", "", ""),
+    ],
+)
+def test_torchs_kernel_is_named(
+    model: Model,
+    parallel: Parallel,
+    device: torch.device,
+    kernel: str,
+    level: str,
+    message: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with (
         mock.patch.object(chosen_kernel, "attention_kernel", return_value=kernel) as chosen,
         caplog.at_level(logging.INFO),
@@ -89,20 +96,5 @@ def messages(
         log_attention_kernel(model, parallel, LONG, True, torch.float32, device)
     for call in chosen.call_args_list:
         assert call.args == (model, parallel, LONG, True, torch.float32, device)
-    return [(record.levelname, record.getMessage()) for record in caplog.records]
-
-
-def test_a_fused_kernel_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    assert messages(caplog, SDPA, ULYSSES, CUDA, "flash") == [("INFO", "attention: torch's flash kernel")]
-
-
-def test_the_kernel_that_keeps_all_scores_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    (_, (level, text)) = messages(caplog, SDPA, Parallel(), CUDA, "math")
-    assert level == "WARNING"
-    assert "no fused kernel on this GPU for these heads in float32: the scores of a layer, (H, S, S)" in text
-
-
-def test_other_kinds_of_attention_are_not_named(caplog: pytest.LogCaptureFixture) -> None:
-    assert messages(caplog, SDPA, Parallel(), torch.device("cpu"), "math") == []
-    assert messages(caplog, Model(attention="eager"), Parallel(), CUDA, "math") == []
-    assert messages(caplog, SDPA, RING, CUDA, "math") == []
+    assert [record.levelname for record in caplog.records][-1:] == ([level] if level else [])
+    assert message in caplog.text

@@ -1,6 +1,6 @@
 """Context parallelism trains the same model; tests of what travels with the tokens, is sent and is recomputed."""
 
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,22 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torchllm.parallel.context
 import torchllm.parallel.ring
 from tests.parallel.test_compile import TRACED, train_compiled
-from tests.parity import CPU, Settings, build, check, compare, my_batches, reference, step_batch, tiny
+from tests.parity import CPU, Settings, Trainer, build, check, compare, my_batches, reference, step_batch, tiny
 from tests.workers import run
 from torchllm.config import Model
 from torchllm.data.batch import Batch
-from torchllm.data.packing import WHOLE_SEQUENCE, SequencePieces
 from torchllm.models.attention import ScaledDotProductAttention
 from torchllm.models.decoder import build_model
-from torchllm.optim.optimizer import build_optimizer
-from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.attention_kernels import CudaKernels
 from torchllm.parallel.context import UlyssesAttention, apply_context_parallel
-from torchllm.parallel.forward_backward import OneStage
-from torchllm.parallel.mesh import build_mesh, sequence_pieces
 from torchllm.parallel.ring import RingAttention
 from torchllm.train.evaluate import evaluate
-from torchllm.train.step import TrainStep
 
 RING2: Settings = {"parallel.cp": 2, "training.micro_batch_size": 2}
 ULYSSES2: Settings = {**RING2, "parallel.cp_method": "ulysses"}
@@ -78,51 +72,20 @@ def test_why_compiled_blocks_refuse_a_recomputation_as_one() -> None:
     assert graphs == 0
 
 
-class RankStep(NamedTuple):
-    """What one rank saw and counted in an evaluation and a step."""
-
-    batches: list[Batch]
-    """the rank's part of the micro batches"""
-    tokens: int
-    pairs: int
-    validation_loss: float
-    loss: float
-
-
-def evaluate_and_step(method: str, documents: bool) -> RankStep:
-    config = tiny({"parallel.cp": dist.get_world_size(), "parallel.cp_method": method, "data.document_mask": documents})
-    mesh, stages = build(config)
-    recorded: list[Batch] = []
-    optimizer = build_optimizer(stages, config.optimizer)
-    forward_backward = OneStage(stages, config.parallel)
-
-    def record(batches: Any, scale: Tensor) -> Tensor:
-        recorded.extend(batches)
-        return forward_backward(batches, scale)
-
-    rate = LearningRate(config.schedule, 1e-3, 10)
-    batches = my_batches(config, mesh, 1, ragged=True)
-    validation_loss = evaluate(forward_backward, batches, CPU, mesh)
-    step = TrainStep(stages, record, optimizer, rate, mesh, config.training, CPU)
-    result = step(1, batches)
-    return RankStep(recorded, int(result.tokens), int(result.pairs), validation_loss, float(result.loss))
-
-
-PIECES = {"ring": [[0, 7], [1, 6], [2, 5], [3, 4]], "ulysses": [[0, 1], [2, 3], [4, 5], [6, 7]]}  # eighths, of 4 ranks
-
-
-@pytest.mark.parametrize(("method", "documents"), [("ring", True), ("ulysses", False)])
-def test_everything_of_a_token_travels_with_it_and_counts_once(method: str, documents: bool) -> None:
-    whole = step_batch(tiny({"data.document_mask": documents}), 1, ragged=True)
-    steps = run(evaluate_and_step, 4, method, documents)
-    for rank, step in enumerate(steps):
-        assert len(step.batches) == 8
-        for row, batch in enumerate(step.batches):
-            check_pieces(batch, whole, row, PIECES[method][rank])
-        assert step.tokens == (whole.labels != -100).sum()
-        assert step.pairs == (whole.positions + 1).sum()
-        assert step.validation_loss == pytest.approx(step.loss, rel=1e-6)
-        assert step.validation_loss == steps[0].validation_loss
+def evaluate_and_step(method: str, documents: bool) -> float:
+    """Check what this rank of 4 gets of the batches and counts of a step; return its validation loss."""
+    trainer = Trainer(tiny({"parallel.cp": 4, "parallel.cp_method": method, "data.document_mask": documents}))
+    batches = trainer.batches(1, ragged=True)
+    whole = step_batch(trainer.config, 1, ragged=True)
+    assert len(batches) == 8
+    for row, batch in enumerate(batches):
+        check_pieces(batch, whole, row, PIECES[method][dist.get_rank()])
+    validation_loss = evaluate(trainer.forward_backward, batches, CPU, trainer.mesh)
+    result = trainer.step(1, batches)
+    assert result.tokens == (whole.labels != -100).sum()
+    assert result.pairs == (whole.positions + 1).sum()
+    assert validation_loss == pytest.approx(float(result.loss), rel=1e-6)
+    return validation_loss
 
 
 def check_pieces(batch: Batch, whole: Batch, row: int, eighths: list[int]) -> None:
@@ -134,12 +97,7 @@ def check_pieces(batch: Batch, whole: Batch, row: int, eighths: list[int]) -> No
             assert torch.equal(part[0], torch.cat([pieces[index] for index in eighths]))
 
 
-def test_one_rank_has_the_whole_sequence() -> None:
-    assert run(pieces_of_one_rank, 1) == [WHOLE_SEQUENCE]
-
-
-def pieces_of_one_rank() -> SequencePieces:
-    return sequence_pieces(build_mesh(tiny({}).parallel, CPU))
+PIECES = {"ring": [[0, 7], [1, 6], [2, 5], [3, 4]], "ulysses": [[0, 1], [2, 3], [4, 5], [6, 7]]}  # eighths, of 4 ranks
 
 
 class Sends(TorchDispatchMode):
@@ -170,6 +128,12 @@ def sends(settings: Settings) -> tuple[list[float], list[float]]:
         loss.backward()
     assert not (forward.ring and forward.all_to_all)
     return forward.ring + forward.all_to_all, backward.ring + backward.all_to_all
+
+
+@pytest.mark.parametrize(("method", "documents"), [("ring", True), ("ulysses", False)])
+def test_everything_of_a_token_travels_with_it_and_counts_once(method: str, documents: bool) -> None:
+    losses = run(evaluate_and_step, 4, method, documents)
+    assert losses == losses[:1] * 4
 
 
 def test_bytes_of_ulysses() -> None:
