@@ -9,7 +9,7 @@ import pytest
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint.data_file import DataFileWriter
 from torchllm.checkpoint.manifest import CheckpointError, FileRecord, Manifest
-from torchllm.checkpoint.verify import check_files, check_sizes, newest_verified, verify_checkpoint
+from torchllm.checkpoint.verify import check_files, check_sizes, verify_checkpoint
 
 pytestmark = pytest.mark.quick
 
@@ -26,15 +26,6 @@ def make(root: Path, step: int, content: bytes = b"weights") -> Path:
     record = {"model": {"hidden": 8, "rate": 1e-3, "name": "größe"}}
     manifests.publish(temporary, folder, Manifest(step, {"sequences": 7}, record, 2, {"torch": "2.13"}, files))
     return folder
-
-
-def test_published_checkpoint_verifies_and_reads_back(tmp_path: Path) -> None:
-    folder = make(tmp_path, 100)
-    assert folder.name == "step-00000100"
-    manifest = verify_checkpoint(folder)
-    assert (manifest.step, manifest.data, manifest.world_size) == (100, {"sequences": 7}, 2)
-    assert manifest.record == {"model": {"hidden": 8, "rate": 1e-3, "name": "größe"}}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000100"]
 
 
 def test_shares_of_the_ranks_cover_every_file(tmp_path: Path) -> None:
@@ -86,19 +77,6 @@ def test_foreign_manifests_are_refused(tmp_path: Path) -> None:
             verify_checkpoint(folder)
 
 
-def test_swapped_shards_and_shards_of_another_step_are_refused(tmp_path: Path) -> None:
-    folder, newer = make(tmp_path, 1), make(tmp_path, 2, b"weightZ")
-    a, b = folder / "a.distcp", folder / "b.distcp"
-    content = a.read_bytes()
-    a.write_bytes(b.read_bytes())
-    b.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"a\.distcp: damaged.*b\.distcp: damaged"):
-        verify_checkpoint(folder)
-    shutil.copy(folder / "b.distcp", newer / "a.distcp")
-    with pytest.raises(CheckpointError, match=r"a\.distcp: damaged"):
-        verify_checkpoint(newer)
-
-
 def test_renamed_step_folder_is_refused(tmp_path: Path) -> None:
     make(tmp_path, 1).rename(tmp_path / "step-00000002")
     with pytest.raises(CheckpointError, match="holds step 1"):
@@ -107,54 +85,19 @@ def test_renamed_step_folder_is_refused(tmp_path: Path) -> None:
     assert verify_checkpoint(tmp_path / "a-copy").step == 1
 
 
-def test_nothing_is_published_over_a_checkpoint(tmp_path: Path) -> None:
-    folder = make(tmp_path, 1)
-    content = (folder / "a.distcp").read_bytes()
-    with pytest.raises(OSError, match="not empty"):
-        make(tmp_path, 1, b"different")
-    assert (folder / "a.distcp").read_bytes() == content
-    verify_checkpoint(folder)
-
-
-def test_newest_falls_back_loudly_and_gives_up_when_none_verifies(tmp_path: Path) -> None:
-    warnings: list[str] = []
-    assert newest_verified(manifests.step_folders(tmp_path / "nowhere"), warn=warnings.append) is None
-    oldest, middle, newest = make(tmp_path, 1), make(tmp_path, 2), make(tmp_path, 10**9)
-    (tmp_path / "step-7").mkdir()
+def test_folders_are_checkpoints_newest_first_or_hidden(tmp_path: Path) -> None:
+    assert manifests.step_folders(tmp_path / "nowhere") == manifests.hidden_folders(tmp_path / "nowhere") == []
+    oldest, middle, newest = (make(tmp_path, step) for step in (1, 2, 10**9))
+    for name in ("step-7", ".step-notes.tmp"):
+        (tmp_path / name).mkdir()
+    manifests.set_damaged_aside(make(tmp_path, 3))
     assert manifests.step_folders(tmp_path) == [newest, middle, oldest]
-    manifest = verify_checkpoint(newest)
-    chosen = newest_verified(manifests.step_folders(tmp_path), warn=warnings.append)
-    assert chosen == (newest, manifest)
-    assert warnings == []
-    for folder in (newest, middle):
-        (folder / "a.distcp").unlink()
-    manifest = verify_checkpoint(oldest)
-    chosen = newest_verified(manifests.step_folders(tmp_path), warn=warnings.append)
-    assert chosen == (oldest, manifest)
-    assert len(warnings) == 2
-    assert "step-1000000000/a.distcp: missing" in warnings[0]
-    (oldest / manifests.MANIFEST).unlink()
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* verifies") as caught:
-        newest_verified(manifests.step_folders(tmp_path), warn=warnings.append)
-    assert str(caught.value).count("step-") >= 3
-
-
-def test_a_hidden_checkpoint_is_none(tmp_path: Path) -> None:
-    hidden = manifests.hide(make(tmp_path, 1))
-    assert list(tmp_path.iterdir()) == [hidden]
-    assert hidden.name.startswith(".step-00000001.")
-    assert manifests.step_folders(tmp_path) == []
-    assert manifests.hidden_folders(tmp_path) == [hidden]
-
-
-def test_only_temporary_folders_are_leftovers(tmp_path: Path) -> None:
-    assert manifests.hidden_folders(tmp_path / "nowhere") == []
-    make(tmp_path, 1)
-    (tmp_path / ".step-notes.tmp").mkdir()
-    manifests.set_damaged_aside(make(tmp_path, 2))
     assert manifests.hidden_folders(tmp_path) == []
+    hidden = manifests.hide(middle)
+    assert hidden.name.startswith(".step-00000002.")
     temporary = manifests.make_temporary(tmp_path, 3, needed=0)
-    assert manifests.hidden_folders(tmp_path) == [temporary]
+    assert manifests.step_folders(tmp_path) == [newest, oldest]
+    assert sorted(manifests.hidden_folders(tmp_path)) == [hidden, temporary]
 
 
 def test_sizes_alone_find_what_is_missing_or_cut(tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
 """What the monitor decides and writes; the meter, the sinks and the observers have tests of their own."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,8 +16,7 @@ from tests.workers import run
 from torchllm.config import Config
 from torchllm.config.errors import UserError
 from torchllm.metrics.monitor import Monitor
-from torchllm.metrics.observer import Change, ObservedRun, Observer
-from torchllm.metrics.sinks import Record
+from torchllm.metrics.observer import Change, Observer
 from torchllm.train.step import StepResult
 
 
@@ -79,44 +78,11 @@ def test_a_recipe_that_ignores_a_key_is_refused_before_its_first_step(tmp_path: 
     assert 'checkpoint.initial: is "another run", but this recipe does not apply it: call Checkpointer(' in error
 
 
-class Heard(Observer):
-    """Notes its calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def begin(self, run: ObservedRun) -> None:
-        self.calls.append(("begin", run.start))
-
-    @contextmanager
-    def step(self, n: int) -> Iterator[None]:
-        self.calls.append(("before", n))
-        yield
-        self.calls.append(("after", n))
-
-    def spent(self, cause: str, seconds: float) -> None:
-        self.calls.append(("spent", cause))
-
-    def logged(self, n: int, record: Record) -> None:
-        self.calls.append(("logged", n, record["loss"]))
-
-    def evaluated(self, n: int, loss: float) -> None:
-        self.calls.append(("evaluated", n, loss))
-
-    def saved(self, n: int) -> Change | None:
-        self.calls.append(("saved", n))
-        return Change(tiny({"run.seed": 7}), "another seed") if n == 2 else None
-
-    def end(self) -> None:
-        self.calls.append("end")
-
-    def close(self) -> None:
-        self.calls.append("close")
-
-
-def _heard(folder: Path) -> tuple[list[Any], list[bool], int]:
-    """What an observer hears of two steps, whether a change was wanted, and the seed to go on with."""
-    heard = Heard()
+def _heard(folder: Path) -> tuple[dict[str, list[Any]], list[str], list[bool]]:
+    """What an observer hears of two steps, by event and in order, and whether a change was wanted after each."""
+    heard: Any = mock.MagicMock(spec=Observer)
+    change = Change(tiny({"run.seed": 7}), "another seed")
+    heard.saved.side_effect = [None, change]
     monitor = monitor_of(folder, tiny({"metrics.log_interval": 1}), [Observer(), heard], start=0)
     zero = torch.zeros((), dtype=torch.float64)
     changes = []
@@ -128,14 +94,20 @@ def _heard(folder: Path) -> tuple[list[Any], list[bool], int]:
         changes.append(monitor.wants_change(n))
     monitor.end()
     monitor.close()
-    assert monitor.change is not None
-    return heard.calls, changes, monitor.change.config.run.seed
+    assert monitor.change == change
+    assert heard.begin.call_args.args[0].start == 0
+    assert [call.args[1]["loss"] for call in heard.logged.call_args_list] == [1.0, 2.0]
+    events = {name: [call.args[0] for call in getattr(heard, name).call_args_list] for name in EVENTS}
+    return events, [name for name, _, _ in heard.mock_calls], changes
+
+
+EVENTS = ("step", "spent", "logged", "saved")
 
 
 def test_an_observer_hears_of_each_event_in_order(tmp_path: Path) -> None:
-    [(calls, changes, seed)] = run(_heard, 1, tmp_path)
-    first = [("before", 1), ("spent", "data"), ("after", 1), ("logged", 1, 1.0), ("saved", 1)]
-    second = [("before", 2), ("spent", "data"), ("after", 2), ("spent", "compile"), ("logged", 2, 2.0)]
-    assert calls == [("begin", 0), *first, *second, ("evaluated", 2, 2.5), ("saved", 2), "end", "close"]
+    [(events, order, changes)] = run(_heard, 1, tmp_path)
+    assert events == {"step": [1, 2], "spent": ["data", "data", "compile"], "logged": [1, 2], "saved": [1, 2]}
+    step = ["step", "step().__enter__", "spent", "step().__exit__"]
+    first, second = [*step, "logged", "saved"], [*step, "spent", "logged", "evaluated", "saved"]
+    assert order == ["begin", *first, *second, "end", "close"]
     assert changes == [False, True]
-    assert seed == 7
