@@ -2,7 +2,6 @@ import hashlib
 import os
 import pickle
 import struct
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.checkpoint.test_index import publish_again
 from torchllm import config
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint.checkpointer import Checkpointer
@@ -108,7 +108,6 @@ def test_code_in_a_piece_does_not_run(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     Checkpointer(config.Checkpoint(), tmp_path, [model], torch.optim.SGD(model.parameters())).save(1, {})
     folder = manifests.step_folder(tmp_path / "checkpoints", 1)
-    manifest = manifests.read_manifest(folder)
     path, bait = folder / data_file_name(0), tmp_path / "ran"
     pickle.loads(pickle.dumps(Crafted(bait)))
     assert bait.exists(), "the bait must work, or the test proves nothing"
@@ -118,9 +117,7 @@ def test_code_in_a_piece_does_not_run(tmp_path: Path) -> None:
         for number in range(3):
             torch.save(Crafted(bait), file)
             file.end_piece(number)
-        record = file.finish()
-    hidden = folder.rename(folder.with_name("being-changed"))
-    manifests.publish(hidden, folder, replace(manifest, files=manifest.files | {path.name: record}))
+        publish_again(folder, path.name, file.finish())
     with pytest.raises(DamagedCheckpoint, match=r"cannot read its piece of model\."):
         load_weights(folder, [nn.Linear(3, 2)])
     assert not bait.exists()

@@ -13,7 +13,7 @@ from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.checkpoint.data_file import DataFileWriter, data_file_name, read_piece_table
 from torchllm.checkpoint.index import INDEX, Index, PieceGrid, parse_index
-from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint
+from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint, FileRecord
 from torchllm.tools.hub.weights import load_weights
 
 pytestmark = pytest.mark.quick
@@ -98,10 +98,14 @@ def folder(tmp_path: Path) -> Path:
 
 def plant(folder: Path, fields: dict[str, Any]) -> None:
     """Replace the index and make the manifest agree with it, as whoever crafts a checkpoint can."""
+    publish_again(folder, INDEX, manifests.write_file(folder / INDEX, json.dumps(fields).encode()))
+
+
+def publish_again(folder: Path, name: str, record: FileRecord) -> None:
+    """Publish a checkpoint of which a file has been replaced."""
     manifest = manifests.read_manifest(folder)
-    files = {**manifest.files, INDEX: manifests.write_file(folder / INDEX, json.dumps(fields).encode())}
     hidden = folder.rename(folder.with_name("being-changed"))
-    manifests.publish(hidden, folder, replace(manifest, files=files))
+    manifests.publish(hidden, folder, replace(manifest, files={**manifest.files, name: record}))
 
 
 def test_an_index_cannot_point_outside_the_manifest(folder: Path) -> None:
@@ -114,16 +118,13 @@ def test_an_index_cannot_point_outside_the_manifest(folder: Path) -> None:
 
 def test_a_tensor_that_its_file_lacks_is_refused(folder: Path) -> None:
     path = folder / data_file_name(0)
-    manifest = manifests.read_manifest(folder)
-    first, *_ = read_piece_table(path, manifest.files[path.name])
+    first, *_ = read_piece_table(path, manifests.read_manifest(folder).files[path.name])
     content = path.read_bytes()[: first.length]
     path.unlink()
     with DataFileWriter(path) as file:
         file.write(content)
         file.end_piece(0)
-        record = file.finish()
-    hidden = folder.rename(folder.with_name("being-changed"))
-    manifests.publish(hidden, folder, replace(manifest, files=manifest.files | {path.name: record}))
+        publish_again(folder, path.name, file.finish())
     with pytest.raises(DamagedCheckpoint, match=r"holds no piece of model\.weight"):
         load_weights(folder, [nn.Linear(3, 2)])
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any, get_args, get_type_hints
 
@@ -57,42 +58,31 @@ def test_shapes_half_way() -> None:
     assert linear[third] == nearly(PEAK * (0.1 + 0.9 * 2 / 3))
 
 
-def test_wsd_is_constant_and_then_falls_linearly() -> None:
-    curve = rates(name="wsd", decay_steps=20, final_fraction=0.0)
-    assert curve[WARMUP - 1 : 80] == [PEAK] * 71  # steps 10 .. 80
-    falling = [PEAK * (1 - step / 20) for step in range(1, 21)]
-    assert curve[80:] == pytest.approx(falling, abs=1e-18)
-    default = rates(name="wsd")  # decay_steps = 0: a tenth of the steps
-    tenth = rates(name="wsd", decay_steps=10)
-    assert default[:90] == tenth[:90]
-    assert default[90] < PEAK
-
-
-def test_wsd_falls_as_one_minus_the_square_root() -> None:
+@pytest.mark.parametrize(
+    ("decay", "shape"),
+    [("linear", lambda share: 1 - share), ("1-sqrt", lambda share: 1 - math.sqrt(share))],
+)
+def test_wsd_is_constant_and_then_falls(decay: str, shape: Callable[[float], float]) -> None:
     """Equation of the work: 1 - sqrt((n - (N - N_decay)) / N_decay)."""
-    curve = rates(name="wsd", decay_steps=16, decay="1-sqrt", final_fraction=0.0)
-    assert curve[WARMUP - 1 : 84] == [PEAK] * 75  # steps 10 .. 84
-    falling = [PEAK * (1 - math.sqrt(step / 16)) for step in range(1, 17)]
-    assert curve[84:] == pytest.approx(falling, abs=1e-18)
-    assert curve[87] == pytest.approx(PEAK / 2)  # half of the rate is gone after a quarter of the decay
-    above_the_end = rates(name="wsd", decay_steps=16, decay="1-sqrt", final_fraction=0.2)
-    assert above_the_end[87] == pytest.approx(PEAK * 0.6)
-    assert above_the_end[-1] == pytest.approx(PEAK * 0.2)
+    for final in (0.0, 0.2):
+        curve = rates(name="wsd", decay_steps=16, decay=decay, final_fraction=final)
+        assert curve[WARMUP - 1 : 84] == [PEAK] * 75  # steps 10 .. 84
+        falling = [PEAK * (final + (1 - final) * shape(step / 16)) for step in range(1, 17)]
+        assert curve[84:] == pytest.approx(falling, abs=1e-18)
+    assert rates(name="wsd", decay=decay) == rates(name="wsd", decay=decay, decay_steps=10)  # 0: a tenth of the steps
 
 
-def test_wsd_of_few_steps_decays_in_the_last() -> None:
-    """A tenth of the steps is none, but the last rate is the final one."""
-    rate = LearningRate(Schedule(name="wsd", warmup_steps=0, final_fraction=0.0), PEAK, 9)
-    assert [rate(step) for step in range(1, 10)] == [PEAK] * 8 + [0.0]
-
-
-def test_wsd_whose_warmup_reaches_into_the_decay_does_not_jump() -> None:
-    """warmup 95 of 100 and the default decay of 10: what is left after the warmup decays."""
-    schedule = Schedule(name="wsd", warmup_steps=95, final_fraction=0.0)
-    rate = LearningRate(schedule, PEAK, 100)
-    curve = [rate(step) for step in range(95, 101)]
-    falling = [PEAK * fifths / 5 for fifths in (5, 4, 3, 2, 1, 0)]
-    assert curve == pytest.approx(falling)
+@pytest.mark.parametrize(
+    ("steps", "warmup", "last_rates"),
+    [
+        (9, 0, [1, 1, 0]),  # a tenth of the steps is none, but the last rate is the final one
+        (100, 95, [5 / 5, 4 / 5, 3 / 5, 2 / 5, 1 / 5, 0]),  # what is left after the warmup decays, without a jump
+    ],
+)
+def test_wsd_of_short_decays(steps: int, warmup: int, last_rates: list[float]) -> None:
+    rate = LearningRate(Schedule(name="wsd", warmup_steps=warmup, final_fraction=0.0), PEAK, steps)
+    last = range(steps - len(last_rates) + 1, steps + 1)
+    assert [rate(step) / PEAK for step in last] == pytest.approx(last_rates)
 
 
 def test_edges_of_the_warmup() -> None:

@@ -1,7 +1,7 @@
 """Attention block by block: every kernel against attention by its definition, forward and backward."""
 
 import math
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import pytest
@@ -157,13 +157,14 @@ def test_right_kernels_pass_the_check() -> None:
 
 
 class Wrong(CpuKernel):
-    """A kernel of which one result is 5 % too large where there are entries."""
+    """A kernel of which one result is 5 % too large in one kind of block: causal or not, with documents or without."""
 
-    def __init__(self, result: str) -> None:
+    def __init__(self, result: str, causal: bool, documents: bool) -> None:
         self.result = result
+        self.kind = (causal, documents)
 
     def _spoil(self, mask: KeyMask, results: Any) -> Any:
-        if mask.entries is None or self.result not in results._fields:
+        if (mask.causal, mask.entries is not None) != self.kind or self.result not in results._fields:
             return results
         return results._replace(**{self.result: getattr(results, self.result) * 1.05})
 
@@ -175,33 +176,13 @@ class Wrong(CpuKernel):
 
 
 def test_the_check_finds_a_wrong_result() -> None:
-    for result in ("out", "lse", "dq", "dk", "dv"):
-        for dtype in DTYPES:
-            name = str(dtype).removeprefix("torch.")
-            with pytest.raises(UserError, match=rf"{name} \({result} is off by .*model.attention = \"eager\""):
-                check_kernel(Wrong(result), CPU, 2, 16, dtype)
-
-
-def test_the_check_has_each_kind_of_block() -> None:
-    """Causal, whole, and with documents: some queries see some keys, and of another rank's some see nothing."""
-    masks: list[KeyMask] = []
-
-    class Noting(CpuKernel):
-        def forward(self, q: Tensor, kv: Tensor, mask: KeyMask) -> PartialAttention:
-            masks.append(mask)
-            return super().forward(q, kv, mask)
-
-    check_kernel(Noting(), CPU, 1, 8, torch.float32)
-    causal, whole, same_rank, other_rank = masks
-    assert (causal, whole) == (KeyMask(causal=True), KeyMask())
-    assert same_rank.causal
-    assert not other_rank.causal
-    assert same_rank.entries is not None
-    assert other_rank.entries is not None
-    assert len(list(same_rank.entries.ranges(48, 48))) == 3
-    ((_, queries, keys),) = other_rank.entries.ranges(48, 48)
-    assert 0 == queries.start < queries.stop < 48
-    assert 0 < keys.start < keys.stop == 48
+    both = (False, True)
+    for result, causal, documents, dtype in product(("out", "lse", "dq", "dk", "dv"), both, both, DTYPES):
+        name = str(dtype).removeprefix("torch.")
+        with pytest.raises(UserError, match=rf"{name} \({result} is off by .*model.attention = \"eager\""):
+            check_kernel(Wrong(result, causal, documents), CPU, 2, 16, dtype)
+    with pytest.raises(UserError, match="is not usable for the ring in float32"):
+        check_kernel(CudaKernels(), CPU, 2, 16, torch.float32)  # they fail
 
 
 def test_the_check_finds_a_kernel_that_ignores_strides() -> None:
@@ -212,11 +193,6 @@ def test_the_check_finds_a_kernel_that_ignores_strides() -> None:
 
     with pytest.raises(UserError, match="is off by"):
         check_kernel(Contiguous(), CPU, 2, 16, torch.float32)
-
-
-def test_the_check_finds_a_kernel_that_fails() -> None:
-    with pytest.raises(UserError, match="is not usable for the ring in float32"):
-        check_kernel(CudaKernels(), CPU, 2, 16, torch.float32)
 
 
 UNUSED = torch.empty(0)
@@ -290,50 +266,25 @@ class CudaStandIn(TorchDispatchMode):
                     part.copy_(result[0].transpose(0, 1))
         return gradients
 
-    def _scaled_dot_product_efficient_attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        with_lse: bool,
-        dropout: float = 0.0,
-        causal: bool = False,
-        *,
-        scale: float,
-    ) -> Any:
-        assert bias is None
+    def _scaled_dot_product_efficient_attention(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any, scale: float) -> Any:
+        bias, with_lse, *_, causal = rest if len(rest) == 4 else (*rest, False)  # torch drops what is its default
+        assert (bias, with_lse) == (None, True)
         self.refuse(q)
         assert k.shape[1] == q.shape[1]
-        assert with_lse
         out, lse = eager(q, k, v, KeyMask(causal), scale)
         return out, F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf), UNUSED, UNUSED
 
     def _scaled_dot_product_efficient_attention_backward(
-        self,
-        d_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        seed: Tensor,
-        offset: Tensor,
-        dropout: float,
-        outputs: list[bool],
-        causal: bool = False,
-        *,
-        scale: float,
+        self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, scale: float
     ) -> Any:
-        assert bias is None
+        bias, out, lse, _, _, _, outputs, *causal = rest
         self.refuse(q)
-        assert outputs == [True, True, True, False]
+        assert (bias, outputs) == (None, [True, True, True, False])
         assert lse.shape[-1] % 32 == 0
         if q.dtype == torch.bfloat16:
             by_token = out.transpose(1, 2)
             out = as_if_contiguous(by_token).transpose(1, 2)
-        gradients = eager_backward(d_out, q, k, v, out, lse[..., : q.shape[2]], KeyMask(causal), scale)
+        gradients = eager_backward(d_out, q, k, v, out, lse[..., : q.shape[2]], KeyMask(any(causal)), scale)
         return *gradients, UNUSED
 
     def refuse(self, q: Tensor) -> None:

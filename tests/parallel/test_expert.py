@@ -9,23 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.parity import (
-    Settings,
-    build,
-    compare,
-    decided,
-    my_batches,
-    reference_of,
-    tiny,
-    train_config,
-    whole_gradients,
-)
+from tests.parity import Settings, Trainer, build, compare, decided, reference_of, tiny, train_config, whole_gradients
 from tests.workers import run
 from torchllm.config import Config
 from torchllm.models.experts import ExpertRows, Router, Routing, SharedExperts
 from torchllm.parallel import expert
 from torchllm.parallel.expert import ExchangeDispatch, even_splits, routed_experts
-from torchllm.parallel.parallelize import build_forward_backward
 from torchllm.tools.proof.compare import GRADIENT_ERROR
 from torchllm.tools.proof.record import Trained
 
@@ -129,14 +118,12 @@ MANY: Settings = {"model.experts": 48, "model.expert_ffn": 8, "model.layers": 2}
 
 def whole_gradients_of_experts(settings: Settings) -> dict[str, Any]:
     """Return the gradients of a step in which all tokens use the first two of many experts, on rank 0."""
-    config = tiny({**EXPERTS, **MANY, **settings})
-    mesh, stages = build(config)
-    for stage in stages:
-        for routed in routed_experts(stage):
-            routed.router.register_forward_hook(choose_first)
-    forward_backward = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
-    forward_backward(my_batches(config, mesh, 1, ragged=False), torch.tensor(1 / 64))
-    return whole_gradients(stages)
+    trainer = Trainer(tiny({**EXPERTS, **MANY, **settings}))
+    (stage,) = trainer.stages
+    for routed in routed_experts(stage):
+        routed.router.register_forward_hook(choose_first)
+    trainer.forward_backward(trainer.batches(1), torch.tensor(1 / 64))
+    return whole_gradients(trainer.stages)
 
 
 def test_ranks_of_whose_many_experts_none_is_chosen() -> None:

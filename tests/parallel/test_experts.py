@@ -10,13 +10,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from tests.checkpoint.test_resume_layouts import hop_over, train
-from tests.parity import Settings, build, check, check_bfloat16, my_batches, tiny
+from tests.parity import Settings, Trainer, build, check, check_bfloat16, tiny
 from tests.workers import run
 from torchllm.facts.parameters import canonical_name
 from torchllm.models.decoder import build_model
 from torchllm.models.experts import Router, Routing
 from torchllm.parallel.initialize import initialize
-from torchllm.parallel.parallelize import build_forward_backward
 from torchllm.tools.proof.forced_routing import routers_of
 from torchllm.tools.proof.layouts import describe_layout
 
@@ -128,8 +127,8 @@ class Routed(NamedTuple):
 
 def routed_in_bfloat16(settings: Settings) -> list[Routed]:
     """Take the forward and backward passes of a step, and return what each router of this rank did in each pass."""
-    config = tiny({**EXPERTS, **settings})
-    mesh, stages = build(config, torch.bfloat16)
+    trainer = Trainer(tiny({**EXPERTS, **settings}), torch.bfloat16)
+    config = trainer.config
     whole = build_model(config.model)
     initialize([whole], config.model, torch.device("cpu"), config.run.seed)
     weights = {name: router.weight.detach() for name, router in routers_of([whole]).items()}
@@ -155,11 +154,10 @@ def routed_in_bfloat16(settings: Settings) -> list[Routed]:
         router.score, router.local = noting_score, noting_local
         router.register_forward_hook(note)
 
-    routers = routers_of(stages)
+    routers = routers_of(trainer.stages)
     for name, router in routers.items():
         watch(name, router)
-    forward_backward = build_forward_backward(stages, mesh, config.parallel, config.training, torch.bfloat16)
-    forward_backward(my_batches(config, mesh, 1, ragged=False), torch.tensor(1 / 64))
+    trainer.forward_backward(trainer.batches(1), torch.tensor(1 / 64))
     for router in routers.values():
         assert router.weight.grad is not None
         assert router.weight.grad.dtype == router.weight.dtype == torch.float32

@@ -7,12 +7,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.parallel.trace import Collective, Trace, module_named, traced
-from tests.parity import Settings, build, check, my_batches, tiny
+from tests.parity import Settings, Trainer, build, check, tiny
 from tests.workers import run
 from torchllm.config import Parallel
 from torchllm.models.decoder import Decoder, build_model
-from torchllm.optim.optimizer import apply_if_finite, build_optimizer
-from torchllm.parallel.forward_backward import OneStage
+from torchllm.optim.optimizer import apply_if_finite
 from torchllm.parallel.fsdp import effective_zero_stage, fsdp_modules
 
 THREE: Settings = {"model.layers": 3}
@@ -134,13 +133,12 @@ def test_collectives_of_a_step() -> None:
 
 def roots_after_backwards(settings: Settings) -> list[object]:
     """Return what FSDP takes for the unit whose forward is under way, after each of two backwards."""
-    config = tiny({**FSDP2, "model.experts": 4, **settings})
-    mesh, stages = build(config)
+    trainer = Trainer(tiny({**FSDP2, "model.experts": 4, **settings}))
     roots = []
     for step in (1, 2):
-        OneStage(stages, config.parallel)(my_batches(config, mesh, step, ragged=False), torch.tensor(1 / 64))
+        trainer.forward_backward(trainer.batches(step), torch.tensor(1 / 64))
         # Private: FSDP tells no one, and a profile shows only that a unit was the root, not that it has stayed it.
-        roots.append(stages[0]._get_fsdp_state()._state_ctx.iter_forward_root)  # type: ignore[operator, union-attr]
+        roots.append(trainer.stages[0]._get_fsdp_state()._state_ctx.iter_forward_root)  # type: ignore[operator, union-attr]
     return roots
 
 
@@ -167,8 +165,7 @@ def test_hsdp_sends_a_shard_across_nodes_once_a_step() -> None:
 
 def types_of_a_step(settings: Settings) -> dict[str, Any]:
     """With bfloat16 computation: the types of everything that has one."""
-    config = tiny(settings)
-    mesh, stages = build(config, torch.bfloat16)
+    trainer = Trainer(tiny(settings), torch.bfloat16)
     types: dict[str, Any] = {}
 
     def see(name: str, value: torch.Tensor) -> None:
@@ -185,26 +182,25 @@ def types_of_a_step(settings: Settings) -> dict[str, Any]:
         for angles in rotary:
             see("rotary angles", angles)
 
-    for name, module in stages[0].named_modules():
+    for name, module in trainer.stages[0].named_modules():
         if name.endswith("self_attn"):
             module.register_forward_pre_hook(see_angles)
         if name.endswith(("_proj", "norm", "embed_tokens", "lm_head")):
             module.register_forward_pre_hook(see_weight)
             module.register_forward_hook(see_output)
-    optimizer = build_optimizer(stages, config.optimizer)
-    trace = Trace(mesh)
-    batches = my_batches(config, mesh, 1, ragged=False)
+    trace = Trace(trainer.mesh)
+    batches = trainer.batches(1)
     with trace:
-        loss = OneStage(stages, config.parallel)(batches, torch.tensor(1 / 64))
+        loss = trainer.forward_backward(batches, torch.tensor(1 / 64))
     for kind in ("gather", "scatter", "reduce"):
         for event in trace.sent("fsdp", kind) + trace.sent("dp_replicate", kind):
             types.setdefault(kind, set()).add(str(event.dtype))
-    apply_if_finite(optimizer, 1e-2, torch.tensor(True))
-    for parameter in stages[0].parameters():
+    apply_if_finite(trainer.optimizer, 1e-2, torch.tensor(True))
+    for parameter in trainer.stages[0].parameters():
         assert isinstance(parameter, DTensor)
         see("weights", parameter)
         see("gradients", parameter.grad)
-        for name, value in optimizer.state[parameter].items():
+        for name, value in trainer.optimizer.state[parameter].items():
             see(f"optimizer {name}", value)
     return {**{name: sorted(types) for name, types in types.items()}, "value": loss.item()}
 
@@ -237,10 +233,8 @@ def test_bfloat16_computes_over_float32_weights_and_reductions(zero_stage: int) 
 
 
 def loss_of_a_step(settings: Settings) -> float:
-    config = tiny(settings)
-    mesh, stages = build(config)
-    batches = my_batches(config, mesh, 1, ragged=False)
-    return OneStage(stages, config.parallel)(batches, torch.tensor(1 / 64)).item()
+    trainer = Trainer(tiny(settings))
+    return trainer.forward_backward(trainer.batches(1), torch.tensor(1 / 64)).item()
 
 
 def units(settings: Settings) -> int:
@@ -258,13 +252,9 @@ def test_one_rank_in_float32_goes_without() -> None:
 
 
 def test_nothing_is_gathered_per_use_where_nothing_is_sharded() -> None:
-    assert [effective_zero_stage(Parallel(dp_shard=1, tp=2, zero_stage=stage)) for stage in (0, 1, 2, 3)] == [
-        0,
-        1,
-        1,
-        1,
-    ]
-    assert [effective_zero_stage(Parallel(dp_shard=2, zero_stage=stage)) for stage in (0, 1, 2, 3)] == [0, 1, 2, 3]
+    for shards, expected in ((1, [0, 1, 1, 1]), (2, [0, 1, 2, 3])):
+        layouts = [Parallel(dp_shard=shards, tp=2, zero_stage=stage) for stage in range(4)]
+        assert list(map(effective_zero_stage, layouts)) == expected
 
 
 @pytest.mark.quick

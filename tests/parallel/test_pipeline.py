@@ -1,7 +1,7 @@
 """One step's forwards and backwards, plain and pipelined: their results, gradients and messages."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 
 from tests.parallel.trace import Collective, traced
-from tests.parity import CPU, Settings, build, check, my_batches, step_batch, tiny, whole_gradients
+from tests.parity import CPU, Settings, Trainer, build, check, step_batch, tiny, whole_gradients
 from tests.workers import run
 from torchllm.facts.parameters import canonical_name
 from torchllm.models.decoder import build_model
 from torchllm.optim.grad_norm import grad_norm
 from torchllm.parallel.initialize import initialize
-from torchllm.parallel.parallelize import build_forward_backward
 from torchllm.runtime.heartbeat import heartbeat
 
 SMALL: Settings = {"model.layers": 2, "parallel.dp_shard": 2}  # 4 micro batches on each of 2 ranks
@@ -118,18 +117,16 @@ def checks_of_torch() -> Iterator[None]:
 
 
 def two_steps(settings: Settings) -> TwoSteps:
-    config = tiny(settings)
-    mesh, stages = build(config)
     with checks_of_torch():
-        step = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
-    batches = my_batches(config, mesh, 1, ragged=True)
+        trainer = Trainer(tiny(settings))
+    step, batches = trainer.forward_backward, trainer.batches(1, ragged=True)
     with mock.patch.object(dist.ProcessGroup, "recv_anysource", None):  # NCCL has none
         loss = step(batches, torch.tensor(SCALE))
-        once = whole_gradients(stages)
-        norm = grad_norm(stages, CPU).item()
+        once = whole_gradients(trainer.stages)
+        norm = grad_norm(trainer.stages, CPU).item()
         loss_sums = [step.loss_sum(batch).item() for batch in batches]
     step(batches, torch.tensor(SCALE))
-    twice = whole_gradients(stages)
+    twice = whole_gradients(trainer.stages)
     return TwoSteps(loss.item(), once, twice, norm, loss_sums)
 
 
@@ -167,9 +164,7 @@ def test_a_step_adds_the_scaled_gradient_of_the_sum(settings: Settings) -> None:
 
 def head_recomputes(settings: Settings) -> list[bool]:
     """Return whether this rank's head, if it has one, computes logits again in the backward pass."""
-    config = tiny(settings)
-    mesh, stages = build(config)
-    build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
+    stages = Trainer(tiny(settings)).stages
     return [stage.lm_head.recomputes_logits for stage in stages if stage.lm_head is not None]
 
 
@@ -182,12 +177,10 @@ def test_chunks_of_a_split_backward_are_recomputed(schedule: str, expected: bool
 
 def beats(settings: Settings) -> tuple[int, int]:
     """Return how many beats a step has on this rank, and how many micro batches."""
-    config = tiny(settings)
-    mesh, stages = build(config)
-    step = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
-    batches = my_batches(config, mesh, 1, ragged=False)
+    trainer = Trainer(tiny(settings))
+    batches = trainer.batches(1)
     before = heartbeat().count
-    step(batches, torch.tensor(SCALE))
+    trainer.forward_backward(batches, torch.tensor(SCALE))
     return heartbeat().count - before, len(batches)
 
 
@@ -198,18 +191,14 @@ def test_a_step_shows_progress_with_each_micro_batch(settings: Settings) -> None
         assert count == micro_batches > 1
 
 
-def sent(settings: Settings, axis: str) -> list[tuple[str, int]]:
-    """Return the kind and the elements of everything that is sent over an axis."""
-    return sent_over_axes(settings, [axis])[axis]
-
-
-def sent_over_axes(settings: Settings, axes: Sequence[str]) -> dict[str, list[tuple[str, int]]]:
-    collectives: dict[str, list[tuple[str, int]]] = {axis: [] for axis in axes}
+def sent_by_axis(settings: Settings) -> dict[str, list[tuple[str, int]]]:
+    """Return the kind and the elements of everything that is sent over each axis."""
+    sent: dict[str, list[tuple[str, int]]] = {}
     for event in traced(settings):
         # A single element is torch's vote on its first step: does every stage know its shapes?
-        if isinstance(event, Collective) and event.elements > 1 and event.axis in collectives:
-            collectives[event.axis].append((event.kind, event.elements))
-    return collectives
+        if isinstance(event, Collective) and event.elements > 1:
+            sent.setdefault(event.axis, []).append((event.kind, event.elements))
+    return sent
 
 
 @pytest.mark.parametrize(
@@ -226,28 +215,29 @@ def sent_over_axes(settings: Settings, axes: Sequence[str]) -> dict[str, list[tu
 def test_a_tp_rank_sends_its_part_of_the_hidden_states(settings: Settings, part: int, gathers: int) -> None:
     """8 micro batches: as many sends forward by the first stage and backward by the last."""
     layout = {**PP2, "parallel.tp": 2, "model.layers": 2, **settings}
-    for of_rank in run(sent_over_axes, 4, layout, ["pp", "tp"]):
+    for of_rank in run(sent_by_axis, 4, layout):
         assert of_rank["pp"] == [("send", HIDDEN // part)] * 8
         if "parallel.sequence_parallel" not in settings:
             assert [event for event in of_rank["tp"] if event[0] == "gather"] == [("gather", HIDDEN)] * gathers
 
 
-# Gathers of a rank with two blocks and an end (three units), 8 micro batches; each unit is reduced once per step.
-GATHERS = {
-    ("1F1B", 3): {0: 8 * (3 + 1), 1: 8 * (3 + 1)},  # each use; before the backward the blocks but the last of a stage
-    ("ZBVZeroBubble", 1): {0: 4, 1: 2},
-}
-
-
 def count_fsdp(settings: Settings) -> tuple[int, int]:
-    kinds = [kind for kind, _ in sent(settings, "fsdp")]
+    kinds = [kind for kind, _ in sent_by_axis(settings)["fsdp"]]
     return kinds.count("gather"), kinds.count("scatter")
 
 
-@pytest.mark.parametrize(("schedule", "zero_stage"), GATHERS)
-def test_weights_are_gathered_as_zero_stage_says_and_gradients_reduced_once(schedule: str, zero_stage: int) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "zero_stage", "gathers", "units"),
+    [
+        ("1F1B", 3, (8 * (3 + 1), 8 * (3 + 1)), (3, 3)),  # each use; before the backward the blocks but a stage's last
+        ("ZBVZeroBubble", 1, (4, 2), (4, 2)),
+    ],
+)
+def test_weights_are_gathered_as_zero_stage_says_and_gradients_reduced_once(
+    schedule: str, zero_stage: int, gathers: tuple[int, int], units: tuple[int, int]
+) -> None:
+    """Of two stages, whose ranks have two blocks and one end or both."""
     settings = {**PP2, "parallel.dp_shard": 2, "parallel.schedule": schedule, "parallel.zero_stage": zero_stage}
     settings["training.global_batch_size"] = 16  # 8 micro batches on each data-parallel rank
-    counts = run(count_fsdp, 4, settings)
-    units = {0: 4, 1: 2} if schedule == "ZBVZeroBubble" else {0: 3, 1: 3}
-    assert counts == [(GATHERS[schedule, zero_stage][rank // 2], units[rank // 2]) for rank in range(4)]
+    first, last = zip(gathers, units, strict=True)
+    assert run(count_fsdp, 4, settings) == [first] * 2 + [last] * 2

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from tests.operations import Operations
 from tests.parallel.trace import Collective, traced
 from tests.parity import CPU, Settings
 from tests.workers import run
@@ -146,17 +147,6 @@ def test_segments_take_memory_that_grows_with_the_root_of_the_layers() -> None:
     assert 2 * four_blocks // 4 <= growth <= 2 * (four_blocks // 4 + HIDDEN_BYTES)
 
 
-class CallCounter(TorchDispatchMode):
-    def __init__(self, operation: Any) -> None:
-        super().__init__()
-        self.operation = operation
-        self.calls = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += func is self.operation
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(
     ("masks_documents", "mode", "forwards"), [(False, "full", 10), (False, "selective", 5), (True, "selective_half", 5)]
 )
@@ -168,9 +158,9 @@ def test_selective_saves_attention(masks_documents: bool, mode: str, forwards: i
     if masks_documents:
         operation = torch.ops.torchllm.document_attention.default
         documents = positions // 10
-    with CallCounter(operation) as counter:
+    with Operations() as operations:
         decoder(tokens, positions, documents, labels).backward()
-    assert counter.calls == forwards
+    assert operations.all.count(operation) == forwards
 
 
 @pytest.mark.parametrize(
@@ -187,15 +177,11 @@ def test_selective_saves_the_products_of_experts(
     model = replace(SMALL, layers=1, experts=4, top_k=2)
     decoder = built(model, Recompute(mode), compiles_blocks)
     next(router for router in decoder.modules() if isinstance(router, Router)).tokens_per_step = BATCH * LENGTH
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    with (
-        CallCounter(kernel) as attention_calls,
-        CallCounter(torch.ops.torchllm.grouped_linear.default) as product_calls,
-        CallCounter(torch.ops.aten.rsqrt.default) as norm_calls,
-    ):
+    with Operations() as operations:
         decoder(*inputs(model)).backward()
-    assert (attention_calls.calls, product_calls.calls) == (attention, products)
-    assert norm_calls.calls == 5  # the block's two again
+    assert operations.all.count(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default) == attention
+    assert operations.all.count(torch.ops.torchllm.grouped_linear.default) == products
+    assert operations.all.count(torch.ops.aten.rsqrt.default) == 5  # the block's two again
 
 
 CUDA_ATTENTION: dict[str, Any] = {
@@ -211,10 +197,10 @@ def test_selective_saves_the_attention_of_a_gpu(kernel: str) -> None:
     attention = CUDA_ATTENTION[kernel]
     operation = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention").default
     q = torch.empty(1, 2, 16, 8, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    with CallCounter(operation) as counter:
+    with Operations() as operations:
         out = checkpoint(lambda q: attention(q.sin())[0].cos(), q, use_reentrant=False, context_fn=save_products)
         out.sum().backward()
-    assert counter.calls == 1
+    assert operations.all.count(operation) == 1
     assert q.grad is not None
 
 
@@ -231,12 +217,10 @@ TP: Settings = {"model.layers": 2, "parallel.tp": 2, "training.global_batch_size
 
 
 def sent_over_tp(layout: Settings) -> dict[str, int]:
-    modes = ("none", "selective", "selective_half", "full", "segment", "ffn")
     counts = {}
-    for mode in modes:
+    for mode in ("none", "selective", "selective_half", "full", "segment", "ffn"):
         events = traced({**layout, "recompute.mode": mode})
-        over_tp = [event for event in events if isinstance(event, Collective) and event.axis == "tp"]
-        counts[mode] = len(over_tp)
+        counts[mode] = sum(isinstance(event, Collective) and event.axis == "tp" for event in events)
     return counts
 
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchllm.parallel.ring
+from tests.models.test_document_attention import Inputs, Results, forward_backward
 from tests.parallel.test_attention_kernels import CudaStandIn
 from tests.workers import run
 from torchllm.models.attention import EagerAttention
@@ -44,26 +45,8 @@ DOCUMENTS: dict[str, Tensor | None] = {
 }
 
 
-class Inputs(NamedTuple):
-    """Random inputs of an attention core: (B, S, heads, Q)."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    d_out: Tensor
-
-    def part(self, rank: int, ranks: int) -> "Inputs":
-        return Inputs(*(part_of(x, rank, ranks) for x in self))
-
-
-class Results(NamedTuple):
-    out: Tensor
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-
-
 def whole_inputs(dtype: torch.dtype) -> Inputs:
+    """Return random inputs of an attention core over the whole sequence."""
     generator = torch.Generator().manual_seed(0)
 
     def random(heads: int) -> Tensor:
@@ -80,11 +63,8 @@ def part_of(x: Tensor, rank: int, ranks: int) -> Tensor:
     return x[:, [*first_piece, *last_piece]]
 
 
-def forward_backward(core: Any, inputs: Inputs, mask: Any) -> Results:
-    q, k, v = (x.requires_grad_() for x in inputs[:3])
-    out = core(q, k, v, mask)
-    out.backward(inputs.d_out)
-    return Results(out.detach(), q.grad, k.grad, v.grad)
+def inputs_of(rank: int, ranks: int, dtype: torch.dtype) -> Inputs:
+    return Inputs(*(part_of(x, rank, ranks) for x in whole_inputs(dtype)))
 
 
 def on_the_ring(kernel: str, dtype: torch.dtype, documents: Tensor | None) -> Results:
@@ -94,7 +74,7 @@ def on_the_ring(kernel: str, dtype: torch.dtype, documents: Tensor | None) -> Re
     ring = RingAttention(mesh, KERNELS[kernel])
     if documents is not None:
         documents = part_of(documents, rank, ranks)
-    return forward_backward(ring, whole_inputs(dtype).part(rank, ranks), ring.mask(documents))
+    return forward_backward(ring, inputs_of(rank, ranks, dtype), documents)
 
 
 def on_the_ring_of_gpus(documents: Tensor) -> Results:
@@ -117,8 +97,7 @@ class Float64Attention(EagerAttention):
 
 def worst_error(results_of_ranks: list[Results], documents: Tensor | None) -> float:
     """Return the largest error of any rank's results, relative to the largest element of that tensor or 1."""
-    core = Float64Attention()
-    expected = forward_backward(core, whole_inputs(torch.float64), core.mask(documents))
+    expected = forward_backward(Float64Attention(), whole_inputs(torch.float64), documents)
     errors = []
     for rank, results in enumerate(results_of_ranks):
         for result, whole in zip(results, expected, strict=True):
@@ -280,7 +259,7 @@ class RankEvents(NamedTuple):
 def record_events(dtype: torch.dtype, documents: Tensor | None = None) -> RankEvents:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     ring = RingAttention(mesh, CpuKernel())
-    inputs = whole_inputs(dtype).part(mesh.get_local_rank(), mesh.size())
+    inputs = inputs_of(mesh.get_local_rank(), mesh.size(), dtype)
     mask = ring.mask(None if documents is None else part_of(documents, mesh.get_local_rank(), mesh.size()))
     wait = Exchange.wait
 

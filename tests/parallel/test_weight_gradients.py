@@ -1,6 +1,6 @@
 """Deferred weight gradients: each is computed once and in the right type; torch's own split still loses gradients."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -9,11 +9,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import torchllm.parallel.pipeline
-from tests.parity import Settings, Trained, build, check, compare, my_batches, reference, tiny, train
+from tests.parity import Settings, Trained, Trainer, check, compare, reference, tiny, train
 from tests.workers import WorkerFailed, run
 from torchllm.models.attention import ScaledDotProductAttention
 from torchllm.models.decoder import build_model
-from torchllm.parallel.parallelize import build_forward_backward
 from torchllm.parallel.weight_gradients import DeferredProduct, WeightGradients
 
 SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -31,6 +30,7 @@ class Deferred(NamedTuple):
 def one_backward(settings: Settings) -> Deferred:
     config = tiny({"model.layers": 1, **settings})
     model, plain = build_model(config.model), build_model(config.model)
+    torch.manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     plain.load_state_dict(model.state_dict())
@@ -77,18 +77,11 @@ def check_gradients(model: nn.Module, expected: nn.Module) -> None:
 
 
 def count_calls(settings: Settings) -> int:
-    config = tiny(settings)
-    mesh, stages = build(config)
-    step = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
-    forward, calls = ScaledDotProductAttention.forward, []
-
-    def counted(*arguments: Any) -> Any:
-        calls.append(1)
-        return forward(*arguments)
-
-    with mock.patch.object(ScaledDotProductAttention, "forward", counted):
-        step(my_batches(config, mesh, 1, ragged=False), torch.tensor(1.0))
-    return len(calls)
+    trainer = Trainer(tiny(settings))
+    forward = ScaledDotProductAttention.forward
+    with mock.patch.object(ScaledDotProductAttention, "forward", autospec=True, side_effect=forward) as calls:
+        trainer.forward_backward(trainer.batches(1), torch.tensor(1.0))
+    return calls.call_count
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
@@ -100,10 +93,8 @@ def test_recomputation_happens_once(schedule: str) -> None:
 
 def sums_in_bfloat16(settings: Settings) -> tuple[str, float]:
     """Return the type of a gradient of a layout that computes in bfloat16, and its relative error."""
-    config = tiny(settings)
-    mesh, stages = build(config, torch.bfloat16)
-    step = build_forward_backward(stages, mesh, config.parallel, config.training, torch.bfloat16)
-    layer = next(iter(stages[0].layers.values())).mlp.down_proj
+    trainer = Trainer(tiny(settings), torch.bfloat16)
+    layer = next(iter(trainer.stages[0].layers.values())).mlp.down_proj
     products: list[torch.Tensor] = []
     compute_product = torchllm.parallel.weight_gradients.compute_product
 
@@ -114,7 +105,7 @@ def sums_in_bfloat16(settings: Settings) -> tuple[str, float]:
         return result
 
     with mock.patch("torchllm.parallel.weight_gradients.compute_product", record):
-        step(my_batches(config, mesh, 1, ragged=False), torch.tensor(1.0))
+        trainer.forward_backward(trainer.batches(1), torch.tensor(1.0))
     gradient = layer.weight.grad
     assert isinstance(gradient, DTensor)
     exact = torch.stack(products).sum(0)

@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.parity import Settings, build, my_batches, tiny
+from tests.parity import Settings, Trainer, tiny
+from torchllm.facts.parameters import canonical_name
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.mesh import Mesh
-from torchllm.parallel.parallelize import build_forward_backward
 
 KINDS = {
     "allgather": "gather",
@@ -89,18 +89,14 @@ def traced(
     settings: Settings, prepare: Callable[[Trace, Decoder], None] = lambda trace, stage: None
 ) -> list[Collective | str]:
     """The events of one step's forwards and backwards under a layout, on this rank. `prepare` may add marks."""
-    config = tiny(settings)
-    mesh, stages = build(config)
-    batches = my_batches(config, mesh, 1, ragged=False)
-    trace = Trace(mesh)
-    prepare(trace, stages[0])
-    step = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
+    trainer = Trainer(tiny(settings))
+    batches = trainer.batches(1)
+    trace = Trace(trainer.mesh)
+    prepare(trace, trainer.stages[0])
     with trace:
-        step(batches, torch.tensor(1e-2))
+        trainer.forward_backward(batches, torch.tensor(1e-2))
     return trace.events
 
 
 def module_named(stage: nn.Module, name: str) -> nn.Module:
-    from torchllm.facts.parameters import canonical_name
-
     return {canonical_name(n + "."): m for n, m in stage.named_modules()}[name + "."]
