@@ -49,6 +49,14 @@ def checkpointer(
     return Checkpointer(config.Checkpoint(**settings), folder, [model], optimizer, **options)
 
 
+def saved(folder: Path, *steps: int, **options: Any) -> Checkpointer:
+    """Return checkpoints of which these steps have been saved."""
+    saving = checkpointer(folder, **options)
+    for step in steps:
+        saving.save(step, {})
+    return saving
+
+
 def step_folder(folder: Path, step: int) -> Path:
     return manifests.step_folder(folder / "checkpoints", step)
 
@@ -103,7 +111,7 @@ def test_a_resume_under_another_version_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    checkpointer(tmp_path).save(7, {})
+    saved(tmp_path, 7)
     checkpointer(tmp_path).resume()
     assert "other versions" not in caplog.text
     monkeypatch.setattr("torchllm.checkpoint.checkpointer.__version__", "9.9")
@@ -123,7 +131,7 @@ def test_a_save_that_is_longer_than_schedulers_wait_is_told_once(
     assert second.startswith("writing a checkpoint takes 63 s: ")
     monkeypatch.setattr(checkpointers, "DEFAULT_GRACE", -1.0)
     caplog.clear()
-    checkpointer(tmp_path).save(1, {})
+    saved(tmp_path, 1)
     assert "writing a checkpoint takes 0 s" in caplog.text
 
 
@@ -162,9 +170,7 @@ def test_auto_starts_fresh_only_without_any_checkpoint(tmp_path: Path, caplog: p
 
 
 def test_auto_takes_the_newest_that_verifies_and_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    saving = checkpointer(tmp_path)
-    for step in (1, 2, 3):
-        saving.save(step, {})
+    saved(tmp_path, 1, 2, 3)
     damage(tmp_path, 3)
     (step_folder(tmp_path, 2) / manifests.MANIFEST).unlink()
     resuming = checkpointer(tmp_path)
@@ -196,7 +202,7 @@ def test_damage_found_while_loading_leaves_nothing_of_that_checkpoint(tmp_path: 
 
 
 def test_another_model_is_an_error_though_an_older_checkpoint_would_fit(tmp_path: Path) -> None:
-    checkpointer(tmp_path).save(1, {})
+    saved(tmp_path, 1)
     checkpointer(tmp_path, nn.Linear(3, 4)).save(2, {})
     with pytest.raises(CheckpointError, match="another model") as caught:
         checkpointer(tmp_path).resume()
@@ -231,7 +237,7 @@ def test_only_weights_are_read_for_weights_and_once(tmp_path: Path, monkeypatch:
 
 def test_none_refuses_a_folder_with_checkpoints(tmp_path: Path) -> None:
     assert checkpointer(tmp_path, resume="none").resume() is None
-    checkpointer(tmp_path).save(1, {})
+    saved(tmp_path, 1)
     with pytest.raises(CheckpointError, match=r'checkpoint\.resume = "none", but .*step-00000001 exists'):
         checkpointer(tmp_path, resume="none").resume()
 
@@ -240,9 +246,9 @@ def test_named_checkpoint_must_exist_and_verify(tmp_path: Path) -> None:
     named = manifests.step_folder(tmp_path / "old" / "checkpoints", 5)
     with pytest.raises(CheckpointError, match="there is no such checkpoint folder"):
         checkpointer(tmp_path / "new", resume=str(named)).resume()
-    checkpointer(tmp_path / "old").save(5, {})
+    saved(tmp_path / "old", 5)
     assert resumed_step(checkpointer(tmp_path / "new", resume=str(named))) == 5
-    checkpointer(tmp_path / "new").save(6, {})
+    saved(tmp_path / "new", 6)
     with pytest.raises(CheckpointError, match="step-00000006 is newer"):
         checkpointer(tmp_path / "new", resume=str(named)).resume()
     damage(tmp_path / "old", 5)
@@ -254,12 +260,12 @@ def test_a_later_attempt_of_a_job_resumes_from_its_own_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has the config of the first, which may name another run's checkpoint, or none."""
-    checkpointer(tmp_path / "old").save(5, {})
+    saved(tmp_path / "old", 5)
     named = str(manifests.step_folder(tmp_path / "old/checkpoints", 5))
     monkeypatch.setenv(ATTEMPT, "2")
     assert checkpointer(tmp_path / "new", resume="none").resume() is None
     assert resumed_step(checkpointer(tmp_path / "new", resume=named)) == 5
-    checkpointer(tmp_path / "new").save(6, {})
+    saved(tmp_path / "new", 6)
     for resume in ("none", named):
         assert resumed_step(checkpointer(tmp_path / "new", resume=resume)) == 6
 
@@ -267,9 +273,7 @@ def test_a_later_attempt_of_a_job_resumes_from_its_own_checkpoints(
 def test_weights_come_from_the_newest_that_verifies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         load_newest_weights(tmp_path, "auto", [nn.Linear(3, 2)])
-    saving = checkpointer(tmp_path)
-    for step in (1, 2):
-        saving.save(step, {})
+    saved(tmp_path, 1, 2)
     assert load_newest_weights(tmp_path, "none", [nn.Linear(3, 2)]).step == 2
     damage(tmp_path, 2)
     assert load_newest_weights(str(tmp_path), "auto", [nn.Linear(3, 2)]).step == 1
@@ -281,12 +285,11 @@ def test_weights_come_from_the_newest_that_verifies(tmp_path: Path, caplog: pyte
 
 
 def test_a_checkpoint_is_never_rewritten(tmp_path: Path) -> None:
-    saving = checkpointer(tmp_path)
-    saving.save(1, {})
+    saving = saved(tmp_path, 1)
     with pytest.raises(CheckpointError, match="exists already"):
         saving.save(1, {})
     with pytest.raises(CheckpointError, match="exists already"):
-        checkpointer(tmp_path).save(1, {})
+        saved(tmp_path, 1)
     assert steps(tmp_path) == [1]
 
 
@@ -309,7 +312,7 @@ def test_keep_counts_and_deletes_only_whole_ones(tmp_path: Path) -> None:
 
 
 def test_the_checkpoint_just_written_stays_whatever_lies_beside_it(tmp_path: Path) -> None:
-    checkpointer(tmp_path).save(9, {})
+    saved(tmp_path, 9)
     damage(tmp_path, 9)  # which its size does not show
     later = checkpointer(tmp_path, keep=1)
     later.save(1, {})
@@ -326,9 +329,7 @@ def test_a_deletion_does_not_hold_up_training(tmp_path: Path, monkeypatch: pytes
         rmtree(path, **options)
 
     monkeypatch.setattr(history.shutil, "rmtree", rmtree_when_allowed)
-    saving = checkpointer(tmp_path, keep=1)
-    for step in (1, 2, 3):
-        saving.save(step, {})
+    saving = saved(tmp_path, 1, 2, 3, keep=1)
     assert steps(tmp_path) == [3]
     assert len(manifests.hidden_folders(tmp_path / "checkpoints")) == 2
     allowed.set()
@@ -346,8 +347,7 @@ def test_an_old_checkpoint_that_cannot_be_renamed_is_a_warning(
             raise PermissionError(1, "Operation not permitted", str(source))
         rename(source, target)
 
-    saving = checkpointer(tmp_path, keep=1)
-    saving.save(1, {})
+    saving = saved(tmp_path, 1, keep=1)
     monkeypatch.setattr(os, "rename", refuse)
     saving.save(2, {})
     saving.save(3, {})
@@ -358,7 +358,7 @@ def test_an_old_checkpoint_that_cannot_be_renamed_is_a_warning(
 
 
 def test_another_model_or_optimizer_is_refused_by_name(tmp_path: Path) -> None:
-    checkpointer(tmp_path).save(1, {})
+    saved(tmp_path, 1)
     folder = step_folder(tmp_path, 1)
     models: list[tuple[nn.Module, str]] = [
         (nn.Linear(3, 4), r"model\.weight: \(2, 3\) in the checkpoint, \(4, 3\) here"),
@@ -492,8 +492,7 @@ def test_background_saves_never_overlap(tmp_path: Path, monkeypatch: pytest.Monk
 def test_failed_write_is_raised_and_leaves_the_earlier_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
-    saving = checkpointer(tmp_path, asynchronous=asynchronous)
-    saving.save(1, {})
+    saving = saved(tmp_path, 1, asynchronous=asynchronous)
     saving._finish()
 
     def full(*_: Any, **__: Any) -> None:
@@ -526,8 +525,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_begun(
 def test_a_run_that_lost_its_folder_changes_nothing_in_it(tmp_path: Path) -> None:
     """Another job has taken the folder while this one was suspended; the hidden folder may be that job's save."""
     owner = Owner()
-    saving = checkpointer(tmp_path, keep=1, check_owner=owner.check)
-    saving.save(1, {})
+    saving = saved(tmp_path, 1, keep=1, check_owner=owner.check)
     root = tmp_path / "checkpoints"
     hidden = manifests.make_temporary(root, 2, 0)
     owner.looks = 0
@@ -543,8 +541,7 @@ def test_a_run_that_lost_its_folder_changes_nothing_in_it(tmp_path: Path) -> Non
 
 def test_a_run_that_loses_its_folder_after_a_save_deletes_nothing(tmp_path: Path) -> None:
     owner = Owner()
-    saving = checkpointer(tmp_path, keep=1, check_owner=owner.check)
-    saving.save(1, {})
+    saving = saved(tmp_path, 1, keep=1, check_owner=owner.check)
     owner.looks = 1
     with pytest.raises(CheckpointError, match="the folder belongs to another job"):
         saving.save(2, {})
@@ -566,8 +563,7 @@ NAN = float("nan")
 def test_a_value_that_is_not_finite_is_not_saved_and_nothing_is_deleted(
     tmp_path: Path, key: str, value: float, asynchronous: bool
 ) -> None:
-    saving = checkpointer(tmp_path, keep=1, asynchronous=asynchronous)
-    saving.save(1, {})
+    saving = saved(tmp_path, 1, keep=1, asynchronous=asynchronous)
     saving._model_parts()[key].local.view(-1)[-1] = value
     with pytest.raises(CheckpointError, match=rf"step 2 is not saved: values are not finite in {key}\. They would"):
         saving.save(2, {})
@@ -662,7 +658,7 @@ def test_a_run_that_is_lost_starts_again_from_before_that(tmp_path: Path, caplog
 
 
 def test_a_proven_checkpoint_is_no_suspect_though_the_run_is_lost_after_it(tmp_path: Path) -> None:
-    checkpointer(tmp_path).save(4, {})
+    saved(tmp_path, 4)
     mark_proven(step_folder(tmp_path, 4), "it went on well")
     resuming = checkpointer(tmp_path)
     resuming.resume()
@@ -688,9 +684,7 @@ def test_an_evaluation_that_is_not_finite_makes_suspects(tmp_path: Path) -> None
 
 
 def test_a_suspect_is_loaded_only_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    saving = checkpointer(tmp_path)
-    for step in (1, 2):
-        saving.save(step, {})
+    saved(tmp_path, 1, 2)
     first, second = (step_folder(tmp_path, step) for step in (1, 2))
     mark_suspect(second, "NaN")
     assert resumed_step(checkpointer(tmp_path, resume=str(first))) == 1  # the newer one is not in the way

@@ -1,16 +1,18 @@
 """Every attention core against a softmax spelled out query by query in float64, and against each other."""
 
-import dataclasses
 import sys
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
+from tests.models.test_layers import filled, inputs
 from torchllm.config import Model
 from torchllm.config.errors import UserError
 from torchllm.models import attention
@@ -76,48 +78,32 @@ def flex_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "compiled_flex_attention", lambda: flex_attention)
 
 
+def out_and_gradients(core: Callable[..., Tensor], inputs: QKV, upstream: Tensor) -> tuple[Tensor, QKV]:
+    leaves = QKV(*(x.clone().requires_grad_() for x in inputs))
+    out = core(*leaves)
+    return out.detach(), QKV(*torch.autograd.grad(out, leaves, upstream.to(out.dtype)))
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.usefixtures("flex_uncompiled")
 @pytest.mark.parametrize(
     ("heads", "kv", "window", "documents"), [(4, 2, 0, None), (4, 2, 4, DOCUMENTS), (6, 1, 0, DOCUMENTS)]
 )
 def test_every_core_is_attention(heads: int, kv: int, window: int, documents: Tensor | None) -> None:
-    q, k, v = qkv(heads, kv)
-    expected = spelled_out(q, k, v, documents, window)
+    whole = qkv(heads, kv)
+    upstream = torch.randn(whole.q.shape, generator=torch.Generator().manual_seed(9))
+    expected, gradients = out_and_gradients(lambda q, k, v: spelled_out(q, k, v, documents, window), whole, upstream)
     for name in ("eager", "sdpa", "flex"):
-        core = CORES[name](window)
-        mask = core.mask(documents)  # type: ignore[operator]
-        with torch.no_grad():
-            out = core(q, k, v, mask)
-        torch.testing.assert_close(out.double(), expected, **TOLERANCE, msg=name)
-
-
-@pytest.mark.parametrize(("heads", "kv", "window", "documents"), [(4, 2, 4, None), (6, 1, 0, DOCUMENTS)])
-def test_gradients_of_the_cores(heads: int, kv: int, window: int, documents: Tensor | None) -> None:
-    inputs = qkv(heads, kv)
-    generator = torch.Generator().manual_seed(9)
-    upstream = torch.randn(inputs.q.shape, generator=generator)
-
-    def gradients(run: Callable[..., Tensor]) -> QKV:
-        leaves = QKV(*(x.clone().requires_grad_() for x in inputs))
-        out = run(*leaves)
-        return QKV(*torch.autograd.grad(out, leaves, upstream))
-
-    def core(name: str) -> Callable[..., Tensor]:
         module: Any = CORES[name](window)
-        mask = module.mask(documents)
-        return lambda q, k, v: module(q, k, v, mask)
-
-    def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return spelled_out(q, k, v, documents, window).float()
-
-    tolerance = {"rtol": 0, "atol": 1e-5}  # sums over 13 queries and up to 6 heads
-    expected = gradients(reference)
-    for name in ("eager", "sdpa"):
-        computed = gradients(core(name))
-        torch.testing.assert_close(computed.q, expected.q, **tolerance)
-        torch.testing.assert_close(computed.k, expected.k, **tolerance)
-        torch.testing.assert_close(computed.v, expected.v, **tolerance)
+        core = partial(module, mask=module.mask(documents))
+        if name == "flex":  # it has no backward on a CPU
+            with torch.no_grad():
+                torch.testing.assert_close(core(*whole).double(), expected, **TOLERANCE, msg=name)
+            continue
+        out, computed = out_and_gradients(core, whole, upstream)
+        torch.testing.assert_close(out.double(), expected, **TOLERANCE, msg=name)
+        for gradient, exact in zip(computed, gradients, strict=True):
+            torch.testing.assert_close(gradient, exact, rtol=0, atol=1e-5)  # sums over 13 queries and up to 6 heads
 
 
 def test_eager_softmax_of_bfloat16_is_computed_in_float32() -> None:
@@ -171,33 +157,18 @@ def test_flash_is_called_causally_with_unexpanded_heads(monkeypatch: pytest.Monk
 def test_attention_module_around_its_core(family: Literal["llama", "gpt"], biased: bool) -> None:
     """Projections to heads, rotation of q and k but not of v, output projection."""
     model = Model(family=family, hidden=24, heads=6, kv_heads=2, head_dim=8, attention="eager")
-    module = Attention(model)
+    module: Any = filled(Attention(model))
     assert (module.q_proj.bias is not None) == biased
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            values = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(values * 0.2)
-    x = torch.randn(BATCH, LENGTH, 24, generator=generator)
+    x = inputs(BATCH, LENGTH, 24)
     positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
     rotary = rotary_angles(model, positions)
 
-    class Recorder(nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-            self.inputs = QKV(q, k, v)
-            return q * 2
-
-    module.core = recorder = Recorder()
-    out = module(x, rotary, None)
-    q, k, v = recorder.inputs
+    with mock.patch.object(module.core, "forward", side_effect=lambda q, k, v, mask: 2 * q) as core:
+        out = module(x, rotary, None)
+    q, k, v, _ = core.call_args.args
     assert q.shape == (BATCH, LENGTH, 6, 8)
-    assert k.shape == (BATCH, LENGTH, 2, 8)
-    plain_v = module.v_proj(x).view(BATCH, LENGTH, 2, 8)
-    assert torch.equal(v, plain_v)
+    assert torch.equal(v, module.v_proj(x).view(BATCH, LENGTH, 2, 8))
     plain_k = module.k_proj(x).view(BATCH, LENGTH, 2, 8)
     assert torch.equal(k[:, 0], plain_k[:, 0])
     assert not torch.allclose(k[:, 5], plain_k[:, 5])
-    doubled = q.flatten(-2) * 2
-    torch.testing.assert_close(out, module.o_proj(doubled))
-    every_head = dataclasses.replace(model, kv_heads=0)
-    assert every_head.kv == 6
+    torch.testing.assert_close(out, module.o_proj(q.flatten(-2) * 2))

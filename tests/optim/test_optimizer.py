@@ -128,34 +128,26 @@ def train(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-def test_plain_parameters() -> None:
-    for name, settings in OPTIMIZERS.items():
-        model = plain()
-        optimizer = train(model, settings)
-        expected = expected_parameters(settings)
-        for parameter, value in model.named_parameters():
-            # five updates of size 0.1 at most, each good to float32's 6e-8 a few times over
-            message = f"{name} {parameter}"
-            torch.testing.assert_close(value.detach(), expected[parameter], rtol=1e-6, atol=1e-6, msg=message)
-        if settings.name == "adamw":
-            assert {float(state["step"]) for state in optimizer.state.values()} == {len(RATES) - 1}
-
-
-def train_sharded(names: list[str]) -> dict[str, dict[str, Any]] | None:
-    """On 4 FSDP ranks: whole parameters by optimizer and name, on rank 0."""
-    trained: dict[str, dict[str, Any]] = {}
+def trained(ranks: int, names: list[str]) -> dict[str, dict[str, Any]]:
+    """Return the whole parameters after all steps, by optimizer and name."""
+    of_optimizers = {}
     for name in names:
-        _, (stage,) = build(Config(model=MODEL, parallel=Parallel(dp_shard=4)))
-        train(stage, OPTIMIZERS[name])
-        trained[name] = {parameter: whole(value) for parameter, value in stage.named_parameters()}
-    return trained if torch.distributed.get_rank() == 0 else None
+        _, (stage,) = build(Config(model=MODEL, parallel=Parallel(dp_shard=ranks)))
+        optimizer = train(stage, OPTIMIZERS[name])
+        if OPTIMIZERS[name].name == "adamw":
+            assert {float(state["step"]) for state in optimizer.state.values()} == {len(RATES) - 1}
+        of_optimizers[name] = {parameter: whole(value) for parameter, value in stage.named_parameters()}
+    return of_optimizers
 
 
-def test_sharded_parameters() -> None:
-    sharded = run(train_sharded, 4, list(OPTIMIZERS))[0]
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_parameters_are_those_of_torch(ranks: int) -> None:
+    """One rank has plain parameters, the others shards."""
+    parameters = run(trained, ranks, ranks, list(OPTIMIZERS))[0]
     for name, settings in OPTIMIZERS.items():
         for parameter, value in expected_parameters(settings).items():
-            got = torch.from_numpy(sharded[name][parameter])
+            got = torch.from_numpy(parameters[name][parameter])
+            # five updates of size 0.1 at most, each good to float32's 6e-8 a few times over
             torch.testing.assert_close(got, value, rtol=1e-6, atol=1e-6, msg=f"{name} {parameter}")
 
 

@@ -39,12 +39,10 @@ EXPERTS: Settings = {
 PIPELINE: Settings = {"parallel.pp": 2, "training.micro_batch_size": 2}
 CASES: dict[str, tuple[str, Settings]] = {
     "fsdp": (SOME, {"parallel.dp_shard": 2, "training.micro_batch_size": 2}),
-    "ddp": (SOME, {"parallel.dp_shard": 2, "parallel.zero_stage": 0, "optimizer.name": "sgd"}),
     "all but the head": (r"(?!lm_head).*", {"parallel.dp_shard": 2, "parallel.keep_last_block": False}),
     "tp, gpt": (r".*bias|embed_positions.*", {"parallel.tp": 2, "model.family": "gpt", "training.loss_chunk": 20}),
     "sp": (SOME, {"parallel.tp": 2, "parallel.sequence_parallel": True, "recompute.mode": "full"}),
     "cp": (PREFIX, {"parallel.cp": 2, "recompute.mode": "selective"}),
-    "pp": (SOME, PIPELINE),
     "pp, tied": ("embed_tokens.*", {**PIPELINE, "model.tied_embeddings": True}),
     "pp, tied prefix": (PREFIX, {**PIPELINE, "model.tied_embeddings": True, "parallel.schedule": "ZBVZeroBubble"}),
     "last stage": (r"norm.*|lm_head.*|layers\.[23]\..*", {**PIPELINE, "parallel.schedule": "InterleavedZeroBubble"}),

@@ -163,10 +163,10 @@ def test_hsdp_sends_a_shard_across_nodes_once_a_step() -> None:
     assert sum(e.bytes(2) for e in across["hsdp"]) == 2 * parameters * 4 / 2 / 2  # 2 (n - 1) / n of half, float32
 
 
-def types_of_a_step(settings: Settings) -> dict[str, Any]:
+def types_of_a_step(settings: Settings) -> dict[str, list[str]]:
     """With bfloat16 computation: the types of everything that has one."""
     trainer = Trainer(tiny(settings), torch.bfloat16)
-    types: dict[str, Any] = {}
+    types: dict[str, set[str]] = {}
 
     def see(name: str, value: torch.Tensor) -> None:
         types.setdefault(name, set()).add(str(value.dtype))
@@ -191,7 +191,7 @@ def types_of_a_step(settings: Settings) -> dict[str, Any]:
     trace = Trace(trainer.mesh)
     batches = trainer.batches(1)
     with trace:
-        loss = trainer.forward_backward(batches, torch.tensor(1 / 64))
+        trainer.forward_backward(batches, torch.tensor(1 / 64))
     for kind in ("gather", "scatter", "reduce"):
         for event in trace.sent("fsdp", kind) + trace.sent("dp_replicate", kind):
             types.setdefault(kind, set()).add(str(event.dtype))
@@ -202,7 +202,7 @@ def types_of_a_step(settings: Settings) -> dict[str, Any]:
         see("gradients", parameter.grad)
         for name, value in trainer.optimizer.state[parameter].items():
             see(f"optimizer {name}", value)
-    return {**{name: sorted(types) for name, types in types.items()}, "value": loss.item()}
+    return {name: sorted(types) for name, types in types.items()}
 
 
 LOW, FULL = ["torch.bfloat16"], ["torch.float32"]
@@ -223,18 +223,8 @@ TYPES = {
 def test_bfloat16_computes_over_float32_weights_and_reductions(zero_stage: int) -> None:
     settings = {**TWO_MICRO_BATCHES, "parallel.zero_stage": zero_stage}
     types = run(types_of_a_step, 2, settings)[0]
-    value = types.pop("value")
     sent = {"reduce": FULL} if zero_stage == 0 else {"gather": LOW, "scatter": FULL}
     assert types == TYPES | sent
-    # bfloat16 has 8 bits: a relative error of 2e-3 a number, of which a mean over 64 tokens keeps less
-    in_float32 = run(loss_of_a_step, 2, settings)[0]
-    assert value == pytest.approx(in_float32, rel=2e-3)
-    assert value != in_float32
-
-
-def loss_of_a_step(settings: Settings) -> float:
-    trainer = Trainer(tiny(settings))
-    return trainer.forward_backward(trainer.batches(1), torch.tensor(1 / 64)).item()
 
 
 def units(settings: Settings) -> int:

@@ -1,7 +1,6 @@
 """Initial weights: the same bits in every layout, good random numbers, and nothing made that is not held."""
 
 import math
-import random
 from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -124,22 +123,6 @@ def test_a_parameter_of_several_matrices_may_be_cut_along_any_dimension(dimensio
     fill(whole, "embed_tokens.weight", ODD, seed=7)
     for gathered in run(fill_matrices_that_are_cut_along, 2, dimension):
         assert torch.equal(gathered, whole)
-
-
-def test_a_number_does_not_depend_on_its_place_in_the_buffer() -> None:
-    index = torch.arange(100_003)
-    expected = normal(index, 5)
-    backwards = normal(index.flip(0), 5)
-    assert torch.equal(backwards.flip(0), expected)
-    generator = torch.Generator().manual_seed(0)
-    shuffled = torch.randperm(len(index), generator=generator)
-    assert torch.equal(normal(index[shuffled], 5), expected[shuffled])
-    draw = random.Random(0)
-    for _ in range(200):
-        first = draw.randrange(len(index))
-        length = draw.choice([1, 2, 3, 5, 8, 17, 1000])
-        part = slice(first, first + length)
-        assert torch.equal(normal(index[part].clone(), 5), expected[part])
 
 
 def first_hash(first: int, count: int, key: int) -> np.ndarray:

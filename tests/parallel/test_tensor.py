@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parallel.trace import Collective, Trace, module_named, traced
-from tests.parity import Settings, Trainer, build, check, compare, reference_of, tiny, train_config, world_size
+from tests.parity import Settings, Trainer, build, compare, reference_of, tiny, train_config, world_size
 from tests.workers import run
 from torchllm.config import Config
 from torchllm.models.decoder import Decoder
@@ -250,8 +250,3 @@ def shape_of_logits(config: Config) -> int:
     tokens = torch.zeros(1, 8, dtype=torch.long)
     with torch.no_grad():
         return int(model(tokens, torch.arange(8).unsqueeze(0)).shape[-1])
-
-
-def test_a_position_table_and_biases_train_the_same_model() -> None:
-    gpt: Settings = {"model.family": "gpt", "model.kv_heads": 0, "model.layers": 2, "training.steps": 1}
-    check({**gpt, "parallel.tp": 2, "parallel.sequence_parallel": True}, ragged=True)
