@@ -36,14 +36,9 @@ TORCH_FREE = {
     *("tools.front", "tools.bug_report", "recipe", "cli", "__main__"),
 }
 TORCH_FREE_MODULES = {
-    *("runtime.heartbeat", "tools.launch.launcher_notes", "tools.launch.lease", "tools.hub.config_json"),
-    *(
-        "tools.hub.files",
-        "tools.hub.model_card",
-        "tools.hub.resolve",
-        "tools.pipeline.pipeline",
-        "tools.pipeline.stages",
-    ),
+    *("runtime.heartbeat", "tools.launch.launcher_notes", "tools.launch.lease"),
+    *("tools.hub.config_json", "tools.hub.files", "tools.hub.model_card", "tools.hub.resolve"),
+    *("tools.pipeline.pipeline", "tools.pipeline.stages"),
 }
 """in rooms that import torch; a launcher or a check imports them before it"""
 

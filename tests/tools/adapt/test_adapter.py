@@ -74,11 +74,13 @@ def adapted(config: Config, bottlenecks: Bottlenecks) -> Change | None:
     return Adapter().change(config, bottlenecks)
 
 
-def test_a_starved_rank_gets_one_more_worker() -> None:
-    config = replace(Config(), data=Data(workers=1))
+def test_a_starved_rank_gets_one_more_worker_from_the_newest_checkpoint_on() -> None:
+    old = Checkpoint(resume="other_run/checkpoints/step-00000004")
+    config = replace(Config(), data=Data(workers=1), checkpoint=old)
     change = adapted(config, Bottlenecks(WAIT, None))
     assert change is not None
-    assert change.config == replace(config, data=replace(config.data, workers=2))
+    expected = replace(config, data=replace(config.data, workers=2), checkpoint=replace(old, resume="auto"))
+    assert change.config == expected
     assert change.reason == "rank 3 waits 20% of its time for data, so data.workers = 2"
     assert adapted(replace(config, data=Data(workers=MAX_WORKERS)), Bottlenecks(WAIT, None)) is None
 
@@ -100,10 +102,3 @@ def test_a_sparse_block_moves_with_its_own_share_of_a_stages_time() -> None:
     change = adapted(config, Bottlenecks(None, ForwardTimes([17.0, 5.0], noise=0.0)))
     assert change is not None
     assert change.config.parallel.split == (4, 2)  # 10.6, 11.3; of equal blocks 3 + 3 would be best
-
-
-def test_a_changed_run_goes_on_from_the_newest_checkpoint() -> None:
-    config = replace(Config(), checkpoint=Checkpoint(resume="other_run/checkpoints/step-00000004"))
-    change = adapted(config, Bottlenecks(WAIT, None))
-    assert change is not None
-    assert change.config.checkpoint.resume == "auto"

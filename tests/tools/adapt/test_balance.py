@@ -42,12 +42,11 @@ def test_no_split_is_better() -> None:
         assert best.slowest == pytest.approx(min(slowest(split, blocks, fixed) for split in splits)), seed
 
 
-def test_even_stages_stay() -> None:
+def test_blocks_leave_a_slow_stage() -> None:
     assert better_split((4, 4), (1.0, 1.04), head=1) is None  # 2 % over the mean
     assert better_split((1, 1), (1.0, 3.0), head=0) is None  # nothing to move
-
-
-def test_blocks_leave_a_slow_stage() -> None:
+    assert better_split((4, 4), (1.0, 3.0), head=0, noise=0.7) == (5, 3)  # from 3 to 2.25, more than the noise
+    assert better_split((4, 4), (1.0, 3.0), head=0, noise=0.8) is None
     assert better_split((4, 4), (1.0, 3.0), head=0) == (5, 3)  # 2, 2.25: 6 of 1/4 and 2 of 3/4 would be 3
     # Half of the last stage's time is the head's, which stays there.
     assert better_split((4, 4), (1.0, 2.0), head=4) == (6, 2)  # 6 quarters; 2 and the head's 4
@@ -63,11 +62,6 @@ def test_dense_and_sparse_blocks_of_a_stage_share_its_time_by_their_costs() -> N
     assert better_split_of_times((5, 1), times, costs) == (4, 2)  # 8, 10: equal blocks of 2.6 would be best as 3 + 3
     with_embedding = Costs(20, [10, 10, 10, 50, 50, 50], 0)  # 2 seconds that stay with the first stage
     assert better_split_of_times((5, 1), ForwardTimes([15.0, 5.0], noise=0.0), with_embedding) == (4, 2)
-
-
-def test_a_gain_below_the_noise_is_no_gain() -> None:
-    assert better_split((4, 4), (1.0, 3.0), head=0, noise=0.7) == (5, 3)  # from 3 to 2.25
-    assert better_split((4, 4), (1.0, 3.0), head=0, noise=0.8) is None
 
 
 class Pipeline:

@@ -33,17 +33,10 @@ def test_it_names_the_rank_and_three_settings() -> None:
     assert second == "settings that would free most memory, by the planner's estimate, each alone:"
     assert len(settings) == 3
     assert settings[0].startswith("  --recompute.mode=full frees ")
-
-
-def test_on_an_unknown_machine_it_says_what_to_set() -> None:
+    sparse = replace(LLAMA, model=replace(LLAMA.model, experts=8, expert_ffn=1408))
+    assert len(explain(out_of_memory(), sparse, RUNTIME).splitlines()) == 2 + 3
     unknown = replace(LLAMA, cluster=Cluster(), parallel=Parallel(dp_shard=4))  # this_cpu is of eight ranks
     assert "set cluster.name (train_configs/clusters) to see " in explain(out_of_memory(), unknown, RUNTIME)
-
-
-def test_of_experts_it_names_settings_too() -> None:
-    sparse = replace(LLAMA, model=replace(LLAMA.model, experts=8, expert_ffn=1408))
-    _, _, *settings = explain(out_of_memory(), sparse, RUNTIME).splitlines()
-    assert len(settings) == 3
 
 
 def test_only_a_lack_of_memory_is_out_of_memory() -> None:

@@ -108,16 +108,12 @@ def test_a_step_put_together_is_the_step_traced_whole(name: str) -> None:
     assert put_together.sent == truth.sent
 
 
-def test_a_short_step_is_traced_whole() -> None:
+def test_a_short_step_is_traced_whole_and_a_long_one_short() -> None:
     for settings, count in (({}, 2), ({"parallel.pp": 2}, 2), ({"parallel.pp": 4, "parallel.schedule": "GPipe"}, 2)):
         parallel = tiny(settings).parallel
         for rank in range(parallel.pp):
             found = plan_trace(parallel, [rank], count)
             assert found.micro_batches == count
-            assert found.pp == parallel.pp or found.micro_batches == count
-
-
-def test_a_long_step_is_traced_short_under_every_schedule() -> None:
     for schedule in SCHEDULES:
         parallel = tiny({"parallel.pp": 4, "parallel.schedule": schedule, "model.layers": 8}).parallel
         assert plan_trace(parallel, [1], 24).micro_batches <= 12, schedule

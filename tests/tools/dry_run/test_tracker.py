@@ -75,19 +75,6 @@ def test_storage_that_is_emptied_and_filled_in_place() -> None:
     assert sizes == {"begin": 0, "gathered": 4 * KIB, "freed": 0, "gathered again": 4 * KIB}
 
 
-def test_a_result_that_is_waited_for_is_one_tensor() -> None:
-    with fake_ranks(0, 4), FakeTensorMode() as fake:
-        world = dist.group.WORLD.group_name
-        tracker = Tracker(fake, {world: MeshAxis("world", (0,), 4)})
-        with tracker:
-            tracker.mark("begin")
-            x = torch.ones(256)
-            out = torch.ops._c10d_functional.all_reduce(x, "sum", world)
-            out = torch.ops._c10d_functional.wait_tensor(out)
-            more = out + 1
-    assert peak_of(tracker) == 3 * KIB == x.nbytes + out.nbytes + more.nbytes
-
-
 def test_a_result_that_is_waited_for_is_held_as_long_as_what_was_waited_for() -> None:
     """Selective recomputation saves what a collective returns, and the wait's result is soon freed."""
     with fake_ranks(0, 4), FakeTensorMode() as fake:
@@ -95,14 +82,17 @@ def test_a_result_that_is_waited_for_is_held_as_long_as_what_was_waited_for() ->
         tracker = Tracker(fake, {world: MeshAxis("world", (0,), 4)})
         with tracker:
             tracker.mark("begin")
-            saved = torch.ops._c10d_functional.all_reduce(torch.ones(256), "sum", world)
+            x = torch.ones(256)
+            saved = torch.ops._c10d_functional.all_reduce(x, "sum", world)
             out = torch.ops._c10d_functional.wait_tensor(saved)
-            del out
+            tracker.mark("waited")
+            del x, out
             tracker.mark("saved")
             more = saved + 1
             del saved
             tracker.mark("freed")
     sizes = {span.name: sum(span.start.values()) for span in spans(tracker)}
+    assert sizes["waited"] == 2 * KIB  # of what is sent and of one result
     assert (sizes["saved"], sizes["freed"]) == (KIB, KIB) == (KIB, more.nbytes)
 
 

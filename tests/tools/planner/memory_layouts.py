@@ -19,13 +19,12 @@ from torchllm.config.schema import Lora
 from torchllm.tools.config.checks import problems
 from torchllm.tools.dry_run.run import examine
 from torchllm.tools.planner.case import Case
-from torchllm.tools.planner.cluster import Hardware, read_cluster
+from torchllm.tools.planner.cluster import read_cluster
 from torchllm.tools.planner.compute import Kernels
 from torchllm.tools.planner.evidence.stacks import STACKS
 from torchllm.tools.planner.frozen_weights import with_frozen_weights
 from torchllm.tools.planner.peak import Memory
 from torchllm.tools.planner.predict import memory_of, stage_sizes
-from torchllm.tools.planner.software import Software
 
 MODELS = Path(__file__).parents[3] / "train_configs" / "models"
 NAMES = sorted(path.stem for path in MODELS.glob("*.toml"))
@@ -191,25 +190,16 @@ def covering(model: str, seed: int = 0) -> list[Choice]:
     return drawn
 
 
-def planned_memory(
-    config: c.Config, rank: int = 0, software: Software = STACKS["torchllm"], kernels: Kernels | None = None
-) -> Memory:
+def planned_memory(config: c.Config, rank: int = 0, fused_norm: bool = True, compiled_loss: bool = False) -> Memory:
     """Return what the planner says of a pipeline rank."""
     model, parallel, training = config.model, config.parallel, config.training
     attention = "eager" if model.attention == "eager" else "flash2"
-    kernels = kernels or Kernels(attention, fused_norm=True)
-    software = with_frozen_weights(software, model, config.trained)
-    case = Case(
-        model, training, parallel, config.recompute, kernels, hardware(), software, config.trained, imbalance=1.0
-    )
+    kernels = Kernels(attention, fused_norm=fused_norm, compiled_loss=compiled_loss)
+    software = with_frozen_weights(STACKS["torchllm"], model, config.trained)
+    hardware = read_cluster("dgx_h100", [])  # bytes do not depend on it
+    assert hardware is not None
+    case = Case(model, training, parallel, config.recompute, kernels, hardware, software, config.trained, imbalance=1.0)
     return memory_of(case, stage_sizes(case), rank)
-
-
-def hardware() -> Hardware:
-    """Return any: bytes do not depend on it."""
-    read = read_cluster("dgx_h100", [])
-    assert read is not None
-    return read
 
 
 class Compared(NamedTuple):

@@ -19,8 +19,6 @@ from torchllm.tools.planner.cluster import (
 
 pytestmark = pytest.mark.quick
 
-NAMES = sorted(file.stem for file in cluster.FOLDER.glob("*.toml"))
-
 
 def read(name: str) -> Hardware:
     found: list[str] = []
@@ -30,13 +28,8 @@ def read(name: str) -> Hardware:
     return hardware
 
 
-def test_files_read_and_every_number_has_a_source() -> None:
-    for name in NAMES:
-        check_file(name)
-
-
-def check_file(name: str) -> None:
-    """Check that the numbers of a file are plausible, each with its source beside it."""
+@pytest.mark.parametrize("name", sorted(file.stem for file in cluster.FOLDER.glob("*.toml")))
+def test_a_files_numbers_are_plausible_and_each_has_a_source(name: str) -> None:
     hardware = read(name)
     spans = [link.gpus for link in hardware.links]
     assert spans == sorted(spans)
@@ -123,6 +116,9 @@ def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path: Path, monkeyp
         assert read_cluster("x", found) is None, change
         assert len(found) == 1, change
         assert found[0].endswith(line), found
+    errors: list[str] = []
+    assert read_cluster("nosuch.toml", errors) is None
+    assert errors == ["nosuch.toml: no such file"]
 
 
 def test_link_among_equals_looking_at_every_group() -> None:
@@ -159,9 +155,3 @@ def test_tensor_parallel_bytes_are_the_formula() -> None:
     blocks, hidden = 4, 64
     want = 4 * blocks * 2 * (1 / 2) * tokens * hidden * 4
     assert math.isclose(tensor_parallel_bytes(config.model, config.training, config.parallel, 4), want)
-
-
-def test_a_missing_file_is_one_line() -> None:
-    errors: list[str] = []
-    assert read_cluster("nosuch.toml", errors) is None
-    assert errors == ["nosuch.toml: no such file"]

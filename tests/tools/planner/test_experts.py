@@ -25,8 +25,7 @@ from torchllm.tools.planner.experts import (
     other_places,
     routed_rows,
 )
-from torchllm.tools.planner.parameters import gathered_parameters, sizes_of_split, stage_parameters
-from torchllm.tools.planner.predict import Prediction, predict
+from torchllm.tools.planner.parameters import gathered_parameters, sizes_of_split
 from torchllm.tools.planner.software import Software
 from torchllm.tools.planner.stage import expert_parallel
 
@@ -45,10 +44,6 @@ def case(
     return Case(model, training, parallel, Recompute(mode=mode), kernels, dgx_a100(), software, imbalance=imbalance)
 
 
-def step(**settings: Any) -> Prediction:
-    return predict(case(**settings))
-
-
 def exchange(layout: Case, **facts: bool) -> float:
     """Return the seconds of one exchange of a layout's rows."""
     return exchange_seconds(layout.model, layout.piece, layout.mesh, layout.hardware, **facts)
@@ -57,19 +52,6 @@ def exchange(layout: Case, **facts: bool) -> float:
 def card_rate(hardware: Hardware) -> float:
     """Return the bytes per second of one network card."""
     return link_rate(hardware.links[1])
-
-
-def test_stages_hold_all_parameters() -> None:
-    for model in [QWEN3, GLM, MIXTRAL]:
-        one_stage = (model.layers,)
-        four_stages = (1, 2, 3, model.layers - 6)
-        for split in (one_stage, four_stages):
-            dense_layers = parameters = 0.0
-            for size in sizes_of_split(model, split, Recompute()):
-                dense_layers += size.dense
-                parameters += stage_parameters(model, size, 1, True)
-            assert dense_layers == model.dense_layers, model
-            assert parameters == parameter_count(model), model
 
 
 def test_with_ep_a_rank_gathers_its_own_experts_alone() -> None:

@@ -12,28 +12,14 @@ import torch
 
 from tests.hollow.memory import Choice
 from tests.tools.dry_run import preload
-from tests.tools.planner.memory_layouts import hardware, read_model
+from tests.tools.planner.memory_layouts import GPU, planned_memory, read_model
 from torchllm import config as c
 from torchllm.config.schema import RecomputeMode
+from torchllm.tools.config.load import load_config
 from torchllm.tools.dry_run.run import examine
-from torchllm.tools.planner.case import Case
-from torchllm.tools.planner.compute import Kernels
-from torchllm.tools.planner.evidence.stacks import STACKS
-from torchllm.tools.planner.peak import Memory
-from torchllm.tools.planner.predict import memory_of, stage_sizes
-from torchllm.tools.planner.software import AttentionKernel, Software
 
 TORCH_2_15 = torch.__version__ >= (2, 15)
 TRUE_PEAKS = Path(__file__).parents[2] / "hollow" / "memory.csv"
-
-
-class Layout(NamedTuple):
-    """One, of a model of true widths and fewer blocks."""
-
-    model: c.Model
-    parallel: c.Parallel
-    training: c.Training
-    recompute: c.Recompute
 
 
 def layout(
@@ -46,33 +32,17 @@ def layout(
     count: int = 2,
     chunk: int = 0,
     **settings: Any,
-) -> Layout:
-    """Return a layout of a model of train_configs/models.
+) -> c.Config:
+    """Return a layout of a model of train_configs/models: of true widths and fewer blocks.
 
     micro: sequences of a micro batch. count: of micro batches. chunk: of the loss. settings: of [parallel].
     """
-    settings.setdefault("dp_shard", 1)
-    parallel = c.Parallel(**settings)
+    parallel = c.Parallel(**{"dp_shard": 1, **settings})
     batch = count * micro * parallel.data_ranks
     sizes = {"micro_batch_size": micro, "global_batch_size": batch, "sequence_length": length}
     training = c.Training(**sizes, loss_chunk=chunk, dtype="bfloat16")
     model = replace(read_model(name), layers=layers, attention=attention)
-    return Layout(model, parallel, training, c.Recompute(mode=mode))
-
-
-def attention_of(model: c.Model) -> AttentionKernel:
-    """Return the kernel that computes the attention of a model."""
-    return "eager" if model.attention == "eager" else "flash2"
-
-
-def memory(
-    chosen: Layout, rank: int = 0, software: Software = STACKS["torchllm"], kernels: Kernels | None = None
-) -> Memory:
-    """What the planner says of a pipeline rank."""
-    model, parallel, training, recompute = chosen
-    kernels = kernels or Kernels(attention_of(model))
-    case = Case(model, training, parallel, recompute, kernels, hardware(), software, imbalance=1.0)
-    return memory_of(case, stage_sizes(case), rank)
+    return c.Config(model=model, parallel=parallel, training=training, recompute=c.Recompute(mode=mode))
 
 
 SP = {"sequence_parallel": True}
@@ -174,16 +144,13 @@ def test_memory_agrees_with_the_dry_run(name: str) -> None:
     """
     chosen = TRACED[name]()
     is_on_cpu = name in ON_A_CPU
-    cluster = c.Cluster() if is_on_cpu else c.Cluster(name="dgx_h100")
-    kernels = Kernels(attention_of(chosen.model), fused_norm=not is_on_cpu)
-    config = c.Config(**chosen._asdict(), cluster=cluster)
     preload()
-    report = examine(config)
+    report = examine(chosen if is_on_cpu else replace(chosen, cluster=GPU))
     assert report.micro_batches > 1 or "one micro batch" in name
     is_pipeline = chosen.parallel.pp > 1
     tolerance = LOOSER.get(name, 0.05 if is_pipeline else 0.01)
     for kind in report.kinds:
-        planned = memory(chosen, kind.shown, kernels=kernels)
+        planned = planned_memory(chosen, kind.shown, fused_norm=not is_on_cpu)
         traced = kind.memory
         assert planned.weights == pytest.approx(traced["parameters"], rel=1e-6)
         assert planned.optimizer == pytest.approx(traced["optimizer"], rel=1e-5)  # which has AdamW's step counters
@@ -199,7 +166,7 @@ def test_memory_agrees_with_the_dry_run(name: str) -> None:
             assert expected.gradients == pytest.approx(traced["gradients"], rel=1e-3)
 
 
-def has_traced_sums(chosen: Layout) -> bool:
+def has_traced_sums(chosen: c.Config) -> bool:
     """Return whether the trace tells the sums of gradients of a layout from temporary results."""
     parallel = chosen.parallel
     if c.SCHEDULES[parallel.schedule].splits_backward:
@@ -214,16 +181,13 @@ def test_true_peaks_of_steps() -> None:
 
     The rows are tests/hollow/memory.py's, of torch's CUDA build on a machine without a GPU; nothing was compiled.
     """
-    kernels = Kernels("flash2", fused_norm=True)
     differences = []
     with TRUE_PEAKS.open() as file:
         rows = list(csv.DictReader(file))
     for row in rows:
         choice = Choice(*(row[name] for name in Choice._fields))
-        config = c.load_config([*choice.arguments, "--run.dry_run=true"])
-        chosen = Layout(config.model, config.parallel, config.training, config.recompute)
-        rank = int(row["pp_rank"])
-        planned = memory(chosen, rank, kernels=kernels).live / 2**30
+        config = load_config([*choice.arguments, "--run.dry_run=true"])
+        planned = planned_memory(config, int(row["pp_rank"])).live / 2**30
         measured = float(row["live"])
         differences.append(abs(planned / measured - 1))
     assert len(differences) > 3
@@ -238,9 +202,6 @@ def test_a_compiled_loss_holds_no_logits_in_float32() -> None:
     --training.loss_chunk=0 --compile.block=false --compile.loss=false (or true)
     """
     run = ["train_configs/llama3_8b_8gpu.toml", "--model.layers=4", "--training.loss_chunk=0", "--run.dry_run=true"]
-    config = c.load_config([*run])
-    chosen = Layout(config.model, config.parallel, config.training, config.recompute)
-    eager = memory(chosen, kernels=Kernels(fused_norm=True))
-    compiled = memory(chosen, kernels=Kernels(fused_norm=True, compiled_loss=True))
-    assert eager.live / 2**30 == pytest.approx(18.34, rel=0.01)
-    assert compiled.live / 2**30 == pytest.approx(12.22, rel=0.01)
+    config = load_config(run)
+    assert planned_memory(config).live / 2**30 == pytest.approx(18.34, rel=0.01)
+    assert planned_memory(config, compiled_loss=True).live / 2**30 == pytest.approx(12.22, rel=0.01)

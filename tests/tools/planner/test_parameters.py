@@ -5,21 +5,19 @@ from dataclasses import replace
 from tests.facts.test_model_sizes import load
 from torchllm import config as c
 from torchllm.facts.flops import parameter_count
-from torchllm.tools.planner.parameters import StageSize, sizes_of_split, stage_parameters
+from torchllm.tools.planner.parameters import sizes_of_split, stage_parameters
 
 
-def test_a_whole_model_has_its_parameters() -> None:
-    """Stages and tp ranks together hold what `metrics.flops` counts; a tied embedding is on both ends of a pipeline."""
-    for name in ["llama3_8b", "gpt_1.7b", "llama_1b"]:
+def test_stages_hold_all_parameters() -> None:
+    """As many as `facts.flops` counts; a tied embedding is on both ends of a pipeline."""
+    for name in ["llama3_8b", "gpt_1.7b", "llama_1b", "qwen3_30b_a3b", "glm4.5_air", "mixtral_8x7b"]:
         model = load(name)
-        whole = StageSize(model.layers, first=True, last=True)
-        parameters = stage_parameters(model, whole, 1, True)
-        assert parameters == parameter_count(model), name
-        first = StageSize(1, first=True, last=False)
-        last = StageSize(model.layers - 1, first=False, last=True)
-        of_stages = stage_parameters(model, first, 1, True) + stage_parameters(model, last, 1, True)
-        table = model.vocab * model.hidden
-        assert of_stages == parameters + model.tied_embeddings * table, name
+        for split in ((model.layers,), (1, 2, 3, model.layers - 6)):
+            sizes = sizes_of_split(model, split, c.Recompute())
+            parameters = sum(stage_parameters(model, size, 1, True) for size in sizes)
+            tied = model.vocab * model.hidden if model.tied_embeddings and len(split) > 1 else 0
+            assert parameters == parameter_count(model) + tied, name
+            assert sum(size.dense for size in sizes) == model.dense_layers, name
 
 
 def test_every_k_counts_the_blocks_of_the_whole_model() -> None:

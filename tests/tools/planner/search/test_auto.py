@@ -24,6 +24,7 @@ CONFIG = Config(
 
 def test_what_the_run_gives_stays_and_the_rest_is_chosen() -> None:
     [free], line = choose_layouts(CONFIG, 16, ())
+    assert choose_layouts(CONFIG, 16, ()) == ([free], line)  # on another rank
     assert free.parallel.layout == "manual"
     assert free.parallel.keep_last_block is False
     assert not list(problems(free, 16))
@@ -55,10 +56,6 @@ def test_an_unknown_machine_is_not_predicted() -> None:
     unknown = replace(CONFIG, cluster=Cluster(), parallel=Parallel(dp_shard=4))  # this_cpu is of eight ranks
     assert why_unplanned(unknown) == "no cluster file describes this machine"
     assert planned(unknown) is None
-
-
-def test_two_ranks_come_to_the_same() -> None:
-    assert choose_layouts(CONFIG, 16, ()) == choose_layouts(CONFIG, 16, ())
 
 
 def test_a_clusters_name_from_the_drivers() -> None:

@@ -58,36 +58,6 @@ def test_figures_agree_with_each_other() -> None:
     assert "days" not in layout_figures(large_job(), winner())
 
 
-def test_a_table_has_two_lines_per_layout_and_the_terms_largest_first() -> None:
-    heading, *lines = ranking_table(large_job(), outcome().best, Purchase(1e12))
-    assert "GPU-hours" in heading
-    assert len(lines) == 2 * len(outcome().best)
-    assert lines[0].startswith(" 1.")
-    assert winner().layout.text() in lines[0]
-    numbers = re.findall(r" ([\d.e+-]+) s", terms(winner().prediction))
-    seconds = [float(number) for number in numbers]
-    assert seconds == sorted(seconds, reverse=True)
-
-
-def test_columns_stand_under_their_titles() -> None:
-    purchase = Purchase(1e12, dollars_per_gpu_hour=2)
-    heading, line, _ = ranking_table(large_job(), outcome().best[:1], purchase)
-    figures = layout_figures(large_job(), winner(), purchase)
-    shown = {
-        "step s": f"{figures['step_seconds']:.4g}",
-        "HFU": f"{figures['hfu']:.1%}",
-        "tokens/s": f"{figures['tokens_per_second']:,.0f}",
-        "PFLOP/s": f"{figures['petaflops']:.4g}",
-        "GPU-hours": f"{figures['gpu_hours']:,.0f}",
-        "$": f"{figures['dollars']:,.0f}",
-    }
-    for title, value in shown.items():
-        start = heading.index(f" {title} ")
-        end = start + len(f" {title}")
-        assert line[:end].endswith(value), title
-    assert line.index(winner().layout.text()) == heading.index("layout")
-
-
 LONGER = re.compile(r"^With micro batch size (\d+) instead of \d+, a step takes ([\d.]+)% longer")
 
 
@@ -106,16 +76,6 @@ def test_the_reasons_name_layouts_that_are_slower_or_do_not_fit() -> None:
             assert 100 * slower == pytest.approx(float(longer), abs=0.06)
 
 
-def test_near_misses_name_what_is_missing() -> None:
-    job = make_job(LARGE, batch=16, length=4096, hardware=cluster(memory=40e9))
-    found = search(job)
-    lines = list(misses(job, found))
-    assert lines
-    for line, miss in zip(lines, found.misses, strict=True):
-        over = miss.over / 2**30
-        assert f"{over:.1f} GiB more than the 37.3 GiB of a GPU" in line
-
-
 def test_every_layout_and_every_mesh_is_accounted_for() -> None:
     layouts = meshes = 0
     for line in rejections(outcome()):
@@ -128,37 +88,58 @@ def test_every_layout_and_every_mesh_is_accounted_for() -> None:
     assert meshes == len(refused)
 
 
-def test_fits_nowhere_says_what_would_do() -> None:
-    job = make_job(LARGE, gpus=4, batch=64, length=4096, hardware=cluster(memory=22e9))
-    message = fits_nowhere(job, search(job))
-    gpus = int(re.search(r"it would fit on (\d+) GPUs", message)[1])
-    enough = replace(job, gpus=gpus)
-    too_few = replace(job, gpus=gpus // 2)
-    assert search(enough).best
-    assert not search(too_few).best
-    assert "; the closest, " in message
-
-
-def test_fits_nowhere_names_a_sequence_length_that_would() -> None:
-    job = make_job(LARGE, gpus=2, batch=4, length=65536)
-    message = fits_nowhere(job, search(job))
-    length = int(re.search(r" or with sequences of (\d+) tokens$", message)[1])
-    for tokens, fits in ((length, True), (2 * length, False)):
-        shorter = replace(job, training=replace(job.training, sequence_length=tokens))
-        assert bool(search(shorter).best) == fits
-
-
-def test_a_number_that_divides_nowhere_names_one_that_does() -> None:
-    job = make_job(SMALL, gpus=11, batch=16)
-    message = divides_nowhere(job, search(job))
-    assert message.startswith("no valid layout on 11 GPUs: ")
-    gpus = int(re.search(r"; (\d+) GPUs would work$", message)[1])
-    smaller = replace(job, gpus=gpus)
-    assert search(smaller).best
-
-
 def test_pipeline_stages_are_traded_for_data_ranks_too() -> None:
     layout = Layout(pp=4, dp_replicate=1, dp_shard=4, cp=1, tp=1, zero_stage=1)
     pipeline = Ranked(layout, predict(large_job().case(layout)))
     text = " ".join(why(large_job(), pipeline))
     assert "pp 2 instead of 4 and data ranks 8 instead of 4" in text
+
+
+def test_columns_stand_under_their_titles_and_terms_are_largest_first() -> None:
+    purchase = Purchase(1e12, dollars_per_gpu_hour=2)
+    heading, line, *rest = ranking_table(large_job(), outcome().best, purchase)
+    assert 1 + len(rest) == 2 * len(outcome().best)
+    figures = layout_figures(large_job(), winner(), purchase)
+    shown = {
+        "step s": f"{figures['step_seconds']:.4g}",
+        "HFU": f"{figures['hfu']:.1%}",
+        "tokens/s": f"{figures['tokens_per_second']:,.0f}",
+        "PFLOP/s": f"{figures['petaflops']:.4g}",
+        "GPU-hours": f"{figures['gpu_hours']:,.0f}",
+        "$": f"{figures['dollars']:,.0f}",
+    }
+    for title, value in shown.items():
+        end = heading.index(f" {title} ") + len(f" {title}")
+        assert line[:end].endswith(value), title
+    assert line.index(winner().layout.text()) == heading.index("layout")
+    seconds = [float(number) for number in re.findall(r" ([\d.e+-]+) s", terms(winner().prediction))]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_near_misses_name_what_is_missing() -> None:
+    job = make_job(LARGE, batch=16, length=4096, hardware=cluster(memory=40e9))
+    found = search(job)
+    assert found.misses
+    for line, miss in zip(misses(job, found), found.misses, strict=True):
+        assert f"{miss.over / 2**30:.1f} GiB more than the 37.3 GiB of a GPU" in line
+
+
+def test_where_nothing_fits_or_divides_what_would_do_is_named() -> None:
+    """By the message: as many GPUs and no half of them, so long sequences and no longer ones."""
+    job = make_job(LARGE, gpus=4, batch=64, length=4096, hardware=cluster(memory=22e9))
+    message = fits_nowhere(job, search(job))
+    gpus = int(re.search(r"it would fit on (\d+) GPUs", message)[1])
+    assert search(replace(job, gpus=gpus)).best
+    assert not search(replace(job, gpus=gpus // 2)).best
+    assert "; the closest, " in message
+
+    job = make_job(LARGE, gpus=2, batch=4, length=65536)
+    length = int(re.search(r" or with sequences of (\d+) tokens$", fits_nowhere(job, search(job)))[1])
+    for tokens, fits in ((length, True), (2 * length, False)):
+        shorter = replace(job, training=replace(job.training, sequence_length=tokens))
+        assert bool(search(shorter).best) == fits
+
+    job = make_job(SMALL, gpus=11, batch=16)
+    message = divides_nowhere(job, search(job))
+    assert message.startswith("no valid layout on 11 GPUs: ")
+    assert search(replace(job, gpus=int(re.search(r"; (\d+) GPUs would work$", message)[1]))).best

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from tests.facts.test_model_sizes import load
 from tests.tools.planner.test_comms import dgx_a100
-from torchllm.config import Config, Model, Training
+from torchllm.config import Cluster, Config, Model, Training
 from torchllm.tools.config.checks import problems
 from torchllm.tools.planner.search.layouts import DegreeMesh, Job, Layout, kernels_of, layout_of
 
@@ -17,8 +17,10 @@ CONTEXT = Layout(1, 4, 2, 4, 1, micro_batch_size=4, zero_stage=2, recompute="sel
 def test_a_layout_is_that_of_the_config_that_has_it() -> None:
     for layout in [FSDP, PIPELINE, CONTEXT]:
         job = Job(MODEL, Training(global_batch_size=64, sequence_length=512), dgx_a100(), gpus=32)
-        config = job.config(Config(), layout)
+        base = Config(cluster=Cluster("dgx_a100"))
+        config = job.config(base, layout)
         assert layout_of(config) == layout, layout
+        assert config.cluster == base.cluster, layout
         case = job.case(layout)
         assert case.parallel == config.parallel, layout
         assert case.kernels == kernels_of(MODEL, config.compile, job.software, job.hardware), layout

@@ -12,6 +12,7 @@ def test_without_failures() -> None:
     assert cost.gpu_hours == pytest.approx(2000 / 3600 * 8)
     assert cost.dollars == pytest.approx(3 * cost.gpu_hours)
     assert cost.lost == 0
+    assert failures_line(Purchase(tokens=1e9)) == ""
 
 
 def test_failures_lose_half_an_interval_and_the_restart_and_may_fail_again() -> None:
@@ -21,17 +22,9 @@ def test_failures_lose_half_an_interval_and_the_restart_and_may_fail_again() -> 
     cost = bill(purchase, step_seconds=360.0, tokens_per_step=10**6, gpus=8)
     assert cost.days * 24 == pytest.approx(100 + 100 / (10 - 1) * 1)
     assert cost.lost == pytest.approx(0.1)
-
-
-def test_a_job_that_never_ends_is_refused() -> None:
-    purchase = Purchase(tokens=1e9, hours_between_failures=0.1)
-    with pytest.raises(UserError, match=r"--mtbf-hours 0\.1: a failure loses 0\.417 hours"):
-        bill(purchase, 1.0, 10**6, 8)
-
-
-def test_a_line_says_what_failures_add() -> None:
-    purchase = Purchase(tokens=1e9, hours_between_failures=10, save_minutes=60, restart_minutes=30)
     line = failures_line(purchase)
     assert "one per 10 hours loses 1 hours (half of 60 minutes between checkpoints, 30 to restart)" in line
     assert line.endswith("10.0% of the time.")
-    assert failures_line(Purchase(tokens=1e9)) == ""
+    often = Purchase(tokens=1e9, hours_between_failures=0.1)
+    with pytest.raises(UserError, match=r"--mtbf-hours 0\.1: a failure loses 0\.417 hours"):
+        bill(often, 1.0, 10**6, 8)

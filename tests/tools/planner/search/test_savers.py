@@ -49,14 +49,6 @@ def test_three_that_free_something_and_that_the_config_accepts() -> None:
     for setting in settings(thrifty):
         assert "recompute" not in setting
         assert "micro" not in setting
-
-
-def test_switches_are_written_as_in_toml() -> None:
-    uncut = replace(LLAMA, parallel=Parallel(dp_shard=4, tp=2))
-    assert "--parallel.sequence_parallel=true" in settings(uncut)
-
-
-def test_of_an_unknown_machine_nothing_is_known() -> None:
-    four_ranks = Parallel(dp_shard=4)  # this_cpu is of eight
-    unknown = replace(LLAMA, cluster=Cluster(), parallel=four_ranks)
+    assert "--parallel.sequence_parallel=true" in settings(replace(LLAMA, parallel=Parallel(dp_shard=4, tp=2)))
+    unknown = replace(LLAMA, cluster=Cluster(), parallel=Parallel(dp_shard=4))  # this_cpu is of eight ranks
     assert savers(unknown) == []

@@ -56,7 +56,4 @@ def test_wrong_options_are_refused() -> None:
         with pytest.raises(SystemExit) as end:
             main(words)
         assert end.value.code == 2, words
-
-
-def test_amounts() -> None:
     assert [amount(text) for text in ("350M", "1.5b", "2T", "1e9")] == [350e6, 1.5e9, 2e12, 1e9]
