@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from torchllm.config import Config, Parallel
+from torchllm.tools.proof.layouts import Settings, with_settings
+
 RANK_VARIABLES = (
     "WORLD_SIZE",
     "RANK",
@@ -34,8 +37,12 @@ def enter_empty_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+def config_of(settings: Settings) -> Config:
+    """Return the defaults on one rank, with some keys changed."""
+    return with_settings(Config(parallel=Parallel(dp_shard=1)), settings)
+
+
 def refusal(capsys: pytest.CaptureFixture[str], load: Callable[[], object]) -> list[str]:
-    """Return the lines on stderr of a config that is refused."""
     with pytest.raises(SystemExit) as stop:
         load()
     assert stop.value.code == 2

@@ -21,6 +21,7 @@ from torchllm.config.applied_keys import (
 from torchllm.config.errors import UserError
 from torchllm.config.field_types import field_types, plain_type
 from torchllm.tools.config.load import load_config
+from torchllm.tools.proof.layouts import with_settings
 
 pytestmark = pytest.mark.quick
 
@@ -63,8 +64,7 @@ def changed(key: str) -> Config:
         other = (*value, Source()) if name == "sources" else value[1:] or ("x",)
     else:
         other = kind(value + (1 if kind is int else 0.01 if value + 0.01 <= bound.at_most else -0.01))
-    config: dict[str, Any] = {section: replace(table, **{name: other})}
-    return replace(Config(), **config)
+    return with_settings(Config(), {key: other})
 
 
 KEYS = [f"{section.name}.{key.name}" for section in fields(Config()) for key in fields(getattr(Config(), section.name))]

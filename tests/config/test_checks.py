@@ -11,20 +11,8 @@ from torchllm.tools.config.checks import problems
 
 pytestmark = pytest.mark.quick
 SECRET_NAMES = [
-    "password",
-    "passphrase",
-    "secret",
-    "credential",
-    "credentials",
-    "token",
-    "api_key",
-    "access_key",
-    "auth_key",
-    "private_key",
-    "apikey",
-    "privatekey",
-    "hub_token",
-    "wandb_api_key",
+    *("password", "passphrase", "secret", "credential", "credentials", "token", "hub_token", "wandb_api_key"),
+    *("api_key", "access_key", "auth_key", "private_key", "apikey", "privatekey"),
 ]
 OTHER_NAMES = ["tokens", "tokenizer", "key", "text_key", "secretary", "passwords", "token_limit", "secret_folder"]
 SECRET_TEXTS = [

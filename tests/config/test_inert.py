@@ -1,17 +1,14 @@
-"""Keys that do nothing: an error where they contradict a choice, a line where they wait for another layout."""
+"""Settings that do nothing: an error where they contradict a choice, a line where they wait for another layout."""
 
-import re
-from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from tests.config.conftest import refusal
-from torchllm.config import Config, Parallel, Source, write_config
+from tests.config.conftest import config_of, refusal
+from torchllm.config import Config, Source, write_config
 from torchllm.config.paths import absolute_paths
-from torchllm.config.toml import toml_value
 from torchllm.config.write import dump_toml
 from torchllm.tools.config.checks import (
     CONTRADICTIONS,
@@ -21,18 +18,19 @@ from torchllm.tools.config.checks import (
     idle_keys,
 )
 from torchllm.tools.config.load import load_config, read_draft
-from torchllm.tools.config.refuse import Sources, finish
+from torchllm.tools.config.refuse import finish
+from torchllm.tools.proof.layouts import Settings
 from torchllm.tools.proof.shrink import without_contradictions
 
 pytestmark = pytest.mark.quick
 
-Keys = dict[str, Any]
-
-YARN: Keys = {"model.rope_scaling_factor": 8.0, "model.rope_scaling": "yarn"}
-LINEAR: Keys = {"model.rope_scaling_factor": 8.0, "model.rope_scaling": "linear"}
-EXPERTS: Keys = {"model.experts": 8}
+YARN: Settings = {"model.rope_scaling_factor": 8.0, "model.rope_scaling": "yarn"}
+LINEAR: Settings = {"model.rope_scaling_factor": 8.0, "model.rope_scaling": "linear"}
+EXPERTS: Settings = {"model.experts": 8}
 HEADERLESS = (Source(kind="nanogpt", path="a"),)
-CONTRADICTED: dict[str, tuple[Any, Keys, Keys]] = {  # key: a value, where it does nothing, where it does something
+CONTRADICTED: dict[
+    str, tuple[Any, Settings, Settings]
+] = {  # key: a value, where it does nothing, where it does something
     "run.json": (True, {}, {"run.dry_run": True}),
     "model.rope_theta": (5e5, {"model.family": "gpt"}, {}),
     "model.rotary_fraction": (0.5, {"model.family": "gpt"}, {}),
@@ -86,10 +84,11 @@ CONTRADICTED: dict[str, tuple[Any, Keys, Keys]] = {  # key: a value, where it do
     "lora.targets": (("q_proj",), {}, {"lora.rank": 8}),
     "export.adapter": (True, {}, {"lora.rank": 8}),
 }
-PIPELINE: Keys = {"parallel.pp": 2}
+"""key -> a value, where it does nothing, where it does something"""
+PIPELINE: Settings = {"parallel.pp": 2}
 TEXT = (Source(kind="text", path="a"),)
 SHARDS = (Source(kind="tokens", path="a"),)
-WAITING: dict[str, tuple[Any, Keys, Keys]] = {
+WAITING: dict[str, tuple[Any, Settings, Settings]] = {
     "parallel.schedule": ("GPipe", {}, PIPELINE),
     "parallel.virtual_stages": (2, {}, PIPELINE),
     "parallel.split": ((1, 3), {}, PIPELINE),
@@ -104,16 +103,6 @@ WAITING: dict[str, tuple[Any, Keys, Keys]] = {
     "data.max_bad_share": (0.5, {"data.sources": TEXT}, {"data.sources": TEXT, "data.on_bad_record": "skip"}),
     "data.max_raw_mib": (9.0, {"data.sources": SHARDS}, {"data.sources": TEXT}),
 }
-
-
-def config_of(keys: Keys) -> Config:
-    """The defaults on one rank, with some keys changed."""
-    config = replace(Config(), parallel=Parallel(dp_shard=1))
-    for name, value in keys.items():
-        section, key = name.split(".")
-        changed: Any = {section: replace(getattr(config, section), **{key: value})}
-        config = replace(config, **changed)
-    return config
 
 
 def test_every_row_has_a_case() -> None:
@@ -146,32 +135,6 @@ def test_keys_of_a_source() -> None:
         assert [idle_key.key for idle_key in contradictions(config_of({"data.sources": sources}))] == unused, kind
 
 
-def test_a_contradiction_is_refused_and_an_idle_key_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    (tmp_path / "x.toml").write_text("[optimizer]\nmomentum = 0.9\n[parallel]\ncp_method = 'ulysses'\n")
-    with pytest.raises(SystemExit, match="2"):
-        load_config(["x.toml"])
-    assert capsys.readouterr().err == (
-        'x.toml:2: optimizer.momentum: does nothing in this run: it needs optimizer.name = "sgd"; or remove it\n'
-    )
-    assert load_config(["x.toml", "--optimizer.name=sgd"]).parallel.cp_method == "ulysses"
-    assert capsys.readouterr().err == (
-        "x.toml:4: parallel.cp_method: does nothing in this run: it needs parallel.cp over 1\n"
-    )
-
-
-def test_every_default_is_comparable() -> None:
-    """A key of the tables must have a plain default, no factory."""
-    for need in (*CONTRADICTIONS, *IDLE):
-        section, key = need.key.split(".")
-        (field,) = (field for field in fields(getattr(Config(), section)) if field.name == key)
-        assert not is_dataclass(field.default)
-        assert getattr(getattr(Config(), section), key) == field.default
-
-
 def test_a_resolved_config_is_not_told_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,55 +153,7 @@ def test_a_resolved_config_is_not_told_again(
     assert "--parallel.zero_stage: does nothing in this run" in capsys.readouterr().err
 
 
-def assignments(keys: Keys) -> list[str]:
-    """TOML, and overrides without their dashes, that give these values; of sources, the first one's kind and path."""
-    lines = []
-    for key, value in keys.items():
-        if key == "data.sources":
-            lines += [f'{key}.0.kind="{value[0].kind}"', f'{key}.0.path="{value[0].path}"']
-        else:
-            lines.append(f"{key}={toml_value(value)}")
-    return lines
-
-
-def file_of(keys: Keys) -> str:
-    text = "\n".join(assignments(keys))
-    return re.sub(r"data.sources.0.kind=(.*)\ndata.sources.0.path=(.*)", r"data.sources=[{kind=\1, path=\2}]", text)
-
-
-def overrides(keys: Keys) -> list[str]:
-    return [f"--{line}" for line in assignments(keys)]
-
-
-def default_of(key: str) -> Any:
-    section, name = key.split(".")
-    return getattr(getattr(Config(), section), name)
-
-
-def test_the_command_line_chooses_and_what_it_makes_idle_is_no_contradiction(folder: Path) -> None:
-    """Each key in a file that uses it, under a command line that does not; and both wrong, in one source."""
-    for key, (value, idle, active) in CONTRADICTED.items():
-        if key == "run.json":  # a key of the command line
-            continue
-        path = tuple(key.split("."))
-        for name, keys in (("right", {key: value, **active}), ("wrong", {key: value, **idle})):
-            (folder / f"{name}.toml").write_text(file_of(keys))
-        chosen = {name: idle.get(name, default_of(name)) for name in {**active, **idle}}
-        for words, is_wrong in (
-            (["right.toml", *overrides(chosen)], False),
-            (["wrong.toml"], True),
-            (overrides({key: value, **idle}), True),
-        ):
-            draft = read_draft(words, Config)
-            assert draft.errors == [], words
-            assert key in [idle_key.key for idle_key in contradictions(draft.config)], words
-            assert (
-                Sources(draft.layer, draft.arguments.overrides, draft.config).contradict_themselves(path) == is_wrong
-            ), words
-
-
 def loaded(words: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """The notes of a config that is accepted."""
     load_config([*words, "--run.folder=a", "--parallel.dp_shard=1"])
     return capsys.readouterr().err.splitlines()
 
@@ -288,7 +203,7 @@ def test_a_resolved_file_is_never_asked_about_keys_without_effect(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Neither by a recipe that trains, nor by one that uses the weights, in which no section may lack."""
-    together: dict[str, Keys] = {}  # keys that do nothing for the same reason are in one file
+    together: dict[str, Settings] = {}  # keys that do nothing for the same reason are in one file
     for key, (value, idle, _) in CONTRADICTED.items():
         together.setdefault(str(idle), {"run.folder": "a", **idle})[key] = value
     for keys in together.values():

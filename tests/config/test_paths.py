@@ -11,6 +11,7 @@ from torchllm.config import Config, Data, Evaluate, Model, Source, write_config
 from torchllm.config.field_types import field_types, path_note
 from torchllm.config.paths import absolute_paths, same_path
 from torchllm.tools.config.load import load_config
+from torchllm.tools.proof.layouts import with_settings
 
 pytestmark = pytest.mark.quick
 
@@ -31,11 +32,6 @@ def path_keys(section: type = Config, prefix: str = "") -> Iterator[str]:
             yield prefix + name
 
 
-def with_key(key: str, value: Any) -> Config:
-    section, name = key.split(".")
-    return replace(Config(), **{section: replace(getattr(Config(), section), **{name: value})})
-
-
 def value_of(config: Config, key: str) -> Any:
     section, name = key.split(".")
     return getattr(getattr(config, section), name)
@@ -48,7 +44,7 @@ def test_every_path_of_the_schema_becomes_absolute(folder: Path) -> None:
     for key in keys:
         value: Any = ("x.toml", "arc_easy") if key == "evaluate.tasks" else "x.toml"
         absolute = (str(folder / "x.toml"), "arc_easy") if key == "evaluate.tasks" else str(folder / "x.toml")
-        assert value_of(absolute_paths(with_key(key, value)), key) == absolute, key
+        assert value_of(absolute_paths(with_settings(Config(), {key: value})), key) == absolute, key
     for item in fields(Config):
         section = getattr(absolute_paths(Config()), item.name)
         assert section == getattr(Config(), item.name)  # an empty path stays empty
@@ -58,7 +54,7 @@ def test_names_and_ids_stay_as_they_are(folder: Path) -> None:
     for key, name in NAMES.items():
         if key != "model.from_hf":
             (folder / name).mkdir()
-        assert absolute_paths(with_key(key, name)) == with_key(key, name)
+        assert absolute_paths(with_settings(Config(), {key: name})) == with_settings(Config(), {key: name})
     sources = (Source(kind="hub", path="org/name"), Source(kind="stdlib"), Source(kind="megatron", path="a/*_prefix"))
     absolute = absolute_paths(Config(data=Data(sources=sources))).data.sources
     assert [source.path for source in absolute] == ["org/name", "", str(folder / "a/*_prefix")]

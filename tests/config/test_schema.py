@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.config.conftest import config_of
 from torchllm.config import Config, MixtureStage, Parallel, Source, gradient_accumulation
 from torchllm.tools.config.checks import problems, resolve_degrees
 from torchllm.tools.config.help import field_docs
@@ -13,130 +14,140 @@ from torchllm.tools.config.read import config_error
 pytestmark = pytest.mark.quick
 
 
-def change(**keys: Any) -> Config:
-    """A config of one rank with `section__key=value` changed."""
-    config = replace(Config(), parallel=Parallel(dp_shard=1))
-    for name, value in keys.items():
-        section, key = name.split("__")
-        changed: Any = {section: replace(getattr(config, section), **{key: value})}
-        config = replace(config, **changed)
-    return config
-
-
 def test_the_defaults_are_right_on_any_number_of_ranks() -> None:
     for world in (1, 2, 4, 8):
         assert list(problems(Config(), world)) == []
 
 
-ULYSSES = {"parallel__cp_method": "ulysses"}
-ROWWISE = {"float8__recipe": "rowwise"}
-FIVE = {"training__global_batch_size": 5, "training__micro_batch_size": 1}
+ULYSSES = {"parallel.cp_method": "ulysses"}
+ROWWISE = {"float8.recipe": "rowwise"}
+UPCYCLED = {"model.experts": 4, "model.upcycle": True, "checkpoint.initial": "dense"}
+FIVE = {"training.global_batch_size": 5, "training.micro_batch_size": 1}
 HEADERLESS = (Source(kind="nanogpt", path="a"),)
 PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
-    ({"model__heads": 3}, None, ["model.heads"]),
-    ({"model__heads": 3, "model__head_dim": 2}, None, []),
-    ({"model__kv_heads": 3}, None, ["model.kv_heads"]),
-    ({"model__head_dim": 3}, None, ["model.head_dim"]),
-    ({"model__head_dim": 3, "model__family": "gpt"}, None, []),
-    ({"training__sequence_length": 4096}, None, []),
-    ({"training__sequence_length": 4096, "model__family": "gpt"}, None, ["training.sequence_length"]),
+    ({"model.heads": 3}, None, ["model.heads"]),
+    ({"model.heads": 3, "model.head_dim": 2}, None, []),
+    ({"model.kv_heads": 3}, None, ["model.kv_heads"]),
+    ({"model.head_dim": 3}, None, ["model.head_dim"]),
+    ({"model.head_dim": 3, "model.family": "gpt"}, None, []),
+    ({"training.sequence_length": 4096}, None, []),
+    ({"training.sequence_length": 4096, "model.family": "gpt"}, None, ["training.sequence_length"]),
     (
-        {"model__rope_scaling_factor": 8.0, "model__rope_high_frequency_factor": 1.0},
+        {"model.rope_scaling_factor": 8.0, "model.rope_high_frequency_factor": 1.0},
         None,
         ["model.rope_high_frequency_factor"],
     ),
     (
-        {"model__rope_scaling": "yarn", "model__rope_scaling_factor": 8.0, "model__rope_beta_fast": 1.0},
+        {"model.rope_scaling": "yarn", "model.rope_scaling_factor": 8.0, "model.rope_beta_fast": 1.0},
         None,
         ["model.rope_beta_fast"],
     ),
-    ({"parallel__cp": 4, "model__window": 2047}, None, ["parallel.cp_method"]),  # sequences of 2048 tokens
-    ({"parallel__cp": 4, "model__window": 2048}, None, []),
-    ({"parallel__cp": 4, "model__window": 2047, **ULYSSES}, None, []),
-    ({"model__attention": "flash", "data__document_mask": True}, None, ["model.attention"]),
-    ({"compile__norm": True, "model__family": "gpt"}, None, ["compile.norm"]),
-    ({"compile__norm": True}, None, []),
-    ({"schedule__warmup_steps": 1001}, None, ["schedule.warmup_steps"]),
+    ({"parallel.cp": 4, "model.window": 2047}, None, ["parallel.cp_method"]),  # sequences of 2048 tokens
+    ({"parallel.cp": 4, "model.window": 2048}, None, []),
+    ({"parallel.cp": 4, "model.window": 2047, **ULYSSES}, None, []),
+    ({"model.attention": "flash", "data.document_mask": True}, None, ["model.attention"]),
+    ({"compile.norm": True, "model.family": "gpt"}, None, ["compile.norm"]),
+    ({"compile.norm": True}, None, []),
+    ({"schedule.warmup_steps": 1001}, None, ["schedule.warmup_steps"]),
     (
-        {"schedule__name": "wsd", "schedule__warmup_steps": 1, "schedule__decay_steps": 1000},
+        {"schedule.name": "wsd", "schedule.warmup_steps": 1, "schedule.decay_steps": 1000},
         None,
         ["schedule.decay_steps"],
     ),
-    ({"recompute__mode": "segment", "recompute__k": 5}, None, ["recompute.k"]),
-    ({"recompute__mode": "full", "recompute__k": 2}, None, ["recompute.k"]),
-    ({"evaluate__interval": 1, "data__validation_fraction": 0.0}, None, ["evaluate.interval"]),
-    ({"parallel__sequence_parallel": True}, None, []),  # tests/config/test_inert.py
-    ({"parallel__sequence_parallel": True, "parallel__tp": 8, "training__sequence_length": 12}, None, ["parallel.tp"]),
-    ({"parallel__tp": 3}, None, ["parallel.tp"] * 3),  # heads, kv_heads, ffn
-    ({"parallel__tp": 4, "model__kv_heads": 2}, None, ["parallel.tp"]),
-    ({"parallel__tp": 2, "model__vocab": 1}, None, ["parallel.tp"]),
-    ({"parallel__pp": 2}, None, []),
-    ({"parallel__cp": 4}, None, []),
-    ({"parallel__cp": 4, "training__sequence_length": 12}, None, ["parallel.cp"]),  # not into 8 pieces
-    ({"parallel__cp": 4, "training__sequence_length": 12, **ULYSSES}, None, []),
-    ({"parallel__cp": 4, "training__sequence_length": 6, **ULYSSES}, None, ["parallel.cp"]),
-    ({"parallel__cp": 4, "model__kv_heads": 2}, None, []),
-    ({"parallel__cp": 4, "model__kv_heads": 2, **ULYSSES}, None, ["parallel.cp"]),
-    ({"parallel__cp": 4, "parallel__tp": 4, **ULYSSES}, None, ["parallel.cp"]),  # 8 heads / tp 4
-    ({"parallel__cp": 2, "parallel__tp": 4, **ULYSSES}, None, []),
-    ({"model__attention": "flash", "training__dtype": "float32"}, None, ["training.dtype"]),
-    ({"model__attention": "flash", "training__dtype": "bfloat16"}, None, []),
-    ({**ROWWISE, "parallel__tp": 2}, None, []),
-    ({**ROWWISE, "training__dtype": "float32"}, None, ["training.dtype"]),
-    ({**ROWWISE, "model__ffn": 1032}, None, ["float8.recipe"]),
-    ({**ROWWISE, "model__hidden": 264, "model__head_dim": 32}, None, ["float8.recipe"]),
-    ({**ROWWISE, "model__kv_heads": 4, "model__head_dim": 12, "parallel__tp": 4}, None, ["float8.recipe"] * 2),
-    ({**ROWWISE, "model__kv_heads": 4, "parallel__tp": 4}, None, []),
-    ({**ROWWISE, "training__sequence_length": 24}, None, ["training.micro_batch_size"]),
-    ({**ROWWISE, "training__sequence_length": 24, "training__micro_batch_size": 2}, None, []),
-    ({"float8__recipe": "rowwise_with_gw_hp", "training__sequence_length": 24}, None, []),
-    ({**ROWWISE, "training__sequence_length": 32, "parallel__cp": 4}, None, ["training.micro_batch_size"]),
-    ({**ROWWISE, "parallel__pp": 2, "parallel__schedule": "ZBVZeroBubble"}, None, ["parallel.schedule"]),
-    ({**ROWWISE, "parallel__pp": 2, "parallel__schedule": "Interleaved1F1B"}, None, []),
-    ({"parallel__cp": 2, "model__attention": "flash"}, None, ["model.attention"]),
-    ({"parallel__cp": 2, "model__attention": "flex"}, None, ["model.attention"]),
-    ({"parallel__cp": 2, "model__attention": "flex", **ULYSSES}, None, []),
-    ({"parallel__cp": 2, "compile__block": True, "recompute__mode": "none"}, None, []),
-    ({"parallel__cp": 2, "compile__block": True, "recompute__mode": "segment"}, None, []),
-    ({"parallel__cp": 2, "compile__block": True, "recompute__mode": "ffn"}, None, []),
-    ({"parallel__cp": 2, "compile__block": True, "recompute__mode": "full"}, None, ["compile.block"]),
-    ({"parallel__cp": 2, "compile__block": True, "recompute__mode": "every_k"}, None, ["compile.block"]),
-    ({"parallel__cp": 2, "compile__block": True, "recompute__mode": "selective"}, None, ["compile.block"]),
+    ({"recompute.mode": "segment", "recompute.k": 5}, None, ["recompute.k"]),
+    ({"recompute.mode": "full", "recompute.k": 2}, None, ["recompute.k"]),
+    ({"evaluate.interval": 1, "data.validation_fraction": 0.0}, None, ["evaluate.interval"]),
+    ({"parallel.sequence_parallel": True}, None, []),  # tests/config/test_inert.py
+    ({"parallel.sequence_parallel": True, "parallel.tp": 8, "training.sequence_length": 12}, None, ["parallel.tp"]),
+    ({"parallel.tp": 3}, None, ["parallel.tp"] * 3),  # heads, kv_heads, ffn
+    ({"parallel.tp": 4, "model.kv_heads": 2}, None, ["parallel.tp"]),
+    ({"parallel.tp": 2, "model.vocab": 1}, None, ["parallel.tp"]),
+    ({"parallel.pp": 2}, None, []),
+    ({"parallel.cp": 4}, None, []),
+    ({"parallel.cp": 4, "training.sequence_length": 12}, None, ["parallel.cp"]),  # not into 8 pieces
+    ({"parallel.cp": 4, "training.sequence_length": 12, **ULYSSES}, None, []),
+    ({"parallel.cp": 4, "training.sequence_length": 6, **ULYSSES}, None, ["parallel.cp"]),
+    ({"parallel.cp": 4, "model.kv_heads": 2}, None, []),
+    ({"parallel.cp": 4, "model.kv_heads": 2, **ULYSSES}, None, ["parallel.cp"]),
+    ({"parallel.cp": 4, "parallel.tp": 4, **ULYSSES}, None, ["parallel.cp"]),  # 8 heads / tp 4
+    ({"parallel.cp": 2, "parallel.tp": 4, **ULYSSES}, None, []),
+    ({"model.attention": "flash", "training.dtype": "float32"}, None, ["training.dtype"]),
+    ({"model.attention": "flash", "training.dtype": "bfloat16"}, None, []),
+    ({**ROWWISE, "parallel.tp": 2}, None, []),
+    ({**ROWWISE, "training.dtype": "float32"}, None, ["training.dtype"]),
+    ({**ROWWISE, "model.ffn": 1032}, None, ["float8.recipe"]),
+    ({**ROWWISE, "model.hidden": 264, "model.head_dim": 32}, None, ["float8.recipe"]),
+    ({**ROWWISE, "model.kv_heads": 4, "model.head_dim": 12, "parallel.tp": 4}, None, ["float8.recipe"] * 2),
+    ({**ROWWISE, "model.kv_heads": 4, "parallel.tp": 4}, None, []),
+    ({**ROWWISE, "training.sequence_length": 24}, None, ["training.micro_batch_size"]),
+    ({**ROWWISE, "training.sequence_length": 24, "training.micro_batch_size": 2}, None, []),
+    ({"float8.recipe": "rowwise_with_gw_hp", "training.sequence_length": 24}, None, []),
+    ({**ROWWISE, "training.sequence_length": 32, "parallel.cp": 4}, None, ["training.micro_batch_size"]),
+    ({**ROWWISE, "parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble"}, None, ["parallel.schedule"]),
+    ({**ROWWISE, "parallel.pp": 2, "parallel.schedule": "Interleaved1F1B"}, None, []),
+    ({"parallel.cp": 2, "model.attention": "flash"}, None, ["model.attention"]),
+    ({"parallel.cp": 2, "model.attention": "flex"}, None, ["model.attention"]),
+    ({"parallel.cp": 2, "model.attention": "flex", **ULYSSES}, None, []),
+    ({"parallel.cp": 2, "compile.block": True, "recompute.mode": "none"}, None, []),
+    ({"parallel.cp": 2, "compile.block": True, "recompute.mode": "segment"}, None, []),
+    ({"parallel.cp": 2, "compile.block": True, "recompute.mode": "ffn"}, None, []),
+    ({"parallel.cp": 2, "compile.block": True, "recompute.mode": "full"}, None, ["compile.block"]),
+    ({"parallel.cp": 2, "compile.block": True, "recompute.mode": "every_k"}, None, ["compile.block"]),
+    ({"parallel.cp": 2, "compile.block": True, "recompute.mode": "selective"}, None, ["compile.block"]),
     *(
-        ({"parallel__pp": 2, "parallel__schedule": schedule, "compile__block": True}, None, ["compile.block"])
+        ({"parallel.pp": 2, "parallel.schedule": schedule, "compile.block": True}, None, ["compile.block"])
         for schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
     ),
-    ({"parallel__pp": 2, "parallel__schedule": "Interleaved1F1B", "compile__block": True}, None, []),
+    ({"parallel.pp": 2, "parallel.schedule": "Interleaved1F1B", "compile.block": True}, None, []),
     *(
-        ({"parallel__pp": 2, "parallel__schedule": schedule, **FIVE}, None, ["training.global_batch_size"])
+        ({"parallel.pp": 2, "parallel.schedule": schedule, **FIVE}, None, ["training.global_batch_size"])
         for schedule in ("Interleaved1F1B", "InterleavedZeroBubble")  # 5 are not 2 equal rounds
     ),
-    ({"parallel__pp": 2, "parallel__schedule": "ZBVZeroBubble", **FIVE}, None, []),
-    ({"parallel__tp": 2, "parallel__cp": 2, "model__vocab": 97}, None, []),
-    ({"parallel__tp": 2, "parallel__cp": 4, "model__vocab": 97}, None, ["model.vocab"]),
-    ({"parallel__tp": 2, "parallel__dp_shard": 2, "parallel__cp": 2, "model__vocab": 97}, None, ["model.vocab"]),
-    ({"training__micro_batch_size": 3}, None, ["training.global_batch_size"]),
-    ({"parallel__dp_shard": 3}, None, ["training.global_batch_size"]),
-    ({"parallel__dp_shard": 3}, 4, ["parallel.dp_shard"]),  # and not also the batch
-    ({"model__experts": 5, "parallel__dp_shard": 2, "parallel__ep": 2}, None, ["parallel.ep"]),
-    ({"model__experts": 8, "parallel__dp_shard": 2, "parallel__tp": 2, "parallel__ep": 8}, None, ["parallel.ep"]),
+    ({"parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble", **FIVE}, None, []),
+    ({"parallel.tp": 2, "parallel.cp": 2, "model.vocab": 97}, None, []),
+    ({"parallel.tp": 2, "parallel.cp": 4, "model.vocab": 97}, None, ["model.vocab"]),
+    ({"parallel.tp": 2, "parallel.dp_shard": 2, "parallel.cp": 2, "model.vocab": 97}, None, ["model.vocab"]),
+    ({"training.micro_batch_size": 3}, None, ["training.global_batch_size"]),
+    ({"parallel.dp_shard": 3}, None, ["training.global_batch_size"]),
+    ({"parallel.dp_shard": 3}, 4, ["parallel.dp_shard"]),  # and not also the batch
+    ({"model.experts": 5, "parallel.dp_shard": 2, "parallel.ep": 2}, None, ["parallel.ep"]),
+    ({"model.experts": 8, "parallel.dp_shard": 2, "parallel.tp": 2, "parallel.ep": 8}, None, ["parallel.ep"]),
     (
-        {"model__experts": 8, "parallel__dp_shard": 2, "parallel__ep": 2, "parallel__zero_stage": 0},
+        {"model.experts": 8, "parallel.dp_shard": 2, "parallel.ep": 2, "parallel.zero_stage": 0},
         None,
         ["parallel.zero_stage"],
     ),
     (
-        {"model__experts": 8, "parallel__tp": 4, "parallel__ep": 4, "training__sequence_length": 30},
+        {"model.experts": 8, "parallel.tp": 4, "parallel.ep": 4, "training.sequence_length": 30},
         None,
         ["parallel.tp"],
     ),
-    ({"data__sources": ()}, None, ["data.sources"]),
-    ({"data__sources": (Source(), Source(kind="text"))}, None, ["data.sources.1.path"]),
-    ({"data__sources": (Source(path="a"),)}, None, ["data.sources.0.path"]),
-    ({"data__sources": HEADERLESS}, None, ["data.dtype", "data.separator"]),
-    ({"data__sources": HEADERLESS, "data__dtype": "int32", "data__separator": 0}, None, []),
+    ({"model.head_dim": 12, "model.rotary_fraction": 0.25}, None, ["model.rotary_fraction"]),  # 3 features
+    ({"model.experts": 4, "model.top_k": 1}, None, ["model.router_renormalize"]),  # its weight is always 1
+    ({"model.experts": 4, "model.family": "gpt"}, None, ["model.experts"]),
+    ({"model.experts": 4, "lora.rank": 4}, None, ["lora.rank"]),
+    ({"model.experts": 4, "model.top_k": 5, "model.dense_layers": 4}, None, ["model.top_k", "model.dense_layers"]),
+    ({"model.experts": 4, **ROWWISE}, None, ["float8.recipe"]),
+    ({"model.experts": 4, "model.expert_ffn": 33, "parallel.tp": 2}, None, ["parallel.tp"]),
+    ({**UPCYCLED, "model.expert_ffn": 32}, None, ["model.expert_ffn"]),
+    ({**UPCYCLED, "model.shared_experts": 1}, None, ["model.shared_experts"]),
+    ({"model.family": "gpt", "lora.rank": 4}, None, ["lora.rank"]),  # q, k and v are one matrix
+    ({"lora.rank": 4, "lora.targets": ("q_proj", "q_proj")}, None, ["lora.targets"]),
+    ({"lora.rank": 4, "lora.targets": ()}, None, ["lora.targets"]),
+    ({"lora.rank": 4, **ROWWISE}, None, ["float8.recipe"]),
+    ({"checkpoint.interval": 500, "checkpoint.keep_every": 700}, None, ["checkpoint.keep_every"]),
+    (
+        {"checkpoint.interval": 500, "evaluate.tasks": ("arc_easy",), "evaluate.tasks_interval": 700},
+        None,
+        ["evaluate.tasks_interval"],
+    ),
+    ({"data.sources": ()}, None, ["data.sources"]),
+    ({"data.sources": (Source(), Source(kind="text"))}, None, ["data.sources.1.path"]),
+    ({"data.sources": (Source(path="a"),)}, None, ["data.sources.0.path"]),
+    ({"data.sources": HEADERLESS}, None, ["data.dtype", "data.separator"]),
+    ({"data.sources": HEADERLESS, "data.dtype": "int32", "data.separator": 0}, None, []),
     *(
-        ({"training__steps": 9, "data__stage": stages}, None, blamed)
+        ({"training.steps": 9, "data.stage": stages}, None, blamed)
         for stages, blamed in (
             ((MixtureStage(3, (1.0,)), MixtureStage(5, (1.0,)), MixtureStage(0, (2.0,))), []),
             ((MixtureStage(9, (1.0,)),), []),
@@ -152,7 +163,7 @@ PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
 def test_problems_are_blamed_on_their_keys() -> None:
     wrong = []
     for keys, world, blamed in PROBLEMS:
-        found = [problem.key for problem in problems(change(**keys), world)]
+        found = [problem.key for problem in problems(config_of(keys), world)]
         if found != blamed:
             wrong.append((keys, found, blamed))
     assert wrong == []
@@ -160,19 +171,19 @@ def test_problems_are_blamed_on_their_keys() -> None:
 
 def test_wrong_profile_steps() -> None:
     for steps in ("10", "10:", "0:3", "3:3", "a:b", "5:4"):
-        (problem,) = problems(change(metrics__profile_steps=steps), 1)
+        (problem,) = problems(config_of({"metrics.profile_steps": steps}), 1)
         assert problem.key == "metrics.profile_steps", steps
-    assert not list(problems(change(metrics__profile_steps="10:13"), 1))
+    assert not list(problems(config_of({"metrics.profile_steps": "10:13"}), 1))
 
 
 def test_ulysses_with_too_many_ranks_says_how_many_it_may_be() -> None:
-    (problem,) = problems(change(parallel__cp=8, parallel__tp=2, model__kv_heads=4, **ULYSSES), None)
+    (problem,) = problems(config_of({"parallel.cp": 8, "parallel.tp": 2, "model.kv_heads": 4, **ULYSSES}), None)
     assert "2 (model.kv_heads 4 / tp 2) do not divide by 8 ranks: set it to 2, or use" in problem.message
 
 
 def test_stages_that_a_schedule_does_not_have() -> None:
     for schedule, stages, allowed in (("1F1B", 2, 1), ("DualPipeV", 3, 2), ("ZBVZeroBubble", 1, 2)):
-        config = change(parallel__pp=2, parallel__schedule=schedule, parallel__virtual_stages=stages)
+        config = config_of({"parallel.pp": 2, "parallel.schedule": schedule, "parallel.virtual_stages": stages})
         message = f"{schedule} has {allowed} per rank, not {stages}"
         assert list(problems(config, 2)) == [config_error("parallel.virtual_stages", message)]
 

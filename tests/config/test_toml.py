@@ -43,45 +43,38 @@ y = {}
 )
 
 
+KEYS_OF_LINES = {
+    2: "a",
+    3: "b.c b.c.d",
+    5: "f",
+    6: "f.0 f.1 f.2 f.2.0",
+    7: "f.2.1",
+    8: "f.3 f.3.g f.3.g.h f.3.i f.3.i.j",
+    11: "k",
+    12: "k.l",
+    15: "k.n k.n.o",
+    16: "k.n.p",
+    17: "k.q k.q.r",
+    18: "k.q.r.s k.q.r.s.0",
+    19: "k.q.r.s.1",
+    21: "t t.0",
+    22: "t.0.u",
+    23: "t.0.v",
+    24: "t.0.v.w",
+    25: "t.0.x t.0.x.0",
+    26: "t.0.x.1",
+    27: "t.0.x.1.y",
+    28: "t.1",
+    29: "t.1.u",
+    30: "t.1.x t.1.x.0",
+    31: "t.1.x.0.y",
+    32: "last",
+}
+
+
 def test_key_lines() -> None:
-    assert {".".join(path): line for path, line in key_lines(TEXT).items()} == {
-        "a": 2,
-        "b.c": 3,  # ("b.c",)
-        "b.c.d": 3,
-        "f": 5,
-        "f.0": 6,
-        "f.1": 6,
-        "f.2": 6,
-        "f.2.0": 6,
-        "f.2.1": 7,
-        "f.3": 8,
-        "f.3.g": 8,
-        "f.3.g.h": 8,
-        "f.3.i": 8,
-        "f.3.i.j": 8,
-        "k": 11,
-        "k.l": 12,
-        "k.n": 15,
-        "k.n.o": 15,
-        "k.n.p": 16,
-        "k.q": 17,
-        "k.q.r": 17,
-        "k.q.r.s": 18,
-        "k.q.r.s.0": 18,
-        "k.q.r.s.1": 19,
-        "t": 21,
-        "t.0": 21,
-        "t.0.u": 22,
-        "t.0.v": 23,
-        "t.0.v.w": 24,
-        "t.0.x": 25,
-        "t.0.x.0": 25,
-        "t.0.x.1": 26,
-        "t.0.x.1.y": 27,
-        "t.1": 28,
-        "t.1.u": 29,
-        "t.1.x": 30,
-        "t.1.x.0": 30,
-        "t.1.x.0.y": 31,
-        "last": 32,
-    }
+    keys: dict[int, list[str]] = {}
+    for path, line in key_lines(TEXT).items():
+        keys.setdefault(line, []).append(".".join(path))
+    assert {line: " ".join(names) for line, names in keys.items()} == KEYS_OF_LINES
+    assert ("b.c",) in key_lines(TEXT)
