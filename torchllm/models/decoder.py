@@ -148,19 +148,29 @@ class Decoder(nn.Module):
                 x = x.detach().requires_grad_()  # with frozen embeddings: routers count tokens in their backward pass
         rotary = None if self.model.features.learned_positions else rotary_angles(self.model, positions)
         blocks = list(self.layers.values())
-        x = self.run_blocks(blocks, x, rotary, self.mask(document_ids, document_limit, positions))
+        mask = self.mask(document_ids, document_limit)
+        if mask is None:
+            mask = self.causal_mask(positions)
+        x = self.run_blocks(blocks, x, rotary, mask)
         if self.norm is None or self.lm_head is None:
             return x
         return self.lm_head(self.norm(x), labels)
 
-    def mask(self, document_ids: Tensor | None, document_limit: int, positions: Tensor | None = None) -> Any:
-        """Return the attention core's mask, which all blocks share. positions: (B, S), for the shape."""
-        first = next(module for module in self.layers.modules() if isinstance(module, Attention))
-        if document_ids is None and positions is not None and type(first.core) is FlexAttention:
-            from torchllm.models.block_mask import causal_block_mask  # else each compiled block makes one
+    def mask(self, document_ids: Tensor | None, document_limit: int) -> Any:
+        """Return the attention core's mask of these documents, (B, S) or None, which all blocks share."""
+        return self.first_core().mask(document_ids, document_limit)
 
-            return causal_block_mask(positions.shape[1], positions.device, first.core.window)
-        return first.core.mask(document_ids, document_limit)
+    def causal_mask(self, positions: Tensor) -> Any:
+        """Return the mask of all blocks if the core needs one without documents. positions: (B, S), for the shape."""
+        core = self.first_core()
+        if type(core) is not FlexAttention:
+            return None
+        from torchllm.models.block_mask import causal_block_mask  # else each compiled block makes one
+
+        return causal_block_mask(positions.shape[1], positions.device, core.window)
+
+    def first_core(self) -> Any:
+        return next(module for module in self.layers.modules() if isinstance(module, Attention)).core
 
 
 def build_model(model: Model, loss_chunk: int = 0, z_loss: float = 0.0) -> Decoder:
