@@ -12,7 +12,6 @@ import numpy as np
 
 from torchllm.config import Source
 from torchllm.data.checked_file import file_sums
-from torchllm.data.corpus import Corpus
 from torchllm.data.corpus_header import FORMAT, CorpusHeader, corpus_fingerprint
 from torchllm.data.shard import shard_path
 from torchllm.tools.prepare.corpus_writer import ShardFileWriter, ShardTableWriter, SplitRecord, write_header
@@ -101,47 +100,3 @@ def descriptors(folder: Path) -> int:
         except FileNotFoundError:  # the descriptor of the listing itself
             continue
     return count
-
-
-class OpeningCost(NamedTuple):
-    """What it costs a process to open a corpus and read 100 random sequences of it."""
-
-    shards: int
-    header_bytes: int
-    """size of corpus.json"""
-    read_bytes: int
-    """read to open the corpus"""
-    opened_by_opening: int
-    opened_by_reading: int
-    """by reading 100 random sequences"""
-    descriptors: int
-    """held after that"""
-    stats_of_check: int
-    """by the one process per node that checks the sizes"""
-
-
-def opening_cost(folder: Path) -> OpeningCost:
-    """Open the corpus in `folder` in this process and count."""
-    with counting(folder) as calls:
-        read = _bytes_read()
-        corpus = Corpus(folder)
-        read = _bytes_read() - read
-        opened_by_opening = len(calls.opened)
-        for number in np.random.default_rng(0).integers(corpus.count("train", 300), size=100):
-            corpus.window("train", int(number), 300)
-        opened_by_reading = len(calls.opened) - opened_by_opening
-        held = descriptors(folder)
-        corpus.check()
-    return OpeningCost(
-        shards=corpus.header.shards,
-        header_bytes=(folder / "corpus.json").stat().st_size,
-        read_bytes=read,
-        opened_by_opening=opened_by_opening,
-        opened_by_reading=opened_by_reading,
-        descriptors=held,
-        stats_of_check=len(calls.asked_for_size),
-    )
-
-
-def _bytes_read() -> int:
-    return int(Path("/proc/self/io").read_text().split()[1])

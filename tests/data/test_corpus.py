@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.many_shards import TOKENS_PER_SHARD, counting, opening_cost, write_many_shards
+from tests.data.many_shards import TOKENS_PER_SHARD, counting, descriptors, write_many_shards
 from tests.tools.prepare.test_build import BYTES, plan_for, write_documents
 from torchllm.config import Source
 from torchllm.data import checked_file
@@ -322,16 +322,27 @@ def test_synthetic_is_a_function_of_split_and_number() -> None:
         assert (ids == different.ids).mean() < 0.05
 
 
+def bytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
 @pytest.mark.parametrize("shards", [100, 1000])
 def test_opening_reads_the_columns_and_holds_few_descriptors(tmp_path: Path, shards: int) -> None:
-    write_many_shards(tmp_path / "c", shards)
-    cost = opening_cost(tmp_path / "c")
-    assert cost.header_bytes < 2000
-    assert cost.read_bytes < cost.header_bytes + 32 * shards + 5000  # tokens and documents of both splits
-    assert cost.opened_by_opening == 2
-    assert cost.opened_by_reading > 100  # sequences cross shards
-    assert cost.descriptors == 16
-    assert cost.stats_of_check == shards + 1  # the train split of all, the validation split of one
+    folder = tmp_path / "c"
+    write_many_shards(folder, shards)
+    header_bytes = (folder / "corpus.json").stat().st_size
+    assert header_bytes < 2000
+    with counting(folder) as calls:
+        before = bytes_read()
+        corpus = Corpus(folder)
+        assert bytes_read() - before < header_bytes + 32 * shards + 5000  # tokens and documents of both splits
+        assert len(calls.opened) == 2
+        for number in np.random.default_rng(0).integers(corpus.count("train", 300), size=100):
+            corpus.window("train", int(number), 300)
+        assert len(calls.opened) > 102  # sequences cross shards
+        assert descriptors(folder) == 16
+        corpus.check()
+    assert len(calls.asked_for_size) == shards + 1  # the train split of all, the validation split of one
 
 
 def test_shards_in_use_stay_open(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from torchllm.tools.generate.language_model import begin_of_text
 
 
 def installed(package: str, path: str) -> str:
-    """A file that an installed package ships."""
     spec = importlib.util.find_spec(package)
     assert spec is not None
     assert spec.submodule_search_locations is not None
@@ -75,7 +74,6 @@ def test_cl100k_is_tiktokens() -> None:
 
 
 def some_ranks(folder: Path, count: int) -> Path:
-    """Write a rank file of the first ranks of cl100k."""
     path = folder / f"{count}.tiktoken"
     path.write_bytes(b"\n".join(Path(CL100K).read_bytes().splitlines()[:count]))
     return path
@@ -220,38 +218,29 @@ def test_the_token_for_unknown_text(tmp_path: Path) -> None:
         assert load_tokenizer(str(tmp_path / f"{number}.json")).unknown == unknown
 
 
-def test_a_broken_tokenizer_config_is_named(json_file: Path) -> None:
-    config = json_file.with_name("tokenizer_config.json")
-    for content in ('{"eos_token": ', "[1]", '{"eos_token": {"id": 1}}'):
-        config.write_text(content)
-        load_tokenizer.cache_clear()
-        with pytest.raises(DataError, match=rf"data\.tokenizer: {config} cannot be read \(.*\): copy it again"):
-            load_tokenizer(str(json_file))
-
-
-POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 4241003\n"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 4241003\n"
 SENTENCEPIECE = b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02\n\x0c\n\x03<s>\x15\x00\x00\x00\x00\x18\x03"
 
 
-def test_a_file_that_stands_for_a_tokenizer_says_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.model").write_bytes(SENTENCEPIECE)
-    with pytest.raises(DataError, match=r"is a SentencePiece model, which is not read: use the tokenizer\.json"):
-        load_tokenizer(str(tmp_path / "tokenizer.model"))
-    for name in ("pointer.model", "tokenizer.json"):
-        (tmp_path / name).write_text(POINTER)
-        with pytest.raises(DataError, match=r"is a pointer of git-lfs in place of the file: run `git lfs pull`"):
-            load_tokenizer(str(tmp_path / name))
+def test_a_wrong_file_is_named_and_says_what_to_do(json_file: Path) -> None:
+    config = "tokenizer_config.json"
+    unreadable = rf"data\.tokenizer: {json_file.with_name(config)} cannot be read \(.*\): copy it again"
+    for written, content, message in (
+        ("tokenizer.model", SENTENCEPIECE, r"is a SentencePiece model, which is not read: use the tokenizer\.json"),
+        ("pointer.model", POINTER, r"is a pointer of git-lfs in place of the file: run `git lfs pull`"),
+        ("pointer.json", POINTER, r"is a pointer of git-lfs in place of the file: run `git lfs pull`"),
+        ("broken.model", b"not a tokenizer", r"broken\.model"),
+        ("broken.json", b"not a tokenizer", r"broken\.json"),
+        *((config, content, unreadable) for content in (b'{"eos_token": ', b"[1]", b'{"eos_token": {"id": 1}}')),
+    ):
+        json_file.with_name(written).write_bytes(content)
+        load_tokenizer.cache_clear()
+        with pytest.raises(DataError, match=message):
+            load_tokenizer(str(json_file if written == config else json_file.with_name(written)))
     with pytest.raises(DataError, match=r"is a folder: name the tokenizer file in it"):
-        load_tokenizer(str(tmp_path))
-
-
-def test_a_file_that_is_no_tokenizer_is_an_error(tmp_path: Path) -> None:
+        load_tokenizer(str(json_file.parent))
     with pytest.raises(DataError, match="there is no file 'nowhere'"):
         load_tokenizer("nowhere")
-    for name in ("broken.model", "broken.json"):
-        (tmp_path / name).write_text("not a tokenizer at all")
-        with pytest.raises(DataError, match=name):
-            load_tokenizer(str(tmp_path / name))
 
 
 def test_a_changed_rank_file_is_not_served_from_tiktokens_cache(tmp_path: Path) -> None:

@@ -1,5 +1,4 @@
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -7,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.data.test_corpus import flip_bit, write_two_shards
-from tests.patience import patience
+from tests.patience import until
 from torchllm.data import verification as module
 from torchllm.data.checked_file import BLOCK
 from torchllm.data.corpus import Corpus
@@ -33,13 +32,6 @@ def corpus(tmp_path: Path) -> CountedCorpus:
     return CountedCorpus(tmp_path / "c", tmp_path / "records")
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + patience(60)
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
 def test_nodes_share_out_the_files_and_verify_each_once(corpus: CountedCorpus) -> None:
     Verification([corpus], 1, 2).begin()
     assert corpus.verified == [("train", 1), ("validation", 1)]
@@ -57,7 +49,7 @@ def test_what_does_not_fit_into_the_start_is_verified_beside_training(
     verification.begin()
     assert corpus.verified == [("train", 0), ("validation", 0)]
     verification.start()
-    wait_for(lambda: len(corpus.verified) == 4)
+    until(lambda: len(corpus.verified) == 4)
     verification.close()
     assert verification.problem is None
 
@@ -83,7 +75,7 @@ def test_damage_is_found_at_the_start_and_beside_training(
     verification = Verification([corpus], 0, 1)
     verification.begin()
     verification.start()
-    wait_for(lambda: verification.problem)
+    until(lambda: verification.problem)
     verification.close()
     assert "00001.train.bin is damaged" in str(verification.problem)
 
@@ -96,7 +88,7 @@ def test_a_file_that_changes_during_the_run_is_verified_again(corpus: CountedCor
     verification.start()
     path = corpus.folder / "00000.train.bin"
     os.utime(path)
-    wait_for(lambda: len(corpus.verified) == 5)
+    until(lambda: len(corpus.verified) == 5)
     assert verification.problem is None
     if damage == "flip":
         flip_bit(path, 5)
@@ -104,7 +96,7 @@ def test_a_file_that_changes_during_the_run_is_verified_again(corpus: CountedCor
         os.truncate(path, 100)
     else:
         path.unlink()
-    wait_for(lambda: verification.problem)
+    until(lambda: verification.problem)
     verification.close()
     problem = verification.problem
     assert problem is not None
@@ -125,7 +117,7 @@ def test_a_file_that_cannot_be_opened_for_a_while_does_not_end_the_run(
 
     monkeypatch.setattr(corpus, "check", check)
     verification.start()
-    wait_for(lambda: caplog.records)
+    until(lambda: caplog.records)
     verification.close()
     assert verification.problem is None
     assert "Stale file handle; the data is not verified any more" in caplog.text
