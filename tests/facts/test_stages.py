@@ -82,18 +82,13 @@ def test_405b_is_split_as_its_authors_split_it() -> None:
 
 
 def test_equal_blocks_go_to_later_stages_and_to_ranks_with_less() -> None:
-    assert balanced_split(SMALL_HEAD, Parallel(pp=4), 32) == (2, 3, 3, 2)
-    looped = Parallel(pp=2, schedule="Interleaved1F1B", virtual_stages=2)
-    assert balanced_split(SMALL_HEAD, looped, 32) == (2, 3, 3, 2)
-
-
-def test_a_given_split_is_taken() -> None:
-    assert balanced_split(SMALL_HEAD, Parallel(pp=2, split=(9, 1)), 32) == (9, 1)
-
-
-def test_one_rank_has_one_stage() -> None:
-    assert balanced_split(SMALL_HEAD, Parallel(), 32) == (10,)
-    assert stage_of_rank(Parallel(schedule="DualPipeV"), 0) == (0,)
+    for parallel, split in (
+        (Parallel(pp=4), (2, 3, 3, 2)),
+        (Parallel(pp=2, schedule="Interleaved1F1B", virtual_stages=2), (2, 3, 3, 2)),
+        (Parallel(pp=2, split=(9, 1)), (9, 1)),
+        (Parallel(), (10,)),
+    ):
+        assert balanced_split(SMALL_HEAD, parallel, 32) == split
 
 
 @pytest.mark.parametrize("model", [SMALL_HEAD, LARGE_HEAD, SPARSE, replace(SPARSE, dense_layers=4)])

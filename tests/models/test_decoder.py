@@ -113,20 +113,6 @@ def test_flex_attention_without_documents_has_one_mask_for_all_blocks_and_steps(
     assert [mask is causal_block_mask(24, CPU, model.window) for mask in masks] == [True, True]
 
 
-def test_labels_turn_logits_into_a_loss_sum() -> None:
-    for family, model in FAMILIES.items():
-        decoder = made(model, loss_chunk=11)
-        text = tokens(model)
-        labels = text.roll(-1, dims=1)
-        labels[:, -1] = -100
-        loss = decoder(text, positions(), None, labels)
-        logits = decoder(text, positions()).double()
-        log_probabilities = logits.log_softmax(-1)[:, :-1]
-        targets = labels[:, :-1].unsqueeze(-1)
-        expected = -log_probabilities.gather(-1, targets).sum()
-        assert loss.item() == pytest.approx(expected.item(), rel=1e-6), family
-
-
 def test_tied_embeddings_are_one_parameter_until_to_empty_and_after_tying_again() -> None:
     model = FAMILIES["llama-tied"]
     with torch.device("meta"):
@@ -139,8 +125,6 @@ def test_tied_embeddings_are_one_parameter_until_to_empty_and_after_tying_again(
     assert decoder.lm_head.weight is not decoder.embed_tokens.weight  # the footgun that tie_embeddings is for
     decoder.tie_embeddings()
     assert decoder.lm_head.weight is decoder.embed_tokens.weight
-    untied = build_model(FAMILIES["llama"])
-    assert "lm_head.weight" in dict(untied.named_parameters())
 
 
 @pytest.mark.parametrize(("router_dtype", "dtype"), [("float32", torch.float32), ("compute", torch.bfloat16)])

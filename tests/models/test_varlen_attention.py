@@ -3,6 +3,7 @@
 import inspect
 import sys
 import types
+from functools import partial
 from typing import Any
 
 import pytest
@@ -64,26 +65,13 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "takes_varlen", lambda q: True)
 
 
-class Limited(ScaledDotProductAttention):
-    """The core with a known limit of documents."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__()
-        self.limit = limit
-
-    def mask(self, document_ids: Tensor) -> Any:  # type: ignore[override]
-        return super().mask(document_ids, self.limit)
-
-
-def count_documents(documents: Tensor) -> int:
-    return int((documents.amax(1) + 1).sum())
-
-
 @pytest.mark.parametrize(("heads", "kv", "spare"), [(4, 4, 0), (4, 2, 1), (6, 1, 100)])
 def test_random_documents_are_eager_attention(on_gpu: None, heads: int, kv: int, spare: int) -> None:
     inputs = random_inputs(5, heads, kv)
     documents = random_documents(5, seed=heads)
-    computed = forward_backward(Limited(count_documents(documents) + spare), inputs, documents)
+    core: Any = ScaledDotProductAttention()
+    core.mask = partial(core.mask, document_limit=int((documents.amax(1) + 1).sum()) + spare)
+    computed = forward_backward(core, inputs, documents)
     expected = forward_backward(EagerAttention(), inputs, documents)
     for name in Results._fields:
         ours, reference = getattr(computed, name), getattr(expected, name)

@@ -1,6 +1,6 @@
 import pytest
 
-from torchllm.checkpoint.keeping.history import NONE, Proof
+from torchllm.checkpoint.keeping.history import Proof
 
 pytestmark = pytest.mark.quick
 
@@ -11,17 +11,6 @@ def proof_after(steps: dict[int, tuple[int, float | None]], evaluates: bool = Fa
     for step, (skipped, validation_loss) in steps.items():
         proof.note(step, skipped, validation_loss)
     return proof
-
-
-@pytest.mark.parametrize("start", [0, 500])
-def test_ten_finite_steps_prove_a_checkpoint(start: int) -> None:
-    proof = Proof(start, evaluates=False)
-    for step in range(1, 10):
-        proof.note(start + step, 0, None)
-        assert proof.proven_until == NONE
-    for step in range(10, 40):
-        proof.note(start + step, 0, None)
-        assert proof.proven_until == start + step - 10
 
 
 def test_steps_that_were_not_applied_prove_nothing() -> None:
@@ -36,14 +25,6 @@ def test_steps_that_were_not_applied_prove_nothing() -> None:
 def test_of_logged_steps_only_it_knows_what_came_after_each() -> None:
     assert proof_after({1: (0, None), 20: (0, None), 25: (0, None)}).proven_until == 1
     assert proof_after({1: (0, None), 20: (0, None), 30: (0, None)}).proven_until == 20
-
-
-def test_a_run_with_evaluations_is_proven_by_them_alone() -> None:
-    logged: dict[int, tuple[int, float | None]] = dict.fromkeys(range(1, 31), (0, None))
-    assert proof_after(logged, evaluates=True).proven_until == NONE
-    assert proof_after(logged, evaluates=True).finite_until == 20
-    assert proof_after(logged | {24: (0, 1.5)}, evaluates=True).proven_until == 24
-    assert proof_after({24: (0, 1.5), 28: (0, float("nan"))}, evaluates=True).proven_until == 24
 
 
 def test_what_is_suspect_begins_after_what_is_good() -> None:
