@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from tests.parity import CPU, Settings, Trainer, tiny, world_size
+from tests.parity import CPU, Settings, Trainer, tiny, whole, world_size
 from tests.workers import run
 from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.config import Checkpoint, Data, Source
@@ -60,8 +59,7 @@ def digests(
     """sha256 of the whole tensors of all ranks, by name; those of one name must be the same."""
     local = []
     for name, tensor in (*tensors(stages, optimizer), *extra_state.items()):
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        local.append((name, digest(whole)))
+        local.append((name, hashlib.sha256(whole(tensor).tobytes()).hexdigest()))
     by_name: dict[str, str] = {}
     for named_digests in gather(local):
         for name, value in named_digests:
@@ -73,10 +71,6 @@ def gather(value: T) -> list[T]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()
 
 
 def train(settings: Settings, steps: range, folder: str | None) -> Hop:

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests import workers
+from tests.parity import whole
 from torchllm import config
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint import tensors as tensor_io
@@ -87,12 +87,7 @@ def build(layout: str | None, folder: str, seed: int, **settings: Any) -> tuple[
 def digests(model: nn.Module, optimizer: Any) -> dict[str, str]:
     """sha256 of every whole tensor, by key."""
     tensors = model_tensors([model]) | optimizer_tensors([model], optimizer)
-    by_key = {}
-    for key, tensor in tensors.items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        content = whole.detach().contiguous().numpy().tobytes()
-        by_key[key] = sha256(content).hexdigest()
-    return by_key
+    return {key: sha256(whole(tensor).tobytes()).hexdigest() for key, tensor in tensors.items()}
 
 
 def save_on(layout: str | None, folder: str, seed: int = 1, **settings: Any) -> dict[str, str]:

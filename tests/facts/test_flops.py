@@ -16,7 +16,6 @@ from torchllm.facts.flops import (
     flops_per_token,
     head_size,
     parameter_count,
-    product_sizes,
     recomputed_flops_per_token,
     trained_parameter_count,
 )
@@ -134,33 +133,6 @@ def check_executed_flops(model: Model, recompute: Recompute, chunk: int) -> None
     assert forward.get_total_flops() == batch * length * in_forward, (model, recompute, chunk)
     total = forward.get_total_flops() + backward.get_total_flops()
     assert total == batch * length * executed_flops_per_token(model, recompute, length), (model, recompute, chunk)
-
-
-def place_of_product(parameter: tuple[str, torch.Tensor]) -> int:
-    """Return a number that grows with the place of a parameter's product in a block: the first of equals is first."""
-    later = ["shared.gate", ".experts.", "shared.up", "shared.down"]
-    name = parameter[0]
-    return next((place for place, part in enumerate(later, start=1) if part in name), 0)
-
-
-@pytest.mark.parametrize("name", ["experts", "shared experts"])
-def test_products_are_those_of_the_built_block_in_order(name: str) -> None:
-    """The rows of a grouped product have as many elements of the stacked matrix as a token's experts.
-
-    Shared experts compute their first product before the routed ones do, whose tokens may be on their way, and the
-    others after them.
-    """
-    model = SMALL[name]
-    decoder = build_model(model)
-    for layer, block in enumerate(decoder.layers.values()):
-        sizes = []
-        for parameter, value in sorted(block.named_parameters(), key=place_of_product):
-            if "experts." in parameter:
-                sizes.append(value.numel() // model.experts * model.top_k)
-            elif value.dim() == 2:
-                sizes.append(value.numel())
-        assert product_sizes(model, layer) == sizes
-        assert len(sizes) == 7 + model.is_sparse(layer) * (1 + 3 * (name == "shared experts"))
 
 
 @pytest.mark.quick

@@ -35,7 +35,6 @@ def meta(model: Model) -> Decoder:
 
 
 def with_updates(model: Model) -> Decoder:
-    """The model with LoRA, which experts have not."""
     decoder = meta(model)
     if not model.experts:
         apply_lora(decoder, Lora(rank=2), torch.float32)

@@ -21,7 +21,6 @@ from torchllm.train.step import StepResult
 
 
 def monitor_of(folder: Path, config: Config, observers: Sequence[Observer] = (), start: int = 0) -> Monitor:
-    """A monitor of this rank, begun."""
     runtime: Any = SimpleNamespace(
         folder=folder,
         rank=dist.get_rank(),

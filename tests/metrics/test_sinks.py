@@ -127,21 +127,6 @@ def test_lines_are_read_from_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
             assert list(lines_from_end(io.BytesIO(content))) == content.splitlines(keepends=True)[::-1]
 
 
-def test_tensorboard_groups_names_and_hides_what_a_resume_repeats(tmp_path: Path) -> None:
-    for start, value in ((0, 1.0), (2, 5.0)):
-        sink = TensorBoard(tmp_path, start)
-        for step in range(start + 1, 5):
-            sink.write(step, RECORD | {"step": step, "loss": value, "mfu": None, "temperature": 3.0})
-        sink.close()
-    events = EventAccumulator(str(tmp_path)).Reload()
-    losses = [(event.step, event.value) for event in events.Scalars("at_a_glance/1_loss")]
-    assert losses == [(1, 1), (2, 1), (3, 5), (4, 5)]
-    tags = events.Tags()["scalars"]
-    assert "performance/step_seconds" in tags
-    assert "other/temperature" in tags  # a key that a fork added
-    assert not {"performance/mfu", "other/step"} & set(tags)
-
-
 def test_a_run_without_tensorboard_has_none(tmp_path: Path) -> None:
     for sink in open_sinks(tmp_path, Config(metrics=Metrics(tensorboard=False))):
         sink.write(1, RECORD)
@@ -149,27 +134,28 @@ def test_a_run_without_tensorboard_has_none(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_the_layout_shows_curves_that_are_written(tmp_path: Path) -> None:
-    sink = TensorBoard(tmp_path)
-    sink.write(10, RECORD | {"validation_loss": 2.5, "breakdown/forward": 0.4, "gpu/watts": 400.0})
-    sink.close()
-    curves = EventAccumulator(str(tmp_path)).Reload().Tags()["scalars"]
-    for charts in TensorBoard.LAYOUT.values():
-        for _, patterns in charts.values():
-            assert len(patterns) == 1  # several runs would have as many unnamed curves each
-            assert patterns[0] in curves
-    written = b"".join(file.read_bytes() for file in tmp_path.iterdir())
-    assert b"Is it fast?" in written
-
-
-def test_tensorboard_has_the_config_as_text(tmp_path: Path) -> None:
+def test_tensorboard_groups_names_and_hides_what_a_resume_repeats(tmp_path: Path) -> None:
+    """It has the config as text too."""
     config = Config(metrics=Metrics(log_interval=7))
-    for sink in open_sinks(tmp_path, config):
-        sink.write(1, RECORD)
-        sink.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    [event] = events.Tensors("config/text_summary")
-    [text] = event.tensor_proto.string_val
+    added = {"hfu": None, "temperature": 3.0, "validation_loss": 2.5, "breakdown/forward": 0.4, "gpu/watts": 400.0}
+    for start, value in ((0, 1.0), (2, 5.0)):
+        for sink in open_sinks(tmp_path, config, start):
+            for step in range(start + 1, 5):
+                sink.write(step, RECORD | added | {"step": step, "loss": value})
+            sink.close()
+    folder = tmp_path / "tensorboard"
+    events = EventAccumulator(str(folder)).Reload()
+    losses = [(event.step, event.value) for event in events.Scalars("at_a_glance/1_loss")]
+    assert losses == [(1, 1), (2, 1), (3, 5), (4, 5)]
+    tags = events.Tags()["scalars"]
+    assert "performance/step_seconds" in tags
+    assert "other/temperature" in tags  # a key that a fork added
+    assert not {"performance/hfu", "other/step"} & set(tags)
+    for charts in TensorBoard.LAYOUT.values():
+        for _, [pattern] in charts.values():  # several runs would have as many unnamed curves each
+            assert pattern in tags
+    assert b"Is it fast?" in b"".join(file.read_bytes() for file in folder.iterdir())
+    text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
     assert "    [metrics]\n    log_interval = 7\n" in text.decode()
 
 

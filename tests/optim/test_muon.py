@@ -60,7 +60,6 @@ SAME_STEPS: dict[str, tuple[Model, Settings]] = {
 
 
 def build(settings: Settings, of: Model = MODEL) -> list[Decoder]:
-    """Return this rank's stages of a model in a layout."""
     return parity.build(with_settings(Config(model=of, parallel=Parallel(dp_shard=1)), settings))[1]
 
 
@@ -137,7 +136,6 @@ def test_momenta_resume_on_another_layout_to_the_bit(tmp_path: Path) -> None:
 
 
 def torchs_steps(weight: Tensor, gradients: list[Tensor], adjust_lr_fn: str, nesterov: bool = True) -> Tensor:
-    """Return the weight after steps of torch's own Muon."""
     parameter = nn.Parameter(weight.clone())
     optimizer = torch.optim.Muon(
         [parameter], lr=RATES[0], weight_decay=0.3, momentum=0.95, nesterov=nesterov, adjust_lr_fn=adjust_lr_fn
@@ -195,7 +193,6 @@ class Sent(NamedTuple):
 
 @contextmanager
 def counted(sent: list[Sent]) -> Iterator[None]:
-    """Count the all-to-alls of a context."""
     real = dist.all_to_all_single
 
     def count(output: Tensor, given: Tensor, received: Any, sizes: list[int], group: Any) -> None:
@@ -208,7 +205,6 @@ def counted(sent: list[Sent]) -> Iterator[None]:
 
 
 def sent_in_a_step(settings: Settings) -> Sent:
-    """Take one step and count."""
     stages = build(settings)
     optimizer = build_optimizer(stages, MUON)
     assert isinstance(optimizer, Muon)

@@ -288,7 +288,6 @@ class CudaStandIn(TorchDispatchMode):
         return *gradients, UNUSED
 
     def refuse(self, q: Tensor) -> None:
-        """Raise what the real kernels raise."""
         if q.shape[-1] % 8:
             raise RuntimeError("head_size must be a multiple of 8")
 
@@ -327,7 +326,6 @@ def eager(q: Tensor, k: Tensor, v: Tensor, mask: KeyMask, scale: float) -> Parti
 def eager_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: KeyMask, scale: float
 ) -> Gradients:
-    """The gradients of `eager`."""
     factor = scale * q.shape[-1] ** 0.5
     attention = PartialAttention(out.double(), lse.double())
     kv = torch.stack((k, v)).double()

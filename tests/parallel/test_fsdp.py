@@ -160,7 +160,7 @@ def test_hsdp_sends_a_shard_across_nodes_once_a_step() -> None:
         assert {e.kind for e in across[name]} == {"reduce"}
     assert sum(e.elements for e in across["ddp"]) == parameters
     assert 2 * sum(e.elements for e in across["hsdp"]) == parameters
-    assert sum(e.bytes(2) for e in across["hsdp"]) == 2 * parameters * 4 / 2 / 2  # 2 (n - 1) / n of half, float32
+    assert {e.dtype for e in across["hsdp"]} == {torch.float32}
 
 
 def types_of_a_step(settings: Settings) -> dict[str, list[str]]:

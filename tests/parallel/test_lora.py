@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.checkpoint.test_resume_layouts import hop_over, train
-from tests.parity import CPU, Settings, build, check, tiny
+from tests.parity import CPU, Settings, check, tiny
 from tests.workers import run
 from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.checkpoint.tensors import open_checkpoint
@@ -17,7 +17,6 @@ from torchllm.config.errors import UserError
 from torchllm.facts.parameters import is_low_rank_factor
 from torchllm.models.decoder import build_model
 from torchllm.models.lora import apply_lora
-from torchllm.optim.optimizer import build_optimizer
 from torchllm.parallel.initialize import initialize
 from torchllm.tools.config.changes import log_config_changes
 from torchllm.tools.hub.weights import initial_parts, load_weights
@@ -30,22 +29,6 @@ def test_updates_of_cut_features_are_those_of_one_process() -> None:
     """Each rank has a part of one factor and the whole other one. The lattice has other layouts."""
     layout: Settings = {"parallel.tp": 2, "parallel.sequence_parallel": True, "model.layers": 2}
     check({**LORA, **layout, "training.loss_chunk": 20}, ragged=True)
-
-
-def frozen_dtypes(settings: Settings) -> set[torch.dtype]:
-    """Types of the frozen weights on this rank, and whether one of them has a gradient or a state."""
-    config = tiny(settings)
-    _, stages = build(config, torch.bfloat16)
-    optimizer = build_optimizer(stages, config.optimizer)
-    frozen = [parameter for stage in stages for parameter in stage.parameters() if not parameter.requires_grad]
-    assert len(frozen) == 3 + 9 * config.model.layers
-    assert not set(frozen) & set(optimizer.state)
-    return {parameter.dtype for parameter in frozen}
-
-
-def test_frozen_weights_stay_frozen_and_small_on_a_layout() -> None:
-    settings = {**LORA, "parallel.tp": 2, "parallel.dp_shard": 2}
-    assert run(frozen_dtypes, 4, settings) == [{torch.bfloat16}] * 4
 
 
 def test_a_checkpoint_has_the_updates_alone_and_resumes_on_another_layout(tmp_path: Path) -> None:

@@ -48,7 +48,6 @@ def eight_ranks() -> Iterator[None]:
 
 
 def applied(settings: Settings) -> tuple[list[Decoder], list[str]]:
-    """The stages, and the techniques in the order in which they were applied."""
     config = tiny(settings)
     with torch.device("meta"):
         model = build_model(config.model)

@@ -110,7 +110,6 @@ class Memory(NamedTuple):
 
 @functools.cache
 def memory(layers: int, recompute: Recompute) -> Memory:
-    """Measure one step of a model of so many blocks."""
     model = replace(SMALL, layers=layers)
     decoder = built(model, recompute)
     for parameter in decoder.parameters():

@@ -43,7 +43,6 @@ DOCUMENTS: dict[str, Tensor | None] = {
 
 
 def whole_inputs(dtype: torch.dtype) -> Inputs:
-    """Return random inputs of an attention core over the whole sequence."""
     generator = torch.Generator().manual_seed(0)
 
     def random(heads: int) -> Tensor:
@@ -65,7 +64,6 @@ def inputs_of(rank: int, ranks: int, dtype: torch.dtype) -> Inputs:
 
 
 def on_the_ring(kernel: str, dtype: torch.dtype, documents: Tensor | None) -> Results:
-    """On every rank: attention and gradients of the rank's part."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     rank, ranks = mesh.get_local_rank(), mesh.size()
     ring = RingAttention(mesh, KERNELS[kernel])

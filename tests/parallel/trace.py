@@ -36,13 +36,6 @@ class Collective(NamedTuple):
     """of the whole tensor: gathered, reduced, about to be scattered, exchanged, or sent"""
     dtype: torch.dtype
 
-    def bytes(self, ranks: int) -> float:
-        """What one rank sends in a ring: an all-reduce is a reduce-scatter and a gather."""
-        if self.kind == "send":
-            return self.elements * self.dtype.itemsize
-        rounds = 2 if self.kind == "reduce" else 1
-        return rounds * self.elements * self.dtype.itemsize * (ranks - 1) / ranks
-
 
 class Trace(TorchDispatchMode):
     """Records in `events` while it is active; `mark` makes hooks that write a line among the collectives."""

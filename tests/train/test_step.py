@@ -45,7 +45,6 @@ class Rig(Trainer):
         self.step.forward_backward = lambda batches, scale: self.spoil(self.forward_backward(batches, scale))
 
     def halves(self, number: int, labels: Callable[[Tensor], Tensor] = lambda labels: labels) -> list[Batch]:
-        """This rank's two micro batches of a step."""
         whole = step_batch(self.config, number, ragged=False)
         whole = whole._replace(labels=labels(whole.labels))
         of_this_rank = rows_of(whole, slice(self.mesh.data_rank, None, self.mesh.data_size))
@@ -53,7 +52,6 @@ class Rig(Trainer):
         return [rows_of(of_this_rank, slice(0, half)), rows_of(of_this_rank, slice(half, None))]
 
     def bits(self) -> list[list[bytes]]:
-        """Weights, buffers, moments and counters of this rank."""
         return [bits(stage, self.optimizer) for stage in self.stages]
 
 
@@ -166,21 +164,6 @@ def step_without_targets() -> tuple[float, ...]:
 def test_without_any_target_there_is_no_loss_and_no_nan() -> None:
     """The lattice has batches of which one rank has none."""
     assert run(step_without_targets, 2) == [(0, 0, 0, 8 * (8 * 9 // 2), 0, True)] * 2
-
-
-def masked_pairs() -> tuple[int, int]:
-    rig = Rig({"data.document_mask": True})
-    documents = step_batch(rig.config, 1, ragged=False).document_ids
-    assert documents is not None
-    same_document = documents.unsqueeze(1) == documents.unsqueeze(2)
-    visible = same_document.tril()  # what the attention cores may see
-    result = rig.step(1, rig.halves(1))
-    return int(result.pairs), int(visible.sum())
-
-
-def test_pairs_are_those_that_the_masks_leave() -> None:
-    ((counted, visible),) = run(masked_pairs, 1)
-    assert counted == visible
 
 
 def parts_of_a_step() -> Counter[str]:
