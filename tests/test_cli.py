@@ -51,12 +51,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().err
 
 
-def test_train_is_run_train_sh_with_this_python() -> None:
+def test_train_is_run_train_sh_with_this_python_and_other_commands_are_recipes() -> None:
     assert started("train", "mine.toml", "--help") == ("bash", str(ROOT / "run_train.sh"), "mine.toml", "--help")
     assert os.environ.pop("PYTHON") == sys.executable
-
-
-def test_other_commands_are_recipes() -> None:
     assert started("plan", "rank") == (sys.executable, str(ROOT / "recipes" / "plan.py"), "rank")
     assert started("benchmark", "matmul") == (sys.executable, str(ROOT / "recipes" / "benchmark"), "matmul")
 
@@ -68,14 +65,11 @@ def test_help_names_every_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert str(ROOT) in text
 
 
-def test_copy_lists_what_it_can_copy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_copy_lists_it_copies(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["copy"])
     names = capsys.readouterr().out.splitlines()
     assert {"pretrain", "sweep", "run_train.sh", "train_configs/models/llama3_8b.toml"} <= set(names)
     assert "train_configs/kubernetes/indexed_job.yaml" in names
-
-
-def test_copies_have_the_same_content(folder: Path) -> None:
     recipe = (ROOT / "recipes" / "pretrain.py").read_bytes()
     cli.main(["copy", "pretrain"])
     cli.main(["copy", "pretrain", "mine.py"])
@@ -99,26 +93,20 @@ def test_what_is_unknown_or_would_overwrite_is_refused(folder: Path, capsys: pyt
     assert (folder / "pretrain.py").read_text() == "mine"
 
 
-def test_env_has_the_facts_of_a_bug_report(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_env_has_the_facts_of_a_bug_report(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     lines = bug_report.report().splitlines()
     subjects = [line.partition(":")[0] for line in lines]
     assert subjects[:6] == ["torchllm", "Python", "system", "cores", "memory", "torch"]
     assert {"GPUs", "torchdata", "flash-attn"} <= set(subjects)
     assert "NCCL_DEBUG=INFO" in lines
-
-
-def test_env_without_torch_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
-    (line,) = bug_report.torch_lines()
-    assert "importing it fails" in line
-
-
-def test_env_names_the_commit_of_a_checkout(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     if (ROOT / ".git").exists():
         assert bug_report.commit().startswith(", commit ")
     monkeypatch.setattr(bug_report, "HOME", folder)
     assert bug_report.commit() == ""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    (line,) = bug_report.torch_lines()
+    assert "importing it fails" in line
 
 
 def test_a_published_model_is_written_as_toml_from_its_config_alone(

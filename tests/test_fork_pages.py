@@ -1,6 +1,5 @@
 """The blocks and the optimizers of docs/fork_a_recipe.md: the page's code trains the same model in every layout."""
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +11,7 @@ import torch
 from torch import nn
 
 from tests import workers
-from tests.test_docs import ROOT, code_of_section, train_on_rank, weights_of
-from tests.tiny_run import SMALL, free_port
+from tests.test_docs import ROOT, code_of_section
 from tests.tools.planner.test_model_files import MIDDLE, planned_bytes, traced_bytes
 from torchllm.config import Config, Model
 from torchllm.config.errors import UserError
@@ -159,18 +157,14 @@ def test_flops_beyond_matrices_have_no_gradient_in_the_first_blocks_if_frozen() 
 
 
 @pytest.mark.usefixtures("gated")
-def test_its_export_is_refused_by_name() -> None:
-    with pytest.raises(NoFamily, match=r"cannot have model\.block = 'gated_attention'"):
-        family_to_export(GATED)
-
-
-@pytest.mark.usefixtures("gated")
 @pytest.mark.parametrize("other", ["--lora.rank=4", "--model.from_hf=some/model"])
 def test_what_it_does_not_combine_with_is_refused(other: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
         load_config([DEBUG, "--model.block=gated_attention", other], one_device=True)
     assert refused.value.code == 2
     assert "model.block: 'gated_attention' does not combine with" in capsys.readouterr().err
+    with pytest.raises(NoFamily, match=r"cannot have model\.block = 'gated_attention'"):
+        family_to_export(GATED)
 
 
 def test_a_block_that_is_not_registered_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,9 +203,6 @@ def test_what_cannot_be_registered_is_refused() -> None:
         message = f"block 'other': 'self_attn.extra.weight' has {key} '{value}', not one of "
         with pytest.raises(UserError, match=message):
             register_block(replace(kind, parameters=(replace(parameter, **{key: value}),)))
-
-
-def test_a_block_that_is_not_as_registered_is_refused() -> None:
     for name, width in (("self_attn.extra.weight", 65), ("self_attn.other.weight", 64)):
         register_block(added(name, width))
         with pytest.raises(UserError, match=r"block 'other': self_attn.extra.weight: \(64,\) in the block"):
@@ -283,16 +274,3 @@ def test_schedule_free_sgd_follows_the_paper() -> None:
         z = z - rate * (y - 1)
         x = (1 - 1 / step) * x + z / step
         torch.testing.assert_close(weight.detach(), x, rtol=1e-12, atol=1e-12)
-
-
-def test_schedule_free_sgd_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    """A run of four steps, and one that goes on from the checkpoint of its second step."""
-    file, whole, resumed = optimizer_fork(tmp_path / "mine.py", "ScheduleFreeSGD"), tmp_path / "whole", tmp_path / "two"
-    common = [word for word in SMALL if not word.startswith(("--training.steps=", "--checkpoint.", "--schedule."))]
-    common += ["--checkpoint.interval=2", "--checkpoint.keep=0", "--schedule.warmup_steps=0", "--training.steps=4"]
-    common += ["--schedule.name=constant", "--data.workers=0", "--metrics.tensorboard=false", DEBUG]
-    workers.run(train_on_rank, 1, file, [*common, f"--run.folder={whole}"], free_port())
-    shutil.copytree(whole / "checkpoints/step-00000002", resumed / "checkpoints/step-00000002")
-    workers.run(train_on_rank, 1, file, [*common, f"--run.folder={resumed}"], free_port())
-    expected, found = weights_of(whole, 4, "model."), weights_of(resumed, 4, "model.")
-    assert all(torch.equal(expected[name], found[name]) for name in expected)

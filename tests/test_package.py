@@ -148,12 +148,21 @@ def test_it_trains_and_plans_from_an_empty_folder_and_writes_nothing_else(instal
     assert "8 x H100" in installation.run("torchllm", *PLAN, "--write", "planned.toml")
     checked = installation.run("torchllm", "train", "planned.toml", "--check", NPROC="8")
     assert "NPROC=8" in checked
+    assert "NPROC=1" in installation.run("torchllm", "train", "train_configs/debug.toml", "--check")
+    report = installation.run("torchllm", "env")
+    assert report.startswith(f"torchllm: {torchllm.__version__}")
+    assert "\ntorch: " in report
+    assert "\nGPUs: " in report
     assert tree(installation.package) == installed
 
 
-def test_a_config_is_found_in_the_package(installation: Installation) -> None:
-    checked = installation.run("torchllm", "train", "train_configs/debug.toml", "--check")
-    assert "NPROC=1" in checked
+def test_its_resources_are_where_importlib_looks(installation: Installation) -> None:
+    program = "import torchllm.tools.resources as r; print(r.resource('train_configs/models/llama3_8b.toml').is_file())"
+    assert installation.run("python", "-c", program) == "True\n"
+    if installation.package.exists():  # not the editable installation
+        file = "r.files('torchllm') / 'train_configs/debug.toml'"
+        printed = installation.run("python", "-c", f"import importlib.resources as r; print(({file}).read_text())")
+        assert "models/debug.toml" in printed
 
 
 def test_a_recipe_and_a_config_are_copied_and_started(installation: Installation) -> None:
@@ -181,23 +190,6 @@ def test_how_evidence_is_judged_is_in_a_checkout_only(installation: Installation
     for option in ("--leave-out=fold", "--intervals", "--picks", "--first-runs") if is_installed else ():
         printed = installation.run("torchllm", "plan", "score", option, status=2)
         assert f"{option.partition('=')[0]} is in a checkout only, not in an installed package" in printed
-
-
-def test_its_resources_are_where_importlib_looks(installation: Installation) -> None:
-    program = "import torchllm.tools.resources as r; print(r.resource('train_configs/models/llama3_8b.toml').is_file())"
-    assert installation.run("python", "-c", program) == "True\n"
-    if installation.package.exists():  # not the editable installation
-        program = (
-            "import importlib.resources as r; print((r.files('torchllm') / 'train_configs/debug.toml').read_text())"
-        )
-        assert "models/debug.toml" in installation.run("python", "-c", program)
-
-
-def test_env_names_the_version_and_torch(installation: Installation) -> None:
-    report = installation.run("torchllm", "env")
-    assert report.startswith(f"torchllm: {torchllm.__version__}")
-    assert "\ntorch: " in report
-    assert "\nGPUs: " in report
 
 
 def test_the_version_is_in_the_changelog_and_the_citation() -> None:

@@ -6,8 +6,6 @@ import pytest
 
 from tests.tiny_run import ROOT
 from torchllm.tools.config.load import load_config
-from torchllm.tools.planner.cluster import read_cluster
-from torchllm.tools.planner.evidence.calibrate import calibrate_file
 from torchllm.tools.resources import find_base, find_config, name_base, resource
 
 
@@ -18,22 +16,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_checkout_has_them_at_the_top_level() -> None:
-    assert resource("run_train.sh") == ROOT / "run_train.sh"
-    assert resource("recipes/pretrain.py").is_file()
-
-
 def test_a_path_of_the_documentation_works_in_any_folder(folder: Path) -> None:
+    assert resource("run_train.sh") == ROOT / "run_train.sh"
+    for name in ("debug.toml", "./debug.toml", "recipes/pretrain.py", "train_configs/nosuch.toml"):
+        assert find_config(name) == name  # only paths of shipped files are looked up
     assert load_config(["train_configs/debug.toml", "--run.folder=unused"]).model.hidden == 160
     nearer = folder / "train_configs" / "debug.toml"
     nearer.parent.mkdir()
     nearer.write_text("[model]\nhidden = 64\n")
     assert load_config(["train_configs/debug.toml", "--run.folder=unused"]).model.hidden == 64
-
-
-def test_other_paths_are_not_looked_up() -> None:
-    for name in ("debug.toml", "./debug.toml", "recipes/pretrain.py", "train_configs/nosuch.toml"):
-        assert find_config(name) == name
 
 
 def test_a_base_is_beside_the_file_or_among_the_shipped_configs(folder: Path) -> None:
@@ -60,9 +51,3 @@ def test_a_written_file_names_a_shipped_base_as_on_every_machine(folder: Path) -
     relative = name_base(shipped, str(folder))
     assert (folder / relative).resolve() == Path(shipped)
     assert name_base(str(folder / "own.toml"), str(folder / "models")) == "../own.toml"
-
-
-def test_a_fitted_cluster_is_based_on_the_shipped_one(folder: Path) -> None:
-    calibrate_file(str(ROOT / "docs/sweep/results.csv"), "fitted.toml", "")
-    assert 'base = "clusters/this_cpu.toml"' in Path("fitted.toml").read_text()
-    assert read_cluster("fitted.toml", []) is not None
