@@ -51,10 +51,7 @@ TRACED = {
     "8B, HSDP, full recompute, larger micro batch": partial(
         layout, "llama3_8b", dp_shard=8, dp_replicate=4, micro=4, mode="full"
     ),
-    "8B, ZeRO 2, feed-forward recomputed": partial(layout, "llama3_8b", dp_shard=8, zero_stage=2, mode="ffn"),
     "8B, one block, ZeRO 2, one micro batch": partial(layout, "llama3_8b", 1, dp_shard=8, zero_stage=2, count=1),
-    "8B, DDP": partial(layout, "llama3_8b", dp_replicate=8, zero_stage=0),
-    "8B, ring": partial(layout, "llama3_8b", cp=4, dp_shard=2, length=8192),
     "8B, loss in chunks": partial(layout, "llama3_8b", dp_shard=8, length=8192, mode="full", chunk=512),
     "8B, sequences cut, half of the products": partial(
         layout, "llama3_8b", 3, tp=4, dp_shard=4, mode="selective_half", **SP
@@ -88,7 +85,7 @@ TRACED = {
     ),
     "OLMoE, ZeRO 1": partial(layout, "olmoe_1b_7b", 3, dp_shard=8, ep=2, zero_stage=1, micro=2),
 }
-"""24 layouts of 11 models; every pair of settings of every model is in test_memory_of_models.py"""
+"""21 layouts of 11 models; every pair of settings of every model is in test_memory_of_models.py"""
 
 
 ON_A_CPU = (

@@ -71,17 +71,6 @@ def test_the_terms_are_the_step(layout: dict[str, Any]) -> None:
     assert terms.keys() <= set(TERMS)  # else a plot would miss one
 
 
-def test_the_bubble_of_equal_stages_is_the_papers() -> None:
-    """(p - 1) / m of the computing time (arXiv 2104.04473, section 2.2); transfers and the ends come on top."""
-    model = replace(LLAMA, vocab=64, tied_embeddings=True)
-    layout = case("megatron-2021", model, pp=4, dp_shard=1, zero_stage=0, global_batch_size=32)
-    prediction = predict(layout)
-    terms = prediction.terms
-    tail = terms["gradient reduction"] + terms["weight gather"] + terms["optimizer"]
-    busy = prediction.step - terms["bubble"] - tail
-    assert terms["bubble"] / busy == pytest.approx(3 / 32, rel=0.02)
-
-
 def test_a_device_with_little_to_do_waits_for_the_host() -> None:
     """Of small kernels a micro batch takes the host's time for each, however small they are; of large ones none."""
     small = replace(LLAMA, layers=4, hidden=512, heads=8, ffn=1376, vocab=512)

@@ -56,14 +56,6 @@ def test_bubble_of_split_backwards_is_the_papers() -> None:
             assert idle(step) == idle_in_theory(parallel, times), schedule
 
 
-def test_a_zero_bubble_of_the_paper_needs_equal_parts() -> None:
-    """Not a closed form: ZB-V with slow gradients of weights waits for them too."""
-    parallel = Parallel(pp=4, schedule="ZBVZeroBubble")
-    times = StageTimes(1, 1, 2)
-    step = simulate_equal(parallel, 8, times)
-    assert idle(step) > idle_in_theory(parallel, times)
-
-
 def test_two_ranks_by_hand() -> None:
     """1F1B, two micro batches, F = 1, I = 1, W = 1; the boundary takes 10 each way.
 

@@ -64,9 +64,12 @@ def test_peaks_move_the_allocator() -> None:
     assert calibrated.constants.allocator == pytest.approx(1.3)
 
 
-def test_nothing_timed_is_an_error() -> None:
+def test_what_cannot_be_calibrated_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no row has a step time"):
         calibrate([read_row(ROW)])
+    sweep = write_rows(tmp_path / "sweep.csv", [row(1.0)])
+    with pytest.raises(ValueError, match=r'did you mean "dgx_a100"\?'):
+        calibrate_file(sweep, str(tmp_path / "mine.toml"), "dgx_a10")
 
 
 def test_the_file_is_a_cluster(tmp_path: Path) -> None:
@@ -86,9 +89,3 @@ def test_the_file_is_a_cluster(tmp_path: Path) -> None:
     scores = json.loads(score_files([sweep], True, str(target)))
     (summary,) = scores.values()
     assert summary["mean"] < 0.01
-
-
-def test_a_cluster_that_there_is_not_is_an_error(tmp_path: Path) -> None:
-    sweep = write_rows(tmp_path / "sweep.csv", [row(1.0)])
-    with pytest.raises(ValueError, match=r'did you mean "dgx_a100"\?'):
-        calibrate_file(sweep, str(tmp_path / "mine.toml"), "dgx_a10")

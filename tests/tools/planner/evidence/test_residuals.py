@@ -33,17 +33,10 @@ def test_classes_have_the_same_axes_first() -> None:
     classes = list(classes_of(case(stack="megatron-2021")))
     assert classes[0].axes == "data only"
     assert RowClass(MEGATRON, "data only", ANY) in classes
-
-
-def test_experts_are_a_class_of_their_own() -> None:
-    dense = case()
-    sparse = replace(dense, model=replace(dense.model, experts=8))
+    sparse = replace(case(), model=replace(case().model, experts=8))
     assert {row_class.axes for row_class in classes_of(sparse)} == {"experts", ANY}
     expert_parallel = replace(sparse, parallel=replace(sparse.parallel, ep=2))
     assert added_axes(sparse, expert_parallel) == "+ep"
-
-
-def test_added_axes() -> None:
     assert added_axes(case(tp=2), case(tp=4)) == "the same"
     assert added_axes(case(tp=2), case(pp=2, tp=2)) == "+pp"
     assert added_axes(case(), case(pp=2, tp=2)) == "+tp+pp"

@@ -33,6 +33,11 @@ from torchllm.tools.planner.evidence.step_errors import (
 from torchllm.tools.planner.predict import predict
 
 
+def spent(**shares: float) -> dict[str, float]:
+    """Return the sources of a step's error: the whole step, and these shares of it."""
+    return {EVERY_STEP: 1.0, **shares}
+
+
 def drawn(folds: int, rows: int, deviation: float, framework: str = "first", share: float = 0.5) -> list[StepError]:
     """Errors of Student's t distribution, whose deviation is that of the term "wait" times its share of the step."""
     generator = random.Random(f"{framework} {deviation}")
@@ -48,20 +53,10 @@ def drawn(folds: int, rows: int, deviation: float, framework: str = "first", sha
     return errors
 
 
-def spent(**shares: float) -> dict[str, float]:
-    """Return the sources of a step's error: the whole step, and these shares of it."""
-    return {EVERY_STEP: 1.0, **shares}
-
-
-def fitted(errors: list[StepError]) -> ErrorModel:
-    """Return the model of these errors; frameworks have no factors."""
-    return fit_errors(errors, with_factors=False)
-
-
 @pytest.fixture(scope="module")
 def model() -> ErrorModel:
     """The model of a thousand errors of steps that wait for a while."""
-    return fitted(drawn(folds=20, rows=50, deviation=0.6))
+    return fit_errors(drawn(folds=20, rows=50, deviation=0.6), with_factors=False)
 
 
 def test_deviations_are_found_again(model: ErrorModel) -> None:
@@ -91,7 +86,7 @@ def test_an_interval_is_as_wide_as_what_the_step_is_spent_on_is_unknown(model: E
 
 def test_intervals_hold_nine_tenths_of_other_rows() -> None:
     errors = drawn(folds=40, rows=50, deviation=0.6)
-    model = fitted(errors[:1000])
+    model = fit_errors(errors[:1000], with_factors=False)
     covered = 0
     for error in errors[1000:]:
         interval = model.interval(error.shares, "first", "H100")
@@ -110,7 +105,7 @@ def test_a_framework_that_is_often_wrong_has_wider_intervals() -> None:
     unseen = model.interval(spent(wait=0.4), "never seen", "H100")
     assert careful.half < odd.half
     assert unseen.factor == 1
-    assert fitted(errors).factors == {}
+    assert fit_errors(errors, with_factors=False).factors == {}
 
 
 def careful_and_odd() -> list[StepError]:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes.warm import pretrain
 from tests.tiny_run import DEBUG, ROOT
 from torchllm.config import Cluster, Compile, Config, Float8, Model, Parallel, Recompute, Training
 from torchllm.config.errors import UserError
@@ -58,7 +57,12 @@ def test_an_unknown_machine_is_not_predicted() -> None:
     assert planned(unknown) is None
 
 
-def test_a_clusters_name_from_the_drivers() -> None:
+def test_a_clusters_name_from_the_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchllm.tools.planner.search.auto.DRIVER", tmp_path)
+    assert device() == ""
+    (tmp_path / "0000:1b:00.0").mkdir()
+    (tmp_path / "0000:1b:00.0" / "information").write_text("IRQ: 1\nModel: \t\t NVIDIA H200\nIRQ: 2\n")
+    assert device() == "NVIDIA H200"
     assert cluster_with_gpu("NVIDIA A100-SXM4-80GB") == "dgx_a100"
     assert cluster_with_gpu("NVIDIA A100-SXM4-40GB") == "mosaic_a100_40gb"
     assert cluster_with_gpu("NVIDIA H100 80GB HBM3") == "dgx_h100"
@@ -71,26 +75,14 @@ def test_a_clusters_name_from_the_drivers() -> None:
             cluster_with_gpu(gpu)
 
 
-def test_the_drivers_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchllm.tools.planner.search.auto.DRIVER", tmp_path)
-    assert device() == ""
-    (tmp_path / "0000:1b:00.0").mkdir()
-    (tmp_path / "0000:1b:00.0" / "information").write_text("IRQ: 1\nModel: \t\t NVIDIA H200\nIRQ: 2\n")
-    assert device() == "NVIDIA H200"
-
-
-def test_no_layout_is_an_error_of_the_key(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_has_a_layout_or_an_error_of_the_key(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NNODES", "1")
     monkeypatch.setenv("NPROC", "7")
     with pytest.raises(SystemExit, match="2"):
         load_configs([str(ROOT / DEBUG), "--parallel.layout=auto", "--check"])
     assert "--parallel.layout: no valid layout on 7 GPUs: " in capsys.readouterr().err
-
-
-def test_a_run_of_two_ranks_writes_what_was_chosen(tmp_path: Path) -> None:
-    assert pretrain(2, tmp_path, "--parallel.layout=auto", "--run.device=cpu") == ["", ""]
-    [resolved] = load_configs([str(tmp_path / "config.toml"), "--run.dry_run=true"])
-    assert resolved.parallel.layout == "manual"
-    degrees = resolved.parallel
-    assert degrees.ranks == 2
-    assert (tmp_path / "metrics.jsonl").read_text()
+    monkeypatch.setenv("NPROC", "2")
+    [config] = load_configs([str(ROOT / DEBUG), "--parallel.layout=auto", "--run.device=cpu", "--run.dry_run=true"])
+    assert (config.parallel.layout, config.parallel.ranks) == ("manual", 2)

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 
 from recipes.plan import read_model
-from torchllm.config import Model, Optimizer, Training
+from torchllm.config import Model, Training
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.cluster import Hardware, read_cluster
 from torchllm.tools.planner.parameters import StageSize
@@ -21,8 +21,6 @@ from torchllm.tools.planner.search.search import mesh_of, search, sharded
 
 SMALL = Model(layers=6, hidden=512, heads=8, kv_heads=4, ffn=1536, vocab=1024)
 LARGE = Model(layers=8, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256)
-DEEP = Model(layers=80, hidden=8192, heads=64, ffn=22016, vocab=128000)
-WIDE = Model(family="gpt", layers=12, hidden=12288, heads=96, ffn=49152, vocab=51200, tied_embeddings=True)
 
 
 def cluster(name: str = "dgx_a100", **changes: object) -> Hardware:
@@ -57,11 +55,6 @@ def layouts_of_mesh(job: Job, mesh: DegreeMesh) -> Iterator[Layout]:
             for sharding, (mode, sp, method) in product(job.shardings(mesh), settings):
                 layout = Layout(mesh.pp, 1, 1, mesh.cp, mesh.tp, schedule, stages, size, 0, mode, sp, method)
                 yield sharded(layout, sharding)
-
-
-def sample(layouts: list[Layout], count: int, seed: int = 0) -> list[Layout]:
-    """Return some of the layouts, the same ones each time."""
-    return random.Random(seed).sample(layouts, count)
 
 
 def test_a_mesh_is_refused_with_its_reason() -> None:
@@ -111,59 +104,19 @@ def test_of_few_ranks_the_whole_memory_is_computed(monkeypatch: pytest.MonkeyPat
     assert ranks.count(0) >= len(ranks) / 2  # the last rank only where the first one fits
 
 
-def job_with_bounds(name: str) -> Job:
-    """Return a job by its name; of one stages wait long for each other, which its blocks do once together."""
-    if name == "wide":
-        return make_job(WIDE, gpus=16, batch=16, length=1024)
-    if name == "waits":
-        waits = cluster(constants=replace(cluster().constants, wait=0.1))
-        return make_job(DEEP, gpus=8, batch=64, length=1024, hardware=waits)
-    if name == "experts":
-        experts = replace(SMALL, experts=8, expert_ffn=512, dense_layers=1)
-        return make_job(experts, gpus=8, batch=16, length=1024)
-    optimizer = Optimizer(name="muon" if name == "muon" else "adamw")
-    return make_job(LARGE, gpus=8, batch=8, length=2048, optimizer=optimizer)
-
-
-SLACK = 1 + 1e-9
-
-
-@pytest.mark.parametrize("name", ["large", "wide", "waits", "muon", "experts"])
-def test_bounds_hold(name: str) -> None:
-    """What is decided last costs least when it is open: sharding, schedule, recomputation."""
-    job = job_with_bounds(name)
+@pytest.mark.parametrize("model", [LARGE, replace(SMALL, experts=8, expert_ffn=512, dense_layers=1)])
+def test_bounds_of_memory_hold(model: Model) -> None:
+    """Sharding is decided last, and costs least when it is open. test_enumeration.py has the bounds of seconds."""
+    job = make_job(model, gpus=8, batch=8, length=2048)
     bounds = Bounds(job)
-    for layout in sample(all_layouts(job), 150, seed=1):
+    for layout in random.Random(1).sample(all_layouts(job), 150):
         unsharded = layout._replace(dp_replicate=1, dp_shard=layout.data_ranks, zero_stage=0)
-        start = unsharded._replace(schedule="1F1B", virtual_stages=1)
-        case = job.case(layout)
-        bounded = predict(case, at_least)
-        step = predict(case).step
-        assert bounded.step <= step * SLACK, layout
-        shared = bounds.shared(start)
-        without_recomputation = bounds.shared(start._replace(recompute="none"))
-        assert without_recomputation <= shared * SLACK, layout
-        assert shared <= bounded.step * SLACK, layout
-        scheduled = bounds.scheduled(layout)
-        assert bounds.scheduled(unsharded) <= scheduled * SLACK, layout
-        assert scheduled + bounds.tail(layout) <= bounded.step * SLACK, layout
-
-        most_memory = bounded.memory.total * SLACK
+        possible = [sharding for sharding in job.shardings(mesh_of(layout)) if sharding.ep == layout.ep]
+        smallest = sharded(layout, possible[-1])
         held = bounds.held(layout)
-        held_by_smallest = bounds.held(smallest_sharding(bounds, layout))
-        assert held_by_smallest <= held * SLACK, layout
-        assert held <= most_memory, layout
-        assert bounds.needed(layout) <= most_memory, layout
-        start_in_shards = smallest_sharding(bounds, layout)._replace(schedule="1F1B", virtual_stages=1)
-        assert bounds.shared_memory(start_in_shards) <= most_memory, layout
+        assert bounds.held(smallest) <= held * (1 + 1e-9), layout
+        assert held <= predict(job.case(layout), at_least).memory.total * (1 + 1e-9), layout
         assert bounds.in_flight(unsharded) == bounds.in_flight(layout), layout
-
-
-def smallest_sharding(bounds: Bounds, layout: Layout) -> Layout:
-    """Return the layout with its states in the smallest shards."""
-    shardings = bounds.job.shardings(mesh_of(layout))
-    possible = [sharding for sharding in shardings if sharding.ep == layout.ep]
-    return sharded(layout, possible[-1])
 
 
 def test_blocks_are_compiled_on_gpus_where_the_config_accepts_it() -> None:
