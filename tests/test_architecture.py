@@ -25,9 +25,9 @@ CORE = [
 ]
 """What a fork reads and may change. Each room (a folder or a file of torchllm) imports only itself and rooms above."""
 TOOLS = [
-    *("tools.resources", "tools.config", "tools.planner", "tools.iterable", "tools.mesh_axes", "tools.launch"),
-    *("tools.prepare", "tools.hub", "tools.dry_run", "tools.watch", "tools.adapt", "tools.proof", "tools.front"),
-    *("tools.generate", "tools.pipeline", "tools.bug_report"),
+    *("tools.resources", "tools.config", "tools.planner", "tools.iterable", "tools.mesh_axes", "tools.torch_names"),
+    *("tools.launch", "tools.prepare", "tools.hub", "tools.dry_run", "tools.watch", "tools.adapt", "tools.proof"),
+    *("tools.front", "tools.generate", "tools.pipeline", "tools.bug_report"),
 ]
 """They stand on the core, which imports none of them; each also imports only those above it."""
 ROOMS = ["old_names", *CORE, *TOOLS, "recipe", "cli", "__main__", "recipes"]
@@ -68,6 +68,7 @@ TORCH_COMPAT = {
     "torchllm/runtime/torch_compat.py",
     "torchllm/runtime/torch_pipeline.py",
     "torchllm/tools/launch/torch_records.py",
+    "torchllm/tools/torch_names.py",
 }
 PYTHONS_OWN = {"_current_frames", "_asdict", "_fields", "_replace", "_make", "_exit"}
 
@@ -348,12 +349,12 @@ def test_what_a_reader_has_to_read_does_not_grow() -> None:
     """Lower a limit with the size; raise one only with a reason."""
     minimal, pretrain = (size_of(imported_files(ROOT / "recipes" / name)) for name in ("minimal.py", "pretrain.py"))
     assert minimal.files <= 52
-    assert minimal.lines <= 6_630
+    assert minimal.lines <= 6_600
     assert pretrain.files <= 125
-    assert pretrain.lines <= 15_700
+    assert pretrain.lines <= 15_680
     # with {facts,models}/frozen.py, facts/block_kinds.py and parallel/added_parameters.py,
     # which no recipe here imports, and checkpoint/read_plan.py, which loads import: bytes read once
-    assert size_of(core_files()).lines <= 17_000
+    assert size_of(core_files()).lines <= 16_920
     assert 5_000 < size_of(spine_files()).lines <= 6_310
 
 

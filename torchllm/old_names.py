@@ -86,12 +86,15 @@ NAMES = {
     ("parallel.context", "parallel.mesh"): "sequence_pieces",
     ("parallel.pipeline", "parallel.forward_backward"): "ForwardBackward OneStage",
     ("parallel.pipeline", "parallel.parallelize"): "build_forward_backward",
+    ("parallel.expert", "tools.dry_run.trace"): "even_splits split_evenly",
     ("parallel.mesh", "tools.mesh_axes"): "AXIS_NAMES MeshAxis",
     ("runtime.heartbeat", "tools.launch.rank_watch"): "Beat read_beat",
     ("runtime.parent", "tools.launch.process_tree"): "PARENT PARENT_PIPE end_with_parent is_running tie_children",
     ("runtime.parent", "tools.launch.rank_watch"): "find_children find_ranks",
     ("runtime.process", "runtime.device"): "choose_device compute_dtype has_usable_gpu",
-    ("runtime.process", "tools.launch.rank_start"): "await_ranks has_launcher joined_key start_runtime",
+    ("runtime.process", "tools.launch.rank_start"): """await_ranks has_launcher joined_key raise_first_error
+        start_runtime""",
+    ("runtime.torch_compat", "tools.torch_names"): "dump_memory group_with_name skip_pipeline_vote storage_info",
     ("facts.shapes", "tools.hub.family"): "stored_shapes",
     ("tools.adapt.supervise", "tools.adapt.adaptation"): "Adaptation",
     ("tools.front.start", "tools.front.resolve"): """can_compile check_cluster check_export is_rank_of_launcher load_run

@@ -1,5 +1,5 @@
 from dataclasses import replace
-from itertools import combinations, pairwise, product
+from itertools import accumulate, combinations, pairwise, product
 from pathlib import Path
 
 import pytest
@@ -7,7 +7,7 @@ import pytest
 from tests.facts.test_flops import forward_flops_per_token
 from torchllm.config import SCHEDULES, Model, Parallel, PipelineSchedule
 from torchllm.facts.flops import block_flops
-from torchllm.facts.stages import balanced_split, end_costs, stage_costs, stage_of_rank
+from torchllm.facts.stages import balanced_split, end_costs, stage_of_rank
 from torchllm.tools.config.load import load_config
 
 pytestmark = pytest.mark.quick
@@ -23,6 +23,17 @@ SPARSE = Model(layers=10, hidden=64, heads=4, ffn=128, vocab=64, experts=8, top_
 def every_split(blocks: int, stages: int) -> list[tuple[int, ...]]:
     cuts = [(0, *cut, blocks) for cut in combinations(range(1, blocks), stages - 1)]
     return [tuple(b - a for a, b in pairwise(cut)) for cut in cuts]
+
+
+def stage_costs(model: Model, split: tuple[int, ...], sequence_length: int) -> tuple[int, ...]:
+    """Return the operations of one token's forward pass in each stage. split: the blocks of each stage."""
+    costs = []
+    for start, end in pairwise(accumulate(split, initial=0)):
+        costs.append(sum(block_flops(model, layer, sequence_length) for layer in range(start, end)))
+    first, last = end_costs(model)
+    costs[0] += first
+    costs[-1] += last
+    return tuple(costs)
 
 
 def costs_of_ranks(model: Model, parallel: Parallel, split: tuple[int, ...]) -> list[int]:

@@ -25,12 +25,13 @@ from torch import Tensor
 from tests.hollow import counts
 from torchllm.config import Config
 from torchllm.models.decoder import Decoder
-from torchllm.parallel.expert import ExchangeDispatch, Splits, even_splits, read_splits, routed_experts
+from torchllm.parallel.expert import ExchangeDispatch, Splits, read_splits, routed_experts
 from torchllm.parallel.mesh import build_mesh
 from torchllm.parallel.pipeline import Pipeline
-from torchllm.runtime.torch_pipeline import skip_pipeline_vote
 from torchllm.tools.adapt.trial import build_trial, synthetic_batches
 from torchllm.tools.config.load import load_config
+from torchllm.tools.dry_run.trace import even_splits
+from torchllm.tools.torch_names import skip_pipeline_vote
 
 STEPS = 3
 """to take; the last one counts: the first compiles, and allocates what stays"""

@@ -14,7 +14,8 @@ from tests.workers import run
 from torchllm.config import Config
 from torchllm.models.experts import ExpertRows, Router, Routing, SharedExperts
 from torchllm.parallel import expert
-from torchllm.parallel.expert import ExchangeDispatch, even_splits, routed_experts
+from torchllm.parallel.expert import ExchangeDispatch, routed_experts
+from torchllm.tools.dry_run.trace import even_splits
 from torchllm.tools.proof.compare import GRADIENT_ERROR
 from torchllm.tools.proof.record import Trained
 

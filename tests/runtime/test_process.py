@@ -13,8 +13,9 @@ import torch.distributed as dist
 from tests import workers
 from tests.tiny_run import process_as_it_was
 from torchllm.config.errors import UserError
-from torchllm.runtime.process import Runtime, raise_first_error
+from torchllm.runtime.process import Runtime
 from torchllm.runtime.stop import StopRequests
+from torchllm.tools.launch.rank_start import raise_first_error
 
 
 @pytest.fixture(autouse=True)

@@ -34,12 +34,13 @@ from torchllm.runtime.torch_compat import (
     group_option,
     join_meshes,
     local_region,
-    storage_info,
     varlen_attention,
 )
 from torchllm.runtime.torch_pipeline import ConnectedStage
+from torchllm.tools import torch_names
 from torchllm.tools.launch import torch_records
 from torchllm.tools.launch.torch_records import break_profile_cycle, flight_records, profiled_events
+from torchllm.tools.torch_names import storage_info
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def eight_ranks() -> Iterator[None]:
 
 def test_every_name_has_a_test_here() -> None:
     tests = Path(__file__).read_text()
-    for module in (torch_compat, torch_pipeline, torch_records):
+    for module in (torch_compat, torch_pipeline, torch_names, torch_records):
         prefix = f"{module.__name__}."
         names = {name.removeprefix(prefix) for file in FILES for name in imports(file) if name.startswith(prefix)}
         for name in names:
@@ -152,7 +153,7 @@ def test_forget_meshes() -> None:
 @pytest.mark.usefixtures("eight_ranks")
 def test_group_with_name() -> None:
     group = dist.new_group([1, 5])
-    assert torch_compat.group_with_name(group.group_name) is group
+    assert torch_names.group_with_name(group.group_name) is group
 
 
 def test_foreach_norm() -> None:
@@ -322,7 +323,7 @@ def test_skip_pipeline_vote_lets_one_rank_of_a_fake_pipeline_run() -> None:
             like = torch.empty(1, 3).requires_grad_()
             stage = PipelineStage(nn.Linear(3, 3), 0, 2, torch.device("cpu"), input_args=like, output_args=like)
             schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=lambda out, target: out.sum())
-            torch_pipeline.skip_pipeline_vote(schedule)
+            torch_names.skip_pipeline_vote(schedule)
             schedule.step(torch.empty(2, 3))
             assert stage.submod.weight.grad.shape == (3, 3)
     finally:

@@ -8,7 +8,6 @@ stage, so the balance is the same.
 
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from torchllm.config import Model, Parallel, PipelineSchedule
@@ -48,17 +47,6 @@ def end_costs(model: Model) -> tuple[int, int]:
     head = 2 * head_size(model)
     softmax = 5 * model.vocab
     return model.hidden, norm + head + softmax
-
-
-def stage_costs(model: Model, split: tuple[int, ...], sequence_length: int) -> tuple[int, ...]:
-    """Return the operations of one token's forward pass in each stage. split: the blocks of each stage."""
-    costs = []
-    for start, end in pairwise(accumulate(split, initial=0)):
-        costs.append(sum(block_flops(model, layer, sequence_length) for layer in range(start, end)))
-    first, last = end_costs(model)
-    costs[0] += first
-    costs[-1] += last
-    return tuple(costs)
 
 
 def balanced_split(model: Model, parallel: Parallel, sequence_length: int) -> tuple[int, ...]:

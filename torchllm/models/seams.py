@@ -38,7 +38,7 @@ SEAMS = (
     Seam("gated", "Experts", ("compile.py",)),
     Seam("gated", "SwiGLU", ("compile.py",)),
     Seam("dispatch", "RoutedExperts", ("expert.py",)),
-    Seam("splits", "ExchangeDispatch", ("expert.py",)),
+    Seam("splits", "ExchangeDispatch", ("trace.py",)),
     Seam("own_tokens", "RoutedExperts", ("tensor.py",)),
     Seam("hidden_states", "RoutedExperts", ("tensor.py",)),
     Seam("combine", "RoutedExperts", ("compile.py",)),

@@ -189,21 +189,6 @@ def read_splits(sent: Tensor, received: Tensor, rows: int) -> Splits:
     return Splits(to_each, from_each)
 
 
-def even_splits(sent: Tensor, received: Tensor, rows: int) -> Splits:
-    """Return the numbers of rows for perfectly balanced experts, without reading a tensor."""
-    ranks = len(sent)
-    share, rest = divmod(rows, ranks)
-    each = [share + int(rank < rest) for rank in range(ranks)]
-    return Splits(each, each)
-
-
-def split_evenly(stage: nn.Module) -> None:
-    """Let a stage on fake tensors, which have no values, send the same number of rows to each rank."""
-    for routed in routed_experts(stage):
-        if isinstance(routed.dispatch, ExchangeDispatch):
-            routed.dispatch.splits = even_splits
-
-
 def _order_by_expert(origins: Tensor, rows: int) -> Tensor:
     """Return the order that sorts received rows by expert, then by source rank: (N) int64.
 

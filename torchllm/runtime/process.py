@@ -8,7 +8,6 @@ import gc
 import hashlib
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchllm.config.errors import UserError
 from torchllm.runtime.heartbeat import beat, heartbeat
 from torchllm.runtime.stop import STOP, STOPPED, StopRequests, write_marker
 from torchllm.runtime.terminal import drop_unwritten_output
@@ -223,12 +221,3 @@ def same_on_all_ranks(text: str | None, group: dist.ProcessGroup) -> bool:
     dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
     largest, smallest = bounds[:2], ~bounds[2:]
     return torch.equal(largest, smallest)
-
-
-def raise_first_error(
-    gather_texts: Callable[[str | None], list[str | None]], error: str | None, kind: type[UserError] = UserError
-) -> None:
-    """Raise an error of `kind` on every rank if any rank has an error, with the text of the first rank that has one."""
-    for rank, text in enumerate(gather_texts(error)):
-        if text is not None:
-            raise kind(f"rank {rank}: {text}" if rank else text)

@@ -1,7 +1,7 @@
 """Every private torch name that the library uses, and every difference between torch 2.11 and 2.15, with its reason.
 
-Those of pipelines, and of the profiler and flight recorder, which few runs load, are in `torch_pipeline.py` and
-`tools/launch/torch_records.py`. Private names that only one file needs may stay there: `PRIVATE` in
+Those of pipelines are in `torch_pipeline.py`, of the profiler and flight recorder in `tools/launch/torch_records.py`,
+of other tools in `tools/torch_names.py`. Private names that only one file needs may stay there: `PRIVATE` in
 tests/test_architecture.py lists them with reasons. `tests/runtime/test_torch_compat.py` has a test for each name, which
 fails when torch moves it.
 """
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import _distributed_c10d as c10d
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper as checkpoint_wrapper
@@ -120,16 +119,6 @@ def local_region(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(shape), tuple(offset)
 
 
-def storage_info(file: str, offset: int, length: int) -> Any:
-    """Return torch's record of the place of a piece of a tensor: a file in the checkpoint's folder, and its bytes.
-
-    Private: torch has no public names for the parts of `.metadata`.
-    """
-    from torch.distributed.checkpoint.filesystem import _StorageInfo  # 80 modules
-
-    return _StorageInfo(file, offset, length)
-
-
 def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Send x[i] to rank i of `group` and return the received tensors: (n, ...) -> (n, ...) for n ranks.
 
@@ -187,17 +176,3 @@ def chosen_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> st
     grouped = q.shape[1] != k.shape[1]
     number = torch._fused_sdp_choice(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
     return SDPBackend(number).name.partition("_")[0].lower()
-
-
-def group_with_name(name: str) -> dist.ProcessGroup:
-    """Return the process group with this name. Private: torch has no public way from the name to the group."""
-    return c10d._resolve_process_group(name)  # type: ignore[arg-type]  # torch's GroupName is a str
-
-
-def dump_memory(file: str) -> None:
-    """Write a snapshot of the GPU's memory to `file`, in the format of pytorch.org/memory_viz.
-
-    Private: the public `torch.cuda.memory_snapshot` returns the blocks without the history. torch's guide to GPU memory
-    names this function.
-    """
-    torch.cuda.memory._dump_snapshot(file)

@@ -1,7 +1,5 @@
 """Private names of torch's pipelines, and differences between its versions; as `torch_compat.py`."""
 
-from typing import Any
-
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
@@ -26,20 +24,3 @@ def standard_strides(x: Tensor) -> Tensor:
     stages in torch 2.11 refuse to send it; later versions do not compare strides.
     """
     return x.flatten().view(x.shape)
-
-
-def skip_pipeline_vote(schedule: Any) -> None:
-    """Let a pipeline schedule start its first step without exchanging whether the shapes of stages are static.
-
-    Private: all stages of this library have static shapes, but torch 2.13 has no setting for it, and fake tensors have
-    no answer to read. torch 2.11 has no such exchange, torch 2.15 skips it for fake ranks.
-    """
-
-    def all_static(stages: Any, *_: Any) -> None:
-        from torch.distributed.pipelining._utils import InferenceMode  # not in torch 2.11
-
-        for stage in stages:
-            stage._inference_mode = InferenceMode.STATIC
-
-    if hasattr(schedule, "_warmup_p2p"):
-        schedule._warmup_p2p = all_static

@@ -4,8 +4,8 @@ import torch
 
 from torchllm.config import Config
 from torchllm.runtime.process import Runtime
-from torchllm.runtime.torch_compat import dump_memory
 from torchllm.tools.planner.search.savers import savers
+from torchllm.tools.torch_names import dump_memory
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

@@ -31,14 +31,13 @@ from torchllm.optim.average import WeightAverage
 from torchllm.optim.grad_norm import gradients
 from torchllm.optim.optimizer import build_optimizer
 from torchllm.optim.schedule import LearningRate
-from torchllm.parallel.expert import split_evenly
+from torchllm.parallel.expert import ExchangeDispatch, Splits, routed_experts
 from torchllm.parallel.forward_backward import ForwardBackward
 from torchllm.parallel.initialize import materialize
 from torchllm.parallel.mesh import Mesh, build_mesh
 from torchllm.parallel.parallelize import build_forward_backward, parallelize
 from torchllm.parallel.pipeline import Pipeline
 from torchllm.runtime.torch_compat import FakeTensorMode
-from torchllm.runtime.torch_pipeline import skip_pipeline_vote
 from torchllm.tools.dry_run.fused_norm import use_fused_norms
 from torchllm.tools.dry_run.memory import memory_per_micro_batch, saved_by_forwards, spans
 from torchllm.tools.dry_run.repeats import (
@@ -58,6 +57,7 @@ from torchllm.tools.dry_run.replay import Traced, action_keys
 from torchllm.tools.dry_run.tracker import Tracker
 from torchllm.tools.mesh_axes import axis_of_group
 from torchllm.tools.planner.schedules import flat, orders
+from torchllm.tools.torch_names import skip_pipeline_vote
 from torchllm.train.step import TrainStep
 
 log = logging.getLogger(__name__)
@@ -323,3 +323,18 @@ def _part(mesh: Mesh, parallel: Parallel, pp: int, traced_rank: int) -> tuple[Me
     first = mesh.pp.get_local_rank() - traced_rank
     line = DeviceMesh("cpu", ranks[first : first + pp], mesh_dim_names=mesh.pp.mesh_dim_names)
     return replace(mesh, pp=line), replace(parallel, pp=pp, split=())
+
+
+def even_splits(sent: Tensor, received: Tensor, rows: int) -> Splits:
+    """Return the numbers of rows for perfectly balanced experts, without reading a tensor."""
+    ranks = len(sent)
+    share, rest = divmod(rows, ranks)
+    each = [share + int(rank < rest) for rank in range(ranks)]
+    return Splits(each, each)
+
+
+def split_evenly(stage: nn.Module) -> None:
+    """Let a stage on fake tensors, which have no values, send the same number of rows to each rank."""
+    for routed in routed_experts(stage):
+        if isinstance(routed.dispatch, ExchangeDispatch):
+            routed.dispatch.splits = even_splits

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchllm.parallel.float8 import plain_tensor
-from torchllm.runtime.torch_compat import FakeTensor, FakeTensorMode, TorchDispatchMode, group_with_name
+from torchllm.runtime.torch_compat import FakeTensor, FakeTensorMode, TorchDispatchMode
 from torchllm.tools.mesh_axes import MeshAxis
+from torchllm.tools.torch_names import group_with_name
 
 NEVER = 1 << 62
 """time of an event that has not happened: it is after all other times"""

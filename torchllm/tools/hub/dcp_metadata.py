@@ -24,7 +24,7 @@ from torchllm.checkpoint.data_file import data_file_name, read_piece_table
 from torchllm.checkpoint.index import INDEX, parse_index
 from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint, read_manifest
 from torchllm.checkpoint.verify import check_content
-from torchllm.runtime.torch_compat import storage_info
+from torchllm.tools.torch_names import storage_info
 
 METADATA = ".metadata"
 

@@ -25,7 +25,7 @@ from torchllm.config.errors import RefusedStart, UserError
 from torchllm.runtime.device import choose_device
 from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.heartbeat import GROUP_GRACE, Timeouts, beat, heartbeat
-from torchllm.runtime.process import Hooks, Runtime, raise_first_error
+from torchllm.runtime.process import Hooks, Runtime
 from torchllm.runtime.stop import StopRequests
 from torchllm.tools.launch import launcher_notes
 from torchllm.tools.launch.descriptors import describe_low_limit, raise_descriptor_limit
@@ -310,3 +310,12 @@ def _appears(exists: Callable[[], bool], patience: float = FILE_SYSTEM_PATIENCE)
             return False
         time.sleep(0.1)
     return True
+
+
+def raise_first_error(
+    gather_texts: Callable[[str | None], list[str | None]], error: str | None, kind: type[UserError] = UserError
+) -> None:
+    """Raise an error of `kind` on every rank if any rank has an error, with the text of the first rank that has one."""
+    for rank, text in enumerate(gather_texts(error)):
+        if text is not None:
+            raise kind(f"rank {rank}: {text}" if rank else text)

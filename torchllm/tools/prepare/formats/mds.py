@@ -36,8 +36,6 @@ from torchllm.tools.prepare.formats.token_file import (
     WrongFormat,
 )
 
-_SCALAR_BYTES = {"int": 8, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint8": 1, "uint16": 2, "uint32": 4}
-_SCALAR_BYTES |= {"uint64": 8, "float16": 2, "float32": 4, "float64": 8}
 _INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 _SHAPE_BYTES = (1, 2, 4, 8)
 _ONE_DIMENSION = 4
