@@ -214,7 +214,7 @@ class Checkpointer:
 
     def _load(self, folder: Path) -> Manifest:
         """Load a step folder and return its manifest. Raises DamagedCheckpoint after recording the damage."""
-        self._history.is_whole[folder] = False
+        self._history.is_whole[folder] = False  # until all of it is read: an error below leaves it so
         stored = tensor_io.open_checkpoint(self._group, folder)
         manifest = stored.manifest
         ranks = manifest.world_size
@@ -269,9 +269,10 @@ class Checkpointer:
             return None if folder.exists() else manifests.make_temporary(self._root, step, needed)
 
         temporary = on_first(self._group, begin)
-        if temporary is None:
+        if temporary is None:  # there is one of this step already
             self._make_way(folder)
             return self.save(step, data)
+        # Judgment and data are of this step: a background save uses them while the run goes on.
         judgment = self._history.judgment()
         if self._executor is None:
             self._write(temporary, step, deepcopy(dict(data)), self._plan, parts, judgment)
@@ -363,7 +364,7 @@ class Checkpointer:
                 versions=current_versions(),
                 files=files,
             )
-            self._check_owner()
+            self._check_owner()  # again, now: writing the tensors has taken time
             manifests.publish(temporary, folder, manifest)
 
         try:

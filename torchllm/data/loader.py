@@ -371,7 +371,7 @@ class TrainLoader:
             warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
             loader = StatefulDataLoader(
                 _Steps(self._reader, self._order, self._consumed, self._training, self._ranks),
-                batch_size=None,
+                batch_size=None,  # an item is a whole step
                 sampler=range(_ENDLESS),
                 num_workers=self._workers,
                 prefetch_factor=_PREFETCHED_STEPS if self._workers else None,
@@ -382,7 +382,7 @@ class TrainLoader:
                 worker_init_fn=partial(_start_worker, os.getpid()),
                 multiprocessing_context="fork" if self._workers and sys.platform == "linux" else None,
                 generator=torch.Generator(),  # otherwise every start would draw from the run's random state
-                snapshot_every_n_steps=_ENDLESS,
+                snapshot_every_n_steps=_ENDLESS,  # never: `state` does not need it
             )
             batches = iter(loader)
         if self._workers:

@@ -145,5 +145,6 @@ def _within_documents(first_tokens: Tensor, begins: Tensor, width: int) -> tuple
     is_begin = torch.zeros(windows * width, dtype=torch.bool, device=begins.device)
     is_begin = is_begin.index_fill_(0, begins, True).view(windows, width)[:, :-1]
     index = torch.arange(width - 1, device=begins.device)
+    # The document of the first token may begin before the window, at a negative index.
     document_begins = torch.where(is_begin, index, -first_positions).cummax(1).values
     return index - document_begins, first_documents + is_begin.cumsum(1)

@@ -99,10 +99,11 @@ class EagerAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         if mask is None:
             mask = causal_mask(q.shape[1], k.shape[1], q.device, self.window)
-        queries_per_key = q.shape[2] // k.shape[2]
+        queries_per_key = q.shape[2] // k.shape[2]  # neighboring query heads share a key head
         k = k.repeat_interleave(queries_per_key, dim=2)
         v = v.repeat_interleave(queries_per_key, dim=2)
         scale = q.shape[-1] ** -0.5
+        # The softmax in float32: the sum of many small weights in 16 bits would lose them.
         scores = widened(torch.einsum("bqhd,bkhd->bhqk", q, k)) * scale
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).to(v.dtype)
         return torch.einsum("bhqk,bkhd->bqhd", weights, v)

@@ -181,7 +181,7 @@ def _run_chunk(rows: Tensor, weight: Tensor, targets: Tensor, head: Head, d_weig
     leaf = rows.detach().requires_grad_()
     with torch.enable_grad():
         logits = F.linear(leaf, weight.detach())
-        if d_weight is not None:
+        if d_weight is not None:  # added as soon as the gradient of these logits exists, which is then freed
             logits.register_hook(partial(_add_product, d_weight, rows))
         sums = head.cross_entropy(logits, targets)
         objective = sums[0] + head.z_loss * sums[1] if head.z_loss else sums

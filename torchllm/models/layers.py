@@ -154,7 +154,7 @@ def _yarn_share_unscaled(model: Model, device: torch.device) -> Tensor:
     first = max(_pair_that_turns(model, model.rope_beta_fast, round_by=math.floor), 0.0)
     last = min(_pair_that_turns(model, model.rope_beta_slow, round_by=math.ceil), model.rotary_width - 1.0)
     if first == last:
-        last += 0.001
+        last += 0.001  # as in the authors' code: no division by 0
     pairs = torch.arange(model.rotary_width // 2, device=device, dtype=torch.float32)
     share_scaled = ((pairs - first) / (last - first)).clamp(0.0, 1.0)
     return 1.0 - share_scaled
@@ -180,6 +180,7 @@ def rotary_angles(model: Model, positions: Tensor) -> Rotary:
 
     They are computed in each forward, so there is no buffer to lose, shard or load.
     """
+    # float32 whatever the dtype of the computation: bfloat16 has no position 257.
     angles = positions.unsqueeze(-1).float() * rotary_frequencies(model, positions.device)
     angles = angles.unsqueeze(2)  # the same for all heads
     cos, sin = angles.cos(), angles.sin()

@@ -52,6 +52,7 @@ def clip(stages: Sequence[nn.Module], norm: Tensor, largest: float) -> None:
     """Scale the gradients so that their norm is at most `largest`; 0 means no clipping. Never waits for the device."""
     if not largest:
         return
+    # 1e-6 as in torch's clip_grad_norm_: a norm of 0 divides nothing by 0.
     factor = (largest / (norm + 1e-6)).clamp(max=1.0).to(torch.float32)
     held_here = [local_tensor(gradient) for gradient in gradients(stages)]
     if held_here:

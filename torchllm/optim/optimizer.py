@@ -103,5 +103,5 @@ def apply_if_finite(optimizer: torch.optim.Optimizer, learning_rate: float, fini
         return
     # The two attributes that GradScaler sets are not in torch's stubs.
     optimizer.found_inf = (~finite).to(torch.float32)  # type: ignore[attr-defined]
-    optimizer.grad_scale = None  # type: ignore[attr-defined]
+    optimizer.grad_scale = None  # type: ignore[attr-defined]  # the gradients are not scaled
     optimizer.step()

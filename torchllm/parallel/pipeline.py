@@ -265,6 +265,7 @@ def add_tied_gradients(weights: Sequence[Tensor], group: dist.ProcessGroup) -> N
     first_rank, last_rank = 0, dist.get_world_size(group) - 1
     if dist.get_rank(group) == first_rank:
         # FOOTGUN: not one batch of a send and a receive: for a batch NCCL may set up all ranks of the group, and hang.
+        # One end sends first and the other receives first: two sends would wait for each other.
         dist.send(gradient, group=group, group_dst=last_rank)
         dist.recv(gradient, group=group, group_src=last_rank)
     else:

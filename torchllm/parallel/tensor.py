@@ -373,7 +373,7 @@ class VocabParallelEmbedding(ParallelStyle):
             local_weight = module.weight.to_local(grad_placements=[Shard(0)])
             row = tokens - first
             is_local = (row >= 0) & (row < len(local_weight))
-            rows = F.embedding(row.where(is_local, 0), local_weight)
+            rows = F.embedding(row.where(is_local, 0), local_weight)  # of other ranks' tokens: any row, then 0
             rows = rows.where(is_local.unsqueeze(-1), 0.0)
             out = DTensor.from_local(rows, device_mesh, [Partial()], run_check=False)
             return out.redistribute(placements=[self.hidden]).to_local()
@@ -459,14 +459,14 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup, with_squares: bool
     ) -> Tensor:
-        largest = logits.amax(-1)
+        largest = logits.amax(-1)  # over all ranks, so that their exponentials add up and none overflows
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         shifted = logits - largest.unsqueeze(-1)
         column = labels - first
         is_local = (column >= 0) & (column < logits.shape[-1])
         column = column.where(is_local, 0).unsqueeze(-1)
         target = shifted.gather(-1, column).squeeze(-1).where(is_local, 0.0)
-        exponentials = shifted.exp_()
+        exponentials = shifted.exp_()  # in place, now that the target is read: a second (N, V / tp) would be the peak
         total, target = sums = torch.stack((exponentials.sum(-1), target))
         dist.all_reduce(sums, group=group)
         valid = labels != IGNORED

@@ -28,7 +28,7 @@ def evaluate(
 def _evaluate(
     forward_backward: ForwardBackward, batches: Iterable[Batch], device: torch.device, mesh: Mesh | None
 ) -> float:
-    loss, tokens = torch.zeros(2, dtype=torch.float64, device=device)
+    loss, tokens = torch.zeros(2, dtype=torch.float64, device=device)  # float32 counts up to 2^24 tokens
     for batch in batches:
         beat("batch")
         loss += forward_backward.loss_sum(batch)

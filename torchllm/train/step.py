@@ -78,17 +78,19 @@ class TrainStep:
         refuse_unchecked_step()
         set_mode(self.optimizer, "train")
         tokens, pairs = self._count(batches)
-        with phase("forward_backward"):
+        with phase("forward_backward"):  # a step without a target has gradients of 0, not nan
             loss = self.forward_backward(batches, 1.0 / tokens.clamp(min=1))
         norm, loss, z_loss = self._over_all_ranks(loss, tokens)
+        # Both: a gradient may overflow behind a finite loss, and one rank of tp alone may have a loss that is nan.
         finite = torch.isfinite(norm) & torch.isfinite(loss)
         clip(self.stages, norm, self.training.max_grad_norm)
         routing = self.expert_balance.finish_step(finite)
         learning_rate = self.learning_rate(step)
         with phase("optimizer"):
             apply_if_finite(self.optimizer, learning_rate, finite)
-            self.optimizer.zero_grad()
+            self.optimizer.zero_grad()  # frees them before an evaluation or a save
             set_mode(self.optimizer, "eval")
+        # Not in place: the results of earlier steps have these tensors, and may be read later.
         self.skipped = self.skipped + ~finite
         self.skipped_in_a_row = (self.skipped_in_a_row + 1) * ~finite
         self.longest_run = torch.maximum(self.longest_run, self.skipped_in_a_row)
