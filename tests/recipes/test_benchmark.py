@@ -37,11 +37,6 @@ def measured(name: str, folder: Path, *overrides: str, ranks: int = 0) -> dict[s
     return result
 
 
-def check_ratio(row: dict[str, Any], name: str) -> None:
-    assert row["what"] == name
-    assert 0 < row["least"] <= row["ratio"] <= row["largest"] < 100
-
-
 def test_a_wrong_name_lists_the_right_ones() -> None:
     done = benchmark("stpe")
     assert (done.returncode, done.stdout) == (2, "")
@@ -66,12 +61,9 @@ def test_step_compares_with_a_bare_loop(tmp_path: Path, ranks: int, baseline: st
         assert row["tokens_per_second"] == pytest.approx(16 * 32 / row["step_ms"] * 1e3)
         assert 0 < row["mfu"] == row["hfu"] < 1
         assert row["peak_memory_gib"] is None  # of a GPU
-    check_ratio(result["step time"][0], f"torchllm / {baseline}")
-
-
-def numbers_of(tables: Any) -> list[float]:
-    rows = [row for table in tables.values() for row in table]
-    return [value for row in rows for value in row.values() if isinstance(value, float)]
+    row = result["step time"][0]
+    assert row["what"] == f"torchllm / {baseline}"
+    assert 0 < row["least"] <= row["ratio"] <= row["largest"] < 100
 
 
 TABLES = [
@@ -103,7 +95,8 @@ def test_a_benchmark_prints_its_tables(name: str, ranks: int, titles: list[str],
     tables = measured(name, tmp_path / "run", *options.get(name, ()), ranks=ranks)
     assert set(titles) <= tables.keys()
     assert all(tables.values())
-    assert all(math.isfinite(number) for number in numbers_of(tables))
+    values = [value for table in tables.values() for row in table for value in row.values()]
+    assert all(math.isfinite(value) for value in values if isinstance(value, float))
 
 
 def few_ranks(folder: Path) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from recipes.benchmark import experts as benchmark_experts
-from recipes.benchmark.experts import CONFIGS, TrainedRun, check_alike, experts, train_next
+from recipes.benchmark.experts import TrainedRun, check_alike, experts
 from recipes.benchmark.settings import Benchmark, BenchmarkConfig
 from tests.recipes.test_benchmark import benchmark
 from tests.tiny_run import SMALL
@@ -87,17 +87,9 @@ def test_every_seed_trains_both_and_the_last_row_has_the_means(pretended: Preten
     assert [row["ratio"] for row in tables["seconds of each run"]] == [1.5, 1.8, 2.1]
     (ratio,) = tables["seconds, all seeds"]
     assert (ratio["ratio"], ratio["least"], ratio["largest"], ratio["target"]) == (1.8, 1.5, 2.1, 2)
-
-
-@pytest.mark.exhaustive
-def test_the_end_of_a_failed_runs_log_is_printed(tmp_path: Path) -> None:
-    with pytest.raises(UserError) as caught:
-        train_next("experts", iter([7]), {"model.top_k": "9"}, tmp_path)
-    message = str(caught.value)
-    assert f"{CONFIGS['experts']}, seed 7, ended with exit status 2" in message
-    assert str(tmp_path / "experts-7.log") in message
-    assert message.endswith((tmp_path / "experts-7.log").read_text().rstrip())
-    assert "model.top_k" in message.splitlines()[-1]
+    with pytest.raises(UserError, match=r"set evaluate\.interval over 0"):
+        experts(replace(EVALUATED, evaluate=Evaluate(interval=0)), as_runtime(tmp_path), {"training.steps": "512"})
+    assert list(pretended) == turns  # nothing is trained
 
 
 def test_runs_that_differ_in_more_than_the_model_are_not_compared() -> None:
@@ -112,9 +104,3 @@ def test_runs_that_differ_in_more_than_the_model_are_not_compared() -> None:
     for name, changes in different.items():
         with pytest.raises(UserError, match=f"do not have the same {name}: "):
             check_alike(dense, dense._replace(**changes))
-
-
-def test_without_evaluations_there_is_nothing_to_compare(pretended: Pretended, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"set evaluate\.interval over 0"):
-        experts(replace(EVALUATED, evaluate=Evaluate(interval=0)), as_runtime(tmp_path), {"training.steps": "512"})
-    assert not pretended

@@ -2,11 +2,12 @@
 
 import json
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -155,13 +156,6 @@ def test_the_mean_of_checkpoints_is_rounded_once(tmp_path: Path) -> None:
     assert "| training tokens | 1,024 |" in card  # 32 sequences of 32
 
 
-def test_a_named_checkpoint_is_exported_instead_of_the_newest(tmp_path: Path) -> None:
-    models = save_run(tmp_path / "run", MODELS["llama"], steps=(1, 2, 3))
-    folder = exported(tmp_path / "run", f"--checkpoint.resume={tmp_path}/run/checkpoints/step-00000002")
-    found = load_file(folder / "model.safetensors")
-    assert torch.equal(found["model.norm.weight"], models[2].norm.weight)
-
-
 def test_a_model_that_came_from_another_family_goes_back_to_it(tmp_path: Path) -> None:
     """Qwen3's form is that of Llama but for its norms; the record says where the weights have come from."""
     model = Model(**(SIZES | {"vocab": 300}))
@@ -208,18 +202,6 @@ def test_a_published_model_comes_back_bitwise(name: str, tmp_path: Path) -> None
     with torch.no_grad():
         logits = exported_model(tokens).logits
     assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
-
-
-def test_the_moving_average_is_exported(tmp_path: Path) -> None:
-    (model,) = save_run(tmp_path / "run", MODELS["llama"], ema_factor=2.0).values()
-    folder = exported(tmp_path / "run", "--export.ema=true")
-    assert torch.equal(load_file(folder / "model.safetensors")["model.norm.weight"], 2.0 * model.norm.weight)
-    save_run(tmp_path / "without", MODELS["llama"])
-    without = config_of(tmp_path / "without", f"--export.folder={tmp_path / 'other'}", "--export.ema=true")
-    with pytest.raises(
-        CheckpointError, match=r"holds no extra.ema.embed_tokens.weight: .* or it has no moving average"
-    ):
-        export.main(without)
 
 
 def save_lora_run(folder: Path, family: str, **changes: Any) -> Decoder:
@@ -269,16 +251,6 @@ def test_a_run_with_lora_is_exported_merged_and_as_an_adapter(
     assert "is not read" not in capsys.readouterr().err
 
 
-def test_rows_that_a_run_with_lora_has_added_are_exported(tmp_path: Path) -> None:
-    """They are random, and frozen: no checkpoint holds them."""
-    model = save_lora_run(tmp_path / "run", "llama", vocab=VOCAB + 6)
-    merged = transformers.AutoModelForCausalLM.from_pretrained(exported(tmp_path / "run"), dtype=torch.float32)
-    tokens = torch.randint(VOCAB, (2, 48), generator=torch.Generator().manual_seed(0))
-    expected = logits_of(model, tokens)
-    with torch.no_grad():
-        assert (merged(tokens).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
-
-
 def test_a_mean_with_lora_is_that_of_merged_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of random weights, and of their moving average, in which the frozen weights are no part."""
     models = save_run(tmp_path / "run", MODELS["llama"], steps=(1, 2), lora=LORA, ema_factor=2.0)
@@ -293,16 +265,12 @@ def test_a_mean_with_lora_is_that_of_merged_models(tmp_path: Path, capsys: pytes
     average = tmp_path / "average"
     export.main(config_of(tmp_path / "run", f"--export.folder={average}", "--export.ema=true"))
     expected = (frozen + 4.0 * products[1]).detach()  # both factors are doubled
-    torch.testing.assert_close(load_file(average / "model.safetensors")[key], expected, rtol=0.0, atol=1e-6)
+    averaged = load_file(average / "model.safetensors")
+    torch.testing.assert_close(averaged[key], expected, rtol=0.0, atol=1e-6)
+    assert torch.equal(averaged["model.norm.weight"], models[2].norm.weight)  # frozen: of no average
     arguments = ["--export.folder=other", "--export.average=2", "--export.adapter=true"]
     message = refused(capsys, tmp_path / "run", *arguments)
     assert "--export.average: is 2, but a mean of low-rank updates has another rank: set it to 1, or" in message
-
-
-def test_an_adapter_is_of_a_run_with_lora(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_run(tmp_path / "run", MODELS["llama"])
-    message = refused(capsys, tmp_path / "run", "--export.folder=out", "--export.adapter=true")
-    assert "--export.adapter: does nothing in this run: it needs lora.rank over 0" in message
 
 
 def test_frozen_weights_must_be_those_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -350,18 +318,32 @@ def test_a_model_goes_from_transformers_through_a_run_and_back(tmp_path: Path) -
     assert tokenizer.decode(answer.tolist()) == said.removeprefix(prompt)
 
 
-def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_exported_is_told_before_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_run(tmp_path / "run", MODELS["llama"])
+    save_run(tmp_path / "other", Model(family="gpt", qk_norm="head", **SIZES))
+    few = "--export.average: 2 checkpoints are to be averaged, .* holds 1: lower it, or keep more in the run"
+    for name, words, message in (
+        ("run", ["--export.adapter=true"], "--export.adapter: does nothing in this run: it needs lora.rank over 0"),
+        ("run", ["--export.average=2"], few),
+        ("other", [], "model.family: the model has the form of no published family:"),
+        ("other", [], "models of type 'gpt2' cannot have model.qk_norm = 'head'"),
+    ):
+        assert re.search(message, refused(capsys, tmp_path / name, "--export.folder=out", *words))
+    assert "export.folder: is missing: name a new folder" in refused(capsys, tmp_path / "run")
     folder = exported(tmp_path / "run")
     before = {path.name: path.stat() for path in folder.iterdir()}
     message = refused(capsys, tmp_path / "run", f"--export.folder={folder}")
     assert f"--export.folder: {str(folder)!r} exists, and nothing is overwritten: name another folder" in message
     assert {path.name: path.stat() for path in folder.iterdir()} == before
-    assert "export.folder: is missing: name a new folder" in refused(capsys, tmp_path / "run")
 
 
-def test_a_damaged_checkpoint_leaves_nothing(tmp_path: Path) -> None:
-    save_run(tmp_path / "run", MODELS["llama"], steps=(1, 2))
+def test_a_full_disk_and_a_damaged_checkpoint_leave_nothing(tmp_path: Path) -> None:
+    models = save_run(tmp_path / "run", MODELS["llama"], steps=(1, 2))
+    full = patch.object(shutil, "disk_usage", return_value=Mock(free=1000))
+    with full, pytest.raises(CheckpointError, match=r"out needs \d+ bytes, 1000 are free in .*: make room"):
+        exported(tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"holds no extra.ema.embed_tokens.weight: .* or it has no moving av"):
+        exported(tmp_path / "run", "--export.ema=true")
     (file,) = (tmp_path / "run/checkpoints/step-00000002").glob("*.distcp")
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -369,26 +351,5 @@ def test_a_damaged_checkpoint_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(DamagedCheckpoint, match=r"damaged.*: name an older checkpoint, --checkpoint.resume=STEP"):
         exported(tmp_path / "run")
     assert os.listdir(tmp_path) == ["run"]
-
-
-def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_run(tmp_path / "run", MODELS["llama"])
-    usage: Any = SimpleNamespace(free=1000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(CheckpointError, match=r"out needs \d+ bytes, 1000 are free in .*: make room"):
-        exported(tmp_path / "run")
-    assert os.listdir(tmp_path) == ["run"]
-
-
-def test_too_few_checkpoints_are_told_before_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_run(tmp_path / "run", MODELS["llama"])
-    message = refused(capsys, tmp_path / "run", "--export.folder=out", "--export.average=2")
-    assert "--export.average: 2 checkpoints are to be averaged" in message
-    assert "holds 1: lower it, or keep more in the run" in message
-
-
-def test_a_model_of_no_family_is_told_before_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_run(tmp_path / "run", Model(family="gpt", qk_norm="head", **SIZES))
-    message = refused(capsys, tmp_path / "run", "--export.folder=out")
-    assert "model.family: the model has the form of no published family:" in message
-    assert "models of type 'gpt2' cannot have model.qk_norm = 'head'" in message
+    named = exported(tmp_path / "run", f"--checkpoint.resume={tmp_path}/run/checkpoints/step-00000001")
+    assert torch.equal(load_file(named / "model.safetensors")["model.norm.weight"], models[1].norm.weight)

@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import re
 import subprocess
 import sys
 import time
@@ -167,26 +166,23 @@ def test_every_layout_that_a_node_measures_is_valid(tmp_path: Path) -> None:
         assert [row for row in rows if row["note"]] == []
 
 
-def test_saves_ask_for_their_disk_before_they_begin(tmp_path: Path) -> None:
-    jobs = Jobs(H100._replace(gpus=H100.gpus[:1]), DEBUG, tmp_path / "jobs", deadline=0)
-    usage = mock.Mock(free=10 * 2**30)
-    with mock.patch("shutil.disk_usage", return_value=usage), pytest.raises(StageFailed) as failure:
-        measure_saves(jobs)
-    assert re.search(r"needs \d\d GiB for 4 checkpoints, and has 10 free: --run.folder on another", str(failure.value))
-
-
 def stage_that(measure: Callable[[Jobs], Figures], problems: list[str] | None = None, gpus: int = 0) -> FirstHourStage:
     return FirstHourStage("losses", "Does it?", measure, lambda figures: problems or [], gpus)
 
 
-def test_a_stage_may_need_a_package() -> None:
-    stage = STAGE["torchtitan"]
-    assert stage._replace(package="pytest==1.0").obstacle(H100) == ""
-    assert stage._replace(package="missing==1.0").obstacle(H100) == "needs another package: pip install missing==1.0"
-    assert stage.obstacle(CPU) == "needs 1 GPUs, and there are 0"
-
-
 def test_the_outcomes_of_a_stage(tmp_path: Path) -> None:
+    titan = STAGE["torchtitan"]
+    assert titan._replace(package="pytest==1.0").obstacle(H100) == ""
+    assert titan._replace(package="missing==1.0").obstacle(H100) == "needs another package: pip install missing==1.0"
+    assert titan.obstacle(CPU) == "needs 1 GPUs, and there are 0"
+    jobs = Jobs(H100._replace(gpus=H100.gpus[:1]), DEBUG, tmp_path / "jobs", deadline=0)
+    little = mock.patch("shutil.disk_usage", return_value=mock.Mock(free=10 * 2**30))
+    with (
+        little,
+        pytest.raises(StageFailed, match=r"needs \d\d GiB for 4 checkpoints, and has 10 free: --run.folder"),
+    ):
+        measure_saves(jobs)
+
     def answers(jobs: Jobs) -> Figures:
         (jobs.folder / "file").touch()
         return {"answer": 1}
@@ -222,9 +218,6 @@ def test_it_goes_on_with_what_has_no_answer_of_this_machine(tmp_path: Path) -> N
     assert due == [stage.name for stage in STAGES if stage.name not in ("losses", "resume")]
     first, *_ = latest_records([*read_records(results), record_of("losses", FAILED)])
     assert (first["stage"], first["outcome"]) == ("losses", FAILED)
-
-
-def test_only_takes_the_stages_it_names() -> None:
     assert [stage.name for stage in chosen_stages("resume, losses")] == ["losses", "resume"]
     with pytest.raises(UserError, match=r"there is no stage 'loss'; the stages are losses, kernels, "):
         chosen_stages("loss")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from recipes import generate
-from tests.recipes.warm import alone, pretrain
+from tests.recipes.warm import alone
 from tests.tools.generate.test_continue_texts import decoder, recomputed
 from torchllm.checkpoint.manifest import CheckpointError
 from torchllm.config import Model
@@ -29,6 +29,9 @@ def test_a_checkpoint_of_two_ranks_speaks_on_one_device(trained: Path, capsys: p
     ids = recomputed(trained_decoder(config.model, trained), [256, *prompt.encode()], 20)
     continuation = bytes(ids).decode(errors="replace")
     assert text.encode(errors="replace") == (prompt + continuation).encode(errors="replace")
+    capsys.readouterr()
+    generate.main(alone(trained, f"--checkpoint.resume={trained}/checkpoints/step-00000004"))
+    assert capsys.readouterr().out.startswith("--- step 4, up to 20 tokens at temperature 0.8 ---\n")
 
 
 def test_prompts_of_a_file_are_continued_together(trained: Path, tmp_path: Path) -> None:
@@ -44,20 +47,6 @@ def test_prompts_of_a_file_are_continued_together(trained: Path, tmp_path: Path)
     assert generate.main(config) == "\n".join(texts)
     with pytest.raises(UserError, match=r"generate\.prompts_file: .*nowhere"):
         generate.main(alone(trained, f"--generate.prompts_file={tmp_path}/nowhere"))
-
-
-@pytest.mark.exhaustive
-def test_experts_that_two_ranks_shared_speak_on_one_device(tmp_path: Path) -> None:
-    experts = ["--model.experts=8", "--model.shared_experts=1", "--model.router_bias=true", "--parallel.ep=2"]
-    assert pretrain(2, tmp_path, *experts) == ["", ""]
-    config = alone(tmp_path, "--generate.temperature=0", "--generate.prompt=def ")
-    ids = recomputed(trained_decoder(config.model, tmp_path), [256, *b"def "], 20)
-    assert generate.main(config) == "def " + bytes(ids).decode(errors="replace")
-
-
-def test_a_named_checkpoint_is_used_instead_of_the_newest(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    generate.main(alone(trained, f"--checkpoint.resume={trained}/checkpoints/step-00000004"))
-    assert capsys.readouterr().out.startswith("--- step 4, up to 20 tokens at temperature 0.8 ---\n")
 
 
 def test_a_terminal_that_cannot_show_it_all_is_no_error(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:

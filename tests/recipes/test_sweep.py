@@ -17,8 +17,6 @@ from recipes.sweep.figures import (
 )
 from recipes.sweep.job import COLUMNS, cpu_cells, layout_cells, measure_layout, read_outcome, resolve_layout
 from recipes.sweep.sweep import (
-    Sweep,
-    SweepAxis,
     append,
     combinations,
     expected,
@@ -41,10 +39,17 @@ def written(tmp_path: Path, text: str) -> str:
     return str(tmp_path / "sweep.toml")
 
 
-def test_a_sweep_is_read(tmp_path: Path) -> None:
-    axis = '[[sweep.axes]]\nkey = "parallel.tp"\nvalues = ["1", "2"]\n'
-    sweep = read_sweep(written(tmp_path, f'[sweep]\nconfig = "run.toml"\nprocesses = 4\n{axis}'))
-    assert (sweep.processes, sweep.steps, sweep.axes) == (4, 10, (SweepAxis("parallel.tp", ("1", "2")),))
+def test_a_sweep_combines_all_values(tmp_path: Path) -> None:
+    axes = '[[sweep.axes]]\nkey = "parallel.tp"\nvalues = ["1", "2"]\n'
+    axes += '[[sweep.axes]]\nkey = "recompute.mode"\nvalues = ["none", "full"]\n'
+    sweep = read_sweep(written(tmp_path, f'[sweep]\nconfig = "run.toml"\nprocesses = 4\n{axes}'))
+    assert (sweep.processes, sweep.steps) == (4, 10)
+    assert combinations(sweep) == [
+        ("--parallel.tp=1", "--recompute.mode=none"),
+        ("--parallel.tp=1", "--recompute.mode=full"),
+        ("--parallel.tp=2", "--recompute.mode=none"),
+        ("--parallel.tp=2", "--recompute.mode=full"),
+    ]
 
 
 def test_what_is_wrong_with_a_sweep_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,16 +63,6 @@ def test_what_is_wrong_with_a_sweep_is_said(tmp_path: Path, capsys: pytest.Captu
             read_sweep(written(tmp_path, text))
         assert stopped.value.code == 2, text
         assert message in capsys.readouterr().err, text
-
-
-def test_all_values_are_combined() -> None:
-    axes = (SweepAxis("parallel.tp", ("1", "2")), SweepAxis("recompute.mode", ("none", "full")))
-    assert combinations(Sweep(axes=axes)) == [
-        ("--parallel.tp=1", "--recompute.mode=none"),
-        ("--parallel.tp=1", "--recompute.mode=full"),
-        ("--parallel.tp=2", "--recompute.mode=none"),
-        ("--parallel.tp=2", "--recompute.mode=full"),
-    ]
 
 
 def test_what_cannot_be_is_not_started(tmp_path: Path) -> None:
@@ -96,13 +91,9 @@ def test_how_a_job_can_end(tmp_path: Path) -> None:
         outcome = read_outcome(code, log, tmp_path / "metrics.jsonl", 9.0)
         assert outcome["status"] == status
         assert outcome["note"].startswith(note)
-
-
-def test_the_first_step_is_dropped(tmp_path: Path) -> None:
-    seconds = [9.0, 1.0, 2.0, 3.0]
-    records = [{"step_seconds": s, "memory_gib": s, "mfu": 0.5, "hfu": None} for s in seconds]
+    records = [{"step_seconds": s, "memory_gib": s, "mfu": 0.5, "hfu": None} for s in (9.0, 1.0, 2.0, 3.0)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    outcome = read_outcome(0, "", tmp_path / "metrics.jsonl", 9.0)
+    outcome = read_outcome(0, "", tmp_path / "metrics.jsonl", 9.0)  # the first step is dropped
     assert (outcome["status"], outcome["step_time_s"], outcome["peak_memory_gib"]) == ("ok", "2", "3.000")
     assert (outcome["spread_pct"], outcome["mfu_pct"], outcome["hfu_pct"]) == ("40.8", "50.00", "")
 

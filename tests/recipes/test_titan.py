@@ -34,15 +34,9 @@ def test_what_torchtitan_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -
         ("--recompute.mode=selective", "one of none, full, selective_half"),
     ):
         assert said in titan.obstacle(config(override), GPU)
-
-
-def test_it_needs_a_gpu_and_torchtitan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(titan, "version", lambda name: "0.2.2")
     assert titan.obstacle(config(), torch.device("cpu")) == "torchtitan needs a GPU"
+    monkeypatch.setattr(titan, "version", lambda name: "0.2.2")
     assert "pip install torchtitan==" in titan.obstacle(config(), GPU)
-
-
-def test_torchtitan_gets_the_same_batch_and_layout() -> None:
     keys = titan.torchtitan_keys(config("--parallel.tp=2", "--parallel.dp_shard=4", "--recompute.mode=full"))
     assert keys["parallelism.tensor_parallel_degree"] == 2
     assert keys["parallelism.data_parallel_shard_degree"] == 4

@@ -34,7 +34,8 @@ def _config(folder: Path, size: int = 300, **source: str) -> Any:
 
 
 def test_the_folder_is_read_here_and_by_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe.main(_config(tmp_path))
+    config = _config(tmp_path)
+    recipe.main(config)
     ours = load_tokenizer(str(tmp_path / "mine/tokenizer.json"))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "mine")
     text = "the document splits — Größe, 12345\n"
@@ -48,14 +49,16 @@ def test_the_folder_is_read_here_and_by_transformers(tmp_path: Path, capsys: pyt
     printed = capsys.readouterr().out
     assert "1.000 bytes per token" in printed  # the configured one, bytes
     assert "vocab = 384" in printed  # 300, rounded up to a multiple of 128
-
-
-def test_held_out_documents_are_not_trained_on(tmp_path: Path) -> None:
     held_out: list[str] = []
-    trained = list(recipe.texts(_config(tmp_path), held_out))
-    assert held_out
+    trained = list(recipe.texts(config, held_out))
+    assert 0 < len(held_out) < len(trained) / 20
     assert not {*held_out} & {*trained}
-    assert len(held_out) < len(trained) / 20
+
+    section = replace(config.tokenizer, folder=str(tmp_path / "none"))
+    recipe.main(replace(config, tokenizer=section, data=replace(config.data, validation_fraction=0.0)))
+    printed = capsys.readouterr().out
+    assert "no document is held out" in printed
+    assert "bytes per token" not in printed
 
 
 @pytest.mark.parametrize("on_bad_record", ["error", "skip"])
@@ -94,14 +97,6 @@ def test_each_source_gives_its_share_of_all_stages(tmp_path: Path) -> None:
     for letter, share in zip(letters, (0.625, 0.0, 0.375), strict=True):
         more = text.count(letter) * len(letter.encode()) - share * 2**20
         assert 0 <= more <= (BLOCK if share else 0)  # a block is not cut
-
-
-def test_a_report_without_held_out_documents_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = _config(tmp_path)
-    recipe.main(replace(config, data=replace(config.data, validation_fraction=0.0)))
-    printed = capsys.readouterr().out
-    assert "no document is held out" in printed
-    assert "bytes per token" not in printed
 
 
 def test_what_cannot_be_trained_on_is_refused(tmp_path: Path) -> None:

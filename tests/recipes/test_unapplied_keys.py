@@ -39,11 +39,6 @@ def _replace(name: str, value: Any, recipe: Any, rank: int) -> None:
     setattr(recipe, name, value)
 
 
-def _replace_all(values: dict[str, Any], recipe: Any, rank: int) -> None:
-    for name, value in values.items():
-        setattr(recipe, name, value)
-
-
 def without(name: str, **replaced: Any) -> Callable[[Any, int], None]:
     """Return a change of a recipe: what it imports as `name` gets other arguments."""
     return partial(_replace_arguments, name, replaced)
@@ -85,6 +80,10 @@ class NotSwapped(WeightAverage):
         return super().in_place_of_weights(False)
 
 
+def _nothing(*_: Any) -> None:
+    pass
+
+
 FORKS = {  # what a fork of recipes/pretrain.py lacks, what the command line asks for, the key that is refused
     "initial weights": (without("Checkpointer", initial=None), [], "--checkpoint.initial: is "),
     "average, not updated": (instead("WeightAverage", Unfollowed), EMA, "--optimizer.ema_decay: is 0.9"),
@@ -100,6 +99,11 @@ FORKS = {  # what a fork of recipes/pretrain.py lacks, what the command line ask
         ["--model.experts=4", "--model.balance_loss=global"],
         "--model.balance_loss: needs expert_shares.layers.",
     ),
+    "low-rank updates": (
+        instead("add_low_rank_updates", _nothing),
+        ["--lora.rank=4"],
+        "--lora.rank: is 4, but this recipe does not apply it: call add_low_rank_updates(model, config, dtype)",
+    ),
     "dry run": (None, ["--run.dry_run=true", "--parallel.dp_shard=1"], "--run.dry_run: is true"),
 }
 
@@ -113,9 +117,15 @@ def test_a_fork_that_lacks_a_call_ends_before_the_first_step(name: str, trained:
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_a_fork_that_does_not_evaluate_ends_where_it_should_have(tmp_path: Path) -> None:
-    (error,) = pretrain(1, tmp_path, *FEW, change=instead("due", _never))
+def _evaluates_weights(recipe: Any, rank: int) -> None:
+    recipe.WeightAverage, recipe.evaluate = NotSwapped, _own_evaluation
+
+
+def test_a_fork_that_does_not_evaluate_as_it_should_ends_there(tmp_path: Path) -> None:
+    (error,) = pretrain(1, tmp_path / "never", *FEW, change=instead("due", _never))
     assert "evaluate.interval: is 1, but this recipe has not evaluated step 1" in error
+    (error,) = pretrain(1, tmp_path / "weights", *FEW, *EMA, "--evaluate.ema=true", change=_evaluates_weights)
+    assert "--evaluate.ema: is true, but this recipe evaluates the weights" in error
 
 
 def validation_losses(folder: Path) -> list[float]:
@@ -129,12 +139,6 @@ def test_the_average_is_evaluated_also_by_a_fork_that_does_not_put_it_in_place(t
     assert validation_losses(tmp_path / "fork") == validation_losses(tmp_path / "recipe")
     assert pretrain(1, tmp_path / "weights", *FEW, *EMA) == [""]
     assert validation_losses(tmp_path / "weights") != validation_losses(tmp_path / "recipe")
-
-
-def test_a_fork_that_evaluates_the_weights_by_its_own_code_ends_there(tmp_path: Path) -> None:
-    fork = {"WeightAverage": NotSwapped, "evaluate": _own_evaluation}
-    (error,) = pretrain(1, tmp_path, *FEW, *EMA, "--evaluate.ema=true", change=partial(_replace_all, fork))
-    assert "--evaluate.ema: is true, but this recipe evaluates the weights" in error
 
 
 def _sgd(stages: Any, _: Any) -> torch.optim.Optimizer:
