@@ -42,7 +42,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write_ranks(path: Path, tokens: int = 300) -> None:
-    """Write a tiktoken rank file: the bytes, and pairs of letters."""
     words = [bytes([byte]) for byte in range(256)]
     words += [bytes([97 + number // 26, 97 + number % 26]) for number in range(tokens - 256)]
     path.write_text("".join(f"{base64.b64encode(word).decode()} {rank}\n" for rank, word in enumerate(words)))
@@ -57,7 +56,6 @@ def write_checkpoint(root: Path, step: int, data: dict[str, Any] | None = None) 
 
 
 def prepare(folder: Path) -> Path:
-    """Tokenize words.txt into shards, in bytes."""
     source = Source("text", str(folder / "words.txt"))
     data = Data((source,), cache=str(folder / "shards"), validation_fraction=0.0)
     plan = plan_corpus(source, data, ByteTokenizer(), 264)
@@ -65,127 +63,90 @@ def prepare(folder: Path) -> Path:
 
 
 def checked(*arguments: str) -> None:
-    """Check train_configs/debug.toml with overrides."""
     load_configs([str(ROOT / DEBUG), *arguments, "--check"])
 
 
 class Lack(NamedTuple):
-    make: Callable[[Path], object]
-    """what is done to the folder first"""
     arguments: list[str]
     line: str
-    """what is said; FOLDER stands for the folder"""
+    """what is said; FOLDER stands for the folder, SHARDS for the corpus that is prepared in it"""
+    make: Callable[[Path], object] = lambda folder: None
+    """what is done to the folder first"""
 
 
-def make_file(name: str, content: str = "") -> Callable[[Path], object]:
-    return lambda folder: (folder / name).write_text(content)
-
-
+PREPARED = ["--data.sources.0.kind=tokens", "--data.sources.0.path=SHARDS"]
 LACKS = {
     "data file": Lack(
-        lambda folder: None,
         ["--data.sources.0.kind=text", "--data.sources.0.path=word.txt"],
         "--data.sources.0.path: no file matches 'word.txt' (kind 'text')",
     ),
-    "files in a folder": Lack(
-        lambda folder: (folder / "empty").mkdir(),
-        ["--data.sources.0.kind=text", "--data.sources.0.path=empty"],
-        "--data.sources.0.path: no file matches 'empty' (kind 'text'): the folder is empty",
-    ),
     "shards": Lack(
-        lambda folder: None,
         ["--data.sources.0.kind=tokens", "--data.sources.0.path=nowhere"],
         "--data.sources.0.path: nowhere holds no token shards: there is no corpus.json",
     ),
     "one shard": Lack(
-        lambda folder: (prepare(folder) / "00000.train.bin").unlink(),
-        ["--data.sources.0.kind=tokens", "--data.sources.0.path=SHARDS", SHORT],
+        [*PREPARED, SHORT],
         "--data.sources.0.path: SHARDS/00000.train.bin",
+        lambda folder: (prepare(folder) / "00000.train.bin").unlink(),
     ),
     "the tokenizer of the shards": Lack(
-        lambda folder: (prepare(folder), write_ranks(folder / "ranks")),
-        ["--data.sources.0.kind=tokens", "--data.sources.0.path=SHARDS", "--data.tokenizer=ranks", "--model.vocab=600"],
+        [*PREPARED, "--data.tokenizer=ranks", "--model.vocab=600"],
         "--data.sources.0.path: SHARDS holds tokens of 'bytes', but data.tokenizer is 'ranks'",
+        lambda folder: (prepare(folder), write_ranks(folder / "ranks")),
     ),
     "held-out documents": Lack(
-        prepare,
-        ["--data.sources.0.kind=tokens", "--data.sources.0.path=SHARDS", SHORT, "--evaluate.interval=1"],
-        "--evaluate.interval: nothing is held out to evaluate on",
+        [*PREPARED, SHORT, "--evaluate.interval=1"], "--evaluate.interval: nothing is held out to evaluate on", prepare
     ),
     "text for one sequence": Lack(
-        prepare,
-        ["--data.sources.0.kind=tokens", "--data.sources.0.path=SHARDS", "--training.sequence_length=2048"],
+        [*PREPARED, "--training.sequence_length=2048"],
         "--data.sources.0.path: 'SHARDS' is shorter than one sequence of training.sequence_length = 2048 tokens",
+        prepare,
     ),
-    "tokenizer": Lack(
-        lambda folder: None,
-        ["--data.tokenizer=gpt2"],
-        "--data.tokenizer: there is no file 'gpt2'",
-    ),
-    "a tokenizer in the file": Lack(
-        make_file("tokenizer.json", "{}"),
-        [*TEXT_SOURCE, "--data.tokenizer=tokenizer.json"],
-        "--data.tokenizer: tokenizer.json is not a Hugging Face tokenizer.json",
-    ),
-    "ranks in the file": Lack(
-        make_file("no-ranks", "x"),
-        ["--data.tokenizer=no-ranks"],
-        "--data.tokenizer: no-ranks is not a tiktoken rank file",
-    ),
+    "tokenizer": Lack(["--data.tokenizer=gpt2"], "--data.tokenizer: there is no file 'gpt2'"),
     "vocabulary": Lack(
-        lambda folder: write_ranks(folder / "ranks"),
         [*TEXT_SOURCE, "--data.tokenizer=ranks", "--model.vocab=555"],
         "--model.vocab: 555 is less than the 556 ids of data.tokenizer 'ranks': set it to 556 or more",
+        lambda folder: write_ranks(folder / "ranks"),
     ),
     "vocabulary for bytes": Lack(
-        lambda folder: None,
         ["--model.vocab=257"],
         "--model.vocab: 257 is less than the 258 ids of data.tokenizer 'bytes': set it to 258 or more",
     ),
     "small text": Lack(
-        lambda folder: None,
         [*TEXT_SOURCE, "--data.max_raw_mib=0.0001"],
         "--data.sources.0.path: 'words.txt' is 0 MiB; only 0 MiB (data.max_raw_mib) are tokenized at the start",
     ),
-    "run folder": Lack(
-        make_file("file"),
-        ["--run.folder=file/run"],
-        "--run.folder: 'file/run' cannot be written: FOLDER/file: Not a directory",
-    ),
     "folder for metrics": Lack(
-        lambda folder: ((folder / "run").mkdir(), (folder / "run/tensorboard").touch()),
         ["--run.folder=run"],
         "--run.folder: 'run' cannot be written: FOLDER/run/tensorboard: Not a directory",
+        lambda folder: ((folder / "run").mkdir(), (folder / "run/tensorboard").touch()),
     ),
     "file system that can be written": Lack(
-        lambda folder: None,
-        ["--run.folder=/proc/run"],
-        "--run.folder: '/proc/run' cannot be written: /proc: ",
+        ["--run.folder=/proc/run"], "--run.folder: '/proc/run' cannot be written: /proc: "
     ),
     "cache": Lack(
-        make_file("cache"),
         [],
         "debug.toml: data.cache: 'FOLDER/cache/torchllm' cannot be written: FOLDER/cache: Not a directory",
+        lambda folder: (folder / "cache").touch(),
     ),
     "checkpoint": Lack(
-        lambda folder: None,
         ["--checkpoint.resume=run/checkpoints/step-00000003"],
         "--checkpoint.resume: run/checkpoints/step-00000003: there is no such checkpoint folder",
     ),
     "whole checkpoint": Lack(
-        lambda folder: (write_checkpoint(folder, 3) / "index.json").unlink(),
         ["--checkpoint.resume=step-00000003"],
         "--checkpoint.resume: step-00000003/index.json",
+        lambda folder: (write_checkpoint(folder, 3) / "index.json").unlink(),
     ),
     "place for the steps after a checkpoint": Lack(
-        lambda folder: (write_checkpoint(folder / "run/checkpoints", 4), write_checkpoint(folder, 3)),
         ["--checkpoint.resume=step-00000003", "--run.folder=run"],
         "--checkpoint.resume: names step 3, but run/checkpoints/step-00000004 is newer",
+        lambda folder: (write_checkpoint(folder / "run/checkpoints", 4), write_checkpoint(folder, 3)),
     ),
     "empty folder": Lack(
-        lambda folder: write_checkpoint(folder / "run/checkpoints", 4),
         ["--checkpoint.resume=none", "--run.folder=run"],
         '--checkpoint.resume: is "none", but run/checkpoints/step-00000004 exists',
+        lambda folder: write_checkpoint(folder / "run/checkpoints", 4),
     ),
 }
 

@@ -93,11 +93,8 @@ def test_tune_returns_several_layouts_of_one_run(folder: Path, monkeypatch: pyte
     assert len(configs) == TUNED
     assert len({config.parallel for config in configs}) > 1
     assert {config.run.folder for config in configs} == {"runs/debug-7"}
-    assert {replace(config, **_layout_of(configs[0])) for config in configs} == {configs[0]}
-
-
-def _layout_of(config: Config) -> dict[str, object]:
-    return {"parallel": config.parallel, "recompute": config.recompute, "training": config.training}
+    layout = {name: getattr(configs[0], name) for name in ("parallel", "recompute", "training")}
+    assert {replace(config, **layout) for config in configs} == {configs[0]}
 
 
 def test_a_layout_for_an_unknown_number_of_ranks_is_refused(
@@ -157,7 +154,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compiled(*arguments: str) -> tuple[object, object]:
-    """Return the values of block and loss in the config of a run."""
     (config,) = load_configs([str(ROOT / DEBUG), "--run.folder=a", *arguments])
     return config.compile.block, config.compile.loss
 
@@ -174,6 +170,7 @@ def test_on_a_gpu_auto_compiles_what_the_layout_allows(folder: Path, gpu: None) 
         (PIPELINE, (False, True)),
         (("--parallel.cp=2", "--recompute.mode=full"), (False, True)),
         (("--run.dry_run=true", "--cluster.name=this_cpu"), (False, False)),
+        (("--model.experts=8",), (True, True)),
     ]:
         assert compiled(*arguments) == expected, arguments
 
@@ -185,6 +182,7 @@ def test_auto_compiles_nothing_without_a_gpu_and_says_nothing(
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert compiled() == (False, False)
     assert capsys.readouterr().err == ""
+    assert compiled("--run.dry_run=true", "--cluster.name=dgx_h100") == (True, True)  # it has a compiler
     monkeypatch.setattr(resolve, "AMD_DRIVER", folder)
     load_configs(["--run.folder=run", "--run.device=cpu"])
     assert capsys.readouterr().err == ""
@@ -192,37 +190,17 @@ def test_auto_compiles_nothing_without_a_gpu_and_says_nothing(
     assert "run.device: auto is the CPU, but this machine has AMD's driver" in capsys.readouterr().err
 
 
-def test_the_dry_run_of_a_gpu_cluster_assumes_a_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolve, "count_gpus", lambda: 0)
-    assert compiled("--run.dry_run=true", "--cluster.name=dgx_h100") == (True, True)
-    assert compiled("--run.dry_run=true", "--cluster.name=dgx_h100", *PIPELINE) == (False, True)
-
-
-@pytest.mark.parametrize(
-    ("lack", "arguments", "says"),
-    [
-        ("Triton is not installed", (), ": compile.block, compile.loss: auto is false: Triton is not installed"),
-        (
-            "",
-            PIPELINE,
-            ": compile.block: auto is false: ZBVZeroBubble computes gradients of inputs and weights separately, which "
-            "a compiled block cannot; to compile, use 1F1B or Interleaved1F1B",
-        ),
-    ],
-)
 def test_why_a_gpu_compiles_less_is_told(
-    folder: Path,
-    gpu: None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    lack: str,
-    arguments: tuple[str, ...],
-    says: str,
+    folder: Path, gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(resolve, "lack_of_gpu_compiler", lambda: lack)
-    compiled(*arguments)
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "compile" in line]
-    assert line == str(ROOT / DEBUG) + says
+    for lack, arguments, says in (
+        ("Triton is not installed", (), "compile.block, compile.loss: auto is false: Triton is not installed"),
+        ("", PIPELINE, "compile.block: auto is false: ZBVZeroBubble computes gradients of inputs and weights separat"),
+    ):
+        monkeypatch.setattr(resolve, "lack_of_gpu_compiler", lambda lack=lack: lack)
+        compiled(*arguments)
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if "compile" in line]
+        assert line.startswith(f"{ROOT / DEBUG}: {says}")
 
 
 @pytest.mark.parametrize("layout", ["auto", "tune"])
@@ -237,10 +215,6 @@ def test_planned_layouts_compile_what_they_allow(
         parallel = config.parallel
         obstacle = obstacle_to_compiled_blocks(parallel.pp, parallel.schedule, parallel.cp, config.recompute.mode)
         assert config.compile.block is (obstacle is None)
-
-
-def test_blocks_with_experts_are_compiled(folder: Path, gpu: None) -> None:
-    assert compiled("--model.experts=8") == (True, True)
 
 
 RECIPE = """

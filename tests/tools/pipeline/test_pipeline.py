@@ -43,7 +43,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def runs() -> dict[str, int]:
-    """Return how often each stage has run in its folder."""
     return {file.parent.name: len(file.read_text().split()) for file in Path("out").glob("*/log")}
 
 
