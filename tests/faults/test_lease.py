@@ -61,46 +61,26 @@ def stop(run: Started, folder: Path) -> None:
     assert (folder / f"checkpoints/step-{len(steps):08d}/manifest.json").exists()
 
 
-def start_twice_then_kill(start: Callable[..., Started], folder: Path) -> None:
-    arguments = [DEBUG, *ENDLESS, f"--run.folder={folder}"]
-    owner, refused = wait_for_end_of_one([start(*arguments), start(*arguments)])
-    errors = refused.err.read_text()
-    assert refused.process.returncode == 2, errors
-    launcher = launcher_of(owner.process.pid)
-    assert f"belongs to another job, which is running: process {launcher} on " in errors.splitlines()[-1]
-    assert "Traceback" not in errors
-    wait_for_training(owner)
-
-    os.kill(launcher, signal.SIGKILL)
-    successor = start(*arguments)  # at once
-    wait_for_training(successor)
-    assert owner.wait() != 0
-    assert "a sign of life" not in successor.err.read_text()  # it knows that the process is gone
-    stop(successor, folder)
-
-
 def test_of_two_starts_one_is_refused_and_a_start_after_a_kill_goes_on(
     start: Callable[..., Started], tmp_path: Path, trials: int
 ) -> None:
     for trial in range(trials):
-        start_twice_then_kill(start, tmp_path / str(trial))
+        folder = tmp_path / str(trial)
+        arguments = [DEBUG, *ENDLESS, f"--run.folder={folder}"]
+        owner, refused = wait_for_end_of_one([start(*arguments), start(*arguments)])
+        errors = refused.err.read_text()
+        assert refused.process.returncode == 2, errors
+        launcher = launcher_of(owner.process.pid)
+        assert f"belongs to another job, which is running: process {launcher} on " in errors.splitlines()[-1]
+        assert "Traceback" not in errors
+        wait_for_training(owner)
 
-
-def suspend_take_over_and_continue(start: Callable[..., Started], folder: Path, driver: Path) -> None:
-    arguments = [DEBUG, *ENDLESS, f"--run.folder={folder}"]
-    prefix = [sys.executable, str(driver)]
-    suspended = start(*arguments, prefix=prefix, WORLD_SIZE="1")
-    wait_for_training(suspended)
-    suspended.process.send_signal(signal.SIGSTOP)
-    steps = len(steps_of(folder))
-
-    successor = start(*arguments, prefix=prefix, WORLD_SIZE="1")
-    successor.until(lambda: len(steps_of(folder)) > steps + 10)
-    suspended.process.send_signal(signal.SIGCONT)
-    assert suspended.wait() == 1
-    errors = suspended.err.read_text()
-    assert f"belongs to another job by now (process {successor.process.pid} on " in errors
-    stop(successor, folder)
+        os.kill(launcher, signal.SIGKILL)
+        successor = start(*arguments)  # at once
+        wait_for_training(successor)
+        assert owner.wait() != 0
+        assert "a sign of life" not in successor.err.read_text()  # it knows that the process is gone
+        stop(successor, folder)
 
 
 def test_a_job_that_was_suspended_and_taken_for_dead_writes_nothing_more(
@@ -109,4 +89,17 @@ def test_a_job_that_was_suspended_and_taken_for_dead_writes_nothing_more(
     driver = tmp_path / "driver.py"
     driver.write_text(QUICK_LEASE)
     for trial in range(trials):
-        suspend_take_over_and_continue(start, tmp_path / str(trial), driver)
+        folder = tmp_path / str(trial)
+        arguments = [DEBUG, *ENDLESS, f"--run.folder={folder}"]
+        suspended = start(*arguments, prefix=[sys.executable, str(driver)], WORLD_SIZE="1")
+        wait_for_training(suspended)
+        suspended.process.send_signal(signal.SIGSTOP)
+        steps = len(steps_of(folder))
+
+        successor = start(*arguments, prefix=[sys.executable, str(driver)], WORLD_SIZE="1")
+        successor.until(lambda folder=folder, steps=steps: len(steps_of(folder)) > steps + 10)
+        suspended.process.send_signal(signal.SIGCONT)
+        assert suspended.wait() == 1
+        errors = suspended.err.read_text()
+        assert f"belongs to another job by now (process {successor.process.pid} on " in errors
+        stop(successor, folder)

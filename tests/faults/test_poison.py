@@ -13,15 +13,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.recipes.warm import pretrain
-from tests.tiny_run import assert_same_run, curve
+from tests.tiny_run import assert_same_run
 from torchllm.checkpoint.manifest import step_folders, step_of
-
-LAYOUTS = {
-    "fsdp": [],
-    "asynchronous": ["--checkpoint.asynchronous=true"],
-    "tp": ["--parallel.dp_shard=1", "--parallel.tp=2"],
-    "pp": ["--parallel.dp_shard=1", "--parallel.pp=2"],
-}
 
 
 def spoil_a_weight(recipe: Any, rank: int, *, spoiled: int) -> None:
@@ -44,29 +37,22 @@ def saved(folder: Path) -> list[int]:
     return [step_of(path) for path in step_folders(folder / "checkpoints")]
 
 
-@pytest.mark.parametrize(
-    "layout", ["fsdp", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("asynchronous", "tp", "pp"))]
-)
+@pytest.mark.parametrize("asynchronous", ["false", pytest.param("true", marks=pytest.mark.exhaustive)])
 def test_nan_in_one_ranks_weights_is_not_saved_and_costs_no_checkpoint(
-    undisturbed: Path, tmp_path: Path, layout: str, trials: int
+    undisturbed: Path, tmp_path: Path, asynchronous: str, trials: int
 ) -> None:
+    settings = [f"--checkpoint.asynchronous={asynchronous}", "--checkpoint.interval=2", "--checkpoint.keep=1"]
     for trial in range(trials):
         folder = tmp_path / f"trial-{trial}"
         spoiled = Random(trial).choice([4, 5])
-        settings = [*LAYOUTS[layout], "--checkpoint.interval=2", "--checkpoint.keep=1"]
         first, second = pretrain(2, folder, *settings, change=partial(spoil_a_weight, spoiled=spoiled))
         unsaved = 4 if spoiled == 4 else 6
         assert first == second
         assert re.search(rf"step {unsaved} is not saved: values are not finite in rank 1: model\.", first)
         assert saved(folder)[0] == unsaved - 2
         assert all(path.name.startswith("step-") for path in (folder / "checkpoints").iterdir())  # nothing half written
-
         assert pretrain(2, folder, *settings) == ["", ""]
-        if layout in ("fsdp", "asynchronous"):
-            assert_same_run(folder, undisturbed)
-        else:
-            for resumed, whole in zip(curve(folder), curve(undisturbed), strict=True):
-                assert resumed == pytest.approx(whole, rel=1e-6)  # float32 sums in another order
+        assert_same_run(folder, undisturbed)
 
 
 def log_to_file(recipe: Any, rank: int, *, file: Path) -> None:
@@ -74,7 +60,6 @@ def log_to_file(recipe: Any, rank: int, *, file: Path) -> None:
 
     def logged(*arguments: Any) -> None:
         handler = logging.FileHandler(file)
-        handler.setLevel(logging.INFO if rank == 0 else logging.ERROR)
         logger = logging.getLogger("torchllm")
         logger.addHandler(handler)
         try:
@@ -86,43 +71,12 @@ def log_to_file(recipe: Any, rank: int, *, file: Path) -> None:
     recipe.supervise = logged
 
 
-def refuse_deletion(recipe: Any, rank: int, *, folder: Path, file: Path) -> None:
-    """Let no rank delete a folder, as if a file in it were another user's."""
-    from torchllm.checkpoint.keeping import history
-
-    log_to_file(recipe, rank, file=file)
-    supervise = recipe.supervise
-
-    def refusing(*arguments: Any) -> None:
-        rmtree = history.shutil.rmtree
-
-        def refuse(path: Path, ignore_errors: bool = False) -> None:
-            if path != folder:
-                rmtree(path, ignore_errors)
-            elif not ignore_errors:
-                raise PermissionError(1, "Operation not permitted", "__0_0.distcp")
-
-        history.shutil.rmtree = refuse
-        try:
-            supervise(*arguments)
-        finally:
-            history.shutil.rmtree = rmtree
-
-    recipe.supervise = refusing
-
-
-def test_a_leftover_that_cannot_be_deleted_is_named_and_stops_nothing(undisturbed: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
+def test_a_run_that_goes_on_says_in_what_its_config_is_not_the_checkpoints(undisturbed: Path, tmp_path: Path) -> None:
+    folder, log = tmp_path / "run", tmp_path / "log"
     shutil.copytree(undisturbed / "checkpoints/step-00000004", folder / "checkpoints/step-00000004")
-    leftover = folder / "checkpoints" / f".step-00000002.{'0' * 32}.tmp"
-    leftover.mkdir()
-    log = tmp_path / "log"
     changed = ["--optimizer.learning_rate=1e-3", "--model.rope_theta=5e5"]
-    assert pretrain(2, folder, *changed, change=partial(refuse_deletion, folder=leftover, file=log)) == ["", ""]
+    assert pretrain(2, folder, *changed, change=partial(log_to_file, file=log)) == ["", ""]
     text = log.read_text()
-    assert text.count(f"warning: cannot delete {leftover}, which is no checkpoint any more") == 1
-    assert saved(folder) == [8, 4]
-    # The same run says in what its config is not the checkpoint's.
     assert "optimizer.learning_rate: 0.003 in the checkpoint, 0.001 now" in text
     assert "model.rope_theta: 10000.0 in the checkpoint, 500000.0 now" in text
     assert "model.rope_theta changes the function of the model" in text

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.job import QUICK_STEPS, Job
-from tests.tiny_run import ROOT, curve, metrics
+from tests.tiny_run import ROOT, assert_same_losses, curve, metrics
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -22,8 +22,6 @@ Note = Callable[[str], None]
 Undisturbed = Callable[..., Path]
 PROMISED = 30.0
 """seconds in which all processes end after one was killed; also Slurm's KillWait, from SIGTERM to SIGKILL"""
-TOLERANCE = 1e-6
-"""of losses, where the number of ranks has changed"""
 TWO = ["--nodes=2", "--ntasks-per-node=1"]
 
 
@@ -278,9 +276,7 @@ def test_a_job_goes_on_with_fewer_nodes_and_with_all_again(job: Job, undisturbed
     note(f"back on three {job.until_resumed(2):.0f} s after a requeue")
     assert job.cluster.state(job.number).nodes == "node[1-3]"
     job.finish()
-    for step, expected in zip(curve(job.folder), curve(undisturbed(3)), strict=True):
-        assert abs(step[1] - expected[1]) < TOLERANCE
-        assert abs(step[5] - expected[5]) < TOLERANCE
+    assert_same_losses(job.folder, undisturbed(3))
 
 
 def test_a_node_that_the_batch_cannot_be_shared_by_waits(job: Job, undisturbed: Undisturbed, note: Note) -> None:

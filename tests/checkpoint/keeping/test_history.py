@@ -3,6 +3,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,7 +14,7 @@ from torchllm.checkpoint import data_file
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.checkpoint.keeping import history
-from torchllm.checkpoint.keeping.history import folders_to_delete, share_of
+from torchllm.checkpoint.keeping.history import BackgroundDeletion, folders_to_delete, share_of
 
 
 def test_the_newest_whole_ones_stay() -> None:
@@ -43,6 +44,29 @@ def test_a_single_folder_is_not_always_the_same_ranks() -> None:
         hidden = Path(f".step-00000001.{hashlib.md5(bytes([number])).hexdigest()}.tmp")
         ranks.update(rank for rank in range(4) if share_of([hidden], rank, 4))
     assert ranks == {0, 1, 2, 3}
+
+
+def test_a_leftover_that_cannot_be_deleted_is_named_and_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    leftovers = [tmp_path / "another users", tmp_path / "mine"]
+    for leftover in leftovers:
+        leftover.mkdir()
+    rmtree = history.shutil.rmtree
+
+    def refuse(path: Path, ignore_errors: bool = False) -> None:
+        if path != leftovers[0]:
+            rmtree(path, ignore_errors)
+        elif not ignore_errors:
+            raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(history.shutil, "rmtree", refuse)
+    deletion = BackgroundDeletion()
+    deletion.delete(leftovers)
+    deletion.close()
+    assert [leftover.exists() for leftover in leftovers] == [True, False]
+    [message] = caplog.messages
+    assert message.startswith(f"warning: cannot delete {leftovers[0]}, which is no checkpoint any more")
 
 
 def lower_keep(folder: str) -> dict[str, int]:

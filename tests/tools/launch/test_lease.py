@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.patience import patience, until
+from tests.tiny_run import ROOT
 from torchllm.config.errors import RefusedStart
 from torchllm.tools.launch import lease as leases
 from torchllm.tools.launch.lease import (
@@ -34,7 +35,6 @@ from torchllm.tools.launch.lease import (
     this_process,
 )
 
-ROOT = Path(__file__).parents[3]
 TAKERS = 8
 QUICK = Timing(beat=0.05, limit=60.0, look=0.02)
 """an owner that lives is seen at once, and never taken for dead"""
@@ -101,18 +101,16 @@ def _no_lease_left() -> Iterator[None]:
 
 
 class Clock:
-    """A clock that only `sleep` moves; `at` says what happens meanwhile."""
+    """A clock that only `sleep` moves; `events` happen meanwhile."""
 
-    def __init__(self) -> None:
-        self.now = 1000.0
-        self.events: dict[float, object] = {}
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+        self.events: dict[float, Callable[[], object]] = {}
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
         for moment in [moment for moment in self.events if moment <= self.now]:
-            action = self.events.pop(moment)
-            assert callable(action)
-            action()
+            self.events.pop(moment)()
 
     def timing(self) -> Timing:
         return Timing(clock=lambda: self.now, sleep=self.sleep)

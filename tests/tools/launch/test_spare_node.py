@@ -9,50 +9,36 @@ from pathlib import Path
 
 import pytest
 
-from torchllm.tools.launch.lease import DONE, RELEASED, Owner, Timing, this_process
+from tests.tiny_run import ROOT
+from tests.tools.launch.test_lease import Clock, owner
+from torchllm.tools.launch.lease import DONE, RELEASED, Owner, this_process
 from torchllm.tools.launch.spare_node import ASKED, COMPLETE, FAILED, wait_for_job
 
 pytestmark = pytest.mark.quick
 
 START_TIMEOUT = 900.0
 
-ROOT = Path(__file__).parents[3]
-OWNER = Owner(
-    **{**vars(this_process()), "boot": "another host's"},
-    nonce="a" * 32,
-    job="7",
-    launched="",
-    since=0,
-    count="0000000000",
-)
+OWNER = owner(**{**vars(this_process()), "boot": "another host's"}, job="7", count="0000000000")
 
 
-class Waiting:
-    """A spare node whose clock is moved by its sleep, and what happens meanwhile."""
+class Waiting(Clock):
+    """A spare node, and what happens while it waits."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__(now=0.0)
         self.folder = folder
         self.request = folder / "request"
-        self.now = 0.0
-        self.events: dict[float, Callable[[], object]] = {}
         (folder / "lease").mkdir()
 
     def own(self, count: str, number: int = 1, owner: Owner = OWNER) -> None:
         (self.folder / f"lease/{number:06d}").write_text(replace(owner, count=count).text())
 
-    def at(self, moment: float, happens: Callable[[], object]) -> "Waiting":
+    def at(self, moment: float, happens: Callable[[], object]) -> None:
         self.events[moment] = happens
-        return self
-
-    def _sleep(self, seconds: float) -> None:
-        self.now += seconds
-        for moment in [moment for moment in self.events if moment <= self.now]:
-            self.events.pop(moment)()
 
     def status(self) -> int:
         """Return the exit status of the spare node; `now` is when it ended."""
-        timing = Timing(clock=lambda: self.now, sleep=self._sleep)
-        return wait_for_job(self.folder, self.request, START_TIMEOUT, timing)
+        return wait_for_job(self.folder, self.request, START_TIMEOUT, self.timing())
 
 
 @pytest.fixture
