@@ -39,50 +39,36 @@ def error_of(action: Callable[[], object]) -> str:
     return "no error"
 
 
-def votes(folder: str, events: dict[int, str]) -> list[bool]:
-    """What should_stop() returns at steps 1 to 4, with events that happen before a step."""
+def votes(folder: str, event: str = "") -> list[tuple[bool, bool]]:
+    """What should_stop() returns at steps 1 to 4, and whether to save, with an event before step 2."""
     rank = dist.get_rank()
     runtime = make_runtime(Path(folder), rank, dist.new_group(backend="gloo"))
     answers = []
     with process_as_it_was():
         runtime.stop_requests.listen()
         for step in range(1, 5):
-            event = events.get(step)
-            if event == "signal" and rank == 1:
+            if step == 2 and event == "signal" and rank == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
-            if event == "file" and rank == 0:
-                (runtime.folder / "stop").touch()
-            failed = event == "failure" and rank == 1
-            answers.append(runtime.should_stop(failed))
+            if step == 2 and event in ("stop", "save") and rank == 0:
+                (runtime.folder / event).touch()
+            failed = step == 2 and event == "failure" and rank == 1
+            answers.append((runtime.should_stop(failed), runtime.should_save))
     runtime.close()
     return answers
 
 
-def test_an_event_on_one_rank_stops_all_ranks_one_step_later(tmp_path: Path) -> None:
-    for event in ("signal", "file", "failure"):
-        answers = workers.run(votes, 2, str(tmp_path), {2: event})
-        assert [answer[:3] for answer in answers] == [[False, False, True]] * 2, event
-        assert not (tmp_path / "stop").exists()  # or the run could not go on
-    assert workers.run(votes, 2, str(tmp_path), {}) == [[False] * 4] * 2
-
-
-def save_votes(folder: str, event: int) -> list[tuple[bool, bool]]:
-    """What should_stop() and should_save are at steps 1 to 4, with a file that appears before step `event`."""
-    rank = dist.get_rank()
-    runtime = make_runtime(Path(folder), rank, dist.new_group(backend="gloo"))
-    answers = []
-    for step in range(1, 5):
-        if step == event and rank == 0:
-            (runtime.folder / "save").touch()
-        answers.append((runtime.should_stop(), runtime.should_save))
-    runtime.close()
-    return answers
+@pytest.mark.parametrize("event", ["signal", "stop", "failure"])
+def test_an_event_on_one_rank_stops_all_ranks_one_step_later(tmp_path: Path, event: str) -> None:
+    for answer in workers.run(votes, 2, str(tmp_path), event):
+        assert answer[:3] == [(False, False), (False, False), (True, False)]
+    assert not (tmp_path / "stop").exists()  # or the run could not go on
 
 
 def test_the_file_save_asks_all_ranks_for_one_checkpoint(tmp_path: Path) -> None:
-    once = [(False, False), (False, False), (False, True), (False, False)]
-    assert workers.run(save_votes, 2, str(tmp_path), 2) == [once] * 2
+    never = (False, False)
+    assert workers.run(votes, 2, str(tmp_path), "save") == [[never, never, (False, True), never]] * 2
     assert not (tmp_path / "save").exists()  # or it would ask again
+    assert workers.run(votes, 2, str(tmp_path)) == [[never] * 4] * 2
 
 
 def test_only_rank_0_writes_the_marker(tmp_path: Path) -> None:

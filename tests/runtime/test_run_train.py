@@ -45,10 +45,8 @@ class Notes:
         self.calls: list[Call] = []
         for note in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns):
             words = (note / "words").read_text().split("\0")[:-1]
-            environment = {}
-            for variable in (note / "environment").read_text().split("\0")[:-1]:
-                name, _, value = variable.partition("=")
-                environment[name] = value
+            variables = (note / "environment").read_text().split("\0")[:-1]
+            environment = dict(variable.split("=", 1) for variable in variables)
             self.calls.append(Call(words, environment))
             shutil.rmtree(note)
 
