@@ -12,15 +12,16 @@ import torch
 import torch.distributed as dist
 
 from tests import workers
+from tests.recipes.warm import rank_of_torchrun
 from tests.runtime.test_process import error_of, make_runtime
 from tests.tiny_run import free_port, process_as_it_was
+from tests.tools.launch.test_records import collectives_begun
 from torchllm.config import Run
 from torchllm.config.errors import UserError
 from torchllm.tools.launch import rank_start
 from torchllm.tools.launch.head import NodeMissing, NodeWait
 from torchllm.tools.launch.lease import DONE, Timing, check_owner, take_lease
 from torchllm.tools.launch.rank_start import start_runtime
-from torchllm.tools.launch.torch_records import flight_records
 
 
 @pytest.fixture(autouse=True)
@@ -33,20 +34,9 @@ def start_under_torchrun(
     run: Run, port: int, patch: Callable[[], None] = lambda: None, reads_only: bool = False
 ) -> str:
     """Call start_runtime in a worker of the pool, whose own group it replaces, with torchrun's variables set."""
-    rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
-    dist.destroy_process_group()
-    variables = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank}
-    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ.update(variables)
-    choose = rank_start.choose_device
-    try:
+    with rank_of_torchrun(port), mock.patch.object(rank_start, "choose_device", rank_start.choose_device):
         patch()
-        with process_as_it_was():
-            return error_of(lambda: start_runtime(run, reads_only=reads_only).close())
-    finally:
-        rank_start.choose_device = choose
-        for name in variables:
-            del os.environ[name]
+        return error_of(lambda: start_runtime(run, reads_only=reads_only).close())
 
 
 def _give_rank_1_a_gpu() -> None:
@@ -74,9 +64,9 @@ def test_a_device_that_one_rank_lacks_ends_all_ranks(tmp_path: Path) -> None:
 
 def collectives_at_start(folder: str, port: int) -> Counter[str]:
     """Names of the collectives that a rank begins in start_runtime."""
-    latest = max((record.number for record in flight_records()), default=-1)
-    assert start_under_torchrun(Run(folder=folder, device="cpu"), port) == "no error"
-    return Counter(record.name for record in flight_records() if record.number > latest)
+    with collectives_begun() as collectives:
+        assert start_under_torchrun(Run(folder=folder, device="cpu"), port) == "no error"
+    return Counter(collectives)
 
 
 def test_the_ranks_exchange_six_hashes_and_a_secret_at_the_start_and_no_objects(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """What ranks exchange on the host, and that they exchange nothing but a hash where all pass the same text."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,19 +18,19 @@ def world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def collectives_since(number: int) -> list[str]:
-    """Names of the collectives that this rank has begun after record `number`."""
-    return [record.name for record in flight_records() if record.number > number]
-
-
-def latest_record() -> int:
-    return max((record.number for record in flight_records()), default=-1)
+@contextmanager
+def collectives_begun() -> Iterator[list[str]]:
+    """Give the names of the collectives that this rank has begun inside the context, when it ends."""
+    latest = max((record.number for record in flight_records()), default=-1)
+    names: list[str] = []
+    yield names
+    names += [record.name for record in flight_records() if record.number > latest]
 
 
 def _texts(by_rank: list[str | None]) -> tuple[list[str | None], list[str]]:
-    earlier_record = latest_record()
-    texts = gather_texts(by_rank[dist.get_rank()], world())
-    return texts, collectives_since(earlier_record)
+    with collectives_begun() as collectives:
+        texts = gather_texts(by_rank[dist.get_rank()], world())
+    return texts, collectives
 
 
 def test_equal_texts_are_one_reduction_and_others_reach_all_ranks() -> None:
@@ -60,11 +62,11 @@ def test_records_of_any_fields_are_gathered_by_rank_and_sent_from_the_first() ->
 
 
 def _collectives_for_a_table(rows: int) -> list[str]:
-    earlier_record = latest_record()
-    table = gather_records(np.full((rows, 2), float(dist.get_rank())), world())
+    with collectives_begun() as collectives:
+        table = gather_records(np.full((rows, 2), float(dist.get_rank())), world())
     assert table.shape == (2, rows, 2)
     assert table[1].min() == 1.0
-    return collectives_since(earlier_record)
+    return collectives
 
 
 def test_a_table_is_one_gather() -> None:

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from tests import workers
+from tests.tools.launch.test_records import collectives_begun
 from torchllm.config import Config, Optimizer, Source
 from torchllm.config.errors import RefusedStart
 from torchllm.tools.launch import same_start
 from torchllm.tools.launch.same_start import compare_starts, facts_of_start, refuse_different_starts
-from torchllm.tools.launch.torch_records import flight_records
 
 CONFIG = Config()
 OTHER_RATE = replace(CONFIG, optimizer=Optimizer(learning_rate=0.01))
@@ -20,18 +20,18 @@ OTHER_RATE = replace(CONFIG, optimizer=Optimizer(learning_rate=0.01))
 
 def refuse(configs: list[Config], torch_version: str = "") -> tuple[str, list[str]]:
     """Compare the starts; `configs` by rank. Return the error, and the names of the collectives."""
-    latest = max((record.number for record in flight_records()), default=-1)
     error = ""
     version = torch.__version__
     if torch_version and dist.get_rank() == 1:
         torch.__version__ = torch_version  # type: ignore[assignment]  # torch's is a class of its own
     try:
-        refuse_different_starts([configs[dist.get_rank()]], dist.group.WORLD)
+        with collectives_begun() as collectives:
+            refuse_different_starts([configs[dist.get_rank()]], dist.group.WORLD)
     except RefusedStart as refused:
         error = str(refused)
     finally:
         torch.__version__ = version
-    return error, [record.name for record in flight_records() if record.number > latest]
+    return error, collectives
 
 
 def test_equal_starts_exchange_one_hash() -> None:

@@ -1,11 +1,12 @@
-"""Host memory per rank, from files as Linux writes them."""
+"""The memory and the cores that a rank may use, from files of control groups as Linux writes them."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-from torchllm.runtime.host_limits import host_memory_per_rank
+from torchllm.runtime import host_limits
+from torchllm.runtime.host_limits import host_memory_per_rank, usable_cores
 
 pytestmark = pytest.mark.quick
 
@@ -78,3 +79,26 @@ def test_version_1_has_other_names(root: Path) -> None:
 def test_this_machine_has_some_and_one_without_linux_is_unknown(tmp_path: Path) -> None:
     assert host_memory_per_rank() > 2**20
     assert host_memory_per_rank(tmp_path) == 0
+
+
+V1_QUOTA, V1_PERIOD = "cpu/job/cpu.cfs_quota_us", "cpu/job/cpu.cfs_period_us"
+CASES: list[tuple[str, dict[str, str], int]] = [
+    ("0::/pod/rank\n", {"pod/rank/cpu.max": "max 100000", "cpu.max": "max 100000"}, 96),
+    ("0::/pod/rank\n", {"pod/rank/cpu.max": "max 100000", "pod/cpu.max": "800000 100000"}, 8),
+    ("0::/not/seen/here\n", {"cpu.max": "250000 100000"}, 2),
+    ("0::/\n", {"cpu.max": "50000 100000"}, 1),
+    ("4:cpu,cpuacct:/job\n", {V1_QUOTA: "400000", V1_PERIOD: "100000"}, 4),
+    ("4:cpu,cpuacct:/job\n", {V1_QUOTA: "-1", V1_PERIOD: "100000"}, 96),
+    ("4:memory:/job\n", {"cpu.max": "100000 100000"}, 96),
+]
+"""the groups of a process, the files of groups, and the cores"""
+
+
+def test_cores_are_those_of_the_host_or_of_a_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_limits.os, "sched_getaffinity", lambda pid: range(96))
+    for number, (groups, files, expected) in enumerate(CASES):
+        root = tmp_path / str(number)
+        write(root / "proc/self/cgroup", groups)
+        for name, text in files.items():
+            write(root / "sys/fs/cgroup" / name, f"{text}\n")
+        assert usable_cores(root) == expected, groups
