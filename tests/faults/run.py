@@ -38,7 +38,6 @@ class Fault:
 
     @property
     def outcome(self) -> str:
-        """Return the last cell of the table's row."""
         if self.failed:
             return f"**failed**: {', '.join(self.failed)}"
         if self.skipped and not self.trials:
@@ -55,13 +54,11 @@ class Recorder:
         self._trials_of_case: dict[str, int] = {}
 
     def pytest_collection_modifyitems(self, items: Sequence[pytest.Item]) -> None:
-        """Note which cases repeat their fault."""
         for item in items:
             repeats = "trials" in getattr(item, "fixturenames", ())
             self._trials_of_case[item.nodeid] = self.trials if repeats else 1
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note the outcome of a case."""
         if report.when != "call" and report.passed:
             return
         file, _, case = report.nodeid.partition("::")
@@ -86,31 +83,26 @@ def sentence(function: str) -> str:
 
 
 def skip_reason(report: pytest.TestReport) -> str:
-    """Return why a case was skipped."""
     return str(report.longrepr[2]).removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else ""
 
 
 def table(rows: Sequence[str]) -> str:
-    """Return the table in Markdown."""
     return (
         "\n".join(["| part | fault, and the required outcome | trials | outcome |", "|---|---|--:|---|", *rows]) + "\n"
     )
 
 
 def table_row(fault: Fault) -> str:
-    """Return the row of a fault."""
     return f"| {fault.part} | {fault.text} | {fault.trials} | {fault.outcome} |"
 
 
 def rows_of_other_parts(page: Path, parts: Sequence[str]) -> list[str]:
-    """Return the rows of a page's table that are not of these parts."""
     lines = page.read_text().split(BEGIN)[1].split(END)[0].splitlines()
     rows = [line for line in lines if line.startswith("| ") and not line.startswith("| part |")]
     return [row for row in rows if part_of_row(row) not in parts]
 
 
 def part_of_row(row: str) -> str:
-    """Return the first cell of a row."""
     return row.split("|")[1].strip()
 
 

@@ -25,7 +25,6 @@ ONE_RANK = "--parallel.dp_shard=1"
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run without a fault."""
     folder = tmp_path_factory.mktemp("undisturbed")
     assert pretrain(1, folder, ONE_RANK) == [""]
     return folder

@@ -56,7 +56,6 @@ def at_night(*damages: Damage) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A prepared corpus of one shard."""
     folder = tmp_path_factory.mktemp("corpus")
     texts = folder / "texts"
     texts.mkdir()
@@ -69,7 +68,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    """The folder of a run on the corpus without a fault."""
     folder = tmp_path_factory.mktemp("undisturbed")
     assert train(folder / "run", corpus) == ""
     return folder / "run"

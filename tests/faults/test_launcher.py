@@ -27,8 +27,6 @@ WITH_WORKERS = changed(ENDLESS, "--data.workers=1")
 
 
 class Family(NamedTuple):
-    """Process ids of a run."""
-
     script: int
     launcher: int
     ranks: list[int]
@@ -37,7 +35,6 @@ class Family(NamedTuple):
 
 
 def family_of(run: Started) -> Family:
-    """Return the processes of a run whose ranks exist."""
     launcher = launcher_of(run.process.pid)
     ranks = children(launcher)
     workers = [worker for rank in ranks for worker in children(rank)]
@@ -45,7 +42,6 @@ def family_of(run: Started) -> Family:
 
 
 def has_ranks(run: Started) -> bool:
-    """Return whether the launcher has started both ranks."""
     return any(len(children(child)) == 2 for child in children(run.process.pid) if is_launcher(child))
 
 
@@ -56,7 +52,6 @@ def is_launcher(pid: int) -> bool:
 
 
 def is_training(run: Started) -> bool:
-    """Return whether a second step is done."""
     return "step      2/" in run.out.read_text()
 
 

@@ -39,7 +39,6 @@ def steps_of(folder: Path) -> list[int]:
 
 
 def wait_for_training(run: Started) -> None:
-    """Wait until a run has logged a step."""
     run.until(lambda: "/100000  loss" in run.out.read_text())
 
 

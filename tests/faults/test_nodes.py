@@ -43,7 +43,6 @@ def lose_node(nodes: list[Started], victim: int, folder: Path, checkpoint: int) 
 
 
 def resumed_step(node: Started) -> int:
-    """Return the step of the checkpoint from which a job went on."""
     match = re.search(r"resuming from \S+: step (\d+)", node.err.read_text())
     assert match is not None, node.err.read_text()
     return int(match[1])

@@ -48,7 +48,6 @@ def test_a_run_whose_rank_was_killed_is_the_same_run_when_it_goes_on(undisturbed
 
 
 def ranks_of(runs: list[Started]) -> list[int]:
-    """Return the process ids of all ranks that run now."""
     launchers = [child for run in runs for child in children(run.process.pid)]
     found = [rank for launcher in launchers for rank in children(launcher)]
     return [rank for rank in found if is_session_leader(rank)]
@@ -184,15 +183,12 @@ launcher_notes.leave(rank)
 
 
 class Outcome(NamedTuple):
-    """What came of a short job of two ranks."""
-
     status: int
     lines: list[str]
     """of standard error"""
 
 
 def outcome_of(folder: Path, fault: str, restarts: int) -> Outcome:
-    """Run a short job in which something happens to rank 1."""
     recipe = folder / "short.py"
     recipe.write_text(SHORT.replace("FAULT", fault))
     command = [sys.executable, "-m", "torchllm.tools.launch.launch", f"--restarts={restarts}", f"--run-folder={folder}"]

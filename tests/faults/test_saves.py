@@ -88,8 +88,6 @@ def save_five_times(folder: Path, asynchronous: bool, death: Death, returned: Ca
 
 
 class Trial(NamedTuple):
-    """What came of a process that saves five times."""
-
     is_complete: bool
     """it has come to its end before its turn to die"""
     returned: int

@@ -24,7 +24,6 @@ SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 
 @pytest.fixture
 def job(start: Callable[..., Started], tmp_path: Path) -> Callable[..., Started]:
-    """Starts a job in the folder `run`."""
     settings = changed(SMALL, *QUIET, *CHANGED, "--data.workers=1", f"--run.stopped_exit_status={STOPPED}")
     settings.append(f"--run.folder={tmp_path / 'run'}")
     return lambda *arguments: start(DEBUG, *settings, *arguments, NPROC="2", OMP_NUM_THREADS="1")

@@ -34,8 +34,6 @@ TENSORS = 8
 
 
 class Outcome(NamedTuple):
-    """What has become of one process."""
-
     pairs: int
     """operations of each kind that it had done, in steps of `PAIRS_PER_REPORT`"""
     death: str
@@ -99,7 +97,6 @@ def _last_count(output: str) -> int:
 
 
 def main() -> None:
-    """Count the crashes within the time that the command line gives."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0, help="how long, over all processes")
     parser.add_argument("--threads", type=int, choices=[1, 2], default=2, help="worker threads of the group")

@@ -67,8 +67,6 @@ CGROUPS = "CgroupPlugin=cgroup/v1\n"
 
 
 class State(NamedTuple):
-    """What Slurm says of a job."""
-
     name: str
     """RUNNING, say"""
     restarts: int
@@ -98,7 +96,6 @@ class SlurmCluster:
         self.until(lambda: self.idle_nodes() == NODES)
 
     def start_node(self, name: str) -> None:
-        """Start Slurm on a node."""
         (self.folder / name).mkdir(exist_ok=True)
         self._start_munge(self.network.hosts[name])
         self._start_daemon(self.network.hosts[name], "slurmd")
@@ -136,7 +133,6 @@ class SlurmCluster:
             return []
 
     def state(self, job: int) -> State:
-        """Return what Slurm says of a job."""
         text = self.run("scontrol", "show", "job", str(job))
         fields = dict(re.findall(r"(\w+)=(\S*)", text))
         return State(fields["JobState"], int(fields["Restarts"]), fields["NodeList"])
@@ -159,7 +155,6 @@ class SlurmCluster:
         return time.monotonic() - began
 
     def describe(self) -> str:
-        """Return what to look at after a failure."""
         parts = [self.run("sinfo", "--Node", "--long"), self.run("squeue"), str(self.processes())]
         outputs = sorted(self.folder.glob("*.txt"), key=lambda file: file.stat().st_mtime)  # of jobs
         for file in [self.folder / "slurmctld.log", *outputs[-1:]]:
@@ -167,7 +162,6 @@ class SlurmCluster:
         return "\n".join(parts)
 
     def reset(self) -> None:
-        """Kill all jobs and make all nodes whole."""
         for job in self.run("squeue", "--noheader", "--format=%A").split():
             self.run("bash", "-c", f"scancel --full --signal=KILL {job}; scancel {job}; true")
         self.run("scontrol", "update", "partition=normal", "gracetime=0")
@@ -192,6 +186,5 @@ def missing() -> str:
 
 @contextmanager
 def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
-    """Start a cluster, and remove it at the end."""
     with network([CONTROLLER, *NODES], folder) as made:
         yield SlurmCluster(made, folder)

@@ -12,7 +12,6 @@ from tests.slurm.job import SETTINGS, Job, write_recipe
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    """A cluster of a controller and three nodes."""
     if reason := missing():
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("slurm")

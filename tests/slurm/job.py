@@ -57,7 +57,6 @@ class Job:
         """Slurm's"""
 
     def command(self, *settings: str) -> list[str]:
-        """Return the command that trains."""
         return ["./run_train.sh", DEBUG, *changed(SETTINGS, *settings), f"--run.folder={self.folder}"]
 
     def submit(
@@ -82,28 +81,23 @@ class Job:
 
     @property
     def text(self) -> str:
-        """What it has printed so far."""
         return self.output.read_text() if self.output.exists() else ""
 
     @property
     def step(self) -> int:
-        """The last step that it has logged."""
         logged = re.findall(rf"^step +(\d+)/{STEPS} ", self.text, re.M)
         return int(logged[-1]) if logged else 0
 
     @property
     def checkpoint(self) -> int:
-        """The step of its newest checkpoint."""
         return max((int(file.parent.name[5:]) for file in self.folder.glob("checkpoints/*/manifest.json")), default=0)
 
     @property
     def resumed(self) -> list[int]:
-        """The steps from which it has gone on."""
         return [int(step) for step in re.findall(r"resuming from .*: step (\d+),", self.text)]
 
     @property
     def state(self) -> str:
-        """What Slurm says of it."""
         return self.cluster.state(self.number).name
 
     def find(self, node: str, kind: str) -> int:
@@ -112,7 +106,6 @@ class Job:
         return min(pid for pid, command in processes.items() if re.search(KINDS[kind], command))
 
     def trains_on(self, node: str) -> bool:
-        """Return whether ranks of the run are on a node."""
         commands = self.cluster.network.hosts[node].processes().values()
         return any(re.search(KINDS["rank"], command) for command in commands)
 
@@ -125,7 +118,6 @@ class Job:
         return self.cluster.until(lambda: len(self.resumed) >= times)
 
     def finish(self) -> None:
-        """Let it train to its end."""
         (self.cluster.folder / SLOW).unlink()
         self.until_ended()
         assert self.state == "COMPLETED", self.cluster.describe()

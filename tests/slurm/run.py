@@ -30,8 +30,6 @@ BEGIN, END = "<!-- slurm -->\n", "<!-- /slurm -->\n"
 
 @dataclass
 class Trial:
-    """What was done once."""
-
     text: str
     outcome: str
     observed: str
@@ -44,7 +42,6 @@ class Recorder:
         self.trials: list[Trial] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note the outcome of a trial."""
         if report.when != "call" and report.passed:
             return
         _, _, case = report.nodeid.partition("::")
@@ -56,7 +53,6 @@ class Recorder:
 
 
 def table(trials: Sequence[Trial]) -> str:
-    """Return the table in Markdown."""
     lines = ["| trial | observed | outcome |", "|---|---|---|"]
     lines += [f"| {trial.text} | {trial.observed} | {trial.outcome} |" for trial in trials]
     return "\n".join(lines) + "\n"

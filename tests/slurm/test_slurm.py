@@ -67,7 +67,6 @@ def finish_requeued(job: Job, undisturbed: Undisturbed, newest: int) -> None:
 
 
 def readme_line() -> list[str]:
-    """Return the words of README's line for Slurm."""
     match = re.search(r"^(sbatch .*?)\n```", (ROOT / "README.md").read_text(), re.M | re.S)
     assert match
     return shlex.split(match[1].replace("\\\n", " "))

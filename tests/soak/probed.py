@@ -46,7 +46,6 @@ def children() -> list[str]:
 
 
 def held() -> dict[str, int]:
-    """Return what this process holds."""
     return {
         "memory_kib": memory_kib("self"),
         "workers_kib": sum(memory_kib(child) for child in children()),
@@ -79,7 +78,6 @@ def rebuilding(starved_seconds: float) -> Adaptation:
 
 
 def main() -> None:
-    """Train, probed."""
     adaptation = rebuilding if os.environ.get("SOAK_REBUILD") else Adaptation
     max_cost = math.inf if os.environ.get("SOAK_PROFILE") else step_profiler.MAX_COST
     with (

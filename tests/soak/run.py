@@ -39,8 +39,6 @@ PATIENCE = 60.0
 
 
 class Scenario(NamedTuple):
-    """A kind of run."""
-
     ranks: int
     settings: Sequence[str]
     every: int = 10
@@ -116,7 +114,6 @@ def soak(name: str, scenario: Scenario, seconds: float, folder: Path) -> dict[st
 
 
 def slopes_of(file: Path) -> dict[str, Slope]:
-    """Return the slope of each quantity that a rank has noted."""
     notes = [json.loads(line) for line in file.read_text().splitlines()]
     if len(notes) < 3 * BLOCKS:
         raise Failure(f"{file.stem} noted only {len(notes)} samples, a slope needs {3 * BLOCKS}: give it more minutes")
@@ -127,12 +124,10 @@ def slopes_of(file: Path) -> dict[str, Slope]:
 
 
 def growing(slopes: Mapping[str, Slope]) -> list[str]:
-    """Return the quantities that grow."""
     return [name for name, slope in slopes.items() if slope.exceeds(LIMITS[name], LEAST[name])]
 
 
 def print_slopes(name: str, rank: str, slopes: Mapping[str, Slope]) -> None:
-    """Print a row of the table."""
     cells = [f"{slope.growth:.3g} ± {slope.error:.2g}" for slope in slopes.values()]
     verdict = "GROWS: " + ", ".join(growing(slopes)) if growing(slopes) else "flat"
     print(f"| {name} | {rank} | {' | '.join(cells)} | {verdict} |", flush=True)

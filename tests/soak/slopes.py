@@ -13,8 +13,6 @@ ERRORS = 3.0
 
 
 class Sample(NamedTuple):
-    """One reading of a quantity."""
-
     step: int
     value: float
 

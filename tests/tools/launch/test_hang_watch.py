@@ -31,8 +31,6 @@ Body = Callable[[Runtime], None]
 
 
 class Job(NamedTuple):
-    """How a job of several ranks ended."""
-
     statuses: list[int]
     """exit status of each rank"""
     stderr: str

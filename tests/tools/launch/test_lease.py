@@ -61,8 +61,6 @@ for line in sys.stdin:
 
 
 class Taker:
-    """Another process that takes leases."""
-
     def __init__(self) -> None:
         command = [sys.executable, "-c", TAKER]
         pipe = subprocess.PIPE

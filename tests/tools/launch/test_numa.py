@@ -15,8 +15,6 @@ GPU = SimpleNamespace(pci_domain_id=1, pci_bus_id=10, pci_device_id=0)
 
 
 def bound_cpus(device: str, pci_devices: Path) -> set[int]:
-    """Return the CPUs of a thread that was bound."""
-
     def bind() -> set[int]:
         bind_near_gpu(torch.device(device), pci_devices)
         return os.sched_getaffinity(0)

@@ -16,7 +16,6 @@ from torchllm.tools.launch.on_event import OUTPUT, call_at_end, call_on_event
 
 
 def script(folder: Path, text: str) -> str:
-    """A command that does what the text says."""
     file = folder / "command.sh"
     file.write_text(f"#!/bin/sh\n{text}\n")
     file.chmod(file.stat().st_mode | stat.S_IXUSR)

@@ -63,7 +63,6 @@ def test_a_device_that_one_rank_lacks_ends_all_ranks(tmp_path: Path) -> None:
 
 
 def collectives_at_start(folder: str, port: int) -> Counter[str]:
-    """Names of the collectives that a rank begins in start_runtime."""
     with collectives_begun() as collectives:
         assert start_under_torchrun(Run(folder=folder, device="cpu"), port) == "no error"
     return Counter(collectives)

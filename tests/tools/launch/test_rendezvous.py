@@ -18,7 +18,6 @@ from torchllm.tools.launch.restarts import AttemptOver, JobOver, PartEnding, Ver
 
 
 def together(action: Callable[..., object], items: object) -> list:
-    """Return the results of one call per item, all at the same time."""
     items = list(items)
     with ThreadPoolExecutor(len(items)) as pool:
         return list(pool.map(action, items))

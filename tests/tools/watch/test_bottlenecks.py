@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.tools.watch.test_step_profiler import FakeClock
 from tests.workers import run
 from torchllm.tools.watch import bottlenecks
 from torchllm.tools.watch.bottlenecks import (
@@ -17,16 +18,6 @@ from torchllm.tools.watch.bottlenecks import (
     StageClock,
     gather_stage_times,
 )
-
-
-class FakeClock:
-    """Stands in for the module `time`."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def perf_counter(self) -> float:
-        return self.now
 
 
 def _waits(totals: list[list[float]]) -> list[DataWait]:

@@ -23,7 +23,6 @@ with open(os.path.join(os.path.dirname(sys.argv[1]), "evaluations", step + ".see
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run folder, and a recipe that notes how it was called."""
     (tmp_path / "evaluate.py").write_text(RECIPE)
     monkeypatch.setattr(task_processes, "resource", lambda name: tmp_path / "evaluate.py")
     monkeypatch.setenv("RANK", "0")
