@@ -26,7 +26,7 @@ BEGIN, END = "<!-- faults -->\n", "<!-- /faults -->\n"
 
 @dataclass
 class Fault:
-    """What was tried of one test function, over all its parameters."""
+    """What was tried of one test function, over all its parameters, or of one case."""
 
     part: str
     text: str
@@ -35,6 +35,8 @@ class Fault:
     """names of the cases that failed"""
     skipped: list[str] = field(default_factory=list)
     """reasons"""
+    observed: list[str] = field(default_factory=list)
+    """properties that a test has noted"""
 
     @property
     def outcome(self) -> str:
@@ -46,10 +48,11 @@ class Fault:
 
 
 class Recorder:
-    """A plugin of pytest that notes what comes of each fault."""
+    """A plugin of pytest that notes what comes of each fault. by_case: each set of parameters is a fault of its own."""
 
-    def __init__(self, trials: int) -> None:
+    def __init__(self, trials: int = 1, by_case: bool = False) -> None:
         self.trials = trials
+        self.by_case = by_case
         self.faults: dict[str, Fault] = {}
         self._trials_of_case: dict[str, int] = {}
 
@@ -63,7 +66,11 @@ class Recorder:
             return
         file, _, case = report.nodeid.partition("::")
         function, _, parameters = case.partition("[")
-        fault = self.faults.setdefault(f"{file}::{function}", Fault(part_of(file), sentence(function)))
+        text = sentence(function)
+        if self.by_case and parameters:
+            text += f": {parameters.rstrip(']')}"
+        fault = self.faults.setdefault(f"{file}: {text}", Fault(part_of(file), text))
+        fault.observed += [str(value) for name, value in report.user_properties if name == "observed"]
         if report.skipped:
             fault.skipped.append(skip_reason(report))
             return

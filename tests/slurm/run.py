@@ -10,8 +10,7 @@ import argparse
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from datetime import date
 from pathlib import Path
 
@@ -21,40 +20,16 @@ if __name__ == "__main__":
 import pytest
 import torch
 
-from tests.faults.run import PAGE, sentence, write_table
+from tests.faults.run import PAGE, Fault, Recorder, write_table
 from tests.slurm.cluster import missing
 
 FOLDER = Path(__file__).parent
 BEGIN, END = "<!-- slurm -->\n", "<!-- /slurm -->\n"
 
 
-@dataclass
-class Trial:
-    text: str
-    outcome: str
-    observed: str
-
-
-class Recorder:
-    """A plugin of pytest that notes what comes of each trial."""
-
-    def __init__(self) -> None:
-        self.trials: list[Trial] = []
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when != "call" and report.passed:
-            return
-        _, _, case = report.nodeid.partition("::")
-        function, _, parameters = case.partition("[")
-        text = sentence(function) + (f": {parameters.rstrip(']')}" if parameters else "")
-        outcome = "as it should be" if report.passed else "**failed**"
-        observed = ", ".join(str(value) for name, value in report.user_properties if name == "observed")
-        self.trials.append(Trial(text, outcome, observed))
-
-
-def table(trials: Sequence[Trial]) -> str:
+def table(trials: Iterable[Fault]) -> str:
     lines = ["| trial | observed | outcome |", "|---|---|---|"]
-    lines += [f"| {trial.text} | {trial.observed} | {trial.outcome} |" for trial in trials]
+    lines += [f"| {trial.text} | {', '.join(trial.observed)} | {trial.outcome} |" for trial in trials]
     return "\n".join(lines) + "\n"
 
 
@@ -73,9 +48,9 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {reason}", file=sys.stderr)
         return 1
     heading = f"`.ci/slurm`, {date.today().isoformat()}, {versions()}, 2 CPU cores, gloo:\n\n"
-    recorder = Recorder()
+    recorder = Recorder(by_case=True)
     status = int(pytest.main(["-k", options.k, str(FOLDER)], plugins=[recorder]))
-    content = heading + table(recorder.trials)
+    content = heading + table(recorder.faults.values())
     print(content)
     if not options.k:
         write_table(PAGE, content, BEGIN, END)
