@@ -15,6 +15,7 @@ import pytest
 from tests.launched import ends, is_running
 from tests.patience import patience
 from tests.tiny_run import ROOT
+from torchllm.config.environment import START_TIMEOUT
 from torchllm.runtime.heartbeat import HEARTBEATS, Heartbeat
 from torchllm.tools.launch import rank_watch
 from torchllm.tools.launch.rank_watch import RankWatch, StalledRank
@@ -257,6 +258,12 @@ def test_a_look_reads_each_rank_of_the_node_once(tmp_path: Path, monkeypatch: py
             heart.close()
         watch.look(1.0)
     assert len(reads) == len(set(reads)) == ranks
+
+
+def test_ranks_hear_of_the_limit_of_their_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(START_TIMEOUT, "")
+    RankWatch(start_timeout=7.5)
+    assert os.environ[START_TIMEOUT] == "7.5"
 
 
 def test_heartbeats_are_in_memory_if_it_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
