@@ -163,7 +163,7 @@ def test_a_process_that_gives_no_sign_of_life_at_all_is_ended_unless_it_computes
     node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It may be stalled while Python or torch is read from a file system that does not answer."""
-    node.start(RANK + timeouts() + "time.sleep(60)", ranks_on_node=2)
+    node.start(RANK + timeouts(start=600.0) + "time.sleep(60)", ranks_on_node=2)
     silent = node.start("import time\ntime.sleep(60)")
     ticks = [12]
     monkeypatch.setattr(rank_watch, "find_ranks", lambda: [rank.pid for rank in node.ranks])  # not pytest's others
