@@ -1,9 +1,10 @@
 """A step with few of the equal blocks equals the step with all of them, byte by byte and message by message."""
 
+import multiprocessing
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -23,27 +24,56 @@ from torchllm.tools.dry_run.repeats import (
     check_parameters,
     find_repeats,
 )
-from torchllm.tools.dry_run.run import plan_trace
-from torchllm.tools.dry_run.trace import trace
+from torchllm.tools.dry_run.run import plan_trace, rank_kinds
+from torchllm.tools.dry_run.trace import count_blocks, trace
 from torchllm.tools.dry_run.tracker import BlockBegins, Sent
 
 MODELS = sorted((Path(__file__).parents[3] / "train_configs" / "models").glob("*.toml"))
 
 
-def contents(config: Config, all_blocks: bool) -> list[Any]:
-    """Return a trace as plain values, without the memory at the very end of the step, which nothing reads."""
-    count = gradient_accumulation(config.training, config.parallel.data_ranks)
-    plan = plan_trace(config.parallel, [0], count)
-    traced = trace(config, torch.bfloat16, 0, plan.micro_batches, 1, 0, gpu=True, all_blocks=all_blocks)
+class Content(NamedTuple):
+    """A trace as plain values."""
+
+    steps: list[Any]
+    """without the memory at the very end of the step, which nothing reads"""
+    blocks: int
+    """blocks that ran forward"""
+
+
+def content(config: Config, ranks: list[int], all_blocks: bool) -> Content:
+    """Trace the first of the pipeline ranks of one kind."""
+    blocks = multiprocessing.Value("L", 0)
+    count_blocks(blocks)
+    plan = plan_trace(config.parallel, ranks, gradient_accumulation(config.training, config.parallel.data_ranks))
+    short = plan.micro_batches, plan.pp, plan.traced_rank
+    traced = trace(config, torch.bfloat16, plan.rank, *short, gpu=True, all_blocks=all_blocks)
     assert set(traced.spans[0].start) > {"parameters", "optimizer"}
     found: list[Any] = [traced.keys, traced.per_micro_batch]
     for span in traced.spans:
         levels = [span.start, span.peak, span.highest, *([] if span.name == "tail" else [span.end])]
         found.append((span.name, [{kind: size for kind, size in level.items() if size} for level in levels]))
         found.append([sent._replace(time=0) for sent in span.sent])
-    return found
+    return Content(found, blocks.value)
 
 
+def check(config: Config) -> None:
+    """Compare few blocks with all, of every kind of rank."""
+    for ranks in rank_kinds(config):
+        assert find_repeats(config, ranks[0])
+        few, every = apart(content, config, ranks, False), apart(content, config, ranks, True)
+        assert few.steps == every.steps
+        assert few.blocks < every.blocks  # they were not all traced after all
+
+
+EXPERTS: Settings = {
+    "parallel.dp_shard": 4,
+    "model.layers": 7,
+    "model.dense_layers": 1,
+    "model.experts": 8,
+    "model.shared_experts": 1,
+    "model.router_bias": True,
+    "model.balance_loss": "global",
+}
 LAYOUTS: dict[str, Settings] = {
     "FSDP": {"parallel.dp_shard": 8, "recompute.mode": "selective"},
     "one micro batch": {"parallel.dp_shard": 2, "model.layers": 5, "training.global_batch_size": 2},
@@ -85,41 +115,47 @@ LAYOUTS: dict[str, Settings] = {
         "lora.rank": 4,
         "recompute.mode": "full",
     },
-    "experts after a dense block": {
-        "parallel.dp_shard": 4,
-        "parallel.ep": 4,
-        "model.layers": 7,
-        "model.dense_layers": 1,
-        "model.experts": 8,
-        "model.shared_experts": 1,
-        "model.router_bias": True,
-        "model.router_dtype": "compute",
-        "model.balance_loss": "global",
+    "pipeline": {"parallel.pp": 3, "parallel.dp_shard": 2, "model.layers": 17, "recompute.mode": "full"},
+    "pipeline, ZeRO 1, tied": {
+        "parallel.pp": 2,
+        "parallel.dp_shard": 2,
+        "parallel.zero_stage": 1,
+        "parallel.tp": 2,
+        "model.tied_embeddings": True,
+        "model.layers": 12,
+        "training.global_batch_size": 16,
     },
+    "experts after a dense block": {**EXPERTS, "parallel.ep": 4},
+    "experts, routers with their blocks": {**EXPERTS, "parallel.ep": 4, "model.router_dtype": "compute"},
+    "experts, all recomputed": {**EXPERTS, "recompute.mode": "full", "training.global_batch_size": 12},
+    "experts, ZeRO 1": {**EXPERTS, "parallel.zero_stage": 1, "recompute.mode": "selective"},
 }
-BY_DEFAULT = ("one micro batch",)
-NAMES = [name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.exhaustive) for name in LAYOUTS]
+BY_DEFAULT: dict[str, Settings] = {
+    "experts": {"model.experts": 4, "model.layers": 6, "parallel.dp_shard": 2, "training.global_batch_size": 2},
+    "pipeline": {"model.layers": 10, "parallel.pp": 2, "training.global_batch_size": 2},
+}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_few_blocks_stand_for_all(name: str) -> None:
-    config = tiny({"model.layers": 6, **LAYOUTS[name]})
-    assert find_repeats(config)
-    assert apart(contents, config, False) == apart(contents, config, True)
+@pytest.mark.parametrize("settings", BY_DEFAULT.values(), ids=BY_DEFAULT)
+def test_few_blocks_stand_for_all(settings: Settings) -> None:
+    check(tiny(settings))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_few_blocks_of_every_layout_stand_for_all(name: str) -> None:
+    check(tiny({"model.layers": 6, **LAYOUTS[name]}))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("file", MODELS, ids=lambda file: file.stem)
 def test_few_blocks_of_every_model_stand_for_all(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its sizes, with five blocks after one that is dense where the model has such."""
+    """Of its sizes, with six blocks after one that is dense where the model has such."""
     monkeypatch.setenv("NPROC", "8")
     arguments = ["--training.sequence_length=256", "--training.global_batch_size=16", "--parallel.dp_shard=8"]
     config = load_config([str(file), *arguments, "--run.dry_run=true", "--cluster.name=dgx_h100"])
     dense = min(config.model.dense_layers, 1)
-    model = replace(config.model, layers=5 + dense, dense_layers=dense, router_dtype="compute")
-    config = replace(config, model=model)
-    assert find_repeats(config)
-    assert apart(contents, config, False) == apart(contents, config, True)
+    check(replace(config, model=replace(config.model, layers=6 + dense, dense_layers=dense)))
 
 
 def part(number: int, bytes_kept: int, sent: float = 8.0) -> _Part:
@@ -153,7 +189,15 @@ def test_blocks_with_frozen_parameters_are_no_model_for_others() -> None:
 
 
 def test_all_blocks_run_where_something_is_done_for_several_at_once() -> None:
-    several: list[Settings] = [{"parallel.pp": 2}, {"recompute.mode": "segment"}, {"model.experts": 4}]
+    several: list[Settings] = [
+        {"parallel.pp": 2, "parallel.schedule": "Interleaved1F1B"},
+        {"recompute.mode": "segment"},
+        {"model.experts": 4, "parallel.pp": 2},
+        {"model.experts": 4, "parallel.tp": 2},
+    ]
     for settings in (*several, {"model.layers": 4}):
         assert find_repeats(tiny({"model.layers": 64, **settings})) is None
     assert find_repeats(tiny({"model.layers": 64})) == Repeats(1, 1, 60)
+    assert find_repeats(tiny({"model.layers": 64, "parallel.pp": 2, "parallel.split": (34, 30)}), 1) == Repeats(
+        35, 1, 26
+    )

@@ -2,19 +2,22 @@
 
 Traced are the blocks at both ends and two periods of those between them (a period is one block, or `recompute.k` of
 them). Each trace proves itself: the memory and messages of the second period must be those of the first, action by
-action, or all blocks are traced. The blocks that are left out have parameters, gradients and optimizer state, so that
-the update of the weights is traced whole.
+action, or all blocks are traced. So must the memory at the end of all actions be that of all gradients. The blocks that
+are left out have parameters, gradients and optimizer state, so that the update of the weights is traced whole; and
+their routers are in the unit of all routers, so that its messages are whole.
 """
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from torchllm.config import Config
+from torchllm.config import Config, Model
 from torchllm.facts.flops import recompute_interval
+from torchllm.facts.stages import balanced_split
 from torchllm.models.decoder import Decoder
 from torchllm.tools.dry_run.memory import Bytes, Span, larger_of_each, plus, spans
 from torchllm.tools.dry_run.tracker import BlockBegins, Tracker
@@ -45,19 +48,38 @@ class NotEqualError(Exception):
     """The blocks of both periods do not have the same memory and messages."""
 
 
-def find_repeats(config: Config) -> Repeats | None:
-    """Return the blocks that few can stand for; None if all must be traced. config: resolved."""
-    model, recompute = config.model, config.recompute
-    one_router_unit = model.experts > 0 and model.router_dtype == "float32"  # FSDP gathers the routers of all blocks
-    # A pipeline reduces the gradients of all blocks in one go, and a segment recomputes several. Blocks of a fork may
-    # differ by their index.
-    if one_router_unit or config.parallel.pp > 1 or recompute.mode == "segment" or model.block:
+def find_repeats(config: Config, pp_rank: int = 0) -> Repeats | None:
+    """Return the blocks of a pipeline rank that few can stand for; None if all must be traced. config: resolved."""
+    model, parallel, recompute = config.model, config.parallel, config.recompute
+    # FSDP gathers the routers of a stage as one unit; those of blocks that are left out are added on one stage only,
+    # and not for tensor parallelism, which changes a router inside its block.
+    joins_routers = joins_the_routers(model) and (parallel.pp > 1 or parallel.tp > 1)
+    # Of several stages on a rank none has many blocks. A segment recomputes several. Blocks of a fork may differ by
+    # their index.
+    if joins_routers or parallel.stages > parallel.pp or recompute.mode == "segment" or model.block:
         return None
+    blocks = blocks_of_stages(config)
+    start = sum(blocks[:pp_rank])
+    stop = start + blocks[pp_rank]
     period = recompute_interval(recompute, model.layers) if recompute.mode == "every_k" else 1
-    end = max(1, config.parallel.prefetch)  # blocks that gather others, or are gathered, than those between the ends
-    first = end + (model.dense_layers if model.experts else 0)
-    left_out = (model.layers - end - first) // period - 2
+    end = max(1, parallel.prefetch)  # blocks that gather others, or are gathered, than those between the ends
+    first = end + max(start, model.dense_layers if model.experts else 0)
+    if joins_the_routers(model):
+        first += 1  # the buffer of the block before them is freed one block later than others
+    left_out = (stop - end - first) // period - 2
     return Repeats(first, period, left_out) if left_out > 0 else None
+
+
+def joins_the_routers(model: Model) -> bool:
+    """Return whether FSDP gathers the routers of all blocks at once."""
+    return model.experts > 0 and model.router_dtype == "float32"
+
+
+def blocks_of_stages(config: Config) -> tuple[int, ...]:
+    """Return the number of blocks of each stage of the pipeline."""
+    if config.parallel.pp == 1:
+        return (config.model.layers,)
+    return balanced_split(config.model, config.parallel, config.training.sequence_length)
 
 
 def check_parameters(model: Decoder, repeats: Repeats) -> None:
@@ -86,8 +108,34 @@ def without_ends(model: Decoder) -> Decoder:
     return model
 
 
-def watch_blocks(stage: Decoder, tracker: Tracker) -> None:
-    """Tell the tracker when the forward of each block begins, and its backward."""
+@contextmanager
+def shared_routers(stage: Decoder, others: Decoder) -> Iterator[list[nn.Module]]:
+    """Have `parallelize` make one unit of the routers of both models, within a `with` block. Yield those of `others`.
+
+    stage: on one pipeline rank; afterwards each model has its own routers again.
+    """
+    if not joins_the_routers(stage.model):
+        yield []
+        return
+    from torchllm.models.experts import RoutedExperts
+
+    holders = [module for module in others.modules() if isinstance(module, RoutedExperts)]
+    routers = nn.ModuleList(holder.router for holder in holders)
+    stage.routers_of_others = routers
+    for holder in holders:
+        del holder.router
+    yield list(routers)
+    del stage.routers_of_others
+    for holder, router in zip(holders, routers, strict=True):
+        holder.add_module("router", router)
+
+
+def watch_blocks(stage: Decoder, tracker: Tracker, repeats: Repeats, routers: Sequence[nn.Module]) -> None:
+    """Tell the tracker when the forward of each block begins, and its backward.
+
+    routers: those of blocks that are not traced, in the unit of all routers. They get their gradients after the
+    backward of both periods, before the unit's are reduced.
+    """
 
     def watch(number: int, block: nn.Module) -> None:
         begun: set[int] = set()  # forward passes whose backward has begun
@@ -102,9 +150,13 @@ def watch_blocks(stage: Decoder, tracker: Tracker) -> None:
                 output.register_hook(lambda gradient: backward_begins(window))
 
         def backward_begins(window: int) -> None:
-            if window not in begun:
-                begun.add(window)
-                tracker.begin_block("B", number)
+            if window in begun:
+                return
+            begun.add(window)
+            if routers and number == repeats.first - 1:
+                tracker.begin_block(OTHERS, number)
+                give_gradients(routers, stage)
+            tracker.begin_block("B", number)
 
         block.register_forward_pre_hook(forward_begins, prepend=True)
         block.register_forward_hook(forward_ends, prepend=True)
@@ -114,19 +166,19 @@ def watch_blocks(stage: Decoder, tracker: Tracker) -> None:
 
 
 @torch.no_grad()
-def give_gradients(blocks: nn.Module, like: Decoder) -> None:
-    """Give blocks that are not traced what a backward leaves: gradients, and sums of the routers as in `like`."""
-    for parameter in blocks.parameters():
-        if parameter.requires_grad:
+def give_gradients(modules: Sequence[nn.Module], like: Decoder) -> None:
+    """Give modules that are not run what a backward leaves: gradients, and sums of the routers as in `like`."""
+    for parameter in (parameter for module in modules for parameter in module.parameters()):
+        if parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.empty_like(parameter)
     if not like.model.experts:
         return
     from torchllm.models.experts import Router
 
     sums = next(module.sums for module in reversed(list(like.modules())) if isinstance(module, Router))
-    for module in blocks.modules():
-        if isinstance(module, Router) and sums is not None:
-            module.sums = torch.empty_like(sums)
+    for router in (inner for module in modules for inner in module.modules() if isinstance(inner, Router)):
+        if sums is not None:
+            router.sums = torch.empty_like(sums)
 
 
 def check_between_steps(tracker: Tracker, blocks: Sequence[BlockBegins], repeats: Repeats) -> None:
@@ -149,12 +201,16 @@ def repeated_spans(tracker: Tracker, repeats: Repeats) -> list[Span]:
     for (time, name), span in zip(marks, spans(tracker, marks), strict=True):
         if name:
             actions.append([])
-        actions[-1].append(_Part(span, begins.get(time)))
+        part = _Part(span, begins.get(time))
+        if part.begins is None or part.begins.kind != OTHERS:
+            actions[-1].append(part)
     level = actions[0][0].span.start
     found = []
     for parts in actions:
         if parts[0].span.name == OTHERS:  # the other blocks get the gradients that are counted already
             continue
+        if parts[0].span.name == "tail" and level.total() != parts[0].span.start.total():
+            raise NotEqualError("all gradients take other memory than the blocks of both periods tell")
         whole = _joined(level, list(_repeated(parts, repeats)))
         found.append(whole)
         level = whole.end
@@ -162,7 +218,7 @@ def repeated_spans(tracker: Tracker, repeats: Repeats) -> list[Span]:
 
 
 OTHERS = "others"
-"""name of the action that gives gradients to the blocks that are not traced"""
+"""name of the parts of a step that give gradients to the blocks that are not traced: an action, or within one"""
 
 
 class _Part(NamedTuple):
@@ -186,20 +242,27 @@ def _not_zero(level: Bytes) -> dict[str, int]:
 
 def _repeated(parts: Sequence[_Part], repeats: Repeats) -> Iterator[_Part]:
     """Yield the parts of an action, and those of the second period once more for each that was left out."""
-    places = [i for i, part in enumerate(parts) if part.begins is not None and part.begins.number in repeats.traced]
-    if not places:
-        yield from parts
-        return
-    first, period = places[0], repeats.period
-    if places != list(range(first, first + 2 * period)):
-        raise NotEqualError(f"the blocks of {parts[0].span.name} do not run once each, one after the other")
-    earlier, later = parts[first : first + period], parts[first + period : first + 2 * period]
-    if [part.cost for part in earlier] != [part.cost for part in later]:
-        raise NotEqualError(f"the blocks of {parts[0].span.name} differ")
-    yield from parts[: first + 2 * period]
-    for _ in range(repeats.left_out):
-        yield from later
-    yield from parts[first + 2 * period :]
+    period = repeats.period
+    after: dict[int, Sequence[_Part]] = {}
+    """second period of each kind of part, by the place of its last one"""
+    for kind in ("F", "B", "R"):
+        places = []
+        for i, part in enumerate(parts):
+            if part.begins is not None and part.begins.kind == kind and part.begins.number in repeats.traced:
+                places.append(i)
+        if not places:
+            continue
+        first, last = places[0], places[-1]
+        if places != list(range(first, first + 2 * period)):
+            raise NotEqualError(f"the blocks of {parts[0].span.name} do not run once each, one after the other")
+        earlier, later = parts[first : first + period], parts[first + period : last + 1]
+        if [part.cost for part in earlier] != [part.cost for part in later]:
+            raise NotEqualError(f"the blocks of {parts[0].span.name} differ")
+        after[last] = later
+    for i, part in enumerate(parts):
+        yield part
+        for _ in range(repeats.left_out):
+            yield from after.get(i, ())
 
 
 def _joined(level: Bytes, parts: Sequence[_Part]) -> Span:

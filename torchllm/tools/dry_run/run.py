@@ -19,13 +19,13 @@ import torch
 
 from torchllm.config import Config, Parallel, gradient_accumulation
 from torchllm.facts.flops import recompute_interval
-from torchllm.facts.stages import balanced_split, stage_of_rank
+from torchllm.facts.stages import stage_of_rank
 from torchllm.parallel.mesh import build_mesh
 from torchllm.runtime.device import compute_dtype
 from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.host_limits import usable_cores
 from torchllm.runtime.signs_of_life import show_progress, signs_of_life
-from torchllm.tools.dry_run.repeats import find_repeats
+from torchllm.tools.dry_run.repeats import blocks_of_stages, find_repeats
 from torchllm.tools.dry_run.replay import Key, ReplayedStep, Traced, action_keys, replay
 from torchllm.tools.dry_run.report import RankKind, Report, as_json, as_text
 from torchllm.tools.dry_run.trace import CPU, TRACED_STEPS, count_blocks, fake_ranks, trace, true_orders
@@ -80,9 +80,7 @@ def examine(config: Config, start_method: str = "forkserver") -> Report:
     kinds = f"{len(plans)} kinds of rank" if len(plans) > 1 else "the only kind of rank"
     log.info("tracing %s", kinds)
     traced_blocks = processes.Value("L", 0)
-    repeats = find_repeats(config)
-    left_out = len(repeats.others) if repeats else 0
-    blocks = sum(TRACED_STEPS * plan.micro_batches * (_blocks_of_rank(config, plan.rank) - left_out) for plan in plans)
+    blocks = sum(TRACED_STEPS * plan.micro_batches * _traced_blocks(config, plan.rank) for plan in plans)
     show_progress(lambda: f"block {min(traced_blocks.value, blocks)} of {blocks}, of {kinds}")
     traces = []
     with processes.Pool(min(len(plans), usable_cores()), count_blocks, (traced_blocks,), maxtasksperchild=1) as pool:
@@ -97,17 +95,11 @@ def examine(config: Config, start_method: str = "forkserver") -> Report:
         return Report(config, dtype, gpu, tuple(mesh.world.shape), axes, hardware, count, rank_reports)
 
 
-def _blocks_of_rank(config: Config, pp_rank: int) -> int:
-    """Return the number of blocks of all stages of a pipeline rank."""
-    blocks = _blocks_of_stages(config)
-    return sum(blocks[stage] for stage in stage_of_rank(config.parallel, pp_rank))
-
-
-def _blocks_of_stages(config: Config) -> tuple[int, ...]:
-    """Return the number of blocks of each stage of the pipeline."""
-    if config.parallel.pp == 1:
-        return (config.model.layers,)
-    return balanced_split(config.model, config.parallel, config.training.sequence_length)
+def _traced_blocks(config: Config, pp_rank: int) -> int:
+    """Return the number of blocks of all stages of a pipeline rank that are traced."""
+    blocks, repeats = blocks_of_stages(config), find_repeats(config, pp_rank)
+    of_rank = sum(blocks[stage] for stage in stage_of_rank(config.parallel, pp_rank))
+    return of_rank - len(repeats.others) if repeats else of_rank
 
 
 def _trace(config: Config, dtype: torch.dtype, gpu: bool, plan: TracePlan) -> Traced:
@@ -130,7 +122,7 @@ class StageKind(NamedTuple):
 def rank_kinds(config: Config) -> list[list[int]]:
     """Return lists of pipeline ranks; those in one list have stages of the same kinds."""
     parallel = config.parallel
-    first_blocks = list(accumulate(_blocks_of_stages(config), initial=0))
+    first_blocks = list(accumulate(blocks_of_stages(config), initial=0))
     every = recompute_interval(config.recompute, config.model.layers)
 
     def kind_of_stage(stage: int) -> StageKind:

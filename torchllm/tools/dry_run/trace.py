@@ -50,6 +50,7 @@ from torchllm.tools.dry_run.repeats import (
     give_gradients,
     keep,
     repeated_spans,
+    shared_routers,
     watch_blocks,
     without_ends,
 )
@@ -124,7 +125,7 @@ def trace(
     with fake_ranks(pp_rank * (ranks // parallel.pp), ranks):
         mesh = build_mesh(parallel, CPU)
         part = _part(mesh, parallel, pp, traced_rank) if pp < parallel.pp else (mesh, parallel)
-        repeats = None if all_blocks else find_repeats(config)
+        repeats = None if all_blocks else find_repeats(config, pp_rank)
         try:
             return _trace(config, dtype, gpu, mesh, part, micro_batches, repeats)
         except NotEqualError as difference:
@@ -158,13 +159,17 @@ def _trace(
     with torch.device("meta"):
         model = build_model(config.model, training.loss_chunk, training.z_loss)
     others: list[Decoder] = []  # blocks that are not run
-    if repeats is not None:
+    routers: list[nn.Module] = []  # of these
+    if repeats is None:
+        stages = _build_stages(config, dtype, gpu, mesh, model)
+    else:
         check_parameters(model, repeats)
         rest = without_ends(copy.deepcopy(model))
         keep(rest, repeats.others)
         keep(model, sorted(set(range(config.model.layers)) - set(repeats.others)))
-        others = _build_stages(config, dtype, gpu, mesh, rest)
-    stages = _build_stages(config, dtype, gpu, mesh, model)
+        with shared_routers(model, rest) as routers:
+            others = _build_stages(config, dtype, gpu, mesh, rest)
+            stages = _build_stages(config, dtype, gpu, mesh, model)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         materialize([*stages, *others], CPU)
         optimizer = build_optimizer([*stages, *others], config.optimizer)
@@ -178,6 +183,7 @@ def _trace(
             if isinstance(forward_backward, Pipeline):
                 skip_pipeline_vote(forward_backward.schedule)
                 names_actions = isinstance(forward_backward.schedule, PipelineScheduleMulti)
+                tracker.watches_reductions = repeats is not None
             for block in (block for stage in stages for block in stage.layers.values()):
                 block.register_forward_hook(_count_block)
             for index, stage in enumerate(stages):
@@ -185,7 +191,7 @@ def _trace(
                     stage, index, tracker, columns=-(-config.model.vocab_rows // parallel.tp), marks=not names_actions
                 )
                 if repeats is not None:
-                    watch_blocks(stage, tracker)
+                    watch_blocks(stage, tracker, repeats, routers)
             rate = LearningRate(config.schedule, config.optimizer.learning_rate, training.steps)
             watched = _Watched(forward_backward, tracker, others)
             step = TrainStep([*stages, *others], watched, optimizer, rate, mesh, fewer, CPU)
@@ -248,8 +254,7 @@ class _Watched:
         self.tracker.claim(gradients(self.stages), "gradients")
         if self.others:
             self.tracker.mark(OTHERS)
-        for blocks in self.others:
-            give_gradients(blocks, self.stages[0])
+            give_gradients(self.others, self.stages[0])
         self.tracker.mark("tail")
         return loss
 

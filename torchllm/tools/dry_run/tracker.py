@@ -9,6 +9,7 @@ Three things that a naive count gets wrong, by a factor of 20: tensors of other 
 """
 
 import contextlib
+import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ NEVER = 1 << 62
 """time of an event that has not happened: it is after all other times"""
 ACTION = "PP:"
 """prefix of the names that torch's pipeline schedules give their actions for the profiler"""
+REDUCTION = re.compile(r"FSDP::post_backward_reduce \(layers\.(\d+)\)")
+"""FSDP's name for the profiler of the reduction of a block's gradients"""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,11 +62,11 @@ class Sent(NamedTuple):
 
 
 class BlockBegins(NamedTuple):
-    """The forward or backward of a block begins."""
+    """The forward, the backward or the reduction of a block begins."""
 
     time: int
     kind: str
-    """F or B"""
+    """F, B, or R: in a pipeline, the reduction of a block's gradients at the end of a step"""
     number: int
     """of the block in the model"""
 
@@ -85,6 +88,8 @@ class Tracker(TorchDispatchMode):
         self.marks: list[tuple[int, str]] = []
         """time and name of each action that began; schedules of several stages name their actions themselves"""
         self.blocks: list[BlockBegins] = []
+        self.watches_reductions = False
+        """whether to note when the reduction of each block begins, as F and B are"""
         self.now = 0
         self.window = -1
         self.columns = 0
@@ -102,6 +107,8 @@ class Tracker(TorchDispatchMode):
             self._notice_emptied()  # FSDP names its steps to the profiler, the freeing of weights too
             if "enter" in name and args[0].startswith(ACTION):
                 self.mark(args[0].removeprefix(ACTION))
+            elif "enter" in name and self.watches_reductions and (block := REDUCTION.fullmatch(args[0])):
+                self.begin_block("R", int(block[1]))
             return out
         if name == "wait_tensor":
             self._pass_on(args[0], out)
@@ -127,7 +134,7 @@ class Tracker(TorchDispatchMode):
         self.marks.append((self.now, name))
 
     def begin_block(self, kind: str, number: int) -> None:
-        """Note that the forward (kind F) or the backward (B) of a block begins."""
+        """Note that a part of a step begins that belongs to a block. kind: see `BlockBegins`."""
         self.now += 1
         self.blocks.append(BlockBegins(self.now, kind, number))
 
