@@ -148,7 +148,10 @@ def test_a_mesh_of_the_same_degrees_is_the_one_that_exists_until_it_is_destroyed
         assert groups_now() > groups
         destroy_mesh(mesh)
         assert groups & groups_now() == {world}
-        assert dist.get_world_size() == 8
         assert build_mesh(degrees, torch.device("cpu")) is not mesh
     with on_rank(3, 8, dp_shard=4, tp=2) as mesh_of_next_job:
         assert mesh_of_next_job is not mesh
+    with on_rank(3, 8, dp_shard=8) as mesh:
+        assert mesh.loss_group is dist.group.WORLD
+        destroy_mesh(mesh)
+        assert len(groups_now()) == 1  # that of all ranks
