@@ -21,7 +21,6 @@ import time
 import torch
 
 from torchllm.recipe import (
-    CHANGE_NO_WEIGHT,
     IGNORED,
     DataRanks,
     ExpertBalance,
@@ -32,9 +31,8 @@ from torchllm.recipe import (
     build_model,
     build_optimizer,
     choose_device,
-    clip,
+    clip_grad_norm,
     compute_dtype,
-    grad_norm,
     initialize,
     report_errors,
 )
@@ -55,7 +53,7 @@ def main(config: Config) -> list[float]:
     balance = ExpertBalance([model], config.training)
     learning_rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)
 
-    if left_out := refuse_unapplied(config, left_out=CHANGE_NO_WEIGHT):
+    if left_out := refuse_unapplied(config, one_device=True):
         print(f"left out by this recipe: {', '.join(left_out)}", file=sys.stderr)
     losses = []
     for step in range(1, config.training.steps + 1):
@@ -69,9 +67,7 @@ def main(config: Config) -> list[float]:
             share = loss_sum / targets  # gradient of the mean over all target tokens of the step
             share.backward()
             loss += share.detach()
-        norm = grad_norm([model], device)
-        clip([model], norm, config.training.max_grad_norm)
-        finite = torch.isfinite(norm)
+        finite = torch.isfinite(clip_grad_norm([model], config.training.max_grad_norm, device))
         balance.finish_step(finite)
         apply_if_finite(optimizer, learning_rate(step), finite)
         optimizer.zero_grad()

@@ -354,7 +354,7 @@ def test_what_a_reader_has_to_read_does_not_grow() -> None:
     assert pretrain.lines <= 15_690
     # with {facts,models}/frozen.py, facts/block_kinds.py and parallel/added_parameters.py,
     # which no recipe here imports, and checkpoint/read_plan.py, which loads import: bytes read once
-    assert size_of(core_files()).lines <= 16_930
+    assert size_of(core_files()).lines <= 16_935
     assert 5_000 < size_of(spine_files()).lines <= 6_310
 
 

@@ -88,6 +88,8 @@ NAMES = {
     ("parallel.pipeline", "parallel.parallelize"): "build_forward_backward",
     ("parallel.expert", "tools.dry_run.trace"): "even_splits split_evenly",
     ("parallel.mesh", "tools.mesh_axes"): "AXIS_NAMES MeshAxis",
+    ("recipe", "config.applied_keys"): "CHANGE_NO_WEIGHT",
+    ("recipe", "optim.grad_norm"): "clip grad_norm",
     ("runtime.heartbeat", "tools.launch.rank_watch"): "Beat read_beat",
     ("runtime.parent", "tools.launch.process_tree"): "PARENT PARENT_PIPE end_with_parent is_running tie_children",
     ("runtime.parent", "tools.launch.rank_watch"): "find_children find_ranks",

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 HOMES = {
     "Checkpointer": "torchllm.checkpoint.checkpointer",
-    "CHANGE_NO_WEIGHT": "torchllm.config.applied_keys",
     "applied": "torchllm.config.applied_keys",
     "refuse_unapplied": "torchllm.config.applied_keys",
     "log_config_changes": "torchllm.tools.config.changes",
@@ -31,8 +30,7 @@ HOMES = {
     "IGNORED": "torchllm.models.head",
     "WeightAverage": "torchllm.optim.average",
     "ExpertBalance": "torchllm.optim.expert_balance",
-    "clip": "torchllm.optim.grad_norm",
-    "grad_norm": "torchllm.optim.grad_norm",
+    "clip_grad_norm": "torchllm.optim.grad_norm",
     "apply_if_finite": "torchllm.optim.optimizer",
     "build_optimizer": "torchllm.optim.optimizer",
     "parameter_groups": "torchllm.optim.optimizer",
@@ -70,7 +68,6 @@ __all__ = sorted(HOMES)
 
 if TYPE_CHECKING:  # the same names, for type checkers and editors
     from torchllm.checkpoint.checkpointer import Checkpointer as Checkpointer
-    from torchllm.config.applied_keys import CHANGE_NO_WEIGHT as CHANGE_NO_WEIGHT
     from torchllm.config.applied_keys import applied as applied
     from torchllm.config.applied_keys import refuse_unapplied as refuse_unapplied
     from torchllm.config.errors import UserError as UserError
@@ -90,8 +87,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from torchllm.models.head import IGNORED as IGNORED
     from torchllm.optim.average import WeightAverage as WeightAverage
     from torchllm.optim.expert_balance import ExpertBalance as ExpertBalance
-    from torchllm.optim.grad_norm import clip as clip
-    from torchllm.optim.grad_norm import grad_norm as grad_norm
+    from torchllm.optim.grad_norm import clip_grad_norm as clip_grad_norm
     from torchllm.optim.optimizer import apply_if_finite as apply_if_finite
     from torchllm.optim.optimizer import build_optimizer as build_optimizer
     from torchllm.optim.optimizer import parameter_groups as parameter_groups

@@ -186,12 +186,14 @@ def rule_for(key: str) -> Rule | None:
     return None
 
 
-def refuse_unapplied(config: Config, *, left_out: Collection[str] = ()) -> list[str]:
+def refuse_unapplied(config: Config, *, left_out: Collection[str] = (), one_device: bool = False) -> list[str]:
     """Raise UserError if a key is set but not applied; return the keys that are ignored.
 
     Ignored are the keys in `left_out` and, inside of `new_training`, keys of parts that a fork may replace.
-    left_out: keys, or sections with all of their keys.
+    left_out: keys, or sections with all of their keys. one_device: leave out `CHANGE_NO_WEIGHT`, too.
     """
+    if one_device:
+        left_out = (*left_out, *CHANGE_NO_WEIGHT)
     _training.is_checked = True
     lines, passed_over = [], []
     for item in unapplied(config):
@@ -221,7 +223,7 @@ def refuse_unchecked_step() -> None:
     if _training.config is not None and not _training.is_checked:
         refuse_unapplied(_training.config)
     elif _loaded.is_for_loop and not _training.is_checked:
-        refuse_unapplied(_loaded.config, left_out=CHANGE_NO_WEIGHT)
+        refuse_unapplied(_loaded.config, one_device=True)
 
 
 def leave_to_library(*keys: str) -> None:

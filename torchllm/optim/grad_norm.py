@@ -47,6 +47,13 @@ def squared_norm(stages: Sequence[nn.Module], device: torch.device) -> Tensor:
     return torch.stack(norms).square().sum()
 
 
+def clip_grad_norm(stages: Sequence[nn.Module], largest: float, device: torch.device) -> Tensor:
+    """`clip` the gradients, and return their norm before it, float64 (), equal on all ranks."""
+    norm = grad_norm(stages, device)
+    clip(stages, norm, largest)
+    return norm
+
+
 @torch.no_grad()
 def clip(stages: Sequence[nn.Module], norm: Tensor, largest: float) -> None:
     """Scale the gradients so that their norm is at most `largest`; 0 means no clipping. Never waits for the device."""
