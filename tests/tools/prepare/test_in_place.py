@@ -16,12 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow
 import pytest
-import torch
 
-from torchllm.config import Data, Model, Source, Training
+from torchllm.config import Data, Source
 from torchllm.data.corpus import close_shards
 from torchllm.data.error import DataError
-from torchllm.data.loader import DataRanks, TrainLoader, build_loader
 from torchllm.data.shard import SPLITS, Split
 from torchllm.tools.prepare.formats import mds
 from torchllm.tools.prepare.in_place import InPlaceCorpus, describe_in_place, in_place_settings
@@ -138,6 +136,7 @@ def test_documents_are_read_as_they_were_written(tmp_path: Path) -> None:
         data = written(kind, folder / "tokens")
         corpus = open_in_place(kind, folder / "tokens", data)
         assert documents_of(corpus) == DOCUMENTS, kind
+        assert "files, 38 tokens to train on, 0 held out" in corpus.describe(), kind
         assert documents_of(pickle.loads(pickle.dumps(corpus))) == DOCUMENTS, kind
         length = 5
         for number in range(corpus.count("train", length)):
@@ -186,42 +185,6 @@ def test_the_last_documents_are_held_out_where_no_file_is(tmp_path: Path) -> Non
         named = open_in_place(kind, folder, held_out)
         tokens = [named.tokens(split) for split in SPLITS]
         assert tokens == ([16, 22] if kind == "llmc" else [30, 8]), kind
-
-
-def loader_of(kind: Any, path: Path, data: Data) -> TrainLoader:
-    source = Source(kind=kind, path=str(path))
-    settings = replace(data, sources=(source,), document_mask=True, workers=0)
-    training = Training(micro_batch_size=1, global_batch_size=2, sequence_length=5)
-    return build_loader(settings, training, Model(vocab=VOCAB), 0, DataRanks())
-
-
-def test_masks_and_resume_are_those_of_own_shards(tmp_path: Path) -> None:
-    for kind in KINDS:
-        folder = tmp_path / kind
-        data = written(kind, folder / "tokens")
-        loader = loader_of(kind, folder / "tokens", data)
-        state, batches = loader.state(), []
-        for step in range(6):
-            if step == 2:
-                state = json.loads(json.dumps(loader.state()))
-            batches.append(loader.next_step().unpack(torch.device("cpu")))
-        stream = [token for document in DOCUMENTS for token in document]
-        for batch in [batch for step in batches for batch in step]:
-            (tokens,), (labels,) = batch.tokens.tolist(), batch.labels.tolist()
-            (place,) = [start for start in range(0, len(stream), 5) if stream[start : start + 5] == tokens]
-            for index, token in enumerate(tokens):
-                following = stream[place + index + 1]
-                assert labels[index] == (-100 if token == END else following), kind
-            assert batch.document_ids is not None, kind
-            ends = [0, *np.cumsum([token == END for token in tokens])[:-1].tolist()]
-            assert batch.document_ids.tolist() == [ends], kind
-        resumed = loader_of(kind, folder / "tokens", data)
-        resumed.load_state(state)
-        for expected in batches[2:]:
-            for batch, other in zip(expected, resumed.next_step().unpack(torch.device("cpu")), strict=True):
-                assert torch.equal(batch.tokens, other.tokens), kind
-        (line,) = loader.describe_sources(10)
-        assert "files, 38 tokens to train on, 0 held out" in line, kind
 
 
 def mds_arrays() -> list[list[int]]:
@@ -314,7 +277,6 @@ def rewrite(change: Callable[[bytes], bytes]) -> Damage:
 
 
 def set_index(**keys: Any) -> Damage:
-    """Change the record of the first shard in an index.json."""
 
     def damage(path: Path) -> None:
         content = json.loads(path.read_text())
@@ -371,23 +333,22 @@ def test_a_wrong_file_is_named(tmp_path: Path) -> None:
 
 
 def test_a_header_is_not_read_as_ids_of_nanogpt(tmp_path: Path) -> None:
-    for number, header in enumerate(["numpy", "llmc", "llama3", "zip"]):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        path = folder / "a.bin"
-        if header == "numpy":
-            with path.open("wb") as file:
-                np.save(file, np.array([7, 8, END] * 50, "<u2"))
-        elif header == "zip":
-            with path.open("wb") as file:
-                np.savez(file, np.array([7, 8, END] * 50, "<u2"))
-        elif header == "llmc":
-            write_llmc(path, DOCUMENTS)
-        else:
-            write_llmc(path, DOCUMENTS, magic=20240801, version=7, dtype="<u4")
-        advice = {"numpy": r"numpy\.load\(FILE\)\.tofile", "zip": "is a zip archive"}.get(header, 'set kind = "llmc"')
+    path = tmp_path / "a.bin"
+    ids = np.array([7, 8, END] * 50, "<u2")
+
+    def save(write: Callable[..., None]) -> None:
+        with path.open("wb") as file:
+            write(file, ids)
+
+    for write, advice in (
+        (lambda: save(np.save), r"numpy\.load\(FILE\)\.tofile"),
+        (lambda: save(np.savez), "is a zip archive"),
+        (lambda: write_llmc(path, DOCUMENTS), 'set kind = "llmc"'),
+        (lambda: write_llmc(path, DOCUMENTS, magic=20240801, version=7, dtype="<u4"), 'set kind = "llmc"'),
+    ):
+        write()
         with pytest.raises(DataError, match=rf"a\.bin .*{advice}"):
-            open_in_place("nanogpt", folder, settings_of(folder, dtype="uint16", separator=END), vocab=65_536)
+            open_in_place("nanogpt", tmp_path, settings_of(tmp_path, dtype="uint16", separator=END), vocab=65_536)
 
 
 def test_a_damaged_description_is_written_anew(tmp_path: Path) -> None:

@@ -36,7 +36,6 @@ def in_blocks(text: str, size: int) -> list[str]:
 
 
 def byte_level(folder: Path, pattern: str) -> str:
-    """Write a tokenizer.json that splits by a pattern, and return its path."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=None))
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
     byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

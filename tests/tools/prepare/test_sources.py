@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pyarrow
 import pyarrow.parquet
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from torchllm.config import Data, Source
 from torchllm.data.corpus import Corpus
-from torchllm.data.corpus_header import HEADER, read_description
+from torchllm.data.corpus_header import read_description
 from torchllm.data.error import DataError
 from torchllm.data.tokenizer import BEGIN, END, ByteTokenizer, load_tokenizer
 from torchllm.tools.prepare import records, sources, unpack
@@ -40,8 +40,6 @@ def read(source: Source, shards: int = 1) -> list[TextRecord]:
 
 
 class Read(NamedTuple):
-    """What a test compares of a record."""
-
     where: str
     text: str
     fault: str = ""
@@ -187,18 +185,6 @@ def test_a_hub_set_streams_into_shards_by_file(tmp_path: Path, monkeypatch: pyte
     assert not list((tmp_path / "hub" / "copies").rglob("*.arrow"))
 
 
-def test_a_stopped_preparation_goes_on_with_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = FakeHub(tmp_path / "hub", monkeypatch)
-    hub.commit(OLD, HUB_TEXTS)
-    source = Source(kind="hub", path="a/b")
-    header = write_corpus(plan_of(source, tmp_path), TokenizerSpec("bytes", "llama3"), tmp_path / "corpus")
-    (tmp_path / "corpus" / HEADER).unlink()
-    (tmp_path / "corpus" / "00001.json").unlink()
-    hub.commit(NEW, ["other texts"] * 3)
-    assert write_corpus(plan_of(source, tmp_path), TokenizerSpec("bytes", "llama3"), tmp_path / "corpus") == header
-    assert hub.opened == 2 * [(None, OLD)]
-
-
 def test_the_subset_of_a_hub_set_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = FakeHub(tmp_path / "hub", monkeypatch)
     hub.commit(OLD, HUB_TEXTS)
@@ -251,21 +237,14 @@ def test_a_file_of_the_hub_that_unpacks_to_too_much_is_refused(
         list(raw.records(ShardRange(0, 0, 1)))
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
-def test_a_full_disk_under_the_hubs_cache_is_named(monkeypatch: pytest.MonkeyPatch, code: int, tmp_path: Path) -> None:
+def test_a_full_disk_under_the_hubs_cache_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import datasets
 
-    def load(*arguments: object, **options: object) -> None:
-        try:
-            raise OSError(code, os.strerror(code))
-        except OSError as error:
-            raise datasets.exceptions.DatasetGenerationError("An error occurred while generating the data") from error
-
-    monkeypatch.setattr(datasets, "load_dataset_builder", load)
+    full = datasets.exceptions.DatasetGenerationError("An error occurred while generating the data")
+    full.__cause__ = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(datasets, "load_dataset_builder", Mock(side_effect=full))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    message = (
-        rf"'a/b': An error .* data: .*{os.strerror(code)} \(data sets are kept in {tmp_path}/cache, [\d,]+ MiB free"
-    )
+    message = rf"'a/b': An error .*No space left on device \(data sets are kept in {tmp_path}/cache, [\d,]+ MiB free"
     with pytest.raises(DataError, match=message):
         read(Source(kind="hub", path="a/b"))
 
@@ -305,8 +284,6 @@ def test_records_of_json_lines_do_not_depend_on_the_cut(
 
 
 class CountedFile(io.FileIO):
-    """A file that adds up what is read of all such files."""
-
     read_bytes = 0
 
     def readinto(self, buffer: Any, /) -> int | None:
@@ -361,47 +338,42 @@ def test_a_file_that_changes_after_it_was_listed_is_an_error(tmp_path: Path) -> 
             list(raw.records(raw.cut_shards(1)[0]))
 
 
-BAD_LINES = [
-    (b'{"text": "cut off', "broken JSON"),
-    (b'{"text": "\xff"}', "not UTF-8"),
-    (b'{"text": "a\\u0000b"}', "NUL character"),
-    (b'{"body": "x"}', "wrong key"),
-    (b'{"text": 7}', "not text"),
-    (b'["text"]', "not a JSON object"),
-    (b'{"text": " \\n"}', "empty document"),
-    (b'{"text": "\\ud800"}', "half of a surrogate pair"),
-    (b"[" * 100_000, "broken JSON"),
-]
+BAD_LINES = {
+    b'{"text": "cut off': "broken JSON",
+    b'{"text": "\xff"}': "not UTF-8",
+    b'{"text": "a\\u0000b"}': "NUL character",
+    b'{"body": "x"}': "wrong key",
+    b'{"text": 7}': "not text",
+    b'["text"]': "not a JSON object",
+    b'{"text": " \\n"}': "empty document",
+    b'{"text": "\\ud800"}': "half of a surrogate pair",
+    b"[" * 100_000: "broken JSON",
+}
 
 
 def test_bad_lines_are_named_and_reading_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b"".join(line + b'\n{"text": "good"}\n' for line, _ in BAD_LINES))
+    path.write_bytes(b"".join(line + b'\n{"text": "good"}\n' for line in BAD_LINES))
     expected = []
-    for number, (_, fault) in enumerate(BAD_LINES):
+    for number, fault in enumerate(BAD_LINES.values()):
         expected += [Read(f"{path}:{2 * number + 1}", "", fault), Read(f"{path}:{2 * number + 2}", "good")]
     assert read_all(Source(kind="jsonl", path=str(path))) == expected
 
 
-BAD_FILES = [
-    (b"a\nb\xffc", ":2", "not UTF-8"),
-    (b"\xef\xbb\xbfa\n\xf0\x9f\x99\x82\nb\n\xf0\x9f", ":4", "not UTF-8"),
-    (b"a\n\nb\0", ":3", "NUL character"),
-    (b"\xef\xbb\xbf\xc3\xb6\xc3\xb6\n\n\0", ":3", "NUL character"),
-    (b"", "", "empty file"),
-    (b" \n\t \r\n\xe3\x80\x80  ", "", "empty file"),
-]
-
-
 def test_a_bad_text_file_is_named_by_line(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
-    for content, line, fault in BAD_FILES:
+    for content, line, fault in (
+        (b"a\nb\xffc", ":2", "not UTF-8"),
+        (b"\xef\xbb\xbfa\n\xf0\x9f\x99\x82\nb\n\xf0\x9f", ":4", "not UTF-8"),
+        (b"\xef\xbb\xbf\xc3\xb6\xc3\xb6\n\n\0", ":3", "NUL character"),
+        (b"", "", "empty file"),
+        (b" \n\t \r\n\xe3\x80\x80  ", "", "empty file"),
+    ):
         path.write_bytes(content)
         for block in (2**20, 5, 1):
             with patch.object(records, "BLOCK", block):
                 (record,) = read(Source(kind="text", path=str(path)))
-            assert record.origin.describe() == f"{path}{line}"
-            assert record.fault == fault
+            assert (record.origin.describe(), record.fault) == (f"{path}{line}", fault)
 
 
 def test_a_large_text_file_is_checked_but_not_kept(tmp_path: Path) -> None:
@@ -455,23 +427,19 @@ def test_a_bad_document_between_delimiters_is_named_by_its_line(tmp_path: Path) 
     assert two.origin.describe() == f"{tmp_path}/a.txt:4"
 
 
-NO_PATHS = (
-    ("s3://bucket/*.jsonl", 'it is a URL, .* download it. .* set kind = "hub"'),
-    ("file:///data/a.jsonl", "it is a URL"),
-    ("$DATA/a.jsonl", "variables in it are not replaced"),
-    ("{a,b}.jsonl", r"braces are no part of a glob: give one \[\[data.sources\]\] table per path"),
-    ('["a.jsonl", "b.jsonl"]', "it looks like a list: give one"),
-    ("a.jsonl,b.jsonl", "if it is several paths, give one"),
-    ("/nowhere/a.jsonl", "check the path"),
-    ("a.jsonl", "the path is relative to the folder where the command was started, /"),
-)
-
-
-@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "megatron", "nanogpt", "llmc", "mds"])
+@pytest.mark.parametrize("kind", ["text", "megatron"])
 def test_a_path_that_is_no_path_is_named(kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    find = source_files if kind in ("text", "jsonl", "parquet") else token_files
-    for path, words in NO_PATHS:
+    find = source_files if kind == "text" else token_files
+    for path, words in (
+        ("s3://bucket/*.jsonl", 'it is a URL, .* download it. .* set kind = "hub"'),
+        ("$DATA/a.jsonl", "variables in it are not replaced"),
+        ("{a,b}.jsonl", r"braces are no part of a glob: give one \[\[data.sources\]\] table per path"),
+        ('["a.jsonl", "b.jsonl"]', "it looks like a list: give one"),
+        ("a.jsonl,b.jsonl", "if it is several paths, give one"),
+        ("/nowhere/a.jsonl", "check the path"),
+        ("a.jsonl", "the path is relative to the folder where the command was started, /"),
+    ):
         with pytest.raises(DataError, match=rf"^data\.sources: no file .*: {words}"):
             find(Source(kind=kind, path=path))
 
@@ -482,8 +450,11 @@ def test_empty_missing_and_dangling_files(tmp_path: Path) -> None:
         folder.mkdir()
         with pytest.raises(DataError, match="no file matches"):
             source_files(Source(kind=kind, path=str(folder / "missing")))
-        (folder / "a.md").touch()
-        if kind != "text":
+        if kind == "text":
+            with pytest.raises(DataError, match="the folder is empty"):
+                source_files(Source(kind=kind, path=str(folder)))
+        else:
+            (folder / "a.md").touch()
             with pytest.raises(DataError, match=r"the folder has no file that ends with \.(jsonl or |parquet)"):
                 source_files(Source(kind=kind, path=str(folder)))
         (folder / "dangling.x").symlink_to(folder / "nowhere")

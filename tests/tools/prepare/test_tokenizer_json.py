@@ -18,7 +18,6 @@ MERGED = [b"th", b"the", b" t", b" the", b"at", b"cat", b" cat", b"'s", b"12", b
 
 
 def rank_file(folder: Path) -> Path:
-    """Write a small rank file: all bytes and some words."""
     path = folder / "small.model"
     tokens = [bytes([value]) for value in range(256)] + MERGED
     lines = [base64.b64encode(token) + b" %d" % rank for rank, token in enumerate(tokens)]

@@ -244,30 +244,20 @@ def test_labels_are_the_targets_on_every_piece_of_a_sequence(tmp_path: Path) -> 
     assert int((whole.labels != IGNORED).sum()) > 0
 
 
-def nested(depth: int) -> dict[str, Any]:
-    value: dict[str, Any] = {}
-    for _ in range(depth):
-        value = {"a": value}
-    return value
-
-
-BAD = [
-    ({"text": "a"}, r"wrong key: no 'messages', it has: text \(data.sources.messages_key\)"),
-    ({"messages": "a"}, "no messages: 'messages' must be a list of objects"),
-    ({"messages": [{"content": "a"}]}, "no messages"),
-    ({"messages": [user("a")]}, "no message of the assistant"),
-    ({"messages": [user("a"), assistant("b") | {"weight": "0"}]}, "weight is not 0 or 1: messages.1.weight is '0'"),
-    ({"messages": [user("a"), assistant("b") | {"extra": nested(700)}]}, "nested too deeply"),
-]
-
-
 def test_bad_conversations_are_named_or_skipped(tmp_path: Path) -> None:
-    for number, (record, words) in enumerate(BAD):
+    """Of the form (tests/tools/prepare/chat/test_messages.py), without an answer, and nested too deeply."""
+    for number, (record, words) in enumerate(
+        [
+            ({"text": "a"}, r"wrong key: no 'messages', it has: text \(data.sources.messages_key\)"),
+            ({"messages": [user("a")]}, "no message of the assistant"),
+            ({"messages": [user("a"), assistant("b") | {"extra": json.loads("[" * 700 + "]" * 700)}]}, "nested too"),
+        ]
+    ):
         folder = tmp_path / str(number)
         folder.mkdir()
-        path = folder / "talks.jsonl"
-        source = write_lines(path, TALKS)
-        path.write_text(path.read_text() + json.dumps(record) + "\n")
+        source = write_lines(folder / "talks.jsonl", TALKS)
+        with open(source.path, "a") as file:
+            file.write(json.dumps(record) + "\n")
         data = settings(folder)
         with pytest.raises(DataError, match=f"talks.jsonl:31: {words}"):
             written(folder / "corpus", source, data)

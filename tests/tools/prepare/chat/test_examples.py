@@ -7,6 +7,7 @@ from datetime import date
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import transformers
@@ -49,7 +50,6 @@ def format_of(family: Family, folder: Path, today: date = TODAY) -> ChatFormat:
 
 
 def reference(family: Family, folder: Path, messages: Messages, **options: Any) -> list[int]:
-    """The ids that transformers makes."""
     begin, end = family.special[:2]
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"), bos_token=begin, eos_token=end
@@ -262,14 +262,12 @@ def test_the_date_is_that_of_the_preparation(tmp_path: Path) -> None:
     assert "Today Date: 26 Jul 2024" in tokenizer.decode(example.ids.tolist())
 
 
-@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
-def test_the_day_is_noted_without_hard_links(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def link(*paths: Path) -> None:
-        raise OSError(code, "no hard links")
-
-    monkeypatch.setattr(os, "link", link)
-    assert preparation_day(tmp_path) in (TODAY, date.today())
-    assert [path.name for path in tmp_path.iterdir()] == [DAY_FILE]
+def test_the_day_is_noted_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for code in (errno.EPERM, errno.EOPNOTSUPP):
+        monkeypatch.setattr(os, "link", Mock(side_effect=OSError(code, "no hard links")))
+        (tmp_path / DAY_FILE).unlink(missing_ok=True)
+        assert preparation_day(tmp_path) in (TODAY, date.today())
+        assert [path.name for path in tmp_path.iterdir()] == [DAY_FILE]
 
 
 def test_where_the_template_is_found(tmp_path: Path) -> None:

@@ -31,7 +31,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"content": [{"type": "image_url", "image_url": {}}]},
         "content is no text: messages.1.content.0 is of type 'image",
     ),
-    ({"content": ["red"]}, "content is no text: messages.1.content.0 is text, not"),
     ({"content": [{"type": "text", "text": 3}]}, "content is no text: messages.1.content.0 is of type 'text', not"),
     ({"content": 3}, "content is no text: messages.1.content is a number"),
     ({"content": True}, "content is no text: messages.1.content is true or false"),
@@ -41,12 +40,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"role": 3}, "no messages: 'messages' must be a list of objects, each with a role"),
     ({"weight": "0"}, "weight is not 0 or 1: messages.1.weight is '0'"),
     ({"weight": 0.5}, "weight is not 0 or 1: messages.1.weight is 0.5"),
-    ({"weight": -1}, "weight is not 0 or 1: messages.1.weight is -1"),
     ({"weight": None}, "weight is not 0 or 1: messages.1.weight is None"),
-    ({"weight": float("nan")}, "weight is not 0 or 1: messages.1.weight is nan"),
     ({"train": False}, "a mask that is not read: messages.1.train: remove it"),
-    ({"loss": True}, "a mask that is not read: messages.1.loss"),
-    ({"masked": 0}, "a mask that is not read: messages.1.masked"),
 ]
 
 

@@ -64,7 +64,6 @@ def test_compiling_a_template_computes_nothing() -> None:
 
 
 def most_memory() -> int:
-    """Peak of this process, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
