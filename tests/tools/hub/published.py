@@ -81,13 +81,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def hub_config(name: str) -> Any:
-    """Return the config of a tiny model, an object of transformers."""
     kind, arguments = CONFIGS[name]
     return getattr(transformers, kind)(**arguments)
 
 
 def as_json(config: Any) -> dict[str, Any]:
-    """Return what transformers writes into config.json, with every key."""
     return json.loads(config.to_json_string(use_diff=False))
 
 

@@ -39,7 +39,6 @@ POSITIONS = torch.arange(12).expand(2, 12)
 
 
 def config_of(published: Path, settings: Settings) -> Config:
-    """The config of a run that starts from a published model."""
     return replace(tiny(settings), model=replace(read_hub_config(published).model, from_hf=str(published)))
 
 

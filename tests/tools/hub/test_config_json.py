@@ -51,7 +51,6 @@ def content_of(name: str) -> dict[str, Any]:
 
 
 def models() -> Iterator[tuple[str, Model]]:
-    """Yield the name and the [model] of each tiny published model."""
     for name in CONFIGS:
         yield name, model_of(content_of(name))
 
@@ -177,10 +176,7 @@ REFUSED = {
         ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map: a model with custom code"),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_parameters.rope_type: 'longrope' is not"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope_parameters.low_freq_factor: is missing"),
-        (
-            {"rope_parameters": {"partial_rotary_factor": 0.5}},
-            "rope_parameters.partial_rotary_factor: rotary",
-        ),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor: rotary"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters: is another one for each kind"),
         ({"rope_parameters": None, "rope_scaling": "linear"}, "rope_scaling: must be a table"),
         ({"rope_theta": 1e6}, "rope_parameters.rope_theta: is 10000.0, but rope_theta is 1000000.0: remove one"),
@@ -197,10 +193,8 @@ REFUSED = {
         ({"default_theta": 1e6}, "default_theta: is 1000000.0: an attribute of transformers' classes"),
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types: sliding_attention needs a sliding_window"),
         ({"layer_types": ["full_attention", "linear_attention"] * 2}, "layer_types: must be full_attention or"),
-        ({"layer_types": 4}, "layer_types: must be full_attention or sliding_attention for each"),
         ({"hidden_act": "gelu"}, "hidden_act: is 'gelu': another activation"),
         ({"attention_bias": True}, "attention_bias: is True: biases"),
-        ({"mlp_bias": True}, "mlp_bias: is True: biases"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures: must be ['LlamaForCausalLM']"),
         ({"hidden_size": "32"}, "hidden_size: must be a whole number"),
         ({"hidden_size": None}, "hidden_size: is null, which says nothing"),
@@ -208,17 +202,12 @@ REFUSED = {
     ],
     "qwen3-moe": [
         ({"decoder_sparse_step": 2}, "decoder_sparse_step: is 2: a block without experts after one with experts"),
-        ({"mlp_only_layers": [0, 2]}, "mlp_only_layers: is [0, 2]: a block without experts after one with"),
         ({"mlp_only_layers": [0, 1, 2, 3]}, "mlp_only_layers: leaves no block with experts"),
         ({"mlp_only_layers": "x"}, "mlp_only_layers: must be a list of whole numbers, not 'x'"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step: must be a whole number of at least 1, not 0"),
         ({"num_local_experts": 0}, "num_local_experts: is 0, but all models of this type have some"),
-        ({"num_local_experts": "8"}, "num_local_experts: must be a whole number"),
         ({"moe_intermediate_size": 1.5}, "moe_intermediate_size: must be a whole number"),
-        ({"num_hidden_layers": "4"}, "num_hidden_layers: must be a whole number"),
         ({"use_sliding_window": True}, "use_sliding_window: is True: a sliding window together with experts"),
-        ({"num_hidden_layers": 1, "decoder_sparse_step": 0}, "decoder_sparse_step: must be a whole number"),
-        ({"num_hidden_layers": 1, "mlp_only_layers": "x"}, "mlp_only_layers: must be a list of whole numbers"),
     ],
     "glm4-moe": [
         (
@@ -226,8 +215,6 @@ REFUSED = {
             "rope_parameters.partial_rotary_factor: is 0.5, but partial_rotary_factor is 0.25",
         ),
         ({"n_group": 2}, "n_group: is 2: experts in groups"),
-        ({"first_k_dense_replace": 4}, "first_k_dense_replace: leaves no block with experts"),
-        ({"n_shared_experts": 0}, "n_shared_experts: is 0, but all"),
     ],
     "gpt2": [
         ({"num_attention_heads": 8}, "num_attention_heads: is 8, but n_head is 4: remove one of them"),
@@ -237,9 +224,7 @@ REFUSED = {
     "qwen2-window": [
         ({"layer_types": None, "max_window_layers": "0"}, "max_window_layers: must be a whole number, not '0'"),
         ({"use_sliding_window": False}, "layer_types: sliding_attention needs a sliding_window"),
-        ({"layer_types": ["full_attention"]}, "layer_types: must be full_attention or sliding_attention for each"),
     ],
-    "mixtral": [({"intermediate_size": "24"}, "intermediate_size: must be a whole number")],
 }
 """changes of a published config.json, and how the one problem begins that each of them is"""
 
@@ -350,6 +335,10 @@ NOT_EXPORTED = [
 
 
 def test_a_combination_of_features_that_no_family_has_is_named() -> None:
+    glm = HUB_FAMILIES["glm4_moe"]
+    with pytest.raises(NoFamily, match=r"'glm4_moe' cannot have n_shared_experts: is 0"):
+        write_config_json(replace(EXPORTED_AS["glm4_moe"], shared_experts=0), glm)
+    assert write_config_json(EXPORTED_AS["glm4_moe"], glm)["num_nextn_predict_layers"] == 0
     for model, reason in NOT_EXPORTED:
         reasons = why_no_family(model)
         assert len(reasons[0].keys) == 1, reason  # the family that it differs least from is the first
@@ -364,15 +353,6 @@ def test_keys_that_say_nothing_of_a_model_do_not_keep_it_from_an_export() -> Non
     assert family_to_export(balanced).model_type == "mixtral"
     written = write_config_json(replace(SPARSE, ffn=7, expert_ffn=96), HUB_FAMILIES["mixtral"])
     assert written["intermediate_size"] == 96  # no block has a layer of width ffn
-
-
-def test_a_model_of_glm_without_shared_experts_is_refused() -> None:
-    with pytest.raises(NoFamily, match=r"'glm4_moe' cannot have n_shared_experts: is 0"):
-        write_config_json(replace(EXPORTED_AS["glm4_moe"], shared_experts=0), HUB_FAMILIES["glm4_moe"])
-
-
-def test_an_export_says_that_it_has_no_block_that_predicts_the_token_after_the_next() -> None:
-    assert write_config_json(EXPORTED_AS["glm4_moe"], HUB_FAMILIES["glm4_moe"])["num_nextn_predict_layers"] == 0
 
 
 DENSE_BLOCKS = [

@@ -34,13 +34,11 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(original: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
     shutil.copytree(original, tmp_path / "llama")
     return tmp_path / "llama"
 
 
 def problems_of(folder: Path, **changes: Any) -> list[str]:
-    """Return what is wrong with a folder's weights."""
     config = read_hub_config(folder)
     files = find_hub_files(folder, config.family)
     model = replace(config.model, **changes)
@@ -75,13 +73,11 @@ def with_tensors(change: Callable[[Tensors], object]) -> Callable[[Path], None]:
 
 
 def cut(folder: Path) -> None:
-    """Lose the last bytes of a file."""
     content = (folder / FIRST).read_bytes()
     (folder / FIRST).write_bytes(content[:-5])
 
 
 def pickle(folder: Path) -> None:
-    """Have only pickled weights."""
     for path in [*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"]:
         path.unlink()
     (folder / "pytorch_model.bin").write_bytes(b"")
@@ -112,10 +108,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         with_index(lambda places: places.update({NORM: "../x.safetensors"})),
         [f"model.safetensors.index.json: weight_map: {NORM}: '../x.safetensors' is not the plain name"],
     ),
-    "path": (
-        with_index(lambda places: places.update({NORM: "/etc/x.safetensors"})),
-        [f"model.safetensors.index.json: weight_map: {NORM}: '/etc/x.safetensors' is not the plain name"],
-    ),
     "index without a tensor": (
         with_index(lambda places: places.pop(NORM)),
         [": model.norm.weight: is not in model.safetensors.index.json"],
@@ -139,10 +131,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "wrong dtype": (
         with_tensors(lambda tensors: tensors.update({NORM: torch.ones(32, dtype=torch.int8)})),
         [f"model.safetensors: {NORM}: is I8; weights can be read that are F64, F32, F16, BF16"],
-    ),
-    "several": (
-        with_tensors(lambda tensors: [tensors.pop(NORM), tensors.pop("lm_head.weight")]),
-        [f"FOLDER: {NORM}: is missing", "FOLDER: lm_head.weight: is missing"],
     ),
 }
 
@@ -201,17 +189,12 @@ def test_a_fifo_or_a_device_is_refused_at_once(name: str, folder: Path) -> None:
         assert f"{name}: cannot be read: is {kind}, not a regular file" in found
 
 
-def test_a_header_of_more_tensors_than_a_model_has_is_refused(folder: Path) -> None:
+def test_files_that_are_too_large_to_be_those_of_a_model_are_refused(folder: Path) -> None:
     with (folder / FIRST).open("wb") as file:
         file.write((1 << 26).to_bytes(8, "little"))
         file.truncate(1 << 27)
-    (problem,) = problems_of(folder)
-    assert problem == f"{FIRST}: its header has 67108864 bytes, over the 16777216 of any model"
-
-
-def test_a_config_of_gigabytes_is_refused(folder: Path) -> None:
-    with (folder / "config.json").open("wb") as file:
-        file.truncate(1 << 32)
+    assert problems_of(folder) == [f"{FIRST}: its header has 67108864 bytes, over the 16777216 of any model"]
+    os.truncate(folder / "config.json", 1 << 32)
     with pytest.raises(HubFileError, match=r"config.json: cannot be read: has over 64 MiB"):
         read_hub_config(folder)
 

@@ -111,18 +111,16 @@ def test_the_bias_of_a_router_is_float32_in_files_of_any_type(tmp_path: Path) ->
     assert weight_bytes(tensors, torch.bfloat16) == size - 8 - header_length
 
 
-def test_a_checkpoint_with_more_experts_than_the_config_is_an_error(tmp_path: Path) -> None:
-    weights = RandomWeights(SPARSE_MODEL)
-    weights.shapes["layers.0.mlp.routed.experts.gate_proj"] = (6, 12, 16)
-    with pytest.raises(CheckpointError, match=r"gate_proj: has 5 experts by the config, 6 in the checkpoint"):
-        write_weights(tmp_path, list(MIXTRAL.stored_tensors(SPARSE_MODEL)), weights, torch.float32)
-
-
 def test_a_checkpoint_of_another_shape_is_an_error(tmp_path: Path) -> None:
-    weights = RandomWeights(LLAMA_MODEL)
-    weights.shapes["layers.0.mlp.up_proj.weight"] = (25, 16)
-    with pytest.raises(CheckpointError, match=r"layers.0.mlp.up_proj.weight: is \(24, 16\) by the config, \(25, 16\)"):
-        write_weights(tmp_path, list(LLAMA.stored_tensors(LLAMA_MODEL)), weights, torch.float32)
+    for family, model, name, shape, message in (
+        (MIXTRAL, SPARSE_MODEL, "layers.0.mlp.routed.experts.gate_proj", (6, 12, 16), "has 5 experts by the config, 6"),
+        (LLAMA, LLAMA_MODEL, "layers.0.mlp.up_proj.weight", (25, 16), r"is \(24, 16\) by the config, \(25, 16\)"),
+    ):
+        weights = RandomWeights(model)
+        weights.shapes[name] = shape
+        with pytest.raises(CheckpointError, match=f"{name.rpartition('.')[2]}: {message}"):
+            write_weights(tmp_path, list(family.stored_tensors(model)), weights, torch.float32)
+        (tmp_path / WHOLE_MODEL).unlink()
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
-"""Published weights on every layout: bitwise those of the file, the logits of transformers, and its training."""
+"""Published weights: the logits of transformers, its training, and on every layout bitwise those of one process."""
 
-import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,11 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import transformers
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from tests.parity import CPU, build, tiny, world_size
+from tests.parity import CPU, build, part_of_sequence, rows_of, tiny, world_size
 from tests.tools.hub.published import CONFIGS, save_published
 from tests.workers import run
 from torchllm.config import Config
@@ -32,7 +29,6 @@ from torchllm.tools.hub.hf_reader import read_hub_weights
 from torchllm.tools.hub.published_weights import HubWeights
 from torchllm.tools.proof.gather import gather_whole
 from torchllm.tools.proof.layouts import Settings
-from torchllm.train.evaluate import evaluate
 from torchllm.train.step import TrainStep
 
 Arrays = dict[str, np.ndarray]
@@ -87,7 +83,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def publish(folders: Path, name: str, form: str) -> Path:
-    """Return the folder of a tiny published model in several files."""
     folder = folders / f"{name}-{form}"
     if not folder.exists():
         save_published(name, folder, max_shard_size="40KB", **MORE.get(form, {}))
@@ -95,7 +90,6 @@ def publish(folders: Path, name: str, form: str) -> Path:
 
 
 def config_of(folder: Path, settings: Settings) -> Config:
-    """Return the config of a run that starts from a published model."""
     config = tiny(settings)
     model = replace(read_hub_config(folder).model, from_hf=str(folder))
     if model.router_bias:
@@ -115,30 +109,8 @@ def tokens_of(step: int) -> Tensor:
     return torch.randint(0, TOKENS, (SEQUENCES, LENGTH + 1), generator=generator)
 
 
-class Imported(NamedTuple):
-    """What the ranks have read."""
-
-    weights: Arrays
-    loss: float
-    logits: np.ndarray
-    """(SEQUENCES, LENGTH, V) of the batch of step 0"""
-    totals: list[tuple[int, int]]
-    """of each rank: bytes read, largest block"""
-
-
-class RowLogits(NamedTuple):
-    """Logits of tokens, by their places in the whole batch."""
-
-    places: Tensor
-    """(N), sequence x LENGTH + position"""
-    logits: Tensor
-    """(N, V)"""
-
-
 def batches(config: Config, mesh: Mesh, step: int) -> list[Batch]:
     """Return this rank's micro batches of a step."""
-    from tests.parity import part_of_sequence, rows_of
-
     tokens = tokens_of(step)
     positions = torch.arange(LENGTH).expand(SEQUENCES, LENGTH)
     whole = Batch(tokens[:, :-1], tokens[:, 1:], positions, None)
@@ -149,81 +121,37 @@ def batches(config: Config, mesh: Mesh, step: int) -> list[Batch]:
     return parts
 
 
-def record_logits(stages: list[Decoder]) -> list[Tensor]:
-    """Return a list that gets the logits (N, V) of each micro batch whose loss this rank computes."""
-    recorded: list[Tensor] = []
-    for stage in stages:
-        if stage.lm_head is not None:
-            project = stage.lm_head.project
-
-            def recording(rows: Tensor, project: Any = project) -> Tensor:
-                logits = project(rows)
-                recorded.append(logits.full_tensor() if isinstance(logits, DTensor) else logits)
-                return logits
-
-            stage.lm_head.project = recording  # type: ignore[method-assign]
-    return recorded
-
-
-def join_logits(recorded: list[Tensor], config: Config, mesh: Mesh) -> np.ndarray:
-    """Return the logits (SEQUENCES, LENGTH, V) of the whole batch, from what all ranks have recorded."""
-    own = []
-    size = config.training.micro_batch_size
-    for number, (batch, logits) in enumerate(zip(batches(config, mesh, 0), recorded, strict=bool(recorded))):
-        first = (mesh.data_rank + number * mesh.data_size) * size
-        sequences = torch.arange(first, first + size).unsqueeze(1)
-        own.append(RowLogits((sequences * LENGTH + batch.positions).flatten(), logits))
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, own)
-    whole = torch.full((SEQUENCES * LENGTH, config.model.vocab), torch.nan)
-    for of_rank in of_ranks:
-        for rows in of_rank:
-            whole[rows.places] = rows.logits
-    return whole.view(SEQUENCES, LENGTH, -1).numpy()
+class Imported(NamedTuple):
+    weights: Arrays
+    totals: list[tuple[int, int]]
+    """of each rank: bytes read, largest block"""
 
 
 def read_on_layout(config: Config) -> Imported:
-    """Read a published model on every rank of a layout, and evaluate it on a batch."""
     hf_reader.BLOCK = 1000  # several blocks per tensor
-    mesh, stages = build(config)
+    _, stages = build(config)
     folder = Path(config.model.from_hf)
     hub_config = read_hub_config(folder)
     totals = read_hub_weights(find_hub_files(folder, hub_config.family), hub_config, stages)
     whole = gather_whole(stages, lambda parameter: parameter.detach())
-    forward_backward = build_forward_backward(stages, mesh, config.parallel, config.training, torch.float32)
-    recorded = record_logits(stages)
-    loss = evaluate(forward_backward, batches(config, mesh, 0), CPU, mesh)
-    logits = join_logits(recorded, config, mesh)
     rows: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(rows, (totals.bytes_read, totals.largest_block))
     if whole is None:
-        return Imported({}, loss, logits, rows)
+        return Imported({}, rows)
     assert not whole.findings
-    return Imported(whole.tensors, loss, logits, rows)
+    return Imported(whole.tensors, rows)
 
 
 def check_layout(folder: Path, settings: Settings) -> Imported:
-    """Compare what a layout reads and its loss with one process, its logits with transformers."""
     config = config_of(folder, settings)
-    refusals = problems(config, world_size(config))
-    assert not refusals, "no layout of the grid is refused for any model"
+    assert not problems(config, world_size(config)), "no layout of the grid is refused for any model"
     imported = run(read_on_layout, world_size(config), config)[0]
     expected = one_process(config)
     stored = {**dict(expected.named_parameters()), **dict(expected.named_buffers())}
     assert imported.weights.keys() == stored.keys()
     for name, tensor in stored.items():
         assert np.array_equal(imported.weights[name], tensor.detach().numpy()), name
-    assert abs(imported.loss - float(plain_loss(expected, 0))) <= 1e-5 * imported.loss
-    assert error_of_logits(imported.logits, logits_of_transformers(folder)) <= 1e-5
     return imported
-
-
-@functools.cache
-def logits_of_transformers(folder: Path) -> np.ndarray:
-    """Return the logits (SEQUENCES, LENGTH, V) that transformers has of the batch of step 0."""
-    hub_model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        return hub_model(tokens_of(0)[:, :-1]).logits.numpy()
 
 
 def error_of_logits(found: np.ndarray, expected: np.ndarray) -> float:
@@ -232,19 +160,11 @@ def error_of_logits(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 def one_process(config: Config) -> Decoder:
-    """Return the published model, read by one process."""
     with torch.device("meta"):
         model = build_model(config.model)
     initialize([model], config.model, CPU, 0)
     HubWeights(config.model).load([model], None)
     return model
-
-
-def plain_loss(model: Decoder, step: int) -> Tensor:
-    """Return the mean loss of a batch in one process."""
-    tokens = tokens_of(step)
-    positions = torch.arange(LENGTH).expand(SEQUENCES, LENGTH)
-    return model(tokens[:, :-1], positions, labels=tokens[:, 1:]).detach() / tokens[:, 1:].numel()
 
 
 LOGITS = [(name, "") for name in CONFIGS] + [(name, "stacked") for name in ("mixtral", "glm4-moe")]
@@ -296,15 +216,10 @@ SPARSE_LAYOUTS: list[tuple[str, Settings, str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "form"),
-    SPARSE_LAYOUTS,
-)
+@pytest.mark.parametrize(("name", "settings", "form"), SPARSE_LAYOUTS)
 def test_experts_of_a_file_become_parts_of_a_stack(name: str, settings: Settings, form: str, folders: Path) -> None:
     """Also counted: no rank reads a byte of an expert that it does not hold, and none twice."""
     folder = publish(folders, name, form)
-    run_config = config_of(folder, settings)
-    assert not problems(run_config, world_size(run_config))  # else it would be skipped
     imported = check_layout(folder, settings)
     config = read_hub_config(folder)
     files = find_hub_files(folder, config.family)
@@ -384,15 +299,10 @@ def train_with_transformers(hub_model: Any, config: Config) -> list[float]:
 
 TRAINED = [("qwen3", ("fsdp",), ""), ("llama31", ("tp",), "uneven")]
 MORE_TRAINED = [
-    ("llama", (), ""),
-    ("mixtral", (), ""),
     ("qwen3-moe", ("fsdp",), ""),
     ("glm4-moe", ("tp",), "uneven"),
-    ("qwen3-moe", ("fsdp", "tp"), ""),
     ("olmoe", ("fsdp",), ""),
-    ("qwen3", ("fsdp", "tp"), "uneven"),
     ("qwen2", ("fsdp", "sp"), "uneven"),
-    ("glm4-moe", ("fsdp", "tp"), ""),
 ]
 
 

@@ -38,7 +38,6 @@ AT_NIGHT = [pytest.param(layout, marks=pytest.mark.exhaustive) for layout in OTH
 
 
 def save_dense(config: Config, folder: Path) -> None:
-    """Save a checkpoint of a fresh dense model."""
     _, stages = build(config)
     optimizer = build_optimizer(stages, config.optimizer)
     checkpoints = Checkpointer(Checkpoint(asynchronous=False), folder, stages, optimizer, host_group=dist.group.WORLD)
@@ -57,7 +56,6 @@ def upcycled(config: Config) -> Arrays:
 
 
 def fresh(config: Config) -> Decoder:
-    """Return a model of one process with random weights."""
     model = build_model(config.model)
     initialize([model], config.model, CPU, config.run.seed)
     return model
