@@ -220,6 +220,11 @@ def test_megatron_arguments(tmp_path: Path) -> None:
     assert "a variable of the shell: write its value into run.folder" in text
 
 
+def test_megatron_without_a_family_is_its_default(tmp_path: Path) -> None:
+    values = _values(converted_config(_write(tmp_path, "train.sh", "--num-layers 2 --hidden-size 64 --train-iters 9")))
+    assert (values["model.family"], values["model.ffn"]) == ("gpt", 256)
+
+
 SCRIPT = """
 export WIDTH=512
 HIDDEN=${HIDDEN:-$WIDTH}   # a default
