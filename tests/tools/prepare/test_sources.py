@@ -9,6 +9,7 @@ import tempfile
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 from unittest.mock import Mock, patch
 
@@ -542,7 +543,8 @@ def test_what_a_file_unpacks_to_is_limited(
         with pytest.raises(DataError, match=r"bomb has [\d,]+ bytes and unpacks to over [\d,]+, as hardly"):
             read(replace(source, kind="text"))
     if kind == "jsonl" or delimiter:
-        path.write_bytes(b"".join(map(gzip.compress, [os.urandom(2**15).hex().encode() for _ in range(20)])))
+        random = Random(0)
+        path.write_bytes(b"".join(gzip.compress(random.randbytes(2**15).hex().encode()) for _ in range(20)))
         (record,) = read(source)
         assert record.fault == "unreadable file"
         assert record.detail in (" (a line of over 524,288 bytes)", " (no delimiter in 524,288 bytes)")
