@@ -41,8 +41,6 @@ MODELS = {
         tied_embeddings=True, rope_scaling_factor=4.0, rope_original_length=16, rope_theta=5e5, **SIZES
     ),
     "mistral": Model(**(SIZES | {"heads": 6, "head_dim": 8})),
-    "qwen3": Model(kv_heads=2, head_dim=12, qk_norm="head", norm_epsilon=1e-6, **SIZES),
-    "mixtral": Model(kv_heads=2, experts=4, expert_ffn=24, **SIZES),
     "glm": Model(
         experts=4,
         expert_ffn=24,
@@ -54,7 +52,6 @@ MODELS = {
         rotary_fraction=0.5,
         **SIZES,
     ),
-    "gpt2": Model(family="gpt", tied_embeddings=True, **SIZES),
     "gpt2 not tied": Model(family="gpt", **SIZES),
 }
 
@@ -83,11 +80,7 @@ def logits_of(model: Decoder, tokens: Tensor) -> Tensor:
     return model(tokens, positions)[..., :VOCAB]
 
 
-TRIED = ("llama tied, scaled", "mistral", "qwen3", "glm", "gpt2 not tied")
-AT_NIGHT = [pytest.param(name, marks=pytest.mark.exhaustive) for name in MODELS if name not in TRIED]
-
-
-@pytest.mark.parametrize("name", [*TRIED, *AT_NIGHT])
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "llama"])
 def test_transformers_has_the_same_logits_and_writes_the_same_text(name: str, tmp_path: Path) -> None:
     (model,) = save_run(tmp_path / "run", MODELS[name]).values()
     folder = exported(tmp_path / "run")
