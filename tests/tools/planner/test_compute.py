@@ -21,7 +21,7 @@ from torchllm.tools.planner.compute import (
     recomputed,
 )
 from torchllm.tools.planner.evidence.stacks import STACKS
-from torchllm.tools.planner.software import Software
+from torchllm.tools.planner.software import AttentionKernel, Software
 
 a100 = functools.cache(dgx_a100)
 MODEL = Model(layers=4, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000)
@@ -66,6 +66,24 @@ def test_flash_attention_computes_half_of_a_causal_mask() -> None:
     assert forward.attention == pytest.approx(operations / a100().attention.flash2, rel=0.01)
     backward = attention_seconds(kernels, long, backward=True)
     assert backward.attention > 2.5 * forward.attention
+
+
+def test_norms_of_queries_and_keys_take_bytes_and_kernels() -> None:
+    for kernels in [PLAIN, Kernels(fused_norm=True)]:
+        plain = elementwise_seconds(kernels)
+        with_norms = elementwise(replace(MODEL, qk_norm="head"), PIECE, kernels, SOFTWARE, a100(), False)
+        assert with_norms.elementwise > plain.elementwise, kernels
+        assert with_norms.kernels > plain.kernels, kernels
+
+
+def test_scores_in_memory_are_slower_than_none() -> None:
+    def seconds(kind: AttentionKernel) -> float:
+        work = attention_seconds(Kernels(kind))
+        return work.attention + work.elementwise
+
+    assert seconds("eager") > seconds("fused_softmax")
+    assert seconds("fused_softmax") > seconds("flash1")
+    assert seconds("flash1") > seconds("flash2")
 
 
 def recomputed_seconds(mode: RecomputeMode, software: Software = SOFTWARE) -> float:

@@ -112,6 +112,10 @@ def test_columns_stand_under_their_titles_and_terms_are_largest_first() -> None:
         end = heading.index(f" {title} ") + len(f" {title}")
         assert line[:end].endswith(value), title
     assert line.index(winner().layout.text()) == heading.index("layout")
+    heading, line, *_ = ranking_table(large_job(), outcome().best, Purchase(1e12))
+    assert "GPU-hours" in heading
+    assert " $ " not in heading
+    assert line.index(winner().layout.text()) == heading.index("layout")
     seconds = [float(number) for number in re.findall(r" ([\d.e+-]+) s", terms(winner().prediction))]
     assert seconds == sorted(seconds, reverse=True)
 
