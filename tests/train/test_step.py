@@ -166,18 +166,20 @@ def test_without_any_target_there_is_no_loss_and_no_nan() -> None:
     assert run(step_without_targets, 2) == [(0, 0, 0, 8 * (8 * 9 // 2), 0, True)] * 2
 
 
-def parts_of_a_step() -> Counter[str]:
+def parts_of_a_step(settings: Settings) -> Counter[str]:
     """Return how often each phase and each all-reduce occurs in a step."""
-    rig = Rig({**LAYOUTS["fsdp2"], "training.z_loss": 0.02})
+    rig = Rig({**LAYOUTS["fsdp2"], **settings})
     batches = rig.halves(1)
     with profile() as profiler:
         rig.step(1, batches)
-    return Counter(event.name for event in profiler.events() if event.name.startswith((PREFIX, "c10d::allreduce_")))
+    names = [event.name for event in profiler.events() if not event.name.startswith("torchllm::grouped_")]  # products
+    return Counter(name for name in names if name.startswith((PREFIX, "c10d::allreduce_")))
 
 
-def test_a_step_sums_twice_over_the_ranks_and_the_breakdown_knows_its_parts() -> None:
-    """The tokens before the backward pass; gradient norm, loss and z-loss after it."""
-    parts = run(parts_of_a_step, 2)[0]
+@pytest.mark.parametrize("settings", [{"training.z_loss": 0.02}, {"model.experts": 4, "model.router_bias": True}])
+def test_a_step_sums_twice_over_the_ranks_and_the_breakdown_knows_its_parts(settings: Settings) -> None:
+    """The tokens before the backward pass; gradient norm, losses and the tokens of each expert after it."""
+    parts = run(parts_of_a_step, 2, settings)[0]
     assert parts == {PREFIX + "forward_backward": 1, PREFIX + "optimizer": 1, "c10d::allreduce_": 2}
     assert {PREFIX + "forward_backward", PREFIX + "optimizer"} <= {PREFIX + phase for phase in PHASES}
 

@@ -10,7 +10,7 @@ number of tokens of a step and, with `model.balance_loss = "global"`, each exper
 The counts include the tokens of all micro batches and ranks, so biases and shares do not depend on the layout: they are
 replicated, and bitwise equal on all ranks.
 
-Communication per step: one all-reduce of the tokens per expert of all layers, with the sums that are logged.
+Communication per step: the tokens per expert of all layers and the sums that are logged, in the message of the loss.
 """
 
 from collections.abc import Sequence
@@ -60,15 +60,20 @@ class ExpertBalance:
         needs_state("model.balance_loss", self.tensors)
 
     @torch.no_grad()
-    def finish_step(self, applied: Tensor) -> StepRouting | None:
+    def finish_step(self, applied: Tensor, *, sums: Tensor | None = None) -> StepRouting | None:
         """Update biases and shares from the tokens routed since the last call; return statistics, None without experts.
 
         Call it on all ranks, after a step's backward passes. applied: whether the step changes the weights, bool (); if
-        not, biases and shares do not change either.
+        not, biases and shares do not change either. sums: those of `take_sums` over all ranks, in any shape;
+        None: they are taken and summed here.
         """
-        if not self.model.experts:
+        if sums is None:
+            sums = self.take_sums(applied.device)
+            if sums is not None and dist.is_initialized():
+                dist.all_reduce(sums)
+        if sums is None:
             return None
-        routing = self._sum(applied.device)
+        routing = self._statistics(sums)
         for index, router in self.routers.items():
             tokens = routing.tokens_per_expert[index - self.model.dense_layers]
             if router.bias is not None and router.weight.requires_grad:  # else the router is frozen, and its bias too
@@ -77,19 +82,31 @@ class ExpertBalance:
                 router.last_shares.copy_(torch.where(applied, tokens / tokens.sum(), router.last_shares))
         return routing
 
-    def _sum(self, device: torch.device) -> StepRouting:
-        """Return the sums over all ranks and stages."""
+    @torch.no_grad()
+    def take_sums(self, device: torch.device) -> Tensor | None:
+        """Return this rank's sums of the step's routing, and begin new ones: float64, a row for each sparse block.
+
+        None without experts.
+        """
+        model = self.model
+        if not model.experts:
+            return None
         from torchllm.models.router_penalties import penalty_names
 
-        model, names = self.model, penalty_names(self.model)
-        blocks, columns = model.layers - model.dense_layers, model.experts + 1 + len(names)
+        blocks, columns = model.layers - model.dense_layers, model.experts + 1 + len(penalty_names(model))
         sums = torch.zeros(blocks, columns, dtype=torch.float64, device=device)
         for index, router in self.routers.items():
             own = router.take_sums()
             if own is not None:
                 sums[index - model.dense_layers] = own / router.repeats
-        if dist.is_initialized():
-            dist.all_reduce(sums)
+        return sums
+
+    def _statistics(self, sums: Tensor) -> StepRouting:
+        """Return the statistics of all ranks and stages. sums: those of `take_sums`, over all ranks."""
+        from torchllm.models.router_penalties import penalty_names
+
+        model, names = self.model, penalty_names(self.model)
+        sums = sums.view(-1, model.experts + 1 + len(names))
         # If three ranks route the same tokens, each adds a third of the counts, and the sum may not be a whole number.
         tokens_per_expert = sums[:, : model.experts].round().long()
         entropy, *penalties = sums[:, model.experts :].sum(0)

@@ -44,6 +44,16 @@ class StepResult(NamedTuple):
     """routing statistics of all ranks; None: there are no experts"""
 
 
+class _OverAllRanks(NamedTuple):
+    """Results of a step's backward passes, see `StepResult`."""
+
+    grad_norm: Tensor
+    loss: Tensor
+    z_loss: Tensor | None
+    routing_sums: Tensor | None
+    """for `ExpertBalance.finish_step`; None: there are no experts"""
+
+
 class TrainStep:
     """Takes one step on all ranks; the call is the same for every layout.
 
@@ -80,11 +90,11 @@ class TrainStep:
         tokens, pairs = self._count(batches)
         with phase("forward_backward"):  # a step without a target has gradients of 0, not nan
             loss = self.forward_backward(batches, 1.0 / tokens.clamp(min=1))
-        norm, loss, z_loss = self._over_all_ranks(loss, tokens)
+        norm, loss, z_loss, routing_sums = self._over_all_ranks(loss, tokens)
         # Both: a gradient may overflow behind a finite loss, and one rank of tp alone may have a loss that is nan.
         finite = torch.isfinite(norm) & torch.isfinite(loss)
         clip(self.stages, norm, self.training.max_grad_norm)
-        routing = self.expert_balance.finish_step(finite)
+        routing = self.expert_balance.finish_step(finite, sums=routing_sums)
         learning_rate = self.learning_rate(step)
         with phase("optimizer"):
             apply_if_finite(self.optimizer, learning_rate, finite)
@@ -96,8 +106,8 @@ class TrainStep:
         self.longest_run = torch.maximum(self.longest_run, self.skipped_in_a_row)
         return StepResult(loss, norm, tokens, pairs, learning_rate, self.skipped, self.longest_run, z_loss, routing)
 
-    def _over_all_ranks(self, loss: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return gradient norm, loss and z-loss (None if there is none) of all ranks; `loss`: this rank's part.
+    def _over_all_ranks(self, loss: Tensor, tokens: Tensor) -> _OverAllRanks:
+        """Return the results of all ranks, by one message; `loss`: this rank's part.
 
         Losses are also summed over tp ranks, although they have equal values: a nan on one of them must stop all.
         """
@@ -107,9 +117,13 @@ class TrainStep:
             z_loss = torch.zeros_like(loss) if squares is None else self.training.z_loss * squares / tokens.clamp(min=1)
             parts.append(z_loss.double())
         sums = torch.stack(parts)
+        routed = self.expert_balance.take_sums(self.device)
+        if routed is not None:
+            sums = torch.cat((sums, routed.flatten()))
         dist.all_reduce(sums)
-        loss, *z_losses = sums[1:].float() / self.mesh.tp.size()
-        return sums[0].sqrt(), loss, z_losses[0] if z_losses else None
+        loss, *z_losses = sums[1 : len(parts)].float() / self.mesh.tp.size()
+        routed = None if routed is None else sums[len(parts) :]
+        return _OverAllRanks(sums[0].sqrt(), loss, z_losses[0] if z_losses else None, routed)
 
     def _count(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
         """Return the target tokens and the (query, key) pairs of the micro batches of all ranks, int64 ().
