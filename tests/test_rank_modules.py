@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from torchllm.data.loader import DataRanks, build_loader
 from torchllm.tools.config.handed import HANDED, hand_over
 from torchllm.tools.config.load import load_config
 
@@ -62,12 +63,14 @@ def test_a_rank_imports_what_it_uses(tmp_path: Path) -> None:
         *("--run.device=cpu", f"--run.folder={tmp_path / 'run'}", "--training.global_batch_size=2"),
         "--metrics.tensorboard=false",  # 170 modules of TensorBoard, on rank 0
     ]
+    config = load_config(words)
+    build_loader(config.data, config.training, config.model, config.run.seed, DataRanks())  # the rank finds the corpus
     handed = tmp_path / "handed.json"
     handed.touch()
     environment = os.environ | {HANDED: str(handed), "RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
     os.environ[HANDED] = str(handed)
     try:
-        hand_over([load_config(words)], {}, words)
+        hand_over([config], {}, words)
     finally:
         del os.environ[HANDED]
     programs = [REPORT + BASE + "report()", REPORT + RANK]

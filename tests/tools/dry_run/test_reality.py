@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.parallel.trace import Trace
+from tests.parallel.trace import Collective, Trace
 from tests.parity import CPU, Settings, build, my_batches, tiny, world_size
 from tests.tools.dry_run import apart
 from tests.workers import run
@@ -111,6 +111,15 @@ def choose_evenly(router: Router, inputs: Any, routing: Routing) -> Routing:
     return routing._replace(experts=even)
 
 
+def bytes_in_a_ring(message: Collective, ranks: int) -> float:
+    """Return the bytes that one rank sends: an all-reduce is a reduce-scatter and a gather."""
+    size = message.elements * message.dtype.itemsize
+    if message.kind == "send":
+        return size
+    rounds = 2 if message.kind == "reduce" else 1
+    return rounds * size * (ranks - 1) / ranks
+
+
 def really_held(settings: Settings) -> dict[str, Any]:
     """On a rank: bytes by purpose, bytes that each forward saves, bytes sent by axis."""
     config = tiny(settings)
@@ -157,7 +166,7 @@ def really_held(settings: Settings) -> dict[str, Any]:
     by_axis: Counter[str] = Counter()
     for event in sent.events:
         assert not isinstance(event, str)
-        by_axis[event.axis] += event.bytes(sizes[event.axis])
+        by_axis[event.axis] += bytes_in_a_ring(event, sizes[event.axis])
     states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
     return {
         "parameters": sum(storages(p for stage in stages for p in stage.parameters()).values()),

@@ -74,6 +74,7 @@ def test_a_held_out_sentence_that_training_has_is_dropped() -> None:
     assert len(build_library([module]).held_out) == 2
     seen = shared._replace(text=shared.text.replace("\\n", ""))
     assert build_library([module, seen]).held_out == [Pair(f"What does {out}.f do?", "Only here.")]
+    assert build_library([module, Module(kept, module.text)]) == build_library([module])
 
 
 def test_the_files_are_the_same_each_time(library: LibraryCorpus, tmp_path: Path) -> None:

@@ -54,11 +54,16 @@ class LibraryCorpus(NamedTuple):
 def build_library(modules: Iterable[Module]) -> LibraryCorpus:
     """Split the modules; each answer stands once, and none of the held-out ones stands in the text.
 
-    A sentence that several names share belongs to the first of them.
+    A sentence that several names share belongs to the first of them. A module with the text of a held-out one, as
+    Debian's two files of build variables, is left out.
     """
+    modules = sorted(modules)
+    held_out_texts = {module.text for module in modules if is_held_out(module.name)}
     texts, train, held_out = [], dict[str, Pair](), dict[str, Pair]()
-    for module in sorted(modules):
+    for module in modules:
         is_out = is_held_out(module.name)
+        if not is_out and module.text in held_out_texts:
+            continue
         if not is_out:
             texts.append(module.text)
         for pair in pairs_of(module):
