@@ -7,6 +7,7 @@ their parts (`read_plan.py`). Its sum is verified before torch unpickles it with
 import hashlib
 import io
 import math
+import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 
 LISTED = 20
 """most differences between a checkpoint and the model that an error lists"""
-THREADS = 8
-"""threads of a rank that read pieces"""
+THREADS = min(8, os.cpu_count() or 1)
+"""threads of a rank that read pieces; more than there are cores wait for each other, as each hashes and unpickles"""
 BYTES_AT_A_TIME = 1 << 30
 """bytes of pieces that the threads of a rank hold at once, unless a single piece is larger"""
 
