@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import Placement, Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel
 
-import torchllm.parallel.parallelize
+import torchllm.parallel.compile
 import torchllm.parallel.tensor
 from tests.parity import Settings, Trained, compare, reference, tiny, train, world_size
 from tests.workers import WorkerFailed, run
@@ -119,7 +119,7 @@ def test_torchs_own_embedding_would_lose_its_gradient() -> None:
 
 
 def train_with_recomputation_inside(settings: Settings) -> None:
-    with mock.patch.object(torchllm.parallel.parallelize, "must_recompute_outside", return_value=False):
+    with mock.patch.object(torchllm.parallel.compile, "must_recompute_outside", return_value=False):
         train_compiled(settings, TRACED)
 
 

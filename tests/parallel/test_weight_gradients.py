@@ -146,7 +146,8 @@ def train_with_torchs_split(settings: Settings) -> Trained | None:
 @pytest.mark.parametrize("schedule", SPLIT)
 def test_torchs_own_split_still_loses_gradients(schedule: str) -> None:
     """If this fails, torch has fixed it and `WeightGradients` can be removed."""
-    settings = {**PP2, "parallel.dp_shard": 2, "parallel.schedule": schedule, "parallel.keep_last_block": False}
+    settings = {**PP2, "parallel.dp_shard": 2, "parallel.schedule": schedule, "parallel.zero_stage": 3}
+    settings["parallel.keep_last_block"] = False
     check(settings)
     with pytest.raises(AssertionError, match=r"gradient differs|nothing there"):
         compare(run(train_with_torchs_split, 4, settings)[0], reference(settings))
