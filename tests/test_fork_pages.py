@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 from unittest.mock import Mock
 
@@ -240,7 +241,7 @@ def test_a_window_of_some_blocks_is_refused_where_it_would_be_dropped() -> None:
 
 def optimizer_fork(file: Path, name: str) -> Path:
     use_radam, lion, use_lion, schedule_free = code_of_section("An optimizer")
-    use = use_radam if name == "RAdam" else use_lion.replace("Lion", name)
+    use = indent(use_radam, "    ") if name == "RAdam" else use_lion.replace("Lion", name)
     classes = f"\n{lion}\n\n{schedule_free}\n\ndef train("
     return fork(file, {"\ndef train(": classes, OPTIMIZER: use})
 

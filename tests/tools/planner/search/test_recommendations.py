@@ -135,5 +135,5 @@ def test_context_parallelism_when_activations_are_the_limit_not_weights(
     """Of the fastest layout on 64 H100."""
     training = Training(global_batch_size=batch, sequence_length=length)
     job = Job(model_of(model), training, read_hardware("dgx_h100"), 64)
-    (best,) = search(job, 1).best
+    best = search(job, 1).best[0]  # others are as fast
     assert (best.layout.cp > 1) == is_cut
