@@ -138,7 +138,7 @@ def roots_after_backwards(settings: Settings) -> list[object]:
     for step in (1, 2):
         trainer.forward_backward(trainer.batches(step), torch.tensor(1 / 64))
         # Private: FSDP tells no one, and a profile shows only that a unit was the root, not that it has stayed it.
-        roots.append(trainer.stages[0]._get_fsdp_state()._state_ctx.iter_forward_root)  # type: ignore[operator, union-attr]
+        roots.append(trainer.stages[0]._get_fsdp_state()._state_ctx.iter_forward_root)
     return roots
 
 

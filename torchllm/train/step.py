@@ -122,8 +122,8 @@ class TrainStep:
             sums = torch.cat((sums, routed.flatten()))
         dist.all_reduce(sums)
         loss, *z_losses = sums[1 : len(parts)].float() / self.mesh.tp.size()
-        routed = None if routed is None else sums[len(parts) :]
-        return _OverAllRanks(sums[0].sqrt(), loss, z_losses[0] if z_losses else None, routed)
+        routing_sums = None if routed is None else sums[len(parts) :]
+        return _OverAllRanks(sums[0].sqrt(), loss, z_losses[0] if z_losses else None, routing_sums)
 
     def _count(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
         """Return the target tokens and the (query, key) pairs of the micro batches of all ranks, int64 ().

@@ -156,7 +156,7 @@ def test_a_group_that_the_mesh_does_not_name_is_an_error() -> None:
         unnamed = dist.new_group([0, 3, 5])
         alone = dist.new_group([0])
         x = torch.ones(256)
-        message = r"all_reduce .* ranks \[0, 3, 5\]. Add the group to tools/mesh_axes.py"
+        message = r"all_reduce .* ranks \[0, 3, 5\]. Add the group to `axis_of_group` \(torchllm/tools/mesh_axes.py\)"
         with Tracker(None, axis_of_group(mesh)) as tracker:
             dist.all_reduce(x, group=alone)  # a group of one rank sends nothing
             with pytest.raises(RuntimeError, match=message):

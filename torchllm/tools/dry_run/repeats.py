@@ -53,10 +53,10 @@ def find_repeats(config: Config, pp_rank: int = 0) -> Repeats | None:
     model, parallel, recompute = config.model, config.parallel, config.recompute
     # FSDP gathers the routers of a stage as one unit; those of blocks that are left out are added on one stage only,
     # and not for tensor parallelism, which changes a router inside its block.
-    joins_routers = joins_the_routers(model) and (parallel.pp > 1 or parallel.tp > 1)
+    lacks_routers = joins_the_routers(model) and (parallel.pp > 1 or parallel.tp > 1)
     # Of several stages on a rank none has many blocks. A segment recomputes several. Blocks of a fork may differ by
     # their index.
-    if joins_routers or parallel.stages > parallel.pp or recompute.mode == "segment" or model.block:
+    if lacks_routers or parallel.stages > parallel.pp or recompute.mode == "segment" or model.block:
         return None
     blocks = blocks_of_stages(config)
     start = sum(blocks[:pp_rank])

@@ -238,8 +238,8 @@ class Tracker(TorchDispatchMode):
         if axis is None:
             raise RuntimeError(
                 f"{kind} in a process group that belongs to no axis of the mesh: ranks "
-                f"{dist.get_process_group_ranks(group)}. Add the group to tools/mesh_axes.py "
-                "(torchllm/parallel/mesh.py), so that the dry run can count its messages"
+                f"{dist.get_process_group_ranks(group)}. Add the group to `axis_of_group` "
+                "(torchllm/tools/mesh_axes.py), so that the dry run can count its messages"
             )
         whole = max(tensor.nbytes for tensor in _tensors((args, out)))
         self.sent.append(Sent(self.now, axis.name, kind, whole * RING[kind](axis.size)))
