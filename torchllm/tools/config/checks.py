@@ -233,7 +233,7 @@ def _float8_layout_problems(config: Config) -> Iterator[ConfigError]:
         yield config_error(
             "parallel.schedule",
             f"{parallel.schedule} computes gradients of inputs and weights separately, which the products of "
-            f"{_float8_recipe(config)} cannot: use 1F1B or Interleaved1F1B",
+            f"{_float8_recipe(config)} cannot: use Interleaved1F1B, or 1F1B with virtual_stages = 1",
         )
     remedy = 'or set float8.recipe = "none"'
     for width in unfit_for_float8(model, parallel.tp):
@@ -529,7 +529,7 @@ def obstacle_to_compiled_blocks(pp: int, schedule: PipelineSchedule, cp: int, mo
     if pp > 1 and SCHEDULES[schedule].splits_backward:
         return Obstacle(
             f"{schedule} computes gradients of inputs and weights separately, which a compiled block cannot",
-            "use 1F1B or Interleaved1F1B",
+            "use Interleaved1F1B, or 1F1B with virtual_stages = 1",
         )
     if cp > 1 and mode in BLOCK_MODES:
         return Obstacle(
