@@ -2,6 +2,7 @@
 
 import glob
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ def write(folder: Path, *names: str) -> None:
         path.touch()
 
 
-def found(path: Path | str) -> list[str]:
+def found_in(path: Path | str) -> list[str]:
     return [file.path for file in find_files(str(path), lambda name: True).files]
 
 
@@ -67,9 +68,14 @@ def test_folders_behind_links_are_searched(tmp_path: Path) -> None:
     (tmp_path / "data" / "shard1").symlink_to("../disk2")
     (tmp_path / "disk2" / "more").symlink_to("../disk3")
     expected = [f"{tmp_path}/data/{name}" for name in ("a.txt", "shard1/deep/b.txt", "shard1/more/c.txt")]
-    assert found(tmp_path / "data") == found(f"{tmp_path}/data/**/*.txt") == found(f"{tmp_path}/data/**") == expected
+    assert (
+        found_in(tmp_path / "data")
+        == found_in(f"{tmp_path}/data/**/*.txt")
+        == found_in(f"{tmp_path}/data/**")
+        == expected
+    )
     (tmp_path / "link").symlink_to("data")
-    assert len(found(tmp_path / "link")) == 3
+    assert len(found_in(tmp_path / "link")) == 3
 
 
 def test_links_that_lead_back_are_not_followed(tmp_path: Path) -> None:
@@ -78,7 +84,7 @@ def test_links_that_lead_back_are_not_followed(tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(target)
     (tmp_path / "data" / "other").symlink_to("../other")
     expected = [f"{tmp_path}/data/{name}" for name in ("a.txt", "b/c.txt", "other/d.txt")]
-    assert found(tmp_path / "data") == found(f"{tmp_path}/data/**/*.txt") == expected
+    assert found_in(tmp_path / "data") == found_in(f"{tmp_path}/data/**/*.txt") == expected
 
 
 def test_each_file_counts_once(tmp_path: Path) -> None:
@@ -89,9 +95,9 @@ def test_each_file_counts_once(tmp_path: Path) -> None:
     (tmp_path / "data" / "z.txt").symlink_to("../blobs/1")
     os.link(tmp_path / "data" / "real" / "a.txt", tmp_path / "data" / "copy.txt")  # as good as a copy
     expected = [f"{tmp_path}/data/{name}" for name in ("copy.txt", "real/a.txt", "twice/1")]
-    assert found(tmp_path / "data") == found(f"{tmp_path}/data/**") == expected
-    assert found(f"{tmp_path}/data/*/*.txt") == [expected[1]]
-    assert found(f"{tmp_path}/data/a*.txt") == [f"{tmp_path}/data/again.txt"]
+    assert found_in(tmp_path / "data") == found_in(f"{tmp_path}/data/**") == expected
+    assert found_in(f"{tmp_path}/data/*/*.txt") == [expected[1]]
+    assert found_in(f"{tmp_path}/data/a*.txt") == [f"{tmp_path}/data/again.txt"]
 
 
 def test_a_glob_finds_what_pythons_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,11 +106,57 @@ def test_a_glob_finds_what_pythons_does(tmp_path: Path, monkeypatch: pytest.Monk
     patterns = ("**/*.txt", "*.txt", "b/**/e.txt", "b/**", "**/d/**/*", "*/**/[a-e].txt", "./**/?.txt", "b/[[]1].txt")
     for pattern in patterns:
         expected = sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
-        assert found(pattern) == expected, pattern
-        assert found(f"{tmp_path}/{pattern}") == [f"{tmp_path}/{path}" for path in expected]
-    assert found("b/[1].txt") == ["b/[1].txt"]
+        assert found_in(pattern) == expected, pattern
+        assert found_in(f"{tmp_path}/{pattern}") == [f"{tmp_path}/{path}" for path in expected]
+    assert found_in("b/[1].txt") == ["b/[1].txt"]
     assert find_files("*", lambda name: True).folders == 1
-    assert find_files(".", lambda name: name.endswith(".txt")).ignored == 2
+    assert find_files(".", lambda name: name.endswith(".txt")).ignored == {".bin": 1, "hidden": 1}
+
+
+OUTPUTS = {
+    "a run": ("config.toml", "metrics.jsonl", "checkpoints/step-00000002/manifest.json", "hang/1/vm.txt"),
+    "a run that starts": ("lease/000001",),
+    "a checkpoint": ("step-00000002/__0_0.distcp", "step-00000002/index.json"),
+    "tokens": ("0-text-a/corpus.json", "0-text-a/shards.bin"),
+    "unfinished tokens": ("0-text-a/00000.json", "0-text-a/00000.train.bin"),
+    "a cache": (
+        "jsonl-0123456789abcdef/corpus.json",
+        "verified/0123456789abcdef-01234567",
+        "nanogpt-0123456789abcdef.json",
+    ),
+    "commits": ("revisions/org--set@newest",),
+    "a model": ("model.safetensors", "README.md", "config.json"),
+}
+
+
+@pytest.mark.parametrize("names", OUTPUTS.values(), ids=OUTPUTS)
+def test_what_torchllm_has_written_is_left_out_and_named(names: Sequence[str], tmp_path: Path) -> None:
+    write(tmp_path / "data", "a.txt", "deep/corpus.json", "deep/config.toml", "lease/contract.txt", "verified/b.txt")
+    expected = [f"{tmp_path}/data/{name}" for name in ("a.txt", "deep/config.toml", "deep/corpus.json")]
+    expected += [f"{tmp_path}/data/{name}" for name in ("lease/contract.txt", "verified/b.txt")]
+    write(tmp_path / "data" / "deep" / "own", *names)
+    write(tmp_path / "elsewhere", *names)
+    (tmp_path / "data" / "latest").symlink_to("../elsewhere")
+    for path in ("data", "data/**", "data/**/*", "d*/**"):
+        found = find_files(f"{tmp_path}/{path}", lambda name: True)
+        assert [file.path for file in found.files] == expected, path
+        assert any(folder.startswith(f"{tmp_path}/data/deep/own") for folder in found.outputs), path
+        assert any(folder.startswith(f"{tmp_path}/data/latest") for folder in found.outputs), path
+    depth = "/".join("*" for _ in names[0].split("/"))
+    assert not find_files(f"{tmp_path}/data/*/own/{depth}", lambda name: True).files
+    every = find_files(str(tmp_path / "data"), lambda name: True, reads_output=True)
+    assert len(every.files) == len(expected) + 2 * len(names)
+    assert every.outputs == {}
+    named = f"{tmp_path}/data/deep/own/{names[0]}"
+    assert found_in(named) == [named]
+
+
+def test_a_run_in_the_folder_of_the_text_itself_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "a.jsonl", "config.toml", "metrics.jsonl", "lease/000001", "hang/1/vm.txt", "b/c.jsonl")
+    monkeypatch.chdir(tmp_path)
+    assert found_in(".") == ["./a.jsonl", "./b/c.jsonl"]
+    assert found_in("*.jsonl") == ["a.jsonl"]
+    assert found_in("**/*") == ["a.jsonl", "b/c.jsonl"]
 
 
 def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,4 +170,4 @@ def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(os, "scandir", scandir)
     with pytest.raises(DataError, match=r"closed cannot be read: Permission denied"):
-        found(tmp_path)
+        found_in(tmp_path)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -41,14 +42,37 @@ def test_a_folder_is_the_files_in_it(tmp_path: Path, caplog: pytest.LogCaptureFi
         (tmp_path / name).write_text("{}")
     lines = source_files(Source(kind="jsonl", path=str(tmp_path)))
     assert [file.path for file in lines] == [f"{tmp_path}/b.jsonl", f"{tmp_path}/deep/er/a.jsonl"]
-    assert caplog.messages == [
-        f"data.sources: 2 files in '{tmp_path}'; 2 hidden ones and ones of another kind are not read"
-    ]
+    assert caplog.messages == [f"data.sources: 2 files in '{tmp_path}'; not read: 1 hidden, 1 without a suffix"]
     (tmp_path / "b.folder").mkdir()
     source_files(Source(kind="jsonl", path=f"{tmp_path}/b*"))
     assert caplog.messages[1:] == [f"data.sources: 1 files in '{tmp_path}/b*'; 1 folders that match are not read"]
-    texts = source_files(Source(kind="text", path=str(tmp_path)))
-    assert [Path(file.path).name for file in texts] == ["README", "b.jsonl", "a.jsonl"]
+
+
+def test_a_folder_of_text_is_the_text_files_in_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    for name in ("a.txt", "deep/b.md.gz", "wiki_00", "mine.toml", "c.py", "deep/d.py", "runs/x/lease/000001"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("some text")
+    source = Source(kind="text", path=str(tmp_path))
+    texts = [file.path.removeprefix(f"{tmp_path}/") for file in source_files(source)]
+    assert texts == ["a.txt", "deep/b.md.gz", "wiki_00"]
+    assert caplog.messages == [
+        f"data.sources: 3 files in '{tmp_path}' (1 .md.gz, 1 .txt, 1 without a suffix); not read: 2 .py, 1 .toml; left "
+        f"out as output of torchllm: {tmp_path}/runs/x (a run)"
+    ]
+    assert len(choose_files(source, reads_all=True).train) == 7
+    for name in ("a.txt", "deep/b.md.gz", "wiki_00"):
+        (tmp_path / name).unlink()
+    glob = f"{tmp_path}/**/*.py"
+    with pytest.raises(
+        DataError, match=re.escape(f'2 .py, 1 .toml: to read these, name them in a glob, path = "{glob}"')
+    ):
+        source_files(source)
+    assert len(source_files(Source(kind="text", path=glob))) == 2
+    assert caplog.messages[-1].startswith(f"data.sources: 2 files in '{glob}' (2 .py); left out")
+    (tmp_path / "rows.parquet").touch()
+    with pytest.raises(DataError, match=r"that ends with .csv or .tsv, but .*: set kind = \"parquet\""):
+        source_files(Source(kind="csv", path=str(tmp_path)))
 
 
 def test_json_lines_that_are_read_as_text_are_noticed(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ _COMPRESSIONS = {
 }
 _UNPACK = "unpack it"
 _FORMS = {
+    rb"(?s)PK\x03\x04.{26}[\w./-]*/?data\.pkl": "a checkpoint of torch, which is no text",
     rb"PK\x03\x04|PK\x05\x06": f"a zip archive: {_UNPACK}",
     rb"7z\xbc\xaf\x27\x1c": f"a 7z archive: {_UNPACK}",
     rb"Rar!\x1a\x07": f"a rar archive: {_UNPACK}",

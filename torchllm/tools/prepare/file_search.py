@@ -1,17 +1,21 @@
 """The files at a path of the config, each once, and their splits as told by their names.
 
 Folders behind links are searched too, except for links back to a folder that is being searched. A file with several
-names is taken by the one that no link is part of.
+names is taken by the one that no link is part of. Folders of torchllm's own output are left out, unless the path names
+one.
 """
 
 import glob
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
 
 from torchllm.data.error import DataError
+from torchllm.tools.prepare.file_kinds import kind_of_file
+from torchllm.tools.prepare.own_output import RUN_PARTS, is_run, output_in
 
 NamedSplit = Literal["train", "held out", "test"]
 
@@ -34,33 +38,39 @@ class FoundFiles(NamedTuple):
 
     files: list[FoundFile]
     """sorted by path"""
-    ignored: int = 0
-    """files that were not taken"""
+    ignored: Mapping[str, int] = {}
+    """number of files that were not taken, by their kind (see `kind_of_file`)"""
     folders: int = 0
     """folders that match a glob; they were not searched"""
+    outputs: Mapping[str, str] = {}
+    """folders and files of torchllm's own output, which were not searched -> their kind"""
 
 
-def find_files(path: str, takes: Callable[[str], bool]) -> FoundFiles:
+def find_files(path: str, takes: Callable[[str], bool], reads_output: bool = False) -> FoundFiles:
     """Return the files at a path: the file, those in the folder, or those that match the glob.
 
-    takes: whether a file in a folder is taken, by its name. Files that a glob names are taken. Raises DataError if a
-    folder cannot be read.
+    takes: whether a file in a folder is taken, by its name. Files that a glob names are taken. reads_output: torchllm's
+    own output is read, too, as in earlier versions. Raises DataError if a folder cannot be read.
     """
+    outputs: dict[str, str] | None = None if reads_output else {}
     # A path that exists is taken literally: its name may hold characters that mean something in a glob.
     if os.path.isdir(path):
-        ignored = 0
+        ignored: Counter[str] = Counter()
         inside: list[str] = []
-        for listing in _walk(path):
-            taken = [name for name in listing.names if not name.startswith(".") and takes(name)]
-            ignored += len(listing.names) - len(taken)
-            inside += [os.path.join(listing.folder, name) for name in taken]
-        return FoundFiles(_by_name(_each_once(inside, path), path, ""), ignored)
+        for listing in _walk(path, outputs):
+            for name in listing.names:
+                if not name.startswith(".") and takes(name):
+                    inside.append(os.path.join(listing.folder, name))
+                else:
+                    ignored[kind_of_file(name)] += 1
+        return FoundFiles(_by_name(_each_once(inside, path), path, ""), ignored, outputs=outputs or {})
     if os.path.lexists(path):
         return FoundFiles([FoundFile(path, "train")])
     base, pattern = _split_pattern(path)
-    matches = _match(base, pattern)
+    matches = _match(base, pattern, outputs)
     paths = [match for match in matches if not os.path.isdir(match)]
-    return FoundFiles(_by_name(_each_once(paths, base), base, pattern), folders=len(matches) - len(paths))
+    files = _by_name(_each_once(paths, base), base, pattern)
+    return FoundFiles(files, folders=len(matches) - len(paths), outputs=outputs or {})
 
 
 def _by_name(paths: Sequence[str], base: str, pattern: str) -> list[FoundFile]:
@@ -104,10 +114,11 @@ class _Listing(NamedTuple):
     """of the files in it"""
 
 
-def _walk(root: str) -> Iterator[_Listing]:
+def _walk(root: str, outputs: dict[str, str] | None) -> Iterator[_Listing]:
     """Yield the folders below `root`, each once, those behind links last; hidden ones are left out.
 
-    Raises DataError if one cannot be read.
+    outputs: gets the folders and files of torchllm's own output, which are left out, too; None: they are not. Raises
+    DataError if one cannot be read.
     """
     real_root = os.path.realpath(root)
     seen: set[tuple[int, int]] = set()
@@ -122,6 +133,8 @@ def _walk(root: str) -> Iterator[_Listing]:
                     folders.clear()
                     continue
                 seen.add((status.st_dev, status.st_ino))
+                if outputs is not None:
+                    names = _without_output(inside, root, folders, names, outputs)
                 folders[:] = sorted(name for name in folders if not name.startswith("."))
                 for name in folders:  # os.walk itself follows no link
                     path = os.path.join(inside, name)
@@ -129,6 +142,24 @@ def _walk(root: str) -> Iterator[_Listing]:
                         linked.append(path)
                 yield _Listing(inside, names)
         waiting = sorted(linked)
+
+
+def _without_output(folder: str, root: str, folders: list[str], names: list[str], outputs: dict[str, str]) -> list[str]:
+    """Return the files of a folder without torchllm's own output, and drop the folders of it.
+
+    The root of a search is always searched, because the user has named it, but not the parts of a run in it.
+    """
+    inside = [*folders, *names]
+    if folder == root:
+        parts = RUN_PARTS.intersection(inside) if is_run(folder, inside) else set()
+        outputs |= {os.path.join(folder, name): "of a run" for name in sorted(parts)}
+        folders[:] = [name for name in folders if name not in parts]
+        return [name for name in names if name not in parts]
+    if kind := output_in(folder, inside):
+        outputs[folder] = kind
+        folders.clear()
+        return []
+    return names
 
 
 def _leads_back(link: str, folder: str, real_root: str) -> bool:
@@ -156,24 +187,46 @@ def _split_pattern(path: str) -> _Pattern:
     return _Pattern("".join(f"{part}/" for part in parts[:first]), "/".join(parts[first:]))
 
 
-def _match(base: str, pattern: str) -> list[str]:
-    """Return the files and folders that match a glob.
+def _match(base: str, pattern: str, outputs: dict[str, str] | None) -> list[str]:
+    """Return the files and folders that match a glob. outputs: as in `_walk`.
 
     `glob` goes round and round where links lead back; so `**` is matched here, against the files of a search.
     """
     parts = pattern.split("/")
     if "**" not in parts:
-        return glob.glob(base + pattern)
+        return _not_below_output(glob.glob(base + pattern), base, outputs)
     first = parts.index("**")
-    roots = glob.glob(base + "/".join(parts[:first])) if first else [base]
+    roots = [base]
+    if first:
+        roots = _not_below_output(glob.glob(base + "/".join([*parts[:first], ""])), base, outputs)
     matches = []
     for root in filter(os.path.isdir, (root or "." for root in roots)):
-        for listing in _walk(root):
+        for listing in _walk(root, outputs):
             for name in listing.names:
                 path = os.path.join(listing.folder, name).removeprefix("./" if root == "." else "")
                 if _fits(_below(path, "" if root == "." else root).split("/"), parts[first:]):
                     matches.append(path)
     return matches
+
+
+def _not_below_output(matches: Sequence[str], base: str, outputs: dict[str, str] | None) -> list[str]:
+    """Return the matches of a glob without torchllm's own output, as `_without_output` does; the root is `base`."""
+    if outputs is None or not matches:
+        return list(matches)
+    top = os.listdir(base or ".")
+    kinds = {f"{base}{name}": "of a run" for name in RUN_PARTS} if is_run(base, top) else {}
+    kept = []
+    for match in matches:
+        parts = _below(match, base).split("/")
+        above = [base + "/".join(parts[: depth + 1]) for depth in range(len(parts))]
+        for folder in above[:-1]:
+            if folder not in kinds:
+                kinds[folder] = output_in(folder, os.listdir(folder))
+        written = [path for path in above if kinds.get(path)]
+        outputs |= {path: kinds[path] for path in written[:1]}
+        if not written:
+            kept.append(match)
+    return kept
 
 
 def _fits(names: Sequence[str], parts: Sequence[str]) -> bool:

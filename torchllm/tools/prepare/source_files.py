@@ -4,7 +4,8 @@ import json
 import logging
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,15 @@ from torchllm.config import Source
 from torchllm.data.error import DataError
 from torchllm.data.path_hint import describe_missing
 from torchllm.regular_file import check_regular, why_pointer
+from torchllm.tools.prepare.file_kinds import (
+    FILES_OF,
+    NO_SUFFIX,
+    describe_kinds,
+    describe_suffixes,
+    kind_of_file,
+    most_first,
+    source_kind,
+)
 from torchllm.tools.prepare.file_search import FoundFiles, NamedSplit, find_files
 from torchllm.tools.prepare.records import BLOCK
 from torchllm.tools.prepare.unpack import open_unpacked
@@ -47,23 +57,22 @@ def source_files(source: Source) -> list[SourceFile]:
     return [*chosen.train, *chosen.held_out]
 
 
-def choose_files(source: Source) -> ChosenFiles:
+def choose_files(source: Source, reads_all: bool = False) -> ChosenFiles:
     """Return the files of a raw source, sorted by path; a source of the hub has none.
 
-    Raises DataError if there is none to train on at data.sources.path.
+    reads_all: a folder of text is all its files, and output of torchllm is read, as in earlier versions. Raises
+    DataError if there is none to train on at data.sources.path.
     """
     if source.kind == "hub":
         return ChosenFiles([], [])
     if source.kind == "stdlib":
         return ChosenFiles([stat_file(path) for path in _stdlib_paths()], [])
-    suffixes = _SUFFIXES.get(source.kind, ("",))
-    found = find_files(source.path, lambda name: name.lower().endswith(suffixes))
+    takes_all = reads_all and source.kind == "text"
+    files = FILES_OF[source.kind]
+    found = find_files(source.path, lambda name: takes_all or kind_of_file(name) in files, reads_all)
     if not found.files:
-        hint = describe_missing(source.path)
-        if os.path.isdir(source.path):
-            endings = " or ".join(ending for ending in suffixes if ending.count(".") == 1)
-            hint = f"the folder has no file that ends with {endings}" if endings else "the folder is empty"
-        raise DataError(f"data.sources: no file matches {source.path!r} (kind {source.kind!r}): {hint}")
+        reason = _why_none(source, found)
+        raise DataError(f"data.sources: no file matches {source.path!r} (kind {source.kind!r}): {reason}")
     if source.kind == "arrow":
         found = _without_caches(found)
     chosen = choose_by_name(source, found)
@@ -72,15 +81,31 @@ def choose_files(source: Source) -> ChosenFiles:
     return chosen
 
 
-_LINES = (".jsonl", ".ndjson", ".json")
-_COMPRESSED = ("", ".gz", ".zst", ".zstd", ".bz2", ".xz", ".lz4")
-_SUFFIXES = {
-    "jsonl": tuple(name + ending for name in _LINES for ending in _COMPRESSED),
-    "parquet": (".parquet",),
-    "csv": tuple(name + ending for name in (".csv", ".tsv") for ending in _COMPRESSED),
-    "arrow": (".arrow",),
-}
-"""names of the files of a folder that are read; all of a folder of text"""
+def _why_none(source: Source, found: FoundFiles) -> str:
+    """Return why a source has no file, with the cure."""
+    if not found.ignored:
+        if found.outputs:
+            return f"{_describe_outputs(found.outputs)}; to read one, name it"
+        return "the folder is empty" if os.path.isdir(source.path) else describe_missing(source.path)
+    other_kind = source_kind(found.ignored)
+    suffixes = [kind for kind in most_first(found.ignored) if kind.startswith(".")]
+    advice = ""
+    if other_kind:
+        advice = f': set kind = "{other_kind}"'
+    elif source.kind == "text" and suffixes:
+        glob = os.path.join(source.path, "**", f"*{suffixes[0]}")
+        advice = f": to read these, name them in a glob, path = {json.dumps(glob)}"
+    files = describe_kinds(found.ignored)
+    return f"the folder has no file that ends with {describe_suffixes(source.kind)}, but {files}{advice}"
+
+
+def _describe_outputs(outputs: Mapping[str, str]) -> str:
+    """Name the folders that are left out because they are output of torchllm."""
+    described = [f"{path} ({kind})" for path, kind in outputs.items()]
+    unnamed = len(described) - _LISTED
+    if unnamed > 0:
+        described[_LISTED:] = [f"{unnamed:,} others"]
+    return f"left out as output of torchllm: {', '.join(described)}"
 
 
 def _without_caches(found: FoundFiles) -> FoundFiles:
@@ -97,7 +122,8 @@ def _without_caches(found: FoundFiles) -> FoundFiles:
         names = named[folder]
         if names is None or name in names:
             files.append(file)
-    return found._replace(files=files, ignored=found.ignored + len(found.files) - len(files))
+    ignored = Counter(found.ignored) + Counter({"cached .arrow": len(found.files) - len(files)})
+    return found._replace(files=files, ignored=ignored)
 
 
 def _data_files(folder: str) -> list[str] | None:
@@ -140,11 +166,18 @@ def choose_by_name(source: Source, found: FoundFiles) -> ChosenFiles:
     if paths["test"]:
         notes.append(f"{_describe_paths(paths['test'])} left out as a test set")
     if found.ignored:
-        notes.append(f"{found.ignored:,} hidden ones and ones of another kind are not read")
+        notes.append(f"not read: {describe_kinds(found.ignored)}")
     if found.folders:
         notes.append(f"{found.folders:,} folders that match are not read")
-    if notes or os.path.isdir(source.path):
-        log.info("data.sources: %s", "; ".join([f"{len(paths['train']):,} files in {source.path!r}", *notes]))
+    if found.outputs:
+        notes.append(_describe_outputs(found.outputs))
+    kinds = Counter(map(kind_of_file, paths["train"]))
+    has_others = source.kind == "text" and not kinds.keys() <= {*FILES_OF["text"]} - {NO_SUFFIX}
+    if notes or (has_others and not os.path.isfile(source.path)):
+        described = f" ({describe_kinds(kinds)})" if has_others else ""
+        log.info(
+            "data.sources: %s", "; ".join([f"{len(paths['train']):,} files in {source.path!r}{described}", *notes])
+        )
     chosen = ChosenFiles(*([stat_file(path) for path in paths[split]] for split in ("train", "held out")))
     for path, size, _ in [*chosen.train, *chosen.held_out]:
         if reason := why_pointer(path, size):
@@ -159,7 +192,7 @@ def _describe_paths(paths: Sequence[str]) -> str:
 
 
 _LISTED = 3
-"""files that a line names"""
+"""files or folders that a line names"""
 
 
 _LOOKED_AT = 8
