@@ -50,7 +50,7 @@ from torchllm.runtime.host_limits import usable_cores
 from torchllm.runtime.signs_of_life import signs_of_life
 from torchllm.runtime.terminal import LogHandler
 from torchllm.tools.prepare.bad_records import check_not_empty
-from torchllm.tools.prepare.build import write_corpus
+from torchllm.tools.prepare.build import choose_split, write_corpus
 from torchllm.tools.prepare.cache import plan_corpus
 from torchllm.tools.prepare.counts import describe_counts, describe_unknown, untrained
 from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
@@ -113,7 +113,7 @@ def prepare(plan: CorpusPlan, spec: TokenizerSpec, folder: Path, processes: int,
     if (folder / HEADER).exists():
         corpus = Corpus(folder)
         header = corpus.header
-        if header.key != plan.key:
+        if header.key not in plan.keys:
             raise DataError(
                 f"{folder} holds another corpus (other files, tokenizer or settings, or an earlier format): choose "
                 "another prepare.folder, or delete that one"
@@ -124,7 +124,7 @@ def prepare(plan: CorpusPlan, spec: TokenizerSpec, folder: Path, processes: int,
         corpus.check()
         return Prepared(header, None)
     start = time.perf_counter()
-    header = write_corpus(plan, spec, folder, processes, max_bad_share)
+    header = write_corpus(choose_split(plan), spec, folder, processes, max_bad_share)
     return Prepared(header, time.perf_counter() - start)
 
 
@@ -132,7 +132,7 @@ def print_corpus(folder: Path, prepared: Prepared) -> None:
     """Print the size of the corpus in `folder`."""
     header, seconds = prepared
     speed = "already there" if seconds is None else f"{header.text_bytes / 1e6 / seconds:,.1f} MB/s"
-    print(f"{folder}: {header.documents:,} documents, {header.tokens:,} tokens, {speed}")
+    print(f"{folder}: {Corpus(folder).describe()}, {speed}")
     for line in [*describe_counts(header.counts), *describe_unknown(header)]:
         print(f"  {line}")
     revision = header.plan["source"].get("revision")

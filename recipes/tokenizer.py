@@ -166,7 +166,7 @@ def print_report(config: TokenizerConfig, trained: Tokenizer, held_out: list[str
         print_comparison(config, trained, held_out)
     else:
         print(
-            "no document is held out, so nothing was measured: raise data.validation_fraction, or read more documents"
+            "no document is held out, so nothing was measured: read more documents; a delimiter makes many of one file"
         )
     rounded = -(-trained.vocab // 128) * 128
     print(f"\n[model]\nvocab = {rounded}  # a multiple of 128: parallel.tp and the kernels divide it")

@@ -97,7 +97,7 @@ def test_run_commands_are_valid_runs(
 ) -> None:
     """Checked, not run. Of a fork the original is checked."""
     enter_empty_folder(tmp_path, monkeypatch)
-    (tmp_path / "book.txt").write_text("the reader's own text\n")
+    (tmp_path / "book.txt").write_text("the reader's own text\n" * 1000)
     commands = [command for _, command in COMMANDS if "run_train.sh train_configs" in command]
     assert commands
     for command in commands:

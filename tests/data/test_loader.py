@@ -45,6 +45,7 @@ from torchllm.data.shard import Split
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.prepare.build import write_corpus
 from torchllm.tools.prepare.cache import cached_folder, plan_corpus, prepare_cached
+from torchllm.tools.prepare.earlier_files import Rules
 from torchllm.tools.prepare.plan import TokenizerSpec
 
 CPU = torch.device("cpu")
@@ -366,7 +367,7 @@ def test_a_run_goes_on_with_the_files_and_tokens_of_an_earlier_version(
         workers=0,
     )
     tokenizer = load_tokenizer("tokenizer.json")
-    plan = plan_corpus(data.sources[0], data, tokenizer, 6, earlier=True)
+    plan = plan_corpus(data.sources[0], data, tokenizer, 6, rules=Rules.FIRST)
     folder = Path("cache", "jsonl-0275e65f13035678")
     if cached:
         header = write_corpus(plan, TokenizerSpec("tokenizer.json", "llama3"), folder)
@@ -388,6 +389,51 @@ def test_a_run_goes_on_with_the_files_and_tokens_of_an_earlier_version(
     changed = build_loader(data, training, Model(vocab=6), 0, DataRanks())
     with pytest.raises(DataError, match="its tokens are others: its files have changed"):
         changed.load_state(earlier_state("275b58cf72f5248a", ["tokenizer.json-1-1-2d86df6a95f8138c"]))
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_run_on_few_files_goes_on_with_them_and_a_new_one_holds_out_their_last_tokens(
+    cached: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The earlier run read all files of the folder but the test set, and held out nothing."""
+    caplog.set_level("INFO")
+    (tmp_path / "data").mkdir()
+    for name in ("a.txt", "b.toml", "test.txt"):
+        (tmp_path / "data" / name).write_text(f"text of {name} " * 400)
+    source = Source(kind="text", path=str(tmp_path / "data"))
+    data = Data(sources=(source,), cache=str(tmp_path / ("cache" if cached else "elsewhere")))
+    tokenizer = load_tokenizer("bytes")
+    plan = plan_corpus(source, data, tokenizer, 258, rules=Rules.ALL_FILES)
+    earlier = Corpus(prepare_cached(plan, data, Rules.ALL_FILES))
+    assert (earlier.header.documents, earlier.tokens("validation")) == (2, 0)
+    loader = real(tmp_path, source)
+    (new,) = loader._sources
+    assert isinstance(new, Corpus)
+    assert (new.header.documents, new.tokens("validation")) == (1, int(0.01 * (2 + 400 * len("text of a.txt "))))
+    assert loader.validation_sequences(9) == 1
+    state = loader.state()
+    state["fingerprint"] = state["fingerprint"] | {"sources": [[earlier.fingerprint, 1.0]]}
+    loader.load_state(state)
+    assert "the run goes on with the files and tokens that its corpus recorded" in caplog.text
+    assert loader._sources[0].fingerprint == earlier.fingerprint
+    with pytest.raises(DataError, match=r"nothing is held out .* in a new run, a larger data\.validation_fraction"):
+        loader.validation_sequences(9)
+    assert real(tmp_path, source).state()["fingerprint"]["sources"] == [[new.fingerprint, 1.0]]
+
+
+def test_a_corpus_in_the_cache_keeps_what_it_holds_out(tmp_path: Path) -> None:
+    source = write_documents(tmp_path, 60)
+    data = Data(sources=(source,), cache=str(tmp_path / "cache"), validation_fraction=0.05)
+    plan = plan_corpus(source, data, load_tokenizer("bytes"), 258)
+    by_text = cached_folder(data, plan)
+    assert write_corpus(plan, TokenizerSpec("bytes", "llama3"), by_text).documents == 60
+    assert Corpus(by_text).tokens("validation") > 0
+    assert prepare_cached(plan, data) == by_text
+    shutil.rmtree(by_text)
+    last = prepare_cached(plan, data)
+    assert last != by_text
+    assert Corpus(last).header.plan["last_tokens"]
+    assert prepare_cached(plan, data) == last
 
 
 def write_held_out_files(folder: Path, kind: str) -> None:

@@ -36,7 +36,9 @@ def test_it_writes_what_kind_tokens_reads_and_prints_how(folder: Path) -> None:
     options = (f"--prepare.folder={tokens}", "--prepare.processes=2", "--prepare.shard_mib=0.002")
     done = prepare(folder, *options, "--data.validation_fraction=0.0")
     assert done.returncode == 0, done.stderr
-    assert re.search(rf"{tokens}/0-jsonl-a: 300 documents, [\d,]+ tokens, [\d.,]+ MB/s", done.stdout)
+    assert re.search(
+        rf"{tokens}/0-jsonl-a: 300 documents, [\d,]+ tokens to train on, [\d,]+ held out, [\d.,]+ MB/s", done.stdout
+    )
     printed = done.stdout.partition("[data]")[2]
     assert 'tokenizer = "bytes"' in printed
     assert f'[[data.sources]]\nkind = "tokens"\npath = "{tokens}/0-jsonl-a"\nweight = 3.0' in printed

@@ -366,7 +366,7 @@ class Data:
     document_mask: bool = False
     """attend only within a document, and count positions from its start"""
     validation_fraction: Annotated[float, Bound(at_least=0.0, at_most=0.5)] = 0.01
-    """share of the documents that are held out for evaluation and never trained on"""
+    """share of the documents (of few: the last of all tokens) that is held out for evaluation and never trained on"""
     on_bad_record: Literal["error", "skip"] = "error"
     """how an unreadable record is handled; error: stop and name it; skip: count and skip it"""
     max_bad_share: Annotated[float, Bound(at_least=0.0, at_most=1.0)] = 0.01

@@ -262,7 +262,8 @@ class Corpus(ShardStream):
     def describe(self) -> str:
         """Return how much there is, in words."""
         train, held_out = self.tokens("train"), self.tokens("validation")
-        return f"{self.header.documents:,} documents, {train:,} tokens to train on, {held_out:,} held out"
+        last = "the last " if self.header.plan.get("last_tokens") else ""
+        return f"{self.header.documents:,} documents, {train:,} tokens to train on, {last}{held_out:,} held out"
 
     def check(self, part: int = 0, parts: int = 1) -> list[ShardSplit]:
         """Check the fingerprint, and the size of the files of every `parts`-th shard from shard `part` on.

@@ -204,7 +204,7 @@ def _open(folders: Sequence[str], data: Data, settings: ReaderSettings) -> list[
         if not sequences.count("train", settings.sequence_length):
             raise DataError(
                 f"data.sources: {source.path or source.kind!r} is shorter than one sequence of "
-                f"training.sequence_length = {settings.sequence_length} tokens"
+                f"training.sequence_length = {settings.sequence_length} tokens: lower it, or read more text"
             )
         opened.append(sequences)
     return opened
@@ -514,8 +514,8 @@ class TrainLoader:
         available = min(sequences, sum(self._held_out.values()))
         if not available:
             raise DataError(
-                "nothing is held out to evaluate on: raise data.validation_fraction, read more documents, or set "
-                "evaluate.interval = 0"
+                "nothing is held out to evaluate on, or less than a sequence: set evaluate.interval = 0 or, in a new "
+                'run, a larger data.validation_fraction (kind "tokens": prepare the corpus again with it)'
             )
         applied("evaluate.interval")
         return available

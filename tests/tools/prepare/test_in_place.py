@@ -20,9 +20,11 @@ import pytest
 from torchllm.config import Data, Source
 from torchllm.data.corpus import close_shards
 from torchllm.data.error import DataError
+from torchllm.data.readers import ReaderSettings
 from torchllm.data.shard import SPLITS, Split
+from torchllm.tools.prepare.earlier_files import Rules
 from torchllm.tools.prepare.formats import mds
-from torchllm.tools.prepare.in_place import InPlaceCorpus, describe_in_place, in_place_settings
+from torchllm.tools.prepare.in_place import InPlaceCorpus, InPlaceReader, describe_in_place, in_place_settings
 
 MDS = Path(__file__).parents[2] / "fixtures" / "mds"
 END = 99
@@ -372,3 +374,23 @@ def test_an_id_over_the_vocabulary_is_found_when_it_is_read(tmp_path: Path) -> N
     corpus.window("train", 0, 1000)
     with pytest.raises(DataError, match=r"a\.bin: its token 150,000 has the id 1000 >= model\.vocab = 1000"):
         corpus.window("train", 149, 1000)
+
+
+def test_of_one_document_the_last_tokens_are_held_out(tmp_path: Path) -> None:
+    """As nanoGPT's own preparation of Shakespeare; a run that began with nothing held out goes on so."""
+    source = Source(kind="nanogpt", path=str(tmp_path / "a"))
+    (tmp_path / "a").mkdir()
+    for number in range(2):
+        np.arange(number * 50, number * 50 + 50, dtype="<u2").tofile(tmp_path / "a" / f"{number}.bin")
+    data = settings_of(tmp_path, dtype="uint16", separator=END + 1, validation_fraction=0.1, sources=(source,))
+    corpus = open_in_place("nanogpt", tmp_path / "a", data)
+    tokens = [corpus.window(split, 0, corpus.tokens(split) - 1).ids.tolist() for split in SPLITS]
+    assert tokens == [list(range(90)), list(range(90, 100))]
+    earlier = InPlaceCorpus(
+        describe_in_place(source, data, VOCAB, Rules.ALL_FILES), in_place_settings(source, data), VOCAB
+    )
+    assert (earlier.tokens("train"), earlier.tokens("validation")) == (100, 0)
+    reads = ReaderSettings(data, VOCAB, None)
+    for recorded in (corpus, earlier):
+        folder = InPlaceReader().prepare(source, reads, recorded.fingerprint)
+        assert InPlaceReader().open(source, folder, reads).fingerprint == recorded.fingerprint

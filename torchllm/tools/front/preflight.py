@@ -4,14 +4,15 @@
 are listed as not checked. The libraries that read tokenizers and token shards are imported only by runs with some.
 """
 
+import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from torchllm.checkpoint.manifest import CheckpointError, read_manifest, step_folders, step_of
 from torchllm.config import Config, Source
@@ -26,9 +27,14 @@ if TYPE_CHECKING:
     from torchllm.data.corpus import SequenceSource
     from torchllm.data.readers import ReaderSettings
     from torchllm.data.tokenizer import Tokenizer
+    from torchllm.tools.prepare.plan import CorpusPlan
 
 BYTES_VOCAB = 258
 """ids of data.tokenizer = "bytes" """
+_BEGIN_AND_END = 2
+"""tokens around each document"""
+_MOST_HELD_OUT = 0.5
+"""largest data.validation_fraction"""
 NEW_FOLDERS = "runs"
 """where a run without run.folder gets one"""
 WRITTEN = ("", "checkpoints", "tensorboard", "profile", "trackers")
@@ -49,14 +55,19 @@ class Inspection:
         self.problems.append(config_error(key, message))
 
 
-def inspect_training(config: Config) -> Inspection:
-    """Look at everything that a training run needs."""
+def inspect_training(config: Config, wrong: Collection[str] = ()) -> Inspection:
+    """Look at everything that a training run needs, but for parts that depend on keys with a wrong value."""
     inspection = Inspection()
-    _inspect_run_folder(config, inspection)
-    _inspect_trackers(config, inspection)
-    _inspect_named_checkpoint(config, inspection)
-    _inspect_initial_checkpoint(config, inspection)
-    _DataInspector(config, inspection).inspect()
+    sections = {key.partition(".")[0] for key in wrong}
+    if "run" not in sections:
+        _inspect_run_folder(config, inspection)
+    if "metrics" not in sections:
+        _inspect_trackers(config, inspection)
+    if not sections & {"run", "checkpoint"}:
+        _inspect_named_checkpoint(config, inspection)
+    if not wrong:
+        _inspect_initial_checkpoint(config, inspection)
+    _DataInspector(config, inspection, wrong).inspect()
     return inspection
 
 
@@ -178,9 +189,7 @@ def _inspect_trackers(config: Config, inspection: Inspection) -> None:
     """Check that the packages of the run's experiment trackers are installed."""
     for name in config.metrics.trackers:
         if find_spec(name) is None:
-            inspection.report(
-                f"metrics.{name}", f"the package {name} is missing: install the extra (pip install -e '.[{name}]')"
-            )
+            inspection.report(f"metrics.{name}", f"the package {name} is missing: pip install 'torchllm[{name}]'")
 
 
 def _inspect_named_checkpoint(config: Config, inspection: Inspection) -> None:
@@ -256,13 +265,17 @@ def _differing_shapes(shapes: Mapping[str, tuple[int, ...]], stored: "Mapping[st
 class _DataInspector:
     """Looks at tokenizer and sources of a run."""
 
-    def __init__(self, config: Config, inspection: Inspection) -> None:
+    def __init__(self, config: Config, inspection: Inspection, wrong: Collection[str] = ()) -> None:
+        """wrong: keys with an error; parts that depend on them are not looked at."""
+        self.wrong = wrong
         self.config = config
         self.data = config.data
         self.inspection = inspection
         has_random_tokens = any(source.kind == "synthetic" for source in config.data.sources)
         self.held_out = None if has_random_tokens else 0
         """held-out sequences of all sources; None: unknown, or of no matter"""
+        self.tokens: dict[int, int] = {}
+        """tokens of sources, by their index"""
 
     def inspect(self) -> None:
         """Look at all that data.sources needs."""
@@ -270,10 +283,12 @@ class _DataInspector:
         if not sources:
             return
         if self._is_python_itself(sources):
-            if self.config.model.vocab < BYTES_VOCAB:
+            if self.config.model.vocab < BYTES_VOCAB and not self.wrong:
                 self._report_vocab(BYTES_VOCAB)
             return
-        tokenizer = self.load_tokenizer()
+        tokenizer = None if "data.tokenizer" in self.wrong else self.load_tokenizer()
+        if self.wrong:
+            tokenizer, self.held_out = None, None
         is_tokenized_here = any(source.kind != "tokens" for _, source in sources)
         if tokenizer is not None and is_tokenized_here and tokenizer.vocab > self.config.model.vocab:
             self._report_vocab(tokenizer.vocab)
@@ -281,11 +296,19 @@ class _DataInspector:
         for index, source in sources:
             self._inspect_source(index, source, tokenizer)
         if self.config.evaluate.interval and self.held_out == 0:
-            self.inspection.report(
-                "evaluate.interval",
-                "nothing is held out to evaluate on: raise data.validation_fraction, read more documents, or set it "
-                "to 0",
-            )
+            self.inspection.report("evaluate.interval", self._nothing_held_out())
+
+    def _nothing_held_out(self) -> str:
+        """Return the error that not a sequence is held out, with its cure."""
+        length = self.config.training.sequence_length
+        cure = "read more text"
+        most = max(self.tokens.values(), default=0)
+        least = math.ceil(1000 * (length + 2) / max(1, most)) / 1000  # a share is cut down to whole tokens
+        if least <= _MOST_HELD_OUT:
+            cure = f"set data.validation_fraction = {least:g} or more"
+            if all(source.kind == "tokens" for source in self.data.sources):
+                cure = f"prepare the tokens again with data.validation_fraction = {least:g} or more"
+        return f"nothing is held out to evaluate on, or less than {length} tokens: set it to 0 or, in a new run, {cure}"
 
     def load_tokenizer(self) -> "Tokenizer | None":
         """Return data.tokenizer; None after a problem, or if none is needed."""
@@ -304,7 +327,8 @@ class _DataInspector:
     def _sources_of_text(self) -> Iterator[tuple[int, Source]]:
         """Yield the sources of text or of its tokens, with their indices; a missing path is an error already."""
         for index, source in enumerate(self.data.sources):
-            if source.path or source.kind == "stdlib":
+            is_wrong = any(key.startswith(f"data.sources.{index}.") for key in self.wrong)
+            if (source.path or source.kind == "stdlib") and not is_wrong:
                 yield index, source
 
     def _is_python_itself(self, sources: list[tuple[int, Source]]) -> bool:
@@ -323,7 +347,7 @@ class _DataInspector:
         """Look at a source. tokenizer None: it is missing, or of no use with this model."""
         try:
             if source.kind == "tokens":
-                self._inspect_shards(source, source.path, tokenizer)
+                self._inspect_shards(index, source, tokenizer)
             elif source.kind in IN_PLACE_KINDS:
                 self._inspect_token_files(index, source, tokenizer)
             else:
@@ -337,24 +361,25 @@ class _DataInspector:
                 str(error).removeprefix("data.sources: ") if is_of_source else message,
             )
 
-    def _inspect_shards(self, source: Source, folder: str, tokenizer: "Tokenizer | None") -> None:
+    def _inspect_shards(self, index: int, source: Source, tokenizer: "Tokenizer | None") -> None:
         """Check a corpus of token shards: the size of every file. Raises DataError."""
         from torchllm.data.corpus import Corpus
         from torchllm.data.readers import open_corpus
 
-        corpus = Corpus(folder) if tokenizer is None else open_corpus(folder, self._reader_settings(tokenizer))
+        settings = None if tokenizer is None else self._reader_settings(tokenizer)
+        corpus = Corpus(source.path) if settings is None else open_corpus(source.path, settings)
         corpus.check()
-        self._count_sequences(source, corpus)
+        self._count_sequences(index, corpus)
 
     def _inspect_token_files(self, index: int, source: Source, tokenizer: "Tokenizer | None") -> None:
         """Look at the token files of another program. Raises DataError."""
         from torchllm.data.readers import reader_of
 
         self._inspect_cache_folder()
-        if tokenizer is not None:
+        if tokenizer is not None and (source.kind != "nanogpt" or self.data.dtype):  # else the config is refused
             reader, settings = reader_of(source.kind), self._reader_settings(tokenizer)
             folder = reader.prepare(source, settings, self._recorded(index))
-            self._count_sequences(source, reader.open(source, folder, settings))
+            self._count_sequences(index, reader.open(source, folder, settings))
 
     def _recorded(self, index: int) -> str:
         """Return the fingerprint of a source in the checkpoint that the run goes on from; "" if there is none."""
@@ -369,21 +394,33 @@ class _DataInspector:
         length = self.config.training.sequence_length
         return ReaderSettings(self.data, self.config.model.vocab, tokenizer, self.config.finetune, length)
 
-    def _count_sequences(self, source: Source, corpus: "SequenceSource") -> None:
+    def _count_sequences(self, index: int, corpus: "SequenceSource") -> None:
         """Count the held-out sequences of a corpus. Raises UserError if it is too short to train on."""
+        from torchllm.data.corpus import ShardStream
+
+        assert isinstance(corpus, ShardStream)
         length = self.config.training.sequence_length
         if not corpus.count("train", length):
-            raise UserError(
-                f"{source.path or source.kind!r} is shorter than one sequence of training.sequence_length = {length} "
-                "tokens"
-            )
+            self._refuse_short(index, corpus.tokens("train"))
+        if not corpus.is_packed:  # of conversations, the last are held out, whatever the share
+            self.tokens[index] = corpus.tokens("train") + corpus.tokens("validation")
         if self.held_out is not None:
             self.held_out += corpus.count("validation", length)
+
+    def _refuse_short(self, index: int, tokens: int) -> NoReturn:
+        """Raise the error of a source that has less than a sequence to train on."""
+        source, length = self.data.sources[index], self.config.training.sequence_length
+        shorter = f"set that to {tokens - 1} or less, or " if tokens > 1 else ""
+        raise UserError(
+            f"{source.path or source.kind!r} is shorter than one sequence of training.sequence_length = {length} "
+            f"tokens: it has {tokens:,} to train on; {shorter}read more text"
+        )
 
     def _inspect_raw_source(self, index: int, source: Source, tokenizer: "Tokenizer | None") -> None:
         """Look at the files of a source that is tokenized when the run starts, or at its shards if it has been."""
         from torchllm.data.readers import open_corpus
-        from torchllm.tools.prepare.cache import cached_folder, is_cached, plan_corpus, refuse_large_source
+        from torchllm.tools.prepare.cache import cached_folder, find_cached, is_cached, plan_corpus, refuse_large_source
+        from torchllm.tools.prepare.earlier_files import Rules
         from torchllm.tools.prepare.source_files import source_files
 
         if source.kind == "hub":
@@ -396,7 +433,7 @@ class _DataInspector:
             if not recorded:
                 source_files(source)
             return
-        for earlier in (True, False) if recorded else (False,):
+        for rules in Rules if recorded else (Rules.NOW,):
             with suppress(DataError) if recorded else nullcontext():  # the start compares the run's corpus
                 plan = plan_corpus(
                     source,
@@ -405,23 +442,47 @@ class _DataInspector:
                     self.config.model.vocab,
                     finetune=self.config.finetune,
                     sequence_length=self.config.training.sequence_length,
-                    earlier=earlier,
+                    rules=rules,
                 )
-                folder = cached_folder(self.data, plan)
-                if is_cached(folder):
+                cached = find_cached(self.data, plan) if rules is Rules.NOW else plan
+                if cached and is_cached(folder := cached_folder(self.data, cached)):
                     with suppress(DataError):  # a damaged corpus in the cache is made again
                         corpus = open_corpus(str(folder), self._reader_settings(tokenizer))
                         if recorded in ("", corpus.fingerprint):
-                            self._count_sequences(source, corpus)
+                            self._count_sequences(index, corpus)
                             return
-        self.held_out = None
         self._inspect_cache_folder()
-        if not recorded:
+        if recorded:
+            self.held_out = None
+        else:
             refuse_large_source(plan, self.data)
+            self._look_at_text(index, plan)
         if source.kind != "stdlib":
             self.inspection.unchecked.append(
                 f"data.sources.{index} ({source.path}): its text is read when the run starts"
             )
+
+    def _look_at_text(self, index: int, plan: "CorpusPlan") -> None:
+        """Look at the first documents of a source, and at its number of tokens where a byte is one.
+
+        Raises UserError if they are of another kind, or too short.
+        """
+        from torchllm.tools.prepare.build import choose_split, refuse_first
+        from torchllm.tools.prepare.unpack import compression_of_file
+
+        refuse_first(plan)
+        is_of_bytes = self.data.tokenizer == "bytes" and plan.source.kind == "text" and not plan.source.delimiter
+        if is_of_bytes and choose_split(plan).last_tokens:
+            tokens = sum(file.size + _BEGIN_AND_END for file in plan.files if file.size)
+            held_out = int(tokens * plan.validation_fraction)
+            length = self.config.training.sequence_length
+            is_short = held_out <= length or tokens - held_out <= length
+            if is_short and not any(compression_of_file(file.path) for file in plan.files):
+                self.tokens[index] = tokens
+                if tokens - held_out <= length:
+                    self._refuse_short(index, tokens - held_out)
+                return
+        self.held_out = None
 
     def _inspect_cache_folder(self) -> None:
         """Check that the folder for tokenized text can be written."""

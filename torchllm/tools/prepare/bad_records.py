@@ -4,13 +4,15 @@ A process that writes a shard counts the records of each file by a RecordTally; 
 adds the tallies up in BadShare. Where a file is one record, as a text file is, all files of the source count together.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from torchllm.config import Source
 from torchllm.data.error import DataError
-from torchllm.tools.prepare.records import EMPTY_FILE, UNREADABLE, Origin, TextRecord
+from torchllm.tools.prepare.file_kinds import kind_of_file, source_kind
+from torchllm.tools.prepare.records import ANOTHER_FORM, EMPTY_FILE, UNREADABLE, WRONG_KEY, Origin, TextRecord
 
 _LOOKED_AT = 20
 """bad records at the beginning of a file after which all of it is taken to be bad"""
@@ -37,8 +39,12 @@ class RecordTally:
     a good one before it waits for the next ones.
     """
 
-    def __init__(self, is_error: bool, together: str) -> None:
-        """is_error: whether a bad record is an error; `together`: the name under which all files count, or ""."""
+    def __init__(self, is_error: bool, together: str, kind: str) -> None:
+        """is_error: whether a bad record is an error; `together`: the name under which all files count, or "".
+
+        kind: of the source.
+        """
+        self._kind = kind
         self._is_error = is_error
         self._together = together
         self._records: Counter[str] = Counter()
@@ -99,9 +105,14 @@ class RecordTally:
         assert self._waiting is not None
         record = self._waiting
         count = self._records[self._name(record)]
-        if not is_shared:
+        other = source_kind([kind_of_file(record.origin.name)])
+        if is_shared and other not in ("", "text", self._kind) and record.fault != ANOTHER_FORM:
+            advice = f'by its name the file is for kind = "{other}"'
+        elif is_shared and record.fault == WRONG_KEY:
+            advice = "set that key to a name that the file has, or take the file out of data.sources.path"
+        elif not is_shared and record.fault != UNREADABLE:  # a source that lacks a file is refused, too
             advice = 'set data.on_bad_record = "skip" to leave such records out and count them'
-        elif count == 1:
+        elif count == 1 or record.fault == UNREADABLE:
             advice = "fix the file, or take it out of data.sources.path"
         else:
             advice = (
@@ -113,7 +124,7 @@ class RecordTally:
 def record_tally(source: Source, on_bad_record: str) -> RecordTally:
     """Return a tally of records of a source."""
     is_whole_files = source.kind in ("text", "stdlib") and not source.delimiter
-    return RecordTally(on_bad_record == "error", source.path if is_whole_files else "")
+    return RecordTally(on_bad_record == "error", source.path if is_whole_files else "", source.kind)
 
 
 class BadShare:
@@ -147,8 +158,15 @@ class BadShare:
         raise DataError(
             f'data.on_bad_record = "skip" would leave out {"; ".join(described)}. That is more than '
             f"data.max_bad_share = {self._most:g} of the records of a file: fix it, take it out of data.sources.path, "
-            "or raise data.max_bad_share"
+            f"or set data.max_bad_share to at least {self._enough(worst):g}"
         )
+
+    def _enough(self, names: Iterable[str]) -> float:
+        """Return a share, in steps of 1 %, that allows all bad records so far."""
+        tallies = [self._tallies[name] for name in names]
+        if any(sum(tally.bad.values()) == tally.records or UNREADABLE in tally.bad for tally in tallies):
+            return 1.0
+        return math.ceil(100 * max(sum(tally.bad.values()) / tally.records for tally in tallies)) / 100
 
     def _lost_too_many(self, tally: FileTally) -> bool:
         bad = sum(tally.bad.values())

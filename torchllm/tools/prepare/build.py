@@ -15,7 +15,8 @@ from collections import Counter, deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from contextlib import closing, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,13 +27,13 @@ from torchllm.data.corpus_header import FORMAT, CorpusHeader, corpus_fingerprint
 from torchllm.data.error import DataError
 from torchllm.runtime.heartbeat import beat
 from torchllm.runtime.parent import end_with_starter
-from torchllm.tools.prepare.bad_records import BadShare, check_not_empty
+from torchllm.tools.prepare.bad_records import BadShare, check_not_empty, record_tally
 from torchllm.tools.prepare.corpus_writer import ShardTableWriter, write_header
 from torchllm.tools.prepare.counts import untrained
 from torchllm.tools.prepare.open_source import open_raw_source
 from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
 from torchllm.tools.prepare.records import UNREADABLE
-from torchllm.tools.prepare.sources import RawSource, ShardRange
+from torchllm.tools.prepare.sources import RawSource, ShardRange, TextFiles
 from torchllm.tools.prepare.tokenize_shard import FinishedShard, ShardTokenizer, ShardWriter, id_dtype, refuse_unknown
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ _SMALLEST_SHARD_MIB = 64.0
 _LARGEST_SHARD_MIB = 1024.0
 _SHARDS = 256
 """of a corpus of medium size: enough that its processes end at about the same time"""
+_HELD_OUT_DOCUMENTS = 5.0
+"""least number of documents on average that a share of all documents holds out: under 1 % of such corpora have none"""
 _SECONDS_BETWEEN_LOOKS = 1.0
 """at how far the processes are"""
 _WAITING_PER_PROCESS = 4
@@ -77,20 +80,55 @@ def write_corpus(
         ) from error
 
 
+def choose_split(plan: CorpusPlan) -> CorpusPlan:
+    """Return a plan that holds out the last tokens if a share of its documents may be none.
+
+    Reading ends with the first documents that are enough. Raises DataError if the source cannot be read.
+    """
+    if plan.held_out or not plan.validation_fraction:
+        return plan
+    enough = math.ceil(_HELD_OUT_DOCUMENTS / plan.validation_fraction)
+    source = _open_source(plan)
+    if isinstance(source, TextFiles):
+        documents = sum(file.size > 0 for file in plan.files)
+    else:
+        records = (record for record in source.records(ShardRange(0, 0, source.total)) if not record.fault)
+        documents = sum(1 for _ in islice(records, enough))
+    return replace(plan, last_tokens=documents < enough)
+
+
+def refuse_first(plan: CorpusPlan) -> None:
+    """Raise the DataError that the first records of a source give, as when it is written."""
+    if plan.on_bad_record == "skip":
+        return
+    tally = record_tally(plan.source, plan.on_bad_record)
+    source = _open_source(plan)
+    for record in source.records(ShardRange(0, 0, source.total)):
+        if not record.fault:
+            tally.good(record)
+            return
+        tally.bad(record)
+    tally.finish()
+
+
+def _open_source(plan: CorpusPlan) -> RawSource:
+    """Return the reader of a plan's source."""
+    if plan.chat is None:
+        return open_raw_source(plan.source, plan.files)
+    from torchllm.tools.prepare.chat.sources import open_conversations
+
+    return open_conversations(plan.source, plan.files)
+
+
 def _write_shards(
     plan: CorpusPlan, tokenizer: TokenizerSpec, folder: Path, processes: int, bad_share: BadShare
 ) -> CorpusHeader:
     """Write all of a corpus but its header, which is returned; raises OSError if that fails."""
-    source: RawSource
-    writer: type[ShardWriter]
-    if plan.chat is None:
-        source = open_raw_source(plan.source, plan.files)
-        writer = ShardWriter
-    else:
-        from torchllm.tools.prepare.chat.sources import open_conversations
+    source = _open_source(plan)
+    writer: type[ShardWriter] = ShardWriter
+    if plan.chat is not None:
         from torchllm.tools.prepare.chat.write import ConversationWriter
 
-        source = open_conversations(plan.source, plan.files)
         writer = ConversationWriter
     shards = source.cut_shards(math.ceil(source.mib / shard_size_mib(source.mib, plan.shard_mib)) or 1)
     folder.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from torchllm.data.error import DataError
 from torchllm.data.tokenizer import Tokenizer
 from torchllm.runtime.host_limits import usable_cores
 from torchllm.tools.prepare.bad_records import describe_earlier_loss
-from torchllm.tools.prepare.earlier_files import earlier_files
+from torchllm.tools.prepare.earlier_files import Rules, earlier_files
 from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
 from torchllm.tools.prepare.source_files import choose_files
 from torchllm.tools.prepare.sources import hub_folder_version, pin_hub_source, raw_mib
@@ -34,13 +35,13 @@ def plan_corpus(
     finetune: Finetune | None = None,
     sequence_length: int = 0,
     pins: Path | None = None,
-    earlier: bool = False,
+    rules: Rules = Rules.NOW,
 ) -> CorpusPlan:
     """Return the plan of the corpus of a raw source; `vocab` is model.vocab, `shard_mib` as in `shard_size_mib`.
 
     finetune and training.sequence_length decide how conversations become tokens; text needs neither. pins: folder that
-    remembers the commits of data sets of the hub; None: in the cache. earlier: the corpus that earlier versions made of
-    the source, whose files, begins of documents and chat template may be others.
+    remembers the commits of data sets of the hub; None: in the cache. rules: of the version that made the corpus, by
+    which files, begins of documents and chat template may be others.
 
     Bad records of Python's standard library are always skipped, because no user can fix them. Raises DataError if the
     source has no file or cannot be found, or `vocab` is too small for the tokenizer's special tokens.
@@ -50,24 +51,25 @@ def plan_corpus(
             f"model.vocab = {vocab} has no room for the special tokens of data.tokenizer {tokenizer.name!r}: "
             f"set it to {tokenizer.vocab} or more"
         )
+    is_first = rules is Rules.FIRST
     chat = None
     if source.messages_key:
         if finetune is None:
             raise DataError(f"data.sources: {source.path!r} holds conversations: train on them by recipes/finetune.py")
         from torchllm.tools.prepare.chat.plan import plan_chat  # with packages for templates
 
-        chat = plan_chat(data.tokenizer, finetune, sequence_length, earlier)
+        chat = plan_chat(data.tokenizer, finetune, sequence_length, is_first)
     revision = ""
     if source.kind == "hub":
         source = pin_hub_source(source, pins or cache_root(data) / "revisions")
         revision = hub_folder_version(source)
-    files = earlier_files(source) if earlier else choose_files(source)
+    files = earlier_files(source) if is_first else choose_files(source, reads_all=rules is Rules.ALL_FILES)
     return CorpusPlan(
         source=replace(source, weight=1.0),
         files=[*files.train, *files.held_out],
         held_out=len(files.held_out),
         revision=revision,
-        tokenizer=tokenizer.earlier_fingerprints[0] if earlier else tokenizer.fingerprint,
+        tokenizer=tokenizer.earlier_fingerprints[0] if is_first else tokenizer.fingerprint,
         vocab=min(vocab, tokenizer.vocab),
         validation_fraction=data.validation_fraction,
         on_bad_record="skip" if source.kind == "stdlib" else data.on_bad_record,
@@ -128,12 +130,34 @@ def _arguments_of_the_config() -> list[str]:
     return [word for word in sys.argv[1:] if word != "--check" and not word.startswith("--run.folder=")]
 
 
-def prepare_cached(plan: CorpusPlan, data: Data, *, is_checked: bool = True) -> Path:
+def find_cached(data: Data, plan: CorpusPlan) -> CorpusPlan | None:
+    """Return a plan with the split of its corpus in the cache: by the text of documents, or the last tokens.
+
+    None if there is no corpus of it, or one with nothing held out, as earlier versions made it of few documents. Raises
+    DataError if the cache cannot be read.
+    """
+    for candidate in (replace(plan, last_tokens=True), plan):
+        folder = cached_folder(data, candidate)
+        if is_cached(folder):
+            with suppress(DataError):  # a damaged one is made again
+                if read_description(folder).columns["validation"].tokens.any() or not plan.validation_fraction:
+                    return candidate
+    return None
+
+
+def prepare_cached(plan: CorpusPlan, data: Data, rules: Rules = Rules.NOW) -> Path:
     """Return the folder with the corpus of a raw source, after tokenizing the source if it is not cached or damaged.
 
-    is_checked: too many bad records or unknown tokens are an error; False: they are none, as in earlier versions.
-    Raises DataError if it has to be tokenized and is over data.max_raw_mib.
+    rules: by the first, too many bad records or unknown tokens are no error; today the last tokens of few documents are
+    held out. Raises DataError if it has to be tokenized and is over data.max_raw_mib.
     """
+    if rules is Rules.NOW and (cached := find_cached(data, plan)):
+        plan = cached
+    elif rules is Rules.NOW:
+        refuse_large_source(plan, data)
+        from torchllm.tools.prepare.build import choose_split
+
+        plan = choose_split(plan)
     folder = cached_folder(data, plan)
     if is_cached(folder):
         damage = _find_damage(folder, data)
@@ -148,7 +172,7 @@ def prepare_cached(plan: CorpusPlan, data: Data, *, is_checked: bool = True) -> 
     tokenizer = TokenizerSpec(data.tokenizer, data.pattern, usable_cores())
     from torchllm.tools.prepare.build import write_corpus  # of no use to a run whose corpora are cached
 
-    write_corpus(plan, tokenizer, folder, max_bad_share=data.max_bad_share if is_checked else None)
+    write_corpus(plan, tokenizer, folder, max_bad_share=None if rules is Rules.FIRST else data.max_bad_share)
     return folder
 
 

@@ -12,7 +12,7 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
-from torchllm.data.checked_file import file_sums
+from torchllm.data.checked_file import BLOCK, file_sums
 from torchllm.data.corpus_header import HEADER, SHARD_TABLE, SUMS, CorpusHeader
 from torchllm.data.shard import INDEX_STRIDE, SPLITS, Begins, Ids, ShardSize, Split, Targets
 
@@ -88,10 +88,30 @@ class ShardFileWriter:
 
     def drop_document(self) -> None:
         """Remove the unfinished last document."""
-        self.tokens = self._begins.pop()
         self.largest_id = self._largest_before
-        self._file.seek(self.tokens * np.dtype(self.dtype).itemsize)
+        self._truncate(self._begins.pop())
+
+    def _truncate(self, tokens: int) -> None:
+        """Remove the ids behind the first `tokens`."""
+        self.tokens = tokens
+        self._file.seek(tokens * np.dtype(self.dtype).itemsize)
         self._file.truncate()
+
+    def move_last(self, count: int, other: "ShardFileWriter") -> None:
+        """Move the last `count` ids, which have no targets, to another file, which is empty.
+
+        They begin in the middle of a document, which counts once.
+        """
+        first = self.tokens - count
+        self._file.flush()
+        with open(self._file.name, "rb") as written:
+            written.seek(first * np.dtype(self.dtype).itemsize)
+            while block := written.read(BLOCK):
+                other.extend(np.frombuffer(block, self.dtype))
+        begins = np.array(self._begins, dtype="<i8")
+        other._begins = array("q", begins[begins >= first] - first)
+        self._begins = array("q", begins[begins < first])
+        self._truncate(first)
 
     def finish(self) -> None:
         """Write the sections after the ids, and close the file."""

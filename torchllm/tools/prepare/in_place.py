@@ -28,7 +28,8 @@ from torchllm.data.path_hint import describe_missing
 from torchllm.data.readers import ReaderSettings
 from torchllm.data.shard import SPLITS, Begins, Ids, Split
 from torchllm.tools.prepare.corpus_writer import replacing
-from torchllm.tools.prepare.earlier_files import earlier_token_files
+from torchllm.tools.prepare.earlier_files import Rules, earlier_token_files
+from torchllm.tools.prepare.file_kinds import describe_kinds
 from torchllm.tools.prepare.file_search import FoundFiles, find_files
 from torchllm.tools.prepare.formats.llmc import LLMC
 from torchllm.tools.prepare.formats.mds import MDS
@@ -45,8 +46,10 @@ _SAMPLE = 2**16
 """bytes of a block"""
 _IDS_PER_LOOK = 2**16
 """ids that are searched at a time for the next document"""
-_VERSION = 2
+_VERSION = 3
 """of the description"""
+_EARLIER_VERSION = 2
+"""of the description by the rules of earlier versions"""
 
 
 class _Piece(NamedTuple):
@@ -74,10 +77,10 @@ def in_place_settings(source: Source, data: Data) -> InPlaceSettings:
     return InPlaceSettings(source.kind, data.dtype, data.separator, column, str(cache_root(data)))
 
 
-def token_files(source: Source) -> ChosenFiles:
+def token_files(source: Source, reads_output: bool = False) -> ChosenFiles:
     """Return the files of a source that are a shard each, or list some: all in a folder, those that match a glob.
 
-    Raises DataError if there is none to train on.
+    reads_output: as in `find_files`. Raises DataError if there is none to train on.
     """
     pattern = _FORMATS[source.kind].pattern
     path = source.path
@@ -85,30 +88,34 @@ def token_files(source: Source) -> ChosenFiles:
         index = Path(path).with_suffix(".idx") if os.path.exists(path) else Path(f"{path}.idx")
         if index.is_file():  # of the .bin, or of the prefix that Megatron-LM's own options take
             path = str(index)
-    found = find_files(path, lambda name: fnmatchcase(name, pattern))
+    found = find_files(path, lambda name: fnmatchcase(name, pattern), reads_output)
     if not os.path.lexists(path):
         found = FoundFiles([file for file in found.files if Path(file.path).match(pattern)])
     if not found.files:
-        hint = describe_missing(source.path)
+        hint = f"it has {describe_kinds(found.ignored)}" if found.ignored else describe_missing(source.path)
         raise DataError(f"data.sources: no file {pattern} at {source.path!r} (kind {source.kind!r}): {hint}")
     return choose_by_name(source, found)
 
 
-def describe_in_place(source: Source, data: Data, vocab: int, earlier: bool = False) -> Path:
+def describe_in_place(source: Source, data: Data, vocab: int, rules: Rules = Rules.NOW) -> Path:
     """Return the file in the cache that describes a source, after writing it if it is not there.
 
-    earlier: choose files as earlier versions did. Raises DataError if a file is not of the format, or has ids of
-    `vocab` or more among its first ones.
+    rules: earlier ones may choose other files, and hold out nothing of one document. Raises
+    DataError if a file is not of the format, or has ids of `vocab` or more among its first ones.
     """
     settings = in_place_settings(source, data)
-    files = earlier_token_files(source, _FORMATS[source.kind].pattern) if earlier else token_files(source)
-    listed = [_VERSION, settings._replace(cache=""), data.validation_fraction, files]
+    if rules is Rules.FIRST:
+        files = earlier_token_files(source, _FORMATS[source.kind].pattern)
+    else:
+        files = token_files(source, reads_output=rules is Rules.ALL_FILES)
+    version = _VERSION if rules is Rules.NOW else _EARLIER_VERSION
+    listed = [version, settings._replace(cache=""), data.validation_fraction, files]
     key = hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
     path = cache_root(data) / f"{source.kind}-{key}.json"
     if not path.is_file() or not _is_current(path):
-        for chosen in () if earlier else [*files.train, *files.held_out]:
+        for chosen in () if rules is Rules.FIRST else [*files.train, *files.held_out]:
             _FORMATS[source.kind].refuse(Path(chosen.path))
-        description = _describe(settings, files, data.validation_fraction, vocab)
+        description = _describe(settings, files, data.validation_fraction, vocab, rules)
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing([path]) as (file,):
             file.write(json.dumps(description, default=str).encode())
@@ -123,7 +130,7 @@ def _is_current(path: Path) -> bool:
         return False
 
 
-def _describe(settings: InPlaceSettings, files: ChosenFiles, held_out: float, vocab: int) -> _Description:
+def _describe(settings: InPlaceSettings, files: ChosenFiles, held_out: float, vocab: int, rules: Rules) -> _Description:
     """Return the content of the files of a source. `held_out`: share of the validation split if no file is one."""
     reader = _FORMATS[settings.kind]
     by_split: dict[Split, list[TokenShard]] = {split: [] for split in SPLITS}
@@ -134,7 +141,7 @@ def _describe(settings: InPlaceSettings, files: ChosenFiles, held_out: float, vo
     for split, shards in by_split.items():
         pieces[split] = [_Piece(shard, 0, shard.tokens) for shard in _joined(shards, settings, vocab)]
     if not pieces["validation"] and held_out > 0:
-        pieces = _cut_documents(pieces["train"], settings, held_out)
+        pieces = _cut_documents(pieces["train"], settings, held_out, cuts_any=rules is Rules.NOW)
     found = [stat_file(str(file.path)) for file in _files_of(pieces)]
     return _Description(pieces, _fingerprint(pieces, settings), found)
 
@@ -155,8 +162,13 @@ def _joined(shards: Sequence[TokenShard], settings: InPlaceSettings, vocab: int)
     return joined
 
 
-def _cut_documents(pieces: Sequence[_Piece], settings: InPlaceSettings, held_out: float) -> dict[Split, list[_Piece]]:
-    """Return the pieces of both splits: the last documents, `held_out` of all ids, are the validation split."""
+def _cut_documents(
+    pieces: Sequence[_Piece], settings: InPlaceSettings, held_out: float, cuts_any: bool
+) -> dict[Split, list[_Piece]]:
+    """Return the pieces of both splits: the last documents, `held_out` of all ids, are the validation split.
+
+    cuts_any: if no document begins in these ids, the last one is cut.
+    """
     place = int(sum(piece.end for piece in pieces) * (1 - held_out))
     train: list[_Piece] = []
     validation: list[_Piece] = []
@@ -167,6 +179,8 @@ def _cut_documents(pieces: Sequence[_Piece], settings: InPlaceSettings, held_out
         cut = piece.end
         if place < piece.end:
             cut = _first_begin(piece, max(0, place), settings)
+            if cut == piece.end and piece is pieces[-1] and cuts_any:
+                cut = max(0, place)
         place -= piece.end
         train.append(piece._replace(end=cut))
         if cut < piece.end:
@@ -308,8 +322,8 @@ class InPlaceReader:
     def prepare(self, source: Source, settings: ReaderSettings, recorded: str = "") -> str:
         """See SourceReader: write the description if it is not cached."""
 
-        def prepare(earlier: bool) -> str:
-            return str(describe_in_place(source, settings.data, settings.vocab, earlier))
+        def prepare(rules: Rules) -> str:
+            return str(describe_in_place(source, settings.data, settings.vocab, rules))
 
         return prepare_recorded(self, source, settings, recorded, prepare)
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -39,6 +39,8 @@ class CorpusPlan:
     """how conversations are written; None: the source is text"""
     held_out: int = 0
     """number of `files`, at the end, that are the validation split; 0: a share of the documents of all files is"""
+    last_tokens: bool = False
+    """the last tokens of each shard (of conversations: the last ones) are the validation split (see `choose_split`)"""
 
     @cached_property
     def key(self) -> str:
@@ -48,12 +50,18 @@ class CorpusPlan:
             del fields["revision"]  # other sources have the key that they had before this field was added
         if self.chat is None:
             del fields["chat"]  # as above
-        if not self.held_out:
-            del fields["held_out"]  # as above
+        for name in ("held_out", "last_tokens"):
+            if not fields[name]:
+                del fields[name]  # as above
         for name in _LATER_SOURCE_FIELDS:
             if not fields["source"][name]:
                 del fields["source"][name]
         return hashlib.sha256(json.dumps([FORMAT, fields]).encode()).hexdigest()[:16]
+
+    @property
+    def keys(self) -> list[str]:
+        """Return the keys of both ways to hold out documents."""
+        return [self.key, replace(self, last_tokens=not self.last_tokens).key]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from torchllm.config import Source
 from torchllm.data.corpus import SequenceSource
 from torchllm.data.readers import ReaderSettings, open_corpus
 from torchllm.tools.prepare.cache import plan_corpus, prepare_cached
+from torchllm.tools.prepare.earlier_files import Rules
 from torchllm.tools.prepare.recorded import prepare_recorded
 
 
@@ -25,8 +26,8 @@ class RawReader:
             sequence_length=settings.sequence_length,
         )
 
-        def prepare(earlier: bool) -> str:
-            return str(prepare_cached(plan(earlier=earlier), settings.data, is_checked=not earlier))
+        def prepare(rules: Rules) -> str:
+            return str(prepare_cached(plan(rules=rules), settings.data, rules))
 
         return prepare_recorded(self, source, settings, recorded, prepare)
 

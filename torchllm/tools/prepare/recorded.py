@@ -7,34 +7,36 @@ from contextlib import suppress
 from torchllm.config import Source
 from torchllm.data.error import DataError
 from torchllm.data.readers import ReaderSettings, SourceReader, name_source
+from torchllm.tools.prepare.earlier_files import Rules
 
 log = logging.getLogger(__name__)
 
 
 def prepare_recorded(
-    reader: SourceReader, source: Source, settings: ReaderSettings, recorded: str, prepare: Callable[[bool], str]
+    reader: SourceReader, source: Source, settings: ReaderSettings, recorded: str, prepare: Callable[[Rules], str]
 ) -> str:
     """Return the folder of the corpus with the fingerprint `recorded`, or else of today's; "": there is none.
 
-    prepare: makes today's corpus (False), or the one that earlier versions made (True). Raises DataError if that of
-    today is refused and the earlier one has another fingerprint.
+    prepare: makes the corpus by these rules. Raises DataError if today's is refused and earlier ones have other
+    fingerprints.
     """
     refusal: DataError | None = None
     folder = ""
     try:
-        folder = prepare(False)
+        folder = prepare(Rules.NOW)
         if recorded in ("", reader.open(source, folder, settings).fingerprint):
             return folder
     except DataError as error:
         refusal = error
-    with suppress(DataError):  # e.g. it is too large
-        if recorded and reader.open(source, earlier := prepare(True), settings).fingerprint == recorded:
-            log.info(
-                "%s: the run goes on with the files and tokens that its corpus recorded; a new run would choose other "
-                "files by their names and links, put another token before a document, or refuse them",
-                name_source(settings.data.sources.index(source), source),
-            )
-            return earlier
+    for rules in (Rules.ALL_FILES, Rules.FIRST) if recorded else ():
+        with suppress(DataError):  # e.g. it is too large
+            if reader.open(source, earlier := prepare(rules), settings).fingerprint == recorded:
+                log.info(
+                    "%s: the run goes on with the files and tokens that its corpus recorded; a new run would choose or "
+                    "hold out others, put another token before a document, or refuse them",
+                    name_source(settings.data.sources.index(source), source),
+                )
+                return earlier
     if refusal is not None:
         raise refusal
     return folder

@@ -150,8 +150,15 @@ class ShardWriter:
     def finish(self) -> None:
         """Write the rest of each file, after its ids."""
         self.tally.finish()
+        if self._plan.last_tokens:
+            self.hold_out_last()
         for split in self.splits:
             split.finish()
+
+    def hold_out_last(self) -> None:
+        """Move the last tokens of the shard to the validation split."""
+        train, validation = self.splits
+        train.move_last(int(train.tokens * self._plan.validation_fraction), validation)
 
     def _write_batch(self, batch: Sequence[TextRecord]) -> None:
         """Tokenize and write short records."""
@@ -209,12 +216,16 @@ class ShardWriter:
     def split_of(self, record: TextRecord) -> ShardFileWriter:
         """Return the writer of a record's split: its file's split, if any file is held out, or else by its text.
 
+        All are trained at first if the last tokens are held out.
+
         A hash of the text decides then, so that the same text is never both in training and in validation data,
         whatever its file, source or row.
         """
         train, validation = self.splits
         if self._held_out:
             return validation if record.origin.name in self._held_out else train
+        if self._plan.last_tokens:
+            return train
         return validation if record.is_held_out(self._plan.validation_fraction) else train
 
     def count_unknown(self, ids: Ids) -> None:

@@ -19,7 +19,7 @@ from torchllm.data.error import DataError
 from torchllm.data.packing import IGNORED, PackedBatches, SequencePieces, pack_windows
 from torchllm.data.readers import ReaderSettings, open_corpus
 from torchllm.data.tokenizer import load_tokenizer
-from torchllm.tools.prepare.build import write_corpus
+from torchllm.tools.prepare.build import choose_split, write_corpus
 from torchllm.tools.prepare.cache import plan_corpus
 from torchllm.tools.prepare.chat.bins import pack_examples
 from torchllm.tools.prepare.chat.examples import Conversation
@@ -200,6 +200,22 @@ def test_the_targets_are_a_part_of_the_fingerprint(tmp_path: Path) -> None:
     close_shards()
     with pytest.raises(DamagedFile, match="do not have their checksum"):
         corpus.verify("train", 0)
+
+
+def test_of_few_conversations_the_last_ones_are_held_out_whole(tmp_path: Path) -> None:
+    for number, family in enumerate((QWEN25, QWEN3)):  # of the second, a conversation is several examples
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        data = settings(folder, family, validation_fraction=0.1)
+        source = write_lines(folder / "talks.jsonl", TALKS)
+        plan = choose_split(planned(source, data))
+        write_corpus(plan, TokenizerSpec(data.tokenizer, data.pattern), folder / "corpus")
+        corpus = Corpus(folder / "corpus")
+        assert stored_examples(corpus) == direct_examples(source, data, TALKS[:-3], folder), number
+        assert corpus.count("validation", LENGTH) >= 1, number
+    one = write_lines(tmp_path / "one.jsonl", TALKS[:1])
+    write_corpus(choose_split(planned(one, data)), TokenizerSpec(data.tokenizer, data.pattern), tmp_path / "one")
+    assert Corpus(tmp_path / "one").tokens("validation") == 0  # nothing would be left to train on
 
 
 def test_it_is_tied_to_its_sequence_length_and_to_the_document_mask(tmp_path: Path) -> None:

@@ -55,6 +55,8 @@ class ConversationWriter(ShardWriter):
         self._length = plan.chat.sequence_length
         self._format = chat_format(tokenizer.name, plan.chat, preparation_day(folder))
         self._waiting: dict[ShardFileWriter, list[Example]] = {split: [] for split in self.splits}
+        self._sizes: list[int] = []
+        """number of examples of each conversation"""
 
     def write(self, records: Iterable[TextRecord]) -> None:
         """Write records: some thousand examples at a time, the longest first."""
@@ -67,9 +69,21 @@ class ConversationWriter(ShardWriter):
 
     def finish(self) -> None:
         """Write the last examples, and the rest of each file."""
+        self.tally.finish()
+        if self._plan.last_tokens:
+            self.hold_out_last()
         for split in self.splits:
             self._pack(split)
-        super().finish()
+            split.finish()
+
+    def hold_out_last(self) -> None:
+        """Move the last conversations of the shard, one at least, to the validation split."""
+        train, validation = (self._waiting[split] for split in self.splits)
+        count = max(1, round(len(self._sizes) * self._plan.validation_fraction))
+        first = len(train) - sum(self._sizes[-count:])
+        if count < len(self._sizes) and first >= 0:
+            validation += train[first:]
+            del train[first:]
 
     def _write_conversation(self, record: TextRecord) -> None:
         """Count a conversation, and keep its examples until there are enough to pack."""
@@ -98,12 +112,14 @@ class ConversationWriter(ShardWriter):
         self.counts[ENDLESS] += made.without_end
         self.text_bytes += record.size
         split = self.split_of(record)
-        for example in made.examples:
-            self._add(split, example)
+        kept = sum([self._add(split, example) for example in made.examples])
+        if kept:
+            self._sizes.append(kept)
         if len(self._waiting[split]) >= _PACKED_TOGETHER:
             self._pack(split)
 
-    def _add(self, split: ShardFileWriter, example: Example) -> None:
+    def _add(self, split: ShardFileWriter, example: Example) -> bool:
+        """Count an example and keep it; return whether anything of it is trained."""
         self.counts[LENGTH + str(_length_class(len(example.ids)))] += 1
         if len(example.ids) > self._length:
             self.counts[TRUNCATED] += 1
@@ -111,12 +127,13 @@ class ConversationWriter(ShardWriter):
         targets = int(example.is_target.sum())
         if not targets:
             self.counts[UNTRAINED] += 1
-            return
+            return False
         self.counts[EXAMPLES] += 1
         self.counts[TARGETS] += targets
         self.counts[TOKENS] += len(example.ids)
         self.count_unknown(example.ids)
         self._waiting[split].append(example)
+        return True
 
     def _pack(self, split: ShardFileWriter) -> None:
         """Write the examples that wait."""
