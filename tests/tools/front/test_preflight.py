@@ -25,6 +25,7 @@ from torchllm.tools.front import preflight
 from torchllm.tools.front.resolve import load_run
 from torchllm.tools.front.start import load_configs
 from torchllm.tools.prepare.cache import is_cached, plan_corpus, prepare_cached
+from torchllm.tools.prepare.earlier_files import Rules
 from torchllm.tools.prepare.in_place import InPlaceCorpus, describe_in_place, in_place_settings
 
 TEXT_SOURCE = ["--data.sources.0.kind=text", "--data.sources.0.path=words.txt"]
@@ -79,6 +80,22 @@ LACKS = {
     "data file": Lack(
         ["--data.sources.0.kind=text", "--data.sources.0.path=word.txt"],
         "--data.sources.0.path: no file matches 'word.txt' (kind 'text')",
+    ),
+    "JSON lines": Lack(
+        ["--data.sources.0.kind=jsonl", "--data.sources.0.path=a.csv"],
+        "--data.sources.0.path: a.csv:1: broken JSON (Expecting value: line 1 column 1 (char 0)); by its name the file "
+        'is for kind = "csv"',
+        lambda folder: (folder / "a.csv").write_text("id,text\n1,one\n"),
+    ),
+    "a text long enough to hold out a sequence": Lack(
+        [*TEXT_SOURCE, SHORT],
+        "debug.toml:39: evaluate.interval: nothing is held out to evaluate on, or less than 32 tokens: set it to 0 or, "
+        "in a new run, set data.validation_fraction = 0.031 or more",
+    ),
+    "a text that is not yet tokenized for one sequence": Lack(
+        [*TEXT_SOURCE, "--training.sequence_length=2048"],
+        "'words.txt' is shorter than one sequence of training.sequence_length = 2048 tokens: it has 1,091 to train "
+        "on; set that to 1090 or less, or read more text",
     ),
     "shards": Lack(
         ["--data.sources.0.kind=tokens", "--data.sources.0.path=nowhere"],
@@ -170,13 +187,35 @@ def test_all_lacks_are_said_at_once_with_what_is_wrong_in_the_config(
     assert {"--run.folder", "--checkpoint.resume", "--data.tokenizer", "--data.sources.0.path", "--parallel.tp"} <= keys
 
 
+def test_the_advice_for_a_short_text_cures_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for advised in ("--data.validation_fraction=0.031", "--evaluate.interval=0"):
+        with pytest.raises(SystemExit, match="0"):
+            checked(*TEXT_SOURCE, SHORT, advised)
+    data = Data((Source("text", "words.txt"),), cache=str(folder / "shards"), validation_fraction=0.031)
+    corpus = Corpus(prepare_cached(plan_corpus(data.sources[0], data, ByteTokenizer(), 264), data))
+    assert corpus.count("validation", 32) == 1
+
+
+def test_values_to_fill_in_are_said_at_once_with_what_else_is_missing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sources = '[[data.sources]]\nkind = "text"\npath = "SET"\n[[data.sources]]\nkind = "text"\npath = "nowhere"\n'
+    text = f'[training]\nsteps = "SET"\n[data]\ntokenizer = "SET"\n{sources}[run]\nfolder = "/proc/run"\n'
+    for base, more in (("debug.toml", {"data.sources.1.path", "run.folder"}), ("models/SET.toml", {"models/SET.toml"})):
+        (folder / "mine.toml").write_text(f'base = "{base}"\n{text}')
+        lines = refusal(capsys, lambda: load_configs(["mine.toml", "--check"]))
+        keys = {line.split(": ")[1] for line in lines}
+        assert keys == {"training.steps", "data.tokenizer", "data.sources.0.path", *more}, base
+        assert len([line for line in lines if 'is still "SET", a value to fill in: it must be' in line]) == 3
+
+
 def test_what_cannot_be_looked_at_is_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, line in [
         (["--data.sources.0.kind=hub", "--data.sources.0.path=a/b"], "data.sources.0 (a/b): the hub needs the network"),
         (TEXT_SOURCE, "data.sources.0 (words.txt): its text is read when the run starts"),
     ]:
         with pytest.raises(SystemExit, match="0"):
-            checked(*arguments)
+            checked(*arguments, "--evaluate.interval=0")
         assert capsys.readouterr().err.splitlines()[0] == f"not checked: {line}", arguments
 
 
@@ -194,7 +233,7 @@ def test_a_run_that_goes_on_is_not_refused_for_the_names_of_its_files(
     kind: str, content: bytes, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "data").mkdir()
-    (folder / "data" / "test.bin").write_bytes(content)
+    (folder / "data" / f"test.{'bin' if kind == 'nanogpt' else 'txt'}").write_bytes(content)
     arguments = [f"--data.sources.0.kind={kind}", "--data.sources.0.path=data", SHORT, "--run.folder=run"]
     arguments += ["--evaluate.interval=0", *(["--data.dtype=uint16", "--data.separator=1"] * (kind == "nanogpt"))]
     assert "by their names all of the 1 files" in refusal(capsys, lambda: checked(*arguments))[0]
@@ -204,10 +243,12 @@ def test_a_run_that_goes_on_is_not_refused_for_the_names_of_its_files(
         data = replace(data, dtype="uint16", separator=1)
     if kind == "text":
         corpus: SequenceSource = Corpus(
-            prepare_cached(plan_corpus(source, data, ByteTokenizer(), 264, earlier=True), data)
+            prepare_cached(plan_corpus(source, data, ByteTokenizer(), 264, rules=Rules.FIRST), data)
         )
     else:
-        corpus = InPlaceCorpus(describe_in_place(source, data, 264, earlier=True), in_place_settings(source, data), 264)
+        corpus = InPlaceCorpus(
+            describe_in_place(source, data, 264, rules=Rules.FIRST), in_place_settings(source, data), 264
+        )
     write_checkpoint(folder / "run" / "checkpoints", 1, {"fingerprint": {"sources": [[corpus.fingerprint, 1.0]]}})
     with pytest.raises(SystemExit, match="0"):
         checked(*arguments)

@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -274,7 +275,7 @@ def test_the_data_that_a_plan_writes_is_said_to_stand_in(
 def test_a_folder_that_may_not_be_looked_into_is_one_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def inspect(config: Config) -> Inspection:
+    def inspect(config: Config, wrong: Collection[str]) -> Inspection:
         raise PermissionError(errno.EACCES, "Permission denied", "/home/other/run/metrics.jsonl")
 
     monkeypatch.setattr("torchllm.tools.front.preflight.inspect_training", inspect)

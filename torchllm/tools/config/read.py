@@ -17,6 +17,8 @@ from torchllm.config.field_types import field_types, path_note, plain_type
 from torchllm.config.schema import Bound, Unsupported
 from torchllm.config.toml import KeyPath, dotted, shown, toml_value
 
+TO_SET = "SET"
+"""value in a converted config of a key that only its user can know"""
 _WRONG = object()
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
@@ -107,6 +109,8 @@ class _TableReader:
 def _scalar_problem(annotated: Any, value: Any) -> str:
     """Return the error of a scalar value; "" if it is right."""
     kind, bound = plain_type(annotated)
+    if value == TO_SET and (kind is not str or path_note(annotated) is not None):
+        return f"is still {shown(value)}, a value to fill in: it must be {describe(annotated)}"
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if kind is float and is_number and not abs(value) < math.inf:
         return f"must be a finite number, not {shown(value)}"

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -59,10 +60,10 @@ def read_configs(arguments: Sequence[str], schema: type[C], uses_epochs: bool) -
     _note_data_of_a_plan(draft)
     _note_unused_amd_driver(draft)
     draft.config = resolve_compile(draft.config, compiles)
-    if not is_rank_of_launcher(draft) and not draft.config.run.dry_run and _is_readable(draft):
+    if not is_rank_of_launcher(draft) and not draft.config.run.dry_run and draft.layer.is_complete:
         from torchllm.tools.front.preflight import inspect_training  # of no use to ranks
 
-        _inspect(inspect_training, draft)
+        _inspect(partial(inspect_training, wrong=draft.wrong), draft)
     config = finish(draft, alternatives)
     return [config, *(replace(alternative, run=config.run) for alternative in alternatives)]
 
