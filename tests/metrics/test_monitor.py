@@ -1,6 +1,6 @@
 """What the monitor decides and writes; the meter, the sinks and the observers have tests of their own."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ from tests.parity import CPU, build, tiny
 from tests.workers import run
 from torchllm.config import Config
 from torchllm.config.errors import UserError
+from torchllm.data.corpus_header import CorpusHeader
 from torchllm.metrics.monitor import Monitor
 from torchllm.metrics.observer import Change, Observer
 from torchllm.train.step import StepResult
@@ -36,13 +37,19 @@ def monitor_of(folder: Path, config: Config, observers: Sequence[Observer] = (),
     return monitor
 
 
-def begin(monitor: Monitor, config: Config, start: int, rounded_shares: str = "") -> None:
+def begin(
+    monitor: Monitor,
+    config: Config,
+    start: int,
+    rounded_shares: str = "",
+    headers: Mapping[str, CorpusHeader] | None = None,
+) -> None:
     config = replace(config, metrics=replace(config.metrics, tensorboard=False, breakdown_interval=0))
     data: Any = SimpleNamespace(
         state=lambda: {"sequences": 0},
         skipped={},
-        describe_sources=lambda steps: [f"data.sources.0: read in {steps} steps"],
-        corpora=dict,
+        describe_sources=lambda steps: [f"data.sources.0 (jsonl 'a'): read in {steps} steps"],
+        corpora=lambda: headers or {},
         describe_rounded_shares=lambda: rounded_shares,
     )
     mesh, stages = build(config)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 from tests.metrics.test_monitor import begin, monitor_of
@@ -52,7 +53,7 @@ def test_a_run_says_what_it_trains_or_that_there_is_nothing_to_do(tmp_path: Path
     assert run(_log_of_a_start, 1, tmp_path, 1) == [
         [
             f"model: {parameter_count(config.model):,} parameters in {config.model.layers} blocks",
-            f"data.sources.0: read in {steps} steps",
+            f"data.sources.0 (jsonl 'a'): read in {steps} steps",
             f"steps 2 to {steps}: {(steps - 1) * tokens:,} tokens, {tokens:,} per step",
         ]
     ]
@@ -72,6 +73,28 @@ def test_a_run_says_which_shares_of_its_sources_it_rounds(tmp_path: Path) -> Non
     line = lines[-1]
     assert line.startswith("shares of data.sources are rounded: ")
     assert line.endswith("data.sources.1 (text): 1e-06 asked, 0.0001 used")
+
+
+def _log_of_conversations(folder: Path) -> list[str]:
+    counts = {"conversations": 2, "examples": 3, "trained tokens": 5, "tokens of examples": 20}
+    counts |= {"tokens across the border of a prompt and its answer, which inference never sees": 4}
+    header: Any = SimpleNamespace(counts=counts, tokens=20)
+    monitor = monitor_of(folder, tiny({}))
+    monitor.observers.append(Notices())
+    with log_lines() as lines:
+        begin(monitor, tiny({}), 0, headers={"data.sources.0 (jsonl 'a')": header})
+    return [line for line in lines if line.startswith("data.sources")]
+
+
+def test_a_source_is_one_line(tmp_path: Path) -> None:
+    steps = tiny({}).training.steps
+    assert run(_log_of_conversations, 1, tmp_path) == [
+        [
+            f"data.sources.0 (jsonl 'a'): read in {steps} steps; 2 conversations, 3 examples: 25.0% of their tokens "
+            "are trained; 0.0% of the sequences is padding; tokens across the border of a prompt and its answer, which "
+            "inference never sees: 4"
+        ]
+    ]
 
 
 def _log_of_a_float8_peak() -> list[str]:

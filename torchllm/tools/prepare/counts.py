@@ -25,11 +25,25 @@ _NOTED_UNKNOWN = 0.001
 """smallest share of unknown tokens that is worth a line"""
 
 
+def describe_in_a_run(header: CorpusHeader) -> list[str]:
+    """Return a run's lines on its conversations, and on texts with unknown tokens."""
+    return [*_describe_outcome(header.counts), *describe_unknown(header)]
+
+
 def describe_counts(counts: Mapping[str, int]) -> list[str]:
     """Return lines on the conversations of a corpus by outcome, with a histogram of the lengths of examples.
 
     counts: of a corpus; a corpus of text has none.
     """
+    lines = _describe_outcome(counts)
+    if CONVERSATIONS in counts:
+        rules = [f"{name.removeprefix(RULE)} {count:,}" for name, count in counts.items() if name.startswith(RULE)]
+        lines[1:1] = [f"{RULE}{', '.join(rules)}", describe_lengths(counts)]
+    return lines
+
+
+def _describe_outcome(counts: Mapping[str, int]) -> list[str]:
+    """Return a line on the conversations of a corpus, and one on each outcome to know of."""
     if READY in counts:
         return [f"{READY}, and are used as they are: {counts[READY]:,}; {ENDED}: {counts.get(ENDED, 0):,}"]
     if CONVERSATIONS not in counts:
@@ -41,9 +55,6 @@ def describe_counts(counts: Mapping[str, int]) -> list[str]:
         f"{known[CONVERSATIONS]:,} conversations, {known[EXAMPLES]:,} examples: {trained:.1%} of their tokens are "
         f"trained; {padding:.1%} of the sequences is padding"
     ]
-    rules = [f"{name.removeprefix(RULE)} {count:,}" for name, count in counts.items() if name.startswith(RULE)]
-    lines.append(f"{RULE}{', '.join(rules)}")
-    lines.append(describe_lengths(counts))
     for name in (TRUNCATED, UNTRAINED, WORDS, MERGED, ENDLESS):
         if known[name]:
             lines.append(f"{name}: {known[name]:,}")

@@ -27,7 +27,6 @@ class Notices(Observer):
             describe_peak(run)
         self.has_begun = True
         _warn(run)
-        self._describe_corpora(run)
         if run.config.parallel.tp == 1:
             return
         from torchllm.tools.planner.cluster import tensor_parallel_warning
@@ -35,16 +34,6 @@ class Notices(Observer):
         dtype = compute_dtype(run.config.training, run.runtime.device)
         if slow := tensor_parallel_warning(run.config, run.runtime.ranks_on_node, dtype.itemsize):
             log.warning("%s", slow)
-
-    def _describe_corpora(self, run: ObservedRun) -> None:
-        """Log the counts of conversations, and of texts with unknown tokens."""
-        for name, header in run.data.corpora().items():
-            if not header.counts:  # e.g. of text without unknown tokens
-                continue
-            from torchllm.tools.prepare.counts import describe_counts, describe_unknown
-
-            for line in (*describe_counts(header.counts), *describe_unknown(header)):
-                log.info("%s: %s", name, line)
 
 
 def _describe(run: ObservedRun) -> None:
@@ -62,7 +51,12 @@ def _describe(run: ObservedRun) -> None:
         )
     if not config.trains_all:
         log.info("%s parameters are trained, others frozen", f"{trained_parameter_count(model, config.trained):,}")
+    counted = {name: header for name, header in data.corpora().items() if header.counts}
     for line in data.describe_sources(training.steps):
+        if header := counted.get(line.partition("): ")[0] + ")"):
+            from torchllm.tools.prepare.counts import describe_in_a_run  # of conversations, or with unknown tokens
+
+            line = "; ".join([line, *describe_in_a_run(header)])
         log.info("%s", line)
     tokens_per_step = training.global_batch_size * training.sequence_length
     if start < training.steps:
