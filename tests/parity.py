@@ -348,7 +348,7 @@ def check_bfloat16(config: Config, ragged: bool) -> float:
     trained = run(train_config, world_size(config), rounded, ragged, exact.choices)[0]
     own = one_process(rounded, config.training.micro_batch_size)
     agreement = compare_trainings(trained, exact, _bounds_of_one_process(own, exact, ragged))
-    assert not agreement.findings, "\n".join(agreement.findings)
+    assert agreement.verdict == "right", "\n".join(agreement.findings) or agreement.reason
     return agreement.error
 
 

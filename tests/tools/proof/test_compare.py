@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from torchllm.tools.proof.compare import FLOAT32, bfloat16_bounds, compare_trainings, float32_bounds
-from torchllm.tools.proof.gather import FloatArray
+from torchllm.tools.proof.compare import FLOAT32, Agreement, bfloat16_bounds, compare_trainings, float32_bounds
+from torchllm.tools.proof.gather import FloatArray, HeldPart, put_together
 from torchllm.tools.proof.record import Trained
 
 
@@ -103,3 +103,85 @@ def test_a_loss_in_bfloat16_may_be_as_far_off_as_that_of_one_process() -> None:
     exact, own = replace(EXPECTED), replace(EXPECTED, losses=[2.02, 2.0])
     assert bfloat16_bounds(exact, exact).loss == 1e-3
     assert bfloat16_bounds(own, exact).loss == pytest.approx(1.4e-2)
+
+
+@pytest.mark.parametrize("changed", ["gradients", "weights"])
+def test_a_number_that_is_none_stays_the_worst(changed: str) -> None:
+    """A NaN compares with nothing: it must not give its place to the next parameter."""
+    expected = Trained(gradients=[{name: array(1.0) for name in "abc"}], weights=[{name: array(1.0) for name in "abc"}])
+    trained = replace(expected, **{changed: [{"a": array(1.0), "b": array(np.nan), "c": array(1.0)}]})
+    (finding, *_) = compare_trainings(trained, expected, FLOAT32).findings
+    assert finding.startswith("step 1, b: ")
+    assert "differs by nan" in finding
+
+
+def test_ranks_that_differ_by_no_number_are_said_to() -> None:
+    parts = []
+    for number in (0.0, np.nan, 1.0):
+        parts.append(HeldPart("a", (2,), (0,), array(number, 0.0)))
+    (finding,) = put_together(parts).findings
+    assert finding.message == "ranks differ by nan"
+
+
+def small_error(size: float) -> Trained:
+    """Return one process whose gradient of `w` is off by a share."""
+    return replace(EXPECTED, gradients=[{"w": array(1.0 + size)}])
+
+
+EXACT = small_error(0.0)
+
+
+def test_a_gradient_of_zero_bounds_nothing() -> None:
+    """As that of a low-rank update's A is, while B is zero."""
+    exact = replace(EXACT, gradients=[{"w": array(1.0), "lora_A": array(0.0)}])
+    own = replace(EXACT, gradients=[{"w": array(1.01), "lora_A": array(0.0)}])
+    bounds = bfloat16_bounds(own, exact)
+    assert (bounds.gradient, bounds.median) == (pytest.approx(0.014, rel=1e-3), pytest.approx(0.007, rel=1e-3))
+    assert compare_trainings(exact, exact, bounds).verdict == "right"
+    noise = replace(exact, gradients=[{"w": array(1.0), "lora_A": array(1e-9)}])
+    assert compare_trainings(noise, exact, bounds).verdict == "wrong"
+    assert compare_trainings(noise, exact, bfloat16_bounds(noise, exact)).verdict == "too noisy to compare"
+
+
+@pytest.mark.parametrize(
+    ("own_error", "error", "verdict"),
+    [(0.1, 0.13, "right"), (0.1, 0.15, "wrong"), (0.4, 0.5, "too noisy to compare"), (0.4, 0.6, "wrong")],
+)
+def test_a_bound_by_which_half_of_a_gradient_passes_shows_nothing(own_error: float, error: float, verdict: str) -> None:
+    agreement = compare_trainings(small_error(error), EXACT, bfloat16_bounds(small_error(own_error), EXACT))
+    assert agreement.verdict == verdict
+    said = {
+        "right": "",
+        "wrong": ", 1.4 times one process's own error",
+        "too noisy to compare": "one that is halved passes",
+    }
+    assert said[verdict] in agreement.reason
+
+
+def test_a_validation_loss_after_an_update_by_noise_is_not_compared() -> None:
+    trained, exact = (replace(EXACT, validation_losses={1: loss}) for loss in (2.5, 2.0))
+    for own_error, verdict in ((0.1, "wrong"), (0.4, "too noisy to compare")):
+        assert compare_trainings(trained, exact, bfloat16_bounds(small_error(own_error), exact)).verdict == verdict
+
+
+def test_a_wrong_norm_is_named_before_the_update_that_it_clips() -> None:
+    wrong = replace(EXPECTED, norms=[0.5, 1.0], weights=[{"w": array(0.6, 0.5, 0.5)}, EXPECTED.weights[1]])
+    agreement = compare_trainings(wrong, EXPECTED, FLOAT32)
+    assert agreement.findings[0] == "step 1: gradient norm differs: 0.5 instead of 1"
+    assert agreement.findings[1].endswith("the update is wrong, not the gradient")
+    assert agreement.is_after_gradients
+
+
+def test_layouts_share_a_fault_whatever_its_figures() -> None:
+    sentences = [
+        "step 1, layers.0.mlp.up_proj.weight: gradient differs by 5.5e-01, over 1.0e-05 (and 38 others)",
+        "step 2, lm_head.weight: gradient differs by inf, over 1.0e-05",
+        "step 2, lm_head.weight: gradient differs by 0.1, over 1.0e-05; no gradient of the steps before does",
+        "step 1, a: differs by 1.0e-03 afterwards, 3.0 times its bound: the update is wrong, not the gradient",
+        "RuntimeError: The size of tensor a (4) must match the size of tensor b (8)",
+        "RuntimeError: The size of tensor a (2) must match the size of tensor b (4)",
+    ]
+    faults = [Agreement("", 0.0, [sentence]).fault for sentence in sentences]
+    assert faults[0] == faults[1] == "step #: gradient differs by #, over #"
+    assert faults[4] == faults[5]
+    assert len(set(faults)) == 4

@@ -23,10 +23,15 @@ from torchllm.tools.config.read import read_table
 from torchllm.tools.config.toml_files import read_files
 from torchllm.tools.proof import prove
 from torchllm.tools.proof.axes import TECHNIQUES, Technique
+from torchllm.tools.proof.compare import Agreement
 from torchllm.tools.proof.float64 import Float64
 from torchllm.tools.proof.layouts import with_settings
-from torchllm.tools.proof.prove import ProofOptions, ProvenLayout, Prover, culprits, error_line
+from torchllm.tools.proof.pool import WorkerFailed
+from torchllm.tools.proof.prove import ProofOptions, ProvenLayout, Prover, error_line
 from torchllm.tools.proof.recipe import MODULE, import_recipe
+from torchllm.tools.proof.record import Trained
+from torchllm.tools.proof.report import culprits
+from torchllm.tools.proof.sample import LayoutSampler, covering
 from torchllm.tools.proof.shrink import one_process, shrink
 
 exhaustive = pytest.mark.exhaustive
@@ -120,10 +125,10 @@ def test_a_mistake_of_resuming_is_found_in_one_process(name: str, tmp_path: Path
 
 def test_a_resumed_run_that_is_wrong_in_one_process_too_is_said_to_be(tmp_path: Path) -> None:
     prover = Prover(PRETRAIN, CONFIG, OPTIONS, tmp_path, workers.POOL)
-    for is_right_alone in (True, False):
-        of_layout, alone = Mock(is_right=False), Mock(is_right=is_right_alone)
+    for verdict_alone in ("right", "wrong"):
+        of_layout, alone = Mock(verdict="wrong"), Mock(verdict=verdict_alone)
         with patch.object(Prover, "_prove_resumed", side_effect=[of_layout, alone]) as proven_pairs:
-            assert prover.prove_resumed() is (of_layout if is_right_alone else alone)
+            assert prover.prove_resumed() is (of_layout if verdict_alone == "right" else alone)
         assert proven_pairs.call_args.args == (prover.layout_like({}),) * 2
 
 
@@ -295,7 +300,7 @@ def test_the_error_of_a_traceback_is_named_not_the_end_of_its_message() -> None:
 
 def test_every_pair_of_settings_is_drawn_and_each_technique_has_a_layout_of_its_own(tmp_path: Path) -> None:
     prover = Prover(PRETRAIN, MIXTURE, OPTIONS._replace(ranks=4), tmp_path, workers.POOL)
-    drawn = prover.draw(None)
+    drawn = covering(prover.space, prover.layouts, prover.seed)
     assert len(drawn) < 130
     for technique in TECHNIQUES:
         if technique.settings:
@@ -316,6 +321,112 @@ def test_every_pair_of_settings_is_drawn_and_each_technique_has_a_layout_of_its_
         assert technique.name in used
         allowed = {technique.name, "micro_batch_size=1", "tp=2", "pp=2", "dp_shard=2", "cp=2 cp_method=ring"}
         assert set(used) <= allowed, (technique.name, used)
+
+
+WINDOWS = """
+from torchllm.recipe import BlockKind, register_block
+
+
+def windowed(block, model, index):
+    block.self_attn.core.window = 12
+    return block
+
+
+register_block(BlockKind(name="windowed", build=windowed, parameters=()))
+"""
+
+
+def test_a_layout_that_the_model_refuses_is_not_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A ring would drop the windows that a right fork gives its blocks."""
+    fork = write_fork(tmp_path / "fork.py", Change(WINDOWS, ""))
+    monkeypatch.setenv("RECIPE", str(fork))
+    arguments = [str(ROOT / "train_configs/debug.toml"), "--model.block=windowed", "--model.layers=1", "--ranks=2"]
+    assert recipe.main([*arguments, "--only=cp=2 cp_method=ring"], workers.POOL) == 0
+    line, reason, summary = capsys.readouterr().out.splitlines()[1:]
+    assert line.split()[0] == "-"
+    assert reason.startswith(
+        "    refused: parallel.cp_method: a ring would replace the attention core that model.block"
+    )
+    assert summary == "1 layout of up to 2 ranks in float32: 1 refused"
+
+
+def test_a_layout_that_is_refused_is_not_resumed(tmp_path: Path) -> None:
+    prover = Prover(PRETRAIN, CONFIG, OPTIONS, tmp_path, workers.POOL)
+    refused = Agreement("", 0.0, [], refusal="heads")
+    with (
+        patch.object(Prover, "agreement", return_value=refused),
+        patch.object(Prover, "decided", lambda _, config: config),
+    ):
+        layout = prover.layout_like({"parallel.tp": 2})
+        assert not prover.prove(layout).is_right
+        assert prover.layout_like({"parallel.tp": 2}) == prover.layout_like({}) != layout
+
+
+def test_a_resume_that_is_refused_is_wrong(tmp_path: Path) -> None:
+    """Its layouts were trained before: what is refused is the checkpoint."""
+    prover = Prover(PRETRAIN, CONFIG, OPTIONS, tmp_path, workers.POOL)
+    config = prover.space.config(prover.layout_like({"parallel.tp": 2}))
+    text = "rank 1 of 2:\nTraceback ...\ntorchllm.config.errors.UserError: no\n\nTraceback ...\n"
+    failed = WorkerFailed(f"{text}torchllm.tools.proof.record.LayoutRefused: no\n")
+    with patch.object(Prover, "train", side_effect=failed), patch.object(Prover, "expected", return_value=Trained()):
+        resumed = prover.agreement_in(config, config, in_float64=False)
+        fresh = prover.agreement_in(config, None, in_float64=False)
+    assert (resumed.findings, resumed.refusal) == (["torchllm.config.errors.UserError: no"], "")
+    assert (fresh.findings, fresh.refusal) == ([], "no")
+
+
+def test_a_number_of_layouts_counts_the_techniques_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0: the techniques alone."""
+    monkeypatch.setattr(prove, "covering", lambda *_: [{}] * 100)
+    monkeypatch.setattr(Prover, "prove", lambda self, layout, technique=None: Mock(verdict="right", layout=layout))
+    monkeypatch.setattr(Prover, "prove_resumed", lambda self: Mock(layout=None))
+    numbers = {}
+    for layouts in (3, 14, 0):
+        results = list(prove.prove(PRETRAIN, CONFIG, OPTIONS._replace(layouts=layouts), workers.POOL))
+        numbers[layouts] = len(results)
+    assert numbers == {3: 3, 14: 14, 0: 12}
+    results[:] = prove.prove(PRETRAIN, CONFIG, OPTIONS._replace(only="pp=2 recompute.mode=full"), workers.POOL)
+    assert [prove.name_of(result.layout) for result in results] == [
+        "pp=2 schedule=GPipe virtual_stages=1 recompute.mode=full"
+    ]
+
+
+def test_the_name_of_a_layout_that_was_drawn_names_it(tmp_path: Path) -> None:
+    prover = Prover(PRETRAIN, CONFIG, OPTIONS, tmp_path, workers.POOL)
+    few = prover.layouts[::20]
+    sampler = LayoutSampler(prover.space, few, seed=0, exact=False)
+    for layout in map(sampler.complete, few):
+        name = prove.name_of(layout)
+        assert prover.space.config(prover.layout_named(name)) == prover.space.config(layout), name
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tp=3", "--only: tp=3: with --ranks=2 tp is one of 1, 2"),
+        ("tp", "--only: tp: with --ranks=2 tp is one of 1, 2"),
+        ("color=red", "--only: color=red: a layout has no such setting; it has pp, dp_replicate, "),
+        ("tp=2 dp_shard=2", "--only: tp=2 dp_shard=2: has 4 ranks: give --ranks=4 too"),
+        (
+            "tp=1 virtual_stages=2",
+            "--only: tp=1 virtual_stages=2: no such layout is valid: one of its settings has no effect",
+        ),
+        ("recompute.k=3", "--only: recompute.k=3: no such layout is valid: recompute.k: "),
+    ],
+)
+def test_a_name_of_no_layout_is_refused(name: str, message: str, tmp_path: Path) -> None:
+    prover = Prover(PRETRAIN, CONFIG, OPTIONS, tmp_path, workers.POOL)
+    with pytest.raises(UserError) as error:
+        prover.layout_named(name)
+    assert str(error.value).startswith(message)
+
+
+def test_one_process_that_is_not_finite_is_no_measure(tmp_path: Path) -> None:
+    change = planted.of_loss("        return whole(logits, labels) * float('nan')")
+    with pytest.raises(UserError, match=r"fork.py: a loss, a gradient or a weight of one process is not finite"):
+        prove_fork(write_fork(tmp_path / "fork.py", change), "loss_chunk=20")
 
 
 FEATURES = ("family", "tied_embeddings", "qkv_bias", "qk_norm", "norm_position", "norm_epsilon", "rope_theta")

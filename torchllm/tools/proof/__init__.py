@@ -9,4 +9,5 @@ shrink      makes a user's config small enough for that
 axes        what each setting does, and what to look at where it is wrong
 recipe      finds the recipe of a fork, and its config
 prove       all of it, for one config
+report      says what was found
 """

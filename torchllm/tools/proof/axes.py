@@ -44,10 +44,19 @@ def _compiles(config: Config) -> bool:
     return config.compile.norm or config.compile.block is True or config.compile.loss is True
 
 
-GLOBAL_RANK = (
+TWO_AXES = (
     "each of the two is right alone. Look for a rank among all ranks (runtime.rank, torch.distributed.get_rank()) "
-    "where a rank along an axis is meant (mesh.data_rank, mesh.tp.get_local_rank()), and for an exchange over all ranks"
+    "where a rank along an axis is meant (mesh.data_rank, mesh.tp.get_local_rank()), for an exchange over all ranks, "
+    "and for a sum, a norm or a count that is missing: over the ranks of one axis where it must be over both, or over "
+    "a rank's own part"
 )
+AFTER_GRADIENTS = (
+    "the gradients are right and the update is not: look at the optimizer. Where it takes a norm, a mean or a sum, it "
+    "reduces over a local shard: use the DTensor, not to_local(). Look at clipping and the learning rate, too: for a "
+    "norm that is not added up over all ranks (with pp one has the parameters of its blocks alone), for a rank among "
+    "all ranks, for their number, and for an exchange over all"
+)
+"""where a gradient's norm or an update is wrong alone, in whatever layout"""
 TECHNIQUES = (
     Technique(
         {MICRO_BATCH: 1},
@@ -118,7 +127,8 @@ TECHNIQUES = (
         {"parallel.pp": 2},
         lambda config: config.parallel.pp > 1,
         "each rank has some of the blocks, and only the ends have the embedding and the head. Look for what one block "
-        "gives to another past the residual stream, and for state that outlives a forward: micro batches overlap",
+        "gives to another past the residual stream, for state that outlives a forward (micro batches overlap), and for "
+        "a sum, a norm or a count over all blocks that is not added up over mesh.pp",
     ),
     Technique(
         {"parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble"},
@@ -129,22 +139,22 @@ TECHNIQUES = (
     Technique(
         {"parallel.dp_shard": 2, "parallel.tp": 2},
         lambda config: config.parallel.dp_shard > 1 and config.parallel.tp > 1,
-        GLOBAL_RANK,
+        TWO_AXES,
     ),
     Technique(
         {"parallel.dp_shard": 2, "parallel.cp": 2, "parallel.cp_method": "ring"},
         lambda config: config.parallel.dp_shard > 1 and config.parallel.cp > 1,
-        GLOBAL_RANK,
+        TWO_AXES,
     ),
     Technique(
         {"parallel.dp_shard": 2, "parallel.pp": 2},
         lambda config: config.parallel.dp_shard > 1 and config.parallel.pp > 1,
-        GLOBAL_RANK,
+        TWO_AXES,
     ),
     Technique(
         {"parallel.tp": 2, "parallel.pp": 2},
         lambda config: config.parallel.tp > 1 and config.parallel.pp > 1,
-        GLOBAL_RANK,
+        TWO_AXES,
     ),
 )
 """the simplest first, and pairs of axes last: a layout that is wrong has, as a rule, a technique that is wrong alone"""

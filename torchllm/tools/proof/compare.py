@@ -13,13 +13,16 @@ In bfloat16 every product is rounded, on one process too: its own error, against
 layout may add. Single parameters are no measure there: under tp 8, where the ranks' parts of a product are rounded
 before they are summed, the error of some is 1.6 times one process's own, while the largest and the median of all
 parameters are at most 1.25 times theirs.
+
+Python's `max`, `min` and `median` lose a NaN, which compares with nothing: errors go through numpy's, which keep it.
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from statistics import median
+from itertools import starmap
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -36,6 +39,8 @@ RESPONSE_GROWTH = 2.0
 """how many times one process's own response to other gradients a weight's error may be"""
 BFLOAT16_GROWTH = 1.4
 """how many times one process's own bfloat16 error that of a layout may be"""
+NOISE = 0.5
+"""largest error that a gradient may be allowed: one that is halved, by a mean over two ranks for a sum, has it"""
 BFLOAT16_LOSS_ERROR = 1e-3
 """relative; where one process's own error is larger, `BFLOAT16_GROWTH` times that"""
 
@@ -72,6 +77,8 @@ class ErrorBounds(NamedTuple):
     """of the gradient, relative"""
     weights: float
     """of each weight after a step, if it is at most 1, and a share of larger ones"""
+    source: str = ""
+    """where the bounds of gradients come from, for a finding"""
     has_smallest_scale: bool = False
     """whether a gradient far smaller than the model's largest one is measured by a share of that (`record.scales`)"""
     responses: Sequence[State] = ()
@@ -96,15 +103,17 @@ def bfloat16_bounds(own: Trained, exact: Trained) -> ErrorBounds:
     own: one process in bfloat16, with the layout's micro batches; exact: in float32, whose error does not count. Both
     in bfloat16 are made to choose the experts of that one (`forced_routing.py`).
     """
-    errors = gradient_errors(own.gradients[0], exact.gradients[0], root_mean_square).values()
-    worst = BFLOAT16_GROWTH * max(errors)
+    errors = list(gradient_errors(own.gradients[0], exact.gradients[0], root_mean_square).values())
+    worst = BFLOAT16_GROWTH * float(np.max(errors))
+    loss_error = BFLOAT16_GROWTH * abs(own.losses[0] / exact.losses[0] - 1)
     return ErrorBounds(
         root_mean_square,
         worst,
-        median=BFLOAT16_GROWTH * median(errors),
-        loss=max(BFLOAT16_LOSS_ERROR, BFLOAT16_GROWTH * abs(own.losses[0] / exact.losses[0] - 1)),
+        median=BFLOAT16_GROWTH * float(np.median(errors)),
+        loss=float(np.maximum(BFLOAT16_LOSS_ERROR, loss_error)),
         norm=worst,
         weights=np.inf,
+        source=f", {BFLOAT16_GROWTH} times one process's own error",
     )
 
 
@@ -140,6 +149,11 @@ def float8_bounds(own: Trained, exact: Trained) -> ErrorBounds:
     return bfloat16_bounds(own, exact)._replace(loss=FLOAT8_LOSS_ERROR)
 
 
+WRONG_UPDATE = "the update is wrong, not the gradient"
+NORM = "gradient norm"
+Verdict = Literal["right", "wrong", "refused", "too noisy to compare"]
+
+
 class Agreement(NamedTuple):
     """How well a training agrees with another one."""
 
@@ -153,6 +167,50 @@ class Agreement(NamedTuple):
     """error of a gradient in float32, where the two agree in float64 alone"""
     rounded: str = ""
     """as in `Trained`"""
+    bound: float = GRADIENT_ERROR
+    """that the errors of gradients have"""
+    refusal: str = ""
+    """why the recipe does not train at all"""
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the two are the same model."""
+        if self.findings:
+            return "wrong"
+        if self.refusal:
+            return "refused"
+        return "right" if self.bound <= NOISE else "too noisy to compare"
+
+    @property
+    def reason(self) -> str:
+        """The reason of the verdict in a sentence; empty if it is right."""
+        if self.findings:
+            return self.findings[0]
+        if self.verdict == "too noisy to compare":
+            own = f"by one process's own error a gradient may differ by {self.bound:.1e}"
+            return f"{own}, and one that is halved passes: compare in float32"
+        return self.refusal
+
+    @property
+    def fault(self) -> str:
+        """The reason without step, tensor and figures: what layouts with the same fault have in common."""
+        text = re.sub(r", [\w.]+(?=:)| \(and \d+ others\)", "", self.reason)
+        return re.sub(r"\b(\d[\d.e+-]*|nan|inf)\b", "#", text)
+
+    @property
+    def is_after_gradients(self) -> bool:
+        """Whether the gradients are right, and their norm or the update is wrong."""
+        return any(text in self.reason for text in (WRONG_UPDATE, NORM))
+
+
+class ParameterError(NamedTuple):
+    """The error of one parameter, of its gradient or its weights."""
+
+    parameter: str
+    error: float
+
+
+NO_ERROR = ParameterError("", 0.0)
 
 
 def compare_trainings(trained: Trained, expected: Trained, bounds: ErrorBounds) -> Agreement:
@@ -166,56 +224,44 @@ def compare_trainings(trained: Trained, expected: Trained, bounds: ErrorBounds) 
         findings.append(f"{len(trained.losses)} steps were taken, not {len(expected.losses)}")
     findings += _differing_step(trained, expected, bounds)
     first = trained.start + 1
-    for name, numbers, expected_numbers, bound in (
-        ("loss", trained.losses, expected.losses, bounds.loss),
-        ("gradient norm", trained.norms, expected.norms, bounds.norm),
-    ):
-        by_step = dict(enumerate(numbers, first)), dict(enumerate(expected_numbers, first))
-        findings += _differing_numbers(name, *by_step, bound)
-    losses = trained.validation_losses, expected.validation_losses
-    findings += _differing_numbers("validation loss", *losses, bounds.loss)
+    by_step = dict(enumerate(trained.losses, first)), dict(enumerate(expected.losses, first))
+    findings += _differing_numbers("loss", *by_step, bounds.loss)
+    if bounds.gradient <= NOISE:  # else it follows an update by noise
+        losses = trained.validation_losses, expected.validation_losses
+        findings += _differing_numbers("validation loss", *losses, bounds.loss)
     findings += _differing_tokens(trained.tokens_per_expert, expected.tokens_per_expert)
     states = trained.extra_state, expected.extra_state
     findings += _differing_state("extra state", *states, bounds.weights, bounds.extra_response)
-    worst = ParameterError("", 0.0)
+    worst = NO_ERROR
     for gradients, expected_gradients in zip(trained.gradients, expected.gradients, strict=False):
-        worst_of_step = _worst(gradient_errors(gradients, expected_gradients, bounds.size, bounds.has_smallest_scale))
-        if not worst_of_step.error <= worst.error:
-            worst = worst_of_step
+        errors = gradient_errors(gradients, expected_gradients, bounds.size, bounds.has_smallest_scale)
+        worst = _worst(errors, worst)
         if not worst.error <= bounds.gradient:
             break
-    return Agreement(worst.parameter, worst.error, findings, rounded=trained.rounded or expected.rounded)
+    rounded = trained.rounded or expected.rounded
+    return Agreement(worst.parameter, worst.error, findings, rounded=rounded, bound=bounds.gradient)
 
 
-class ParameterError(NamedTuple):
-    """The error of one parameter, of its gradient or its weights."""
-
-    parameter: str
-    error: float
-
-
-def _worst(errors: Mapping[str, float]) -> ParameterError:
-    """Return the parameter with the largest error; one that is not a number is larger than all others."""
-    worst = ParameterError("", 0.0)
-    for name, error in errors.items():
-        if not error <= worst.error:
-            worst = ParameterError(name, error)
-    return worst
+def _worst(errors: Mapping[str, float], worst: ParameterError = NO_ERROR) -> ParameterError:
+    """Return the largest of `worst` and these errors; one that is not a number is larger than all others."""
+    candidates = [worst, *starmap(ParameterError, errors.items())]
+    return candidates[int(np.argmax([candidate.error for candidate in candidates]))]
 
 
 def _differing_step(trained: Trained, expected: Trained, bounds: ErrorBounds) -> list[str]:
-    """Return what is wrong with the first step whose gradients or weights are, [] if none is."""
+    """Return what is wrong with the first step whose gradients, their norm or weights are, [] if none is."""
     for index, (gradients, expected_gradients) in enumerate(zip(trained.gradients, expected.gradients, strict=False)):
         number = trained.start + index + 1
         findings = _differing_gradients(f"step {number}", gradients, expected_gradients, bounds)
         if findings and index:
             findings[0] += "; no gradient of the steps before does: look at what a step leaves behind for the next one"
-        if not findings:
+        is_right = not findings
+        norm, expected_norm = (dict(enumerate(of.norms[index : index + 1], number)) for of in (trained, expected))
+        findings += _differing_numbers(NORM, norm, expected_norm, bounds.norm)
+        if is_right:  # a wrong norm clips the update wrongly, and comes first
             response = bounds.responses[number - 1] if bounds.responses else {}
             weights = trained.weights[index], expected.weights[index]
-            findings = _differing_state(f"step {number}", *weights, bounds.weights, response)
-            if findings:
-                findings[0] += ": the update is wrong, not the gradient"
+            findings += _differing_state(f"step {number}", *weights, bounds.weights, response, f": {WRONG_UPDATE}")
         if findings:
             return findings
     return []
@@ -228,18 +274,23 @@ def _differing_gradients(step: str, gradients: State, expected: State, bounds: E
     worst = _worst(errors)
     if not worst.error <= bounds.gradient:
         others = sum(not error <= bounds.gradient for error in errors.values()) - 1
-        text = f"{step}, {worst.parameter}: gradient differs by {worst.error:.1e}, over {bounds.gradient:.1e}"
+        bound = f"{bounds.gradient:.1e}{bounds.source}"
+        text = f"{step}, {worst.parameter}: gradient differs by {worst.error:.1e}, over {bound}"
         findings.append(text + _others(others))
-    if errors and not median(errors.values()) <= bounds.median:
-        middle = median(errors.values())
-        findings.append(f"{step}: the median error of the gradients is {middle:.1e}, over {bounds.median:.1e}")
+    middle = float(np.median(list(errors.values()))) if errors else 0.0
+    if not middle <= bounds.median:
+        bound = f"{bounds.median:.1e}{bounds.source}"
+        findings.append(f"{step}: the median error of the gradients is {middle:.1e}, over {bound}")
     return findings
 
 
-def _differing_state(when: str, state: State, expected: State, rounding: float, response: State) -> list[str]:
+def _differing_state(
+    when: str, state: State, expected: State, rounding: float, response: State, cause: str = ""
+) -> list[str]:
     """Return what is wrong with weights or other tensors, of several the worst: as far from their bounds as it gets.
 
     An element may differ by `rounding`, by that share of the tensor's largest one, and by its `response` besides.
+    cause: for the end of the finding.
     """
     findings = _missing(when, state, expected)
     excess = {}
@@ -252,7 +303,7 @@ def _differing_state(when: str, state: State, expected: State, rounding: float, 
         name = worst.parameter
         difference = largest_element(state[name] - expected[name])
         text = f"{when}, {name}: differs by {difference:.1e} afterwards, {worst.error:.1f} times its bound"
-        findings.append(text + _others(sum(not ratio <= 1.0 for ratio in excess.values()) - 1))
+        findings.append(text + _others(sum(not ratio <= 1.0 for ratio in excess.values()) - 1) + cause)
     return findings
 
 
@@ -290,7 +341,10 @@ def gradient_errors(
         if name.endswith("k_proj.bias") and norms.isdisjoint(expected):
             scale_name = name.replace("k_proj.bias", "k_proj.weight")
         error, scale = size(gradients[name] - expected[name]), sizes[scale_name]
-        errors[name] = error / scale if scale else np.inf * bool(error)
+        if scale:
+            errors[name] = error / scale
+        else:
+            errors[name] = np.inf if error else 0.0
     return errors
 
 

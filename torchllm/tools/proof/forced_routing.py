@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -85,7 +86,7 @@ class ChoiceRecord:
         """Add a forward pass: a forward hook."""
         choices = Choices(inputs[0].detach().flatten(0, -2).float().clone(), routing.experts)
         self._passes.setdefault(RouterUse(name, torch.is_grad_enabled()), []).append(choices)
-        self.smallest_gap = min(self.smallest_gap, gap(router, inputs[0]))
+        self.smallest_gap = float(np.minimum(self.smallest_gap, gap(router, inputs[0])))  # which keeps a NaN
 
 
 @torch.no_grad()
@@ -132,7 +133,7 @@ class ForcedChoices:
         x = inputs[0].detach().float()
         distances = torch.cdist(x.flatten(0, -2), choices.inputs)
         nearest, index = distances.min(dim=-1)
-        if (nearest > NEAREST * x.flatten(0, -2).norm(dim=-1)).any():
+        if not (nearest <= NEAREST * x.flatten(0, -2).norm(dim=-1)).all():
             raise UserError(f"{self.name}: gets a token that one process in float32 does not have")
         self.experts = choices.experts[index].view(*x.shape[:-1], -1)
 

@@ -125,8 +125,8 @@ def put_together(parts: Iterable[HeldPart]) -> WholeTensors:
         is_filled = filled[part.name][part.region]
         first, second = values[is_filled], part.values[is_filled]
         if not np.array_equal(first, second, equal_nan=True):
-            largest = max(float(np.abs(first - second).max()), different.get(part.name, 0.0))
-            different[part.name] = largest
+            largest = np.maximum(np.abs(first - second).max(), different.get(part.name, 0.0))
+            different[part.name] = float(largest)
         values[...] = part.values
         is_filled[...] = True
     for name, is_filled in filled.items():

@@ -283,11 +283,15 @@ def stages_of(layout: Settings) -> int:
     return stages
 
 
+def short_name(key: str) -> str:
+    """Return the name of a setting in the line of a layout: keys of [parallel] and [training] without their section."""
+    return re.sub("^(parallel|training)[.]", "", key)
+
+
 def describe_layout(layout: Settings) -> str:
-    """Return a layout in one line, without the degrees that are 1; keys of [parallel] and [training] by their name."""
+    """Return a layout in one line, without the degrees that are 1."""
     words = []
     for key, value in layout.items():
         if key not in AXES or value > 1:
-            name = re.sub("^(parallel|training)[.]", "", key)
-            words.append(f"{name}={value}")
+            words.append(f"{short_name(key)}={value}")
     return " ".join(words)

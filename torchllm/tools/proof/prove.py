@@ -1,5 +1,6 @@
 """Train a small copy of a config under many layouts with its recipe, and compare each with one process."""
 
+import itertools
 import math
 import pickle
 import re
@@ -11,11 +12,13 @@ from typing import NamedTuple
 
 from torchllm.config import Config
 from torchllm.config.errors import UserError
+from torchllm.tools.config.checks import problems
 from torchllm.tools.proof.axes import RESUMED, TECHNIQUES, Technique
 from torchllm.tools.proof.compare import (
     GRADIENT_ERROR,
     Agreement,
     ErrorBounds,
+    Verdict,
     bfloat16_bounds,
     compare_trainings,
     float8_bounds,
@@ -35,11 +38,12 @@ from torchllm.tools.proof.layouts import (
     degrees,
     describe_layout,
     ranks_of,
+    short_name,
     with_settings,
 )
 from torchllm.tools.proof.pool import Pool, WorkerFailed
 from torchllm.tools.proof.recipe import import_recipe
-from torchllm.tools.proof.record import Recording, Trained, record_training
+from torchllm.tools.proof.record import LayoutRefused, Recording, Trained, record_training
 from torchllm.tools.proof.sample import covering
 from torchllm.tools.proof.shrink import one_process, shrink, write_documents
 
@@ -63,9 +67,11 @@ class ProofOptions(NamedTuple):
     dtype: str
     """float32 or bfloat16"""
     layouts: int | None
-    """how many layouts are drawn besides the techniques alone; None: until every pair of settings has occurred"""
+    """how many are trained, the techniques alone first; 0: these; None: until every pair of settings has occurred"""
     seed: int
     """of the draw, the weights and the data"""
+    only: str = ""
+    """name of the one layout that is trained"""
 
 
 class ProvenLayout(NamedTuple):
@@ -81,9 +87,14 @@ class ProvenLayout(NamedTuple):
     """the layout of the run that this one resumes"""
 
     @property
+    def verdict(self) -> Verdict:
+        """What came of the comparison with one process."""
+        return self.agreement.verdict
+
+    @property
     def is_right(self) -> bool:
         """Whether it trains the same model as one process."""
-        return not self.agreement.findings
+        return self.verdict == "right"
 
     @property
     def is_alone(self) -> bool:
@@ -124,30 +135,15 @@ def prove(
 ) -> Iterator[ProvenLayout]:
     """Train small copies of a config with a recipe, and yield what came of each layout as soon as it is known.
 
-    First come the techniques alone, of one process and then of several; pairs of axes; a run that is saved and resumed;
-    then layouts in which every pair of settings occurs. If one process does not agree with itself, nothing else is
-    tried. kept: dotted keys of the config that stay as they are. UserError if the recipe fails in one process.
+    kept: dotted keys of the config that stay as they are. UserError if the recipe fails in one process, or there is no
+    layout of the name that is asked for.
     """
     with tempfile.TemporaryDirectory(prefix="torchllm-prove-") as folder:
         prover = Prover(recipe, config, options, Path(folder), pool, kept)
-        agrees_with_itself = all_right = True
-        for technique in TECHNIQUES:  # those of one process first
-            layout = prover.layout_with(technique)
-            if layout is None:
-                continue
-            if ranks_of(layout) > 1 and not agrees_with_itself:
-                return
-            result = prover.prove(layout, technique)
-            all_right &= result.is_right
-            agrees_with_itself &= result.is_right or ranks_of(layout) > 1
-            yield result
-        if not agrees_with_itself:
-            return
-        # Of a layout that may be wrong by itself resuming says nothing.
-        if all_right and not prover.is_bfloat16 and "checkpoint.resume" not in kept:
-            yield prover.prove_resumed()
-        for layout in prover.draw(options.layouts):
-            yield prover.prove(layout)
+        if options.only:
+            yield prover.prove(prover.layout_named(options.only))
+        else:
+            yield from itertools.islice(prover.prove_all(draws=options.layouts != 0), options.layouts or None)
 
 
 class Prover:
@@ -178,7 +174,33 @@ class Prover:
         self.space = LayoutSpace(self.base, combined, drawn_options, options.ranks)
         self.layouts = self.space.census().layouts
         self.proven: list[Settings] = []
+        self.refused: list[Settings] = []
         self.trained_alone: dict[tuple[Config, float, bool], Trained] = {}
+
+    def prove_all(self, draws: bool) -> Iterator[ProvenLayout]:
+        """Yield what comes of the techniques alone, of a run that is resumed, and if `draws` of drawn layouts.
+
+        Of the techniques those of one process come first: if it does not agree with itself, nothing else is tried.
+        """
+        agrees_with_itself, none_wrong = True, True
+        for technique in TECHNIQUES:
+            layout = self.layout_with(technique)
+            if layout is None:
+                continue
+            if ranks_of(layout) > 1 and not agrees_with_itself:
+                return
+            result = self.prove(layout, technique)
+            none_wrong &= result.verdict != "wrong"
+            agrees_with_itself &= result.verdict != "wrong" or ranks_of(layout) > 1
+            yield result
+        if not agrees_with_itself:
+            return
+        # Of a layout that may be wrong by itself resuming says nothing.
+        if none_wrong and not self.is_bfloat16 and "checkpoint.resume" not in self.kept:
+            yield self.prove_resumed()
+        if draws:
+            for layout in covering(self.space, self.layouts, self.seed, self.proven):
+                yield self.prove(layout)
 
     def layout_with(self, technique: Technique) -> Settings | None:
         """Return the smallest valid layout with a technique alone; None if the config allows none."""
@@ -197,18 +219,39 @@ class Prover:
                     return sized
         return None
 
-    def draw(self, count: int | None) -> list[Settings]:
-        """Draw layouts: with those that are proven already they have every pair of settings, if count is None."""
-        if count == 0:
-            return []
-        return covering(self.space, self.layouts, self.seed, self.proven)[:count]
+    def layout_named(self, name: str) -> Settings:
+        """Return the layout that `name_of` calls so, such as "pp=2 recompute.mode=full". UserError if there is none."""
+        key_of = {short_name(key): key for key in self.space.settings}
+        settings: Settings = {}
+        for word in name.split():
+            short, _, text = word.partition("=")
+            if short not in key_of:
+                raise UserError(f"--only: {word}: a layout has no such setting; it has {', '.join(key_of)}")
+            values = {str(value).lower(): value for value in self.space.settings[key_of[short]]}
+            if text.lower() not in values:
+                allowed = ", ".join(values)
+                raise UserError(f"--only: {word}: with --ranks={self.space.most_ranks} {short} is one of {allowed}")
+            settings[key_of[short]] = values[text.lower()]
+        smallest = {**dict.fromkeys(AXES, 1), **settings}
+        if ranks_of(smallest) > self.space.most_ranks:
+            raise UserError(f"--only: {name}: has {ranks_of(smallest)} ranks: give --ranks={ranks_of(smallest)} too")
+        layout = self.layout_with(Technique(settings, lambda config: True, ""))
+        if layout is None:
+            config = self.space.config(smallest)
+            reasons = [f"{reason.key}: {reason.message}" for reason in problems(config, config.parallel.ranks)]
+            why = "; ".join(reasons) or "one of its settings has no effect without another one"
+            raise UserError(f"--only: {name}: no such layout is valid: {why}")
+        return layout
 
     def prove(self, layout: Settings, technique: Technique | None = None) -> ProvenLayout:
         """Train a layout and compare it with one process."""
         started = time.monotonic()
         self.proven.append(layout)
         config = self.decided(self.space.config(layout))
-        return ProvenLayout(layout, config, self.agreement(config), time.monotonic() - started, technique)
+        agreement = self.agreement(config)
+        if agreement.refusal:
+            self.refused.append(layout)
+        return ProvenLayout(layout, config, agreement, time.monotonic() - started, technique)
 
     def prove_resumed(self) -> ProvenLayout:
         """Save a run in one layout, resume it in another one, and compare it with one process that was not resumed.
@@ -218,9 +261,9 @@ class Prover:
         saved, layout = self.layout_like({"parallel.dp_shard": 2}), self.layout_like({"parallel.tp": 2})
         result = self._prove_resumed(saved, layout)
         alone = self.layout_like({})
-        if not result.is_right and ranks_of(layout) > 1:
+        if result.verdict == "wrong" and ranks_of(layout) > 1:
             result_alone = self._prove_resumed(alone, alone)
-            return result if result_alone.is_right else result_alone
+            return result_alone if result_alone.verdict == "wrong" else result
         return result
 
     def _prove_resumed(self, saved: Settings, layout: Settings) -> ProvenLayout:
@@ -231,9 +274,9 @@ class Prover:
         return ProvenLayout(layout, config, agreement, time.monotonic() - started, RESUMED, saved)
 
     def layout_like(self, settings: Settings) -> Settings:
-        """Return the smallest valid layout with these settings alone, or of one process if there is none."""
+        """Return the smallest layout with these settings alone, or of one process if there is none or it is refused."""
         layout = self.layout_with(Technique(settings, lambda config: True, ""))
-        return self.layout_like({}) if layout is None else layout
+        return self.layout_like({}) if layout is None or layout in self.refused else layout
 
     def agreement(self, config: Config, saving: Config | None = None) -> Agreement:
         """Return how well a layout agrees with one process: in float64, if it does in that and not in float32.
@@ -268,6 +311,9 @@ class Prover:
                 config = with_settings(config, {**folder, "checkpoint.resume": "auto"})
             trained = self.train(config, recording)
         except WorkerFailed as error:
+            _, _, refusal = str(error).partition(f"{LayoutRefused.__module__}.{LayoutRefused.__name__}: ")
+            if refusal and saving is None:  # a layout that was trained before is not refused when it resumes: it fails
+                return Agreement("", 0.0, [], refusal=" ".join(refusal.split()))
             return Agreement("", math.nan, [error_line(str(error))])
         if saving is not None and trained.start != SAVED_STEP:
             return Agreement("", math.nan, [f"begins at step {trained.start + 1}: {NOT_RESUMED}"])
@@ -316,10 +362,16 @@ class Prover:
         key = config, recording.nudge, recording.in_float64
         if key not in self.trained_alone:
             try:
-                self.trained_alone[key] = self.train(config, recording)
+                trained = self.train(config, recording)
             except WorkerFailed as error:
                 text = f"{self.recipe} fails in one process, on the small copy of the config:"
                 raise UserError(f"{text}\n{error}") from error
+            if not trained.is_finite:
+                raise UserError(
+                    f"{self.recipe}: a loss, a gradient or a weight of one process is not finite, on the small copy of "
+                    f"the config: nothing can be compared with it (losses: {trained.losses})"
+                )
+            self.trained_alone[key] = trained
         return self.trained_alone[key]
 
     def train(self, config: Config, recording: Recording) -> Trained:
@@ -349,21 +401,3 @@ def error_line(text: str) -> str:
     """Return the line of a traceback that names the error, else the last one: a message may have several."""
     errors = re.findall(r"^[\w.]*(?:Error|Exception)\b.*", text, re.M)
     return errors[-1] if errors else text.strip().splitlines()[-1]
-
-
-def culprits(results: list[ProvenLayout]) -> list[Technique]:
-    """Return the techniques that make layouts wrong: those that are wrong alone, else all of a wrong layout."""
-    wrong = [result for result in results if not result.is_right]
-    alone = [(result.technique, result.config) for result in wrong if result.technique is not None]
-    if alone:  # of tp, and tp with sequence parallelism, the first says enough
-        causes = []
-        for technique, config in alone:
-            if not any(other.is_used(config) for other, _ in alone if other is not technique):
-                causes.append(technique)
-        return causes
-    found: dict[str, Technique] = {}
-    for result in wrong[:1]:
-        for technique in TECHNIQUES:
-            if technique.is_used(result.config):
-                found[technique.name] = technique
-    return list(found.values())

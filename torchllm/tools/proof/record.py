@@ -4,6 +4,7 @@
 weights: so the gradients are those that a fork's own loss, model and data have made.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -94,9 +96,20 @@ class Trained:
             weights=self.weights[start:],
         )
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether all losses, norms and weights are numbers, and so a measure for others."""
+        numbers = [*self.losses, *self.norms, *self.validation_losses.values()]
+        weights = itertools.chain.from_iterable(state.values() for state in self.weights)
+        return bool(np.isfinite(numbers).all()) and all(np.isfinite(weight).all() for weight in weights)
+
 
 class StepsRecorded(Exception):
     """The recipe has taken all steps that are recorded."""
+
+
+class LayoutRefused(UserError):
+    """A rule of the model, or of the recipe, refuses a layout before the first step."""
 
 
 class Recorder:
@@ -252,7 +265,8 @@ def nudge_gradients(parameters: Sequence[nn.Parameter], nudge: float) -> None:
 def record_training(train: RecipeTrain, config: Config, recording: Recording) -> Trained | None:
     """Take some steps of a recipe, on every rank of the layout of `config`; returns the record on rank 0 alone.
 
-    Call it on all ranks, inside the default process group. UserError if the recipe ends earlier.
+    Call it on all ranks, inside the default process group. LayoutRefused if the recipe raises a UserError before its
+    first step, UserError if it ends before the last one.
     """
     rank, folder = dist.get_rank(), Path(config.run.folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -276,6 +290,10 @@ def record_training(train: RecipeTrain, config: Config, recording: Recording) ->
         runtime.end_votes()
         recorder.trained.rounded = float64.rounded
         return recorder.trained if rank == 0 else None
+    except UserError as error:
+        if recorder.stages:
+            raise
+        raise LayoutRefused(str(error)) from error
     finally:
         hook.remove()
     taken = recorder.trained.start + len(recorder.trained.losses)
