@@ -18,8 +18,8 @@ import torch
 from torchllm.checkpoint.index import Region
 from torchllm.checkpoint.state import Part, TensorSharding
 from torchllm.checkpoint.tensors import load_tensors, open_checkpoint
-from torchllm.runtime.stop import STOP_SIGNALS
 from torchllm.tools.launch.lease import release_leases
+from torchllm.tools.launch.stop_requests import STOP_SIGNALS
 
 ROOT = Path(__file__).parents[1]
 DEBUG = "train_configs/debug.toml"

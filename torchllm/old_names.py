@@ -96,6 +96,8 @@ NAMES = {
     ("runtime.process", "runtime.device"): "choose_device compute_dtype has_usable_gpu",
     ("runtime.process", "tools.launch.rank_start"): """await_ranks has_launcher joined_key raise_first_error
         start_runtime""",
+    ("runtime.stop", "tools.launch.stop_requests"): """FILE_PATIENCE IGNORE_REPEATED_SIGNALS_FOR LOOKS_PER_SECOND
+        STOP_SIGNALS StopRequests""",
     ("runtime.torch_compat", "tools.torch_names"): "dump_memory group_with_name skip_pipeline_vote storage_info",
     ("facts.shapes", "tools.hub.family"): "stored_shapes",
     ("tools.adapt.supervise", "tools.adapt.adaptation"): "Adaptation",

@@ -14,8 +14,8 @@ from tests import workers
 from tests.tiny_run import process_as_it_was
 from torchllm.config.errors import UserError
 from torchllm.runtime.process import Runtime
-from torchllm.runtime.stop import StopRequests
 from torchllm.tools.launch.rank_start import raise_first_error
+from torchllm.tools.launch.stop_requests import StopRequests
 
 
 @pytest.fixture(autouse=True)

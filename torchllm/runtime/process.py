@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchllm.runtime.heartbeat import beat, heartbeat
-from torchllm.runtime.stop import STOP, STOPPED, StopRequests, write_marker
+from torchllm.runtime.stop import STOP, STOPPED, StopSource, write_marker
 from torchllm.runtime.terminal import drop_unwritten_output
 from torchllm.runtime.tolerance import Tolerance
 
@@ -50,7 +50,7 @@ class Runtime:
     """gloo group of all ranks, for communication on the host"""
     collect_interval: int
     """steps between two garbage collections; 0 leaves them to Python"""
-    stop_requests: StopRequests
+    stop_requests: StopSource
     """requests to stop this rank"""
     hooks: Hooks = field(default_factory=Hooks)
     """hooks of the launcher"""

@@ -26,12 +26,11 @@ from torchllm.runtime.device import choose_device
 from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.heartbeat import GROUP_GRACE, Timeouts, beat, heartbeat
 from torchllm.runtime.process import Hooks, Runtime
-from torchllm.runtime.stop import StopRequests
 from torchllm.tools.launch import launcher_notes
 from torchllm.tools.launch.descriptors import describe_low_limit, raise_descriptor_limit
 from torchllm.tools.launch.lease import DONE, Claim, check_owner, release_leases, take_or_inherit
 from torchllm.tools.launch.process_tree import end_with_parent
-from torchllm.tools.launch.same_start import refuse_different_starts
+from torchllm.tools.launch.stop_requests import StopRequests
 from torchllm.tools.launch.store import HashStore, Store, has_launcher, join_store
 
 if TYPE_CHECKING:
@@ -126,7 +125,10 @@ def start_runtime(run: Run, configs: Sequence[Config] = (), *, reads_only: bool 
         hooks=hooks,
     )
     beat("all ranks have joined")
-    refuse_different_starts(configs, runtime.host_group)
+    if world_size > 1:
+        from torchllm.tools.launch.same_start import refuse_different_starts
+
+        refuse_different_starts(configs, runtime.host_group)
     raise_first_error(runtime.gather_texts, ownership.refusal, RefusedStart)
     stop_requests.folder_is_owned()
     raise_first_error(runtime.gather_texts, device_error)

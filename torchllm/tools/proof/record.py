@@ -24,7 +24,7 @@ from torchllm.config.errors import UserError
 from torchllm.facts.parameters import canonical_name
 from torchllm.optim.fused import local_tensor
 from torchllm.runtime.process import Runtime
-from torchllm.runtime.stop import StopRequests
+from torchllm.runtime.stop import StopSource
 from torchllm.tools.proof.float64 import Float64
 from torchllm.tools.proof.forced_routing import ChoiceRecord, Choices, RouterUse, force_choices
 from torchllm.tools.proof.gather import FloatArray, ParameterFinding, gather_state, gather_whole, set_part
@@ -279,7 +279,7 @@ def record_training(train: RecipeTrain, config: Config, recording: Recording) ->
         folder=folder,
         host_group=dist.new_group(backend="gloo"),
         collect_interval=0,
-        stop_requests=StopRequests(folder, rank, dist.get_world_size()),
+        stop_requests=StopSource(),
     )
     recorder, float64 = Recorder(recording), Float64()
     hook = register_optimizer_step_pre_hook(recorder.before_update)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.patience import patience
 from tests.tiny_run import process_as_it_was
-from torchllm.runtime.stop import STOP_SIGNALS, StopRequests
+from torchllm.tools.launch.stop_requests import STOP_SIGNALS, StopRequests
 
 
 @pytest.fixture(autouse=True)
