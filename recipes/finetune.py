@@ -120,15 +120,15 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
                 packed = data.next_step()
             result = step(n, packed.unpack(device))
 
-            # Agreed by all ranks: one that stopped alone would leave the others waiting.
-            stopping = runtime.should_stop(checkpoints.failed)
-            last = stopping or n == config.training.steps
-
             validation_loss = None
             if due(n, config.evaluate.interval, config.training.steps):
                 with monitor.pause("evaluate"), average.in_place_of_weights(config.evaluate.ema):
                     held_out = data.validation_batches(config.evaluate.sequences, device)
                     validation_loss = evaluate(forward_backward, held_out, device, mesh)
+
+            # Agreed by all ranks: one that stopped alone would leave the others waiting.
+            stopping = runtime.should_stop(checkpoints.failed)
+            last = stopping or n == config.training.steps
 
             if monitor.log(n, result, validation_loss, force=last):
                 health = read_health(config.training, n, result, validation_loss)

@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ from tests.tiny_run import STEPS, curve, metrics, tensor_files
 from torchllm.metrics import meter
 from torchllm.models.decoder import build_model
 from torchllm.parallel.initialize import initialize
+from torchllm.tools.launch import stop_requests
 from torchllm.tools.watch.goodput import read_launches
 
 
@@ -62,25 +64,45 @@ def last_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _signal_in_evaluation(recipe: Any, rank: int) -> None:
+def _signal_in_evaluation(patience: float, recipe: Any, rank: int) -> None:
+    """patience: seconds that the evaluation may take after the signal."""
     evaluate = recipe.evaluate
 
     def signalled(*arguments: Any) -> float:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return evaluate(*arguments)
+        with mock.patch.object(stop_requests, "EVALUATION_MAY_TAKE", patience):
+            return evaluate(*arguments)
 
     recipe.evaluate = signalled
 
 
 def test_a_signal_to_one_rank_during_evaluation_stops_all_with_a_checkpoint(trained: Path, tmp_path: Path) -> None:
-    # Sent in the evaluation of step 4: the vote of step 5 has it, and is read at step 6.
-    assert pretrain(2, tmp_path, change=_signal_in_evaluation) == ["", ""]
-    assert json.loads((tmp_path / "stopped.json").read_text()) == {"step": 6}
-    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-00000004", "step-00000006"]
+    # Sent in the evaluation of step 4: the vote after it has it, and is read at step 5.
+    assert pretrain(2, tmp_path, change=partial(_signal_in_evaluation, math.inf)) == ["", ""]
+    assert json.loads((tmp_path / "stopped.json").read_text()) == {"step": 5}
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-00000004", "step-00000005"]
     assert pretrain(2, tmp_path) == ["", ""]
     assert not (tmp_path / "stopped.json").exists()
     assert curve(tmp_path) == curve(trained)
+    assert tensor_files(tmp_path, STEPS) == tensor_files(trained, STEPS)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "interval", "saved"),
+    [("recipes.pretrain", 3, 3), ("recipes.pretrain", STEPS, STEPS), ("tests.forks.8ca45ed.pretrain", 3, 4)],
+    ids=["in the middle", "in the last step", "in a fork"],
+)
+def test_an_evaluation_that_would_keep_a_stop_waiting_is_given_up(
+    trained: Path, tmp_path: Path, recipe: str, interval: int, saved: int
+) -> None:
+    overrides = ["--checkpoint.interval=0", f"--evaluate.interval={interval}"]
+    change = partial(_signal_in_evaluation, -1.0)
+    assert pretrain(2, tmp_path, *overrides, recipe=recipe, change=change) == ["", ""]
+    assert os.listdir(tmp_path / "checkpoints") == [f"step-{saved:08d}"]
+    assert [record for record in metrics(tmp_path) if "validation_loss" in record] == []
+    assert pretrain(2, tmp_path, "--checkpoint.interval=0", recipe=recipe) == ["", ""]
+    assert [step[:5] for step in curve(tmp_path)] == [step[:5] for step in curve(trained)]
     assert tensor_files(tmp_path, STEPS) == tensor_files(trained, STEPS)
 
 

@@ -27,6 +27,7 @@ from torchllm.parallel.mesh import Mesh
 from torchllm.runtime.device import compute_dtype
 from torchllm.runtime.process import Runtime
 from torchllm.runtime.signs_of_life import signs_of_life
+from torchllm.runtime.stop import may_give_up
 from torchllm.train.interval import due
 from torchllm.train.step import Health, StepResult, read_health
 
@@ -114,9 +115,17 @@ class Monitor:
         """Return a context around the call that waits for the next batch."""
         return self.meter.data_wait()
 
-    def pause(self, cause: Literal["evaluate", "checkpoint"]) -> AbstractContextManager[None]:
-        """Return a context around an evaluation or a checkpoint, whose time is not the step's."""
-        return self.meter.pause(cause)
+    @contextmanager
+    def pause(self, cause: Literal["evaluate", "checkpoint"]) -> Iterator[None]:
+        """Return a context around an evaluation or a checkpoint, whose time is not the step's.
+
+        An evaluation ends early, without a loss, if the run is asked to stop: it must save in time.
+        """
+        with self.meter.pause(cause), may_give_up(self.runtime.should_give_up):
+            yield
+        if self.runtime.has_given_up and cause == "evaluate":
+            file = self.runtime.folder / "config.toml"
+            log.warning("evaluation given up, to save in time; to make up for it: torchllm evaluate %s", file)
 
     def log(
         self,
@@ -132,7 +141,8 @@ class Monitor:
         evaluated where it is due, or has evaluated the weights in place of their average (`evaluate.ema`).
         """
         config = self.config
-        if validation_loss is None and due(n, config.evaluate.interval, config.training.steps):
+        is_evaluated = validation_loss is not None or self.runtime.has_given_up
+        if not is_evaluated and due(n, config.evaluate.interval, config.training.steps):
             raise UserError(
                 f"evaluate.interval: is {config.evaluate.interval}, but this recipe has not evaluated step {n}: give "
                 "monitor.log what evaluate(...) returns, as torchllm's own recipes do; or remove the key"

@@ -1,7 +1,7 @@
 """A rank of a job: its device, its connection to the other ranks, and their decisions to stop and to save.
 
 Every rank makes the same calls in the same order. Votes (stop now?) go through a gloo group on the host and are read
-one step late, so that no step waits for them. `torchllm/tools/launch/rank_start.py` makes a `Runtime`.
+one step (or batch) late, so that none waits for them. `torchllm/tools/launch/rank_start.py` makes a `Runtime`.
 """
 
 import gc
@@ -54,7 +54,10 @@ class Runtime:
     """requests to stop this rank"""
     hooks: Hooks = field(default_factory=Hooks)
     """hooks of the launcher"""
+    has_given_up: bool = False
+    """whether an evaluation has ended early because the run is asked to stop: the same on all ranks"""
     _vote: "_Vote | None" = None
+    _vote_on_giving_up: "_Vote | None" = None
     should_save: bool = False
     """whether the file `SAVE` requests a checkpoint, as of the last `should_stop`: the same on all ranks"""
     _is_frozen: bool = False
@@ -89,15 +92,25 @@ class Runtime:
             stop, self.should_save = self._vote.wait()
             self.stop_requests.begin_training()
             heartbeat().begin_steps()
-        flags = torch.tensor([failed or self.stop_requests.requested(), self._save_requested()], dtype=torch.uint8)
-        work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.host_group, async_op=True)
-        self._vote = _Vote(flags, work)
-        return stop
+        self._vote = self._start_vote(failed or self.stop_requests.requested(), self._save_requested())
+        return stop or self.has_given_up
+
+    def should_give_up(self) -> bool:
+        """Return whether an evaluation should end early, by the previous call: the same on all ranks."""
+        last_vote = self._vote_on_giving_up
+        self._vote_on_giving_up = self._start_vote(self.stop_requests.is_urgent())
+        self.has_given_up = last_vote is not None and any(last_vote.wait())
+        return self.has_given_up
+
+    def _start_vote(self, *wishes: bool) -> "_Vote":
+        flags = torch.tensor(wishes, dtype=torch.uint8)
+        return _Vote(flags, dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.host_group, async_op=True))
 
     def end_votes(self) -> None:
-        """Wait for the current vote, which must end before its process group is destroyed."""
-        if self._vote is not None:
-            self._vote.wait()
+        """Wait for the current votes, which must end before their process group is destroyed."""
+        for vote in (self._vote, self._vote_on_giving_up):
+            if vote is not None:
+                vote.wait()
 
     def _save_requested(self) -> bool:
         """Return whether rank 0 has found the file `SAVE` since the last call; the file is deleted."""
@@ -175,27 +188,19 @@ class Runtime:
         drop_unwritten_output()
 
 
-class _Decision(NamedTuple):
-    """Result of a vote."""
-
-    stop: bool
-    save: bool
-
-
 class _Vote(NamedTuple):
-    """An asynchronous vote of all ranks on stopping and on saving."""
+    """An asynchronous vote of all ranks."""
 
     flags: Tensor
-    """(2): 1 if this rank votes for stopping, and for saving; after the vote, if any rank does"""
+    """(questions): 1 where this rank votes yes; after the vote, where any rank does"""
     work: dist.Work | None
     """None if torch finished the reduction immediately"""
 
-    def wait(self) -> _Decision:
-        """Wait for the vote and return its result: whether any rank wants to stop, or to save."""
+    def wait(self) -> list[bool]:
+        """Wait for the vote and return its result: per question, whether any rank has voted yes."""
         if self.work is not None:
             self.work.wait()
-        stop, save = self.flags.tolist()
-        return _Decision(bool(stop), bool(save))
+        return [bool(flag) for flag in self.flags]
 
 
 def gather_texts(text: str | None, group: dist.ProcessGroup) -> list[str | None]:

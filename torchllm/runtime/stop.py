@@ -1,6 +1,8 @@
-"""What a run knows of requests to stop it. `torchllm/tools/launch/stop_requests.py` receives them."""
+"""What a run knows of requests to stop it. `torchllm/tools/launch/stop_requests.py` receives them. No torch."""
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 STOPPED = "stopped.json"
@@ -16,11 +18,43 @@ class StopSource:
         """Return whether this rank was asked to stop."""
         return False
 
+    def is_urgent(self) -> bool:
+        """Return whether it was asked so long ago that an evaluation may not go on."""
+        return False
+
     def begin_votes(self) -> None:
         """End this rank's start-up: called before its first vote on stopping."""
 
     def begin_training(self) -> None:
         """Mark every rank as started: called when the first vote is complete."""
+
+
+class GivenUp(Exception):
+    """An evaluation has ended early, without a result, on all ranks."""
+
+
+class _Process:
+    """What this process works on."""
+
+    asks: Callable[[], bool] | None = None
+    """of the `may_give_up` around it"""
+
+
+@contextmanager
+def may_give_up(asks: Callable[[], bool]) -> Iterator[None]:
+    """Return a context in which `should_give_up` asks `asks`, and which ends without an error after GivenUp."""
+    _Process.asks = asks
+    try:
+        yield
+    except GivenUp:
+        pass
+    finally:
+        _Process.asks = None
+
+
+def should_give_up() -> bool:
+    """Return whether an evaluation should raise GivenUp. Call it on all ranks, before each batch."""
+    return _Process.asks is not None and _Process.asks()
 
 
 def write_marker(folder: Path, step: int | None) -> None:

@@ -63,13 +63,25 @@ def test_only_a_second_interrupt_ends_a_training_run_at_once(
     assert statuses == [128 + signal.SIGINT]
 
 
-def test_user_signals_that_run_train_ignores_stay_ignored_for_helper_processes(tmp_path: Path) -> None:
+def test_signals_that_run_train_or_nohup_ignores_stay_ignored(tmp_path: Path) -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     requests = StopRequests(tmp_path, rank=0, world_size=1)
     requests.listen()
-    assert signal.getsignal(signal.SIGUSR1) is signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        assert signal.getsignal(number) is signal.SIG_IGN
     assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGINT) == requests._hear
+
+
+def test_a_request_is_urgent_when_an_evaluation_has_had_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = StopRequests(tmp_path, rank=0, world_size=1)
+    assert not requests.is_urgent()
+    (tmp_path / "stop").touch()
+    for moment, is_urgent in ((100.0, False), (105.0, False), (105.1, True)):
+        monkeypatch.setattr(time, "monotonic", lambda moment=moment: moment)
+        assert requests.is_urgent() == is_urgent
 
 
 def test_only_rank_0_looks_for_the_file_in_training(tmp_path: Path) -> None:

@@ -22,10 +22,12 @@ from torchllm.runtime.stop import STOP, StopSource, write_marker
 
 log = logging.getLogger(__name__)
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """signals that ask the run to stop"""
 IGNORE_REPEATED_SIGNALS_FOR = 5.0
 """seconds; a terminal signals every process, and torchrun forwards the same signal a second time"""
+EVALUATION_MAY_TAKE = 5.0
+"""seconds after a request; schedulers leave a job 30 s to save"""
 LOOKS_PER_SECOND = 1_000
 """polls per second for the file `STOP` during start-up, by all ranks together"""
 FILE_PATIENCE = 3.0
@@ -84,10 +86,10 @@ class StopRequests(StopSource):
         """Handle signals from here on and, if run_train.sh has started this rank, poll for the file.
 
         A signal that is ignored when the process starts stays ignored, also in its children: run_train.sh handles
-        SIGUSR1 and SIGUSR2, which would kill e.g. the processes of a compiler.
+        SIGUSR1 and SIGUSR2, which would kill e.g. the processes of a compiler, and nohup ignores SIGHUP.
         """
         for number in STOP_SIGNALS:
-            is_inherited = number in (signal.SIGUSR1, signal.SIGUSR2)
+            is_inherited = number not in (signal.SIGTERM, signal.SIGINT)
             if not (is_inherited and signal.getsignal(number) is signal.SIG_IGN):
                 signal.signal(number, self._hear)
         if self.is_launched:
@@ -112,6 +114,10 @@ class StopRequests(StopSource):
             self._requested_at = time.monotonic()
             log.warning("%s: saving at the next step boundary", self.folder / STOP)
         return self._requested_at is not None
+
+    def is_urgent(self) -> bool:
+        """See StopSource."""
+        return self.requested() and time.monotonic() - (self._requested_at or 0.0) > EVALUATION_MAY_TAKE
 
     def begin_votes(self) -> None:
         """See StopSource."""
