@@ -92,6 +92,16 @@ def test_what_is_refused() -> None:
         ({"PET_NNODES": "1:4"}, "must be a fixed number of nodes"),
         ({"PET_NNODES": "2", "PET_MAX_RESTARTS": "3"}, "set run.restarts instead"),
         ({"PET_NNODES": "2", "PET_NODE_RANK": "first"}, "PET_NODE_RANK=first: must be a whole number"),
+        ({"PET_NNODES": "2", "PET_NODE_RANK": "2"}, "PET_NODE_RANK=2: the ranks of 2 nodes are 0 and 1"),
+        ({"PET_NNODES": "16", "PET_NODE_RANK": "16"}, "PET_NODE_RANK=16: the ranks of 16 nodes are 0 to 15"),
+        ({"PET_NNODES": "1", "PET_NODE_RANK": "1"}, "PET_NODE_RANK=1: the rank of 1 node is 0"),
+        ({"PET_NNODES": "0"}, "PET_NNODES=0: must be a fixed number of nodes"),
+        (RANK | {"RANK": "4", "LOCAL_RANK": "0"}, "RANK=4: the ranks of 4 processes are 0 to 3"),
+        (MPI | {"OMPI_COMM_WORLD_RANK": "4"}, "OMPI_COMM_WORLD_RANK=4: the ranks of 4 processes are 0 to 3"),
+        ({"PET_NNODES": "2", "PET_MASTER_PORT": "70000"}, "PET_MASTER_PORT=70000: a port is a number from 1 to 65535"),
+        ({"PET_NNODES": "2", "PET_MASTER_PORT": "0"}, "PET_MASTER_PORT=0: a port is"),
+        (SLURM | {"MASTER_PORT": "65536"}, "MASTER_PORT=65536: a port is a number from 1 to 65535"),
+        (RANK | {"MASTER_PORT": "65536"}, "MASTER_PORT=65536: a port is a number from 1 to 65535"),
     ]:
         with pytest.raises(UserError, match=re.escape(part)):
             read_job(variables)

@@ -115,6 +115,10 @@ def test_a_rank_that_knows_no_rank_0_is_refused(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.delenv(name, raising=False)
     error = error_of(lambda: rank_start._open_store(Run(), 0, timedelta(seconds=1)))
     assert error.startswith("WORLD_SIZE=2, but MASTER_ADDR and MASTER_PORT and RANK not set: start the recipe with")
+    for name, value in (("RANK", "0"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "65536")):
+        monkeypatch.setenv(name, value)
+    error = error_of(lambda: rank_start._open_store(Run(), 0, timedelta(seconds=1)))
+    assert error == "MASTER_PORT=65536: a port is a number from 1 to 65535"
 
 
 def test_a_job_of_one_node_stays_on_the_loopback_whatever_the_site_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from torchllm.config.errors import UserError
 from torchllm.runtime.host_limits import usable_cores
 from torchllm.tools.launch.compiler import count_gpus
 
 DEFAULT_PORT = 29500
+LAST_PORT = 2**16 - 1
 SLURM_PORTS = 20000
 """the port of a Slurm job with a task per rank: this number plus the last digits of the job's number"""
 FIRST_SPECIAL_STEP = 0xFFFF_FFF0
@@ -78,19 +80,19 @@ def read_torchrun(variables: Variables) -> JobPlace | None:
     nodes = variables.get("PET_NNODES")
     if not nodes:
         return None
-    if not re.fullmatch("[0-9]+", nodes):
+    if not re.fullmatch("[1-9][0-9]*", nodes):
         raise UserError(f"PET_NNODES={nodes}: must be a fixed number of nodes")
     restarts = variables.get("PET_MAX_RESTARTS", "0")
     if restarts != "0":
         raise UserError(f"PET_MAX_RESTARTS={restarts}: set run.restarts instead")
     ranks = variables.get("PET_NPROC_PER_NODE", "auto")
-    node = _number(variables, "PET_NODE_RANK", 0)
+    node = _rank(variables, "PET_NODE_RANK", int(nodes), "node")
     return JobPlace(
         nodes=nodes,
         node=node,
         process=node,
         head=_host(variables.get("PET_MASTER_ADDR", "")),
-        port=_number(variables, "PET_MASTER_PORT", DEFAULT_PORT),
+        port=read_port(variables, "PET_MASTER_PORT", DEFAULT_PORT),
         ranks_per_node="" if ranks in ("auto", "gpu", "cpu") else ranks,
     )
 
@@ -113,7 +115,7 @@ def read_slurm(variables: Variables) -> JobPlace | None:
         node=node,
         process=node,
         head=_host(variables.get("MASTER_ADDR") or first_host(variables["SLURM_STEP_NODELIST"])),
-        port=_number(variables, "MASTER_PORT", 0),
+        port=read_port(variables, "MASTER_PORT", 0),
         name=f"{job}.{variables['SLURM_STEP_ID']}.{variables.get('SLURM_RESTART_COUNT') or 0}",
     )
     if int(tasks) <= int(nodes):
@@ -130,7 +132,7 @@ def read_slurm(variables: Variables) -> JobPlace | None:
         process=int(variables["SLURM_PROCID"]),
         local_rank=int(variables["SLURM_LOCALID"]),
         ranks_per_node=equal[1],
-        port=_number(variables, "MASTER_PORT", SLURM_PORTS + int(job) % SLURM_PORTS),
+        port=read_port(variables, "MASTER_PORT", SLURM_PORTS + int(job) % SLURM_PORTS),
     )
 
 
@@ -171,7 +173,7 @@ def _read_mpi(
     if not {size, rank, local_size, local_rank} <= variables.keys() or variables[size] == "1":
         return None
     ranks, ranks_here = int(variables[size]), int(variables[local_size])
-    process, local = int(variables[rank]), int(variables[local_rank])
+    process, local = _rank(variables, rank, ranks, "process"), int(variables[local_rank])
     nodes, rest = divmod(ranks, ranks_here)
     node = process // ranks_here
     if rest or process != node * ranks_here + local:
@@ -187,7 +189,7 @@ def _read_mpi(
         node=node,
         process=process,
         head=head,
-        port=_number(variables, "MASTER_PORT", DEFAULT_PORT),
+        port=read_port(variables, "MASTER_PORT", DEFAULT_PORT),
     )
     if ranks_here == 1:  # one process per node
         return found
@@ -216,7 +218,7 @@ def read_rank_variables(variables: Variables) -> JobPlace | None:
             f"set {PET}; if ranks, one per process (Azure ML), set {', '.join(missing)} too; to train on this node "
             "alone, unset WORLD_SIZE"
         )
-    ranks_here, process = int(variables["LOCAL_WORLD_SIZE"]), int(variables["RANK"])
+    ranks_here, process = int(variables["LOCAL_WORLD_SIZE"]), _rank(variables, "RANK", int(ranks), "process")
     local = int(variables["LOCAL_RANK"])
     nodes, rest = divmod(int(ranks), ranks_here)
     if rest or process % ranks_here != local:
@@ -225,7 +227,7 @@ def read_rank_variables(variables: Variables) -> JobPlace | None:
             "with consecutive numbers"
         )
     found = JobPlace(nodes=str(nodes), node=process // ranks_here, head=_host(variables["MASTER_ADDR"]))
-    port = _number(variables, "MASTER_PORT", DEFAULT_PORT)
+    port = read_port(variables, "MASTER_PORT", DEFAULT_PORT)
     return _per_rank(found, process=process, local_rank=local, ranks_per_node=str(ranks_here), port=port)
 
 
@@ -278,6 +280,25 @@ def _number(variables: Variables, name: str, default: int) -> int:
     if not re.fullmatch("[0-9]{1,9}", text):
         raise UserError(f"{name}={text}: must be a whole number")
     return int(text)
+
+
+def _rank(variables: Variables, name: str, count: int, unit: Literal["node", "process"]) -> int:
+    """Return a variable that numbers one of `count` nodes or processes, from 0 on. Raises UserError."""
+    rank = _number(variables, name, 0)
+    if rank >= count:
+        ranks = "0 and 1" if count == 2 else f"0 to {count - 1}"
+        several = "nodes" if unit == "node" else "processes"
+        allowed = f"the rank of 1 {unit} is 0" if count == 1 else f"the ranks of {count} {several} are {ranks}"
+        raise UserError(f"{name}={rank}: {allowed}")
+    return rank
+
+
+def read_port(variables: Variables, name: str, default: int) -> int:
+    """Return a variable that must be a port, or the default if it is not set. Raises UserError."""
+    port = _number(variables, name, default)
+    if variables.get(name) and not 0 < port <= LAST_PORT:
+        raise UserError(f"{name}={port}: a port is a number from 1 to {LAST_PORT}")
+    return port
 
 
 def assignments(job: JobPlace, variables: Variables) -> list[str]:

@@ -227,9 +227,10 @@ def _open_store(run: Run, rank: int, timeout: timedelta) -> Store:
     if has_launcher():
         return join_store(timeout)
     from torchllm.tools.launch.head import HeadAddress, NodeMissing, NodeWait, reach_head  # launchers wait otherwise
+    from torchllm.tools.launch.job import read_port
     from torchllm.tools.launch.store import LOOPBACK, connect_store, serve_loopback_store, serve_store
 
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address, port = os.environ["MASTER_ADDR"], read_port(os.environ, "MASTER_PORT", 0)
     speaks = os.environ.get("LOCAL_RANK", "0") == "0"
     wait = NodeWait(run.start_timeout, speaks=speaks)
     try:
