@@ -161,6 +161,10 @@ def test_a_restart_in_which_something_happens_is_the_same_run(
         runs = run_with_fault(start, folder, fault, 2)
         assert [run.wait() for run in runs] == [0, 0], runs[0].err.read_text()
         assert len(restarts_of(runs)) == restarts
+        events = re.findall(
+            r"^node 1 is .*: all 2 nodes have (joined|started again, attempt \d)", runs[1].err.read_text(), re.M
+        )
+        assert events == ["joined", *(f"started again, attempt {2 + number}" for number in range(restarts))]
         assert_same_run(folder, undisturbed)
 
 

@@ -71,6 +71,20 @@ def test_each_attempt_has_a_store_of_its_own(open_nodes: Callable[[int], list[Re
     assert not launchers[1].store.check(["alarm"])
 
 
+def test_a_node_has_begun_when_all_have(
+    open_nodes: Callable[[int], list[Rendezvous]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "LOOK_INTERVAL", 0.01)
+    launchers = open_nodes(3)
+    with ThreadPoolExecutor(3) as pool:
+        begun = [pool.submit(begin, launcher) for launcher in launchers[:2]]
+        for node in begun:
+            with pytest.raises(TimeoutError):
+                node.result(0.3)
+        last = begin(launchers[2])
+        assert [node.result(patience(30)) for node in begun] == [last, last]
+
+
 def decide_to(verdict: Verdict, seen: list[object]) -> Decide:
     """Return what node 0 decides; it notes what it is given."""
 

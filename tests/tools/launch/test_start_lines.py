@@ -1,6 +1,7 @@
 """A start is not silent while torch is imported."""
 
 import importlib
+import os
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,16 @@ def test_a_line_every_ten_seconds_until_a_rank_has_joined(
     assert slept == [10.0, 10.0, 10.0]
     lines = capsys.readouterr().err.splitlines()
     assert lines == ["importing torch: 10 s so far", "importing torch: 20 s so far"]
+
+
+def test_another_node_says_that_it_has_joined_and_started_again(capsys: pytest.CaptureFixture[str]) -> None:
+    for attempt in (1, 2):
+        start_lines.say_that_nodes_have_joined(1, 2, attempt)
+    host = os.uname().nodename
+    assert capsys.readouterr().err.splitlines() == [
+        f"node 1 is {host}: all 2 nodes have joined",
+        f"node 1 is {host}: all 2 nodes have started again, attempt 2; node 0's output says why",
+    ]
 
 
 def test_a_process_without_a_launcher_sees_whether_it_imports(

@@ -31,7 +31,7 @@ from torchllm.tools.launch.process_tree import end_with_parent, is_running, tie_
 from torchllm.tools.launch.rank_watch import RankWatch, memory_folder
 from torchllm.tools.launch.ranks import RankPlaces, RankProcesses
 from torchllm.tools.launch.restarts import AttemptOver, JobOver, PartEnding, Restarts
-from torchllm.tools.launch.start_lines import say_that_imports_go_on
+from torchllm.tools.launch.start_lines import say_that_imports_go_on, say_that_nodes_have_joined
 
 if TYPE_CHECKING:  # it imports torch
     from torchllm.tools.launch.rendezvous import Rendezvous
@@ -200,6 +200,8 @@ class Launcher:
         """Begin an attempt, and return where its ranks meet. folder: of the attempt."""
         options = self.options
         address, port = self.reserved.getsockname() if self.rendezvous is None else self.rendezvous.begin(self.attempt)
+        if options.node_rank > 0 and options.rdzv_id == "none":  # under Slurm all nodes share one output
+            say_that_nodes_have_joined(options.node_rank, options.nnodes, self.attempt)
         if self.rendezvous is None:
             os.environ[STORE] = str(folder / "store")
         return RankPlaces(

@@ -111,16 +111,19 @@ class Rendezvous:
             watch = NodeWatch(lambda node: self._note_end(node, "lost"))
             self.launchers.set(WATCH_PORT, str(watch.port))
             return
-        port = int(self._await(WATCH_PORT, NodeWait(self.start_timeout)))
+        port = int(self._await(WATCH_PORT, NodeWait(self.start_timeout), self._beginning_of_node_0()))
         reach_head(HeadAddress(self.head, port), NodeWait(self.start_timeout))
         self.connection = NodeConnection(self.head, port, self.node, self.start_timeout)
 
-    def _await(self, key: str, wait: NodeWait) -> bytes:
-        """Return a value of the launchers' store when node 0 has set it."""
+    def _await(self, key: str, wait: NodeWait, missing: str) -> bytes:
+        """Return a value of the launchers' store when node 0 has set it. missing: what it waits for, in words."""
         while not self.launchers.check([key]):
             self._raise_end()
-            wait.go_on(f"node 0 at {self.head} to begin", "Its output names the reason")
+            wait.go_on(missing, "The output of node 0 names the reason")
         return self.launchers.get(key)
+
+    def _beginning_of_node_0(self) -> str:
+        return f"node 0 at {self.head} to begin"
 
     def _raise_end(self) -> None:
         """Raise why the job is over according to the other launchers, if it is."""
@@ -145,9 +148,12 @@ class Rendezvous:
                 self.store = serve_store(self.head, 0, self.timeout)
                 self.launchers.set(self._key("port"), str(self.store.port))
                 self._await_nodes(wait)
+                self.launchers.set(self._key("all_begun"), "")
             else:
                 self.launchers.set(self._key(f"begun_{self.node}"), "")
-                self.store = self._connect(int(self._await(self._key("port"), wait)), wait)
+                port = int(self._await(self._key("port"), wait, self._beginning_of_node_0()))
+                self.store = self._connect(port, wait)
+                self._await(self._key("all_begun"), wait, "the other nodes to begin")
         except dist.DistError as error:
             raise NodeMissing(f"the launchers of all nodes could not begin together: {error}") from error
         return HeadAddress(self.head, self.store.port)

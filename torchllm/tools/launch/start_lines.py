@@ -22,6 +22,12 @@ def say_that_imports_go_on(started: str) -> None:
     threading.Thread(target=_speak, args=(_ranks_import,), name="imports", daemon=True).start()
 
 
+def say_that_nodes_have_joined(node: int, nodes: int, attempt: int) -> None:
+    """Say on a node after the first that all nodes of the job are there, and whether they have started again."""
+    event = "have joined" if attempt == 1 else f"have started again, attempt {attempt}; node 0's output says why"
+    _say(f"node {node} is {os.uname().nodename}: all {nodes} nodes {event}")
+
+
 def say_while_this_imports() -> None:
     """Say every `INTERVAL` seconds that the imports of this process go on, unless a launcher does; in a thread."""
     if notes_folder() is None and os.environ.get("RANK", "0") == "0":
