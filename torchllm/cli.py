@@ -38,10 +38,11 @@ usage: torchllm COMMAND [ARGUMENTS]
       Print the sizes of a published model, from its config.json alone, as a TOML file for plan rank --model.
   torchllm convert FILE [--gpus=N]
       Print our config for one of torchtitan, transformers, Megatron-LM, nanochat or litgpt (docs/coming_from.md).
-  torchllm pipeline train_configs/pipeline/laptop.toml [--check]
+  torchllm pipeline train_configs/pipeline/laptop.toml [--check] [--set STAGE.section.key=value]
       Tokenizer, pretraining, fine-tuning, evaluation, export and a chat, one after another (docs/pipeline.md).
   torchllm report RUN [RUN ...] [-o FILE]
-      Write one HTML page about runs: curves, where the time went, events, data, config.
+      Write one HTML page about runs: curves, where the time went, events, data, config. Of a pipeline's folder: a text
+      with its stages, times, costs, scores and samples.
   torchllm env
       Print versions and hardware, for a bug report.
   torchllm RECIPE [ARGUMENTS]
@@ -83,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         size(rest)
     elif command == "report":
-        from torchllm.tools.watch.report import main as report
+        from torchllm.tools.pipeline.report import main as report
 
         report(rest)
     elif command == "pipeline":

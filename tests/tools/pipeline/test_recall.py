@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ from tests.launched import clean
 from tests.tiny_run import ROOT
 from torchllm.models.head import IGNORED
 from torchllm.tools.pipeline.docstrings import Pair
-from torchllm.tools.pipeline.recall import Answer, Figures, ask, bits_per_byte, conversation_lines, figure_lines
+from torchllm.tools.pipeline.recall import BATCH, Answer, Figures, ask, bits_per_byte, conversation_lines, figure_lines
 from torchllm.tools.pipeline.stages import read_stage_records
 from torchllm.tools.prepare.chat.examples import Conversation, Example
 
@@ -28,7 +27,7 @@ PAIRS = [Pair(f"What does {name} do?", f"It is {name}.") for name in ("json.dump
 def test_every_question_is_asked_once_and_compared_letter_by_letter() -> None:
     def answers(questions: list[Any], **settings: Any) -> list[str]:
         assert settings["temperature"] == 0.0
-        assert len(questions) <= settings["batch_size"]
+        assert settings["batch_size"] == BATCH  # all questions at once, so that the progress counts all of them
         return [f"It is {messages[0]['content'].split()[2]}." for messages in questions]
 
     many = [*PAIRS * 40, Pair("What does e do?", "it is e.")]
@@ -88,23 +87,24 @@ write_library(build_library(modules), Path(sys.argv[1]))
 def test_a_tiny_pipeline_from_nothing_to_a_model_that_answers(tmp_path: Path) -> None:
     """The laptop's stages on fewer modules and steps; a second call does nothing."""
     (tmp_path / "corpus.py").write_text(CORPUS)
-    folder = tmp_path / "train_configs/pipeline"
-    (folder / "laptop").mkdir(parents=True)
-    for name in ("laptop.toml", "laptop/pretrain.toml", "laptop/finetune.toml"):
-        text = (ROOT / "train_configs/pipeline" / name).read_text()
-        text = text.replace("python -m torchllm.tools.pipeline.docstrings", "python corpus.py")
-        text = re.sub(r"\nlayers = \d+\nhidden = \d+", "\nlayers = 1\nhidden = 48", text)
-        text = re.sub(r"\nsteps = \d+", "\nsteps = 24", text).replace("interval = 200", "interval = 12")
-        text = text.replace("vocab = 4096", "vocab = 512").replace("size=4096", "size=512")
-        text = text.replace("fraction = 0.02", "fraction = 0.1")
-        (folder / name).write_text(re.sub(r"\nepochs = [\d.]+", "\nepochs = 2.0", text))
-    command = [sys.executable, "-P", "-m", "torchllm", "pipeline", "train_configs/pipeline/laptop.toml"]
+    text = (ROOT / "train_configs/pipeline/laptop.toml").read_text()
+    text = text.replace("python -m torchllm.tools.pipeline.docstrings", "python corpus.py")
+    (tmp_path / "small.toml").write_text(text)
+    model = ["layers=1", "hidden=48", "vocab=512"]
+    stages = ["tokenizer", "prepare", "pretrain", "finetune"]
+    settings = ["tokenizer.tokenizer.size=512", "prepare.data.validation_fraction=0.1", "finetune.finetune.epochs=2"]
+    settings += [f"{stage}.model.{size}" for stage in stages for size in model]
+    settings += ["pretrain.training.steps=24", "pretrain.evaluate.interval=12", "pretrain.checkpoint.interval=12"]
+    command = [sys.executable, "-P", "-m", "torchllm", "pipeline", "small.toml", "--set", "folder=small"]
+    for setting in settings:
+        command += ["--set", setting]
     environment = clean({"PYTHONPATH": str(ROOT)})
     for _ in range(2):
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("done earlier") == 8
-    runs = tmp_path / "runs/laptop"
+    runs = tmp_path / "small"
+    assert not (tmp_path / "runs").exists()
     assert all(record.is_done for record in read_stage_records(runs).values())
     figures = Figures(**json.loads((runs / "evaluate/figures.json").read_text()))
     assert 0 <= figures.recalled < figures.trained

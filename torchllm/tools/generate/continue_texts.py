@@ -43,7 +43,7 @@ def continue_texts(
         limits = [min(settings.tokens, longest + 1 - len(prompts[index])) for index in batch]
         generators = [torch.Generator(_device(model)).manual_seed(seed + index) for index in batch]
         batch_prompts = [list(prompts[index]) for index in batch]
-        done = f"{start:,} of {len(order):,} texts, " if len(order) > batch_size else ""
+        done = f"{start:,} of {len(order):,} texts" if len(order) > batch_size else ""
         rows = _continue_batch(model, batch_prompts, settings, max(limits), vocab, ends, longest, generators, done)
         for index, row, limit in zip(batch, rows, limits, strict=True):
             texts[index] = _up_to_end(row[:limit], ends)
@@ -63,7 +63,7 @@ def _continue_batch(
 ) -> list[list[int]]:
     """Return `count` ids that follow each prompt, fewer if all texts have ended; ids after an end mean nothing.
 
-    done: the batches before, for the progress.
+    done: how far all batches are, for the progress; "" for a single one, whose tokens are counted then.
     """
     device = _device(model)
     length = max(map(len, prompts))
@@ -82,7 +82,7 @@ def _continue_batch(
             logits = model(tokens, positions, documents)[:, -1, :vocab]  # ids beyond `vocab` were never trained
             is_nan |= logits.isnan().any()
             generated.append(sample_tokens(logits.float(), settings, generators))
-            show_progress(f"{done}{len(generated):,} of up to {count:,} tokens".format)
+            show_progress((done or f"{len(generated):,} of up to {count:,} tokens").format)
             has_ended |= torch.isin(generated[-1], end_ids)
             if (device.type == "cpu" or len(generated) % TOKENS_PER_WAIT == 0) and bool(has_ended.all()):
                 break

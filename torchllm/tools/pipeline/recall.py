@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from torchllm.data.packing import IGNORED
-from torchllm.runtime.signs_of_life import signs_of_life
+from torchllm.runtime.signs_of_life import show_progress, signs_of_life
 from torchllm.runtime.terminal import LogHandler
 from torchllm.tools.generate.language_model import LanguageModel, load
 from torchllm.tools.pipeline.docstrings import HELD_OUT, TRAIN, Pair, conversation, read_pairs
@@ -53,13 +53,9 @@ class Figures(NamedTuple):
 
 def ask(model: LanguageModel, pairs: Sequence[Pair]) -> list[Answer]:
     """Return the model's likeliest answer to each question."""
-    answers: list[Answer] = []
-    for start in range(0, len(pairs), BATCH):
-        batch = pairs[start : start + BATCH]
-        questions = [[{"role": "user", "content": pair.question}] for pair in batch]
-        said = model.answers(questions, tokens=80, temperature=0.0, batch_size=BATCH)
-        answers += map(Answer, batch, said)
-    return answers
+    questions = [[{"role": "user", "content": pair.question}] for pair in pairs]
+    said = model.answers(questions, tokens=80, temperature=0.0, batch_size=BATCH)
+    return [Answer(*answered) for answered in zip(pairs, said, strict=True)]
 
 
 @torch.no_grad()
@@ -69,7 +65,8 @@ def bits_per_byte(model: LanguageModel, chat: ChatFormat, pairs: Sequence[Pair])
     The token that ends an answer is not counted: pretraining never saw it.
     """
     nats, size = 0.0, 0
-    for pair in pairs:
+    for number, pair in enumerate(pairs):
+        show_progress(f"{number:,} of {len(pairs):,} answers rated".format)
         (example,) = chat.examples(Conversation([*conversation(pair)["messages"]])).examples
         ids, is_target = (torch.from_numpy(array).unsqueeze(0) for array in (example.ids, example.is_target))
         labels = ids.long().masked_fill(~is_target, IGNORED)
@@ -111,8 +108,8 @@ def main() -> None:
     folder, output = Path(sys.argv[1]), Path(sys.argv[2])
     train, held_out = (read_pairs(folder / "corpus" / name) for name in (TRAIN, HELD_OUT))
     before, after = load(folder / "pretrain"), load(folder / "finetune")
-    trained = ask(after, train)
-    unseen = ask(after, held_out)
+    answers = ask(after, [*train, *held_out])
+    trained, unseen = answers[: len(train)], answers[len(train) :]
     chat = after.chat_format
     figures = Figures(
         recalled=sum(answer.is_right for answer in trained),

@@ -4,11 +4,14 @@ A stage is done when FOLDER/stages.json says so with the stage's key: a hash of 
 command names, and of the keys of the stages before it. Its results are in FOLDER/NAME.
 """
 
+import difflib
 import hashlib
 import json
 import os
+import re
 import shlex
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +21,12 @@ from torchllm.tools.config.read import ConfigError, read_table
 from torchllm.tools.config.toml_files import read_files
 
 RECORDS = "stages.json"
+DESCRIPTION = "pipeline.json"
+"""file of a pipeline's folder: the PipelineFile that made it"""
+FOLDER = "{folder}"
+"""stands in a command for the folder of the pipeline"""
+WITH_SETTINGS = ("tokenizer", "prepare", "train", "evaluate", "export", "generate")
+"""commands of torchllm that take --section.key=value"""
 
 
 @dataclass(frozen=True)
@@ -27,7 +36,8 @@ class PipelineStage:
     name: str = ""
     """its results are in the folder of this name, in that of the pipeline"""
     run: str = ""
-    """command, started in the working directory; NAME=VALUE words before it are environment variables"""
+    """command, started in the working directory; NAME=VALUE words before it are environment variables, and {folder} is
+    the pipeline's folder"""
     seconds: NonNegative = 0.0
     """duration on the machine that the pipeline names; 0: not known"""
     resumes: bool = False
@@ -95,8 +105,11 @@ class Planned(NamedTuple):
         return "done" if self.record.is_done else "interrupted"
 
 
-def read_pipeline(file: str) -> PipelineFile:
-    """Read a pipeline's file. Raises UserError with a line per fault."""
+def read_pipeline(file: str, settings: Sequence[str] = ()) -> PipelineFile:
+    """Read a pipeline's file, whose commands have its folder then. Raises UserError with a line per fault.
+
+    settings: folder=FOLDER, or STAGE.section.key=value, which becomes an option of that stage's command.
+    """
     errors: list[str] = []
     layer = read_files(file, errors)
     faults: list[ConfigError] = []
@@ -113,9 +126,44 @@ def read_pipeline(file: str) -> PipelineFile:
                 errors.append(f"{where}: stages.{index}: needs a name, without /, and a run, a command")
             elif stage.name in names[:index]:
                 errors.append(f"{where}: stages.{index}.name: {stage.name} is the name of an earlier stage")
+    if not errors:
+        for setting in settings:
+            pipeline = change(pipeline, setting, errors)
     if errors:
         raise UserError("\n".join(errors))
-    return pipeline
+    stages = [replace(stage, run=fill_in(stage.run, pipeline.folder)) for stage in pipeline.stages]
+    return replace(pipeline, stages=tuple(stages))
+
+
+def change(pipeline: PipelineFile, setting: str, errors: list[str]) -> PipelineFile:
+    """Return a pipeline with a setting of the command line; a wrong one is an error."""
+    key, _, value = setting.partition("=")
+    name, _, option = key.partition(".")
+    if key == "folder" and value:
+        return replace(pipeline, folder=value)
+    names = [stage.name for stage in pipeline.stages]
+    if name not in names:
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"the stages are {', '.join(names)}"
+        errors.append(f"--set {setting}: there is no stage {name!r}; {hint}")
+    elif "." not in option or "=" not in setting:
+        errors.append(f"--set {setting}: write {name}.section.key=value, as {name}.training.steps=20")
+    stages = list(pipeline.stages)
+    if not errors:
+        index = names.index(name)
+        if not re.search(rf"\btorchllm ({'|'.join(WITH_SETTINGS)})\b", stages[index].run):
+            errors.append(f"--set {setting}: the command of {name} takes no settings: {stages[index].run}")
+        others = [word for word in shlex.split(stages[index].run) if not word.startswith(f"--{option}=")]
+        run = shlex.join([*others, f"--{option}={value}"])
+        stages[index] = replace(stages[index], run=run, seconds=0.0)  # those of the file are of its settings
+    return replace(pipeline, stages=tuple(stages))
+
+
+def fill_in(command: str, folder: str) -> str:
+    """Return a command with the folder in it."""
+    if FOLDER not in command:
+        return command
+    return shlex.join(word.replace(FOLDER, folder) for word in shlex.split(command))
 
 
 def find_stages(pipeline: PipelineFile) -> list[Planned]:
@@ -164,12 +212,21 @@ def read_stage_records(folder: Path) -> dict[str, Record]:
 
 
 def write_record(folder: Path, name: str, record: Record) -> None:
-    """Replace the record of a stage; the file exists whole or not at all."""
+    """Replace the record of a stage."""
     records = read_stage_records(folder) | {name: record}
-    text = json.dumps({stage: asdict(one) for stage, one in records.items()}, indent=2) + "\n"
-    temporary = folder / f"{RECORDS}.new"
-    temporary.write_text(text, "utf-8")
-    os.replace(temporary, folder / RECORDS)
+    _replace_json(folder / RECORDS, {stage: asdict(one) for stage, one in records.items()})
+
+
+def write_description(pipeline: PipelineFile) -> None:
+    """Write what the pipeline is into its folder, for `torchllm report`."""
+    _replace_json(Path(pipeline.folder) / DESCRIPTION, asdict(pipeline))
+
+
+def _replace_json(file: Path, value: object) -> None:
+    """Write a file that exists whole or not at all."""
+    temporary = file.with_name(f"{file.name}.new")
+    temporary.write_text(json.dumps(value, indent=2) + "\n", "utf-8")
+    os.replace(temporary, file)
 
 
 def set_aside(folder: Path) -> Path | None:
