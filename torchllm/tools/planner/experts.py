@@ -273,7 +273,7 @@ class RoutedActivations(NamedTuple):
     """Bytes that router and routed experts leave of one micro batch for their backward."""
 
     choices: float
-    """of the router: its input in float32, logits, scores, the order of the experts"""
+    """of the router: its input in float32, logits, scores, choices, the order of the rows"""
     rows: float
     """rows in the order of the experts, their input"""
     inner: float
@@ -299,10 +299,10 @@ class RoutedActivations(NamedTuple):
 
 NO_ACTIVATIONS = RoutedActivations(*[0.0] * len(RoutedActivations._fields))
 """of a block without experts"""
-SCORE_AND_ORDER_BYTES = 16.0
-"""bytes per token and expert: logits and scores in float32, and the order of the experts"""
-CHOICE_BYTES = 8.0
-"""bytes per token and chosen expert"""
+SCORE_BYTES = 8.0
+"""bytes per token and expert: logits and scores in float32"""
+CHOICE_BYTES = 16.0
+"""bytes per token and chosen expert: its index, and its score and its weight in float32"""
 
 
 def routed_activations(model: Model, piece: Piece, kernels: Kernels) -> RoutedActivations:
@@ -314,11 +314,11 @@ def routed_activations(model: Model, piece: Piece, kernels: Kernels) -> RoutedAc
     rows_of_own_tokens = routed.tokens * model.top_k
 
     bytes_per_token = FLOAT32_BYTES * model.hidden
-    bytes_per_token += SCORE_AND_ORDER_BYTES * model.experts
+    bytes_per_token += SCORE_BYTES * model.experts
     bytes_per_token += CHOICE_BYTES * model.top_k
     order = INDEX_BYTES * (2 * rows_of_own_tokens)  # which token a row is of, and where it goes
     if has_ep:
-        order += INDEX_BYTES * routed.rows
+        order += INDEX_BYTES * (2 * routed.rows)  # by expert, and back by rank
     choices = routed.tokens * bytes_per_token + order
 
     gates = 2 * ELEMENT_BYTES * routed.features
