@@ -42,7 +42,7 @@ TRAIN = [
     "--metrics.tensorboard=false",
     "--generate.after_training=false",
 ]
-PLAN = ["plan", "rank", "--model=llama_1b", "--cluster=dgx_h100", "--gpus=8"]
+PLAN = ["plan", "rank", "--model=llama3_1b", "--cluster=dgx_h100", "--gpus=8"]
 PLAN += ["--sequence-length=4096", "--global-batch-size=64"]
 
 

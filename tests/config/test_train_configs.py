@@ -28,7 +28,7 @@ FOLDER = ROOT / "train_configs"
 NO_RUNS = {file for folder in ("clusters", "sweeps", "pipeline") for file in FOLDER.glob(f"{folder}/**/*.toml")}
 FILES = sorted({*FOLDER.rglob("*.toml")} - NO_RUNS)
 MODELS = sorted(FOLDER.glob("models/*.toml"))
-MODELS_BY_DEFAULT = ("llama_1b.toml", "moe_debug.toml")
+MODELS_BY_DEFAULT = ("llama3_1b.toml", "moe_debug.toml")
 RUNS = sorted({*FOLDER.glob("*.toml")} | {*FOLDER.glob("benchmarks/*.toml")})
 REAL_RUNS = sorted(file for file in FOLDER.glob("*.toml") if "debug" not in file.name)
 """runs on a data set that the user prepares"""

@@ -74,7 +74,7 @@ TRACED = {
     "GLM-4.5 Air, experts over tp, pipeline": partial(
         layout, "glm4.5_air", 4, pp=2, tp=8, ep=2, count=4, mode="full", **SP
     ),
-    "1B, zero bubble, V": partial(layout, "llama_1b", pp=2, dp_shard=2, count=4, schedule="ZBVZeroBubble"),
+    "1B, zero bubble, V": partial(layout, "llama3_1b", pp=2, dp_shard=2, count=4, schedule="ZBVZeroBubble"),
     "8B, breadth first": partial(layout, "llama3_8b", pp=2, dp_shard=2, count=4, schedule="LoopedBFS", zero_stage=3),
     "Qwen3 30B, expert parallel": partial(layout, "qwen3_30b_a3b", 2, dp_shard=8, ep=8, micro=2),
     "Mixtral, experts cut by tp": partial(layout, "mixtral_8x7b", 3, tp=4, dp_shard=2, **SP),

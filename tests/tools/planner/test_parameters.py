@@ -10,7 +10,7 @@ from torchllm.tools.planner.parameters import sizes_of_split, stage_parameters
 
 def test_stages_hold_all_parameters() -> None:
     """As many as `facts.flops` counts; a tied embedding is on both ends of a pipeline."""
-    for name in ["llama3_8b", "gpt_1.7b", "llama_1b", "qwen3_30b_a3b", "glm4.5_air", "mixtral_8x7b"]:
+    for name in ["llama3_8b", "gpt_1.7b", "llama3_1b", "qwen3_30b_a3b", "glm4.5_air", "mixtral_8x7b"]:
         model = load(name)
         for split in ((model.layers,), (1, 2, 3, model.layers - 6)):
             sizes = sizes_of_split(model, split, c.Recompute())
