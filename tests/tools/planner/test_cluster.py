@@ -61,12 +61,11 @@ def test_an_unknown_cluster_is_told_the_nearest() -> None:
     assert unknown_cluster("dgx_h100") == ""
     assert unknown_cluster("dgxh100").endswith('did you mean "dgx_h100"?')
     assert unknown_cluster("zzz").endswith("add it there")
-    assert unknown_cluster("../models/llama_1b")  # a name, not a path
+    assert unknown_cluster("../models/llama3_1b")  # a name, not a path
 
 
 GOOD = """gpu = "X"
 gpus_per_node = 4
-nics_per_node = 1
 memory = 1e9
 multiprocessors = 1
 memory_bandwidth = 1e9
@@ -96,14 +95,15 @@ latency = 1e-6
 def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for change, line in [
         (("memory = 1e9\n", ""), "memory: required key is missing"),
-        (("memory = 1e9", "memory = 0.0"), ":4: memory: must be a number over 0, not 0.0"),
-        (("memory = 1e9", "memroy = 1e9"), ":4: memroy: unknown section or key; did you mean memory?"),
+        (("memory = 1e9", "memory = 0.0"), ":3: memory: must be a number over 0, not 0.0"),
+        (("memory = 1e9", "memroy = 1e9"), ":3: memroy: unknown section or key; did you mean memory?"),
         (
             ("[[links]]", "[constants]\nflush = 0.5\n[[links]]"),
             "(constants.message); fit them with recipes/plan.py calibrate",
         ),
+        (("memory = 1e9", "nics_per_node = 8\nmemory = 1e9"), ":3: nics_per_node: is not read any more: remove the line"),
         (("tf32 = 1e12\n", ""), "peak.tf32: required key is missing"),
-        (("gpus = 8\n", "gpus = 6\n"), ":23: links.1.gpus: 6 must be a multiple of the 4 of in"),
+        (("gpus = 8\n", "gpus = 6\n"), ":22: links.1.gpus: 6 must be a multiple of the 4 of in"),
         (("latency = 1e-6\n[[", "[["), "links.0.latency: required key is missing"),
         (("gpus_per_node = 4", "gpus_per_node = 2"), "links: none has gpus = 2, the number on a node (gpus_per_node)"),
     ]:

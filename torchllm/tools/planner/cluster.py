@@ -73,8 +73,6 @@ class Hardware:
     gpu: str = ""
     """name of the GPU"""
     gpus_per_node: Count = 1
-    nics_per_node: Count = 1
-    """network cards that carry collectives"""
     multiprocessors: Count = 1
     """number in one GPU"""
     memory: Positive = math.inf
@@ -201,7 +199,7 @@ def read_cluster(name: str, errors: list[str]) -> Hardware | None:
         return None
     faults: list[ConfigError] = []
     hardware: Hardware = read_table(Hardware, layer.table, faults)
-    faults = [replaced_constant(fault) for fault in faults]
+    faults = [fault._replace(message=REMOVED.get(fault.path, fault.message)) for fault in faults]
     if not faults:
         faults = [*missing_keys(layer.table), *invalid_links(hardware)]
     for fault in faults:
@@ -210,15 +208,13 @@ def read_cluster(name: str, errors: list[str]) -> Hardware | None:
     return None if faults else hardware
 
 
-def replaced_constant(fault: ConfigError) -> ConfigError:
-    """Return the fault; for a constant that was removed, with a message that names its replacement."""
-    if fault.path != ("constants", "flush"):
-        return fault
-    return fault._replace(
-        message="is replaced: the time of a pipeline's step beyond its bubble is predicted from the bytes of its last "
-        "reductions (constants.fall) and the waits for messages (constants.message); fit them with "
-        "recipes/plan.py calibrate"
-    )
+REMOVED = {
+    ("nics_per_node",): "is not read any more: remove the line",
+    ("constants", "flush"): "is replaced: the time of a pipeline's step beyond its bubble is predicted from the bytes"
+    " of its last reductions (constants.fall) and the waits for messages (constants.message); fit them with"
+    " recipes/plan.py calibrate",
+}
+"""keys that cluster files had, and what to do instead"""
 
 
 class _Section(NamedTuple):
