@@ -5,8 +5,10 @@ Hagemann et al. 2023 (arXiv 2311.05610) on their stack, 64 A100; Narayanan et al
 on torchllm. docs/references.md lists them.
 """
 
+import re
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 
@@ -137,3 +139,22 @@ def test_context_parallelism_when_activations_are_the_limit_not_weights(
     job = Job(model_of(model), training, read_hardware("dgx_h100"), 64)
     best = search(job, 1).best[0]  # others are as fast
     assert (best.layout.cp > 1) == is_cut
+
+
+CONCEPTS = (Path(__file__).parents[4] / "docs/concepts.md").read_text()
+WHICH_FIRST = re.findall(r"^\| `(\w+)` \| (\d+) \| (.+) \|$", CONCEPTS.partition("## Which first?")[2], re.M)
+"""model, number of GPUs and layout of each row of the table"""
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "layout"),
+    [pytest.param(*row, marks=[] if row[0] == "llama_13b" else pytest.mark.exhaustive) for row in WHICH_FIRST],
+)
+def test_the_fastest_layouts_that_docs_name(model: str, gpus: str, layout: str) -> None:
+    training = Training(global_batch_size=2048, sequence_length=2048)
+    found = search(Job(model_of(model), training, read_hardware("dgx_a100"), int(gpus)), 1)
+    assert found.best[0].layout.text() == layout
+
+
+def test_docs_name_three_layouts() -> None:
+    assert len(WHICH_FIRST) == 3
