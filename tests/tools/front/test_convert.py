@@ -1,6 +1,7 @@
 """Configs of other programs become ours, and every key of theirs is accounted for."""
 
 import json
+import re
 import tomllib
 from pathlib import Path
 
@@ -106,6 +107,95 @@ def test_the_result_is_a_config_that_loads(tmp_path: Path, monkeypatch: pytest.M
     assert config.model.layers == 32
 
 
+FLAVORS = {
+    "llama3": ("debugmodel", "1B", "3B", "8B", "8B_flex", "debugmodel_varlen_attn", "70B", "405B"),
+    "qwen3": ("debugmodel", "0.6B", "1.7B", "4B", "8B", "14B", "32B", "30B-A3B", "235B-A22B"),
+}
+LACKING = {"deepseek_v3": "16B", "gpt_oss": "20b", "llama4": "17bx16e", "mine": "1B"}
+
+
+def _titan(folder: Path, name: str, flavor: str, **sections: dict[str, object]) -> str:
+    """Return the conversion for 8 GPUs of a config of torchtitan with keys that each has, and those of `sections`."""
+    theirs: dict[str, dict[str, object]] = {
+        "model": {"name": name, "flavor": flavor},
+        "training": {"local_batch_size": 1, "seq_len": 4096, "steps": 1000},
+    }
+    for section, values in sections.items():
+        theirs[section] = theirs.get(section, {}) | values
+    return converted_config(_write(folder, "theirs.json", json.dumps(theirs)), gpus=8)
+
+
+def test_flavors_of_torchtitan_pass_our_check_or_say_what_is_missing_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("RANK", "0")
+    for name, flavors in FLAVORS.items():
+        for flavor in flavors:
+            text = _titan(tmp_path, name, flavor)
+            config = load_config([_write(tmp_path, "ours.toml", text), "--run.folder=run"])
+            assert config.model.layers != Config().model.layers, flavor
+            assert config.data.document_mask == ("_" in flavor), flavor  # flex and varlen
+    for name, flavor in LACKING.items():
+        text = _titan(tmp_path, name, flavor)
+        first, _, unset, *lines = text.splitlines()
+        assert re.search("our models lack|train_configs/models has no mine 1B", first)
+        assert unset.startswith("# SET their values first: data.tokenizer, data.sources, base")
+        assert lines[0].startswith('base = "SET"')
+        with pytest.raises(SystemExit):
+            load_config([_write(tmp_path, "ours.toml", text), "--run.folder=run"])
+        (error,) = capsys.readouterr().err.splitlines()
+        assert error.endswith("/SET: no such file")
+
+
+def test_what_our_check_refuses_is_set_or_said_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = {"training": {"seq_len": 4096.5, "steps": [1]}, "lr_scheduler": {"decay_type": "cubic"}}
+    text = _titan(tmp_path, "llama3", "8B", parallelism={"tensor_parallel_degree": 3}, **wrong)
+    wrong_keys = "training.sequence_length, training.steps, schedule.name, data.tokenizer, data.sources"
+    header, unset, *refused = text.split("base = ")[0].splitlines()
+    assert header.endswith("Check it: NPROC=8 ./run_train.sh THIS_FILE --check")
+    assert unset == f"# SET their values first: {wrong_keys}"
+    assert "# --check refuses parallel.tp: 3 does not divide model.heads = 32" in refused
+    assert not any("training.sequence_length" in line for line in refused)  # it is not known yet
+    assert "must be a whole number of at least 1, not 4096.5" in text
+    ours = _write(tmp_path, "ours.toml", text.replace('sequence_length = "SET"', "sequence_length = 3072"))
+    ours = _write(tmp_path, "ours.toml", Path(ours).read_text().replace('steps = "SET"', "steps = 1000"))
+    ours = _write(tmp_path, "ours.toml", Path(ours).read_text().replace('name = "SET"', 'name = "cosine"'))
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit):
+        load_config([ours, "--run.folder=run"])
+    errors = [error.partition(": ")[2] for error in capsys.readouterr().err.splitlines()]
+    assert errors == [line.removeprefix("# --check refuses ") for line in refused]
+
+
+def test_a_key_that_another_one_rules_out_is_no_setting(tmp_path: Path) -> None:
+    text = converted_config(_write(tmp_path, "args.json", '{"optim": "sgd", "adam_beta2": 0.999, "max_steps": 9}'))
+    assert "optimizer.beta2" not in _values(text)
+    assert '#   adam_beta2 = 0.999: optimizer.beta2 needs optimizer.name = "adamw"' in text
+
+
+def test_saves_that_are_off_by_their_default_say_so(tmp_path: Path) -> None:
+    text = _titan(tmp_path, "llama3", "8B", checkpoint={"interval": 500})
+    assert "interval = 0  # checkpoint.enable = false, the default there" in text
+    assert "checkpoint.interval = 500: it is off, as checkpoint.enable is not true" in text
+    assert "interval = 0  # checkpoint.enable = false, the default there" in _titan(tmp_path, "llama3", "8B")
+    for key in ("enable", "enable_checkpoint"):  # in older versions
+        text = _titan(tmp_path, "llama3", "8B", checkpoint={"interval": 700, key: True})
+        assert _values(text)["checkpoint.interval"] == 700, key
+
+
+def test_remarks_that_change_the_training_come_first(tmp_path: Path) -> None:
+    keys = {"description": "mine", "custom\nimport": 1}
+    text = _titan(tmp_path, "deepseek_v3", "16B", job=keys, float8={"filter_fqns": ["output"]})
+    places = [text.index(word) for word in ("latent attention", "custom?import", "float8.filter_fqns", "job.desc")]
+    assert places == sorted(places)
+    assert text.index("# Changes nothing that is trained") < places[-1]
+    tomllib.loads(text)  # a line break in a key is none in a comment
+
+
 def test_torchtitan_python_config_is_parsed_and_not_run(tmp_path: Path) -> None:
     file = _write(
         tmp_path,
@@ -148,6 +238,33 @@ def llama3_70b_long():
         converted_config(file)
 
 
+def test_constants_of_a_python_config_are_filled_in(tmp_path: Path) -> None:
+    file = _write(
+        tmp_path,
+        "registry.py",
+        """
+from elsewhere import FOLDER
+SEQ = 4096
+STEPS: int = (SEQ + 904) // 5 - 1
+FLAVOR = "70B"
+TWICE = 1
+TWICE = 2
+def llama3_mine():
+    return Trainer.Config(
+        model_spec=model_registry(FLAVOR), hf_assets_path=FOLDER, dump_folder=FOLDER,
+        training=TrainingConfig(local_batch_size=TWICE, seq_len=SEQ, steps=STEPS),
+    )
+""",
+    )
+    text = converted_config(file, gpus=8)
+    values = _values("".join(line for line in text.splitlines(keepends=True) if '"$' not in line.partition("#")[0]))
+    assert values["base"] == "models/llama3_70b.toml"
+    assert (values["training.sequence_length"], values["training.steps"]) == (4096, 999)
+    assert "run.folder" not in values
+    assert text.splitlines()[1].startswith("# SET their values first: training.micro_batch_size, training.global")
+    assert 'dump_folder = "$FOLDER": a variable: write its value into run.folder' in text
+
+
 def test_training_arguments_of_transformers(tmp_path: Path) -> None:
     theirs = {
         "per_device_train_batch_size": 4,
@@ -188,7 +305,7 @@ def test_a_setting_of_several_keys(tmp_path: Path) -> None:
                 16,
             ),  # old names
             ({"optim": "adamw_bnb_8bit", "max_steps": 1}, "optimizer.name", None),  # its states are of 8 bits
-            ({"validation": {"freq": 5}, "training": {"seq_len": 8}}, "evaluate.interval", 0),  # off unless enabled
+            ({"validation": {"freq": 5}, "training": {"seq_len": 8}}, "evaluate.interval", None),  # off unless enabled
             ({"validation": {"enable": True, "freq": 5}, "training": {"seq_len": 8}}, "evaluate.interval", 5),
             ({"float8": {"recipe_name": "rowwise"}, "training": {"steps": 1}}, "float8.recipe", None),  # no converter
         ]
@@ -217,7 +334,7 @@ def test_megatron_arguments(tmp_path: Path) -> None:
     assert values["model.tied_embeddings"] is True
     assert values["run.timeout"] == 1800  # seconds
     assert "run.folder" not in values
-    assert "a variable of the shell: write its value into run.folder" in text
+    assert "a variable: write its value into run.folder" in text
 
 
 def test_megatron_without_a_family_is_its_default(tmp_path: Path) -> None:
@@ -264,7 +381,7 @@ def test_defaults_of_ours_decide_neither_model_nor_batch_nor_steps(
     with pytest.raises(SystemExit):
         load_config([ours])
     errors = capsys.readouterr().err
-    for key in ("models/SET.toml", "training.sequence_length", "training.global_batch_size", "training.steps"):
+    for key in ("/SET: no such file", "training.sequence_length", "training.global_batch_size", "training.steps"):
         assert key in errors
     data = tomllib.loads(Path(ours).read_text())["data"]
     assert (data["tokenizer"], data["sources"]) == ("SET", [{"kind": "text", "path": "SET"}])  # no such files

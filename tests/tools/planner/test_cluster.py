@@ -101,7 +101,10 @@ def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path: Path, monkeyp
             ("[[links]]", "[constants]\nflush = 0.5\n[[links]]"),
             "(constants.message); fit them with recipes/plan.py calibrate",
         ),
-        (("memory = 1e9", "nics_per_node = 8\nmemory = 1e9"), ":3: nics_per_node: is not read any more: remove the line"),
+        (
+            ("memory = 1e9", "nics_per_node = 8\nmemory = 1e9"),
+            ":3: nics_per_node: is not read any more: remove the line",
+        ),
         (("tf32 = 1e12\n", ""), "peak.tf32: required key is missing"),
         (("gpus = 8\n", "gpus = 6\n"), ":22: links.1.gpus: 6 must be a multiple of the 4 of in"),
         (("latency = 1e-6\n[[", "[["), "links.0.latency: required key is missing"),

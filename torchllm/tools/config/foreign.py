@@ -16,6 +16,8 @@ class Equal(NamedTuple):
     """our key, or section without a dot; "": there is none"""
     remark: str = ""
     """why there is none, or how to set it by hand; "": the value can be taken over or computed"""
+    changes: bool = False
+    """whether training differs without it"""
 
 
 @cache
@@ -28,6 +30,8 @@ def foreign_keys() -> dict[str, dict[str, Equal]]:
 def _equal(text: str) -> Equal:
     if text.startswith("no: "):
         return Equal("", text.removeprefix("no: "))
+    if text.startswith("lost: "):
+        return Equal("", text.removeprefix("lost: "), changes=True)
     if text.startswith("differs: "):
         return Equal("", f"the architecture differs ({text.removeprefix('differs: ')}): the losses of both will differ")
     key, _, remark = text.partition("; ")

@@ -9,20 +9,27 @@
 `torchllm/tools/config/foreign_keys.toml` says which key has which name here; the functions below compute the values of
 the keys whose units or meaning differ. Defaults of the other program that differ from ours are written out. A key that
 has no setting here, or another value than an earlier key for the same setting, is in a comment with the reason.
+
+Our own reader and checks read the result before it is printed: a value that they would refuse becomes "SET", a
+combination that they would refuse is named in the first lines.
 """
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchllm.config.errors import UserError
-from torchllm.config.schema import Config
+from torchllm.config.schema import AXES, Config
 from torchllm.config.toml import toml_value
+from torchllm.tools.config.checks import contradictions, problems
 from torchllm.tools.config.foreign import Equal, foreign_keys
 from torchllm.tools.config.read import ConfigError, read_table
+from torchllm.tools.config.toml_files import Layer, merge_layers, read_files
 from torchllm.tools.front.foreign_files import flat_keys, parse_foreign
+from torchllm.tools.resources import resource
 
 Settings = dict[str, Any]
 """Values by the names of our keys, such as {"parallel.tp": 2}."""
@@ -57,6 +64,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "parallelism.pipeline_parallel_degree": 1,
         "parallelism.pipeline_parallel_microbatch_size": 1,
         "parallelism.tensor_parallel_degree": 1,
+        "checkpoint.enable": False,
     },
     "huggingface": {},  # its file has every key
     "megatron": {
@@ -101,6 +109,7 @@ FORMER_NAMES = {
     "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
     "experimental.context_parallel_degree": "parallelism.context_parallel_degree",
     "experimental.pipeline_parallel_degree": "parallelism.pipeline_parallel_degree",
+    "checkpoint.enable_checkpoint": "checkpoint.enable",
 }
 """Keys of older versions of torchtitan, whose values others are computed from."""
 OPTIMIZERS = dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_hf"), "adamw")
@@ -114,7 +123,12 @@ NANOCHAT_DIFFERS = (
 
 def converted_config(file: str, gpus: int = 0) -> str:
     """Return our TOML for the config in `file`. UserError if it cannot be read or no program is recognized."""
-    return write(read_foreign(file, gpus))
+    their = read_foreign(file, gpus)
+    settings, remarks = translate(their)
+    add_what_is_needed(settings, remarks)
+    replace_wrong_values(settings)
+    drop_keys_without_effect(settings, remarks)
+    return write(their, settings, remarks)
 
 
 # Reading
@@ -195,10 +209,37 @@ def _titan_batch(their: Foreign) -> Settings | str:
 _MODEL_AXES = ("pipeline", "tensor", "context")
 
 
-def _titan_model(their: Foreign) -> Settings:
-    """A base that train_configs lacks is refused by --check."""
+TITAN_DEBUG_MODELS: dict[str, Settings] = {
+    "llama3": {"layers": 6, "hidden": 256, "heads": 16, "ffn": 768, "vocab": 2048, "max_sequence_length": 131072}
+    | {"rope_theta": 500000.0, "rope_scaling_factor": 8.0},
+    "qwen3": {"layers": 8, "hidden": 256, "heads": 16, "kv_heads": 8, "head_dim": 128, "ffn": 3072, "vocab": 2048}
+    | {"tied_embeddings": True, "qk_norm": "head", "rope_theta": 1000000.0, "norm_epsilon": 1e-6},
+}
+"""[model] of torchtitan's flavor debugmodel, by its model.name"""
+TITAN_PARTS = {
+    "deepseek_v3": "latent attention",
+    "gpt_oss": "attention sinks",
+    "llama4": "experts whose input is weighted by the router",
+    "qwen3_vl": "an encoder of images",
+}
+"""what our models lack, by torchtitan's model.name"""
+
+
+def _titan_model(their: Foreign) -> Settings | str:
     flavor = str(their.get("model.flavor") or their.get("model_spec") or their.get("model_spec.flavor"))
-    return {"base": f"models/{their.get('model.name') or 'llama3'}_{flavor.lower().replace('-', '_')}.toml"}
+    size, *kernel = re.split(r"_(?=flex|varlen)", flavor.lower().replace("-", "_"))
+    documents = {"data.document_mask": True} if kernel else {}  # both kernels are there for the mask of documents
+    words = str(their.get("model.name") or "llama3").split("_")
+    for end in range(len(words), 0, -1):  # a function of a Python file may be llama3_mine
+        name = "_".join(words[:end])
+        base = f"models/{name}_{size}.toml"
+        if resource(f"train_configs/{base}").is_file():
+            return {"base": base} | documents
+        if size == "debugmodel" and name in TITAN_DEBUG_MODELS:
+            return {f"model.{key}": value for key, value in TITAN_DEBUG_MODELS[name].items()} | documents
+        if name in TITAN_PARTS:
+            return f"the architecture differs: {name} has {TITAN_PARTS[name]}, which our models lack"
+    return f"train_configs/models has no {'_'.join(words)} {flavor}: name another file, or write sizes into [model]"
 
 
 def _titan_schedule(their: Foreign) -> Settings | str:
@@ -241,14 +282,25 @@ def _titan_tensor(their: Foreign) -> Settings:
 
 
 def _titan_saves(their: Foreign) -> Settings:
-    is_on = their.get("checkpoint.enable_checkpoint") or their.get("checkpoint.enable")
-    return {"checkpoint.interval": int(their.get("checkpoint.interval") or 500) if is_on else 0}
+    return {
+        "checkpoint.interval": int(their.get("checkpoint.interval") or 500) if their.get("checkpoint.enable") else 0
+    }
 
 
 def _titan_validation(their: Foreign) -> Settings:
     is_on = their.get("validation.enable") or their.get("validator.enable")
     interval = their.get("validation.freq") or their.get("validator.freq") or 10
     return {"evaluate.interval": int(interval) if is_on else 0}
+
+
+def _unless_off(compute: Callable[[Foreign], Settings], key: str) -> Computed:
+    """Return the function of an interval that counts only if another key switches on what it is for."""
+
+    def interval(their: Foreign) -> Settings | str:
+        settings = compute(their)
+        return settings if any(settings.values()) else f"it is off, as {key} is not true"
+
+    return interval
 
 
 def _titan_data(their: Foreign) -> Settings | str:
@@ -478,13 +530,12 @@ COMPUTED: dict[str, dict[str, Computed]] = {
         "parallelism.tensor_parallel_degree": _titan_tensor,
         "parallelism.enable_sequence_parallel": _titan_tensor,
         "parallelism.pipeline_parallel_microbatch_size": _titan_micro_batch,
-        "checkpoint.enable_checkpoint": _titan_saves,
         "checkpoint.enable": _titan_saves,
-        "checkpoint.interval": _titan_saves,
+        "checkpoint.interval": _unless_off(_titan_saves, "checkpoint.enable"),
         "validation.enable": _titan_validation,
-        "validation.freq": _titan_validation,
+        "validation.freq": _unless_off(_titan_validation, "validation.enable"),
         "validator.enable": _titan_validation,
-        "validator.freq": _titan_validation,
+        "validator.freq": _unless_off(_titan_validation, "validator.enable"),
         "checkpoint.async_mode": lambda their: {
             "checkpoint.asynchronous": their.get("checkpoint.async_mode") != "disabled"
         },
@@ -581,9 +632,14 @@ COMPUTED: dict[str, dict[str, Computed]] = {
 
 # Writing
 
+SET = "SET"
+"""stands for a value that the user must write: --check refuses it"""
+SOURCES = [{"kind": "text", "path": SET}]
+"""the same for data.sources"""
 NEEDED = ("training.sequence_length", "training.global_batch_size", "training.steps")
-"""What our defaults must not decide. Where the other config does not say it, --check refuses the value that is written,
-so that nothing else is trained."""
+"""What our defaults must not decide: "SET" where the other config does not say it, so that nothing else is trained."""
+TRAINED = {"model", "base", "data", "training", "optimizer", "schedule", "finetune", "lora", "float8"}
+"""sections whose keys change what is trained"""
 
 
 class Translated(NamedTuple):
@@ -592,68 +648,144 @@ class Translated(NamedTuple):
     value: Any
     origin: str
 
+    @property
+    def is_unset(self) -> bool:
+        """Whether the user must write the value: it is SET, or names a variable."""
+        if isinstance(self.value, str):
+            return self.value == SET or "$" in self.value
+        return self.value == SOURCES
 
-def translate(their: Foreign) -> tuple[dict[str, Translated], list[str]]:
+
+class Remark(NamedTuple):
+    """A comment on a key of the other program that is no setting."""
+
+    text: str
+    rank: int
+    """0: the architecture differs; 1: it may change what is trained; 2: it changes nothing of it"""
+
+
+def translate(their: Foreign) -> tuple[dict[str, Translated], list[Remark]]:
     """Return our settings by key, and a remark for each key of the program that has none."""
     table = foreign_keys()[their.program]
     settings: dict[str, Translated] = {}
     remarks = []
     absent = {key: value for key, value in DEFAULTS[their.program].items() if key not in their.values}
     for key, value in {**their.values, **absent}.items():
-        equal = table.get(key, Equal(remark="no key here is known for it"))
+        equal = table.get(key, Equal(remark="no key here is known for it", changes=True))
         compute = COMPUTED[their.program].get(key)
         result: Settings | str = equal.remark or {equal.key: value}
         if "$" in str(value) and not equal.remark:
-            result = _by_hand(equal.key, value, f"a variable of the shell: write its value into {equal.key}")
+            result = _by_hand(equal.key, value, f"a variable: write its value into {equal.key}")
         elif compute:
             try:
                 result = compute(their)
-            except (KeyError, TypeError, ValueError):
-                result = _by_hand(equal.key, "SET", f"its value is not understood: set {equal.key}")
-        origin = f"{key} = {_short(value)}" + (", the default there" if key in absent else "")
+            except (KeyError, TypeError, ValueError, ArithmeticError):
+                result = _by_hand(equal.key, SET, f"its value is not understood: set {equal.key}")
+        origin = _comment(f"{key} = {_short(value)}" + (", the default there" if key in absent else ""))
+        changes = bool(value) and (equal.changes or equal.key.split(".")[0] in TRAINED)
         if isinstance(result, str):
-            remarks.append(f"{origin}: {result}")
+            differs = equal.key == "base" or "the architecture differs" in result
+            rank = 0 if differs else 1 if changes else 2
+            remarks.append(Remark(f"{origin}: {result}", rank))
             needs_value = compute is not None and equal.key.startswith("model.")  # no default may decide it
-            result = _by_hand(equal.key, "SET", result) if needs_value else {}
+            result = _by_hand(equal.key, SET, result) if needs_value else {}
         if isinstance(result, str):
             continue
         for ours, item in result.items():
             first = settings.setdefault(ours, Translated(item, origin))
             if item != first.value and key not in absent:
-                remarks.append(f"{origin}: {ours} is {_short(first.value)} by {first.origin}")
+                text = f"{origin}: {ours} is {_short(first.value)} by {first.origin}"
+                remarks.append(Remark(text, 1 if changes else 2))
     if their.program == "nanochat":
-        remarks.append(NANOCHAT_DIFFERS)
-    remarks.sort(key=lambda remark: "the architecture differs" not in remark)  # first
+        remarks.append(Remark(NANOCHAT_DIFFERS, 0))
     return settings, remarks
 
 
-def write(their: Foreign) -> str:
-    """Return the TOML: settings that our reader takes, with their former names, then the remarks."""
-    settings, remarks = translate(their)
+def add_what_is_needed(settings: dict[str, Translated], remarks: list[Remark]) -> None:
+    """Add "SET" for what no default may decide, and take out values that no key of ours can have."""
     for key in [key for key in settings if key != "base" and "." not in key]:  # a value for a whole section
-        remarks.append(f"{settings.pop(key).origin}: set the keys of [{key}]")
+        remarks.append(Remark(f"{settings.pop(key).origin}: set the keys of [{key}]", 1))
     for key in NEEDED:
-        settings.setdefault(key, Translated("SET", "no such key there, or its value depends on others: see below"))
-    settings.setdefault("data.tokenizer", Translated("SET", "the tokenizer of the model"))
-    settings.setdefault("data.sources", Translated([{"kind": "text", "path": "SET"}], "the corpus"))
+        settings.setdefault(key, Translated(SET, "no such key there, or its value depends on others: see below"))
+    settings.setdefault("data.tokenizer", Translated(SET, "the tokenizer of the model"))
+    settings.setdefault("data.sources", Translated(SOURCES, "the corpus"))
     if not settings.keys() & {"base", "model.from_hf", "model.layers"}:
-        settings["base"] = Translated("models/SET.toml", "no model there: a file of train_configs, or a [model]")
-    lines = [f"# Converted from a config of {their.program}. Check it: ./run_train.sh THIS_FILE --check"]
+        settings["base"] = Translated(SET, "a file of train_configs; or write the sizes into [model]")
+
+
+def read_settings(settings: dict[str, Translated], faults: list[ConfigError]) -> Config:
+    """Return the config that our reader makes of settings, with their base. Wrong values are appended to `faults`."""
+    table: dict[str, Any] = {}
+    for key, setting in settings.items():
+        section, _, name = key.partition(".")
+        if name:
+            table.setdefault(section, {})[name] = setting.value
+    layers = [Layer(table, {})]
+    if "base" in settings and not settings["base"].is_unset:
+        layers.insert(0, read_files(str(resource("train_configs") / settings["base"].value), []))
+    config: Config = read_table(Config, merge_layers(tuple(layers)).table, faults)
+    return config
+
+
+def replace_wrong_values(settings: dict[str, Translated]) -> None:
+    """Write "SET" for each value that our reader refuses."""
+    faults: list[ConfigError] = []
+    read_settings(settings, faults)
+    for fault in faults:
+        key = ".".join(fault.path[:2])
+        if not settings[key].is_unset:
+            value = SOURCES if key == "data.sources" else SET
+            settings[key] = Translated(value, f"{settings[key].origin}: {fault.message}")
+
+
+def drop_keys_without_effect(settings: dict[str, Translated], remarks: list[Remark]) -> None:
+    """Take out keys that other keys rule out, which --check refuses."""
+    open_sections = {key.split(".")[0] for key, setting in settings.items() if setting.is_unset}
+    for idle in contradictions(read_settings(settings, [])):
+        if idle.key in settings and idle.key.split(".")[0] not in open_sections:
+            remarks.append(Remark(f"{settings.pop(idle.key).origin}: {idle.key} {idle.reason}", 2))
+
+
+def refusals(settings: dict[str, Translated], gpus: int) -> list[str]:
+    """Return why --check refuses settings that it takes one by one. gpus: 0 if their number is not known.
+
+    What depends on a value that is not there yet is left to --check.
+    """
+    unset = [key for key, setting in settings.items() if setting.is_unset]
+    if "base" in unset or "model.from_hf" in settings:
+        unset.append("model.")
+    config = read_settings(settings, [])
+    fewest = math.prod(max(1, getattr(config.parallel, axis)) for axis in AXES)
+    found = [f"{problem.key}: {problem.message}" for problem in problems(config, gpus or fewest)]
+    return [line for line in found if not any(key in line for key in unset)]
+
+
+def write(their: Foreign, settings: dict[str, Translated], remarks: list[Remark]) -> str:
+    """Return the TOML: what is to be done, settings with their former names, and the remarks by their weight."""
+    launch = f"NPROC={their.gpus} ./run_train.sh" if their.gpus else "./run_train.sh"
+    unset = [key for key, setting in settings.items() if setting.is_unset]
+    lines = [f"# {remark.text}" for remark in remarks if remark.rank == 0]
+    lines.append(f"# Converted from a config of {their.program}. Check it: {launch} THIS_FILE --check")
+    if unset:
+        lines.append(f"# SET their values first: {', '.join(unset)}")
+    lines += [f"# --check refuses {line}" for line in refusals(settings, their.gpus)]
     if "base" in settings:
-        lines += [f"base = {toml_value(settings['base'].value)}  # {settings.pop('base').origin}"]
+        lines += [f"base = {toml_value(settings['base'].value)}  # {settings['base'].origin}"]
     sections: dict[str, list[str]] = {}
     for key, setting in settings.items():
         section, _, name = key.partition(".")
-        if key != "data.sources":
+        if name and key != "data.sources":
             sections.setdefault(section, []).append(f"{name} = {toml_value(setting.value)}  # {setting.origin}")
     for section in vars(Config()):
         if section in sections:
             lines += ["", f"[{section}]", *sections[section]]
-        if section == "data" and "data.sources" in settings:
+        if section == "data":
             for source in settings["data.sources"].value:
                 lines += ["", "[[data.sources]]", *(f"{name} = {toml_value(item)}" for name, item in source.items())]
-    if remarks:
-        lines += ["", "# Without a key of the same meaning:", *(f"#   {remark}" for remark in remarks)]
+    for rank, title in ((1, "May change what is trained"), (2, "Changes nothing that is trained")):
+        texts = [remark.text for remark in remarks if remark.rank == rank]
+        if texts:
+            lines += ["", f"# {title}; no key has the same meaning:", *(f"#   {text}" for text in texts)]
     return "\n".join(lines) + "\n"
 
 
@@ -664,6 +796,11 @@ def _by_hand(key: str, value: Any, reason: str) -> Settings | str:
     if name and key != "data.sources":
         read_table(Config, {section: {name: value}}, faults)
     return {key: value} if faults else reason
+
+
+def _comment(text: str) -> str:
+    """Return text that a comment of TOML can have, without other control characters and parts of characters."""
+    return re.sub(r"[\x00-\x1f\x7f]", "?", text.encode(errors="replace").decode())
 
 
 def _short(value: Any) -> str:

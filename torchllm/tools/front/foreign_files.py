@@ -3,10 +3,13 @@
 import ast
 import itertools
 import json
+import operator
 import re
 import shlex
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +51,10 @@ def flat_keys(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _python_config(path: Path, text: str, function: str) -> dict[str, Any]:
     """Return the literal keyword arguments of the `Trainer.Config(...)` that a function returns."""
-    functions = {node.name: node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)}
-    configs = {name: table for name in functions if (table := _returned(name, functions))}
+    module = ast.parse(text)
+    functions = {node.name: node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)}
+    constants = _constants(module)
+    configs = {name: table for name in functions if (table := _returned(name, functions, constants))}
     names = ", ".join(configs) or "none"
     if function and function not in configs:
         raise ValueError(f"no function {function} that returns a Config(...); there are: {names}")
@@ -59,19 +64,35 @@ def _python_config(path: Path, text: str, function: str) -> dict[str, Any]:
     return {"model.name": re.split(r"_(?=\d+(?:_\d+)?[bm]|debug)", name)[0], **configs[name]}
 
 
-def _returned(name: str, functions: dict[str, ast.FunctionDef]) -> dict[str, Any]:
+def _constants(module: ast.Module) -> dict[str, Any]:
+    """Return the values of the names that a module assigns at its top, and nowhere again."""
+    assigned = Counter(
+        node.id for node in ast.walk(module) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)
+    )
+    constants: dict[str, Any] = {}
+    for node in module.body:
+        match node:
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+            ) if assigned[name] == 1:
+                constants[name] = _literal(value, constants)
+    return constants
+
+
+def _returned(name: str, functions: dict[str, ast.FunctionDef], constants: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config that a function returns; {} if it returns none. It may change the config of another function.
 
     `config.a.b = value` is followed for values that `_literal` understands, but no branches, loops and calls.
     """
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = dict(constants)
     for statement in functions[name].body:
         if not isinstance(statement, ast.Assign | ast.Return) or statement.value is None:
             continue
         value = statement.value
         called = value.func.id if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) else ""
         others = {key: node for key, node in functions.items() if key != name}
-        result: Any = _returned(called, others) if called in others else _literal(value, names)
+        result: Any = _returned(called, others, constants) if called in others else _literal(value, names)
         if isinstance(statement, ast.Return):
             return result if isinstance(result, dict) else {}
         variable, *path = ast.unparse(statement.targets[0]).split(".")
@@ -87,15 +108,18 @@ def _literal(node: ast.expr, names: dict[str, Any]) -> Any:
     """Return a value that is written in the source. A call is the table of its keyword arguments.
 
     `Class.Config()` is "Class", `model_registry("8B")` is "8B" and `DATASETS["c4"]` is "c4": a name of what it makes.
+    names: values of variables. What another name stands for is not known: "$NAME".
     """
     if isinstance(node, ast.Name) and node.id in names:
         return names[node.id]
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         left, right = _literal(node.left, names), _literal(node.right, names)
         if isinstance(left, int | float) and isinstance(right, int | float):
-            return left * right
+            with suppress(ArithmeticError):
+                return _OPERATORS[type(node.op)](left, right)
     if isinstance(node, ast.Call):
-        flavor = node.args[0].value if len(node.args) == 1 and isinstance(node.args[0], ast.Constant) else None
+        is_named = len(node.args) == 1 and isinstance(node.args[0], ast.Constant | ast.Name)
+        flavor = _literal(node.args[0], names) if is_named else None
         if node.keywords:
             table = {str(keyword.arg): _literal(keyword.value, names) for keyword in node.keywords}
             return table if flavor is None else {"flavor": flavor, **table}
@@ -107,7 +131,13 @@ def _literal(node: ast.expr, names: dict[str, Any]) -> Any:
     try:
         return ast.literal_eval(node)
     except ValueError:
-        return ast.unparse(node)
+        return "$" * isinstance(node, _UNKNOWN) + ast.unparse(node)
+
+
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+_OPERATORS[ast.FloorDiv] = operator.floordiv
+_UNKNOWN = ast.Name | ast.Attribute | ast.BinOp | ast.IfExp | ast.JoinedStr
+"""expressions whose value is not in the source: it is written with a dollar sign, like a variable of a shell"""
 
 
 def _arguments(text: str) -> dict[str, Any]:
