@@ -447,13 +447,18 @@ def write_run(target: Path, model: PlannedModel, cluster: str, result: SearchRes
     if "data" not in model.table:
         lines += DEFAULT_DATA
     target.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print(f"wrote {target}", file=sys.stderr)
+    notes = []
+    written = read_table(Config, read_files(str(target), []).table, [])
+    for problem in conflicts(written, job.gpus):
+        notes.append(f"--check refuses {problem.key}: {problem.message}")
+    if notes:
+        lines = [f"# {note}" for note in notes] + lines
+        target.write_text("\n".join(lines) + "\n", encoding="utf-8")
     if "data" not in model.table:
-        print(
-            f"{target}: [data] is Python's standard library as bytes, to try the layout. Put your corpus and tokenizer "
-            "in its place.",
-            file=sys.stderr,
+        notes.append(
+            "[data] is Python's standard library as bytes, to try the layout. Put your corpus and tokenizer there."
         )
+    print(f"wrote {target}", *(f"{target}: {note}" for note in notes), sep="\n", file=sys.stderr)
 
 
 def header(target: Path, result: SearchResult) -> list[str]:

@@ -124,6 +124,10 @@ def test_a_published_model_is_written_as_toml_from_its_config_alone(
     assert Model(**table) == read_hub_config(folder / "llama").model
     assert text.startswith("# config.json of llama\n[model]\nlayers = 2\nhidden = 4096\n")
     assert "head_dim" not in text
+    (folder / "llama/config.json").write_text('{"model_type": "gpt2", "n_embd": 768, "n_positions": 1024}')
+    cli.main(["model", "llama"])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "--check" in line]
+    assert line == ("# In a run, --check refuses training.sequence_length: 2048 is over model.max_sequence_length 1024")
 
 
 def test_a_model_that_is_not_supported_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from torchllm import __version__
-from torchllm.config import Model
+from torchllm.config import Config, Model
 from torchllm.config.errors import UserError
 from torchllm.config.toml import toml_value
 from torchllm.tools.resources import HOME, resource
@@ -141,6 +141,7 @@ def copy(arguments: Sequence[str]) -> None:
 
 def model_toml(arguments: Sequence[str]) -> str:
     """Return the [model] of a published model as TOML, without keys at their default."""
+    from torchllm.tools.config.checks import problems
     from torchllm.tools.hub.files import read_hub_config
     from torchllm.tools.hub.hub import find_hub_model
 
@@ -151,7 +152,10 @@ def model_toml(arguments: Sequence[str]) -> str:
         model = read_hub_config(found.folder).model
     except UserError as error:
         exit_refused(f"model: {error}")
-    lines = [f"# config.json of {found.pinned}", "[model]"]
+    refused = problems(Config(model=model), world_size=1)
+    lines = [f"# config.json of {found.pinned}"]
+    lines += [f"# In a run, --check refuses {problem.key}: {problem.message}" for problem in refused]
+    lines.append("[model]")
     for key, value in vars(model).items():
         if value != getattr(Model(), key):
             lines.append(f"{key} = {toml_value(value)}")

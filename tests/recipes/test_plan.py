@@ -141,7 +141,7 @@ def test_sizes_and_data_may_be_in_the_models_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     base = ROOT / "train_configs/models/llama_13b.toml"
-    sizes = "[training]\nsequence_length = 1024\nglobal_batch_size = 64\n"
+    sizes = "[schedule]\nwarmup_steps = 50\n[training]\nsequence_length = 1024\nglobal_batch_size = 64\n"
     Path("mine.toml").write_text(f"base = {str(base)!r}\n{sizes}[[data.sources]]\nkind = 'text'\npath = 'a.txt'\n")
     main(["rank", "--model=mine.toml", "--cluster=dgx_a100", "--gpus=8", "--write=again.toml"])
     printed = capsys.readouterr()
@@ -149,6 +149,10 @@ def test_sizes_and_data_may_be_in_the_models_file(
     assert printed.err == "wrote again.toml\n"
     (source,) = load_config(["again.toml", "--run.dry_run=true"]).data.sources
     assert source.path == "a.txt"
+    main(["rank", "--model=mine.toml", "--cluster=dgx_a100", "--gpus=8", "--write=few_steps", "--tokens=1e6"])
+    refused = "--check refuses schedule.warmup_steps: 50 is over training.steps 15"
+    assert capsys.readouterr().err == f"wrote few_steps\nfew_steps: {refused}\n"
+    assert Path("few_steps").read_text().startswith(f"# {refused}\n# ")
 
 
 def test_several_numbers_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
