@@ -679,9 +679,11 @@ def translate(their: Foreign) -> tuple[dict[str, Translated], list[Remark]]:
         elif compute:
             try:
                 result = compute(their)
+                if not isinstance(result, str) and None in result.values():
+                    raise ValueError
             except (KeyError, TypeError, ValueError, ArithmeticError):
                 result = _by_hand(equal.key, SET, f"its value is not understood: set {equal.key}")
-        origin = _comment(f"{key} = {_short(value)}" + (", the default there" if key in absent else ""))
+        origin = f"{key} = {_short(value)}" + (", the default there" if key in absent else "")
         changes = bool(value) and (equal.changes or equal.key.split(".")[0] in TRAINED)
         if isinstance(result, str):
             differs = equal.key == "base" or "the architecture differs" in result
@@ -764,18 +766,18 @@ def write(their: Foreign, settings: dict[str, Translated], remarks: list[Remark]
     """Return the TOML: what is to be done, settings with their former names, and the remarks by their weight."""
     launch = f"NPROC={their.gpus} ./run_train.sh" if their.gpus else "./run_train.sh"
     unset = [key for key, setting in settings.items() if setting.is_unset]
-    lines = [f"# {remark.text}" for remark in remarks if remark.rank == 0]
+    lines = [_comment(remark.text) for remark in remarks if remark.rank == 0]
     lines.append(f"# Converted from a config of {their.program}. Check it: {launch} THIS_FILE --check")
     if unset:
         lines.append(f"# SET their values first: {', '.join(unset)}")
-    lines += [f"# --check refuses {line}" for line in refusals(settings, their.gpus)]
+    lines += [_comment(f"--check refuses {line}") for line in refusals(settings, their.gpus)]
     if "base" in settings:
-        lines += [f"base = {toml_value(settings['base'].value)}  # {settings['base'].origin}"]
+        lines.append(f"base = {toml_value(settings['base'].value)}  {_comment(settings['base'].origin)}")
     sections: dict[str, list[str]] = {}
     for key, setting in settings.items():
         section, _, name = key.partition(".")
         if name and key != "data.sources":
-            sections.setdefault(section, []).append(f"{name} = {toml_value(setting.value)}  # {setting.origin}")
+            sections.setdefault(section, []).append(f"{name} = {toml_value(setting.value)}  {_comment(setting.origin)}")
     for section in vars(Config()):
         if section in sections:
             lines += ["", f"[{section}]", *sections[section]]
@@ -785,7 +787,7 @@ def write(their: Foreign, settings: dict[str, Translated], remarks: list[Remark]
     for rank, title in ((1, "May change what is trained"), (2, "Changes nothing that is trained")):
         texts = [remark.text for remark in remarks if remark.rank == rank]
         if texts:
-            lines += ["", f"# {title}; no key has the same meaning:", *(f"#   {text}" for text in texts)]
+            lines += ["", f"# {title}; no key has the same meaning:", *(_comment(f"  {text}") for text in texts)]
     return "\n".join(lines) + "\n"
 
 
@@ -799,8 +801,8 @@ def _by_hand(key: str, value: Any, reason: str) -> Settings | str:
 
 
 def _comment(text: str) -> str:
-    """Return text that a comment of TOML can have, without other control characters and parts of characters."""
-    return re.sub(r"[\x00-\x1f\x7f]", "?", text.encode(errors="replace").decode())
+    """Return text as a comment, without control characters and halves of characters, which TOML does not take."""
+    return "# " + re.sub(r"[\x00-\x1f\x7f]", "?", text.encode(errors="replace").decode())
 
 
 def _short(value: Any) -> str:
