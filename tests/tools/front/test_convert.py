@@ -192,7 +192,7 @@ def test_remarks_that_change_the_training_come_first(tmp_path: Path) -> None:
     text = _titan(tmp_path, "deepseek_v3", "16B", job=keys, float8={"filter_fqns": ["output"]})
     places = [text.index(word) for word in ("latent attention", "custom?import", "float8.filter_fqns", "job.desc")]
     assert places == sorted(places)
-    assert text.index("# Changes nothing that is trained") < places[-1]
+    assert text.index("# Does not change the training") < places[-1]
     tomllib.loads(text.encode().decode())  # a line break in a key is none in a comment
 
 

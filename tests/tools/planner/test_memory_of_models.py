@@ -90,7 +90,7 @@ TWO_BUFFERS = Choice("llama3_405b", ("segment", "tp 2, sp", "ring 2", "pp 2", "Z
 def test_what_a_first_forward_gathers(
     choice: Choice, term: str, without_it: object, missing: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what share of a rank's peak the planner would miss without that term."""
+    """Without that term the planner would miss this share of a rank's peak."""
     ranks = list(compare(choice))
     assert max(abs(rank.difference) for rank in ranks) <= 0.03
     monkeypatch.setattr(f"torchllm.tools.planner.{term}", without_it)

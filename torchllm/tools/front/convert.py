@@ -222,7 +222,7 @@ TITAN_PARTS = {
     "llama4": "experts whose input is weighted by the router",
     "qwen3_vl": "an encoder of images",
 }
-"""what our models lack, by torchtitan's model.name"""
+"""a part that our models lack, by torchtitan's model.name"""
 
 
 def _titan_model(their: Foreign) -> Settings | str:
@@ -294,7 +294,7 @@ def _titan_validation(their: Foreign) -> Settings:
 
 
 def _unless_off(compute: Callable[[Foreign], Settings], key: str) -> Computed:
-    """Return the function of an interval that counts only if another key switches on what it is for."""
+    """Return the function of an interval that counts only if `key` is true."""
 
     def interval(their: Foreign) -> Settings | str:
         settings = compute(their)
@@ -639,7 +639,7 @@ SOURCES = [{"kind": "text", "path": SET}]
 NEEDED = ("training.sequence_length", "training.global_batch_size", "training.steps")
 """What our defaults must not decide: "SET" where the other config does not say it, so that nothing else is trained."""
 TRAINED = {"model", "base", "data", "training", "optimizer", "schedule", "finetune", "lora", "float8"}
-"""sections whose keys change what is trained"""
+"""sections whose keys change the training"""
 
 
 class Translated(NamedTuple):
@@ -661,7 +661,7 @@ class Remark(NamedTuple):
 
     text: str
     rank: int
-    """0: the architecture differs; 1: it may change what is trained; 2: it changes nothing of it"""
+    """0: the architecture differs; 1: the training may differ; 2: it does not"""
 
 
 def translate(their: Foreign) -> tuple[dict[str, Translated], list[Remark]]:
@@ -704,7 +704,7 @@ def translate(their: Foreign) -> tuple[dict[str, Translated], list[Remark]]:
 
 
 def add_what_is_needed(settings: dict[str, Translated], remarks: list[Remark]) -> None:
-    """Add "SET" for what no default may decide, and take out values that no key of ours can have."""
+    """Add "SET" for `NEEDED` keys, model and data that are not known; take out values of a whole section."""
     for key in [key for key in settings if key != "base" and "." not in key]:  # a value for a whole section
         remarks.append(Remark(f"{settings.pop(key).origin}: set the keys of [{key}]", 1))
     for key in NEEDED:
@@ -751,7 +751,7 @@ def drop_keys_without_effect(settings: dict[str, Translated], remarks: list[Rema
 def refusals(settings: dict[str, Translated], gpus: int) -> list[str]:
     """Return why --check refuses settings that it takes one by one. gpus: 0 if their number is not known.
 
-    What depends on a value that is not there yet is left to --check.
+    Problems that depend on a value that is not there yet are left to --check.
     """
     unset = [key for key, setting in settings.items() if setting.is_unset]
     if "base" in unset or "model.from_hf" in settings:
@@ -763,7 +763,7 @@ def refusals(settings: dict[str, Translated], gpus: int) -> list[str]:
 
 
 def write(their: Foreign, settings: dict[str, Translated], remarks: list[Remark]) -> str:
-    """Return the TOML: what is to be done, settings with their former names, and the remarks by their weight."""
+    """Return the TOML: the work that is left, settings with their former names, and the remarks by their rank."""
     launch = f"NPROC={their.gpus} ./run_train.sh" if their.gpus else "./run_train.sh"
     unset = [key for key, setting in settings.items() if setting.is_unset]
     lines = [_comment(remark.text) for remark in remarks if remark.rank == 0]
@@ -784,7 +784,7 @@ def write(their: Foreign, settings: dict[str, Translated], remarks: list[Remark]
         if section == "data":
             for source in settings["data.sources"].value:
                 lines += ["", "[[data.sources]]", *(f"{name} = {toml_value(item)}" for name, item in source.items())]
-    for rank, title in ((1, "May change what is trained"), (2, "Changes nothing that is trained")):
+    for rank, title in ((1, "May change the training"), (2, "Does not change the training")):
         texts = [remark.text for remark in remarks if remark.rank == rank]
         if texts:
             lines += ["", f"# {title}; no key has the same meaning:", *(_comment(f"  {text}") for text in texts)]

@@ -108,7 +108,7 @@ def _literal(node: ast.expr, names: dict[str, Any]) -> Any:
     """Return a value that is written in the source. A call is the table of its keyword arguments.
 
     `Class.Config()` is "Class", `model_registry("8B")` is "8B" and `DATASETS["c4"]` is "c4": a name of what it makes.
-    names: values of variables. What another name stands for is not known: "$NAME".
+    names: values of variables. The value of any other name is not known: "$NAME".
     """
     if isinstance(node, ast.Name) and node.id in names:
         return names[node.id]

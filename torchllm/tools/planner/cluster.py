@@ -214,7 +214,7 @@ REMOVED = {
     " of its last reductions (constants.fall) and the waits for messages (constants.message); fit them with"
     " recipes/plan.py calibrate",
 }
-"""keys that cluster files had, and what to do instead"""
+"""keys that cluster files had, and their remedies"""
 
 
 class _Section(NamedTuple):
