@@ -111,7 +111,7 @@ FLAVORS = {
     "llama3": ("debugmodel", "1B", "3B", "8B", "8B_flex", "debugmodel_varlen_attn", "70B", "405B"),
     "qwen3": ("debugmodel", "0.6B", "1.7B", "4B", "8B", "14B", "32B", "30B-A3B", "235B-A22B"),
 }
-LACKING = {"deepseek_v3": "16B", "gpt_oss": "20b", "llama4": "17bx16e", "mine": "1B"}
+LACKING = {"deepseek_v3": "16B", "gpt_oss": "20b", "llama4": "17bx16e", "mine": "1B", "long": 300 * "x"}
 
 
 def _titan(folder: Path, name: str, flavor: str, **sections: dict[str, object]) -> str:
@@ -139,8 +139,8 @@ def test_flavors_of_torchtitan_pass_our_check_or_say_what_is_missing_first(
     for name, flavor in LACKING.items():
         text = _titan(tmp_path, name, flavor)
         first, _, unset, *lines = text.splitlines()
-        assert re.search("our models lack|train_configs/models has no mine 1B", first)
-        assert unset.startswith("# SET their values first: data.tokenizer, data.sources, base")
+        assert re.search("our models lack|train_configs/models has no mine 1B|is not understood: set base", first)
+        assert unset.startswith("# Still to be SET: data.tokenizer, data.sources, base")
         assert lines[0].startswith('base = "SET"')
         with pytest.raises(SystemExit):
             load_config([_write(tmp_path, "ours.toml", text), "--run.folder=run"])
@@ -156,7 +156,7 @@ def test_what_our_check_refuses_is_set_or_said_first(
     wrong_keys = "training.sequence_length, training.steps, schedule.name, data.tokenizer, data.sources"
     header, unset, *refused = text.split("base = ")[0].splitlines()
     assert header.endswith("Check it: NPROC=8 ./run_train.sh THIS_FILE --check")
-    assert unset == f"# SET their values first: {wrong_keys}"
+    assert unset == f"# Still to be SET: {wrong_keys}"
     assert "# --check refuses parallel.tp: 3 does not divide model.heads = 32" in refused
     assert not any("training.sequence_length" in line for line in refused)  # it is not known yet
     assert "must be a whole number of at least 1, not 4096.5" in text
@@ -261,7 +261,7 @@ def llama3_mine():
     assert values["base"] == "models/llama3_70b.toml"
     assert (values["training.sequence_length"], values["training.steps"]) == (4096, 999)
     assert "run.folder" not in values
-    assert text.splitlines()[1].startswith("# SET their values first: training.micro_batch_size, training.global")
+    assert text.splitlines()[1].startswith("# Still to be SET: training.micro_batch_size, training.global")
     assert 'dump_folder = "$FOLDER": a variable: write its value into run.folder' in text
 
 

@@ -681,7 +681,7 @@ def translate(their: Foreign) -> tuple[dict[str, Translated], list[Remark]]:
                 result = compute(their)
                 if not isinstance(result, str) and None in result.values():
                     raise ValueError
-            except (KeyError, TypeError, ValueError, ArithmeticError):
+            except (KeyError, TypeError, ValueError, ArithmeticError, OSError):
                 result = _by_hand(equal.key, SET, f"its value is not understood: set {equal.key}")
         origin = f"{key} = {_short(value)}" + (", the default there" if key in absent else "")
         changes = bool(value) and (equal.changes or equal.key.split(".")[0] in TRAINED)
@@ -769,7 +769,7 @@ def write(their: Foreign, settings: dict[str, Translated], remarks: list[Remark]
     lines = [_comment(remark.text) for remark in remarks if remark.rank == 0]
     lines.append(f"# Converted from a config of {their.program}. Check it: {launch} THIS_FILE --check")
     if unset:
-        lines.append(f"# SET their values first: {', '.join(unset)}")
+        lines.append(f"# Still to be SET: {', '.join(unset)}")
     lines += [_comment(f"--check refuses {line}") for line in refusals(settings, their.gpus)]
     if "base" in settings:
         lines.append(f"base = {toml_value(settings['base'].value)}  {_comment(settings['base'].origin)}")
