@@ -43,6 +43,8 @@ usage: torchllm COMMAND [ARGUMENTS]
   torchllm report RUN [RUN ...] [-o FILE]
       Write one HTML page about runs: curves, where the time went, events, data, config. Of a pipeline's folder: a text
       with its stages, times, costs, scores and samples.
+  torchllm runs [FOLDER]
+      List the runs in a folder, by default in runs/: state, step and last loss.
   torchllm env
       Print versions and hardware, for a bug report.
   torchllm RECIPE [ARGUMENTS]
@@ -87,6 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from torchllm.tools.pipeline.report import main as report
 
         report(rest)
+    elif command == "runs":
+        from torchllm.tools.watch.runs import main as runs
+
+        runs(rest)
     elif command == "pipeline":
         from torchllm.tools.pipeline.pipeline import main as pipeline
 
