@@ -18,7 +18,7 @@ from tests.launched import PATIENCE, SCRIPT, clean
 from tests.patience import patience
 from tests.recipes.warm import pretrain
 from tests.tiny_run import DEBUG, QUIET, ROOT, SMALL, STEPS, assert_same_run, changed
-from torchllm.tools.watch.goodput import read_launches
+from torchllm.tools.watch.launches import read_launches
 
 ONE_RANK = "--parallel.dp_shard=1"
 

@@ -18,7 +18,7 @@ from tests.launched import PATIENCE, Started, children, clean, ends, start_nodes
 from tests.recipes.warm import pretrain
 from tests.tiny_run import QUIET, ROOT, SMALL, assert_same_run, changed
 from torchllm.tools.launch.restarts import newest_step
-from torchllm.tools.watch.goodput import account, read_launches
+from torchllm.tools.watch.launches import account, read_launches
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc to find ranks in")
 

@@ -19,7 +19,7 @@ from torchllm.metrics import meter
 from torchllm.models.decoder import build_model
 from torchllm.parallel.initialize import initialize
 from torchllm.tools.launch import stop_requests
-from torchllm.tools.watch.goodput import read_launches
+from torchllm.tools.watch.launches import read_launches
 
 
 def from_step_4(trained: Path, folder: Path) -> Path:

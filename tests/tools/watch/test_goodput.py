@@ -10,7 +10,8 @@ import pytest
 
 from torchllm.config.environment import LAUNCHED
 from torchllm.tools.watch import goodput
-from torchllm.tools.watch.goodput import FILE, Goodput, Launch, account, read_launches
+from torchllm.tools.watch.goodput import Goodput
+from torchllm.tools.watch.launches import FILE, Launch, account, read_launches
 
 
 def test_a_restart_costs_the_time_between_and_the_steps_done_again() -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torchllm.config.errors import UserError
 from torchllm.config.toml import toml_value
-from torchllm.tools.watch.goodput import Launch, account, read_launches
+from torchllm.tools.watch.launches import Launch, account, read_launches
 
 WIDTH, HEIGHT = 460, 220
 LEFT, BOTTOM = 56, 24
