@@ -44,7 +44,7 @@ def matmul(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
 
 def product_rows(config: "BenchmarkConfig", device: torch.device, dtype: torch.dtype) -> Iterator[TableRow]:
     """Yield a row per product. Squares that would take longer than `benchmark.seconds` are skipped."""
-    peak = peak_flops(device, dtype)
+    peak = peak_flops(config.metrics, device, dtype)
     budget = config.benchmark.seconds
     rate = float("inf")  # of the last product: an estimate for the next
     for size in SQUARES:

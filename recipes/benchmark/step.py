@@ -70,7 +70,7 @@ def compare_steps(
     library_seconds, loop_seconds = take_turns([partial(turn, library.work), partial(turn, loop.work)], settings.rounds)
 
     dtype = compute_dtype(config.training, device)
-    peak_of_one = peak_flops(device, dtype, runtime.ranks_on_node, config.float8.is_on)
+    peak_of_one = peak_flops(config.metrics, device, dtype, config.float8.is_on)
     peak = None if peak_of_one is None else peak_of_one * runtime.world_size
     rows: list[TableRow] = [
         {"loop": "torchllm", **speed(config, median(library_seconds), peak), "peak_memory_gib": library.peak_gib},

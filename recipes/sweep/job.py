@@ -184,8 +184,8 @@ def end_job(job: "subprocess.Popen[bytes]") -> None:
 def cpu_cells(config: Config, seconds: float) -> dict[str, str]:
     """Return the cells of a CPU's job that differ from a GPU's. `seconds`: measured step time.
 
-    MFU and HFU: every job measures its own peak, so that layouts could not be compared; the peak is taken from the
-    planner's cluster file; empty if that file describes another number of ranks. Memory: empty, because most of a
+    MFU and HFU: a job on a CPU has none; the peak is taken from the planner's cluster file; empty if that file
+    describes another number of ranks. Memory: empty, because most of a
     process's resident memory is Python and torch, not tensors.
     """
     cells = {"mfu_pct": "", "hfu_pct": "", "peak_memory_gib": ""}

@@ -1,5 +1,4 @@
 import math
-import os
 import re
 from collections import Counter
 from dataclasses import replace
@@ -13,7 +12,7 @@ from tests.tiny_run import ROOT
 from torchllm.config import Metrics, Model, Recompute, Training
 from torchllm.facts.flops import flops_per_token, recomputed_flops_per_token
 from torchllm.metrics.expert_load import ExpertLoads
-from torchllm.metrics.meter import Meter, measured_peak_flops, memory_gib, peak_flops, read_gpu
+from torchllm.metrics.meter import Meter, memory_gib, peak_flops, read_gpu
 from torchllm.metrics.sinks import Record, TensorBoard
 from torchllm.optim.expert_balance import StepRouting
 from torchllm.tools.launch.lease import LeaseLost
@@ -220,23 +219,6 @@ def test_memory_of_a_cpu_process_is_what_is_resident() -> None:
     assert held.numel() == 2**26
 
 
-def test_the_measured_peak_is_that_of_the_fastest_product(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that share cores do not add up to more than the machine."""
-    assert meter_module._fastest_product(64, torch.float32) >= 0.0
-    sizes = []
-
-    def product(size: int, dtype: torch.dtype) -> float:
-        sizes.append(size)
-        return 2 * size**3 / (1e12 if size == 512 else 5e11)
-
-    monkeypatch.setattr(meter_module, "_fastest_product", product)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert measured_peak_flops() == 1e12
-    assert sizes == [256, 512, 1024, 2048]  # the next one would take more than 0.3 s
-    cores = len(os.sched_getaffinity(0))
-    assert measured_peak_flops(ranks_on_node=100 * cores) == pytest.approx(1e10)
-
-
 def test_peak_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda", 0)
     for name, dtype, precision, expected in (
@@ -247,9 +229,25 @@ def test_peak_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda precision=precision: precision)
-        assert peak_flops(gpu, dtype) == expected
+        assert peak_flops(Metrics(), gpu, dtype) == expected
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    assert peak_flops(gpu, torch.bfloat16, float8=True) == 1979e12
+    assert peak_flops(Metrics(), gpu, torch.bfloat16, float8=True) == 1979e12
+    assert peak_flops(Metrics(peak_tflops=2.0), gpu, torch.bfloat16, float8=True) == 2e12
+
+
+def test_a_cpu_has_the_peak_that_the_user_gives_and_no_other() -> None:
+    assert peak_flops(Metrics(), CPU, torch.float32) is None
+    assert peak_flops(Metrics(peak_tflops=0.05), CPU, torch.float32) == 0.05e12
+
+
+def test_a_share_of_the_peak_over_1_is_left_out(clock: Clock) -> None:
+    sink = RecordingSink()
+    rate = 8 * 16 / 2.0
+    meter = make(sink, peak=rate * flops_per_token(MODEL, 16) / 4)  # of four ranks: MFU is 1, HFU more
+    for step in (1, 2):
+        clock.now += 2 if step == 1 else 1
+        meter.log(step, result(), force=True)
+    assert [(record["mfu"], record["hfu"]) for record in sink.records] == [(1.0, None), (None, None)]
 
 
 def test_goodput_is_told_what_was_no_step(clock: Clock) -> None:

@@ -55,7 +55,7 @@ runpy.run_path({RECIPE!r}, run_name='__main__')"
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("ranks", "baseline"), [(0, "bare loop"), (2, "bare FSDP2")])
 def test_step_compares_with_a_bare_loop(tmp_path: Path, ranks: int, baseline: str) -> None:
-    result = measured("step", tmp_path, ranks=ranks)
+    result = measured("step", tmp_path, "--metrics.peak_tflops=100", ranks=ranks)
     assert [row["loop"] for row in result["training step"]] == ["torchllm", baseline]
     for row in result["training step"]:
         assert row["tokens_per_second"] == pytest.approx(16 * 32 / row["step_ms"] * 1e3)

@@ -490,7 +490,7 @@ def test_the_main_job(start: Callable[..., Started], tmp_path: Path, monkeypatch
     assert 5.4 < records[0]["loss"] < 5.75  # ln(264) = 5.58
     assert records[-1]["loss"] < records[0]["loss"] - 0.3
     assert records[-1]["validation_loss"] < records[3]["validation_loss"] < 5.4
-    assert all(0 < record["mfu"] <= record["hfu"] < 1 for record in records)
+    assert {record["mfu"] for record in records} == {None}  # of a CPU
 
     assert [path.name for path in sorted(folder.glob("checkpoints/*"))] == ["step-00000004", "step-00000008"]
     assert list(folder.glob("tensorboard/events.*"))

@@ -705,6 +705,8 @@ class Metrics:
     """steps between logged steps; only a logged step waits for the device"""
     tensorboard: bool = True
     """write TensorBoard files next to metrics.jsonl"""
+    peak_tflops: NonNegative = 0.0
+    """TFLOP/s of a rank's device, of which MFU and HFU are shares; 0: those of a GPU's data sheet; a CPU has no MFU"""
     wandb: str = ""
     """project of Weights & Biases that gets the records and the config; empty: none; needs the extra wandb"""
     mlflow: str = ""

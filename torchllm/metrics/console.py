@@ -76,11 +76,11 @@ class Console:
     def _draw(self, bar: "tqdm[None]", step: int, record: Record) -> None:
         self.validation = record.get("validation_loss", self.validation)
         loss, rate = _number(record.get("loss"), ".4f"), _number(record.get("learning_rate"), ".2e")
-        tokens_per_second, mfu = _speed(record)
+        tokens_per_second, *mfu = _speed(record)
         words = [f"loss {loss}", f"rate {rate}", tokens_per_second]
         if self.validation is not None:
             words.append(f"validation {_number(self.validation, '.4f')}")
-        bar.set_postfix_str("  ".join([*words, mfu, *_load(record), *_extra(record)]), refresh=False)
+        bar.set_postfix_str("  ".join([*words, *mfu, *_load(record), *_extra(record)]), refresh=False)
         bar.update(step - bar.n)
         bar.refresh()
 
@@ -108,8 +108,11 @@ class Console:
 
 
 def _speed(record: Record) -> list[str]:
-    tokens_per_second = _number(record.get("tokens_per_second"), ",.0f")
-    return [f"{tokens_per_second} tokens/s", f"MFU {_number(record.get('mfu'), '.1%')}"]
+    """Return the tokens per second, and the MFU where it is known."""
+    words = [f"{_number(record.get('tokens_per_second'), ',.0f')} tokens/s"]
+    if (mfu := record.get("mfu")) is not None:
+        words.append(f"MFU {mfu:.1%}")
+    return words
 
 
 def _load(record: Record) -> list[str]:

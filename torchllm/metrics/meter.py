@@ -16,7 +16,8 @@ not finite. A profiled step has a line of its own: breakdown/PART, the part's sh
     step_seconds       mean over the interval, without evaluation and checkpoints
     data_seconds       mean wait of this rank for a batch, over the interval; part of step_seconds
     mfu                model FLOPs utilization, a fraction: tokens/s * (6 N + 12 L H Q S) / peak of all devices (PaLM);
-                       N are all parameters, and of experts those that a token uses;
+                       N are all parameters, and of experts those that a token uses; null where the peak is unknown
+                       (of a CPU, without metrics.peak_tflops), and over 1;
                        with [float8] the peak is float8's, twice that of bfloat16; with updates of frozen weights
                        4 N + 6 n instead of 6 N, n being the trained parameters
     mfu_unmasked       the same, counting only the attention that the causal and document masks leave
@@ -48,6 +49,7 @@ The first step of a process is always logged, alone: it has the initial loss, an
 """
 
 import logging
+import math
 import os
 import resource
 import sys
@@ -64,7 +66,6 @@ from torchllm.facts.flops import ALL_TRAINED, device_peak_flops, flops_per_token
 from torchllm.metrics.console import Console
 from torchllm.metrics.expert_load import ExpertLoads, pack, unpack
 from torchllm.metrics.sinks import Record, Sink
-from torchllm.runtime.host_limits import usable_cores
 from torchllm.runtime.phase import phase
 from torchllm.runtime.signs_of_life import signs_of_life
 
@@ -254,9 +255,9 @@ class Meter:
             "targets_per_second": targets / seconds,
             "step_seconds": seconds / self.steps,
             "data_seconds": self.data_wait_seconds / self.steps,
-            "mfu": self._utilization(tokens_per_second * model_flops),
-            "mfu_unmasked": self._utilization(tokens_per_second * unmasked_flops),
-            "hfu": self._utilization(tokens_per_second * (model_flops + self.recomputed)),
+            "mfu": self.utilization(tokens_per_second * model_flops),
+            "mfu_unmasked": self.utilization(tokens_per_second * unmasked_flops),
+            "hfu": self.utilization(tokens_per_second * (model_flops + self.recomputed)),
             "memory_gib": memory_gib(self.device),
             "skipped_steps": int(skipped),
         }
@@ -290,8 +291,13 @@ class Meter:
         self.paused_seconds = 0.0
         self.interval_started = time.perf_counter()
 
-    def _utilization(self, flops_per_second: float) -> float | None:
-        return None if self.peak is None else flops_per_second / self.peak
+    def utilization(self, flops_per_second: float) -> float | None:
+        """Return the share of the peak; None without a peak, or over 1.
+
+        Then the peak is wrong, or documents are so short that most of the attention that PaLM's MFU counts is masked.
+        """
+        share = math.inf if self.peak is None else flops_per_second / self.peak
+        return share if share <= 1 else None
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -330,52 +336,20 @@ def read_gpu(device: torch.device) -> dict[str, float]:
     return values
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype, ranks_on_node: int = 1, float8: bool = False) -> float | None:
+def peak_flops(settings: Metrics, device: torch.device, dtype: torch.dtype, float8: bool = False) -> float | None:
     """Return the FLOP/s that a rank's matrix products of `dtype` reach at most; None if unknown.
 
-    A GPU's peak is its data sheet's, for bfloat16, or for float32 if TF32 is on (no tensor core computes in full
-    float32: None). A CPU's is measured.
+    It is `settings.peak_tflops`, or that of a GPU's data sheet: for bfloat16, or for float32 if TF32 is on (no tensor
+    core computes in full float32: None). A CPU's is not measured: on a busy machine too little would be found.
 
     float8: the run has products in float8. Then the peak is that of float8, though the head and attention are bfloat16:
-    the larger peak, against which no run looks better than it is. A CPU emulates float8 and keeps the peak of `dtype`.
+    the larger peak, against which no run looks better than it is.
     """
-    if device.type != "cuda":
-        return measured_peak_flops(dtype, ranks_on_node)
+    if settings.peak_tflops or device.type != "cuda":
+        return 1e12 * settings.peak_tflops or None
     name = torch.cuda.get_device_name(device)
     if float8:
         return device_peak_flops(name, "float8")
     if dtype == torch.bfloat16:
         return device_peak_flops(name, "bfloat16")
     return None if torch.get_float32_matmul_precision() == "highest" else device_peak_flops(name, "tf32")
-
-
-def measured_peak_flops(dtype: torch.dtype = torch.float32, ranks_on_node: int = 1, seconds: float = 0.3) -> float:
-    """Measure the FLOP/s of the fastest square matrix product of this process's threads on this CPU.
-
-    Sizes double from 256 until the next would not fit into `seconds`. Ranks of one machine share its cores: call it on
-    all of them at once. With more threads than cores a short product may still have a core per thread, so the result is
-    scaled down to the share of the cores that the threads have in the long run.
-    """
-    share = min(1.0, usable_cores() / (ranks_on_node * torch.get_num_threads()))
-    best = 0.0
-    size = 256
-    deadline = time.perf_counter() + seconds
-    while True:
-        product_seconds = _fastest_product(size, dtype)
-        best = max(best, 2 * size**3 / product_seconds)
-        next_size_seconds = 4 * 8 * product_seconds  # four products, each of 8 times the work
-        if time.perf_counter() + next_size_seconds > deadline:
-            return best * share
-        size *= 2
-
-
-def _fastest_product(size: int, dtype: torch.dtype) -> float:
-    """Return the seconds of the fastest of three products of square matrices, after one to warm up."""
-    matrix = torch.ones(size, size, dtype=dtype)
-    torch.mm(matrix, matrix)
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        torch.mm(matrix, matrix)
-        times.append(time.perf_counter() - start)
-    return min(times)

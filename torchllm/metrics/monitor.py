@@ -76,7 +76,7 @@ class Monitor:
             training,
             device=device,
             world_size=runtime.world_size,
-            peak_flops=peak_flops(device, dtype, runtime.ranks_on_node, config.float8.is_on),
+            peak_flops=peak_flops(config.metrics, device, dtype, config.float8.is_on),
             sinks=open_sinks(runtime.folder, config, start) if runtime.is_main else [],
             loads_file=open_loads_file(runtime.folder, start) if runtime.is_main and config.model.experts else None,
             console=Console(training.steps, start) if runtime.is_main else None,

@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from tests.metrics.test_monitor import begin, monitor_of
-from tests.parity import CPU, tiny
+from tests.parity import tiny
 from tests.workers import run
 from torchllm.facts.flops import parameter_count
 from torchllm.metrics.expert_load import ExpertLoads
@@ -99,16 +99,15 @@ def test_a_source_is_one_line(tmp_path: Path) -> None:
 
 def _log_of_a_float8_peak() -> list[str]:
     with log_lines() as lines:
-        for recipe, peak in (("none", 2e12), ("rowwise", None), ("rowwise", 2e12)):
-            runtime, meter = SimpleNamespace(world_size=2, device=CPU), SimpleNamespace(peak=peak)
-            describe_peak(SimpleNamespace(config=tiny({"float8.recipe": recipe}), runtime=runtime, meter=meter))
+        for recipe, peak, given in (("none", 2, 0), ("rowwise", None, 0), ("rowwise", 4, 2), ("rowwise", 2, 0)):
+            config = tiny({"float8.recipe": recipe, "metrics.peak_tflops": float(given)})
+            meter = SimpleNamespace(peak=peak and peak * 1e12)
+            describe_peak(SimpleNamespace(config=config, runtime=SimpleNamespace(world_size=2), meter=meter))
     return lines
 
 
 def test_a_run_in_float8_says_what_its_utilization_is_a_share_of() -> None:
-    assert _log_of_a_float8_peak() == [
-        "MFU and HFU are against 1 TFLOP/s per rank, bfloat16's, for a CPU emulates float8"
-    ]
+    assert _log_of_a_float8_peak() == ["MFU and HFU are against 1 TFLOP/s per rank, float8's"]
 
 
 def _events(folder: Path) -> tuple[list[str], list[str]]:

@@ -25,7 +25,7 @@ def test_the_nodes_of_slow_ranks_are_written_for_slurm(tmp_path: Path) -> None:
 
 
 def _report_two_steps(folder: Path) -> tuple[list[Any], list[str], float]:
-    """The records and lines of two profiled steps on a device whose peak is 1 MFLOP/s; the MFU of the first."""
+    """The records and lines of two profiled steps on a device whose peak is 1 GFLOP/s; the MFU of the first."""
     records: list[Any] = []
     sink: Any = SimpleNamespace(write=lambda step, record: records.append(record), close=lambda: None)
     config = tiny({})
@@ -33,7 +33,7 @@ def _report_two_steps(folder: Path) -> tuple[list[Any], list[str], float]:
         profiled = ProfiledSteps()
         monitor = monitor_of(folder, config, [profiled])
         monitor.add_sink(sink)
-        monitor.meter.peak = 1e6
+        monitor.meter.peak = 1e9
         before = len(lines)
         profiled.report(ProfiledStep(4, {"forward": 0.5, "backward": 1.0, "exposed fsdp": 0.5}, None))
         profiled.report(ProfiledStep(8, {"forward": 2.0}, SlowRank(2, "node-7", "forward", 0.9, 0.3)))
@@ -42,7 +42,7 @@ def _report_two_steps(folder: Path) -> tuple[list[Any], list[str], float]:
     return (
         records,
         lines[before:],
-        config.training.global_batch_size * length / 2.0 * flops_per_token(config.model, length) / 1e6,
+        config.training.global_batch_size * length / 2.0 * flops_per_token(config.model, length) / 1e9,
     )
 
 

@@ -65,12 +65,10 @@ def _describe(run: ObservedRun) -> None:
 
 
 def describe_peak(run: ObservedRun) -> None:
-    """Log which peak MFU is a share of, where some products are in float8 and others are not."""
+    """Log which peak of the data sheet MFU is a share of, where some products are in float8 and others are not."""
     peak = run.meter.peak
-    if not run.config.float8.is_on or peak is None:
-        return
-    kind = "float8's" if run.runtime.device.type == "cuda" else "bfloat16's, for a CPU emulates float8"
-    log.info("MFU and HFU are against %.4g TFLOP/s per rank, %s", peak / run.runtime.world_size / 1e12, kind)
+    if run.config.float8.is_on and peak is not None and not run.config.metrics.peak_tflops:
+        log.info("MFU and HFU are against %.4g TFLOP/s per rank, float8's", peak / run.runtime.world_size / 1e12)
 
 
 def _warn(run: ObservedRun) -> None:

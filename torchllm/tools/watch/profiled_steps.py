@@ -64,9 +64,11 @@ class ProfiledSteps(Observer):
         parts: Record = {f"breakdown/{name}": part / seconds for name, part in profiled.parts.items()}
         run.meter.write(profiled.step, {"step": profiled.step} | parts)
         if not self.has_described_a_step and run.runtime.is_main:
-            with run.meter.pause("plan"):  # the others wait for this rank, once
-                expected = planned_mfu(run.config)
-            log.info("%s", profiled.describe(step_mfu(run, seconds), expected))
+            mfu, expected = step_mfu(run, seconds), None
+            if mfu is not None:
+                with run.meter.pause("plan"):  # the others wait for this rank, once
+                    expected = planned_mfu(run.config)
+            log.info("%s", profiled.describe(mfu, expected))
         self.has_described_a_step = True
         if profiled.slow is None:
             return
@@ -84,11 +86,11 @@ class ProfiledSteps(Observer):
 
 
 def step_mfu(run: ObservedRun, seconds: float) -> float | None:
-    """Return the MFU of a step that takes `seconds`; None if the device's peak is not known."""
-    config, peak = run.config, run.meter.peak
+    """Return the MFU of a step that takes `seconds`; None where `Meter.utilization` is."""
+    config = run.config
     length = config.training.sequence_length
     flops = flops_per_token(config.model, length, trained=config.trained)
-    return None if peak is None else config.training.global_batch_size * length / seconds * flops / peak
+    return run.meter.utilization(config.training.global_batch_size * length / seconds * flops)
 
 
 def planned_mfu(config: Config) -> float | None:
