@@ -18,7 +18,7 @@ from tests.workers import run
 from torchllm.config import Config
 from torchllm.config.errors import UserError
 from torchllm.tools.adapt import tune
-from torchllm.tools.adapt.tune import fastest
+from torchllm.tools.adapt.tune import fastest, is_settled
 from torchllm.tools.planner.search.layouts import layout_of
 
 
@@ -100,6 +100,13 @@ def _pretended(cache: Path, seconds: list[float], crashes: int | None = None) ->
             return Outcome(text_of(fastest(_configs(), _runtime(), cache)), measured)
         except (RuntimeError, UserError) as error:
             return Outcome(str(error), measured)
+
+
+def test_steps_are_taken_until_the_two_fastest_agree() -> None:
+    """Other programs have slowed down half of them."""
+    assert not is_settled([1.0, 1.0])  # too few
+    assert not is_settled([3.0, 1.0, 2.0, 2.0])
+    assert is_settled([3.0, 1.0, 2.0, 1.04])
 
 
 def test_a_layout_is_measured_once_per_number_of_ranks(tmp_path: Path) -> None:

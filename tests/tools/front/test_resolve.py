@@ -68,6 +68,7 @@ def test_the_planner_sets_the_layout_and_says_which(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("layout: ")
     assert "layouts of 2 ranks on this_cpu, predicted" in line
+    assert line.endswith("GiB per rank; this_cpu has figures of 8 ranks on another CPU")
 
 
 def test_what_is_told_is_told_once(

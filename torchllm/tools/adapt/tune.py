@@ -1,8 +1,10 @@
 """`[parallel] layout = "tune"`: measures the planner's best layouts for a few steps each; the fastest trains.
 
-All in one launch: each layout is built as the run would build it, takes `STEPS` steps of random tokens, and is taken
-down again. The times are kept in tuned.json of the cache folder, by model, batch, machine and versions: the next run
-measures nothing. A layout that ended a job before it had a time (out of memory) is not tried again.
+All in one launch: each layout is built as the run would build it, takes some steps of random tokens, and is taken down
+again. Other programs on the machine only slow a step down: a layout's time is that of its fastest step, and it takes
+steps until the two fastest agree. The times are kept in tuned.json of the cache folder, by model, batch, machine and
+versions: the next run measures nothing. A layout that ended a job before it had a time (out of memory) is not tried
+again.
 """
 
 import hashlib
@@ -14,7 +16,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from typing import Any, TypeVar
 
 import torch
@@ -30,8 +31,10 @@ from torchllm.tools.planner.search.layouts import layout_of
 log = logging.getLogger("torchllm")
 
 C = TypeVar("C", bound=Config)
-STEPS = 4
+MAX_STEPS = 16
 """of each layout; the first is not counted"""
+AGREEMENT = 0.05
+"""by this share the second-fastest step may be slower than the fastest one"""
 
 
 def fastest(configs: Sequence[C], runtime: Runtime, cache: Path) -> C:
@@ -62,23 +65,36 @@ def fastest(configs: Sequence[C], runtime: Runtime, cache: Path) -> C:
 
 
 def measure(config: Config, runtime: Runtime) -> float:
-    """Return the seconds of a step of this layout: the median, on the slowest rank."""
+    """Return the seconds of the fastest step of this layout, each as the slowest rank measures it."""
     device = runtime.device
     mesh = build_mesh(config.parallel, device)
     step = build_trial(config, runtime, mesh).step
     batches = synthetic_batches(config, mesh, device)
-    seconds = []
-    for n in range(1, STEPS + 1):
+    seconds: list[float] = []
+    for n in range(1, MAX_STEPS + 1):
         runtime.barrier()
         start = time.perf_counter()
         float(step(n, batches).loss)  # waits for the device
-        seconds.append(time.perf_counter() - start)
-    slowest = torch.tensor(median(seconds[1:]), dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=runtime.host_group)
+        slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=runtime.host_group)
+        if n > 1:
+            seconds.append(float(slowest))
+        if is_settled(seconds):
+            break
+    else:
+        log.warning(
+            "tune: no two steps take equal time, %.4g to %.4g s: the machine is busy", min(seconds), max(seconds)
+        )
     del step
     destroy_mesh(mesh)
     runtime.release_memory()
-    return float(slowest)
+    return min(seconds)
+
+
+def is_settled(seconds: Sequence[float]) -> bool:
+    """Return whether these are three steps or more, of which the two fastest take about the same time."""
+    fastest_two = sorted(seconds)[:2]
+    return len(seconds) > 2 and fastest_two[1] <= (1 + AGREEMENT) * fastest_two[0]
 
 
 class LayoutTimes:

@@ -56,15 +56,17 @@ def choose_layouts(config: C, world_size: int, written: Collection[str], count: 
         run = job.config(config, ranked.layout)
         chosen.append(replace(run, parallel=replace(run.parallel, layout="manual")))
     layouts = f"{outcome.layouts:,} layouts of {world_size} ranks on {name}"
-    return chosen, _line(advice, layouts, is_float8=config.float8.is_on)
+    return chosen, _line(advice, layouts, hardware if name == CPU else None, is_float8=config.float8.is_on)
 
 
-def _line(advice: Advice, layouts: str, is_float8: bool) -> str:
-    """Return a line that describes the first pick. layouts: description of the layouts it was picked from."""
+def _line(advice: Advice, layouts: str, cpu: Hardware | None, is_float8: bool) -> str:
+    """Return a line that describes the first pick. layouts: those it was picked from. cpu: where no GPU is planned."""
     layout, prediction = advice.first
-    memory = f"{prediction.memory.total / GIB:.3g} GiB per GPU"
+    memory = f"{prediction.memory.total / GIB:.3g} GiB per {'GPU' if cpu is None else 'rank'}"
     line = f"{layout.text()}: first pick of {layouts}, predicted {prediction.step:.3g} s per step, {memory}"
-    if not advice.is_measured:
+    if cpu is not None:
+        line += f"; {CPU} has figures of {cpu.gpus_per_node} ranks on another CPU"
+    elif not advice.is_measured:
         line += "; not measured on this GPU"
     if advice.simple.fits != "fits":
         line += f"; out of memory in {100 * advice.simple.out_of_memory:.0f} of 100 cases like it"
