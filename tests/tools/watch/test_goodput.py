@@ -1,14 +1,14 @@
 """The account of a run's wall time."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 
 import pytest
 
-from torchllm.config.environment import LAUNCHED
+from torchllm.config.environment import ATTEMPT, LAUNCHED
 from torchllm.tools.watch import goodput
 from torchllm.tools.watch.goodput import Goodput
 from torchllm.tools.watch.launches import FILE, Launch, account, read_launches
@@ -16,18 +16,27 @@ from torchllm.tools.watch.launches import FILE, Launch, account, read_launches
 
 def test_a_restart_costs_the_time_between_and_the_steps_done_again() -> None:
     killed = Launch(1000.0, 0, seen=1100.0, step=40, lost={"start-up": 20.0})  # 2 s per step
-    resumed = Launch(1130.0, 30, seen=1200.0, step=60, lost={"start-up": 10.0})
+    resumed = Launch(1130.0, 30, seen=1200.0, step=60, lost={"start-up": 10.0}, is_restart=True)
     wall, lost = account([killed, resumed])
     assert wall == 200
     assert lost == {"start-up": 30.0, "restart": pytest.approx(30 + 10 * 2)}
+    by_another_job = account([killed, replace(resumed, is_restart=False)])
+    assert by_another_job == (200, {"start-up": 30.0, "restart": pytest.approx(20), "not running": 30.0})
+
+
+def test_a_later_attempt_of_a_job_is_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ATTEMPT, raising=False)
+    assert not Goodput(tmp_path).launch.is_restart
+    monkeypatch.setenv(ATTEMPT, "2")
+    assert Goodput(tmp_path).launch.is_restart
 
 
 def test_the_time_after_a_finished_run_is_not_lost() -> None:
     finished = Launch(1000.0, 0, seen=1100.0, step=40, last=40)
     longer = Launch(9000.0, 40, seen=9100.0, step=80, last=80)
-    assert account([finished, longer]) == (200.0, {"restart": 0.0})
+    assert account([finished, longer]) == (200.0, {"not running": 0.0, "restart": 0.0})
     killed = Launch(1000.0, 0, seen=1100.0, step=39, last=40)
-    assert account([killed, longer])[1]["restart"] == pytest.approx(7900)
+    assert account([killed, longer])[1]["not running"] == pytest.approx(7900)
 
 
 def test_steps_that_several_later_launches_undid_are_counted() -> None:
@@ -38,7 +47,7 @@ def test_steps_that_several_later_launches_undid_are_counted() -> None:
         Launch(1110.0, 50, seen=1180.0, step=120),
     ]
     wall, lost = account(launches)
-    assert (wall, lost) == (180, {"restart": 60.0})
+    assert (wall, lost) == (180, {"not running": 0.0, "restart": 60.0})
 
 
 def test_a_time_that_two_launches_share_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +115,7 @@ def test_the_account_goes_on_over_launches(tmp_path: Path, monkeypatch: pytest.M
     clock.now = 1170.0
     second.write(30)
     assert [launch.first for launch in read_launches(tmp_path / FILE)] == [0, 15]
-    assert second.summary().startswith("goodput 68.2% of 170 s; restart 11.8%, start-up 10.6%")
+    assert second.summary().startswith("goodput 68.2% of 170 s; not running 11.8%, start-up 10.6%")
 
 
 def launches_at_random(seed: int) -> list[Launch]:

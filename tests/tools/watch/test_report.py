@@ -84,7 +84,7 @@ def test_time_is_that_of_the_summary_at_the_end_of_a_run(tmp_path: Path) -> None
     run = _write_run(tmp_path, [_record(1)])
     launches = [
         {"started": 0.0, "first": 0, "seen": 100.0, "step": 4, "lost": {"start-up": 60.0}, "last": 9},
-        {"started": 160.0, "first": 2, "seen": 210.0, "step": 6, "lost": {"start-up": 10.0}, "last": 9},
+        {"started": 160.0, "first": 2, "seen": 210.0, "step": 6, "lost": {"start-up": 10.0}, "is_restart": True},
     ]
     (run / "goodput.json").write_text(json.dumps(launches))
     text = _page([str(run)], tmp_path / "page.html")

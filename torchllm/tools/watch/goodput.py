@@ -7,8 +7,8 @@
     evaluate     evaluation
     plan         predicting the MFU, beside which the first profiled step is logged
     rebuild      going on with another config (`torchllm/tools/adapt`)
-    restart      between the end of one launch and the start of the next, unless the run was finished, and steps that
-                 had to be done again
+    restart      between the end of an attempt and the start of the job's next one, and steps that had to be done again
+    not running  between the end of a job and the start of the next one, unless the run was finished
 
 Kept in goodput.json of the run folder, as of the last logged step: a killed launch leaves all but its last steps there.
 The file is a list in JSON with a line per launch. A logged step overwrites only the last line.
@@ -24,7 +24,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from torchllm.config.environment import LAUNCHED
+from torchllm.config.environment import LAUNCHED, is_restart
 from torchllm.metrics.observer import ObservedRun, Observer
 from torchllm.metrics.sinks import Record
 from torchllm.runtime.tolerance import Tolerance
@@ -49,7 +49,7 @@ class Goodput:
         if self.earlier_launches:  # a time that two launches share is counted once
             launched = max(launched, self.earlier_launches[-1].seen)
         launched = min(started, launched)
-        self.launch = Launch(launched, 0, launched)
+        self.launch = Launch(launched, 0, launched, is_restart=is_restart())
         self.line_begin: int | None = None
         """byte of the file at which the line of this launch begins, once it has one"""
         self.line_length = 0
@@ -113,10 +113,11 @@ class Goodput:
 
 
 class GoodputObserver(Observer):
-    """Keeps the account of a run; on rank 0."""
+    """Keeps the account of a run; on rank 0. logs_summary: log it at the end."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, logs_summary: bool = True) -> None:
         self.account = Goodput(folder)
+        self.logs_summary = logs_summary
         self.logged_step: int | None = None
 
     def begin(self, run: ObservedRun) -> None:
@@ -139,4 +140,5 @@ class GoodputObserver(Observer):
 
     def close(self) -> None:
         """See Observer."""
-        log.info("%s", self.account.summary())
+        if self.logs_summary:
+            log.info("%s", self.account.summary())

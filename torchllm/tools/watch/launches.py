@@ -27,6 +27,8 @@ class Launch:
     """seconds by cause"""
     last: int = 0
     """the step that it was to train to; 0: unknown, of an earlier version"""
+    is_restart: bool = False
+    """it is a later attempt of the job of the launch before"""
 
     @property
     def seconds(self) -> float:
@@ -72,7 +74,9 @@ def account(launches: list[Launch]) -> tuple[float, dict[str, float]]:
         retained = min(retained, following.first)
         pause = 0.0 if launch.is_finished else max(0.0, following.started - launch.seen)
         wall += pause
-        lost["restart"] = lost.get("restart", 0.0) + pause + redone_seconds(launch, retained)
+        cause = "restart" if following.is_restart else "not running"
+        lost[cause] = lost.get(cause, 0.0) + pause
+        lost["restart"] = lost.get("restart", 0.0) + redone_seconds(launch, retained)
     return wall, lost
 
 

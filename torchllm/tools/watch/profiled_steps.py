@@ -23,9 +23,13 @@ SLOW_NODES = "slow_nodes"
 
 
 class ProfiledSteps(Observer):
-    """Profiles some steps (`metrics.breakdown_interval`, `metrics.profile_steps`); every rank has one."""
+    """Profiles some steps (`metrics.breakdown_interval`, `metrics.profile_steps`); every rank has one.
 
-    def __init__(self) -> None:
+    logs_first: log where the time of the first of them went.
+    """
+
+    def __init__(self, *, logs_first: bool = True) -> None:
+        self.logs_first = logs_first
         self.slow_nodes: list[str] = []
         self.profiler: StepProfiler | None = None
 
@@ -63,7 +67,7 @@ class ProfiledSteps(Observer):
         run, seconds = self.run, profiled.seconds
         parts: Record = {f"breakdown/{name}": part / seconds for name, part in profiled.parts.items()}
         run.meter.write(profiled.step, {"step": profiled.step} | parts)
-        if not self.has_described_a_step and run.runtime.is_main:
+        if self.logs_first and not self.has_described_a_step and run.runtime.is_main:
             mfu, expected = step_mfu(run, seconds), None
             if mfu is not None:
                 with run.meter.pause("plan"):  # the others wait for this rank, once

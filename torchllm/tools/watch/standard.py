@@ -12,7 +12,8 @@ def standard_observers(config: Config, runtime: Runtime) -> list[Observer]:
     """Return the observers of this rank."""
     if not runtime.is_main:
         return [ProfiledSteps()]
-    observers: list[Observer] = [Notices(), Events(), ProfiledSteps()]
+    logs_time = is_worth_a_line(config, runtime)
+    observers: list[Observer] = [Notices(), Events(), ProfiledSteps(logs_first=logs_time)]
     # Few runs ask for what follows.
     if config.metrics.trackers:
         from torchllm.tools.watch.trackers import Trackers
@@ -22,5 +23,15 @@ def standard_observers(config: Config, runtime: Runtime) -> list[Observer]:
         from torchllm.tools.watch.task_processes import TaskEvaluations
 
         observers.append(TaskEvaluations())
-    observers.append(GoodputObserver(runtime.folder))  # last: what the others take to begin is the start-up's
+    # Last: what the others take to begin is the start-up's.
+    observers.append(GoodputObserver(runtime.folder, logs_summary=logs_time))
     return observers
+
+
+def is_worth_a_line(config: Config, runtime: Runtime) -> bool:
+    """Return whether the log says where the time goes: on GPUs, on several nodes, and where it is asked for.
+
+    The files of the run say it in any case.
+    """
+    is_asked_for = config.metrics.profile_steps or config.metrics.peak_tflops
+    return runtime.device.type == "cuda" or runtime.ranks_on_node < runtime.world_size or bool(is_asked_for)
