@@ -145,6 +145,12 @@ def test_steps_of_the_command_line_come_before_epochs_of_a_file(
         (config,) = load_configs([*words, *more], uses_epochs=True)
         assert config.finetune.epochs == epochs
         assert capsys.readouterr().err.splitlines() == [told]
+    (folder / "child.toml").write_text('base = "x.toml"\n[finetune]\nepochs = 1.0\n')
+    load_configs(["child.toml", *words[1:]], uses_epochs=True)
+    assert capsys.readouterr().err == ""  # it replaces the steps of its base
+    (folder / "child.toml").write_text('base = "x.toml"\n[training]\nsteps = 5\n')
+    load_configs(["child.toml", *words[1:]], uses_epochs=True)
+    assert capsys.readouterr().err == f"child.toml:3: training.steps: {unused}finetune.epochs decides\n"
 
 
 @pytest.fixture

@@ -320,7 +320,7 @@ def _note_unused_epochs(draft: Draft[Any]) -> None:
 def _choose_length(draft: Draft[Any]) -> None:
     """Take the steps that the command line gives instead of a file's epochs; note which of the two keys does nothing.
 
-    Where one source gives both, the epochs decide, and nothing is said of a resolved file, which has both.
+    Where one file gives both, the epochs decide, and nothing is said of a resolved file, which has both.
     """
     config, epochs, steps = draft.config, ("finetune", "epochs"), ("training", "steps")
     if not config.finetune.epochs:
@@ -328,7 +328,11 @@ def _choose_length(draft: Draft[Any]) -> None:
     if draft.is_overridden(steps) and not draft.is_overridden(epochs):
         draft.config = replace(config, finetune=replace(config.finetune, epochs=0.0))
         draft.notes.append(draft.located(epochs, "does nothing in this run: the command line sets training.steps"))
-    elif steps in draft.layer.origins and draft.is_asked_about(steps):
+        return
+    files_with_either = [file for file in draft.layer.files if {epochs, steps} & file.origins.keys()]
+    # A file's epochs replace the steps of its base, of which nothing is said.
+    is_chosen = draft.is_overridden(steps) or (bool(files_with_either) and steps in files_with_either[-1].origins)
+    if is_chosen and draft.is_asked_about(steps):
         draft.notes.append(draft.located(steps, "does nothing in this run: finetune.epochs decides"))
 
 
