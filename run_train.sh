@@ -239,9 +239,21 @@ if [ "$status" != 2 ] && [ -e "$marker" ] && is_owner; then # else it is another
 --run.folder=$(printf %q "$folder")"
     exit "$stopped_exit_status"
 fi
-if [ "$status" != 0 ] || [ -n "$is_requested" ] || [ "$sample" = 0 ] || [ "$process" != 0 ]; then exit "$status"; fi
+if [ "$status" != 0 ] || [ -n "$is_requested" ] || [ "$process" != 0 ]; then exit "$status"; fi
 unset RANK WORLD_SIZE
 trap - TERM INT HUP QUIT
-say "a sample of the last checkpoint:" >&2
 rm -f "$TORCHLLM_CONFIG"
-exec "$python" "$here/recipes/generate.py" "$folder/config.toml" --checkpoint.resume=auto </dev/null # a chat reads it
+if [ "$sample" = 1 ]; then
+    say "a sample of the last checkpoint:" >&2
+    generate=("$python" "$here/recipes/generate.py" "$folder/config.toml" --checkpoint.resume=auto)
+    text=$("${generate[@]}" </dev/null) || status=$? # a chat would read the standard input
+    [ -z "$text" ] || say "$text"
+    { echo "$text" >"$folder/sample.txt"; } 2>/dev/null || true # for the report
+fi
+if [ -e "$folder/metrics.jsonl" ]; then
+    name=$(printf %q "$folder")
+    say "the run is in $name; next, for example:
+  torchllm report $name
+  torchllm generate $name" >&2
+fi
+exit "$status"

@@ -477,7 +477,13 @@ def test_the_main_job(start: Callable[..., Started], tmp_path: Path, monkeypatch
     assert errors[0] == "global batch 16 sequences = 2 data ranks x 2 micro batch x 4 accumulated"
     assert f"no checkpoint in {folder}/checkpoints: starting fresh" in errors
     assert f"saved {folder}/checkpoints/step-00000008" in errors
-    assert errors[-1] == "a sample of the last checkpoint:"
+    assert errors[-4:] == [
+        "a sample of the last checkpoint:",
+        f"the run is in {folder}; next, for example:",
+        f"  torchllm report {folder}",
+        f"  torchllm generate {folder}",
+    ]
+    assert (folder / "sample.txt").read_text().splitlines() == lines[STEPS:]
     assert len(errors) == len(set(errors))  # one rank speaks
     assert not [line for line in errors if re.search(r"rank 1:|Warning|Traceback|W\d{4}", line)]
 
@@ -494,8 +500,8 @@ def test_the_main_job(start: Callable[..., Started], tmp_path: Path, monkeypatch
 
     assert [path.name for path in sorted(folder.glob("checkpoints/*"))] == ["step-00000004", "step-00000008"]
     assert list(folder.glob("tensorboard/events.*"))
-    files = {"config.toml", "metrics.jsonl", "goodput.json", "tensorboard", "checkpoints", "lease"}
-    assert {path.name for path in folder.iterdir()} == files
+    files = {"config.toml", "metrics.jsonl", "goodput.json", "sources.txt", "sample.txt"}
+    assert {path.name for path in folder.iterdir()} == files | {"tensorboard", "checkpoints", "lease"}
     assert [DONE in file.read_text() for file in folder.glob("lease/*")] == [True]  # for nodes that wait
     monkeypatch.setenv("WORLD_SIZE", "2")
     decided = ["--compile.block=false", "--compile.loss=false"]  # what "auto" is on a CPU

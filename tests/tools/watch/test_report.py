@@ -5,6 +5,8 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -12,7 +14,8 @@ import pytest
 from tests.tiny_run import ROOT
 from torchllm.config.schema import Config, Data, MixtureStage, Source
 from torchllm.config.write import dump_toml
-from torchllm.tools.watch.report import CHARTS, main, read_run_folder, shown_number
+from torchllm.tools.watch.notices import note_sources
+from torchllm.tools.watch.report import LATEST, main, read_run_folder
 
 FIXTURE = ROOT / "tests/fixtures/commit_8ca45ed/llama"
 NAME = "<run> & co"
@@ -52,8 +55,18 @@ def test_every_figure_is_one_of_the_run_folder(tmp_path: Path) -> None:
     tree = ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>"))
     html = "{http://www.w3.org/1999/xhtml}"
     assert json.loads(tree.findtext(f".//{html}script") or "")[NAME] == records
-    latest = ["".join(cell.itertext()).strip() for cell in tree.find(f".//{html}table")[1]]  # type: ignore[index]
-    assert latest == [NAME, "2", "2.5", "2.25", "–", "1,234", "–", "–", "3"]
+    table = tree.find(f".//{html}table")
+    assert table is not None
+    assert [["".join(cell.itertext()).strip() for cell in row] for row in table] == [
+        ["", NAME],
+        ["state", "stopped"],
+        ["steps asked for", "1,000"],
+        ["step", "2"],
+        ["loss", "2.5000"],
+        ["validation loss", "2.2500"],
+        ["tokens/s", "1,234"],
+        ["skipped steps", "3"],
+    ]
     # 100 s, of which 20 start the run and 5 wait for data
     assert '<td>training</td><td class="number">75.0 s</td><td class="number">75.0%</td>' in text
     assert "step-00000002" in text
@@ -67,9 +80,65 @@ def test_curves_have_a_point_for_each_value(tmp_path: Path) -> None:
     heights = [float(point.split(",")[1]) for point in loss.split()]
     assert len(heights) == 3
     assert (heights[2] - heights[1]) / (heights[2] - heights[0]) == pytest.approx(1 / 3, abs=0.01)
-    assert text.count("not measured") == sum(
-        not {"loss", "grad_norm", "tokens_per_second"} & {*chart.keys} for chart in CHARTS
-    )
+    titles = re.findall(r"<figcaption>(\w+)", text)
+    assert titles == ["Loss", "Gradient", "Speed"]  # no MFU: it is not known
+
+
+def test_the_first_steps_do_not_set_the_scale_of_the_loss(tmp_path: Path) -> None:
+    records = [_record(step, loss=500.0 if step == 1 else 4.0 - step / 50, mfu=0.25) for step in range(1, 101)]
+    text = _page([str(_write_run(tmp_path, records))], tmp_path / "page.html")
+    figure = text.split("<figure>")[1]
+    assert "<figcaption>Loss; validation dashed [nats]; above the chart at first, up to 500</figcaption>" in figure
+    heights = [float(y) for y in re.findall(r"[\d.]+,([\d.]+)", re.findall(r'points="([^"]*)"', figure)[0])]
+    assert len(heights) == 90  # those of the first tenth are higher
+    assert max(heights) - min(heights) > 150
+    steps = re.findall(r'text-anchor="middle">([\d,]+)<', figure)
+    assert steps == ["20", "40", "60", "80", "100"]
+    assert '<td>MFU</td><td class="number">25.0%</td>' in text
+
+
+def test_a_run_that_was_started_again_has_a_mark_there(tmp_path: Path) -> None:
+    run = _write_run(tmp_path, [_record(1), _record(2), _record(3)])
+    launches = [
+        {"started": 0.0, "first": 0, "seen": 9.0, "step": 2},
+        {"started": 20.0, "first": 2, "seen": 29.0, "step": 3},
+    ]
+    (run / "goodput.json").write_text(json.dumps(launches))
+    text = _page([str(run)], tmp_path / "page.html")
+    assert text.count('stroke-dasharray="1 3"') == 3  # of loss, gradient norm and speed
+    assert "Upright lines: the run was started again." in text
+
+
+def test_a_step_that_was_logged_and_profiled_has_both(tmp_path: Path) -> None:
+    profiled = {"step": 2, "breakdown/forward": 0.25, "breakdown/exposed fsdp": 0.75}
+    run = _write_run(tmp_path, [_record(1), _record(2), profiled])
+    assert read_run_folder(run).records == [_record(1), _record(2) | profiled]
+    step = _page([str(run)], tmp_path / "page.html").split("<th>a step of")[1].split("</table>")[0]
+    assert re.findall(r"<td>([\w ]+)</td><td class=\"number\">([^<]+)", step) == [
+        ("exposed fsdp", "75.0%"),
+        ("forward", "25.0%"),
+    ]
+
+
+def test_the_sample_of_a_model_is_shown_whatever_it_wrote(tmp_path: Path) -> None:
+    run = _write_run(tmp_path, [_record(1)])
+    (run / "sample.txt").write_bytes(b"--- step 1 ---\ndef <f>(\x00\xff\n")
+    text = _page([str(run)], tmp_path / "page.html")
+    ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>"))
+    assert "<pre>--- step 1 ---\ndef &lt;f&gt;(\ufffd\ufffd\n</pre>" in text
+
+
+def test_sources_have_the_sizes_that_the_run_has_noted(tmp_path: Path) -> None:
+    run = _write_run(tmp_path, [_record(1)])
+    header: Any = SimpleNamespace(text_bytes=12_100_000)
+    lines = ["data.sources.0 (stdlib): 7 documents, 12 tokens to train on; 0.1 epochs in 3 steps"]
+    note_sources(run / "sources.txt", lines, {"data.sources.0 (stdlib)": header})
+    table = _page([str(run)], tmp_path / "page.html").split("<h2>Data</h2>")[1].split("</table>")[0]
+    assert re.findall(r"<td[^>]*>([^<]*)", table) == [
+        "stdlib",
+        "7 documents, 12 tokens to train on; 0.1 epochs in 3 steps; 12.1 MB of text",
+        "1",
+    ]
 
 
 def test_steps_that_were_rolled_back_are_left_out(tmp_path: Path) -> None:
@@ -134,7 +203,7 @@ def test_keys_that_differ_between_runs_are_shown(tmp_path: Path) -> None:
 def test_a_real_run_and_wrong_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = _page([str(FIXTURE)], tmp_path / "page.html")
     last = json.loads((FIXTURE / "metrics.jsonl").read_text().splitlines()[-1])
-    assert shown_number(last["loss"]) in text
+    assert format(last["loss"], LATEST["loss"][1]) in text
     with pytest.raises(SystemExit) as end:
         main([str(tmp_path)])
     assert end.value.code == 2

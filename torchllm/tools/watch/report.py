@@ -1,12 +1,13 @@
 """One HTML page of one or several runs: `torchllm report RUN [RUN ...] [-o FILE]`.
 
 The page needs no network: curves are SVG in it, and the records themselves are in it as JSON. All figures come from the
-run folders: metrics.jsonl, goodput.json, config.toml, checkpoints/. No torch.
+run folders: metrics.jsonl, goodput.json, sources.txt, sample.txt, config.toml, checkpoints/, lease/. No torch.
 """
 
 import argparse
 import json
 import math
+import re
 import time
 import tomllib
 from collections.abc import Callable, Iterable
@@ -17,10 +18,18 @@ from typing import Any, NamedTuple
 from torchllm.config.errors import UserError
 from torchllm.config.toml import toml_value
 from torchllm.tools.watch.launches import Launch, account, read_launches
+from torchllm.tools.watch.runs import SOURCES, State, state_of_run
 
 WIDTH, HEIGHT = 460, 220
-LEFT, BOTTOM = 56, 24
-"""pixels left of a chart and under it for the numbers of its axes"""
+LEFT, RIGHT, BOTTOM = 56, 20, 24
+"""pixels beside a chart and under it for the numbers of its axes"""
+BEGIN, MANY = 0.1, 20
+"""this share of the steps of a run that logged many does not set the scale of a chart that `leaves_out_begin`"""
+SAMPLE = "sample.txt"
+"""file of a run folder: the sample that run_train.sh has printed"""
+NUMBER = re.compile(r"[\d,.]+( s|%)?")
+NOT_XML = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""characters that a model may write and a page may not have"""
 COLORS = ("#2f6fbd", "#c8553d", "#3a8f5c", "#8a5fb0", "#b0872b", "#4a8f9c", "#a34c7c", "#6b6f76")
 
 
@@ -31,26 +40,30 @@ class Chart(NamedTuple):
     keys: tuple[str, ...]
     """keys of metrics.jsonl; the second curve of a run is dashed"""
     unit: str = ""
+    """%: the values are fractions"""
+    leaves_out_begin: bool = False
+    """the first values, which are far above all others, may be above the chart"""
 
 
 CHARTS = (
-    Chart("Loss; validation dashed", ("loss", "validation_loss"), "nats"),
+    Chart("Loss; validation dashed", ("loss", "validation_loss"), "nats", leaves_out_begin=True),
     Chart("Learning rate", ("learning_rate",)),
-    Chart("Gradient norm", ("grad_norm",)),
+    Chart("Gradient norm", ("grad_norm",), leaves_out_begin=True),
     Chart("Speed", ("tokens_per_second",), "tokens/s"),
-    Chart("MFU; HFU dashed", ("mfu", "hfu")),
-    Chart("Memory of the fullest rank", ("memory_gib",), "GiB"),
+    Chart("MFU; HFU dashed", ("mfu", "hfu"), "%"),
+    Chart("Memory of rank 0", ("memory_gib",), "GiB"),
 )
-LATEST = (
-    ("step", "step"),
-    ("loss", "loss"),
-    ("validation_loss", "validation loss"),
-    ("tokens", "tokens"),
-    ("tokens_per_second", "tokens/s"),
-    ("mfu", "MFU"),
-    ("memory_gib", "GiB"),
-    ("skipped_steps", "skipped steps"),
-)
+LATEST = {
+    "step": ("step", ","),
+    "tokens": ("tokens", ","),
+    "loss": ("loss", ".4f"),
+    "validation_loss": ("validation loss", ".4f"),
+    "tokens_per_second": ("tokens/s", ",.0f"),
+    "mfu": ("MFU", ".1%"),
+    "memory_gib": ("GiB", ".2f"),
+    "skipped_steps": ("skipped steps", ",.0f"),
+}
+"""key of metrics.jsonl -> name and format of its last value"""
 STYLE = """
 :root { color-scheme: light dark; --line: #8886; }
 body { font: 15px/1.45 system-ui, sans-serif; margin: 1.5rem auto; max-width: 62rem; padding: 0 1rem; }
@@ -59,10 +72,12 @@ h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 figure { margin: 0; } figcaption { font-weight: 600; } svg { width: 100%; height: auto; display: block; }
 svg text { font-size: 11px; fill: currentColor; } svg .axis { stroke: var(--line); }
 polyline { fill: none; stroke-width: 1.6; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+.scroll { overflow-x: auto; } .scroll + .scroll { margin-top: 1rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 td, th { border-bottom: 1px solid var(--line); padding: .2rem .7rem; text-align: left; vertical-align: top; }
 td.number { text-align: right; } code { font-size: .85rem; }
 .key { display: inline-block; width: 1rem; height: .25rem; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: .85rem; }
 """
 
 
@@ -76,6 +91,10 @@ class RunFolder(NamedTuple):
     """config.toml by dotted keys"""
     launches: list[Launch]
     checkpoints: list[str]
+    state: State
+    sources: list[str]
+    """of `SOURCES`"""
+    sample: str
 
 
 def main(arguments: list[str]) -> None:
@@ -116,14 +135,27 @@ def read_run_folder(folder: Path) -> RunFolder:
             if number == len(lines):
                 continue  # the run is writing it
             raise UserError(f"{folder}/metrics.jsonl:{number}: not the record of a step") from None
-        while records and next(reversed(records)) >= step:
+        while records and next(reversed(records)) >= step + ("loss" not in record):
             records.popitem()  # it was rolled back
-        records[step] = record
+        records[step] = records.get(step, {}) | record  # a step that was profiled has a record of its own
     if not records:
         raise UserError(f"{folder}/metrics.jsonl: no step was logged yet")
     checkpoints = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
-    launches = read_launches(folder / "goodput.json")
-    return RunFolder(folder.resolve().name, list(records.values()), dict(_flat(config)), launches, checkpoints)
+    return RunFolder(
+        folder.resolve().name,
+        list(records.values()),
+        dict(_flat(config)),
+        read_launches(folder / "goodput.json"),
+        checkpoints,
+        state_of_run(folder),
+        _read_text(folder / SOURCES).splitlines(),
+        NOT_XML.sub("\ufffd", _read_text(folder / SAMPLE)),
+    )
+
+
+def _read_text(file: Path) -> str:
+    """Return the text of a file that a run may have; "" without it."""
+    return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
@@ -143,9 +175,11 @@ def page(runs: list[RunFolder]) -> str:
     records = json.dumps({run.name: run.records for run in runs}).replace("<", "\\u003c").replace("&", "\\u0026")
     sections = [
         f"<h1>{escape(title)}</h1>",
-        _table(["run", *(name for _, name in LATEST)], [_latest(run, index) for index, run in enumerate(runs)]),
+        _latest(runs),
         '<div class="charts">' + "".join(_figure(chart, runs) for chart in CHARTS) + "</div>",
-        "<h2>Where the time went</h2>" + "".join(_time(run) for run in runs),
+        "<p>Upright lines: the run was started again.</p>" if any(run.launches[1:] for run in runs) else "",
+        "".join(_sample(run) for run in runs),
+        "<h2>Where the time went</h2>" + "".join(_time(run) + _step_time(run) for run in runs),
         "<h2>Events</h2>" + "".join(_events(run) for run in runs),
         "<h2>Data</h2>" + "".join(_data(run) for run in runs),
         "<h2>Config</h2>" + _config(runs),
@@ -168,10 +202,24 @@ def shown_number(value: Any) -> str:
     return f"{value:.4g}"
 
 
-def _latest(run: RunFolder, index: int) -> list[str]:
-    newest = {key: record[key] for record in run.records for key, _ in LATEST if record.get(key) is not None}
-    mark = f'<span class="key" style="background:{COLORS[index % len(COLORS)]}"></span> '
-    return [mark + escape(run.name), *(shown_number(newest.get(key)) for key, _ in LATEST)]
+def _latest(runs: list[RunFolder]) -> str:
+    """Return the state of each run, and the last values of those keys that one has."""
+    head = [""]
+    for index, run in enumerate(runs):
+        head.append(f'<span class="key" style="background:{COLORS[index % len(COLORS)]}"></span> {escape(run.name)}')
+    states = [run.state for run in runs]
+    steps = [shown_number(run.config.get("training.steps")) for run in runs]
+    rows = [["state", *states], ["steps asked for", *steps]]
+    for key, (name, form) in LATEST.items():
+        last = [_last(run, key) for run in runs]
+        if any(value is not None for value in last):
+            rows.append([name, *("–" if value is None else format(value, form) for value in last)])
+    return _table(head, rows)
+
+
+def _last(run: RunFolder, key: str) -> Any:
+    """Return the last value of a key of metrics.jsonl; None if the run has none."""
+    return next((record[key] for record in reversed(run.records) if _is_number(record.get(key))), None)
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
@@ -179,8 +227,11 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
     top = "".join(f"<th>{cell}</th>" for cell in head)
     body = ""
     for row in rows:
-        cells = (f'<td class="number">{cell}</td>' if cell[:1].isdigit() else f"<td>{cell}</td>" for cell in row)
-        body += f"<tr>{''.join(cells)}</tr>"
+        cells = ""
+        for cell in row:
+            kind = ' class="number"' if NUMBER.fullmatch(cell) else ""
+            cells += f"<td{kind}>{cell}</td>"
+        body += f"<tr>{cells}</tr>"
     return f'<div class="scroll"><table><tr>{top}</tr>{body}</table></div>'
 
 
@@ -190,38 +241,60 @@ class Curve(NamedTuple):
     color: str
     dashes: str
     points: list[tuple[float, float]]
+    restarts: list[int]
+    """steps after which the run was started again"""
+
+    def top(self, leaves_out_begin: bool) -> float:
+        """Return the highest value that its chart shows."""
+        steps = [step for step, _ in self.points]
+        first = steps[0]
+        if leaves_out_begin and len(steps) >= MANY:
+            first += BEGIN * (steps[-1] - first)
+        return max(value for step, value in self.points if step >= first)
 
 
 def _figure(chart: Chart, runs: list[RunFolder]) -> str:
     curves = []
+    factor = 100 if chart.unit == "%" else 1
     for index, run in enumerate(runs):
+        restarts = [launch.first for launch in run.launches[1:]]
         for dashes, key in zip(("", "4 3"), chart.keys, strict=False):
-            points = [(record["step"], record[key]) for record in run.records if _is_number(record.get(key))]
-            curves.append(Curve(COLORS[index % len(COLORS)], dashes, points))
+            points = [(record["step"], factor * record[key]) for record in run.records if _is_number(record.get(key))]
+            curves.append(Curve(COLORS[index % len(COLORS)], dashes, points, restarts))
     curves = [curve for curve in curves if curve.points]
-    unit = f" [{chart.unit}]" if chart.unit else ""
-    head = f"<figure><figcaption>{escape(chart.title + unit)}</figcaption>"
-    return f"{head}{_svg(curves) if curves else 'not measured'}</figure>"
+    if not curves:
+        return ""
+    top = max(curve.top(chart.leaves_out_begin) for curve in curves)
+    highest = max(curve.top(leaves_out_begin=False) for curve in curves)
+    title = chart.title + (f" [{chart.unit}]" if chart.unit else "")
+    if highest > top:
+        title += f"; above the chart at first, up to {shown_number(highest)}"
+    return f"<figure><figcaption>{escape(title)}</figcaption>{_svg(curves, top)}</figure>"
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
-def _svg(curves: list[Curve]) -> str:
+def _svg(curves: list[Curve], top: float) -> str:
+    """Return a chart of the points up to `top`."""
     xs = [x for curve in curves for x, _ in curve.points]
-    ys = [y for curve in curves for _, y in curve.points]
-    right = _scale(min(xs), max(xs), LEFT, WIDTH - 8)
+    ys = [y for curve in curves for _, y in curve.points if y <= top]
+    right = _scale(min(xs), max(xs), LEFT, WIDTH - RIGHT)
     up = _scale(min(ys), max(ys), HEIGHT - BOTTOM, 8)
     parts = []
     for y in _ticks(min(ys), max(ys)):
-        parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - 8}" y1="{up(y):.1f}" y2="{up(y):.1f}"/>')
+        parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{up(y):.1f}" y2="{up(y):.1f}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{up(y) + 4:.1f}" text-anchor="end">{shown_number(y)}</text>')
-    for x in (min(xs), max(xs)):
-        anchor = "start" if x == min(xs) else "end"
-        parts.append(f'<text x="{right(x):.1f}" y="{HEIGHT - 6}" text-anchor="{anchor}">step {x:,}</text>')
+    parts.append(f'<text x="{LEFT - 6}" y="{HEIGHT - 6}" text-anchor="end">step</text>')
+    for x in _ticks(min(xs), max(xs)):
+        if x == int(x):
+            parts.append(f'<text x="{right(x):.1f}" y="{HEIGHT - 6}" text-anchor="middle">{x:,.0f}</text>')
     for curve in curves:
-        points = " ".join(f"{right(x):.1f},{up(y):.1f}" for x, y in curve.points)
+        for x in (right(step) for step in curve.restarts if min(xs) <= step <= max(xs)):
+            line = f'x1="{x:.1f}" x2="{x:.1f}" y1="8" y2="{HEIGHT - BOTTOM}"'
+            parts.append(f'<line stroke="{curve.color}" stroke-dasharray="1 3" {line}/>')
+        points = " ".join(f"{right(x):.1f},{up(y):.1f}" for x, y in curve.points if y <= top)
         parts.append(f'<polyline stroke="{curve.color}" stroke-dasharray="{curve.dashes}" points="{points}"/>')
     return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}">{"".join(parts)}</svg>'
 
@@ -247,6 +320,26 @@ def _time(run: RunFolder) -> str:
     return _table([escape(run.name), "time", "share"], rows)
 
 
+def _sample(run: RunFolder) -> str:
+    if not run.sample:
+        return ""
+    return f"<h2>A sample of {escape(run.name)}</h2><pre>{escape(run.sample)}</pre>"
+
+
+def _step_time(run: RunFolder) -> str:
+    """Return the parts of a step's time, the mean over the profiled steps; nothing without any."""
+    profiled = [record for record in run.records if any(key.startswith("breakdown/") for key in record)]
+    shares: dict[str, float] = {}
+    for record in profiled:
+        for key, share in record.items():
+            if key.startswith("breakdown/") and _is_number(share):
+                part = key.removeprefix("breakdown/")
+                shares[part] = shares.get(part, 0.0) + share / len(profiled)
+    largest_first = sorted(shares.items(), key=lambda part: -part[1])
+    rows = [[escape(part), f"{share:.1%}"] for part, share in largest_first if share >= 0.0005]
+    return _table([f"a step of {escape(run.name)}", "share"], rows) if rows else ""
+
+
 def _events(run: RunFolder) -> str:
     rows = []
     for launch in run.launches:
@@ -261,15 +354,17 @@ def _events(run: RunFolder) -> str:
 
 
 def _data(run: RunFolder) -> str:
-    """Return the sources with their weights: of the run, or of each [[data.stage]]."""
+    """Return the sources with their sizes and weights: of the run, or of each [[data.stage]]."""
     sources, stages = _tables(run, "data.sources."), _tables(run, "data.stage.")
     head = [f"weight up to step {stage['until']:,}" if stage.get("until") else "weight to the end" for stage in stages]
     rows = []
     for index, source in enumerate(sources):
         weights = [stage["weights"][index] for stage in stages] or [source.get("weight", 1.0)]
-        cells = [str(source.get("kind")), str(source.get("path") or ""), *map(shown_number, weights)]
+        name = f"data.sources.{index} ("
+        size = next((line.partition("): ")[2] for line in run.sources if line.startswith(name)), "")
+        cells = [f"{source.get('kind')} {source.get('path') or ''}".strip(), size, *map(shown_number, weights)]
         rows.append([escape(cell) for cell in cells])
-    return _table([escape(run.name), "path", *(head or ["weight"])], rows)
+    return _table([escape(run.name), "size", *(head or ["weight"])], rows)
 
 
 def _tables(run: RunFolder, prefix: str) -> list[dict[str, Any]]:

@@ -15,6 +15,8 @@ from torchllm.tools.launch.lease import DONE, FOLDER, Timing, has_ended, last_si
 
 METRICS = "metrics.jsonl"
 CONFIG = "config.toml"
+SOURCES = "sources.txt"
+"""a line per source of data, with its size"""
 TAIL = 65_536
 """bytes at the end of metrics.jsonl that hold its last record"""
 
