@@ -2,15 +2,17 @@
 
     python docs/generate.py [FILE.md ...]        all pages if none is named
 
-A block ```text whose first line is "$ COMMAND" shows that command's output. Blocks below a line
-"<!-- measured: ... -->" have timings of one machine and are left alone. tests/test_docs.py runs the
-other commands and compares.
+A block ```text whose first line is "$ COMMAND" shows that command's output; a backslash continues
+the command on the next line, and lines of the output that are wider than the site's are wrapped.
+Blocks below a line "<!-- measured: ... -->" have timings of one machine and are left alone.
+tests/test_docs.py runs the other commands and compares.
 """
 
 import os
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -18,10 +20,16 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"(?P<measured><!-- measured: .*? -->\n+)?```text\n\$ (?P<command>.*)\n(?P<output>(?:.*\n)*?)```\n")
+BLOCK = re.compile(
+    r"(?P<measured><!-- measured: .*? -->\n+)?```text\n\$ (?P<command>(?:.*\\\n)*.*)\n(?P<output>(?:.*\n)*?)```\n"
+)
 
 SIGN_OF_LIFE = re.compile(r"^.*: \d+ s so far.*\n", re.M)
 """a line that a slow machine prints (`torchllm/runtime/signs_of_life.py`)"""
+
+
+WIDTH = 88
+"""characters of a line of code that the site shows"""
 
 
 class Quote(NamedTuple):
@@ -35,7 +43,8 @@ class Quote(NamedTuple):
 def quotes(text: str) -> Iterator[Quote]:
     """Find the quoted commands of a page."""
     for block in BLOCK.finditer(text):
-        yield Quote(block["command"], block["output"], bool(block["measured"]))
+        command = re.sub(r"\\\n\s*", "", block["command"])
+        yield Quote(command, block["output"], bool(block["measured"]))
 
 
 @cache
@@ -48,7 +57,7 @@ def run(command: str) -> str:
         "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
         "HOME": os.environ.get("HOME", "/"),
         "PYTHONPATH": str(ROOT),
-        "COLUMNS": "110",
+        "COLUMNS": str(WIDTH),
     }
     command, piped, following = command.partition(" 2>&1 | ")
     words = ["bash", "-c", following if piped else command]
@@ -59,13 +68,24 @@ def run(command: str) -> str:
     return SIGN_OF_LIFE.sub("", done.stdout)
 
 
+def shown(command: str) -> str:
+    """Return the output of a command as a page has it, in lines of `WIDTH` characters."""
+    lines = []
+    for line in run(command).splitlines():
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        options = {"break_long_words": False, "break_on_hyphens": False}
+        lines += textwrap.wrap(line, WIDTH, subsequent_indent=indent, **options) if len(line) > WIDTH else [line]
+    return "".join(f"{line}\n" for line in lines)
+
+
 def update(page: Path) -> None:
     """Replace the outputs in a page that are not measured."""
 
     def replace(block: re.Match[str]) -> str:
         if block["measured"]:
             return block[0]
-        return f"```text\n$ {block['command']}\n{run(block['command'])}```\n"
+        (quote,) = quotes(block[0])
+        return f"```text\n$ {block['command']}\n{shown(quote.command)}```\n"
 
     page.write_text(BLOCK.sub(replace, page.read_text()))
 

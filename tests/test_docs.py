@@ -65,7 +65,23 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize(("page", "quote"), cases())
 def test_output_is_as_quoted(page: Path, quote) -> None:  # type: ignore[no-untyped-def]  # generate.Quote
     """If this fails because a text was changed: `python docs/generate.py`."""
-    assert generate.run(quote.command) == quote.output
+    assert generate.shown(quote.command) == quote.output
+
+
+def wide_lines(page: Path) -> list[str]:
+    """Return the lines of a page's blocks of code that are wider than the site shows."""
+    wide, is_code = [], False
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        is_fence = line.lstrip().startswith("```")
+        is_code ^= is_fence
+        if is_code and not is_fence and len(line) > generate.WIDTH:
+            wide.append(f"{page.name}:{number}: {line}")
+    return wide
+
+
+def test_code_fits_in_the_width_of_the_site() -> None:
+    """A wider line is cut there, and its reader does not see the end of a command."""
+    assert [line for page in PAGES for line in wide_lines(page)] == []
 
 
 def bash_commands() -> list[tuple[str, str]]:
@@ -76,8 +92,9 @@ def bash_commands() -> list[tuple[str, str]]:
             if mark:
                 continue
             for line in re.sub(r"\\\n\s*", "", block).splitlines():
-                command = re.split(r"\s+#", line)[0]
-                commands.append((page.name, command.strip()))
+                command = re.split(r"(?:^|\s+)#", line)[0]
+                if command:
+                    commands.append((page.name, command.strip()))
     return commands
 
 

@@ -14,6 +14,9 @@ from torchllm.config.field_types import field_types, plain_type
 from torchllm.config.toml import toml_value
 from torchllm.tools.config.read import describe
 
+WIDTH = 88
+"""of a line of the help: the site of the documentation shows as much"""
+
 
 @cache
 def _docs_in(module: str) -> dict[str, dict[str, str]]:
@@ -45,7 +48,12 @@ def field_docs(schema: type) -> dict[str, str]:
 def help_text(schema: type) -> str:
     """Return the whole configuration, for people."""
     usage = f"usage: {sys.argv[0]} [CONFIG.toml] [--section.key=value ...] [--check] [--json] [--help]"
-    return "\n".join([usage, *_section_lines(schema(), "")])
+    return "\n".join([_wrapped(usage, 4), *_section_lines(schema(), "")])
+
+
+def _wrapped(text: str, indent: int) -> str:
+    """Return a text in lines of the help's width, all but the first with an indent."""
+    return textwrap.fill(text, WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 class _Subsection(NamedTuple):
@@ -74,10 +82,10 @@ def _section_lines(section: Any, prefix: str) -> Iterator[str]:
             else:
                 subsections.append(_Subsection(element, f"[[{name}]]", f"{name}.0.", doc))
             continue
-        yield f"  {name} = {toml_value(getattr(section, field.name))}    ({describe(types[field.name])})"
-        yield textwrap.fill(doc, 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        yield _wrapped(f"  {name} = {toml_value(getattr(section, field.name))}    ({describe(types[field.name])})", 4)
+        yield _wrapped(" " * 6 + doc, 6)
     for subsection in subsections:
-        yield f"\n{subsection.header}  {subsection.doc}"
+        yield "\n" + _wrapped(f"{subsection.header}  {subsection.doc}", 4)
         yield from _section_lines(subsection.schema(), subsection.prefix)
 
 
