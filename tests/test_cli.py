@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -58,10 +59,12 @@ def test_train_is_run_train_sh_with_this_python_and_other_commands_are_recipes()
     assert started("benchmark", "matmul") == (sys.executable, str(ROOT / "recipes" / "benchmark"), "matmul")
 
 
-def test_help_names_every_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_recipe_and_command(capsys: pytest.CaptureFixture[str]) -> None:
     cli.main([])
     text = capsys.readouterr().out
     assert [name for name in cli.recipes() if name not in text] == []
+    assert [name for name in cli.COMMANDS if f"  torchllm {name}" not in text] == []
+    assert set(re.findall(r"^  torchllm ([a-z]+)", text, re.MULTILINE)) <= {*cli.COMMANDS, *cli.recipes()}
     assert str(ROOT) in text
 
 
@@ -85,7 +88,9 @@ def test_what_copy_lists_it_copies(folder: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_what_is_unknown_or_would_overwrite_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert refused(capsys, "trian") == "torchllm: trian: unknown command; torchllm --help lists them\n"
+    assert refused(capsys, "trian") == "torchllm: trian: unknown command; did you mean train?\n"
+    assert refused(capsys, "evalute") == "torchllm: evalute: unknown command; did you mean evaluate?\n"
+    assert refused(capsys, "xyz") == "torchllm: xyz: unknown command; torchllm --help lists them\n"
     assert "did you mean pretrain?" in refused(capsys, "copy", "pretrian")
     assert "torchllm copy lists the names" in refused(capsys, "copy", "/etc/passwd")
     (folder / "pretrain.py").write_text("mine")

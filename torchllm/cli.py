@@ -55,6 +55,9 @@ A path train_configs/... that does not exist here is read from {home}.
 `torchllm train --help` and `torchllm RECIPE --help` list the options.
 """
 
+COMMANDS = ("train", "copy", "model", "convert", "size", "report", "runs", "pipeline", "env")
+"""besides the recipes"""
+
 
 def recipes() -> dict[str, Path]:
     """Return the path of each recipe by name. A recipe is a file, or a folder with a __main__.py."""
@@ -104,7 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif command in recipes():
         start([sys.executable, str(recipes()[command]), *rest])
     else:
-        exit_refused(f"{command}: unknown command; torchllm --help lists them")
+        close = difflib.get_close_matches(command, [*COMMANDS, *recipes()], n=1)
+        hint = f"did you mean {close[0]}?" if close else "torchllm --help lists them"
+        exit_refused(f"{command}: unknown command; {hint}")
 
 
 def usage() -> str:
