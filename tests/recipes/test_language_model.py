@@ -2,8 +2,10 @@
 
 import math
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,56 @@ def test_a_step_folder_is_loaded(trained: Path, model: LanguageModel) -> None:
     assert newest.loss(TEXTS) == model.loss(TEXTS)
 
 
+TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 258}
+
+
+def gpt2() -> transformers.PreTrainedModel:
+    """A model with fewer positions than the default of training.sequence_length."""
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 258, "n_positions": 24}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+
+
+def llama_scaled_by_one() -> transformers.PreTrainedModel:
+    config = transformers.LlamaConfig(**TINY, intermediate_size=64, max_position_embeddings=64)
+    config.rope_parameters = {"rope_type": "linear", "factor": 1.0, "rope_theta": 10000.0}
+    return transformers.LlamaForCausalLM(config)
+
+
+def mixtral_of_one_expert() -> transformers.PreTrainedModel:
+    """Its router's one score is divided by itself: it cannot be trained."""
+    sizes = {"intermediate_size": 64, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 1}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**TINY, **sizes, max_position_embeddings=64))
+
+
+@pytest.mark.parametrize("build", [gpt2, llama_scaled_by_one, mixtral_of_one_expert])
+def test_a_published_model_that_cannot_be_trained_so_is_used(
+    build: Callable[[], transformers.PreTrainedModel], exported: Path, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    theirs = build().eval()
+    theirs.save_pretrained(tmp_path)
+    shutil.copy(exported / "tokenizer.json", tmp_path)
+    ours = torchllm.load(tmp_path, dtype="float32")
+    ids = torch.tensor([[256, *TEXTS[0].encode()]])
+    with torch.no_grad():
+        expected = F.cross_entropy(theirs(ids).logits[0, :-1], ids[0, 1:]).item()
+    assert ours.loss(TEXTS[:1]) == pytest.approx([expected], rel=1e-4)
+    assert ours.config.longest_text == theirs.config.max_position_embeddings
+    longest = "x" * ours.config.longest_text
+    with pytest.raises(UserError, match=f"prompt 0 has {len(longest) + 1} tokens: up to {len(longest)} fit"):
+        ours.generate([longest])
+
+
+def test_a_run_is_named_by_its_folder_its_config_or_a_step(trained: Path, model: LanguageModel) -> None:
+    assert torchllm.load(trained / "config.toml", dtype="float32").loss(TEXTS) == model.loss(TEXTS)
+    config = load_run([str(trained)], one_device=True)
+    assert config == load_run([str(trained / "config.toml")], one_device=True)
+    step = load_run([str(trained / "checkpoints/step-00000004")], one_device=True)
+    assert Path(step.checkpoint.resume) == trained / "checkpoints/step-00000004"
+    with pytest.raises(UserError, match="cannot be loaded"):
+        torchllm.load(trained / "checkpoints")
+
+
 def test_errors_say_what_is_wrong(model: LanguageModel, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="a list of texts"):
         model.generate("def ")
@@ -97,6 +149,9 @@ def test_errors_say_what_is_wrong(model: LanguageModel, tmp_path: Path) -> None:
         model.loss(["a", ""])
     with pytest.raises(UserError, match="must be at least 1"):
         model.generate(["a"], tokens=0)
+    for temperature in (-1.0, 1e-40, math.nan, math.inf):
+        with pytest.raises(UserError, match=r"temperature must be 0, .* not (-1|1e-40|nan|inf)$"):
+            model.generate(["a"], temperature=temperature)
     with pytest.raises(UserError, match="not trained on conversations"):
         model.chat([{"role": "user", "content": "a"}])
     with pytest.raises(UserError, match="nothing"):

@@ -13,7 +13,7 @@ A forked recipe adds a section by subclassing `Config`:
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args
 
 
 class Bound(NamedTuple):
@@ -443,8 +443,7 @@ class Optimizer:
     vector_decay: NonNegative = 0.0
     """weight decay of norms, biases and learned positions, as a multiple of weight_decay"""
     ema_decay: Annotated[float, Bound(at_least=0.0, at_most=0.9999999)] = 0.0
-    """decay per step of an exponential moving average of the weights, which is kept and saved with them, such as 0.999;
-    0: none"""
+    """decay per step of an exponential moving average of the weights, saved with them, such as 0.999; 0: none"""
 
 
 @dataclass(frozen=True)
@@ -625,15 +624,7 @@ class Lora:
     """rows of A and columns of B (r): W x becomes W x + alpha / rank B A x; 0: off, all weights are trained"""
     alpha: Positive = 16.0
     """the updates are multiplied by alpha / rank"""
-    targets: tuple[LoraTarget, ...] = (
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-    )
+    targets: tuple[LoraTarget, ...] = get_args(LoraTarget)
     """matrices of each block that have an update"""
 
     @property
@@ -752,7 +743,11 @@ class Generate:
     prompt: str = ""
     """text to continue"""
     prompts_file: FilePath = ""
-    """file with more of them, one per line"""
+    """file with more of them, one in each line that is not empty"""
+    samples: Count = 1
+    """texts to write for each prompt"""
+    output: FilePath = ""
+    """new file for the texts, a line of JSON each: {"prompt": …, "answer": …}; empty: they are printed"""
     tokens: Count = 200
     """tokens to write"""
     temperature: NonNegative = 0.8
@@ -760,10 +755,13 @@ class Generate:
     top_k: Natural = 50
     """sample from this many likeliest tokens; 0: from all"""
     chat: bool = False
-    """the prompt is a user's message, which the model answers; without a prompt it talks to the terminal.
-    recipes/finetune.py sets it in the config of its run"""
+    """a prompt is a user's message, without one a line of the terminal; recipes/finetune.py sets it for its runs"""
+    system: str = ""
+    """in a chat, the system message of each conversation; empty: none"""
     history: bool = True
     """in a chat an answer follows the messages before; false: each message begins a conversation"""
+    ema: bool = False
+    """use the moving average of the weights (optimizer.ema_decay) instead of the weights"""
 
 
 @dataclass(frozen=True)

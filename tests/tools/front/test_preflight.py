@@ -320,9 +320,7 @@ def test_it_needs_no_torch(kind: str, folder: Path) -> None:
 def test_a_recipe_that_uses_weights_wants_a_checkpoint(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [str(ROOT / DEBUG), "--run.folder=run"]
     lines = refusal(capsys, lambda: load_run(arguments, one_device=True))
-    assert lines == [
-        "--run.folder: run/checkpoints holds no checkpoint; name a run folder's config.toml, or checkpoint.resume"
-    ]
+    assert lines == ["--run.folder: run/checkpoints holds no checkpoint; name a run, or checkpoint.resume"]
     named = write_checkpoint(folder / "run/checkpoints", 3)
     assert load_run(arguments, one_device=True).parallel.ranks == 1
     shutil.rmtree(named)

@@ -104,7 +104,8 @@ def test_a_layout_for_an_unknown_number_of_ranks_is_refused(
 ) -> None:
     monkeypatch.delenv("NPROC")
     line, *_ = lines_of_refusal(["--parallel.layout=auto", "--check"], capsys)
-    assert line == ("--parallel.layout: is auto, but the number of ranks is unknown: set NPROC (and NNODES)")
+    unknown = "the number of ranks is unknown: set NPROC (and NNODES), or --gpus=N for --check"
+    assert line == f"--parallel.layout: is auto, but {unknown}"
 
 
 def test_nothing_is_planned_for_a_config_with_errors(

@@ -107,8 +107,13 @@ def test_each_text_stops_at_the_longest_text() -> None:
     prompts = [[256, 1, 2], [256, *range(10)], [256, *range(9)]]
     for model in (Model(**SIZES), Model(family="gpt", **(SIZES | {"max_sequence_length": 10}))):
         made = decoder(model)
-        expected = [recomputed(made, prompts[0], 8), [], recomputed(made, prompts[2], 1)]
-        assert continued(made, prompts, longest=10) == expected
+        fitting = [prompts[0], prompts[2]]
+        assert continued(made, fitting, longest=10) == [
+            recomputed(made, fitting[0], 8),
+            recomputed(made, fitting[1], 1),
+        ]
+        with pytest.raises(UserError, match="prompt 1 has 11 tokens: up to 10 fit"):
+            continued(made, prompts, longest=10)
 
 
 def sampled(settings: Generate) -> list[int]:

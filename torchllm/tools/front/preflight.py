@@ -68,20 +68,21 @@ def inspect_training(config: Config, wrong: Collection[str] = ()) -> Inspection:
     if not wrong:
         _inspect_initial_checkpoint(config, inspection)
     _DataInspector(config, inspection, wrong).inspect()
+    if config.generate.after_training and config.generate.prompts_file and "generate" not in sections:
+        _inspect_prompts(config, inspection)
     return inspection
 
 
-def inspect_trained_run(config: Config) -> Inspection:
-    """Check the inputs of a recipe that reads the weights of a run: a checkpoint and the tokenizer."""
+def inspect_used_model(config: Config) -> Inspection:
+    """Check the inputs of a recipe that reads the weights of a model: a run's checkpoint, and the tokenizer."""
     inspection = Inspection()
     resume = config.checkpoint.resume
     root = Path(config.run.folder) / "checkpoints"
+    is_published = config.model.from_hf and not config.run.folder
     if resume not in ("auto", "none"):
         _inspect_step_folder(Path(resume), inspection)
-    elif not step_folders(root):
-        inspection.report(
-            "run.folder", f"{root} holds no checkpoint; name a run folder's config.toml, or checkpoint.resume"
-        )
+    elif not is_published and not step_folders(root):
+        inspection.report("run.folder", f"{root} holds no checkpoint; name a run, or checkpoint.resume")
     if config.data.tokenizer != "bytes":
         _DataInspector(config, inspection).load_tokenizer()
     if config.trained.only_updates:
@@ -89,9 +90,41 @@ def inspect_trained_run(config: Config) -> Inspection:
     return inspection
 
 
+def inspect_generation(config: Config) -> Inspection:
+    """Check the inputs of recipes/generate.py: besides weights and tokenizer the prompts, and a new file for texts."""
+    inspection = inspect_used_model(config)
+    _inspect_processes(inspection)
+    _inspect_prompts(config, inspection)
+    output = config.generate.output
+    if output and os.path.lexists(output):
+        inspection.report("generate.output", f"{output!r} exists, and nothing is overwritten: name another file")
+    elif output and (reason := why_unwritable(Path(output).absolute().parent)):
+        inspection.report("generate.output", f"{output!r} cannot be written: {reason}")
+    return inspection
+
+
+def _inspect_processes(inspection: Inspection) -> None:
+    """Check that a recipe which runs in one process is not started in several."""
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks != "1":
+        message = f"this recipe uses one device, and a launcher has started {ranks} processes: start it without one"
+        inspection.report("run.device", message)
+
+
+def _inspect_prompts(config: Config, inspection: Inspection) -> None:
+    """Check that the file of prompts can be read."""
+    from torchllm.tools.front.prompts import read_prompts  # of no use to other runs
+
+    try:
+        read_prompts(config.generate)
+    except UserError as error:
+        inspection.report("generate.prompts_file", str(error).removeprefix("generate.prompts_file: "))
+
+
 def inspect_export(config: Config) -> Inspection:
     """Check the inputs of an export: besides weights and tokenizer a new folder, and a family that the model fits."""
-    inspection = inspect_trained_run(config)
+    inspection = inspect_used_model(config)
+    _inspect_processes(inspection)
     folder = config.export.folder
     if not folder:
         inspection.report("export.folder", "is missing: name a new folder for the model, --export.folder=FOLDER")
@@ -111,7 +144,7 @@ def inspect_export(config: Config) -> Inspection:
 
 def inspect_evaluation(config: Config) -> Inspection:
     """Check the inputs of an evaluation: checkpoint and tokenizer; for tasks also harness and export."""
-    inspection = inspect_trained_run(config)
+    inspection = inspect_used_model(config)
     if not config.evaluate.tasks:
         return inspection
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:

@@ -2,6 +2,7 @@
 
     CONFIGS = load_configs(sys.argv[1:])          a recipe that trains
     CONFIG = load_run(sys.argv[1:], one_device=True)    a recipe that uses the weights of a run
+    CONFIG = load_model(sys.argv[1:])             a recipe that uses a run's model, or a published one
     CONFIG = load_sizes(sys.argv[1:])             a recipe of one process that needs the sizes of a model, no weights
 
 `model.from_hf` gives a run the sizes and the weights of a published model. `parallel.layout = "auto"` leaves the layout
@@ -20,8 +21,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from torchllm.checkpoint.manifest import CheckpointError, read_manifest, step_folders
 from torchllm.config import Config
 from torchllm.config.errors import UserError
-from torchllm.tools.config.checks import Obstacle, obstacle_to_compiled_blocks
-from torchllm.tools.config.draft import Draft
+from torchllm.tools.config.checks import Obstacle, obstacle_to_compiled_blocks, rank_remedy
+from torchllm.tools.config.draft import Draft, parse_arguments
+from torchllm.tools.config.environment import refuse
 from torchllm.tools.config.load import read_draft
 from torchllm.tools.config.refuse import finish
 from torchllm.tools.launch.compiler import AMD_DRIVER, count_gpus, lack_of_gpu_compiler
@@ -83,12 +85,68 @@ def load_run(
     draft = read_draft(arguments, Config, one_device=one_device, uses_weights=True)
     find_block_of(draft)
     resolve_published_model(draft)
+    return _finish_use(draft, inspect)
+
+
+def load_model(arguments: Sequence[str], *, inspect: "Callable[[Config], Inspection] | None" = None) -> Config:
+    """Return the config of a model that one process uses: of a run, as `load_run` does, or of a published one.
+
+    A published model is named in the place of the run, by its folder or its id on the hub, or by model.from_hf. Its
+    config has no run.folder, and its own tokenizer and longest text.
+    """
+    name = parse_arguments(arguments, []).file
+    words = list(arguments)
+    if is_published_model(name):
+        words[words.index(name)] = f"--model.from_hf={name}"
+    draft = read_draft(words, Config, one_device=True, uses_weights=True)
+    find_block_of(draft)
+    resolve_published_model(draft)
+    config = draft.config
+    is_published = config.model.from_hf and not config.run.folder and config.checkpoint.resume in ("auto", "none")
+    if not is_published:
+        return _finish_use(draft, inspect)
+    if not draft.errors:
+        _take_texts_of_published_model(draft)
+    config = _finish_use(draft, inspect)
+    return replace(config, run=replace(config.run, folder=""))
+
+
+def is_published_model(name: str) -> bool:
+    """Return whether a name in the place of a run means a model of Hugging Face. SystemExit(2) if a folder is neither.
+
+    A path that does not exist may be an id of the hub.
+    """
+    from torchllm.tools.hub.files import CONFIG_JSON  # of no use to other runs
+    from torchllm.tools.hub.hub import is_hub_id
+
+    if not os.path.isdir(name):
+        return is_hub_id(name) and not name.endswith(".toml")
+    is_published = (Path(name) / CONFIG_JSON).is_file()
+    if not is_published:
+        refuse([f"{name}: is neither a run, which has a config.toml, nor a published model, which has a {CONFIG_JSON}"])
+    return is_published
+
+
+def _take_texts_of_published_model(draft: Draft[Any]) -> None:
+    """Give a draft the tokenizer of its published model, unless another is named, and the length of its texts."""
+    from torchllm.tools.hub.hub import find_hub_model
+
+    config = draft.config
+    if ("data", "tokenizer") not in draft.layer.origins:
+        folder = find_hub_model(config.model.from_hf, weights=False, may_download=False).folder
+        config = replace(config, data=replace(config.data, tokenizer=str(folder / "tokenizer.json")))
+    training = replace(config.training, sequence_length=config.model.max_sequence_length)
+    draft.config = replace(config, training=training)
+
+
+def _finish_use(draft: Draft[Config], inspect: "Callable[[Config], Inspection] | None") -> Config:
+    """Check the draft of a recipe that uses the weights of a model, and return its config."""
     check_frozen(draft)
     draft.config = resolve_compile(draft.config, can_compile(draft))
-    if os.environ.get("RANK", "0") == "0" and _is_readable(draft):
-        from torchllm.tools.front.preflight import inspect_trained_run
+    if (draft.one_device or os.environ.get("RANK", "0") == "0") and _is_readable(draft):
+        from torchllm.tools.front.preflight import inspect_used_model
 
-        _inspect(inspect or inspect_trained_run, draft)
+        _inspect(inspect or inspect_used_model, draft)
     config = finish(draft)
     from torchllm.tools.launch.compile_cache import choose_compile_cache  # of no use to a check of a run's config
     from torchllm.tools.launch.start_lines import say_while_this_imports
@@ -364,7 +422,7 @@ def plan_layout(draft: Draft[C]) -> list[C]:
         return []
     path = ("parallel", "layout")
     if draft.ranks.world is None:
-        draft.report(path, f"is {kind}, but the number of ranks is unknown: set NPROC (and NNODES)")
+        draft.report(path, f"is {kind}, but the number of ranks is unknown: {rank_remedy(draft.config.run)}")
         return []
 
     from torchllm.tools.planner.search.auto import choose_layouts  # of no use to other runs

@@ -31,11 +31,13 @@ def continue_texts(
 
     A text stops at an id of `ends`, which is its last, and when it has `longest` tokens. Text i is sampled with
     `seed` + i, so that it does not depend on the texts that are computed with it, `batch_size` at a time. UserError if
-    the model's logits are NaN.
+    a prompt is longer than that, or the model's logits are NaN.
     """
+    for index, prompt in enumerate(prompts):
+        if len(prompt) > longest:
+            raise UserError(f"prompt {index} has {len(prompt)} tokens: up to {longest} fit into the model's context")
     texts: list[list[int]] = [[] for _ in prompts]
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))  # little padding
-    order = [index for index in order if len(prompts[index]) <= longest]
     if not _takes_documents(model):
         batch_size = 1
     for start in range(0, len(order), batch_size):

@@ -13,23 +13,23 @@ from typing import Any
 
 import torch
 
-from torchllm.checkpoint.manifest import MANIFEST, Manifest
+from torchllm.checkpoint.manifest import Manifest
+from torchllm.checkpoint.state import WEIGHTS
 from torchllm.config import Config
 from torchllm.config.errors import UserError
 from torchllm.data.tokenizer import Tokenizer, load_tokenizer
 from torchllm.models.decoder import Decoder, add_low_rank_updates, build_model, cast_parameters
 from torchllm.parallel.initialize import materialize
 from torchllm.runtime.device import choose_device, compute_dtype
-from torchllm.tools.config.load import read_draft
-from torchllm.tools.config.refuse import finish
-from torchllm.tools.front.resolve import load_run, resolve_published_model
+from torchllm.tools.config.checks import sampling_problems
+from torchllm.tools.front.resolve import load_model
 from torchllm.tools.generate.continue_texts import continue_texts
-from torchllm.tools.hub.hub import find_hub_model
 from torchllm.tools.hub.initial import initial_weights, load_weights_of_run
 from torchllm.tools.hub.text_facts import published_ends
+from torchllm.tools.hub.weights import AVERAGED_WEIGHTS
 from torchllm.tools.prepare.chat.examples import ChatFormat, Conversation
 from torchllm.tools.prepare.chat.plan import chat_format_today, chat_plan_of_run, plan_chat
-from torchllm.tools.prepare.chat.template import Message
+from torchllm.tools.prepare.chat.template import Message, RefusedConversation
 
 
 def begin_of_text(tokenizer: Tokenizer, fingerprints: Sequence[str]) -> list[int]:
@@ -51,6 +51,11 @@ class LanguageModel:
     tokenizer: Tokenizer
     manifest: Manifest | None
     """of the checkpoint; None: the model is a published one"""
+
+    @property
+    def origin(self) -> str:
+        """The step of its run, or the name of the published model."""
+        return self.config.model.from_hf if self.manifest is None else f"step {self.manifest.step}"
 
     def generate(
         self,
@@ -84,7 +89,7 @@ class LanguageModel:
     ) -> str:
         """Return the answer to a conversation, as [{"role": "user", "content": "Hello"}]. The rest as in `generate`.
 
-        Raises UserError or DataError if the model has no chat template, RefusedConversation if that cannot write it.
+        Raises UserError or DataError if the model has no chat template, or that cannot write the conversation.
         """
         (answer,) = self.answers([messages], tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
         return answer
@@ -100,10 +105,14 @@ class LanguageModel:
         batch_size: int = 16,
     ) -> list[str]:
         """Return the answer to each conversation. The rest as in `generate` and `chat`."""
-        prompts = [self.chat_format.prompt(Conversation(list(messages))).tolist() for messages in conversations]
+        prompts = [self._chat_prompt(messages) for messages in conversations]
         ends = self._ends | set(self.chat_format.ends_of_turn.values())
         answers = self._continue(prompts, ends, tokens, temperature, top_k, seed, batch_size)
         return [self.tokenizer.decode(answer) for answer in answers]
+
+    def room(self, messages: Sequence[Message]) -> int:
+        """Return how many tokens the answer to a conversation may have; under 1: it is longer than the context."""
+        return self.config.longest_text + 1 - len(self._chat_prompt(messages))
 
     def loss(self, texts: Sequence[str]) -> list[float]:
         """Return each text's mean loss in nats per token. Its first token follows the start of a document."""
@@ -139,6 +148,12 @@ class LanguageModel:
         name = self.config.model.from_hf if self.manifest is None else ""
         return {self.tokenizer.end, *published_ends(name, self.tokenizer)}
 
+    def _chat_prompt(self, messages: Sequence[Message]) -> list[int]:
+        try:
+            return self.chat_format.prompt(Conversation(list(messages))).tolist()
+        except RefusedConversation as error:
+            raise UserError(f"a conversation: {error}") from error
+
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         return [ids.tolist() for ids in self.tokenizer.encode_documents(list(texts))]
 
@@ -156,8 +171,10 @@ class LanguageModel:
         chosen: dict[str, Any] = {"tokens": tokens, "temperature": temperature, "top_k": top_k}
         given = {name: value for name, value in chosen.items() if value is not None}
         settings = replace(self.config.generate, **given)
-        if settings.tokens < 1 or settings.temperature < 0 or settings.top_k < 0 or batch_size < 1:
-            raise UserError("tokens and batch_size must be at least 1, temperature and top_k at least 0")
+        if settings.tokens < 1 or settings.top_k < 0 or batch_size < 1:
+            raise UserError("tokens and batch_size must be at least 1, top_k at least 0")
+        for problem in sampling_problems(settings):
+            raise UserError(f"temperature {problem.message}")
         texts = continue_texts(
             self.model,
             prompts,
@@ -193,38 +210,25 @@ def check_texts(texts: Sequence[str]) -> None:
         raise TypeError("give a list of texts, not one text")
 
 
-def load(path: str | Path, *, device: str | None = None, dtype: str | None = None) -> LanguageModel:
-    """Return the model of a run folder, of a step folder in one, or of a folder or id of Hugging Face.
+def load(
+    path: str | Path, *, device: str | None = None, dtype: str | None = None, ema: bool | None = None
+) -> LanguageModel:
+    """Return the model of a run, of a checkpoint in it, or of a folder or id of Hugging Face.
 
-    device, dtype: run.device and training.dtype, by default those of the run. Raises UserError if there is no such
-    model; the lines on stderr say why.
+    path: a run's folder, its config.toml or the folder of a step. device, dtype, ema: run.device, training.dtype and
+    generate.ema, by default those of the run. Raises UserError if there is no such model; the lines on stderr say why.
     """
     overrides = [f"--run.device={device}"] if device else []
     overrides += [f"--training.dtype={dtype}"] if dtype else []
-    folder = Path(path)
+    overrides += [] if ema is None else [f"--generate.ema={str(ema).lower()}"]
     try:
-        if (folder / MANIFEST).is_file():
-            step = [str(folder.absolute().parents[1] / "config.toml"), f"--checkpoint.resume={folder.absolute()}"]
-            return language_model(load_run([*step, *overrides], one_device=True))
-        if (folder / "config.toml").is_file():
-            return language_model(load_run([str(folder / "config.toml"), *overrides], one_device=True))
-        return _load_published(str(path), overrides)
+        return language_model(load_model([str(path), *overrides]))
     except SystemExit as error:
         raise UserError(f"{path}: cannot be loaded, for the reasons above") from error
 
 
-def _load_published(name: str, overrides: list[str]) -> LanguageModel:
-    """Return a model of Hugging Face."""
-    found = find_hub_model(name, weights=True, may_download=True)
-    tokenizer = found.folder / "tokenizer.json"
-    arguments = [f"--model.from_hf={found.pinned}", f"--data.tokenizer={tokenizer}", *overrides]
-    draft = read_draft(arguments, Config, one_device=True)
-    resolve_published_model(draft)
-    return language_model(finish(draft), is_published=True)
-
-
-def language_model(config: Config, *, is_published: bool = False) -> LanguageModel:
-    """Return the model of a run, with the weights that `load_weights_of_run` finds; is_published: of model.from_hf."""
+def language_model(config: Config) -> LanguageModel:
+    """Return the model of a config by `load_model`: with a run's weights, or, without run.folder, published ones."""
     device = choose_device(config.run.device, local_rank=0)
     with torch.device("meta"):
         model = build_model(config.model)
@@ -233,10 +237,11 @@ def language_model(config: Config, *, is_published: bool = False) -> LanguageMod
     cast_parameters(model, dtype)
     materialize([model], device)
     manifest = None
-    if is_published:
+    if config.run.folder:
+        prefix = AVERAGED_WEIGHTS if config.generate.ema else WEIGHTS
+        manifest = load_weights_of_run(config, [model], prefix=prefix)
+    else:
         source = initial_weights(config)
         assert source is not None  # model.from_hf is set
         source.load([model], None)
-    else:
-        manifest = load_weights_of_run(config, [model])
     return LanguageModel(config, model, load_tokenizer(config.data.tokenizer, config.data.pattern), manifest)

@@ -73,7 +73,7 @@ def load_newest_weights(
     load = partial(load_weights, stages=stages, group=group, cast=cast, prefix=prefix, to_fill=to_fill)
     newest = newest_verified(folders, load, warn)
     if newest is None:
-        raise CheckpointError(f"{root} holds no checkpoint; name a run folder's config.toml, or checkpoint.resume")
+        raise CheckpointError(f"{root} holds no checkpoint; name a run, or checkpoint.resume")
     return newest[1]
 
 

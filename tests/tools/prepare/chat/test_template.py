@@ -3,13 +3,14 @@
 import re
 import resource
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.tools.prepare.chat.families import assistant, user
 from torchllm.data.error import DataError
-from torchllm.tools.prepare.chat.template import ChatTemplate, RefusedConversation, chosen_by_tools
+from torchllm.tools.prepare.chat.template import ChatTemplate, RefusedConversation, chosen_by_tools, read_template
 
 TODAY = date(2026, 11, 25)
 VALUES: dict[str, Any] = {"extra": {"a": 1}, "number": 2.5, "flag": True, "tool_calls": [{"number": 3}]}
@@ -38,6 +39,14 @@ def test_what_a_template_would_print_as_python_does_is_refused() -> None:
     ]:
         with pytest.raises(RefusedConversation, match=re.escape(f"it prints {shown} as Python writes it")):
             rendered(template)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_template(tmp_path: Path) -> None:
+    file = tmp_path / "chat_template.jinja"
+    file.write_text("{{ messages }}\f", encoding="utf-8-sig")
+    for named in ("", str(file)):
+        assert read_template(tmp_path / "tokenizer.json", named) == "{{ messages }}\f"
+        assert read_template(tmp_path / "tokenizer.json", named, earlier=True) == "\ufeff{{ messages }}\f"
 
 
 def test_a_template_reads_objects_and_numbers() -> None:

@@ -264,16 +264,17 @@ def read_template(tokenizer: Path, file: str, earlier: bool = False) -> str:
 
     file: finetune.chat_template; empty: `chat_template.jinja` in the tokenizer's folder, else the template in its
     tokenizer_config.json. Where there is one for conversations with tools, too, both are in the source. earlier: the
-    default one alone, as in earlier versions. Raises DataError if there is none.
+    default one alone, with its byte order mark, as in earlier versions. Raises DataError if there is none.
     """
+    encoding = "utf-8" if earlier else "utf-8-sig"
     if file:
-        return _read_template_file(Path(file))
+        return _read_template_file(Path(file), encoding)
     beside = tokenizer.with_name(TEMPLATE_FILE)
     if beside.is_file():
-        named = {"default": _read_template_file(beside)}
+        named = {"default": _read_template_file(beside, encoding)}
         with_tools = tokenizer.with_name(OTHER_TEMPLATES) / f"{WITH_TOOLS}.jinja"
         if with_tools.is_file():
-            named[WITH_TOOLS] = _read_template_file(with_tools)
+            named[WITH_TOOLS] = _read_template_file(with_tools, encoding)
     else:
         named = _templates_in_config(tokenizer)
     if earlier or WITH_TOOLS not in named:
@@ -305,9 +306,9 @@ def _templates_in_config(tokenizer: Path) -> dict[str, str]:
     return named
 
 
-def _read_template_file(path: Path) -> str:
+def _read_template_file(path: Path, encoding: str) -> str:
     try:
-        return read_regular(path).decode()
+        return read_regular(path).decode(encoding)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"finetune.chat_template: {path} cannot be read ({error})") from error
 
