@@ -8,7 +8,8 @@
 # NNODES   number of nodes            (default: 1; under a scheduler: the job's; with --check also 2-4)
 #          If the batch cannot be shared by all of them, and a degree is -1, the largest number that it can be shared by
 #          trains, from the first node on. The others wait, and end as the job does.
-#          With --run.dry_run=true both describe the run that is examined; default: the product of its degrees.
+#          With --run.dry_run=true both describe the run that is examined; default: the product of its degrees. A dry
+#          run and --check also take --gpus=N, the number of all processes.
 # RECIPE   the script to start        (default: recipes/pretrain.py)
 #
 # SIGTERM, SIGUSR1, SIGUSR2, SIGHUP, Ctrl-C and `touch RUN_FOLDER/stop`, however often, ask the run to stop: the ranks

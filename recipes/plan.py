@@ -129,7 +129,7 @@ def plan_parser() -> argparse.ArgumentParser:
     add_rank(commands.add_parser("rank", help="rank the layouts of a model on a cluster"))
 
     explain = commands.add_parser("explain", help="say why the plan takes another layout than a run's")
-    explain.add_argument("layout", metavar="TOML", help="a run with its layout")
+    explain.add_argument("layout", metavar="TOML", help="a config with its layout, or a run")
     explain.add_argument("--model", help="a name in train_configs/models, or a TOML file (default: the run's)")
     explain.add_argument("--cluster", help="a name in train_configs/clusters, or a TOML file (default: the run's)")
     explain.add_argument("--gpus", type=count, help="number of GPUs (default: the product of the run's degrees)")
@@ -500,7 +500,9 @@ def cluster_name(cluster: str) -> str:
 
 def read_model(name: str) -> PlannedModel:
     """Read the model that --model names. Raises UserError if it is wrong."""
-    file = find_config(name) if name.endswith(".toml") else str(MODELS / f"{name}.toml")
+    file = find_config(name)
+    if not file.endswith(".toml"):
+        file = str(MODELS / f"{name}.toml")
     if not Path(file).is_file():
         names = sorted(path.stem for path in MODELS.glob("*.toml"))
         close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)

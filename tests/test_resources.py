@@ -6,7 +6,7 @@ import pytest
 
 from tests.tiny_run import ROOT
 from torchllm.tools.config.load import load_config
-from torchllm.tools.resources import find_base, find_config, name_base, resource
+from torchllm.tools.resources import NamedRun, find_base, find_config, find_run, name_base, resource, run_folder
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +25,23 @@ def test_a_path_of_the_documentation_works_in_any_folder(folder: Path) -> None:
     nearer.parent.mkdir()
     nearer.write_text("[model]\nhidden = 64\n")
     assert load_config(["train_configs/debug.toml", "--run.folder=unused"]).model.hidden == 64
+
+
+def test_a_run_is_named_by_its_folder_its_config_or_a_checkpoint(folder: Path) -> None:
+    step = folder / "run/checkpoints/step-00000004"
+    step.mkdir(parents=True)
+    for name in ("run", "run/config.toml", "run/checkpoints/step-00000004"):
+        assert find_run(name) is None
+        assert find_config(name) == name
+    (folder / "run/config.toml").touch()
+    for name in ("run", "run/", "run/config.toml", str(folder / "run")):
+        assert find_run(name) == NamedRun(Path(name.removesuffix("/config.toml")), None)
+        assert Path(find_config(name)) == run_folder(name) / "config.toml"
+    assert find_run("run/checkpoints/step-00000004") == NamedRun(folder / "run", step)
+    assert find_config("run/checkpoints/step-00000004") == str(folder / "run/config.toml")
+    for name in ("run/checkpoints", "run/checkpoints/step-00000004/model", "other", "mine.toml"):
+        assert find_run(name) is None
+        assert run_folder(name) == Path(name)
 
 
 def test_a_base_is_beside_the_file_or_among_the_shipped_configs(folder: Path) -> None:

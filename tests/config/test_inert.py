@@ -72,6 +72,7 @@ CONTRADICTED: dict[
     "optimizer.muon_momentum": (0.9, {"optimizer.name": "sgd"}, {"optimizer.name": "muon"}),
     "optimizer.adjust_lr_fn": ("match_rms_adamw", {}, {"optimizer.name": "muon"}),
     "evaluate.ema": (True, {}, {"optimizer.ema_decay": 0.9}),
+    "generate.ema": (True, {}, {"optimizer.ema_decay": 0.9}),
     "optimizer.head_rate": (0.5, {"model.tied_embeddings": True}, {}),
     "optimizer.head_decay": (0.0, {"model.tied_embeddings": True}, {}),
     "schedule.decay_steps": (10, {"schedule.name": "linear"}, {"schedule.name": "wsd"}),

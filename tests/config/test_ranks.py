@@ -13,11 +13,14 @@ import pytest
 from tests.config.conftest import RANK_VARIABLES, refusal
 from torchllm.config import Parallel
 from torchllm.tools.config import refuse
+from torchllm.tools.config.handed import HANDED
 from torchllm.tools.config.load import load_config
 
 pytestmark = pytest.mark.quick
 
-UNKNOWN_RANKS = "is -1, but the number of ranks is unknown: set NPROC (and NNODES), or give a degree"
+UNKNOWN_RANKS = (
+    "is -1, but the number of ranks is unknown: set NPROC (and NNODES), or --gpus=N for --check, or give a degree"
+)
 
 
 Launch = Callable[..., None]
@@ -133,7 +136,11 @@ def test_a_dry_run_is_of_any_number_of_ranks(folder: Path, launch: Launch, capsy
         assert (parallel.pp, parallel.dp_shard, parallel.tp) == degrees
     assert list(folder.iterdir()) == []
     lines = refusal(capsys, lambda: load_config(["--run.dry_run=true"]))
-    assert lines == [f"defaults: parallel.dp_shard: {UNKNOWN_RANKS}"]
+    unknown = "is -1, but the number of ranks is unknown: set --gpus=N, or give a degree"
+    assert lines == [f"defaults: parallel.dp_shard: {unknown}"]
+    launch(NPROC="4", NNODES="2")
+    for gpus in (["--gpus=64"], ["--gpus", "64"]):  # before the environment
+        assert load_config(["--training.global_batch_size=64", "--run.dry_run=true", *gpus]).parallel.dp_shard == 64
 
 
 def test_check_and_json_of_a_dry_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -313,6 +320,22 @@ def test_lowering_fixes_only_the_layout(folder: Path, launch: Launch, capsys: py
     over, idle = refusal(capsys, lambda: load_config(["x.toml", "--check"]))
     assert over == "x.toml:7: recompute.k: 9 is over model.layers 4"
     assert idle.startswith("x.toml:7: recompute.k: does nothing in this run")
+
+
+def test_gpus_are_those_of_a_check_or_a_dry_run(
+    folder: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch(NPROC="2")
+    (folder / "x.toml").write_text("[training]\nglobal_batch_size = 64")
+    assert check_lines(["x.toml", "--gpus=64"], capsys)[0]["NPROC"] == "64"
+    only = "--gpus: only --check and the dry run of a training take it; set NPROC (and NNODES)"
+    assert refusal(capsys, lambda: load_config(["x.toml", "--gpus=2"]))[0] == only
+    assert refusal(capsys, lambda: load_config(["--run.dry_run=true", "--gpus=2"], one_device=True)) == [only]
+    for words in (["--gpus=0"], ["--gpus=many"], ["--gpus"]):
+        line, *_ = refusal(capsys, lambda words=words: load_config(["x.toml", "--check", *words]))  # type: ignore[misc]
+        assert line.startswith("--gpus: must be a whole number of at least 1, not ")
+    monkeypatch.setenv(HANDED, str(folder / "handed"))  # the check by which run_train.sh starts a training
+    assert refusal(capsys, lambda: load_config(["x.toml", "--check", "--gpus=2"])) == [only]
 
 
 def test_run_folder(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

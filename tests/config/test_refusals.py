@@ -165,7 +165,7 @@ REFUSALS = {
         ["--training.steps", "=", "5", "--run.seed=", "-1", "--data.workers", "=2", "--training.loss_chunk", "=", "-1"],
         [
             "--training.steps: no spaces around the equals sign: --training.steps=5",
-            "-1: unknown flag; overrides are --section.key=value, flags --check, --json and --help",
+            "-1: unknown flag; overrides are --section.key=value, flags --check, --gpus=N, --json and --help",
             "--data.workers: no spaces around the equals sign: --data.workers=2",
             "--training.loss_chunk: no spaces around the equals sign: --training.loss_chunk=-1",
             '--run.seed: must be a whole number from 0 to 9223372036854775807, not ""',
@@ -201,7 +201,7 @@ REFUSALS = {
         "",
         ["--dry", "-n", "--check=1"],
         [
-            f"{flag}: unknown flag; overrides are --section.key=value, flags --check, --json and --help"
+            f"{flag}: unknown flag; overrides are --section.key=value, flags --check, --gpus=N, --json and --help"
             for flag in ("--dry", "-n", "--check=1")
         ],
     ),
@@ -233,7 +233,7 @@ def test_files_that_cannot_be_read(folder: Path, capsys: pytest.CaptureFixture[s
     assert refusal(capsys, lambda: load_config(["debgu.toml"])) == [
         "debgu.toml: no such file; did you mean train_configs/models/debug.toml?"
     ]
-    assert refusal(capsys, lambda: load_config(["."])) == [".: is not a file"]
+    assert refusal(capsys, lambda: load_config(["."])) == [".: is a folder without a config.toml, so it is no run"]
     os.mkfifo("pipe.toml")  # reading it would not end
     assert refusal(capsys, lambda: load_config(["pipe.toml"])) == ["pipe.toml: is not a file"]
     Path("latin.toml").write_bytes(b"[run]\nfolder = '\xe9'\n")

@@ -1,10 +1,11 @@
-"""Find the files that come with torchllm but are not modules: train_configs/, recipes/ and run_train.sh.
+"""Find the files that a user names: those that come with torchllm (train_configs/, recipes/, run_train.sh), and runs.
 
 In a checkout they are at the top level, next to the package. A wheel has them inside the package (hatch_build.py).
 """
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 _PACKAGE = Path(__file__).parents[1]
 _INSTALLED = (_PACKAGE / "train_configs").is_dir()
@@ -17,12 +18,47 @@ def resource(name: str) -> Path:
     return HOME / name
 
 
+RUN_CONFIG = "config.toml"
+"""of every run folder"""
+
+
+class NamedRun(NamedTuple):
+    """A run that a user names: by its folder, by its config.toml, or by the folder of a checkpoint in it."""
+
+    folder: Path
+    step: Path | None
+    """the absolute path of the checkpoint, if it was named"""
+
+
+def find_run(name: str | Path) -> NamedRun | None:
+    """Return the run that a path names; None if it names none. Each command that takes a run asks this function."""
+    path = Path(name)
+    if path.name == RUN_CONFIG and path.is_file():
+        return NamedRun(path.parent, None)
+    if (path / RUN_CONFIG).is_file():
+        return NamedRun(path, None)
+    step = path.absolute()
+    if step.parent.name == "checkpoints" and (step.parents[1] / RUN_CONFIG).is_file():
+        return NamedRun(step.parents[1], step)
+    return None
+
+
+def run_folder(name: str) -> Path:
+    """Return the folder of the run that a path names; the path itself if it names none."""
+    run = find_run(name)
+    return Path(name) if run is None else run.folder
+
+
 def find_config(file: str) -> str:
     """Return where to read a TOML file that a user named.
 
-    It is `file` itself. A path such as "train_configs/debug.toml" that does not exist in the working directory means
-    the file that comes with torchllm, so that a command of the documentation works in any folder.
+    It is `file` itself, or the config.toml of the run that it names. A path such as "train_configs/debug.toml" that
+    does not exist in the working directory means the file that comes with torchllm, so that a command of the
+    documentation works in any folder.
     """
+    run = find_run(file) if os.path.isdir(file) else None
+    if run is not None:
+        return str(run.folder / RUN_CONFIG)
     shipped = resource(file)
     if not os.path.exists(file) and Path(file).parts[:1] == ("train_configs",) and shipped.is_file():
         return str(shipped)

@@ -49,6 +49,12 @@ def test_the_page_is_well_formed_and_refers_to_nothing(tmp_path: Path) -> None:
     assert not re.search(r"(src|href)\s*=|url\(|@import|https?:", without_names)
 
 
+def test_a_run_may_be_named_by_its_config(tmp_path: Path) -> None:
+    run = _write_run(tmp_path, [_record(1)])
+    main([str(run / "config.toml")])
+    assert (run / "report.html").is_file()
+
+
 def test_every_figure_is_one_of_the_run_folder(tmp_path: Path) -> None:
     records = [_record(1), _record(2, validation_loss=2.25, skipped_steps=3)]
     text = _page([str(_write_run(tmp_path, records))], tmp_path / "page.html")

@@ -78,6 +78,7 @@ def test_a_copy_without_a_lease_is_finished_after_its_last_step(tmp_path: Path) 
 
 def test_runs_are_found_at_any_depth_with_step_and_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "b", 1200, 2.5, steps=2000)
+    write_run(tmp_path / "b" / "inside", 1)  # of a run, not a run
     write_run(tmp_path / "a" / "deep", 10, None)
     (tmp_path / "new" / "lease").mkdir(parents=True)  # a run that starts
     long = write_run(tmp_path / "long", 3) / "metrics.jsonl"

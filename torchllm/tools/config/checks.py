@@ -4,7 +4,7 @@ A key has no effect when its value is not the default and a key that it needs is
 contradicts a choice in the same file (momentum with AdamW). If it only depends on the layout (virtual stages without a
 pipeline), one line is printed and the run goes on, so that one file serves a sweep over layouts.
 
-Not in the tables are `evaluate.sequences`, `evaluate.tasks`, [generate], [finetune] and the other keys of [export],
+Not in the tables are `evaluate.sequences`, `evaluate.tasks`, [finetune] and the other keys of [generate] and [export],
 which evaluate.py, generate.py, finetune.py and export.py read from the same file; `data.cache`, which also holds what
 parallel.layout = "tune" measured; the weight of a single source, which is all of the mixture; and `run.lower_ranks`,
 which a resolved file keeps although it has no degree of -1 left.
@@ -27,6 +27,7 @@ from torchllm.config.schema import (
     Config,
     Data,
     Float8,
+    Generate,
     Model,
     Parallel,
     PipelineSchedule,
@@ -39,6 +40,8 @@ from torchllm.tools.config.read import ConfigError, config_error
 
 FLOAT8_MULTIPLE = 16
 """divisor of all sizes of a float8 product: cuBLAS takes rows whose bytes are a multiple of this"""
+LEAST_TEMPERATURE = 1e-6
+"""over 0: logits that are divided by less overflow, and no token is left"""
 
 _SECRET_KEY = re.compile(r"(\.|_)(password|passphrase|secret|credentials?|token|(api|access|auth|private)_?key)$")
 """matches the names of keys that hold secrets, by their ends"""
@@ -69,17 +72,26 @@ def value_problems(config: Config) -> list[ConfigError]:
 def setting_problems(config: Config) -> list[ConfigError]:
     """Return `value_problems` without the keys that have no effect."""
     return [
-        *_model_problems(config),
-        *_expert_problems(config),
+        *problems_of_use(config),
+        *_router_problems(config.model),
         *_float8_problems(config),
-        *_lora_problems(config),
-        *_data_problems(config),
         *_schedule_problems(config),
         *_recompute_problems(config),
         *_checkpoint_problems(config),
         *_metrics_problems(config),
-        *_secret_problems(config),
         *_event_problems(config.run),
+    ]
+
+
+def problems_of_use(config: Config) -> list[ConfigError]:
+    """Return the `setting_problems` that also concern a recipe that only uses the weights of a model."""
+    return [
+        *_model_problems(config),
+        *_expert_problems(config),
+        *_lora_problems(config),
+        *_data_problems(config),
+        *_secret_problems(config),
+        *sampling_problems(config.generate),
     ]
 
 
@@ -88,7 +100,7 @@ def layout_problems(config: Config, world_size: int | None) -> list[ConfigError]
 
     `world_size` None: the number of ranks is unknown, and the product of the degrees is used.
     """
-    parallel, wrong_degrees = resolve_degrees(config.parallel, world_size)
+    parallel, wrong_degrees = resolve_degrees(config.parallel, world_size, rank_remedy(config.run))
     result = [*wrong_degrees, *_tensor_problems(config)]
     obstacle = obstacle_to_compiled_blocks(parallel.pp, parallel.schedule, parallel.cp, config.recompute.mode)
     if config.compile.block is True and obstacle is not None:
@@ -104,6 +116,11 @@ def layout_problems(config: Config, world_size: int | None) -> list[ConfigError]
         if parallel.ep > 1 and config.model.experts:
             result += _expert_parallel_problems(config, parallel)
     return result
+
+
+def rank_remedy(run: Run) -> str:
+    """Tell the user how to set a number of ranks that is unknown."""
+    return "set --gpus=N" if run.dry_run else "set NPROC (and NNODES), or --gpus=N for --check"
 
 
 def resolve_degrees(
@@ -188,11 +205,6 @@ def _expert_problems(config: Config) -> Iterator[ConfigError]:
         return
     if model.top_k > model.experts:
         yield config_error("model.top_k", f"{model.top_k} is over model.experts {model.experts}")
-    if model.top_k == 1 and model.router_renormalize:
-        yield config_error(
-            "model.router_renormalize",
-            "with top_k = 1 the one score is divided by itself, and the router learns nothing: set it to false",
-        )
     if model.dense_layers >= model.layers:
         yield config_error(
             "model.dense_layers", f"{model.dense_layers} leaves no block with experts: model.layers is {model.layers}"
@@ -213,11 +225,19 @@ def _expert_problems(config: Config) -> Iterator[ConfigError]:
         yield config_error("model.experts", f'model.family = "{model.family}" has no experts: take "llama"')
     if config.lora.is_on:
         yield config_error("lora.rank", "has no low-rank updates of experts: set it to 0, which trains all weights")
-    if config.float8.is_on:
-        yield config_error("float8.recipe", 'has no products of experts: set it to "none"')
+
+
+def _router_problems(model: Model) -> Iterator[ConfigError]:
+    if model.experts and model.top_k == 1 and model.router_renormalize:
+        yield config_error(
+            "model.router_renormalize",
+            "with top_k = 1 the one score is divided by itself, and the router learns nothing: set it to false",
+        )
 
 
 def _float8_problems(config: Config) -> Iterator[ConfigError]:
+    if config.float8.is_on and config.model.experts:
+        yield config_error("float8.recipe", 'has no products of experts: set it to "none"')
     if config.float8.is_on and config.training.dtype == "float32":
         yield config_error("training.dtype", f"{_float8_recipe(config)} rounds factors that are bfloat16: use bfloat16")
 
@@ -356,6 +376,13 @@ def _schedule_problems(config: Config) -> Iterator[ConfigError]:
         yield config_error("schedule.warmup_steps", f"{schedule.warmup_steps} is over training.steps {steps}")
     if schedule.name == "wsd" and schedule.warmup_steps + schedule.decay_steps > steps:
         yield config_error("schedule.decay_steps", f"warmup and decay together are over training.steps {steps}")
+
+
+def sampling_problems(generate: Generate) -> Iterator[ConfigError]:
+    """Yield a problem of a temperature that a division by it does not survive."""
+    if generate.temperature and not LEAST_TEMPERATURE <= generate.temperature < math.inf:
+        message = f"must be 0, for the likeliest tokens, or a number from {LEAST_TEMPERATURE:g} on"
+        yield config_error("generate.temperature", f"{message}, not {generate.temperature:g}")
 
 
 def _recompute_problems(config: Config) -> Iterator[ConfigError]:
@@ -654,6 +681,10 @@ def _uses_adamw(config: Config) -> bool:
     return config.optimizer.name in ("adamw", "muon")
 
 
+def _keeps_average(config: Config) -> bool:
+    return config.optimizer.ema_decay > 0
+
+
 def _has_own_head(config: Config) -> bool:
     return not config.model.tied_embeddings
 
@@ -705,6 +736,7 @@ def _chooses_zero_stage(config: Config) -> bool:
 
 EXPERTS = "model.experts over 0"
 ADAMW = 'optimizer.name = "adamw" or "muon"'
+AVERAGE = "optimizer.ema_decay over 0"
 OWN_HEAD = "model.tied_embeddings = false"
 ROTARY = 'rotary positions, which model.family = "llama" has'
 SCALED = "model.rope_scaling_factor over 1"
@@ -782,7 +814,8 @@ CONTRADICTIONS = (
     Condition("optimizer.momentum", lambda config: config.optimizer.name == "sgd", 'optimizer.name = "sgd"'),
     Condition("optimizer.muon_momentum", lambda config: config.optimizer.name == "muon", 'optimizer.name = "muon"'),
     Condition("optimizer.adjust_lr_fn", lambda config: config.optimizer.name == "muon", 'optimizer.name = "muon"'),
-    Condition("evaluate.ema", lambda config: config.optimizer.ema_decay > 0, "optimizer.ema_decay over 0"),
+    Condition("evaluate.ema", _keeps_average, AVERAGE),
+    Condition("generate.ema", _keeps_average, AVERAGE),
     Condition("optimizer.head_rate", _has_own_head, OWN_HEAD),
     Condition("optimizer.head_decay", _has_own_head, OWN_HEAD),
     Condition("schedule.decay_steps", lambda config: config.schedule.name == "wsd", 'schedule.name = "wsd"'),

@@ -1,6 +1,7 @@
 """A config while it is being read: `load.py` reads it, `resolve.py` fills it in and `refuse.py` checks it.
 
-The command line of a recipe is `[CONFIG.toml] [--section.key=value ...] [--check] [--json] [--help]`.
+The command line of a recipe is `[CONFIG.toml] [--section.key=value ...] [--check] [--gpus=N] [--json] [--help]`. The
+config is a file, or a run: its folder, or the folder of a checkpoint in it.
 """
 
 import re
@@ -15,6 +16,9 @@ from torchllm.config.toml import KeyPath, dotted, shown
 from torchllm.tools.config.environment import Ranks
 from torchllm.tools.config.read import type_at
 from torchllm.tools.config.toml_files import Layer, parse_value
+from torchllm.tools.resources import find_config, find_run
+
+FLAGS = "--check, --gpus=N, --json and --help"
 
 
 @dataclass
@@ -28,6 +32,8 @@ class Arguments:
     overrides: dict[str, str] = field(default_factory=dict)
     """"section.key" to the text of its value"""
     check: bool = False
+    gpus: int | None = None
+    """ranks of a run that is only checked, or of a dry run; None: the environment says it"""
     help: bool = False
 
 
@@ -42,6 +48,12 @@ def parse_arguments(words: Sequence[str], errors: list[str]) -> Arguments:
             arguments.help = True
         elif word == "--check":
             arguments.check = True
+        elif flag == "--gpus":
+            text = value if equals or not waiting else waiting.popleft()
+            if re.fullmatch("[1-9][0-9]{0,8}", text):
+                arguments.gpus = int(text)
+            else:
+                errors.append(f"--gpus: must be a whole number of at least 1, not {shown(text)}")
         elif word == "--json":
             arguments.overrides["run.json"] = "true"
         elif _has_spaces_around_equals(word, waiting):
@@ -53,13 +65,16 @@ def parse_arguments(words: Sequence[str], errors: list[str]) -> Arguments:
         elif word.startswith("--") and "." in word and not equals:
             errors.append(f"{flag}: needs a value: {flag}={_take_value(waiting)}")
         elif word.startswith("-"):
-            errors.append(f"{word}: unknown flag; overrides are --section.key=value, flags --check, --json and --help")
+            errors.append(f"{word}: unknown flag; overrides are --section.key=value, flags {FLAGS}")
         elif arguments.file:
             errors.append(
                 f"{word}: one config file only, and {arguments.file} is given; overrides are --section.key=value"
             )
         else:
-            arguments.file = word
+            arguments.file = find_config(word)
+            run = find_run(word)
+            if run is not None and run.step is not None:
+                waiting.appendleft(f"--checkpoint.resume={run.step}")
     return arguments
 
 
@@ -183,6 +198,8 @@ class Draft(Generic[C]):
     """the recipe runs in one process, whatever [parallel] says"""
     uses_weights: bool = False
     """the recipe only uses the weights of a run"""
+    published: dict[KeyPath, str] = field(default_factory=dict)
+    """keys that no file sets, with the file of the published model that they are from"""
     wrong: set[str] = field(default_factory=set)
     """keys ("training.steps") whose value is wrong"""
     errors: list[str] = field(default_factory=list)
@@ -209,7 +226,7 @@ class Draft(Generic[C]):
             origin = self.layer.origins.get(path[:length])
             if origin and (length == len(path) or length > 1):
                 return origin
-        return self.file
+        return self.published.get(path, self.file)
 
     def is_overridden(self, path: KeyPath) -> bool:
         """Whether a key's value is from the command line."""
@@ -235,9 +252,11 @@ class Draft(Generic[C]):
         return all(path in written for path in paths)
 
     def is_asked_about(self, path: KeyPath) -> bool:
-        """Whether the user chose a key for this command: no key of a resolved file, and none of an unused section."""
+        """Whether the user chose a key for this command: none of a resolved file or model, or of an unused section."""
         if self.is_overridden(path):
             return True
+        if path in self.published:
+            return False
         return not self.is_resolved and not (self.uses_weights and path[0] in TRAINING_ONLY)
 
     def report(self, path: KeyPath, message: str) -> None:

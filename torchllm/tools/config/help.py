@@ -47,7 +47,7 @@ def field_docs(schema: type) -> dict[str, str]:
 
 def help_text(schema: type) -> str:
     """Return the whole configuration, for people."""
-    usage = f"usage: {sys.argv[0]} [CONFIG.toml] [--section.key=value ...] [--check] [--json] [--help]"
+    usage = f"usage: {sys.argv[0]} [CONFIG.toml] [--section.key=value ...] [--check] [--gpus=N] [--json] [--help]"
     return "\n".join([_wrapped(usage, 4), *_section_lines(schema(), "")])
 
 

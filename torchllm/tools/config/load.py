@@ -20,6 +20,7 @@ from torchllm.config.schema import Config
 from torchllm.config.toml import shown, toml_value
 from torchllm.tools.config.draft import TRAINING_ONLY, Draft, override, parse_arguments
 from torchllm.tools.config.environment import Ranks, read_ranks
+from torchllm.tools.config.handed import HANDED
 from torchllm.tools.config.read import ConfigError, read_table
 from torchllm.tools.config.toml_files import Layer, read_files
 
@@ -33,9 +34,10 @@ def load_config(arguments: Sequence[str], schema: type[C], *, one_device: bool =
 def load_config(arguments: Sequence[str], schema: type[Any] = Config, *, one_device: bool = False) -> Any:
     """Return the checked config, with its degrees and its run folder filled in.
 
-    `arguments` are `[CONFIG.toml] [--section.key=value ...] [--check] [--json] [--help]`. `schema` may add sections to
-    `Config`. `one_device` sets all degrees of [parallel] to 1: the recipe runs in one process. A recipe whose layout
-    the planner may choose calls `torchllm.tools.front.start.load_configs`: here parallel.layout is "manual".
+    `arguments` are `[CONFIG.toml] [--section.key=value ...] [--check] [--gpus=N] [--json] [--help]`. `schema` may add
+    sections to `Config`. `one_device` sets all degrees of [parallel] to 1: the recipe runs in one process. A recipe
+    whose layout the planner may choose calls `torchllm.tools.front.start.load_configs`: here parallel.layout is
+    "manual".
 
     --check prints the settings of run_train.sh, as lines NPROC=, RUN_FOLDER=, SAMPLE=, START_TIMEOUT= and optionally
     RESTARTS=, STOPPED_EXIT_STATUS=, ON_EVENT=, DRY_RUN= and, if some nodes wait, TRAINING_NODES= and WAIT_REASON=. It
@@ -80,10 +82,15 @@ def read_draft(
 
     faults: list[ConfigError] = []
     config: C = read_table(schema, layer.table, faults)
+    is_for_start = not config.run.dry_run and (not arguments.check or HANDED in os.environ)
+    if arguments.gpus and (one_device or is_for_start):
+        errors.append("--gpus: only --check and the dry run of a training take it; set NPROC (and NNODES)")
     if one_device:
         alone = type(config.parallel)(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1)
         config = replace(config, parallel=alone)
         ranks: Ranks | None = Ranks(world=1, per_node=1)
+    elif arguments.gpus:
+        ranks = Ranks(world=arguments.gpus, per_node=arguments.gpus)
     else:
         ranks = read_ranks(config.run.dry_run, errors)
 

@@ -23,6 +23,7 @@ from torchllm.tools.config.checks import (
     describe_idle_keys,
     idle_keys,
     layout_problems,
+    problems_of_use,
     resolve_degrees,
     setting_problems,
 )
@@ -277,14 +278,12 @@ def _check_values(draft: Draft[C], world: int | None) -> None:
     """
     if not draft.layer.is_complete:
         return
-    problems = setting_problems(draft.config)
+    problems = problems_of_use(draft.config) if draft.uses_weights else setting_problems(draft.config)
     if draft.ranks is not None and draft.ranks.most_nodes is None:
         problems += layout_problems(draft.config, world)
     for problem in problems:
-        path = problem.path
-        is_unread = draft.uses_weights and path[0] in TRAINING_ONLY and not draft.is_overridden(path)
-        if problem.key not in draft.wrong and not is_unread:
-            draft.report(path, problem.message)
+        if problem.key not in draft.wrong:
+            draft.report(problem.path, problem.message)
     _check_contradictions(draft)
 
 

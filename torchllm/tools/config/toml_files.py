@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torchllm.config.toml import KeyPath, dotted, shown
 from torchllm.regular_file import read_regular
-from torchllm.tools.resources import find_base, find_config
+from torchllm.tools.resources import RUN_CONFIG, find_base, find_config
 
 
 class Layer(NamedTuple):
@@ -95,7 +95,8 @@ def _unread() -> Layer:
 def _read_file(file: str, named_at: str, errors: list[str]) -> Layer:
     path = Path(file)
     if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe or a device may never end
-        errors.append(f"{named_at}{file}: is not a file")
+        what = f"is a folder without a {RUN_CONFIG}, so it is no run" if os.path.isdir(path) else "is not a file"
+        errors.append(f"{named_at}{file}: {what}")
         return _unread()
     try:
         data = read_regular(path)

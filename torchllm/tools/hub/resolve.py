@@ -27,7 +27,7 @@ def resolve_from_hf(draft: Draft[C], *, weights: bool, may_download: bool) -> No
     except HubFileError as error:
         _report_lines(draft, str(error).split("\n"))
         return
-    fill_unwritten(draft, config.model)
+    fill_unwritten(draft, config.model, str(config.path))
     draft.config = replace(draft.config, model=replace(draft.config.model, from_hf=found.pinned))
     _compare_written(draft, config)
     _pad_vocab(draft)
@@ -46,7 +46,7 @@ def resolve_from_record(draft: Draft[C], recorded: dict[str, object], checkpoint
     recorded: [model] as the checkpoint's manifest has it; a key that it lacks or that is none now has its default.
     """
     model: Model = read_table(Model, recorded, [])
-    fill_unwritten(draft, model)
+    fill_unwritten(draft, model, checkpoint)
     name = draft.config.model.from_hf
     if model.from_hf.partition("@")[0] == name.partition("@")[0]:  # the same one, pinned
         draft.config = replace(draft.config, model=replace(draft.config.model, from_hf=model.from_hf))
@@ -54,10 +54,11 @@ def resolve_from_record(draft: Draft[C], recorded: dict[str, object], checkpoint
         draft.notes.append(draft.located(FROM_HF, f"is not read: the run goes on from {checkpoint}"))
 
 
-def fill_unwritten(draft: Draft[C], model: Model) -> None:
-    """Set the unset keys of [model] to their values in `model`."""
+def fill_unwritten(draft: Draft[C], model: Model, source: str) -> None:
+    """Set the unset keys of [model] to their values in `model`, which `source` describes."""
     written = _written(draft) | {"from_hf", "attention", "frozen"}
     values = {key: value for key, value in vars(model).items() if key not in written}
+    draft.published |= {("model", key): source for key in values}
     draft.config = replace(draft.config, model=replace(draft.config.model, **values))
 
 

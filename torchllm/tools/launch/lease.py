@@ -367,12 +367,6 @@ def newest_owner(run_folder: Path) -> Owner | None:
     return _parse(content)
 
 
-def last_sign_of_life(run_folder: Path) -> float:
-    """Return when the last owner of a run folder has counted, in seconds since 1970 by the clock of its file system."""
-    lease_folder = run_folder / FOLDER
-    return _file(lease_folder, _newest_number(lease_folder)).stat().st_mtime
-
-
 def _new_owner() -> Owner:
     return Owner(
         **asdict(this_process()),

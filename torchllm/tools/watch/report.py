@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from torchllm.config.errors import UserError
 from torchllm.config.toml import toml_value
+from torchllm.tools.resources import run_folder
 from torchllm.tools.watch.launches import Launch, account, read_launches
 from torchllm.tools.watch.runs import SOURCES, State, state_of_run
 
@@ -100,16 +101,16 @@ class RunFolder(NamedTuple):
 def main(arguments: list[str]) -> None:
     """Write the page for the options of `torchllm report`. SystemExit(2) if a folder is no run."""
     parser = argparse.ArgumentParser(prog="torchllm report", description="Write one HTML page about runs.")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
+    parser.add_argument("runs", nargs="+", metavar="RUN", type=run_folder, help="run folder")
     parser.add_argument(
         "-o", "--output", default="", metavar="FILE", help="default: report.html in the first run folder"
     )
     options = parser.parse_args(arguments)
-    output = Path(options.output or Path(options.runs[0]) / "report.html")
+    output = Path(options.output or options.runs[0] / "report.html")
     try:
-        runs = [read_run_folder(Path(folder)) for folder in options.runs]
+        runs = [read_run_folder(folder) for folder in options.runs]
         if len({run.name for run in runs}) < len(runs):
-            runs = [run._replace(name=folder) for run, folder in zip(runs, options.runs, strict=True)]
+            runs = [run._replace(name=str(folder)) for run, folder in zip(runs, options.runs, strict=True)]
         text = page(runs)
         output.write_text(text, encoding="utf-8")
     except (UserError, OSError) as error:

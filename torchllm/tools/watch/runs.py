@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from torchllm.runtime.stop import STOPPED
-from torchllm.tools.launch.lease import DONE, FOLDER, Timing, has_ended, last_sign_of_life, newest_owner
+from torchllm.tools.launch.lease import DONE, FOLDER, Timing, has_ended, newest_owner
+from torchllm.tools.resources import RUN_CONFIG, run_folder
 
 METRICS = "metrics.jsonl"
-CONFIG = "config.toml"
 SOURCES = "sources.txt"
 """a line per source of data, with its size"""
 TAIL = 65_536
@@ -35,8 +35,8 @@ def state_of_run(folder: Path) -> State:
         summary = read_summary(folder)
         return "finished" if summary.step and summary.step == summary.steps else "stopped"
     if not has_ended(owner):
-        is_silent = time.time() - last_sign_of_life(folder) > Timing().limit
-        return "failed" if is_silent else "running"
+        counted = max(file.stat().st_mtime for file in (folder / FOLDER).iterdir())
+        return "running" if time.time() - counted < Timing().limit else "failed"
     if owner.count != DONE:
         return "failed"
     return "stopped" if (folder / STOPPED).exists() else "finished"
@@ -56,7 +56,7 @@ def read_summary(folder: Path) -> Summary:
     """Read the figures of a run. A file that is missing or damaged gives none."""
     steps = None
     with suppress(OSError, ValueError, LookupError, TypeError):
-        steps = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))["training"]["steps"]
+        steps = tomllib.loads((folder / RUN_CONFIG).read_text(encoding="utf-8"))["training"]["steps"]
     with suppress(OSError), (folder / METRICS).open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
         for line in reversed(file.read().splitlines()):
@@ -70,7 +70,7 @@ def run_folders(folder: Path) -> Iterator[Path]:
     """Yield the run folders in a folder, at any depth, in the order of their names; also the folder itself."""
     for path, names, files in os.walk(folder):
         names.sort()
-        if FOLDER in names or (METRICS in files and CONFIG in files):
+        if FOLDER in names or (METRICS in files and RUN_CONFIG in files):
             names.clear()  # a run holds no other run
             yield Path(path)
 
@@ -78,8 +78,8 @@ def run_folders(folder: Path) -> Iterator[Path]:
 def main(arguments: list[str]) -> None:
     """Print the runs for the options of `torchllm runs`. SystemExit(2) if there is none."""
     parser = argparse.ArgumentParser(prog="torchllm runs", description="List runs, with their state and last loss.")
-    parser.add_argument("folder", nargs="?", default="runs", metavar="FOLDER", help="where they are; default: runs")
-    folder = Path(parser.parse_args(arguments).folder)
+    parser.add_argument("folder", nargs="?", default="runs", type=run_folder, metavar="FOLDER", help="default: runs")
+    folder: Path = parser.parse_args(arguments).folder
     rows = [("run", "state", "step", "loss")]
     try:
         for run in run_folders(folder):
