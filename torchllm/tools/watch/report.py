@@ -19,7 +19,8 @@ from torchllm.config.errors import UserError
 from torchllm.config.toml import toml_value
 from torchllm.tools.resources import run_folder
 from torchllm.tools.watch.launches import Launch, account, read_launches
-from torchllm.tools.watch.runs import SOURCES, State, state_of_run
+from torchllm.tools.watch.noted_sources import SOURCES
+from torchllm.tools.watch.runs import State, state_of_run
 
 WIDTH, HEIGHT = 460, 220
 LEFT, RIGHT, BOTTOM = 56, 20, 24

@@ -15,8 +15,6 @@ from torchllm.tools.launch.lease import DONE, FOLDER, Timing, has_ended, newest_
 from torchllm.tools.resources import RUN_CONFIG, run_folder
 
 METRICS = "metrics.jsonl"
-SOURCES = "sources.txt"
-"""a line per source of data, with its size"""
 TAIL = 65_536
 """bytes at the end of metrics.jsonl that hold its last record"""
 

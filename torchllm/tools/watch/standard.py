@@ -3,7 +3,6 @@
 from torchllm.config import Config
 from torchllm.metrics.observer import Observer
 from torchllm.runtime.process import Runtime
-from torchllm.tools.watch.goodput import GoodputObserver
 from torchllm.tools.watch.notices import Events, Notices
 from torchllm.tools.watch.profiled_steps import ProfiledSteps
 
@@ -12,6 +11,8 @@ def standard_observers(config: Config, runtime: Runtime) -> list[Observer]:
     """Return the observers of this rank."""
     if not runtime.is_main:
         return [ProfiledSteps()]
+    from torchllm.tools.watch.goodput import GoodputObserver  # rank 0 alone keeps the account
+
     logs_time = is_worth_a_line(config, runtime)
     observers: list[Observer] = [Notices(), Events(), ProfiledSteps(logs_first=logs_time)]
     # Few runs ask for what follows.
