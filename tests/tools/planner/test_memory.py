@@ -60,6 +60,9 @@ TRACED = {
     "13B, pipeline, ZeRO 1, full recompute": partial(
         layout, "llama_13b", 4, pp=2, dp_shard=2, zero_stage=1, micro=2, mode="full", count=4
     ),
+    "8B, logits of chunks computed again": partial(
+        layout, "llama3_8b", pp=2, dp_shard=2, count=4, chunk=512, schedule="GPipe"
+    ),
     "GPT, tied": partial(layout, "gpt_1.7b", dp_shard=8, micro=4),
     "GPT, interleaved pipeline": partial(
         layout, "gpt_1.7b", 6, pp=2, dp_shard=2, micro=2, count=4, schedule="Interleaved1F1B"
@@ -85,7 +88,7 @@ TRACED = {
     ),
     "OLMoE, ZeRO 1": partial(layout, "olmoe_1b_7b", 3, dp_shard=8, ep=2, zero_stage=1, micro=2),
 }
-"""21 layouts of 11 models; every pair of settings of every model is in test_memory_of_models.py"""
+"""22 layouts of 11 models; every pair of settings of every model is in test_memory_of_models.py"""
 
 
 ON_A_CPU = (

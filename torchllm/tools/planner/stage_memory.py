@@ -182,6 +182,8 @@ def _loss_backward(rank: Rank, memory: Stage, gradient: float, last_block: Block
     else:
         of_loss = _ends_gathered(rank, 1, last_block if rank.parallel.keep_last_block else None)
         yield Memory(gathered=of_loss, temporary=previous, logits=_loss(rank, rank.logit_bytes.backward))
+        if 0 < rank.training.loss_chunk < rank.piece.tokens:  # autograd's sum of chunks so far, one's own, the new sum
+            yield Memory(gathered=of_loss, temporary=previous + 3 * of_weight + rank.hidden_states)
     if rank.reduces_sums and not rank.is_frozen:  # the sum is copied to be sent; the result is a second buffer
         sent = rank.software.gradients * rank.head * (1 + 1 / rank.shards)
         freed = rank.per_step * rank.head
