@@ -29,6 +29,7 @@ OPTIMIZERS = {
     "sgd": Optimizer(name="sgd", learning_rate=0.1, weight_decay=0.3),
     "sgd-momentum": Optimizer(name="sgd", learning_rate=0.1, momentum=0.8, weight_decay=0.3),
 }
+MUON = Optimizer(name="muon", learning_rate=0.1, weight_decay=0.3)
 RATES = [0.1, 0.05, 0.1, 0.02, 0.08]
 SKIPPED = 2  # index of a step that is not finite
 DECAYED = ("embed_tokens.weight", "lm_head.weight", "_proj.weight")
@@ -162,6 +163,37 @@ def test_state_exists_from_the_start_and_weights_are_untouched() -> None:
             state = optimizer.state[parameter]
             assert state.keys() == expected
             assert not any(tensor.any() for tensor in state.values())
+
+
+def test_a_loop_of_a_fork_may_take_the_step_itself() -> None:
+    for settings in (*OPTIMIZERS.values(), MUON):
+        itself, by_library = plain(), plain()
+        for model in (itself, by_library):
+            give_gradients(model, 0, poison=False)
+        build_optimizer([itself], settings).step()
+        apply_if_finite(build_optimizer([by_library], settings), settings.learning_rate, torch.tensor(True))
+        for weight, expected in zip(itself.parameters(), by_library.parameters(), strict=True):
+            assert torch.equal(weight, expected)
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "muon"])
+def test_a_group_that_a_fork_adds_trains_like_the_others(name: str) -> None:
+    """With the weight decay of the config, unless it has another."""
+    settings = OPTIMIZERS.get(name, MUON)
+    results = []
+    for is_late in (False, True):
+        model = plain()
+        matrix = dict(model.named_parameters())["layers.0.self_attn.o_proj.weight"].requires_grad_(not is_late)
+        optimizer = build_optimizer([model], settings)
+        if is_late:
+            group = {"params": [matrix.requires_grad_()], "orthogonalized": name == "muon"}
+            optimizer.add_param_group(group)
+            assert optimizer.state[matrix].keys() == results[0][0]  # from the start
+        for step, rate in enumerate(RATES):
+            give_gradients(model, step, poison=False)
+            apply_if_finite(optimizer, rate, torch.tensor(True))
+        results.append((optimizer.state[matrix].keys(), bits(model, optimizer)))
+    assert results[0] == results[1]
 
 
 ROLES = Optimizer(

@@ -223,7 +223,7 @@ class Checkpointer:
             for key, part in self._random_state().items():
                 if key in stored.index.tensors:
                     random[key] = part
-        run_state.start_optimizer_state(self._optimizer)
+        run_state.start_state(self._stages, self._optimizer, manifest.record)
         extra = run_state.parts_of(self._extra_state)
         stored_extra = {key: part for key, part in extra.items() if key in stored.index.tensors}
         parts = self._model_parts()

@@ -26,10 +26,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from torchllm.checkpoint.index import Region
+from torchllm.checkpoint.manifest import CheckpointError
 from torchllm.facts.parameters import canonical_name, is_low_rank_factor
 from torchllm.optim.optimizer import set_mode
 from torchllm.parallel.float8 import plain_tensor
-from torchllm.runtime.torch_compat import local_region
+from torchllm.runtime.torch_compat import local_region, reads_found_inf
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ def holds_all_weights(stages: Sequence[nn.Module]) -> bool:
 def optimizer_tensors(stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the state of an optimizer over these stages' parameters by key; it shares the optimizer's memory.
 
-    Raises TypeError if an entry of it is not a tensor.
+    Raises CheckpointError for a parameter that no stage has, TypeError if an entry of the state is not a tensor.
     """
     names = {id(tensor): name for name, tensor in _by_name(stages).items()}
     copies = {id(tied.copy) for tied in _tied_copies(stages)}
@@ -104,6 +105,9 @@ def optimizer_tensors(stages: Sequence[nn.Module], optimizer: torch.optim.Optimi
     for parameter, state in optimizer.state.items():
         if id(parameter) in copies:
             continue
+        if id(parameter) not in names:
+            shape, cure = tuple(parameter.shape), "make it a parameter of a block by `register_block`"
+            raise CheckpointError(f"no checkpoint can have a parameter {shape} that is not the model's: {cure}")
         for entry, value in state.items():
             if isinstance(value, Tensor):
                 tensors[f"{OPTIMIZER}{names[id(parameter)]}.{entry}"] = value
@@ -126,20 +130,26 @@ def was_frozen(record: Mapping[str, Any], name: str) -> bool:
     return pattern != "" and re.fullmatch(pattern, name) is not None
 
 
-def start_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+def start_state(stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer, record: Mapping[str, Any]) -> None:
     """Make a torch optimizer create its state, which it lacks before its first step, so that it can be loaded.
 
-    This takes a step with gradients of zero: call it before the weights are loaded.
+    This takes a step with gradients of zero: call it before the weights are loaded. record: of the checkpoint; a
+    parameter that was frozen there has no state yet, as in a new run.
     """
-    if optimizer.state or not any(group["params"] for group in optimizer.param_groups):
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if optimizer.state or not parameters:
         return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     set_mode(optimizer, "train")
+    if reads_found_inf(optimizer):  # the attributes that `apply_if_finite` sets
+        vars(optimizer).update(found_inf=torch.zeros((), device=parameters[0].device), grad_scale=None)
     optimizer.step()
     set_mode(optimizer, "eval")
     optimizer.zero_grad()
+    for name, tensor in _entries(stages):
+        if was_frozen(record, name):
+            optimizer.state.pop(tensor, None)
 
 
 def changed_numbers(optimizer: torch.optim.Optimizer, before: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -149,7 +159,7 @@ def changed_numbers(optimizer: torch.optim.Optimizer, before: Sequence[Mapping[s
     have other groups.
     """
     changed: dict[str, Any] = {}
-    for group, old in zip(optimizer.param_groups, before, strict=True):
+    for group, old in zip(optimizer.param_groups, before, strict=False):  # a fork may have added a group since then
         numbers = {key: value for key, value in group.items() if type(value) in (int, float) and key != "lr"}
         changed |= {key: value for key, value in numbers.items() if value != old.get(key)}
     differing = {key for key in changed for group in optimizer.param_groups if group.get(key) != changed[key]}
@@ -271,17 +281,17 @@ class Snapshot:
     """
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
-        """Allocate memory for copies of `parts`."""
-        pinned = torch.cuda.is_available()
+        """Allocate memory, by a first copy of `parts`."""
         self._copies: dict[str, Tensor] = {}
-        for key, part in parts.items():
-            shape, dtype = part.local.shape, part.local.dtype
-            self._copies[key] = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
+        self.take(parts)
 
     def take(self, parts: Mapping[str, Part]) -> dict[str, Part]:
         """Copy the current values of the same parts and return the copies, which are valid until the next call."""
-        copies = {}
+        copies, pinned = {}, torch.cuda.is_available()
         for key, part in parts.items():
+            if key not in self._copies:  # some optimizers make their state in the first step
+                shape, dtype = part.local.shape, part.local.dtype
+                self._copies[key] = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
             self._copies[key].copy_(part.local, non_blocking=True)
             copies[key] = part._replace(local=self._copies[key])
         if torch.cuda.is_available():

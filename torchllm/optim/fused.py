@@ -25,12 +25,16 @@ Group = dict[str, Any]
 class ShardedAdamW(torch.optim.AdamW):
     """torch's fused AdamW over this rank's shards."""
 
-    found_inf: Tensor
+    found_inf = torch.zeros(())  # unless `apply_if_finite` sets another
 
-    def __init__(self, groups: list[dict[str, Any]], config: OptimizerConfig) -> None:
-        super().__init__(groups, config.learning_rate, (config.beta1, config.beta2), config.epsilon, fused=True)
-        for group in self.param_groups:
-            start_adamw(group, self.state)
+    def __init__(self, groups: list[Group], config: OptimizerConfig) -> None:
+        betas = (config.beta1, config.beta2)
+        super().__init__(groups, config.learning_rate, betas, config.epsilon, config.weight_decay, fused=True)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group with its state; torch's constructor adds every group by this."""
+        super().add_param_group(param_group)
+        start_adamw(self.param_groups[-1], self.state)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # takes no closure
@@ -51,27 +55,16 @@ def start_adamw(group: Group, state: dict[Tensor, Any]) -> None:
 
 def update_by_adamw(group: Group, state: Mapping[Tensor, Any], found_inf: Tensor) -> None:
     """Update every parameter of a group that has a gradient; no change if `found_inf` is not 0."""
-    parameters: list[Tensor] = []
-    gradients: list[Tensor] = []
-    means: list[Tensor] = []
-    mean_squares: list[Tensor] = []
-    steps: list[Tensor] = []
-    for parameter in group["params"]:
-        if parameter.grad is not None:
-            moments = state[parameter]
-            parameters.append(local_tensor(parameter))
-            gradients.append(local_tensor(parameter.grad))
-            means.append(local_tensor(moments["exp_avg"]))
-            mean_squares.append(local_tensor(moments["exp_avg_sq"]))
-            steps.append(moments["step"])
+    updated = [parameter for parameter in group["params"] if parameter.grad is not None]
+    states = [state[parameter] for parameter in updated]
     beta1, beta2 = group["betas"]
     adamw(
-        parameters,
-        gradients,
-        means,
-        mean_squares,
+        [local_tensor(parameter) for parameter in updated],
+        [local_tensor(parameter.grad) for parameter in updated],
+        [local_tensor(moments["exp_avg"]) for moments in states],
+        [local_tensor(moments["exp_avg_sq"]) for moments in states],
         [],
-        steps,
+        [moments["step"] for moments in states],
         fused=True,
         found_inf=found_inf,
         amsgrad=False,
@@ -87,32 +80,28 @@ def update_by_adamw(group: Group, state: Mapping[Tensor, Any], found_inf: Tensor
 class ShardedSGD(torch.optim.SGD):
     """torch's fused SGD over this rank's shards."""
 
-    found_inf: Tensor
+    found_inf = torch.zeros(())
 
-    def __init__(self, groups: list[dict[str, Any]], learning_rate: float, momentum: float) -> None:
-        super().__init__(groups, learning_rate, momentum, fused=True)
-        if momentum:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    def __init__(self, groups: list[Group], config: OptimizerConfig) -> None:
+        super().__init__(groups, config.learning_rate, config.momentum, weight_decay=config.weight_decay, fused=True)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group with its state, which is empty without momentum."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for parameter in group["params"]:
+            self.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)} if group["momentum"] else {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # takes no closure
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
-            parameters: list[Tensor] = []
-            gradients: list[Tensor] = []
-            buffers: list[Tensor | None] = []
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    buffer = self.state[parameter].get("momentum_buffer")
-                    parameters.append(local_tensor(parameter))
-                    gradients.append(local_tensor(parameter.grad))
-                    buffers.append(None if buffer is None else local_tensor(buffer))
+            updated = [parameter for parameter in group["params"] if parameter.grad is not None]
+            buffers = [self.state[parameter].get("momentum_buffer") for parameter in updated]
             sgd(
-                parameters,
-                gradients,
-                buffers,
+                [local_tensor(parameter) for parameter in updated],
+                [local_tensor(parameter.grad) for parameter in updated],
+                [None if buffer is None else local_tensor(buffer) for buffer in buffers],
                 fused=True,
                 found_inf=self.found_inf,
                 weight_decay=group["weight_decay"],

@@ -81,24 +81,28 @@ class Muon(torch.optim.Optimizer):
     A step changes nothing if `found_inf` is not 0.
     """
 
-    found_inf: Tensor
+    found_inf = torch.zeros(())
 
     def __init__(self, groups: list[Group], config: OptimizerConfig) -> None:
-        """groups: torch's parameter groups, each with `orthogonalized`, a bool, and weight_decay."""
+        """groups: torch's parameter groups; those with a true `orthogonalized` have matrices alone."""
         settings = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "eps": config.epsilon}
-        super().__init__(groups, settings)
+        self.matrices: list[OwnedMatrices] = []
+        super().__init__(groups, settings | {"weight_decay": config.weight_decay, "orthogonalized": False})
         self._step_supports_amp_scaling = True  # it reads found_inf
         self.momentum = config.muon_momentum
         self.adjust_lr_fn = config.adjust_lr_fn
-        matrices = []
-        for group in self.param_groups:
-            if not group["orthogonalized"]:
-                start_adamw(group, self.state)
-                continue
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group with its state; torch's constructor adds every group by this."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if group["orthogonalized"]:
             for parameter in group["params"]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-                matrices += matrices_of(parameter, group)
-        self.rounds = rounds_of(matrices)
+                self.matrices += matrices_of(parameter, group)
+        else:
+            start_adamw(group, self.state)
+        self.rounds = rounds_of(self.matrices)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # takes no closure

@@ -70,7 +70,7 @@ def build_optimizer(stages: Sequence[nn.Module], config: OptimizerConfig) -> tor
     groups = parameter_groups(stages, config)
     optimizer: torch.optim.Optimizer
     if config.name == "sgd":
-        optimizer = ShardedSGD(groups, config.learning_rate, config.momentum)
+        optimizer = ShardedSGD(groups, config)
     elif config.name == "muon":
         from torchllm.optim.muon import Muon  # of no use to other runs
 
@@ -101,7 +101,6 @@ def apply_if_finite(optimizer: torch.optim.Optimizer, learning_rate: float, fini
         if finite:
             optimizer.step()
         return
-    # The two attributes that GradScaler sets are not in torch's stubs.
-    optimizer.found_inf = (~finite).to(torch.float32)  # type: ignore[attr-defined]
-    optimizer.grad_scale = None  # type: ignore[attr-defined]  # the gradients are not scaled
+    # The two attributes that GradScaler sets; the gradients are not scaled.
+    vars(optimizer).update(found_inf=(~finite).to(torch.float32), grad_scale=None)
     optimizer.step()
