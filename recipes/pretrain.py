@@ -100,8 +100,7 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
     restored = checkpoints.resume()
     if restored is not None:
         start = restored.step
-        log_config_changes(restored.record, config)
-        learning_rate.log_jump(restored.record, start)
+        log_config_changes(restored.record, config, learning_rate=learning_rate, step=start)
         data.load_state(restored.data, restored.record)
     average.restart(checkpoints.missing_extra_state)  # for a run that started without one
     if runtime.is_main:

@@ -33,6 +33,7 @@ from torchllm.tools.proof.recipe import find_block, import_recipe
 
 DEBUG = str(ROOT / "train_configs/debug.toml")
 OPTIMIZER = "    optimizer = build_optimizer(stages, config.optimizer)\n"
+RATE = "    learning_rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)\n"
 PLAIN = Model(layers=2, hidden=64, heads=8, kv_heads=4, ffn=96, vocab=96)
 GATED = replace(PLAIN, block="gated_attention")
 GATE = 64 * 64
@@ -254,6 +255,14 @@ def test_an_optimizer_of_the_page_trains_the_same_model_and_resumes(name: str, t
     """Saved on two ranks with sharded weights, resumed on two with tensor parallelism."""
     prover = prover_of(optimizer_fork(tmp_path / "mine.py", name), tmp_path / "proof")
     result = prover.prove_resumed()
+    assert result.is_right, result.agreement.findings
+
+
+def test_a_schedule_of_the_page_is_a_plain_function_and_resumes(tmp_path: Path) -> None:
+    """Its run needs no state for it, and nothing that the schedules of the library have."""
+    (function,) = code_of_section("A learning-rate schedule")
+    file = fork(tmp_path / "mine.py", {RATE: function})
+    result = prover_of(file, tmp_path / "proof").prove_resumed()
     assert result.is_right, result.agreement.findings
 
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from torchllm.config import Config, Data, Evaluate, Model, Source, Training
+from torchllm.config import Config, Data, Evaluate, Model, Optimizer, Source, Training
 from torchllm.config.paths import absolute_paths
 from torchllm.config.schema import Lora
+from torchllm.optim.schedule import LearningRate
 from torchllm.tools.config.changes import config_changes, log_config_changes
 
 pytestmark = pytest.mark.quick
@@ -103,6 +104,71 @@ def test_a_model_that_computes_something_else_is_a_warning(caplog: pytest.LogCap
         (warning,) = warnings
         assert warning.levelno == logging.WARNING
         assert f"model.{key} changes the function of the model" in warning.getMessage()
+
+
+DROPPED_STATE = "the optimizer state of 9 parameters is dropped: they are frozen now"
+DROPPED_AVERAGE = "the moving average of 9 parameters is dropped: they are frozen now"
+NEW_STATE = "9 parameters that were frozen start without optimizer state, as in a new run"
+BLOCK_0, BLOCK_1 = r"layers\.0\..*", r"layers\.1\..*"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "optimizer", "lines"),
+    [
+        ("", BLOCK_0, Optimizer(), [DROPPED_STATE]),
+        ("", BLOCK_0, Optimizer(ema_decay=0.9), [DROPPED_STATE, DROPPED_AVERAGE]),
+        ("", BLOCK_0, Optimizer(name="sgd", ema_decay=0.9), [DROPPED_AVERAGE]),
+        (BLOCK_0, "", Optimizer(ema_decay=0.9), [NEW_STATE]),
+        (BLOCK_0, BLOCK_1, Optimizer(name="sgd", momentum=0.9), [DROPPED_STATE, NEW_STATE]),
+        (BLOCK_0, BLOCK_1, Optimizer(name="sgd"), []),
+        (BLOCK_0, rf"({BLOCK_0})", Optimizer(ema_decay=0.9), []),
+    ],
+)
+def test_freezing_and_thawing_are_told_where_something_is_lost(
+    before: str, now: str, optimizer: Optimizer, lines: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    frozen, other = (Config(model=Model(layers=3, frozen=pattern), optimizer=optimizer) for pattern in (before, now))
+    log_config_changes({"config": saved(frozen)}, other)
+    _, *told = caplog.messages
+    assert told == lines
+
+
+def test_an_average_that_begins_with_the_freezing_has_lost_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    now = Config(model=Model(layers=3, frozen=BLOCK_0), optimizer=Optimizer(ema_decay=0.9))
+    log_config_changes({"config": saved(Config(model=Model(layers=3)))}, now)
+    assert caplog.messages[1:] == [DROPPED_STATE]
+
+
+def test_the_advice_gives_the_key_its_value_of_the_checkpoint(caplog: pytest.LogCaptureFixture) -> None:
+    """Whether the checkpoint has another value of the key, has no such key, or has one that this version has not."""
+    record, now = saved(Config(model=Model(rope_theta=5e5))), Config(model=Model(norm_epsilon=1e-6))
+    model: Any = record["model"]
+    del model["norm_epsilon"]
+    model["gone"] = True
+    log_config_changes({"config": record}, now)
+    for message, advice in zip(
+        caplog.messages,
+        (
+            "go on with the version that wrote the checkpoint",
+            "remove model.norm_epsilon",
+            "set model.rope_theta to 500000.0",
+        ),
+        strict=True,
+    ):
+        assert message.endswith(f" changes the function of the model, though all tensors fit; to keep it, {advice}")
+
+
+def test_a_learning_rate_that_is_a_function_is_not_compared(caplog: pytest.LogCaptureFixture) -> None:
+    """The checkpoint does not know its rate; that of a schedule of the library is told if it jumps."""
+    caplog.set_level(logging.INFO)
+    record, now = {"config": saved(Config())}, Config(schedule=replace(Config().schedule, warmup_steps=99))
+    log_config_changes(record, now, learning_rate=lambda step: 1 / step, step=3)
+    (told,) = caplog.messages
+    assert "schedule.warmup_steps" in told
+    log_config_changes(record, now, learning_rate=LearningRate(now.schedule, 1e-3, 100), step=3)
+    assert caplog.messages[-1].startswith("the learning rate jumps from ")
 
 
 def test_nothing_is_said_where_nothing_differs_or_is_known(caplog: pytest.LogCaptureFixture) -> None:

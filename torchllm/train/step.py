@@ -1,6 +1,6 @@
 """One optimizer step: micro batches -> token-normalized backward -> finite check -> clip -> update."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,6 @@ from torchllm.models.head import IGNORED, take_squares
 from torchllm.optim.expert_balance import ExpertBalance, StepRouting
 from torchllm.optim.grad_norm import clip, squared_norm
 from torchllm.optim.optimizer import apply_if_finite, set_mode
-from torchllm.optim.schedule import LearningRate
 from torchllm.parallel.forward_backward import ForwardBackward
 from torchllm.parallel.mesh import Mesh
 from torchllm.runtime.phase import phase
@@ -65,7 +64,7 @@ class TrainStep:
         stages: Sequence[Decoder],
         forward_backward: ForwardBackward,
         optimizer: torch.optim.Optimizer,
-        learning_rate: LearningRate,
+        learning_rate: Callable[[int], float],
         mesh: Mesh,
         training: Training,
         device: torch.device,

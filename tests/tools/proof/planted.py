@@ -268,10 +268,7 @@ class Lion(torch.optim.Optimizer):
     "inverse square root": Change(
         "",
         "",
-        (
-            (RATE, "lambda step: config.optimizer.learning_rate * min(step / 2, (2 / step) ** 0.5)"),
-            ("        learning_rate.log_jump(restored.record, start)\n", ""),
-        ),
+        ((RATE, "lambda step: config.optimizer.learning_rate * min(step / 2, (2 / step) ** 0.5)"),),
     ),
     "scaled feed-forward": of_blocks("def hook(mlp, inputs, output):\n    return output * 0.5", kind="forward_hook"),
     "soft cap": of_loss("        return whole(30 * torch.tanh(logits / 30), labels)"),

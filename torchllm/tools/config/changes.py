@@ -2,7 +2,7 @@
 
 import logging
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, NamedTuple, get_args
 
@@ -11,6 +11,7 @@ from torchllm.config.field_types import path_note
 from torchllm.config.paths import same_path
 from torchllm.config.schema import FUNCTION_SECTIONS, Config
 from torchllm.config.toml import KeyPath, dotted, toml_value
+from torchllm.optim.schedule import LearningRate
 from torchllm.tools.config.read import type_at
 
 SOURCES_OF_FROZEN_WEIGHTS = ("run.seed", "model.initial_std", "model.from_hf", "checkpoint.initial")
@@ -43,6 +44,13 @@ class ConfigChange(NamedTuple):
         saved = "no such key" if self.saved is None else self.saved
         current = "no such key" if self.current is None else self.current
         return f"{self.key}: {saved} in the checkpoint, {current} now"
+
+    @property
+    def undo(self) -> str:
+        """What to do to the key to have the value of the checkpoint."""
+        if self.current is None:
+            return "go on with the version that wrote the checkpoint"
+        return f"remove {self.key}" if self.saved is None else f"set {self.key} to {self.saved}"
 
     @property
     def changes_function(self) -> bool:
@@ -78,8 +86,12 @@ def _same_paths(kind: Any, saved: str | None, current: str | None) -> bool:
     return len(values["saved"]) == len(values["current"]) and all(map(same_path, values["saved"], values["current"]))
 
 
-def log_config_changes(record: Mapping[str, Any], config: Config) -> None:
+def log_config_changes(
+    record: Mapping[str, Any], config: Config, *, learning_rate: Callable[[int], float] | None = None, step: int = 0
+) -> None:
     """Log every key that differs from the config in `record`, the record of the checkpoint that a run resumes from.
+
+    learning_rate: also log if it jumps at `step`, of the checkpoint; a plain function does not know its earlier rate.
 
     UserError if the low-rank updates of the checkpoint were trained on other frozen weights.
     """
@@ -92,14 +104,15 @@ def log_config_changes(record: Mapping[str, Any], config: Config) -> None:
         logger.info("the config is not the checkpoint's in %d key(s):\n  %s", len(changes), listed)
     for change in changes:
         if change.key == "model.frozen":
-            logger.info("parameters that are not frozen any more start without optimizer state, as in a new run")
+            from torchllm.tools.config.frozen_changes import log_freezing  # of no use to other runs
+
+            log_freezing(record["config"], config)
         if change.changes_function:
             logger.warning(
-                "%s changes the function of the model, although every tensor of the checkpoint fits: to keep the "
-                "function, set it to %s",
-                change.key,
-                change.saved,
+                "%s changes the function of the model, though all tensors fit; to keep it, %s", change.key, change.undo
             )
+    if isinstance(learning_rate, LearningRate):
+        learning_rate.log_jump(record, step)
 
 
 def check_frozen_weights(record: Mapping[str, Any], config: Config) -> None:
@@ -112,8 +125,8 @@ def _refuse_other_frozen_weights(changes: Iterable[ConfigChange], config: Config
     for change in changes:
         if config.trained.only_updates and change.key in SOURCES_OF_FROZEN_WEIGHTS:
             raise UserError(
-                f"{change}: the checkpoint holds low-rank updates of weights that this key decides, and not those: set "
-                "it as in the checkpoint, or another run.folder"
+                f"{change}: the checkpoint holds low-rank updates of weights that this key decides, and not those: "
+                f"{change.undo}, or set another run.folder"
             )
 
 
