@@ -26,7 +26,14 @@ from torchllm.checkpoint import tensors as checkpoint_tensors
 from torchllm.checkpoint.checkpointer import Checkpointer, verify_in_parallel
 from torchllm.checkpoint.data_file import read_piece_table
 from torchllm.checkpoint.keeping import history
-from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint, mark_proven, mark_suspect, read_suspects
+from torchllm.checkpoint.manifest import (
+    CheckpointError,
+    DamagedCheckpoint,
+    Manifest,
+    mark_proven,
+    mark_suspect,
+    read_suspects,
+)
 from torchllm.checkpoint.state import nonfinite_keys, parts_of
 from torchllm.config.environment import ATTEMPT
 from torchllm.tools.hub.weights import load_newest_weights, load_weights
@@ -217,7 +224,7 @@ def test_only_weights_are_read_for_weights_and_once(tmp_path: Path, monkeypatch:
     file_bytes = sum(path.stat().st_size for path in step_folder(tmp_path, 1).iterdir())
     monkeypatch.setattr(manifests, "hash_file", None)  # nothing is hashed as a whole
     with mock.patch.object(os, "pread", wraps=os.pread) as reads:
-        load_newest_weights(tmp_path, "auto", [nn.Linear(64, 64)])
+        load_newest_weights(tmp_path, partial(load_weights, stages=[nn.Linear(64, 64)]))
     containers_and_tables = 2 * 2048 + 2 * 1024
     assert weights < sum(call.args[1] for call in reads.call_args_list) < weights + containers_and_tables
     with mock.patch.object(os, "pread", wraps=os.pread) as reads:
@@ -261,18 +268,22 @@ def test_a_later_attempt_of_a_job_resumes_from_its_own_checkpoints(
         assert resumed_step(checkpointer(tmp_path / "new", resume=resume)) == 6
 
 
+def newest_weights(folder: Path | str) -> Manifest:
+    return load_newest_weights(folder, partial(load_weights, stages=[nn.Linear(3, 2)]))
+
+
 def test_weights_come_from_the_newest_that_verifies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
-        load_newest_weights(tmp_path, "auto", [nn.Linear(3, 2)])
+        newest_weights(tmp_path)
     saved(tmp_path, 1, 2)
-    assert load_newest_weights(tmp_path, "none", [nn.Linear(3, 2)]).step == 2
+    assert newest_weights(tmp_path).step == 2
     damage(tmp_path, 2)
-    assert load_newest_weights(str(tmp_path), "auto", [nn.Linear(3, 2)]).step == 1
+    assert newest_weights(str(tmp_path)).step == 1
     assert "the older step-00000001 is used instead" in caplog.text
     first = step_folder(tmp_path, 1)
-    assert load_newest_weights(tmp_path, str(first), [nn.Linear(3, 2)]).step == 1
+    assert load_weights(first, [nn.Linear(3, 2)]).step == 1
     with pytest.raises(CheckpointError, match="there is no such checkpoint folder"):
-        load_newest_weights(tmp_path, "else/where", [nn.Linear(3, 2)])
+        load_weights(Path("else/where"), [nn.Linear(3, 2)])
 
 
 def test_a_checkpoint_is_never_rewritten(tmp_path: Path) -> None:
@@ -640,7 +651,7 @@ def test_a_run_that_is_lost_starts_again_from_before_that(tmp_path: Path, caplog
     assert resumed_step(resuming) == 20
     assert caplog.text.count("SUSPECT CHECKPOINT") == 5
     assert "step-00000040 is skipped, an older one is used instead: too many steps in a row" in caplog.text
-    assert load_newest_weights(tmp_path, "auto", [nn.Linear(3, 2)]).step == 20
+    assert newest_weights(tmp_path).step == 20
     resuming.save(24, {"again": True})  # the suspect one makes way
     assert verify_in_parallel(None, step_folder(tmp_path, 24)).data == {"again": True}
     assert 24 not in suspects(tmp_path)
@@ -683,7 +694,7 @@ def test_a_suspect_is_loaded_only_by_name(tmp_path: Path, caplog: pytest.LogCapt
     assert resumed_step(checkpointer(tmp_path, resume=str(second))) == 2
     assert "step-00000002 is loaded because checkpoint.resume names it, but is marked as suspect: NaN" in caplog.text
     mark_suspect(first, "NaN")
-    for load in (checkpointer(tmp_path).resume, lambda: load_newest_weights(tmp_path, "auto", [nn.Linear(3, 2)])):
+    for load in (checkpointer(tmp_path).resume, lambda: newest_weights(tmp_path)):
         with pytest.raises(CheckpointError, match=r"every checkpoint in .* is marked as suspect"):
             load()
 

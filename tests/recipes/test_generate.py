@@ -1,6 +1,7 @@
 import io
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,12 @@ from torchllm.config.errors import UserError
 from torchllm.models.decoder import Decoder
 from torchllm.tools.front.preflight import inspect_generation
 from torchllm.tools.front.resolve import load_model
-from torchllm.tools.hub.weights import load_newest_weights
+from torchllm.tools.hub.weights import load_newest_weights, load_weights
 
 
 def trained_decoder(model: Model, folder: Path) -> Decoder:
     made = decoder(model)
-    load_newest_weights(folder, "auto", [made])
+    load_newest_weights(folder, partial(load_weights, stages=[made]))
     return made
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torchllm.models.decoder import Decoder, build_model
 from torchllm.parallel.initialize import materialize
 from torchllm.tools.config.load import load_config
 from torchllm.tools.front.start import load_configs
-from torchllm.tools.hub.weights import load_newest_weights
+from torchllm.tools.hub.weights import load_newest_weights, load_weights
 
 TOML = """
 [run]
@@ -49,7 +50,7 @@ def weights_of(folder: Path) -> Decoder:
     with torch.device("meta"):
         model = build_model(config.model)
     materialize([model], torch.device("cpu"))
-    load_newest_weights(folder, "auto", [model])
+    load_newest_weights(folder, partial(load_weights, stages=[model]))
     return model
 
 

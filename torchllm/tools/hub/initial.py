@@ -6,6 +6,7 @@ checkpoints do not hold them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from torchllm.config.applied_keys import applied
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.initialize import fill_all
 from torchllm.tools.config.changes import check_frozen_weights
-from torchllm.tools.hub.weights import PartsToFill, initial_parts, load_newest_weights
+from torchllm.tools.hub.weights import PartsToFill, initial_parts, load_newest_weights, load_weights
 
 
 def initial_weights(config: Config) -> InitialWeights | None:
@@ -52,10 +53,8 @@ class RunWeights:
     def load(self, stages: Sequence[nn.Module], group: Group) -> dict[str, Any]:
         """Fill this rank's part of the model: see `InitialWeights`."""
         is_run = on_first(group, lambda: bool(step_folders(self.folder / "checkpoints")))
-        if is_run:
-            manifest = load_newest_weights(self.folder, "auto", stages, group=group, cast=True, to_fill=self.parts)
-        else:
-            manifest = load_newest_weights("", str(self.folder), stages, group=group, cast=True, to_fill=self.parts)
+        load = partial(load_weights, stages=stages, group=group, cast=True, to_fill=self.parts)
+        manifest = load_newest_weights(self.folder, load, group=group) if is_run else load(self.folder)
         log_on_first(group, f"starting from the weights of {self.folder}: step {manifest.step}")
         record = {"from": str(self.folder), "step": manifest.step}
         return record | {"initial": manifest.record.get("initial")}
@@ -71,8 +70,12 @@ def load_weights_of_run(
     UserError if the frozen weights are not those that the checkpoint's updates belong to.
     """
     source = load_frozen_weights(config, stages, group) if config.trained.only_updates else None
-    folder, resume = config.run.folder, config.checkpoint.resume
-    manifest = load_newest_weights(folder, resume, stages, group=group, cast=True, prefix=prefix)
+    resume = config.checkpoint.resume
+    load = partial(load_weights, stages=stages, group=group, cast=True, prefix=prefix)
+    if resume in ("auto", "none"):
+        manifest = load_newest_weights(config.run.folder, load, group=group)
+    else:
+        manifest = load(Path(resume))
     if config.trained.only_updates:
         check_frozen_weights(manifest.record, config)
     if source is not None:

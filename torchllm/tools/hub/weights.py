@@ -48,30 +48,16 @@ def initial_parts(stages: Sequence[nn.Module]) -> dict[str, Part]:
     return parts_of(initial_model_tensors(stages))
 
 
-def load_newest_weights(
-    run_folder: Path | str,
-    resume: str,
-    stages: Sequence[nn.Module],
-    *,
-    group: Group = None,
-    cast: bool = False,
-    prefix: str = WEIGHTS,
-    to_fill: PartsToFill = saved_parts,
-) -> Manifest:
-    """Load the weights of a run, and return the manifest of their checkpoint.
+def load_newest_weights(run_folder: Path | str, load: Callable[[Path], Manifest], *, group: Group = None) -> Manifest:
+    """Load the newest step folder of a run that is not suspect and verifies as it is read; return its manifest.
 
-    This is the step folder that `resume` names, else the newest that is not suspect and whose pieces verify as they are
-    read; newer ones that are suspect or damaged are warnings. Other arguments and errors as in `load_weights`.
+    load: `load_weights` with its other arguments. group: as there. Suspect and damaged folders are warnings.
     """
-    if resume not in ("auto", "none"):
-        return load_weights(Path(resume), stages, group=group, cast=cast, prefix=prefix, to_fill=to_fill)
     root = Path(run_folder) / "checkpoints"
     folders = on_first(group, lambda: manifests.step_folders(root))
     warn = partial(log_on_first, group, level=logging.WARNING)
     suspects = on_first(group, lambda: read_suspects(folders))
-    folders = without_suspects(folders, suspects, warn)
-    load = partial(load_weights, stages=stages, group=group, cast=cast, prefix=prefix, to_fill=to_fill)
-    newest = newest_verified(folders, load, warn)
+    newest = newest_verified(without_suspects(folders, suspects, warn), load, warn)
     if newest is None:
         raise CheckpointError(f"{root} holds no checkpoint; name a run, or checkpoint.resume")
     return newest[1]
