@@ -41,7 +41,6 @@ from torchllm.tools.proof.layouts import (
     PARALLEL,
     RECOMPUTE,
     ROPE_SCALING,
-    Census,
     LayoutSpace,
     Settings,
     degrees,
@@ -148,8 +147,8 @@ EXPERT_SPACE = TinySpace(
 
 
 @functools.cache
-def lattice() -> Census:
-    return SPACE.census()
+def lattice() -> list[Layout]:
+    return SPACE.valid_layouts()
 
 
 class Sample(NamedTuple):
@@ -184,7 +183,7 @@ def worth(layout: Layout, settings: set[Any], pairs: set[frozenset[Any]]) -> flo
 
 def draw_sample() -> Sample:
     """Draw layouts with every pair of settings; the first ones are worth most."""
-    rest = sample.covering(SPACE, lattice().layouts, seed=0)
+    rest = sample.covering(SPACE, lattice(), seed=0)
     first: list[Layout] = []
     settings: set[Any] = set()
     pairs: set[frozenset[Any]] = set()
@@ -226,26 +225,26 @@ def draw_at_random(space: LayoutSpace, layouts: Sequence[Layout], count: int, se
 
 def every_mesh(seed: int, done: Sequence[Layout] = ()) -> list[Layout]:
     """Return layouts with every mesh and every pair of settings, compiled ones among them."""
-    return draw_every_mesh(COMPILED_SPACE, lattice().layouts, seed, done)
+    return draw_every_mesh(COMPILED_SPACE, lattice(), seed, done)
 
 
 @functools.cache
-def expert_lattice() -> Census:
+def expert_lattice() -> list[Layout]:
     """Return every combination of the settings of `EXPERT_SPACE` on up to 8 ranks."""
-    return EXPERT_SPACE.census()
+    return EXPERT_SPACE.valid_layouts()
 
 
 def every_expert_mesh(seed: int, done: Sequence[Layout] = ()) -> list[Layout]:
     """Return layouts of a mixture of experts with every mesh and every degree of expert parallelism."""
-    return draw_every_mesh(EXPERT_SPACE, expert_lattice().layouts, seed, done)
+    return draw_every_mesh(EXPERT_SPACE, expert_lattice(), seed, done)
 
 
 def at_random(count: int, seed: int, space: LayoutSpace = COMPILED_SPACE) -> list[Layout]:
-    return draw_at_random(space, lattice().layouts, count, seed)
+    return draw_at_random(space, lattice(), count, seed)
 
 
 def experts_at_random(count: int, seed: int) -> list[Layout]:
-    return draw_at_random(EXPERT_SPACE, expert_lattice().layouts, count, seed)
+    return draw_at_random(EXPERT_SPACE, expert_lattice(), count, seed)
 
 
 class Failed(AssertionError):

@@ -707,7 +707,13 @@ def test_the_standard_library_in_bytes_is_tokenized_once(tmp_path: Path) -> None
     assert first.state() == second.state()
     assert first._order._sizes[0] * 256 > 5e6
     assert first.validation_sequences(64) > 30  # Debian's library has fewer files: 36 sequences of them are held out
-    assert not first.skipped
+
+
+def test_skipped_records_are_counted_by_error_for_the_log_of_a_start(tmp_path: Path) -> None:
+    source = write_documents(tmp_path, 50)
+    with Path(source.path).open("a") as file:
+        file.write("{broken\n")
+    assert real(tmp_path, source, on_bad_record="skip").skipped == {"broken JSON": 1}
 
 
 def test_too_little_and_too_much_data_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,11 +43,12 @@ def begin(
     start: int,
     rounded_shares: str = "",
     headers: Mapping[str, CorpusHeader] | None = None,
+    skipped: dict[str, int] | None = None,
 ) -> None:
     config = replace(config, metrics=replace(config.metrics, tensorboard=False, breakdown_interval=0))
     data: Any = SimpleNamespace(
         state=lambda: {"sequences": 0},
-        skipped={},
+        skipped=skipped or {},
         describe_sources=lambda steps: [f"data.sources.0 (jsonl 'a'): read in {steps} steps"],
         corpora=lambda: headers or {},
         describe_rounded_shares=lambda: rounded_shares,

@@ -61,18 +61,19 @@ def test_a_run_says_what_it_trains_or_that_there_is_nothing_to_do(tmp_path: Path
     assert last.startswith(f"nothing to do: the run is at step {steps} of training.steps = {steps}; raise")
 
 
-def _log_of_rounded_shares(folder: Path) -> list[str]:
+def _log_of_data(folder: Path) -> list[str]:
     monitor = monitor_of(folder, tiny({}), [Notices()])
     with log_lines() as lines:
-        begin(monitor, tiny({}), 0, rounded_shares="data.sources.1 (text): 1e-06 asked, 0.0001 used")
+        begin(monitor, tiny({}), 0, "data.sources.1 (text): 1e-06 asked, 0.0001 used", {"broken JSON": 2})
     return lines
 
 
-def test_a_run_says_which_shares_of_its_sources_it_rounds(tmp_path: Path) -> None:
-    [lines] = run(_log_of_rounded_shares, 1, tmp_path)
-    line = lines[-1]
-    assert line.startswith("shares of data.sources are rounded: ")
-    assert line.endswith("data.sources.1 (text): 1e-06 asked, 0.0001 used")
+def test_a_run_says_which_shares_of_its_sources_it_rounds_and_what_it_skips(tmp_path: Path) -> None:
+    [lines] = run(_log_of_data, 1, tmp_path)
+    assert lines[-2:] == [
+        "records skipped: {'broken JSON': 2}",
+        "shares of data.sources are rounded: data.sources.1 (text): 1e-06 asked, 0.0001 used",
+    ]
 
 
 def _log_of_conversations(folder: Path) -> list[str]:

@@ -11,10 +11,9 @@ Some values stand for others: `parallel.split` is "balanced" or "uneven", `optim
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 from torchllm import config as c
 from torchllm.config import FAMILIES, SCHEDULES, Config
@@ -125,14 +124,6 @@ def with_settings(config: C, settings: Mapping[str, Any]) -> C:
     for section, values in values_of_section.items():
         sections[section] = replace(getattr(config, section), **values)
     return replace(config, **sections)
-
-
-class Census(NamedTuple):
-    """The valid layouts of a space, and why the others are refused."""
-
-    layouts: list[Settings]
-    refusals: Counter[str]
-    """number of layouts refused for each reason, with # for the numbers in its text"""
 
 
 @dataclass(frozen=True)
@@ -253,20 +244,17 @@ class LayoutSpace:
         for value in values:
             yield from self.combinations(following, {**layout, key: value})
 
-    def census(self) -> Census:
-        """Return every combination of the combined settings, on up to `most_ranks` ranks."""
+    def valid_layouts(self) -> list[Settings]:
+        """Return every valid combination of the combined settings, on up to `most_ranks` ranks."""
         layouts: list[Settings] = []
-        refusals: Counter[str] = Counter()
         parallel_keys = [key for key in self.combined if key.startswith("parallel.")]
         other_keys = [key for key in self.combined if not key.startswith("parallel.")]
         for parallel in self.combinations(parallel_keys, {}):
             config = self.config(parallel)
             for other in self.combinations(other_keys, {}):
-                reasons = problems(with_settings(config, other), config.parallel.ranks)
-                refusals.update({re.sub(r"\d+", "#", f"{reason.key}: {reason.message}") for reason in reasons})
-                if not reasons:
+                if not problems(with_settings(config, other), config.parallel.ranks):
                     layouts.append({**parallel, **other})
-        return Census(layouts, refusals)
+        return layouts
 
 
 def ranks_of(layout: Settings) -> int:

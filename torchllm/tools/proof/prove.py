@@ -172,7 +172,7 @@ class Prover:
         drawn_options = {key: values for key, values in {**OPTIONS, MICRO_BATCH: sizes}.items() if key not in kept}
         combined = {**degrees(options.ranks), **PARALLEL, **RECOMPUTE}
         self.space = LayoutSpace(self.base, combined, drawn_options, options.ranks)
-        self.layouts = self.space.census().layouts
+        self.layouts = self.space.valid_layouts()
         self.proven: list[Settings] = []
         self.refused: list[Settings] = []
         self.trained_alone: dict[tuple[Config, float, bool], Trained] = {}
