@@ -23,6 +23,7 @@ from torchllm.train.step import StepResult
 
 def monitor_of(folder: Path, config: Config, observers: Sequence[Observer] = (), start: int = 0) -> Monitor:
     runtime: Any = SimpleNamespace(
+        has_given_up=False,
         folder=folder,
         rank=dist.get_rank(),
         is_main=dist.get_rank() == 0,
