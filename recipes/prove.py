@@ -29,7 +29,10 @@ from torchllm.tools.resources import resource
 
 def main(arguments: Sequence[str], pool: Pool) -> int:
     """Prove one config on the ranks of a pool; returns the exit status."""
-    options, rest = prove_parser().parse_known_args(arguments)
+    parser = prove_parser()
+    options, rest = parser.parse_known_args(arguments)
+    if options.ranks < 1 or (options.layouts or 0) < 0:
+        parser.error("--ranks must be at least 1, --layouts at least 0")
     recipe = Path(os.environ.get("RECIPE") or resource("recipes/pretrain.py")).resolve()
     config = load_sizes(rest, import_recipe(recipe).schema)
     kept = {word[2:].partition("=")[0] for word in rest if word.startswith("--")}

@@ -128,3 +128,16 @@ def test_experts_are_proven_in_bfloat16(name: str, tmp_path: Path) -> None:
     result = proven(PRETRAIN, name, tmp_path, MIXTURE, OPTIONS._replace(dtype="bfloat16"))
     assert result.is_right, result.agreement.findings
     assert 1e-3 < result.agreement.error < 1e-1
+
+
+def test_a_token_that_is_no_number_is_none_of_those_recorded() -> None:
+    layer, tokens = filled(MixtureOfExperts(MODEL)), inputs(2, 40, 24)
+    record = ChoiceRecord([layer])
+    for x in (tokens, tokens * math.nan, tokens):
+        layer(x)
+    assert math.isnan(record.smallest_gap)
+    other, right = filled(MixtureOfExperts(MODEL)), ChoiceRecord([layer])
+    layer(tokens)
+    force_choices([other], right.choices())
+    with pytest.raises(UserError, match="gets a token that one process in float32 does not have"):
+        other.routed.router(tokens * math.nan)
