@@ -19,7 +19,8 @@ from torchllm.models.head import IGNORED
 from torchllm.tools.pipeline.docstrings import Pair
 from torchllm.tools.pipeline.recall import BATCH, Answer, Figures, ask, bits_per_byte, conversation_lines, figure_lines
 from torchllm.tools.pipeline.stages import read_stage_records
-from torchllm.tools.prepare.chat.examples import Conversation, Example
+from torchllm.tools.prepare.chat.examples import Example
+from torchllm.tools.prepare.chat.template import Conversation
 
 PAIRS = [Pair(f"What does {name} do?", f"It is {name}.") for name in ("json.dumps", "random.choice", "a.b", "c.d")]
 

@@ -27,9 +27,9 @@ from torchllm.tools.generate.continue_texts import continue_texts
 from torchllm.tools.hub.initial import initial_weights, load_weights_of_run
 from torchllm.tools.hub.text_facts import published_ends
 from torchllm.tools.hub.weights import AVERAGED_WEIGHTS
-from torchllm.tools.prepare.chat.examples import ChatFormat, Conversation
+from torchllm.tools.prepare.chat.examples import ChatFormat
 from torchllm.tools.prepare.chat.plan import chat_format_today, chat_plan_of_run, plan_chat
-from torchllm.tools.prepare.chat.template import Message, RefusedConversation
+from torchllm.tools.prepare.chat.template import Conversation, Message, RefusedConversation
 
 
 def begin_of_text(tokenizer: Tokenizer, fingerprints: Sequence[str]) -> list[int]:

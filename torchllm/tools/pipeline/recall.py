@@ -21,7 +21,8 @@ from torchllm.runtime.signs_of_life import show_progress, signs_of_life
 from torchllm.runtime.terminal import LogHandler
 from torchllm.tools.generate.language_model import LanguageModel, load
 from torchllm.tools.pipeline.docstrings import HELD_OUT, TRAIN, Pair, conversation, read_pairs
-from torchllm.tools.prepare.chat.examples import ChatFormat, Conversation
+from torchllm.tools.prepare.chat.examples import ChatFormat
+from torchllm.tools.prepare.chat.template import Conversation
 
 KNOWN = ("json.", "random.", "shutil.", "pathlib.", "statistics.", "os.")
 """beginnings of names; of each, the conversation has a question that was answered right"""

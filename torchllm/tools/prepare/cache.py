@@ -19,7 +19,7 @@ from torchllm.data.tokenizer import Tokenizer
 from torchllm.runtime.host_limits import usable_cores
 from torchllm.tools.prepare.bad_records import describe_earlier_loss
 from torchllm.tools.prepare.earlier_files import Rules, earlier_files
-from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
+from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec, may_write_calls
 from torchllm.tools.prepare.source_files import choose_files
 from torchllm.tools.prepare.sources import hub_folder_version, pin_hub_source, raw_mib
 
@@ -75,6 +75,7 @@ def plan_corpus(
         on_bad_record="skip" if source.kind == "stdlib" else data.on_bad_record,
         shard_mib=shard_mib,
         chat=chat,
+        reads_calls=rules is Rules.NOW and chat is not None and may_write_calls(chat.template),
     )
 
 

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from torchllm.data.corpus_header import CorpusHeader
+from torchllm.tools.prepare.plan import may_write_calls
 
 CONVERSATIONS = "conversations"
 EXAMPLES = "examples"
@@ -15,6 +16,7 @@ UNTRAINED = "examples dropped, for nothing in the sequence length is trained"
 WORDS = "special tokens in messages, encoded as plain text"
 MERGED = "tokens across the border of a prompt and its answer, which inference never sees"
 ENDLESS = "examples whose last turn no special token ends, so that the model does not learn to stop"
+ABSENT = "keys without a value in this row of a table, left out of tool calls, tools and other objects"
 RULE = "conversations by rule: "
 LENGTH = "examples by length: up to "
 UNKNOWN = "unknown tokens"
@@ -27,7 +29,7 @@ _NOTED_UNKNOWN = 0.001
 
 def describe_in_a_run(header: CorpusHeader) -> list[str]:
     """Return a run's lines on its conversations, and on texts with unknown tokens."""
-    return [*_describe_outcome(header.counts), *describe_unknown(header)]
+    return [*_describe_outcome(header.counts), *describe_unknown(header), *_describe_earlier_calls(header)]
 
 
 def describe_counts(counts: Mapping[str, int]) -> list[str]:
@@ -55,7 +57,7 @@ def _describe_outcome(counts: Mapping[str, int]) -> list[str]:
         f"{known[CONVERSATIONS]:,} conversations, {known[EXAMPLES]:,} examples: {trained:.1%} of their tokens are "
         f"trained; {padding:.1%} of the sequences is padding"
     ]
-    for name in (TRUNCATED, UNTRAINED, WORDS, MERGED, ENDLESS):
+    for name in (TRUNCATED, UNTRAINED, WORDS, MERGED, ENDLESS, ABSENT):
         if known[name]:
             lines.append(f"{name}: {known[name]:,}")
     if MERGED not in counts:
@@ -81,6 +83,17 @@ def untrained(counts: Mapping[str, int]) -> str:
         f"nothing is trained of {counts[UNTRAINED]:,} examples ({describe_lengths(counts)}): their answers have "
         "weight 0 or begin behind training.sequence_length. Raise it, or shorten the text before the answers"
     )
+
+
+def _describe_earlier_calls(header: CorpusHeader) -> list[str]:
+    """Return a line if a corpus may have tool calls as earlier versions wrote them."""
+    chat = header.plan.get("chat")
+    if chat is None or header.plan.get("reads_calls") or not may_write_calls(chat["template"]):
+        return []
+    return [
+        "written as earlier versions did, which left JSON text and null in tool calls and tools as they were: if "
+        "there are such, prepare it again, in another folder, for a new run"
+    ]
 
 
 def describe_unknown(header: CorpusHeader) -> list[str]:

@@ -19,7 +19,8 @@ class Rules(IntEnum):
     FIRST = 1
     """test sets are trained, folders behind links are not searched, and a document may begin with another token"""
     ALL_FILES = 2
-    """a folder of text is all its files, torchllm's own output is read, and of few documents none may be held out"""
+    """a folder of text is all its files, torchllm's own output is read, of few documents none may be held out, and tool
+    calls stay as they are written"""
     NOW = 3
 
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # text has none
 
 _LATER_SOURCE_FIELDS = ("messages_key", "delimiter", "subset", "revision")
 """keys of a source that are in the hash only where they are set, as before they were added"""
+_TABLES = ("parquet", "arrow", "hub")
+"""kinds of sources whose rows share one struct"""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,14 @@ class CorpusPlan:
     """number of `files`, at the end, that are the validation split; 0: a share of the documents of all files is"""
     last_tokens: bool = False
     """the last tokens of each shard (of conversations: the last ones) are the validation split (see `choose_split`)"""
+    reads_calls: bool = False
+    """whether tool calls and tools become objects with the keys of their row (see `chat.calls`); earlier versions left
+    them as they were. False, too, where the chat template writes neither"""
+
+    @property
+    def drops_absent_keys(self) -> bool:
+        """Whether an object of a row has null for keys that only other rows have, and loses them."""
+        return self.reads_calls and self.source.kind in _TABLES
 
     @cached_property
     def key(self) -> str:
@@ -50,7 +60,7 @@ class CorpusPlan:
             del fields["revision"]  # other sources have the key that they had before this field was added
         if self.chat is None:
             del fields["chat"]  # as above
-        for name in ("held_out", "last_tokens"):
+        for name in ("held_out", "last_tokens", "reads_calls"):
             if not fields[name]:
                 del fields[name]  # as above
         for name in _LATER_SOURCE_FIELDS:
@@ -62,6 +72,11 @@ class CorpusPlan:
     def keys(self) -> list[str]:
         """Return the keys of both ways to hold out documents."""
         return [self.key, replace(self, last_tokens=not self.last_tokens).key]
+
+
+def may_write_calls(template: str) -> bool:
+    """Return whether a chat template may write tool calls or tools."""
+    return any(word in template for word in ("tool", "function", "tojson"))
 
 
 @dataclass(frozen=True)

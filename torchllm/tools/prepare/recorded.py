@@ -33,7 +33,7 @@ def prepare_recorded(
             if reader.open(source, earlier := prepare(rules), settings).fingerprint == recorded:
                 log.info(
                     "%s: the run goes on with the files and tokens that its corpus recorded; a new run would choose or "
-                    "hold out others, put another token before a document, or refuse them",
+                    "hold out others, put another token before a document, write tool calls otherwise, or refuse them",
                     name_source(settings.data.sources.index(source), source),
                 )
                 return earlier

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 
@@ -17,14 +19,14 @@ from torchllm.data.corpus import Corpus, close_shards
 from torchllm.data.corpus_header import corpus_fingerprint
 from torchllm.data.error import DataError
 from torchllm.data.packing import IGNORED, PackedBatches, SequencePieces, pack_windows
-from torchllm.data.readers import ReaderSettings, open_corpus
+from torchllm.data.readers import ReaderSettings, open_corpus, reader_of
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.prepare.build import choose_split, write_corpus
-from torchllm.tools.prepare.cache import plan_corpus
+from torchllm.tools.prepare.cache import cached_folder, plan_corpus
 from torchllm.tools.prepare.chat.bins import pack_examples
-from torchllm.tools.prepare.chat.examples import Conversation
 from torchllm.tools.prepare.chat.plan import chat_format, preparation_day
-from torchllm.tools.prepare.counts import describe_counts
+from torchllm.tools.prepare.chat.template import Conversation
+from torchllm.tools.prepare.counts import describe_counts, describe_in_a_run
 from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
 
 LENGTH = 160
@@ -293,6 +295,87 @@ def test_a_hub_set_is_read_by_its_columns(tmp_path: Path) -> None:
     corpus = written(tmp_path / "corpus", source, data)
     lines = write_lines(tmp_path / "talks.jsonl", TALKS, tools=[{"name": "fox"}])
     assert stored_examples(corpus) == stored_examples(written(tmp_path / "lines", lines, data))
+
+
+CALLS = QWEN25._replace(
+    template="{{ tools | tojson }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def calling(number: int, as_text: bool = False) -> dict[str, Any]:
+    """A row whose call, and the tool for it, have other keys than those of its neighbors."""
+    arguments: Any = [{"city": "Paris"}, {"days": number, "where": {"x": 1}}][number % 2]
+    schema = {"type": "object", "properties": {key: {"type": "string"} for key in arguments}}
+    if as_text:
+        arguments, schema = json.dumps(arguments), json.dumps(schema)
+    call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    messages = [user(f"why {number}?"), {"role": "assistant", "content": None, "tool_calls": [call]}, assistant("two")]
+    return {"messages": messages, "tools": [tool]}
+
+
+def test_calls_are_the_same_from_lines_tables_and_json_text(tmp_path: Path) -> None:
+    """Rows of a table have null for the keys of other rows: these are left out, and counted."""
+    data = settings(tmp_path, CALLS)
+    rows = [calling(number) for number in range(6)]
+    table = pyarrow.Table.from_pylist(rows)
+    (tmp_path / "set").mkdir()
+    pyarrow.parquet.write_table(table, tmp_path / "set/talks.parquet")
+    with pyarrow.ipc.new_stream(tmp_path / "talks.arrow", table.schema) as stream:
+        stream.write_table(table)
+    for name, lines in (("talks", rows), ("text", [calling(number, as_text=True) for number in range(6)])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = {}
+    for kind, path in (
+        ("jsonl", "talks.jsonl"),
+        ("jsonl", "text.jsonl"),
+        ("parquet", "set/talks.parquet"),
+        ("arrow", "talks.arrow"),
+        ("hub", "set"),
+    ):
+        source = Source(kind=kind, path=str(tmp_path / path), messages_key="messages")
+        corpus = written(tmp_path / "corpora" / path, source, data, length=512)
+        found[path] = stored_examples(corpus, 512)
+        lines = describe_in_a_run(corpus.header)
+        assert any(line.endswith("left out of tool calls, tools and other objects: 18") for line in lines) == (
+            kind != "jsonl"
+        ), path
+    assert len(found["talks.jsonl"]) == 6
+    assert all(examples == found["talks.jsonl"] for examples in found.values())
+
+
+def test_a_run_goes_on_with_calls_as_an_earlier_version_wrote_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A new run does not. A corpus without calls is the same, and so is the key where the template writes none."""
+    caplog.set_level("INFO")
+    for name, family, rows, is_same_key in (
+        ("calls", CALLS, [calling(number, as_text=True) for number in range(4)], False),
+        ("no calls", CALLS, [{"messages": messages} for messages in TALKS], False),
+        ("no tools", QWEN3, [{"messages": messages} for messages in TALKS], True),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        data = settings(folder, family, cache=str(folder / "cache"))
+        (folder / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        source = Source(kind="jsonl", path=str(folder / "talks.jsonl"), messages_key="messages")
+        data = replace(data, sources=(source,))
+        earlier = replace(planned(source, data), reads_calls=False)
+        assert (earlier.key == planned(source, data).key) == is_same_key, name
+        recorded = write_corpus(earlier, TokenizerSpec(data.tokenizer, data.pattern), cached_folder(data, earlier))
+        tokenizer = load_tokenizer(data.tokenizer)
+        reads = ReaderSettings(data, tokenizer.vocab, tokenizer, Finetune(), LENGTH)
+        today = Corpus(Path(reader_of("jsonl").prepare(source, reads)))
+        assert (today.fingerprint == recorded.fingerprint) == (name != "calls"), name
+        caplog.clear()
+        resumed = Corpus(Path(reader_of("jsonl").prepare(source, reads, recorded.fingerprint)))
+        assert resumed.fingerprint == recorded.fingerprint, name
+        assert ("the run goes on with the files and tokens that its corpus" in caplog.text) == (name == "calls"), name
+        said = "written as earlier versions did, which left JSON text and null in tool calls"
+        assert (said in str(describe_in_a_run(recorded))) == (not is_same_key), name
+        assert said not in str(describe_in_a_run(today.header)), name
 
 
 class Counted(int):

@@ -25,9 +25,17 @@ import numpy as np
 import numpy.typing as npt
 
 from torchllm.data.tokenizer import Ids
+from torchllm.tools.prepare.chat.calls import with_objects
 from torchllm.tools.prepare.chat.encoder import ChatEncoder, is_inside
 from torchllm.tools.prepare.chat.marks import RenderedChat, SpecialWords, TextSpan, has_marks, read_marks
-from torchllm.tools.prepare.chat.template import ANSWER, QUESTION_AND_ANSWER, ChatTemplate, Message, RefusedConversation
+from torchllm.tools.prepare.chat.template import (
+    ANSWER,
+    QUESTION_AND_ANSWER,
+    ChatTemplate,
+    Conversation,
+    Message,
+    RefusedConversation,
+)
 
 Rule = Literal["generation blocks", "one example per conversation", "one example per turn"]
 
@@ -38,13 +46,6 @@ _NO_PROMPT_DETAIL = (
     ": the chat template moves a system message or leaves out thinking, and the trained text would never be seen at "
     "inference. Name a template that does not, finetune.chat_template = FILE"
 )
-
-
-class Conversation(NamedTuple):
-    """A record of the data."""
-
-    messages: list[Message]
-    tools: list[Any] | None = None
 
 
 class TrainedText(NamedTuple):
@@ -81,18 +82,16 @@ class ChatFormat:
 
     encoder: ChatEncoder
     template: ChatTemplate
+    reads_calls: bool = True
+    """whether JSON text in calls and tools is read (see `calls.with_objects`); earlier versions left it as it was"""
 
     def examples(self, conversation: Conversation) -> ConversationExamples:
         """Return the examples of a conversation. Raises RefusedConversation."""
-        words = SpecialWords(self.encoder.special)
-        if has_marks([conversation.messages, conversation.tools]):
-            raise RefusedConversation("reserved character", " (private use, from U+10FFF0 to U+10FFF4)")
-        tools = words.mark(conversation.tools)
-        messages: list[Message] = words.mark(conversation.messages)
-        turns = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
+        turns = [index for index, message in enumerate(conversation.messages) if message.get("role") == "assistant"]
         if not turns:
             raise RefusedConversation("no message of the assistant")
-        messages = messages[: turns[-1] + 1]  # nothing is trained after the last turn
+        last = turns[-1]  # nothing is trained after it
+        messages, tools = self._marked(conversation._replace(messages=conversation.messages[: last + 1]))
         rule, texts = self._trained_texts(messages, tools, turns)
         examples, merged = [], 0
         for text, encoded in zip(texts, self.encoder.encode([text.chat for text in texts]), strict=True):
@@ -106,10 +105,21 @@ class ChatFormat:
 
     def prompt(self, conversation: Conversation) -> Ids:
         """Return the tokens of a conversation up to where the assistant answers. Raises RefusedConversation."""
-        words = SpecialWords(self.encoder.special)
-        marked = self.template.render(words.mark(conversation.messages), words.mark(conversation.tools), True)
-        (encoded,) = self.encoder.encode([read_marks(marked)])
+        messages, tools = self._marked(conversation)
+        (encoded,) = self.encoder.encode([read_marks(self.template.render(messages, tools, True))])
         return encoded.ids
+
+    def _marked(self, conversation: Conversation) -> Conversation:
+        """Return a conversation for the template: words that look like special tokens are between marks.
+
+        Raises RefusedConversation.
+        """
+        if self.reads_calls:
+            conversation = with_objects(conversation, self.template)
+        if has_marks(conversation):
+            raise RefusedConversation("reserved character", " (private use, from U+10FFF0 to U+10FFF4)")
+        words = SpecialWords(self.encoder.special)
+        return Conversation(words.mark(conversation.messages), words.mark(conversation.tools))
 
     @cached_property
     def ends_of_turn(self) -> dict[str, int]:

@@ -77,13 +77,16 @@ class SpecialWords:
         self._pattern = special_pattern(special)
 
     def mark(self, value: Any) -> Any:
-        """Return a value of JSON in whose texts each special token is between marks; keys stay as they are."""
+        """Return a value of JSON in whose texts each special token is between marks.
+
+        A key is such a text, too, unless it is a name that a template may ask for.
+        """
         if isinstance(value, str):
             return self._pattern.sub(rf"{PLAIN_BEGIN}\g<0>{PLAIN_END}", value)
         if isinstance(value, list):
             return [self.mark(item) for item in value]
         if isinstance(value, dict):
-            return {key: self.mark(item) for key, item in value.items()}
+            return {key if key.isidentifier() else self.mark(key): self.mark(item) for key, item in value.items()}
         return value
 
 

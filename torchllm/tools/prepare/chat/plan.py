@@ -43,9 +43,10 @@ def plan_chat(tokenizer: str, finetune: Finetune, sequence_length: int, earlier:
     return ChatPlan(sequence_length, template, special_tokens)
 
 
-def chat_format(tokenizer: str, plan: ChatPlan, today: date) -> ChatFormat:
-    """Return how conversations become tokens; today: the date for the template."""
-    return ChatFormat(load_chat_encoder(tokenizer), ChatTemplate(plan.template, plan.special_tokens, today))
+def chat_format(tokenizer: str, plan: ChatPlan, today: date, reads_calls: bool = True) -> ChatFormat:
+    """Return how conversations become tokens; today: the date for the template; reads_calls: as in `ChatFormat`."""
+    template = ChatTemplate(plan.template, plan.special_tokens, today)
+    return ChatFormat(load_chat_encoder(tokenizer), template, reads_calls)
 
 
 def preparation_day(folder: Path) -> date:

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchllm.config import Source
-from torchllm.tools.prepare.chat.examples import Conversation
 from torchllm.tools.prepare.chat.messages import (
     ALPACA,
     MASKS_OF_CONVERSATIONS,
@@ -19,6 +18,7 @@ from torchllm.tools.prepare.chat.messages import (
     read_tools,
     refuse_masks,
 )
+from torchllm.tools.prepare.chat.template import Conversation
 from torchllm.tools.prepare.records import Origin, TextRecord, check_text
 from torchllm.tools.prepare.source_files import SourceFile
 from torchllm.tools.prepare.sources import HubRows, JsonLineFiles, ParquetFiles, RawSource, TableFiles

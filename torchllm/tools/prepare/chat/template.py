@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from datetime import date, datetime, time
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from jinja2 import TemplateError, meta, nodes, pass_context
 from jinja2.ext import Extension, loopcontrols
@@ -39,6 +39,14 @@ CALLS = ("tool_calls", "function_call")
 
 Message = dict[str, Any]
 """of a conversation: its role, its content, and other keys that a template may use"""
+
+
+class Conversation(NamedTuple):
+    """A record of the data."""
+
+    messages: list[Message]
+    tools: list[Any] | None = None
+
 
 ANSWER = "314159265"
 QUESTION_AND_ANSWER: list[Message] = [
@@ -238,7 +246,7 @@ def _with_parts(messages: list[Message]) -> list[Message]:
 
 def read_special_tokens(tokenizer: Path) -> dict[str, str]:
     """Return the special tokens in the tokenizer_config.json of a tokenizer.json's folder, by their key."""
-    return special_tokens_of(_read_tokenizer_config(tokenizer))
+    return special_tokens_of(read_tokenizer_config(tokenizer))
 
 
 def special_tokens_of(content: Mapping[str, Any]) -> dict[str, str]:
@@ -287,7 +295,7 @@ def _templates_in_config(tokenizer: Path) -> dict[str, str]:
 
     Raises DataError if it is not.
     """
-    template = _read_tokenizer_config(tokenizer).get("chat_template")
+    template = read_tokenizer_config(tokenizer).get("chat_template")
     if isinstance(template, str):
         return {"default": template}
     if isinstance(template, list):
@@ -323,7 +331,7 @@ def chosen_by_tools(with_tools: str, without: str) -> str:
     return f"{{% if tools is defined and tools is not none +%}}{with_tools}{{%+ else +%}}{without}{{%+ endif %}}"
 
 
-def _read_tokenizer_config(tokenizer: Path) -> dict[str, Any]:
+def read_tokenizer_config(tokenizer: Path) -> dict[str, Any]:
     """Return the content of the tokenizer_config.json in a tokenizer.json's folder; {} if there is none."""
     path = tokenizer.with_name(TOKENIZER_CONFIG)
     if not path.is_file():

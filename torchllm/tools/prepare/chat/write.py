@@ -15,6 +15,7 @@ import numpy as np
 from torchllm.data.tokenizer import Tokenizer
 from torchllm.runtime.heartbeat import beat
 from torchllm.tools.prepare.chat.bins import pack_examples
+from torchllm.tools.prepare.chat.calls import drop_absent_keys
 from torchllm.tools.prepare.chat.examples import Example
 from torchllm.tools.prepare.chat.messages import NESTED
 from torchllm.tools.prepare.chat.plan import chat_format, preparation_day
@@ -22,6 +23,7 @@ from torchllm.tools.prepare.chat.sources import conversation_of
 from torchllm.tools.prepare.chat.template import RefusedConversation
 from torchllm.tools.prepare.corpus_writer import ShardFileWriter
 from torchllm.tools.prepare.counts import (
+    ABSENT,
     CONVERSATIONS,
     ENDLESS,
     EXAMPLES,
@@ -53,7 +55,8 @@ class ConversationWriter(ShardWriter):
         super().__init__(files, plan, tokenizer, folder)
         assert plan.chat is not None
         self._length = plan.chat.sequence_length
-        self._format = chat_format(tokenizer.name, plan.chat, preparation_day(folder))
+        self._format = chat_format(tokenizer.name, plan.chat, preparation_day(folder), plan.reads_calls)
+        self._drops_absent_keys = plan.drops_absent_keys
         self._waiting: dict[ShardFileWriter, list[Example]] = {split: [] for split in self.splits}
         self._sizes: list[int] = []
         """number of examples of each conversation"""
@@ -88,7 +91,9 @@ class ConversationWriter(ShardWriter):
     def _write_conversation(self, record: TextRecord) -> None:
         """Count a conversation, and keep its examples until there are enough to pack."""
         try:
-            made = self._format.examples(conversation_of(record))
+            conversation = conversation_of(record)
+            absent_keys = drop_absent_keys(conversation) if self._drops_absent_keys else 0
+            made = self._format.examples(conversation)
         except RefusedConversation as refusal:
             self.skip(record._replace(fault=refusal.fault, detail=refusal.detail))
             return
@@ -110,6 +115,7 @@ class ConversationWriter(ShardWriter):
         self.counts[WORDS] += made.words_as_text
         self.counts[MERGED] += made.merged_tokens
         self.counts[ENDLESS] += made.without_end
+        self.counts[ABSENT] += absent_keys
         self.text_bytes += record.size
         split = self.split_of(record)
         kept = sum([self._add(split, example) for example in made.examples])
