@@ -1,6 +1,7 @@
 """Tokenizes the raw sources of a config once, in parallel, into shards that any number of runs can train on.
 
     python recipes/prepare.py CONFIG.toml --prepare.folder=tokens [--prepare.processes=16] [--data.tokenizer=...]
+    python recipes/prepare.py CONFIG.toml --prepare.show=3
 
 Each raw source becomes one folder. If it is stopped and started again, it checks and keeps the finished shards. At the
 end it prints the [[data.sources]] tables that read its shards.
@@ -24,6 +25,8 @@ class Prepare:
     shard_mib: NonNegative = 0.0
     """part of a source that becomes a shard, in MiB: the unit of parallel work, and of repeated work after a stop; 0:
     1/256 of the source, at least 64 and at most 1024"""
+    show: Natural = 0
+    """print so many examples of each source of conversations, and what is trained of them; nothing is written"""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ import json
 import logging
 import re
 import time
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,14 +49,15 @@ from torchllm.config.schema import RAW_KINDS
 from torchllm.data.corpus import Corpus
 from torchllm.data.corpus_header import HEADER, CorpusHeader
 from torchllm.data.error import DataError
-from torchllm.data.tokenizer import describe_documents, load_tokenizer
+from torchllm.data.readers import describe_source
+from torchllm.data.tokenizer import Tokenizer, describe_documents, load_tokenizer
 from torchllm.runtime.host_limits import usable_cores
 from torchllm.runtime.signs_of_life import signs_of_life
 from torchllm.runtime.terminal import LogHandler
 from torchllm.tools.prepare.bad_records import check_not_empty
 from torchllm.tools.prepare.build import choose_split, write_corpus
 from torchllm.tools.prepare.cache import plan_corpus
-from torchllm.tools.prepare.counts import describe_counts, describe_unknown, untrained
+from torchllm.tools.prepare.counts import describe_corpus, untrained
 from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
 
 
@@ -66,7 +71,7 @@ class Prepared(NamedTuple):
 
 def main(config: PrepareConfig) -> None:
     """Tokenize every raw source, and print the tables that read the result. Raises DataError for a wrong source."""
-    if not config.prepare.folder:
+    if not config.prepare.folder and not config.prepare.show:
         raise DataError("prepare.folder is empty: say where to write, --prepare.folder=tokens")
     root = Path(config.prepare.folder).resolve()
     processes = config.prepare.processes or usable_cores()
@@ -87,16 +92,32 @@ def main(config: PrepareConfig) -> None:
                 config.prepare.shard_mib,
                 config.finetune,
                 config.training.sequence_length,
-                pins=root / "revisions",
+                pins=root / "revisions" if config.prepare.folder else None,
             )
+            if config.prepare.show:
+                show(plan, tokenizer, config.prepare.show)
+                continue
             print_corpus(folder, prepare(plan, spec, folder, processes, config.data.max_bad_share))
             table = Source(kind="tokens", path=str(folder), weight=source.weight)
         tables.append(table)
+    if config.prepare.show:
+        return
     print("\nTo train on it:\n")
     print(f"[data]\ntokenizer = {json.dumps(config.data.tokenizer)}")
     for table in tables:
         path = f"path = {json.dumps(table.path)}\n" if table.path else ""
         print(f'\n[[data.sources]]\nkind = "{table.kind}"\n{path}weight = {table.weight}')
+
+
+def show(plan: CorpusPlan, tokenizer: Tokenizer, count: int) -> None:
+    """Print the first examples of a source of conversations."""
+    if plan.chat is None:
+        print(f"{describe_source(plan.source.kind, plan.source.path)}: text, all of which is trained")
+        return
+    from torchllm.tools.prepare.chat.show import show_examples  # with packages for templates
+
+    for example in islice(show_examples(plan, tokenizer), count):
+        print(f"\n{example}")
 
 
 def folder_name(index: int, source: Source) -> str:
@@ -133,7 +154,7 @@ def print_corpus(folder: Path, prepared: Prepared) -> None:
     header, seconds = prepared
     speed = "already there" if seconds is None else f"{header.text_bytes / 1e6 / seconds:,.1f} MB/s"
     print(f"{folder}: {Corpus(folder).describe()}, {speed}")
-    for line in [*describe_counts(header.counts), *describe_unknown(header)]:
+    for line in describe_corpus(header):
         print(f"  {line}")
     revision = header.plan["source"].get("revision")
     if revision:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.patience import patience
+from tests.tools.prepare.chat.families import QWEN25, TALK, write_tokenizer
 from tests.tools.prepare.test_build import documents, write_documents
 from torchllm.data.corpus import Corpus
 
@@ -66,6 +67,19 @@ def test_bad_records_stop_it_or_are_counted(folder: Path) -> None:
     assert done.stderr.count("\n") == 1
     assert f"error: {folder}/a.jsonl:301: broken JSON" in done.stderr
     assert "skipped 1 records: broken JSON" in prepare(folder, *options, "--data.on_bad_record=skip").stdout
+
+
+def test_it_shows_examples_and_writes_nothing(folder: Path) -> None:
+    tokenizer = write_tokenizer(folder / "tokenizer", QWEN25)
+    (folder / "a.jsonl").write_text(3 * (json.dumps({"messages": TALK}) + "\n"))
+    before = sorted(folder.rglob("*"))
+    chat = ("--data.sources.0.messages_key=messages", "--data.document_mask=true", f"--data.tokenizer={tokenizer}")
+    done = prepare(folder, "--prepare.show=2", *chat)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("> they are lazy: 12<|im_end|>\n") == 2
+    assert f"text '{folder}/*.txt': text, all of which is trained\n" in done.stdout
+    assert "To train on it" not in done.stdout
+    assert sorted(folder.rglob("*")) == sorted([*before, folder / "run.toml"])
 
 
 def test_it_asks_for_a_folder(folder: Path) -> None:

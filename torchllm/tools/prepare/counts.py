@@ -27,9 +27,14 @@ _NOTED_UNKNOWN = 0.001
 """smallest share of unknown tokens that is worth a line"""
 
 
+def describe_corpus(header: CorpusHeader) -> list[str]:
+    """Return the lines on the content of a corpus that its preparation prints; of text they are few."""
+    return [*describe_counts(header.counts), *_describe_surprises(header)]
+
+
 def describe_in_a_run(header: CorpusHeader) -> list[str]:
     """Return a run's lines on its conversations, and on texts with unknown tokens."""
-    return [*_describe_outcome(header.counts), *describe_unknown(header), *_describe_earlier_calls(header)]
+    return [*_describe_outcome(header.counts), *_describe_surprises(header)]
 
 
 def describe_counts(counts: Mapping[str, int]) -> list[str]:
@@ -83,6 +88,10 @@ def untrained(counts: Mapping[str, int]) -> str:
         f"nothing is trained of {counts[UNTRAINED]:,} examples ({describe_lengths(counts)}): their answers have "
         "weight 0 or begin behind training.sequence_length. Raise it, or shorten the text before the answers"
     )
+
+
+def _describe_surprises(header: CorpusHeader) -> list[str]:
+    return [*describe_unknown(header), *_describe_earlier_calls(header)]
 
 
 def _describe_earlier_calls(header: CorpusHeader) -> list[str]:

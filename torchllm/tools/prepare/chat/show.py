@@ -1,0 +1,58 @@
+"""Show examples of conversations as text, with what is trained of them, before anything is written."""
+
+from collections.abc import Iterator
+from datetime import date
+from itertools import groupby
+
+from torchllm.data.tokenizer import Tokenizer
+from torchllm.tools.prepare.chat.calls import drop_absent_keys
+from torchllm.tools.prepare.chat.examples import Example
+from torchllm.tools.prepare.chat.plan import chat_format
+from torchllm.tools.prepare.chat.sources import conversation_of, open_conversations
+from torchllm.tools.prepare.chat.template import RefusedConversation
+from torchllm.tools.prepare.plan import CorpusPlan
+
+LINE_END = "↵"
+"""stands for a line end of the text: a part that is trained may begin or end within a line"""
+
+
+def show_examples(plan: CorpusPlan, tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield the examples of a source of conversations as text, in their order; of a bad conversation its fault."""
+    assert plan.chat is not None
+    chat = chat_format(tokenizer.name, plan.chat, date.today(), plan.reads_calls)
+    source = open_conversations(plan.source, plan.files)
+    for record in source.records(source.cut_shards(1)[0]):
+        where = record.origin.describe()
+        if record.fault:
+            yield f"{where}: {record.fault}{record.detail}"
+            continue
+        conversation = conversation_of(record)
+        if plan.drops_absent_keys:
+            drop_absent_keys(conversation)
+        try:
+            made = chat.examples(conversation)
+        except RefusedConversation as refusal:
+            yield f"{where}: {refusal}"
+            continue
+        for example in made.examples:
+            yield f"{where}: {_describe(example, plan.chat.sequence_length)}\n{show_mask(example, tokenizer)}"
+
+
+def _describe(example: Example, longest: int) -> str:
+    tokens = len(example.ids)
+    cut = f"; cut to {longest:,} (training.sequence_length)" if tokens > longest else ""
+    return f"{tokens:,} tokens, {int(example.is_target.sum()):,} of them trained{cut}"
+
+
+def show_mask(example: Example, tokenizer: Tokenizer) -> str:
+    """Return the text of an example, in lines: those that begin with > are trained."""
+    lines = []
+    ids = example.ids.tolist()
+    end = 0
+    for is_target, group in groupby(example.is_target.tolist()):
+        start, end = end, end + len(list(group))
+        # A decoder may drop the first blank of a text: so each part is decoded with all before it.
+        text = tokenizer.decode(ids[:end])[len(tokenizer.decode(ids[:start])) :]
+        for line in text.replace("\n", f"{LINE_END}\n").removesuffix("\n").split("\n"):
+            lines.append(f"{'>' if is_target else ' '} {line}")
+    return "\n".join(lines)
