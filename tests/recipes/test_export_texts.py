@@ -19,9 +19,11 @@ from torchllm.config.schema import Lora
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.front.resolve import load_run
 from torchllm.tools.hub.export import export_adapter, export_model
+from torchllm.tools.hub.families.qwen2 import QWEN2
 from torchllm.tools.hub.files import read_hub_config
-from torchllm.tools.prepare.chat.examples import ChatFormat, Conversation
+from torchllm.tools.prepare.chat.examples import ChatFormat
 from torchllm.tools.prepare.chat.plan import ChatPlan, chat_format, plan_chat
+from torchllm.tools.prepare.chat.template import Conversation
 
 OLD = "OLD {{ messages[-1].content }}"
 PUBLISHED = {"from": "", "model_type": "llama", "vocab": 0}
@@ -126,6 +128,31 @@ def test_a_generation_stops_at_the_end_of_a_turn(tmp_path: Path) -> None:
 
         answer = model.generate(prompt, do_sample=False, max_new_tokens=9, logits_processor=[write])
         assert answer[0, prompt.shape[1] :].tolist() == [300, 300, 300, wanted]
+
+
+def test_a_tokenizer_that_transformers_5_reads_otherwise_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """AutoTokenizer has one pattern for all models of the family qwen2."""
+    for name, pattern, is_told in (("own", "x", True), ("qwen", QWEN2.tokenizer_pattern, False)):
+        tokenizer = write_tokenizer(tmp_path / name, QWEN25)
+        content = json.loads(tokenizer.read_text())
+        split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        byte_level = content["pre_tokenizer"] | {"use_regex": False}
+        content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, byte_level]}
+        tokenizer.write_text(json.dumps(content | {"normalizer": {"type": "NFC"}}))
+        sizes: dict[str, Any] = SIZES | {"vocab": load_tokenizer(str(tokenizer)).vocab}
+        run = tmp_path / name / "run"
+        save_run(run, Model(**sizes, qkv_bias=True))
+        config = load_run([str(run / "config.toml"), f"--data.tokenizer={tokenizer}"], one_device=True)
+        caplog.clear()
+        folder = export_model(config, tmp_path / name / "out").folder
+        assert ("AutoTokenizer of transformers 5 gives other ids" in caplog.text) == is_told
+        text = "the quick  fox's dog: 123, Ünïcode"
+        expected = load_tokenizer(str(tokenizer)).encode_documents([text])[0].tolist()
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+        assert (theirs(text).input_ids[1:] == expected) != is_told
+        assert transformers.PreTrainedTokenizerFast.from_pretrained(folder)(text).input_ids[1:] == expected
 
 
 @pytest.mark.parametrize("has_config", [False, True], ids=["no tokenizer_config.json", "another end"])

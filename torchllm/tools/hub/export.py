@@ -1,5 +1,7 @@
 """Export a run into a new folder: its weights, configs, tokenizer and model card; or the adapter that it trained."""
 
+import json
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from torchllm.tools.hub.exported import (
     tokens_seen,
     without_padding,
 )
+from torchllm.tools.hub.family import HubFamily
 from torchllm.tools.hub.hf_writer import (
     new_folder,
     weight_bytes,
@@ -33,6 +36,8 @@ from torchllm.tools.hub.model_card import CardFacts, write_model_card
 from torchllm.tools.hub.text_facts import TextFacts, text_facts
 from torchllm.tools.hub.weights import AVERAGED_WEIGHTS
 from torchllm.tools.prepare.tokenizer_json import InexactTokenizer, write_tokenizer
+
+log = logging.getLogger(__name__)
 
 
 class ExportedModel(NamedTuple):
@@ -67,7 +72,7 @@ def export_model(config: Config, final: Path | str, *, ema: bool = False) -> Exp
     weights = {checkpoint.folder: model_weights(config, checkpoint) for checkpoint in checkpoints}
     with new_folder(path, weight_bytes(tensors, dtype)) as folder:
         write_weights(folder, tensors, MeanOfWeights(weights), dtype)
-        texts, missing_tokenizer = export_texts(config, manifest, tokenizer, folder)
+        texts, missing_tokenizer = export_texts(config, manifest, tokenizer, family, folder)
         write_configs(folder, model, family, settings.dtype, texts)
         facts = facts_of_run(config, checkpoints)._replace(
             model=model, name=path.name, base_model=origin.name, missing_tokenizer=missing_tokenizer
@@ -92,7 +97,7 @@ def export_adapter(config: Config, final: Path | str, *, ema: bool = False) -> E
     base = config.model.from_hf
     with new_folder(path, sum(factor.numel() for factor in updates.values()) * dtype.itemsize) as folder:
         write_adapter(folder, config, family, updates, base, dtype)
-        texts, missing_tokenizer = export_texts(config, manifest, tokenizer, folder)
+        texts, missing_tokenizer = export_texts(config, manifest, tokenizer, family, folder)
         if texts is not None:
             write_generation_config(folder, texts)
         facts = facts_of_run(config, [checkpoint])._replace(
@@ -133,10 +138,13 @@ class ExportedTexts(NamedTuple):
     """why there are none; "" if there are"""
 
 
-def export_texts(config: Config, manifest: Manifest, tokenizer: Tokenizer, folder: Path) -> ExportedTexts:
+def export_texts(
+    config: Config, manifest: Manifest, tokenizer: Tokenizer, family: HubFamily, folder: Path
+) -> ExportedTexts:
     """Write the files of a run's tokenizer, with the run's chat template, into an exported folder.
 
-    manifest: of the checkpoint. Raises DataError if nothing says how the run's conversations were written.
+    manifest: of the checkpoint. A warning tells where transformers 5 reads these files otherwise. Raises DataError if
+    nothing says how the run's conversations were written.
     """
     if not has_its_tokenizer(config.model, tokenizer.vocab):
         return ExportedTexts(
@@ -149,4 +157,11 @@ def export_texts(config: Config, manifest: Manifest, tokenizer: Tokenizer, folde
         write_tokenizer(tokenizer, folder, config.longest_text, facts.chat)
     except InexactTokenizer as error:
         return ExportedTexts(None, f"no tokenizer.json gives the ids of {tokenizer.name}: {error}")
+    pattern = family.tokenizer_pattern
+    if pattern and json.dumps(pattern) not in (folder / "tokenizer.json").read_text("utf-8"):
+        log.warning(
+            "AutoTokenizer of transformers 5 gives other ids than this run, because it cuts the texts of each %s model "
+            "by one pattern: load the tokenizer by transformers.PreTrainedTokenizerFast.from_pretrained",
+            family.model_type,
+        )
     return ExportedTexts(facts, "")

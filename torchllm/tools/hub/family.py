@@ -161,6 +161,9 @@ class HubFamily:
     """base of the rotary frequencies where config.json has none"""
     heads_divide_hidden: bool = False
     """transformers refuses models whose heads do not divide their width, though it could run them"""
+    tokenizer_pattern: str = ""
+    """regular expression by which AutoTokenizer of transformers 5 cuts the texts of all models of this family, whatever
+    their tokenizer.json says; empty: it follows tokenizer.json"""
     computes_ffn: bool = False
     """a missing width of the feed-forward layer is four times the model's (GPT-2)"""
 

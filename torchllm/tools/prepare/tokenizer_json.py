@@ -1,8 +1,13 @@
 """Write a run's tokenizer as the files that transformers reads: tokenizer.json and tokenizer_config.json.
 
-A Hugging Face tokenizer is copied. Bytes and tiktoken rank files are converted, and only if the result gives the same
-ids: pairs of tokens that tiktoken merges by their rank become a list of merges, and the pattern, which another library
-of regular expressions reads, loses its possessive quantifiers.
+A Hugging Face tokenizer.json is copied. Bytes and tiktoken rank files are converted, and only if the result gives the
+same ids: pairs of tokens that tiktoken merges by their rank become a list of merges, and the pattern, which another
+library of regular expressions reads, loses its possessive quantifiers.
+
+tokenizer_config.json is always written anew, so that transformers 4 and 5 read tokenizer.json as a run does. Of a file
+that is there the special tokens, the chat template and the side of padding are kept. Other keys change ids in one of
+the two, or in both: the class (transformers 4 does not know `TokenizersBackend`, and takes the one of the model where
+none is named), `add_bos_token`, `added_tokens_decoder`, `fix_mistral_regex`, ...
 """
 
 import json
@@ -17,7 +22,13 @@ import numpy as np
 
 from torchllm.data.tokenizer import ByteTokenizer, Tokenizer
 from torchllm.tools.prepare.chat.plan import ChatPlan
-from torchllm.tools.prepare.chat.template import TEMPLATE_FILE, TOKENIZER_CONFIG, special_names, special_tokens_of
+from torchllm.tools.prepare.chat.template import (
+    TEMPLATE_FILE,
+    TOKENIZER_CONFIG,
+    read_tokenizer_config,
+    special_names,
+    special_tokens_of,
+)
 from torchllm.tools.prepare.hugging_face_tokenizer import HuggingFaceTokenizer
 from torchllm.tools.prepare.tiktoken_tokenizer import TiktokenTokenizer
 
@@ -25,8 +36,8 @@ if TYPE_CHECKING:
     import tiktoken
     import tokenizers
 
-COPIED = (TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE)
-"""further files of a tokenizer.json's folder that belong to it"""
+KEPT = ("chat_template", "padding_side")
+"""keys of a tokenizer_config.json that are kept, besides special tokens"""
 TRIED_TEXTS = 200
 """random texts to test a conversion with, besides the texts written here"""
 TRIED_TOKENS = 50
@@ -56,32 +67,44 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int, chat: C
 
     Raises InexactTokenizer, and writes nothing, if a conversion would give other ids than the tokenizer.
     """
+    earlier: dict[str, Any] = {}
     if isinstance(tokenizer, HuggingFaceTokenizer):
         source = Path(tokenizer.name)
         shutil.copyfile(source, folder / "tokenizer.json")
-        for name in COPIED:
-            if source.with_name(name).is_file():
-                shutil.copyfile(source.with_name(name), folder / name)
+        if source.with_name(TEMPLATE_FILE).is_file():
+            shutil.copyfile(source.with_name(TEMPLATE_FILE), folder / TEMPLATE_FILE)
+        earlier = read_tokenizer_config(source)
         encoding = tokenizer.encoding
     else:
         assert isinstance(tokenizer, (ByteTokenizer, TiktokenTokenizer))
         encoding = convert(tokenizer)
         encoding.save(str(folder / "tokenizer.json"))
-    config = folder / TOKENIZER_CONFIG
-    if not config.exists():
-        content = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": None if tokenizer.begin is None else encoding.id_to_token(tokenizer.begin),
-            "eos_token": encoding.id_to_token(tokenizer.end),
-            "model_max_length": max_length,
-            "clean_up_tokenization_spaces": False,
-        }
-        _write_json(config, content)
+    content = _config_of(encoding, earlier)
+    content.setdefault("bos_token", None if tokenizer.begin is None else encoding.id_to_token(tokenizer.begin))
+    content |= {"eos_token": encoding.id_to_token(tokenizer.end), "model_max_length": max_length}
     if chat is not None:
-        content = json.loads(config.read_text("utf-8"))
         template = with_special_tokens(chat.template, chat.special_tokens, special_tokens_of(content))
         (folder / TEMPLATE_FILE).write_text(template, encoding="utf-8")
-        _write_json(config, content | {"chat_template": template})
+        content["chat_template"] = template
+    text = json.dumps(content, indent=2, ensure_ascii=False)
+    (folder / TOKENIZER_CONFIG).write_text(f"{text}\n", encoding="utf-8")
+
+
+def _config_of(encoding: "tokenizers.Tokenizer", earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a tokenizer_config.json with which transformers 4 and 5 both give the ids of an encoding.
+
+    earlier: content of the file next to the tokenizer.json.
+    """
+    tokens = special_tokens_of(earlier)
+    before = json.loads(encoding.to_str())["pre_tokenizer"] or {}
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **{name: token for name, token in tokens.items() if encoding.token_to_id(token) is not None},
+        "model_input_names": ["input_ids", "attention_mask"],  # else transformers 4 hands token types to the model
+        "add_prefix_space": before.get("add_prefix_space", False),  # transformers 4 changes tokenizer.json's to this
+        "clean_up_tokenization_spaces": False,
+        **{key: earlier[key] for key in KEPT if key in earlier},
+    }
 
 
 def with_special_tokens(template: str, known: Mapping[str, str], now: Mapping[str, str]) -> str:
@@ -95,10 +118,6 @@ def with_special_tokens(template: str, known: Mapping[str, str], now: Mapping[st
         if known.get(name, "") != now.get(name, ""):
             lines.append(f"{{% set {name} = {json.dumps(known.get(name, ''))} %}}\n")  # Jinja drops the line end
     return "".join(lines) + template
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def convert(tokenizer: ByteTokenizer | TiktokenTokenizer) -> "tokenizers.Tokenizer":

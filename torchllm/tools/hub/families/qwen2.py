@@ -25,4 +25,6 @@ QWEN2 = HubFamily(
     tensors=(*DECODER_TENSORS, *NORMS_BEFORE, *QKV_BIASES),
     ignored_tensors=INVERSE_FREQUENCIES,
     has_window_fields=True,
+    tokenizer_pattern=r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+",
 )
