@@ -100,8 +100,8 @@ def _describe_earlier_calls(header: CorpusHeader) -> list[str]:
     if chat is None or header.plan.get("reads_calls") or not may_write_calls(chat["template"]):
         return []
     return [
-        "written as earlier versions did, which left JSON text and null in tool calls and tools as they were: if "
-        "there are such, prepare it again, in another folder, for a new run"
+        "written as earlier versions did, which trained JSON text in tool calls and tools as quoted text, and null as "
+        "a value: if the conversations have tools, prepare them again, in another folder, for a new run"
     ]
 
 

@@ -23,6 +23,10 @@ def test_each_line_shows_whether_it_is_trained(tmp_path: Path) -> None:
         folder = tmp_path / name
         folder.mkdir()
         data = settings(folder, FAMILIES[name])
+        content = json.loads(Path(data.tokenizer).read_text())
+        if name == "mistral":
+            content["decoder"]["decoders"].append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+            Path(data.tokenizer).write_text(json.dumps(content))
         talk = [user("hello world\n\nmore"), assistant("a dog\né")]
         source = write_lines(folder / "talks.jsonl", [talk, [user("why?")], talk])
         with open(source.path, "a") as file:
