@@ -77,7 +77,7 @@ def test_readmes_line_trains(job: Job, undisturbed: Undisturbed, note: Note) -> 
     sbatch, nodes, tasks, gpus, wrap, command = readme_line()
     assert [sbatch, nodes, tasks] == ["sbatch", "--nodes=8", "--ntasks-per-node=1"]
     assert [gpus, wrap] == ["--gpus-per-node=8", "--wrap"]
-    srun = re.sub(r" ./run_train.sh [^ ]+ --run.folder=[^ ]+$", "", command)
+    srun = re.sub(r" ./run_train.sh \S+\s+--run.folder=\S+$", "", command)
     job.submit("--nodes=3", tasks, "--gpus-per-node=1", srun=srun)
     job.finish()
     note("trained to its end")
