@@ -86,7 +86,7 @@ def test_each_text_stops_at_its_end_token() -> None:
     free = continued(model, PROMPTS)
     assert (signs_of_life._Progress.text or str)() == f"{GREEDY.tokens} of up to {GREEDY.tokens} tokens"
     continued(model, PROMPTS, batch_size=1)
-    assert (signs_of_life._Progress.text or str)().startswith(f"{len(PROMPTS) - 1} of {len(PROMPTS)} texts, ")
+    assert (signs_of_life._Progress.text or str)() == f"{len(PROMPTS) - 1} of {len(PROMPTS)} texts"
     end = next(token for token in free[0] if token != free[0][0])
     stopped = [text[: text.index(end) + 1] if end in text else text for text in free]
     assert stopped != free

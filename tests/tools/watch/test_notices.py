@@ -64,7 +64,7 @@ def test_a_run_says_what_it_trains_or_that_there_is_nothing_to_do(tmp_path: Path
 def _log_of_data(folder: Path) -> list[str]:
     monitor = monitor_of(folder, tiny({}), [Notices()])
     with log_lines() as lines:
-        begin(monitor, tiny({}), 0, "data.sources.1 (text): 1e-06 asked, 0.0001 used", {"broken JSON": 2})
+        begin(monitor, tiny({}), 0, "data.sources.1 (text): 1e-06 asked, 0.0001 used", skipped={"broken JSON": 2})
     return lines
 
 
@@ -79,7 +79,7 @@ def test_a_run_says_which_shares_of_its_sources_it_rounds_and_what_it_skips(tmp_
 def _log_of_conversations(folder: Path) -> list[str]:
     counts = {"conversations": 2, "examples": 3, "trained tokens": 5, "tokens of examples": 20}
     counts |= {"tokens across the border of a prompt and its answer, which inference never sees": 4}
-    header: Any = SimpleNamespace(counts=counts, tokens=20)
+    header: Any = SimpleNamespace(counts=counts, tokens=20, plan={}, text_bytes=400)
     monitor = monitor_of(folder, tiny({}))
     monitor.observers.append(Notices())
     with log_lines() as lines:
