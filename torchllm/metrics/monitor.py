@@ -68,7 +68,9 @@ class Monitor:
         dtype = compute_dtype(training, device)
         self.config, self.change = config, None
         if unread_keys:
-            log.warning("set, but not read by this recipe: %s", ", ".join(unread_keys))
+            log.warning(
+                "set, but read by no function of torchllm, only by this recipe if at all: %s", ", ".join(unread_keys)
+            )
         self.meter = Meter(
             config.metrics,
             config.model,

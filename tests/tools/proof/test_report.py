@@ -105,6 +105,12 @@ def test_what_takes_more_ranks_is_named() -> None:
 
 
 def test_a_number_that_ends_the_techniques_is_said_to() -> None:
-    assert report(layout("tp=2"), layouts=1)[-1] == "--layouts=1 ends with tp=2: --layouts=0 tries each technique alone"
+    assert report(layout("tp=2"), layouts=1)[-1] == (
+        "--layouts=1 ends with tp=2. Not seen: a mistake in two axes at once, as in dp_shard=2 tp=2; "
+        "dp_shard=2 cp=2 cp_method=ring; dp_shard=2 pp=2; tp=2 pp=2. --layouts=0 tries each technique alone"
+    )
+    assert report(layout("tp=2"), layouts=1, ranks=2)[-1] == (
+        "--layouts=1 ends with tp=2. --layouts=0 tries each technique alone"
+    )
     assert report(layout(RESUMED.name), layouts=1)[-1].startswith("1 layout of")
     assert report(layout("tp=2"), layouts=2)[-1].startswith("1 layout of")

@@ -45,7 +45,7 @@ def _compiles(config: Config) -> bool:
 
 
 TWO_AXES = (
-    "each of the two is right alone. Look for a rank among all ranks (runtime.rank, torch.distributed.get_rank()) "
+    "both axes at once. Look for a rank among all ranks (runtime.rank, torch.distributed.get_rank()) "
     "where a rank along an axis is meant (mesh.data_rank, mesh.tp.get_local_rank()), for an exchange over all ranks, "
     "and for a sum, a norm or a count that is missing: over the ranks of one axis where it must be over both, or over "
     "a rank's own part"

@@ -3,7 +3,7 @@
 import textwrap
 from collections import Counter
 
-from torchllm.tools.proof.axes import AFTER_GRADIENTS, RESUMED, TECHNIQUES, Technique
+from torchllm.tools.proof.axes import AFTER_GRADIENTS, RESUMED, TECHNIQUES, TWO_AXES, Technique
 from torchllm.tools.proof.compare import BFLOAT16_GROWTH, Verdict
 from torchllm.tools.proof.layouts import AXES, ranks_of
 from torchllm.tools.proof.prove import ProofOptions, ProvenLayout
@@ -54,6 +54,8 @@ class ProofReport:
         lines += advice(wrong)
         if not self.options.only:
             lines += self._left_out()
+        elif wrong:
+            lines.append("the techniques of this layout were not tried alone: --layouts=0 does")
         return "\n".join(map(_paragraph, lines))
 
     def _verdicts(self) -> str:
@@ -88,7 +90,12 @@ class ProofReport:
             )
         if len(self.results) == self.options.layouts and self.results[-1].technique not in (None, RESUMED):
             last = self.results[-1].name
-            lines.append(f"--layouts={self.options.layouts} ends with {last}: --layouts=0 tries each technique alone")
+            tried = [result.technique for result in self.results]
+            untried = [technique for technique in TECHNIQUES if technique.hint == TWO_AXES and technique not in tried]
+            pairs = [technique.name for technique in untried if technique.name not in ranks_needed]
+            two_axes = f" Not seen: a mistake in two axes at once, as in {'; '.join(pairs)}." if pairs else ""
+            ends = f"--layouts={self.options.layouts} ends with {last}."
+            lines.append(f"{ends}{two_axes} --layouts=0 tries each technique alone")
         return lines
 
 
