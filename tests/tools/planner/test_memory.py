@@ -64,6 +64,9 @@ TRACED = {
         layout, "llama3_8b", pp=2, dp_shard=2, count=4, chunk=512, schedule="GPipe"
     ),
     "GPT, tied": partial(layout, "gpt_1.7b", dp_shard=8, micro=4),
+    "1B, tied, summed over micro batches": partial(
+        layout, "llama3_1b", 3, tp=2, dp_replicate=2, length=256, count=3, zero_stage=0, **SP
+    ),
     "GPT, interleaved pipeline": partial(
         layout, "gpt_1.7b", 6, pp=2, dp_shard=2, micro=2, count=4, schedule="Interleaved1F1B"
     ),
@@ -88,7 +91,7 @@ TRACED = {
     ),
     "OLMoE, ZeRO 1": partial(layout, "olmoe_1b_7b", 3, dp_shard=8, ep=2, zero_stage=1, micro=2),
 }
-"""22 layouts of 11 models; every pair of settings of every model is in test_memory_of_models.py"""
+"""23 layouts of 11 models; every pair of settings of every model is in test_memory_of_models.py"""
 
 
 ON_A_CPU = (
@@ -126,6 +129,7 @@ BY_DEFAULT = (
     "8B, one block, ZeRO 2, one micro batch",
     "8B, loss in chunks",
     "GPT, tied",
+    "1B, tied, summed over micro batches",
     "Qwen3, sequence parallel, selective",
     "OLMo 2, norms after, selective",
     "13B, every other block, pipeline",

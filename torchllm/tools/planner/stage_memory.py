@@ -251,10 +251,15 @@ def _last_reduction(rank: Rank, memory: Stage, blocks: StageActivations, stage: 
 
 
 def _embedding_backward(rank: Rank, stage: StageSize, memory: Stage, gradient: float) -> Memory:
-    """Return the moment when the embedding's gradient is reduced. gradient: bytes per element of the gradient."""
-    of_weight = gradient
+    """Return the moment when the embedding's gradient is there. gradient: bytes per element of the gradient.
+
+    A tied embedding has three then: the head's, its own, and autograd's sum of them, which is a new tensor (in a trace
+    of torch 2.13, `aten::add`, not `add_`). They are as large as the sum and the float32 buffer that it is reduced
+    from, which comes later.
+    """
+    of_weight = gradient * (3 if rank.model.tied_embeddings and stage.last else 1)
     if rank.software.fsdp and rank.parallel.pp == 1 and not rank.reduces_sums:  # which are reduced when others are gone
-        of_weight += rank.software.gradients
+        of_weight = max(of_weight, gradient + rank.software.gradients)
     gathered = rank.per_use * rank.root
     gradients = 0.0
     if rank.reduces_in_only_backward:
