@@ -3,9 +3,10 @@
     python recipes/generate.py RUN [--generate.prompt="…"] [--generate.prompts_file=FILE] [--generate.output=FILE.jsonl]
 
 RUN is a run folder, its config.toml or a step folder in it, or a model of Hugging Face: a folder or ORG/NAME. Of a run
-the newest checkpoint that verifies is used, unless another is named. generate.prompts_file has more prompts, one per
-line. With generate.chat, which recipes/finetune.py sets, each prompt is a user's message; without one the lines of the
-standard input are the user's messages of one conversation; without generate.history each begins one.
+the newest checkpoint that verifies is used, unless another is named. generate.prompts_file has a prompt in each line,
+in the place of generate.prompt. With generate.chat, which recipes/finetune.py sets, each prompt is a user's message;
+without one the lines of the standard input are the user's messages of one conversation; without generate.history each
+begins one.
 """
 
 import sys

@@ -198,7 +198,10 @@ def _refuse_differences(
             lines.append(f"{key}: torch.{saved[key].dtype} in the checkpoint, {dtype} here")
     if lines:
         text = "\n  ".join(sorted(lines)[:LISTED] + ["..."] * (len(lines) > LISTED))
-        raise CheckpointError(f"{stored.folder} is of another model or optimizer; use its config:\n  {text}")
+        raise CheckpointError(
+            f"{stored.folder} is of another model or optimizer; use its config, or begin a new run.folder from its "
+            f"weights alone by checkpoint.initial:\n  {text}"
+        )
 
 
 class _ByteLimit:

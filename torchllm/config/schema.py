@@ -743,7 +743,7 @@ class Generate:
     prompt: str = ""
     """text to continue"""
     prompts_file: FilePath = ""
-    """file with more of them, one in each line that is not empty"""
+    """file with prompts in the place of generate.prompt, one in each line that is not empty"""
     samples: Count = 1
     """texts to write for each prompt"""
     output: FilePath = ""

@@ -15,7 +15,8 @@ def test_a_line_is_a_prompt(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_bytes("\ufeffdéf\r\n\r\n  two words\n \t\npage\fbreak\u2028line\x85\n".encode())
     settings = Generate(prompt="first", prompts_file=str(file))
-    assert read_prompts(settings) == ["first", "déf", "  two words", "page\fbreak\u2028line\x85"]
+    assert read_prompts(settings) == ["déf", "  two words", "page\fbreak\u2028line\x85"]
+    assert read_prompts(Generate(prompt="first")) == ["first"]
     assert read_prompts(Generate()) == []
 
 

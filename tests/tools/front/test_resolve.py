@@ -17,7 +17,7 @@ from torchllm.config import Config
 from torchllm.tools.config.checks import obstacle_to_compiled_blocks
 from torchllm.tools.front import resolve
 from torchllm.tools.front.preflight import Inspection
-from torchllm.tools.front.resolve import TUNED
+from torchllm.tools.front.resolve import TUNED, load_model
 from torchllm.tools.front.start import load_configs
 from torchllm.tools.planner.cluster import FOLDER
 from torchllm.tools.planner.search import auto
@@ -290,3 +290,14 @@ def test_a_folder_that_may_not_be_looked_into_is_one_line(
     (folder / "x.toml").touch()
     [line] = refusal(capsys, lambda: load_configs(["x.toml", "--check"]))
     assert line == "/home/other/run/metrics.jsonl: cannot be read: Permission denied"
+
+
+def test_a_chat_says_that_it_answers_the_prompt_of_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "run/checkpoints/step-00000001").mkdir(parents=True)
+    (folder / "run.toml").write_text('[run]\nfolder = "run"\n[generate]\nchat = true\nprompt = "def "\n')
+    note = 'run.toml:5: generate.prompt: "def " is the message: --generate.prompt= answers what you type'
+    load_model(["run.toml"])
+    assert note in capsys.readouterr().err
+    for words in (["--generate.prompt="], ["--generate.prompt=Who?"], ["--generate.chat=false"]):
+        load_model(["run.toml", *words])
+        assert "is the message" not in capsys.readouterr().err

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from torchllm.checkpoint.manifest import CheckpointError, read_manifest, step_folders
 from torchllm.config import Config
 from torchllm.config.errors import UserError
+from torchllm.config.toml import shown
 from torchllm.tools.config.checks import Obstacle, obstacle_to_compiled_blocks, rank_remedy
 from torchllm.tools.config.draft import Draft, parse_arguments
 from torchllm.tools.config.environment import refuse
@@ -104,11 +105,21 @@ def load_model(arguments: Sequence[str], *, inspect: "Callable[[Config], Inspect
     config = draft.config
     is_published = config.model.from_hf and not config.run.folder and config.checkpoint.resume in ("auto", "none")
     if not is_published:
+        _note_message_of_run(draft)
         return _finish_use(draft, inspect)
     if not draft.errors:
         _take_texts_of_published_model(draft)
     config = _finish_use(draft, inspect)
     return replace(config, run=replace(config.run, folder=""))
+
+
+def _note_message_of_run(draft: Draft[Config]) -> None:
+    """Note that a chat answers the prompt of the run's config, not what a user types."""
+    settings, path = draft.config.generate, ("generate", "prompt")
+    if settings.chat and settings.prompt and not settings.prompts_file and not draft.is_overridden(path):
+        draft.notes.append(
+            draft.located(path, f"{shown(settings.prompt)} is the message: --generate.prompt= answers what you type")
+        )
 
 
 def is_published_model(name: str) -> bool:
