@@ -1,4 +1,4 @@
-"""Prove that a config, or a fork, trains the same model under every layout, on this machine's CPU.
+"""Prove that a config, or a fork, trains the same model under parallel layouts, on this machine's CPU.
 
     python recipes/prove.py CONFIG.toml [--section.key=value ...]
     RECIPE=recipes/mine.py python recipes/prove.py CONFIG.toml       the model, the loss and the sections of a fork
