@@ -1,9 +1,10 @@
-"""Absolute promises of the pages: each is listed with what holds it. The commands of BENCHMARKS.md run as printed.
+"""Absolute promises of the pages are listed with the tests that hold them, and the commands of BENCHMARKS.md are valid.
 
 If `test_absolute_promises_are_listed` names your sentence, make it smaller, or add it to PROMISES with a test that
 fails when the promise is broken. Only the words of ABSOLUTE are looked for, outside of blocks of code and headings.
 """
 
+import ast
 import importlib.util
 import os
 import re
@@ -34,6 +35,7 @@ HELD_OUT = "tests/tools/prepare/test_build.py::test_the_same_text_is_in_the_same
 NO_WAIT = "tests/hollow/test_launches.py::test_a_step_never_waits_for_the_gpu"
 SENT = "tests/parallel/test_ring.py::test_bytes_sent"
 UPCYCLED = "tests/tools/hub/test_upcycle.py::test_each_expert_is_the_dense_layer_and_noise_to_the_bit"
+NEW_FOLDER = "tests/tools/hub/test_hf_writer.py::test_a_folder_appears_whole_or_not_at_all"
 REQUEUED = "tests/slurm/test_slurm.py::test_a_requeued_job_goes_on"
 
 PROMISES = {
@@ -58,12 +60,13 @@ PROMISES = {
         "is not finite is never applied": NOT_FINITE,
     },
     "docs/watch.md": {"is not finite is never applied": NOT_FINITE},
+    "recipes/export.py": {"an existing folder is never written to": NEW_FOLDER},
 }
 """page -> words of the promise -> the test that fails when it is broken"""
 
 
 def pages() -> dict[str, str]:
-    """Return what is read of each page, as one line: its prose, or the comments at the top of a config."""
+    """Return as one line what is read of a file: the prose of a page, comments of a config, the help of a recipe."""
     found = {}
     for file in [ROOT / "README.md", ROOT / "BENCHMARKS.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = file.read_text(encoding="utf-8")
@@ -73,6 +76,9 @@ def pages() -> dict[str, str]:
     for file in sorted((ROOT / "train_configs").rglob("*.toml")):
         comments = re.findall(r"#(.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
         found[str(file.relative_to(ROOT))] = " ".join(" ".join(comments).split())
+    for file in sorted((ROOT / "recipes").glob("*.py")):
+        help_text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+        found[str(file.relative_to(ROOT))] = " ".join(help_text.split())
     return found
 
 

@@ -4,7 +4,7 @@ All errors are found at once, before torch is imported, and printed on one line 
 
     train_configs/x.toml:12: parallel.tp: 3 does not divide model.heads = 8
 
-The process then exits with status 2. No value is coerced and no key is ignored.
+The process then exits with status 2. No value is coerced, and an unknown key is an error.
 
 `load_config` does it all. `torchllm.tools.front.resolve` plans the layout between its two halves: `read_draft` reads
 the files, the overrides and the environment; `refuse.finish` checks the values against each other.
@@ -35,7 +35,7 @@ def load_config(arguments: Sequence[str], schema: type[Any] = Config, *, one_dev
     """Return the checked config, with its degrees and its run folder filled in.
 
     `arguments` are `[CONFIG.toml] [--section.key=value ...] [--check] [--gpus=N] [--json] [--help]`. `schema` may add
-    sections to `Config`. `one_device` sets all degrees of [parallel] to 1: the recipe runs in one process. A recipe
+    sections to `Config`. `one_device`: the recipe runs in one process, and refuses degrees over 1. A recipe
     whose layout the planner may choose calls `torchllm.tools.front.start.load_configs`: here parallel.layout is
     "manual".
 
