@@ -35,9 +35,9 @@ def load_config(arguments: Sequence[str], schema: type[Any] = Config, *, one_dev
     """Return the checked config, with its degrees and its run folder filled in.
 
     `arguments` are `[CONFIG.toml] [--section.key=value ...] [--check] [--gpus=N] [--json] [--help]`. `schema` may add
-    sections to `Config`. `one_device`: the recipe runs in one process, and refuses degrees over 1. A recipe
-    whose layout the planner may choose calls `torchllm.tools.front.start.load_configs`: here parallel.layout is
-    "manual".
+    sections to `Config`. `one_device`: the recipe runs in one process; degrees of files become 1, and the command line
+    may set none. A recipe whose layout the planner may choose calls `torchllm.tools.front.start.load_configs`: here
+    parallel.layout is "manual".
 
     --check prints the settings of run_train.sh, as lines NPROC=, RUN_FOLDER=, SAMPLE=, START_TIMEOUT= and optionally
     RESTARTS=, STOPPED_EXIT_STATUS=, ON_EVENT=, DRY_RUN= and, if some nodes wait, TRAINING_NODES= and WAIT_REASON=. It
