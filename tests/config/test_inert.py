@@ -73,12 +73,18 @@ CONTRADICTED: dict[
     "optimizer.adjust_lr_fn": ("match_rms_adamw", {}, {"optimizer.name": "muon"}),
     "evaluate.ema": (True, {}, {"optimizer.ema_decay": 0.9}),
     "generate.ema": (True, {}, {"optimizer.ema_decay": 0.9}),
+    "optimizer.embedding_rate": (2.0, {"lora.rank": 4}, {"model.frozen": "layers.*"}),
+    "optimizer.embedding_decay": (3.0, {"optimizer.weight_decay": 0.0}, {}),
     "optimizer.head_rate": (0.5, {"model.tied_embeddings": True}, {}),
     "optimizer.head_decay": (0.0, {"model.tied_embeddings": True}, {}),
+    "optimizer.vector_rate": (0.5, {"model.frozen": ".*norm.*"}, {}),
+    "optimizer.vector_decay": (1.0, {"optimizer.weight_decay": 0.0}, {}),
     "schedule.decay_steps": (10, {"schedule.name": "linear"}, {"schedule.name": "wsd"}),
     "schedule.decay": ("1-sqrt", {"schedule.name": "linear"}, {"schedule.name": "wsd"}),
     "schedule.final_fraction": (0.0, {"schedule.name": "constant"}, {}),
     "checkpoint.keep_every": (500, {"checkpoint.keep": 0}, {"checkpoint.keep": 3}),
+    "metrics.profile_steps": ("600:603", {"training.steps": 599}, {"training.steps": 600}),
+    "generate.top_k": (7, {"generate.temperature": 0.0}, {}),
     "evaluate.tasks_interval": (500, {}, {"evaluate.tasks": ("arc_easy",)}),
     "recompute.k": (2, {"recompute.mode": "full"}, {"recompute.mode": "every_k"}),
     "lora.alpha": (32.0, {}, {"lora.rank": 8}),
@@ -103,6 +109,8 @@ WAITING: dict[str, tuple[Any, Settings, Settings]] = {
     "data.on_bad_record": ("skip", {}, {"data.sources": TEXT}),
     "data.max_bad_share": (0.5, {"data.sources": TEXT}, {"data.sources": TEXT, "data.on_bad_record": "skip"}),
     "data.max_raw_mib": (9.0, {"data.sources": SHARDS}, {"data.sources": TEXT}),
+    "model.window": (2048, {}, {"training.sequence_length": 2049}),
+    "checkpoint.keep": (9, {"checkpoint.interval": 0}, {}),
 }
 
 
@@ -116,6 +124,23 @@ def test_a_key_that_contradicts_a_choice() -> None:
         assert [idle_key.key for idle_key in contradictions(config_of({key: value, **idle}))] == [key]
         assert contradictions(config_of({key: value, **active})) == [], key
         assert contradictions(config_of(idle)) == [], key  # its default does no harm
+
+
+def test_factors_of_zero_and_of_frozen_weights() -> None:
+    """Other ways in which the keys of one row do nothing, and the nearest ways in which they do something."""
+    gpt: Settings = {"model.family": "gpt"}
+    for settings, idle in (
+        ({"model.frozen": "embed_tokens.*", "optimizer.embedding_rate": 2.0}, ["optimizer.embedding_rate"]),
+        ({"model.frozen": "embed_tokens.*", "optimizer.embedding_rate": 2.0, **gpt}, []),  # of the positions
+        ({"optimizer.embedding_rate": 0.0, "optimizer.embedding_decay": 3.0}, ["optimizer.embedding_decay"]),
+        ({"optimizer.head_rate": 0.0, "optimizer.head_decay": 3.0}, ["optimizer.head_decay"]),
+        ({"optimizer.vector_rate": 0.0, "optimizer.vector_decay": 1.0}, ["optimizer.vector_decay"]),
+        ({"optimizer.vector_rate": 0.0, "optimizer.vector_decay": 1.0, **gpt}, []),  # positions decay
+        ({"model.frozen": "layers.*norm.*", "optimizer.vector_rate": 2.0}, []),  # the last norm is trained
+        ({"model.frozen": "(", "optimizer.vector_rate": 2.0}, []),  # another error is about it
+        ({"metrics.profile_steps": "600:603", "training.steps": 5, "finetune.epochs": 2.0}, []),  # epochs decide
+    ):
+        assert [idle_key.key for idle_key in contradictions(config_of(settings))] == idle, settings
 
 
 def test_a_key_that_waits_for_another_layout() -> None:

@@ -1,15 +1,18 @@
 """The checks between keys, the degrees, and the docstrings of the settings."""
 
 from dataclasses import fields, replace
-from typing import Any
+from itertools import product
+from math import inf
+from typing import Annotated, Any
 
 import pytest
 
 from tests.config.conftest import config_of
 from torchllm.config import Config, MixtureStage, Parallel, Source, gradient_accumulation
+from torchllm.config.schema import Bound
 from torchllm.tools.config.checks import problems, resolve_degrees
 from torchllm.tools.config.help import field_docs
-from torchllm.tools.config.read import config_error
+from torchllm.tools.config.read import config_error, describe
 
 pytestmark = pytest.mark.quick
 
@@ -237,6 +240,17 @@ def test_accumulation() -> None:
     assert parallel.ranks == 16
     training = replace(Config().training, global_batch_size=64, micro_batch_size=2)
     assert gradient_accumulation(training, parallel.data_ranks) == 4
+
+
+def test_a_bound_is_described_by_its_finite_limits() -> None:
+    for over, least, most in product((-inf, 0.25), (-inf, 0.5), (inf, 8.5)):
+        text = describe(Annotated[float, Bound(at_least=least, at_most=most, over=over)])
+        assert "inf" not in text
+        assert [str(limit) in text for limit in (over, most)] == [over > -inf, most < inf], text
+        assert (str(least) in text) == (least > -inf and over == -inf), text
+    assert describe(Annotated[float, Bound(over=0.0, at_most=1.0)]) == "a number over 0 and not over 1"
+    assert describe(Annotated[int, Bound(at_most=7)]) == "a whole number of at most 7"
+    assert describe(Annotated[float, Bound(at_least=0.0, at_most=0.5)]) == "a number from 0.0 to 0.5"
 
 
 def test_every_key_has_a_docstring() -> None:

@@ -326,3 +326,63 @@ def test_a_recipe_that_uses_weights_wants_a_checkpoint(folder: Path, capsys: pyt
     shutil.rmtree(named)
     (line,) = refusal(capsys, lambda: load_run([*arguments, f"--checkpoint.resume={named}"], one_device=True))
     assert line == f"--checkpoint.resume: {named}: there is no such checkpoint folder"
+
+
+FLOAT8 = ["--float8.recipe=rowwise", "--training.dtype=bfloat16"]
+FLASH = ["--model.attention=flash", "--training.dtype=bfloat16"]
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, gpus: int, *packages: str) -> None:
+    """Give this process a number of GPUs, and none of these packages."""
+    monkeypatch.setattr(preflight, "count_gpus", lambda: gpus)
+    monkeypatch.setattr("torchllm.tools.front.resolve.count_gpus", lambda: 0)  # nothing is compiled
+    found = preflight.find_spec
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None if name in packages else found(name))
+
+
+def test_what_the_machine_lacks_is_refused_before_torch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for gpus, words, line in (
+        (0, ["--run.device=cuda"], '--run.device: is "cuda", but no driver shows this process a GPU'),
+        (0, FLASH, '--model.attention: "flash" needs a GPU, and this is a CPU: use "sdpa" or "eager"'),
+        (8, [*FLASH, "--run.device=cpu"], '--model.attention: "flash" needs a GPU, and this is a CPU'),
+        (8, FLASH, '--model.attention: "flash" needs the package flash-attn: install the extra'),
+        (
+            0,
+            ["--model.attention=flex"],
+            '--model.attention: "flex" needs a GPU, and this is a CPU: use "sdpa" or "eager"',
+        ),
+        (0, FLOAT8, "--float8.recipe: needs the package torchao: install the extra"),
+        (8, FLOAT8, "--float8.recipe: needs the package torchao: install the extra"),
+    ):
+        with monkeypatch.context() as patched:
+            hide(patched, gpus, "torchao", "flash_attn", "flash_attn_interface")
+            (refused,) = refusal(capsys, lambda: load_configs([str(ROOT / DEBUG), *words, "--check"]))  # noqa: B023
+        assert refused.startswith(line), words
+    monkeypatch.setattr(preflight, "find_spec", lambda name: name)  # every package is installed
+    (refused,) = refusal(capsys, lambda: load_configs([str(ROOT / DEBUG), FLOAT8[0], "--check"]))
+    assert "training.dtype: auto is float32 on a CPU, and float8 rounds bfloat16: set it to bfloat16" in refused
+    unchecked(FLOAT8, capsys)
+
+
+def unchecked(words: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Return the lines about facts that a check, which must succeed, leaves open."""
+    with pytest.raises(SystemExit) as ended:
+        load_configs([str(ROOT / DEBUG), *words, "--check"])
+    assert ended.value.code == 0, words
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("not checked: ")]
+
+
+def test_what_only_torch_knows_is_not_unchecked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unknown = "whether torch has kernels for the GPUs of the run"
+    hide(monkeypatch, 0, "torchao", "flash_attn", "flash_attn_interface")
+    assert unchecked(["--run.device=cuda", *FLOAT8, "--gpus=2"], capsys) == [
+        f"not checked: run.device, float8.recipe: {unknown}"
+    ]
+    assert unchecked([*FLASH, "--gpus=2"], capsys) == [f"not checked: model.attention: {unknown}"]
+    assert unchecked(["--gpus=2"], capsys) == []
+    hide(monkeypatch, 8)
+    assert unchecked(["--model.attention=flex"], capsys) == [f"not checked: model.attention: {unknown}"]

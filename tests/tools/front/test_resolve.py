@@ -125,11 +125,36 @@ def test_a_recipe_that_does_not_count_epochs_says_so(capsys: pytest.CaptureFixtu
         with pytest.raises(SystemExit) as ended:
             load_configs(arguments, uses_epochs=uses_epochs)
         assert ended.value.code == 0, uses_epochs
-        line = (
-            "--finetune.epochs: does nothing in this recipe, which takes training.steps: start it with "
-            "RECIPE=recipes/finetune.py"
-        )
+        line = "--finetune.epochs: does nothing in this run: it needs RECIPE=recipes/finetune.py"
         assert (line in capsys.readouterr().err) != uses_epochs, uses_epochs
+
+
+def notes_of_check(words: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Return the notes of a training that is checked, without those of debug.toml."""
+    with pytest.raises(SystemExit) as ended:
+        load_configs([str(ROOT / DEBUG), "--parallel.dp_shard=1", *words, "--check"])
+    assert ended.value.code == 0, words
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("--")]
+
+
+def test_keys_that_other_recipes_read_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    average = ["--evaluate.ema=true", "--optimizer.ema_decay=0.9"]
+    assert notes_of_check(["--export.folder=a", "--export.ema=true", "--finetune.chat_template=b"], capsys) == [
+        "--export.folder, --export.ema: do nothing in this run: they need recipes/export.py, after the training; "
+        "--finetune.chat_template: does nothing in this run: it needs RECIPE=recipes/finetune.py"
+    ]
+    assert notes_of_check([*average, "--evaluate.interval=0"], capsys) == [
+        "--evaluate.ema: does nothing in this run: it needs evaluate.interval or evaluate.tasks_interval over 0, or "
+        "recipes/evaluate.py"
+    ]
+    assert notes_of_check(average, capsys) == []
+
+
+def test_a_chunk_of_all_tokens_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert notes_of_check(["--training.loss_chunk=255"], capsys) == []  # of 2 x 128 tokens
+    assert notes_of_check(["--training.loss_chunk=256"], capsys) == [
+        "--training.loss_chunk: 256 is not under the 256 tokens of a micro batch, so it divides nothing"
+    ]
 
 
 def test_steps_of_the_command_line_come_before_epochs_of_a_file(
@@ -283,7 +308,7 @@ def test_the_data_that_a_plan_writes_is_said_to_stand_in(
 def test_a_folder_that_may_not_be_looked_into_is_one_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def inspect(config: Config, wrong: Collection[str]) -> Inspection:
+    def inspect(config: Config, wrong: Collection[str], is_elsewhere: bool) -> Inspection:
         raise PermissionError(errno.EACCES, "Permission denied", "/home/other/run/metrics.jsonl")
 
     monkeypatch.setattr("torchllm.tools.front.preflight.inspect_training", inspect)

@@ -4,8 +4,10 @@ A key has no effect when its value is not the default and a key that it needs is
 contradicts a choice in the same file (momentum with AdamW). If it only depends on the layout (virtual stages without a
 pipeline), one line is printed and the run goes on, so that one file serves a sweep over layouts.
 
-Not in the tables are `evaluate.sequences`, `evaluate.tasks`, [finetune] and the other keys of [generate] and [export],
-which evaluate.py, generate.py, finetune.py and export.py read from the same file; `data.cache`, which also holds what
+Keys that only other recipes read from the same file are one line as well (`OTHER_RECIPES`).
+
+Not in the tables are `evaluate.sequences` and the other keys of [generate], which evaluate.py and generate.py read from
+the config.toml of the run; `cluster.name`, which describes the machines; `data.cache`, which also holds what
 parallel.layout = "tune" measured; the weight of a single source, which is all of the mixture; and `run.lower_ranks`,
 which a resolved file keeps although it has no degree of -1 left.
 """
@@ -16,7 +18,8 @@ import shlex
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from contextlib import suppress
+from dataclasses import asdict, fields, replace
 from typing import Any, NamedTuple
 
 from torchllm.config.schema import (
@@ -26,6 +29,8 @@ from torchllm.config.schema import (
     SCHEDULES,
     Config,
     Data,
+    Export,
+    Finetune,
     Float8,
     Generate,
     Model,
@@ -685,8 +690,35 @@ def _keeps_average(config: Config) -> bool:
     return config.optimizer.ema_decay > 0
 
 
-def _has_own_head(config: Config) -> bool:
-    return not config.model.tied_embeddings
+def _trains(*roles: str, decays: bool = False) -> Callable[[Config], bool]:
+    """Return whether a config trains parameters with one of these roles. decays: and whether their weights decay."""
+
+    def is_met(config: Config) -> bool:
+        from torchllm.facts.frozen import is_trained  # of no use to other runs
+        from torchllm.facts.parameters import rule_of
+        from torchllm.facts.shapes import parameter_shapes
+
+        optimizer = config.optimizer
+        rates = {"head": optimizer.head_rate, "vector": optimizer.vector_rate}
+        rates |= dict.fromkeys(("embedding", "position"), optimizer.embedding_rate)
+        wanted = [role for role in roles if not decays or optimizer.weight_decay * rates[role] > 0]
+        model = config.model if config.model.frozen else replace(config.model, layers=1)
+        with suppress(re.error):  # another message is about it
+            trained = (name for name in parameter_shapes(model) if is_trained(name, model, config.trained))
+            return any(rule_of(name).role in wanted for name in trained)
+        return True
+
+    return is_met
+
+
+def _evaluates_tasks(config: Config) -> bool:
+    return config.evaluate.tasks_interval > 0
+
+
+def _profiles_a_step(config: Config) -> bool:
+    """Whether the first profiled step may be one of the run's, whose length finetune.epochs may decide."""
+    first = re.match(r"\d+", config.metrics.profile_steps)
+    return first is None or int(first[0]) <= config.training.steps or config.finetune.epochs > 0
 
 
 def _has_rank_file(config: Config) -> bool:
@@ -738,10 +770,15 @@ EXPERTS = "model.experts over 0"
 ADAMW = 'optimizer.name = "adamw" or "muon"'
 AVERAGE = "optimizer.ema_decay over 0"
 OWN_HEAD = "model.tied_embeddings = false"
+FREE = "that neither model.frozen nor lora.rank freezes"
+DECAY = "optimizer.weight_decay and a learning rate over 0"
 ROTARY = 'rotary positions, which model.family = "llama" has'
 SCALED = "model.rope_scaling_factor over 1"
 LLAMA3 = f'{SCALED} and model.rope_scaling = "llama3"'
 YARN = f'{SCALED} and model.rope_scaling = "yarn"'
+LONGER_TEXT = "a longer training.sequence_length or model.max_sequence_length"
+CHECKPOINTS = "checkpoint.interval over 0, or saves on request"
+EXPORT = "recipes/export.py, after the training"
 PIPELINE = "parallel.pp over 1"
 SHARDED = "parallel.dp_shard x cp over 1 and parallel.zero_stage over 0"
 
@@ -816,8 +853,12 @@ CONTRADICTIONS = (
     Condition("optimizer.adjust_lr_fn", lambda config: config.optimizer.name == "muon", 'optimizer.name = "muon"'),
     Condition("evaluate.ema", _keeps_average, AVERAGE),
     Condition("generate.ema", _keeps_average, AVERAGE),
-    Condition("optimizer.head_rate", _has_own_head, OWN_HEAD),
-    Condition("optimizer.head_decay", _has_own_head, OWN_HEAD),
+    Condition("optimizer.embedding_rate", _trains("embedding", "position"), f"embeddings {FREE}"),
+    Condition("optimizer.embedding_decay", _trains("embedding", decays=True), f"{DECAY}, and embeddings {FREE}"),
+    Condition("optimizer.head_rate", _trains("head"), f"{OWN_HEAD}, and a head {FREE}"),
+    Condition("optimizer.head_decay", _trains("head", decays=True), f"{OWN_HEAD}, {DECAY}, and a head {FREE}"),
+    Condition("optimizer.vector_rate", _trains("vector"), f"vectors {FREE}"),
+    Condition("optimizer.vector_decay", _trains("vector", "position", decays=True), f"{DECAY}, and vectors {FREE}"),
     Condition("schedule.decay_steps", lambda config: config.schedule.name == "wsd", 'schedule.name = "wsd"'),
     Condition("schedule.decay", lambda config: config.schedule.name == "wsd", 'schedule.name = "wsd"'),
     Condition(
@@ -830,6 +871,8 @@ CONTRADICTIONS = (
         lambda config: config.checkpoint.keep > 0 and config.checkpoint.interval > 0,
         "checkpoint.keep and checkpoint.interval over 0",
     ),
+    Condition("metrics.profile_steps", _profiles_a_step, "a first step that is not over training.steps"),
+    Condition("generate.top_k", lambda config: config.generate.temperature > 0, "generate.temperature over 0"),
     Condition("evaluate.tasks_interval", lambda config: len(config.evaluate.tasks) > 0, "evaluate.tasks"),
     Condition(
         "recompute.k",
@@ -882,8 +925,24 @@ IDLE = (
         'data.on_bad_record = "skip" and a source of your own raw text',
     ),
     Condition("data.max_raw_mib", _reads_raw_text, "a source of raw text"),
+    # A published model may be trained on sequences within its window, which is for longer texts.
+    Condition("model.window", lambda config: config.longest_text > config.model.window, LONGER_TEXT),
+    Condition("checkpoint.keep", lambda config: config.checkpoint.interval > 0, CHECKPOINTS),
 )
-"""keys that need a layout or a source that this run does not have: a printed line"""
+"""keys that need a layout, a source or a length that this run does not have: a printed line"""
+
+OTHER_RECIPES = (
+    Condition(
+        "evaluate.ema",
+        lambda config: config.evaluate.interval > 0 or _evaluates_tasks(config),
+        "evaluate.interval or evaluate.tasks_interval over 0, or recipes/evaluate.py",
+    ),
+    Condition("evaluate.tasks", _evaluates_tasks, "evaluate.tasks_interval over 0, or recipes/evaluate.py"),
+    *(Condition(f"export.{key.name}", lambda _: False, EXPORT) for key in fields(Export) if key.name != "dtype"),
+    Condition("export.dtype", _evaluates_tasks, f"evaluate.tasks_interval over 0, or {EXPORT}"),
+    *(Condition(f"finetune.{key.name}", lambda _: False, "RECIPE=recipes/finetune.py") for key in fields(Finetune)),
+)
+"""keys that a recipe which trains does not read, or not in every run: a printed line"""
 
 
 def contradictions(config: Config) -> list[IdleKey]:
@@ -908,6 +967,12 @@ def describe_idle_keys(found: Sequence[IdleKey], located: Callable[[str], str]) 
 def idle_keys(config: Config) -> list[IdleKey]:
     """Return the keys that have no effect in this layout. No degree may be -1."""
     return list(_unmet(config, IDLE))
+
+
+def keys_of_other_recipes(config: Config, is_finetuning: bool) -> list[IdleKey]:
+    """Return the keys that have no effect in a training, by recipes/finetune.py or another recipe."""
+    found = _unmet(config, OTHER_RECIPES)
+    return [idle_key for idle_key in found if not (is_finetuning and idle_key.key.startswith("finetune."))]
 
 
 def _unmet(config: Config, needs: Iterable[Condition]) -> Iterator[IdleKey]:

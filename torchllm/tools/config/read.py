@@ -184,10 +184,12 @@ def describe(annotated: Any) -> str:
         return "a table"
     if kind not in _WORDS:
         raise TypeError(f"a config field cannot be {annotated!r}: see torchllm/tools/config/read.py")
-    if bound.at_most < math.inf:
-        return f"{_WORDS[kind]} from {bound.at_least} to {bound.at_most}"
     if bound.over > -math.inf:
-        return f"{_WORDS[kind]} over {bound.over:g}"
+        most = f" and not over {bound.at_most:g}" if bound.at_most < math.inf else ""
+        return f"{_WORDS[kind]} over {bound.over:g}{most}"
+    if bound.at_most < math.inf:
+        limits = f"from {bound.at_least} to" if bound.at_least > -math.inf else "of at most"
+        return f"{_WORDS[kind]} {limits} {bound.at_most}"
     if bound.at_least > -math.inf:
         return f"{_WORDS[kind]} of at least {bound.at_least:g}"
     return _WORDS[kind]

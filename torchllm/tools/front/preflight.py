@@ -21,6 +21,7 @@ from torchllm.config.schema import IN_PLACE_KINDS
 from torchllm.data.cache_root import cache_root
 from torchllm.data.error import DataError
 from torchllm.tools.config.read import ConfigError, config_error
+from torchllm.tools.launch.compiler import count_gpus
 
 if TYPE_CHECKING:
     from torchllm.checkpoint.index import TensorEntry
@@ -55,8 +56,11 @@ class Inspection:
         self.problems.append(config_error(key, message))
 
 
-def inspect_training(config: Config, wrong: Collection[str] = ()) -> Inspection:
-    """Look at everything that a training run needs, but for parts that depend on keys with a wrong value."""
+def inspect_training(config: Config, wrong: Collection[str] = (), *, is_elsewhere: bool = False) -> Inspection:
+    """Look at everything that a training run needs, but for parts that depend on keys with a wrong value.
+
+    is_elsewhere: the run is for another machine, whose GPUs and packages are unknown.
+    """
     inspection = Inspection()
     sections = {key.partition(".")[0] for key in wrong}
     if "run" not in sections:
@@ -67,6 +71,8 @@ def inspect_training(config: Config, wrong: Collection[str] = ()) -> Inspection:
         _inspect_named_checkpoint(config, inspection)
     if not wrong:
         _inspect_initial_checkpoint(config, inspection)
+    if not sections & {"run", "model", "training", "float8"}:
+        _inspect_kernels(config, inspection, trains=True, is_elsewhere=is_elsewhere)
     _DataInspector(config, inspection, wrong).inspect()
     if config.generate.after_training and config.generate.prompts_file and "generate" not in sections:
         _inspect_prompts(config, inspection)
@@ -93,6 +99,7 @@ def inspect_used_model(config: Config) -> Inspection:
 def inspect_generation(config: Config) -> Inspection:
     """Check the inputs of recipes/generate.py: besides weights and tokenizer the prompts, and a new file for texts."""
     inspection = inspect_used_model(config)
+    _inspect_kernels(config, inspection, trains=False)
     _inspect_processes(inspection)
     _inspect_prompts(config, inspection)
     output = config.generate.output
@@ -101,6 +108,34 @@ def inspect_generation(config: Config) -> Inspection:
     elif output and (reason := why_unwritable(Path(output).absolute().parent)):
         inspection.report("generate.output", f"{output!r} cannot be written: {reason}")
     return inspection
+
+
+def _inspect_kernels(config: Config, inspection: Inspection, trains: bool, is_elsewhere: bool = False) -> None:
+    """Check that the device and the packages are here that the config names; only torch knows its kernels for a GPU.
+
+    trains: with a backward pass. is_elsewhere: as in `inspect_training`.
+    """
+    attention, device, float8 = config.model.attention, config.run.device, trains and config.float8.is_on
+    asked = {"run.device": device == "cuda", "model.attention": attention in ("flash", "flex"), "float8.recipe": float8}
+    if not any(asked.values()):
+        return
+    is_cpu = device == "cpu" or (not is_elsewhere and count_gpus() == 0)
+    if is_cpu and device == "cuda":
+        inspection.report("run.device", 'is "cuda", but no driver shows this process a GPU: use "auto" or "cpu"')
+    elif is_cpu and (attention == "flash" or (attention == "flex" and trains)):
+        inspection.report("model.attention", f'"{attention}" needs a GPU, and this is a CPU: use "sdpa" or "eager"')
+    elif attention == "flash" and not (is_elsewhere or find_spec("flash_attn") or find_spec("flash_attn_interface")):
+        advice = "install the extra (pip install -e '.[flash]', which compiles it), or use \"sdpa\""
+        inspection.report("model.attention", f'"flash" needs the package flash-attn: {advice}')
+    if float8 and not (is_elsewhere or find_spec("torchao")):
+        advice = "install the extra (pip install -e '.[float8]'), or set it to none"
+        inspection.report("float8.recipe", f"needs the package torchao: {advice}")
+    if float8 and is_cpu and config.training.dtype == "auto":
+        advice = "set it to bfloat16 (a CPU emulates float8, slowly), or float8.recipe to none"
+        inspection.report("training.dtype", f"auto is float32 on a CPU, and float8 rounds bfloat16: {advice}")
+    if not is_cpu:
+        keys = ", ".join(key for key, is_asked in asked.items() if is_asked)
+        inspection.unchecked.append(f"{keys}: whether torch has kernels for the GPUs of the run")
 
 
 def _inspect_processes(inspection: Inspection) -> None:
@@ -145,6 +180,7 @@ def inspect_export(config: Config) -> Inspection:
 def inspect_evaluation(config: Config) -> Inspection:
     """Check the inputs of an evaluation: checkpoint and tokenizer; for tasks also harness and export."""
     inspection = inspect_used_model(config)
+    _inspect_kernels(config, inspection, trains=False)
     if not config.evaluate.tasks:
         return inspection
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:

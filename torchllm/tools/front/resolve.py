@@ -22,7 +22,13 @@ from torchllm.checkpoint.manifest import CheckpointError, read_manifest, step_fo
 from torchllm.config import Config
 from torchllm.config.errors import UserError
 from torchllm.config.toml import shown
-from torchllm.tools.config.checks import Obstacle, obstacle_to_compiled_blocks, rank_remedy
+from torchllm.tools.config.checks import (
+    Obstacle,
+    describe_idle_keys,
+    keys_of_other_recipes,
+    obstacle_to_compiled_blocks,
+    rank_remedy,
+)
 from torchllm.tools.config.draft import Draft, parse_arguments
 from torchllm.tools.config.environment import refuse
 from torchllm.tools.config.load import read_draft
@@ -55,10 +61,10 @@ def read_configs(arguments: Sequence[str], schema: type[C], uses_epochs: bool) -
     if not draft.errors:
         check_export(draft)
         _note_longer_sequences(draft)
+        _note_single_chunk(draft)
     if uses_epochs:
         _choose_length(draft)
-    else:
-        _note_unused_epochs(draft)
+    _note_keys_of_other_recipes(draft, uses_epochs)
     _note_unprinted_sample(draft)
     _note_data_of_a_plan(draft)
     _note_unused_amd_driver(draft)
@@ -66,7 +72,8 @@ def read_configs(arguments: Sequence[str], schema: type[C], uses_epochs: bool) -
     if not is_rank_of_launcher(draft) and not draft.config.run.dry_run and draft.layer.is_complete:
         from torchllm.tools.front.preflight import inspect_training  # of no use to ranks
 
-        _inspect(partial(inspect_training, wrong=draft.wrong), draft)
+        is_elsewhere = draft.arguments.gpus is not None
+        _inspect(partial(inspect_training, wrong=draft.wrong, is_elsewhere=is_elsewhere), draft)
     config = finish(draft, alternatives)
     return [config, *(replace(alternative, run=config.run) for alternative in alternatives)]
 
@@ -331,6 +338,15 @@ def _note_longer_sequences(draft: Draft[Any]) -> None:
         draft.notes.append(draft.located(("training", "sequence_length"), message))
 
 
+def _note_single_chunk(draft: Draft[Any]) -> None:
+    """Note that training.loss_chunk does not divide the tokens of a micro batch."""
+    training, path = draft.config.training, ("training", "loss_chunk")
+    tokens = training.micro_batch_size * training.sequence_length // draft.config.parallel.cp
+    if training.loss_chunk >= tokens and draft.is_asked_about(path):
+        message = f"{training.loss_chunk} is not under the {tokens} tokens of a micro batch, so it divides nothing"
+        draft.notes.append(draft.located(path, message))
+
+
 def can_compile(draft: Draft[Any]) -> bool:
     """Return whether "auto" in [compile] means true: on a GPU with a compiler. Note the part that a GPU lacks.
 
@@ -379,11 +395,12 @@ def _note_uncompiled_blocks(draft: Draft[Any]) -> None:
         draft.notes.append(f"{draft.file}: compile.block: auto is false: {obstacle.why}; to compile, {obstacle.remedy}")
 
 
-def _note_unused_epochs(draft: Draft[Any]) -> None:
-    """Note that the recipe does not train for the epochs that somebody has chosen."""
-    if draft.config.finetune.epochs:
-        message = "does nothing in this recipe, which takes training.steps: start it with RECIPE=recipes/finetune.py"
-        draft.notes.append(draft.located(("finetune", "epochs"), message))
+def _note_keys_of_other_recipes(draft: Draft[Any], is_finetuning: bool) -> None:
+    """Note, on one line, the keys that a training of this recipe does not read."""
+    idle = keys_of_other_recipes(draft.config, is_finetuning)
+    found = [idle_key for idle_key in idle if draft.is_asked_about(tuple(idle_key.key.split(".")))]
+    if found and not draft.config.run.dry_run:
+        draft.notes.append(describe_idle_keys(found, lambda key: draft.place(tuple(key.split(".")))))
 
 
 def _choose_length(draft: Draft[Any]) -> None:
