@@ -139,3 +139,14 @@ def test_a_model_that_is_not_supported_is_refused(folder: Path, capsys: pytest.C
     (folder / "config.json").write_text('{"model_type": "gemma2"}')
     assert "config.json: model_type: 'gemma2' has softcapped scores" in refused(capsys, "model", str(folder))
     assert refused(capsys, "model") == "torchllm: usage: torchllm model FOLDER_OR_HUB_ID\n"
+
+
+def test_convert_has_a_help_and_takes_the_gpus_as_plan_does(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["convert", "--help"])
+    assert exit.value.code == 0
+    assert "--gpus N" in capsys.readouterr().out
+    (folder / "args.json").write_text('{"per_device_train_batch_size": 2}')
+    cli.main(["convert", "args.json", "--gpus", "64"])
+    assert "global_batch_size = 128" in capsys.readouterr().out
+    assert "not a whole number of at least 1: 0" in refused(capsys, "convert", "args.json", "--gpus=0")

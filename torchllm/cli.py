@@ -3,6 +3,7 @@
 It only finds files and starts them, so every option is one of run_train.sh or of the recipe.
 """
 
+import argparse
 import difflib
 import os
 import shutil
@@ -176,13 +177,17 @@ def model_toml(arguments: Sequence[str]) -> str:
 def our_config(arguments: Sequence[str]) -> str:
     """Return our TOML for a config of another program."""
     from torchllm.tools.front.convert import converted_config
+    from torchllm.tools.planner.search.size import whole_number
 
-    files = [word for word in arguments if not word.startswith("-")]
-    gpus = [word.removeprefix("--gpus=") for word in arguments if word.startswith("--gpus=")]
-    if len(files) != 1 or len(files) + len(gpus) != len(arguments) or not all(map(str.isdecimal, gpus)):
-        exit_refused("usage: torchllm convert FILE [--gpus=N]")
+    parser = argparse.ArgumentParser(
+        prog="torchllm convert",
+        description="Print our TOML for a config of another program (docs/coming_from.md).",
+    )
+    parser.add_argument("file", metavar="FILE", help="a file, or FILE.py:NAME for one function of a Python file")
+    parser.add_argument("--gpus", type=whole_number, default=0, metavar="N", help="number of GPUs")
+    options = parser.parse_args(arguments)
     try:
-        return converted_config(files[0], gpus=int(gpus[-1]) if gpus else 0)
+        return converted_config(options.file, options.gpus)
     except UserError as error:
         exit_refused(f"convert: {error}")
 

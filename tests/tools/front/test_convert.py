@@ -150,7 +150,7 @@ def test_flavors_of_torchtitan_pass_our_check_or_say_what_is_missing_first(
         with pytest.raises(SystemExit):
             load_config([_write(tmp_path, "ours.toml", _filled_in(text)), "--run.folder=run"])
         (error,) = capsys.readouterr().err.splitlines()
-        assert error.endswith("/SET: no such file")
+        assert error.endswith('ours.toml:4: base: is still "SET", a value to fill in: it must be the name of a file')
 
 
 def test_what_our_check_refuses_is_set_or_said_first(
@@ -192,9 +192,41 @@ def test_saves_that_are_off_by_their_default_say_so(tmp_path: Path) -> None:
         assert _values(text)["checkpoint.interval"] == 700, key
 
 
+FLOAT8 = {"converters": ["float8"]}
+
+
+def test_options_of_float8_are_read_under_both_names_and_change_nothing_where_it_is_off(tmp_path: Path) -> None:
+    options = {"recipe_name": "rowwise", "filter_fqns": ["wq"], "emulate": True}
+    for name in ("float8", "quantize.linear.float8", "quantize.grouped_mm.float8"):
+        sections = {"float8": options} if name == "float8" else {"quantize": {"linear": {"float8": options}}}
+        text = _titan(tmp_path, "llama3", "8B", model={"converters": [name]}, **sections)
+        is_on = "grouped_mm" not in name
+        assert _values(text).get("float8.recipe") == ("rowwise" if is_on else None), name
+        for option in ("filter_fqns", "emulate"):
+            assert (text.index(f"float8.{option}") < text.index("# Does not change the training")) == is_on, name
+        assert "no key here is known" not in text, name
+
+
+def test_defaults_of_torchtitan_that_differ_are_written_out(tmp_path: Path) -> None:
+    values = _values(_titan(tmp_path, "llama3", "8B"))
+    assert (values["compile.block"], values["compile.loss"], values["optimizer.vector_decay"]) == (False, False, 1.0)
+    assert (values["recompute.mode"], values["recompute.k"]) == ("every_k", 2)
+    values = _values(_titan(tmp_path, "llama3", "8B", compile={"enable": True}, optimizer={"param_groups": [1]}))
+    assert (values["compile.block"], values["compile.loss"]) == (True, True)
+    assert "optimizer.vector_decay" not in values  # each group has its own decay
+    values = _values(_titan(tmp_path, "llama3", "8B", compile={"enable": True, "components": ["loss"]}))
+    assert (values["compile.block"], values["compile.loss"]) == (False, True)
+
+
+def test_a_wrong_value_that_no_training_reads_is_a_comment(tmp_path: Path) -> None:
+    text = _titan(tmp_path, "llama3", "8B", checkpoint={"export_dtype": "float16"})
+    assert "# Still to be SET: data.tokenizer, data.sources\n" in text
+    assert '#   checkpoint.export_dtype = "float16": export.dtype must be one of' in text
+
+
 def test_remarks_that_change_the_training_come_first(tmp_path: Path) -> None:
     keys = {"description": "half of a character: \ud800", "custom\nimport": 1}
-    text = _titan(tmp_path, "deepseek_v3", "16B", job=keys, float8={"filter_fqns": ["output"]})
+    text = _titan(tmp_path, "deepseek_v3", "16B", job=keys, float8={"filter_fqns": ["wq"]}, model=FLOAT8)
     places = [text.index(word) for word in ("latent attention", "custom?import", "float8.filter_fqns", "job.desc")]
     assert places == sorted(places)
     assert text.index("# Does not change the training") < places[-1]
@@ -213,6 +245,7 @@ def llama3_8b():
         optimizer=OptimizersContainer.Config(lr=3e-4),
         training=TrainingConfig(local_batch_size=1, global_batch_size=64, seq_len=8192, steps=1000),
         validator=Validator.Config(enable=True, freq=500),
+        activation_checkpoint=None,
     )
 def llama3_70b():
     spec = model_registry("70B", converters=[Float8LinearConverter.Config()])
@@ -233,11 +266,12 @@ def llama3_70b_long():
     values = _values(converted_config(f"{file}:llama3_8b"))
     assert values["base"] == "models/llama3_8b.toml"
     assert (values["training.global_batch_size"], values["evaluate.interval"]) == (64, 500)
+    assert values["recompute.mode"] == "none"
     values = _values(converted_config(f"{file}:llama3_70b_long", gpus=32))
     assert values["base"] == "models/llama3_70b.toml"
     assert (values["training.sequence_length"], values["training.micro_batch_size"]) == (4096, 2)
     assert values["training.global_batch_size"] == 2 * 3 * 32 // 4  # three micro batches in a pipeline of 4
-    assert (values["recompute.mode"], values["float8.recipe"]) == ("full", "tensorwise")
+    assert (values["recompute.mode"], values["float8.recipe"]) == ("full", "rowwise")  # the default of that class
     assert values["data.sources"] == [{"kind": "hub", "path": "allenai/c4", "subset": "en"}]
     with pytest.raises(UserError, match="there are: llama3_8b, llama3_70b, llama3_70b_long"):
         converted_config(file)
@@ -297,6 +331,20 @@ def test_training_arguments_of_transformers(tmp_path: Path) -> None:
     unknown_gpus = converted_config(file)
     assert "global_batch_size is 32 times the number of data-parallel ranks: give --gpus=N" in unknown_gpus
     assert 'global_batch_size = "SET"' in unknown_gpus
+
+
+def test_arguments_of_transformers_that_change_nothing_are_not_said_to(tmp_path: Path) -> None:
+    theirs = {"max_steps": 9, "learning_rate": 1e-3, "warmup_ratio": 0.0, "warmup_steps": 3, "num_train_epochs": 3.0}
+    theirs |= {"report_to": ["wandb"], "ddp_timeout": 60, "use_cpu": True, "lr_scheduler_type": "cosine_with_min_lr"}
+    theirs |= {"logging_strategy": "steps", "save_strategy": "steps", "do_train": True, "run_name": "mine"}
+    for least in ({"min_lr_rate": 0.2}, {"min_lr": 2e-4}):
+        text = converted_config(_write(tmp_path, "args.json", json.dumps(theirs | {"lr_scheduler_kwargs": least})))
+        values = _values(text)
+        assert (values["schedule.name"], values["schedule.final_fraction"]) == ("cosine", 0.2), least
+    assert "warmup_steps = 3  # warmup_steps = 3\n" in text
+    assert (values["metrics.wandb"], values["run.timeout"], values["run.device"]) == ("huggingface", 60, "cpu")
+    remarks = text.partition("# May change the training")[2].partition("# Does not change the training")[0]
+    assert not remarks
 
 
 def test_a_setting_of_several_keys(tmp_path: Path) -> None:
@@ -386,7 +434,7 @@ def test_defaults_of_ours_decide_neither_model_nor_batch_nor_steps(
     with pytest.raises(SystemExit):
         load_config([ours])
     errors = capsys.readouterr().err
-    for key in ("/SET: no such file", "training.sequence_length", "training.global_batch_size", "training.steps"):
+    for key in ('base: is still "SET"', "training.sequence_length", "training.global_batch_size", "training.steps"):
         assert key in errors
     data = tomllib.loads(Path(ours).read_text())["data"]
     assert (data["tokenizer"], data["sources"]) == ("SET", [{"kind": "text", "path": "SET"}])  # no such files
@@ -436,9 +484,13 @@ optimizer:
   init_args:
     lr: 4e-4
     betas: [0.9, 0.98]
+    weight_decay: 0.1
+logger_name: wandb
 """
     values = _values(converted_config(_write(tmp_path, "pretrain.yaml", theirs)))
     assert values["optimizer.learning_rate"] == 4e-4  # a string in YAML
+    assert values["optimizer.vector_decay"] == 1.0  # it decays all parameters
+    assert values["metrics.wandb"] == "litgpt"
     assert (values["optimizer.name"], values["optimizer.beta2"]) == ("adamw", 0.98)
     assert values["training.steps"] == 2862  # 3e9 / (512 x 2,048), rounded up
     assert values["schedule.final_fraction"] == pytest.approx(0.1)
@@ -481,3 +533,7 @@ def test_an_unknown_key_of_another_program_is_translated() -> None:
     assert messages["training.lr"].endswith("Megatron-LM's lr is optimizer.learning_rate")
     assert messages["model.flavor"].endswith("is base")
     assert foreign_hint("optim", {}) == ""  # a key there, and no section
+    faults.clear()
+    read_table(Config, {"model": {"intermediate": 8, "intermediate_size": 8, "zzz": 1}}, faults)
+    assert [fault.message.rpartition(" is ")[2] for fault in faults[:2]] == ["model.ffn", "model.ffn"]
+    assert faults[2].message == "unknown key; --help lists all keys"

@@ -1,5 +1,6 @@
 """The keys of other programs: torchtitan, transformers, Megatron-LM, nanochat and litgpt (foreign_keys.toml)."""
 
+import difflib
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -24,7 +25,10 @@ class Equal(NamedTuple):
 def foreign_keys() -> dict[str, dict[str, Equal]]:
     """Return by program and key what each key of another program is here."""
     tables = tomllib.loads(Path(__file__).with_name("foreign_keys.toml").read_text(encoding="utf-8"))
-    return {program: {key: _equal(text) for key, text in table.items()} for program, table in tables.items()}
+    return {
+        program: {key: _equal(text) for keys, text in table.items() for key in keys.split()}
+        for program, table in tables.items()
+    }
 
 
 def _equal(text: str) -> Equal:
@@ -38,12 +42,14 @@ def _equal(text: str) -> Equal:
     return Equal(key, remark)
 
 
-def foreign_hint(key: str, value: Any) -> str:
+def foreign_hint(key: str, value: Any, cutoff: float = 1.0) -> str:
     """Return what another program's key is here, as a sentence; "" if no program has it.
 
-    `value` is a table if the key names a section: its keys are translated too.
+    `value` is a table if the key names a section: its keys are translated too. cutoff: how like the
+    spelling must be, 1.0 for the same.
     """
     for program, table in foreign_keys().items():
+        key = next(iter(difflib.get_close_matches(key[:100], table, n=1, cutoff=cutoff)), key)
         equal = table.get(key)
         is_section = isinstance(value, dict)
         if equal is None or (is_section and (not equal.key or "." in equal.key)):

@@ -19,6 +19,7 @@ from torchllm.config.toml import KeyPath, dotted, shown, toml_value
 
 TO_SET = "SET"
 """value in a converted config of a key that only its user can know"""
+STILL_SET = f'is still "{TO_SET}", a value to fill in: it must be'
 _WRONG = object()
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
@@ -101,6 +102,7 @@ class _TableReader:
         if not hint:
             nearest = _nearest(path, self.schema, is_table=isinstance(value, dict))
             hint = f"did you mean {dotted(nearest)}?" if nearest else foreign_hint(path[-1], value)
+            hint = hint or foreign_hint(path[-1], value, cutoff=0.8)
         self.faults.append(
             ConfigError(path, f"unknown {kind_of_key}; {hint or '--help lists all keys'}", is_unknown=True)
         )
@@ -110,7 +112,7 @@ def _scalar_problem(annotated: Any, value: Any) -> str:
     """Return the error of a scalar value; "" if it is right."""
     kind, bound = plain_type(annotated)
     if value == TO_SET and (kind is not str or path_note(annotated) is not None):
-        return f"is still {shown(value)}, a value to fill in: it must be {describe(annotated)}"
+        return f"{STILL_SET} {describe(annotated)}"
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if kind is float and is_number and not abs(value) < math.inf:
         return f"must be a finite number, not {shown(value)}"

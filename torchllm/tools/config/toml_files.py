@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from torchllm.config.toml import KeyPath, dotted, shown
 from torchllm.regular_file import read_regular
+from torchllm.tools.config.read import STILL_SET, TO_SET
 from torchllm.tools.resources import RUN_CONFIG, find_base, find_config
 
 
@@ -60,8 +61,9 @@ def read_files(file: str, errors: list[str], folder: str = "train_configs") -> L
             break
         base = layer.table.pop("base")
         named_at = f"{layer.origins[('base',)]}: "
-        if not isinstance(base, str) or not base:
-            errors.append(f"{named_at}base: must name a file, not {shown(base)}")
+        if not isinstance(base, str) or base in ("", TO_SET):
+            problem = f"{STILL_SET} the name of a file" if base == TO_SET else f"must name a file, not {shown(base)}"
+            errors.append(f"{named_at}base: {problem}")
             layers.append(_unread())
             break
         file = os.path.normpath(find_base(os.path.dirname(file), base, folder))

@@ -65,6 +65,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "parallelism.pipeline_parallel_microbatch_size": 1,
         "parallelism.tensor_parallel_degree": 1,
         "checkpoint.enable": False,
+        "optimizer.weight_decay": 0.1,
+        "activation_checkpoint.mode": "selective",
+        "compile.enable": False,
+        "compile.components": ["model", "loss"],
     },
     "huggingface": {},  # its file has every key
     "megatron": {
@@ -110,6 +114,7 @@ FORMER_NAMES = {
     "experimental.context_parallel_degree": "parallelism.context_parallel_degree",
     "experimental.pipeline_parallel_degree": "parallelism.pipeline_parallel_degree",
     "checkpoint.enable_checkpoint": "checkpoint.enable",
+    "training.compile": "compile.enable",
 }
 """Keys of older versions of torchtitan, whose values others are computed from."""
 OPTIMIZERS = dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_hf"), "adamw")
@@ -126,7 +131,7 @@ def converted_config(file: str, gpus: int = 0) -> str:
     their = read_foreign(file, gpus)
     settings, remarks = translate(their)
     add_what_is_needed(settings, remarks)
-    replace_wrong_values(settings)
+    replace_wrong_values(settings, remarks)
     drop_keys_without_effect(settings, remarks)
     return write(their, settings, remarks)
 
@@ -158,6 +163,8 @@ def read_foreign(file: str, gpus: int = 0) -> Foreign:
     program = max(known, key=lambda name: known[name])
     if not known[program]:
         raise UserError(f"{path}: has no key of {', '.join(known)}")
+    if values.get("activation_checkpoint", "") is None:  # since torchtitan 0.3
+        values["activation_checkpoint.mode"] = "none"
     return Foreign(
         program, {FORMER_NAMES.get(key, key): value for key, value in values.items() if value is not None}, gpus
     )
@@ -166,6 +173,10 @@ def read_foreign(file: str, gpus: int = 0) -> Foreign:
 # Values whose meaning or unit differs. A function returns our settings, or the reason why there are none.
 
 Computed = Callable[[Foreign], Settings | str]
+
+
+class NoEffect(str):
+    """The reason why a key changes nothing in its config: it is not a remark on the training."""
 
 
 def _batch_of_ranks(their: Foreign, per_rank: int, divided_by: int = 1) -> Settings | str:
@@ -268,11 +279,25 @@ def _titan_zero(their: Foreign) -> Settings:
 
 def _titan_recompute(their: Foreign) -> Settings:
     classes = {"SelectiveAC": "selective", "FullAC": "full"}  # since 0.3
-    mode = their.get("activation_checkpoint.mode") or classes.get(str(their.get("activation_checkpoint")), "none")
-    option = str(their.get("activation_checkpoint.selective_ac_option"))
+    mode = classes.get(str(their.values.get("activation_checkpoint", "")), their.get("activation_checkpoint.mode"))
+    has_spec = any(key.startswith("model_spec") for key in their.values)  # since 0.3, too
+    option = str(their.get("activation_checkpoint.selective_ac_option") or ("op" if has_spec else 2))
     if mode == "selective" and option.isdigit():
         return {"recompute.mode": "every_k", "recompute.k": int(option)}
     return {"recompute.mode": "selective_half" if mode == "selective" else mode}
+
+
+def _titan_compile(their: Foreign) -> Settings:
+    parts = their.get("compile.components") if their.get("compile.enable") else ()
+    return {"compile.block": "model" in parts, "compile.loss": "loss" in parts}
+
+
+def _decay_of_all(key: str) -> Computed:
+    """Return the function of a weight decay that norms and biases have, too, unless groups of parameters are given."""
+    return lambda their: (
+        {"optimizer.weight_decay": their.get(key)}
+        | ({} if "optimizer.param_groups" in their.values else {"optimizer.vector_decay": 1.0})
+    )
 
 
 def _titan_tensor(their: Foreign) -> Settings:
@@ -298,7 +323,7 @@ def _unless_off(compute: Callable[[Foreign], Settings], key: str) -> Computed:
 
     def interval(their: Foreign) -> Settings | str:
         settings = compute(their)
-        return settings if any(settings.values()) else f"it is off, as {key} is not true"
+        return settings if any(settings.values()) else NoEffect(f"it is off, as {key} is not true")
 
     return interval
 
@@ -312,16 +337,34 @@ def _titan_data(their: Foreign) -> Settings | str:
 
 
 def _titan_float8(their: Foreign) -> Settings | str:
-    converters = str(their.get("model.converters") or their.get("model_spec.converters") or "")
-    recipe = their.get("float8.recipe_name") or "tensorwise"
-    return {"float8.recipe": recipe} if "float8" in converters.lower() else "float8.recipe is the only conversion here"
+    code = str(their.get("model_spec.converters"))  # Python, since 0.3
+    if "Float8Linear" in code:
+        written = re.search(r"recipe_name='(\w+)'", code)
+        return {"float8.recipe": written[1] if written else "rowwise"}
+    if re.search(r"(?<!mm\.)\bfloat8\b", str(their.get("model.converters"))):  # not quantize.grouped_mm.float8
+        recipe = their.get("quantize.linear.float8.recipe_name") or their.get("float8.recipe_name")
+        return {"float8.recipe": recipe or "tensorwise"}
+    return "float8.recipe, of linear layers, is the only conversion here"
+
+
+def _if_float8(key: str) -> Computed:
+    """Return the function of an option of float8, which our table explains if float8 is on."""
+    remark = foreign_keys()["torchtitan"][key].remark
+    return lambda their: (
+        NoEffect("float8 is off") if isinstance(found := _titan_float8(their), str) else remark or found
+    )
 
 
 def _hf_schedule(their: Foreign) -> Settings | str:
+    theirs = str(their.get("lr_scheduler_type"))
+    if theirs == "cosine_with_min_lr":
+        if "lr_scheduler_kwargs.min_lr" in their.values:
+            return {"schedule.name": "cosine"} | _fraction(their, "lr_scheduler_kwargs.min_lr", "learning_rate")
+        return {"schedule.name": "cosine", "schedule.final_fraction": their.get("lr_scheduler_kwargs.min_lr_rate")}
     names = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
-    name = names.get(str(their.get("lr_scheduler_type")))
+    name = names.get(theirs)
     if name is None:
-        return f"{their.get('lr_scheduler_type')} is no schedule here: take the nearest schedule.name"
+        return f"{theirs} is no schedule here: take the nearest schedule.name"
     return {"schedule.name": name} | ({} if name == "constant" else {"schedule.final_fraction": 0.0})
 
 
@@ -340,6 +383,19 @@ def _hf_warmup(their: Foreign) -> Settings | str:
     if not steps and share and total <= 0:
         return f"warmup is {share:g} of the steps: set schedule.warmup_steps"
     return {"schedule.warmup_steps": int(steps) or math.ceil(share * total)}
+
+
+def _unless(other: str, compute: Computed) -> Computed:
+    """Return the function of a key that does not count if another one is over 0."""
+    return lambda their: NoEffect(f"{other} counts") if (their.get(other) or 0) > 0 else compute(their)
+
+
+def _trackers(key: str, project: str) -> Computed:
+    """Return the function of a key that names trackers. project: the default there."""
+    return lambda their: (
+        {f"metrics.{name}": project for name in ("wandb", "mlflow", "trackio") if name in str(their.get(key))}
+        or "it names no tracker of ours but TensorBoard, which is on"
+    )
 
 
 def _optimizer_named(key: str) -> Computed:
@@ -455,7 +511,7 @@ def _nanochat_schedule(their: Foreign) -> Settings:
 
 
 def _nanochat_float8(their: Foreign) -> Settings | str:
-    return {"float8.recipe": their.get("fp8_recipe") or "tensorwise"} if their.get("fp8") else "fp8 is off"
+    return {"float8.recipe": their.get("fp8_recipe") or "tensorwise"} if their.get("fp8") else NoEffect("fp8 is off")
 
 
 def _litgpt_rate(their: Foreign) -> str:
@@ -509,7 +565,10 @@ COMPUTED: dict[str, dict[str, Computed]] = {
         "model_spec.flavor": _titan_model,
         "model_spec.converters": _titan_float8,
         "model.converters": _titan_float8,
-        "float8.recipe_name": _titan_float8,
+        **{key: _if_float8(key) for key in foreign_keys()["torchtitan"] if "float8." in key},
+        "optimizer.weight_decay": _decay_of_all("optimizer.weight_decay"),
+        "compile.enable": _titan_compile,
+        "compile.components": _titan_compile,
         "model.tokenizer_path": _tokenizer_in("model.tokenizer_path"),
         "model.hf_assets_path": _tokenizer_in("model.hf_assets_path"),
         "hf_assets_path": _tokenizer_in("hf_assets_path"),
@@ -547,8 +606,13 @@ COMPUTED: dict[str, dict[str, Computed]] = {
         "gradient_accumulation_steps": _hf_batch,
         "lr_scheduler_type": _hf_schedule,
         "max_steps": _hf_steps,
+        "lr_scheduler_kwargs.min_lr": _hf_schedule,
+        "lr_scheduler_kwargs.min_lr_rate": _hf_schedule,
+        "num_train_epochs": _unless("max_steps", _hf_steps),
         "warmup_steps": _hf_warmup,
-        "warmup_ratio": _hf_warmup,
+        "warmup_ratio": _unless("warmup_steps", _hf_warmup),
+        "report_to": _trackers("report_to", "huggingface"),
+        "use_cpu": _if_true("use_cpu", "run.device", "cpu"),
         "optim": _optimizer_named("optim"),
         "bf16": _is_bfloat16("bf16"),
         "gradient_checkpointing": _if_true("gradient_checkpointing", "recompute.mode", "full"),
@@ -619,6 +683,9 @@ COMPUTED: dict[str, dict[str, Computed]] = {
         "optimizer.init_args.betas": lambda their: dict(
             zip(("optimizer.beta1", "optimizer.beta2"), their.get("optimizer.init_args.betas"), strict=True)
         ),
+        "optimizer.init_args.weight_decay": _decay_of_all("optimizer.init_args.weight_decay"),
+        "train.weight_decay": _decay_of_all("train.weight_decay"),
+        "logger_name": _trackers("logger_name", "litgpt"),
         "train.max_tokens": _litgpt_steps,
         "train.max_steps": _litgpt_steps,
         "train.max_seq_length": _litgpt_length,
@@ -640,6 +707,8 @@ NEEDED = ("training.sequence_length", "training.global_batch_size", "training.st
 """What our defaults must not decide: "SET" where the other config does not say it, so that nothing else is trained."""
 TRAINED = {"model", "base", "data", "training", "optimizer", "schedule", "finetune", "lora", "float8"}
 """sections whose keys change the training"""
+AFTER_TRAINING = {"export", "generate"}
+"""sections that no run reads until it has trained"""
 
 
 class Translated(NamedTuple):
@@ -684,7 +753,8 @@ def translate(their: Foreign) -> tuple[dict[str, Translated], list[Remark]]:
             except (KeyError, TypeError, ValueError, ArithmeticError, OSError):
                 result = _by_hand(equal.key, SET, f"its value is not understood: set {equal.key}")
         origin = f"{key} = {_short(value)}" + (", the default there" if key in absent else "")
-        changes = bool(value) and (equal.changes or equal.key.split(".")[0] in TRAINED)
+        changes = bool(value) and not isinstance(result, NoEffect)
+        changes = changes and (equal.changes or equal.key.split(".")[0] in TRAINED)
         if isinstance(result, str):
             differs = equal.key == "base" or "the architecture differs" in result
             rank = 0 if differs else 1 if changes else 2
@@ -729,13 +799,15 @@ def read_settings(settings: dict[str, Translated], faults: list[ConfigError]) ->
     return config
 
 
-def replace_wrong_values(settings: dict[str, Translated]) -> None:
-    """Write "SET" for each value that our reader refuses."""
+def replace_wrong_values(settings: dict[str, Translated], remarks: list[Remark]) -> None:
+    """Write "SET" for each value that our reader refuses. If it has no influence on a run, it becomes a remark."""
     faults: list[ConfigError] = []
     read_settings(settings, faults)
     for fault in faults:
         key = ".".join(fault.path[:2])
-        if not settings[key].is_unset:
+        if not settings[key].is_unset and key.split(".")[0] in AFTER_TRAINING:
+            remarks.append(Remark(f"{settings.pop(key).origin}: {key} {fault.message}", 2))
+        elif not settings[key].is_unset:
             value = SOURCES if key == "data.sources" else SET
             settings[key] = Translated(value, f"{settings[key].origin}: {fault.message}")
 
