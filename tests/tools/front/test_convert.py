@@ -502,6 +502,7 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:
         [
             (b"PK\x03\x04", "is a pickle"),
             (b"not = [toml", "cannot be read"),
+            (b'model_type = "llama"\nhidden_size = 64\n', "is a model without a run: `torchllm model "),
             (b"[mine]\nkey = 1\n", "has no key of torchtitan, huggingface, megatron, nanochat, litgpt"),
         ]
     ):

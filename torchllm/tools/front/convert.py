@@ -159,6 +159,8 @@ def read_foreign(file: str, gpus: int = 0) -> Foreign:
         values = flat_keys(parse_foreign(path, data.decode(), function))
     except (ValueError, SyntaxError) as error:  # of UTF-8, TOML, JSON and Python
         raise UserError(f"{path}: cannot be read: {error}") from None
+    if "model_type" in values:
+        raise UserError(f"{path}: is a model without a run: `torchllm model {path.parent}` prints its [model]")
     known = {program: len(values.keys() & table.keys()) for program, table in foreign_keys().items()}
     program = max(known, key=lambda name: known[name])
     if not known[program]:
