@@ -46,8 +46,10 @@ on_signal() { # NAME
     [ -z "$is_requested" ] || return 0
     if { [ -d "$folder" ] || mkdir -p "$folder"; } && : >"$request"; then
         is_requested=1
-        [ "$process" != 0 ] || say "stopping: the ranks save at the next step boundary; a second Ctrl-C ends them at \
-once" >&2
+        [ "$process" = 0 ] || : >"$report" # for its launcher: the folder may hold a request to an earlier job
+        local at_once=""
+        [ "$1" != INT ] || at_once="; a second Ctrl-C ends them at once"
+        [ "$process" != 0 ] || say "stopping: the ranks save at the next step boundary$at_once" >&2
     else
         say "run_train.sh: cannot create $request, so the run goes on" >&2
     fi
@@ -216,6 +218,9 @@ else
     launch=("$python" -P -m torchllm.tools.launch.launch --nproc-per-node="$NPROC")
     if [ "$NNODES" -gt 1 ]; then
         launch+=(--nnodes="$NNODES" --rdzv-endpoint="$head:$port" --node-rank="$process")
+        stop_file=$request
+        [ "$process" = 0 ] || stop_file=$report
+        launch+=(--stop-file="$stop_file")
         [ -z "$job" ] || launch+=(--rdzv-id="$job")
     fi
     launch+=(--restarts="$restarts" --run-folder="$folder" --start-timeout="$start_timeout")
@@ -229,13 +234,17 @@ start "${command[@]}"
 trap 'on_signal QUIT' QUIT
 wait_for_child # and ignore signals from here on: what follows takes seconds
 if [ -n "$on_event" ] && [ "$process" = 0 ]; then "$python" -P -m torchllm.tools.launch.on_event "$on_event" "$folder" || true; fi
-if [ -n "$is_spare" ]; then # it has looked at the marker itself
+# A spare node has looked at the marker itself. A node that waits for node 0 may have none.
+if [ -n "$is_spare" ] || { [ "$status" = 3 ] && [ "$process" != 0 ] && [ -z "$local_rank" ]; }; then
     [ "$status" != 3 ] || status=$stopped_exit_status
     exit "$status"
 fi
 if [ "$status" != 2 ] && [ -e "$marker" ] && is_owner; then # else it is another job's
     what="with a checkpoint"
-    ! grep -q null "$marker" || what="before a step was taken"
+    if grep -q null "$marker"; then # steps of an attempt that has failed may be lost
+        what="with no checkpoint: the next start begins at step 1"
+        ! compgen -G "$folder/checkpoints/*/manifest.json" >/dev/null || what="in the start-up, with an earlier checkpoint"
+    fi
     [ "$process" != 0 ] || say "stopped early, $what; to continue, run the same command with \
 --run.folder=$(printf %q "$folder")"
     exit "$stopped_exit_status"

@@ -77,7 +77,7 @@ def test_in_the_start_up_a_signal_ends_it_there(
         run.until(lambda run=run: is_in_phase(run))
         signal_all(run, number, number)
         assert ended(run) == STOPPED, run.err.read_text()
-        assert "stopped early, before a step was taken; to continue, run the same command" in run.out.read_text()
+        assert "stopped early, with no checkpoint: the next start begins at step 1; to continue" in run.out.read_text()
         assert (folder / "stopped.json").read_text() == '{"step": null}\n'
         assert "Traceback" not in run.err.read_text()
         assert not any((folder / "checkpoints").glob("*"))

@@ -52,11 +52,11 @@ class Notes:
 
     @property
     def torchrun(self) -> list[str]:
-        """The arguments of the only torchrun, after which at most a sample was made."""
+        """The arguments of the only torchrun, but for --stop-file, after which at most a sample was made."""
         torchrun, *samples = self.calls
         assert all(sample.words[0].endswith("/generate.py") for sample in samples)
         assert torchrun.words[:3] == ["-P", "-m", "torchllm.tools.launch.launch"]
-        return torchrun.words[3:]
+        return [word for word in torchrun.words[3:] if not word.startswith("--stop-file=")]
 
 
 @pytest.fixture
@@ -343,7 +343,11 @@ def test_how_it_ends(noted: Callable[..., Notes], tmp_path: Path) -> None:
     starting = f"""{OWN_FOLDER}; echo '{{"step": null}}' >{quoted}/stopped.json"""
     stopped = noted(*arguments, "--run.stopped_exit_status=75", PRETEND=starting)
     assert (stopped.status, len(stopped.calls)) == (75, 1)
-    assert stopped.out.startswith("stopped early, before a step was taken; to continue")
+    assert stopped.out.startswith("stopped early, with no checkpoint: the next start begins at step 1; to continue")
+    (folder / "checkpoints/step-00000002").mkdir(parents=True)
+    (folder / "checkpoints/step-00000002/manifest.json").touch()
+    stopped = noted(*arguments, PRETEND=starting)
+    assert stopped.out.startswith("stopped early, in the start-up, with an earlier checkpoint; to continue")
 
 
 def test_a_slow_start_says_what_starts(tmp_path: Path, start: Callable[..., Started]) -> None:
@@ -400,6 +404,18 @@ def test_a_signal_to_a_spare_node_stops_no_other(pretended: Callable[..., Starte
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 0
     assert not (tmp_path / "run/stop").exists()
+
+
+def test_a_node_that_waits_for_node_0_is_asked_by_a_file_of_its_own(
+    pretended: Callable[..., Started], tmp_path: Path
+) -> None:
+    """The run folder may hold a request to an earlier job until node 0 owns it."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/stop").touch()
+    find = 'for word; do case $word in --stop-file=*) file=${word#*=} ;; esac; done; [ ! -e "$file" ] || exit 1'
+    run = pretended(f'{find}; while [ ! -e "$file" ]; do sleep 0.05; done; exit 3', **POD)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 0
 
 
 def test_a_signal_to_a_job_that_waits_for_the_folder_does_not_stop_its_owner(

@@ -29,6 +29,7 @@ ADDRESS = HeadAddress("node-1.example", 23456)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "LOOK_INTERVAL", 0.02)
     monkeypatch.setattr(head, "SAY_INTERVAL", 0.1)
+    monkeypatch.setattr(head, "SAY_AFTER", 0.0)
 
 
 def test_a_node_waits_for_the_file_of_its_own_job(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

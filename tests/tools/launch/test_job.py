@@ -93,6 +93,8 @@ def test_what_is_refused() -> None:
         ({"PET_NNODES": "2", "PET_MAX_RESTARTS": "3"}, "set run.restarts instead"),
         ({"PET_NNODES": "2", "PET_NODE_RANK": "first"}, "PET_NODE_RANK=first: must be a whole number"),
         ({"PET_NNODES": "2", "PET_NODE_RANK": "2"}, "PET_NODE_RANK=2: the ranks of 2 nodes are 0 and 1"),
+        ({"PET_NNODES": "2", "PET_NODE_RANK": "-1"}, "PET_NODE_RANK=-1: the ranks of 2 nodes are 0 and 1"),
+        ({"PET_NNODES": "2", "PET_MASTER_ADDR": "node0"}, "PET_NNODES=2 without PET_NODE_RANK: set it to 0 on"),
         ({"PET_NNODES": "16", "PET_NODE_RANK": "16"}, "PET_NODE_RANK=16: the ranks of 16 nodes are 0 to 15"),
         ({"PET_NNODES": "1", "PET_NODE_RANK": "1"}, "PET_NODE_RANK=1: the rank of 1 node is 0"),
         ({"PET_NNODES": "0"}, "PET_NNODES=0: must be a fixed number of nodes"),

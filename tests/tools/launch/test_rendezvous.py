@@ -14,7 +14,7 @@ from torchllm.tools.launch import head, rendezvous
 from torchllm.tools.launch.head import HeadAddress, NodeMissing, publish_head, read_head
 from torchllm.tools.launch.node_watch import NodeWatch
 from torchllm.tools.launch.rendezvous import Decide, Rendezvous, describe_end
-from torchllm.tools.launch.restarts import AttemptOver, JobOver, PartEnding, Verdict
+from torchllm.tools.launch.restarts import AttemptOver, JobOver, JobStopped, PartEnding, Verdict
 
 
 def together(action: Callable[..., object], items: object) -> list:
@@ -191,8 +191,33 @@ def test_a_launcher_that_is_killed_ends_the_others(open_nodes: Callable[[int], l
             look_for_ever(node)
 
 
-def meet(node: int, port: int, seconds: float, folder: Path | None = None, name: str = "70123.0.0") -> Rendezvous:
-    return Rendezvous(2, node, f"127.0.0.1:{port}", name, start_timeout=seconds, run_folder=folder)
+def meet(
+    node: int, port: int, seconds: float, folder: Path | None = None, name: str = "70123.0.0", stop: Path | None = None
+) -> Rendezvous:
+    return Rendezvous(2, node, f"127.0.0.1:{port}", name, start_timeout=seconds, run_folder=folder, stop_file=stop)
+
+
+def test_a_request_to_stop_ends_every_wait_for_other_nodes(tmp_path: Path) -> None:
+    port, stop = free_port(), tmp_path / "stop"
+    stop.touch()
+    with pytest.raises(JobStopped, match=f"stopped while waiting for node 0 at 127.0.0.1:{port}"):
+        meet(1, port, 60, stop=stop)
+    with pytest.raises(JobStopped, match=f"stopped while waiting for node 0 to write {tmp_path}/head.json"):
+        meet(1, 0, 60, tmp_path, stop=stop)
+    stop.unlink()
+    nodes = together(lambda node: meet(node, port, 60, stop=stop), range(2))
+    together(begin, nodes)
+    with ThreadPoolExecutor(1) as pool:
+        again = pool.submit(begin, nodes[0])  # after a restart
+        until(lambda: nodes[1].launchers.check(["attempt_2/port"]))
+        stop.touch()
+        with pytest.raises(JobStopped, match="stopped while waiting for node 1 to begin"):
+            again.result(patience(30))
+        nodes[1].stop_file = None  # it was not asked itself
+        with pytest.raises(JobStopped, match="node 0 was asked to stop while the nodes waited for each other"):
+            begin(nodes[1])
+    for node in nodes:
+        node.close(is_done=True)
 
 
 def test_nodes_find_each_other_by_the_run_folder_where_no_port_is_given(

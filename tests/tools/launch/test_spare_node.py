@@ -117,6 +117,16 @@ def test_a_node_that_alone_is_asked_to_end_does(waiting: Waiting, capsys: pytest
     assert capsys.readouterr().err == "spare node: this node was asked to end; the job goes on without it\n"
 
 
+def test_a_node_that_is_asked_to_end_before_a_job_has_begun_does(
+    waiting: Waiting, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (waiting.folder / "stop").touch()  # of other nodes that wait as well
+    waiting.at(20, waiting.request.touch)
+    assert waiting.status() == ASKED
+    assert 30 <= waiting.now <= 31
+    assert capsys.readouterr().err == "spare node: this node was asked to end; no job has begun\n"
+
+
 def test_a_node_of_a_job_that_is_asked_to_stop_waits_for_its_end(waiting: Waiting) -> None:
     waiting.own("0000000004")
     waiting.at(20, waiting.request.touch)

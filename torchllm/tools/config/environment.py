@@ -53,7 +53,8 @@ def read_ranks(dry_run: bool, errors: list[str]) -> Ranks | None:
             numbers[name] = int(text)
         elif text:
             is_valid = False
-            errors.append(f"environment: {name}: must be a whole number of at least 1, not {shown(text)}")
+            wanted = "a range from the smaller number to the larger" if span else "a whole number of at least 1"
+            errors.append(f"environment: {name}: must be {wanted}, not {shown(text)}")
     if not is_valid:
         return None
     nodes = numbers.get("NNODES", 1)

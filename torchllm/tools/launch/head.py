@@ -16,10 +16,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from torchllm.tools.launch.restarts import JobStopped
+
 FILE = "head.json"
 """in the run folder"""
 LOOK_INTERVAL = 0.5
 """seconds between two looks for a missing node"""
+SAY_AFTER = 10.0
+"""seconds until the first line about a wait"""
 SAY_INTERVAL = 60.0
 """seconds between two lines about a wait"""
 CONNECT_TIMEOUT = 10.0
@@ -41,21 +45,25 @@ class NodeMissing(Exception):
 
 
 class NodeWait:
-    """A wait for other nodes that reports what is missing, and times out."""
+    """A wait for other nodes that reports what is missing, and ends after a request to stop or a timeout."""
 
-    def __init__(self, limit: float, *, speaks: bool = True) -> None:
-        """Begin to wait, for `limit` seconds at most: `run.start_timeout`. speaks: say so on stderr."""
+    def __init__(self, limit: float, stop_file: Path | None = None, *, speaks: bool = True) -> None:
+        """Begin to wait, for `limit` seconds at most. stop_file: exists after a request to stop. speaks: on stderr."""
         self.limit = limit
+        self.stop_file = stop_file
         self.speaks = speaks
-        self.began = self.said = time.monotonic()
+        self.began = time.monotonic()
+        self.next_line = self.began + SAY_AFTER
 
     def go_on(self, missing: str, advice: str) -> None:
-        """Sleep until the next look for a missing node. Raises NodeMissing, with advice, after the timeout."""
+        """Sleep until the next look. Raises NodeMissing, with advice, after the timeout; JobStopped after a request."""
+        if self.stop_file is not None and self.stop_file.exists():
+            raise JobStopped(f"stopped while waiting for {missing}")
         moment = time.monotonic()
         if moment - self.began > self.limit:
             raise NodeMissing(f"waited for {self.limit:g} s (run.start_timeout) for {missing}. {advice}")
-        if self.speaks and moment - self.said >= SAY_INTERVAL:
-            self.said = moment
+        if self.speaks and moment >= self.next_line:
+            self.next_line = moment + SAY_INTERVAL
             with suppress(OSError):
                 print(f"waiting for {missing}: {moment - self.began:.0f} s so far", file=sys.stderr, flush=True)
         time.sleep(LOOK_INTERVAL)

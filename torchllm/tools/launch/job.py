@@ -86,6 +86,8 @@ def read_torchrun(variables: Variables) -> JobPlace | None:
     if restarts != "0":
         raise UserError(f"PET_MAX_RESTARTS={restarts}: set run.restarts instead")
     ranks = variables.get("PET_NPROC_PER_NODE", "auto")
+    if nodes != "1" and "PET_MASTER_ADDR" in variables and "PET_NODE_RANK" not in variables:
+        raise UserError(f"PET_NNODES={nodes} without PET_NODE_RANK: set it to 0 on one node, 1 on the next")
     node = _rank(variables, "PET_NODE_RANK", int(nodes), "node")
     return JobPlace(
         nodes=nodes,
@@ -277,7 +279,7 @@ def _host(text: str) -> str:
 def _number(variables: Variables, name: str, default: int) -> int:
     """Return a variable that must be a number, or the default if it is not set. Raises UserError."""
     text = variables.get(name) or str(default)
-    if not re.fullmatch("[0-9]{1,9}", text):
+    if not re.fullmatch("-?[0-9]{1,9}", text):
         raise UserError(f"{name}={text}: must be a whole number")
     return int(text)
 
@@ -285,7 +287,7 @@ def _number(variables: Variables, name: str, default: int) -> int:
 def _rank(variables: Variables, name: str, count: int, unit: Literal["node", "process"]) -> int:
     """Return a variable that numbers one of `count` nodes or processes, from 0 on. Raises UserError."""
     rank = _number(variables, name, 0)
-    if rank >= count:
+    if not 0 <= rank < count:
         ranks = "0 and 1" if count == 2 else f"0 to {count - 1}"
         several = "nodes" if unit == "node" else "processes"
         allowed = f"the rank of 1 {unit} is 0" if count == 1 else f"the ranks of {count} {several} are {ranks}"

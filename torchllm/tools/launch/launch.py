@@ -22,6 +22,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from torchllm.config.environment import ATTEMPT, LAUNCHED, RANK_NOTES
+from torchllm.runtime.stop import write_marker
 from torchllm.tools.launch import launcher_notes
 from torchllm.tools.launch.descriptors import raise_descriptor_limit
 from torchllm.tools.launch.head import NodeMissing
@@ -30,8 +31,9 @@ from torchllm.tools.launch.lease import DONE, HANDED_DOWN, own_for_ranks, releas
 from torchllm.tools.launch.process_tree import end_with_parent, is_running, tie_children
 from torchllm.tools.launch.rank_watch import RankWatch, memory_folder
 from torchllm.tools.launch.ranks import RankPlaces, RankProcesses
-from torchllm.tools.launch.restarts import AttemptOver, JobOver, PartEnding, Restarts
-from torchllm.tools.launch.start_lines import say_that_imports_go_on, say_that_nodes_have_joined
+from torchllm.tools.launch.restarts import AttemptOver, JobOver, JobStopped, PartEnding, Restarts
+from torchllm.tools.launch.spare_node import ASKED
+from torchllm.tools.launch.start_lines import say_that_nodes_have_joined, say_what_is_started, say_while_ranks_import
 
 if TYPE_CHECKING:  # it imports torch
     from torchllm.tools.launch.rendezvous import Rendezvous
@@ -57,8 +59,8 @@ class EndedBySignal(BaseException):
 def launch(arguments: Sequence[str]) -> NoReturn:
     """Run a job as `arguments` say.
 
-    Raises SystemExit with 1 if a rank failed, 2 if it refused to start or an argument is wrong, 128 + N if signal N
-    ended the job.
+    Raises SystemExit with 1 if a rank failed, 2 if it refused to start or an argument is wrong, 3 if the job was asked
+    to stop while its nodes waited for each other, 128 + N if signal N ended the job.
     """
     parser = argparse.ArgumentParser(prog="python -P -m torchllm.tools.launch.launch", allow_abbrev=False)
     parser.add_argument("--nproc-per-node", type=int, default=1, help="ranks on this node")
@@ -69,6 +71,7 @@ def launch(arguments: Sequence[str]) -> NoReturn:
     parser.add_argument("--restarts", type=int, default=0, help="restarts of the job without progress")
     parser.add_argument("--run-folder", type=Path, help="where its checkpoints are, and reports of hangs go")
     parser.add_argument("--start-timeout", type=float, help="run.start_timeout")
+    parser.add_argument("--stop-file", type=Path, help="file that exists when the job was asked to stop")
     parser.add_argument("--on-event", default="", help="run.on_event, on node 0")
     parser.add_argument("recipe")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
@@ -79,7 +82,7 @@ def launch(arguments: Sequence[str]) -> NoReturn:
         parser.error(f"several nodes need --rdzv-endpoint=HOST:PORT of node 0, not {options.rdzv_endpoint!r}")
     if HANDED_DOWN in os.environ:  # node 0
         count = options.nnodes * options.nproc_per_node
-        say_that_imports_go_on(f"{options.recipe} on {count} process{'es' if count > 1 else ''}")
+        say_what_is_started(f"{options.recipe} on {count} process{'es' if count > 1 else ''}")
     raise_descriptor_limit()
     Launcher(options).run()
 
@@ -122,6 +125,10 @@ class Launcher:
                 reason = self._describe(ending)
         except EndedBySignal:
             status = 128 + signal.SIGQUIT
+        except JobStopped as stop:
+            status, reason = ASKED, str(stop)
+            if self.options.node_rank == 0 and self.options.run_folder is not None:
+                write_marker(self.options.run_folder, None)
         except (NodeMissing, JobOver) as error:
             reason = f"error: {error}"
         finally:
@@ -145,6 +152,7 @@ class Launcher:
                 options.rdzv_id,
                 start_timeout=start_timeout,
                 run_folder=options.run_folder,
+                stop_file=options.stop_file,
             )
             return
         # The kernel lets rank 0 bind the port too, as long as both set this option and only rank 0 listens.
@@ -175,6 +183,8 @@ class Launcher:
             places = self._places(folder)
         except AttemptOver:  # another node was quicker
             return PartEnding("stopped")
+        if self.attempt == 1 and HANDED_DOWN in os.environ:  # node 0
+            say_while_ranks_import()
         ranks = RankProcesses(places, [self.options.recipe, *self.options.arguments])
         try:
             failed = ranks.wait(self._look)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torchllm.tools.launch.hang_report import format_ranks
 from torchllm.tools.launch.head import HeadAddress, NodeMissing, NodeWait, find_head, publish_head, reach_head
 from torchllm.tools.launch.node_watch import NodeConnection, NodeWatch
-from torchllm.tools.launch.restarts import AttemptOver, JobOver, PartEnding, Verdict
+from torchllm.tools.launch.restarts import AttemptOver, JobOver, JobStopped, PartEnding, Verdict
 from torchllm.tools.launch.store import TCPStore, connect_store, serve_store
 
 FAILED = "failed"
@@ -30,7 +30,7 @@ FAILED = "failed"
 CHECK_INTERVAL = 1.0
 """seconds between two checks of a launcher for the state of other nodes"""
 ENDED = "ended"
-"""key of the launchers' store: the node whose launcher has ended first, and how: `3 failed` or `3 lost`"""
+"""key of the launchers' store: the node whose launcher has ended first, and how: `3 failed`, `3 lost` or `3 stopped`"""
 WATCH_PORT = "watch_port"
 """key of the launchers' store: port of node 0's NodeWatch"""
 PATIENCE = timedelta(seconds=60)
@@ -48,12 +48,21 @@ class Rendezvous:
     """Brings the launchers of several nodes together at the beginning and the end of each attempt to run the job."""
 
     def __init__(
-        self, nodes: int, node: int, endpoint: str, run_id: str, *, start_timeout: float, run_folder: Path | None = None
+        self,
+        nodes: int,
+        node: int,
+        endpoint: str,
+        run_id: str,
+        *,
+        start_timeout: float,
+        run_folder: Path | None = None,
+        stop_file: Path | None = None,
     ) -> None:
         """Let node number `node` meet the others. endpoint: HOST:PORT of node 0. run_id: the job's name.
 
         With port 0, node 0 takes any, and writes it into `run_folder`. start_timeout: seconds that nodes wait for each
-        other. Raises NodeMissing if they do not meet.
+        other. stop_file: exists when the job was asked to stop. Raises NodeMissing if they do not meet, JobStopped if
+        the file appears.
         """
         self.nodes = nodes
         self.node = node
@@ -61,6 +70,7 @@ class Rendezvous:
         self.start_timeout = start_timeout
         self.timeout = timedelta(seconds=start_timeout)
         """of requests to a store"""
+        self.stop_file = stop_file
         self.attempt = 0
         """counts the attempts from 1"""
         self.store: TCPStore | None = None
@@ -95,7 +105,7 @@ class Rendezvous:
             if is_free and run_folder is not None:
                 publish_head(run_folder, self.run_id, HeadAddress(self.head, store.port))
             return store
-        wait = NodeWait(self.start_timeout)
+        wait = NodeWait(self.start_timeout, self.stop_file)
         if is_free and run_folder is not None:
             self.head, port = find_head(run_folder, self.run_id, wait)
         return self._connect(port, wait)
@@ -111,8 +121,8 @@ class Rendezvous:
             watch = NodeWatch(lambda node: self._note_end(node, "lost"))
             self.launchers.set(WATCH_PORT, str(watch.port))
             return
-        port = int(self._await(WATCH_PORT, NodeWait(self.start_timeout), self._beginning_of_node_0()))
-        reach_head(HeadAddress(self.head, port), NodeWait(self.start_timeout))
+        port = int(self._await(WATCH_PORT, NodeWait(self.start_timeout, self.stop_file), self._beginning_of_node_0()))
+        reach_head(HeadAddress(self.head, port), NodeWait(self.start_timeout, self.stop_file))
         self.connection = NodeConnection(self.head, port, self.node, self.start_timeout)
 
     def _await(self, key: str, wait: NodeWait, missing: str) -> bytes:
@@ -139,10 +149,10 @@ class Rendezvous:
     def begin(self, attempt: int) -> HeadAddress:
         """Begin an attempt, which counts from 1: return where its store is.
 
-        The nodes wait for each other. Raises NodeMissing if they do not come in time, JobOver if one has ended the job.
+        The nodes wait for each other. Raises NodeMissing if they do not come in time, JobOver if one ends the job.
         """
         self.attempt = attempt
-        wait = NodeWait(self.start_timeout)
+        wait = NodeWait(self.start_timeout, self.stop_file)
         try:
             if self.node == 0:
                 self.store = serve_store(self.head, 0, self.timeout)
@@ -156,6 +166,11 @@ class Rendezvous:
                 self._await(self._key("all_begun"), wait, "the other nodes to begin")
         except dist.DistError as error:
             raise NodeMissing(f"the launchers of all nodes could not begin together: {error}") from error
+        except JobStopped:
+            self._note_end(self.node, "stopped")
+            if self.node == 0:
+                time.sleep(CHECK_INTERVAL)  # the others look for the note, which ends with this process
+            raise
         return HeadAddress(self.head, self.store.port)
 
     def _await_nodes(self, wait: NodeWait) -> None:
@@ -191,7 +206,7 @@ class Rendezvous:
         """Return why this attempt, or the job, is over according to the other launchers; None if it goes on."""
         try:
             if self.launchers.check([ENDED]):
-                return JobOver(describe_end(self.launchers.get(ENDED)))
+                return job_over(self.launchers.get(ENDED))
             if self.launchers.check([self._key(FAILED)]):
                 return AttemptOver("another node's part of this attempt has failed")
         except dist.DistError:
@@ -226,7 +241,7 @@ class Rendezvous:
             key = self._key(f"ending_{node}")
             while not self.launchers.check([key]):  # `wait` would keep `_note_end` from the store
                 if self.launchers.check([ENDED]):
-                    raise JobOver(describe_end(self.launchers.get(ENDED)))
+                    raise job_over(self.launchers.get(ENDED))
                 if time.monotonic() > deadline:
                     raise NodeMissing(f"node {node} does not answer: its launcher has not ended its ranks")
                 time.sleep(0.1)
@@ -245,12 +260,20 @@ def _node_0_has_ended() -> NodeGone:
     return NodeGone("node 0 has ended: its launcher does not answer any more")
 
 
+def job_over(value: bytes) -> JobOver:
+    """Return the error that `ENDED`'s value stands for."""
+    kind = JobStopped if bytes(value).endswith(b" stopped") else JobOver
+    return kind(describe_end(value))
+
+
 def describe_end(value: bytes) -> str:
     """Return the meaning of `ENDED`'s value, as a sentence."""
-    match = re.fullmatch("([0-9]{1,7}) (failed|lost)", bytes(value).decode(errors="replace"))
+    match = re.fullmatch("([0-9]{1,7}) (failed|lost|stopped)", bytes(value).decode(errors="replace"))
     if match is None:
         return "the job was ended by a launcher that does not say which it is"
     node, how = match.groups()
     if how == "lost":
         return f"the launcher of node {node} was killed, or its node was shut down"
+    if how == "stopped":
+        return f"node {node} was asked to stop while the nodes waited for each other"
     return f"node {node} has ended the job; its output says why"

@@ -37,6 +37,10 @@ class JobOver(Exception):
     """Another launcher has ended the job, or is gone."""
 
 
+class JobStopped(JobOver):
+    """The job was asked to stop while its nodes waited for each other: there was nothing to save."""
+
+
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
 
 

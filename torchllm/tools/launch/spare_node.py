@@ -54,8 +54,9 @@ def wait_for_job(run_folder: Path, request: Path, start_timeout: float, timing: 
             return _status_of_ended_job(run_folder, owner)
         if request.exists():
             requested += elapsed
-            if requested > REQUEST_PATIENCE and not (run_folder / STOP).exists():
-                _say("this node was asked to end; the job goes on without it")
+            is_alone = not (run_folder / STOP).exists()
+            if requested > REQUEST_PATIENCE and (is_alone or not began):
+                _say(f"this node was asked to end; {'the job goes on without it' if is_alone else 'no job has begun'}")
                 return ASKED
     if began:
         _say(f"the job has given no sign of life for {limit:g} s: {owner}")

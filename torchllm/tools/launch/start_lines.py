@@ -16,10 +16,15 @@ IMPORTER = "<frozen importlib._bootstrap>"
 """file name of Python's import in a stack"""
 
 
-def say_that_imports_go_on(started: str) -> None:
-    """Say what is started, and every `INTERVAL` seconds that imports go on, until a rank has joined; in a thread."""
+def say_what_is_started(started: str) -> None:
+    """Say it, and every `INTERVAL` seconds that the launcher's own imports go on; in a thread."""
     _say(f"starting {started}, this node is {os.uname().nodename}: importing torch")
-    threading.Thread(target=_speak, args=(_ranks_import,), name="imports", daemon=True).start()
+    _speak_in_thread(_this_imports)
+
+
+def say_while_ranks_import() -> None:
+    """Say every `INTERVAL` seconds that the imports of ranks go on, until one has joined; in a thread."""
+    _speak_in_thread(_ranks_import)
 
 
 def say_that_nodes_have_joined(node: int, nodes: int, attempt: int) -> None:
@@ -31,13 +36,13 @@ def say_that_nodes_have_joined(node: int, nodes: int, attempt: int) -> None:
 def say_while_this_imports() -> None:
     """Say every `INTERVAL` seconds that the imports of this process go on, unless a launcher does; in a thread."""
     if notes_folder() is None and os.environ.get("RANK", "0") == "0":
-        threading.Thread(target=_speak, args=(_this_imports,), name="imports", daemon=True).start()
+        _speak_in_thread(_this_imports)
 
 
 def _ranks_import() -> bool:
     """Return whether no rank has joined the job and the attempt goes on."""
     folder = notes_folder()
-    return not launcher_notes.members() and (folder is None or folder.exists())
+    return not launcher_notes.members() and folder is not None and folder.exists()
 
 
 def _this_imports() -> bool:
@@ -48,6 +53,10 @@ def _this_imports() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _speak_in_thread(goes_on: Callable[[], bool]) -> None:
+    threading.Thread(target=_speak, args=(goes_on,), name="imports", daemon=True).start()
 
 
 def _speak(goes_on: Callable[[], bool], sleep: Callable[[float], None] = time.sleep) -> None:
