@@ -68,9 +68,7 @@ class Monitor:
         dtype = compute_dtype(training, device)
         self.config, self.change = config, None
         if unread_keys:
-            log.warning(
-                "set, but read by no function of torchllm, only by this recipe if at all: %s", ", ".join(unread_keys)
-            )
+            log.warning("set, but torchllm does not read them here, only this recipe may: %s", ", ".join(unread_keys))
         self.meter = Meter(
             config.metrics,
             config.model,
