@@ -13,7 +13,7 @@ from torchllm.recipe import HOMES
 ROOT = Path(__file__).parents[1]
 FACE = "torchllm.recipe"
 TOOLS = ROOT / "torchllm" / "tools"
-DOORS = ("__main__.py", "cli.py", "old_names.py", "recipe.py")
+DOORS = ("__main__.py", "cli.py", "recipe.py")
 """files of torchllm that lead to tools, and are of neither side"""
 
 
@@ -50,7 +50,7 @@ def imported_files(recipe: Path) -> set[Path]:
         if file not in found:
             found.add(file)
             waiting += [other for name in imported_names(file) for other in files_of(name)]
-    return found - {ROOT / "torchllm/old_names.py"}  # a table that goes with version 0.3
+    return found
 
 
 def imported_names(file: Path) -> Iterator[str]:

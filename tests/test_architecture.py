@@ -30,9 +30,9 @@ TOOLS = [
     *("tools.front", "tools.generate", "tools.pipeline", "tools.bug_report"),
 ]
 """They stand on the core, which imports none of them; each also imports only those above it."""
-ROOMS = ["old_names", *CORE, *TOOLS, "recipe", "cli", "__main__", "recipes"]
+ROOMS = [*CORE, *TOOLS, "recipe", "cli", "__main__", "recipes"]
 TORCH_FREE = {
-    *("old_names", "regular_file", "config", "facts", "tools.resources", "tools.config", "tools.planner"),
+    *("regular_file", "config", "facts", "tools.resources", "tools.config", "tools.planner"),
     *("tools.front", "tools.bug_report", "recipe", "cli", "__main__"),
 }
 TORCH_FREE_MODULES = {
@@ -303,15 +303,13 @@ for name in {names}:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_package_itself_holds_its_version_and_finds_old_names() -> None:
+def test_the_package_itself_holds_its_version() -> None:
     """`import torchllm` takes no time: every other file of the package is imported by its own name."""
-    docstring, typing, old_names, types, version, lazy = tree(ROOT / "torchllm/__init__.py").body
+    docstring, typing, types, version, lazy = tree(ROOT / "torchllm/__init__.py").body
     assert isinstance(docstring, ast.Expr)
     assert ast.unparse(typing) == "from typing import TYPE_CHECKING"
     assert isinstance(types, ast.If)
     assert ast.unparse(types.test) == "TYPE_CHECKING"  # mypy and editors know torchllm.load
-    assert ast.unparse(old_names) == "from torchllm import old_names as old_names"
-    assert own_imports(MODULES["old_names"]) == set()
     assert isinstance(version, ast.Assign)
     assert ast.unparse(version.targets[0]) == "__version__"
     assert isinstance(version.value, ast.Constant)

@@ -5,8 +5,6 @@
 
 from typing import TYPE_CHECKING
 
-from torchllm import old_names as old_names
-
 if TYPE_CHECKING:  # `__getattr__` imports it
     from torchllm.tools.generate.language_model import load as load
 

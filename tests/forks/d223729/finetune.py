@@ -1,58 +1,62 @@
-"""Pretraining: the reference loop, for one laptop core or ten thousand GPUs.
+"""Supervised fine-tuning on conversations: the steps, layouts and checkpoints of pretraining, on other data.
 
-    ./run_train.sh CONFIG.toml [--section.key=value ...]            starts it on every rank
-    python recipes/pretrain.py --help                               every key
+    RECIPE=recipes/finetune.py ./run_train.sh CONFIG.toml [--section.key=value ...]
+    python recipes/finetune.py --help                               every key
 
-To change it, copy this file, edit it, and start the copy: RECIPE=recipes/mine.py ./run_train.sh CONFIG.toml
+It is recipes/pretrain.py with finetune.chat_template for the loader and steps from finetune.epochs (`set_steps`); see
+docs/finetune.md.
 """
 
 import sys
 
-from torchllm.config import Config, log_config_changes, write_config
-from torchllm.start import load_configs
+from torchllm.recipe import Config, load_configs, log_config_changes, write_config
 
 if __name__ == "__main__":  # before torch is imported: a wrong config is an error in half a second
-    CONFIGS = load_configs(sys.argv[1:])
+    CONFIGS = load_configs(sys.argv[1:], uses_epochs=True)
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
-from torchllm.adapt.supervise import supervise
-from torchllm.checkpoint.checkpointer import Checkpointer
-from torchllm.checkpoint.initial import initial_weights
-from torchllm.data.loader import DataRanks, build_loader
-from torchllm.dry_run.run import dry_run
-from torchllm.metrics.monitor import Monitor
-from torchllm.models.decoder import build_model
-from torchllm.models.lora import apply_lora
-from torchllm.optim.average import WeightAverage
-from torchllm.optim.optimizer import build_optimizer
-from torchllm.optim.schedule import LearningRate
-from torchllm.parallel.chosen_kernel import log_attention_kernel
-from torchllm.parallel.context import sequence_pieces
-from torchllm.parallel.initialize import initialize
-from torchllm.parallel.mesh import build_mesh
-from torchllm.parallel.parallelize import parallelize
-from torchllm.parallel.pipeline import build_forward_backward
-from torchllm.runtime.process import Runtime, compute_dtype, start_runtime
-from torchllm.train.evaluate import evaluate
-from torchllm.train.interval import due
-from torchllm.train.step import TrainStep, read_health
+from torchllm.recipe import (
+    Checkpointer,
+    DataRanks,
+    LearningRate,
+    Monitor,
+    Runtime,
+    TrainLoader,
+    TrainStep,
+    WeightAverage,
+    add_low_rank_updates,
+    build_forward_backward,
+    build_loader,
+    build_mesh,
+    build_model,
+    build_optimizer,
+    compute_dtype,
+    due,
+    evaluate,
+    initial_weights,
+    initialize,
+    log_attention_kernel,
+    parallelize,
+    read_health,
+    sequence_pieces,
+    start_runtime,
+    supervise,
+)
 
 
 def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
-    """Train to the last step, or to where the run is told to stop; the run folder then holds that step's checkpoint."""
+    """Train to the last step, or until the run is asked to stop; the run folder then has a checkpoint of that step."""
     device = runtime.device
     dtype = compute_dtype(config.training, device)
     length = config.training.sequence_length
-    if runtime.is_main:
-        write_config(config, runtime.folder / "config.toml")
 
     mesh = build_mesh(config.parallel, device)
     with torch.device("meta"):
         model = build_model(config.model, config.training.loss_chunk, config.training.z_loss)
-    apply_lora(model, config.lora, dtype)  # nothing, if it is off
+    add_low_rank_updates(model, config, dtype)  # no-op by default
     stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, config.float8, dtype, length)
     initialize(stages, config.model, device, config.run.seed)  # after sharding: a rank makes only its shards
     log_attention_kernel(config.model, config.parallel, length, config.data.document_mask, dtype, device)
@@ -70,7 +74,9 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
             preparing_rank=runtime.first_rank_on_node,
             pieces=sequence_pieces(mesh),
         ),
+        config.finetune,
     )
+    config = set_steps(config, data)
     if config.evaluate.interval:  # an error now, not at the first evaluation, if nothing is held out
         data.validation_sequences(config.evaluate.sequences)
 
@@ -99,8 +105,11 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
     if restored is not None:
         start = restored.step
         log_config_changes(restored.record, config)
+        learning_rate.log_jump(restored.record, start)
         data.load_state(restored.data, restored.record)
-    average.restart(checkpoints.missing_extra_state)  # of a run that began without one
+    average.restart(checkpoints.missing_extra_state)  # for a run that started without one
+    if runtime.is_main:
+        write_config(config, runtime.folder / "config.toml")  # now that the resume is accepted
 
     monitor.begin(config, mesh, stages, data, start)
     stopping = False
@@ -123,7 +132,7 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
 
             if monitor.log(n, result, validation_loss, force=last):
                 health = read_health(config.training, n, result, validation_loss)
-                checkpoints.judge(health)  # those before this step are proven, or suspect
+                checkpoints.judge(health)  # this step may prove earlier ones, or mark them as suspect
                 health.check()
 
             saving = last or runtime.should_save or due(n, config.checkpoint.interval, config.training.steps)
@@ -135,7 +144,7 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
         if last or (saving and monitor.wants_change(n)):
             break
 
-    with monitor.pause("checkpoint"):  # a save in the background may not be done
+    with monitor.pause("checkpoint"):  # waits for a background save
         checkpoints.close()
     if stopping:
         runtime.mark_stopped(n)
@@ -143,15 +152,27 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
     data.close()
 
 
+def set_steps(config: Config, data: TrainLoader) -> Config:
+    """Return a config with the steps of finetune.epochs and with generate.chat, so that generate.py chats."""
+    config = replace(config, generate=replace(config.generate, chat=True))
+    if not config.finetune.epochs:
+        return config
+    steps = data.steps_of_epochs(config.finetune.epochs)
+    schedule = replace(config.schedule, warmup_steps=min(config.schedule.warmup_steps, steps))
+    return replace(config, training=replace(config.training, steps=steps), schedule=schedule)
+
+
 def main(config: Config, *candidates: Config) -> None:
     """Train. candidates: other layouts, to be measured against `config` first (`parallel.layout = "tune"`)."""
     runtime = start_runtime(config.run, [config, *candidates])
-    supervise(train, [config, *candidates], runtime)  # train, and again where the run changes its own config
+    supervise(train, [config, *candidates], runtime)  # train, and again if the run changes its own config
     runtime.close()
 
 
 if __name__ == "__main__":
     if CONFIGS[0].run.dry_run:
+        from torchllm.recipe import dry_run
+
         dry_run(CONFIGS[0])
     else:
         main(*CONFIGS)

@@ -1,33 +1,41 @@
-"""Trains on one device: the whole of training in one file. Read this first.
+"""Trains on one device: all of training in one file. Read this first.
 
     python recipes/minimal.py train_configs/debug.toml [--section.key=value ...]
 
-It ignores [parallel], [recompute], [compile], [checkpoint] and [evaluate]. recipes/pretrain.py makes the same calls in
-the same order, sharded over ranks, and trains the same model (tested).
+It has no run folder, and ignores [parallel] and keys that change no weight; other keys that it does not apply are
+refused. recipes/pretrain.py makes the same calls in the same order, sharded over ranks, and trains the same model
+(tested).
 """
 
 import sys
 
-from torchllm.config import Config, load_config
+from torchllm.recipe import Config, refuse_unapplied
 
 if __name__ == "__main__":
+    from torchllm.recipe import load_config  # a tool; training needs none
+
     CONFIG = load_config(sys.argv[1:], one_device=True)
 
 import time
 
 import torch
 
-from torchllm.data.loader import DataRanks, build_loader
-from torchllm.models.decoder import build_model
-from torchllm.models.head import IGNORED
-from torchllm.models.lora import apply_lora
-from torchllm.optim.expert_balance import ExpertBalance
-from torchllm.optim.grad_norm import clip, grad_norm
-from torchllm.optim.optimizer import apply_if_finite, build_optimizer
-from torchllm.optim.schedule import LearningRate
-from torchllm.parallel.initialize import initialize
-from torchllm.runtime.error_report import report_errors
-from torchllm.runtime.process import choose_device, compute_dtype
+from torchllm.recipe import (
+    IGNORED,
+    DataRanks,
+    ExpertBalance,
+    LearningRate,
+    add_low_rank_updates,
+    apply_if_finite,
+    build_loader,
+    build_model,
+    build_optimizer,
+    choose_device,
+    clip_grad_norm,
+    compute_dtype,
+    initialize,
+    report_errors,
+)
 
 
 def main(config: Config) -> list[float]:
@@ -37,7 +45,7 @@ def main(config: Config) -> list[float]:
     dtype = compute_dtype(config.training, device)
     with torch.device("meta"):
         model = build_model(config.model, config.training.loss_chunk, config.training.z_loss)
-    apply_lora(model, config.lora, torch.float32)
+    add_low_rank_updates(model, config, torch.float32)
     initialize([model], config.model, device, config.run.seed)
 
     data = build_loader(config.data, config.training, config.model, config.run.seed, DataRanks())
@@ -45,6 +53,8 @@ def main(config: Config) -> list[float]:
     balance = ExpertBalance([model], config.training)
     learning_rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)
 
+    if left_out := refuse_unapplied(config, one_device=True):
+        print(f"left out by this recipe: {', '.join(left_out)}", file=sys.stderr)
     losses = []
     for step in range(1, config.training.steps + 1):
         started = time.perf_counter()
@@ -54,12 +64,10 @@ def main(config: Config) -> list[float]:
         for batch in batches:
             with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
                 loss_sum = model(batch.tokens, batch.positions, batch.document_ids, batch.labels, batch.document_limit)
-            share = loss_sum / targets  # of the mean over all target tokens of the step
+            share = loss_sum / targets  # gradient of the mean over all target tokens of the step
             share.backward()
             loss += share.detach()
-        norm = grad_norm([model], device)
-        clip([model], norm, config.training.max_grad_norm)
-        finite = torch.isfinite(norm)
+        finite = torch.isfinite(clip_grad_norm([model], config.training.max_grad_norm, device))
         balance.finish_step(finite)
         apply_if_finite(optimizer, learning_rate(step), finite)
         optimizer.zero_grad()
