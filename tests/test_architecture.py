@@ -59,8 +59,6 @@ PRIVATE = {  # what only TORCH_COMPAT may do, and where else and why
         "_scaled_dot_product_efficient_attention": "as above",
         "_scaled_dot_product_efficient_attention_backward": "as above",
     },
-    "recipes/benchmark/context.py": {"_python_dispatch": "no public way to see what is sent"},
-    "recipes/benchmark/counting.py": {"_python_dispatch": "no public way to see what runs"},
     "recipes/benchmark/titan.py": {"_build_llama3_layers": "torchtitan makes blocks of any size by no public name"},
     "torchllm/data/loader.py": {"_shutdown_workers": "torchdata has no public way to end its workers in time"},
 }

@@ -48,7 +48,6 @@ PROMISES = {
     "docs/configure.md": {"the step is the same in every layout, to the bit": SAME_STEP},
     "docs/data.md": {"A text file is never in memory as a whole": TEXT_FILE},
     "docs/hollow_gpu.md": {"the host never waits for the GPU during a step": NO_WAIT},
-    "docs/measurements.md": {"equal to the byte the formulas": SENT},
     "docs/mixture_of_experts.md": {"Every layout starts from the same bytes": UPCYCLED},
     "docs/reliability.md": {
         "validation of every step, bit by bit": KILLED,

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).parents[1])  # Python put this folder there; the package `benchmark` is next to it
-from benchmark.settings import EXPERTS, FIRST_HOUR, Request, read_arguments
+from benchmark.settings import FIRST_HOUR, Request, read_arguments
 
 if __name__ == "__main__":  # before torch is imported: a wrong config is an error in half a second
     REQUEST = read_arguments(sys.argv[1:])
@@ -13,7 +13,7 @@ import importlib
 import json
 import signal
 
-from benchmark.tools import Tables, environment, print_tables
+from benchmark.tools import environment, print_tables
 from torchllm.tools.launch.rank_start import start_runtime
 
 
@@ -25,11 +25,7 @@ def main(request: Request) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     facts = environment(config, runtime)
     module = importlib.import_module(f"benchmark.{name}")  # only this one: each needs other packages
-    benchmark = getattr(module, name)
-    if name == EXPERTS:
-        tables: Tables = benchmark(config, runtime, request.overrides)
-    else:
-        tables = benchmark(config, runtime)
+    tables = getattr(module, name)(config, runtime)
     if runtime.is_main and config.benchmark.json:
         print(json.dumps({"benchmark": name, "environment": facts, **tables}))
     elif runtime.is_main:

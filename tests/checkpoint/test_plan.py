@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recipes.benchmark.checkpoint_index import index_of, measure_index, shapes_of_run, synthetic_ranks
 from tests import workers
+from tests.growth.checkpoint_index import index_of, measure_index, shapes_of_run, synthetic_ranks
 from torchllm.checkpoint import plan as plans
 from torchllm.checkpoint.index import Index, Region
 from torchllm.checkpoint.manifest import CheckpointError

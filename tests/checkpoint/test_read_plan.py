@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from recipes.benchmark.checkpoint_index import parts_of_job, pieces_read, shapes_of_run, synthetic_ranks
+from tests.growth.checkpoint_index import parts_of_job, pieces_read, shapes_of_run, synthetic_ranks
 from torchllm.checkpoint.index import Region
 from torchllm.checkpoint.plan import InventoryEntry, JobParts, make_index, region_numbers
 from torchllm.checkpoint.read_plan import Message, PackedBox, ReadPlan, plan_reads

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from recipes.benchmark.counting import lines_run
+from tests.growth.counting import lines_run
 from tests.parity import Settings, build, my_batches, tiny
 from tests.workers import run
 from torchllm.models.experts import Experts

@@ -1,12 +1,12 @@
-"""The counts of `recipes/benchmark scale`, and that none of them grows faster than it may."""
+"""The counts of costs besides the step, and that none of them grows faster than it may."""
 
 import math
 
 import pytest
 import torch
 
-from recipes.benchmark.counting import host_bytes, lines_run, peak_bytes
-from recipes.benchmark.scale import TABLES, fitted_exponent
+from tests.growth.counting import host_bytes, lines_run, peak_bytes
+from tests.growth.growth import TABLES, fitted_exponent
 
 
 def test_no_count_grows_faster_than_it_may() -> None:

@@ -1,6 +1,6 @@
 """The cost of a checkpoint's index, by counts and seconds, for ranks that need not exist.
 
-    python -m recipes.benchmark.checkpoint_index [MODEL.toml] [RANKS ...]
+    python -m tests.growth.checkpoint_index [MODEL.toml] [RANKS ...]
 
 Every rank holds a part of each parameter and of its three entries of AdamW, as FSDP shards them; the model exists as
 shapes only. Printed: the bytes that ranks send each other at the first save, the size of the index, and the time to

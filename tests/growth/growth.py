@@ -1,28 +1,18 @@
-"""benchmark scale: how costs besides the step itself grow with ranks, tokens, shards, parameters.
+"""How costs besides the step grow with ranks, tokens, shards, parameters: `python -m tests.growth` prints tables.
 
 Time on a shared machine says little about 16,384 ranks, so each row is a count: bytes, requests, calls, operations,
-lines of Python (`scale_counts.py`). Stand-ins replace the machine: a fake process group, made-up reports and
+lines of Python (`counts.py`). Stand-ins replace the machine: a fake process group, made-up reports and
 manifests, threads as ranks. A row's exponent is the power of the size that fits its counts best: 1 is
 proportional, 2 is the square. Where a count is not taken at the largest size, that power extends it, and the row says
 so.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
-import torch.distributed as dist
-
-from torchllm.config.errors import UserError
-from torchllm.runtime.process import Runtime
-
-from . import scale_counts as counts
-from .tools import TableRow
-from .tools import Tables as PrintedTables
-
-if TYPE_CHECKING:
-    from .settings import BenchmarkConfig
+from recipes.benchmark.tools import TableRow
+from tests.growth import counts
 
 
 class Count(NamedTuple):
@@ -47,27 +37,6 @@ class CountTable(NamedTuple):
     sizes: Sequence[int]
     """that are shown"""
     rows: Sequence[Count]
-
-
-def scale(config: "BenchmarkConfig", runtime: Runtime) -> PrintedTables:
-    """Take every count. One process; raises UserError under torchrun."""
-    if runtime.world_size > 1:
-        raise UserError("benchmark scale: needs one process; it makes the other ranks up")
-    printed: PrintedTables = {}
-    with without_process_group():
-        for table in TABLES:
-            printed[f"by {table.by}"] = [count_row(count, table.sizes) for count in table.rows]
-    return printed
-
-
-@contextmanager
-def without_process_group() -> Iterator[None]:
-    """Leave the job of this one process within the block, so that there can be groups of made-up ranks."""
-    dist.destroy_process_group()
-    try:
-        yield
-    finally:
-        dist.init_process_group("fake", rank=0, world_size=1)  # for the runtime to leave
 
 
 def count_row(count: Count, shown: Sequence[int]) -> TableRow:

@@ -1,6 +1,6 @@
 """The cost of setting up gloo groups of all ranks: sockets, requests to the store, and their bytes, per rank.
 
-    python -m recipes.benchmark.host_groups 8 16 32 64
+    python -m tests.growth.host_groups 8 16 32 64
 
 Every rank is a thread with its own connection to one store, and has the two groups that each run has: the default one
 and the host group. Counted are both groups with one all-reduce and one all-gather in each.

@@ -3,7 +3,7 @@
 import os
 from unittest import mock
 
-from recipes.benchmark.host_groups import SetupCost, setup_cost
+from tests.growth.host_groups import SetupCost, setup_cost
 from tests.workers import run
 
 

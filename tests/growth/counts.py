@@ -1,4 +1,4 @@
-"""The counts of `benchmark scale`: each function counts the cost of one thing at one size; its docstring says how."""
+"""The counts of `growth.py`: each function counts the cost of one thing at one size; its docstring says how."""
 
 import io
 import pickle
@@ -15,6 +15,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from tests.growth.checkpoint_index import index_of, parts_of_job, pieces_read, shapes_of_run, synthetic_ranks
+from tests.growth.counting import OperationCounter, host_bytes, lines_run, peak_bytes
+from tests.growth.host_groups import SetupCost, setup_cost
 from torchllm.checkpoint.keeping.history import folders_to_delete
 from torchllm.checkpoint.plan import region_numbers
 from torchllm.checkpoint.read_plan import ReadPlan, plan_reads
@@ -44,10 +47,6 @@ from torchllm.tools.prepare.plan import CorpusPlan
 from torchllm.tools.prepare.source_files import SourceFile
 from torchllm.tools.watch.breakdown import PARTS
 from torchllm.tools.watch.slow_rank import Reports, find_slow_rank, rank_report
-
-from .checkpoint_index import index_of, parts_of_job, pieces_read, shapes_of_run, synthetic_ranks
-from .counting import OperationCounter, host_bytes, lines_run, peak_bytes
-from .host_groups import SetupCost, setup_cost
 
 CPU = torch.device("cpu")
 
