@@ -7,17 +7,9 @@
     python recipes/plan.py rank ... --tokens 1e12 --price-per-gpu-hour 2.5 --mtbf-hours 20     days and price
     python recipes/plan.py explain my_run.toml               compare this layout with the one that rank takes
     python recipes/plan.py predict layouts.csv -o predicted.csv
-    python recipes/plan.py score                            on the published measurements that come with torchllm
-    python recipes/plan.py score measured.csv ...
-    python recipes/plan.py score measured.csv ... --leave-out fold     errors on models that were not fitted to
-    python recipes/plan.py score measured.csv ... --intervals          how many steps lie in their 90 % intervals
-    python recipes/plan.py score measured.csv ... --first-runs         the six runs named first, against random sixes
-    python recipes/plan.py score measured.csv ... --picks              the picked layout against the fastest
+    python recipes/plan.py score measured.csv ...            errors; of published runs: python -m evidence
     python recipes/plan.py calibrate measured.csv -o my_cluster.toml
     python recipes/plan.py score measured.csv --cluster my_cluster.toml
-    python recipes/plan.py evidence --pack measured.csv -o my_evidence     your rows, ready for a pull request
-    python recipes/plan.py evidence --hagemann data -o hagemann2023.csv    sheets that you downloaded, as a table
-    python recipes/plan.py residuals FOLDER ... -o FOLDER              errors of predictions, the basis of intervals
 
 It needs neither torch nor a GPU. A model is a name in train_configs/models or a TOML file; a cluster is a name in
 train_configs/clusters or a TOML file.
@@ -33,7 +25,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple, get_args
@@ -123,9 +114,7 @@ def main(arguments: Sequence[str]) -> None:
 def plan_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = top.add_subparsers(
-        required=True, metavar="rank | explain | predict | score | calibrate | evidence | residuals"
-    )
+    commands = top.add_subparsers(required=True, metavar="rank | explain | predict | score | calibrate")
     add_rank(commands.add_parser("rank", help="rank the layouts of a model on a cluster"))
 
     explain = commands.add_parser("explain", help="say why the plan takes another layout than a run's")
@@ -141,14 +130,9 @@ def plan_parser() -> argparse.ArgumentParser:
     predict.set_defaults(run=run_predict)
 
     score = commands.add_parser("score", help="compare predictions with measurements")
-    score.add_argument("sources", metavar="CSV", nargs="*", help="default: those that come with torchllm")
+    score.add_argument("sources", metavar="CSV", nargs="+")
     score.add_argument("--json", action="store_true", help="print JSON; errors are fractions")
-    basis = score.add_mutually_exclusive_group()
-    basis.add_argument("--cluster", default="", help="cluster of the measurements (default: each row's own)")
-    basis.add_argument("--leave-out", choices=("fold", "framework"), help="fit without each in turn, and score it")
-    basis.add_argument("--intervals", action="store_true", help="count how many steps lie in their intervals of 90 %%")
-    basis.add_argument("--first-runs", action="store_true", help="compare the runs to measure first with random ones")
-    basis.add_argument("--picks", action="store_true", help="regret of each group's pick, with its fold left out")
+    score.add_argument("--cluster", default="", help="cluster of the measurements (default: each row's own)")
     score.set_defaults(run=run_score)
 
     calibrate = commands.add_parser("calibrate", help="fit a cluster's software constants to measurements")
@@ -157,19 +141,6 @@ def plan_parser() -> argparse.ArgumentParser:
     calibrate.add_argument("-o", "--output", required=True, metavar="TOML")
     calibrate.set_defaults(run=run_calibrate)
 
-    evidence = commands.add_parser("evidence", help="convert or pack measurements for others to score on")
-    task = evidence.add_mutually_exclusive_group(required=True)
-    task.add_argument("--pack", metavar="CSV", help="check the rows of a sweep, and pack them for a pull request")
-    task.add_argument("--hagemann", metavar="FOLDER", help="convert the sheets of Hagemann et al. 2023")
-    evidence.add_argument("-o", "--output", required=True, metavar="PATH", help="folder (--pack) or CSV (--hagemann)")
-    evidence.set_defaults(run=run_evidence)
-
-    residuals = commands.add_parser("residuals", help="write how far measurements were from predictions, by class")
-    residuals.add_argument("folders", metavar="FOLDER", nargs="+", help="folders of CSV files with measurements")
-    residuals.add_argument(
-        "-o", "--output", required=True, metavar="FOLDER", help="of residuals.csv, out_of_memory.csv"
-    )
-    residuals.set_defaults(run=run_residuals)
     return top
 
 
@@ -561,42 +532,9 @@ def run_predict(options: argparse.Namespace) -> None:
 
 def run_score(options: argparse.Namespace) -> None:
     """Print the errors of predictions against measurements."""
-    from torchllm.tools.planner.evidence.pack import own_measurements
-
-    sources = options.sources or own_measurements()
-    if options.leave_out:
-        need_checkout("--leave-out")
-        from torchllm.tools.planner.evidence.research.cross_validation import cross_validate
-
-        print(cross_validate(sources, options.leave_out, options.json))
-        return
-    if options.intervals:
-        need_checkout("--intervals")
-        from torchllm.tools.planner.evidence.research.coverage import score_intervals
-
-        print(score_intervals(sources, options.json))
-        return
-    if options.picks:
-        need_checkout("--picks")
-        from torchllm.tools.planner.evidence.research.picks import score_picks
-
-        print(score_picks(sources, options.json))
-        return
-    if options.first_runs:
-        need_checkout("--first-runs")
-        from torchllm.tools.planner.evidence.research.trial_runs import score_first_runs
-
-        print(score_first_runs(sources, options.json))
-        return
     from torchllm.tools.planner.evidence.score import score_files
 
-    print(score_files(sources, options.json, options.cluster))
-
-
-def need_checkout(option: str) -> None:
-    """Raise UserError if the files of evidence/research, which are in no wheel, are not there."""
-    if find_spec("torchllm.tools.planner.evidence.research") is None:
-        raise UserError(f"{option} is in a checkout only, not in an installed package")
+    print(score_files(options.sources, options.json, options.cluster))
 
 
 def run_calibrate(options: argparse.Namespace) -> None:
@@ -604,27 +542,6 @@ def run_calibrate(options: argparse.Namespace) -> None:
     from torchllm.tools.planner.evidence.calibrate import calibrate_file
 
     print(calibrate_file(options.source, options.output, options.cluster))
-
-
-def run_evidence(options: argparse.Namespace) -> None:
-    """Convert or pack measurements."""
-    if options.pack:
-        from torchllm.tools.planner.evidence.pack import pack_rows
-
-        print(pack_rows(options.pack, options.output))
-        return
-    need_checkout("--hagemann")
-    from torchllm.tools.planner.evidence.research.hagemann import convert_hagemann
-
-    print(convert_hagemann(options.hagemann, options.output))
-
-
-def run_residuals(options: argparse.Namespace) -> None:
-    """Write the table of residuals."""
-    need_checkout("residuals")
-    from torchllm.tools.planner.evidence.research.write_residuals import write_residuals
-
-    print(write_residuals(options.folders, options.output))
 
 
 if __name__ == "__main__":

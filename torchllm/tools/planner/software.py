@@ -28,7 +28,7 @@ class Prior(NamedTuple):
 class Constants:
     """Constants that no data sheet has. All frameworks share them, except for the speed and the allocator.
 
-    `python -P -m torchllm.tools.planner.evidence.fit FOLDER` fits them jointly to published measurements, within the
+    `python -m evidence fit FOLDER` fits them jointly to published measurements, within the
     bounds of `PRIORS`; `recipes/plan.py calibrate` fits those in `OF_A_MACHINE` to a few runs on one machine.
     """
 

@@ -5,19 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from evidence.folds import fitted_constants, joint_problem, timed_rows
 from tests.tools.planner.evidence.tables import named, write_rows
 from tests.tools.planner.evidence.test_calibrate import made
-from torchllm.tools.planner.evidence.fit import (
-    SHARED,
-    FitProblem,
-    Point,
-    Timed,
-    fit,
-    fitted_constants,
-    joint_problem,
-    scatter,
-    timed_rows,
-)
+from torchllm.tools.planner.evidence.fit import SHARED, FitProblem, Point, Timed, fit, scatter
 from torchllm.tools.planner.evidence.stacks import STACKS
 from torchllm.tools.planner.software import OF_A_MACHINE, PRIORS, Constants
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from evidence.write_residuals import SHOWN_FROM
 from tests.tools.planner.test_predict import case
-from torchllm.tools.planner.evidence.research.write_residuals import SHOWN_FROM
 from torchllm.tools.planner.evidence.residuals import (
     ANY,
     LEVELS,

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.planner.test_predict import case
-from torchllm.tools.planner.evidence import step_errors
-from torchllm.tools.planner.evidence.research.fit_step_errors import (
+from evidence.fit_step_errors import (
     DEGREES,
     StepError,
     covering_size,
@@ -18,6 +16,8 @@ from torchllm.tools.planner.evidence.research.fit_step_errors import (
     wider_than_normal,
     write_error_models,
 )
+from tests.tools.planner.test_predict import case
+from torchllm.tools.planner.evidence import step_errors
 from torchllm.tools.planner.evidence.step_errors import (
     ACROSS_NODES,
     EVERY_STEP,

@@ -1,8 +1,4 @@
-"""Fit the constants that all frameworks share, and a speed of each framework, to published measurements. No torch.
-
-`python -P -m torchllm.tools.planner.evidence.fit FOLDER...` reads every table of the folders and prints the constants:
-those that all frameworks share are the defaults of `software.Constants`, the speeds are in `stacks.STACKS`.
-`recipes/plan.py score --leave-out fold FILES` prints errors on left-out rows.
+"""Fit the constants of software to measured steps. No torch.
 
 The fit minimizes the errors of log(predicted / measured) in units of `NOISE`, or of their scatter if that is larger,
 plus the distance of each constant from its prior in units of the prior's spread. The larger an error relative to the
@@ -11,17 +7,13 @@ timeout, decides nothing. The descent is Gauss-Newton's: logs of steps are nearl
 """
 
 import math
-import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import NamedTuple
 
 from torchllm.tools.planner.case import Case
-from torchllm.tools.planner.evidence.measurements import MeasuredRow, read_rows
-from torchllm.tools.planner.evidence.stacks import is_known
 from torchllm.tools.planner.predict import predict
 from torchllm.tools.planner.software import PRIORS, Constants, Prior
 
@@ -49,31 +41,6 @@ class Timed(NamedTuple):
     fold: str
     """unit of cross-validation: framework/model"""
     framework: str
-
-
-def timed_rows(rows: Iterable[MeasuredRow]) -> list[Timed]:
-    """Return the rows to fit: timed, dense, of a framework in `STACKS`, and predicted without assumptions."""
-    timed = []
-    for row in rows:
-        if row.case is None or not row.seconds:
-            continue
-        is_assumed = bool(row.cells.get("assumed"))
-        if is_assumed or row.case.model.experts or not is_known(row.cells.get("stack", "")):
-            continue
-        fold = fold_of(row)
-        timed.append(Timed(row.case, row.seconds, fold, framework_of_fold(fold)))
-    return timed
-
-
-def fold_of(row: MeasuredRow) -> str:
-    """Return the fold of a row, framework/model: rows of one fold are left out together."""
-    framework, model = row.cells.get("stack", ""), row.cells.get("model", "")
-    return row.cells.get("fold") or f"{framework}/{model}"
-
-
-def framework_of_fold(fold: str) -> str:
-    """Return the framework of a fold: all its folds are left out together where a framework is."""
-    return fold.split("/")[0]
 
 
 Point = dict[str, float]
@@ -122,14 +89,6 @@ class FitProblem(NamedTuple):
 def prior_of(name: str) -> Prior:
     """Return the prior of a constant, or of a framework's speed."""
     return PRIORS[name if name in SHARED else "speed"]
-
-
-def joint_problem(rows: Sequence[Timed]) -> FitProblem:
-    """Return the fit of the constants that all frameworks share, and of a speed of each framework."""
-    middle = {name: math.log(PRIORS[name].middle) for name in SHARED}
-    for framework in sorted({row.framework for row in rows}):
-        middle[framework] = 0.0
-    return FitProblem(rows, middle)
 
 
 def constants_at(point: Point, framework: str, start: Constants) -> Constants:
@@ -301,30 +260,3 @@ def left_out(problem: FitProblem, near: Linear, names: Sequence[str]) -> dict[st
     for row, name in zip(problem.rows, names, strict=True):
         errors[name].append(log_error(row, points[name]))
     return errors
-
-
-def fitted_constants(folders: Sequence[str]) -> str:
-    """Return the constants fitted to all tables of some folders, and the number of rows, as text."""
-    files: list[Path] = []
-    for folder in folders:
-        files += sorted(Path(folder).glob("*.csv"))
-    rows: list[Timed] = []
-    for file in files:
-        try:
-            rows += timed_rows(read_rows(str(file)))
-        except ValueError:
-            print(f"{file}: no table of layouts", file=sys.stderr)
-    if not rows:
-        raise ValueError(f"{', '.join(folders)}: no row of a known framework has a step time")
-    near = fit(joint_problem(rows))
-    folds = len({row.fold for row in rows})
-    error = mean(map(abs, near.errors))
-    lines = [f"{len(rows)} rows of {folds} folds: mean error of the log {error:.3f}"]
-    for name, value in near.point.items():
-        kind = PRIORS[name].unit if name in SHARED else "speed"
-        lines.append(f"{name:30s}{math.exp(value):12.4g}  {kind}")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(fitted_constants(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""The frameworks whose measurements are published: facts of each, and a speed that `evidence.fit` gives. No torch.
+"""The frameworks whose measurements are published: facts of each, and a speed fitted by `evidence`. No torch.
 
 A framework is a class of facts, one per line: its differences from its base class, in the end from
 torchllm. `STACKS` has them by name, with the fitted constants.
@@ -273,7 +273,7 @@ SPEEDS = {
     "internevo": 0.932,
     "prime-rl": 0.923,
 }
-"""`Constants.speed` of the frameworks whose rows `evidence.fit` fits"""
+"""`Constants.speed` of the frameworks whose rows `python -m evidence fit` takes"""
 ALLOCATORS = {"nanotron-2025": 1.06}
 """`Constants.allocator` of the frameworks that differ from the default"""
 

@@ -6,7 +6,7 @@ cent, the waiting of kernels for each other to a factor. So an error's variance 
     variance = (factor of the framework)^2 x sum over sources of (share of the step x deviation of the source)^2
 
 where a source is a term of the prediction, or something that concerns the whole step (`WHOLE_STEP`). The table of
-deviations is fitted by `research/fit_step_errors.py`, which a checkout has and a wheel has not.
+deviations is fitted by `evidence/fit_step_errors.py` of a checkout.
 """
 
 import csv

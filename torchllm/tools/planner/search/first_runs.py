@@ -2,7 +2,7 @@
 
 They are the runs that are expected to lower the error of the job's other runs most in `plan.py calibrate`
 (`evidence/design.py`). Candidates are the fastest layout of each level of simplicity, and those that differ from the
-first pick in one setting; all leave room in memory. `plan.py score --first-runs` compares such a choice with random
+first pick in one setting; all leave room in memory. `python -m evidence first-runs` compares such a choice with random
 ones, on published runs.
 """
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
+from evidence.folds import joint_problem, timed_rows
 from torchllm.tools.planner.evidence.calibrate import fit_machine, mean_error, problem_of, run_of
 from torchllm.tools.planner.evidence.design import candidates_of, most_telling
 from torchllm.tools.planner.evidence.fit import (
@@ -18,11 +19,9 @@ from torchllm.tools.planner.evidence.fit import (
     Timed,
     constants_at,
     fit,
-    joint_problem,
     left_out_points,
     linearize,
     log_error,
-    timed_rows,
     with_constants,
 )
 from torchllm.tools.planner.evidence.measurements import MeasuredRow, read_rows

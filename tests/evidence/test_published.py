@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from evidence.pack import DATA, published_measurements
 from tests.tiny_run import ROOT
 from tests.tools.planner.evidence.tables import case_of
 from torchllm.tools.planner.evidence.measurements import MeasuredRow, read_rows
-from torchllm.tools.planner.evidence.pack import DATA, own_measurements
 from torchllm.tools.planner.evidence.score import score_files
 from torchllm.tools.planner.predict import predict
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.quick
 @functools.cache
 def scores() -> dict[str, Any]:
     """Return the scores of all tables, by data set."""
-    scores_of_sets: dict[str, Any] = json.loads(score_files(own_measurements(), as_json=True))
+    scores_of_sets: dict[str, Any] = json.loads(score_files(published_measurements(), as_json=True))
     return scores_of_sets
 
 
@@ -59,7 +59,7 @@ def test_errors_are_those_that_the_page_prints() -> None:
 
 def test_four_of_five_timed_rows_are_scored() -> None:
     timed_and_scored = sum(summary["timed"] for summary in scores().values())
-    timed = sum(row.seconds is not None for file in own_measurements() for row in read_rows(file))
+    timed = sum(row.seconds is not None for file in published_measurements() for row in read_rows(file))
     assert timed > 1000
     assert timed_and_scored >= 0.8 * timed
 

@@ -1,6 +1,6 @@
 """Write the tables of `residuals.py` and `step_errors.py` from rows that the constants were not fitted to. No torch.
 
-`recipes/plan.py residuals FOLDER ...` writes three tables; none has the figure of a single row.
+`python -m evidence residuals FOLDER ...` writes three tables; none has the figure of a single row.
 """
 
 import csv
@@ -11,10 +11,10 @@ from pathlib import Path
 from statistics import median
 from typing import Literal, NamedTuple
 
+from evidence.cross_validation import Residual, left_out_residuals, step_errors
+from evidence.fit_step_errors import fit_error_models, write_error_models
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.evidence.measurements import MeasuredRow, read_rows
-from torchllm.tools.planner.evidence.research.cross_validation import Residual, left_out_residuals, step_errors
-from torchllm.tools.planner.evidence.research.fit_step_errors import fit_error_models, write_error_models
 from torchllm.tools.planner.evidence.residuals import (
     ANY,
     LEVELS,

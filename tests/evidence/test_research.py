@@ -8,13 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.planner.evidence.tables import case_of, named, with_cells, write_rows
-from tests.tools.planner.evidence.test_calibrate import made
-from torchllm.tools.planner.evidence.calibrate import mean_error, problem_of
-from torchllm.tools.planner.evidence.fit import Timed, fold_of, log_error, timed_rows
-from torchllm.tools.planner.evidence.measurements import MeasuredRow, read_row
-from torchllm.tools.planner.evidence.research import trial_runs
-from torchllm.tools.planner.evidence.research.coverage import (
+from evidence import trial_runs
+from evidence.coverage import (
     TITLES,
     CheckedStep,
     binomial_test,
@@ -23,15 +18,21 @@ from torchllm.tools.planner.evidence.research.coverage import (
     coverage_of,
     score_intervals,
 )
-from torchllm.tools.planner.evidence.research.cross_validation import (
+from evidence.cross_validation import (
     Residual,
     cross_validate,
     leave_out,
     left_out_residuals,
     step_errors,
 )
-from torchllm.tools.planner.evidence.research.picks import GroupPick, picks, regret_lines, score_picks
-from torchllm.tools.planner.evidence.research.trial_runs import FoldTrial, error_of_rest, named_runs, trial_lines
+from evidence.folds import fold_of, timed_rows
+from evidence.picks import GroupPick, picks, regret_lines, score_picks
+from evidence.trial_runs import FoldTrial, error_of_rest, named_runs, trial_lines
+from tests.tools.planner.evidence.tables import case_of, named, with_cells, write_rows
+from tests.tools.planner.evidence.test_calibrate import made
+from torchllm.tools.planner.evidence.calibrate import mean_error, problem_of
+from torchllm.tools.planner.evidence.fit import Timed, log_error
+from torchllm.tools.planner.evidence.measurements import MeasuredRow, read_row
 from torchllm.tools.planner.evidence.step_errors import EVERY_STEP, KNOWLEDGE
 from torchllm.tools.planner.peak import counted
 from torchllm.tools.planner.predict import predict

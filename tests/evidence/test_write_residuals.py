@@ -6,12 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.planner.evidence.tables import case_of, write_cells
-from tests.tools.planner.evidence.test_score import ROW
-from torchllm.tools.planner.evidence import residuals
-from torchllm.tools.planner.evidence.measurements import read_row
-from torchllm.tools.planner.evidence.research.cross_validation import Residual
-from torchllm.tools.planner.evidence.research.write_residuals import (
+from evidence.cross_validation import Residual
+from evidence.write_residuals import (
     outcomes,
     repeated_peaks,
     spreads,
@@ -19,6 +15,10 @@ from torchllm.tools.planner.evidence.research.write_residuals import (
     write_residuals,
     write_spreads,
 )
+from tests.tools.planner.evidence.tables import case_of, write_cells
+from tests.tools.planner.evidence.test_score import ROW
+from torchllm.tools.planner.evidence import residuals
+from torchllm.tools.planner.evidence.measurements import read_row
 from torchllm.tools.planner.evidence.residuals import (
     ANY,
     LEVELS,

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean, median
 from typing import NamedTuple
 
+from evidence.fit_step_errors import StepError
+from evidence.folds import fold_of, framework_of_fold, joint_problem, timed_rows
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.evidence.fit import (
     Linear,
@@ -18,16 +20,11 @@ from torchllm.tools.planner.evidence.fit import (
     Timed,
     constants_at,
     fit,
-    fold_of,
-    framework_of_fold,
-    joint_problem,
     left_out,
     left_out_points,
-    timed_rows,
     with_constants,
 )
 from torchllm.tools.planner.evidence.measurements import MeasuredRow, read_rows
-from torchllm.tools.planner.evidence.research.fit_step_errors import StepError
 from torchllm.tools.planner.evidence.step_errors import KNOWLEDGE, Knowledge, generation, shares_of
 from torchllm.tools.planner.peak import counted
 from torchllm.tools.planner.predict import predict

@@ -9,17 +9,8 @@ from collections.abc import Sequence
 from statistics import mean
 from typing import NamedTuple
 
-from torchllm.tools.planner.evidence.fit import (
-    Point,
-    constants_at,
-    fit,
-    fold_of,
-    framework_of_fold,
-    joint_problem,
-    left_out_points,
-    timed_rows,
-    with_constants,
-)
+from evidence.folds import fold_of, framework_of_fold, joint_problem, timed_rows
+from torchllm.tools.planner.evidence.fit import Point, constants_at, fit, left_out_points, with_constants
 from torchllm.tools.planner.evidence.measurements import MeasuredRow, read_rows
 from torchllm.tools.planner.evidence.score import Scored, regret
 from torchllm.tools.planner.predict import predict

@@ -30,7 +30,7 @@ Line of SOURCES.md:
 """
 
 
-def own_measurements() -> list[str]:
+def published_measurements() -> list[str]:
     """Return the files of measurements that come with torchllm."""
     return [str(file) for file in sorted(DATA.glob("*.csv"))]
 
@@ -61,7 +61,7 @@ def pack_rows(source: str, folder: str) -> str:
     (target / "README.md").write_text(readme(name, rows), encoding="utf-8")
     return (
         f"{len(rows)} rows are in {target / name}.csv. Fill in {target / 'README.md'}, then open a pull request that "
-        "adds the table to torchllm/tools/planner/evidence/data, and its line to SOURCES.md there"
+        "adds the table to evidence/data, and its line to SOURCES.md there"
     )
 
 

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from statistics import mean, median
 from typing import NamedTuple
 
-from torchllm.tools.planner.evidence.fit import framework_of_fold
+from evidence.cross_validation import Residual, left_out_residuals, step_errors
+from evidence.fit_step_errors import COVERED, StepError, fit_error_models
+from evidence.folds import framework_of_fold
 from torchllm.tools.planner.evidence.measurements import MeasuredRow, read_rows
-from torchllm.tools.planner.evidence.research.cross_validation import Residual, left_out_residuals, step_errors
-from torchllm.tools.planner.evidence.research.fit_step_errors import COVERED, StepError, fit_error_models
 from torchllm.tools.planner.evidence.step_errors import KNOWLEDGE, Knowledge
 from torchllm.tools.planner.search.validity import interval_from
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 import torchllm
+from evidence.pack import DATA, pack_rows, published_measurements
 from tests.tools.planner.evidence.tables import read_table, write_cells
 from tests.tools.planner.evidence.test_score import ROW, row
 from torchllm.tools.planner.evidence.cells import COLUMNS
 from torchllm.tools.planner.evidence.measurements import read_rows
-from torchllm.tools.planner.evidence.pack import DATA, own_measurements, pack_rows
 
 SWEPT = {**ROW, "dataset": "sweep", "source": "", "layout": "--parallel.tp=1"}
 INVALID = {**SWEPT, "status": "invalid"}
@@ -70,7 +70,7 @@ def test_every_file_that_comes_with_torchllm_has_its_source_and_its_rows() -> No
     written_counts = dict(re.findall(r"^\| `(\w+\.csv)` \| (\d+) \|", text, re.MULTILINE))
     columns = {*COLUMNS, "layer_fwd_ms", "layer_bwd_ms"}
     counts = {}
-    for file in own_measurements():
+    for file in published_measurements():
         rows = read_rows(file)
         counts[Path(file).name] = str(len(rows))
         for packed in rows:
