@@ -2,6 +2,7 @@
 
 `torchllm.tools.config` reads and checks one. A module is imported when one of its names is asked for: a launcher needs
 the errors alone.
+Imports: no other folder.
 """
 
 from importlib import import_module

@@ -1,0 +1,5 @@
+"""The decoder and its parts, for one process; the seams at which a layout exchanges parts.
+
+Nothing here knows of ranks: sharding is in parallel.
+Imports: config, facts, runtime.
+"""

@@ -10,4 +10,7 @@ axes        what each setting does, and what to look at where it is wrong
 recipe      finds the recipe of a fork, and its config
 prove       all of it, for one config
 report      says what was found
+
+Imports: config, facts, runtime, models, data, optim, train, checkpoint, metrics, tools/config, tools/launch,
+tools/dry_run, tools/watch, tools/adapt.
 """
