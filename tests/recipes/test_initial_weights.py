@@ -10,14 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from tests.config.conftest import refusal
+from recipes import export
+from tests.config.conftest import enter_empty_folder, refusal
+from tests.recipes.saved_run import SIZES, save_run
 from tests.recipes.warm import pretrain
 from tests.tiny_run import metrics
 from tests.tools.hub.published import save_published
-from torchllm.config import Config
+from torchllm.config import Config, Model
+from torchllm.config.schema import Lora
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.parallel.initialize import materialize
 from torchllm.tools.config.load import load_config
+from torchllm.tools.front.resolve import load_run
 from torchllm.tools.front.start import load_configs
 from torchllm.tools.hub.weights import load_newest_weights, load_weights
 
@@ -113,3 +117,19 @@ def test_a_recipe_that_reads_no_weights_refuses_them(capsys: pytest.CaptureFixtu
         f"--model.from_hf: {why}",
         f"--checkpoint.initial: {why}",
     ]
+
+
+def test_the_updates_of_a_run_are_no_initial_weights_and_its_export_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enter_empty_folder(tmp_path, monkeypatch)
+    monkeypatch.setenv("NPROC", "1")
+    save_run(tmp_path / "run", Model(**SIZES), lora=Lora(rank=2))
+    second = [*sizes_of(tmp_path / "run"), "--training.sequence_length=64", "--check"]
+    (line,) = refusal(capsys, lambda: load_configs([*second, "--checkpoint.initial=run"]))
+    assert line.startswith("--checkpoint.initial: run/checkpoints/step-00000002 holds low-rank updates, and not")
+    assert "--export.folder=merged" in line
+    export.main(load_run(["run", "--export.folder=merged"], one_device=True))
+    with pytest.raises(SystemExit) as ended:  # that of a check without a fault
+        load_configs([*second, "--model.from_hf=merged"])
+    assert ended.value.code == 0

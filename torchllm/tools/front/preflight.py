@@ -36,6 +36,10 @@ _BEGIN_AND_END = 2
 """tokens around each document"""
 _MOST_HELD_OUT = 0.5
 """largest data.validation_fraction"""
+UPDATES_ALONE = (
+    "holds low-rank updates, and not the weights below them: export its run, which merges both (python "
+    "recipes/export.py RUN_FOLDER --export.folder=merged), and set model.from_hf to that folder in place of this key"
+)
 NEW_FOLDERS = "runs"
 """where a run without run.folder gets one"""
 WRITTEN = ("", "checkpoints", "tensorboard", "profile", "trackers")
@@ -304,6 +308,7 @@ def _inspect_initial_checkpoint(config: Config, inspection: Inspection) -> None:
         return
     from torchllm.checkpoint.index import INDEX, parse_index  # imports numpy
     from torchllm.checkpoint.verify import check_sizes
+    from torchllm.facts.parameters import is_low_rank_factor
     from torchllm.facts.shapes import parameter_shapes
 
     folder = next(iter(step_folders(Path(initial) / "checkpoints")), Path(initial))
@@ -312,7 +317,11 @@ def _inspect_initial_checkpoint(config: Config, inspection: Inspection) -> None:
         damages = check_sizes(folder, manifest)
         if not damages and manifest.format > 1:
             stored = parse_index((folder / INDEX).read_bytes(), folder / INDEX).tensors
-            damages = _differing_shapes(parameter_shapes(config.model), stored)
+            weights = [key for key in stored if key.startswith("model.")]
+            if weights and all(map(is_low_rank_factor, weights)):
+                damages = [f"{folder} {UPDATES_ALONE}"]
+            else:
+                damages = _differing_shapes(parameter_shapes(config.model), stored)
     except (CheckpointError, OSError) as error:
         damages = [str(error)]
     for damage in damages:
@@ -513,7 +522,7 @@ class _DataInspector:
                     sequence_length=self.config.training.sequence_length,
                     rules=rules,
                 )
-                cached = find_cached(self.data, plan) if rules is Rules.NOW else plan
+                cached = find_cached(self.data, plan) if rules > Rules.ALL_FILES else plan
                 if cached and is_cached(folder := cached_folder(self.data, cached)):
                     with suppress(DataError):  # a damaged corpus in the cache is made again
                         corpus = open_corpus(str(folder), self._reader_settings(tokenizer))
