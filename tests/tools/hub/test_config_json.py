@@ -169,6 +169,7 @@ def test_each_field_of_a_rope_table_that_transformers_reads_is_known() -> None:
         assert unknown_rope_fields({"rope_scaling": table}) == [], kind
 
 
+MSCALES = {"mscale": 1.0, "mscale_all_dim": 0.5}
 REFUSED = {
     "llama": [
         ({"quantization_config": {"bits": 4}}, "quantization_config: quantized"),
@@ -179,12 +180,21 @@ REFUSED = {
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor: rotary"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters: is another one for each kind"),
         ({"rope_parameters": None, "rope_scaling": "linear"}, "rope_scaling: must be a table"),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope_parameters.rope_type: \"['yarn']\" is not supported"),
+        ({"rope_parameters": YARN | {"attention_factor": 0.0}}, "rope_parameters.attention_factor: is 0: queries"),
+        ({"rope_parameters": YARN | {"factor": 1.0}}, "rope_parameters.attention_factor: is 1.3, with"),
+        ({"rope_parameters": YARN | {"factor": 0.5}}, "rope_parameters.factor: must be a number of at least 1"),
+        (
+            {"rope_parameters": YARN | {"factor": "4", "attention_factor": None, **MSCALES}},
+            "rope_parameters.factor: must",
+        ),
         ({"rope_theta": 1e6}, "rope_parameters.rope_theta: is 10000.0, but rope_theta is 1000000.0: remove one"),
         (
             {"rope_parameters": YARN, "original_max_position_embeddings": 8},
             "rope_parameters.original_max_position_embeddings: is 16, but original_max_position_embeddings is 8",
         ),
         ({"is_causal": False}, "is_causal: is False: attention to later tokens, not supported"),
+        ({"is_causal": None}, "is_causal: is None: attention to later tokens, not supported"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder: is True: an encoder"),
         ({"per_layer_config": {"0": {"hidden_act": "gelu"}}}, "per_layer_config: is {'0': "),
         ({"attention_chunk_size": 8}, "attention_chunk_size: is 8: attention within chunks"),
@@ -198,7 +208,16 @@ REFUSED = {
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures: must be ['LlamaForCausalLM']"),
         ({"hidden_size": "32"}, "hidden_size: must be a whole number"),
         ({"hidden_size": None}, "hidden_size: is null, which says nothing"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads: must be at least 1, not 0"),
+        ({"head_dim": 0}, "head_dim: must be at least 1, not 0"),
         ({"num_hidden_layers": 0}, "num_hidden_layers: must be a whole number of at least 1"),
+    ],
+    "mistral": [
+        ({"sliding_window": 0}, "sliding_window: must be at least 1, not 0"),
+        (
+            {"layer_types": ["full_attention"] * 4},
+            "layer_types: is full_attention, but sliding_window is 9: remove one",
+        ),
     ],
     "qwen3-moe": [
         ({"decoder_sparse_step": 2}, "decoder_sparse_step: is 2: a block without experts after one with experts"),
@@ -207,6 +226,7 @@ REFUSED = {
         ({"decoder_sparse_step": 0}, "decoder_sparse_step: must be a whole number of at least 1, not 0"),
         ({"num_local_experts": 0}, "num_local_experts: is 0, but all models of this type have some"),
         ({"moe_intermediate_size": 1.5}, "moe_intermediate_size: must be a whole number"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size: must be at least 1, not 0"),
         ({"use_sliding_window": True}, "use_sliding_window: is True: a sliding window together with experts"),
     ],
     "glm4-moe": [
@@ -215,8 +235,10 @@ REFUSED = {
             "rope_parameters.partial_rotary_factor: is 0.5, but partial_rotary_factor is 0.25",
         ),
         ({"n_group": 2}, "n_group: is 2: experts in groups"),
+        ({"partial_rotary_factor": None}, "partial_rotary_factor: is null, which says nothing"),
     ],
     "gpt2": [
+        ({"n_embd": None}, "n_embd: is null, which says nothing"),
         ({"num_attention_heads": 8}, "num_attention_heads: is 8, but n_head is 4: remove one of them"),
         ({"rope_parameters": {"rope_type": "default"}}, "rope_parameters: is {'rope_type': 'default'}: rotary"),
     ],
@@ -224,6 +246,7 @@ REFUSED = {
     "qwen2-window": [
         ({"layer_types": None, "max_window_layers": "0"}, "max_window_layers: must be a whole number, not '0'"),
         ({"use_sliding_window": False}, "layer_types: sliding_attention needs a sliding_window"),
+        ({"layer_types": None, "sliding_window": 0}, "sliding_window: must be at least 1, not 0"),
     ],
 }
 """changes of a published config.json, and how the one problem begins that each of them is"""
@@ -262,8 +285,7 @@ def test_windows_are_off_where_the_classes_have_them_off() -> None:
 def test_yarn_takes_what_is_missing_from_other_fields_as_transformers_does() -> None:
     content = content_of("yarn")
     plain = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}
-    scales = {"mscale": 1.0, "mscale_all_dim": 0.5}
-    for more in ({}, scales, scales | {"attention_factor": 1.7}, {"mscale": 1.0}, {"mscale_all_dim": 0.5}):
+    for more in ({}, MSCALES, MSCALES | {"attention_factor": 1.7}, {"mscale": 1.0}, {"mscale_all_dim": 0.5}):
         scaling = plain | more
         model = model_of(content | {"rope_parameters": scaling})
         assert model.rope_original_length == content["max_position_embeddings"]
@@ -272,6 +294,23 @@ def test_yarn_takes_what_is_missing_from_other_fields_as_transformers_does() -> 
         computed = 0.1 * math.log(4.0) + 1.0  # what 0 stands for
         assert (model.rope_attention_factor or computed) == pytest.approx(factor), more
         assert model.rope_truncate
+
+
+def test_the_length_before_a_scaling_is_that_of_the_class_where_no_field_says_one() -> None:
+    for scaling in (YARN, LLAMA3_SCALING):
+        parameters = {name: value for name, value in scaling.items() if name != "original_max_position_embeddings"}
+        for model_type in ("llama", "mistral"):
+            content = {"model_type": model_type, "rope_parameters": parameters}
+            config = transformers.AutoConfig.for_model(**copy.deepcopy(content))
+            expected = config.rope_parameters["original_max_position_embeddings"]
+            assert model_of(content).rope_original_length == expected == config.max_position_embeddings
+
+
+def test_a_scaling_by_one_is_none() -> None:
+    """Nothing is left of it that a run would refuse for doing nothing, or that would keep the model from an export."""
+    for scaling in (LINEAR, OLD_LLAMA3, YARN | {"attention_factor": None}):
+        parameters = scaling | {"factor": 1.0, "rope_theta": 1e4}
+        assert model_of(content_of("llama") | {"rope_parameters": parameters}) == model_of(content_of("llama")), scaling
 
 
 def test_an_unsupported_family_is_named_with_what_it_has() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -259,3 +260,17 @@ def test_a_config_that_is_no_table_is_refused(folder: Path) -> None:
     (folder / "config.json").unlink()
     with pytest.raises(HubFileError, match=r"config.json: cannot be read: No such file"):
         read_hub_config(folder)
+
+
+def test_values_that_do_not_fit_each_other_are_named_by_the_fields_of_the_file(folder: Path) -> None:
+    path = folder / "config.json"
+    content = json.loads(path.read_text())
+    llama3 = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0, "rope_theta": 1e4}
+    for change, line in (
+        ({"num_key_value_heads": 3}, "num_key_value_heads: 3 key-value heads do not divide 4 heads"),
+        ({"head_dim": 7}, "head_dim: rotary positions need an even head width, not 7"),
+        ({"rope_parameters": llama3}, "rope_parameters.high_freq_factor: must be over model.rope_low_frequency_factor"),
+    ):
+        path.write_text(json.dumps(content | change))
+        with pytest.raises(HubFileError, match=re.escape(f"{path}: {line}")):
+            read_hub_config(folder)

@@ -9,17 +9,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from torchllm.config import Model
+from torchllm.config import Config, Model
 from torchllm.config.errors import UserError
+from torchllm.tools.config.checks import problems_of_use
 from torchllm.tools.config.read import ConfigError, read_table
 from torchllm.tools.hub.family import ConfigField, HubFamily, RequiredField, UnmappedParameter
 from torchllm.tools.hub.registry import HUB_FAMILIES, UNSUPPORTED_TYPES
 from torchllm.tools.hub.rope import (
     FRACTION,
+    LENGTH,
     ORIGINAL_LENGTH,
     RopeError,
     read_rope,
     read_rotary_fraction,
+    rope_names,
     unknown_rope_fields,
     write_rope,
 )
@@ -75,7 +78,7 @@ UNUSED_FIELDS = {
 }
 """fields of any config.json that do not change the weights or the computation"""
 BASE_FIELDS = (
-    RequiredField("is_causal", (None, True), "attention to later tokens"),
+    RequiredField("is_causal", (True,), "attention to later tokens"),
     RequiredField("is_encoder_decoder", (False, None), "an encoder"),
     RequiredField("attention_chunk_size", (None,), "attention within chunks"),
     RequiredField("kv_sharing_modes", (None,), "keys and values that several blocks share"),
@@ -182,7 +185,8 @@ def read_config_json(content: Mapping[str, Any]) -> ReadConfig:
     if read.family.has_rotary_positions:
         try:
             read.values["rotary_fraction"] = read_rotary_fraction(content, read.family.rotary_fraction)
-            read.values |= read_rope(content, read.family.rope_theta)
+            length = read.values.get("max_sequence_length")  # also where it is a default
+            read.values |= read_rope({**content, LENGTH: length}, read.family.rope_theta)
         except RopeError as error:
             read.problems.append(str(error))
     _read_window(content, read.family, read)
@@ -244,9 +248,12 @@ def _read_fields(content: Mapping[str, Any], family: HubFamily, read: ReadConfig
     for config_field in family.fields:
         value = _read_field(content, config_field, read)
         if value is None and config_field.key == "ffn" and family.computes_ffn:
-            value = 4 * read.values["hidden"]
+            hidden = read.values.get("hidden")
+            value = 4 * hidden if type(hidden) is int else 1  # another problem is about the width
         if value is None and config_field.key in ZERO_MEANS_NULL:
             value = 0
+        elif value == 0 and config_field.key in (*ZERO_MEANS_NULL, "expert_ffn"):
+            read.report(_name_in(content, config_field), f"must be at least 1, not {value}")
         if value is None:
             read.report(_name_in(content, config_field), "is null, which says nothing")
         else:
@@ -321,7 +328,10 @@ def _read_window(content: Mapping[str, Any], family: HubFamily, read: ReadConfig
     name = "layer_types"
     if family.has_window_fields:
         is_used = content.get("use_sliding_window", False)
-        read.values["window"] = (content.get("sliding_window", 4096) or 0) if is_used else 0
+        window = content.get("sliding_window", 4096) if is_used else None
+        if window == 0:
+            read.report("sliding_window", f"must be at least 1, not {window}")
+        read.values["window"] = window or 0
         if kinds is None:
             name = "max_window_layers"
             kinds = _kinds_of_blocks(content, read)
@@ -332,6 +342,9 @@ def _read_window(content: Mapping[str, Any], family: HubFamily, read: ReadConfig
         read.report(name, "sliding_attention needs a sliding_window, but there is none")
     elif "full_attention" in kinds and family.has_window_fields:
         read.values["window"] = 0
+    elif "full_attention" in kinds and (window := read.values.get("window")):
+        # transformers' AutoConfig reads a mistral with this field as a ministral, and a mixtral without it
+        read.report(name, f"is full_attention, but sliding_window is {window}: remove one of them")
 
 
 def _are_kinds(kinds: Any, layers: Any) -> bool:
@@ -352,15 +365,27 @@ def _kinds_of_blocks(content: Mapping[str, Any], read: ReadConfig) -> list[str]:
 
 def _check_values(content: Mapping[str, Any], read: ReadConfig) -> None:
     """Report the values that [model] does not allow, by the names of their fields."""
-    assert read.family is not None
-    names = {config_field.key: _name_in(content, config_field) for config_field in read.family.fields}
-    names["rotary_fraction"] = FRACTION
     faults: list[ConfigError] = []
     read_table(Model, read.values, faults)
     for fault in faults:
         (key,) = fault.path
-        read.report(names.get(key, "rope_parameters"), fault.message)
+        read.report(_field_of(key, content, read), fault.message)
         del read.values[key]
+
+
+def check_combination(content: Mapping[str, Any], read: ReadConfig) -> None:
+    """Report the values that [model] allows, but not together, by the names of their fields. read: without problems."""
+    for fault in problems_of_use(Config(model=Model(**read.values))):
+        if fault.path[0] == "model":  # else it is about a run, which decides more
+            read.report(_field_of(fault.path[1], content, read), fault.message)
+
+
+def _field_of(key: str, content: Mapping[str, Any], read: ReadConfig) -> str:
+    """Return the name of the field that says a key of [model]."""
+    assert read.family is not None
+    names = {"rotary_fraction": FRACTION, "window": "sliding_window", "head_dim": "num_attention_heads"}
+    names |= {config_field.key: _name_in(content, config_field) for config_field in read.family.fields}
+    return (read.fixed | names | rope_names(content)).get(key, "rope_parameters")
 
 
 def write_config_json(model: Model, family: HubFamily) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torchllm.config import Model
 from torchllm.regular_file import open_regular, read_regular
-from torchllm.tools.hub.config_json import ReadConfig, read_config_json
+from torchllm.tools.hub.config_json import ReadConfig, check_combination, read_config_json
 from torchllm.tools.hub.family import HubFamily
 from torchllm.tools.hub.safetensors_header import ITEM_SIZES, FileTensor, Header, HubFileError, read_header
 
@@ -57,7 +57,10 @@ def read_hub_config(folder: Path) -> HubConfig:
     """
     path = folder if folder.is_file() else folder / CONFIG_JSON
     content = _read(path)
-    read = read_config_json(_parse_table(path, content))
+    table = _parse_table(path, content)
+    read = read_config_json(table)
+    if not read.problems:
+        check_combination(table, read)
     if read.problems:
         raise HubFileError("\n".join(f"{path}: {problem}" for problem in read.problems))
     return HubConfig(path, read, hashlib.sha256(content).hexdigest())

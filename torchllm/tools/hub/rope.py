@@ -19,6 +19,8 @@ FRACTION = "partial_rotary_factor"
 """share of each head, a field of config.json or of its tables"""
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 """a field of config.json or of its tables"""
+LENGTH = "max_position_embeddings"
+"""a field of config.json: the longest text, which is the original one where there is no other"""
 REQUIRED = object()
 """stands for the default of a field that must be there"""
 SCALING_FIELDS: dict[str, dict[str, tuple[str, Any]]] = {
@@ -33,7 +35,7 @@ SCALING_FIELDS: dict[str, dict[str, tuple[str, Any]]] = {
     },
     "yarn": {
         "factor": ("rope_scaling_factor", REQUIRED),
-        ORIGINAL_LENGTH: ("rope_original_length", None),
+        ORIGINAL_LENGTH: ("rope_original_length", REQUIRED),
         "beta_fast": ("rope_beta_fast", 32.0),
         "beta_slow": ("rope_beta_slow", 1.0),
         "truncate": ("rope_truncate", True),
@@ -56,6 +58,8 @@ def read_rotary_fraction(fields: Fields, default: float | None) -> float:
 
     default: where there is none; None: the model turns whole heads. Raises RopeError if it says otherwise.
     """
+    if default is not None and fields.get(FRACTION, default) is None:  # for transformers it is then 1
+        raise RopeError(f"{FRACTION}: is null, which says nothing")
     found = _find(fields, FRACTION, SPELLINGS)
     for name, value in found.items():
         if default is None and value != 1:
@@ -77,7 +81,7 @@ def _agreed(found: Mapping[str, Any], default: Any) -> Any:
     """Return the value that a field has in all its places; `default` if it has none. Raises RopeError if two differ."""
     value = next(iter(found.values()), default)
     for name, other in found.items():
-        if other != value:
+        if other is not value and other != value:  # a NaN is not equal to itself
             raise RopeError(f"{name}: is {other}, but {next(iter(found))} is {value}: remove one of them")
     return value
 
@@ -139,30 +143,46 @@ def _read_scaling(fields: Fields, name: str) -> dict[str, Any]:
         raise RopeError(f"{name}.rope_type: {kind!r} is not supported; these are: {known}")
     values: dict[str, Any] = {"rope_scaling": kind}
     for field, (key, default) in SCALING_FIELDS[kind].items():
-        value = _agreed(_find(fields, field, [name]), None) if field == ORIGINAL_LENGTH else scaling.get(field)
+        value = scaling.get(field)
+        if field == ORIGINAL_LENGTH:
+            value = _agreed(_find(fields, field, [name]), fields.get(LENGTH))
         if value is None and default is REQUIRED:
             raise RopeError(f"{name}.{field}: is missing, but rope_type {kind!r} needs it")
         values[key] = default if value is None else value
     if kind == "yarn":
-        values |= _complete_yarn(fields, scaling, values)
-    return values
+        values["rope_attention_factor"] = _attention_factor(scaling)
+        if scaling.get("attention_factor") == 0:  # [model] cannot say so: its 0 leaves the factor open
+            raise RopeError(f"{name}.attention_factor: is 0: queries and keys without positions, not supported")
+    if values["rope_scaling_factor"] != 1:
+        return values
+    attention_factor = values.get("rope_attention_factor", 0)
+    if attention_factor not in (0, 1):
+        raise RopeError(f"{name}.attention_factor: is {attention_factor}, with a factor of 1: not supported")
+    return {}  # it scales nothing
 
 
-def _kind(scaling: Fields) -> Any:
+def _kind(scaling: Fields) -> str:
     """Return the rope_type of a table."""
-    return scaling.get("rope_type", scaling.get("type", "default"))
+    return str(scaling.get("rope_type", scaling.get("type", "default")))
 
 
-def _complete_yarn(fields: Fields, scaling: Fields, values: dict[str, Any]) -> dict[str, Any]:
-    """Return YaRN's values from other fields, if its own are missing, as transformers does."""
-    completed = {}
-    if values["rope_original_length"] is None:
-        completed["rope_original_length"] = fields.get("max_position_embeddings")
-    scale, scale_of_all = (scaling.get(field) for field in YARN_SCALES)
-    if scaling.get("attention_factor") is None and scale and scale_of_all:
-        logarithm = 0.1 * math.log(values["rope_scaling_factor"])
-        completed["rope_attention_factor"] = (scale * logarithm + 1.0) / (scale_of_all * logarithm + 1.0)
-    return completed
+def _attention_factor(scaling: Fields) -> Any:
+    """Return YaRN's factor of rotated queries and keys as transformers does; 0: it follows from the scaling alone."""
+    if scaling.get("attention_factor") is not None:
+        return scaling["attention_factor"]
+    factor, scale, scale_of_all = (scaling.get(field) or 0 for field in ("factor", *YARN_SCALES))
+    are_numbers = all(isinstance(value, (int, float)) for value in (factor, scale, scale_of_all))
+    if not are_numbers or factor <= 0 or not scale or not scale_of_all:
+        return 0.0
+    return (0.1 * scale * math.log(factor) + 1.0) / (0.1 * scale_of_all * math.log(factor) + 1.0)
+
+
+def rope_names(fields: Fields) -> dict[str, str]:
+    """Return the names of the fields in the table of rotary positions, by their keys of [model]."""
+    table = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
+    scaling = fields.get(table)
+    known = SCALING_FIELDS.get(_kind(scaling), {}) if isinstance(scaling, Mapping) else {}
+    return {key: f"{table}.{field}" for field, (key, _) in known.items()}
 
 
 def write_rope(model: Model) -> dict[str, Any]:
