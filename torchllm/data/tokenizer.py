@@ -60,7 +60,8 @@ def load_tokenizer(name: str, pattern: Pattern = "llama3", threads: int = 1) -> 
 def describe_documents(tokenizer: Tokenizer) -> list[str]:
     """Return a line about the ids before and after a document, and lines about ignored settings."""
     end = f"{tokenizer.decode([tokenizer.end])} ({tokenizer.end})"
-    before = "nothing" if tokenizer.begin is None else f"{tokenizer.decode([tokenizer.begin])} ({tokenizer.begin})"
+    begins = [f"{tokenizer.decode([token])} ({token})" for token in tokenizer.begins[tokenizer.fingerprint]]
+    before = " ".join(begins) or "nothing"
     return [f"data.tokenizer: before a document {before}, after it {end}", *tokenizer.notes]
 
 
@@ -72,7 +73,7 @@ class ByteTokenizer:
         self.begin: int | None = 256
         self.fingerprint = "bytes"
         self.earlier_fingerprints = ("bytes", "bytes")
-        self.begins: Mapping[str, int | None] = {"bytes": self.begin}
+        self.begins: Mapping[str, tuple[int, ...]] = {"bytes": (256,)}
         self.unknown: int | None = None
         self.notes: Sequence[str] = ()
 

@@ -21,15 +21,15 @@ class Tokenizer(Protocol):
     vocab: int
     """ids are 0 <= id < vocab, special tokens included"""
     begin: int | None
-    """id put before a document; None: none, e.g. Qwen"""
+    """id put before a document, of several the last; None: none, e.g. Qwen"""
     end: int
     """id put after a document; generation stops at it"""
     fingerprint: str
     """changes if any text could be encoded differently"""
     earlier_fingerprints: tuple[str, str]
     """fingerprints in earlier versions, newest first: same ids of documents, but possibly another begin"""
-    begins: Mapping[str, int | None]
-    """id put before a document, for each of these fingerprints"""
+    begins: Mapping[str, tuple[int, ...]]
+    """ids put before a document, for each of these fingerprints"""
     unknown: int | None
     """id of unknown text; None: the tokenizer encodes any text"""
     notes: Sequence[str]

@@ -37,9 +37,8 @@ def begin_of_text(tokenizer: Tokenizer, fingerprints: Sequence[str]) -> list[int
 
     Without a fingerprint of this tokenizer: the current ids.
     """
-    known = [tokenizer.begins[fingerprint] for fingerprint in fingerprints if fingerprint in tokenizer.begins]
-    begin = known[0] if known else tokenizer.begin
-    return [] if begin is None else [begin]
+    known = [fingerprint for fingerprint in fingerprints if fingerprint in tokenizer.begins]
+    return list(tokenizer.begins[known[0] if known else tokenizer.fingerprint])
 
 
 @dataclass

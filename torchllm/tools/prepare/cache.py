@@ -46,7 +46,7 @@ def plan_corpus(
     Bad records of Python's standard library are always skipped, because no user can fix them. Raises DataError if the
     source has no file or cannot be found, or `vocab` is too small for the tokenizer's special tokens.
     """
-    if max(tokenizer.begin or 0, tokenizer.end) >= vocab:
+    if max(*tokenizer.begins[tokenizer.fingerprint], tokenizer.end, 0) >= vocab:
         raise DataError(
             f"model.vocab = {vocab} has no room for the special tokens of data.tokenizer {tokenizer.name!r}: "
             f"set it to {tokenizer.vocab} or more"
@@ -69,14 +69,22 @@ def plan_corpus(
         files=[*files.train, *files.held_out],
         held_out=len(files.held_out),
         revision=revision,
-        tokenizer=tokenizer.earlier_fingerprints[0] if is_first else tokenizer.fingerprint,
+        tokenizer=_fingerprint_by(rules, tokenizer),
         vocab=min(vocab, tokenizer.vocab),
         validation_fraction=data.validation_fraction,
         on_bad_record="skip" if source.kind == "stdlib" else data.on_bad_record,
         shard_mib=shard_mib,
         chat=chat,
-        reads_calls=rules is Rules.NOW and chat is not None and may_write_calls(chat.template),
+        reads_calls=rules > Rules.ALL_FILES and chat is not None and may_write_calls(chat.template),
     )
+
+
+def _fingerprint_by(rules: Rules, tokenizer: Tokenizer) -> str:
+    """Return the fingerprint that a tokenizer had in the versions with these rules."""
+    if rules is Rules.NOW:
+        return tokenizer.fingerprint
+    last_begin, named_begin = tokenizer.earlier_fingerprints
+    return named_begin if rules is Rules.FIRST else last_begin
 
 
 def cached_folder(data: Data, plan: CorpusPlan) -> Path:
@@ -152,9 +160,9 @@ def prepare_cached(plan: CorpusPlan, data: Data, rules: Rules = Rules.NOW) -> Pa
     rules: by the first, too many bad records or unknown tokens are no error; today the last tokens of few documents are
     held out. Raises DataError if it has to be tokenized and is over data.max_raw_mib.
     """
-    if rules is Rules.NOW and (cached := find_cached(data, plan)):
+    if rules > Rules.ALL_FILES and (cached := find_cached(data, plan)):
         plan = cached
-    elif rules is Rules.NOW:
+    elif rules > Rules.ALL_FILES:
         refuse_large_source(plan, data)
         from torchllm.tools.prepare.build import choose_split
 

@@ -21,7 +21,9 @@ class Rules(IntEnum):
     ALL_FILES = 2
     """a folder of text is all its files, torchllm's own output is read, of few documents none may be held out, and tool
     calls stay as they are written"""
-    NOW = 3
+    ONE_BEGIN = 3
+    """of several begins of a document, the last is put"""
+    NOW = 4
 
 
 _SUFFIXES = {"jsonl": (".jsonl", ".ndjson", ".json"), "parquet": (".parquet",)}

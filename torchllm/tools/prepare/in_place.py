@@ -108,7 +108,7 @@ def describe_in_place(source: Source, data: Data, vocab: int, rules: Rules = Rul
         files = earlier_token_files(source, _FORMATS[source.kind].pattern)
     else:
         files = token_files(source, reads_output=rules is Rules.ALL_FILES)
-    version = _VERSION if rules is Rules.NOW else _EARLIER_VERSION
+    version = _VERSION if rules > Rules.ALL_FILES else _EARLIER_VERSION
     listed = [version, settings._replace(cache=""), data.validation_fraction, files]
     key = hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
     path = cache_root(data) / f"{source.kind}-{key}.json"
@@ -141,7 +141,7 @@ def _describe(settings: InPlaceSettings, files: ChosenFiles, held_out: float, vo
     for split, shards in by_split.items():
         pieces[split] = [_Piece(shard, 0, shard.tokens) for shard in _joined(shards, settings, vocab)]
     if not pieces["validation"] and held_out > 0:
-        pieces = _cut_documents(pieces["train"], settings, held_out, cuts_any=rules is Rules.NOW)
+        pieces = _cut_documents(pieces["train"], settings, held_out, cuts_any=rules > Rules.ALL_FILES)
     found = [stat_file(str(file.path)) for file in _files_of(pieces)]
     return _Description(pieces, _fingerprint(pieces, settings), found)
 

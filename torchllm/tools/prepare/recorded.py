@@ -28,7 +28,7 @@ def prepare_recorded(
             return folder
     except DataError as error:
         refusal = error
-    for rules in (Rules.ALL_FILES, Rules.FIRST) if recorded else ():
+    for rules in (Rules.ONE_BEGIN, Rules.ALL_FILES, Rules.FIRST) if recorded else ():
         with suppress(DataError):  # e.g. it is too large
             if reader.open(source, earlier := prepare(rules), settings).fingerprint == recorded:
                 log.info(

@@ -134,8 +134,11 @@ class TiktokenTokenizer:
         self.begin: int | None = None if begin == self.end else begin
         earlier = f"{path.name}-{pattern}-{digest[:16]}"
         self.fingerprint = earlier if begin == self.begin else f"{path.name}-{pattern}-{self.begin}-{digest[:16]}"
-        self.earlier_fingerprints = (earlier, earlier)
-        self.begins: Mapping[str, int | None] = {self.fingerprint: self.begin, earlier: begin}
+        self.earlier_fingerprints = (self.fingerprint, earlier)
+        self.begins: Mapping[str, tuple[int, ...]] = {
+            self.fingerprint: () if self.begin is None else (begin,),
+            earlier: (begin,),
+        }
         self.unknown: int | None = None
         self.notes: Sequence[str] = ()
         self.threads = threads

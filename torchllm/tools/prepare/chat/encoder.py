@@ -59,12 +59,16 @@ class ChatEncoder:
             self._content: dict[str, Any] = json.loads(path.read_text("utf-8"))
             # A post-processor adds a second BOS, or trims blanks off the offsets; neither is wanted here.
             self._content |= {"post_processor": None, "truncation": None, "padding": None}
+            if "dropout" in self._content["model"]:
+                self._content["model"]["dropout"] = None  # ids are fixed
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(self._content))
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"data.tokenizer: {path} is not a Hugging Face tokenizer.json ({error})") from error
         added = self._content.get("added_tokens") or []
         self.special: list[str] = [token["content"] for token in added if token["special"]]
         """texts of the special tokens"""
+        self.not_special: list[str] = [token["content"] for token in added if not token["special"]]
+        """texts of the other added tokens"""
         self.added_pattern = special_pattern([token["content"] for token in added])
         """matches each token that the template may write and the merges do not make, special or not"""
         self._special_pattern = special_pattern(self.special)
