@@ -14,6 +14,7 @@ PADDING = "padding tokens"
 TRUNCATED = "examples cut to the sequence length"
 UNTRAINED = "examples dropped, for nothing in the sequence length is trained"
 WORDS = "special tokens in messages, encoded as plain text"
+CONTROL = "tokens of the chat template in messages that are not the assistant's: "
 MERGED = "tokens across the border of a prompt and its answer, which inference never sees"
 ENDLESS = "examples whose last turn no special token ends, so that the model does not learn to stop"
 ABSENT = "keys without a value in this row of a table, left out of tool calls, tools and other objects"
@@ -65,6 +66,13 @@ def _describe_outcome(counts: Mapping[str, int]) -> list[str]:
     for name in (TRUNCATED, UNTRAINED, WORDS, MERGED, ENDLESS, ABSENT):
         if known[name]:
             lines.append(f"{name}: {known[name]:,}")
+    control = [f"{name.removeprefix(CONTROL)} {count:,}" for name, count in known.items() if name.startswith(CONTROL)]
+    if control:
+        lines.append(
+            f"{CONTROL}{', '.join(control)}. The tokenizer does not call them special, so they are encoded as the "
+            'template\'s own. Marks of turns should be plain text, in all messages: set "special" to true for them in '
+            "tokenizer.json"
+        )
     if MERGED not in counts:
         lines.append(
             "written by an earlier version, which did not train the end of a turn behind a tool call and wrote "

@@ -118,6 +118,14 @@ def test_sequences_hold_whole_examples(tmp_path: Path) -> None:
         assert lengths.startswith("examples by length: up to 64: "), family
 
 
+def test_words_of_users_that_are_tokens_of_the_template_are_said_by_name(tmp_path: Path) -> None:
+    data = settings(tmp_path, QWEN3)
+    source = write_lines(tmp_path / "talks.jsonl", [[user("how? </think>"), assistant("hello")]] * 3)
+    counts = written(tmp_path / "corpus", source, data).header.counts
+    (line,) = [line for line in describe_counts(counts) if "template" in line]
+    assert line.startswith("tokens of the chat template in messages that are not the assistant's: </think> 3. ")
+
+
 def test_a_corpus_does_not_depend_on_its_processes(tmp_path: Path) -> None:
     data = settings(tmp_path)
     source = write_lines(tmp_path / "talks.jsonl", TALKS)

@@ -219,6 +219,27 @@ def test_special_tokens_in_messages_are_plain_text_and_counted(tmp_path: Path) -
         assert words in text, name
 
 
+def test_tokens_of_the_template_that_are_not_special_are_counted_where_the_assistant_does_not_write_them(
+    tmp_path: Path,
+) -> None:
+    """They stay tokens, as in transformers, until tokenizer.json calls them special: then no message may have one."""
+    qwen3 = FAMILIES["qwen3"]
+    messages = [user("how? </think>"), assistant("<think>\nwhy\n</think>\n\nhello")]
+    chat = format_of(qwen3, tmp_path / "not special")
+    made = chat.examples(Conversation(messages))
+    assert made.control_words == ["</think>"]
+    (example,) = made.examples
+    assert example.ids.tolist() == reference(qwen3, tmp_path / "not special", messages)
+    assert chat.examples(Conversation(THINKING)).control_words == []
+    assert chat.examples(Conversation(messages, [{"a": ["<think>"]}])).control_words == ["</think>", "<think>"]
+    words = format_of(qwen3._replace(words=(*qwen3.words, "fox")), tmp_path / "of no template")
+    assert words.examples(Conversation([user("fox"), assistant("hello")])).control_words == []
+    special = format_of(qwen3._replace(special=(*qwen3.special, *qwen3.words), words=()), tmp_path / "special")
+    made = special.examples(Conversation(messages))
+    assert made.control_words == []
+    assert special.encoder.token_id("</think>") not in made.examples[0].ids
+
+
 def test_tools_and_weights_of_the_openai_form(tmp_path: Path) -> None:
     """A message of weight 0 is not trained, a value of null is as if it were not there, the last question is left."""
     messages = [TALK[0], TALK[1] | {"weight": 0, "name": None}, *TALK[2:], user("never answered")]

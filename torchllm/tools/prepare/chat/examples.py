@@ -15,6 +15,7 @@ The token that ends a turn is trained, so that the model learns to stop; blanks 
 not. `ChatFormat.ends_of_turn` says which tokens end a turn: training, generation and export ask it.
 """
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +28,14 @@ import numpy.typing as npt
 from torchllm.data.tokenizer import Ids
 from torchllm.tools.prepare.chat.calls import with_objects
 from torchllm.tools.prepare.chat.encoder import ChatEncoder, is_inside
-from torchllm.tools.prepare.chat.marks import RenderedChat, SpecialWords, TextSpan, has_marks, read_marks
+from torchllm.tools.prepare.chat.marks import (
+    RenderedChat,
+    SpecialWords,
+    TextSpan,
+    has_marks,
+    read_marks,
+    special_pattern,
+)
 from torchllm.tools.prepare.chat.template import (
     ANSWER,
     QUESTION_AND_ANSWER,
@@ -74,6 +82,8 @@ class ConversationExamples(NamedTuple):
     """tokens that hold the end of a prompt and the beginning of its answer, which inference never sees"""
     without_end: int
     """examples whose last turn no special token ends"""
+    control_words: list[str]
+    """words of a user, a tool or a system message that are tokens of the template, which are not special"""
 
 
 @dataclass(frozen=True)
@@ -91,7 +101,8 @@ class ChatFormat:
         if not turns:
             raise RefusedConversation("no message of the assistant")
         last = turns[-1]  # nothing is trained after it
-        messages, tools = self._marked(conversation._replace(messages=conversation.messages[: last + 1]))
+        conversation = conversation._replace(messages=conversation.messages[: last + 1])
+        messages, tools = self._marked(conversation)
         rule, texts = self._trained_texts(messages, tools, turns)
         examples, merged = [], 0
         for text, encoded in zip(texts, self.encoder.encode([text.chat for text in texts]), strict=True):
@@ -101,7 +112,9 @@ class ChatFormat:
             examples.append(Example(encoded.ids, is_target))
         words_as_text = sum(len(text.chat.plain) for text in texts)
         without_end = sum(not self._has_end(text) for text in texts)
-        return ConversationExamples(examples, rule, words_as_text, merged, without_end)
+        return ConversationExamples(
+            examples, rule, words_as_text, merged, without_end, self._control_words(conversation)
+        )
 
     def prompt(self, conversation: Conversation) -> Ids:
         """Return the tokens of a conversation up to where the assistant answers. Raises RefusedConversation."""
@@ -120,6 +133,20 @@ class ChatFormat:
             raise RefusedConversation("reserved character", " (private use, from U+10FFF0 to U+10FFF4)")
         words = SpecialWords(self.encoder.special)
         return Conversation(words.mark(conversation.messages), words.mark(conversation.tools))
+
+    def _control_words(self, conversation: Conversation) -> list[str]:
+        """Return the words of tools and of all messages but the assistant's that `_control_pattern` matches."""
+        others = [message for message in conversation.messages if message.get("role") != "assistant"]
+        return self._control_pattern.findall(json.dumps([others, conversation.tools], ensure_ascii=False))
+
+    @cached_property
+    def _control_pattern(self) -> re.Pattern[str]:
+        """A pattern of the added tokens that the template writes and the tokenizer does not call special.
+
+        The assistant may write them in its text (`<think>`); transformers' sanitize_control_tokens has the same ones.
+        """
+        source = self.template.source
+        return special_pattern([token for token in self.encoder.not_special if token.strip() and token in source])
 
     @cached_property
     def ends_of_turn(self) -> dict[str, int]:

@@ -174,6 +174,7 @@ class ChatTemplate:
             optimized=False,
             finalize=_check_printed,
         )
+        self.source = source
         noon = datetime.combine(today, time(12))
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception

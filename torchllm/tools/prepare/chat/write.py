@@ -24,6 +24,7 @@ from torchllm.tools.prepare.chat.template import RefusedConversation
 from torchllm.tools.prepare.corpus_writer import ShardFileWriter
 from torchllm.tools.prepare.counts import (
     ABSENT,
+    CONTROL,
     CONVERSATIONS,
     ENDLESS,
     EXAMPLES,
@@ -115,6 +116,7 @@ class ConversationWriter(ShardWriter):
         self.counts[WORDS] += made.words_as_text
         self.counts[MERGED] += made.merged_tokens
         self.counts[ENDLESS] += made.without_end
+        self.counts.update(CONTROL + word for word in made.control_words)
         self.counts[ABSENT] += absent_keys
         self.text_bytes += record.size
         split = self.split_of(record)
