@@ -14,11 +14,12 @@ from torchllm.config import Data, Source
 from torchllm.data.corpus import Corpus
 from torchllm.data.error import DataError
 from torchllm.data.tokenizer import ByteTokenizer
-from torchllm.tools.prepare import unpack
+from torchllm.tools.prepare import tables, unpack
 from torchllm.tools.prepare.build import write_corpus
 from torchllm.tools.prepare.cache import plan_corpus
 from torchllm.tools.prepare.counts import describe_counts
 from torchllm.tools.prepare.plan import TokenizerSpec
+from torchllm.tools.prepare.records import Origin
 from torchllm.tools.prepare.source_files import choose_files
 
 TEXTS = ["one", "two", "three"]
@@ -77,9 +78,32 @@ def test_arrow_files_are_read_in_both_formats_and_compressed_ones_refused(tmp_pa
         write_arrow(path, {"text": texts, "id": [1, 2]}, "zstd", is_file)
         (record,) = read(Source(kind="arrow", path=str(path)))
         assert "compressed, to an unknown size: write it as parquet" in record.detail
-    path.write_bytes(path.read_bytes()[:-300])
-    (record,) = read(Source(kind="arrow", path=str(path)))
-    assert record.fault == "unreadable file"
+
+
+def test_an_arrow_file_that_breaks_off_is_unreadable(tmp_path: Path) -> None:
+    path = tmp_path / "a.arrow"
+    table = pyarrow.table({"text": [f"text {number}" for number in range(12)]})
+    cuts = {}  # bytes behind each batch
+    for new in (pyarrow.ipc.new_file, pyarrow.ipc.new_stream):
+        sink = path.open("wb")
+        with sink, new(sink, table.schema) as writer:
+            for batch in table.to_batches(4):
+                writer.write_batch(batch)
+                cuts[sink.tell()] = None
+        whole = path.read_bytes()
+        for broken in (
+            *(whole[:cut] for cut in cuts),
+            whole[:-1],
+            whole[:-7],
+            whole[:-40],
+            whole + whole,
+            whole + b"\0",
+        ):
+            path.write_bytes(broken)
+            assert read(Source(kind="arrow", path=str(path)))[-1].fault == "unreadable file"
+        cuts.clear()
+    path.write_bytes(whole[:-8] + bytes(4))  # as before Arrow 0.15
+    assert not any(record.fault for record in read(Source(kind="arrow", path=str(path))))
 
 
 def test_a_dictionary_whose_texts_are_too_many_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,17 +121,46 @@ CSV = '\ufefftext,n\r\none,1\r\n"two, ""q""\r\nline",2\r\n,3\r\nNA,4\r\n123,5\r\
 def test_csv(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes(CSV.encode().replace("\xe4".encode(), b"\xe4"))
-    where = [f"{path} row {row}" for row in range(6)]
+    where = [f"{path} row {row}" for row in range(8)]
     assert read_all(Source(kind="csv", path=str(path))) == [
         Read(where[0], "one"),
         Read(where[1], 'two, "q"\r\nline'),
         Read(where[2], "", "empty document"),
         Read(where[3], "NA"),
         Read(where[4], "123"),
-        Read(where[5], "", "not UTF-8"),
-        Read(str(path), "", "another number of cells"),
-        Read(str(path), "", "another number of cells"),
+        Read(where[5], "", "another number of cells"),
+        Read(where[6], "", "not UTF-8"),
+        Read(where[7], "", "a quote without its end"),
     ]
+
+
+LINES = "a line\n" * 20
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv"])
+def test_a_stray_quote_costs_one_row(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    between = "," if suffix == "csv" else "\t"
+    path = tmp_path / f"a.{suffix}"
+    rows = [f"{number}{between}text {number}" for number in range(40)]
+    for last in (rows[-1], f'39{between}"quoted{between} text"', '39,"text" 39'):
+        rows[5] = f'5{between}"text 5'
+        rows[-1] = last
+        path.write_text("\n".join([f"id{between}text", *rows]) + "\n")
+        records = read(Source(kind="csv", path=str(path)))
+        faults = {record.origin.row: record.fault for record in records if record.fault}
+        assert len(records) == 40
+        assert faults.pop(5) == "a quote without its end"
+        assert not faults or (last == '39,"text" 39' and list(faults) == [39])
+    assert records[5].detail.startswith(": in '5")
+    monkeypatch.setattr(tables, "_LONGEST_CELL", 100)
+    path.write_text(path.read_text() + f'40{between}"{LINES}"\n')
+    assert read(Source(kind="csv", path=str(path)))[:40] == [
+        record._replace(detail=record.detail.replace("16,777,216", "100")) for record in records
+    ]
+    assert read(Source(kind="csv", path=str(path)))[40].fault == "a quote without its end"
+    path.write_text(f'id{between}"text\n{rows[0]}\n')
+    (record,) = read(Source(kind="csv", path=str(path)))
+    assert (record.origin, record.fault) == (Origin(str(path)), "a quote without its end")
 
 
 def test_csv_with_other_delimiters_and_compressed(tmp_path: Path) -> None:
