@@ -97,6 +97,20 @@ def test_override_reaches_into_the_default_array(folder: Path) -> None:
     assert config.data.sources == (Source(kind="text", path="a"), Source(weight=0.5))
 
 
+def test_line_ends_may_be_spelled_as_a_shell_hands_them_over(folder: Path) -> None:
+    for text, delimiter in (
+        (r"\n\n", "\n\n"),
+        (r'"\n\n"', "\n\n"),
+        (r"\r\n", "\r\n"),
+        (r"\t", "\t"),
+        (r"\n--", r"\n--"),
+    ):
+        config = load_config(
+            [r"--data.sources.0.kind=text", "--data.sources.0.path=a", f"--data.sources.0.delimiter={text}"]
+        )
+        assert config.data.sources[0].delimiter == delimiter
+
+
 def test_any_array_may_be_values_with_commas(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layers = ["--parallel.pp=2", "--parallel.dp_shard=1", "--run.dry_run=true", "--model.layers=3", "--lora.rank=2"]
     config = load_config([*layers, "--lora.targets=q_proj", "--parallel.split=1,2"])

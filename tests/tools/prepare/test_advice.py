@@ -31,6 +31,7 @@ def write_files(folder: Path) -> None:
         "body.jsonl": ROWS.replace('"text"', '"body"'),
         "one_bad.jsonl": f"no json\n{ROWS}",
         "many_bad.jsonl": ROWS + "no json\n" * 15,
+        "windows.txt": f"{TEXT}\r\n\r\n" * 30,
         "cells.csv": "id,text\n" + f"1,{TEXT}\n" * 9,
         "semicolons.csv": "id;text\n" + f"1;{TEXT}\n" * 9,
     }
@@ -64,6 +65,12 @@ ADVISED = [
     Advised({"kind": "jsonl", "path": "body.jsonl"}, "set that key to a name that the file has", {"text_key": "body"}),
     Advised({"kind": "parquet", "path": "rows.parquet"}, "set that key to a name that", {"text_key": "body"}),
     Advised({"kind": "csv", "path": "semicolons.csv"}, "messages_key or delimiter", {"delimiter": ";"}),
+    Advised(
+        {"kind": "text", "path": "windows.txt", "delimiter": "\n\n"},
+        r'set it to "\\r\\n\\r\\n", which is there',
+        {"delimiter": "\r\n\r\n"},
+    ),
+    Advised({"kind": "text", "path": "book.txt", "delimiter": "<s>"}, "or to nothing$", {"delimiter": ""}),
     Advised({"kind": "jsonl", "path": "one_bad.jsonl", "max_bad_share": 0.05}, 'on_bad_record = "skip"', SKIP),
     Advised({"kind": "jsonl", "path": "many_bad.jsonl"} | SKIP, "at least 0.34", {"max_bad_share": 0.34}),
     Advised({"kind": "text", "path": "texts"}, "b.txt: unreadable .* take it out", {"path": "texts/a.txt"}),

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -31,12 +31,13 @@ from torchllm.tools.prepare import build, records, tokenize_shard
 from torchllm.tools.prepare.build import TokenizingProgress, shard_size_mib, write_corpus
 from torchllm.tools.prepare.cache import plan_corpus
 from torchllm.tools.prepare.corpus_writer import ShardFileWriter
-from torchllm.tools.prepare.counts import describe_unknown
+from torchllm.tools.prepare.counts import describe_corpus, describe_unknown
 from torchllm.tools.prepare.open_source import open_raw_source
 from torchllm.tools.prepare.pieces import cut_pieces
 from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
+from torchllm.tools.prepare.records import TextRecord
 from torchllm.tools.prepare.source_files import source_files, stat_file
-from torchllm.tools.prepare.sources import RawSource, ShardRange
+from torchllm.tools.prepare.sources import JsonLineFiles, RawSource, ShardRange
 
 BYTES = TokenizerSpec("bytes", "llama3")
 
@@ -174,6 +175,36 @@ def test_of_few_documents_the_last_tokens_are_held_out(
         corpus.verify(*shard)
 
 
+ABSENT = {
+    "of Windows": ("\n\n", "\r\n\r\n", r'set it to "\\r\\n\\r\\n", which is there'),
+    "of Unix": ("\r\n\r\n", "\n\n", r'set it to "\\n\\n", which is there'),
+    "with backslashes": (r"\n--\n", "\n--\n", r'set it to "\\n--\\n", which is there'),
+    "with blanks": ("\n\n", "\n \t\n", "blank lines hold blanks there, so remove these: sed -i"),
+    "of another tokenizer": ("<|endoftext|>", "<|end_of_text|>", "set it to what is between two documents"),
+}
+
+
+@pytest.mark.parametrize(("delimiter", "end", "advice"), ABSENT.values(), ids=ABSENT)
+def test_a_delimiter_that_is_nowhere_is_refused(delimiter: str, end: str, advice: str, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_bytes(f"some text{end}".encode() * 9)
+    plan = plan_for(Source(kind="text", path=str(tmp_path), delimiter=delimiter), on_bad_record="skip")
+    for use in (lambda: build.refuse_first(plan), lambda: write_corpus(plan, BYTES, tmp_path / "corpus")):
+        with pytest.raises(DataError, match=f"is in none of the files, so each would be one document: {advice}"):
+            use()
+
+
+def test_files_without_the_delimiter_are_counted(tmp_path: Path) -> None:
+    for name, end in (("a", "\n\n"), ("b", "\r\n\r\n"), ("c", "\n\n")):
+        (tmp_path / f"{name}.txt").write_bytes(f"some text{end}".encode() * 9)
+    (tmp_path / "d.txt").write_text("a long text. " * 60_000)
+    header = write_corpus(
+        plan_for(Source(kind="text", path=str(tmp_path), delimiter="\n\n")), BYTES, tmp_path / "corpus"
+    )
+    assert header.documents == 20
+    assert describe_corpus(header) == ['the delimiter "\\n\\n" is not in 2 of 4 files: each of these is one document']
+
+
 def test_of_many_documents_and_of_named_files_no_last_tokens_are_held_out(tmp_path: Path) -> None:
     for number in (499, 500):
         source = write_documents(tmp_path, number)
@@ -224,6 +255,21 @@ def test_processes_and_restarts_give_the_same_bytes(tmp_path: Path) -> None:
     assert intact.stat().st_mtime_ns == intact_changed
     assert damaged.stat().st_mtime_ns != damaged_changed
     assert documents(Corpus(folder), "train") == documents(Corpus(tmp_path / "alone"), "train")
+
+
+class DyingSource(JsonLineFiles):
+    """A source whose reader ends its process, as Linux ends one that takes too much memory."""
+
+    def records(self, shard: ShardRange) -> Iterator[TextRecord]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return super().records(shard)
+
+
+def test_a_process_that_is_killed_is_an_error_with_its_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_documents(tmp_path, 50)
+    monkeypatch.setattr(build, "_open_source", lambda plan: DyingSource(plan.files, "text"))
+    with pytest.raises(DataError, match=r"was killed: most likely .* out of memory: .* --prepare\.processes=N"):
+        write_corpus(plan_for(source, shard_mib=0.001), BYTES, tmp_path / "c", processes=2)
 
 
 def test_the_default_size_of_a_shard_follows_the_source() -> None:

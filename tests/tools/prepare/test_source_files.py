@@ -96,7 +96,7 @@ def write_splits(folder: Path, kind: str) -> Source:
         if kind == "parquet":
             pyarrow.parquet.write_table(pyarrow.table({"text": [text]}), path)
         else:
-            path.write_text(json.dumps({"text": text}) if kind == "jsonl" else text)
+            path.write_text(json.dumps({"text": text}) if kind == "jsonl" else text + "|" * (kind == "delimited"))
     if kind == "delimited":
         return Source(kind="text", path=str(folder), delimiter="|")
     return Source(kind=kind, path=str(folder))  # type: ignore[arg-type]

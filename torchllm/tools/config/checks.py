@@ -330,6 +330,8 @@ def _data_problems(config: Config) -> Iterator[ConfigError]:
         needs_path = source.kind not in ("stdlib", "synthetic")
         if needs_path and not source.path:
             yield config_error(f"data.sources.{index}.path", f"a source of kind {source.kind!r} needs a path")
+        if source.kind == "csv" and not re.fullmatch(r'[^"\r\n]?', source.delimiter):
+            yield config_error(f"data.sources.{index}.delimiter", "of csv must be one character, no quote or line end")
         if source.messages_key and not config.data.document_mask:
             yield config_error(
                 "data.document_mask",

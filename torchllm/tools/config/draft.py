@@ -157,7 +157,8 @@ def _plain(value: Any) -> Any:
 def _parse(text: str, kind: Any) -> Any:
     """Return an override's value: a string key needs no quotes, all others are TOML; text that is no TOML stays text.
 
-    An array of scalars may be comma-separated, without brackets.
+    An array of scalars may be comma-separated, without brackets. Text of nothing but \\n, \\r and \\t is line ends and
+    tabs, for a shell hands the backslashes over.
     """
     if get_origin(kind) is tuple and text[:1] != "[":
         item, _ = plain_type(get_args(kind)[0])
@@ -165,6 +166,8 @@ def _parse(text: str, kind: Any) -> Any:
             return [_parse(word, item) for word in text.split(",")] if text else []
     choices = get_args(kind) if get_origin(kind) is Literal else ()
     is_text = kind is str or (choices and all(isinstance(choice, str) for choice in choices))
+    if is_text and re.fullmatch(r"(\\[nrt])+", text):
+        text = f'"{text}"'
     if is_text and text[:1] not in ("'", '"'):
         return text
     try:

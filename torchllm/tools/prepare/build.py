@@ -14,6 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from itertools import islice
@@ -33,7 +34,7 @@ from torchllm.tools.prepare.counts import untrained
 from torchllm.tools.prepare.open_source import open_raw_source
 from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
 from torchllm.tools.prepare.records import UNREADABLE
-from torchllm.tools.prepare.sources import RawSource, ShardRange, TextFiles
+from torchllm.tools.prepare.sources import DelimitedTextFiles, RawSource, ShardRange, TextFiles
 from torchllm.tools.prepare.tokenize_shard import FinishedShard, ShardTokenizer, ShardWriter, id_dtype, refuse_unknown
 
 if TYPE_CHECKING:
@@ -98,11 +99,11 @@ def choose_split(plan: CorpusPlan) -> CorpusPlan:
 
 
 def refuse_first(plan: CorpusPlan) -> None:
-    """Raise the DataError that the first records of a source give, as when it is written."""
-    if plan.on_bad_record == "skip":
-        return
-    tally = record_tally(plan.source, plan.on_bad_record)
+    """Raise the DataError that a source gives when it is opened, or by its first records, as when it is written."""
+    if plan.source.kind == "hub" and plan.on_bad_record == "skip":
+        return  # opening it is a request to the hub
     source = _open_source(plan)
+    tally = record_tally(plan.source, plan.on_bad_record)
     for record in source.records(ShardRange(0, 0, source.total)):
         if not record.fault:
             tally.good(record)
@@ -112,9 +113,12 @@ def refuse_first(plan: CorpusPlan) -> None:
 
 
 def _open_source(plan: CorpusPlan) -> RawSource:
-    """Return the reader of a plan's source."""
+    """Return the reader of a plan's source. Raises DataError if no text file has the delimiter of documents."""
     if plan.chat is None:
-        return open_raw_source(plan.source, plan.files)
+        source = open_raw_source(plan.source, plan.files)
+        if isinstance(source, DelimitedTextFiles):
+            source.refuse_undivided(plan.source.path)
+        return source
     from torchllm.tools.prepare.chat.sources import open_conversations
 
     return open_conversations(plan.source, plan.files)
@@ -280,10 +284,25 @@ def _user_signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
+@contextmanager
+def _described_loss() -> Iterator[None]:
+    """Turn the error of a pool that has lost a process into a DataError."""
+    try:
+        yield
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a process that tokenizes was killed: most likely the machine has run out of memory: start it again with "
+            "fewer, --prepare.processes=N; finished shards are kept"
+        ) from error
+
+
 def _finished_shards(
     shard_tokenizer: ShardTokenizer, shards: Sequence[ShardRange], processes: int, progress: TokenizingProgress
 ) -> Generator[FinishedShard, None, None]:
-    """Yield the shards in their order, written here or in `processes` other processes."""
+    """Yield the shards in their order, written here or in `processes` other processes.
+
+    Raises DataError if one of them is killed.
+    """
     processes = min(processes, len(shards))
     if processes <= 1:
         for shard in shards:
@@ -303,7 +322,10 @@ def _finished_shards(
         beat("tokenizing")
         return future.result()
 
-    with ProcessPoolExecutor(processes, spawn, initializer=_start_worker, initargs=arguments) as pool:
+    with (
+        _described_loss(),
+        ProcessPoolExecutor(processes, spawn, initializer=_start_worker, initargs=arguments) as pool,
+    ):
         try:
             for shard in shards:
                 with _user_signals_blocked():  # submitting starts processes

@@ -1,5 +1,6 @@
 """Counts in the header of a corpus: their names, and the lines that a run logs of them."""
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 
@@ -24,6 +25,7 @@ UNKNOWN = "unknown tokens"
 """tokens that stand for text that the tokenizer does not know"""
 READY = "documents that were token ids already"
 ENDED = "of these, documents that end with data.tokenizer's end"
+UNDIVIDED = "text files without the delimiter"
 _NOTED_UNKNOWN = 0.001
 """smallest share of unknown tokens that is worth a line"""
 
@@ -99,7 +101,18 @@ def untrained(counts: Mapping[str, int]) -> str:
 
 
 def _describe_surprises(header: CorpusHeader) -> list[str]:
-    return [*describe_unknown(header), *_describe_earlier_calls(header)]
+    return [*describe_unknown(header), *_describe_undivided(header), *_describe_earlier_calls(header)]
+
+
+def _describe_undivided(header: CorpusHeader) -> list[str]:
+    """Return a line if some text files lack the delimiter of documents."""
+    if not (undivided := header.counts.get(UNDIVIDED, 0)):
+        return []
+    delimiter = json.dumps(header.plan["source"]["delimiter"])
+    return [
+        f"the delimiter {delimiter} is not in {undivided:,} of {header.plan['files']:,} files: each of these is one "
+        "document"
+    ]
 
 
 def _describe_earlier_calls(header: CorpusHeader) -> list[str]:

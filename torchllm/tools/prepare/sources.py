@@ -15,7 +15,7 @@ import shutil
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -225,8 +225,13 @@ class _ReadAhead:
         self.offset += count
 
 
+_NO_DELIMITER = "set it to what is between two documents, or to nothing"
+
+
 class DelimitedTextFiles(_WithLines):
     """A source of text files with a delimiter between documents; documents of blanks are none.
+
+    A file without it is one document, whose origin is the file and no byte of it.
 
     Where delimiters overlap, as blank lines in a row do, a document ends at the first and the next begins after the
     last. So it does not depend on the cut where a document begins.
@@ -237,7 +242,48 @@ class DelimitedTextFiles(_WithLines):
         super().__init__(files)
         self.delimiter = delimiter.encode()
 
+    def refuse_undivided(self, name: str) -> None:
+        """Raise DataError if the delimiter is in none of the files. name: of the source.
+
+        The fault of a file that cannot be read, or is of another form, is told when it is read.
+        """
+        paths = [file.path for file in self.files]
+        with suppress(OSError):
+            if any(self.foreign_form(path) or self._divides(path) for path in paths) or all(map(is_blank, paths)):
+                return
+            advice = next(filter(None, (self._advice(first_bytes(path, BLOCK)) for path in paths)), _NO_DELIMITER)
+            delimiter = json.dumps(self.delimiter.decode())
+            raise DataError(
+                f"data.sources: {name!r}: the delimiter {delimiter} is in none of the files, so each would be one "
+                f"document: {advice}"
+            )
+
+    def _advice(self, head: bytes) -> str:
+        """Return the delimiter that was probably meant, by the first bytes of a file; "" if that is not known."""
+        unix = self.delimiter.replace(rb"\r", b"\r").replace(rb"\n", b"\n").replace(b"\r\n", b"\n")
+        for meant in (unix, unix.replace(b"\n", b"\r\n")):
+            if meant != self.delimiter and meant in head:
+                spelled = json.dumps(meant.decode())
+                return f"set it to {spelled}, which is there (on a command line in both quotes: '{spelled}')"
+        if unix == b"\n\n" and re.search(rb"\n[ \t]+\n", head):
+            return r"blank lines hold blanks there, so remove these: sed -i 's/[ \t]*$//' FILE"
+        return ""
+
+    def _divides(self, path: str) -> bool:
+        """Return whether the delimiter is in a file. Raises OSError."""
+        seen = b""
+        with open_unpacked(path) as file:
+            while block := file.read(BLOCK):
+                seen = seen[-len(self.delimiter) :] + block
+                if self.delimiter in seen:
+                    return True
+        return False
+
     def _records_of(self, part: FilePart, file: BinaryIO, longest: int) -> Iterator[TextRecord]:
+        if not self._divides(part.file.path):
+            if part.start == 0:
+                yield read_text_file(part.file.path)
+            return
         ahead = _ReadAhead(file, max(0, part.start - len(self.delimiter)), longest)
         if part.start > 0 and not self._drop_to_begin(ahead, part.start, part.stop):
             return

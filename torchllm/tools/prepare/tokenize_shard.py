@@ -20,7 +20,7 @@ from torchllm.data.tokenizer import Tokenizer
 from torchllm.runtime.heartbeat import beat
 from torchllm.tools.prepare.bad_records import FileTally, record_tally
 from torchllm.tools.prepare.corpus_writer import ShardFileWriter, SplitRecord, replacing
-from torchllm.tools.prepare.counts import ENDED, READY, UNKNOWN, unknown_share
+from torchllm.tools.prepare.counts import ENDED, READY, UNDIVIDED, UNKNOWN, unknown_share
 from torchllm.tools.prepare.pieces import LONGEST, NoPlaceToCut, cut_pieces
 from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
 from torchllm.tools.prepare.records import NO_PLACE_TO_CUT, UNREADABLE, Origin, TextRecord
@@ -174,7 +174,7 @@ class ShardWriter:
             if self.over_vocab(ids):
                 self.skip_over_vocab(record, ids)
                 continue
-            self.tally.good(record)
+            self._count_good(record)
             self.count_unknown(ids)
             if record.ids is None:
                 ids = np.concatenate([self._begin, ids, self._end], dtype=self._end.dtype, casting="unsafe")
@@ -209,8 +209,14 @@ class ShardWriter:
             self.skip(record._replace(fault=NO_PLACE_TO_CUT, detail=detail))
             return
         split.extend(self._end)
-        self.tally.good(record)
+        self._count_good(record)
         self.text_bytes += record.size
+
+    def _count_good(self, record: TextRecord) -> None:
+        """Count a record that is written."""
+        self.tally.good(record)
+        if self._plan.source.delimiter and record.origin == Origin(record.origin.name):
+            self.counts[UNDIVIDED] += 1
 
     def split_of(self, record: TextRecord) -> ShardFileWriter:
         """Return the writer of a record's split: its file's split, if any file is held out, or else by its text.
