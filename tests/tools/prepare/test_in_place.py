@@ -23,7 +23,7 @@ from torchllm.data.error import DataError
 from torchllm.data.readers import ReaderSettings
 from torchllm.data.shard import SPLITS, Split
 from torchllm.tools.prepare.earlier_files import Rules
-from torchllm.tools.prepare.formats import mds
+from torchllm.tools.prepare.formats import mds, megatron
 from torchllm.tools.prepare.in_place import InPlaceCorpus, InPlaceReader, describe_in_place, in_place_settings
 
 MDS = Path(__file__).parents[2] / "fixtures" / "mds"
@@ -288,11 +288,23 @@ def set_index(**keys: Any) -> Damage:
     return damage
 
 
+def set_entries(*entries: int) -> Damage:
+    """Write other entries of the documents into an index of Megatron-LM."""
+    written = np.array(entries, "<i8").tobytes()
+    return rewrite(lambda content: content[: -len(written)] + written)
+
+
+def swap_pointers(content: bytes) -> bytes:
+    """Swap the offsets of two of the four sequences in an index of Megatron-LM."""
+    return content[:58] + content[66:74] + content[58:66] + content[74:]
+
+
 ONE_DIMENSION, TWO_DIMENSIONS = bytes([4, 4, 1, 0]), bytes([8, 4, 1, 0])
 """the first bytes of the first array of MDS"""
 WRONG: list[tuple[str, str, Damage, str]] = [
     ("nanogpt", "0.bin", rewrite(lambda content: content[:-1]), "bytes, no whole number of ids of data.dtype 'uint16'"),
     ("nanogpt", "0.bin", lambda path: write_nanogpt(path, DOCUMENTS, "<u4"), 'set data.dtype = "uint32"'),
+    ("nanogpt", "0.bin", lambda path: write_nanogpt(path, DOCUMENTS, "<i8"), 'set data.dtype = "uint32"'),
     ("nanogpt", "0.bin", lambda path: write_nanogpt(path, [[5, 1000]]), "its token 1 has the id 1000 >= model.vocab"),
     ("llmc", "0.bin", lambda path: write_nanogpt(path, DOCUMENTS), 'of kind "nanogpt"'),
     ("llmc", "0.bin", lambda path: write_llmc(path, DOCUMENTS, magic=20240522), "is an evaluation file of llm.c"),
@@ -303,6 +315,10 @@ WRONG: list[tuple[str, str, Damage, str]] = [
     ("megatron", "0.idx", lambda path: write_megatron(path, DOCUMENTS, 5, "<i8"), "has ids of type int64"),
     ("megatron", "0.idx", rewrite(lambda content: content[:-8]), "but its header says"),
     ("megatron", "0.idx", rewrite(lambda content: content + bytes(4)), "is the index of a multimodal data set"),
+    ("megatron", "0.idx", set_entries(0, 1, 1, 2, 3, 3, 3), "has 4 sequences, 3 of them in documents: write it again"),
+    ("megatron", "0.idx", set_entries(1, 1, 1, 2, 3, 4, 4), "has document 0 out of order: write it again"),
+    ("megatron", "0.idx", set_entries(0, 3, 1, 2, 3, 4, 4), "has document 2 out of order: write it again"),
+    ("megatron", "0.idx", rewrite(swap_pointers), "has sequence 1 not behind the one before it: write it again"),
     ("megatron", "0.bin", rewrite(lambda content: content[:-2]), "0.idx says 60 bytes of 30 ids"),
     ("megatron", "0.bin", Path.unlink, "has no 0.bin with its ids in the same folder"),
     ("mds", "0/index.json", rewrite(lambda content: content[:9]), "is no index of mosaicml-streaming"),
@@ -322,6 +338,7 @@ WRONG: list[tuple[str, str, Damage, str]] = [
 ]
 
 
+@mock.patch.object(megatron, "_ENTRIES_PER_READ", 2)
 def test_a_wrong_file_is_named(tmp_path: Path) -> None:
     for number, (kind, name, damage, message) in enumerate(WRONG):
         folder = tmp_path / str(number) / "tokens"
@@ -332,6 +349,24 @@ def test_a_wrong_file_is_named(tmp_path: Path) -> None:
             open_in_place(kind, folder, data)
         assert message in str(error.value)
         assert str(folder / Path(name).parent) in str(error.value)
+
+
+@pytest.mark.parametrize("vocab", [1000, 128_256, 1_000_000])
+@pytest.mark.parametrize("share", [0.0, 0.001, 1.0])
+def test_ids_of_twice_the_bits_are_found_whatever_their_size(vocab: int, share: float, tmp_path: Path) -> None:
+    """share: of the ids that may be over 16 bits."""
+    random = np.random.default_rng(0)
+    ids = np.where(random.random(20_000) < share, random.integers(0, vocab, 20_000), random.integers(0, 1000, 20_000))
+    for dtype, double in (("uint16", "uint32"), ("uint32", "int64")):
+        ids.astype(double).tofile(tmp_path / "a.bin")
+        keys = {"separator": END, "dtype": dtype}
+        with pytest.raises(DataError, match=rf'a\.bin has at most \d+ in every second id .* data\.dtype = "{double}"$'):
+            open_in_place("nanogpt", tmp_path, settings_of(tmp_path, **keys), vocab)
+        right = open_in_place("nanogpt", tmp_path, settings_of(tmp_path, **keys | {"dtype": double}), vocab)
+        assert right.tokens("train") == len(ids)
+    begin = np.tile([500, 0], 2**12)  # a file may begin with anything
+    np.concatenate([begin, random.integers(0, 1000, 20_000)]).astype("uint16").tofile(tmp_path / "a.bin")
+    open_in_place("nanogpt", tmp_path, settings_of(tmp_path, separator=END, dtype="uint16"), vocab)
 
 
 def test_a_header_is_not_read_as_ids_of_nanogpt(tmp_path: Path) -> None:
@@ -374,6 +409,19 @@ def test_an_id_over_the_vocabulary_is_found_when_it_is_read(tmp_path: Path) -> N
     corpus.window("train", 0, 1000)
     with pytest.raises(DataError, match=r"a\.bin: its token 150,000 has the id 1000 >= model\.vocab = 1000"):
         corpus.window("train", 149, 1000)
+
+
+def test_a_separator_that_never_comes_is_told(tmp_path: Path) -> None:
+    write_nanogpt(tmp_path / "a.bin", DOCUMENTS)
+    write_nanogpt(tmp_path / "b.bin", DOCUMENTS)
+    keys = {"dtype": "uint16"}
+    described = [
+        open_in_place("nanogpt", tmp_path, settings_of(tmp_path, separator=separator, **keys)).describe()
+        for separator in (END, END + 1)
+    ]
+    assert described[1] == (
+        f"{described[0]}; no document ends in the first 1,048,576 tokens of each file (data.separator = {END + 1})"
+    )
 
 
 def test_of_one_document_the_last_tokens_are_held_out(tmp_path: Path) -> None:

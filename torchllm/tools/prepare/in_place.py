@@ -46,6 +46,8 @@ _SAMPLE = 2**16
 """bytes of a block"""
 _IDS_PER_LOOK = 2**16
 """ids that are searched at a time for the next document"""
+_FILES_LOOKED_AT, _LOOKED_AT = 16, 2**20
+"""files, and tokens of each, in which the end of a document is looked for"""
 _VERSION = 3
 """of the description"""
 _EARLIER_VERSION = 2
@@ -114,7 +116,7 @@ def describe_in_place(source: Source, data: Data, vocab: int, rules: Rules = Rul
     path = cache_root(data) / f"{source.kind}-{key}.json"
     if not path.is_file() or not _is_current(path):
         for chosen in () if rules is Rules.FIRST else [*files.train, *files.held_out]:
-            _FORMATS[source.kind].refuse(Path(chosen.path))
+            _FORMATS[source.kind].refuse(Path(chosen.path), settings, vocab)
         description = _describe(settings, files, data.validation_fraction, vocab, rules)
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing([path]) as (file,):
@@ -313,7 +315,19 @@ class InPlaceCorpus(ShardStream):
         """Return how much there is, in words."""
         files = len(_files_of(self._pieces))
         train, held_out = self.tokens("train"), self.tokens("validation")
-        return f"{files:,} files, {train:,} tokens to train on, {held_out:,} held out"
+        return f"{files:,} files, {train:,} tokens to train on, {held_out:,} held out{self._describe_no_end()}"
+
+    def _describe_no_end(self) -> str:
+        """Return that no document ends, as with a separator that never comes; "" if one does in the first tokens."""
+        settings = self._settings
+        for piece in self._pieces["train"][:_FILES_LOOKED_AT]:
+            tokens = _FORMATS[settings.kind].open_shard(piece.shard, settings)
+            begins = tokens.read_begins(piece.first + 1, min(piece.end, piece.first + _LOOKED_AT))
+            tokens.close()
+            if len(begins):
+                return ""
+        named = f" (data.separator = {settings.separator})" if settings.separator >= 0 else ""
+        return f"; no document ends in the first {_LOOKED_AT:,} tokens of each file{named}"
 
 
 class InPlaceReader:

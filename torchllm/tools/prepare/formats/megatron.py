@@ -34,6 +34,8 @@ _TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64
 _DTYPES = {4: "<u4", 8: "<u2"}
 """code -> the type as which ids are read"""
 _DOCUMENTS_PER_READ = 512
+_ENTRIES_PER_READ = 2**17
+_WRITE_AGAIN = "write it again, with Megatron-LM's tools/preprocess_data.py"
 
 
 class _Index(NamedTuple):
@@ -87,7 +89,7 @@ def _list_shards(path: Path, settings: InPlaceSettings) -> Sequence[TokenShard]:
     """Return the shard of an index and its .bin. Raises WrongFormat if they do not fit together."""
     index = _read_header(path)
     size = path.stat().st_size
-    if size == index.size + index.sequences:
+    if index.sequences and size == index.size + index.sequences:
         raise WrongFormat(path, "is the index of a multimodal data set, and text is read")
     if size != index.size:
         raise WrongFormat(path, f"has {size:,} bytes, but its header says {index.size:,}")
@@ -106,6 +108,56 @@ def _list_shards(path: Path, settings: InPlaceSettings) -> Sequence[TokenShard]:
         needed = f"{tokens * index.id_bytes:,} bytes of {tokens:,} ids"
         raise WrongFormat(ids, f"has {ids_size:,} bytes, but {path.name} says {needed}")
     return [TokenShard([CorpusFile(ids, ids_size), CorpusFile(path, size)], tokens)] if tokens else []
+
+
+def _refuse_disorder(path: Path, settings: InPlaceSettings, vocab: int) -> None:
+    """Raise WrongFormat if sequences do not follow one another, or documents do not, from the first to the last.
+
+    Where they don't, a search in the index finds another document, and tokens outside of all documents are in one.
+    """
+    if not _list_shards(path, settings):
+        return
+    index = _read_header(path)
+    file = CheckedFile(CorpusFile(path, index.size))
+    try:
+        _check_sequences(file, index)
+        _check_documents(file, index)
+    finally:
+        file.close()
+
+
+def _check_sequences(file: CheckedFile, index: _Index) -> None:
+    """Raise WrongFormat if a sequence is not behind the one before it."""
+    place = 0
+    for start in range(0, index.sequences, _ENTRIES_PER_READ):
+        count = min(_ENTRIES_PER_READ, index.sequences - start)
+        lengths = file.read("<i4", count, index.lengths_offset + 4 * start)
+        pointers = file.read("<i8", count, index.pointers_offset + 8 * start)
+        sizes = lengths.astype(np.int64) * index.id_bytes
+        ends = place + np.cumsum(sizes)
+        wrong = np.flatnonzero(pointers != ends - sizes)
+        if len(wrong):
+            fault = f"has sequence {start + wrong[0]:,} not behind the one before it"
+            raise WrongFormat(file.file.path, f"{fault}: {_WRITE_AGAIN}")
+        place = int(ends[-1])
+
+
+def _check_documents(file: CheckedFile, index: _Index) -> None:
+    """Raise WrongFormat if the entries of documents do not ascend from the first sequence to the last."""
+    last = 0
+    for start in range(0, index.document_entries, _ENTRIES_PER_READ):
+        count = min(_ENTRIES_PER_READ, index.document_entries - start)
+        entries = file.read("<i8", count, index.documents_offset + 8 * start)
+        is_wrong = np.diff(entries, prepend=last) < 0
+        if start == 0:
+            is_wrong[0] = entries[0] != 0
+        if is_wrong.any():
+            number = start + int(is_wrong.argmax())
+            raise WrongFormat(file.file.path, f"has document {number:,} out of order: {_WRITE_AGAIN}")
+        last = int(entries[-1])
+    if last != index.sequences:
+        fault = f"has {index.sequences:,} sequences, {last:,} of them in documents"
+        raise WrongFormat(file.file.path, f"{fault}: {_WRITE_AGAIN}")
 
 
 class _OpenMegatron(OpenTokens):
@@ -165,4 +217,4 @@ def _open_shard(shard: TokenShard, settings: InPlaceSettings) -> OpenTokens:
     return _OpenMegatron(shard)
 
 
-MEGATRON = TokenFormat("*.idx", _list_shards, _open_shard)
+MEGATRON = TokenFormat("*.idx", _list_shards, _open_shard, _refuse_disorder)

@@ -12,11 +12,13 @@ from pathlib import Path
 import numpy as np
 
 from torchllm.data.checked_file import CorpusFile
+from torchllm.data.shard import Ids
 from torchllm.tools.prepare.formats.token_file import FlatIds, InPlaceSettings, TokenFormat, TokenShard, WrongFormat
 
-_LOOKED_AT = 2**12
-"""ids that decide whether the type of a file is the one that the config says"""
-
+_BLOCKS, _BLOCK = 64, 2**12
+"""blocks of a file, and ids of a block, that decide whether its type is the one that the config says"""
+_DOUBLE = {2: "uint32", 4: "int64"}
+"""bytes of an id -> the type of twice the bytes"""
 
 _HEADERS = {
     b"\x93NUMPY": "is of numpy.save, whose header is no ids: write the ids alone, numpy.load(FILE).tofile(NAME.bin)",
@@ -28,13 +30,41 @@ _HEADERS = {
 """first bytes of files that hold more than ids -> advice"""
 
 
-def _refuse_header(path: Path) -> None:
-    """Raise WrongFormat if a file begins with more than ids."""
+def _refuse(path: Path, settings: InPlaceSettings, vocab: int) -> None:
+    """Raise WrongFormat if a file begins with more than ids, or its ids have twice the bits of data.dtype.
+
+    In the latter case every second id is the upper half of one, and no larger than that of the vocabulary's last id.
+    """
     with path.open("rb") as file:
         head = file.read(8)
     for begin, advice in _HEADERS.items():
         if head.startswith(begin):
             raise WrongFormat(path, advice)
+    ids = _sampled_ids(path, settings)
+    if ids.itemsize not in _DOUBLE or len(ids) < 2:
+        return
+    bits = 8 * ids.itemsize
+    largest = (vocab - 1) >> bits
+    lower = ids[::2]
+    upper = ids[1::2]
+    if upper.max() <= largest < lower.max():
+        advice = f'so its ids have twice as many: set data.dtype = "{_DOUBLE[ids.itemsize]}"'
+        raise WrongFormat(path, f"has at most {largest} in every second id of {bits} bits, {advice}")
+
+
+def _sampled_ids(path: Path, settings: InPlaceSettings) -> Ids:
+    """Return the ids of blocks of a file, at even distances; each block begins at an even place."""
+    (shard,) = _list_shards(path, settings)
+    last_begin = max(0, shard.tokens - _BLOCK)
+    begins = np.linspace(0, last_begin, _BLOCKS).astype(int)
+    even_begins = np.unique(begins // 2 * 2)
+    opened = _open_shard(shard, settings)
+    blocks = []
+    for begin in even_begins.tolist():
+        end = min(begin + _BLOCK, shard.tokens)
+        blocks.append(opened.read_ids(begin, end))
+    opened.close()
+    return np.concatenate(blocks)
 
 
 def _list_shards(path: Path, settings: InPlaceSettings) -> Sequence[TokenShard]:
@@ -43,14 +73,7 @@ def _list_shards(path: Path, settings: InPlaceSettings) -> Sequence[TokenShard]:
     id_bytes = np.dtype(settings.dtype).itemsize
     if size == 0 or size % id_bytes:
         raise WrongFormat(path, f"has {size:,} bytes, no whole number of ids of data.dtype {settings.dtype!r}")
-    shard = TokenShard([CorpusFile(path, size)], size // id_bytes)
-    if id_bytes == 2:
-        opened = _open_shard(shard, settings)
-        ids = opened.read_ids(0, min(shard.tokens, _LOOKED_AT))
-        opened.close()
-        if len(ids) > 1 and ids.any() and not ids[1::2].any():
-            raise WrongFormat(path, 'has 0 in every second id of 16 bits: its ids have 32, set data.dtype = "uint32"')
-    return [shard]
+    return [TokenShard([CorpusFile(path, size)], size // id_bytes)]
 
 
 def _open_shard(shard: TokenShard, settings: InPlaceSettings) -> FlatIds:
@@ -58,4 +81,4 @@ def _open_shard(shard: TokenShard, settings: InPlaceSettings) -> FlatIds:
     return FlatIds(shard, settings.dtype, 0, settings.separator)
 
 
-NANOGPT = TokenFormat("*.bin", _list_shards, _open_shard, _refuse_header)
+NANOGPT = TokenFormat("*.bin", _list_shards, _open_shard, _refuse)

@@ -79,8 +79,8 @@ class TokenFormat(NamedTuple):
     list_shards: Callable[[Path, InPlaceSettings], Sequence[TokenShard]]
     """returns the shards that a file holds or lists; raises WrongFormat"""
     open_shard: Callable[[TokenShard, InPlaceSettings], OpenTokens]
-    refuse: Callable[[Path], None] = lambda path: None
-    """raises WrongFormat for a file that earlier versions read, though its content is another"""
+    refuse: Callable[[Path, InPlaceSettings, int], None] = lambda path, settings, vocab: None
+    """raises WrongFormat for a file that earlier versions read, though its content is another; `vocab`: of the model"""
 
 
 class SeparatedIds(OpenTokens):
