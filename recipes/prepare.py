@@ -45,12 +45,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchllm.config import Source
+from torchllm.config.errors import RefusedStart, UserError
 from torchllm.config.schema import RAW_KINDS
 from torchllm.data.corpus import Corpus
 from torchllm.data.corpus_header import HEADER, CorpusHeader
 from torchllm.data.error import DataError
 from torchllm.data.readers import describe_source
-from torchllm.data.tokenizer import Tokenizer, describe_documents, load_tokenizer
+from torchllm.data.tokenizer import Tokenizer, describe_documents
 from torchllm.runtime.host_limits import usable_cores
 from torchllm.runtime.signs_of_life import signs_of_life
 from torchllm.runtime.terminal import LogHandler
@@ -70,21 +71,47 @@ class Prepared(NamedTuple):
 
 
 def main(config: PrepareConfig) -> None:
-    """Tokenize every raw source, and print the tables that read the result. Raises DataError for a wrong source."""
-    if not config.prepare.folder and not config.prepare.show:
-        raise DataError("prepare.folder is empty: say where to write, --prepare.folder=tokens")
-    root = Path(config.prepare.folder).resolve()
-    processes = config.prepare.processes or usable_cores()
+    """Tokenize every raw source, and print the tables that read the result.
+
+    Raises RefusedStart for a wrong source or tokenizer, before anything is written; DataError for wrong records.
+    """
     spec = TokenizerSpec(config.data.tokenizer, config.data.pattern)
-    tokenizer = load_tokenizer(config.data.tokenizer, config.data.pattern)
-    for line in describe_documents(tokenizer):
-        print(line)
+    root = Path(config.prepare.folder).resolve()
+    try:
+        if not config.prepare.folder and not config.prepare.show:
+            raise DataError("prepare.folder is empty: say where to write, --prepare.folder=tokens")
+        tokenizer = spec.load()
+        for line in describe_documents(tokenizer):
+            print(line)
+        plans = plan_sources(config, tokenizer, root)
+    except DataError as error:
+        raise RefusedStart(str(error)) from error
+    if config.prepare.show:
+        for plan in plans.values():
+            show(plan, tokenizer, config.prepare.show)
+        return
+    processes = config.prepare.processes or usable_cores()
     tables = []
     for index, source in enumerate(config.data.sources):
         table = source
-        if source.kind in RAW_KINDS:
+        if index in plans:
             folder = root / folder_name(index, source)
-            plan = plan_corpus(
+            print_corpus(folder, prepare(plans[index], spec, folder, processes, config.data.max_bad_share))
+            table = Source(kind="tokens", path=str(folder), weight=source.weight)
+        tables.append(table)
+    print("\nTo train on it:\n")
+    print(f"[data]\ntokenizer = {json.dumps(config.data.tokenizer)}")
+    for table in tables:
+        path = f"path = {json.dumps(table.path)}\n" if table.path else ""
+        print(f'\n[[data.sources]]\nkind = "{table.kind}"\n{path}weight = {table.weight}')
+
+
+def plan_sources(config: PrepareConfig, tokenizer: Tokenizer, root: Path) -> dict[int, CorpusPlan]:
+    """Return the plan of each raw source, by its place in the config. Raises DataError for a wrong source."""
+    plans = {}
+    for index, source in enumerate(config.data.sources):
+        if source.kind in RAW_KINDS:
+            plans[index] = plan_corpus(
                 source,
                 config.data,
                 tokenizer,
@@ -94,30 +121,22 @@ def main(config: PrepareConfig) -> None:
                 config.training.sequence_length,
                 pins=root / "revisions" if config.prepare.folder else None,
             )
-            if config.prepare.show:
-                show(plan, tokenizer, config.prepare.show)
-                continue
-            print_corpus(folder, prepare(plan, spec, folder, processes, config.data.max_bad_share))
-            table = Source(kind="tokens", path=str(folder), weight=source.weight)
-        tables.append(table)
-    if config.prepare.show:
-        return
-    print("\nTo train on it:\n")
-    print(f"[data]\ntokenizer = {json.dumps(config.data.tokenizer)}")
-    for table in tables:
-        path = f"path = {json.dumps(table.path)}\n" if table.path else ""
-        print(f'\n[[data.sources]]\nkind = "{table.kind}"\n{path}weight = {table.weight}')
+    return plans
 
 
 def show(plan: CorpusPlan, tokenizer: Tokenizer, count: int) -> None:
-    """Print the first examples of a source of conversations."""
+    """Print the first examples of a source of conversations. Raises RefusedStart if none of them can be trained on."""
+    name = describe_source(plan.source.kind, plan.source.path)
     if plan.chat is None:
-        print(f"{describe_source(plan.source.kind, plan.source.path)}: text, all of which is trained")
+        print(f"{name}: text, all of which is trained")
         return
     from torchllm.tools.prepare.chat.show import show_examples  # with packages for templates
 
-    for example in islice(show_examples(plan, tokenizer), count):
-        print(f"\n{example}")
+    examples = list(islice(show_examples(plan, tokenizer), count))
+    for example in examples:
+        print(f"\n{example.text}")
+    if all(example.is_fault for example in examples):
+        raise RefusedStart(f"{name}: none of its first {len(examples)} conversations can be trained on")
 
 
 def folder_name(index: int, source: Source) -> str:
@@ -169,5 +188,6 @@ if __name__ == "__main__":
     try:
         with signs_of_life("prepare"):
             main(prepare_config)
-    except DataError as error:
-        sys.exit(f"error: {error}")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, RefusedStart) else 1)

@@ -82,6 +82,24 @@ def test_it_shows_examples_and_writes_nothing(folder: Path) -> None:
     assert sorted(folder.rglob("*")) == sorted([*before, folder / "run.toml"])
 
 
+def test_what_is_refused_before_anything_is_written_has_status_2(folder: Path) -> None:
+    tokenizer = write_tokenizer(folder / "tokenizer", QWEN25)
+    (folder / "a.jsonl").write_text(3 * (json.dumps({"messages": TALK[:1]}) + "\n"))
+    chat = ("--data.sources.0.messages_key=messages", "--data.document_mask=true")
+    for options, message in (
+        (("--prepare.show=2", f"--data.tokenizer={tokenizer}"), "none of its first 2 conversations can be trained on"),
+        (("--prepare.show=2", "--data.tokenizer=bytes"), "conversations need a Hugging Face tokenizer.json"),
+        (
+            (f"--prepare.folder={folder}/tokens", "--data.tokenizer=bytes"),
+            "conversations need a Hugging Face tokenizer.json",
+        ),
+    ):
+        done = prepare(folder, *chat, *options)
+        assert done.returncode == 2
+        assert message in done.stderr
+        assert not (folder / "tokens").exists()
+
+
 def test_it_asks_for_a_folder(folder: Path) -> None:
     done = prepare(folder)
-    assert (done.returncode, "prepare.folder is empty" in done.stderr) == (1, True)
+    assert (done.returncode, "prepare.folder is empty" in done.stderr) == (2, True)

@@ -193,8 +193,25 @@ def test_a_turn_without_its_prompt_is_an_error_that_names_the_key(tmp_path: Path
         folder = tmp_path / name
         chat = format_of(FAMILIES[name], folder)
         messages = THINKING if name == "r1" else [system("be brief"), *TALK]
-        with pytest.raises(RefusedConversation, match=r"finetune\.chat_template = FILE"):
+        with pytest.raises(RefusedConversation, match=r"leaves out thinking\. .* finetune\.chat_template = FILE"):
             chat.examples(Conversation(messages))
+
+
+def test_a_line_end_that_the_prompt_alone_has_is_named(tmp_path: Path) -> None:
+    """Jinja drops the line end behind `{% endif %}`; the advice is tried."""
+    lost = QWEN25._replace(
+        template="{% for m in messages %}<|im_start|>{% if m.role == 'user' %}user{% else %}assistant{% endif %}\n"
+        "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    talk = Conversation([user("a"), assistant("hello")])
+    shown = (
+        r"has '.*\|>assistant\\n' where the turn has '.*\|>assistanthello<\|im_end\|>\\n', and .* a tag %}: write it"
+    )
+    with pytest.raises(RefusedConversation, match=shown):
+        format_of(lost, tmp_path / "lost").examples(talk)
+    cured = lost._replace(template=lost.template.replace("{% endif %}\n", "{% endif %}{{ '\\n' }}"))
+    made = format_of(cured, tmp_path / "cured").examples(talk)
+    assert trained(made, tmp_path / "cured") == [["hello<|im_end|>"]]
 
 
 def test_special_tokens_in_messages_are_plain_text_and_counted(tmp_path: Path) -> None:

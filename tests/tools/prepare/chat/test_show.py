@@ -32,7 +32,9 @@ def test_each_line_shows_whether_it_is_trained(tmp_path: Path) -> None:
         with open(source.path, "a") as file:
             file.write(json.dumps({"messages": "why?"}) + "\n")
         plan = planned(source, data, length=16)
-        lines = list(show_examples(plan, load_tokenizer(data.tokenizer)))
+        examples = list(show_examples(plan, load_tokenizer(data.tokenizer)))
+        assert [example.is_fault for example in examples] == [False, True, False, True]
+        lines = [example.text for example in examples]
         first, _, text = lines[0].partition("\n")
         assert text == shown, name
         assert first.startswith(f"{source.path}:1: ")
@@ -40,4 +42,4 @@ def test_each_line_shows_whether_it_is_trained(tmp_path: Path) -> None:
         assert lines[1] == f"{source.path}:2: no message of the assistant"
         assert lines[2].startswith(f"{source.path}:3: ")
         assert lines[3].startswith(f"{source.path}:4: no messages: ")
-        assert list(islice(show_examples(plan, load_tokenizer(data.tokenizer)), 1)) == lines[:1]
+        assert list(islice(show_examples(plan, load_tokenizer(data.tokenizer)), 1)) == examples[:1]

@@ -50,10 +50,8 @@ Rule = Literal["generation blocks", "one example per conversation", "one example
 _BLANKS = re.compile(r"\s*")
 
 NO_PROMPT = "a turn of the assistant does not begin with its prompt"
-_NO_PROMPT_DETAIL = (
-    ": the chat template moves a system message or leaves out thinking, and the trained text would never be seen at "
-    "inference. Name a template that does not, finetune.chat_template = FILE"
-)
+_SHOWN = 24
+"""characters of a text that an error shows on each side of a place"""
 
 
 class TrainedText(NamedTuple):
@@ -177,8 +175,9 @@ class ChatFormat:
         for turn in turns:
             prompts.append(read_marks(self.template.render(messages[:turn], tools, add_generation_prompt=True)))
             ends.append(read_marks(self.template.render(messages[: turn + 1], tools)))
-        if not all(end.text.startswith(prompt.text) for prompt, end in zip(prompts, ends, strict=True)):
-            raise RefusedConversation(NO_PROMPT, _NO_PROMPT_DETAIL)
+        for prompt, end in zip(prompts, ends, strict=True):
+            if not end.text.startswith(prompt.text):
+                raise RefusedConversation(NO_PROMPT, _describe_difference(prompt.text, end.text))
         spans = [self._turn(end, len(prompt.text)) for prompt, end in zip(prompts, ends, strict=True)]
         is_trained = [_is_trained(messages[turn]) for turn in turns]
         if all(whole.text.startswith(end.text) for end in ends):
@@ -257,6 +256,20 @@ class ChatFormat:
             return True
         last = self._last_token(text.chat, text.trained[-1])
         return last is not None and last.group() in {*self.encoder.special, *self.ends_of_turn}
+
+
+def _describe_difference(prompt: str, turn: str) -> str:
+    """Return where the text up to a turn of the assistant is not as its prompt, and why that is."""
+    is_same = [one == other for one, other in zip(prompt, turn, strict=False)]
+    place = is_same.index(False) if False in is_same else len(is_same)
+    shown = [repr(text[max(0, place - _SHOWN) : place + _SHOWN]) for text in (prompt, turn)]
+    reason = "the chat template moves a system message or leaves out thinking"
+    if turn[place:].lstrip("\n").startswith(prompt[place:].lstrip("\n")):
+        reason = "a line end is missing in one of them, as Jinja drops the one behind a tag %}: write it as {{ '\\n' }}"
+    return (
+        f": the prompt has {shown[0]} where the turn has {shown[1]}, and the trained text would never be seen at "
+        f"inference. Most likely {reason}. Name a template that does not, finetune.chat_template = FILE"
+    )
 
 
 def _is_trained(message: Message) -> bool:

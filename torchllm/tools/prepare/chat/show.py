@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from datetime import date
 from itertools import groupby
+from typing import NamedTuple
 
 from torchllm.data.tokenizer import Tokenizer
 from torchllm.tools.prepare.chat.calls import drop_absent_keys
@@ -16,15 +17,22 @@ LINE_END = "↵"
 """stands for a line end of the text: a part that is trained may begin or end within a line"""
 
 
-def show_examples(plan: CorpusPlan, tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield the examples of a source of conversations as text, in their order; of a bad conversation its fault."""
+class Shown(NamedTuple):
+    """An example as text, or the fault of a bad conversation."""
+
+    text: str
+    is_fault: bool
+
+
+def show_examples(plan: CorpusPlan, tokenizer: Tokenizer) -> Iterator[Shown]:
+    """Yield the examples of a source of conversations, in their order; of a bad conversation its fault."""
     assert plan.chat is not None
     chat = chat_format(tokenizer.name, plan.chat, date.today(), plan.reads_calls)
     source = open_conversations(plan.source, plan.files)
     for record in source.records(source.cut_shards(1)[0]):
         where = record.origin.describe()
         if record.fault:
-            yield f"{where}: {record.fault}{record.detail}"
+            yield Shown(f"{where}: {record.fault}{record.detail}", is_fault=True)
             continue
         conversation = conversation_of(record)
         if plan.drops_absent_keys:
@@ -32,10 +40,11 @@ def show_examples(plan: CorpusPlan, tokenizer: Tokenizer) -> Iterator[str]:
         try:
             made = chat.examples(conversation)
         except RefusedConversation as refusal:
-            yield f"{where}: {refusal}"
+            yield Shown(f"{where}: {refusal}", is_fault=True)
             continue
         for example in made.examples:
-            yield f"{where}: {_describe(example, plan.chat.sequence_length)}\n{show_mask(example, tokenizer)}"
+            described = _describe(example, plan.chat.sequence_length)
+            yield Shown(f"{where}: {described}\n{show_mask(example, tokenizer)}", is_fault=False)
 
 
 def _describe(example: Example, longest: int) -> str:
