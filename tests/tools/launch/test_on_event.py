@@ -10,7 +10,7 @@ import pytest
 from tests.patience import patience, text_with
 from tests.tiny_run import ROOT
 from torchllm.config import Config, Run
-from torchllm.tools.config.checks import value_problems
+from torchllm.tools.config.checks import problems
 from torchllm.tools.launch import on_event
 from torchllm.tools.launch.on_event import OUTPUT, call_at_end, call_on_event
 
@@ -88,8 +88,6 @@ def test_a_command_that_cannot_work_is_found_before_the_start() -> None:
         ("", None),
     ]:
         found = [
-            problem.message
-            for problem in value_problems(Config(run=Run(on_event=command)))
-            if "on_event" in problem.key
+            problem.message for problem in problems(Config(run=Run(on_event=command)), 1) if "on_event" in problem.key
         ]
         assert found == ([] if problem is None else [problem]), command

@@ -58,7 +58,8 @@ _SECRET_TEXT = re.compile(
 
 def problems(config: Config, world_size: int | None) -> list[ConfigError]:
     """Return all problems of a config that one key alone does not show."""
-    return [*value_problems(config), *layout_problems(config, world_size)]
+    idle = [config_error(idle_key.key, f"{idle_key.message}{idle_key.remedy}") for idle_key in contradictions(config)]
+    return [*setting_problems(config), *idle, *layout_problems(config, world_size)]
 
 
 def conflicts(config: Config, world_size: int | None) -> list[ConfigError]:
@@ -66,16 +67,8 @@ def conflicts(config: Config, world_size: int | None) -> list[ConfigError]:
     return [*setting_problems(config), *layout_problems(config, world_size)]
 
 
-def value_problems(config: Config) -> list[ConfigError]:
-    """Return the problems of a config that do not depend on the number of ranks."""
-    return [
-        *setting_problems(config),
-        *(config_error(idle_key.key, f"{idle_key.message}{idle_key.remedy}") for idle_key in contradictions(config)),
-    ]
-
-
 def setting_problems(config: Config) -> list[ConfigError]:
-    """Return `value_problems` without the keys that have no effect."""
+    """Return the `conflicts` that do not depend on the number of ranks."""
     return [
         *problems_of_use(config),
         *_router_problems(config.model),

@@ -142,15 +142,15 @@ def _default(schema: type, path: KeyPath) -> Any:
     if get_origin(plain_type(type_at(schema, path))[0]) is not tuple:
         return {}
     section, _ = plain_type(type_at(schema, path[:-1]))
-    return _plain(getattr(section(), path[-1]))
+    return plain_value(getattr(section(), path[-1]))
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """Return dataclasses and tuples as the tables and arrays that TOML would give."""
     if isinstance(value, tuple):
-        return [_plain(item) for item in value]
+        return [plain_value(item) for item in value]
     if is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: plain_value(getattr(value, field.name)) for field in fields(value)}
     return value
 
 

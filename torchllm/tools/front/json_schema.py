@@ -8,11 +8,12 @@ at the top of a TOML file: `#:schema ../docs/config.schema.json`, a path relativ
 
 import json
 import math
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin
 
 from torchllm.config.field_types import field_types, plain_type
 from torchllm.config.schema import Bound, Config
+from torchllm.tools.config.draft import plain_value
 from torchllm.tools.config.help import field_docs
 
 JsonSchema = dict[str, Any]
@@ -45,7 +46,7 @@ def _table_schema(schema: type) -> JsonSchema:
             value["description"] = " ".join(docs[field.name].split())
         default = getattr(defaults, field.name)
         if not is_dataclass(default):
-            value["default"] = _json_value(default)
+            value["default"] = plain_value(default)
         properties[field.name] = value
     return {
         "type": "object",
@@ -75,13 +76,6 @@ def _limits(bound: Bound) -> JsonSchema:
     if bound.over > -math.inf:
         limits["exclusiveMinimum"] = bound.over
     return limits
-
-
-def _json_value(value: Any) -> Any:
-    """Return a default as JSON has it: tuples are arrays, dataclasses tables."""
-    if isinstance(value, tuple):
-        return [asdict(item) if is_dataclass(item) and not isinstance(item, type) else item for item in value]
-    return value
 
 
 if __name__ == "__main__":
