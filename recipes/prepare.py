@@ -56,7 +56,7 @@ from torchllm.runtime.host_limits import usable_cores
 from torchllm.runtime.signs_of_life import signs_of_life
 from torchllm.runtime.terminal import LogHandler
 from torchllm.tools.prepare.bad_records import check_not_empty
-from torchllm.tools.prepare.build import choose_split, write_corpus
+from torchllm.tools.prepare.build import choose_split, warn_of_changes, write_corpus
 from torchllm.tools.prepare.cache import plan_corpus
 from torchllm.tools.prepare.counts import describe_corpus, untrained
 from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
@@ -162,6 +162,7 @@ def prepare(plan: CorpusPlan, spec: TokenizerSpec, folder: Path, processes: int,
             raise DataError(f"{folder}: {reason}")
         check_not_empty(str(folder), header.documents, header.skipped)
         corpus.check()
+        warn_of_changes(plan, folder)
         return Prepared(header, None)
     start = time.perf_counter()
     header = write_corpus(choose_split(plan), spec, folder, processes, max_bad_share)

@@ -848,21 +848,21 @@ def _on_a_rank(folder: str, changes: dict[str, Any], of_rank_1: dict[str, Any]) 
     return "", sequences
 
 
-def _sizes_looked_at(folder: str, source: Source) -> list[str]:
-    """Open a corpus as if this rank were a node of its own, and return the files whose size it asked for."""
+def _files_looked_at(folder: str, source: Source) -> set[str]:
+    """Open a corpus as if this rank were a node of its own, and return the files of shards that it opened."""
     rank = dist.get_rank()
     ranks = DataRanks(rank, dist.get_world_size(), True, _gather_texts, preparing_rank=rank)
     training = Training(micro_batch_size=1, global_batch_size=2, sequence_length=32)
     with counting(Path(folder)) as calls:
         build_loader(Data(sources=(source,)), training, Model(), 0, ranks)
-    return calls.asked_for_size
+    return {path for path in calls.opened if "train" in Path(path).name or "validation" in Path(path).name}
 
 
 def test_nodes_share_out_the_check_of_a_corpus(tmp_path: Path) -> None:
     source = write_many_shards(tmp_path / "c", 101)
-    first, second = workers.POOL.run(_sizes_looked_at, 2, source.path, source)
+    first, second = workers.POOL.run(_files_looked_at, 2, source.path, source)
     assert (len(first), len(second)) == (52, 50)  # the first shard has a file of held-out documents, too
-    assert len({*first, *second}) == 102
+    assert len(first | second) == 102
 
 
 class CountedCorpus(Corpus):
@@ -943,34 +943,47 @@ def test_a_late_find_names_shard_and_steps_and_marks_them(tmp_path: Path) -> Non
     assert verification is not None
     verification.seconds_between_checks = 0.01
     loader.load_state(loader.state() | {"sequences": 400, "steps": 1000})  # of a run that had another batch size
-    read_in: dict[int, list[int]] = {}
-    for step in range(1001, 1061):
-        loader.next_step()
-        for n in range(400 + 4 * (step - 1001), 400 + 4 * (step - 1000)):
-            read_in.setdefault(loader._order.locate(n).number, []).append(step)
-    numbers = range(BLOCK // 2 // 1000, BLOCK // 1000 + 1)  # of the sequences with tokens of the second MiB
-    steps = sorted({step for number in numbers for step in read_in.get(number, [])})
+    take_steps(loader, 60)
     flip_bit(folder / "00000.train.bin", BLOCK + 77)
     until(lambda: verification.problem)
-    listed = ", ".join(map(str, steps[:5]))
     message = (
-        rf"00000\.train\.bin is damaged: its bytes 1,048,576 to 2,097,151 do not .* step {listed} and {len(steps) - 5} "
-        rf"others: its checkpoints from step {steps[0]} on are marked as suspect"
+        r"00000\.train\.bin is damaged: its bytes 1,048,576 to 2,097,151 do not .* Steps 1001 to 1060 may have been "
+        r"trained on it: if there are checkpoints of them, they are marked as suspect"
     )
-    for read in (loader.next_step, loader.state):  # neither trains on it any more nor saves it
+    for read in (loader.next_step, loader.state, loader.close):  # neither trains on it any more nor saves it
         with pytest.raises(DataError, match=message):
             read()
     step, reason = marks[0]
-    assert step == steps[0]
-    assert re.fullmatch(r"it was trained on damaged data: .*00000\.train\.bin is damaged: its bytes .*", reason)
-    loader.close()
+    assert step == 1001
+    assert re.fullmatch(r"it may have been trained on damaged data: .*00000\.train\.bin is damaged: its .*", reason)
+
+
+@pytest.mark.parametrize("find", ["state", "close"])
+def test_damage_is_found_before_a_save_and_at_the_end_and_earlier_steps_are_right(tmp_path: Path, find: str) -> None:
+    folder = write_two_shards(tmp_path).folder
+    loader, marks = damaged_run(tmp_path, Source(kind="tokens", path=str(folder)))
+    take_steps(loader, 60)
+    loader.state()
+    path = folder / "00000.train.bin"
+    time = path.stat().st_mtime_ns
+    flip_bit(path, BLOCK + 77)
+    os.utime(path, ns=(time, time))
+    if find == "state":
+        with pytest.raises(DataError, match=r"00000\.train\.bin is damaged.*again$"):
+            loader.state()
+        assert not marks
+    else:
+        take_steps(loader, 60)
+        with pytest.raises(DataError, match=r"00000\.train\.bin is damaged.* Steps 61 to 120 may have"):
+            loader.close()
+        assert [step for step, _ in marks] == [61]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_damage_is_one_line_before_it_is_trained_on(
     tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torchllm.data.verification, "_BYTES_AT_START", 0)
+    monkeypatch.setattr(torchllm.data.verification, "_BYTES_AT_ONCE", 0)
     monkeypatch.setattr(torchllm.data.verification, "_BYTES_PER_SECOND", 1)
     folder = write_two_shards(tmp_path).folder
     path = folder / "00001.train.bin"
@@ -979,8 +992,8 @@ def test_damage_is_one_line_before_it_is_trained_on(
     loader, marks = damaged_run(tmp_path, Source(kind="tokens", path=str(folder)), workers)
     with pytest.raises(DataError) as raised:
         take_steps(loader, 20)
-    text = str(raised.value)
-    assert re.fullmatch(rf"{path} is damaged: .* No step since the start of this run has trained on it", text)
+    assert loader._steps == 0
+    assert re.fullmatch(rf"{path} is damaged: .*: copy or prepare the corpus again", str(raised.value))
     assert not marks
     loader.close()
 

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -157,6 +158,20 @@ def test_tensorboard_groups_names_and_hides_what_a_resume_repeats(tmp_path: Path
     assert b"Is it fast?" in b"".join(file.read_bytes() for file in folder.iterdir())
     text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
     assert "    [metrics]\n    log_interval = 7\n" in text.decode()
+
+
+def test_tensorboard_shows_a_launch_whose_clock_went_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for moment, steps in ((9000.0, range(1, 8)), (1800.0, range(5, 10)), (1800.0, range(9, 12))):
+        monkeypatch.setattr(torchllm.metrics.sinks, "time", SimpleNamespace(time=lambda moment=moment: moment))
+        board = TensorBoard(tmp_path, start=steps[0] - 1)
+        for step in steps:
+            board.write(step, {"step": step, "loss": moment + steps[0]})
+        board.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    shown = {event.step: event.value for event in events.Scalars("at_a_glance/1_loss")}
+    expected = dict.fromkeys(range(1, 5), 9001)
+    expected |= dict.fromkeys(range(5, 9), 1805)
+    assert shown == expected | dict.fromkeys(range(9, 12), 1809)
 
 
 class FullDisk:

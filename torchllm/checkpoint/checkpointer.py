@@ -291,7 +291,7 @@ class Checkpointer:
             self._history.suspect_since(suspicion)
 
     def mark_damaged_data(self, step: int, reason: str) -> None:
-        """Mark the checkpoints of `step` and later ones as suspect: the run has trained on damaged data since then.
+        """Mark the checkpoints of `step` and later ones as suspect: they may have been trained on damaged data.
 
         Called by the rank that finds the damage, before it ends the run by an error; other ranks need not call it. It
         also marks proven checkpoints, since a loss may be finite on wrong data. Waits for a background save.

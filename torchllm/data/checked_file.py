@@ -40,6 +40,14 @@ class CorpusFile(NamedTuple):
         return range(number * BLOCK, min((number + 1) * BLOCK, self.size))
 
 
+class FileState(NamedTuple):
+    """A file as it was when it was looked at."""
+
+    path: Path
+    changed_ns: int
+    """ctime in nanoseconds since 1970"""
+
+
 class FileSums(NamedTuple):
     """The checksums of a file."""
 
@@ -62,48 +70,32 @@ def file_sums(path: Path) -> FileSums:
 class DamagedFile(DataError):
     """A file of a corpus differs from the file that was written."""
 
-    def __init__(self, path: Path, fault: str, wrong_bytes: Sequence[range] = ()) -> None:
-        """`wrong_bytes`: ranges that can be read but differ from the written bytes."""
+    def __init__(self, path: Path, fault: str) -> None:
         super().__init__(f"{path} {fault}: copy or prepare the corpus again")
         self.path = path
         self.fault = fault
-        self.wrong_bytes = wrong_bytes
 
-    def __reduce__(self) -> tuple[type["DamagedFile"], tuple[Path, str, Sequence[range]]]:
-        return DamagedFile, (self.path, self.fault, self.wrong_bytes)  # for pickle, which would copy only the text
+    def __reduce__(self) -> tuple[type["DamagedFile"], tuple[Path, str]]:
+        return DamagedFile, (self.path, self.fault)  # for pickle, which would copy only the text
 
 
-def check_size(file: CorpusFile) -> int:
-    """Return the mtime of a file in nanoseconds since 1970.
+def look_at(file: CorpusFile) -> FileState:
+    """Return the state of a file. Raises DataError if it is missing or has another size than expected.
 
-    Raises DataError if it is missing or has another size than expected.
+    It is opened: then a network file system asks its server, while a stat may be answered from a cache.
     """
-    try:
-        status = os.stat(file.path)
-    except OSError as error:
-        raise _cannot_open(file, error) from None
-    if status.st_size != file.size:
-        raise _wrong_size(file, status.st_size)
-    return status.st_mtime_ns
-
-
-def _cannot_open(file: CorpusFile, error: OSError) -> DataError:
-    if isinstance(error, FileNotFoundError):
-        return DamagedFile(file.path, "is missing")
-    return DataError(f"{file.path} cannot be opened: {error.strerror}")
-
-
-def _wrong_size(file: CorpusFile, size: int) -> DamagedFile:
-    return DamagedFile(file.path, f"is {size:,} bytes, the corpus says {file.size:,} bytes")
+    opened = CheckedFile(file)
+    opened.close()
+    return FileState(file.path, opened.changed_ns)
 
 
 def damaged_blocks(file: CorpusFile, blocks: Sequence[int]) -> DamagedFile:
     """Return the error of blocks that do not have their checksum."""
-    ranges = [file.block(number) for number in blocks]
-    fault = f"is damaged: its bytes {ranges[0].start:,} to {ranges[0].stop - 1:,} do not have their checksum"
+    first = file.block(blocks[0])
+    fault = f"is damaged: its bytes {first.start:,} to {first.stop - 1:,} do not have their checksum"
     if len(blocks) > 1:
         fault += f", nor do {len(blocks) - 1} other MiB"
-    return DamagedFile(file.path, fault, ranges)
+    return DamagedFile(file.path, fault)
 
 
 class Checksums(NamedTuple):
@@ -115,7 +107,7 @@ class Checksums(NamedTuple):
 
 
 FindChecksums = Callable[[int], Checksums | None]
-"""returns the checksums of a file, given its mtime in nanoseconds since 1970; None: do not check it"""
+"""returns the checksums of a file, given its ctime in nanoseconds since 1970; None: do not check it"""
 
 
 def unchecked(changed_ns: int) -> None:
@@ -130,13 +122,15 @@ class CheckedFile:
         self.file = file
         try:
             self._descriptor = open_regular(file.path)
+        except FileNotFoundError:
+            raise DamagedFile(file.path, "is missing") from None
         except OSError as error:
-            raise _cannot_open(file, error) from None
+            raise DataError(f"{file.path} cannot be opened: {error.strerror}") from None
         status = os.fstat(self._descriptor)
-        self.changed_ns = status.st_mtime_ns
+        self.changed_ns = status.st_ctime_ns  # not the mtime, which programs such as `cp -p` set
         if status.st_size != file.size:
             self.close()
-            raise _wrong_size(file, status.st_size)
+            raise DamagedFile(file.path, f"is {status.st_size:,} bytes, the corpus says {file.size:,} bytes")
         self._checksums = find_checksums(self.changed_ns)
 
     def read(self, dtype: str, count: int, offset: int) -> npt.NDArray[Any]:

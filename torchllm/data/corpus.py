@@ -28,9 +28,9 @@ from torchllm.data.checked_file import (
     CheckedFile,
     Checksums,
     CorpusFile,
-    DamagedFile,
-    check_size,
+    FileState,
     damaged_blocks,
+    look_at,
 )
 from torchllm.data.corpus_header import check_fingerprint, first_blocks, read_description, read_sums
 from torchllm.data.error import DataError
@@ -44,7 +44,6 @@ from torchllm.data.shard import (
     ShardSplit,
     Split,
     Targets,
-    shard_of,
     shard_path,
 )
 from torchllm.data.verified_files import VerifiedFiles, record_path
@@ -179,6 +178,43 @@ class ShardStream(ABC):
     def open_shard(self, split: Split, number: int) -> ReadableShard:
         """Open a shard that is not empty. Raises DataError if a file is missing or has another size."""
 
+    def check(self, part: int = 0, parts: int = 1) -> dict[ShardSplit, FileState]:
+        """Check the size of the files of every `parts`-th shard from shard `part` on.
+
+        It takes O(shards): one process per node calls it, and the nodes divide the shards. Raises DataError that names
+        a file that is missing or has another size. Returns the shards that have to be verified, because no run has
+        verified them since they were last changed, each with its file.
+        """
+        shards = []
+        for split in SPLITS:
+            sizes = np.diff(self._starts[split])
+            shards += [ShardSplit(split, number) for number in range(part, len(sizes), parts) if sizes[number]]
+        shards.sort(key=lambda shard: (shard.number, shard.split))
+        shares = [shards[thread::_CHECKING_THREADS] for thread in range(_CHECKING_THREADS)]
+        unverified: dict[ShardSplit, FileState] = {}
+        with ThreadPoolExecutor(_CHECKING_THREADS) as threads:
+            for share in threads.map(self._unverified_among, shares):
+                unverified |= share
+        return {shard: unverified[shard] for shard in shards if shard in unverified}
+
+    def _unverified_among(self, shards: Sequence[ShardSplit]) -> dict[ShardSplit, FileState]:
+        return {shard: file for shard in shards if (file := self.unverified_file(*shard)) is not None}
+
+    def unverified_file(self, split: Split, number: int) -> FileState | None:
+        """Return the state of a shard's file that is not verified; None if it is, or if it cannot be.
+
+        Raises DataError if the file is missing or has another size.
+        """
+        return None
+
+    def verify(self, split: Split, number: int, pace: Callable[[int], None] = lambda size: None) -> None:
+        """Compare a shard's file with what was written, and record it as verified. Raises DamagedFile."""
+        raise NotImplementedError  # with `unverified_file`
+
+    def bytes_of(self, split: Split, number: int) -> int:
+        """Return the number of bytes that `verify` reads."""
+        return 0
+
     def tokens(self, split: Split) -> int:
         """Return the number of tokens in a split."""
         return int(self._starts[split][-1])
@@ -248,8 +284,8 @@ class Corpus(ShardStream):
         super().__init__({split: self._description.columns[split].tokens for split in SPLITS})
         record = record_path(records, self.folder, self.fingerprint) if records is not None else None
         self._verified = VerifiedFiles(record, len(SPLITS) * self.header.shards)
-        self._checked_blocks: dict[ShardSplit, npt.NDArray[np.bool_]] = {}
-        """blocks that this process has checked, of files that are not recorded as verified"""
+        self._checked_blocks: dict[tuple[ShardSplit, int], npt.NDArray[np.bool_]] = {}
+        """blocks that this process has checked, of files that are not recorded as verified; by shard and ctime"""
 
     def __reduce__(self) -> tuple[Callable[[Path, Path | None], "Corpus"], tuple[Path, Path | None]]:
         return Corpus, (self.folder, self._records)  # pickle sends the folder only; the columns are read again
@@ -265,31 +301,15 @@ class Corpus(ShardStream):
         last = "the last " if self.header.plan.get("last_tokens") else ""
         return f"{self.header.documents:,} documents, {train:,} tokens to train on, {last}{held_out:,} held out"
 
-    def check(self, part: int = 0, parts: int = 1) -> list[ShardSplit]:
-        """Check the fingerprint, and the size of the files of every `parts`-th shard from shard `part` on.
-
-        It takes O(shards): one process per node calls it, and the nodes divide the shards. Raises DataError that names
-        a file that is missing or has another size. Returns the shards whose files have to be verified: no run has
-        verified them since they were last changed.
-        """
+    def check(self, part: int = 0, parts: int = 1) -> dict[ShardSplit, FileState]:
+        """Check the fingerprint, and the files as `ShardStream.check` does."""
         check_fingerprint(self.folder)
-        numbers = range(part, self.header.shards, parts)
-        shares = [numbers[thread::_CHECKING_THREADS] for thread in range(_CHECKING_THREADS)]
-        unverified: list[ShardSplit] = []
-        with ThreadPoolExecutor(_CHECKING_THREADS) as threads:
-            for share in threads.map(self._check_sizes, shares):
-                unverified += share
-        return sorted(unverified, key=lambda shard: (shard.number, shard.split))
+        return super().check(part, parts)
 
-    def _check_sizes(self, numbers: range) -> list[ShardSplit]:
-        """Check the size of the files of these shards, and return those that have to be verified."""
-        unverified = []
-        for number in numbers:
-            for split in SPLITS:
-                file = self._file(split, number)
-                if file.size and not self._verified.has(self._file_number(split, number), check_size(file)):
-                    unverified.append(ShardSplit(split, number))
-        return unverified
+    def unverified_file(self, split: Split, number: int) -> FileState | None:
+        """See ShardStream."""
+        file = look_at(self._file(split, number))
+        return None if self._verified.has(self._file_number(split, number), file.changed_ns) else file
 
     def bytes_of(self, split: Split, number: int) -> int:
         """Return the size of the file of one split of a shard."""
@@ -338,11 +358,12 @@ class Corpus(ShardStream):
         return OpenShard(path, self._size(split, number), self.header.max_token, find_checksums)
 
     def _checksums(self, split: Split, number: int, changed_ns: int) -> Checksums | None:
-        """Return the checks of a shard's file with this mtime; None if it is verified."""
+        """Return the checks of a shard's file with this ctime; None if it is verified."""
         if self._verified.has(self._file_number(split, number), changed_ns):
             return None
         sums = self.block_sums(split, number)
-        is_checked = self._checked_blocks.setdefault(ShardSplit(split, number), np.zeros(len(sums), dtype=np.bool_))
+        key = ShardSplit(split, number), changed_ns
+        is_checked = self._checked_blocks.setdefault(key, np.zeros(len(sums), dtype=np.bool_))
         return Checksums(sums, is_checked)
 
     def block_sums(self, split: Split, number: int) -> BlockSums:
@@ -369,32 +390,6 @@ class Corpus(ShardStream):
                 f"training.sequence_length is {length}: set it to {packed}, or prepare the conversations again"
             )
         return self.tokens(split) // length
-
-    def sequences_with(self, damage: DamagedFile, length: int) -> list[int]:
-        """Return the training sequences of `length` tokens that depend on the wrong bytes of a file of this corpus.
-
-        These are all sequences of the shard if it is not ids that are wrong, but where documents begin.
-        """
-        if damage.path.parent != self.folder:
-            return []
-        split, shard = shard_of(damage.path)
-        if split != "train":
-            return []
-        id_bytes = self.header.id_bytes
-        start, end = (int(position) for position in self._starts[split][shard : shard + 2])
-        last_of_split = self.count(split, length) - 1
-        sequences: set[int] = set()
-        for wrong in damage.wrong_bytes:
-            first = start + wrong.start // id_bytes
-            last = start + (wrong.stop - 1) // id_bytes
-            if last >= end or damage.path.suffix != ".bin":
-                first = start
-                last = end - 1
-            # sequence i has the tokens i length ... (i + 1) length, its last label among them
-            first_sequence = max(0, (first - 1) // length)
-            last_sequence = min(last // length, last_of_split)
-            sequences.update(range(first_sequence, last_sequence + 1))
-        return sorted(sequences)
 
 
 class Synthetic:

@@ -28,7 +28,7 @@ from torchllm.config.applied_keys import applied, config_in_use
 from torchllm.config.schema import RAW_KINDS
 from torchllm.data.batch import Batch
 from torchllm.data.checked_file import DamagedFile
-from torchllm.data.corpus import Corpus, SequenceSource, Synthetic, close_shards
+from torchllm.data.corpus import Corpus, SequenceSource, ShardStream, Synthetic, close_shards
 from torchllm.data.corpus_header import CorpusHeader
 from torchllm.data.error import DataError
 from torchllm.data.order import DataOrder, Location, rounded_shares
@@ -57,7 +57,7 @@ _ENDLESS = 2**62
 """number of steps that no run reaches"""
 _PREFETCHED_STEPS = 2
 _LISTED = 5
-"""most sources with a rounded share, or steps that have read damaged data, that a message lists"""
+"""most sources that a message lists"""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _open_on_all_ranks(
         if ranks.prepares:
             from torchllm.data.verification import Verification  # a process per node verifies
 
-            corpora = [source for source in sources if isinstance(source, Corpus)]
+            corpora = [source for source in sources if isinstance(source, ShardStream)]
             verification = Verification(corpora, preparing_ranks.index(ranks.preparing_rank), len(preparing_ranks))
             verification.begin()
         return hashlib.sha256(_fingerprints(sources).encode()).hexdigest()
@@ -303,8 +303,8 @@ class TrainLoader:
         self._weights = [settings.weight for settings in data.sources]
         self._consumed = 0
         self._steps = 0
-        self._first_sequence = 0
-        """number of sequences consumed before this start"""
+        self._proven = 0
+        """steps up to which the data was right when they read it"""
         self._batches: Iterator[Any] | None = None
         self._counts_epochs = counts_epochs
         self._read_from(sources)
@@ -395,9 +395,10 @@ class TrainLoader:
     def state(self) -> dict[str, Any]:
         """Return the position of the run in its data, its fingerprint and the chat template of conversations, as JSON.
 
-        Raises DataError, as `next_step` does, if a file of the data turned out damaged: the run must not save then.
+        Looks at the data first. Raises DataError, as `next_step` does, if a file turns out damaged: the run must not
+        save then.
         """
-        self._check_verification()
+        self._look()
         state = {
             "sequences": self._consumed,
             "steps": self._steps,
@@ -421,27 +422,24 @@ class TrainLoader:
         if self._verification is not None and self._verification.problem is not None:
             raise self._with_steps(self._verification.problem)
 
+    def _look(self, everything: bool = False) -> None:
+        """Verify files that were changed: everything, or the first of many bytes. Raises DataError, as `next_step`."""
+        self._check_verification()
+        try:
+            if self._verification is None or self._verification.look(everything):
+                self._proven = self._steps
+        except DamagedFile as damage:
+            raise self._with_steps(damage) from None
+
     def _with_steps(self, error: DataError) -> DataError:
-        """Return an error that lists the steps that trained on wrong bytes since this start, after `on_damage`."""
-        if not isinstance(error, DamagedFile) or not error.wrong_bytes:
+        """Return an error that names the steps that may have been trained on wrong bytes, after `on_damage`."""
+        if not isinstance(error, DamagedFile) or self._proven == self._steps:
             return error
-        sequences: list[int] = []
-        for index, source in enumerate(self._sources):
-            if isinstance(source, Corpus):
-                numbers = source.sequences_with(error, self._training.sequence_length)
-                sequences += self._order.find(index, numbers, self._first_sequence, self._consumed)
-        steps_before = self._steps - (self._consumed - self._first_sequence) // self._training.global_batch_size
-        step_of = [(n - self._first_sequence) // self._training.global_batch_size + 1 for n in sequences]
-        steps = sorted({steps_before + step for step in step_of})
-        if not steps:
-            return DataError(f"{error}. No step since the start of this run has trained on it")
-        listed = ", ".join(map(str, steps[:_LISTED]))
-        if len(steps) > _LISTED:
-            listed += f" and {len(steps) - _LISTED} others"
-        self.on_damage(steps[0], f"it was trained on damaged data: {error.path} {error.fault}")
+        first = self._proven + 1
+        self.on_damage(first, f"it may have been trained on damaged data: {error.path} {error.fault}")
         return DataError(
-            f"{error}. Since its start this run has trained on it in step {listed}: its checkpoints from step "
-            f"{steps[0]} on are marked as suspect, and an older one is used when it is started again"
+            f"{error}. Steps {first} to {self._steps} may have been trained on it: if there are checkpoints of them, "
+            "they are marked as suspect, and an older one is used when the run is started again"
         )
 
     def load_state(self, state: dict[str, Any], record: Mapping[str, Any] | None = None) -> None:
@@ -470,8 +468,8 @@ class TrainLoader:
             listed = "\n  ".join(differences)
             raise DataError(f"the checkpoint was trained on other data:\n  {listed}")
         self.close()
-        self._consumed = self._first_sequence = progress.sequences
-        self._steps = progress.steps
+        self._consumed = progress.sequences
+        self._steps = self._proven = progress.steps
         self._stages = continued.stages
         self._order = order_by_stages(self._seed, self._sizes, self._stages)
 
@@ -501,13 +499,18 @@ class TrainLoader:
             self._read_from(opened.sources)
 
     def close(self) -> None:
-        """End the worker processes and close the shards; the next step starts and opens them again."""
+        """End the worker processes and close the shards; the next step starts and opens them again.
+
+        Raises DataError, as `next_step` does, if a file turns out damaged that a step has read since the last `state`.
+        """
         if self._batches is not None and self._workers:
             _end_workers(weakref.ref(self._batches))
         self._batches = None
         if self._verification is not None:
             self._verification.close()
         close_shards()
+        if self._proven < self._steps:
+            self._look(everything=True)
 
     def validation_sequences(self, sequences: int) -> int:
         """Return `sequences`, or the number of held-out sequences if it is smaller. Raises DataError if it is 0."""

@@ -10,7 +10,7 @@ import heapq
 import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from hashlib import blake2b
@@ -61,21 +61,6 @@ class Permutation:
         high, low = i >> self._half_bits, i & mask
         for key in self._round_keys:
             high, low = low, high ^ (_mix_word((low ^ key) & _WORD) & mask)
-        return high << self._half_bits | low
-
-    def inverse(self, i: int) -> int:
-        """Return the preimage of i."""
-        i = self._inverse_feistel(i)
-        while i >= self._size:
-            i = self._inverse_feistel(i)
-        return i
-
-    def _inverse_feistel(self, i: int) -> int:
-        """Undo `_feistel`."""
-        mask = (1 << self._half_bits) - 1
-        high, low = i >> self._half_bits, i & mask
-        for key in reversed(self._round_keys):
-            high, low = low ^ (_mix_word((high ^ key) & _WORD) & mask), high
         return high << self._half_bits | low
 
 
@@ -285,21 +270,6 @@ class DataOrder:
     def epochs(self, source: int, sequences: int) -> float:
         """Return the number of epochs over a source in the first `sequences` sequences of the run."""
         return self.uses(source, sequences) / self._sizes[source]
-
-    def find(self, source: int, numbers: Iterable[int], first: int, end: int) -> list[int]:
-        """Return the sequences first <= n < end of the run that read one of `numbers` of a source, ascending."""
-        size = self._sizes[source]
-        first_epoch = self.uses(source, first) // size
-        found = []
-        for number in numbers:
-            for epoch in itertools.count(first_epoch):
-                i = _permutation(size, self._seed, source, epoch).inverse(number)
-                n = self._sequence(source, epoch * size + i)
-                if n is None or n >= end:
-                    break
-                if n >= first:
-                    found.append(n)
-        return sorted(found)
 
     def _sequence(self, source: int, use: int) -> int | None:
         """Return the sequence of the run that is a source's number `use`, from 0; None if there is none."""

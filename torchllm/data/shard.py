@@ -93,12 +93,6 @@ def shard_path(folder: Path, number: int, split: Split) -> Path:
     return folder / f"{number:05d}.{split}.bin"
 
 
-def shard_of(path: Path) -> ShardSplit:
-    """Return the shard and split of a file by its name."""
-    number, split, _ = path.name.split(".")
-    return ShardSplit("train" if split == "train" else "validation", int(number))
-
-
 class OpenShard:
     """The open file of one split of a shard."""
 
@@ -125,7 +119,7 @@ class OpenShard:
         index = int(np.argmax(ids > self._max_token))
         byte = (first + index) * self._size.id_bytes
         fault = f"is damaged: at byte {byte:,} is token id {ids[index]}, but the corpus has none over {self._max_token}"
-        return DamagedFile(self._file.file.path, fault, [range(byte, byte + self._size.id_bytes)])
+        return DamagedFile(self._file.file.path, fault)
 
     def read_begins(self, first: int, end: int) -> Begins:
         """Return the tokens first <= i < end that begin a document, as indices in the shard, ascending."""

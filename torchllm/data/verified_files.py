@@ -1,7 +1,7 @@
 """Records of verified corpus files, so that each file is verified once and not in every run.
 
 A file is identified by its corpus (whose fingerprint covers the sha256 and sizes of all its files), its index there,
-the folder, and its mtime. The record of a corpus has an int64 per file: the mtime of the verified file in nanoseconds
+the folder, and its ctime. The record of a corpus has an int64 per file: the ctime of the verified file in nanoseconds
 since 1970, 0 for files that are not verified. Any number of processes and nodes read and write it without a lock: each
 number has a fixed place. A lost number costs a verification.
 """
@@ -30,13 +30,13 @@ class VerifiedFiles:
         self._changed_ns[: len(stored)] = stored
 
     def has(self, file: int, changed_ns: int) -> bool:
-        """Return whether this or another process verified a file with this mtime."""
+        """Return whether this or another process verified a file with this ctime."""
         if self._changed_ns[file] != changed_ns:
             self._changed_ns[file] = self._read(file, 1).sum()
         return changed_ns != 0 and bool(self._changed_ns[file] == changed_ns)
 
     def add(self, file: int, changed_ns: int) -> None:
-        """Record a file with this mtime as verified. A record that cannot be written is a warning."""
+        """Record a file with this ctime as verified. A record that cannot be written is a warning."""
         self._changed_ns[file] = changed_ns
         if self._path is None:
             return

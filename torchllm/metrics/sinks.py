@@ -239,8 +239,11 @@ class TensorBoard:
 
     def __init__(self, folder: Path, start: int = 0, config: str = "") -> None:
         """config: text that the page "text" shows."""
-        # The begin of the name is TensorBoard's; it reads the files of a folder in the order of their names.
-        launch = f"{int(time.time()):010d}.{os.uname().nodename}.{os.getpid()}.{next(_FILES)}"
+        # The begin of the name is TensorBoard's, with the time in seconds; it reads the files of a folder in the order
+        # of their names. So a launch after the clock went back takes the second after the last file's.
+        earlier = [path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")]
+        moment = max([int(time.time()), *(int(part) + 1 for part in earlier if part.isdecimal())])
+        launch = f"{moment:010d}.{os.uname().nodename}.{os.getpid()}.{next(_FILES)}"
         self.file = AppendedFile(folder / f"events.out.tfevents.{launch}")
         self.start = start
         self.config = config

@@ -28,8 +28,8 @@ from torchllm.data.error import DataError
 from torchllm.data.shard import SPLITS, Split
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.prepare import build, records, tokenize_shard
-from torchllm.tools.prepare.build import TokenizingProgress, shard_size_mib, write_corpus
-from torchllm.tools.prepare.cache import plan_corpus
+from torchllm.tools.prepare.build import TokenizingProgress, shard_size_mib, warn_of_changes, write_corpus
+from torchllm.tools.prepare.cache import plan_corpus, prepare_cached
 from torchllm.tools.prepare.corpus_writer import ShardFileWriter
 from torchllm.tools.prepare.counts import describe_corpus, describe_unknown
 from torchllm.tools.prepare.open_source import open_raw_source
@@ -270,6 +270,48 @@ def test_a_process_that_is_killed_is_an_error_with_its_cure(tmp_path: Path, monk
     monkeypatch.setattr(build, "_open_source", lambda plan: DyingSource(plan.files, "text"))
     with pytest.raises(DataError, match=r"was killed: most likely .* out of memory: .* --prepare\.processes=N"):
         write_corpus(plan_for(source, shard_mib=0.001), BYTES, tmp_path / "c", processes=2)
+
+
+def rewrite(path: Path, content: bytes) -> None:
+    """Write a file of the same size anew; the time of its last change stays, as with `cp -p`."""
+    time = path.stat().st_mtime_ns
+    assert path.stat().st_size == len(content)
+    path.write_bytes(content)
+    os.utime(path, ns=(time, time))
+
+
+def test_finished_shards_are_kept_only_if_the_source_is_the_same_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = write_documents(tmp_path, 300)
+    plan = plan_for(source, shard_mib=0.003)
+    folder = tmp_path / "c"
+    write_corpus(plan, BYTES, folder)
+    assert "were changed" not in caplog.text
+    text = Path(source.path)
+    rewrite(text, text.read_bytes().swapcase().replace(b'"TEXT"', b'"text"'))
+    warn_of_changes(plan, folder)  # as if it were prepared again
+    assert f"{text}: files were changed since {folder} was begun: if their text was, delete it first" in caplog.text
+    (folder / "corpus.json").unlink()  # as if killed near the end
+    (folder / "00002.train.bin").unlink()
+    assert write_corpus(plan, BYTES, folder) == write_corpus(plan, BYTES, tmp_path / "new")
+    assert contents(folder, set()) == contents(tmp_path / "new", set())
+
+
+def test_a_corpus_in_the_cache_of_a_source_with_other_text_is_not_read(tmp_path: Path) -> None:
+    source = write_documents(tmp_path, 300)
+    data = Data(cache=str(tmp_path / "cache"))
+    plan = plan_for(source)
+    prepare_cached(plan, data)
+    text = Path(source.path)
+    text.chmod(0o600)
+    prepare_cached(plan, data)
+    rewrite(text, text.read_bytes().swapcase().replace(b'"TEXT"', b'"text"'))
+    with pytest.raises(DataError, match=rf"the files of '{text}' have other text than when .*: `touch` one of them"):
+        prepare_cached(plan, data)
+    text.touch()
+    assert "DOCUMENT" in text.read_text()
+    prepare_cached(plan_for(source), data)
 
 
 def test_the_default_size_of_a_shard_follows_the_source() -> None:

@@ -18,10 +18,12 @@ import pyarrow
 import pytest
 
 from torchllm.config import Data, Source
+from torchllm.data.checked_file import DamagedFile
 from torchllm.data.corpus import close_shards
 from torchllm.data.error import DataError
 from torchllm.data.readers import ReaderSettings
 from torchllm.data.shard import SPLITS, Split
+from torchllm.data.verification import Verification
 from torchllm.tools.prepare.earlier_files import Rules
 from torchllm.tools.prepare.formats import mds, megatron
 from torchllm.tools.prepare.in_place import InPlaceCorpus, InPlaceReader, describe_in_place, in_place_settings
@@ -171,6 +173,52 @@ def test_a_fingerprint_is_of_the_content_not_the_place(tmp_path: Path) -> None:
         os.truncate(file, len(content) - 2)
         with pytest.raises(DataError, match=rf"{file} .*bytes"):
             changed.window("train", 0, corpus.tokens("train") - 1)
+
+
+def flip_in_place(file: Path, byte: int) -> None:
+    """Flip a bit of a file in place; its size and time of change stay."""
+    time = file.stat().st_mtime_ns
+    with file.open("r+b") as content:
+        content.seek(byte)
+        (old,) = content.read(1)
+        content.seek(byte)
+        content.write(bytes([old ^ 1]))
+    os.utime(file, ns=(time, time))
+
+
+def test_a_file_that_is_rewritten_with_its_size_and_time_has_another_fingerprint(tmp_path: Path) -> None:
+    for kind in KINDS:
+        data = written(kind, tmp_path / kind / "tokens")
+        corpus = open_in_place(kind, tmp_path / kind / "tokens", data)
+        *_, file = sorted(path for path in (tmp_path / kind).rglob("*") if path.suffix in (".bin", ".mds"))
+        file.chmod(0o600)
+        assert open_in_place(kind, tmp_path / kind / "tokens", data).fingerprint == corpus.fingerprint, kind
+        flip_in_place(file, file.stat().st_size - 4)
+        assert open_in_place(kind, tmp_path / kind / "tokens", data).fingerprint != corpus.fingerprint, kind
+
+
+def test_files_are_watched_while_they_are_read(tmp_path: Path) -> None:
+    for kind in KINDS:
+        data = written(kind, tmp_path / kind / "tokens")
+        verification = Verification([open_in_place(kind, tmp_path / kind / "tokens", data)], 0, 1)
+        verification.begin()
+        *_, file = sorted(path for path in (tmp_path / kind).rglob("*") if path.suffix in (".bin", ".mds"))
+        file.chmod(0o600)
+        assert verification.look(), kind
+        flip_in_place(file, file.stat().st_size - 4)
+        with pytest.raises(DamagedFile, match=rf"{file} has another content than when the run began"):
+            verification.look()
+
+
+def test_a_compressed_shard_that_is_rewritten_is_decompressed_again(tmp_path: Path) -> None:
+    data = settings_of(tmp_path)
+    shutil.copytree(MDS / "zstd", tmp_path / "zstd")
+    documents_of(open_in_place("mds", tmp_path / "zstd", data))
+    file = tmp_path / "zstd" / "shard.00001.mds.zstd"
+    flip_in_place(file, 0)
+    close_shards()
+    with pytest.raises(DataError, match=rf"{file} cannot be decompressed"):
+        open_in_place("mds", tmp_path / "zstd", data)
 
 
 def test_the_last_documents_are_held_out_where_no_file_is(tmp_path: Path) -> None:

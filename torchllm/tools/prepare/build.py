@@ -1,7 +1,8 @@
 """Write the corpus of a source into a folder: cut the source into shards, write them in parallel, then the header.
 
 `corpus.json` is written when all shards are complete. So a killed preparation never leaves a corpus that looks
-complete, and starting it again keeps the finished shards; nothing else reads the `.json` of a shard. The content
+complete, and starting it again keeps the finished shards if no file of the source was changed since they were written;
+nothing else reads the `.json` of a shard. The content
 depends on the plan and the records alone: two nodes that build one corpus in one shared folder write the same bytes.
 """
 
@@ -34,8 +35,16 @@ from torchllm.tools.prepare.counts import untrained
 from torchllm.tools.prepare.open_source import open_raw_source
 from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
 from torchllm.tools.prepare.records import UNREADABLE
+from torchllm.tools.prepare.source_files import changes_of
 from torchllm.tools.prepare.sources import DelimitedTextFiles, RawSource, ShardRange, TextFiles
-from torchllm.tools.prepare.tokenize_shard import FinishedShard, ShardTokenizer, ShardWriter, id_dtype, refuse_unknown
+from torchllm.tools.prepare.tokenize_shard import (
+    FinishedShard,
+    ShardTokenizer,
+    ShardWriter,
+    first_changes,
+    id_dtype,
+    refuse_unknown,
+)
 
 if TYPE_CHECKING:
     from multiprocessing.sharedctypes import Synchronized
@@ -73,12 +82,20 @@ def write_corpus(
         if max_bad_share is not None:
             refuse_unknown(plan.source.path or plan.source.kind, tokenizer.load(), header.counts, header.tokens)
         write_header(folder, header)
+        warn_of_changes(plan, folder)
         return header
     except OSError as error:
         raise DataError(
             f"{folder} cannot be written: {error.strerror or error}. {_ADVICE.get(error.errno or 0, 'Choose')} another "
             "folder (data.cache for the start of a run, prepare.folder for recipes/prepare.py)"
         ) from error
+
+
+def warn_of_changes(plan: CorpusPlan, folder: Path) -> None:
+    """Warn if files of a plan's source were changed since its corpus in `folder` was begun."""
+    if first_changes(folder) not in ("", changes_of(plan.files)):
+        source = plan.source.path or plan.source.kind
+        log.warning("%s: files were changed since %s was begun: if their text was, delete it first", source, folder)
 
 
 def choose_split(plan: CorpusPlan) -> CorpusPlan:
@@ -142,7 +159,7 @@ def _write_shards(
     counts: Counter[str] = Counter()
     unreadable: set[str] = set()
     largest_id = 0
-    shard_tokenizer = ShardTokenizer(source, plan, plan.key, tokenizer, folder, writer)
+    shard_tokenizer = ShardTokenizer(source, plan, plan.key, tokenizer, folder, writer, changes_of(plan.files))
     name = f"tokenizing {plan.source.kind}"
     with (
         closing(TokenizingProgress(name, source)) as progress,

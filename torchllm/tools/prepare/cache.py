@@ -1,5 +1,6 @@
 """The cache of corpora: small raw sources are tokenized at the first run."""
 
+import json
 import logging
 import os
 import shlex
@@ -20,7 +21,7 @@ from torchllm.runtime.host_limits import usable_cores
 from torchllm.tools.prepare.bad_records import describe_earlier_loss
 from torchllm.tools.prepare.earlier_files import Rules, earlier_files
 from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec, may_write_calls
-from torchllm.tools.prepare.source_files import choose_files
+from torchllm.tools.prepare.source_files import changes_of, choose_files, content_of
 from torchllm.tools.prepare.sources import hub_folder_version, pin_hub_source, raw_mib
 
 log = logging.getLogger(__name__)
@@ -171,6 +172,7 @@ def prepare_cached(plan: CorpusPlan, data: Data, rules: Rules = Rules.NOW) -> Pa
     if is_cached(folder):
         damage = _find_damage(folder, data)
         if damage is None:
+            _refuse_other_text(folder, plan)
             header = read_description(folder).header
             most = 1.0 if plan.source.kind == "stdlib" else data.max_bad_share
             if loss := describe_earlier_loss(header.documents, header.skipped, most):
@@ -181,8 +183,35 @@ def prepare_cached(plan: CorpusPlan, data: Data, rules: Rules = Rules.NOW) -> Pa
     tokenizer = TokenizerSpec(data.tokenizer, data.pattern, usable_cores())
     from torchllm.tools.prepare.build import write_corpus  # of no use to a run whose corpora are cached
 
+    source = _described(plan)  # before it is read: a later change shows
     write_corpus(plan, tokenizer, folder, max_bad_share=None if rules is Rules.FIRST else data.max_bad_share)
+    (folder / _SOURCE).write_text(source)
     return folder
+
+
+_SOURCE = "source.json"
+"""name of the file that says from which text a corpus was made"""
+
+
+def _described(plan: CorpusPlan) -> str:
+    """Return JSON of the changes and the content of a source; "" if a file cannot be read."""
+    with suppress(OSError):
+        return json.dumps([changes_of(plan.files), content_of(plan.files)])
+    return ""
+
+
+def _refuse_other_text(folder: Path, plan: CorpusPlan) -> None:
+    """Raise DataError if a corpus in the cache was made from other text, though the files have its sizes and times."""
+    try:
+        changes, content = json.loads((folder / _SOURCE).read_bytes())
+        if changes == changes_of(plan.files) or content == content_of(plan.files):
+            return
+    except (OSError, ValueError, TypeError):  # an earlier version wrote none
+        return
+    raise DataError(
+        f"data.sources: the files of {plan.source.path or plan.source.kind!r} have other text than when {folder} was "
+        "made from them, but the same sizes and times of change: `touch` one of them, and they are tokenized again"
+    )
 
 
 def _records(data: Data) -> Path:

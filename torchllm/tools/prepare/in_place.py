@@ -5,14 +5,15 @@ many ids, where the validation split begins, and a fingerprint. All ranks of the
 is looked at by one process, and opened by another only when a sequence of it is read.
 
 The files have no checksums. The fingerprint is of the size of each file and of blocks of 64 KiB: of all blocks of a
-corpus of up to 256 MiB; of a larger one, blocks at even distances, first and last among them, 256 MiB together.
+corpus of up to 256 MiB; of a larger one, blocks at even distances, first and last among them, 256 MiB together. It is
+computed again when the ctime of a file is another one than in the description, also during a run.
 """
 
 import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +22,7 @@ import numpy as np
 
 from torchllm.config import Data, Source
 from torchllm.data.cache_root import cache_root
-from torchllm.data.checked_file import CorpusFile
+from torchllm.data.checked_file import CorpusFile, DamagedFile, FileState, look_at
 from torchllm.data.corpus import SequenceSource, ShardStream
 from torchllm.data.error import DataError
 from torchllm.data.path_hint import describe_missing
@@ -37,7 +38,7 @@ from torchllm.tools.prepare.formats.megatron import MEGATRON
 from torchllm.tools.prepare.formats.nanogpt import NANOGPT
 from torchllm.tools.prepare.formats.token_file import InPlaceSettings, OpenTokens, TokenFormat, TokenShard
 from torchllm.tools.prepare.recorded import prepare_recorded
-from torchllm.tools.prepare.source_files import ChosenFiles, SourceFile, choose_by_name, stat_file
+from torchllm.tools.prepare.source_files import ChosenFiles, choose_by_name
 
 _FORMATS: dict[str, TokenFormat] = {"megatron": MEGATRON, "llmc": LLMC, "nanogpt": NANOGPT, "mds": MDS}
 _SAMPLED = 2**28
@@ -69,8 +70,8 @@ class _Description(NamedTuple):
 
     pieces: dict[Split, list[_Piece]]
     fingerprint: str
-    files: list[SourceFile]
-    """all that was read"""
+    files: list[FileState]
+    """all that was read, as it was before"""
 
 
 def in_place_settings(source: Source, data: Data) -> InPlaceSettings:
@@ -127,7 +128,8 @@ def describe_in_place(source: Source, data: Data, vocab: int, rules: Rules = Rul
 def _is_current(path: Path) -> bool:
     """Return whether a description in the cache is whole, and the files are as they were described."""
     try:
-        return all(stat_file(file.path) == file for file in _read(path).files)
+        pieces, _, files = _read(path)
+        return list(map(look_at, _files_of(pieces))) == files
     except DataError:
         return False
 
@@ -144,8 +146,8 @@ def _describe(settings: InPlaceSettings, files: ChosenFiles, held_out: float, vo
         pieces[split] = [_Piece(shard, 0, shard.tokens) for shard in _joined(shards, settings, vocab)]
     if not pieces["validation"] and held_out > 0:
         pieces = _cut_documents(pieces["train"], settings, held_out, cuts_any=rules > Rules.ALL_FILES)
-    found = [stat_file(str(file.path)) for file in _files_of(pieces)]
-    return _Description(pieces, _fingerprint(pieces, settings), found)
+    states = list(map(look_at, _files_of(pieces)))  # before the content: a later change shows
+    return _Description(pieces, _fingerprint(pieces, settings), states)
 
 
 def _joined(shards: Sequence[TokenShard], settings: InPlaceSettings, vocab: int) -> list[TokenShard]:
@@ -251,7 +253,7 @@ def _read(path: Path) -> _Description:
             for (paths, tokens, starts_document), first, end in content_pieces[split]:
                 corpus_files = [CorpusFile(Path(path), size) for path, size in paths]
                 pieces[split].append(_Piece(TokenShard(corpus_files, tokens, starts_document), first, end))
-        return _Description(pieces, fingerprint, [SourceFile(*file) for file in files])
+        return _Description(pieces, fingerprint, [FileState(Path(path), changed_ns) for path, changed_ns in files])
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise DataError(f"{path} is damaged: the next start writes it anew") from error
 
@@ -298,7 +300,9 @@ class InPlaceCorpus(ShardStream):
         self._description_path = description
         self._settings = settings
         self._vocab = vocab
-        self._pieces, self.fingerprint, _ = _read(description)
+        self._pieces, self.fingerprint, files = _read(description)
+        self._changed_ns = dict(files)
+        """ctime of each file whose content is as the fingerprint says"""
         lengths = {}
         for split in SPLITS:
             lengths[split] = [piece.end - piece.first for piece in self._pieces[split]]
@@ -310,6 +314,21 @@ class InPlaceCorpus(ShardStream):
     def open_shard(self, split: Split, number: int) -> OpenTokens:
         """Open a part of a shard. Raises DataError if a file is missing or has another size."""
         return _PieceTokens(self._pieces[split][number], self._settings, self._vocab)
+
+    def unverified_file(self, split: Split, number: int) -> FileState | None:
+        """See ShardStream: a file that was changed since the fingerprint was computed."""
+        states = map(look_at, self._pieces[split][number].shard.files)
+        return next((file for file in states if file.changed_ns != self._changed_ns[file.path]), None)
+
+    def verify(self, split: Split, number: int, pace: Callable[[int], None] = lambda size: None) -> None:
+        """See ShardStream: compute the fingerprint of the corpus again, if the shard's files were changed."""
+        changed = self.unverified_file(split, number)
+        if changed is None:
+            return
+        states = dict(map(look_at, _files_of(self._pieces)))  # before the content: a later change shows
+        if _fingerprint(self._pieces, self._settings) != self.fingerprint:
+            raise DamagedFile(changed.path, "has another content than when the run began")
+        self._changed_ns = states
 
     def describe(self) -> str:
         """Return how much there is, in words."""

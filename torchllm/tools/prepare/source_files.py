@@ -1,16 +1,20 @@
 """The files of a raw source: a selection of the files at data.sources.path, in their order."""
 
+import hashlib
 import json
 import logging
 import os
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from torchllm.config import Source
+from torchllm.data.checked_file import file_sums
 from torchllm.data.error import DataError
 from torchllm.data.path_hint import describe_missing
 from torchllm.regular_file import check_regular, why_pointer
@@ -243,3 +247,18 @@ def stat_file(path: str) -> SourceFile:
     except OSError as error:
         raise DataError(f"data.sources: {path} {error.strerror}") from error
     return SourceFile(path, status.st_size, status.st_mtime_ns)
+
+
+def changes_of(files: Sequence[SourceFile]) -> str:
+    """Return a hash of the ctimes of files, which no program can set: it changes if one of them is written."""
+    digest = hashlib.sha256()
+    for file in files:
+        with suppress(OSError):  # a dangling link
+            digest.update(f"{os.stat(file.path).st_ctime_ns}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def content_of(files: Sequence[SourceFile]) -> str:
+    """Return a hash of the content of files. Raises OSError."""
+    sums = [file_sums(Path(file.path)).sha256 for file in files]
+    return hashlib.sha256(" ".join(sums).encode()).hexdigest()[:16]

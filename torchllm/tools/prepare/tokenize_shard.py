@@ -1,12 +1,13 @@
 """Tokenize the records of one shard and write its files; a process tokenizes shard after shard.
 
 The files of a shard are written under temporary names and renamed, its `.json` last, so a shard that has a `.json` is
-complete. Their content depends on the plan and the records alone.
+complete. The token files depend on the plan and the records alone.
 """
 
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO
@@ -56,6 +57,8 @@ class FinishedShard:
     """counts of conversations, by outcome (see `chat.write`)"""
     tallies: dict[str, FileTally] = field(default_factory=dict)
     """of files with bad records, and of the first and the last file"""
+    changes: str = ""
+    """`changes_of` the source's files; empty: an earlier version wrote the shard"""
 
 
 @dataclass(frozen=True)
@@ -70,15 +73,17 @@ class ShardTokenizer:
     folder: Path
     writer: "type[ShardWriter]"
     """class that writes the records"""
+    changes: str
+    """`changes_of` the source's files"""
 
     def write(self, shard: ShardRange, report: ReportText = lambda size: None) -> FinishedShard:
-        """Write a shard and return the content of its .json; a finished shard is verified and kept.
+        """Write a shard and return the content of its .json; a finished shard of the same files is verified and kept.
 
         `report` is called with the bytes of text that were tokenized since its last call.
         Raises DataError, naming the first bad record, if plan.on_bad_record is "error".
         """
         finished = _finished_shard(self.folder, shard.number, self.key)
-        if finished is not None:
+        if finished is not None and finished.changes in ("", self.changes):
             return finished
         paths = [shard_path(self.folder, shard.number, split) for split in SPLITS]
         with replacing(paths) as files:
@@ -98,6 +103,7 @@ class ShardTokenizer:
             unreadable=sorted(writer.unreadable),
             counts=dict(writer.counts),
             tallies=writer.tally.tallies(),
+            changes=self.changes,
         )
         with replacing([_marker(self.folder, shard.number)]) as (file,):
             file.write(json.dumps(asdict(content)).encode())
@@ -300,6 +306,13 @@ def _split_record(path: Path, writer: ShardFileWriter) -> SplitRecord:
 def _marker(folder: Path, number: int) -> Path:
     """Return the path of the file that says that a shard is complete."""
     return folder / f"{number:05d}.json"
+
+
+def first_changes(folder: Path) -> str:
+    """Return the `changes` of the first shard of a corpus; "" if they are not known."""
+    with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+        return str(json.loads(_marker(folder, 0).read_bytes())["changes"])
+    return ""
 
 
 def _finished_shard(folder: Path, number: int, key: str) -> FinishedShard | None:

@@ -149,7 +149,7 @@ def _decompressed(file: CorpusFile, size: int, cache: str) -> CorpusFile:
     import pyarrow
 
     status = file.path.stat()
-    identity = f"{os.path.realpath(file.path)} {status.st_size} {status.st_mtime_ns}"
+    identity = f"{os.path.realpath(file.path)} {status.st_size} {status.st_ctime_ns}"  # programs can set the mtime
     target = Path(cache, f"mds-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.mds")
     if not target.is_file():
         target.parent.mkdir(parents=True, exist_ok=True)
