@@ -130,9 +130,9 @@ class CheckedFile:
         self.file = file
         try:
             self._descriptor = open_regular(file.path)
+            status = os.fstat(self._descriptor)
         except OSError as error:
             raise _cannot_open(file, error) from None
-        status = os.fstat(self._descriptor)
         self.changed_ns = status.st_mtime_ns
         if status.st_size != file.size:
             self.close()
