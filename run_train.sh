@@ -30,7 +30,7 @@ say() { echo "$*" 2>/dev/null || true; } # the terminal may be closed
 
 # A signal becomes a file in the run folder, which rank 0 looks for: unlike a signal, the file is still there when ranks
 # that are starting are ready. A terminal and Slurm signal the child processes too, which therefore ignore it.
-child="" is_training="" request="" is_requested="" interrupted_at="" end_at_once=QUIT
+child="" is_training="" request="" is_requested="" interrupted_at="" end_at_once=QUIT ended_at_once=""
 on_signal() { # NAME
     if ! is_owner; then
         trap '' TERM INT HUP USR1 USR2
@@ -41,6 +41,7 @@ on_signal() { # NAME
     if [ "$1" = INT ] && [ -z "$interrupted_at" ]; then
         interrupted_at=$SECONDS
     elif [ "$1" = QUIT ] || { [ "$1" = INT ] && [ $((SECONDS - interrupted_at)) -gt 5 ]; }; then
+        ended_at_once=1
         kill "-$end_at_once" "$child" 2>/dev/null || true
     fi
     [ -z "$is_requested" ] || return 0
@@ -78,6 +79,8 @@ handle_signals() {
 }
 handle_signals
 
+trap : KILL # nothing catches it, but bash then prints no line of its own about a child process that was killed
+
 # Start a command in the background, as $child. It ignores the signals from its first instruction, and ends with this
 # script, even if that is killed (torchllm/runtime/parent.py).
 start() {
@@ -99,6 +102,8 @@ wait_for_child() { # [WORK]
     trap '' TERM INT HUP QUIT USR1 USR2
     status=0
     wait "$child" || status=$?
+    [ "$status" -le 128 ] || [ -n "$ended_at_once" ] || say "run_train.sh: its process $child was killed, and all that \
+it had started: SIG$(kill -l "$status"); dmesg says so if memory was short" >&2
 }
 
 # The run's goodput counts from here. Bash before 5, as on macOS, knows whole seconds only.

@@ -37,7 +37,6 @@ class PrepareConfig(Config):
 
 
 import json
-import logging
 import re
 import time
 from itertools import islice
@@ -45,16 +44,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchllm.config import Source
-from torchllm.config.errors import RefusedStart, UserError
+from torchllm.config.errors import RefusedStart
 from torchllm.config.schema import RAW_KINDS
 from torchllm.data.corpus import Corpus
 from torchllm.data.corpus_header import HEADER, CorpusHeader
 from torchllm.data.error import DataError
 from torchllm.data.readers import describe_source
 from torchllm.data.tokenizer import Tokenizer, describe_documents
+from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.host_limits import usable_cores
 from torchllm.runtime.signs_of_life import signs_of_life
-from torchllm.runtime.terminal import LogHandler
 from torchllm.tools.prepare.bad_records import check_not_empty
 from torchllm.tools.prepare.build import choose_split, warn_of_changes, write_corpus
 from torchllm.tools.prepare.cache import plan_corpus
@@ -185,10 +184,6 @@ def print_corpus(folder: Path, prepared: Prepared) -> None:
 
 if __name__ == "__main__":
     prepare_config = load_sizes(sys.argv[1:], PrepareConfig)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[LogHandler()])
-    try:
-        with signs_of_life("prepare"):
-            main(prepare_config)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, RefusedStart) else 1)
+    report_errors()
+    with signs_of_life("prepare"):
+        main(prepare_config)

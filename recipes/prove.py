@@ -68,7 +68,7 @@ if __name__ == "__main__":
     POOL = Pool()
     try:
         STATUS = main(sys.argv[1:], POOL)
-    except UserError as error:
+    except (UserError, OSError) as error:
         print(error, file=sys.stderr)
         STATUS = 2
     finally:

@@ -46,6 +46,7 @@ from torchllm.data.error import DataError
 from torchllm.data.stages import plan_stages
 from torchllm.data.tokenizer import Tokenizer, load_tokenizer
 from torchllm.data.tokenizer_protocol import Pattern
+from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.signs_of_life import signs_of_life
 from torchllm.tools.prepare.bad_records import BadShare, check_not_empty, record_tally
 from torchllm.tools.prepare.open_source import open_raw_source
@@ -187,8 +188,6 @@ def print_comparison(config: TokenizerConfig, trained: Tokenizer, held_out: list
 
 if __name__ == "__main__":
     tokenizer_config = load_sizes(sys.argv[1:], TokenizerConfig)
-    try:
-        with signs_of_life("tokenizer"):
-            main(tokenizer_config)
-    except DataError as error:
-        sys.exit(f"error: {error}")
+    report_errors()
+    with signs_of_life("tokenizer"):
+        main(tokenizer_config)

@@ -1,6 +1,7 @@
 """Files that users name: no FIFO, no device, no endless one."""
 
 import os
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,3 +72,12 @@ def test_a_file_is_read_through_a_link_and_only_up_to_a_limit(tmp_path: Path) ->
     assert check_regular(tmp_path / "link") == 7
     with pytest.raises(OSError, match=r"has over 0 MiB, more than such a file can have: .*link"):
         read_regular(tmp_path / "link", at_most=6)
+
+
+def test_a_small_file_needs_little_memory_whatever_it_may_have(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+    tracemalloc.start()
+    read_regular(tmp_path / "file", at_most=1 << 30)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20

@@ -16,6 +16,7 @@ from torchllm import __version__
 from torchllm.config import Config, Model
 from torchllm.config.errors import UserError
 from torchllm.config.toml import toml_value
+from torchllm.tools.config.environment import system_errors_on_one_line
 from torchllm.tools.resources import HOME, resource
 
 USAGE = """\
@@ -67,6 +68,7 @@ def recipes() -> dict[str, Path]:
     return dict(sorted({**files, **folders}.items()))
 
 
+@system_errors_on_one_line()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command. SystemExit with 2 if there is no such command or a copy is refused."""
     words = list(sys.argv[1:] if arguments is None else arguments)

@@ -43,10 +43,9 @@ def open_regular(path: Path | str) -> int:
 def read_regular(path: Path | str, at_most: int = LARGEST_TEXT) -> bytes:
     """Return the content of a small file. Raises OSError, also if it is no regular file or has over `at_most` bytes."""
     with os.fdopen(open_regular(path), "rb") as file:
-        content = file.read(at_most + 1)
-    if len(content) > at_most:
-        raise OSError(errno.EFBIG, f"has over {at_most >> 20} MiB, more than such a file can have", str(path))
-    return content
+        if os.fstat(file.fileno()).st_size > at_most:
+            raise OSError(errno.EFBIG, f"has over {at_most >> 20} MiB, more than such a file can have", str(path))
+        return file.read()  # read(N) would ask for N bytes of memory at once, whatever the file has
 
 
 def _size_of(status: os.stat_result, path: Path | str) -> int:

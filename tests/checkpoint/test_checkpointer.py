@@ -507,11 +507,50 @@ def test_failed_write_is_raised_and_leaves_the_earlier_one(
         saving._executor.shutdown()
         assert saving.failed
     fail = saving.close if asynchronous else partial(saving.save, 2, {})
-    with pytest.raises(CheckpointError, match=r"step-00000002.*No space left.*needs \d+ bytes, \d+ are free; earlier"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"cannot write .*step-00000002.*No space left.*make room.*earlier checkpoints are untouched",
+    ):
         fail()
     monkeypatch.undo()
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
     assert resumed_step(checkpointer(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_whose_folder_is_removed_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    saving = saved(tmp_path, 1, asynchronous=asynchronous)
+    saving._finish()
+    save = torch.save
+
+    def remove_and_save(*arguments: Any, **options: Any) -> None:
+        shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
+        save(*arguments, **options)
+
+    monkeypatch.setattr(torch, "save", remove_and_save)
+    gone = r"cannot write .*step-00000002: .*No such file.*\(earlier checkpoints cannot be reached either\)"
+    if asynchronous:
+        saving.save(2, {})
+    fail = saving.close if asynchronous else partial(saving.save, 2, {})
+    with pytest.raises(CheckpointError, match=gone):
+        fail()
+
+
+def test_a_folder_that_cannot_be_made_for_a_save_names_the_earlier_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving = saved(tmp_path, 1)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(
+        CheckpointError, match=r"step-00000002: .*make room there \(earlier checkpoints are untouched\)"
+    ):
+        saving.save(2, {})
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_begun(

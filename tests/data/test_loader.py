@@ -32,6 +32,7 @@ from tests.patience import until
 from tests.tools.prepare.test_build import BYTES, plan_for, write_corpus_of, write_documents
 from torchllm.config import Checkpoint, Config, Data, Finetune, MixtureStage, Model, Run, Source, Training
 from torchllm.config.applied_keys import note_origins
+from torchllm.config.system_errors import describe_system_error
 from torchllm.data.batch import Batch
 from torchllm.data.checked_file import BLOCK
 from torchllm.data.corpus import Corpus, SequenceSource, Synthetic, Window
@@ -511,6 +512,17 @@ def test_the_runs_random_state_is_not_touched_and_nothing_warns() -> None:
         loader.next_step()
         loader.close()
         assert torch.equal(torch.get_rng_state(), expected)
+
+
+def test_no_room_for_workers_names_the_place_and_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")  # of /dev/shm, which Python does not name
+
+    monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", full)
+    loader = numbered_loader([10], workers=1)
+    with pytest.raises(OSError, match="No space left") as raised:
+        loader.next_step()
+    assert "make room in /dev/shm, or set data.workers = 0" in describe_system_error(raised.value)
 
 
 def test_an_evaluation_says_how_many_of_its_sequences_are_done(monkeypatch: pytest.MonkeyPatch) -> None:

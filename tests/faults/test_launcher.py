@@ -1,6 +1,7 @@
 """Who can reach a job of one node, and what outlives a killed process."""
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -113,6 +114,9 @@ def test_nothing_outlives_a_killed_process(
         pid = {"script": family.script, "launcher": family.launcher, "rank": family.ranks[1]}[victim]
         os.kill(pid, signal.SIGKILL)
         run.process.wait(END_WITHIN)
+        output = run.err.read_text()
+        assert not re.search(r"run_train\.sh: line \d", output)  # bash's own word on a killed process
+        assert ("was killed, and all that it had started: SIGKILL" in output) == (victim == "launcher")
         run.until_gone()
 
 

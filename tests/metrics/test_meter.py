@@ -2,6 +2,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -217,6 +218,14 @@ def test_memory_of_a_cpu_process_is_what_is_resident() -> None:
     # 0.05: other threads and the allocator may give memory back meanwhile.
     assert memory_gib(CPU) - empty == pytest.approx(0.25, abs=0.05)
     assert held.numel() == 2**26
+
+
+def test_memory_is_unknown_where_it_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_descriptor(path: Path) -> str:
+        raise OSError(24, "Too many open files", str(path))
+
+    monkeypatch.setattr(Path, "read_text", no_descriptor)
+    assert math.isnan(memory_gib(CPU))
 
 
 def test_peak_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

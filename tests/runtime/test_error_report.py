@@ -109,6 +109,20 @@ def test_a_lost_worker_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"{named}: most likely the machine has run out of memory: lower data.workers" in line
 
 
+def test_an_error_of_the_system_is_one_line_once_per_job(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    full = OSError(28, "No space left on device", "run/config.toml")
+    end_with(full, rank=0, local_rank=0)
+    assert not slept
+    assert capsys.readouterr().err == "error: [Errno 28] No space left on device: 'run/config.toml'; make room there\n"
+    end_with(full, rank=1, local_rank=1)  # the launcher ends it meanwhile, if rank 0 has this error too
+    assert slept == [error_report.OTHERS_WAIT]
+    assert capsys.readouterr().err.startswith("rank 1: error: [Errno 28]")
+
+
 def test_other_errors_are_no_lost_peers() -> None:
     assert not lost_connection(ConnectionResetError("Connection reset by peer"))  # of a download
     assert not lost_connection(RuntimeError("shape mismatch"))

@@ -1,3 +1,4 @@
+import errno
 import gc
 import os
 import signal
@@ -69,6 +70,24 @@ def test_the_file_save_asks_all_ranks_for_one_checkpoint(tmp_path: Path) -> None
     assert workers.run(votes, 2, str(tmp_path), "save") == [[never, never, (False, True), never]] * 2
     assert not (tmp_path / "save").exists()  # or it would ask again
     assert workers.run(votes, 2, str(tmp_path)) == [[never] * 4] * 2
+
+
+def test_a_folder_that_cannot_be_asked_or_changed_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: Path, *_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    runtime = make_runtime(tmp_path)
+    (tmp_path / "save").touch()
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert [runtime._save_requested() for _ in range(3)] == [False] * 3
+    assert [record.getMessage() for record in caplog.records] == [
+        "deletion of the file 'save': Permission denied; training goes on, and it is tried again"
+    ]
+    monkeypatch.setattr(os, "stat", refuse)
+    assert not runtime._save_requested()
+    assert not runtime.stop_requests.requested()
 
 
 def test_only_rank_0_writes_the_marker(tmp_path: Path) -> None:

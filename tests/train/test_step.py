@@ -22,7 +22,7 @@ from torchllm.optim.grad_norm import gradients
 from torchllm.parallel.initialize import initialize
 from torchllm.runtime.phase import PREFIX
 from torchllm.tools.watch.breakdown import PHASES
-from torchllm.train.step import Health, StepResult, read_health
+from torchllm.train.step import Health, StepResult, TrainStep, read_health
 
 CPU = torch.device("cpu")
 SMALL: Settings = {"model.layers": 1, "training.sequence_length": 8, "training.steps": 10}
@@ -264,3 +264,10 @@ def _modes_of_steps() -> None:
     for step in (1, 2):
         rig.step(step, rig.halves(step))
     assert modes == ["train", "step", "eval"] * 2
+
+
+def test_an_optimizer_whose_step_needs_a_closure_is_refused() -> None:
+    optimizer = torch.optim.LBFGS([torch.zeros(2, requires_grad=True)])
+    stages = [build_model(tiny(SMALL).model)]
+    with pytest.raises(UserError, match="LBFGS: its step needs a closure"):
+        TrainStep(stages, lambda *_: None, optimizer, lambda _: 0.1, None, Training(), CPU)  # type: ignore[arg-type]  # not reached

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint
 from torchllm.config.errors import UserError
+from torchllm.config.system_errors import describe_system_error
 
 Group = dist.ProcessGroup | None
 T = TypeVar("T")
@@ -146,8 +147,10 @@ def _attempt(function: Callable[[], Any]) -> _Outcome:
     """Call `function` and catch its error: the text of an error that the user can fix, the traceback of a bug."""
     try:
         return _Outcome(function(), None)
-    except (UserError, OSError) as error:
+    except UserError as error:
         return _Outcome(None, _Failure(str(error), isinstance(error, DamagedCheckpoint)))
     except Exception as error:
+        if text := describe_system_error(error):
+            return _Outcome(None, _Failure(text, damaged=False))
         logger.exception("an error in handling a checkpoint")
         return _Outcome(None, _Failure(repr(error), damaged=False))

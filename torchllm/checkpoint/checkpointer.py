@@ -48,6 +48,7 @@ from torchllm.checkpoint.state import Part, holds_all_weights, was_frozen
 from torchllm.checkpoint.verify import check_files, newest_verified
 from torchllm.config.applied_keys import applied, replaced_parts, saves_state
 from torchllm.config.environment import is_restart
+from torchllm.config.system_errors import describe_system_error
 from torchllm.runtime.heartbeat import during
 from torchllm.train.step import Health
 
@@ -266,7 +267,10 @@ class Checkpointer:
         needed = run_state.size_in_bytes(parts)
 
         def begin() -> Path | None:
-            return None if folder.exists() else manifests.make_temporary(self._root, step, needed)
+            try:
+                return None if folder.exists() else manifests.make_temporary(self._root, step, needed)
+            except OSError as error:
+                raise manifests.lost_save(folder, describe_system_error(error), needed) from error
 
         temporary = on_first(self._group, begin)
         if temporary is None:  # there is one of this step already
@@ -371,13 +375,9 @@ class Checkpointer:
             files.update(tensor_io.save_tensors(self._group, temporary, plan, parts))
             on_first(self._group, publish)
         except CheckpointError as error:
-            needed, free = run_state.size_in_bytes(parts), shutil.disk_usage(self._root).free
             if rank_of(self._group) == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointError(
-                f"cannot write {folder}: {error} (it needs {needed} bytes, {free} are free; earlier checkpoints are "
-                "untouched)"
-            ) from error
+            raise manifests.lost_save(folder, str(error), run_state.size_in_bytes(parts)) from error
         log_on_first(self._group, f"saved {folder}")
         self._report_long_save(time.monotonic() - began)
         self._history.published(folder, judgment)

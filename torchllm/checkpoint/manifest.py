@@ -189,6 +189,16 @@ def make_temporary(root: Path, step: int, needed: int) -> Path:
     return temporary
 
 
+def lost_save(folder: Path, reason: str, needed: int) -> CheckpointError:
+    """Return the error of a checkpoint of `needed` bytes that could not be written."""
+    try:
+        free = shutil.disk_usage(folder.parent).free
+    except OSError:  # its folder has gone, too
+        return CheckpointError(f"cannot write {folder}: {reason} (earlier checkpoints cannot be reached either)")
+    room = f"it needs {needed} bytes, {free} are free; " if free < needed else ""
+    return CheckpointError(f"cannot write {folder}: {reason} ({room}earlier checkpoints are untouched)")
+
+
 def set_damaged_aside(folder: Path) -> None:
     """Rename a damaged step folder so that its step can be saved again; it is kept for inspection."""
     aside = folder.with_name(f"damaged-{folder.name}.{uuid.uuid4().hex}")

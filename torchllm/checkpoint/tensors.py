@@ -272,7 +272,7 @@ def _read_batch(
                         _in_message(messages, box, stored.index).copy_(_cut(piece, read.piece.region, box.region))
                     del piece  # before the next one is read
     except OSError as error:
-        raise DamagedCheckpoint(str(error)) from error
+        raise DamagedCheckpoint(f"{path}: {error}") from error
 
 
 def _unpack(content: bytes, read: "PieceRead", dtype: str, path: Path) -> Tensor:

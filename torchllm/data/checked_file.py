@@ -122,11 +122,11 @@ class CheckedFile:
         self.file = file
         try:
             self._descriptor = open_regular(file.path)
+            status = os.fstat(self._descriptor)
         except FileNotFoundError:
             raise DamagedFile(file.path, "is missing") from None
         except OSError as error:
             raise DataError(f"{file.path} cannot be opened: {error.strerror}") from None
-        status = os.fstat(self._descriptor)
         self.changed_ns = status.st_ctime_ns  # not the mtime, which programs such as `cp -p` set
         if status.st_size != file.size:
             self.close()

@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import math
+import multiprocessing
 import os
 import signal
 import sys
@@ -384,6 +385,8 @@ class TrainLoader:
                 generator=torch.Generator(),  # otherwise every start would draw from the run's random state
                 snapshot_every_n_steps=_ENDLESS,  # never: `state` does not need it
             )
+            if self._workers:
+                multiprocessing.Lock()  # fails where there is no room; then an iterator would be left half made
             batches = iter(loader)
         if self._workers:
             # At exit multiprocessing sends SIGTERM, which workers ignore, and waits without end: end them earlier.

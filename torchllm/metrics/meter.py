@@ -305,11 +305,13 @@ class Meter:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Return GiB: a GPU's highest memory in live tensors since the start; on a CPU this process's resident set."""
+    """Return GiB, or nan: a GPU's highest memory in live tensors since the start; on a CPU what is resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     if sys.platform == "linux":
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30
+        with suppress(OSError):  # no descriptor is left, or /proc is hidden
+            return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30
+        return math.nan
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30  # macOS: bytes, and the highest so far
 
 

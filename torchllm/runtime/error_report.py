@@ -19,6 +19,7 @@ from types import TracebackType
 
 from torchllm.config.environment import RANK_NOTES
 from torchllm.config.errors import ErrorKind, RefusedStart, UserError
+from torchllm.config.system_errors import describe_place, describe_system_error
 from torchllm.runtime.parent import end_process
 from torchllm.runtime.terminal import LogHandler, RankFormatter
 
@@ -53,8 +54,8 @@ def report_errors(rank: int = 0, local_rank: int = 0) -> None:
     """Set up logging and the report of uncaught errors.
 
     Rank 0 logs everything, other ranks only errors, with a rank prefix. A UserError is printed as one plain line, once
-    per job; a lost connection to another rank as one line, later than that rank's error; a killed data worker as one
-    line; any other error is a bug and keeps its traceback. The exit status is 2 after a RefusedStart, else 1.
+    per job; a lost connection to another rank as one line, later than that rank's error; a killed data worker, or an
+    error of the system, as one line; other errors are bugs and keep their traceback. The exit status is 2 or 1.
     """
     main = rank == 0
     handler = LogHandler(sys.stderr)
@@ -88,6 +89,10 @@ def report_errors(rank: int = 0, local_rank: int = 0) -> None:
         elif lost := lost_connection(error):
             _let_launcher_end_this(OTHERS_WAIT)
             log.error("lost the connection to another rank, whose own error is the cause: %s", lost)
+        elif text := describe_system_error(error):
+            if not main:  # all ranks may have it
+                _let_launcher_end_this(FIRST_ON_NODE_WAITS if local_rank == 0 else OTHERS_WAIT)
+            log.error("error: %s%s", text, describe_place(error))
         else:
             subject = "rank 0 failed" if main else "failed"  # the lines of other ranks begin with their rank
             log.error("%s:\n%s", subject, "".join(traceback.format_exception(kind, error, trace)).rstrip())

@@ -8,6 +8,7 @@ import gc
 import hashlib
 import logging
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -60,6 +61,7 @@ class Runtime:
     _vote_on_giving_up: "_Vote | None" = None
     should_save: bool = False
     """whether the file `SAVE` requests a checkpoint, as of the last `should_stop`: the same on all ranks"""
+    _deletion_of_request: Tolerance = field(default_factory=lambda: Tolerance(f"deletion of the file {SAVE!r}"))
     _is_frozen: bool = False
     """later collections skip the objects that have survived the first one"""
 
@@ -115,11 +117,13 @@ class Runtime:
     def _save_requested(self) -> bool:
         """Return whether rank 0 has found the file `SAVE` since the last call; the file is deleted."""
         file = self.folder / SAVE
-        if not self.is_main or not file.exists():
+        if not self.is_main or not os.path.exists(file):
             return False
-        file.unlink()
-        log.info("%s: saving at the next step boundary", file)
-        return True
+        with self._deletion_of_request.attempt():
+            file.unlink()
+            log.info("%s: saving at the next step boundary", file)
+            return True
+        return False
 
     def gather_texts(self, text: str | None) -> list[str | None]:
         """Return the text of every rank, by rank; all ranks must call it. It is cheap if all pass the same text.
@@ -180,7 +184,8 @@ class Runtime:
     def close(self) -> None:
         """Leave the process group. Call it on success only: after an error peers may be stuck, and waiting hangs."""
         if self.is_main:
-            (self.folder / STOP).unlink(missing_ok=True)
+            with suppress(OSError):  # the next start removes it, too
+                (self.folder / STOP).unlink()
         self.end_votes()
         self.hooks.end()
         dist.destroy_process_group()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _PACKAGE = Path(__file__).parents[1]
-_INSTALLED = (_PACKAGE / "train_configs").is_dir()
+_INSTALLED = os.path.isdir(_PACKAGE / "train_configs")
 HOME = _PACKAGE if _INSTALLED else _PACKAGE.parent
 """the folder that holds train_configs/, recipes/ and run_train.sh"""
 

@@ -1,6 +1,7 @@
 """One optimizer step: micro batches -> token-normalized backward -> finite check -> clip -> update."""
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import NamedTuple
 
 import torch
@@ -69,6 +70,8 @@ class TrainStep:
         training: Training,
         device: torch.device,
     ) -> None:
+        if (closure := signature(optimizer.step).parameters.get("closure")) and closure.default is closure.empty:
+            raise UserError(f"{type(optimizer).__name__}: its step needs a closure, which no step has: use another one")
         self.stages = stages
         self.window = stages[0].model.window
         self.forward_backward = forward_backward

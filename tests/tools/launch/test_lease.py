@@ -194,6 +194,16 @@ def test_link_decides_where_its_answer_is_lost(tmp_path: Path, monkeypatch: pyte
     assert names(tmp_path) == ["000001"]
 
 
+def test_a_file_system_that_never_links_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(source: Path, target: Path) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(source))
+
+    monkeypatch.setattr(os, "link", never)
+    with pytest.raises(RefusedStart, match="cannot be written"):
+        take(tmp_path)
+    assert names(tmp_path) == []
+
+
 def test_a_taker_that_slept_while_the_numbers_went_on_does_not_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """A launcher's look at its ranks, which are small programs here: what is stalled is named, and ends."""
 
+import errno
 import os
 import re
 import signal
@@ -272,6 +273,14 @@ def test_heartbeats_are_in_memory_if_it_has_room(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(rank_watch, "ROOM", 2**60)
     assert rank_watch.memory_folder() is None
     monkeypatch.setattr(rank_watch, "SHARED_MEMORY", tmp_path / "missing")
+    assert rank_watch.memory_folder() is None
+
+
+def test_heartbeats_are_elsewhere_where_the_memory_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stale(path: Path) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    monkeypatch.setattr(os, "statvfs", stale)
     assert rank_watch.memory_folder() is None
 
 

@@ -3,11 +3,12 @@
 import os
 import re
 import sys
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import NamedTuple, NoReturn
 
 from torchllm.config.environment import LAUNCHED
+from torchllm.config.system_errors import describe_place, describe_system_error
 from torchllm.config.toml import shown
 
 PER_RANK = "PER_RANK"
@@ -99,6 +100,18 @@ def refuse(lines: Iterable[str]) -> NoReturn:
     """Print errors and exit with status 2; no file has been changed."""
     print_error_lines(lines)
     raise SystemExit(2)
+
+
+@contextmanager
+def system_errors_on_one_line() -> Iterator[None]:
+    """Return a context, or a decorator, that turns an error of the system into one line and status 1."""
+    try:
+        yield
+    except Exception as error:
+        if not (text := describe_system_error(error)):
+            raise
+        print_error_lines([f"error: {text}{describe_place(error)}"])
+        raise SystemExit(1) from error
 
 
 def print_notes(lines: Iterable[str], *, is_check: bool) -> None:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, overload
 from torchllm.config.schema import Config
 from torchllm.config.toml import shown, toml_value
 from torchllm.tools.config.draft import TRAINING_ONLY, Draft, override, parse_arguments
-from torchllm.tools.config.environment import Ranks, read_ranks
+from torchllm.tools.config.environment import Ranks, read_ranks, system_errors_on_one_line
 from torchllm.tools.config.handed import HANDED
 from torchllm.tools.config.read import ConfigError, read_table
 from torchllm.tools.config.toml_files import Layer, read_files
@@ -31,6 +31,7 @@ C = TypeVar("C", bound=Config)
 def load_config(arguments: Sequence[str], *, one_device: bool = False) -> Config: ...
 @overload
 def load_config(arguments: Sequence[str], schema: type[C], *, one_device: bool = False) -> C: ...
+@system_errors_on_one_line()
 def load_config(arguments: Sequence[str], schema: type[Any] = Config, *, one_device: bool = False) -> Any:
     """Return the checked config, with its degrees and its run folder filled in.
 

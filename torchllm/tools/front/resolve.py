@@ -30,7 +30,7 @@ from torchllm.tools.config.checks import (
     rank_remedy,
 )
 from torchllm.tools.config.draft import Draft, parse_arguments
-from torchllm.tools.config.environment import refuse
+from torchllm.tools.config.environment import refuse, system_errors_on_one_line
 from torchllm.tools.config.load import read_draft
 from torchllm.tools.config.refuse import finish
 from torchllm.tools.launch.compiler import AMD_DRIVER, count_gpus, lack_of_gpu_compiler
@@ -78,6 +78,7 @@ def read_configs(arguments: Sequence[str], schema: type[C], uses_epochs: bool) -
     return [config, *(replace(alternative, run=config.run) for alternative in alternatives)]
 
 
+@system_errors_on_one_line()
 def load_run(
     arguments: Sequence[str],
     *,
@@ -96,6 +97,7 @@ def load_run(
     return _finish_use(draft, inspect)
 
 
+@system_errors_on_one_line()
 def load_model(arguments: Sequence[str], *, inspect: "Callable[[Config], Inspection] | None" = None) -> Config:
     """Return the config of a model that one process uses: of a run, as `load_run` does, or of a published one.
 
@@ -179,6 +181,7 @@ def _finish_use(draft: Draft[Config], inspect: "Callable[[Config], Inspection] |
 def load_sizes(arguments: Sequence[str]) -> Config: ...
 @overload
 def load_sizes(arguments: Sequence[str], schema: type[C]) -> C: ...
+@system_errors_on_one_line()
 def load_sizes(arguments: Sequence[str], schema: type[Any] = Config) -> Any:
     """Return the config of a recipe that runs in one process and reads no weights; [model] may be a published one's.
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, overload
 
 from torchllm.config.schema import Config
 from torchllm.runtime.heartbeat import heartbeat
+from torchllm.tools.config.environment import system_errors_on_one_line
 from torchllm.tools.config.handed import handed_configs
 from torchllm.tools.launch.launcher_notes import notes_folder
 
@@ -21,6 +22,7 @@ C = TypeVar("C", bound=Config)
 def load_configs(arguments: Sequence[str], *, uses_epochs: bool = False) -> list[Config]: ...
 @overload
 def load_configs(arguments: Sequence[str], schema: type[C], *, uses_epochs: bool = False) -> list[C]: ...
+@system_errors_on_one_line()
 def load_configs(arguments: Sequence[str], schema: type[Any] = Config, *, uses_epochs: bool = False) -> Any:
     """Return the checked config of a run, with its layout, its degrees and its run folder filled in.
 

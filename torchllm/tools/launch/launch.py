@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from torchllm.config.environment import ATTEMPT, LAUNCHED, RANK_NOTES
 from torchllm.runtime.stop import write_marker
+from torchllm.tools.config.environment import system_errors_on_one_line
 from torchllm.tools.launch import launcher_notes
 from torchllm.tools.launch.descriptors import raise_descriptor_limit
 from torchllm.tools.launch.head import NodeMissing
@@ -56,6 +57,7 @@ class EndedBySignal(BaseException):
     """This launcher was asked to end all ranks at once."""
 
 
+@system_errors_on_one_line()
 def launch(arguments: Sequence[str]) -> NoReturn:
     """Run a job as `arguments` say.
 
@@ -165,7 +167,7 @@ class Launcher:
         if self.attempt > 1:
             os.environ[LAUNCHED] = str(time.time())  # else the ranks count the earlier attempts as their start-up
             os.environ[ATTEMPT] = str(self.attempt)
-        with tempfile.TemporaryDirectory(prefix="torchllm-", dir=memory_folder()) as folder:
+        with tempfile.TemporaryDirectory("", "torchllm-", memory_folder(), ignore_cleanup_errors=True) as folder:
             os.environ[RANK_NOTES] = folder
             with self.watch.attempt(Path(folder) / "heartbeats"):
                 ending = self._run_ranks(Path(folder))

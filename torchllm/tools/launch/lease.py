@@ -410,12 +410,17 @@ def _link(lease_folder: Path, number: int, owner: Owner) -> bool:
             os.fsync(file.fileno())
         try:
             os.link(temporary, _file(lease_folder, number))
-        except (FileExistsError, FileNotFoundError):
+        except (FileExistsError, FileNotFoundError) as error:
             # A network file system that repeats a request whose answer was lost says "exists" about a link that it has
             # made itself: the number of links decides. Opening the file makes it ask the server.
-            with suppress(FileNotFoundError), temporary.open("rb") as file:
-                return os.fstat(file.fileno()).st_nlink == 2
-            return False
+            try:
+                with temporary.open("rb") as file:
+                    is_linked = os.fstat(file.fileno()).st_nlink == 2
+            except FileNotFoundError:  # another process has removed it, and is a step ahead
+                return False
+            if not is_linked and isinstance(error, FileNotFoundError):  # it is there: link() would fail for ever
+                raise
+            return is_linked
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise

@@ -49,10 +49,11 @@ def patience(timeout: float) -> float:
 
 def memory_folder() -> str | None:
     """Return a folder for temporary files that is in memory; None, which is tempfile's own, if none has room."""
-    if not os.access(SHARED_MEMORY, os.W_OK):
-        return None
-    system = os.statvfs(SHARED_MEMORY)  # the 64 MB of a container are soon full
-    return str(SHARED_MEMORY) if system.f_bavail * system.f_frsize >= ROOM else None
+    with suppress(OSError):
+        system = os.statvfs(SHARED_MEMORY)  # the 64 MB of a container are soon full
+        if os.access(SHARED_MEMORY, os.W_OK) and system.f_bavail * system.f_frsize >= ROOM:
+            return str(SHARED_MEMORY)
+    return None
 
 
 class Beat(NamedTuple):

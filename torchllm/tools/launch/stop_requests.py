@@ -8,6 +8,7 @@ compiles. In training the ranks vote at each step (`Runtime.should_stop`) and sa
 """
 
 import logging
+import os
 import signal
 import sys
 import threading
@@ -110,7 +111,7 @@ class StopRequests(StopSource):
 
     def requested(self) -> bool:
         """See StopSource: by a signal, or on rank 0 by the file `STOP`."""
-        if self._requested_at is None and self.rank == 0 and (self.folder / STOP).exists():
+        if self._requested_at is None and self.rank == 0 and os.path.exists(self.folder / STOP):
             self._requested_at = time.monotonic()
             log.warning("%s: saving at the next step boundary", self.folder / STOP)
         return self._requested_at is not None
