@@ -441,7 +441,7 @@ class TrainLoader:
         self.on_damage(steps[0], f"it was trained on damaged data: {error.path} {error.fault}")
         return DataError(
             f"{error}. Since its start this run has trained on it in step {listed}: its checkpoints from step "
-            f"{steps[0]} on are marked as suspect, and an older one is used when it is started again"
+            f"{steps[0]} on are marked as suspect, and none of them is used when it is started again"
         )
 
     def load_state(self, state: dict[str, Any], record: Mapping[str, Any] | None = None) -> None:
