@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from torchllm.config.environment import RANK_NOTES
-from torchllm.config.errors import ErrorKind, RefusedStart, UserError
+from torchllm.config.environment import LOST_PEER_NOTE, RANK_NOTES
+from torchllm.config.errors import RefusedStart, UserError
 from torchllm.runtime.parent import end_process
 from torchllm.runtime.terminal import LogHandler, RankFormatter
 
@@ -68,8 +68,11 @@ def report_errors(rank: int = 0, local_rank: int = 0) -> None:
         if isinstance(error, RefusedStart):
             _ending.status = 2
             _tell_launcher("refused")
+        lost = lost_connection(error)
+        if lost:
+            _tell_launcher(f"{LOST_PEER_NOTE}{rank}")
         if isinstance(error, UserError):
-            if not lost_connection(error):  # otherwise the death of that rank is the cause, and a restart may succeed
+            if not lost:  # otherwise the death of that rank is the cause, and a restart may succeed
                 _tell_launcher("user_error")
             if not main:
                 # Usually all ranks have this error: rank 0 prints it, exits, and torchrun ends the others, which
@@ -85,9 +88,9 @@ def report_errors(rank: int = 0, local_rank: int = 0) -> None:
                 "programs",
                 worker,
             )
-        elif lost := lost_connection(error):
+        elif lost:
             _let_launcher_end_this(OTHERS_WAIT)
-            log.error("lost the connection to another rank, whose own error is the cause: %s", lost)
+            log.error("lost the connection to another rank, which had an error, or ended early without one: %s", lost)
         else:
             subject = "rank 0 failed" if main else "failed"  # the lines of other ranks begin with their rank
             log.error("%s:\n%s", subject, "".join(traceback.format_exception(kind, error, trace)).rstrip())
@@ -124,11 +127,14 @@ def _with_causes(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__ or cause.__context__
 
 
-def _tell_launcher(kind: ErrorKind) -> None:
-    """Note an error for the launcher, if there is one; it may end this process before it ends itself."""
+def _tell_launcher(name: str) -> None:
+    """Note an error for the launcher, if there is one; it may end this process before it ends itself.
+
+    name: an `ErrorKind`, or `LOST_PEER_NOTE` with this rank.
+    """
     if folder := os.environ.get(RANK_NOTES):
         with suppress(OSError):  # the launcher will know less
-            Path(folder, kind).touch()
+            Path(folder, name).touch()
 
 
 def _let_launcher_end_this(seconds: float) -> None:

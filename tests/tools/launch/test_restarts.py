@@ -70,7 +70,10 @@ def test_an_ending_says_which_rank_ended_and_how() -> None:
     assert PartEnding("failed", 1, -40).describe() == "rank 1 was killed: signal 40"
     assert PartEnding("failed", 1, 3).describe() == "rank 1 ended with status 3"
     assert PartEnding("hung", 1).describe() == "rank 1 was stuck"
-    assert PartEnding("left", 1).describe() == "rank 1 ended in the middle of the run, with exit status 0"
+    assert PartEnding("left", 1).describe() == (
+        "rank 1 ended in the middle of the run, with exit status 0: look for a return, break or exit that other ranks "
+        "do not take"
+    )
     assert ELSEWHERE.describe() == ""
 
 
