@@ -128,10 +128,7 @@ def _with_causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _tell_launcher(name: str) -> None:
-    """Note an error for the launcher, if there is one; it may end this process before it ends itself.
-
-    name: an `ErrorKind`, or `LOST_PEER_NOTE` with this rank.
-    """
+    """Leave a note for the launcher, if there is one; it may end this process before it ends itself."""
     if folder := os.environ.get(RANK_NOTES):
         with suppress(OSError):  # the launcher will know less
             Path(folder, name).touch()

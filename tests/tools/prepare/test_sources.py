@@ -297,6 +297,7 @@ def test_all_shards_of_a_file_together_read_it_once(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "0123456789"}\n' * 20_000)
     source = Source(kind="jsonl", path=str(path))
+    assert open_raw_source(source, source_files(source)).mib == pytest.approx(path.stat().st_size / 2**20, rel=1e-4)
     block = 512
 
     def counted_open(name: str, mode: str, buffering: int) -> io.BufferedReader:
