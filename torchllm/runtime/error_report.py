@@ -68,8 +68,7 @@ def report_errors(rank: int = 0, local_rank: int = 0) -> None:
         if isinstance(error, RefusedStart):
             _ending.status = 2
             _tell_launcher("refused")
-        lost = lost_connection(error)
-        if lost:
+        if lost := lost_connection(error):
             _tell_launcher(f"{LOST_PEER_NOTE}{rank}")
         if isinstance(error, UserError):
             if not lost:  # otherwise the death of that rank is the cause, and a restart may succeed
