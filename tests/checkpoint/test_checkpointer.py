@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import random
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -189,6 +190,20 @@ def test_auto_takes_the_newest_that_verifies_and_warns(tmp_path: Path, caplog: p
     resuming.save(3, {"again": True})  # the damaged one makes way and is kept
     assert verify_in_parallel(None, step_folder(tmp_path, 3)).data == {"again": True}
     assert len(list((tmp_path / "checkpoints").glob("damaged-step-00000003.*"))) == 1
+
+
+def test_checkpoints_that_have_each_others_names_are_told_their_own(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2)
+    first, second = (step_folder(tmp_path, step) for step in (1, 2))
+    first.rename(tmp_path / "aside")
+    second.rename(first)
+    (tmp_path / "aside").rename(second)
+    with pytest.raises(CheckpointError, match="repair one as said below") as error:
+        checkpointer(tmp_path).resume()
+    (wrong, right), *_ = re.findall(r"(step-\d+): holds step \d: rename it to (step-\d+)", str(error.value))
+    (first.parent / right).rename(tmp_path / "aside")
+    (first.parent / wrong).rename(first.parent / right)
+    assert resumed_step(checkpointer(tmp_path)) == manifests.step_of(Path(right))
 
 
 def test_damage_found_while_loading_leaves_nothing_of_that_checkpoint(tmp_path: Path) -> None:
@@ -684,6 +699,7 @@ def test_a_run_that_is_lost_starts_again_from_before_that(tmp_path: Path, caplog
     assert [manifests.step_of(folder) for folder in marked] == [40, 36, 32, 28, 24]  # ten steps followed step 21
     assert set(marked.values()) == {"too many steps in a row were not finite up to step 41"}
     assert caplog.text.count("is marked as suspect") == 5
+    assert caplog.messages[-1] == "a run that starts again goes on from step-00000020"
     caplog.clear()
 
     resuming = checkpointer(tmp_path, keep=0)
@@ -696,6 +712,22 @@ def test_a_run_that_is_lost_starts_again_from_before_that(tmp_path: Path, caplog
     assert 24 not in suspects(tmp_path)
     resuming.close()
     assert manifests.hidden_folders(tmp_path / "checkpoints") == []
+
+
+def test_a_run_that_is_lost_before_any_good_checkpoint_is_told_what_trains(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saving = checkpointer(tmp_path)
+    with torch.no_grad():
+        next(saving._stages[0].parameters()).fill_(NAN)
+    with pytest.raises(CheckpointError, match="there is no checkpoint: a run that starts again begins at step 1"):
+        saving.save(1, {})
+    saving = saved(tmp_path, 1)
+    saving.judge(ill(2, 0))
+    assert caplog.messages[-1] == "no checkpoint is left that a run could go on from: start anew in another run.folder"
+    with pytest.raises(CheckpointError, match="is marked as suspect"):
+        checkpointer(tmp_path).resume()
+    assert resumed_step(checkpointer(tmp_path / "another")) is None
 
 
 def test_a_proven_checkpoint_is_no_suspect_though_the_run_is_lost_after_it(tmp_path: Path) -> None:

@@ -1,15 +1,17 @@
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import pytest
 
 from torchllm.config import Config, Data, Evaluate, Model, Optimizer, Source, Training
+from torchllm.config.errors import UserError
 from torchllm.config.paths import absolute_paths
 from torchllm.config.schema import Lora
 from torchllm.optim.schedule import LearningRate
-from torchllm.tools.config.changes import config_changes, log_config_changes
+from torchllm.tools.config.changes import check_frozen_weights, config_changes, log_config_changes
 
 pytestmark = pytest.mark.quick
 
@@ -63,6 +65,13 @@ def test_a_path_is_the_same_however_it_is_written() -> None:
     assert [change.key for change in config_changes(saved(given), replace(given, data=other))] == [
         "data.sources.0.path"
     ]
+
+
+@pytest.mark.parametrize("check", [log_config_changes, check_frozen_weights])
+def test_updates_of_other_frozen_weights_are_refused(check: Callable[..., None]) -> None:
+    given, other = (Config(lora=Lora(rank=2), model=Model(from_hf=name)) for name in ("one", "two"))
+    with pytest.raises(UserError, match=r'^model\.from_hf: "one" in the checkpoint, "two" now: .* low-rank updates'):
+        check({"config": saved(given)}, other)
 
 
 def test_a_source_more_and_a_source_fewer() -> None:

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -271,15 +272,14 @@ def test_numbers_of_nodes_are_tried_once_each(
 ) -> None:
     counted = Mock(wraps=refuse.layout_problems)
     monkeypatch.setattr(refuse, "layout_problems", counted)
-    calls = []
-    for nodes in (64, 256):
-        (folder / "x.toml").write_text(f"[training]\nglobal_batch_size = {nodes * 8}")
-        launch(NNODES=str(nodes - 1), NPROC="8")
-        counted.reset_mock()
-        out, _ = check_lines(["x.toml", "--run.folder=runs/a"], capsys, "TRAINING_NODES", "WAIT_REASON")
-        assert out["TRAINING_NODES"] == str(nodes // 2)
-        calls.append(counted.call_count)
-    assert calls[1] < 4.1 * calls[0] < 400
+    (folder / "x.toml").write_text("[training]\nglobal_batch_size = 512")
+    launch(NNODES="63", NPROC="8")
+    out, _ = check_lines(["x.toml", "--run.folder=runs/a"], capsys, "TRAINING_NODES", "WAIT_REASON")
+    assert out["TRAINING_NODES"] == "32"
+    tried = Counter(world for (_, world), _ in counted.call_args_list)
+    assert set(tried) == {8 * nodes for nodes in range(32, 65)}
+    searched = [tried[8 * nodes] for nodes in range(33, 63)]
+    assert searched == [1] * len(searched)
 
 
 def test_nodes_wait_only_if_a_degree_is_open_and_a_number_fits(

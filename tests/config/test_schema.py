@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import pytest
 
 from tests.config.conftest import config_of
-from torchllm.config import Config, MixtureStage, Parallel, Source, gradient_accumulation
+from torchllm.config import Config, Lora, MixtureStage, Parallel, Source, gradient_accumulation
 from torchllm.config.schema import Bound
 from torchllm.tools.config.checks import problems, resolve_degrees
 from torchllm.tools.config.help import field_docs
@@ -233,6 +233,13 @@ def test_wrong_degrees() -> None:
         assert unresolved == parallel
         assert problem.key == key
         assert message in problem.message
+
+
+def test_low_rank_updates_are_all_that_is_trained_if_they_are_on() -> None:
+    for lora in (Lora(), Lora(rank=4), Lora(rank=4, targets=("q_proj",))):
+        trained = Config(lora=lora).trained
+        assert trained.only_updates == lora.is_on
+        assert not lora.is_on or (trained.rank, trained.targets) == (lora.rank, lora.targets)
 
 
 def test_accumulation() -> None:

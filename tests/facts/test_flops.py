@@ -94,6 +94,13 @@ def test_causal_attention_is_half_of_palms() -> None:
 
 
 @pytest.mark.quick
+def test_what_a_forks_block_adds_has_a_backward_pass_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    without = flops_per_token(model, 64)
+    monkeypatch.setattr("torchllm.facts.flops.added_flops", lambda model, sequence_length: 7)
+    assert flops_per_token(model, 64) - without == 3 * model.layers * 7
+
+
 def test_attention_in_windows_is_counted_as_windows() -> None:
     """By MFU, by HFU and by what balances the stages of a pipeline."""
     windowed = replace(LLAMA, window=1024)

@@ -17,7 +17,7 @@ from tests import workers
 from tests.launched import PATIENCE, Started, children, clean, ends, start_nodes
 from tests.recipes.warm import pretrain
 from tests.tiny_run import QUIET, ROOT, SMALL, assert_same_run, changed
-from torchllm.tools.launch.restarts import newest_step
+from torchllm.tools.launch.restarts import PartEnding, newest_step
 from torchllm.tools.watch.launches import account, read_launches
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc to find ranks in")
@@ -202,7 +202,7 @@ def outcome_of(folder: Path, fault: str, restarts: int) -> Outcome:
     return Outcome(done.returncode, done.stderr.splitlines())
 
 
-LEFT = "rank 1 ended in the middle of the run, with exit status 0"
+LEFT = PartEnding("left", 1).describe()
 KILLED = "rank 1 was killed: SIGKILL"
 IN_VAIN = "not restarted: 1 of 1 restarts (run.restarts) have made no progress"
 SHORT_JOBS = {

@@ -6,6 +6,8 @@ import json
 import re
 import shutil
 import sys
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from tests.tiny_run import ROOT, curve, metrics, tensor_digests
 from tests.tools.hub.published import save_published
 from tests.tools.prepare.chat.families import QWEN25, assistant, user, write_tokenizer
 from torchllm.checkpoint.manifest import read_manifest, step_folders
+from torchllm.data.batch import Batch
 from torchllm.data.corpus import Corpus
 from torchllm.tools.hub.export import export_model
 
@@ -134,11 +137,44 @@ def test_ranks_and_interruptions_change_nothing(data: list[str], tmp_path: Path)
     assert "packed into sequences of 64 tokens" in error
 
 
+def conversations(batch: Batch) -> set[tuple[int, ...]]:
+    """The tokens of each conversation that begins and ends in a sequence with targets."""
+    found = set()
+    for tokens, labels, positions in zip(batch.tokens, batch.labels, batch.positions, strict=True):
+        starts = (positions == 0).nonzero().flatten().tolist() if (labels >= 0).any() else []
+        found |= {tuple(tokens[start:end].tolist()) for start, end in pairwise(starts)}
+    return found
+
+
+def _note_conversations(folder: Path, recipe: Any, rank: int) -> None:
+    """Write which conversations a rank trains, and which it evaluates."""
+    noted: dict[str, set[tuple[int, ...]]] = {"trained": set(), "evaluated": set()}
+    evaluate = recipe.evaluate
+
+    class NotedStep(recipe.TrainStep):
+        def __call__(self, step: int, batches: Any) -> Any:
+            noted["trained"].update(*map(conversations, batches))
+            return super().__call__(step, batches)
+
+    def noted_evaluate(forward_backward: Any, batches: Any, *arguments: Any) -> float:
+        held_out = list(batches)
+        noted["evaluated"].update(*map(conversations, held_out))
+        torch.save(noted, folder / f"noted-{rank}")
+        return evaluate(forward_backward, held_out, *arguments)
+
+    recipe.TrainStep, recipe.evaluate = NotedStep, noted_evaluate
+
+
 def test_held_out_conversations_are_evaluated(data: list[str], tmp_path: Path) -> None:
-    size = ["--model.hidden=32", "--model.ffn=64", "--model.layers=1", "--training.steps=2"]
-    held_out = ["--data.validation_fraction=0.3", "--evaluate.interval=2", "--evaluate.sequences=4"]
-    assert finetune(2, tmp_path, *data, *size, *held_out) == ["", ""]
-    assert 0 < curve(tmp_path)[-1][-1] < 10
+    size = ["--model.hidden=32", "--model.ffn=64", "--model.layers=1", "--training.steps=4"]
+    held_out = ["--data.validation_fraction=0.3", "--evaluate.interval=4", "--evaluate.sequences=4"]
+    note = partial(_note_conversations, tmp_path)
+    assert finetune(2, tmp_path / "run", *data, *size, *held_out, change=note) == ["", ""]
+    assert 0 < curve(tmp_path / "run")[-1][-1] < 10
+    noted = [torch.load(tmp_path / f"noted-{rank}") for rank in range(2)]
+    trained, evaluated = (noted[0][name] | noted[1][name] for name in ("trained", "evaluated"))
+    assert len(trained) > len(evaluated) > 2
+    assert not trained & evaluated
 
 
 def test_a_published_model_is_fine_tuned_whole_and_by_low_rank_updates(data: list[str], tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tests import workers
 from tests.tiny_run import process_as_it_was
 from torchllm.config.errors import UserError
+from torchllm.runtime.heartbeat import heartbeat
 from torchllm.runtime.process import Runtime
 from torchllm.tools.launch.rank_start import raise_first_error
 from torchllm.tools.launch.stop_requests import StopRequests
@@ -63,6 +64,23 @@ def test_an_event_on_one_rank_stops_all_ranks_one_step_later(tmp_path: Path, eve
     for answer in workers.run(votes, 2, str(tmp_path), event):
         assert answer[:3] == [(False, False), (False, False), (True, False)]
     assert not (tmp_path / "stop").exists()  # or the run could not go on
+
+
+def errors_of_votes(folder: str, ranks: int) -> list[str]:
+    """The error of each vote of steps 1 to 4, where the last rank begins step 3 in the place of step 2."""
+    rank = dist.get_rank()
+    runtime = make_runtime(Path(folder), rank, dist.new_group(backend="gloo"))
+    errors = []
+    for step in range(1, 5):
+        heartbeat().step = step + (step > 1 and rank == ranks - 1)
+        errors.append(error_of(runtime.should_stop))
+    return errors
+
+
+def test_ranks_that_are_out_of_step_end_one_step_later(tmp_path: Path) -> None:
+    for first, second, third, *_ in workers.run(errors_of_votes, 3, str(tmp_path), 3):
+        assert (first, second) == ("no error", "no error")
+        assert third.startswith("a rank was at step 3 while another was at step 2: look for a continue")
 
 
 def test_the_file_save_asks_all_ranks_for_one_checkpoint(tmp_path: Path) -> None:

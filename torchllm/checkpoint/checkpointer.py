@@ -316,8 +316,8 @@ class Checkpointer:
         if problem:
             raise CheckpointError(
                 f"step {step} is not saved: values are not finite in {problem}. They would stay so, and the run ends "
-                "here; all checkpoints are kept. The same command goes on from the newest one that is not marked as "
-                "suspect; if it happens again, lower optimizer.learning_rate"
+                f"here; all checkpoints are kept: {self._history.next_start()}. If it happens again, lower "
+                "optimizer.learning_rate"
             )
 
     @property

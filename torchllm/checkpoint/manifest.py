@@ -152,7 +152,8 @@ def read_manifest(folder: Path) -> Manifest:
         if not _PLAIN_NAME.fullmatch(name) or name in (".", "..", MANIFEST):
             raise DamagedCheckpoint(f"{path}: {name!r} is not the plain name of a file in the folder")
     if _STEP.fullmatch(folder.name) and step_of(folder) != manifest.step:
-        raise DamagedCheckpoint(f"{folder}: holds step {manifest.step}")
+        right = step_folder(folder.parent, manifest.step).name
+        raise DamagedCheckpoint(f"{folder}: holds step {manifest.step}: rename it to {right}")
     return manifest
 
 

@@ -85,7 +85,7 @@ def newest_verified(
     if reasons:
         listed = "\n  ".join(reasons)
         raise DamagedCheckpoint(
-            f"no checkpoint in {folders[0].parent} verifies; restore one, or move them away to start from scratch:"
-            f"\n  {listed}"
+            f"no checkpoint in {folders[0].parent} verifies; repair one as said below, or restore one; the last resort "
+            f"is to move them away and to start from scratch:\n  {listed}"
         )
     return None

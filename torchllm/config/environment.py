@@ -8,6 +8,8 @@ ATTEMPT = "TORCHLLM_ATTEMPT"
 """environment variable: number of the attempt, from 2, in ranks that a launcher restarted"""
 RANK_NOTES = "TORCHLLM_RANK_NOTES"
 """environment variable: folder of the notes that ranks leave for their launcher; unset without one"""
+LOST_PEER_NOTE = "lost-peer-"
+"""start of the name of a note there: a rank, whose number follows, fails because another one is gone"""
 START_TIMEOUT = "TORCHLLM_START_TIMEOUT"
 """environment variable: run.start_timeout, for ranks that have not read their config yet"""
 

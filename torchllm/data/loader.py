@@ -442,7 +442,7 @@ class TrainLoader:
         self.on_damage(first, f"it may have been trained on damaged data: {error.path} {error.fault}")
         return DataError(
             f"{error}. Steps {first} to {self._steps} may have been trained on it: if there are checkpoints of them, "
-            "they are marked as suspect, and an older one is used when the run is started again"
+            "they are marked as suspect, and none of them is used when the run is started again"
         )
 
     def load_state(self, state: dict[str, Any], record: Mapping[str, Any] | None = None) -> None:

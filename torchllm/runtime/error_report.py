@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from torchllm.config.environment import RANK_NOTES
-from torchllm.config.errors import ErrorKind, RefusedStart, UserError
+from torchllm.config.environment import LOST_PEER_NOTE, RANK_NOTES
+from torchllm.config.errors import RefusedStart, UserError
 from torchllm.config.system_errors import describe_place, describe_system_error
 from torchllm.runtime.parent import end_process
 from torchllm.runtime.terminal import LogHandler, RankFormatter
@@ -69,8 +69,10 @@ def report_errors(rank: int = 0, local_rank: int = 0) -> None:
         if isinstance(error, RefusedStart):
             _ending.status = 2
             _tell_launcher("refused")
+        if lost := lost_connection(error):
+            _tell_launcher(f"{LOST_PEER_NOTE}{rank}")
         if isinstance(error, UserError):
-            if not lost_connection(error):  # otherwise the death of that rank is the cause, and a restart may succeed
+            if not lost:  # otherwise the death of that rank is the cause, and a restart may succeed
                 _tell_launcher("user_error")
             if not main:
                 # Usually all ranks have this error: rank 0 prints it, exits, and torchrun ends the others, which
@@ -86,9 +88,9 @@ def report_errors(rank: int = 0, local_rank: int = 0) -> None:
                 "programs",
                 worker,
             )
-        elif lost := lost_connection(error):
+        elif lost:
             _let_launcher_end_this(OTHERS_WAIT)
-            log.error("lost the connection to another rank, whose own error is the cause: %s", lost)
+            log.error("lost the connection to another rank, which had an error, or ended early without one: %s", lost)
         elif text := describe_system_error(error):
             if not main:  # all ranks may have it
                 _let_launcher_end_this(FIRST_ON_NODE_WAITS if local_rank == 0 else OTHERS_WAIT)
@@ -129,11 +131,11 @@ def _with_causes(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__ or cause.__context__
 
 
-def _tell_launcher(kind: ErrorKind) -> None:
-    """Note an error for the launcher, if there is one; it may end this process before it ends itself."""
+def _tell_launcher(name: str) -> None:
+    """Leave a note for the launcher, if there is one; it may end this process before it ends itself."""
     if folder := os.environ.get(RANK_NOTES):
         with suppress(OSError):  # the launcher will know less
-            Path(folder, kind).touch()
+            Path(folder, name).touch()
 
 
 def _let_launcher_end_this(seconds: float) -> None:

@@ -69,6 +69,8 @@ class Heartbeat:
         self.timeouts = Timeouts()
         self.activities: list[Activity] = ["start-up"]
         """current activities of this rank, innermost last"""
+        self.step = 0
+        """number of the last step that this rank has begun"""
         self.has_evaluated = False
         """whether an evaluation has run, so that the next one does not compile"""
         self.count = 0

@@ -1,7 +1,8 @@
 """A rank of a job: its device, its connection to the other ranks, and their decisions to stop and to save.
 
 Every rank makes the same calls in the same order. Votes (stop now?) go through a gloo group on the host and are read
-one step (or batch) late, so that none waits for them. `torchllm/tools/launch/rank_start.py` makes a `Runtime`.
+one step (or batch) late, so that none waits for them. They also show whether all ranks are at the same step.
+`torchllm/tools/launch/rank_start.py` makes a `Runtime`.
 """
 
 import gc
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchllm.config.errors import UserError
 from torchllm.runtime.heartbeat import beat, heartbeat
 from torchllm.runtime.stop import STOP, STOPPED, StopSource, write_marker
 from torchllm.runtime.terminal import drop_unwritten_output
@@ -65,6 +67,9 @@ class Runtime:
     _is_frozen: bool = False
     """later collections skip the objects that have survived the first one"""
 
+    def __post_init__(self) -> None:
+        heartbeat().step = 0
+
     @property
     def is_main(self) -> bool:
         """Return whether this is rank 0, the one that logs and writes files."""
@@ -105,7 +110,8 @@ class Runtime:
         return self.has_given_up
 
     def _start_vote(self, *wishes: bool) -> "_Vote":
-        flags = torch.tensor(wishes, dtype=torch.uint8)
+        step = heartbeat().step
+        flags = torch.tensor([*wishes, step, -step])
         return _Vote(flags, dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.host_group, async_op=True))
 
     def end_votes(self) -> None:
@@ -197,15 +203,24 @@ class _Vote(NamedTuple):
     """An asynchronous vote of all ranks."""
 
     flags: Tensor
-    """(questions): 1 where this rank votes yes; after the vote, where any rank does"""
+    """(questions + 2), int64: 1 where this rank votes yes, its step, -step; after the vote, the maxima of all ranks"""
     work: dist.Work | None
     """None if torch finished the reduction immediately"""
 
     def wait(self) -> list[bool]:
-        """Wait for the vote and return its result: per question, whether any rank has voted yes."""
+        """Wait for the vote and return its result: per question, whether any rank has voted yes.
+
+        Raises UserError if the ranks were at different steps.
+        """
         if self.work is not None:
             self.work.wait()
-        return [bool(flag) for flag in self.flags]
+        *answers, last, minus_first = self.flags.tolist()
+        if last != -minus_first:
+            raise UserError(
+                f"a rank was at step {last} while another was at step {-minus_first}: look for a continue, or another "
+                "branch of the recipe's loop, that not all ranks take. Checkpoints of earlier steps are right"
+            )
+        return [bool(answer) for answer in answers]
 
 
 def gather_texts(text: str | None, group: dist.ProcessGroup) -> list[str | None]:

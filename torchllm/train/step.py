@@ -19,6 +19,7 @@ from torchllm.optim.grad_norm import clip, squared_norm
 from torchllm.optim.optimizer import apply_if_finite, set_mode
 from torchllm.parallel.forward_backward import ForwardBackward
 from torchllm.parallel.mesh import Mesh
+from torchllm.runtime.heartbeat import heartbeat
 from torchllm.runtime.phase import phase
 
 
@@ -88,6 +89,7 @@ class TrainStep:
     def __call__(self, step: int, batches: Sequence[Batch]) -> StepResult:
         """Take step number `step` (from 1) on this rank's micro batches of it, which are on its device."""
         refuse_unchecked_step()
+        heartbeat().step = step
         set_mode(self.optimizer, "train")
         tokens, pairs = self._count(batches)
         with phase("forward_backward"):  # a step without a target has gradients of 0, not nan
@@ -183,7 +185,7 @@ def read_health(training: Training, step: int, result: StepResult, validation_lo
     elif is_lost:
         problem = (
             f"loss or gradient was not finite in {consecutive} steps in a row up to step {step}, the limit of "
-            "training.max_consecutive_nonfinite; none was applied. The same command goes on from the newest checkpoint "
-            "that is not marked as suspect; if it happens again, lower optimizer.learning_rate."
+            "training.max_consecutive_nonfinite; none was applied. Lower optimizer.learning_rate, or check the data of "
+            "these steps."
         )
     return Health(step, skipped, validation_loss, is_lost, problem)

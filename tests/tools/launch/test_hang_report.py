@@ -63,6 +63,12 @@ def test_the_rank_that_has_not_entered_is_named_with_the_operation_and_its_place
     ]
 
 
+def test_the_steps_of_ranks_are_named_if_they_differ() -> None:
+    waiting = [dump(rank, collective("0", 57))._replace(step=9 + rank // 3) for rank in range(4)]
+    assert report_lines(*waiting)[-1] == "step 9: ranks 0-2; step 10: rank 3"
+    assert not any("step" in line for line in report_lines(*waiting[:3]))
+
+
 def test_a_rank_that_does_not_answer_is_named() -> None:
     waiting = [dump(rank, collective("0", 57)) for rank in (0, 1, 2)]
     assert report_lines(*waiting) == [

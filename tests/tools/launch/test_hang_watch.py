@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from tests.patience import patience
 from tests.workers import POOL
 from torchllm.checkpoint.background import SAVES_IN_BACKGROUND
 from torchllm.config import Run
+from torchllm.runtime.heartbeat import during, heartbeat
 from torchllm.runtime.process import Runtime
 from torchllm.tools.launch.hang_report import read_dump
 from torchllm.tools.launch.hang_watch import ALARM, CHECKS_PER_SECOND, seconds_between_checks
@@ -154,6 +156,13 @@ def save_in_the_background(runtime: Runtime) -> None:
     time.sleep(600)
 
 
+def save_while_the_other_goes_on(runtime: Runtime) -> None:
+    """Rank 0, which reports, has the longer timeout of a save; rank 1 is a step ahead."""
+    with during("save") if runtime.rank == 0 else nullcontext():
+        heartbeat().step = 7 + runtime.rank
+        dist.all_reduce(torch.ones(3), group=runtime.host_group if runtime.rank == 0 else None)
+
+
 def be_slow(runtime: Runtime) -> None:
     """A slow step of one rank, a slow one of all ranks, and a long time in which no rank waits for another."""
     raise_false_alarm(runtime, "20261122-101112")
@@ -227,6 +236,13 @@ def test_a_save_in_the_background_has_the_limit_of_a_save(tmp_path: Path) -> Non
     assert job.statuses == [1, 1]
     assert job.stderr.startswith("hang: ranks waited over 4 s (run.save_timeout) for other ranks; aborting\n")
     assert f"rank 1 ({HOST}) has not entered gloo:all_reduce number 1 of ranks 0-1" in job.stderr
+
+
+@pytest.mark.exhaustive
+def test_the_report_names_the_timeout_that_a_rank_has_found_exceeded(tmp_path: Path) -> None:
+    job = run(tmp_path, 2, save_while_the_other_goes_on)
+    assert job.stderr.startswith("hang: ranks waited over 2 s (run.start_timeout) for other ranks; aborting\n")
+    assert "\n  step 7: rank 0; step 8: rank 1\n" in job.stderr
 
 
 @pytest.mark.exhaustive

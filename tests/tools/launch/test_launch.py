@@ -10,6 +10,7 @@ from tests.launched import clean
 from tests.patience import patience
 from tests.tiny_run import ROOT
 from torchllm.tools.launch.launch import launch
+from torchllm.tools.launch.restarts import PartEnding
 
 LAUNCH = [sys.executable, "-P", "-m", "torchllm.tools.launch.launch"]
 PLAIN = """
@@ -39,6 +40,41 @@ def test_the_first_line_is_there_before_a_rank_is(tmp_path: Path) -> None:
     assert first.startswith(f"starting {recipe} on 1 process, this node is ")
     assert first.endswith(": importing torch")
     assert others == ["a rank"]
+
+
+LEAVES = """
+import os, sys, time
+from pathlib import Path
+from torchllm.runtime import error_report
+rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
+if rank == 1:
+    (folder / "new").write_text(str(os.getpid()))
+    (folder / "new").rename(folder / "pid")
+    sys.exit()
+while not (folder / "pid").exists() or " Z " not in Path("/proc", (folder / "pid").read_text(), "stat").read_text():
+    time.sleep(0.01)
+error_report.OTHERS_WAIT = 0
+error_report.report_errors(rank)
+raise RuntimeError(sys.argv[2])
+"""
+"""rank 1 ends, without an error, before rank 0 fails"""
+
+
+@pytest.mark.parametrize(
+    ("error", "last_line"),
+    [
+        ("Connection closed by peer", PartEnding("left", 1).describe()),
+        ("of rank 0 alone", "RuntimeError: of rank 0 alone"),
+    ],
+)
+def test_a_rank_that_ended_while_others_trained_is_named(tmp_path: Path, error: str, last_line: str) -> None:
+    recipe = tmp_path / "leaves.py"
+    recipe.write_text(LEAVES)
+    command = [*LAUNCH, "--nproc-per-node=2", str(recipe), str(tmp_path), error]
+    environment = clean({"PYTHONPATH": str(ROOT)})
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patience(60))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == last_line
 
 
 def test_wrong_arguments_are_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,15 +107,15 @@ def test_a_part_that_fails_ends_the_attempt_and_node_0_decides_what_follows(
     for node in launchers:
         node.look()
     with ThreadPoolExecutor(1) as pool:
-        failed = pool.submit(launchers[1].agree, KILLED, decide_to("end", seen))
-        for node in (launchers[0], launchers[2]):
+        failed = pool.submit(launchers[2].agree, KILLED, decide_to("end", seen))
+        for node in launchers[:2]:
             with pytest.raises(AttemptOver):
                 look_for_ever(node)
         stopped = PartEnding("stopped")
-        verdicts = together(lambda node: node.agree(stopped, decide_to("restart", seen)), [launchers[0], launchers[2]])
+        verdicts = together(lambda node: node.agree(stopped, decide_to("restart", seen)), launchers[:2])
         assert [*verdicts, failed.result()] == ["restart"] * 3
-    assert seen == [([stopped, KILLED, stopped], 1)]
-    assert [node.first_to_fail for node in launchers] == [1, 1, 1]
+    assert seen == [([stopped, stopped, KILLED], 2)]
+    assert [node.first_to_fail for node in launchers] == [2, 2, 2]
     together(begin, launchers)
     for node in launchers:
         node.look()

@@ -41,6 +41,14 @@ def test_restarts_count_anew_after_a_checkpoint_of_a_later_step(
     ]
 
 
+def test_a_limit_of_1_is_one_restart_and_0_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for limit, verdicts in ((0, ["end", "end"]), (1, ["restart", "end"])):
+        restarts = Restarts(limit, tmp_path)
+        assert [restarts.decide([KILLED], 0) for _ in verdicts] == verdicts
+    said = "rank 5 on node-b was killed: SIGKILL; restart 1 of 1 from the beginning"
+    assert capsys.readouterr().err.splitlines()[0] == said
+
+
 def test_what_would_come_again_is_not_restarted(tmp_path: Path) -> None:
     for ending, verdict in ((PartEnding("user_error", 0, 1), "end"), (PartEnding("refused", 0, 2), "refuse")):
         assert Restarts(3, tmp_path).decide([KILLED, ending], 0) == verdict, ending
@@ -70,7 +78,10 @@ def test_an_ending_says_which_rank_ended_and_how() -> None:
     assert PartEnding("failed", 1, -40).describe() == "rank 1 was killed: signal 40"
     assert PartEnding("failed", 1, 3).describe() == "rank 1 ended with status 3"
     assert PartEnding("hung", 1).describe() == "rank 1 was stuck"
-    assert PartEnding("left", 1).describe() == "rank 1 ended in the middle of the run, with exit status 0"
+    assert PartEnding("left", 1).describe() == (
+        "rank 1 ended in the middle of the run, with exit status 0: look for a return, break or exit that other ranks "
+        "do not take"
+    )
     assert ELSEWHERE.describe() == ""
 
 

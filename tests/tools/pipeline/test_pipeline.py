@@ -310,7 +310,9 @@ def test_commands_of_shipped_pipelines_are_valid(file: Path) -> None:
 def test_records_are_written_whole(tmp_path: Path) -> None:
     record = Record("key", {"its command": "a"}, True, 1.0, 2.0)
     write_record(tmp_path, "one", record)
+    os.link(tmp_path / "stages.json", tmp_path / "as before")
     write_record(tmp_path, "two", record)
+    assert list(json.loads((tmp_path / "as before").read_text())) == ["one"]  # whoever reads it meanwhile
     assert read_stage_records(tmp_path) == {"one": record, "two": record}
     assert sorted(json.loads((tmp_path / "stages.json").read_text())) == ["one", "two"]
     assert [file.name for file in tmp_path.glob("stages.*")] == ["stages.json"]

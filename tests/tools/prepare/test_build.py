@@ -65,6 +65,9 @@ def test_progress_is_a_line_in_a_log_without_a_terminal(tmp_path: Path, caplog: 
     assert second.startswith("tokenizing jsonl: 50 %, ")
     TokenizingProgress("tokenizing jsonl", raw).finish(ShardRange(0, 0, 1))
     assert len(caplog.messages) == 2
+    raw.unit, raw.total = "row", 2
+    TokenizingProgress("nothing yet", raw, interval=0.0).show()
+    assert caplog.messages[2].startswith("nothing yet: 0 %, ")
 
 
 def test_progress_counts_the_text_of_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

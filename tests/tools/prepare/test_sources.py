@@ -238,6 +238,13 @@ def test_a_file_of_the_hub_that_unpacks_to_too_much_is_refused(
         list(raw.records(ShardRange(0, 0, 1)))
 
 
+def test_each_of_two_files_of_a_set_is_named(tmp_path: Path) -> None:
+    for number in range(2):
+        write_table(tmp_path / f"train-{number}.parquet", {"text": ["a text"]})
+    named = [record.where for record in read_all(Source(kind="hub", path=str(tmp_path)))]
+    assert named == [f"{tmp_path}[train] file {number} row 0" for number in range(2)]
+
+
 def test_a_full_disk_under_the_hubs_cache_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import datasets
 
@@ -297,6 +304,7 @@ def test_all_shards_of_a_file_together_read_it_once(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "0123456789"}\n' * 20_000)
     source = Source(kind="jsonl", path=str(path))
+    assert open_raw_source(source, source_files(source)).mib == pytest.approx(path.stat().st_size / 2**20, rel=1e-4)
     block = 512
 
     def counted_open(name: str, mode: str, buffering: int) -> io.BufferedReader:

@@ -181,13 +181,22 @@ class CheckpointHistory:
                 mark_suspect(folder, suspicion.reason)
             return folders
 
-        for folder in change_on_first(self._group, self._check_owner, mark):
+        marked = change_on_first(self._group, self._check_owner, mark)
+        for folder in marked:
             self.suspects[folder] = suspicion.reason
-            log_on_first(
-                self._group,
-                f"{folder} is marked as suspect: {suspicion.reason}; a run that starts again takes an older one",
-                logging.WARNING,
-            )
+            log_on_first(self._group, f"{folder} is marked as suspect: {suspicion.reason}", logging.WARNING)
+        if marked:
+            log_on_first(self._group, self.next_start(), logging.WARNING)
+
+    def next_start(self) -> str:
+        """Return the sentence that says where a run that starts again goes on."""
+        folders = on_first(self._group, lambda: manifests.step_folders(self._root))
+        good = next((folder for folder in folders if self._may_be_good(folder)), None)
+        if good is not None:
+            return f"a run that starts again goes on from {good.name}"
+        if folders:
+            return "no checkpoint is left that a run could go on from: start anew in another run.folder"
+        return "there is no checkpoint: a run that starts again begins at step 1"
 
     def judgment(self) -> Judgment:
         """Return the current status of the checkpoints; a background save uses it later."""

@@ -45,6 +45,10 @@ class RankDump(NamedTuple):
     """ranks of each process group of this rank (`write_slices`), by torch's name of the group"""
     records: list[FlightRecord]
     """oldest first"""
+    step: int = 0
+    """that the rank has begun last"""
+    exceeded: Timeout | None = None
+    """timeout that the rank has found exceeded"""
 
     def recent(self, count: int) -> RankDump:
         """Return the dump with only the last `count` records of each group."""
@@ -75,7 +79,8 @@ def read_dump(text: str) -> RankDump:
 
     fields = json.loads(text)
     records = [FlightRecord(*record) for record in fields.pop("records")]
-    return RankDump(**fields, records=records)
+    exceeded = fields.pop("exceeded")
+    return RankDump(**fields, records=records, exceeded=None if exceeded is None else Timeout(*exceeded))
 
 
 def write_slices(ranks: Sequence[int]) -> str:
@@ -282,6 +287,7 @@ def describe_hang(
             "sizes"
         )
     lines += _describe_unrecorded_waits(dumps)
+    lines += _describe_steps(dumps)
     lines.append(f"every rank's stack and last operations: {folder}")
     return "\n  ".join(lines)
 
@@ -325,6 +331,15 @@ def _describe_unrecorded_waits(dumps: Sequence[RankDump]) -> Iterator[str]:
         rank = f" on rank {first.rank}" if len(waiting) > 1 else ""
         ranks = _name_ranks([dump.rank for dump in waiting])
         yield f"{ranks} waited for a message at {shorten_path(first.position)}{rank}"
+
+
+def _describe_steps(dumps: Sequence[RankDump]) -> Iterator[str]:
+    """Yield the steps that the ranks are at, if they are not at one step."""
+    ranks_by_step: dict[int, list[int]] = {}
+    for dump in dumps:
+        ranks_by_step.setdefault(dump.step, []).append(dump.rank)
+    if len(ranks_by_step) > 1:
+        yield "; ".join(f"step {step}: {_name_ranks(ranks)}" for step, ranks in sorted(ranks_by_step.items()))
 
 
 def _describe_operation(operation: BlockedOperation) -> str:

@@ -217,7 +217,6 @@ class HangWatch:
 
     def _end_job(self) -> None:
         """Report the hang together with the other ranks and end this process."""
-        self.exceeded = self.exceeded or heartbeat().timeout()
         heartbeat().begin("hang report")  # the launcher waits for it
         # The main thread may fail now because other ranks end: it has nothing to add to the report.
         sys.excepthook = lambda *error: time.sleep(10 * PATIENCE)
@@ -231,7 +230,7 @@ class HangWatch:
     def _report(self) -> None:
         """Publish this rank's dump and write it to its file; one rank logs the report of all."""
         folder = self.folder / "hang" / self._raise_alarm()
-        dump = _dump(self.rank, self.process.host, self.group_ranks)
+        dump = _dump(self.rank, self.process.host, self.group_ranks)._replace(exceeded=self.exceeded)
         position = self._publish(dump.recent(max(4, PUBLISHED_RECORDS // self.world_size)))
         # In a thread: a file system that does not answer may be the reason of the hang.
         writer = threading.Thread(target=_write, args=(folder, dump), daemon=True)
@@ -244,7 +243,7 @@ class HangWatch:
         if self._speaks_for_all(position):
             call_on_event(self.on_event, "hang", self.folder)
             dumps = self._published_dumps()
-            timeout = self.exceeded or heartbeat().timeout()
+            timeout = next((dump.exceeded for dump in dumps if dump.exceeded is not None), heartbeat().timeout())
             log.error("%s", describe_hang(dumps, self.world_size, self._host_of, timeout, folder))
             self.store.set(REPORTED, "")
         else:
@@ -362,7 +361,14 @@ def _dump(rank: int, host: str, group_ranks: dict[str, str]) -> RankDump:
     lines = StackSummary.extract(walk_stack(frame), lookup_lines=False)
     stack = [f"{line.filename}:{line.lineno} in {line.name}" for line in reversed(lines)]
     return RankDump(
-        rank, host, time.time_ns(), stack, _in_waiting_code(frame), group_ranks, flight_records(places=True)
+        rank,
+        host,
+        time.time_ns(),
+        stack,
+        _in_waiting_code(frame),
+        group_ranks,
+        flight_records(places=True),
+        heartbeat().step,
     )
 
 

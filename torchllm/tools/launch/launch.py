@@ -49,7 +49,7 @@ class RankLeft(Exception):
     """A rank of this node has ended in the middle of the run, with exit status 0."""
 
     def __init__(self, rank: int) -> None:
-        super().__init__(f"rank {rank} ended in the middle of the run, with exit status 0")
+        super().__init__(f"rank {rank} ended in the middle of the run")
         self.rank = rank
 
 
@@ -190,6 +190,8 @@ class Launcher:
         ranks = RankProcesses(places, [self.options.recipe, *self.options.arguments])
         try:
             failed = ranks.wait(self._look)
+            if failed is not None and ranks.done() and launcher_notes.has_lost_peer(failed.rank):
+                raise RankLeft(ranks.done()[0])  # the others have trained on without it
             if failed is not None:
                 return PartEnding("failed", failed.rank, failed.status, self._host())
             members = launcher_notes.members()
@@ -201,7 +203,7 @@ class Launcher:
         except RankLeft as left:
             return PartEnding("left", left.rank, 0, self._host())
         except AttemptOver:
-            return PartEnding("stopped")
+            return PartEnding("stopped" if len(ranks.done()) < places.ranks_on_node else "early")
         except EndedBySignal:
             ranks.end(signal.SIGQUIT)
             raise
@@ -246,8 +248,10 @@ class Launcher:
 
     def _describe(self, ending: PartEnding) -> str:
         """Return a message about the last attempt; "" if a rank of this node has printed one."""
-        if ending.kind == "stopped" and self.rendezvous is not None:
-            return f"error: node {self.rendezvous.first_to_fail} has ended the job; its output says why"
+        if ending.kind in ("stopped", "early") and self.rendezvous is not None:
+            line = f"error: node {self.rendezvous.first_to_fail} has ended the job; its output says why"
+            early = "; the ranks of this node had ended before, with exit status 0"
+            return line + early if ending.kind == "early" else line
         return "" if ending.already_reported else ending.describe()
 
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from torchllm.config.environment import RANK_NOTES
+from torchllm.config.environment import LOST_PEER_NOTE, RANK_NOTES
 from torchllm.config.errors import ErrorKind
 
 STORE = "TORCHLLM_STORE"
@@ -33,6 +33,12 @@ def has_error(kind: ErrorKind) -> bool:
     """Return whether a rank of this node has noted an error of this kind; for the launcher."""
     folder = notes_folder()
     return folder is not None and (folder / kind).exists()
+
+
+def has_lost_peer(rank: int) -> bool:
+    """Return whether a rank of this node has failed because another rank is gone; for the launcher."""
+    folder = notes_folder()
+    return folder is not None and (folder / f"{LOST_PEER_NOTE}{rank}").exists()
 
 
 def join(rank: int) -> None:

@@ -90,6 +90,10 @@ class RankProcesses:
             look()
             time.sleep(POLL_INTERVAL)
 
+    def done(self) -> list[int]:
+        """Return the ranks that have ended with exit status 0."""
+        return [self.places.rank(n) for n, process in enumerate(self.processes) if process.returncode == 0]
+
     def end(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Send the ranks that are left, and their helper processes, a signal; kill them after `SECONDS_TO_END`."""
         running = [process for process in self.processes if process.poll() is None]

@@ -21,11 +21,12 @@ from torchllm.runtime.stop import STOP, STOPPED
 
 Verdict = Literal["restart", "end", "refuse"]
 """outcome of an attempt; refuse: the job ends with exit status 2"""
-EndingKind = Literal["done", "failed", "hung", "left", "user_error", "refused", "stopped"]
+EndingKind = Literal["done", "failed", "hung", "left", "user_error", "refused", "stopped", "early"]
 """how a node's part of an attempt has ended.
 
 failed: a rank died, or had an error. hung: the launcher has ended ranks that were stuck. left: a rank ended with exit
 status 0 although the job was not done. user_error, refused: ranks said why. stopped: another node's part ended first.
+early: the same, after all ranks of this node had ended with exit status 0.
 """
 
 
@@ -74,7 +75,10 @@ class PartEnding(NamedTuple):
             return ""
         subject = f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
         if self.kind == "left":
-            return f"{subject} ended in the middle of the run, with exit status 0"
+            return (
+                f"{subject} ended in the middle of the run, with exit status 0: look for a return, break or exit that "
+                "other ranks do not take"
+            )
         if self.kind == "hung":
             return f"{subject} was stuck"
         if self.status < 0:

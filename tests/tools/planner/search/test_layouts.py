@@ -56,6 +56,14 @@ def test_shardings_agree_with_the_degrees_that_a_run_sets() -> None:
         assert {(sharding.dp_replicate, sharding.dp_shard) for sharding in shardings} == {(2, 8)}
 
 
+def test_zero_stages_that_are_the_same_in_a_pipeline_are_one_layout() -> None:
+    job = Job(MODEL, Training(global_batch_size=64, sequence_length=512), dgx_a100(), gpus=16)
+    for pp, stages in ((1, {0, 1, 2, 3}), (2, {0, 1, 3})):
+        shardings = job.shardings(DegreeMesh(pp=pp, data=16 // pp, cp=1, tp=1))
+        assert {sharding.zero_stage for sharding in shardings if sharding.dp_replicate == 1} == stages
+        assert {sharding.zero_stage for sharding in shardings if sharding.dp_replicate > 1} == stages - {0}
+
+
 def job_of_experts() -> Job:
     """Return a job of four blocks of Mixtral."""
     model = replace(load("mixtral_8x7b"), layers=4)
