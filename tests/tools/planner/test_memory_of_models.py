@@ -139,4 +139,4 @@ FROZEN_HEAD = Choice(
 def test_a_frozen_tied_head_whose_gradients_are_computed_in_the_forward() -> None:
     """The buffer of the last block is there, and the gradient of the head's input: 4 % of the peak."""
     (rank,) = compare(FROZEN_HEAD)
-    assert abs(rank.difference) <= 0.01
+    assert abs(rank.difference) <= 0.005

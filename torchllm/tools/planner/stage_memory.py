@@ -73,7 +73,7 @@ def stage_memory(rank: Rank, stage: StageSize, kinds: Iterable[Kind]) -> Stage:
         if kind == "F":
             moments = _forward(rank, stage, memory)
         elif kind == "W":
-            moments = _weight_gradients(rank, stage)
+            moments = _weight_gradients(rank, stage, memory)
         else:
             moments = _backward(rank, stage, memory, blocks, kind)
         memory.extra[kind] = Peak.of(list(moments), software)
@@ -149,7 +149,7 @@ def _forward(rank: Rank, stage: StageSize, memory: Stage) -> Iterator[Memory]:
         yield Memory(gathered=gathered, temporary=previous, activations=-memory.held)
     if rank.root_of(stage):  # it stays gathered, and its buffer is freed when block 0 has been copied out of its own
         gathered = rank.per_use * 2 * (rank.root_of(stage) + rank.block(stage, 0).whole)
-        yield Memory(gathered=gathered, temporary=previous, activations=-memory.held)
+        yield Memory(gathered=gathered, temporary=previous, activations=-memory.held, logits=-memory.logits)
     units = 1 + min(stage.blocks, 1 + rank.parallel.prefetch)  # one of them is the buffer of the next
     gathered = rank.per_use * units * last_block.whole
     if stage.first and rank.is_frozen and rank.parallel.pp > 1:  # in the first block
@@ -157,12 +157,15 @@ def _forward(rank: Rank, stage: StageSize, memory: Stage) -> Iterator[Memory]:
     yield Memory(gathered=gathered, temporary=previous)
 
 
-def _weight_gradients(rank: Rank, stage: StageSize) -> Iterator[Memory]:
-    """Yield the moment when deferred gradients of weights are computed."""
+def _weight_gradients(rank: Rank, stage: StageSize, memory: Stage) -> Iterator[Memory]:
+    """Yield the moments when deferred gradients of weights are computed: of the blocks, then of the head."""
     units = min(stage.blocks, 2)
     block = rank.last_block(stage).whole
     gathered = rank.per_use * units * block
-    yield Memory(gathered=gathered, temporary=rank.software.temporary_gradients * block)
+    gradient = rank.software.temporary_gradients
+    yield Memory(gathered=gathered, temporary=gradient * block)
+    if memory.deferred_by_head:
+        yield Memory(temporary=gradient * rank.table, activations=memory.deferred_by_head - memory.deferred)
 
 
 def _backward(rank: Rank, stage: StageSize, memory: Stage, blocks: ActivationsOfStage, kind: Kind) -> Iterator[Memory]:
