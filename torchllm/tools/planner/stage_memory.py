@@ -180,8 +180,7 @@ def _backward(rank: Rank, stage: StageSize, memory: Stage, blocks: ActivationsOf
     usual_blocks = stage.blocks - stage.dense
     for finished in sorted({0, 1, usual_blocks, stage.blocks - 1}):
         if 0 <= finished < stage.blocks:
-            deferred = _deferred(rank, stage, memory, finished, kind)
-            yield from _block_backward(rank, stage, memory, blocks, gradient, finished, deferred)
+            yield from _block_backward(rank, stage, memory, blocks, finished, kind)
     if rank.reduces_sums:
         yield _last_reduction(rank, memory, blocks.usual, stage)
     if stage.first:
@@ -239,18 +238,11 @@ def _loss_backward(
 
 
 def _block_backward(
-    rank: Rank,
-    stage: StageSize,
-    memory: Stage,
-    blocks: ActivationsOfStage,
-    gradient: float,
-    finished: int,
-    deferred: float,
+    rank: Rank, stage: StageSize, memory: Stage, blocks: ActivationsOfStage, finished: int, kind: Kind
 ) -> Iterator[Memory]:
-    """Yield the moments of a block's backward.
-
-    gradient: bytes of a weight's. finished: blocks whose is over. deferred: bytes that these and the head keep.
-    """
+    """Yield the moments of a block's backward. finished: blocks whose is over."""
+    gradient = rank.software.temporary_gradients * (kind == "B")
+    deferred = _deferred(rank, stage, memory, finished, kind)
     tied = rank.model.tied_embeddings
     waiting = rank.table * (tied and stage.last)  # a tied embedding sums the gradients of both its uses
     head = rank.head * stage.last
@@ -279,7 +271,8 @@ def _block_backward(
         temporary = max(0.0, working) + gradient * (phase.gradients + waiting)
         temporary += at_once * reduced
         temporary += previous * phase.after_unit
-        activations = min(0.0, working) - memory.ends - freed + deferred
+        activations = min(0.0, working) - memory.ends - freed
+        activations += deferred + phase.deferred * (kind == "I")
         still_gathered = gathered - freeing * phase.freed
         yield Memory(0.0, gradients, 0.0, still_gathered, activations, -memory.logits, temporary=temporary)
 
