@@ -130,8 +130,11 @@ def _forward(rank: Rank, stage: StageSize, memory: Stage) -> Iterator[Memory]:
         frees_buffer = rank.model.tied_embeddings or rank.training.loss_chunk > 0
         kept_block = last_block if rank.parallel.keep_last_block else None
         gathered = _ends_gathered(rank, 1 if frees_buffer else 2, kept_block)
+        is_largest = rank.micro_batches == 1 or rank.is_frozen  # else sums of gradients are larger
         if not rank.head:  # FSDP frees the buffer of the last block when it gathers a unit after it
             gathered += rank.per_use * last_block.whole
+            if is_largest and rank.shards > 1 and not rank.gathers_stages:
+                gathered += rank.per_step * last_block.whole
         if rank.has_gradients_in_forward:  # hidden states, and their gradient, which is the result that is kept
             rows = rank.hidden_states
             logits = _loss(rank, rank.logit_bytes.backward)
@@ -139,7 +142,6 @@ def _forward(rank: Rank, stage: StageSize, memory: Stage) -> Iterator[Memory]:
         else:
             logits = _loss(rank, rank.logit_bytes.forward)
             yield Memory(gathered=gathered, temporary=previous, logits=logits)
-            is_largest = rank.micro_batches == 1 or rank.is_frozen  # else sums of gradients are larger
             if not frees_buffer and is_largest and not rank.gathers_stages:
                 yield Memory(gathered=gathered + rank.per_step * rank.table, temporary=previous, logits=logits)
     if stage.first:
