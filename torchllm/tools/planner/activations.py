@@ -32,6 +32,8 @@ class Phase(NamedTuple):
     """whether the buffer of the last reduction before this block is still there, which the block's first one frees"""
     freed: float = 0.0
     """parameters of this block that are no longer gathered, if it frees its weights"""
+    deferred: float = 0.0
+    """bytes kept by then if gradients of weights are put off: inputs and output gradients of the products passed"""
     reduces_experts: bool = False
     """whether those that are reduced are a rank's own experts, which other ranks share than the rest of the block"""
 
@@ -297,8 +299,8 @@ def block_activations(
     if not trained.only_updates:
         added = sum(shape.outputs for shape in added_matrices(model, piece.tp))
         deferred = deferred_bytes(model, width) + 2 * added
-    phases = backward_phases(model, piece, kernels, stored, routed)
     tokens = piece.tokens
+    phases = backward_phases(model, piece, kernels, stored, routed, tokens * deferred)
     return BlockActivations(
         norm=tokens * stored.norm,
         entry=tokens * 2 * width.local,
@@ -323,10 +325,14 @@ def gate_bytes(model: Model, width: Widths) -> float:
 
 def deferred_bytes(model: Model, width: Widths) -> float:
     """Return the bytes per token of the inputs of a block's products, and of the gradients of their results."""
-    hidden = 2 * width.hidden * (1 + width.has_ffn)
-    inputs = hidden + 2 * width.query + 2 * width.ffn
-    heads = 2 * (width.query + 2 * width.key)
-    return inputs + heads + hidden + gate_bytes(model, width)
+    hidden = 4 * width.hidden
+    heads = 2 * (2 * width.query + 2 * width.key)
+    return hidden + heads + deferred_by_ffn(model, width)
+
+
+def deferred_by_ffn(model: Model, width: Widths) -> float:
+    """Return the part of `deferred_bytes` of the feed-forward layer."""
+    return 4 * width.hidden * width.has_ffn + 2 * width.ffn + gate_bytes(model, width)
 
 
 class BlockWeights(NamedTuple):
@@ -354,9 +360,12 @@ def block_weights(model: Model, piece: Piece) -> BlockWeights:
 
 
 def backward_phases(
-    model: Model, piece: Piece, kernels: Kernels, stored: StoredParts, routed: RoutedActivations
+    model: Model, piece: Piece, kernels: Kernels, stored: StoredParts, routed: RoutedActivations, deferred: float
 ) -> list[Phase]:
-    """Return the moments of a block's backward; the reduction of its gradients is the last."""
+    """Return the moments of a block's backward; the reduction of its gradients is the last.
+
+    deferred: bytes that the whole block keeps if gradients of weights are put off; 0 if it keeps none.
+    """
     width = Widths.of(model, piece)
     weights = block_weights(model, piece)
     own_unit = weights.experts if piece.ep > 1 else 0.0  # reduced and freed before the rest of the block
@@ -371,16 +380,17 @@ def backward_phases(
         gradients=of_ffn,
         after_unit=not model.experts,  # the router is a separate unit, reduced before
         freed=own_unit,
+        deferred=min(deferred, piece.tokens * deferred_by_ffn(model, width)),
     )
     at_first_norm = piece.tokens * (of_norm - whole) - routed.whole
-    first_norm = second_norm._replace(working=at_first_norm, gradients=unit)
+    first_norm = second_norm._replace(working=at_first_norm, gradients=unit, deferred=deferred)
     reduction = first_norm._replace(reduced=unit, after_unit=False, freed=own_unit + unit)
     phases = [*routed_phases(model, piece, routed, weights.experts), second_norm]
     if width.ffn:
         at_gates = 2 * width.hidden + gate_bytes(model, width)
         working = piece.tokens * at_gates - routed.whole
         of_down = weights.down + weights.experts - own_unit
-        phases.append(second_norm._replace(working=working, gradients=of_down))
+        phases.append(second_norm._replace(working=working, gradients=of_down, deferred=0.0))
     if stored.core > 4.0 * width.heads:  # matrices of scores have gradients as large
         of_scores = SCORES * width.heads * piece.keys
         freed = freed_by_ffn + stored.norm

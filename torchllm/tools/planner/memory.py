@@ -75,8 +75,8 @@ class StageMemoryCosts(NamedTuple):
     """of its gradients once they are reduced"""
     freed: float
     """of its weights that are gathered once per step, until its gradients are reduced"""
-    last_block: float
-    """of its last block's weights, which stay gathered from a forward to the following backward"""
+    after_forward: float
+    """of the weights that stay gathered from a forward to the following backward: its root's and its last block's"""
     ahead: float
     """of all its weights, gathered for its first forward"""
 
@@ -90,9 +90,10 @@ class StageMemoryCosts(NamedTuple):
             freed = rank.per_step * parameters.whole
         whole = gradient * parameters.whole
         reduced = gradient * parameters.shard
-        last_block = rank.per_use * rank.last_block(size).whole * rank.parallel.keep_last_block
+        kept_block = rank.last_block(size).whole * rank.parallel.keep_last_block
+        after_forward = rank.per_use * (kept_block + rank.root_of(size))
         ahead = rank.per_use * parameters.whole * rank.gathers_stages
-        return cls(stage.held, stage.logits, stage.deferred, whole, reduced, freed, last_block, ahead)
+        return cls(stage.held, stage.logits, stage.deferred, whole, reduced, freed, after_forward, ahead)
 
     def reserved(self, software: Software) -> "StageMemoryCosts":
         """Return the bytes that the allocator reserves for them (`peak.reserved`). Gradients do not come and go."""
@@ -104,7 +105,7 @@ class StageMemoryCosts(NamedTuple):
             whole=self.whole,
             reduced=self.reduced,
             freed=allocator * self.freed,
-            last_block=allocator * self.last_block,
+            after_forward=allocator * self.after_forward,
             ahead=allocator * self.ahead,
         )
 
@@ -117,7 +118,7 @@ def sum_of_stages(moment: Total, costs: Sequence[StageMemoryCosts]) -> float:
         total += moment.deferred[size] * stage.deferred
         total += moment.whole[size] * stage.whole
         total += moment.reduced[size] * (stage.reduced - stage.freed)
-        total += moment.waiting[size] * stage.last_block
+        total += moment.waiting[size] * stage.after_forward
         total += moment.ahead[size] * stage.ahead
     return total
 
@@ -129,7 +130,7 @@ def memory_of_stages(moment: Total, costs: Sequence[StageMemoryCosts]) -> Memory
         flying, reduced = moment.flying[size], moment.reduced[size]
         activations = flying * stage.activations + moment.deferred[size] * stage.deferred
         gradients = moment.whole[size] * stage.whole + reduced * stage.reduced
-        gathered = moment.waiting[size] * stage.last_block - reduced * stage.freed
+        gathered = moment.waiting[size] * stage.after_forward - reduced * stage.freed
         gathered += moment.ahead[size] * stage.ahead
         logits = flying * stage.logits
         of_stage = Memory(gradients=gradients, gathered=gathered, activations=activations, logits=logits)

@@ -131,6 +131,10 @@ class Rank(NamedTuple):
             root += model.max_sequence_length * model.hidden
         return root
 
+    def root_of(self, stage: StageSize) -> float:
+        """Return the part of `root` on a stage: FSDP gathers it as a whole, and keeps it from forward to backward."""
+        return self.root if stage.first or (stage.last and self.model.tied_embeddings) else 0.0
+
     @property
     def head(self) -> float:
         """Elements of a head that is a separate unit: 0 if it is tied to the embedding."""

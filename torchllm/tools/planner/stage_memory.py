@@ -11,9 +11,11 @@ While it computes the peak is at the worst of a few named moments:
   embedding  the same as head, for the embedding
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from torchllm.facts.flops import recompute_interval
 from torchllm.tools.planner.parameters import StageSize
 from torchllm.tools.planner.peak import Memory, Peak
 from torchllm.tools.planner.rank import BlockMemory, Rank
@@ -36,6 +38,8 @@ class Stage(NamedTuple):
     """part of `ends`: the gradient of the head's weight, computed in the forward pass with training.loss_chunk"""
     logits: float
     deferred: float
+    deferred_by_head: float
+    """part of `deferred`: the head's input, and the gradients of its logits in 16 bits"""
     extra: dict[Kind, Peak]
     """peak of each kind of action"""
 
@@ -45,7 +49,7 @@ def stage_memory(rank: Rank, stage: StageSize, kinds: Iterable[Kind]) -> Stage:
     model, tokens, software = rank.model, rank.piece.tokens, rank.software
     of_blocks = ActivationsOfBlocks(rank.usual.activations, rank.dense.activations)
     blocks = activations_of_stage(model, rank.recompute, software, stage, of_blocks)
-    held, ends, logits, of_head = blocks.held, 0.0, 0.0, 0.0
+    held, ends, logits, of_head, deferred_by_head = blocks.held, 0.0, 0.0, 0.0, 0.0
     deferred = (stage.blocks - stage.dense) * rank.usual.activations.deferred
     deferred += stage.dense * rank.dense.activations.deferred
     if not model.features.learned_positions:
@@ -56,18 +60,20 @@ def stage_memory(rank: Rank, stage: StageSize, kinds: Iterable[Kind]) -> Stage:
         ends = rank.usual.activations.norm + of_head
         if rank.training.loss_chunk == 0:
             logits = rank.logit_bytes.kept * tokens * rank.logits_per_token()
-        if not rank.is_frozen:  # input of the head, kept for the gradient of its weight
-            ends += tokens * 2.0 * model.hidden
-            deferred += tokens * (2.0 * model.hidden + 2.0 * rank.logits_per_token())
+        if rank.has_gradients_in_forward or not rank.is_frozen:  # the gradient of the head's input; or that input
+            ends += rank.hidden_states
+        if not rank.is_frozen:
+            deferred_by_head = rank.hidden_states + 2.0 * tokens * rank.logits_per_token()
+            deferred += deferred_by_head
     else:
         held += rank.boundary
     held += ends
-    memory = Stage(held, ends, of_head, logits, deferred, {})
+    memory = Stage(held, ends, of_head, logits, deferred, deferred_by_head, {})
     for kind in kinds:
         if kind == "F":
             moments = _forward(rank, stage, memory)
         elif kind == "W":
-            moments = _weight_gradients(rank, stage)
+            moments = _weight_gradients(rank, stage, memory)
         else:
             moments = _backward(rank, stage, memory, blocks, kind)
         memory.extra[kind] = Peak.of(list(moments), software)
@@ -124,6 +130,11 @@ def _forward(rank: Rank, stage: StageSize, memory: Stage) -> Iterator[Memory]:
         frees_buffer = rank.model.tied_embeddings or rank.training.loss_chunk > 0
         kept_block = last_block if rank.parallel.keep_last_block else None
         gathered = _ends_gathered(rank, 1 if frees_buffer else 2, kept_block)
+        is_largest = rank.micro_batches == 1 or rank.is_frozen  # else sums of gradients are larger
+        if not rank.head:  # FSDP frees the buffer of the last block when it gathers a unit after it
+            gathered += rank.per_use * last_block.whole
+            if is_largest and rank.shards > 1 and not rank.gathers_stages:
+                gathered += rank.per_step * last_block.whole
         if rank.has_gradients_in_forward:  # hidden states, and their gradient, which is the result that is kept
             rows = rank.hidden_states
             logits = _loss(rank, rank.logit_bytes.backward)
@@ -131,7 +142,6 @@ def _forward(rank: Rank, stage: StageSize, memory: Stage) -> Iterator[Memory]:
         else:
             logits = _loss(rank, rank.logit_bytes.forward)
             yield Memory(gathered=gathered, temporary=previous, logits=logits)
-            is_largest = rank.micro_batches == 1 or rank.is_frozen  # else sums of gradients are larger
             if not frees_buffer and is_largest and not rank.gathers_stages:
                 yield Memory(gathered=gathered + rank.per_step * rank.table, temporary=previous, logits=logits)
     if stage.first:
@@ -139,6 +149,9 @@ def _forward(rank: Rank, stage: StageSize, memory: Stage) -> Iterator[Memory]:
         if rank.is_frozen and rank.parallel.pp > 1:  # of the forward before, before any backward: else sums are larger
             gathered += rank.per_use * last_block.whole * rank.parallel.keep_last_block
         yield Memory(gathered=gathered, temporary=previous, activations=-memory.held)
+    if rank.root_of(stage):  # it stays gathered, and its buffer is freed when block 0 has been copied out of its own
+        gathered = rank.per_use * 2 * (rank.root_of(stage) + rank.block(stage, 0).whole)
+        yield Memory(gathered=gathered, temporary=previous, activations=-memory.held, logits=-memory.logits)
     units = 1 + min(stage.blocks, 1 + rank.parallel.prefetch)  # one of them is the buffer of the next
     gathered = rank.per_use * units * last_block.whole
     if stage.first and rank.is_frozen and rank.parallel.pp > 1:  # in the first block
@@ -146,12 +159,15 @@ def _forward(rank: Rank, stage: StageSize, memory: Stage) -> Iterator[Memory]:
     yield Memory(gathered=gathered, temporary=previous)
 
 
-def _weight_gradients(rank: Rank, stage: StageSize) -> Iterator[Memory]:
-    """Yield the moment when deferred gradients of weights are computed."""
+def _weight_gradients(rank: Rank, stage: StageSize, memory: Stage) -> Iterator[Memory]:
+    """Yield the moments when deferred gradients of weights are computed: of the blocks, then of the head."""
     units = min(stage.blocks, 2)
     block = rank.last_block(stage).whole
     gathered = rank.per_use * units * block
-    yield Memory(gathered=gathered, temporary=rank.software.temporary_gradients * block)
+    gradient = rank.software.temporary_gradients
+    yield Memory(gathered=gathered, temporary=gradient * block)
+    if memory.deferred_by_head:
+        yield Memory(temporary=gradient * rank.table, activations=memory.deferred_by_head - memory.deferred)
 
 
 def _backward(rank: Rank, stage: StageSize, memory: Stage, blocks: ActivationsOfStage, kind: Kind) -> Iterator[Memory]:
@@ -161,19 +177,41 @@ def _backward(rank: Rank, stage: StageSize, memory: Stage, blocks: ActivationsOf
     """
     gradient = rank.software.temporary_gradients * (kind == "B")
     if stage.last:
-        yield from _loss_backward(rank, memory, gradient, rank.last_block(stage))
+        deferred = _deferred(rank, stage, memory, 0, kind)
+        yield from _loss_backward(rank, memory, gradient, rank.last_block(stage), deferred)
     usual_blocks = stage.blocks - stage.dense
     for finished in sorted({0, 1, usual_blocks, stage.blocks - 1}):
         if 0 <= finished < stage.blocks:
-            yield from _block_backward(rank, stage, memory, blocks, gradient, finished)
+            yield from _block_backward(rank, stage, memory, blocks, finished, kind)
     if rank.reduces_sums:
         yield _last_reduction(rank, memory, blocks.usual, stage)
     if stage.first:
-        yield _embedding_backward(rank, stage, memory, gradient)
+        deferred = _deferred(rank, stage, memory, stage.blocks, kind)
+        yield _embedding_backward(rank, stage, memory, deferred)
 
 
-def _loss_backward(rank: Rank, memory: Stage, gradient: float, last_block: BlockMemory) -> Iterator[Memory]:
-    """Yield the moments of the backward of loss and head. gradient: bytes of a weight's."""
+def _deferred(rank: Rank, stage: StageSize, memory: Stage, finished: int, kind: Kind) -> float:
+    """Return the bytes that the head and the last `finished` blocks keep for gradients of weights that come later.
+
+    A segment is recomputed as a whole: its finished blocks count as recomputed.
+    """
+    if kind == "B":
+        return 0.0
+    first = stage.blocks - finished
+    if rank.recompute.mode == "segment":
+        size = recompute_interval(rank.recompute, rank.model.layers)
+        first = min(stage.blocks, size * math.ceil(first / size))
+    of_blocks = [rank.block(stage, position).activations.deferred for position in range(first, stage.blocks)]
+    return memory.deferred_by_head + sum(of_blocks)
+
+
+def _loss_backward(
+    rank: Rank, memory: Stage, gradient: float, last_block: BlockMemory, deferred: float
+) -> Iterator[Memory]:
+    """Yield the moments of the backward of loss and head.
+
+    gradient: bytes of a weight's. deferred: bytes that the head keeps for it, if it is computed later.
+    """
     previous = _previous_reduction(rank)
     gathered = _ends_gathered(rank, 1, last_block)
     of_weight = 0.0 if rank.is_frozen else gradient * rank.table
@@ -181,9 +219,15 @@ def _loss_backward(rank: Rank, memory: Stage, gradient: float, last_block: Block
         yield Memory(gathered=gathered, temporary=previous + of_weight + rank.hidden_states)
     else:
         of_loss = _ends_gathered(rank, 1, last_block if rank.parallel.keep_last_block else None)
-        yield Memory(gathered=of_loss, temporary=previous, logits=_loss(rank, rank.logit_bytes.backward))
-        if 0 < rank.training.loss_chunk < rank.piece.tokens:  # autograd's sum of chunks so far, one's own, the new sum
+        logits = _loss(rank, rank.logit_bytes.backward)
+        of_chunks = 0.0
+        if 0 < rank.training.loss_chunk < rank.piece.tokens:
+            # Chunks before the last left gradients of their input and, if the weight's is put off, of their logits.
+            share = 1 - rank.training.loss_chunk / rank.piece.tokens
+            of_chunks = of_weight + share * max(rank.hidden_states, deferred)
+            # autograd's sum of chunks so far, one's own, the new sum
             yield Memory(gathered=of_loss, temporary=previous + 3 * of_weight + rank.hidden_states)
+        yield Memory(gathered=of_loss, temporary=previous + of_chunks, logits=logits)
     if rank.reduces_sums and not rank.is_frozen:  # the sum is copied to be sent; the result is a second buffer
         sent = rank.software.gradients * rank.head * (1 + 1 / rank.shards)
         freed = rank.per_step * rank.head
@@ -191,22 +235,24 @@ def _loss_backward(rank: Rank, memory: Stage, gradient: float, last_block: Block
     elif rank.software.fsdp and rank.parallel.pp == 1 and not rank.is_frozen:
         of_weight += rank.software.gradients * rank.head
     gathered -= rank.per_use * rank.head  # freed before its gradient is reduced
-    yield Memory(gathered=gathered, temporary=previous + of_weight, logits=-memory.logits, activations=-memory.of_head)
+    activations = deferred - memory.of_head
+    yield Memory(gathered=gathered, temporary=previous + of_weight, logits=-memory.logits, activations=activations)
 
 
 def _block_backward(
-    rank: Rank, stage: StageSize, memory: Stage, blocks: ActivationsOfStage, gradient: float, finished: int
+    rank: Rank, stage: StageSize, memory: Stage, blocks: ActivationsOfStage, finished: int, kind: Kind
 ) -> Iterator[Memory]:
-    """Yield the moments of a block's backward. gradient: bytes of a weight's. finished: blocks whose is over."""
+    """Yield the moments of a block's backward. finished: blocks whose is over."""
+    gradient = rank.software.temporary_gradients * (kind == "B")
+    deferred = _deferred(rank, stage, memory, finished, kind)
     tied = rank.model.tied_embeddings
-    root = rank.root * (stage.first or (tied and stage.last))
     waiting = rank.table * (tied and stage.last)  # a tied embedding sums the gradients of both its uses
     head = rank.head * stage.last
     position = stage.blocks - 1 - finished
     block = rank.block(stage, position)
     recomputed = (blocks.dense if position < stage.dense else blocks.usual).recomputed
     first_ahead = max(0, position - rank.parallel.prefetch)
-    gathered = rank.per_use * (rank.block_parameters(stage, first_ahead, position + 1).whole + root)
+    gathered = rank.per_use * (rank.block_parameters(stage, first_ahead, position + 1).whole + rank.root_of(stage))
     gradients = 0.0
     if rank.reduces_in_only_backward:
         over = rank.block_parameters(stage, position + 1, stage.blocks)
@@ -228,6 +274,7 @@ def _block_backward(
         temporary += at_once * reduced
         temporary += previous * phase.after_unit
         activations = min(0.0, working) - memory.ends - freed
+        activations += deferred + phase.deferred * (kind == "I")
         still_gathered = gathered - freeing * phase.freed
         yield Memory(0.0, gradients, 0.0, still_gathered, activations, -memory.logits, temporary=temporary)
 
@@ -250,13 +297,16 @@ def _last_reduction(rank: Rank, memory: Stage, blocks: StageActivations, stage: 
     return Memory(gathered=gathered, activations=activations, logits=-memory.logits, temporary=temporary)
 
 
-def _embedding_backward(rank: Rank, stage: StageSize, memory: Stage, gradient: float) -> Memory:
-    """Return the moment when the embedding's gradient is there. gradient: bytes per element of the gradient.
+def _embedding_backward(rank: Rank, stage: StageSize, memory: Stage, deferred: float) -> Memory:
+    """Return the moment when the embedding's gradient is there, which is never put off.
+
+    deferred: bytes that the rest of the stage keeps for gradients of weights that come later.
 
     A tied embedding has three then: the head's, its own, and autograd's sum of them, which is a new tensor (in a trace
     of torch 2.13, `aten::add`, not `add_`). They are as large as the sum and the float32 buffer that it is reduced
     from, which comes later.
     """
+    gradient = rank.software.temporary_gradients
     of_weight = gradient * (3 if rank.model.tied_embeddings and stage.last else 1)
     if rank.software.fsdp and rank.parallel.pp == 1 and not rank.reduces_sums:  # which are reduced when others are gone
         of_weight = max(of_weight, gradient + rank.software.gradients)
@@ -270,4 +320,4 @@ def _embedding_backward(rank: Rank, stage: StageSize, memory: Stage, gradient: f
     temporary = rank.reduced_at_once * rank.block(stage, 0).unit.whole + rank.hidden_states
     if not rank.is_frozen:
         temporary += of_weight * rank.table
-    return Memory(0.0, gradients, 0.0, gathered, -memory.held, -memory.logits, temporary=temporary)
+    return Memory(0.0, gradients, 0.0, gathered, deferred - memory.held, -memory.logits, temporary=temporary)
