@@ -6,10 +6,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from torchllm.tools.launch.torch_records import allocations
 
 
 def lines_run(work: Callable[[], object]) -> int:
@@ -28,6 +27,19 @@ def lines_run(work: Callable[[], object]) -> int:
     finally:
         sys.settrace(tracing)
     return lines
+
+
+def allocations(profiler: profile) -> list[int]:
+    """Return the bytes of torch's allocations of host memory, and of its frees as negative numbers, in order.
+
+    profiler: stopped, with `profile_memory=True`. Private: the public `profiler.events()` sums the memory of each
+    operator, which hides a peak inside it.
+    """
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
+    events = profiler.profiler.kineto_results.events()
+    changes = [event for event in events if event.name() == "[memory]" and event.device_type() == DeviceType.CPU]
+    return [event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())]
 
 
 def peak_bytes(work: Callable[[], object]) -> int:

@@ -1,5 +1,4 @@
 """AdamW, SGD and Muon on shards, their groups by role, the gradient norm, schedules, averages.
 
-When a step is applied is in train.
-Imports: config, facts, runtime, models, parallel.
+When a step is applied is in train. Imports: config, facts, runtime, models, parallel.
 """

@@ -1,5 +1,4 @@
 """Each technique as a function on a model: FSDP, tensor, pipeline, context, experts, recomputation, compile.
 
-The model is in models, the loss and the step in train.
-Imports: config, facts, runtime, models, data.
+The model is in models, the loss and the step in train. Imports: config, facts, runtime, models, data.
 """

@@ -70,16 +70,6 @@ def profiled_events(profiler: profile) -> list[ProfiledEvent]:
     return events
 
 
-def allocations(profiler: profile) -> list[int]:
-    """Return the bytes of torch's allocations of host memory, and of its frees as negative numbers, in order.
-
-    profiler: stopped, with `profile_memory=True`. Private: the public `profiler.events()` sums the memory of each
-    operator, which hides a peak inside it.
-    """
-    changes = [event for event in _raw_events(profiler) if event.name() == "[memory]" and not _on_gpu(event)]
-    return [event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())]
-
-
 def break_profile_cycle(profiler: profile) -> None:
     """Break the reference cycle of a stopped profile, so that it is freed with its last reference; it cannot restart.
 
