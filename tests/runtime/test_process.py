@@ -115,6 +115,11 @@ def test_only_rank_0_writes_the_marker(tmp_path: Path) -> None:
     assert (tmp_path / "stopped.json").read_text() == '{"step": 3}\n'
 
 
+def test_a_marker_that_cannot_be_written_costs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_runtime(tmp_path / "gone").mark_stopped(3)
+    assert "stopped.json: No such file or directory; a new start goes on from the checkpoint" in caplog.text
+
+
 def test_garbage_is_collected_at_the_same_step_on_all_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     collected: list[int] = []
     monkeypatch.setattr(gc, "collect", lambda: collected.append(step))

@@ -17,6 +17,8 @@ def describe_missing(path: str) -> str:
         return "it looks like a list: give one [[data.sources]] table per path"
     if re.search(r"\{[^{}]*[,.][^{}]*\}", path):
         return "braces are no part of a glob: give one [[data.sources]] table per path"
+    if "[" in path:
+        return "[...] in a path stands for one character of those in it: write [[] for a bracket of a name"
     if "," in path or "\n" in path:
         return "if it is several paths, give one [[data.sources]] table for each"
     if os.path.isabs(path):

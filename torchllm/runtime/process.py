@@ -184,8 +184,10 @@ class Runtime:
         """Write the marker that tells run_train.sh: this run ended early on purpose, with a checkpoint of `step`."""
         self.check_owner()
         if self.is_main:
-            with Tolerance(str(self.folder / STOPPED)).attempt():  # the checkpoint exists, which is enough to resume
+            try:
                 write_marker(self.folder, step)
+            except OSError as error:  # the checkpoint exists, which is enough to resume
+                log.warning("%s: %s; a new start goes on from the checkpoint", self.folder / STOPPED, error.strerror)
 
     def close(self) -> None:
         """Leave the process group. Call it on success only: after an error peers may be stuck, and waiting hangs."""

@@ -446,6 +446,7 @@ def test_a_path_that_is_no_path_is_named(kind: Any, tmp_path: Path, monkeypatch:
         ("{a,b}.jsonl", r"braces are no part of a glob: give one \[\[data.sources\]\] table per path"),
         ('["a.jsonl", "b.jsonl"]', "it looks like a list: give one"),
         ("a.jsonl,b.jsonl", "if it is several paths, give one"),
+        ("d[x]/*.jsonl", r"\[\.\.\.\] in a path stands for one character .* write \[\[\] for a bracket"),
         ("/nowhere/a.jsonl", "check the path"),
         ("a.jsonl", "the path is relative to the folder where the command was started, /"),
     ):
@@ -534,7 +535,9 @@ def test_a_compressed_file_is_what_is_in_it(tmp_path: Path) -> None:
             path.write_bytes(damaged)
             *_, last = read(source)
             assert last.fault == "unreadable file", compression
-            assert last.detail.startswith(f" ({compression}, and damaged or cut off: "), compression
+            assert last.detail.startswith(f" ({compression}, and damaged, cut off or followed by other bytes: "), (
+                compression
+            )
 
 
 @pytest.mark.parametrize("delimiter", ["", "\n\n"])

@@ -172,6 +172,9 @@ def test_csv_with_other_delimiters_and_compressed(tmp_path: Path) -> None:
     (tmp_path / "d.csv").write_text("text;n\nfive;1\n")
     (record,) = read(Source(kind="csv", path=str(tmp_path / "d.csv")))
     assert record.detail == ": no column 'text', it has: text;n (data.sources.text_key, messages_key or delimiter)"
+    (tmp_path / "e.csv").write_text("text,text\nfive,six\n")
+    (record,) = read(Source(kind="csv", path=str(tmp_path / "e.csv")))
+    assert record.detail.startswith(": 2 columns are named 'text', it has: text, text")
     (record,) = read(Source(kind="csv", path=str(tmp_path / "d.csv"), delimiter=";"))
     assert record.text == "five"
     (tmp_path / "e.csv").write_text("text,text\na,b\n")

@@ -499,12 +499,18 @@ class TableFiles(SourceFiles):
         listed = ", ".join(f"{field.name} ({field.type})" for field in schema)
         if schema.names.count(self.key) != 1:
             advice = ' = "input_ids" trains on the tokens as they are' if "input_ids" in schema.names else ""
-            return f": no column {self.key!r}, it has: {listed} (data.sources.text_key{advice})"
+            return f": {count_of_column(schema.names, self.key)}, it has: {listed} (data.sources.text_key{advice})"
         column = schema.field(self.key).type
         values = getattr(column, "value_type", column) if str(column).startswith("dictionary") else column
         if str(values) in _TEXT_TYPES or (_LIST.match(str(values)) and "int" in str(values.value_type)):
             return ""
         return f": the column {self.key!r} is no text, it has: {listed} (data.sources.text_key)"
+
+
+def count_of_column(names: Sequence[str], key: str) -> str:
+    """Return how many columns of a table have a name that one should have."""
+    count = names.count(key)
+    return f"{count} columns are named {key!r}" if count else f"no column {key!r}"
 
 
 _LIST = re.compile(r"(large_|fixed_size_)?list")

@@ -19,7 +19,7 @@ from torchllm.tools.prepare.records import (
     unreadable_file,
 )
 from torchllm.tools.prepare.source_files import SourceFile
-from torchllm.tools.prepare.sources import ShardRange, TableFiles, TextFiles, is_blank
+from torchllm.tools.prepare.sources import ShardRange, TableFiles, TextFiles, count_of_column, is_blank
 from torchllm.tools.prepare.unpack import first_bytes, most_unpacked, open_unpacked, refuse_bomb
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class CsvFiles(WholeTables):
             header = next(rows, _CsvRow([]))
             names = header.cells
             if names.count(self.key) != 1:
-                listed = f": no column {self.key!r}, it has: {', '.join(names)} ({_KEYS})"
+                listed = f": {count_of_column(names, self.key)}, it has: {', '.join(names)} ({_KEYS})"
                 yield TextRecord(Origin(path), fault=header.fault or WRONG_KEY, detail=header.detail or listed)
                 return
             columns = self.columns(pyarrow.schema([(name, pyarrow.string()) for name in names]))

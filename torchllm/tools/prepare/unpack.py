@@ -138,7 +138,7 @@ class _Unpacked(io.RawIOBase):
         try:
             count: int = self._stream.readinto(buffer)
         except (OSError, EOFError, ValueError, lzma.LZMAError) as error:  # pyarrow's own errors are ValueErrors
-            raise OSError(f"{self._compression}, and damaged or cut off: {error}") from error
+            raise OSError(f"{self._compression}, and damaged, cut off or followed by other bytes: {error}") from error
         self._unpacked += count
         if self._unpacked > _ALWAYS and self._unpacked > most_unpacked(self._size()):
             refuse_bomb(self._path, self._size())

@@ -21,7 +21,14 @@ from torchllm.tools.prepare.chat.messages import (
 from torchllm.tools.prepare.chat.template import Conversation
 from torchllm.tools.prepare.records import Origin, TextRecord, check_text
 from torchllm.tools.prepare.source_files import SourceFile
-from torchllm.tools.prepare.sources import HubRows, JsonLineFiles, ParquetFiles, RawSource, TableFiles
+from torchllm.tools.prepare.sources import (
+    HubRows,
+    JsonLineFiles,
+    ParquetFiles,
+    RawSource,
+    TableFiles,
+    count_of_column,
+)
 from torchllm.tools.prepare.tables import ArrowFiles, CsvFiles
 
 if TYPE_CHECKING:
@@ -64,7 +71,8 @@ class _ConversationTable(TableFiles):
         """Return that the column of the conversations is missing; "" if it is not."""
         if schema.names.count(self.key) == 1:
             return ""
-        return f": no column {self.key!r}, it has: {', '.join(schema.names)} (data.sources.messages_key)"
+        found = count_of_column(schema.names, self.key)
+        return f": {found}, it has: {', '.join(schema.names)} (data.sources.messages_key)"
 
     def columns(self, schema: "pyarrow.Schema") -> list[str]:
         """Return the names of the columns that are read."""
