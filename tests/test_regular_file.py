@@ -63,6 +63,9 @@ def test_each_reader_refuses_a_fifo_and_a_device(tmp_path: Path) -> None:
                 path.symlink_to("/dev/zero")
             with pytest.raises((OSError, UserError), match=r"regular file|not a file|there is no file"):
                 read(path)
+            if kind == "fifo":
+                with pytest.raises(OSError, match="No such device"):  # it has no reader: nothing is left open
+                    os.open(path, os.O_WRONLY | os.O_NONBLOCK)
 
 
 def test_a_file_is_read_through_a_link_and_only_up_to_a_limit(tmp_path: Path) -> None:

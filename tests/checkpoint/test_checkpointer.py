@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.patience import patience
+from tests.patience import patience, until
 from torchllm import __version__, config
 from torchllm.checkpoint import checkpointer as checkpointers
 from torchllm.checkpoint import manifest as manifests
@@ -35,7 +35,7 @@ from torchllm.checkpoint.manifest import (
     mark_suspect,
     read_suspects,
 )
-from torchllm.checkpoint.state import nonfinite_keys, parts_of
+from torchllm.checkpoint.state import Snapshot, nonfinite_keys, parts_of
 from torchllm.config.environment import ATTEMPT
 from torchllm.tools.hub.weights import load_newest_weights, load_weights
 from torchllm.tools.launch.lease import LeaseLost
@@ -492,13 +492,13 @@ def test_background_save_holds_the_values_of_its_call(tmp_path: Path, monkeypatc
 def test_background_saves_never_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saving = checkpointer(tmp_path, asynchronous=True)
     published: list[list[int]] = []
-    save_tensors = checkpoint_tensors.save_tensors
+    take = Snapshot.take
 
-    def save_and_note(*arguments: Any) -> Any:
+    def note_and_take(*arguments: Any) -> Any:  # it changes the tensors of an earlier save
         published.append(steps(tmp_path))
-        return save_tensors(*arguments)
+        return take(*arguments)
 
-    monkeypatch.setattr(checkpoint_tensors, "save_tensors", save_and_note)
+    monkeypatch.setattr(Snapshot, "take", note_and_take)
     for step in (1, 2, 3):
         saving.save(step, {})
     saving.close()
@@ -518,15 +518,12 @@ def test_failed_write_is_raised_and_leaves_the_earlier_one(
     monkeypatch.setattr(torch, "save", full)
     if asynchronous:
         saving.save(2, {})
-        assert saving._executor is not None
-        saving._executor.shutdown()
-        assert saving.failed
-    fail = saving.close if asynchronous else partial(saving.save, 2, {})
+        until(lambda: saving.failed)
     with pytest.raises(
         CheckpointError,
         match=r"cannot write .*step-00000002.*No space left.*make room.*earlier checkpoints are untouched",
     ):
-        fail()
+        saving.save(3 if asynchronous else 2, {})
     monkeypatch.undo()
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
     assert resumed_step(checkpointer(tmp_path)) == 1

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import pytest
 
 from tests.config.conftest import config_of
-from torchllm.config import Config, Lora, MixtureStage, Parallel, Source, gradient_accumulation
+from torchllm.config import Config, Lora, MixtureStage, Model, Parallel, Source, gradient_accumulation
 from torchllm.config.schema import Bound
 from torchllm.tools.config.checks import problems, resolve_degrees
 from torchllm.tools.config.help import field_docs
@@ -240,6 +240,11 @@ def test_low_rank_updates_are_all_that_is_trained_if_they_are_on() -> None:
         trained = Config(lora=lora).trained
         assert trained.only_updates == lora.is_on
         assert not lora.is_on or (trained.rank, trained.targets) == (lora.rank, lora.targets)
+
+
+def test_queries_keys_and_values_have_biases_by_their_key_or_by_the_family() -> None:
+    models = Model(), Model(qkv_bias=True), Model(family="gpt")
+    assert [model.has_qkv_bias for model in models] == [False, True, True]
 
 
 def test_accumulation() -> None:

@@ -14,11 +14,13 @@ import pytest
 from tests.config.conftest import RANK_VARIABLES, enter_empty_folder, refusal
 from tests.tiny_run import DEBUG, ROOT
 from torchllm.config import Config
+from torchllm.config.environment import RANK_NOTES
 from torchllm.tools.config.checks import obstacle_to_compiled_blocks
 from torchllm.tools.front import resolve
 from torchllm.tools.front.preflight import Inspection
 from torchllm.tools.front.resolve import TUNED, load_model
 from torchllm.tools.front.start import load_configs
+from torchllm.tools.launch import start_lines
 from torchllm.tools.planner.cluster import FOLDER
 from torchllm.tools.planner.search import auto
 
@@ -86,6 +88,18 @@ def test_what_is_told_is_told_once(
     with pytest.raises(SystemExit, match="0"):
         load_configs([*arguments, "--check"])
     assert capsys.readouterr().err.startswith("layout: ")
+
+
+def test_a_start_without_a_launcher_says_that_it_imports(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoken: list[object] = []
+    monkeypatch.setattr(start_lines, "_speak_in_thread", spoken.append)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(RANK_NOTES, str(folder))
+    load_configs(["--run.folder=run", "--run.device=cpu"])
+    assert spoken == []
+    monkeypatch.delenv(RANK_NOTES)
+    load_configs(["--run.folder=run", "--run.device=cpu"])
+    assert len(spoken) == 1
 
 
 def test_tune_returns_several_layouts_of_one_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

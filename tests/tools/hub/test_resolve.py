@@ -15,7 +15,8 @@ from torchllm.checkpoint.manifest import Manifest, publish
 from torchllm.config import Config, Model
 from torchllm.tools.front.resolve import load_run, load_sizes
 from torchllm.tools.front.start import load_configs
-from torchllm.tools.hub.hub import find_hub_model
+from torchllm.tools.hub.files import WHOLE_MODEL
+from torchllm.tools.hub.hub import SMALL_FILES, find_hub_model
 from torchllm.tools.hub.safetensors_header import HubFileError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -230,6 +231,11 @@ def test_a_download_is_of_the_files_of_the_index_at_one_commit(
     small, large = calls
     assert small[:2] == ("org/name", "v1")
     assert large == ("org/name", COMMIT, ["model-1.safetensors", "model-2.safetensors"], False)
+    calls.clear()
+    find_hub_model("org/name", weights=False, may_download=True)
+    (published.parent / COMMIT / WHOLE_MODEL).touch()
+    find_hub_model("org/name", weights=True, may_download=True)
+    assert [patterns for _, _, patterns, _ in calls] == [SMALL_FILES, [*SMALL_FILES, WHOLE_MODEL]]
 
 
 def test_a_rank_downloads_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

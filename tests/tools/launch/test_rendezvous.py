@@ -172,10 +172,16 @@ def test_nodes_whose_ranks_are_done_wait_for_the_others_unless_the_attempt_is_ov
 def test_a_launcher_that_is_killed_before_it_has_joined_is_named(
     open_nodes: Callable[[int], list[Rendezvous]], eager: None
 ) -> None:
-    first, second = open_nodes(2)
-    assert second.connection is not None
-    second.connection.socket.close()
-    with pytest.raises(JobOver, match="the launcher of node 1 was killed"):
+    """And not one that has ended as it should before."""
+    first, done, killed = open_nodes(3)
+    assert done.connection is not None
+    assert killed.connection is not None
+    with done.connection.socket.dup() as connection:
+        done.close(is_done=True)
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(1) == b""  # node 0 has seen the end of node 1
+    killed.connection.socket.close()
+    with pytest.raises(JobOver, match="the launcher of node 2 was killed"):
         begin(first)
 
 

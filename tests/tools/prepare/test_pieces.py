@@ -88,6 +88,11 @@ def test_every_place_to_cut_leaves_the_ids_as_they_are(tokenizer: Tokenizer, tex
         assert ids_of(tokenizer, text[:cut]) + ids_of(tokenizer, text[cut:]) == whole
 
 
+def test_each_place_in_a_long_text_is_found_once() -> None:
+    for text in ("a " * 3000, "a " * 3000 + "a"):
+        assert list(cut_places(text, 0)) == list(range(5999, 0, -2))
+
+
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(text=TEXTS, block=st.integers(1, 9), size=st.integers(1, 20))
 def test_pieces_have_the_ids_of_the_whole(tokenizer: Tokenizer, text: str, block: int, size: int) -> None:

@@ -56,6 +56,10 @@ def test_the_worst_parameter_of_the_first_wrong_step_is_named() -> None:
     assert (agreement.parameter, agreement.error) == ("b", pytest.approx(0.5))
     text = "step 2, b: gradient differs by 5.0e-01, over 1.0e-05 (and 1 others); no gradient of the steps before does"
     assert agreement.findings[0].startswith(text)
+    bounds = FLOAT32._replace(gradient=0.5, median=0.5)  # step 2 is just within them
+    agreement = compare_trainings(trained, expected, bounds)
+    assert (agreement.parameter, agreement.error) == ("c", 8.0)
+    assert agreement.findings[0].startswith("step 3, c: ")
 
 
 def test_steps_are_those_since_a_resumed_run_began() -> None:

@@ -405,6 +405,10 @@ def test_the_name_of_a_layout_that_was_drawn_names_it(tmp_path: Path) -> None:
     [
         ("tp=3", "--only: tp=3: with --ranks=2 tp is one of 1, 2"),
         ("tp", "--only: tp: with --ranks=2 tp is one of 1, 2"),
+        (
+            "micro_batch_size=5",
+            "--only: micro_batch_size=5: with --ranks=2 micro_batch_size is one of 12, 6, 4, 3, 2, 1",
+        ),
         ("color=red", "--only: color=red: a layout has no such setting; it has pp, dp_replicate, "),
         ("tp=2 dp_shard=2", "--only: tp=2 dp_shard=2: has 4 ranks: give --ranks=4 too"),
         (
