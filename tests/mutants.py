@@ -163,15 +163,15 @@ class Trials:
     """Plugin of pytest: a trial for each of the drawn tests in the place of its run."""
 
     def __init__(self, tests: int, seed: int) -> None:
-        self.tests, self.draw, self.lines = tests, random.Random(seed), ROOT / ".night/mutant_lines"
+        self.tests, self.seed, self.lines = tests, seed, ROOT / ".night/mutant_lines"
         self.equivalent = json.loads(Path(__file__).with_suffix(".json").read_text())
         self.outcomes: list[str] = []
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """Draw tests until enough of them had a mutant."""
+        """Draw tests until enough of them had a mutant: a new test, or a changed one, changes no other draw."""
         self.lines.parent.mkdir(exist_ok=True)
         functions = [item for item in session.items if isinstance(item, pytest.Function)]
-        for item in self.draw.sample(functions, len(functions)):
+        for item in sorted(functions, key=lambda item: random.Random(f"{self.seed} {item.nodeid}").random()):
             if len(self.outcomes) < self.tests and in_fork(lambda item=item: trace(item, self.lines), SLOW) == PASSED:
                 self.try_one(item, functions)
         print("; ".join(f"{self.outcomes.count(name)} {name}" for name in sorted(set(self.outcomes))))
@@ -184,7 +184,7 @@ class Trials:
         choices = mutants(ast.literal_eval(self.lines.read_text()), names, _mirrored(item))
         if not choices:
             return
-        mutant = self.draw.choice(choices)
+        mutant = random.Random(f"{self.seed} {item.nodeid}").choice(choices)
         status = in_fork(lambda: run([item], mutant), 3 * SLOW)
         outcome = "noticed"
         if status == UNFIT:

@@ -4,6 +4,7 @@ A fork adds one by writing a class with `write` and `close` and giving an instan
 `monitor.begin`. A sink that raises ends no training: see `TolerantSink`.
 """
 
+import glob
 import io
 import itertools
 import json
@@ -241,7 +242,8 @@ class TensorBoard:
         """config: text that the page "text" shows."""
         # The begin of the name is TensorBoard's, with the time in seconds; it reads the files of a folder in the order
         # of their names. So a launch after the clock went back takes the second after the last file's.
-        earlier = [path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")]
+        names = glob.glob("events.out.tfevents.*", root_dir=folder)  # none of a folder that cannot be read
+        earlier = [name.split(".")[3] for name in names]
         moment = max([int(time.time()), *(int(part) + 1 for part in earlier if part.isdecimal())])
         launch = f"{moment:010d}.{os.uname().nodename}.{os.getpid()}.{next(_FILES)}"
         self.file = AppendedFile(folder / f"events.out.tfevents.{launch}")
