@@ -39,7 +39,7 @@ def printed_errors() -> dict[str, list[str]]:
 def test_errors_are_those_that_the_page_prints() -> None:
     """Of step times, or of layers where no step is timed, and of peaks of memory; in percent, to one decimal.
 
-    Whoever changes the planner prints the table again: python recipes/plan.py score.
+    Whoever changes the planner prints the table again: python -m evidence score.
     """
     printed = printed_errors()
     for name, summary in scores().items():

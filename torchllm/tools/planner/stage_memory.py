@@ -187,7 +187,7 @@ def _backward(rank: Rank, stage: StageSize, memory: Stage, blocks: ActivationsOf
         yield _last_reduction(rank, memory, blocks.usual, stage)
     if stage.first:
         deferred = _deferred(rank, stage, memory, stage.blocks, kind)
-        yield _embedding_backward(rank, stage, memory, deferred)
+        yield from _embedding_backward(rank, stage, memory, deferred)
 
 
 def _deferred(rank: Rank, stage: StageSize, memory: Stage, finished: int, kind: Kind) -> float:
@@ -297,19 +297,16 @@ def _last_reduction(rank: Rank, memory: Stage, blocks: StageActivations, stage: 
     return Memory(gathered=gathered, activations=activations, logits=-memory.logits, temporary=temporary)
 
 
-def _embedding_backward(rank: Rank, stage: StageSize, memory: Stage, deferred: float) -> Memory:
-    """Return the moment when the embedding's gradient is there, which is never put off.
+def _embedding_backward(rank: Rank, stage: StageSize, memory: Stage, deferred: float) -> Iterator[Memory]:
+    """Yield the moments of the embedding's gradient, which is never put off: as it is computed, and as it is reduced.
 
     deferred: bytes that the rest of the stage keeps for gradients of weights that come later.
 
     A tied embedding has three then: the head's, its own, and autograd's sum of them, which is a new tensor (in a trace
-    of torch 2.13, `aten::add`, not `add_`). They are as large as the sum and the float32 buffer that it is reduced
-    from, which comes later.
+    of torch 2.13, `aten::add`, not `add_`). FSDP frees the buffer that block 0 was reduced from before it makes the
+    embedding's.
     """
     gradient = rank.software.temporary_gradients
-    of_weight = gradient * (3 if rank.model.tied_embeddings and stage.last else 1)
-    if rank.software.fsdp and rank.parallel.pp == 1 and not rank.reduces_sums:  # which are reduced when others are gone
-        of_weight = max(of_weight, gradient + rank.software.gradients)
     gathered = rank.per_use * rank.root
     gradients = 0.0
     if rank.reduces_in_only_backward:
@@ -317,7 +314,12 @@ def _embedding_backward(rank: Rank, stage: StageSize, memory: Stage, deferred: f
         of_blocks = rank.block_parameters(stage, 0, stage.blocks)
         gathered -= rank.per_step * (of_blocks.whole + head)
         gradients = rank.software.gradients * (rank.parameters().shard - rank.table / rank.shards)
-    temporary = rank.reduced_at_once * rank.block(stage, 0).unit.whole + rank.hidden_states
-    if not rank.is_frozen:
-        temporary += of_weight * rank.table
-    return Memory(0.0, gradients, 0.0, gathered, deferred - memory.held, -memory.logits, temporary=temporary)
+    rest = Memory(0.0, gradients, 0.0, gathered, deferred - memory.held, -memory.logits)
+    computed = rank.reduced_at_once * rank.block(stage, 0).unit.whole + rank.hidden_states
+    if rank.is_frozen:
+        yield rest._replace(temporary=computed)
+        return
+    copies = 3 if rank.model.tied_embeddings and stage.last else 1
+    yield rest._replace(temporary=computed + copies * gradient * rank.table)
+    if rank.software.fsdp and rank.parallel.pp == 1 and not rank.reduces_sums:
+        yield rest._replace(temporary=(gradient + rank.software.gradients) * rank.table)
