@@ -238,6 +238,7 @@ def first_hour(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(1800)  # 14 stages, of which `step` alone takes minutes on two cores
 def test_the_rehearsal(tmp_path: Path) -> None:
     """All stages on a CPU. What is slower here than on a GPU may be wrong, no job may fail."""
     done = first_hour(tmp_path)
