@@ -209,7 +209,7 @@ class ShardStream(ABC):
 
     def verify(self, split: Split, number: int, pace: Callable[[int], None] = lambda size: None) -> None:
         """Compare a shard's file with what was written, and record it as verified. Raises DamagedFile."""
-        raise NotImplementedError  # with `unverified_file`
+        raise NotImplementedError  # a subclass whose `unverified_file` returns files defines it
 
     def bytes_of(self, split: Split, number: int) -> int:
         """Return the number of bytes that `verify` reads."""

@@ -1,5 +1,6 @@
 """Advice about a path in the config that matches no file, e.g. a URL, a variable or a list."""
 
+import glob
 import os
 import re
 
@@ -17,8 +18,8 @@ def describe_missing(path: str) -> str:
         return "it looks like a list: give one [[data.sources]] table per path"
     if re.search(r"\{[^{}]*[,.][^{}]*\}", path):
         return "braces are no part of a glob: give one [[data.sources]] table per path"
-    if "[" in path:
-        return "[...] in a path stands for one character of those in it: write [[] for a bracket of a name"
+    if (literal := path.replace("[", "[[]")) != path and glob.glob(literal):
+        return f"[...] in it stands for one character: write {literal!r} for a name with brackets"
     if "," in path or "\n" in path:
         return "if it is several paths, give one [[data.sources]] table for each"
     if os.path.isabs(path):

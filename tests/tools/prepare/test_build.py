@@ -27,7 +27,7 @@ from torchllm.data.corpus import Corpus
 from torchllm.data.error import DataError
 from torchllm.data.shard import SPLITS, Split
 from torchllm.data.tokenizer import load_tokenizer
-from torchllm.tools.prepare import build, records, tokenize_shard
+from torchllm.tools.prepare import build, cache, records, tokenize_shard
 from torchllm.tools.prepare.build import TokenizingProgress, shard_size_mib, warn_of_changes, write_corpus
 from torchllm.tools.prepare.cache import plan_corpus, prepare_cached
 from torchllm.tools.prepare.corpus_writer import ShardFileWriter
@@ -301,14 +301,19 @@ def test_finished_shards_are_kept_only_if_the_source_is_the_same_file(
     assert contents(folder, set()) == contents(tmp_path / "new", set())
 
 
-def test_a_corpus_in_the_cache_of_a_source_with_other_text_is_not_read(tmp_path: Path) -> None:
+def test_a_corpus_in_the_cache_of_a_source_with_other_text_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = write_documents(tmp_path, 300)
     data = Data(cache=str(tmp_path / "cache"))
     plan = plan_for(source)
     prepare_cached(plan, data)
     text = Path(source.path)
     text.chmod(0o600)
-    prepare_cached(plan, data)
+    prepare_cached(plan, data)  # reads the text, which is the same
+    monkeypatch.setattr(cache, "content_of", lambda files: pytest.fail("the text is read again"))
+    prepare_cached(plan, data)  # does not read it again
+    monkeypatch.undo()
     rewrite(text, text.read_bytes().swapcase().replace(b'"TEXT"', b'"text"'))
     with pytest.raises(DataError, match=rf"the files of '{text}' have other text than when .*: `touch` one of them"):
         prepare_cached(plan, data)

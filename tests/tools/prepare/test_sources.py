@@ -439,6 +439,8 @@ def test_a_bad_document_between_delimiters_is_named_by_its_line(tmp_path: Path) 
 @pytest.mark.parametrize("kind", ["text", "megatron"])
 def test_a_path_that_is_no_path_is_named(kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "d[x]").mkdir()
+    (tmp_path / "d[x]/a.txt").touch()
     find = source_files if kind == "text" else token_files
     for path, words in (
         ("s3://bucket/*.jsonl", 'it is a URL, .* download it. .* set kind = "hub"'),
@@ -446,7 +448,8 @@ def test_a_path_that_is_no_path_is_named(kind: Any, tmp_path: Path, monkeypatch:
         ("{a,b}.jsonl", r"braces are no part of a glob: give one \[\[data.sources\]\] table per path"),
         ('["a.jsonl", "b.jsonl"]', "it looks like a list: give one"),
         ("a.jsonl,b.jsonl", "if it is several paths, give one"),
-        ("d[x]/*.jsonl", r"\[\.\.\.\] in a path stands for one character .* write \[\[\] for a bracket"),
+        ("d[x]/*.txt", r"\[\.\.\.\] in it stands for one character: write 'd\[\[\]x\]/\*\.txt'"),
+        ("e[x]/*.txt", "the path is relative to the folder where the command was started, /"),
         ("/nowhere/a.jsonl", "check the path"),
         ("a.jsonl", "the path is relative to the folder where the command was started, /"),
     ):

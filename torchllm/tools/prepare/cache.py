@@ -203,14 +203,19 @@ def _described(plan: CorpusPlan) -> str:
 def _refuse_other_text(folder: Path, plan: CorpusPlan) -> None:
     """Raise DataError if a corpus in the cache was made from other text, though the files have its sizes and times."""
     try:
-        changes, content = json.loads((folder / _SOURCE).read_bytes())
-        if changes == changes_of(plan.files) or content == content_of(plan.files):
+        recorded, content = json.loads((folder / _SOURCE).read_bytes())
+        changes = changes_of(plan.files)
+        if changes == recorded:
+            return
+        if content == content_of(plan.files):
+            with suppress(OSError):  # of another user: then the next start reads the text again
+                (folder / _SOURCE).write_text(json.dumps([changes, content]))
             return
     except (OSError, ValueError, TypeError):  # an earlier version wrote none
         return
     raise DataError(
         f"data.sources: the files of {plan.source.path or plan.source.kind!r} have other text than when {folder} was "
-        "made from them, but the same sizes and times of change: `touch` one of them, and they are tokenized again"
+        "made from them, but the same sizes and modification times: `touch` one of them, and they are tokenized again"
     )
 
 
