@@ -84,7 +84,7 @@ def _previous_reduction(rank: Rank) -> float:
     """Return the buffer of the last reduction of a micro batch, which FSDP keeps until the next one's first."""
     if rank.micro_batches == 1 or not rank.reduces_every_micro_batch:
         return 0.0
-    return rank.software.gradients * rank.table
+    return rank.software.gradients * max(rank.table, rank.root)  # an untied embedding is a unit, too
 
 
 def _loss(rank: Rank, bytes_per_logit: float) -> float:
@@ -263,8 +263,8 @@ def _block_backward(
     previous = 0.0
     if finished:
         previous = at_once * rank.block(stage, position + 1).unit.whole
-    elif stage.last:
-        previous = at_once * head
+    elif stage.last:  # without a separate head it is of the micro batch before
+        previous = at_once * head or _previous_reduction(rank)
     freed = blocks.freed(stage, finished)
     for phase in block.activations.phases:
         working = phase.working + recomputed
