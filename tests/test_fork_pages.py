@@ -172,7 +172,7 @@ def test_what_it_does_not_combine_with_is_refused(other: str, capsys: pytest.Cap
 def test_a_block_that_is_not_registered_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RECIPE", raising=False)
     unknown = replace(PLAIN, block="unknown")
-    for use in (find_block, build_model, parameter_count):
+    for use in (find_block, parameter_count):
         with pytest.raises(UserError, match=r"model.block: 'unknown' is not registered.*RECIPE"):
             use(unknown)
 

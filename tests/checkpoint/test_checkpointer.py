@@ -354,26 +354,6 @@ def test_a_deletion_does_not_hold_up_training(tmp_path: Path, monkeypatch: pytes
     assert manifests.hidden_folders(tmp_path / "checkpoints") == []
 
 
-def test_an_old_checkpoint_that_cannot_be_renamed_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    rename = os.rename
-
-    def refuse(source: Path, target: Path) -> None:
-        if source.name == "step-00000001":
-            raise PermissionError(1, "Operation not permitted", str(source))
-        rename(source, target)
-
-    saving = saved(tmp_path, 1, keep=1)
-    monkeypatch.setattr(os, "rename", refuse)
-    saving.save(2, {})
-    saving.save(3, {})
-    saving.close()
-    assert steps(tmp_path) == [3, 1]
-    assert "cannot delete the old checkpoint" in caplog.text
-    assert "step-00000001" in caplog.text
-
-
 def test_another_model_or_optimizer_is_refused_by_name(tmp_path: Path) -> None:
     saved(tmp_path, 1)
     folder = step_folder(tmp_path, 1)

@@ -31,7 +31,7 @@ from tests.launched import ends
 from tests.patience import until
 from tests.tools.prepare.test_build import BYTES, plan_for, write_corpus_of, write_documents
 from torchllm.config import Checkpoint, Config, Data, Finetune, MixtureStage, Model, Run, Source, Training
-from torchllm.config.applied_keys import note_origins
+from torchllm.config.applied_keys import note_origins, unapplied
 from torchllm.config.system_errors import describe_system_error
 from torchllm.data.batch import Batch
 from torchllm.data.checked_file import BLOCK
@@ -491,8 +491,10 @@ def test_a_run_goes_on_with_files_that_a_new_run_refuses(
         reader_of(kind).prepare(source, ReaderSettings(data, model.vocab, load_tokenizer("bytes")), fingerprint)
     caplog.clear()
     with workers.nothing_applied():
-        note_origins(Config(run=Run(folder=str(tmp_path / "run"))), {})
+        config = Config(data=data, run=Run(folder=str(tmp_path / "run")))
+        note_origins(config, {})
         loader = build_loader(data, training, model, 0, DataRanks())
+        assert unapplied(config) == []
     loader.load_state(state)
     assert next_tokens(loader, 2) == tokens
     assert caplog.text.count("the run goes on with the files and tokens that its corpus recorded") == 1

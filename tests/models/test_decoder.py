@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from torchllm.config import Model
+from torchllm.config import Config, Model, Training
+from torchllm.config.applied_keys import unapplied
+from torchllm.config.errors import UserError
 from torchllm.models import attention
 from torchllm.models.block_mask import causal_block_mask
 from torchllm.models.decoder import Decoder, build_model, cast_parameters
@@ -39,10 +41,10 @@ def positions(length: int = 24) -> Tensor:
     return torch.arange(length).expand(2, length)
 
 
-def made(model: Model, loss_chunk: int = 0) -> Decoder:
+def made(model: Model) -> Decoder:
     """A decoder with random weights everywhere, norms and biases too, large enough for differences to show."""
     with torch.device("meta"):
-        decoder = build_model(model, loss_chunk)
+        decoder = build_model(model)
     initialize([decoder], model, CPU, seed=0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -125,6 +127,17 @@ def test_tied_embeddings_are_one_parameter_until_to_empty_and_after_tying_again(
     assert decoder.lm_head.weight is not decoder.embed_tokens.weight  # the footgun that tie_embeddings is for
     decoder.tie_embeddings()
     assert decoder.lm_head.weight is decoder.embed_tokens.weight
+
+
+def test_what_a_model_is_built_with_is_applied() -> None:
+    training = Training(loss_chunk=8, z_loss=0.1)
+    build_model(LLAMA, training.loss_chunk, training.z_loss)
+    assert unapplied(Config(training=training)) == []
+
+
+def test_a_block_that_is_not_registered_is_refused() -> None:
+    with pytest.raises(UserError, match=r"model.block: 'unknown' is not registered"):
+        build_model(replace(LLAMA, block="unknown"))
 
 
 @pytest.mark.parametrize(("router_dtype", "dtype"), [("float32", torch.float32), ("compute", torch.bfloat16)])

@@ -1,4 +1,5 @@
 import hashlib
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests import workers
+from tests.checkpoint.test_checkpointer import saved, steps
 from torchllm import config
 from torchllm.checkpoint import data_file
 from torchllm.checkpoint import manifest as manifests
@@ -67,6 +69,26 @@ def test_a_leftover_that_cannot_be_deleted_is_named_and_stops_nothing(
     assert [leftover.exists() for leftover in leftovers] == [True, False]
     [message] = caplog.messages
     assert message.startswith(f"warning: cannot delete {leftovers[0]}, which is no checkpoint any more")
+
+
+def test_an_old_checkpoint_that_cannot_be_renamed_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rename = os.rename
+
+    def refuse(source: Path, target: Path) -> None:
+        if source.name == "step-00000001":
+            raise PermissionError(1, "Operation not permitted", str(source))
+        rename(source, target)
+
+    saving = saved(tmp_path, 1, keep=1)
+    monkeypatch.setattr(os, "rename", refuse)
+    saving.save(2, {})
+    saving.save(3, {})
+    saving.close()
+    assert steps(tmp_path) == [3, 1]
+    assert "cannot delete the old checkpoint" in caplog.text
+    assert "step-00000001" in caplog.text
 
 
 def lower_keep(folder: str) -> dict[str, int]:
