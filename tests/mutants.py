@@ -6,8 +6,9 @@ python -m tests.mutants 20 2 tests/optim     # 20 tests of a folder, drawn by se
 A test's subject is the functions and classes of the library that its source names, or else the module that its file
 mirrors. Only lines that it executes are changed; slow tests and tests that start processes are left out. Tests run in
 forks of one process that has imported everything: a mutant is another code object in the place of a function's. One
-that its test does not notice runs with the test's whole file, and that of the changed module. Exit status 1: one
-survives that is not in mutants.json, which says why mutants are equivalent to the library's code.
+that its test does not notice runs with the test's whole file, and that of the changed module. These also run without
+it: a file that fails either way notices nothing. Exit status 1: one survives that is not in mutants.json, which says
+why mutants are equivalent to the library's code.
 """
 
 import ast
@@ -18,6 +19,7 @@ import multiprocessing.util
 import os
 import random
 import resource
+import shutil
 import signal
 import sys
 import textwrap
@@ -29,6 +31,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import pytest
 from _pytest.runner import runtestprotocol
+
+from tests import workers
 
 ROOT = Path(__file__).parents[1]
 LIBRARY = f"{ROOT}/torchllm/"
@@ -156,6 +160,7 @@ def in_fork(work: Callable[[], int], cpu_seconds: int) -> int:
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     with suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # processes that it has left
+    shutil.rmtree(workers.POOL.folder, ignore_errors=True)  # else another fork's ranks would look for those of this one
     return status if status >= 0 else FAILED
 
 
@@ -193,8 +198,9 @@ class Trials:
             outcome = "equivalent"
         elif status == PASSED:
             files = [other for other in others if other.path == item.path or _mirrored(other) == mutant.place[0]]
-            survives = in_fork(lambda: run(files, mutant), 20 * SLOW) == PASSED
-            outcome = "SURVIVED" if survives else "noticed by its file"
+            with_mutant = in_fork(lambda: run(files, mutant), 20 * SLOW)
+            without = in_fork(lambda: run(files), 20 * SLOW)
+            outcome = "SURVIVED" if with_mutant == without else "noticed by its file"
         self.outcomes.append(outcome)
         print(f"{outcome}: {item.nodeid}\n    {mutant.text}", flush=True)
 
