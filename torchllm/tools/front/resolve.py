@@ -22,15 +22,10 @@ from torchllm.checkpoint.manifest import CheckpointError, read_manifest, step_fo
 from torchllm.config import Config
 from torchllm.config.errors import UserError
 from torchllm.config.toml import shown
-from torchllm.tools.config.checks import (
-    Obstacle,
-    describe_idle_keys,
-    keys_of_other_recipes,
-    obstacle_to_compiled_blocks,
-    rank_remedy,
-)
+from torchllm.tools.config.degrees import Obstacle, obstacle_to_compiled_blocks, rank_remedy
 from torchllm.tools.config.draft import Draft, parse_arguments
 from torchllm.tools.config.environment import refuse, system_errors_on_one_line
+from torchllm.tools.config.idle import describe_idle_keys, keys_of_other_recipes
 from torchllm.tools.config.load import read_draft
 from torchllm.tools.config.refuse import finish
 from torchllm.tools.launch.compiler import AMD_DRIVER, count_gpus, lack_of_gpu_compiler
