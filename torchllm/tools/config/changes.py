@@ -78,11 +78,8 @@ def config_changes(saved: Mapping[str, Any], config: Config) -> list[ConfigChang
 
 def _same_paths(kind: Any, saved: str | None, current: str | None) -> bool:
     """Return whether two values of a key, as TOML, are the same path or paths."""
-    if (
-        not any(notes_on(each, IsPath) for each in (kind, *get_args(plain_type(kind)[0])))
-        or saved is None
-        or current is None
-    ):
+    is_path = any(notes_on(each, IsPath) for each in (kind, *get_args(plain_type(kind)[0])))
+    if not is_path or saved is None or current is None:
         return False
     values = tomllib.loads(f"saved = {saved}\ncurrent = {current}")
     if isinstance(values["saved"], str):
