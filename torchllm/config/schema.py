@@ -69,6 +69,7 @@ class OfKinds(NamedTuple):
     kinds: tuple[str, ...]
 
 
+# What several keys need, and the calls that apply several.
 EXPERTS = Needs("model.experts over 0")
 BALANCED = Needs(f'{EXPERTS.words} and model.balance_loss = "sequence" or "global"')
 ROTARY = Needs('rotary positions, which model.family = "llama" has')
@@ -77,8 +78,6 @@ LLAMA3 = Needs(f'{SCALED} and model.rope_scaling = "llama3"')
 YARN = Needs(f'{SCALED} and model.rope_scaling = "yarn"')
 OWN_TEXT = "a source of your own raw text"
 ADAMW = Needs('optimizer.name = "adamw" or "muon"')
-AVERAGE = Needs("optimizer.ema_decay over 0")
-WSD = Needs('schedule.name = "wsd"')
 PIPELINE = Needs("parallel.pp over 1", "idle")
 GATHERED = Needs("parallel.pp and parallel.tp over 1, without parallel.sequence_parallel", "idle")
 SHARDED = "parallel.dp_shard x cp over 1 and parallel.zero_stage"
@@ -105,6 +104,7 @@ FilePath = Annotated[str, IsPath()]
 PathOrName = Annotated[str, IsPath(or_name=True)]
 Count = Annotated[int, Bound(at_least=1)]
 Natural = Annotated[int, Bound(at_least=0)]
+Degree = Count
 Positive = Annotated[float, Bound(over=0.0)]
 NonNegative = Annotated[float, Bound(at_least=0.0)]
 Fraction = Annotated[float, Bound(at_least=0.0, at_most=1.0)]
@@ -517,9 +517,9 @@ class Schedule:
     """shape after the warmup; wsd (warmup, stable, decay): constant, and falling in the last decay_steps"""
     warmup_steps: Natural = 0
     """steps over which the rate rises from 0 to its peak"""
-    decay_steps: Annotated[Natural, WSD] = 0
+    decay_steps: Annotated[Natural, Needs('schedule.name = "wsd"')] = 0
     """wsd: length of the final decay; 0: a tenth of training.steps"""
-    decay: Annotated[Literal["linear", "1-sqrt"], WSD] = "linear"
+    decay: Annotated[Literal["linear", "1-sqrt"], Needs('schedule.name = "wsd"')] = "linear"
     """wsd: shape of the final decay; 1-sqrt falls steeply first: 1 - the square root of the share that is done"""
     final_fraction: Annotated[Fraction, Needs("a schedule.name that is not constant")] = 0.1
     """rate at the last step, as a fraction of the peak"""
@@ -567,17 +567,17 @@ class Parallel:
     layout: Literal["manual", "auto", "tune"] = "manual"
     """auto: the planner sets every key of [parallel], recompute.mode and micro_batch_size that you did not; tune: the
     run measures the planner's best few layouts when it starts, and takes the fastest"""
-    pp: Count = 1
+    pp: Degree = 1
     """ranks among which the blocks are divided (pipeline parallelism)"""
     dp_replicate: Annotated[int, Bound(at_least=-1)] = 1
     """copies of the weights (HSDP: one per node); -1: the ranks divided by the other degrees"""
     dp_shard: Annotated[int, Bound(at_least=-1)] = -1
     """ranks that share a copy of the weights (FSDP); -1: the ranks divided by the other degrees"""
-    cp: Count = 1
+    cp: Degree = 1
     """ranks that share a sequence (context parallelism)"""
-    tp: Count = 1
+    tp: Degree = 1
     """ranks that share each matrix (tensor parallelism)"""
-    ep: Annotated[Count, EXPERTS] = 1
+    ep: Annotated[Degree, EXPERTS] = 1
     """with model.experts: ranks that share the experts of each block (expert parallelism); it borrows the innermost
     ranks of dp_shard x cp x tp, so it is no factor of the number of ranks"""
     sequence_parallel: Annotated[bool, Needs("parallel.tp over 1", "idle")] = False
@@ -798,7 +798,7 @@ class Evaluate:
     tasks_interval: Annotated[Natural, Needs("evaluate.tasks")] = 0
     """steps between evaluations of the tasks, each in a process next to rank 0, on CPUs; a multiple of
     checkpoint.interval; 0: only recipes/evaluate.py does them"""
-    ema: Annotated[bool, AVERAGE, EVALUATED] = False
+    ema: Annotated[bool, Needs("optimizer.ema_decay over 0"), EVALUATED] = False
     """evaluate the moving average of the weights (optimizer.ema_decay) instead of the weights"""
 
 
@@ -828,7 +828,7 @@ class Generate:
     """in a chat, the system message of each conversation; empty: none"""
     history: bool = True
     """in a chat an answer follows the messages before; false: each message begins a conversation"""
-    ema: Annotated[bool, AVERAGE] = False
+    ema: Annotated[bool, Needs("optimizer.ema_decay over 0")] = False
     """use the moving average of the weights (optimizer.ema_decay) instead of the weights"""
 
 
