@@ -1,18 +1,19 @@
 """Settings that do nothing: an error where they contradict a choice, a line where they wait for another layout."""
 
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
 import pytest
 
 from tests.config.conftest import config_of, refusal
-from torchllm.config import Config, OfKinds, Parallel, Source, write_config
+from torchllm.config import AppliedBy, Config, Needs, OfKinds, Parallel, Source, write_config
+from torchllm.config.applied_keys import unapplied
 from torchllm.config.field_types import field_types, notes_on
 from torchllm.config.paths import absolute_paths
 from torchllm.config.write import dump_toml
-from torchllm.tools.config.idle import IN_OTHER_WORDS, condition, conditions, contradictions, idle_keys
+from torchllm.tools.config.idle import IN_OTHER_WORDS, IdleKey, condition, conditions, contradictions, idle_keys
 from torchllm.tools.config.load import load_config, read_draft
 from torchllm.tools.config.refuse import finish
 from torchllm.tools.proof.layouts import Settings
@@ -284,3 +285,29 @@ def test_zero_3_under_pp_is_told_where_it_is_chosen(
     write_config(chosen, tmp_path / "config.toml")  # a run folder keeps its own
     assert load_config([str(tmp_path / "config.toml")]).parallel.zero_stage == 3
     assert capsys.readouterr().err == ""
+
+
+@dataclass(frozen=True)
+class Distill:
+    """A fork's section."""
+
+    key_notes: ClassVar = (AppliedBy("distill(config.distill)"),)
+    weight: float = 0.0
+    """of the teacher's loss"""
+    power: Annotated[int, Needs("distill.weight over 0")] = 1
+    """exponent"""
+
+
+@dataclass(frozen=True)
+class ForkConfig(Config):
+    """With a section."""
+
+    distill: Distill = field(default_factory=Distill)
+
+
+def test_a_key_of_a_fork_has_its_condition_and_its_call_on_its_line() -> None:
+    config = ForkConfig(distill=Distill(power=2))
+    assert contradictions(config) == [IdleKey("distill.power", "needs distill.weight over 0", "; or remove it")]
+    config = ForkConfig(distill=Distill(power=2, weight=0.5))
+    assert contradictions(config) == []
+    assert [item.key for item in unapplied(config)] == ["distill.weight", "distill.power"]

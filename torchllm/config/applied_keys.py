@@ -116,7 +116,7 @@ def unapplied(config: Config) -> Iterator[Unapplied]:
     defaults = type(config)()
     for section in fields(config):
         table, default_table = getattr(config, section.name), getattr(defaults, section.name)
-        for name in vars(table) if is_dataclass(table) else ():
+        for name in [item.name for item in fields(table)] if is_dataclass(table) else ():
             key, value, default = f"{section.name}.{name}", getattr(table, name), getattr(default_table, name)
             call = call_for(type(table), name)
             is_off = value is False and default == "auto"  # a Switch, which no function needs to apply

@@ -30,5 +30,5 @@ def notes_on(annotated: Any, kind: type[N]) -> list[N]:
 
 def notes_on_key(section: type, name: str, kind: type[N]) -> list[N]:
     """Return the notes of a kind on a key of a section, then those on the section."""
-    shared = [note for note in getattr(section, "notes", ()) if isinstance(note, kind)]
+    shared = [note for note in getattr(section, "key_notes", ()) if isinstance(note, kind)]
     return notes_on(field_types(section)[name], kind) + shared

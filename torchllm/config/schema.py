@@ -406,7 +406,7 @@ class MixtureStage:
 class Data:
     """The sources, and how they are tokenized, packed and ordered."""
 
-    notes: ClassVar = (AppliedBy("build_loader(config.data, ...)", is_replaceable=True),)
+    key_notes: ClassVar = (AppliedBy("build_loader(config.data, ...)", is_replaceable=True),)
     sources: tuple[Source, ...] = (Source(),)
     """one [[data.sources]] table per source"""
     tokenizer: Annotated[str, IsPath(names=("bytes",))] = "bytes"
@@ -472,7 +472,7 @@ class Training:
 class Optimizer:
     """The optimizer, and how learning rate and weight decay differ by a parameter's role."""
 
-    notes: ClassVar = (AppliedBy("build_optimizer(stages, config.optimizer)", is_replaceable=True),)
+    key_notes: ClassVar = (AppliedBy("build_optimizer(stages, config.optimizer)", is_replaceable=True),)
     name: Literal["adamw", "sgd", "muon"] = "adamw"
     """muon: orthogonalized momentum for the matrices of the blocks, adamw for all other parameters"""
     learning_rate: Positive = 3e-4
@@ -512,7 +512,7 @@ class Optimizer:
 class Schedule:
     """The learning rate over the steps."""
 
-    notes: ClassVar = (AppliedBy("LearningRate(config.schedule, ...)", is_replaceable=True),)
+    key_notes: ClassVar = (AppliedBy("LearningRate(config.schedule, ...)", is_replaceable=True),)
     name: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """shape after the warmup; wsd (warmup, stable, decay): constant, and falling in the last decay_steps"""
     warmup_steps: Natural = 0
@@ -633,7 +633,7 @@ class Parallel:
 class Recompute:
     """Which activations are recomputed in the backward pass instead of kept."""
 
-    notes: ClassVar = (PARALLELIZE,)
+    key_notes: ClassVar = (PARALLELIZE,)
     mode: RecomputeMode = "none"
     """full: every block; segment: segments of k blocks, keeping each segment's input; every_k: one block in k; ffn:
     the feed-forward layers; selective: all but matrix products and attention; selective_half: all but attention and
@@ -646,7 +646,7 @@ class Recompute:
 class Compile:
     """Parts that torch.compile fuses; on a CPU it needs a C++ compiler."""
 
-    notes: ClassVar = (PARALLELIZE,)
+    key_notes: ClassVar = (PARALLELIZE,)
     norm: Annotated[bool, Needs("RMSNorm (family llama): LayerNorm is one kernel already")] = False
     """the norms, each one kernel"""
     block: Switch = "auto"
@@ -664,7 +664,7 @@ class Compile:
 class Float8:
     """Matrix products of the blocks in float8 (package torchao); weights and their gradients stay float32."""
 
-    notes: ClassVar = (PARALLELIZE,)
+    key_notes: ClassVar = (PARALLELIZE,)
     recipe: Annotated[
         Literal["none", "rowwise", "rowwise_with_gw_hp", "tensorwise"],
         Unsupported("mxfp8", "MXFP8 needs a GPU with sm_100, such as B200, and cannot be tested without one"),
@@ -686,7 +686,7 @@ LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 class Lora:
     """Low-rank updates that are trained in place of the weights, which are frozen (LoRA, arXiv 2106.09685)."""
 
-    notes: ClassVar = (AppliedBy("add_low_rank_updates(model, config, dtype), right after build_model"),)
+    key_notes: ClassVar = (AppliedBy("add_low_rank_updates(model, config, dtype), right after build_model"),)
     rank: Natural = 0
     """rows of A and columns of B (r): W x becomes W x + alpha / rank B A x; 0: off, all weights are trained"""
     alpha: Annotated[Positive, Needs(LORA)] = 16.0
@@ -739,7 +739,7 @@ class TrainedParameters:
 class Checkpoint:
     """When the run is saved, and its initial state."""
 
-    notes: ClassVar = (AppliedBy("Checkpointer(config.checkpoint, ...) and its resume()"),)
+    key_notes: ClassVar = (AppliedBy("Checkpointer(config.checkpoint, ...) and its resume()"),)
     interval: Natural = 500
     """steps between checkpoints; 0: only the last step"""
     resume: Annotated[str, IsPath(names=("auto", "none"))] = "auto"
@@ -836,7 +836,7 @@ class Generate:
 class Finetune:
     """How conversations become tokens, and how long recipes/finetune.py trains on them."""
 
-    notes: ClassVar = (Needs("RECIPE=recipes/finetune.py", "elsewhere"),)
+    key_notes: ClassVar = (Needs("RECIPE=recipes/finetune.py", "elsewhere"),)
     chat_template: FilePath = ""
     """file of a Jinja chat template; empty: the template of data.tokenizer (chat_template.jinja or
     tokenizer_config.json in its folder)"""
@@ -849,7 +849,7 @@ class Finetune:
 class Export:
     """The weights of a run as a model for transformers, written by recipes/export.py."""
 
-    notes: ClassVar = (Needs("recipes/export.py, after the training", "elsewhere"),)
+    key_notes: ClassVar = (Needs("recipes/export.py, after the training", "elsewhere"),)
     folder: FilePath = ""
     """folder of the model, which must not exist yet"""
     dtype: Annotated[Literal["float32", "bfloat16"], LATER] = "float32"
