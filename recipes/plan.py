@@ -32,7 +32,8 @@ from typing import Any, NamedTuple, get_args
 from torchllm.config import Config, Training
 from torchllm.config.errors import UserError
 from torchllm.config.toml import toml_value
-from torchllm.tools.config.checks import conflicts, resolve_degrees
+from torchllm.tools.config.checks import conflicts
+from torchllm.tools.config.degrees import resolve_degrees
 from torchllm.tools.config.read import ConfigError, read_table
 from torchllm.tools.config.toml_files import read_files
 from torchllm.tools.planner.cluster import Hardware, read_cluster, unknown_cluster

@@ -43,8 +43,7 @@ usage: torchllm COMMAND [ARGUMENTS]
   torchllm pipeline train_configs/pipeline/laptop.toml [--check] [--set STAGE.section.key=value]
       Tokenizer, pretraining, fine-tuning, evaluation, export and a chat, one after another (docs/pipeline.md).
   torchllm report RUN [RUN ...] [-o FILE]
-      Write one HTML page about runs: curves, where the time went, events, data, config. Of a pipeline's folder: a text
-      with its stages, times, costs, scores and samples.
+      Write one HTML page about runs: curves, where the time went, events, data, config.
   torchllm runs [FOLDER]
       List the runs in a folder, by default in runs/: state, step and last loss.
   torchllm env
@@ -92,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         size(rest)
     elif command == "report":
-        from torchllm.tools.pipeline.report import main as report
+        from torchllm.tools.watch.report import main as report
 
         report(rest)
     elif command == "runs":

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from torchllm.config import Config
 from torchllm.config.errors import UserError
-from torchllm.tools.config.checks import contradictions, idle_keys
+from torchllm.tools.config.idle import contradictions, idle_keys
 from torchllm.tools.front.start import load_configs
 from torchllm.tools.launch.compiler import first_gpu
 from torchllm.tools.planner.evidence.cells import COLUMNS as MEASURED_COLUMNS

@@ -1,22 +1,19 @@
 """Settings that do nothing: an error where they contradict a choice, a line where they wait for another layout."""
 
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
 import pytest
 
 from tests.config.conftest import config_of, refusal
-from torchllm.config import Config, Source, write_config
+from torchllm.config import AppliedBy, Config, Needs, OfKinds, Parallel, Source, write_config
+from torchllm.config.applied_keys import unapplied
+from torchllm.config.field_types import field_types, notes_on
 from torchllm.config.paths import absolute_paths
 from torchllm.config.write import dump_toml
-from torchllm.tools.config.checks import (
-    CONTRADICTIONS,
-    IDLE,
-    SOURCE_KINDS,
-    contradictions,
-    idle_keys,
-)
+from torchllm.tools.config.idle import IN_OTHER_WORDS, IdleKey, condition, conditions, contradictions, idle_keys
 from torchllm.tools.config.load import load_config, read_draft
 from torchllm.tools.config.refuse import finish
 from torchllm.tools.proof.layouts import Settings
@@ -114,9 +111,16 @@ WAITING: dict[str, tuple[Any, Settings, Settings]] = {
 }
 
 
-def test_every_row_has_a_case() -> None:
-    assert [need.key for need in CONTRADICTIONS] == list(CONTRADICTED)
-    assert [need.key for need in IDLE] == list(WAITING)
+def test_every_condition_has_a_case_and_a_function() -> None:
+    needs: dict[str, dict[str, str]] = {"error": {}, "idle": {}, "elsewhere": {}}
+    for section in fields(Config):
+        for kind, found in needs.items():
+            for name, words in conditions(type(getattr(Config(), section.name)), kind).items():
+                found[f"{section.name}.{name}"] = words
+                assert condition(words)(Config(parallel=Parallel(dp_shard=1))) in (True, False), words
+    assert needs["error"].keys() == CONTRADICTED.keys()
+    assert needs["idle"].keys() == WAITING.keys()
+    assert [words for words in IN_OTHER_WORDS if words not in str(needs)] == []
 
 
 def test_a_key_that_contradicts_a_choice() -> None:
@@ -154,10 +158,13 @@ def test_a_key_that_waits_for_another_layout() -> None:
 
 
 def test_keys_of_a_source() -> None:
+    notes = {name: notes_on(annotated, OfKinds) for name, annotated in field_types(Source).items()}
+    kinds_of = {name: found[0].kinds for name, found in notes.items() if found}
+    assert len(kinds_of) == 7
     for kind in get_args(get_type_hints(Source)["kind"]):
-        changed: Any = {key: f"{key} of a test" for key in SOURCE_KINDS}
+        changed: Any = {key: f"{key} of a test" for key in kinds_of}
         sources = (Source(), Source(kind=kind, **changed))
-        unused = [f"data.sources.1.{key}" for key, kinds in SOURCE_KINDS.items() if kind not in kinds]
+        unused = [f"data.sources.1.{key}" for key, kinds in kinds_of.items() if kind not in kinds]
         assert [idle_key.key for idle_key in contradictions(config_of({"data.sources": sources}))] == unused, kind
 
 
@@ -278,3 +285,29 @@ def test_zero_3_under_pp_is_told_where_it_is_chosen(
     write_config(chosen, tmp_path / "config.toml")  # a run folder keeps its own
     assert load_config([str(tmp_path / "config.toml")]).parallel.zero_stage == 3
     assert capsys.readouterr().err == ""
+
+
+@dataclass(frozen=True)
+class Distill:
+    """A fork's section."""
+
+    key_notes: ClassVar = (AppliedBy("distill(config.distill)"),)
+    weight: float = 0.0
+    """of the teacher's loss"""
+    power: Annotated[int, Needs("distill.weight over 0")] = 1
+    """exponent"""
+
+
+@dataclass(frozen=True)
+class ForkConfig(Config):
+    """With a section."""
+
+    distill: Distill = field(default_factory=Distill)
+
+
+def test_a_key_of_a_fork_has_its_condition_and_its_call_on_its_line() -> None:
+    config = ForkConfig(distill=Distill(power=2))
+    assert contradictions(config) == [IdleKey("distill.power", "needs distill.weight over 0", "; or remove it")]
+    config = ForkConfig(distill=Distill(power=2, weight=0.5))
+    assert contradictions(config) == []
+    assert [item.key for item in unapplied(config)] == ["distill.weight", "distill.power"]

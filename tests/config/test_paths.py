@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 import pytest
 
-from torchllm.config import Config, Data, Evaluate, Model, Source, write_config
-from torchllm.config.field_types import field_types, path_note
+from torchllm.config import Config, Data, Evaluate, IsPath, Model, Source, write_config
+from torchllm.config.field_types import field_types, notes_on, plain_type
 from torchllm.config.paths import absolute_paths, same_path
 from torchllm.tools.config.load import load_config
 from torchllm.tools.proof.layouts import with_settings
@@ -28,7 +28,7 @@ def path_keys(section: type = Config, prefix: str = "") -> Iterator[str]:
     for name, annotated in field_types(section).items():
         if is_dataclass(annotated) and isinstance(annotated, type):
             yield from path_keys(annotated, f"{prefix}{name}.")
-        elif any(path_note(kind) for kind in (annotated, *get_args(annotated))):
+        elif any(notes_on(kind, IsPath) for kind in (annotated, *get_args(plain_type(annotated)[0]))):
             yield prefix + name
 
 

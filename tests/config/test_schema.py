@@ -10,7 +10,8 @@ import pytest
 from tests.config.conftest import config_of
 from torchllm.config import Config, Lora, MixtureStage, Model, Parallel, Source, gradient_accumulation
 from torchllm.config.schema import Bound
-from torchllm.tools.config.checks import problems, resolve_degrees
+from torchllm.tools.config.checks import problems
+from torchllm.tools.config.degrees import resolve_degrees
 from torchllm.tools.config.help import field_docs
 from torchllm.tools.config.read import config_error, describe
 

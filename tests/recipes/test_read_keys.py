@@ -14,7 +14,8 @@ from tests.config.test_applied_keys import KEYS, changed
 from tests.recipes.warm import pretrain
 from tests.tiny_run import ROOT
 from torchllm.config import Config, schema
-from torchllm.tools.config.checks import contradictions, idle_keys, keys_of_other_recipes, problems
+from torchllm.tools.config.checks import problems
+from torchllm.tools.config.idle import contradictions, idle_keys, keys_of_other_recipes
 from torchllm.tools.proof.layouts import with_settings
 
 COPIES = tuple(str(ROOT / "torchllm" / folder) for folder in ("config", "tools/config", "tools/front"))

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.autograd import DeviceType
 from torch.distributed.device_mesh import init_device_mesh
@@ -39,7 +38,6 @@ from torchllm.runtime.torch_pipeline import ConnectedStage
 from torchllm.tools import torch_names
 from torchllm.tools.launch import torch_records
 from torchllm.tools.launch.torch_records import break_profile_cycle, flight_records, profiled_events
-from torchllm.tools.torch_names import storage_info
 
 
 @pytest.fixture
@@ -121,15 +119,6 @@ def test_PROFILER_MARKS() -> None:
 
 def test_VARLEN_ATTENTION() -> None:
     assert str(torch_compat.VARLEN_ATTENTION) == "torch_attn._varlen_attn.default"
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_storage_info(tmp_path: Path) -> None:
-    """Torch's own writer makes the same record."""
-    tensor = torch.arange(5.0)
-    dcp.save({"tensor": tensor}, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
-    ((_, stored),) = dcp.FileSystemReader(tmp_path).read_metadata().storage_data.items()
-    assert stored == storage_info("__0_0.distcp", 0, (tmp_path / "__0_0.distcp").stat().st_size)
 
 
 def sums_on_equal_meshes() -> list[float]:

@@ -1,6 +1,7 @@
 """Refuse to train with a key that the recipe does not apply.
 
-Most keys reach the library through an argument that a recipe must pass. Keys in `RULES` need a call in the recipe: a
+Most keys reach the library through an argument that a recipe must pass. Keys with a note `AppliedBy` in the schema need
+a call in the recipe; all others are read by the library or by other recipes, too (tests/config/test_applied_keys.py). A
 fork without the call, because it is older than the key or removed it, would silently train another model. The called
 function registers the key with `applied`, and `refuse_unapplied` ends the run before its first step if a key is set and
 not registered. A fork that applies a key in another way calls `applied` itself.
@@ -12,67 +13,13 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple
 
 from torchllm.config.errors import UserError
-from torchllm.config.schema import Config
+from torchllm.config.schema import AppliedBy, Config
 from torchllm.config.toml import toml_value
 
 AS_SET = object()
 """a key is applied with whatever value the config has"""
 BY_LIBRARY = object()
 """a key is applied by the library where the recipe does not"""
-
-
-class Rule(NamedTuple):
-    """The call with which a recipe applies a key."""
-
-    key: str
-    """section.key, or a section for all of its keys without a separate rule"""
-    call: str
-    is_replaceable: bool = False
-    """a fork may replace the part, e.g. the optimizer, and ignore its keys: they are reported but not refused"""
-
-
-_BUILD = "build_model(config.model, config.training.loss_chunk, config.training.z_loss)"
-_PARALLELIZE = "parallelize(...) with config.recompute, config.compile and config.float8"
-_INITIAL = "Checkpointer(..., initial=initial_weights(config)) and its resume()"
-_CHECKPOINTS = "Checkpointer(config.checkpoint, ...) and its resume()"
-_AVERAGE = (
-    "WeightAverage(stages, config.optimizer.ema_decay), its follow(optimizer), and below checkpoints.resume() its "
-    "restart(checkpoints.missing_extra_state)"
-)
-_BALANCE = "ExpertBalance(stages, config.training), which TrainStep has"
-_EVALUATION = "data.validation_sequences(config.evaluate.sequences), and evaluate(...) where it is due"
-_HEALTH = "monitor.step(n) and monitor.log(...)"
-
-RULES = (
-    Rule("run.dry_run", "dry_run(config) instead of training"),
-    Rule("run.deterministic", "start_runtime(config.run, [config])"),
-    Rule("model.frozen", _BUILD),
-    Rule("model.from_hf", _INITIAL),
-    Rule("model.upcycle", _INITIAL),
-    Rule("model.upcycle_noise", _INITIAL),
-    Rule("model.router_bias", _BALANCE),
-    Rule("model.router_bias_rate", _BALANCE),
-    Rule("model.balance_loss", _BALANCE),
-    Rule("data", "build_loader(config.data, ...)", is_replaceable=True),
-    Rule("training.loss_chunk", _BUILD),
-    Rule("training.z_loss", _BUILD),
-    Rule("training.on_nonfinite", _HEALTH),
-    Rule("training.max_consecutive_nonfinite", _HEALTH),
-    Rule("optimizer.ema_decay", _AVERAGE),
-    Rule("optimizer", "build_optimizer(stages, config.optimizer)", is_replaceable=True),
-    Rule("schedule", "LearningRate(config.schedule, ...)", is_replaceable=True),
-    Rule("recompute", _PARALLELIZE),
-    Rule("compile", _PARALLELIZE),
-    Rule("float8", _PARALLELIZE),
-    Rule("lora", "add_low_rank_updates(model, config, dtype), right after build_model"),
-    Rule("checkpoint.initial", _INITIAL),
-    Rule("checkpoint", _CHECKPOINTS),
-    Rule("evaluate.interval", _EVALUATION),
-    Rule("finetune.epochs", "data.steps_of_epochs(config.finetune.epochs), whose steps are trained"),
-)
-"""every key that a recipe could ignore, with its call; all other keys are arguments that a recipe must pass, or are
-read by the library or by other recipes (listed in tests/config/test_applied_keys.py)"""
-
 _SAVES = ("checkpoint.interval", "checkpoint.keep", "checkpoint.keep_every", "checkpoint.asynchronous")
 CHANGE_NO_WEIGHT = ("recompute", "compile", *_SAVES, "evaluate")
 """keys, and sections for all of their keys, that a loop on one device may ignore: it trains the same model"""
@@ -161,29 +108,29 @@ class Unapplied(NamedTuple):
 
     key: str
     value: object
-    rule: Rule
+    applied_by: AppliedBy
 
 
-def unapplied(config: Config) -> list[Unapplied]:
-    """Return the keys that differ from their default and were not applied with their value."""
-    found = []
-    for key, value, default in _values(config):
-        rule = rule_for(key)
-        is_off = value is False and default == "auto"  # a Switch, which no function needs to apply
-        if rule is None or value == default or is_off:
-            continue
-        if _training.values.get(key, default) not in (value, AS_SET, BY_LIBRARY):
-            found.append(Unapplied(key, value, rule))
-    return found
+def unapplied(config: Config) -> Iterator[Unapplied]:
+    """Yield the keys that differ from their default and were not applied with their value."""
+    defaults = type(config)()
+    for section in fields(config):
+        table, default_table = getattr(config, section.name), getattr(defaults, section.name)
+        for name in [item.name for item in fields(table)] if is_dataclass(table) else ():
+            key, value, default = f"{section.name}.{name}", getattr(table, name), getattr(default_table, name)
+            call = call_for(type(table), name)
+            is_off = value is False and default == "auto"  # a Switch, which no function needs to apply
+            if call is None or value == default or is_off:
+                continue
+            if _training.values.get(key, default) not in (value, AS_SET, BY_LIBRARY):
+                yield Unapplied(key, value, call)
 
 
-def rule_for(key: str) -> Rule | None:
-    """Return the rule of a key or of its section; None if a recipe cannot ignore it."""
-    for name in (key, key.partition(".")[0]):
-        for rule in RULES:
-            if rule.key == name:
-                return rule
-    return None
+def call_for(section: type, name: str) -> AppliedBy | None:
+    """Return the call that applies a key of a section; None if a recipe cannot ignore it."""
+    from torchllm.config.field_types import notes_on_key  # the reader of a config has imported it
+
+    return next(iter(notes_on_key(section, name, AppliedBy)), None)
 
 
 def refuse_unapplied(config: Config, *, left_out: Collection[str] = (), one_device: bool = False) -> list[str]:
@@ -199,12 +146,12 @@ def refuse_unapplied(config: Config, *, left_out: Collection[str] = (), one_devi
     for item in unapplied(config):
         if item.key in left_out or item.key.partition(".")[0] in left_out:
             passed_over.append(item.key)
-        elif item.rule.is_replaceable:
+        elif item.applied_by.is_replaceable:
             passed_over += [item.key] if _training.config is not None else []
         else:
             lines.append(
                 f"{_located(item.key, config)}: is {_shown(item.value)}, but this recipe does not apply it: call "
-                f"{item.rule.call}, as torchllm's own recipes do; or remove the key"
+                f"{item.applied_by.call}, as torchllm's own recipes do; or remove the key"
             )
     lines += _unsaved_state(config)
     if lines:
@@ -264,15 +211,6 @@ def _unsaved_state(config: Config) -> list[str]:
         "remove the key"
         for key, name in missing.items()
     ]
-
-
-def _values(config: Config) -> Iterator[tuple[str, Any, Any]]:
-    """Yield every key of the sections with its value and its default."""
-    defaults = type(config)()
-    for section in fields(config):
-        table, default = getattr(config, section.name), getattr(defaults, section.name)
-        for item in fields(table) if is_dataclass(table) else ():
-            yield f"{section.name}.{item.name}", getattr(table, item.name), getattr(default, item.name)
 
 
 def _located(key: str, config: Config) -> str:

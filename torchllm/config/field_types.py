@@ -2,11 +2,11 @@
 
 from dataclasses import fields
 from functools import cache
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
-from torchllm.config.schema import Bound, IsPath
+from torchllm.config.schema import Bound
 
-_UNBOUND = Bound()
+N = TypeVar("N")
 
 
 @cache
@@ -19,11 +19,16 @@ def field_types(schema: type) -> dict[str, Any]:
 def plain_type(annotated: Any) -> tuple[Any, Bound]:
     """Return a type without `Annotated`, and its limits."""
     if get_origin(annotated) is not Annotated:
-        return annotated, _UNBOUND
-    kind, *notes = get_args(annotated)
-    return kind, next((note for note in notes if isinstance(note, Bound)), _UNBOUND)
+        return annotated, Bound()
+    return get_args(annotated)[0], next(iter(notes_on(annotated, Bound)), Bound())
 
 
-def path_note(annotated: Any) -> IsPath | None:
-    """Return the note on the type of a path; None if a type is no path."""
-    return next((note for note in get_args(annotated) if isinstance(note, IsPath)), None)
+def notes_on(annotated: Any, kind: type[N]) -> list[N]:
+    """Return the notes of a kind on a type."""
+    return [note for note in get_args(annotated) if isinstance(note, kind)]
+
+
+def notes_on_key(section: type, name: str, kind: type[N]) -> list[N]:
+    """Return the notes of a kind on a key of a section, then those on the section."""
+    shared = [note for note in getattr(section, "key_notes", ()) if isinstance(note, kind)]
+    return notes_on(field_types(section)[name], kind) + shared

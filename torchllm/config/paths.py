@@ -4,7 +4,7 @@ import os
 from dataclasses import is_dataclass, replace
 from typing import Any, TypeVar, get_args
 
-from torchllm.config.field_types import field_types, path_note, plain_type
+from torchllm.config.field_types import field_types, notes_on, plain_type
 from torchllm.config.schema import Config, IsPath, Source
 
 C = TypeVar("C", bound=Config)
@@ -35,8 +35,7 @@ def _absolute(annotated: Any, value: Any) -> Any:
     if isinstance(value, tuple):
         item = get_args(plain_type(annotated)[0])[0]
         return tuple(_absolute(item, element) for element in value)
-    note = path_note(annotated)
-    return os.path.abspath(value) if note is not None and _is_path(note, value) else value
+    return os.path.abspath(value) if any(_is_path(note, value) for note in notes_on(annotated, IsPath)) else value
 
 
 def _is_path(note: IsPath, value: str) -> bool:

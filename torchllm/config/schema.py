@@ -1,7 +1,8 @@
 """Every setting of a run, one dataclass per TOML section; `--help` prints the string under each field.
 
 No torch here: the config is checked before torch is imported, on machines that may not have it. `load.py` reads
-files and overrides into these classes; `checks.py` has the checks that need more than one key.
+files and overrides into these classes. A key is one line: its type, with notes on its limits, on what it `Needs` to
+have an effect and on the call that applies it (`AppliedBy`); `checks.py` has what needs more than one key.
 
 A forked recipe adds a section by subclassing `Config`:
 
@@ -13,7 +14,7 @@ A forked recipe adds a section by subclassing `Config`:
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, NamedTuple, get_args
+from typing import Annotated, ClassVar, Literal, NamedTuple, get_args
 
 
 class Bound(NamedTuple):
@@ -43,11 +44,67 @@ class IsPath(NamedTuple):
     """suffix that paths have and names lack"""
 
 
+class AppliedBy(NamedTuple):
+    """The call with which a recipe applies a key, or the keys of a section: see `applied_keys.py`."""
+
+    call: str
+    is_replaceable: bool = False
+    """a fork may replace the part, e.g. the optimizer, and ignore its keys: they are reported but not refused"""
+
+
+class Needs(NamedTuple):
+    """The condition for a key, or for the keys of a section, to have an effect."""
+
+    words: str
+    """KEY over NUMBER, or KEY = VALUE or VALUE, several with "and", and more for people after ", or" or a colon; other
+    words have a function in tools/config/idle.py"""
+    unmet: Literal["error", "idle", "elsewhere"] = "error"
+    """error: the key contradicts a choice; idle, a printed line: it waits for a layout, a source or a length;
+    elsewhere, a printed line: other recipes read it"""
+
+
+class OfKinds(NamedTuple):
+    """The kinds of sources that use a key of [[data.sources]]."""
+
+    kinds: tuple[str, ...]
+
+
+# What several keys need, and the calls that apply several.
+EXPERTS = Needs("model.experts over 0")
+BALANCED = Needs(f'{EXPERTS.words} and model.balance_loss = "sequence" or "global"')
+ROTARY = Needs('rotary positions, which model.family = "llama" has')
+SCALED = "model.rope_scaling_factor over 1"
+LLAMA3 = Needs(f'{SCALED} and model.rope_scaling = "llama3"')
+YARN = Needs(f'{SCALED} and model.rope_scaling = "yarn"')
+OWN_TEXT = "a source of your own raw text"
+ADAMW = Needs('optimizer.name = "adamw" or "muon"')
+PIPELINE = Needs("parallel.pp over 1", "idle")
+GATHERED = Needs("parallel.pp and parallel.tp over 1, without parallel.sequence_parallel", "idle")
+SHARDED = "parallel.dp_shard x cp over 1 and parallel.zero_stage"
+LORA = "lora.rank over 0"
+TASKS = Needs("evaluate.tasks_interval over 0, or recipes/evaluate.py", "elsewhere")
+LATER = Needs("evaluate.tasks_interval over 0, or recipes/export.py, after the training", "elsewhere")
+EVALUATED = Needs("evaluate.interval or evaluate.tasks_interval over 0, or recipes/evaluate.py", "elsewhere")
+FREE = "that neither model.frozen nor lora.rank freezes"
+DECAY = "optimizer.weight_decay and a learning rate over 0"
+OWN_HEAD = "model.tied_embeddings = false"
+BUILD = AppliedBy("build_model(config.model, config.training.loss_chunk, config.training.z_loss)")
+PARALLELIZE = AppliedBy("parallelize(...) with config.recompute, config.compile and config.float8")
+INITIAL = AppliedBy("Checkpointer(..., initial=initial_weights(config)) and its resume()")
+BALANCE = AppliedBy("ExpertBalance(stages, config.training), which TrainStep has")
+HEALTH = AppliedBy("monitor.step(n) and monitor.log(...)")
+AVERAGING = AppliedBy(
+    "WeightAverage(stages, config.optimizer.ema_decay), its follow(optimizer), and below checkpoints.resume() its "
+    "restart(checkpoints.missing_extra_state)"
+)
+EVALUATION = AppliedBy("data.validation_sequences(config.evaluate.sequences), and evaluate(...) where it is due")
+EPOCHS = AppliedBy("data.steps_of_epochs(config.finetune.epochs), whose steps are trained")
+
 FilePath = Annotated[str, IsPath()]
 PathOrName = Annotated[str, IsPath(or_name=True)]
 Count = Annotated[int, Bound(at_least=1)]
 Natural = Annotated[int, Bound(at_least=0)]
-Degree = Annotated[int, Bound(at_least=1)]
+Degree = Count
 Positive = Annotated[float, Bound(over=0.0)]
 NonNegative = Annotated[float, Bound(at_least=0.0)]
 Fraction = Annotated[float, Bound(at_least=0.0, at_most=1.0)]
@@ -66,7 +123,7 @@ class Run:
     """seed of the initial weights and of the data order"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to train; auto: the GPUs if there are any"""
-    deterministic: bool = False
+    deterministic: Annotated[bool, AppliedBy("start_runtime(config.run, [config])")] = False
     """use only deterministic kernels (slower on a GPU; a CPU run is bitwise repeatable without it)"""
     lower_ranks: bool = False
     """let run_train.sh start fewer processes, with a message, if all of them cannot share the batch"""
@@ -86,9 +143,9 @@ class Run:
     on_event: str = ""
     """command that is called with the name of an event (hang, restart, nan, imbalance, end) and the run folder;
     empty: none"""
-    dry_run: bool = False
+    dry_run: Annotated[bool, AppliedBy("dry_run(config) instead of training")] = False
     """do not train: print the memory and the messages of each kind of rank, for any number of ranks"""
-    json: bool = False
+    json: Annotated[bool, Needs("run.dry_run = true")] = False
     """with dry_run: print JSON, with sizes in bytes; --json is short for --run.json=true"""
 
 
@@ -127,7 +184,7 @@ FAMILIES = {
 class Model:
     """Sizes of the decoder."""
 
-    from_hf: PathOrName = ""
+    from_hf: Annotated[PathOrName, INITIAL] = ""
     """published model whose sizes and weights a fresh run starts with: a folder with config.json, or an id of the
     Hugging Face Hub, ORG/NAME or ORG/NAME@REVISION; empty: the sizes below, and random weights"""
     family: Literal["llama", "gpt"] = "llama"
@@ -149,40 +206,40 @@ class Model:
     experts: Annotated[int, Bound(at_least=0, at_most=2**15 - 1)] = 0
     """experts (E), the feed-forward layers of each sparse block; every token uses top_k of them; 0: all blocks are
     dense"""
-    top_k: Count = 2
+    top_k: Annotated[Count, EXPERTS] = 2
     """experts that each token uses (K)"""
-    expert_ffn: Natural = 0
+    expert_ffn: Annotated[Natural, EXPERTS] = 0
     """width of one expert; 0: ffn"""
-    upcycle: bool = False
+    upcycle: Annotated[bool, Needs("model.experts over 0, and model.from_hf or checkpoint.initial"), INITIAL] = False
     """start each expert as a copy of the feed-forward layer of the dense model that from_hf or checkpoint.initial
     names; routers start at random"""
-    upcycle_noise: NonNegative = 0.0
+    upcycle_noise: Annotated[NonNegative, Needs("model.upcycle = true"), INITIAL] = 0.0
     """each expert adds this multiple of its random initial weights to its copy"""
-    shared_experts: Natural = 0
+    shared_experts: Annotated[Natural, EXPERTS] = 0
     """experts that every token uses in addition to its top_k; they are one layer, shared_experts times as wide"""
-    dense_layers: Natural = 0
+    dense_layers: Annotated[Natural, EXPERTS] = 0
     """first blocks that have one feed-forward layer of width ffn instead of experts"""
-    router_score: Literal["softmax", "sigmoid"] = "softmax"
+    router_score: Annotated[Literal["softmax", "sigmoid"], EXPERTS] = "softmax"
     """how the router's logits become the scores that choose and weight experts"""
-    router_dtype: Literal["float32", "compute"] = "float32"
+    router_dtype: Annotated[Literal["float32", "compute"], EXPERTS] = "float32"
     """type of the router's weights and logits; compute: training.dtype, like all other layers, as in transformers'
     Mixtral, Qwen3-MoE and OLMoE; scores are float32 in any case"""
-    router_renormalize: bool = True
+    router_renormalize: Annotated[bool, EXPERTS] = True
     """divide the scores of a token's experts by their sum"""
-    router_scale: Positive = 1.0
+    router_scale: Annotated[Positive, EXPERTS] = 1.0
     """factor of the weighted sum of a token's experts"""
-    router_bias: bool = False
+    router_bias: Annotated[bool, EXPERTS, BALANCE] = False
     """choose experts by score + a bias per expert, which keeps their loads equal; it does not weight their outputs,
     starts at 0 and is not trained by gradients (DeepSeek-V3)"""
-    router_bias_rate: NonNegative = 0.001
+    router_bias_rate: Annotated[NonNegative, Needs(f"{EXPERTS.words} and model.router_bias = true"), BALANCE] = 0.001
     """after each step the router's bias of an expert falls by this if it had more tokens than the mean, and rises if it
     had fewer; 0: the bias does not change"""
-    balance_loss: Literal["none", "sequence", "global"] = "none"
+    balance_loss: Annotated[Literal["none", "sequence", "global"], EXPERTS, BALANCE] = "none"
     """penalty on the router's logits that keeps the experts' loads equal; sequence: within each sequence (DeepSeek-V3);
     global: by the loads of the whole step before, on all ranks"""
-    balance_weight: Positive = 0.001
+    balance_weight: Annotated[Positive, BALANCED] = 0.001
     """factor of the balance_loss"""
-    router_z_loss: NonNegative = 0.0
+    router_z_loss: Annotated[NonNegative, EXPERTS] = 0.0
     """weight of the mean squared log-sum-exp of the router's logits, a penalty that keeps them small; 0: off"""
     vocab: Count = 264
     """rows of the embedding (V); at least the tokenizer's number of tokens"""
@@ -191,7 +248,7 @@ class Model:
     does not divide vocab"""
     tied_embeddings: bool = False
     """use the token embedding as the output projection too"""
-    qkv_bias: bool = False
+    qkv_bias: Annotated[bool, Needs("a model.family whose matrices have no biases yet, as llama")] = False
     """the projections of queries, keys and values have biases, other matrices none (Qwen2)"""
     qk_norm: Literal["none", "head", "width"] = "none"
     """RMSNorm of queries and keys before the rotary positions; head: each head separately, one weight (Q) for all heads
@@ -199,39 +256,39 @@ class Model:
     norm_position: Literal["before", "after"] = "before"
     """where a block's norms are; before: of the input of attention and of the feed-forward layer; after: of their
     results, before these are added to the residual stream (OLMo 2)"""
-    window: Natural = 0
+    window: Annotated[Natural, Needs("a longer training.sequence_length or model.max_sequence_length", "idle")] = 0
     """sliding window of attention: the number of tokens that a token sees, itself included; 0: all before it
     (Mistral)"""
     max_sequence_length: Count = 2048
     """rows of the learned position table (gpt); the longest text that generate.py writes"""
-    rope_theta: Positive = 10000.0
+    rope_theta: Annotated[Positive, ROTARY] = 10000.0
     """base of the rotary frequencies"""
-    rotary_fraction: Annotated[float, Bound(over=0.0, at_most=1.0)] = 1.0
+    rotary_fraction: Annotated[float, Bound(over=0.0, at_most=1.0), ROTARY] = 1.0
     """share of each head, its first features, that rotary positions turn; the rest has no positions (GLM-4.5: 0.5)"""
-    rope_scaling: Literal["linear", "llama3", "yarn"] = "llama3"
+    rope_scaling: Annotated[Literal["linear", "llama3", "yarn"], Needs(SCALED)] = "llama3"
     """how rope_scaling_factor changes the rotary frequencies; linear: all equally; llama3: as Llama 3.1; yarn: YaRN"""
-    rope_scaling_factor: Annotated[float, Bound(at_least=1.0)] = 1.0
+    rope_scaling_factor: Annotated[float, Bound(at_least=1.0), ROTARY] = 1.0
     """scaling of the rotary frequencies: how much longer than rope_original_length; 1: off"""
-    rope_original_length: Count = 8192
+    rope_original_length: Annotated[Count, Needs(f'{SCALED} and model.rope_scaling = "llama3" or "yarn"')] = 8192
     """llama3, yarn: sequence length before the extension, in tokens"""
-    rope_low_frequency_factor: Positive = 1.0
+    rope_low_frequency_factor: Annotated[Positive, LLAMA3] = 1.0
     """llama3: wavelengths over rope_original_length / this are scaled by the whole factor"""
-    rope_high_frequency_factor: Positive = 4.0
+    rope_high_frequency_factor: Annotated[Positive, LLAMA3] = 4.0
     """llama3: wavelengths under rope_original_length / this are not scaled"""
-    rope_beta_fast: Positive = 32.0
+    rope_beta_fast: Annotated[Positive, YARN] = 32.0
     """yarn: frequencies of more turns than this in rope_original_length are not scaled"""
-    rope_beta_slow: Positive = 1.0
+    rope_beta_slow: Annotated[Positive, YARN] = 1.0
     """yarn: frequencies of fewer turns than this in rope_original_length are scaled by the whole factor"""
-    rope_truncate: bool = True
+    rope_truncate: Annotated[bool, YARN] = True
     """yarn: round the pairs of features between which the scaling rises to whole numbers, outward"""
-    rope_attention_factor: NonNegative = 0.0
+    rope_attention_factor: Annotated[NonNegative, YARN] = 0.0
     """yarn: queries and keys are multiplied by it; 0: 0.1 ln(rope_scaling_factor) + 1"""
     norm_epsilon: Positive = 1e-5
     """added to the variance in the normalization layers"""
     initial_std: Positive = 0.02
     """standard deviation of the initial matrices, truncated at three times that; divided by sqrt(2 L) for the matrices
     whose output is added to the residual stream"""
-    frozen: str = ""
+    frozen: Annotated[str, BUILD] = ""
     """regular expression of the parameters that are not trained; it must match their whole names, which are those of
     Hugging Face's Llama without "model.", e.g. 'embed_tokens.*|layers\\.[01]\\..*'; empty: all are trained"""
     attention: Annotated[
@@ -292,6 +349,8 @@ RAW_KINDS = ("stdlib", "text", "jsonl", "parquet", "csv", "arrow", "hub")
 """kinds of sources that are tokenized when the run starts"""
 IN_PLACE_KINDS = ("megatron", "llmc", "nanogpt", "mds")
 """kinds of sources that are token files of other programs"""
+TABLES = ("jsonl", "parquet", "csv", "arrow", "hub")
+"""kinds of sources whose records have keys or columns"""
 
 
 @dataclass(frozen=True)
@@ -315,19 +374,19 @@ class Source:
     ] = "stdlib"
     """stdlib: Python's own source code; tokens: shards from recipes/prepare.py; megatron, llmc, nanogpt and mds: token
     files of other programs, read in place; synthetic: random tokens"""
-    path: FilePath = ""
+    path: Annotated[FilePath, OfKinds(("text", "tokens", *TABLES, *IN_PLACE_KINDS))] = ""
     """file, folder, glob or hub id, depending on kind; a folder is all files in it"""
-    text_key: str = "text"
+    text_key: Annotated[str, OfKinds((*TABLES, "mds"))] = "text"
     """key or column with the text, or with token ids (mds: if several columns are arrays)"""
-    messages_key: str = ""
+    messages_key: Annotated[str, OfKinds(TABLES)] = ""
     """key or column of conversations: "messages", "conversations" (ShareGPT), "instruction" (Alpaca); empty: text"""
-    delimiter: str = ""
+    delimiter: Annotated[str, OfKinds(("text", "csv"))] = ""
     """between documents of a text file, as "\\n\\n"; empty: a file is one; between cells of csv; empty: the usual"""
-    subset: str = ""
+    subset: Annotated[str, OfKinds(("hub",))] = ""
     """configuration of a hub data set; empty: its default"""
-    split: str = "train"
+    split: Annotated[str, OfKinds(("hub",))] = "train"
     """split of a hub data set"""
-    revision: str = ""
+    revision: Annotated[str, OfKinds(("hub",))] = ""
     """commit, branch or tag of a hub data set; empty: its newest commit when it is first read"""
     weight: Positive = 1.0
     """share of the training sequences, relative to the other sources; with [[data.stage]], of those held out only"""
@@ -347,6 +406,7 @@ class MixtureStage:
 class Data:
     """The sources, and how they are tokenized, packed and ordered."""
 
+    key_notes: ClassVar = (AppliedBy("build_loader(config.data, ...)", is_replaceable=True),)
     sources: tuple[Source, ...] = (Source(),)
     """one [[data.sources]] table per source"""
     tokenizer: Annotated[str, IsPath(names=("bytes",))] = "bytes"
@@ -354,11 +414,12 @@ class Data:
     pattern: Annotated[
         Literal["llama3", "cl100k", "gpt2", "o200k"],
         Unsupported("r50k", 'it is the pattern of GPT-2: set "gpt2"'),
+        Needs("a tiktoken rank file as data.tokenizer"),
     ] = "llama3"
     """how a tiktoken rank file splits text before merging, and which special tokens it has; gpt2 is r50k's too"""
-    dtype: Literal["", "uint16", "int32", "uint32", "int64"] = ""
+    dtype: Annotated[Literal["", "uint16", "int32", "uint32", "int64"], Needs('a source of kind "nanogpt"')] = ""
     """type of a token id in files without a header (nanogpt)"""
-    separator: Annotated[int, Bound(at_least=-1)] = -1
+    separator: Annotated[int, Bound(at_least=-1), Needs('a source of kind "nanogpt", "llmc" or "mds"')] = -1
     """id of the token at the end of each document in token files without an index (nanogpt, llmc, mds); -1: the end of
     text of the tokenizer of llm.c's files, and a sample of mds is a document"""
     stage: tuple[MixtureStage, ...] = ()
@@ -367,16 +428,16 @@ class Data:
     """attend only within a document, and count positions from its start"""
     validation_fraction: Annotated[float, Bound(at_least=0.0, at_most=0.5)] = 0.01
     """share of the documents (of few: the last of all tokens) that is held out for evaluation and never trained on"""
-    on_bad_record: Literal["error", "skip"] = "error"
+    on_bad_record: Annotated[Literal["error", "skip"], Needs(OWN_TEXT, "idle")] = "error"
     """how an unreadable record is handled; error: stop and name it; skip: count and skip it"""
-    max_bad_share: Annotated[float, Bound(at_least=0.0, at_most=1.0)] = 0.01
+    max_bad_share: Annotated[Fraction, Needs(f'data.on_bad_record = "skip" and {OWN_TEXT}', "idle")] = 0.01
     """with on_bad_record = skip: stop if more than 10 records of a file, and more than this share of them, would be
     skipped, or all; 1: never"""
     workers: Natural = 1
     """processes per rank that prefetch batches; 0: the training process reads them"""
     cache: FilePath = ""
     """folder for tokenized raw sources; empty: torchllm in the user's cache folder"""
-    max_raw_mib: Positive = 256.0
+    max_raw_mib: Annotated[Positive, Needs("a source of raw text", "idle")] = 256.0
     """raw sources larger than this many MiB are refused: tokenize them once with recipes/prepare.py"""
 
 
@@ -396,13 +457,13 @@ class Training:
     """type of the computation; weights and reductions stay float32; auto: bfloat16 on a GPU, float32 on a CPU"""
     max_grad_norm: NonNegative = 1.0
     """gradients with a larger global norm are scaled down to this one; 0: never"""
-    on_nonfinite: Literal["skip", "stop"] = "skip"
+    on_nonfinite: Annotated[Literal["skip", "stop"], HEALTH] = "skip"
     """a step whose loss or gradient is not finite is never applied; skip: go on; stop: end at the next logged step"""
-    max_consecutive_nonfinite: Count = 10
+    max_consecutive_nonfinite: Annotated[Count, Needs('training.on_nonfinite = "skip"'), HEALTH] = 10
     """with on_nonfinite = skip: stop after this many such steps in a row"""
-    loss_chunk: Natural = 0
+    loss_chunk: Annotated[Natural, BUILD] = 0
     """tokens whose logits are in memory at a time; 0: all of a micro batch"""
-    z_loss: NonNegative = 0.0
+    z_loss: Annotated[NonNegative, BUILD] = 0.0
     """weight of the mean square of the logits' log-sum-exp, which is minimized with the loss and logged separately;
     1e-4 keeps logits from drifting; 0: none"""
 
@@ -411,38 +472,39 @@ class Training:
 class Optimizer:
     """The optimizer, and how learning rate and weight decay differ by a parameter's role."""
 
+    key_notes: ClassVar = (AppliedBy("build_optimizer(stages, config.optimizer)", is_replaceable=True),)
     name: Literal["adamw", "sgd", "muon"] = "adamw"
     """muon: orthogonalized momentum for the matrices of the blocks, adamw for all other parameters"""
     learning_rate: Positive = 3e-4
     """peak learning rate"""
-    beta1: Annotated[float, Bound(at_least=0.0, at_most=0.999999)] = 0.9
+    beta1: Annotated[float, Bound(at_least=0.0, at_most=0.999999), ADAMW] = 0.9
     """adamw, muon's adamw: decay rate of the mean of the gradients"""
-    beta2: Annotated[float, Bound(at_least=0.0, at_most=0.999999)] = 0.95
+    beta2: Annotated[float, Bound(at_least=0.0, at_most=0.999999), ADAMW] = 0.95
     """adamw, muon's adamw: decay rate of the mean of the squared gradients"""
-    epsilon: Positive = 1e-8
+    epsilon: Annotated[Positive, ADAMW] = 1e-8
     """adamw, muon's adamw: added to the square root of the second moment"""
-    momentum: Annotated[float, Bound(at_least=0.0, at_most=0.999999)] = 0.0
+    momentum: Annotated[float, Bound(at_least=0.0, at_most=0.999999), Needs('optimizer.name = "sgd"')] = 0.0
     """sgd: momentum"""
-    muon_momentum: Annotated[float, Bound(at_least=0.0, at_most=0.999999)] = 0.95
+    muon_momentum: Annotated[float, Bound(at_least=0.0, at_most=0.999999), Needs('optimizer.name = "muon"')] = 0.95
     """muon: decay rate of the mean of the gradients of matrices"""
-    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
+    adjust_lr_fn: Annotated[Literal["original", "match_rms_adamw"], Needs('optimizer.name = "muon"')] = "original"
     """muon: learning rate of a matrix (R, C) as a multiple of learning_rate; original: sqrt(max(1, R / C)), for rates
     such as 0.02; match_rms_adamw: 0.2 sqrt(max(R, C)), for rates and weight decays of adamw"""
     weight_decay: NonNegative = 0.1
     """weight decay of the matrices"""
-    embedding_rate: NonNegative = 1.0
+    embedding_rate: Annotated[NonNegative, Needs(f"embeddings {FREE}")] = 1.0
     """learning rate of the embeddings (tokens, learned positions), as a multiple of learning_rate"""
-    embedding_decay: NonNegative = 1.0
+    embedding_decay: Annotated[NonNegative, Needs(f"{DECAY}, and embeddings {FREE}")] = 1.0
     """weight decay of the token embedding, as a multiple of weight_decay"""
-    head_rate: NonNegative = 1.0
+    head_rate: Annotated[NonNegative, Needs(f"{OWN_HEAD}, and a head {FREE}")] = 1.0
     """learning rate of the head, as a multiple of learning_rate; tied to the embedding, it has the embedding's"""
-    head_decay: NonNegative = 1.0
+    head_decay: Annotated[NonNegative, Needs(f"{OWN_HEAD}, {DECAY}, and a head {FREE}")] = 1.0
     """weight decay of the head, as a multiple of weight_decay"""
-    vector_rate: NonNegative = 1.0
+    vector_rate: Annotated[NonNegative, Needs(f"vectors {FREE}")] = 1.0
     """learning rate of norms and biases, as a multiple of learning_rate"""
-    vector_decay: NonNegative = 0.0
+    vector_decay: Annotated[NonNegative, Needs(f"{DECAY}, and vectors {FREE}")] = 0.0
     """weight decay of norms, biases and learned positions, as a multiple of weight_decay"""
-    ema_decay: Annotated[float, Bound(at_least=0.0, at_most=0.9999999)] = 0.0
+    ema_decay: Annotated[float, Bound(at_least=0.0, at_most=0.9999999), AVERAGING] = 0.0
     """decay per step of an exponential moving average of the weights, saved with them, such as 0.999; 0: none"""
 
 
@@ -450,15 +512,16 @@ class Optimizer:
 class Schedule:
     """The learning rate over the steps."""
 
+    key_notes: ClassVar = (AppliedBy("LearningRate(config.schedule, ...)", is_replaceable=True),)
     name: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """shape after the warmup; wsd (warmup, stable, decay): constant, and falling in the last decay_steps"""
     warmup_steps: Natural = 0
     """steps over which the rate rises from 0 to its peak"""
-    decay_steps: Natural = 0
+    decay_steps: Annotated[Natural, Needs('schedule.name = "wsd"')] = 0
     """wsd: length of the final decay; 0: a tenth of training.steps"""
-    decay: Literal["linear", "1-sqrt"] = "linear"
+    decay: Annotated[Literal["linear", "1-sqrt"], Needs('schedule.name = "wsd"')] = "linear"
     """wsd: shape of the final decay; 1-sqrt falls steeply first: 1 - the square root of the share that is done"""
-    final_fraction: Fraction = 0.1
+    final_fraction: Annotated[Fraction, Needs("a schedule.name that is not constant")] = 0.1
     """rate at the last step, as a fraction of the peak"""
 
 
@@ -514,29 +577,29 @@ class Parallel:
     """ranks that share a sequence (context parallelism)"""
     tp: Degree = 1
     """ranks that share each matrix (tensor parallelism)"""
-    ep: Degree = 1
+    ep: Annotated[Degree, EXPERTS] = 1
     """with model.experts: ranks that share the experts of each block (expert parallelism); it borrows the innermost
     ranks of dp_shard x cp x tp, so it is no factor of the number of ranks"""
-    sequence_parallel: bool = False
+    sequence_parallel: Annotated[bool, Needs("parallel.tp over 1", "idle")] = False
     """with tp: also split the sequence between the matrices (norms and residuals)"""
-    zero_stage: Annotated[int, Bound(at_least=-1, at_most=3)] = -1
+    zero_stage: Annotated[int, Bound(at_least=-1, at_most=3), Needs("parallel.dp_shard x cp over 1", "idle")] = -1
     """3: weights are gathered for each use; 2: weights are gathered once per step, gradients reduced after each micro
     batch; 1: both once per step; 0: all weights on every rank (DDP); -1: 3, with pp 2"""
-    keep_last_block: bool = True
+    keep_last_block: Annotated[bool, Needs(f"{SHARDED} = 3", "idle")] = True
     """zero_stage 3: keep the last block's weights between its forward and its backward"""
-    prefetch: Natural = 1
+    prefetch: Annotated[Natural, Needs(f"{SHARDED} over 0", "idle")] = 1
     """blocks whose weights are gathered ahead of the block that computes"""
-    schedule: PipelineSchedule = "1F1B"
+    schedule: Annotated[PipelineSchedule, PIPELINE] = "1F1B"
     """with pp: order of forwards and backwards; the last three split the backward to fill the bubble"""
-    virtual_stages: Natural = 0
+    virtual_stages: Annotated[Natural, PIPELINE] = 0
     """with pp: stages per rank; 0: 1 for GPipe and 1F1B, 2 for the others"""
-    split: tuple[Count, ...] = ()
+    split: Annotated[tuple[Count, ...], PIPELINE] = ()
     """with pp: blocks of each stage, first to last; empty: balanced by cost, including embedding and head"""
-    rebalance: bool = False
+    rebalance: Annotated[bool, PIPELINE] = False
     """with pp: time the stages; if one is 5 % over the mean, split again at the next checkpoint, at most 3 times"""
-    scatter_gather: bool = True
+    scatter_gather: Annotated[bool, GATHERED] = True
     """with pp and tp: each tp rank sends its 1/tp of the hidden states to the next stage, which gathers them"""
-    cp_method: Literal["ring", "ulysses"] = "ring"
+    cp_method: Annotated[Literal["ring", "ulysses"], Needs("parallel.cp over 1", "idle")] = "ring"
     """ring: keys and values go round while attention computes; ulysses: an all-to-all gives a rank whole heads"""
 
     @property
@@ -570,11 +633,12 @@ class Parallel:
 class Recompute:
     """Which activations are recomputed in the backward pass instead of kept."""
 
+    key_notes: ClassVar = (PARALLELIZE,)
     mode: RecomputeMode = "none"
     """full: every block; segment: segments of k blocks, keeping each segment's input; every_k: one block in k; ffn:
     the feed-forward layers; selective: all but matrix products and attention; selective_half: all but attention and
     every second matrix product"""
-    k: Natural = 0
+    k: Annotated[Natural, Needs('recompute.mode = "segment" or "every_k"')] = 0
     """segment: blocks per segment, 0: round(sqrt(L)); every_k: recompute one block in k, 0: 2"""
 
 
@@ -582,7 +646,8 @@ class Recompute:
 class Compile:
     """Parts that torch.compile fuses; on a CPU it needs a C++ compiler."""
 
-    norm: bool = False
+    key_notes: ClassVar = (PARALLELIZE,)
+    norm: Annotated[bool, Needs("RMSNorm (family llama): LayerNorm is one kernel already")] = False
     """the norms, each one kernel"""
     block: Switch = "auto"
     """each block (compiled once, as all blocks are equal); auto: on a GPU with a compiler, if the layout allows it"""
@@ -599,6 +664,7 @@ class Compile:
 class Float8:
     """Matrix products of the blocks in float8 (package torchao); weights and their gradients stay float32."""
 
+    key_notes: ClassVar = (PARALLELIZE,)
     recipe: Annotated[
         Literal["none", "rowwise", "rowwise_with_gw_hp", "tensorwise"],
         Unsupported("mxfp8", "MXFP8 needs a GPU with sm_100, such as B200, and cannot be tested without one"),
@@ -620,11 +686,12 @@ LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 class Lora:
     """Low-rank updates that are trained in place of the weights, which are frozen (LoRA, arXiv 2106.09685)."""
 
+    key_notes: ClassVar = (AppliedBy("add_low_rank_updates(model, config, dtype), right after build_model"),)
     rank: Natural = 0
     """rows of A and columns of B (r): W x becomes W x + alpha / rank B A x; 0: off, all weights are trained"""
-    alpha: Positive = 16.0
+    alpha: Annotated[Positive, Needs(LORA)] = 16.0
     """the updates are multiplied by alpha / rank"""
-    targets: tuple[LoraTarget, ...] = get_args(LoraTarget)
+    targets: Annotated[tuple[LoraTarget, ...], Needs(LORA)] = get_args(LoraTarget)
     """matrices of each block that have an update"""
 
     @property
@@ -672,16 +739,17 @@ class TrainedParameters:
 class Checkpoint:
     """When the run is saved, and its initial state."""
 
+    key_notes: ClassVar = (AppliedBy("Checkpointer(config.checkpoint, ...) and its resume()"),)
     interval: Natural = 500
     """steps between checkpoints; 0: only the last step"""
     resume: Annotated[str, IsPath(names=("auto", "none"))] = "auto"
     """auto: the newest verified step of the run folder; none: start fresh; or the path of a step folder"""
-    initial: FilePath = ""
+    initial: Annotated[FilePath, INITIAL] = ""
     """run folder, or step folder, whose weights a fresh run starts from, without its optimizer, step and data; empty:
     the weights of model.from_hf, or random ones"""
-    keep: Natural = 3
+    keep: Annotated[Natural, Needs("checkpoint.interval over 0, or saves on request", "idle")] = 3
     """number of newest verified checkpoints to keep, in addition to the newest that later steps proved good; 0: all"""
-    keep_every: Natural = 0
+    keep_every: Annotated[Natural, Needs("checkpoint.keep and checkpoint.interval over 0")] = 0
     """steps between checkpoints that are kept for good, a multiple of interval; 0: none"""
     asynchronous: Switch = "auto"
     """write in the background while training goes on; needs host memory for a copy of the rank's state; auto: on GPUs,
@@ -708,7 +776,7 @@ class Metrics:
     breakdown_interval: Natural = 10
     """steps between profiled steps, which say where the time goes and which rank is slow; less often if that would cost
     more than 1 % of the run; 0: none"""
-    profile_steps: str = ""
+    profile_steps: Annotated[str, Needs("a first step that is not over training.steps")] = ""
     """steps whose trace is written to RUN_FOLDER/profile: 10:13 for 10, 11 and 12; empty: none"""
 
     @property
@@ -721,16 +789,16 @@ class Metrics:
 class Evaluate:
     """Loss on the held-out documents, and tasks of lm-evaluation-harness."""
 
-    interval: Natural = 0
+    interval: Annotated[Natural, EVALUATION] = 0
     """steps between evaluations; the last step is evaluated too; 0: never"""
     sequences: Count = 64
     """held-out sequences per evaluation, over all ranks"""
-    tasks: tuple[PathOrName, ...] = ()
+    tasks: Annotated[tuple[PathOrName, ...], TASKS] = ()
     """tasks of lm-evaluation-harness (extra lm-eval): their names, or folders with a YAML file per task"""
-    tasks_interval: Natural = 0
+    tasks_interval: Annotated[Natural, Needs("evaluate.tasks")] = 0
     """steps between evaluations of the tasks, each in a process next to rank 0, on CPUs; a multiple of
     checkpoint.interval; 0: only recipes/evaluate.py does them"""
-    ema: bool = False
+    ema: Annotated[bool, Needs("optimizer.ema_decay over 0"), EVALUATED] = False
     """evaluate the moving average of the weights (optimizer.ema_decay) instead of the weights"""
 
 
@@ -752,7 +820,7 @@ class Generate:
     """tokens to write"""
     temperature: NonNegative = 0.8
     """sampling temperature; 0: always the likeliest token"""
-    top_k: Natural = 50
+    top_k: Annotated[Natural, Needs("generate.temperature over 0")] = 50
     """sample from this many likeliest tokens; 0: from all"""
     chat: bool = False
     """a prompt is a user's message, without one a line of the terminal; recipes/finetune.py sets it for its runs"""
@@ -760,7 +828,7 @@ class Generate:
     """in a chat, the system message of each conversation; empty: none"""
     history: bool = True
     """in a chat an answer follows the messages before; false: each message begins a conversation"""
-    ema: bool = False
+    ema: Annotated[bool, Needs("optimizer.ema_decay over 0")] = False
     """use the moving average of the weights (optimizer.ema_decay) instead of the weights"""
 
 
@@ -768,10 +836,11 @@ class Generate:
 class Finetune:
     """How conversations become tokens, and how long recipes/finetune.py trains on them."""
 
+    key_notes: ClassVar = (Needs("RECIPE=recipes/finetune.py", "elsewhere"),)
     chat_template: FilePath = ""
     """file of a Jinja chat template; empty: the template of data.tokenizer (chat_template.jinja or
     tokenizer_config.json in its folder)"""
-    epochs: NonNegative = 0.0
+    epochs: Annotated[NonNegative, EPOCHS] = 0.0
     """recipes/finetune.py: passes over each source; decides training.steps, and the shares of sources without a chosen
     weight; 0: training.steps decides"""
 
@@ -780,15 +849,16 @@ class Finetune:
 class Export:
     """The weights of a run as a model for transformers, written by recipes/export.py."""
 
+    key_notes: ClassVar = (Needs("recipes/export.py, after the training", "elsewhere"),)
     folder: FilePath = ""
     """folder of the model, which must not exist yet"""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Annotated[Literal["float32", "bfloat16"], LATER] = "float32"
     """type of the written weights: each is rounded once, from the float32 weights of the checkpoint"""
     ema: bool = False
     """export the moving average of the weights (optimizer.ema_decay) instead of the weights"""
     average: Count = 1
     """how many checkpoints to average, the newest ones; their mean is computed in float32"""
-    adapter: bool = False
+    adapter: Annotated[bool, Needs(f"{LORA}: without LoRA all weights are trained")] = False
     """with lora.rank over 0: write only the low-rank updates, in peft's format; false: the model with them merged in"""
 
 

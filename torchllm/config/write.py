@@ -3,21 +3,11 @@
 import os
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchllm.config.paths import absolute_paths
 from torchllm.config.schema import Config
 from torchllm.config.toml import KeyPath, dotted, toml_value
-
-
-class Table(NamedTuple):
-    """One TOML table that is still to be written."""
-
-    header: str
-    """[section] or [[section.array]]"""
-    path: KeyPath
-    value: Any
-    """the dataclass with its keys"""
 
 
 def dump_toml(config: Config) -> str:
@@ -27,21 +17,19 @@ def dump_toml(config: Config) -> str:
 
 def _lines(value: Any, path: KeyPath) -> list[str]:
     """Return the lines of a table: its own keys first, since a key after a table would belong to that table."""
-    lines = []
-    tables = []
+    lines: list[str] = []
+    tables: list[str] = []
     for field in fields(value):
         item = getattr(value, field.name)
         item_path = (*path, field.name)
         if is_dataclass(item):
-            tables.append(Table(f"[{dotted(item_path)}]", item_path, item))
+            tables += ["", f"[{dotted(item_path)}]", *_lines(item, item_path)]
         elif isinstance(item, tuple) and item and is_dataclass(item[0]):
             for element in item:
-                tables.append(Table(f"[[{dotted(item_path)}]]", item_path, element))
+                tables += ["", f"[[{dotted(item_path)}]]", *_lines(element, item_path)]
         else:
             lines.append(f"{dotted((field.name,))} = {toml_value(item)}")
-    for table in tables:
-        lines += ["", table.header, *_lines(table.value, table.path)]
-    return lines
+    return lines + tables
 
 
 def write_config(config: Config, path: Path) -> None:

@@ -7,16 +7,6 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 
-def storage_info(file: str, offset: int, length: int) -> Any:
-    """Return torch's record of the place of a piece of a tensor: a file in the checkpoint's folder, and its bytes.
-
-    Private: torch has no public names for the parts of `.metadata`.
-    """
-    from torch.distributed.checkpoint.filesystem import _StorageInfo  # 80 modules
-
-    return _StorageInfo(file, offset, length)
-
-
 def group_with_name(name: str) -> dist.ProcessGroup:
     """Return the process group with this name. Private: torch has no public way from the name to the group."""
     return c10d._resolve_process_group(name)  # type: ignore[arg-type]  # torch's GroupName is a str

@@ -4,17 +4,21 @@ import json
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
 
 from tests.config.conftest import enter_empty_folder, refusal
+from tests.config.test_applied_keys import changed
 from tests.recipes.saved_run import SIZES, save_run
 from tests.tools.hub.published import as_json, hub_config, save_published
 from torchllm.checkpoint.manifest import Manifest, publish
 from torchllm.config import Config, Model
-from torchllm.tools.front.resolve import load_run, load_sizes
+from torchllm.tools.config.idle import contradictions
+from torchllm.tools.front.resolve import BEYOND_LLAMA, load_run, load_sizes
 from torchllm.tools.front.start import load_configs
+from torchllm.tools.hub.config_json import why_no_family
 from torchllm.tools.hub.files import WHOLE_MODEL
 from torchllm.tools.hub.hub import SMALL_FILES, find_hub_model
 from torchllm.tools.hub.safetensors_header import HubFileError
@@ -277,3 +281,15 @@ def test_a_model_that_cannot_be_exported_is_told_before_it_is_trained(
     assert refused(capsys, *features, "--evaluate.tasks=arc_easy", "--parallel.dp_shard=1") == [
         f"--evaluate.tasks: are evaluated on an exported model, and this one cannot be exported: {reason}"
     ]
+
+
+def test_the_models_that_a_check_does_not_ask_about_can_be_exported() -> None:
+    """With any other key of [model] that has an effect, and with all of them."""
+    others = [key for key in vars(Model()) if key not in BEYOND_LLAMA]
+    effective = [key for key in others if not contradictions(changed(f"model.{key}"))]
+    models = [changed(f"model.{key}").model for key in effective]
+    changes: dict[str, Any] = {key: getattr(model, key) for key, model in zip(effective, models, strict=True)}
+    for model in (*models, Model(**changes | {"heads": 7, "kv_heads": 7, "head_dim": 32})):
+        assert why_no_family(model) == [], model
+    for scaling in ("linear", "llama3", "yarn"):
+        assert why_no_family(Model(rope_scaling=scaling, rope_scaling_factor=8.0, window=9)) == []

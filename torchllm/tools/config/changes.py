@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import Any, NamedTuple, get_args
 
 from torchllm.config.errors import UserError
-from torchllm.config.field_types import path_note
+from torchllm.config.field_types import notes_on, plain_type
 from torchllm.config.paths import same_path
-from torchllm.config.schema import FUNCTION_SECTIONS, Config
+from torchllm.config.schema import FUNCTION_SECTIONS, Config, IsPath
 from torchllm.config.toml import KeyPath, dotted, toml_value
 from torchllm.optim.schedule import LearningRate
 from torchllm.tools.config.read import type_at
@@ -78,7 +78,8 @@ def config_changes(saved: Mapping[str, Any], config: Config) -> list[ConfigChang
 
 def _same_paths(kind: Any, saved: str | None, current: str | None) -> bool:
     """Return whether two values of a key, as TOML, are the same path or paths."""
-    if not any(map(path_note, (kind, *get_args(kind)))) or saved is None or current is None:
+    is_path = any(notes_on(each, IsPath) for each in (kind, *get_args(plain_type(kind)[0])))
+    if not is_path or saved is None or current is None:
         return False
     values = tomllib.loads(f"saved = {saved}\ncurrent = {current}")
     if isinstance(values["saved"], str):

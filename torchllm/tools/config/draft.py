@@ -4,6 +4,7 @@ The command line of a recipe is `[CONFIG.toml] [--section.key=value ...] [--chec
 config is a file, or a run: its folder, or the folder of a checkpoint in it.
 """
 
+import os
 import re
 from collections import deque
 from collections.abc import Sequence
@@ -214,6 +215,16 @@ class Draft(Generic[C]):
     def file(self) -> str:
         """The config file, for messages."""
         return self.arguments.file or "defaults"
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether each key has a value that somebody has chosen, or its default."""
+        return self.layer.is_complete and not self.wrong
+
+    @property
+    def is_rank_of_launcher(self) -> bool:
+        """Whether this process is a rank, whose launcher has had the config and the files checked already."""
+        return "WORLD_SIZE" in os.environ and not self.arguments.check
 
     @property
     def is_started(self) -> bool:

@@ -13,8 +13,8 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-from torchllm.config.field_types import field_types, path_note, plain_type
-from torchllm.config.schema import Bound, Unsupported
+from torchllm.config.field_types import field_types, notes_on, plain_type
+from torchllm.config.schema import Bound, IsPath, Unsupported
 from torchllm.config.toml import KeyPath, dotted, shown, toml_value
 
 TO_SET = "SET"
@@ -89,7 +89,7 @@ class _TableReader:
         if message:
             self.faults.append(ConfigError(path, message))
             return _WRONG
-        if path_note(annotated) is not None:
+        if notes_on(annotated, IsPath):
             return os.path.expanduser(value)
         return float(value) if kind is float else value
 
@@ -111,7 +111,8 @@ class _TableReader:
 def _scalar_problem(annotated: Any, value: Any) -> str:
     """Return the error of a scalar value; "" if it is right."""
     kind, bound = plain_type(annotated)
-    if value == TO_SET and (kind is not str or path_note(annotated) is not None):
+    is_path = bool(notes_on(annotated, IsPath))
+    if value == TO_SET and (kind is not str or is_path):
         return f"{STILL_SET} {describe(annotated)}"
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if kind is float and is_number and not abs(value) < math.inf:
@@ -120,7 +121,7 @@ def _scalar_problem(annotated: Any, value: Any) -> str:
         return "must fit into 64 bits"
     if isinstance(value, str) and not _is_utf8(value):
         return "must be UTF-8"
-    if isinstance(value, str) and path_note(annotated) is not None and (variable := _shell_variable(value)):
+    if isinstance(value, str) and is_path and (variable := _shell_variable(value)):
         return f"{variable} is not expanded in a config: write the path itself, or ~ for the home folder"
     if _has_type(kind, value, is_number) and (kind not in (int, float) or _is_within(bound, value)):
         return ""
@@ -129,10 +130,7 @@ def _scalar_problem(annotated: Any, value: Any) -> str:
 
 def _reason_against(annotated: Any, value: Any) -> str:
     """Return why a word is not among the choices of a key, after a colon; "" if the key's type has no note on it."""
-    for note in get_args(annotated):
-        if isinstance(note, Unsupported) and note.word == value:
-            return f": {note.reason}"
-    return ""
+    return next((f": {note.reason}" for note in notes_on(annotated, Unsupported) if note.word == value), "")
 
 
 def _shell_variable(path: str) -> str:

@@ -17,16 +17,8 @@ from typing import NoReturn, TypeVar
 from torchllm.config.applied_keys import note_origins
 from torchllm.config.schema import Config, Parallel, Training, gradient_accumulation
 from torchllm.config.toml import KeyPath, dotted, shown
-from torchllm.tools.config.checks import (
-    IdleKey,
-    contradictions,
-    describe_idle_keys,
-    idle_keys,
-    layout_problems,
-    problems_of_use,
-    resolve_degrees,
-    setting_problems,
-)
+from torchllm.tools.config.checks import problems_of_use, setting_problems
+from torchllm.tools.config.degrees import layout_problems, resolve_degrees
 from torchllm.tools.config.draft import TRAINING_ONLY, Arguments, Draft, override
 from torchllm.tools.config.environment import (
     PER_RANK,
@@ -38,6 +30,7 @@ from torchllm.tools.config.environment import (
     refuse,
 )
 from torchllm.tools.config.handed import hand_over
+from torchllm.tools.config.idle import IdleKey, contradictions, describe_idle_keys, idle_keys
 from torchllm.tools.config.read import read_table
 from torchllm.tools.config.toml_files import Layer, merge_layers
 

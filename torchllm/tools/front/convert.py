@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 from torchllm.config.errors import UserError
 from torchllm.config.schema import AXES, Config
 from torchllm.config.toml import toml_value
-from torchllm.tools.config.checks import contradictions, problems
+from torchllm.tools.config.checks import problems
 from torchllm.tools.config.foreign import Equal, foreign_keys
+from torchllm.tools.config.idle import contradictions
 from torchllm.tools.config.read import ConfigError, read_table
 from torchllm.tools.config.toml_files import Layer, merge_layers, read_files
 from torchllm.tools.front.foreign_files import flat_keys, parse_foreign

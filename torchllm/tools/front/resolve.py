@@ -12,36 +12,28 @@ recipe that needs none of these, nor a look at the files, calls `tools.config.lo
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from torchllm.checkpoint.manifest import CheckpointError, read_manifest, step_folders
-from torchllm.config import Config
+from torchllm.config import Config, Model
 from torchllm.config.errors import UserError
 from torchllm.config.toml import shown
-from torchllm.tools.config.checks import (
-    Obstacle,
-    describe_idle_keys,
-    keys_of_other_recipes,
-    obstacle_to_compiled_blocks,
-    rank_remedy,
-)
+from torchllm.tools.config.degrees import Obstacle, obstacle_to_compiled_blocks, rank_remedy
 from torchllm.tools.config.draft import Draft, parse_arguments
 from torchllm.tools.config.environment import refuse, system_errors_on_one_line
 from torchllm.tools.config.load import read_draft
 from torchllm.tools.config.refuse import finish
-from torchllm.tools.launch.compiler import AMD_DRIVER, count_gpus, lack_of_gpu_compiler
+from torchllm.tools.launch.compiler import count_gpus, lack_of_gpu_compiler
 
 if TYPE_CHECKING:
     from torchllm.tools.front.preflight import Inspection
 
 C = TypeVar("C", bound=Config)
 
-MOST_OF_BYTES = 512
-"""rows of a vocabulary of bytes with special tokens, at most"""
+BEYOND_LLAMA = ("family", "block", "experts", "qkv_bias", "qk_norm", "norm_position", "rotary_fraction")
+"""keys of [model]: with their defaults it is a Llama, or with a window a Mistral, which can be exported"""
 TUNED = 4
 """layouts that parallel.layout = "tune" measures"""
 
@@ -49,27 +41,33 @@ TUNED = 4
 def read_configs(arguments: Sequence[str], schema: type[C], uses_epochs: bool) -> list[C]:
     """Return what `start.load_configs` does, from the command line."""
     draft = read_draft(arguments, schema)
-    find_block_of(draft)
-    resolve_published_model(draft)
-    check_cluster(draft)
+    alternatives = _resolve_training(draft, uses_epochs)
+    return _refuse_training(draft, alternatives, uses_epochs)
+
+
+def _resolve_training(draft: Draft[C], uses_epochs: bool) -> list[C]:
+    """Fill in what a config leaves open; return the other layouts that "tune" measures."""
+    _resolve_model(draft)
+    check_cluster(draft)  # nothing is planned for a wrong one
     check_frozen(draft)
     compiles = can_compile(draft)
     if not compiles:
         draft.config = resolve_compile(draft.config, compiles)  # before it is planned
-    alternatives = [resolve_compile(alternative, compiles) for alternative in plan_layout(draft)]
-    _note_uncompiled_blocks(draft)
-    if not draft.errors:
-        check_export(draft)
-        _note_longer_sequences(draft)
-        _note_single_chunk(draft)
+    alternatives = plan_layout(draft)
+    note_uncompiled_blocks(draft)
+    draft.config = resolve_compile(draft.config, compiles)
     if uses_epochs:
         _choose_length(draft)
-    _note_keys_of_other_recipes(draft, uses_epochs)
-    _note_unprinted_sample(draft)
-    _note_data_of_a_plan(draft)
-    _note_unused_amd_driver(draft)
-    draft.config = resolve_compile(draft.config, compiles)
-    if not is_rank_of_launcher(draft) and not draft.config.run.dry_run and draft.layer.is_complete:
+    return [resolve_compile(alternative, compiles) for alternative in alternatives]
+
+
+def _refuse_training(draft: Draft[C], alternatives: list[C], uses_epochs: bool) -> list[C]:
+    """Return the config, and the others with it; SystemExit(2) if the config, or this machine, does not allow a run."""
+    from torchllm.tools.front.notes import notes_before_start  # of no use to other recipes
+
+    check_export(draft)
+    draft.notes += notes_before_start(draft, is_finetuning=uses_epochs)
+    if not draft.is_rank_of_launcher and not draft.config.run.dry_run and draft.layer.is_complete:
         from torchllm.tools.front.preflight import inspect_training  # of no use to ranks
 
         is_elsewhere = draft.arguments.gpus is not None
@@ -92,8 +90,7 @@ def load_run(
     `tools.config.load.load_config`.
     """
     draft = read_draft(arguments, Config, one_device=one_device, uses_weights=True)
-    find_block_of(draft)
-    resolve_published_model(draft)
+    _resolve_model(draft)
     return _finish_use(draft, inspect)
 
 
@@ -109,8 +106,7 @@ def load_model(arguments: Sequence[str], *, inspect: "Callable[[Config], Inspect
     if is_published_model(name):
         words[words.index(name)] = f"--model.from_hf={name}"
     draft = read_draft(words, Config, one_device=True, uses_weights=True)
-    find_block_of(draft)
-    resolve_published_model(draft)
+    _resolve_model(draft)
     config = draft.config
     is_published = config.model.from_hf and not config.run.folder and config.checkpoint.resume in ("auto", "none")
     if not is_published:
@@ -163,7 +159,7 @@ def _finish_use(draft: Draft[Config], inspect: "Callable[[Config], Inspection] |
     """Check the draft of a recipe that uses the weights of a model, and return its config."""
     check_frozen(draft)
     draft.config = resolve_compile(draft.config, can_compile(draft))
-    if (draft.one_device or os.environ.get("RANK", "0") == "0") and _is_readable(draft):
+    if (draft.one_device or os.environ.get("RANK", "0") == "0") and draft.is_readable:
         from torchllm.tools.front.preflight import inspect_used_model
 
         _inspect(inspect or inspect_used_model, draft)
@@ -188,87 +184,27 @@ def load_sizes(arguments: Sequence[str], schema: type[Any] = Config) -> Any:
     The rest is as in `tools.config.load.load_config`.
     """
     draft: Draft[Any] = read_draft(arguments, schema, one_device=True)
-    find_block_of(draft)
-    resolve_published_model(draft, reads_weights=False)
+    _resolve_model(draft, reads_weights=False)
     check_frozen(draft)
     return finish(draft)
 
 
-def is_rank_of_launcher(draft: Draft[Any]) -> bool:
-    """Return whether this process is a rank, whose launcher has had the config and the files checked already."""
-    return "WORLD_SIZE" in os.environ and not draft.arguments.check
-
-
-def find_block_of(draft: Draft[Any]) -> None:
-    """Import the fork that `model.block` needs, or report that it is missing."""
-    if not draft.config.model.block:
-        return
-    from torchllm.tools.proof.recipe import find_block  # of no use to other runs
-
-    try:
-        find_block(draft.config.model)
-    except UserError as error:
-        draft.report(("model", "block"), str(error).removeprefix("model.block: "))
-
-
-def resolve_published_model(draft: Draft[Any], *, reads_weights: bool = True) -> None:
-    """Fill in [model] from the published model that `model.from_hf` names, or from the run's newest checkpoint.
+def _resolve_model(draft: Draft[Any], *, reads_weights: bool = True) -> None:
+    """Import the fork that `model.block` needs, and fill in [model] from the published model of `model.from_hf`.
 
     reads_weights: the recipe needs the weights, too, unless it is a dry run.
     """
-    config = draft.config
-    if not config.model.from_hf or not _is_readable(draft):
-        return
-    from torchllm.tools.hub.resolve import resolve_from_hf  # of no use to other runs
+    if draft.config.model.block:
+        from torchllm.tools.proof.recipe import find_block  # of no use to other runs
 
-    if config.checkpoint.initial and not _choose_initial_weights(draft):
-        draft.report(("checkpoint", "initial"), "model.from_hf names initial weights, too: remove one of the keys")
-        return
-    reads_weights = reads_weights and not config.run.dry_run and not draft.config.checkpoint.initial
-    if not _resolve_from_checkpoint(draft):
-        resolve_from_hf(draft, weights=reads_weights, may_download=not is_rank_of_launcher(draft))
-    if draft.config.checkpoint.initial:  # the sizes are known by now
-        draft.config = replace(draft.config, model=replace(draft.config.model, from_hf=""))
+        try:
+            find_block(draft.config.model)
+        except UserError as error:
+            draft.report(("model", "block"), str(error).removeprefix("model.block: "))
+    if draft.config.model.from_hf and draft.is_readable:
+        from torchllm.tools.hub.resolve import resolve_published_model
 
-
-def _resolve_from_checkpoint(draft: Draft[Any]) -> bool:
-    """Fill in [model] from the checkpoint that the run goes on from; return whether there is one."""
-    from torchllm.tools.hub.resolve import resolve_from_record
-
-    checkpoint = _checkpoint_to_resume(draft.config)
-    if checkpoint is not None:
-        with suppress(CheckpointError):  # a damaged one is passed over when it is loaded
-            recorded = read_manifest(checkpoint).record["config"]["model"]
-            resolve_from_record(draft, recorded, str(checkpoint))
-            return True
-    return False
-
-
-def _choose_initial_weights(draft: Draft[Any]) -> bool:
-    """Take the initial weights that the command line chooses, where a file names others; return False if none does."""
-    initial, from_hf = ("checkpoint", "initial"), ("model", "from_hf")
-    if draft.is_overridden(initial) == draft.is_overridden(from_hf):
-        return False
-    if draft.is_overridden(initial):
-        draft.notes.append(draft.located(from_hf, "gives the sizes only: the command line sets checkpoint.initial"))
-    else:
-        draft.notes.append(draft.located(initial, "is not read: the command line sets model.from_hf"))
-        checkpoint = replace(draft.config.checkpoint, initial="")
-        draft.config = replace(draft.config, checkpoint=checkpoint)
-    return True
-
-
-def _checkpoint_to_resume(config: Config) -> Path | None:
-    """Return the step folder that the run would go on from, if it verifies; None if it starts fresh."""
-    if config.checkpoint.resume not in ("auto", "none"):
-        return Path(config.checkpoint.resume)
-    folders = step_folders(Path(config.run.folder) / "checkpoints") if config.run.folder else []
-    return folders[0] if folders else None
-
-
-def _is_readable(draft: Draft[Any]) -> bool:
-    """Return whether each key of a draft has a value that somebody has chosen, or its default."""
-    return draft.layer.is_complete and not draft.wrong
+        resolve_published_model(draft, reads_weights=reads_weights)
 
 
 def _inspect(inspect: Callable[[Config], "Inspection"], draft: Draft[Any]) -> None:
@@ -298,7 +234,7 @@ def check_cluster(draft: Draft[Any]) -> None:
 def check_frozen(draft: Draft[Any]) -> None:
     """Report a `model.frozen` that matches no parameter, or all."""
     model = draft.config.model
-    if model.frozen and _is_readable(draft):
+    if model.frozen and draft.is_readable:
         from torchllm.facts.frozen import problem_of_frozen  # of no use to other runs
         from torchllm.facts.shapes import parameter_shapes
 
@@ -308,9 +244,12 @@ def check_frozen(draft: Draft[Any]) -> None:
 
 def check_export(draft: Draft[Any]) -> None:
     """Note that the trained model cannot be exported to Hugging Face, if so; report it if the run needs that."""
-    from torchllm.tools.hub.config_json import why_no_family
+    model = draft.config.model
+    if draft.errors or all(getattr(model, key) == getattr(Model, key) for key in BEYOND_LLAMA):
+        return
+    from torchllm.tools.hub.config_json import why_no_family  # of no use to most runs
 
-    reasons = why_no_family(draft.config.model)
+    reasons = why_no_family(model)
     if not reasons:
         return
     path = ("evaluate", "tasks")
@@ -318,36 +257,6 @@ def check_export(draft: Draft[Any]) -> None:
         draft.report(path, f"are evaluated on an exported model, and this one cannot be exported: {reasons[0]}")
     else:
         draft.notes.append(f"{draft.file}: [model] trains, but cannot be exported to Hugging Face: {reasons[0]}")
-
-
-def _note_unused_amd_driver(draft: Draft[Any]) -> None:
-    """Note that the run is on the CPU of a machine that may have AMD GPUs; a processor's graphics unit looks alike."""
-    config = draft.config
-    if config.run.device == "auto" and not config.run.dry_run and AMD_DRIVER.exists() and count_gpus() == 0:
-        draft.notes.append(
-            f"{draft.file}: run.device: auto is the CPU, but this machine has AMD's driver ({AMD_DRIVER}): to use its "
-            "GPUs, install torch's build for ROCm, and join the group of that file"
-        )
-
-
-def _note_longer_sequences(draft: Draft[Any]) -> None:
-    """Note that the run trains on longer sequences than its model says."""
-    config = draft.config
-    if config.longest_text > config.model.max_sequence_length:
-        message = (
-            f"{config.training.sequence_length} is over model.max_sequence_length "
-            f"{config.model.max_sequence_length}: an export says the longer one, and a text may be as long"
-        )
-        draft.notes.append(draft.located(("training", "sequence_length"), message))
-
-
-def _note_single_chunk(draft: Draft[Any]) -> None:
-    """Note that training.loss_chunk does not divide the tokens of a micro batch."""
-    training, path = draft.config.training, ("training", "loss_chunk")
-    tokens = training.micro_batch_size * training.sequence_length // draft.config.parallel.cp
-    if training.loss_chunk >= tokens and draft.is_asked_about(path):
-        message = f"{training.loss_chunk} is not under the {tokens} tokens of a micro batch, so it divides nothing"
-        draft.notes.append(draft.located(path, message))
 
 
 def can_compile(draft: Draft[Any]) -> bool:
@@ -391,19 +300,11 @@ def _obstacle_to_compiled_blocks(config: Config) -> Obstacle | None:
     return obstacle_to_compiled_blocks(parallel.pp, parallel.schedule, parallel.cp, config.recompute.mode)
 
 
-def _note_uncompiled_blocks(draft: Draft[Any]) -> None:
+def note_uncompiled_blocks(draft: Draft[Any]) -> None:
     """Note that the layout leaves the blocks uncompiled, if compile.block is "auto"."""
     obstacle = _obstacle_to_compiled_blocks(draft.config)
     if draft.config.compile.block == "auto" and obstacle is not None:
         draft.notes.append(f"{draft.file}: compile.block: auto is false: {obstacle.why}; to compile, {obstacle.remedy}")
-
-
-def _note_keys_of_other_recipes(draft: Draft[Any], is_finetuning: bool) -> None:
-    """Note, on one line, the keys that a training of this recipe does not read."""
-    idle = keys_of_other_recipes(draft.config, is_finetuning)
-    found = [idle_key for idle_key in idle if draft.is_asked_about(tuple(idle_key.key.split(".")))]
-    if found and not draft.config.run.dry_run:
-        draft.notes.append(describe_idle_keys(found, lambda key: draft.place(tuple(key.split(".")))))
 
 
 def _choose_length(draft: Draft[Any]) -> None:
@@ -423,24 +324,6 @@ def _choose_length(draft: Draft[Any]) -> None:
     is_chosen = draft.is_overridden(steps) or (bool(files_with_either) and steps in files_with_either[-1].origins)
     if is_chosen and draft.is_asked_about(steps):
         draft.notes.append(draft.located(steps, "does nothing in this run: finetune.epochs decides"))
-
-
-def _note_unprinted_sample(draft: Draft[Any]) -> None:
-    """Note that a process which run_train.sh has not started prints no sample, if its command line asks for one."""
-    path = ("generate", "after_training")
-    if draft.config.generate.after_training and draft.is_overridden(path) and not draft.arguments.check:
-        draft.notes.append(draft.located(path, "does nothing in this run: it is run_train.sh that prints the sample"))
-
-
-def _note_data_of_a_plan(draft: Draft[Any]) -> None:
-    """Note that a run of a published model's size trains on the stand-in for a corpus that plan.py writes."""
-    data, vocab = draft.config.data, draft.config.model.vocab
-    is_stand_in = data.tokenizer == "bytes" and all(source.kind == "stdlib" for source in data.sources)
-    if is_stand_in and vocab > MOST_OF_BYTES and not draft.is_resolved and not draft.config.run.dry_run:
-        draft.notes.append(
-            f"{draft.file}: data.sources: is Python's standard library as bytes, to try the layout, and model.vocab = "
-            f"{vocab:,} is of another tokenizer: put your corpus and tokenizer in its place"
-        )
 
 
 def plan_layout(draft: Draft[C]) -> list[C]:

@@ -1,8 +1,11 @@
 """Give a run the [model] of a published model, `model.from_hf`, before torch is imported. No torch."""
 
+from contextlib import suppress
 from dataclasses import replace
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
+from torchllm.checkpoint.manifest import CheckpointError, read_manifest, step_folders
 from torchllm.config import Config, Model
 from torchllm.tools.config.draft import Draft
 from torchllm.tools.config.read import read_table
@@ -13,6 +16,55 @@ from torchllm.tools.hub.safetensors_header import HubFileError
 
 C = TypeVar("C", bound=Config)
 FROM_HF = ("model", "from_hf")
+
+
+def resolve_published_model(draft: Draft[Any], *, reads_weights: bool) -> None:
+    """Fill in [model] from the published model that `model.from_hf` names, or from the run's newest checkpoint.
+
+    reads_weights: the recipe needs the weights, too, unless it is a dry run.
+    """
+    config = draft.config
+    if config.checkpoint.initial and not _choose_initial_weights(draft):
+        draft.report(("checkpoint", "initial"), "model.from_hf names initial weights, too: remove one of the keys")
+        return
+    reads_weights = reads_weights and not config.run.dry_run and not draft.config.checkpoint.initial
+    if not _resolve_from_checkpoint(draft):
+        resolve_from_hf(draft, weights=reads_weights, may_download=not draft.is_rank_of_launcher)
+    if draft.config.checkpoint.initial:  # the sizes are known by now
+        draft.config = replace(draft.config, model=replace(draft.config.model, from_hf=""))
+
+
+def _resolve_from_checkpoint(draft: Draft[Any]) -> bool:
+    """Fill in [model] from the checkpoint that the run goes on from; return whether there is one."""
+    checkpoint = _checkpoint_to_resume(draft.config)
+    if checkpoint is not None:
+        with suppress(CheckpointError):  # a damaged one is passed over when it is loaded
+            recorded = read_manifest(checkpoint).record["config"]["model"]
+            resolve_from_record(draft, recorded, str(checkpoint))
+            return True
+    return False
+
+
+def _choose_initial_weights(draft: Draft[Any]) -> bool:
+    """Take the initial weights that the command line chooses, where a file names others; return False if none does."""
+    initial, from_hf = ("checkpoint", "initial"), ("model", "from_hf")
+    if draft.is_overridden(initial) == draft.is_overridden(from_hf):
+        return False
+    if draft.is_overridden(initial):
+        draft.notes.append(draft.located(from_hf, "gives the sizes only: the command line sets checkpoint.initial"))
+    else:
+        draft.notes.append(draft.located(initial, "is not read: the command line sets model.from_hf"))
+        checkpoint = replace(draft.config.checkpoint, initial="")
+        draft.config = replace(draft.config, checkpoint=checkpoint)
+    return True
+
+
+def _checkpoint_to_resume(config: Config) -> Path | None:
+    """Return the step folder that the run would go on from, if it verifies; None if it starts fresh."""
+    if config.checkpoint.resume not in ("auto", "none"):
+        return Path(config.checkpoint.resume)
+    folders = step_folders(Path(config.run.folder) / "checkpoints") if config.run.folder else []
+    return folders[0] if folders else None
 
 
 def resolve_from_hf(draft: Draft[C], *, weights: bool, may_download: bool) -> None:

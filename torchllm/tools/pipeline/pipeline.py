@@ -5,7 +5,6 @@ A stage is a command that a user could type; this only starts it, measures it an
 
 import argparse
 import fcntl
-import json
 import os
 import re
 import resource as usage
@@ -14,11 +13,8 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -34,15 +30,12 @@ from torchllm.tools.pipeline.stages import (
     read_pipeline,
     read_stage_records,
     set_aside,
-    write_description,
     write_record,
 )
 from torchllm.tools.planner.search.auto import planned
 from torchllm.tools.resources import resource
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SAY_INTERVAL = 60.0
-"""seconds between two lines about the time that is left"""
 
 
 class Ended(NamedTuple):
@@ -81,7 +74,6 @@ def main(arguments: Sequence[str]) -> None:
             print("\n".join(overview(pipeline, stages)))
             return
         with only_one(Path(pipeline.folder)):
-            write_description(pipeline)
             words = [options.file, *(word for setting in options.set for word in ("--set", setting))]
             run_stages(pipeline, stages, again=f"torchllm pipeline {shlex.join(words)}")
     except UserError as error:
@@ -120,9 +112,8 @@ def run_stages(pipeline: PipelineFile, stages: list[Planned], again: str) -> Non
             say(f"{place}: {planned_stage.state}" + (f"; what it had written is now {kept}" if kept else ""))
             record = Record(planned_stage.key, planned_stage.inputs)
         write_record(folder, stage.name, record)
-        describe = partial(time_left, pipeline, stages[number - 1 :], read_stage_records(folder))
-        say(f"  {describe()}\n  $ {stage.run}")
-        ended = run_stage_command(stage.run, describe)
+        say(f"  $ {stage.run}")
+        ended = run_stage_command(stage.run)
         record.seconds += ended.seconds
         record.cpu_seconds += ended.cpu_seconds
         record.is_done = ended.status == 0
@@ -151,10 +142,10 @@ def talk(planned_stage: Planned) -> None:
         os.execvpe(words[0], words, environment)
 
 
-def run_stage_command(command: str, describe: Callable[[float], str]) -> Ended:
+def run_stage_command(command: str) -> Ended:
     """Run a command to its end; signals that ask this process to stop are handed to all of the command's processes.
 
-    describe: what to say every `SAY_INTERVAL`, by the seconds so far. Raises UserError if there is no such program.
+    Raises UserError if there is no such program.
     """
     words, environment = command_line(command)
     stopped_by = []
@@ -173,22 +164,13 @@ def run_stage_command(command: str, describe: Callable[[float], str]) -> Ended:
     asked = [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN]  # nohup, a shell's background
     handlers = [signal.signal(number, hand_on) for number in asked]
     try:
-        while (status := wait(child, SAY_INTERVAL)) is None:
-            say(f"  {describe(time.monotonic() - start)}")
+        status = child.wait()
     finally:
         for number, handler in zip(asked, handlers, strict=True):
             signal.signal(number, handler)
     after = usage.getrusage(usage.RUSAGE_CHILDREN)
     cpu_seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return Ended(status, stopped_by[0] if stopped_by else 0, time.monotonic() - start, cpu_seconds)
-
-
-def wait(child: subprocess.Popen[bytes], seconds: float) -> int | None:
-    """Return the exit status of a child process; None if it still runs after some seconds."""
-    try:
-        return child.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return None
 
 
 def check_settings(pipeline: PipelineFile, name: str) -> None:
@@ -256,77 +238,6 @@ def planned_seconds(pipeline: PipelineFile, planned_stage: Planned) -> float | N
         raise UserError("\n".join([f"stage {planned_stage.stage.name}:", *draft.errors]))
     prediction = planned(draft.config)
     return None if prediction is None else prediction.step * draft.config.training.steps
-
-
-@dataclass
-class Speed:
-    """How fast this machine is, compared with the one that the seconds of a pipeline's file are from."""
-
-    here: float = 0.0
-    """seconds on this machine"""
-    there: float = 0.0
-    """seconds for the same work on the file's"""
-
-    def add(self, here: float, there: float) -> None:
-        """Count work; there: 0 if it is not known."""
-        if there:
-            self.here += here
-            self.there += there
-
-    @property
-    def factor(self) -> float:
-        """By how much this machine takes longer."""
-        return self.here / self.there if self.there else 1.0
-
-    def in_words(self, machine: str) -> str:
-        """Return it as the end of a sentence."""
-        if not self.there:
-            return f" at the speed of {machine}"
-        if 0.9 < self.factor < 1.1:
-            return f": so far as fast as on {machine}"
-        if self.factor > 1:
-            return f": so far {self.factor:.2g} times slower than on {machine}"
-        return f": so far {1 / self.factor:.2g} times faster than on {machine}"
-
-
-def time_left(pipeline: PipelineFile, left: list[Planned], records: dict[str, Record], seconds: float = 0.0) -> str:
-    """Return the time of the stages that are left, at this machine's speed so far.
-
-    The first of them runs, for `seconds` by now, after earlier calls that its record has.
-    """
-    known = {stage.name: stage.seconds for stage in pipeline.stages}
-    speed = Speed()
-    for name, record in records.items():
-        if record.is_done:
-            speed.add(record.seconds, known.get(name, 0.0))
-    name = left[0].stage.name
-    running = records[name].seconds + seconds
-    share = share_done(left[0].folder)
-    is_late = share is None and 0 < known[name] * speed.factor < running
-    if share is not None or is_late:
-        speed.add(running, known[name] * (share or 1.0))
-    rest = max(0.0, known[name] * speed.factor - running)
-    if share is not None:
-        rest = running * (1 - share) / share
-    later = [known[one.stage.name] for one in left[1:] if not one.is_done and not one.stage.needs_terminal]
-    rest += sum(later) * speed.factor
-    is_known = all(later) and (share is not None or known[name] > 0) and not is_late
-    progress = ""
-    if seconds:
-        progress = f"{name}: {clock(running)} so far" + (f", {share:.0%} done; " if share is not None else "; ")
-    if not rest:
-        return f"{progress}time left: not known"
-    return f"{progress}{'about' if is_known else 'at least'} {clock(rest)} left{speed.in_words(pipeline.machine)}"
-
-
-def share_done(folder: Path) -> float | None:
-    """Return how much of its steps the run in a folder has taken, over 0; None if there is no run, or no step yet."""
-    try:
-        steps = tomllib.loads((folder / "config.toml").read_text("utf-8"))["training"]["steps"]
-        step = json.loads((folder / "metrics.jsonl").read_text("utf-8").splitlines()[-1])["step"]
-    except (OSError, ValueError, LookupError):  # no run, or it is writing
-        return None
-    return min(1.0, step / steps)
 
 
 def table(stages: list[Planned], records: dict[str, Record]) -> list[str]:

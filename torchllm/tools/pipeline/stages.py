@@ -21,8 +21,6 @@ from torchllm.tools.config.read import ConfigError, read_table
 from torchllm.tools.config.toml_files import read_files
 
 RECORDS = "stages.json"
-DESCRIPTION = "pipeline.json"
-"""file of a pipeline's folder: the PipelineFile that made it"""
 FOLDER = "{folder}"
 """stands in a command for the folder of the pipeline"""
 WITH_SETTINGS = ("tokenizer", "prepare", "train", "evaluate", "export", "generate")
@@ -212,21 +210,11 @@ def read_stage_records(folder: Path) -> dict[str, Record]:
 
 
 def write_record(folder: Path, name: str, record: Record) -> None:
-    """Replace the record of a stage."""
+    """Replace the record of a stage in the file of all records, which is there whole or not at all."""
     records = read_stage_records(folder) | {name: record}
-    _replace_json(folder / RECORDS, {stage: asdict(one) for stage, one in records.items()})
-
-
-def write_description(pipeline: PipelineFile) -> None:
-    """Write what the pipeline is into its folder, for `torchllm report`."""
-    _replace_json(Path(pipeline.folder) / DESCRIPTION, asdict(pipeline))
-
-
-def _replace_json(file: Path, value: object) -> None:
-    """Write a file that exists whole or not at all."""
-    temporary = file.with_name(f"{file.name}.new")
-    temporary.write_text(json.dumps(value, indent=2) + "\n", "utf-8")
-    os.replace(temporary, file)
+    temporary = folder / f"{RECORDS}.new"
+    temporary.write_text(json.dumps({stage: asdict(one) for stage, one in records.items()}, indent=2) + "\n", "utf-8")
+    os.replace(temporary, folder / RECORDS)
 
 
 def set_aside(folder: Path) -> Path | None:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torchllm.config import Config, Model, Source
-from torchllm.tools.config.checks import FLOAT8_MULTIPLE, contradictions
+from torchllm.tools.config.degrees import FLOAT8_MULTIPLE
+from torchllm.tools.config.idle import contradictions
 from torchllm.tools.proof.layouts import Settings, with_settings
 
 C = TypeVar("C", bound=Config)

@@ -28,7 +28,7 @@ from torchllm.config import (
 )
 from torchllm.config.schema import RecomputeMode
 from torchllm.facts.flops import ALL_TRAINED
-from torchllm.tools.config.checks import (
+from torchllm.tools.config.degrees import (
     BLOCK_MODES,
     FLOAT8_MULTIPLE,
     obstacle_to_compiled_blocks,

@@ -1,0 +1,322 @@
+"""The degrees of a layout: resolved, and checked against the sizes that they must divide."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from torchllm.config.schema import (
+    AXES,
+    SCHEDULES,
+    Config,
+    Float8,
+    Model,
+    Parallel,
+    PipelineSchedule,
+    RecomputeMode,
+    Run,
+    gradient_accumulation,
+)
+from torchllm.tools.config.read import ConfigError, config_error
+
+FLOAT8_MULTIPLE = 16
+"""divisor of all sizes of a float8 product: cuBLAS takes rows whose bytes are a multiple of this"""
+
+
+def layout_problems(config: Config, world_size: int | None) -> list[ConfigError]:
+    """Return the problems of the degrees, and of the sizes that they must divide.
+
+    `world_size` None: the number of ranks is unknown, and the product of the degrees is used.
+    """
+    parallel, wrong_degrees = resolve_degrees(config.parallel, world_size, rank_remedy(config.run))
+    result = [*wrong_degrees, *_tensor_problems(config)]
+    obstacle = obstacle_to_compiled_blocks(parallel.pp, parallel.schedule, parallel.cp, config.recompute.mode)
+    if config.compile.block is True and obstacle is not None:
+        result.append(config_error("compile.block", f"{obstacle.why}: set it to false, or {obstacle.remedy}"))
+    if parallel.pp > 1:
+        result += _stage_problems(config)
+    if parallel.cp > 1:
+        result += _context_problems(config)
+    if config.float8.is_on:
+        result += _float8_layout_problems(config)
+    if not wrong_degrees:  # else the number of data ranks is unknown
+        result += _data_rank_problems(config, parallel)
+        if parallel.ep > 1 and config.model.experts:
+            result += _expert_parallel_problems(config, parallel)
+    return result
+
+
+def rank_remedy(run: Run) -> str:
+    """Tell the user how to set a number of ranks that is unknown."""
+    return "set --gpus=N" if run.dry_run else "set NPROC (and NNODES), or --gpus=N for --check"
+
+
+def resolve_degrees(
+    parallel: Parallel, world_size: int | None, remedy: str = "set NPROC (and NNODES)"
+) -> tuple[Parallel, list[ConfigError]]:
+    """Return `parallel` with a degree of -1 filled in, and the problems of the degrees.
+
+    `world_size` None: the number of ranks is unknown; then a -1 is a problem. remedy: tells the user how to set it.
+    """
+    degrees = {axis: getattr(parallel, axis) for axis in AXES}
+    zeros = [axis for axis in AXES if degrees[axis] == 0]
+    if zeros:
+        message = "must be at least 1, or -1 for the ranks that the other degrees leave"
+        return parallel, [config_error(f"parallel.{axis}", message) for axis in zeros]
+
+    open_axes = [axis for axis in AXES if degrees[axis] == -1]
+    if len(open_axes) == 2:
+        return parallel, [config_error("parallel.dp_replicate", "only one of dp_replicate and dp_shard may be -1")]
+
+    fixed = {axis: degree for axis, degree in degrees.items() if degree > 0}
+    ranks = math.prod(fixed.values())
+    product = " x ".join(f"{axis} {degree}" for axis, degree in fixed.items()) + f" = {ranks}"
+    if open_axes:
+        (axis,) = open_axes
+        key = f"parallel.{axis}"
+        if world_size is None:
+            hint = f"{remedy}, or give a degree"
+            return parallel, [config_error(key, f"is -1, but the number of ranks is unknown: {hint}")]
+        if world_size % ranks:
+            return parallel, [config_error(key, f"is -1, but {world_size} ranks are no multiple of {product}")]
+        return replace(parallel, **{axis: world_size // ranks}), []
+
+    if world_size is not None and ranks != world_size:
+        largest = max(AXES, key=lambda axis: degrees[axis])
+        return parallel, [
+            config_error(f"parallel.{largest}", f"{product} ranks, but there are {world_size}; set one to match")
+        ]
+    return parallel, []
+
+
+def _tensor_problems(config: Config) -> Iterator[ConfigError]:
+    """Check that tp divides the model's sizes."""
+    model = config.model
+    parallel = config.parallel
+    widths = {"heads": model.heads, "kv_heads": model.kv, "ffn": model.ffn}
+    if model.expert_ffn and parallel.ep == 1:
+        widths["expert_ffn"] = model.expert_ffn
+    for key, size in widths.items():
+        if size % parallel.tp:
+            yield config_error("parallel.tp", f"{parallel.tp} does not divide model.{key} = {size}")
+    if _has_rank_without_rows(model.vocab_rows, parallel.tp):
+        yield config_error(
+            "parallel.tp", f"{parallel.tp} leaves a rank without a row of model.vocab = {model.vocab_rows}"
+        )
+
+    length = config.training.sequence_length
+    cuts_sequence = parallel.sequence_parallel or (parallel.pp > 1 and parallel.scatter_gather)
+    if cuts_sequence and length % parallel.cp == 0 and (length // parallel.cp) % parallel.tp:
+        divided = f"training.sequence_length = {length}"
+        if parallel.cp > 1:
+            divided += " / cp"
+        hint = "" if parallel.sequence_parallel else "; or set parallel.scatter_gather = false"
+        yield config_error("parallel.tp", f"{parallel.tp} does not divide {divided}{hint}")
+
+
+def _has_rank_without_rows(rows: int, ranks: int) -> bool:
+    """Whether torch, which gives the first ranks ceil(rows / ranks) rows each, leaves no rows for the last rank."""
+    per_rank = math.ceil(rows / ranks)
+    return per_rank * (ranks - 1) >= rows
+
+
+def _stage_problems(config: Config) -> Iterator[ConfigError]:
+    """Check the stages of a pipeline; pp is over 1."""
+    model = config.model
+    parallel = config.parallel
+    kind = SCHEDULES[parallel.schedule]
+    if not _has_stages_it_allows(parallel):
+        yield config_error(
+            "parallel.virtual_stages",
+            f"{parallel.schedule} has {kind.most_stages} per rank, not {parallel.stages_per_rank}",
+        )
+        return
+    stages = parallel.stages
+    if stages > model.layers:
+        yield config_error("parallel.pp", f"{stages} stages need a block each, but model.layers is {model.layers}")
+    if parallel.split and (len(parallel.split) != stages or sum(parallel.split) != model.layers):
+        yield config_error(
+            "parallel.split",
+            f"names {len(parallel.split)} stages of {sum(parallel.split)} blocks in all, but there are {stages} stages "
+            f"({parallel.pp} ranks x {parallel.stages_per_rank}) and model.layers is {model.layers}",
+        )
+
+
+def _has_stages_it_allows(parallel: Parallel) -> bool:
+    """Whether the pipeline schedule allows the number of stages per rank."""
+    limit = SCHEDULES[parallel.schedule].most_stages
+    return limit == math.inf or parallel.stages_per_rank == limit
+
+
+def micro_batch_problems(parallel: Parallel, count: int) -> Iterator[ConfigError]:
+    """Check that the pipeline schedule accepts `count` micro batches per step."""
+    key = "training.global_batch_size"
+    needs = f"{parallel.schedule} on {parallel.pp} pipeline ranks needs"
+    actual = f"a step has {count} (global_batch_size / micro_batch_size / data-parallel ranks)"
+    if parallel.schedule == "1F1B" and count < parallel.pp:
+        yield config_error(key, f"{needs} at least {parallel.pp} micro batches; {actual}")
+    if parallel.schedule == "DualPipeV" and count < parallel.stages:
+        yield config_error(key, f"{needs} at least {parallel.stages} micro batches; {actual}")
+    if parallel.schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
+        rounds = max(1, count // parallel.pp)
+        if count > parallel.pp and count % rounds:
+            yield config_error(key, f"{needs} micro batches that divide into {rounds} equal rounds; {actual}")
+
+
+def _context_problems(config: Config) -> Iterator[ConfigError]:
+    """Check the limits of context parallelism; cp is over 1."""
+    model = config.model
+    parallel = config.parallel
+    length = config.training.sequence_length
+    is_ring = parallel.cp_method == "ring"
+    pieces = parallel.cp * 2 if is_ring else parallel.cp
+    if length % pieces:
+        why = " (two pieces per rank, so that causal work is even)" if is_ring else ""
+        yield config_error("parallel.cp", f"training.sequence_length = {length} does not divide into {pieces}{why}")
+    heads = model.kv // parallel.tp
+    if not is_ring and heads % parallel.cp:
+        source = f" (model.kv_heads {model.kv} / tp {parallel.tp})" if parallel.tp > 1 else ""
+        yield config_error(
+            "parallel.cp",
+            f"ulysses gives each rank whole key-value heads, but {heads}{source} do not divide by {parallel.cp} ranks: "
+            f'set it to {math.gcd(heads, parallel.cp)}, or use parallel.cp_method = "ring"',
+        )
+    if is_ring and model.attention in ("flash", "flex"):
+        yield config_error(
+            "model.attention",
+            f"{model.attention} cannot be merged block by block in a ring: use sdpa or eager, or "
+            'parallel.cp_method = "ulysses"',
+        )
+    if is_ring and model.window_within(length) < length:
+        yield config_error(
+            "parallel.cp_method",
+            f"a ring sends all keys to all ranks and has no sliding window: model.window = {model.window} is under "
+            f'training.sequence_length = {length}; use "ulysses"',
+        )
+
+
+def _float8_layout_problems(config: Config) -> Iterator[ConfigError]:
+    """Check that all float8 products of a layout have sizes that are multiples of `FLOAT8_MULTIPLE`."""
+    model, parallel, training = config.model, config.parallel, config.training
+    if parallel.pp > 1 and SCHEDULES[parallel.schedule].splits_backward:
+        yield config_error(
+            "parallel.schedule",
+            f"{parallel.schedule} computes gradients of inputs and weights separately, which the products of "
+            f'float8.recipe = "{config.float8.recipe}" cannot: use Interleaved1F1B, or 1F1B with virtual_stages = 1',
+        )
+    remedy = 'or set float8.recipe = "none"'
+    for width in unfit_for_float8(model, parallel.tp):
+        yield config_error(
+            "float8.recipe",
+            f"{width} is no multiple of {FLOAT8_MULTIPLE}, which float8 products need: change it, {remedy}",
+        )
+    tokens = training.micro_batch_size * training.sequence_length // parallel.cp
+    if training.sequence_length % parallel.cp == 0 and not takes_float8_tokens(config.float8, tokens):
+        yield config_error(
+            "training.micro_batch_size",
+            f"{training.micro_batch_size} x sequence_length {training.sequence_length} / cp {parallel.cp} = {tokens} "
+            f"tokens are no multiple of {FLOAT8_MULTIPLE}, which gradients of weights in float8 need: change it, "
+            f"{remedy}",
+        )
+
+
+def unfit_for_float8(model: Model, tp: int) -> Iterator[str]:
+    """Yield the widths of a rank's matrices that do not fit float8 products, e.g. "model.ffn = 1032 / tp 2"."""
+    if model.hidden % FLOAT8_MULTIPLE:
+        yield f"model.hidden = {model.hidden}"
+    widths = {
+        "heads x head_dim": model.heads * model.head_width,
+        "kv_heads x head_dim": model.kv * model.head_width,
+        "ffn": model.ffn,
+    }
+    share = f" / tp {tp}" if tp > 1 else ""
+    for name, width in widths.items():
+        if width % tp == 0 and width // tp % FLOAT8_MULTIPLE:
+            yield f"model.{name} = {width}{share}"
+
+
+def takes_float8_tokens(float8: Float8, tokens: int) -> bool:
+    """Return whether float8 products can sum over `tokens` tokens of a rank, as gradients of weights do."""
+    return tokens % FLOAT8_MULTIPLE == 0 or float8.recipe == "rowwise_with_gw_hp"
+
+
+def _data_rank_problems(config: Config, parallel: Parallel) -> Iterator[ConfigError]:
+    """Check that the data ranks can share the batch and the weights. The degrees of `parallel` are resolved."""
+    rows = config.model.vocab_rows
+    training = config.training
+    is_uneven = rows % parallel.tp and not _has_rank_without_rows(rows, parallel.tp)
+    if is_uneven and parallel.data_ranks * parallel.cp > 2:
+        # torch 2.13 on rows that tp shares unevenly: FSDP over more than two ranks puts some in the wrong place
+        # (initial weights, gathered tensors, checkpoints) without an error; and whole weights that share a buffer
+        # with them are summed in another order on each tp rank, so that their copies drift apart.
+        padding = -config.model.vocab % parallel.tp
+        yield config_error(
+            "model.vocab",
+            f"{rows} rows are no multiple of tp {parallel.tp}: torch 2.13 misplaces uneven rows silently on more than "
+            "two ranks of dp x cp; choose a tp that divides them, or in a new run set "
+            f"model.vocab_padding = {padding}, rows that the softmax leaves out",
+        )
+    per_pass = training.micro_batch_size * parallel.data_ranks
+    if training.global_batch_size % per_pass:
+        yield config_error(
+            "training.global_batch_size",
+            f"{training.global_batch_size} is no multiple of micro_batch_size {training.micro_batch_size} x "
+            f"{parallel.data_ranks} data-parallel ranks = {per_pass}",
+        )
+    if parallel.pp > 1 and _has_stages_it_allows(parallel):
+        yield from micro_batch_problems(parallel, gradient_accumulation(training, parallel.data_ranks))
+
+
+def _expert_parallel_problems(config: Config, parallel: Parallel) -> Iterator[ConfigError]:
+    """Check that ep divides experts and ranks. The degrees of `parallel` are resolved."""
+    ep = parallel.ep
+    ranks = parallel.dp_shard * parallel.cp * parallel.tp
+    if config.model.experts % ep:
+        yield config_error("parallel.ep", f"{ep} does not divide model.experts = {config.model.experts}")
+    if ranks % ep:
+        product = f"dp_shard {parallel.dp_shard} x cp {parallel.cp} x tp {parallel.tp} = {ranks}"
+        yield config_error("parallel.ep", f"{ep} does not divide {product}, whose ranks it borrows")
+    if parallel.zero == 0:
+        yield config_error(
+            "parallel.zero_stage", "0 keeps all weights on every rank, but parallel.ep shares the experts: set 1"
+        )
+    shared = config.model.shared_experts * config.model.expert_width
+    if shared % parallel.tp:
+        yield config_error("parallel.tp", f"{parallel.tp} does not divide the width of the shared experts, {shared}")
+    part = config.training.sequence_length // parallel.cp
+    if part % parallel.tp:
+        yield config_error(
+            "parallel.tp",
+            f"{parallel.tp} does not divide the {part} tokens of a sequence, as ep needs",
+        )
+
+
+class Obstacle(NamedTuple):
+    """The reason why torch cannot compile the blocks of a layout."""
+
+    why: str
+    remedy: str
+    """the keys to change instead"""
+
+
+BLOCK_MODES = ("full", "every_k", "selective", "selective_half")
+"""values of recompute.mode whose recomputation is inside the graph of a compiled block, and covers its attention"""
+
+
+def obstacle_to_compiled_blocks(pp: int, schedule: PipelineSchedule, cp: int, mode: RecomputeMode) -> Obstacle | None:
+    """Return the reason why torch cannot compile the blocks of a layout; None if it can.
+
+    pp, schedule and cp are keys of [parallel], mode is recompute.mode.
+    """
+    if pp > 1 and SCHEDULES[schedule].splits_backward:
+        return Obstacle(
+            f"{schedule} computes gradients of inputs and weights separately, which a compiled block cannot",
+            "use Interleaved1F1B, or 1F1B with virtual_stages = 1",
+        )
+    if cp > 1 and mode in BLOCK_MODES:
+        return Obstacle(
+            f"with recompute.mode = {mode!r} and cp, whose attention stays outside the graphs, torch "
+            "compiles none of a block",
+            'use recompute.mode = "segment" (k = 1 is full) or "ffn"',
+        )
+    return None
