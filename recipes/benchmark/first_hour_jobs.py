@@ -1,7 +1,6 @@
 """The jobs of `benchmark first_hour`: runs, benchmarks and measured layouts, each within the time of its stage."""
 
 import json
-import os
 import shutil
 import sys
 import time
@@ -133,17 +132,6 @@ class Jobs:
     def measure(self, config: str, overrides: Overrides, steps: int, ranks: int) -> dict[str, str]:
         """Return the measured row of a layout, whatever its job comes to, as recipes/sweep writes it."""
         return measure_layout(config, overrides, ranks, steps, self.seconds_left(), self.folder / "layout")
-
-    def run_recipe(self, recipe: Path, *overrides: str, ranks: int) -> tuple[int | None, str]:
-        """Run another recipe on the small config; return its exit status, None after the timeout, and its output."""
-        log = self.folder / f"{recipe.stem}.log"
-        arguments = [self.config, *LOGGED, *overrides, f"--run.folder={self.folder / recipe.stem}"]
-        os.environ["RECIPE"] = str(recipe)
-        try:
-            status = run_job(arguments, ranks, self.seconds_left(), log)
-        finally:
-            del os.environ["RECIPE"]
-        return status, log.read_text(errors="replace")
 
     @staticmethod
     def _check(job: str, status: int | None, log: Path) -> None:
