@@ -35,6 +35,7 @@ from torchllm.tools.prepare.counts import describe_corpus, describe_unknown
 from torchllm.tools.prepare.open_source import open_raw_source
 from torchllm.tools.prepare.pieces import cut_pieces
 from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
+from torchllm.tools.prepare.record_form import TextForm
 from torchllm.tools.prepare.records import TextRecord
 from torchllm.tools.prepare.source_files import source_files, stat_file
 from torchllm.tools.prepare.sources import JsonLineFiles, RawSource, ShardRange
@@ -270,7 +271,7 @@ class DyingSource(JsonLineFiles):
 
 def test_a_process_that_is_killed_is_an_error_with_its_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_documents(tmp_path, 50)
-    monkeypatch.setattr(build, "_open_source", lambda plan: DyingSource(plan.files, "text"))
+    monkeypatch.setattr(build, "_open_source", lambda plan: DyingSource(plan.files, TextForm("text")))
     with pytest.raises(DataError, match=r"was killed: most likely .* out of memory: .* --prepare\.processes=N"):
         write_corpus(plan_for(source, shard_mib=0.001), BYTES, tmp_path / "c", processes=2)
 

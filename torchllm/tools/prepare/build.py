@@ -131,14 +131,10 @@ def refuse_first(plan: CorpusPlan) -> None:
 
 def _open_source(plan: CorpusPlan) -> RawSource:
     """Return the reader of a plan's source. Raises DataError if no text file has the delimiter of documents."""
-    if plan.chat is None:
-        source = open_raw_source(plan.source, plan.files)
-        if isinstance(source, DelimitedTextFiles):
-            source.refuse_undivided(plan.source.path)
-        return source
-    from torchllm.tools.prepare.chat.sources import open_conversations
-
-    return open_conversations(plan.source, plan.files)
+    source = open_raw_source(plan.source, plan.files)
+    if isinstance(source, DelimitedTextFiles):
+        source.refuse_undivided(plan.source.path)
+    return source
 
 
 def _write_shards(

@@ -9,8 +9,9 @@ from torchllm.data.tokenizer import Tokenizer
 from torchllm.tools.prepare.chat.calls import drop_absent_keys
 from torchllm.tools.prepare.chat.examples import Example
 from torchllm.tools.prepare.chat.plan import chat_format
-from torchllm.tools.prepare.chat.sources import conversation_of, open_conversations
+from torchllm.tools.prepare.chat.records import conversation_of
 from torchllm.tools.prepare.chat.template import RefusedConversation
+from torchllm.tools.prepare.open_source import open_raw_source
 from torchllm.tools.prepare.plan import CorpusPlan
 
 LINE_END = "↵"
@@ -28,7 +29,7 @@ def show_examples(plan: CorpusPlan, tokenizer: Tokenizer) -> Iterator[Shown]:
     """Yield the examples of a source of conversations, in their order; of a bad conversation its fault."""
     assert plan.chat is not None
     chat = chat_format(tokenizer.name, plan.chat, date.today(), plan.reads_calls)
-    source = open_conversations(plan.source, plan.files)
+    source = open_raw_source(plan.source, plan.files)
     for record in source.records(source.cut_shards(1)[0]):
         where = record.origin.describe()
         if record.fault:

@@ -19,7 +19,7 @@ from torchllm.tools.prepare.chat.calls import drop_absent_keys
 from torchllm.tools.prepare.chat.examples import Example
 from torchllm.tools.prepare.chat.messages import NESTED
 from torchllm.tools.prepare.chat.plan import chat_format, preparation_day
-from torchllm.tools.prepare.chat.sources import conversation_of
+from torchllm.tools.prepare.chat.records import conversation_of
 from torchllm.tools.prepare.chat.template import RefusedConversation
 from torchllm.tools.prepare.corpus_writer import ShardFileWriter
 from torchllm.tools.prepare.counts import (
