@@ -11,8 +11,9 @@ from torchllm.config import Config, Finetune
 from torchllm.config.paths import same_path
 from torchllm.tools.prepare.chat.encoder import load_chat_encoder
 from torchllm.tools.prepare.chat.examples import ChatFormat
-from torchllm.tools.prepare.chat.template import ChatTemplate, read_special_tokens, read_template
+from torchllm.tools.prepare.chat.template import ChatTemplate, read_template
 from torchllm.tools.prepare.chat.trial import try_template
+from torchllm.tools.prepare.tokenizer_config import read_tokenizer_config, special_tokens_of
 
 DAY_FILE = "prepared_on.txt"
 """of a corpus folder: the first day of its preparation, as 2026-11-23"""
@@ -37,7 +38,7 @@ def plan_chat(tokenizer: str, finetune: Finetune, sequence_length: int, earlier:
     """
     load_chat_encoder(tokenizer)
     path = Path(tokenizer)
-    special_tokens = read_special_tokens(path)
+    special_tokens = special_tokens_of(read_tokenizer_config(path))
     template = read_template(path, finetune.chat_template, earlier)
     try_template(template, special_tokens)
     return ChatPlan(sequence_length, template, special_tokens)
