@@ -1,4 +1,3 @@
-import errno
 import gzip
 import io
 import json
@@ -11,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import pyarrow
 import pyarrow.parquet
@@ -226,18 +225,6 @@ def test_each_of_two_files_of_a_set_is_named(tmp_path: Path) -> None:
         write_table(tmp_path / f"train-{number}.parquet", {"text": ["a text"]})
     named = [record.where for record in read_all(Source(kind="hub", path=str(tmp_path)))]
     assert named == [f"{tmp_path}[train] file {number} row 0" for number in range(2)]
-
-
-def test_a_full_disk_under_the_hubs_cache_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import datasets
-
-    full = datasets.exceptions.DatasetGenerationError("An error occurred while generating the data")
-    full.__cause__ = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    monkeypatch.setattr(datasets, "load_dataset_builder", Mock(side_effect=full))
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    message = rf"'a/b': An error .*No space left on device \(data sets are kept in {tmp_path}/cache, [\d,]+ MiB free"
-    with pytest.raises(DataError, match=message):
-        read(Source(kind="hub", path="a/b"))
 
 
 def test_hub_without_network_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from torchllm.data.corpus_header import HEADER, read_description
 from torchllm.data.error import DataError
 from torchllm.data.tokenizer import Tokenizer
 from torchllm.runtime.host_limits import usable_cores
-from torchllm.tools.prepare.bad_records import describe_earlier_loss
 from torchllm.tools.prepare.earlier_files import Rules, earlier_files
 from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec, may_write_calls
 from torchllm.tools.prepare.source_files import changes_of, choose_files, content_of
@@ -176,10 +175,6 @@ def prepare_cached(plan: CorpusPlan, data: Data, rules: Rules = Rules.NOW) -> Pa
         damage = _find_damage(folder, data)
         if damage is None:
             _refuse_other_text(folder, plan)
-            header = read_description(folder).header
-            most = 1.0 if plan.source.kind == "stdlib" else data.max_bad_share
-            if loss := describe_earlier_loss(header.documents, header.skipped, most):
-                log.warning("data.cache: of %s %s; delete it to tokenize its source again", folder, loss)
             return folder
         log.warning("data.cache: %s; its source is tokenized again", damage)
     refuse_large_source(plan, data)

@@ -3,7 +3,6 @@
 import logging
 import os
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -175,25 +174,8 @@ def _hub_errors(source: Source) -> Iterator[None]:
             cause = cause.__cause__
         if cause is not error:
             reason += f": {_first_line(cause)}"
-        if type(cause) in (OSError, PermissionError):  # of the disk: the network's errors have other classes
-            reason += f" ({_describe_hub_folders()})"
         raise DataError(f"data.sources: cannot load split {source.split!r} of {source.path!r}: {reason}") from error
 
 
 def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
-
-
-def _describe_hub_folders() -> str:
-    """Return where data sets of the hub are kept, and how to change that."""
-    import datasets
-    import huggingface_hub
-
-    folders = [datasets.config.HF_DATASETS_CACHE, huggingface_hub.constants.HF_HUB_CACHE]
-    described = []
-    for folder in map(Path, folders):
-        existing = folder
-        while not existing.exists():
-            existing = existing.parent
-        described.append(f"{folder}, {shutil.disk_usage(existing).free / 2**20:,.0f} MiB free")
-    return f"data sets are kept in {' and '.join(described)}; HF_HOME=FOLDER in the environment names another place"
