@@ -246,7 +246,7 @@ def save_problems(figures: Figures) -> list[str]:
 
 
 def large_config(jobs: Jobs, ranks: int) -> list[str]:
-    """Return the config of the largest model that so many ranks of this machine have a run for, and overrides."""
+    """Return the config of the largest model that has a run on this number of GPUs, and overrides."""
     if not jobs.machine.gpus:
         return [jobs.config]
     config = NODE_CONFIG if ranks == MOST_RANKS else ONE_GPU_CONFIG

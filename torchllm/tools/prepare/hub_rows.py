@@ -6,12 +6,13 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchllm.config import Source
 from torchllm.data.error import DataError
-from torchllm.tools.prepare.corpus_writer import replacing
+from torchllm.tools.prepare.corpus_writer import first_noted
 from torchllm.tools.prepare.record_form import RecordForm
 from torchllm.tools.prepare.records import Origin, TextRecord
 from torchllm.tools.prepare.source_files import SourceFile
@@ -107,12 +108,7 @@ def pin_hub_source(source: Source, pins: Path) -> Source:
     name = f"{source.path}@{source.revision or 'newest'}"
     pin = pins / name.replace("/", "--")
     try:
-        if not pin.exists():
-            commit = _ask_commit(source)
-            pins.mkdir(parents=True, exist_ok=True)
-            with replacing([pin]) as (file,):
-                file.write(commit.encode())
-        commit = pin.read_text()
+        commit = first_noted(pin, partial(_ask_commit, source))
     except OSError as error:
         raise DataError(
             f"{pin} cannot be written: {error.strerror or error}. Set data.cache to another folder"

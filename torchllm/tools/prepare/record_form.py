@@ -20,7 +20,7 @@ class RecordForm(ABC):
     setting: str
     """name of `key` in the config"""
     others: Sequence[str]
-    """keys that are read besides, where they are there"""
+    """other keys that are read, where they are there"""
 
     def __init__(self, key: str) -> None:
         """`key`: of the content of a record, in an object or among the columns."""

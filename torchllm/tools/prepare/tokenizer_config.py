@@ -1,4 +1,4 @@
-"""The tokenizer_config.json of transformers, which lies beside a tokenizer.json."""
+"""The tokenizer_config.json of transformers, in the folder of a tokenizer.json."""
 
 import json
 from collections.abc import Mapping

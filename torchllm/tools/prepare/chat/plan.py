@@ -1,6 +1,5 @@
 """The settings, besides its text, that decide the tokens of a conversation."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
@@ -13,6 +12,7 @@ from torchllm.tools.prepare.chat.encoder import load_chat_encoder
 from torchllm.tools.prepare.chat.examples import ChatFormat
 from torchllm.tools.prepare.chat.template import ChatTemplate, read_template
 from torchllm.tools.prepare.chat.trial import try_template
+from torchllm.tools.prepare.corpus_writer import first_noted
 from torchllm.tools.prepare.tokenizer_config import read_tokenizer_config, special_tokens_of
 
 DAY_FILE = "prepared_on.txt"
@@ -56,20 +56,7 @@ def preparation_day(folder: Path) -> date:
     Some templates write the date. So that all processes write the same one, also after an interruption over midnight,
     the first notes it in the folder.
     """
-    path = folder / DAY_FILE
-    if not path.exists():
-        draft = folder / f"{DAY_FILE}.{os.uname().nodename}-{os.getpid()}.tmp"
-        draft.write_text(f"{date.today().isoformat()}\n")
-        try:
-            os.link(draft, path)  # unlike a rename it fails if another process was first
-        except FileExistsError:
-            pass
-        except OSError:  # a file system without hard links
-            if not path.exists():
-                draft.rename(path)
-        finally:
-            draft.unlink(missing_ok=True)
-    return date.fromisoformat(path.read_text().strip())
+    return date.fromisoformat(first_noted(folder / DAY_FILE, date.today().isoformat))
 
 
 def chat_plan_of_run(config: Config, state: Mapping[str, Any], record: Mapping[str, Any]) -> ChatPlan | None:
