@@ -436,8 +436,9 @@ def parse_json(content: bytes, origin: Origin) -> Any:
         return TextRecord(origin, fault="broken JSON", detail=f" ({error})")
 
 
-_ROWS_PER_BATCH = 64
-"""rows of a parquet file that are in memory at a time, at most: all may be the longest text of a dictionary"""
+_ROWS_PER_BATCH = 256
+"""rows of a parquet file that are in memory at a time, at most: each may be the longest text of a dictionary, which
+pyarrow writes with up to 1 MiB"""
 
 
 class TableFiles(SourceFiles):
