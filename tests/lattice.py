@@ -27,20 +27,16 @@ import torch
 from tests import workers
 from tests.parity import STEPS, check_bfloat16, check_config, tiny
 from torchllm import config as c
-from torchllm.config import Config
+from torchllm.config import FAMILIES, Config
 from torchllm.config.write import dump_toml
 from torchllm.tools.config.read import ConfigError, read_table
 from torchllm.tools.config.toml_files import read_files
 from torchllm.tools.proof import sample
 from torchllm.tools.proof.layouts import (
     AXES,
-    EXPERTS,
     MICRO_BATCH,
-    MIXTURES,
-    MOMENTUM,
     PARALLEL,
     RECOMPUTE,
-    ROPE_SCALING,
     LayoutSpace,
     Settings,
     degrees,
@@ -57,6 +53,67 @@ MESH = (*AXES, "parallel.schedule", "parallel.cp_method", "parallel.sequence_par
 FIRST = 16
 """layouts of the sample that have every setting"""
 ALL_MESHES, ALL_EXPERT_MESHES = "all-meshes", "all-expert-meshes"
+
+MOMENTUM = "optimizer.momentum"
+"""None: AdamW"""
+ROPE_SCALING = "model.rope_scaling"
+"""None: no scaling, else the factor is 4"""
+EXPERTS = "model.experts"
+"""a name of `MIXTURES`"""
+MIXTURES: dict[str | None, Settings] = {
+    None: {},
+    "Mixtral": {"model.experts": 8, "model.top_k": 2},
+    "Qwen3-MoE": {
+        "model.experts": 8,
+        "model.top_k": 3,
+        "model.expert_ffn": 48,
+        "model.balance_loss": "global",
+        "model.balance_weight": 0.3,
+    },
+    "OLMoE": {
+        "model.experts": 6,
+        "model.top_k": 3,
+        "model.expert_ffn": 48,
+        "model.router_dtype": "compute",
+        "model.router_renormalize": False,
+        "model.router_z_loss": 0.1,
+    },
+    "GLM-4.5": {
+        "model.experts": 6,
+        "model.top_k": 2,
+        "model.shared_experts": 2,
+        "model.dense_layers": 1,
+        "model.router_score": "sigmoid",
+        "model.router_scale": 2.5,
+        "model.rotary_fraction": 0.5,
+        "model.router_bias": True,
+        "model.router_bias_rate": 0.03,
+        "model.balance_loss": "sequence",
+        "model.balance_weight": 0.3,
+    },
+    "Qwen3-MoE, ep 2": {
+        "model.experts": 8,
+        "model.top_k": 2,
+        "model.balance_loss": "global",
+        "model.balance_weight": 0.3,
+        "parallel.ep": 2,
+    },
+    "GLM-4.5, ep 4": {
+        "model.experts": 8,
+        "model.top_k": 3,
+        "model.expert_ffn": 48,
+        "model.shared_experts": 1,
+        "model.dense_layers": 1,
+        "model.router_score": "sigmoid",
+        "model.router_bias": True,
+        "model.router_bias_rate": 0.03,
+        "model.balance_loss": "sequence",
+        "model.balance_weight": 0.3,
+        "parallel.ep": 4,
+    },
+}
+"""settings of a mixture of experts, by the model that is built so, and the ranks that share them; None: none.
+Penalties are heavy, to be seen"""
 
 LAYOUT: dict[str, tuple[Any, ...]] = {
     **degrees(MOST_RANKS),
@@ -112,10 +169,49 @@ class TinySpace(LayoutSpace):
 
     def choices(self, key: str, layout: Layout) -> tuple[Any, ...]:
         """Return the values of a setting that have an effect: experts and GPT-2's matrices have no low-rank updates."""
-        if key == "lora.rank":
-            has_updates = layout.get(EXPERTS) is None and layout["model.family"] == "llama"
-            return self.settings[key] if has_updates else ()
-        return super().choices(key, layout)
+        if not key.startswith(("model.", "lora.")) or key == "model.family":
+            return super().choices(key, layout)
+        values, features = self.settings[key], FAMILIES[layout["model.family"]]
+        matters = True
+        match key:
+            case "lora.rank":
+                matters = layout.get(EXPERTS) is None and layout["model.family"] == "llama"
+            case "model.experts":  # experts are SwiGLU layers
+                matters = features.gated_ffn and not features.biases
+                # With a norm after attention, what a fresh model's routers get is so small that the scores of several
+                # experts are one number in float32: which are chosen is rounding, unless they go by their logits.
+                if layout.get("model.norm_position") == "after":
+                    values = tuple(name for name in values if "model.router_bias" not in MIXTURES[name])
+            case "model.rope_scaling":
+                matters = not features.learned_positions
+            case "model.qkv_bias":
+                matters = not features.biases
+            # Without any norm before them, queries and keys of a fresh model are so small that the gradients of their
+            # matrices are rounding: what is learned goes through the values.
+            case "model.norm_position" if layout.get("model.qk_norm") == "none":
+                return ("before",)
+            case "model.norm_position":  # no model has LayerNorm after attention
+                matters = features.norm == "rms"
+            case "model.qk_norm" if layout.get("model.norm_position") == "after":
+                return tuple(value for value in values if value != "none")
+        return values if matters else ()
+
+    def keys_of(self, layout: Layout) -> Settings:
+        """Return the keys of the config that a layout sets, and their values."""
+        keys = super().keys_of(layout)
+        keys.pop(EXPERTS, None)
+        keys |= MIXTURES[layout.get(EXPERTS)]
+        if keys.pop(ROPE_SCALING, None) is not None:
+            keys |= {ROPE_SCALING: layout[ROPE_SCALING], "model.rope_scaling_factor": 4.0}
+        if layout.get("model.norm_position") == "after":
+            # A fresh model's attention and feed-forward layer return numbers so small that norms after them would
+            # multiply rounding by hundreds: this is more than their variance.
+            keys["model.norm_epsilon"] = 1e-2
+        if keys.pop(MOMENTUM, None) is not None:
+            keys |= {"optimizer.name": "sgd", MOMENTUM: layout[MOMENTUM]}
+            adamw = c.Optimizer()
+            keys |= {f"optimizer.{key}": getattr(adamw, key) for key in ("beta1", "beta2", "epsilon")}
+        return keys
 
     def config(self, layout: Layout) -> Config:
         """Return the config of a layout: the share of key-value heads is the same with more heads."""

@@ -5,8 +5,7 @@ GPU and on all; without a GPU it is a rehearsal on two CPU processes with a tiny
 line of RUN_FOLDER/first_hour.jsonl. The same command continues after an interruption, and tries failed stages again;
 --benchmark.only=losses,resume takes these stages alone, also again.
 
-At the end RUN_FOLDER/first_hour.md is a page of all results, and RUN_FOLDER/first_hour.csv has the measured
-layouts, as `recipes/plan.py score` and `calibrate` read them. Exit status 1: a stage ended with FAIL or error.
+At the end RUN_FOLDER/first_hour.md is a page of all results. Exit status 1: a stage ended with FAIL or error.
 """
 
 import datetime
@@ -21,13 +20,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sweep.sweep import append
-
 from torchllm.config.errors import UserError
 from torchllm.runtime.error_report import report_errors
 
 from .first_hour_jobs import Figures, Jobs, Machine, StageFailed
-from .first_hour_stages import MEASUREMENTS, STAGES, FirstHourStage
+from .first_hour_stages import STAGES, FirstHourStage
 from .tools import format_cell, format_table
 
 if TYPE_CHECKING:
@@ -65,8 +62,6 @@ def first_hour(config: "BenchmarkConfig", config_file: str) -> None:
         record = run_stage(stage, machine, config_file, folder)
         records.append(record)
         write_records(results, records)
-        for row in record["figures"].get(MEASUREMENTS, []):
-            append(folder / "first_hour.csv", row)
         print(f"{stage.name}: {record['outcome']} ({record['seconds']:.0f} s)", flush=True)
         for problem in record["problems"]:
             print(f"  {problem}", flush=True)
@@ -175,8 +170,6 @@ def format_page(records: Sequence[Record]) -> str:
         heading = f"{machine_of(record).describe()}, {record['date']}, {record['seconds']:,.0f} s."
         parts += ["", f"## {record['stage']}", "", questions[record["stage"]], "", heading]
         for title, figure in record["figures"].items():
-            if title == MEASUREMENTS:  # the page has the columns that people read
-                continue
             parts += ["", *format_figure(title, figure)]
     return "\n".join(parts) + "\n"
 
@@ -184,9 +177,7 @@ def format_page(records: Sequence[Record]) -> str:
 def format_figure(title: str, figure: Any) -> list[str]:
     """Return the lines of one figure: a table of rows, a list of numbers, or a single value."""
     if isinstance(figure, list) and figure and isinstance(figure[0], dict):
-        shown = [key for key in figure[0] if any(row[key] not in ("", None) for row in figure)]
-        rows = [{key: row[key] for key in shown} for row in figure]
-        return [f"{title}:", "", format_table(rows)]
+        return [f"{title}:", "", format_table(figure)]
     if isinstance(figure, list):
         return [f"{title}: {', '.join(format_cell(value) for value in figure)}"]
     return [f"{title}: {format_cell(figure)}"]

@@ -1,17 +1,13 @@
 """The jobs of `benchmark first_hour`: runs, benchmarks and measured layouts, each within the time of its stage."""
 
 import json
-import os
 import shutil
 import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sweep.job import Overrides, measure_layout, resolve_layout, run_command, run_job
-
-from torchllm.facts.flops import parameter_count
-from torchllm.tools.resources import resource
+from sweep.job import Overrides, measure_layout, run_command, run_job
 
 Figures = dict[str, Any]
 """figures of a stage by title, as JSON has them: a number, a text, a list of numbers, or a list of rows"""
@@ -108,42 +104,9 @@ class Jobs:
                 return {title: rows for title, rows in answer.items() if title not in ("benchmark", "environment")}
         raise StageFailed(f"benchmark {name} printed no result: {_last_line(log)}")
 
-    def dry_run(self, config: str, overrides: Overrides, ranks: int) -> dict[str, Any]:
-        """Return the dry run of a layout, as its JSON has it. StageFailed if it fails."""
-        log = self.folder / "dry run.log"
-        script = str(resource("run_train.sh"))
-        arguments = ["--run.dry_run=true", "--run.json=true", f"--run.folder={self.folder / 'dry_run'}"]
-        command = ["bash", script, config, *overrides, *arguments]
-        environment = {"NPROC": str(ranks), "PYTHON": sys.executable}
-        self._check("dry run", run_command(command, environment, self.seconds_left(), log), log)
-        text = log.read_text(errors="replace")
-        begin = text.find("{\n")  # warnings may precede the report
-        if begin < 0:
-            raise StageFailed(f"the dry run printed no report: {_last_line(log)}")
-        report: dict[str, Any] = json.JSONDecoder().raw_decode(text, begin)[0]
-        return report
-
-    def parameter_count(self, config: str) -> int:
-        """Return the number of parameters of a config's model. StageFailed if the config is wrong here."""
-        resolved = resolve_layout(config, (), self.machine.ranks)
-        if resolved.config is None:
-            raise StageFailed(f"{config}: {resolved.problem}")
-        return parameter_count(resolved.config.model)
-
     def measure(self, config: str, overrides: Overrides, steps: int, ranks: int) -> dict[str, str]:
         """Return the measured row of a layout, whatever its job comes to, as recipes/sweep writes it."""
         return measure_layout(config, overrides, ranks, steps, self.seconds_left(), self.folder / "layout")
-
-    def run_recipe(self, recipe: Path, *overrides: str, ranks: int) -> tuple[int | None, str]:
-        """Run another recipe on the small config; return its exit status, None after the timeout, and its output."""
-        log = self.folder / f"{recipe.stem}.log"
-        arguments = [self.config, *LOGGED, *overrides, f"--run.folder={self.folder / recipe.stem}"]
-        os.environ["RECIPE"] = str(recipe)
-        try:
-            status = run_job(arguments, ranks, self.seconds_left(), log)
-        finally:
-            del os.environ["RECIPE"]
-        return status, log.read_text(errors="replace")
 
     @staticmethod
     def _check(job: str, status: int | None, log: Path) -> None:

@@ -9,8 +9,6 @@ NAME is one of
     step         a whole training step against a bare loop of the same model and kernels; tokens/s, MFU, HFU, memory
     checkpoint   a synchronous save, and the time that an asynchronous one takes from training; it needs a large
                  model and short steps: --model.hidden=1024 --model.ffn=4096 --training.global_batch_size=2
-    kernels      the ring's blocks against float64, by type, width of a head and group; the kernels of model.attention
-    weights      whether this device makes a CPU's initial weights, to the last bit
     titan        a training step against torchtitan's of the same model; needs a GPU and torchtitan 0.3.0
     first_hour   the checks of a machine before a long run on it, in stages of at most 8 minutes, and a page of
                  results; on one process, which starts jobs on one GPU and on all
@@ -24,12 +22,12 @@ import sys
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from torchllm.config import Config, Count, Natural, Positive, Run
+from torchllm.config import Config, Count, Positive, Run
 from torchllm.tools.config.help import print_help
 from torchllm.tools.front.start import load_configs
 from torchllm.tools.resources import resource
 
-NAMES = ("matmul", "step", "checkpoint", "kernels", "weights", "titan")
+NAMES = ("matmul", "step", "checkpoint", "titan")
 """each is a function (config, runtime) of this name in the file NAME.py of this folder"""
 FIRST_HOUR = "first_hour"
 """runs others, as processes"""
@@ -63,8 +61,6 @@ class Benchmark:
     """training steps before the measurement, while torch compiles and allocates"""
     seconds: Positive = 1.0
     """matmul: time for one size; squares that would take longer are skipped"""
-    profile: Natural = 0
-    """step: operators to list on stderr, those that take the most time; 0: none"""
     only: str = ""
     """first_hour: names of the stages to run, also again, with commas between; empty: all that have no answer yet"""
     json: bool = False

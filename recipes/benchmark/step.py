@@ -1,12 +1,9 @@
 """benchmark step: the training step against a bare loop."""
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING
 
 from torchllm.config.errors import UserError
 from torchllm.data.batch import Batch
@@ -22,14 +19,6 @@ if TYPE_CHECKING:
     from .settings import BenchmarkConfig
 
 
-class ComparedSteps(NamedTuple):
-    """The result of a comparison."""
-
-    library: Work
-    """takes one step of torchllm's"""
-    tables: Tables
-
-
 def step(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
     """Time torchllm's step and the bare loop, in turns."""
     mesh = build_mesh(config.parallel, runtime.device)
@@ -38,10 +27,7 @@ def step(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
     batches = synthetic_batches(config, mesh, runtime.device)
     bare_name = "bare loop" if runtime.world_size == 1 else "bare FSDP2"
     build_bare_loop = partial(bare_loop, config, runtime, mesh, batches)
-    compared = compare_steps(config, runtime, mesh, batches, bare_name, build_bare_loop)
-    if config.benchmark.profile:
-        list_operators(compared.library, runtime, config.benchmark.profile)
-    return compared.tables
+    return compare_steps(config, runtime, mesh, batches, bare_name, build_bare_loop)
 
 
 def compare_steps(
@@ -51,7 +37,7 @@ def compare_steps(
     batches: Sequence[Batch],
     loop_name: str,
     build_loop: Callable[[], Work],
-) -> ComparedSteps:
+) -> Tables:
     """Time torchllm's step and another loop of the same model, in turns."""
     device = runtime.device
     settings = config.benchmark
@@ -77,13 +63,4 @@ def compare_steps(
         {"loop": loop_name, **speed(config, median(loop_seconds), peak), "peak_memory_gib": loop.peak_gib},
     ]
     ratio = ratio_row(f"torchllm / {loop_name}", library_seconds, loop_seconds)
-    return ComparedSteps(library.work, {"training step": rows, "step time": [ratio]})
-
-
-def list_operators(work: Work, runtime: Runtime, count: int) -> None:
-    """Profile three steps and print the `count` operators that take most time, on stderr of rank 0."""
-    with torch.profiler.profile() as profiler:
-        seconds_of(work, 3, runtime.device)
-    order = "self_device_time_total" if runtime.device.type == "cuda" else "self_cpu_time_total"
-    if runtime.is_main:
-        print(profiler.key_averages().table(order, count, max_name_column_width=70), file=sys.stderr)
+    return {"training step": rows, "step time": [ratio]}

@@ -41,7 +41,7 @@ def titan(config: "BenchmarkConfig", runtime: Runtime) -> Tables:
     mesh = build_mesh(config.parallel, runtime.device)
     batches = synthetic_batches(config, mesh, runtime.device)
     build_torchtitan = partial(torchtitan_step, config, runtime.local_rank)
-    return compare_steps(config, runtime, mesh, batches, "torchtitan", build_torchtitan).tables
+    return compare_steps(config, runtime, mesh, batches, "torchtitan", build_torchtitan)
 
 
 def installed_version() -> str:

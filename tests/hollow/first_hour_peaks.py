@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from recipes.benchmark.first_hour_jobs import Jobs, Machine
-from recipes.benchmark.first_hour_stages import HOLLOW_PEAKS, MEMORY_MODES, large_config, memory_overrides
+from recipes.benchmark.first_hour_stages import HOLLOW_PEAKS, MEMORY_MODES, memory_layout
 from tests.hollow.launches import measure
 from tests.hollow.memory import HUGE
 
@@ -28,8 +28,7 @@ def cases() -> dict[tuple[int, str], list[str]]:
             jobs = Jobs(machine, "", Path(folder) / "jobs", deadline=0)
             for mode in MEMORY_MODES:
                 degree = f"--parallel.dp_shard={ranks}"
-                overrides = [degree if "dp_shard" in key else key for key in memory_overrides(jobs, mode)]
-                named[ranks, mode] = [large_config(jobs)[0], *overrides]
+                named[ranks, mode] = [degree if "dp_shard" in word else word for word in memory_layout(jobs, mode)]
     return named
 
 

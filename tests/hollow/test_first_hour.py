@@ -9,7 +9,7 @@ from tests.hollow.bed import run
 
 pytestmark = pytest.mark.timeout(1900)
 
-NUMBERS = ["losses", "kernels", "weights", "resume"]
+NUMBERS = ["losses", "resume"]
 """stages that compare numbers, which the hollow GPU does not compute"""
 
 
@@ -23,7 +23,7 @@ def test_the_stages_that_compare_numbers_run_and_find_them_wrong(tmp_path: Path)
 
 
 def test_the_stages_of_large_models_run(tmp_path: Path) -> None:
-    command = ["python", "recipes/benchmark", "first_hour", "--benchmark.only=matmul,memory,compile"]
+    command = ["python", "recipes/benchmark", "first_hour", "--benchmark.only=matmul,memory"]
     done = run([*command, f"--run.folder={tmp_path}"], seconds=1800)
     records = [json.loads(line) for line in (tmp_path / "first_hour.jsonl").read_text().splitlines()]
     outcomes = {record["stage"]: record["outcome"] for record in records}

@@ -31,18 +31,9 @@ class _Inputs(NamedTuple):
     d_out: Tensor
     """(1, H, S, Q)"""
 
-    def widened(self, device: torch.device) -> "_Inputs":
-        """Return the same numbers in float64 on `device`."""
-        return _Inputs(*(tensor.to(device, torch.float64) for tensor in self))
-
-
-class KernelError(NamedTuple):
-    """Error of one result of a kernel."""
-
-    name: str
-    """out, lse, dq, dk or dv"""
-    error: float
-    """largest difference from float64, of the largest element"""
+    def widened(self) -> "_Inputs":
+        """Return the same numbers in float64."""
+        return _Inputs(*(tensor.double() for tensor in self))
 
 
 def check_kernel(kernel: BlockKernel, device: torch.device, groups: int, width: int, dtype: torch.dtype) -> None:
@@ -50,37 +41,19 @@ def check_kernel(kernel: BlockKernel, device: torch.device, groups: int, width: 
 
     groups: query heads per key-value head; width: of a head. Raises UserError if they differ or the kernel fails.
     """
-    try:
-        errors = kernel_errors(kernel, device, groups, width, dtype)
-    except RuntimeError as error:
-        raise _unusable(dtype, str(error).splitlines()[0]) from error
-    for result in errors:  # report the first wrong result: later ones are computed from it
-        if not result.error <= TOLERANCES[dtype]:  # not `>`: nan must fail
-            raise _unusable(dtype, f"{result.name} is off by {result.error:.1e}")
-
-
-def kernel_errors(
-    kernel: BlockKernel,
-    device: torch.device,
-    groups: int,
-    width: int,
-    dtype: torch.dtype,
-    reference: torch.device | None = None,
-) -> list[KernelError]:
-    """Return the errors of a kernel's results, in order, on all kinds of blocks; arguments as in `check_kernel`.
-
-    reference: where the results in float64 are computed; None: on the same device. Raises RuntimeError if the kernel
-    fails.
-    """
     generator = torch.Generator().manual_seed(0)
     heads = (2 * groups, LENGTH, width)
     q = torch.randn(1, *heads, generator=generator).to(device, dtype)
     d_out = torch.randn(1, *heads, generator=generator).to(device, dtype)
     kv = torch.randn(2, 1, 2, LENGTH, width, generator=generator).to(device, dtype)
-    errors: list[KernelError] = []
     for mask in _masks(device):
-        errors += _errors(kernel, _Inputs(q, kv, d_out), mask, reference or device)
-    return errors
+        try:
+            errors = _errors(kernel, _Inputs(q, kv, d_out), mask)
+        except RuntimeError as error:
+            raise _unusable(dtype, str(error).splitlines()[0]) from error
+        for name, error_of in errors.items():  # report the first wrong result: later ones are computed from it
+            if not error_of <= TOLERANCES[dtype]:  # not `>`: nan must fail
+                raise _unusable(dtype, f"{name} is off by {error_of:.1e}")
 
 
 def _masks(device: torch.device) -> list[KeyMask]:
@@ -93,14 +66,14 @@ def _masks(device: torch.device) -> list[KeyMask]:
     return [KeyMask(causal=True), KeyMask(), KeyMask(True, documents), KeyMask(entries=other_rank)]
 
 
-def _errors(kernel: BlockKernel, inputs: _Inputs, mask: KeyMask, reference: torch.device) -> list[KernelError]:
-    """Return the difference of each result from the eager kernel in float64 on the same inputs."""
-    expected = _forward_backward(EagerKernel(), inputs.widened(reference), mask)
+def _errors(kernel: BlockKernel, inputs: _Inputs, mask: KeyMask) -> dict[str, float]:
+    """Return how far each result is from the eager kernel's in float64, as a share of the largest element, in order."""
+    expected = _forward_backward(EagerKernel(), inputs.widened(), mask)
     results = _forward_backward(kernel, inputs, mask)
-    errors = []
+    errors = {}
     for name, expected_result in expected.items():
-        difference = (results[name].to(reference, torch.float64) - expected_result).abs().max()
-        errors.append(KernelError(name, float(difference / expected_result.abs().max())))
+        difference = (results[name].double() - expected_result).abs().max()
+        errors[name] = float(difference / expected_result.abs().max())
     return errors
 
 

@@ -21,8 +21,8 @@ class _Progress:
     text: Callable[[], str] | None = None
 
 
-def show_progress(text: Callable[[], str]) -> None:
-    """Set the progress of the current work, such as "32 of 64 sequences"."""
+def show_progress(text: Callable[[], str] | None) -> None:
+    """Set the progress of the current work, such as "32 of 64 sequences"; None: it is not known."""
     _Progress.text = text
 
 

@@ -35,9 +35,10 @@ from torchllm.tools.prepare.counts import describe_corpus, describe_unknown
 from torchllm.tools.prepare.open_source import open_raw_source
 from torchllm.tools.prepare.pieces import cut_pieces
 from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
+from torchllm.tools.prepare.record_form import TextForm
 from torchllm.tools.prepare.records import TextRecord
 from torchllm.tools.prepare.source_files import source_files, stat_file
-from torchllm.tools.prepare.sources import JsonLineFiles, RawSource, ShardRange
+from torchllm.tools.prepare.sources import JsonLineFiles, ShardRange
 
 BYTES = TokenizerSpec("bytes", "llama3")
 
@@ -52,35 +53,22 @@ def plan_for(source: Source, vocab: int = 258, shard_mib: float = 64.0, **settin
     return plan_corpus(source, Data(**settings), load_tokenizer("bytes"), vocab, shard_mib)
 
 
-def test_progress_is_a_line_in_a_log_without_a_terminal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
+def test_progress_is_told_to_the_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_documents(tmp_path, 100, size=1000)
     raw = open_raw_source(source, source_files(source))
-    progress = TokenizingProgress("tokenizing jsonl", raw, interval=0.0)
+    progress = TokenizingProgress(raw)
     progress.add(raw.total // 4)
+    assert re.fullmatch(r"tokenizing: 25%, 0 MB of text, [\d.]+ MB/s", progress.describe())
     progress.finish(ShardRange(0, 0, raw.total // 2))
-    progress.close()
-    first, second = caplog.messages
-    assert re.fullmatch(r"tokenizing jsonl: 25 %, 0 MB of text, [\d.]+ MB/s", first)
-    assert second.startswith("tokenizing jsonl: 50 %, ")
-    TokenizingProgress("tokenizing jsonl", raw).finish(ShardRange(0, 0, 1))
-    assert len(caplog.messages) == 2
-    raw.unit, raw.total = "row", 2
-    TokenizingProgress("nothing yet", raw, interval=0.0).show()
-    assert caplog.messages[2].startswith("nothing yet: 0 %, ")
-
-
-def test_progress_counts_the_text_of_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[TokenizingProgress] = []
-
-    def kept(name: str, source: RawSource) -> TokenizingProgress:
-        made.append(TokenizingProgress(name, source))
-        return made[-1]
-
-    monkeypatch.setattr(build, "TokenizingProgress", kept)
-    plan = plan_for(write_documents(tmp_path, 300, size=1000), shard_mib=0.05)
-    header = write_corpus(plan, BYTES, tmp_path / "c", processes=2)
-    assert made[0].text_bytes == header.text_bytes
+    assert progress.describe().startswith("tokenizing: 50%, ")
+    raw.unit, raw.total = "files", 2
+    assert TokenizingProgress(raw).describe().startswith("tokenizing: 0%, ")
+    shown: list[Any] = []
+    monkeypatch.setattr(build, "show_progress", shown.append)
+    header = write_corpus(plan_for(source, shard_mib=0.05), BYTES, tmp_path / "c", processes=2)
+    described, end = shown
+    assert described.__self__.text_bytes() == header.text_bytes  # of all processes
+    assert end is None
 
 
 def documents(corpus: Corpus, split: Split) -> list[str]:
@@ -270,7 +258,7 @@ class DyingSource(JsonLineFiles):
 
 def test_a_process_that_is_killed_is_an_error_with_its_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_documents(tmp_path, 50)
-    monkeypatch.setattr(build, "_open_source", lambda plan: DyingSource(plan.files, "text"))
+    monkeypatch.setattr(build, "_open_source", lambda plan: DyingSource(plan.files, TextForm("text")))
     with pytest.raises(DataError, match=r"was killed: most likely .* out of memory: .* --prepare\.processes=N"):
         write_corpus(plan_for(source, shard_mib=0.001), BYTES, tmp_path / "c", processes=2)
 

@@ -1,4 +1,3 @@
-import errno
 import gzip
 import io
 import json
@@ -11,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import pyarrow
 import pyarrow.parquet
@@ -27,12 +26,13 @@ from torchllm.data.tokenizer import BEGIN, END, ByteTokenizer, load_tokenizer
 from torchllm.tools.prepare import records, sources, unpack
 from torchllm.tools.prepare.build import write_corpus
 from torchllm.tools.prepare.cache import plan_corpus
+from torchllm.tools.prepare.hub_rows import HubRows
 from torchllm.tools.prepare.in_place import token_files
 from torchllm.tools.prepare.open_source import open_raw_source
 from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
+from torchllm.tools.prepare.record_form import TextForm
 from torchllm.tools.prepare.records import TextRecord
 from torchllm.tools.prepare.source_files import source_files
-from torchllm.tools.prepare.sources import HubRows, ShardRange
 
 
 def read(source: Source, shards: int = 1) -> list[TextRecord]:
@@ -201,7 +201,7 @@ def test_files_of_a_hub_set_share_a_shard_where_its_size_is_known(
 ) -> None:
     hub = FakeHub(tmp_path / "hub", monkeypatch)
     hub.commit(OLD, HUB_TEXTS)
-    raw = HubRows(Source(kind="hub", path="a/b", revision=OLD), "text")
+    raw = HubRows(Source(kind="hub", path="a/b", revision=OLD), TextForm("text"))
     assert (raw.total, raw.mib) == (3, 0.0)
     assert [(shard.start, shard.stop) for shard in raw.cut_shards(2)] == [(0, 1), (1, 2), (2, 3)]
     raw.mib = 100.0
@@ -211,7 +211,7 @@ def test_files_of_a_hub_set_share_a_shard_where_its_size_is_known(
 
 def test_a_file_of_the_hub_that_breaks_off_is_a_clear_error(tmp_path: Path) -> None:
     write_hub_set(tmp_path / "set", HUB_TEXTS)
-    raw = HubRows(Source(kind="hub", path=str(tmp_path / "set")), "text")
+    raw = HubRows(Source(kind="hub", path=str(tmp_path / "set")), TextForm("text"))
     broken = tmp_path / "set" / "default" / "train-1.parquet"
     broken.write_bytes(broken.read_bytes()[:-20])
     first, second, _ = raw.cut_shards(3)
@@ -220,41 +220,11 @@ def test_a_file_of_the_hub_that_breaks_off_is_a_clear_error(tmp_path: Path) -> N
         list(raw.records(second))
 
 
-@pytest.mark.parametrize("form", ["parquet", "jsonl.gz"])
-def test_a_file_of_the_hub_that_unpacks_to_too_much_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
-) -> None:
-    path = tmp_path / f"train.{form}"
-    texts = ["a" * 200_000] * 100
-    if form == "parquet":
-        write_table(path, {"text": texts})
-    else:
-        path.write_bytes(gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in texts).encode()))
-    raw = HubRows(Source(kind="hub", path=str(tmp_path)), "text")
-    monkeypatch.setattr(unpack, "_ALWAYS", 2**20)
-    monkeypatch.setattr(unpack, "_TIMES", 10)
-    name = f"{tmp_path}[train]" if form == "parquet" else path  # the second before a text is read
-    with pytest.raises(DataError, match=rf"^{re.escape(str(name))} has [\d,]+ bytes and unpacks to over 1,\d+,\d+"):
-        list(raw.records(ShardRange(0, 0, 1)))
-
-
 def test_each_of_two_files_of_a_set_is_named(tmp_path: Path) -> None:
     for number in range(2):
         write_table(tmp_path / f"train-{number}.parquet", {"text": ["a text"]})
     named = [record.where for record in read_all(Source(kind="hub", path=str(tmp_path)))]
     assert named == [f"{tmp_path}[train] file {number} row 0" for number in range(2)]
-
-
-def test_a_full_disk_under_the_hubs_cache_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import datasets
-
-    full = datasets.exceptions.DatasetGenerationError("An error occurred while generating the data")
-    full.__cause__ = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    monkeypatch.setattr(datasets, "load_dataset_builder", Mock(side_effect=full))
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    message = rf"'a/b': An error .*No space left on device \(data sets are kept in {tmp_path}/cache, [\d,]+ MiB free"
-    with pytest.raises(DataError, match=message):
-        read(Source(kind="hub", path="a/b"))
 
 
 def test_hub_without_network_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -563,27 +533,6 @@ def test_what_a_file_unpacks_to_is_limited(
         (record,) = read(source)
         assert record.fault == "unreadable file"
         assert record.detail in (" (a line of over 524,288 bytes)", " (no delimiter in 524,288 bytes)")
-
-
-def test_rows_that_share_a_text_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.parquet"
-    write_table(path, {"text": ["x" * 10_000] * 5_000})
-    with pyarrow.parquet.ParquetFile(path) as file:
-        assert sources._longest_repeated(str(path), file.metadata.row_group(0), "text") == 10_004
-    source = Source(kind="parquet", path=str(path))
-    monkeypatch.setattr(sources, "_REPEATED_IN_MEMORY", 50_000)
-    batches = []
-    iter_batches = pyarrow.parquet.ParquetFile.iter_batches
-    monkeypatch.setattr(
-        pyarrow.parquet.ParquetFile,
-        "iter_batches",
-        lambda self, **options: batches.append(options["batch_size"]) or iter_batches(self, **options),
-    )
-    assert len(read(source)) == 5_000
-    assert batches == [4]
-    monkeypatch.setattr(unpack, "_ALWAYS", 1000)
-    with pytest.raises(DataError, match=r"a\.parquet has [\d,]+ bytes and unpacks to over"):
-        read(source)
 
 
 FORMS = [

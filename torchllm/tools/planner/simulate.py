@@ -245,28 +245,3 @@ def simulate(
 ) -> Simulated:
     """Simulate one step of these orders."""
     return simulate_played(play(orders), stages, transfers)
-
-
-def idle_in_theory(parallel: Parallel, stage: StageTimes) -> float:
-    """Return how long a rank waits in a step of equal stages without transfers, in the unit of `stage`.
-
-    `stage`: times of one stage. These are published closed forms, for any number of micro batches and of stages per
-    rank. Divided by m times a rank's work on one micro batch it is the bubble. With p ranks and B = I + W:
-
-    - GPipe, 1F1B, Interleaved1F1B, LoopedBFS: (p - 1) (F + B), so the bubble is (p - 1) / (v m) with v stages per rank
-      (arXiv 2104.04473, section 2.2).
-    - InterleavedZeroBubble: (p - 1) (F + I - W) (arXiv 2401.10241, ZB-H1), where F = I >= W.
-    - ZBVZeroBubble: (p - 1) F, before the first action and after the last (the same, section 6), where F = I >= W.
-    - DualPipeV: (p - 1) (F + B + B - 3 W) (github.com/deepseek-ai/DualPipe, which counts the ranks unfolded, and may
-      compute a pair faster than F + B; torch does not), where F = I >= W.
-
-    The last two need at least two micro batches per rank.
-    """
-    forward, inputs, weights = stage
-    waiting_times = {
-        "InterleavedZeroBubble": forward + inputs - weights,
-        "ZBVZeroBubble": forward,
-        "DualPipeV": forward + 2 * inputs - weights,
-    }
-    of_whole_backwards = forward + inputs + weights
-    return (parallel.pp - 1) * waiting_times.get(parallel.schedule, of_whole_backwards)

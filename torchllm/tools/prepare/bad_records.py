@@ -189,12 +189,3 @@ def check_not_empty(name: str, documents: int, left_out: Mapping[str, int]) -> N
         return
     faults = ", ".join(f"{count:,} {fault}" for fault, count in left_out.items())
     raise DataError(f"{name}: there is no document to train on" + (f" ({faults})" if faults else ""))
-
-
-def describe_earlier_loss(documents: int, left_out: Mapping[str, int], most: float) -> str:
-    """Return a description of the bad records that an earlier version left out, if they are too many; else ""."""
-    bad = sum(count for fault, count in left_out.items() if fault != EMPTY_FILE)
-    if most >= 1 or bad <= _FEW or bad <= most * (documents + bad):
-        return ""
-    faults = ", ".join(f"{count:,} {fault}" for fault, count in left_out.items())
-    return f"{bad:,} bad records were left out of {documents + bad:,} ({faults})"

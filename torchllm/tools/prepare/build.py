@@ -13,8 +13,8 @@ import os
 import signal
 import time
 from collections import Counter, deque
-from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
@@ -23,12 +23,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tqdm import tqdm
-
 from torchllm.data.corpus_header import FORMAT, CorpusHeader, corpus_fingerprint
 from torchllm.data.error import DataError
 from torchllm.runtime.heartbeat import beat
 from torchllm.runtime.parent import end_with_starter
+from torchllm.runtime.signs_of_life import show_progress
 from torchllm.tools.prepare.bad_records import BadShare, check_not_empty, record_tally
 from torchllm.tools.prepare.corpus_writer import ShardTableWriter, write_header
 from torchllm.tools.prepare.counts import untrained
@@ -59,8 +58,6 @@ _SHARDS = 256
 """of a corpus of medium size: enough that its processes end at about the same time"""
 _HELD_OUT_DOCUMENTS = 5.0
 """least number of documents on average that a share of all documents holds out: under 1 % of such corpora have none"""
-_SECONDS_BETWEEN_LOOKS = 1.0
-"""at how far the processes are"""
 _WAITING_PER_PROCESS = 4
 """shards that are finished or in work while an earlier one is waited for"""
 
@@ -131,14 +128,10 @@ def refuse_first(plan: CorpusPlan) -> None:
 
 def _open_source(plan: CorpusPlan) -> RawSource:
     """Return the reader of a plan's source. Raises DataError if no text file has the delimiter of documents."""
-    if plan.chat is None:
-        source = open_raw_source(plan.source, plan.files)
-        if isinstance(source, DelimitedTextFiles):
-            source.refuse_undivided(plan.source.path)
-        return source
-    from torchllm.tools.prepare.chat.sources import open_conversations
-
-    return open_conversations(plan.source, plan.files)
+    source = open_raw_source(plan.source, plan.files)
+    if isinstance(source, DelimitedTextFiles):
+        source.refuse_undivided(plan.source.path)
+    return source
 
 
 def _write_shards(
@@ -160,11 +153,9 @@ def _write_shards(
     unreadable: set[str] = set()
     largest_id = 0
     shard_tokenizer = ShardTokenizer(source, plan, plan.key, tokenizer, folder, writer, changes_of(plan.files))
-    name = f"tokenizing {plan.source.kind}"
-    with (
-        closing(TokenizingProgress(name, source)) as progress,
-        closing(_finished_shards(shard_tokenizer, shards, processes, progress)) as finished_shards,
-    ):
+    progress = TokenizingProgress(source)
+    show_progress(progress.describe)
+    with closing(_finished_shards(shard_tokenizer, shards, processes, progress)) as finished_shards:
         for shard, finished in zip(shards, finished_shards, strict=True):
             progress.finish(shard)
             bad_share.add(finished.tallies)
@@ -177,6 +168,7 @@ def _write_shards(
             counts.update(finished.counts)
             unreadable.update(finished.unreadable)
             largest_id = max(largest_id, finished.max_token)
+    show_progress(None)
     bad_share.finish()
     if unreadable:
         skipped[UNREADABLE] = len(unreadable)  # a file may be in many shards
@@ -217,47 +209,34 @@ def shard_size_mib(source_mib: float, shard_mib: float) -> float:
 
 
 class TokenizingProgress:
-    """Shows how far a source is tokenized: a bar on a terminal, else a line in the log every ten seconds."""
+    """How far a source is tokenized, for the lines of `signs_of_life`."""
 
-    def __init__(self, name: str, source: RawSource, interval: float = 10.0) -> None:
-        """`interval`: seconds between two lines."""
-        self.name = name
-        self.text_bytes = 0
+    def __init__(self, source: RawSource) -> None:
+        self.text_bytes: Callable[[], int] = lambda: self._text_bytes
         """tokenized so far, in shards that are not finished, too"""
+        self._text_bytes = 0
+        """by this process"""
         self._source = source
-        self._interval = interval
         self._position = 0
         """of the source: all before it is finished"""
-        self._started = self._shown = time.monotonic()
-        self._bar = tqdm(total=source.total, unit=source.unit, unit_scale=True, desc=name, disable=None)
+        self._started = time.monotonic()
 
     def finish(self, shard: ShardRange) -> None:
         """Count a shard as finished."""
         self._position = shard.stop
-        self.show()
 
     def add(self, text_bytes: int) -> None:
         """Count text that this process has tokenized."""
-        self.text_bytes += text_bytes
-        self.show()
+        self._text_bytes += text_bytes
 
-    def show(self) -> None:
-        """Update the bar, or log a line if the last one is ten seconds old."""
+    def describe(self) -> str:
+        """Return the progress in words."""
+        text_bytes = self.text_bytes()
         place = self._position
         if self._source.unit == "B":  # there a shard that is in work is known to be so far, at least
-            place = max(place, min(self.text_bytes, self._source.total))
-        self._bar.update(place - self._bar.n)
-        now = time.monotonic()
-        if self._bar.disable and now - self._shown >= self._interval:
-            self._shown = now
-            megabytes = self.text_bytes / 1e6
-            rate = megabytes / (now - self._started)
-            percent = 100 * place / self._source.total
-            log.info("%s: %.0f %%, %s MB of text, %.1f MB/s", self.name, percent, f"{megabytes:,.0f}", rate)
-
-    def close(self) -> None:
-        """End the bar."""
-        self._bar.close()
+            place = max(place, min(text_bytes, self._source.total))
+        rate = text_bytes / 1e6 / (time.monotonic() - self._started)
+        return f"tokenizing: {place / self._source.total:.0%}, {text_bytes / 1e6:,.0f} MB of text, {rate:.1f} MB/s"
 
 
 _shard_tokenizer: ShardTokenizer
@@ -329,15 +308,13 @@ def _finished_shards(
     spawn = get_context("spawn")
     waiting: deque[Future[FinishedShard]] = deque()
     text_bytes: Synchronized[int] = spawn.Value("q", 0)
+    progress.text_bytes = lambda: text_bytes.value
     arguments = (os.getpid(), shard_tokenizer, text_bytes)
 
     def result(future: Future[FinishedShard]) -> FinishedShard:
-        while not wait([future], timeout=_SECONDS_BETWEEN_LOOKS).done:
-            progress.text_bytes = text_bytes.value
-            progress.show()
-        progress.text_bytes = text_bytes.value
+        finished = future.result()
         beat("tokenizing")
-        return future.result()
+        return finished
 
     with (
         _described_loss(),

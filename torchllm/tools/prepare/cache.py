@@ -18,11 +18,9 @@ from torchllm.data.corpus_header import HEADER, read_description
 from torchllm.data.error import DataError
 from torchllm.data.tokenizer import Tokenizer
 from torchllm.runtime.host_limits import usable_cores
-from torchllm.tools.prepare.bad_records import describe_earlier_loss
 from torchllm.tools.prepare.earlier_files import Rules, earlier_files
 from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec, may_write_calls
 from torchllm.tools.prepare.source_files import changes_of, choose_files, content_of
-from torchllm.tools.prepare.sources import hub_folder_version, pin_hub_source, raw_mib
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +60,8 @@ def plan_corpus(
         chat = plan_chat(data.tokenizer, finetune, sequence_length, is_first)
     revision = ""
     if source.kind == "hub":
+        from torchllm.tools.prepare.hub_rows import hub_folder_version, pin_hub_source
+
         source = pin_hub_source(source, pins or cache_root(data) / "revisions")
         revision = hub_folder_version(source)
     files = earlier_files(source) if is_first else choose_files(source, reads_all=rules is Rules.ALL_FILES)
@@ -124,6 +124,8 @@ def is_cached(folder: Path) -> bool:
 
 def refuse_large_source(plan: CorpusPlan, data: Data) -> None:
     """Raise DataError if the raw source of a plan is over data.max_raw_mib, or of the hub and of unknown size."""
+    from torchllm.tools.prepare.hub_rows import raw_mib  # of no use to a run whose corpora are cached
+
     size = raw_mib(plan.source, plan.files)
     if size is None or size > data.max_raw_mib:
         arguments = shlex.join(_arguments_of_the_config())
@@ -173,10 +175,6 @@ def prepare_cached(plan: CorpusPlan, data: Data, rules: Rules = Rules.NOW) -> Pa
         damage = _find_damage(folder, data)
         if damage is None:
             _refuse_other_text(folder, plan)
-            header = read_description(folder).header
-            most = 1.0 if plan.source.kind == "stdlib" else data.max_bad_share
-            if loss := describe_earlier_loss(header.documents, header.skipped, most):
-                log.warning("data.cache: of %s %s; delete it to tokenize its source again", folder, loss)
             return folder
         log.warning("data.cache: %s; its source is tokenized again", damage)
     refuse_large_source(plan, data)

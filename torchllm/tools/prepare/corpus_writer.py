@@ -4,7 +4,7 @@ import json
 import os
 import socket
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -25,11 +25,15 @@ def document_index(begins: Begins, tokens: int) -> Begins:
     return np.searchsorted(begins, np.arange(entries) * INDEX_STRIDE)
 
 
+def _temporary_suffix() -> str:
+    """Return the end of the name of a draft, unique: other processes may write the same files."""
+    return f".{socket.gethostname()}-{os.getpid()}.tmp"
+
+
 @contextmanager
 def replacing(paths: Sequence[Path]) -> Iterator[Sequence[IO[bytes]]]:
     """Open files for writing; they get their names, complete and on disk, when the block ends without error."""
-    suffix = f".{socket.gethostname()}-{os.getpid()}.tmp"  # unique: other processes may write the same files
-    temporary = [path.with_name(path.name + suffix) for path in paths]
+    temporary = [path.with_name(path.name + _temporary_suffix()) for path in paths]
     files = [path.open("wb") for path in temporary]
     try:
         yield files
@@ -41,6 +45,27 @@ def replacing(paths: Sequence[Path]) -> Iterator[Sequence[IO[bytes]]]:
         for file, source in zip(files, temporary, strict=True):
             file.close()
             source.unlink(missing_ok=True)
+
+
+def first_noted(path: Path, find: Callable[[], str]) -> str:
+    """Return the line that the first of all processes has written into a file; if there is none, what `find` returns.
+
+    Raises OSError.
+    """
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(path.name + _temporary_suffix())
+        draft.write_text(f"{find()}\n")
+        try:
+            os.link(draft, path)  # unlike a rename it fails if another process was first
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without hard links
+            if not path.exists():
+                draft.rename(path)
+        finally:
+            draft.unlink(missing_ok=True)
+    return path.read_text().strip()
 
 
 class ShardFileWriter:

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Mapping
 
 from torchllm.data.corpus_header import CorpusHeader
-from torchllm.tools.prepare.plan import may_write_calls
 
 CONVERSATIONS = "conversations"
 EXAMPLES = "examples"
@@ -75,11 +74,6 @@ def _describe_outcome(counts: Mapping[str, int]) -> list[str]:
             'template\'s own. Marks of turns should be plain text, in all messages: set "special" to true for them in '
             "tokenizer.json"
         )
-    if MERGED not in counts:
-        lines.append(
-            "written by an earlier version, which did not train the end of a turn behind a tool call and wrote "
-            "content in parts as Python does: before a new run, remove the folder of the corpus, and it is written anew"
-        )
     return lines
 
 
@@ -101,7 +95,7 @@ def untrained(counts: Mapping[str, int]) -> str:
 
 
 def _describe_surprises(header: CorpusHeader) -> list[str]:
-    return [*describe_unknown(header), *_describe_undivided(header), *_describe_earlier_calls(header)]
+    return [*describe_unknown(header), *_describe_undivided(header)]
 
 
 def _describe_undivided(header: CorpusHeader) -> list[str]:
@@ -112,17 +106,6 @@ def _describe_undivided(header: CorpusHeader) -> list[str]:
     return [
         f"the delimiter {delimiter} is not in {undivided:,} of {header.plan['files']:,} files: each of these is one "
         "document"
-    ]
-
-
-def _describe_earlier_calls(header: CorpusHeader) -> list[str]:
-    """Return a line if a corpus may have tool calls as earlier versions wrote them."""
-    chat = header.plan.get("chat")
-    if chat is None or header.plan.get("reads_calls") or not may_write_calls(chat["template"]):
-        return []
-    return [
-        "written as earlier versions did, which trained JSON text in tool calls and tools as quoted text, and null as "
-        "a value: if the conversations have tools, prepare them again, in another folder, for a new run"
     ]
 
 

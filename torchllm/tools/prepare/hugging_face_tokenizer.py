@@ -6,47 +6,18 @@ import os
 from collections.abc import Mapping, Sequence
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from torchllm.data.error import DataError
 from torchllm.data.tokenizer_protocol import BEGIN, END, Ids
 from torchllm.tools.prepare.pieces import CONTEXT, cut_places
+from torchllm.tools.prepare.tokenizer_config import TOKENIZER_CONFIG, read_tokenizer_config, special_tokens_of
 
 _BEGIN_NAMES = (BEGIN, "<s>", "<bos>", "[BOS]", "<|startoftext|>")
 _END_NAMES = (END, "</s>", "<eos>", "[EOS]", "<|endoftext|>")
 _PLACES_TRIED = 16
 """places to try with a tokenizer.json before giving up; words around a place to try as a text"""
-
-
-class _TokenizerConfig(NamedTuple):
-    """Settings of a tokenizer_config.json; "" if a setting is missing."""
-
-    begin: str = ""
-    end: str = ""
-    add_begin: bool | None = None
-    """whether a begin is put before a text; transformers goes by tokenizer.json, and ignores it"""
-
-
-def _read_tokenizer_config(path: Path) -> _TokenizerConfig:
-    """Read a tokenizer_config.json, which need not exist. Raises DataError that names it if it is damaged."""
-    if not path.is_file():
-        return _TokenizerConfig()
-    try:
-        content = json.loads(path.read_text("utf-8"))
-        names = []
-        for key in ("bos_token", "eos_token"):
-            token = content.get(key) or ""
-            names.append(str(token["content"] if isinstance(token, dict) else token))
-        add_begin = content.get("add_bos_token")
-    except (OSError, ValueError, AttributeError, KeyError, RecursionError) as error:
-        raise DataError(
-            f"data.tokenizer: {path} cannot be read ({type(error).__name__}: {error}): copy it again, or delete it if "
-            "the tokens of the tokenizer have their usual names"
-        ) from error
-    begin, end = names
-    return _TokenizerConfig(begin, end, add_begin if isinstance(add_begin, bool) else None)
 
 
 class HuggingFaceTokenizer:
@@ -78,12 +49,14 @@ class HuggingFaceTokenizer:
         size = self.encoding.get_vocab_size(with_added_tokens=True)
         largest_id = max(self.encoding.get_vocab(with_added_tokens=True).values())
         self.vocab = max(size, largest_id + 1)  # the ids may have gaps
-        config_file = path.with_name("tokenizer_config.json")
-        config = _read_tokenizer_config(config_file)
-        end = self._special_id(config.end, _END_NAMES)
-        if end is None and config.end:
+        config_file = path.with_name(TOKENIZER_CONFIG)
+        config = read_tokenizer_config(path)
+        named = special_tokens_of(config)
+        named_begin, named_end = named.get("bos_token", ""), named.get("eos_token", "")
+        end = self._special_id(named_end, _END_NAMES)
+        if end is None and named_end:
             raise DataError(
-                f"data.tokenizer: {config_file} names {config.end!r} as the end of a text (eos_token), a token that "
+                f"data.tokenizer: {config_file} names {named_end!r} as the end of a text (eos_token), a token that "
                 f"{path} does not have: name one that it has"
             )
         if end is None:
@@ -95,14 +68,13 @@ class HuggingFaceTokenizer:
         added = self._added_begins()
         before = () if added[-1:] == (end,) else added
         self.begin: int | None = before[-1] if before else None
-        self.notes: Sequence[str] = self._notes(config, config_file)
+        self.notes: Sequence[str] = self._notes(named_begin, named_end, config.get("add_bos_token"), config_file)
         if dropout:
             off = f"data.tokenizer: {path} drops {dropout:.0%} of BPE's merges at random: not here, where ids are fixed"
             self.notes = [*self.notes, off]
         self.unknown = self._unknown_id()
-        named = self._special_id(config.begin, ())
-        usual = self._special_id(config.begin, _BEGIN_NAMES)
-        configured = named if config_file.is_file() else usual
+        usual = self._special_id(named_begin, _BEGIN_NAMES)
+        configured = self._special_id(named_begin, ()) if config_file.is_file() else usual
         begins = [
             before,
             before[-1:],
@@ -128,17 +100,17 @@ class HuggingFaceTokenizer:
                 return tuple(encoding.ids[: len(before)])
         return ()
 
-    def _notes(self, config: _TokenizerConfig, config_file: Path) -> list[str]:
-        """Return lines about begin tokens in the files that are ignored."""
-        if config.begin and self.encoding.token_to_id(config.begin) is None:
+    def _notes(self, begin: str, end: str, add_begin: object, config_file: Path) -> list[str]:
+        """Return lines about begin tokens that the tokenizer_config.json names or wants, and that are ignored."""
+        if begin and self.encoding.token_to_id(begin) is None:
             return [
-                f"data.tokenizer: {config_file} names {config.begin!r} as the begin of a text (bos_token), which "
+                f"data.tokenizer: {config_file} names {begin!r} as the begin of a text (bos_token), which "
                 f"{self.name} does not have: it is put before no document"
             ]
-        if config.add_begin in (None, self.begin is not None) or config.begin == config.end:
+        if not isinstance(add_begin, bool) or add_begin == (self.begin is not None) or begin == end:
             return []
         return [
-            f"data.tokenizer: {config_file} says add_bos_token = {str(config.add_begin).lower()}, which transformers "
+            f"data.tokenizer: {config_file} says add_bos_token = {str(add_begin).lower()}, which transformers "
             f"does not follow either: what is put before a text is what the post-processor of {self.name} adds"
         ]
 

@@ -1,18 +1,19 @@
-"""Choose the reader of a raw source of text by its kind."""
+"""Choose the reader of a raw source by its kind."""
 
 from collections.abc import Sequence
 
 from torchllm.config import Source
-from torchllm.tools.prepare.records import MASKS_OF_TOKENS
+from torchllm.tools.prepare.hub_rows import HubRows
+from torchllm.tools.prepare.record_form import RecordForm, TextForm
 from torchllm.tools.prepare.source_files import SourceFile
 from torchllm.tools.prepare.sources import (
     DelimitedTextFiles,
-    HubRows,
     JsonLineFiles,
     ParquetFiles,
     RawSource,
     TextFiles,
 )
+from torchllm.tools.prepare.tables import ArrowFiles, CsvFiles
 
 
 def open_raw_source(source: Source, files: Sequence[SourceFile]) -> RawSource:
@@ -21,19 +22,24 @@ def open_raw_source(source: Source, files: Sequence[SourceFile]) -> RawSource:
     Raises DataError if it is a data set of the hub that cannot be loaded.
     """
     if source.kind == "hub":
-        return HubRows(source, source.text_key, MASKS_OF_TOKENS)
+        return HubRows(source, _form_of(source))
     if source.kind == "jsonl":
-        return JsonLineFiles(files, source.text_key)
+        return JsonLineFiles(files, _form_of(source))
     if source.kind == "parquet":
-        return ParquetFiles(files, source.text_key)
-    if source.kind in ("csv", "arrow"):
-        from torchllm.tools.prepare.tables import ArrowFiles, CsvFiles  # with pyarrow
-
-        return (
-            ArrowFiles(files, source.text_key)
-            if source.kind == "arrow"
-            else CsvFiles(files, source.text_key, source.delimiter)
-        )
+        return ParquetFiles(files, _form_of(source))
+    if source.kind == "arrow":
+        return ArrowFiles(files, _form_of(source))
+    if source.kind == "csv":
+        return CsvFiles(files, _form_of(source), source.delimiter)
     if source.delimiter:
         return DelimitedTextFiles(files, source.delimiter)
     return TextFiles(files)
+
+
+def _form_of(source: Source) -> RecordForm:
+    """Return what the records of a source are."""
+    if not source.messages_key:
+        return TextForm(source.text_key)
+    from torchllm.tools.prepare.chat.records import ConversationForm  # with packages for templates
+
+    return ConversationForm(source.messages_key)

@@ -1,4 +1,4 @@
-"""Raw sources of text: how their files are cut into shards, and the records of a shard.
+"""Raw sources in files: how they are cut into shards, and the records of a shard.
 
 A source is one line of positions: the bytes of its files, one file after another, or the files of a data set of the
 hub. A shard is a range of positions. It holds the records that begin in the range: whole text files, lines of JSON,
@@ -9,34 +9,26 @@ files and their sizes alone, nothing has to be read to find it, and any process 
 import codecs
 import json
 import logging
-import os
 import re
-import shutil
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
-from torchllm.config import Source
 from torchllm.data.error import DataError
-from torchllm.tools.prepare.corpus_writer import replacing
 from torchllm.tools.prepare.file_form import foreign_form, is_json_array
+from torchllm.tools.prepare.record_form import RecordForm
 from torchllm.tools.prepare.records import (
     BLOCK,
     EMPTY_FILE,
-    MASKS_OF_TOKENS,
     WRONG_KEY,
     Origin,
     TextRecord,
     another_form,
-    check_document,
     check_text,
     not_utf8,
     read_text_file,
@@ -47,14 +39,10 @@ from torchllm.tools.prepare.unpack import (
     LONGEST,
     compression_of_file,
     first_bytes,
-    limit_fsspec,
-    most_unpacked,
     open_unpacked,
-    refuse_bomb,
 )
 
 if TYPE_CHECKING:  # 1 s of imports that a run with cached tokens never needs
-    import datasets
     import pyarrow
     import pyarrow.parquet
 
@@ -86,12 +74,12 @@ class RawSource(Protocol):
         """Yield the records that begin in a shard."""
 
 
-def _even_cuts(total: int, count: int) -> list[int]:
+def even_cuts(total: int, count: int) -> list[int]:
     """Return where to cut `total` positions into `count` ranges."""
     return [total * number // count for number in range(count + 1)]
 
 
-def _ranges_between(cuts: Sequence[int]) -> list[ShardRange]:
+def ranges_between(cuts: Sequence[int]) -> list[ShardRange]:
     """Return the ranges between neighboring cuts, without empty ones."""
     cuts = sorted(set(cuts))
     return [ShardRange(number, start, stop) for number, (start, stop) in enumerate(pairwise(cuts))]
@@ -110,7 +98,7 @@ class FilePart(NamedTuple):
             raise DataError(f"{self.file.path} was changed after the preparation had begun: start it again")
 
 
-class SourceFiles:
+class SourceFiles(ABC):
     """The files of a source, one after another. A file of n bytes has n + 1 positions, so that an empty one has one."""
 
     unit = "B"
@@ -126,7 +114,7 @@ class SourceFiles:
 
     def cut_shards(self, count: int) -> list[ShardRange]:
         """Return ranges of the same length."""
-        return _ranges_between(_even_cuts(self.total, count))
+        return ranges_between(even_cuts(self.total, count))
 
     def parts(self, shard: ShardRange) -> Iterator[FilePart]:
         """Yield the parts of files that a shard covers."""
@@ -139,39 +127,41 @@ class SourceFiles:
             yield FilePart(file, start, stop)
             index += 1
 
+    def records(self, shard: ShardRange) -> Iterator[TextRecord]:
+        """Yield the records that begin in a shard; of a file that cannot be read, its fault."""
+        for part in self.parts(shard):
+            part.check_unchanged()
+            try:
+                yield from self.read(part)
+            except OSError as error:
+                yield unreadable_file(part.file.path, error)
+
+    @abstractmethod
+    def read(self, part: FilePart) -> Iterator[TextRecord]:
+        """Yield the records that begin in a part of a file. Raises OSError."""
+
 
 class TextFiles(SourceFiles):
     """A source whose files are one document each."""
 
     def cut_shards(self, count: int) -> list[ShardRange]:
         """Return ranges of whole files; they are fewer than `count` if there are large files."""
-        following = np.searchsorted(self._begins, _even_cuts(self.total, count))
-        return _ranges_between(self._begins[following].tolist())
+        following = np.searchsorted(self._begins, even_cuts(self.total, count))
+        return ranges_between(self._begins[following].tolist())
 
-    def records(self, shard: ShardRange) -> Iterator[TextRecord]:
-        """Yield a record per file."""
-        for part in self.parts(shard):
-            part.check_unchanged()
-            yield read_text_file(part.file.path)
+    def read(self, part: FilePart) -> Iterator[TextRecord]:
+        """Yield the record of a file."""
+        yield read_text_file(part.file.path)
 
 
-class _WithLines(SourceFiles, ABC):
+class _WithLines(SourceFiles):
     """Files of many records each, which can be read from any byte on.
 
     Compressed files are an exception: the shard of their first byte has all of them.
     """
 
-    def records(self, shard: ShardRange) -> Iterator[TextRecord]:
-        """Yield a record per document that begins in a shard."""
-        for part in self.parts(shard):
-            part.check_unchanged()
-            try:
-                yield from self._read(part)
-            except OSError as error:
-                yield unreadable_file(part.file.path, error)
-
-    def _read(self, part: FilePart) -> Iterator[TextRecord]:
-        """Yield the records of a part of a file. Raises OSError."""
+    def read(self, part: FilePart) -> Iterator[TextRecord]:
+        """Yield a record per document that begins in a part of a file. Raises OSError."""
         path = part.file.path
         is_compressed = compression_of_file(path) != ""
         if is_compressed:
@@ -343,12 +333,12 @@ def _decoded_record(content: bytes, path: str, offset: int) -> TextRecord:
 
 
 class JsonLineFiles(_WithLines):
-    """A source whose lines are documents in JSON; blank lines are skipped."""
+    """A source whose lines are records in JSON; blank lines are skipped."""
 
-    def __init__(self, files: Sequence[SourceFile], key: str) -> None:
-        """The text of a document is under `key`."""
+    def __init__(self, files: Sequence[SourceFile], form: RecordForm) -> None:
+        """`form`: of a record."""
         super().__init__(files)
-        self.key = key
+        self.form = form
 
     def foreign_form(self, path: str) -> str:
         """Return the form of a file, with advice, if it is known not to be of this kind; else "". Raises OSError."""
@@ -371,36 +361,31 @@ class JsonLineFiles(_WithLines):
                 break
             if len(line) == longest:
                 raise OSError(f"a line of over {longest:,} bytes")
-            record = None if line.isspace() else self.record(line, part.file.path, offset)
+            record = None if line.isspace() else self._record_of_line(line, part.file.path, offset)
             offset += len(line)
             del line  # may be as large as memory allows
             if record is not None:
                 yield record
 
-    def record(self, line: bytes, path: str, byte: int) -> TextRecord:
+    def _record_of_line(self, line: bytes, path: str, byte: int) -> TextRecord:
         """Return the record of a line that begins at `byte` of a file."""
-        fields = parse_json_line(line, path, byte)
-        return fields if isinstance(fields, TextRecord) else self.record_of(fields, Origin(path, byte=byte))
+        origin = Origin(path, byte=byte)
+        return self._record(parse_json(line, origin), origin)
 
     def _elements(self, path: str) -> Iterator[TextRecord]:
         """Yield a record per element of a file that is one JSON array."""
         with open_unpacked(path) as file:
             elements = parse_json(file.read(), Origin(path, byte=0))
         for row, fields in enumerate([elements] if isinstance(elements, TextRecord) else elements):
-            if isinstance(fields, TextRecord):
-                yield fields
-            elif isinstance(fields, dict):
-                yield self.record_of(fields, Origin(path, row=row))
-            else:
-                yield _no_object(fields, Origin(path, row=row))
+            yield self._record(fields, Origin(path, row=row))
 
-    def record_of(self, fields: dict[str, Any], origin: Origin) -> TextRecord:
-        """Return the record of an object."""
-        if self.key not in fields:
-            names = ", ".join(fields) or "nothing"
-            detail = f": no {self.key!r}, it has: {names} (data.sources.text_key)"
-            return TextRecord(origin, fault=WRONG_KEY, detail=detail)
-        return check_document(fields, self.key, origin)
+    def _record(self, value: Any, origin: Origin) -> TextRecord:
+        """Return the record of a value of JSON, or of the fault that a TextRecord has already."""
+        if isinstance(value, TextRecord):
+            return value
+        if isinstance(value, dict):
+            return self.form.record_of_object(value, origin)
+        return TextRecord(origin, fault="not a JSON object", detail=f" but {type(value).__name__}")
 
 
 _LARGEST_ARRAY = 2**30
@@ -441,13 +426,6 @@ def _next_line(file: BinaryIO, start: int, stop: int) -> int:
     return stop
 
 
-def parse_json_line(line: bytes, path: str, byte: int) -> dict[str, Any] | TextRecord:
-    """Return the object in a line that begins at `byte` of a file, or a record with the fault of the line."""
-    origin = Origin(path, byte=byte)
-    fields = parse_json(line, origin)
-    return fields if isinstance(fields, (dict, TextRecord)) else _no_object(fields, origin)
-
-
 def parse_json(content: bytes, origin: Origin) -> Any:
     """Return the value in bytes of a file, or a TextRecord with their fault."""
     try:
@@ -458,84 +436,53 @@ def parse_json(content: bytes, origin: Origin) -> Any:
         return TextRecord(origin, fault="broken JSON", detail=f" ({error})")
 
 
-def _no_object(value: object, origin: Origin) -> TextRecord:
-    return TextRecord(origin, fault="not a JSON object", detail=f" but {type(value).__name__}")
-
-
-_ROWS_PER_BATCH = 1000
-"""rows of a parquet file that are in memory at a time, at most"""
-_REPEATED_IN_MEMORY = 2**28
-"""bytes of the rows that are in memory at a time if each of them is the longest text of a dictionary"""
-_TEXT_TYPES = ("string", "large_string", "string_view", "null")
-"""arrow's names of the types of a column of texts; all rows of a column of type null lack one"""
+_ROWS_PER_BATCH = 256
+"""rows of a parquet file that are in memory at a time, at most: each may be the longest text of a dictionary, which
+pyarrow writes with up to 1 MiB"""
 
 
 class TableFiles(SourceFiles):
-    """A source whose rows are documents."""
+    """A source whose records are rows of tables."""
 
-    def __init__(self, files: Sequence[SourceFile], key: str) -> None:
-        """The text of a document, or its token ids, are in the column `key`."""
+    def __init__(self, files: Sequence[SourceFile], form: RecordForm) -> None:
+        """`form`: of a record."""
         super().__init__(files)
-        self.key = key
+        self.form = form
 
-    def columns(self, schema: "pyarrow.Schema") -> list[str]:
-        """Return the names of the columns that are read."""
-        others = MASKS_OF_TOKENS if _LIST.match(str(schema.field(self.key).type)) else ()
-        return [name for name in schema.names if name == self.key or name in others]
+    def read(self, part: FilePart) -> Iterator[TextRecord]:
+        """Yield a record per row that begins in a part of a file. Raises OSError."""
+        import pyarrow
 
-    def record(self, fields: Mapping[str, Any], origin: Origin) -> TextRecord:
-        """Return the record of a row."""
-        return check_document(fields, self.key, origin)
+        try:
+            yield from self.read_rows(part)
+        except pyarrow.ArrowException as error:
+            raise OSError(str(error)) from error
+
+    @abstractmethod
+    def read_rows(self, part: FilePart) -> Iterator[TextRecord]:
+        """Yield a record per row that begins in a part of a file. Raises OSError and pyarrow's errors."""
 
     def rows_of(self, batch: "pyarrow.RecordBatch", path: str, row: int) -> Iterator[TextRecord]:
         """Yield the records of a batch, whose first row is `row` of the file."""
         for values in zip(*batch.columns, strict=True):  # not all as Python objects at once
             fields = {name: value.as_py() for name, value in zip(batch.schema.names, values, strict=True)}
-            yield self.record(fields, Origin(path, row=row))
+            yield self.form.record(fields, Origin(path, row=row), is_row=True)
             row += 1
-
-    def wrong_column(self, schema: "pyarrow.Schema") -> str:
-        """Return why the column of the texts cannot be read; "" if it can."""
-        listed = ", ".join(f"{field.name} ({field.type})" for field in schema)
-        if schema.names.count(self.key) != 1:
-            advice = ' = "input_ids" trains on the tokens as they are' if "input_ids" in schema.names else ""
-            return f": {count_of_column(schema.names, self.key)}, it has: {listed} (data.sources.text_key{advice})"
-        column = schema.field(self.key).type
-        values = getattr(column, "value_type", column) if str(column).startswith("dictionary") else column
-        if str(values) in _TEXT_TYPES or (_LIST.match(str(values)) and "int" in str(values.value_type)):
-            return ""
-        return f": the column {self.key!r} is no text, it has: {listed} (data.sources.text_key)"
-
-
-def count_of_column(names: Sequence[str], key: str) -> str:
-    """Return how many columns of a table have a name that one should have."""
-    count = names.count(key)
-    return f"{count} columns are named {key!r}" if count else f"no column {key!r}"
-
-
-_LIST = re.compile(r"(large_|fixed_size_)?list")
 
 
 class ParquetFiles(TableFiles):
     """Parquet files. A row group belongs to the shard of its first byte."""
 
-    def records(self, shard: ShardRange) -> Iterator[TextRecord]:
-        """Yield a record per row of the row groups that begin in a shard."""
-        import pyarrow
+    def read_rows(self, part: FilePart) -> Iterator[TextRecord]:
+        """Yield a record per row of the row groups that begin in a part of a file."""
         import pyarrow.parquet
 
-        for part in self.parts(shard):
-            path = part.file.path
-            part.check_unchanged()
-            try:
-                with pyarrow.parquet.ParquetFile(path, buffer_size=BLOCK) as file:
-                    if detail := self.wrong_column(file.schema_arrow):
-                        if part.start == 0:
-                            yield TextRecord(Origin(path), fault=WRONG_KEY, detail=detail)
-                    else:
-                        yield from self._records_of(part, file)
-            except (OSError, pyarrow.ArrowException) as error:
-                yield unreadable_file(path, error)
+        path = part.file.path
+        with pyarrow.parquet.ParquetFile(path, buffer_size=BLOCK) as file:
+            if not (detail := self.form.wrong_column(file.schema_arrow)):
+                yield from self._records_of(part, file)
+            elif part.start == 0:
+                yield TextRecord(Origin(path), fault=WRONG_KEY, detail=detail)
 
     def _records_of(self, part: FilePart, file: "pyarrow.parquet.ParquetFile") -> Iterator[TextRecord]:
         """Yield a record per row of the row groups that begin in a part of a file."""
@@ -543,53 +490,22 @@ class ParquetFiles(TableFiles):
         path = part.file.path
         if metadata.num_rows == 0 and part.start == 0:
             yield TextRecord(Origin(path), fault=EMPTY_FILE)
-        row = text_bytes = 0
+        row = 0
         for number in range(metadata.num_row_groups):
             group = metadata.row_group(number)
             if part.start <= _group_begin(group, part.file.size) < part.stop:
-                for record in self._rows_of(file, number, path, row):
-                    text_bytes += record.size
-                    if text_bytes > most_unpacked(part.file.size):
-                        refuse_bomb(path, part.file.size)
-                    yield record
+                yield from self._rows_of(file, number, path, row)
             row += group.num_rows
 
     def _rows_of(self, file: "pyarrow.parquet.ParquetFile", number: int, path: str, row: int) -> Iterator[TextRecord]:
         """Yield the records of row group `number`, whose first row is `row` of the file."""
         group = file.metadata.row_group(number)
         bytes_per_row = group.total_byte_size / max(1, group.num_rows)
-        columns = self.columns(file.schema_arrow)
-        longest = max(1, *(_longest_repeated(path, group, name) for name in columns))
-        rows = max(1, min(_ROWS_PER_BATCH, int(BLOCK / max(1.0, bytes_per_row)), _REPEATED_IN_MEMORY // longest))
+        rows = max(1, min(_ROWS_PER_BATCH, int(BLOCK / max(1.0, bytes_per_row))))
+        columns = self.form.columns(file.schema_arrow.names)
         for batch in file.iter_batches(batch_size=rows, row_groups=[number], columns=columns):
             yield from self.rows_of(batch, path, row)
             row += batch.num_rows
-
-
-def _longest_repeated(path: str, group: "pyarrow.parquet.RowGroupMetaData", key: str) -> int:
-    """Return the bytes of a row group's dictionary: the longest text that may be stored once for several rows.
-
-    The size of the dictionary is in the header of its page, in Thrift's compact form: the byte 0x15 and a number, which
-    is the type of the page, then 0x15 and the size. Raises OSError.
-    """
-    for number in range(group.num_columns):
-        column = group.column(number)
-        if column.path_in_schema != key or not column.has_dictionary_page:
-            continue
-        with open(path, "rb") as file:
-            file.seek(column.dictionary_page_offset)
-            header = file.read(16)
-        most: int = column.total_uncompressed_size
-        if header[:1] != b"\x15" or header[2:3] != b"\x15":
-            return most
-        size = shift = 0
-        for byte in header[3:]:
-            size |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                break
-        return min(size >> 1, most)  # a number n is stored as 2 n
-    return 0
 
 
 def _group_begin(group: "pyarrow.parquet.RowGroupMetaData", size: int) -> int:
@@ -597,202 +513,3 @@ def _group_begin(group: "pyarrow.parquet.RowGroupMetaData", size: int) -> int:
     column = group.column(0)
     begin: int = column.dictionary_page_offset or column.data_page_offset
     return min(begin, size)
-
-
-_REVISION_FOLDERS = 3
-"""of the path of the copy of a data set: its configuration (with a hash of local files), its version, its commit"""
-_COMMIT = re.compile("[0-9a-f]{40}")
-_HUB_ROWS = 64
-"""rows of a data set of the hub that are in memory as Python objects at a time"""
-_HUB_PARQUET_ROWS = 16
-"""rows of a parquet file of the hub that are unpacked at a time: all may be the longest text of a dictionary"""
-
-
-class HubRows:
-    """The rows of a split of a data set of the hub, read from its files over the network; no copy of it is kept.
-
-    A position is one of the files: they are the smallest parts that `datasets` reads without those before them.
-    """
-
-    unit = "files"
-
-    def __init__(self, source: Source, key: str, optional: Sequence[str] = ()) -> None:
-        """Open a data set with the column `key`, and the columns of `optional` that it has.
-
-        `source.revision` is the commit (see `pin_hub_source`). Raises DataError if the set or the column is missing.
-        """
-        self.source = source
-        self.name = f"{source.path}[{source.split}]"
-        self.key = key
-        self.dataset = _stream_from_hub(source, key, optional)
-        self.total = self.dataset.num_shards
-        self.mib = (_split_bytes(self.dataset.info, source) or 0) / 2**20
-        """0 if the set does not say its size"""
-
-    def cut_shards(self, count: int) -> list[ShardRange]:
-        """Return ranges of files, one for each if there are fewer than `count`, or the set does not say its size."""
-        ranges = min(count, self.total) if self.mib else self.total
-        return _ranges_between(_even_cuts(self.total, ranges))
-
-    def records(self, shard: ShardRange) -> Iterator[TextRecord]:
-        """Yield a record per row."""
-        for number in range(shard.start, shard.stop):
-            name = f"{self.name} file {number}" if self.total > 1 else self.name
-            text_bytes = 0
-            for row, fields in enumerate(self._rows_of(number)):
-                record = self.record(fields, Origin(name, row=row))
-                text_bytes += record.size
-                if text_bytes > most_unpacked(0) and text_bytes > most_unpacked(self._largest_file):
-                    refuse_bomb(name, self._largest_file)
-                yield record
-
-    @cached_property
-    def _largest_file(self) -> int:
-        """Size in bytes of the largest file of the set. Raises DataError if the hub does not say it."""
-        source = self.source
-        if os.path.exists(source.path):
-            return max(os.path.getsize(path) for path in Path(source.path).rglob("*") if path.is_file())
-        import huggingface_hub
-
-        with _hub_errors(source):
-            info = huggingface_hub.HfApi().dataset_info(source.path, revision=source.revision, files_metadata=True)
-            return max(file.size or 0 for file in info.siblings or ())
-
-    def _rows_of(self, number: int) -> Iterator[dict[str, Any]]:
-        """Yield the columns of each row of a file. Raises DataError if it cannot be read."""
-        limit_fsspec()
-        file = self.dataset.shard(num_shards=self.total, index=number)
-        with _hub_errors(self.source):
-            for columns in file.iter(batch_size=_HUB_ROWS):
-                for values in zip(*columns.values(), strict=True):
-                    yield dict(zip(columns, values, strict=True))
-
-    def record(self, fields: Mapping[str, Any], origin: Origin) -> TextRecord:
-        """Return the record of a row."""
-        return check_document(fields, self.key, origin)
-
-
-def _hub_name(source: Source) -> tuple[str, str | None]:
-    """Return the id of a data set and its configuration, as `datasets` takes them."""
-    return source.path, source.subset or None
-
-
-def raw_mib(source: Source, files: Sequence[SourceFile]) -> float | None:
-    """Return the size of a source, in MiB; None if it is a data set of the hub that does not say its size."""
-    if source.kind != "hub":
-        return sum(file.size for file in files) / 2**20
-    import datasets
-
-    with _hub_errors(source):
-        info = datasets.load_dataset_builder(*_hub_name(source), revision=source.revision or None).info
-    size = _split_bytes(info, source)
-    return None if size is None else size / 2**20
-
-
-def _split_bytes(info: "datasets.DatasetInfo", source: Source) -> int | None:
-    """Return the size of the source's split in bytes, if the data set says it."""
-    splits = info.splits or {}
-    return splits[source.split].num_bytes if source.split in splits else None
-
-
-def pin_hub_source(source: Source, pins: Path) -> Source:
-    """Return a source of the hub with the commit of its revision, which is asked of the hub once.
-
-    pins: folder that remembers the commit, so that every later start reads the same rows, also if the branch has moved
-    on. A folder of files that stands for a data set has no commit. Raises DataError if the hub cannot be asked.
-    """
-    if os.path.exists(source.path) or _COMMIT.fullmatch(source.revision):
-        return source
-    name = f"{source.path}@{source.revision or 'newest'}"
-    pin = pins / name.replace("/", "--")
-    try:
-        if not pin.exists():
-            commit = _ask_commit(source)
-            pins.mkdir(parents=True, exist_ok=True)
-            with replacing([pin]) as (file,):
-                file.write(commit.encode())
-        commit = pin.read_text()
-    except OSError as error:
-        raise DataError(
-            f"{pin} cannot be written: {error.strerror or error}. Set data.cache to another folder"
-        ) from error
-    log.info("data.sources: %s is commit %s; delete %s to take a newer one", name, commit, pin)
-    return replace(source, revision=commit)
-
-
-def _ask_commit(source: Source) -> str:
-    """Return the commit of a data set's revision. Raises DataError if the hub cannot be asked, or has none."""
-    import huggingface_hub
-
-    with _hub_errors(source):
-        info = huggingface_hub.HfApi().dataset_info(source.path, revision=source.revision or None)
-        if info.sha is None:
-            raise ValueError("the hub names no commit")
-        return info.sha
-
-
-def hub_folder_version(source: Source) -> str:
-    """Return a version of a folder that stands for a data set of the hub: new files, new version; "" if it is none."""
-    import datasets
-
-    if not os.path.exists(source.path):
-        return ""
-    with _hub_errors(source):
-        builder = datasets.load_dataset_builder(*_hub_name(source))
-    return "/".join(Path(builder.cache_dir).parts[-_REVISION_FOLDERS:])
-
-
-def _stream_from_hub(source: Source, key: str, optional: Sequence[str]) -> "datasets.IterableDataset":
-    """Open the column `key` of a split of a data set of the hub, and the columns of `optional` that it has."""
-    import datasets
-
-    limit_fsspec()
-    with _hub_errors(source):
-        builder = datasets.load_dataset_builder(*_hub_name(source), revision=source.revision or None)
-        if hasattr(builder.config, "batch_size"):
-            builder.config.batch_size = _HUB_PARQUET_ROWS
-        dataset = builder.as_streaming_dataset(split=source.split)
-        names = dataset.column_names
-        if names is None:  # known from the rows only
-            names = list(next(iter(dataset), {}))
-    if key not in names:
-        raise DataError(f"data.sources: {source.path!r} has no column {key!r}, it has: {', '.join(names)}")
-    return dataset.select_columns([key, *(column for column in optional if column in names)])
-
-
-@contextmanager
-def _hub_errors(source: Source) -> Iterator[None]:
-    """Turn any error, from an unknown name to a missing network, into a DataError that names source and cause."""
-    try:
-        yield
-    except DataError:
-        raise
-    except Exception as error:
-        reason = _first_line(error)
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        if cause is not error:
-            reason += f": {_first_line(cause)}"
-        if type(cause) in (OSError, PermissionError):  # of the disk: the network's errors have other classes
-            reason += f" ({_describe_hub_folders()})"
-        raise DataError(f"data.sources: cannot load split {source.split!r} of {source.path!r}: {reason}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
-
-
-def _describe_hub_folders() -> str:
-    """Return where data sets of the hub are kept, and how to change that."""
-    import datasets
-    import huggingface_hub
-
-    folders = [datasets.config.HF_DATASETS_CACHE, huggingface_hub.constants.HF_HUB_CACHE]
-    described = []
-    for folder in map(Path, folders):
-        existing = folder
-        while not existing.exists():
-            existing = existing.parent
-        described.append(f"{folder}, {shutil.disk_usage(existing).free / 2**20:,.0f} MiB free")
-    return f"data sets are kept in {' and '.join(described)}; HF_HOME=FOLDER in the environment names another place"

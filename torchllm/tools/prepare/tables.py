@@ -2,13 +2,13 @@
 
 import csv
 import io
-import struct
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from torchllm.tools.prepare.file_form import foreign_form
+from torchllm.tools.prepare.record_form import RecordForm
 from torchllm.tools.prepare.records import (
     EMPTY_FILE,
     WRONG_KEY,
@@ -16,11 +16,10 @@ from torchllm.tools.prepare.records import (
     TextRecord,
     another_form,
     not_utf8,
-    unreadable_file,
 )
 from torchllm.tools.prepare.source_files import SourceFile
-from torchllm.tools.prepare.sources import ShardRange, TableFiles, TextFiles, count_of_column, is_blank
-from torchllm.tools.prepare.unpack import first_bytes, most_unpacked, open_unpacked, refuse_bomb
+from torchllm.tools.prepare.sources import FilePart, TableFiles, TextFiles, is_blank
+from torchllm.tools.prepare.unpack import first_bytes, open_unpacked
 
 if TYPE_CHECKING:
     import pyarrow
@@ -28,142 +27,78 @@ if TYPE_CHECKING:
 _KEYS = "data.sources.text_key, messages_key or delimiter"
 
 
-class WholeTables(TableFiles, ABC):
+class WholeTables(TableFiles):
     """Tables of which a shard has whole files."""
 
     cut_shards = TextFiles.cut_shards
 
-    def records(self, shard: ShardRange) -> Iterator[TextRecord]:
-        """Yield a record per row."""
-        import pyarrow
-
-        for part in self.parts(shard):
-            path = part.file.path
-            part.check_unchanged()
-            try:
-                if is_blank(path):
-                    yield TextRecord(Origin(path), fault=EMPTY_FILE)
-                    continue
-                size = 0
-                for record in self.read(path):
-                    size += record.size
-                    if size > most_unpacked(part.file.size):
-                        refuse_bomb(path, part.file.size)
-                    yield record
-            except (OSError, pyarrow.ArrowException) as error:
-                yield unreadable_file(path, error)
+    def read_rows(self, part: FilePart) -> Iterator[TextRecord]:
+        """Yield a record per row of a file. Raises OSError and pyarrow's errors."""
+        path = part.file.path
+        if is_blank(path):
+            yield TextRecord(Origin(path), fault=EMPTY_FILE)
+        else:
+            yield from self.read_table(path)
 
     @abstractmethod
-    def read(self, path: str) -> Iterator[TextRecord]:
+    def read_table(self, path: str) -> Iterator[TextRecord]:
         """Yield a record per row of a file. Raises OSError and pyarrow's errors."""
 
 
 class ArrowFiles(WholeTables):
     """Arrow files, as `datasets` saves them (`save_to_disk`); in Arrow's stream or file format."""
 
-    def read(self, path: str) -> Iterator[TextRecord]:
+    def read_table(self, path: str) -> Iterator[TextRecord]:
         """Yield a record per row of a file. Raises OSError and pyarrow's errors."""
         import pyarrow
 
+        row = 0
         with pyarrow.memory_map(path) as file:
-            begin = len(_FILE_FORMAT) if file.read(len(_FILE_FORMAT)) == _FILE_FORMAT else 0
-            file.seek(begin)
-            is_whole = _is_whole(file)
-            file.seek(begin)
-            row = 0
-            for batch in pyarrow.ipc.open_stream(file):
-                if detail := self.wrong_column(batch.schema):
+            for batch in _batches(file):
+                if detail := self.form.wrong_column(batch.schema):
                     yield TextRecord(Origin(path), fault=WRONG_KEY, detail=detail)
                     return
-                yield from self.rows_of(batch.select(self.columns(batch.schema)), path, row)
+                yield from self.rows_of(batch.select(self.form.columns(batch.schema.names)), path, row)
                 row += batch.num_rows
-            if not is_whole:
-                raise OSError("it was cut off, or joined with another file: what ends an Arrow file is not at its end")
 
 
-_FILE_FORMAT = b"ARROW1\0\0"
-"""a file in Arrow's file format is these bytes, a stream and a table of contents"""
-_FILE_END = struct.Struct("<i6s")
-"""the end of that table: its bytes, without this end, and ARROW1"""
-_STREAM_ENDS = (b"\xff\xff\xff\xff\0\0\0\0", b"\0\0\0\0")
-"""the end of a stream; the second: before Arrow 0.15"""
-_LONGEST_END = 64
-"""bytes of the end of a stream, and of padding that may follow it"""
+def _batches(file: "pyarrow.NativeFile") -> "Iterator[pyarrow.RecordBatch]":
+    """Yield the batches of rows of an Arrow file. Raises OSError, and pyarrow's errors, if it is not whole.
 
-
-def _is_whole(file: "pyarrow.NativeFile") -> bool:
-    """Return whether the end of an Arrow file, which is at its first message, is where it belongs.
-
-    A reader stops without a word behind the last whole message. Raises OSError if its values are compressed.
+    A reader stops without a word behind the last whole batch, so what follows the batches is looked at.
     """
     import pyarrow
 
-    is_file = file.tell() > 0
-    reader = pyarrow.ipc.MessageReader.open_stream(file)
-    while True:
-        end = file.tell()
-        try:
-            message = reader.read_next_message()
-        except StopIteration:
-            break
-        if _is_compressed(memoryview(message.metadata)):
-            raise OSError("its values are compressed, to an unknown size: write it as parquet")
-    file.seek(end)
-    if not is_file:
-        return file.read(_LONGEST_END) in _STREAM_ENDS
-    table_end = file.size() - _FILE_END.size
-    if table_end < end:
-        return False
-    file.seek(table_end)
-    table_bytes, magic = _FILE_END.unpack(file.read())
-    return magic == b"ARROW1" and 0 <= table_end - table_bytes - end <= _LONGEST_END
+    begin = len(_FILE_BEGIN) if file.read(len(_FILE_BEGIN)) == _FILE_BEGIN else 0
+    file.seek(begin)
+    yield from pyarrow.ipc.open_stream(file)
+    end = file.tell()
+    file.seek(max(0, end - len(_STREAM_END)))
+    is_whole = file.read(len(_STREAM_END)) == _STREAM_END
+    rest = file.read()
+    if begin:  # a table of contents, its size and ARROW1
+        is_whole &= rest.endswith(b"ARROW1") and int.from_bytes(rest[-10:-6], "little") == len(rest) - 10
+    else:
+        is_whole &= not rest
+    if not is_whole:
+        raise OSError("it was cut off, or joined with another file: what ends an Arrow file is not at its end")
 
 
-def _is_compressed(message: memoryview) -> bool:
-    """Return whether a message of Arrow is of a batch of rows with compressed values.
-
-    It is a flatbuffer: `Message` has the batch as field 2, `RecordBatch` its compression as field 3, and
-    `DictionaryBatch` a RecordBatch as field 1 (format/Message.fbs of Apache Arrow).
-    """
-
-    def number(place: int, size: int) -> int:
-        return int.from_bytes(message[place : place + size], "little", signed=size == 4)
-
-    def field(table: int, index: int) -> int:
-        """Return the place of a field; 0 if it is not set."""
-        fields = table - number(table, 4)
-        place = 4 + 2 * index
-        offset = number(fields + place, 2) if place < number(fields, 2) else 0
-        return table + offset if offset else 0
-
-    root = number(0, 4)
-    kind, header = field(root, 1), field(root, 2)
-    kind = message[kind] if kind else 0
-    if kind not in (_DICTIONARY, _RECORDS):
-        return False
-    batch = header + number(header, 4)
-    if kind == _DICTIONARY:
-        batch = field(batch, 1)
-        batch += number(batch, 4)
-    return field(batch, 3) > 0
-
-
-_DICTIONARY, _RECORDS = 2, 3
-"""kinds of messages that hold values"""
+_FILE_BEGIN = b"ARROW1\0\0"
+"""a file in Arrow's file format is these bytes, a stream and a table of contents"""
+_STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class CsvFiles(WholeTables):
     """CSV and TSV files with a line of column names; values are text."""
 
-    def __init__(self, files: Sequence[SourceFile], key: str, delimiter: str) -> None:
-        """The text of a document is in the column `key`; `delimiter`: between two cells, "" for the usual one."""
-        super().__init__(files, key)
+    def __init__(self, files: Sequence[SourceFile], form: RecordForm, delimiter: str) -> None:
+        """`form`: of a record; `delimiter`: between two cells, "" for the usual one."""
+        super().__init__(files, form)
         self.delimiter = delimiter
 
-    def read(self, path: str) -> Iterator[TextRecord]:
+    def read_table(self, path: str) -> Iterator[TextRecord]:
         """Yield a record per row of a file. Raises OSError."""
-        import pyarrow
-
         if form := foreign_form(first_bytes(path)):
             yield another_form(path, form)
             return
@@ -172,11 +107,11 @@ class CsvFiles(WholeTables):
             rows = _csv_rows(text, self.delimiter or ("\t" if is_tabbed else ","))
             header = next(rows, _CsvRow([]))
             names = header.cells
-            if names.count(self.key) != 1:
-                listed = f": {count_of_column(names, self.key)}, it has: {', '.join(names)} ({_KEYS})"
+            if names.count(self.form.key) != 1:
+                listed = f": {self.form.describe_count(names)}, it has: {', '.join(names)} ({_KEYS})"
                 yield TextRecord(Origin(path), fault=header.fault or WRONG_KEY, detail=header.detail or listed)
                 return
-            columns = self.columns(pyarrow.schema([(name, pyarrow.string()) for name in names]))
+            columns = self.form.columns(names)
             for number, row in enumerate(rows):
                 yield self._record_of_row(names, columns, row, Origin(path, row=number))
 
@@ -196,7 +131,7 @@ class CsvFiles(WholeTables):
             except UnicodeEncodeError as error:
                 byte = ord(cell[error.start]) - _FIRST_KEPT
                 return not_utf8(origin.name, 0, byte)._replace(origin=origin)
-        return self.record(fields, origin)
+        return self.form.record(fields, origin, is_row=True)
 
 
 _KEEP_BYTES = "surrogateescape"

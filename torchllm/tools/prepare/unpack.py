@@ -7,9 +7,7 @@ than all memory and disks.
 import io
 import lzma
 import os
-from collections.abc import Callable
-from functools import cache
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 from torchllm.data.error import DataError
 from torchllm.tools.prepare.file_form import HEAD, compression_of
@@ -36,26 +34,13 @@ def open_unpacked(path: str) -> BinaryIO:
     if not compression:
         return open(path, "rb", buffering=_BUFFER)
     size = os.path.getsize(path)
-    return io.BufferedReader(_Unpacked(path, compression, _open_stream(path, compression), lambda: size), _BUFFER)
+    return io.BufferedReader(_Unpacked(path, compression, size), _BUFFER)
 
 
 def first_bytes(path: str, size: int = HEAD) -> bytes:
     """Return the first bytes of a file's content. Raises OSError."""
     with open_unpacked(path) as file:
         return file.read(size)
-
-
-def most_unpacked(size: int) -> int:
-    """Return to how many bytes a file of `size` bytes may unpack."""
-    return _ALWAYS + _TIMES * size
-
-
-def refuse_bomb(path: str, size: int) -> NoReturn:
-    """Raise the DataError of a file of `size` bytes that unpacks to more than it may."""
-    raise DataError(
-        f"{path} has {size:,} bytes and unpacks to over {most_unpacked(size):,}, as hardly any text does: take it out "
-        "of data.sources.path or, if you trust its content, decompress it"
-    )
 
 
 def _open_stream(path: str, compression: str) -> Any:
@@ -95,39 +80,16 @@ class _Xz:
         self._file.close()
 
 
-@cache
-def limit_fsspec() -> None:
-    """Limit what compressed files unpack to that libraries read through fsspec, as `datasets` reads the hub's."""
-    from fsspec.compression import compr, register_compression
-
-    for name in ("gzip", "bz2", "xz", "lzma", "zstd", "lz4"):
-        if name in compr:
-            register_compression(name, _limited(compr[name], name), (), force=True)
-
-
-def _limited(unpack: Callable[..., Any], compression: str) -> Callable[..., Any]:
-    """Return one of fsspec's functions (file, mode) -> content, with the limit."""
-
-    def limited(file: Any, mode: str = "rb", **options: Any) -> Any:
-        stream = unpack(file, mode=mode, **options)
-        if "r" not in mode:
-            return stream
-        name = getattr(file, "path", getattr(file, "name", "a file"))
-        return io.BufferedReader(_Unpacked(name, compression, stream, file.tell), _BUFFER)
-
-    return limited
-
-
 class _Unpacked(io.RawIOBase):
     """The content of a compressed file."""
 
-    def __init__(self, path: str, compression: str, stream: Any, size: Callable[[], int]) -> None:
-        """`stream` has the content; `size` returns how many bytes the file has, or how many of them were read."""
+    def __init__(self, path: str, compression: str, size: int) -> None:
+        """`size`: of the file, in bytes."""
         self._path = path
         self._compression = compression
         self._size = size
         self._unpacked = 0
-        self._stream = stream
+        self._stream = _open_stream(path, compression)
 
     def readable(self) -> bool:
         """Say that this can be read."""
@@ -140,8 +102,12 @@ class _Unpacked(io.RawIOBase):
         except (OSError, EOFError, ValueError, lzma.LZMAError) as error:  # pyarrow's own errors are ValueErrors
             raise OSError(f"{self._compression}, and damaged, cut off or followed by other bytes: {error}") from error
         self._unpacked += count
-        if self._unpacked > _ALWAYS and self._unpacked > most_unpacked(self._size()):
-            refuse_bomb(self._path, self._size())
+        most = _ALWAYS + _TIMES * self._size
+        if self._unpacked > most:
+            raise DataError(
+                f"{self._path} has {self._size:,} bytes and unpacks to over {most:,}, as hardly any text does: take it "
+                "out of data.sources.path or, if you trust its content, decompress it"
+            )
         return count
 
     def close(self) -> None:

@@ -5,9 +5,8 @@ schedule, where `parallel.cp` is 1 no `cp_method`, so no two are the same one. (
 at `zero_stage` 0 are two words for DDP; both are there.) Whether one is valid is decided by
 `torchllm.tools.config.checks.problems`.
 
-Some values stand for others: `parallel.split` is "balanced" or "uneven", `optimizer.momentum` None is AdamW,
-`model.rope_scaling` None is no scaling (else the factor is 4), `model.experts` is the name of a mixture or None, and
-`model.layers` is doubled where a pipeline has more stages than the model has blocks.
+`parallel.split` is "balanced" or "uneven", and `model.layers` is doubled where a pipeline has more stages than the
+model has blocks.
 """
 
 import re
@@ -16,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar, get_args
 
 from torchllm import config as c
-from torchllm.config import FAMILIES, SCHEDULES, Config
+from torchllm.config import SCHEDULES, Config
 from torchllm.config.schema import AXES as AXIS_NAMES
 from torchllm.tools.config.checks import problems
 
@@ -26,11 +25,7 @@ Settings = dict[str, Any]
 AXES = tuple(f"parallel.{axis}" for axis in AXIS_NAMES)
 MICRO_BATCH = "training.micro_batch_size"
 SPLIT = "parallel.split"
-MOMENTUM = "optimizer.momentum"
-ROPE_SCALING = "model.rope_scaling"
-EXPERTS = "model.experts"
-REPLACED = (SPLIT, MOMENTUM, ROPE_SCALING, EXPERTS)
-"""keys of a layout whose values are no values of the config"""
+"""its values are no values of the config"""
 BALANCED, UNEVEN = "balanced", "uneven"
 
 PARALLEL: dict[str, tuple[Any, ...]] = {
@@ -53,60 +48,6 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "parallel.prefetch": (1, 0, 2),
 }
 """settings that a layout may have besides, of which each layout that is drawn gets some"""
-MIXTURES: dict[str | None, Settings] = {
-    None: {},
-    "Mixtral": {"model.experts": 8, "model.top_k": 2},
-    "Qwen3-MoE": {
-        "model.experts": 8,
-        "model.top_k": 3,
-        "model.expert_ffn": 48,
-        "model.balance_loss": "global",
-        "model.balance_weight": 0.3,
-    },
-    "OLMoE": {
-        "model.experts": 6,
-        "model.top_k": 3,
-        "model.expert_ffn": 48,
-        "model.router_dtype": "compute",
-        "model.router_renormalize": False,
-        "model.router_z_loss": 0.1,
-    },
-    "GLM-4.5": {
-        "model.experts": 6,
-        "model.top_k": 2,
-        "model.shared_experts": 2,
-        "model.dense_layers": 1,
-        "model.router_score": "sigmoid",
-        "model.router_scale": 2.5,
-        "model.rotary_fraction": 0.5,
-        "model.router_bias": True,
-        "model.router_bias_rate": 0.03,
-        "model.balance_loss": "sequence",
-        "model.balance_weight": 0.3,
-    },
-    "Qwen3-MoE, ep 2": {
-        "model.experts": 8,
-        "model.top_k": 2,
-        "model.balance_loss": "global",
-        "model.balance_weight": 0.3,
-        "parallel.ep": 2,
-    },
-    "GLM-4.5, ep 4": {
-        "model.experts": 8,
-        "model.top_k": 3,
-        "model.expert_ffn": 48,
-        "model.shared_experts": 1,
-        "model.dense_layers": 1,
-        "model.router_score": "sigmoid",
-        "model.router_bias": True,
-        "model.router_bias_rate": 0.03,
-        "model.balance_loss": "sequence",
-        "model.balance_weight": 0.3,
-        "parallel.ep": 4,
-    },
-}
-"""settings of a mixture of experts, by the model that is built so, and the ranks that share them; None: none.
-Penalties are heavy, to be seen"""
 
 
 def degrees(most_ranks: int) -> dict[str, tuple[Any, ...]]:
@@ -151,23 +92,16 @@ class LayoutSpace:
 
     def config(self, layout: Settings) -> Config:
         """Return the config of a layout."""
-        base = self.sized(layout)
-        settings = {key: value for key, value in layout.items() if key not in REPLACED}
-        settings |= MIXTURES[layout.get(EXPERTS)]
-        if layout.get(SPLIT) == UNEVEN:
+        return with_settings(self.sized(layout), self.keys_of(layout))
+
+    def keys_of(self, layout: Settings) -> Settings:
+        """Return the keys of the config that a layout sets, and their values."""
+        keys = dict(layout)
+        split = keys.pop(SPLIT, BALANCED)
+        if split == UNEVEN:
             last = stages_of(layout) - 1
-            settings[SPLIT] = (1,) * last + (base.model.layers - last,)
-        if layout.get(ROPE_SCALING) is not None:
-            settings |= {ROPE_SCALING: layout[ROPE_SCALING], "model.rope_scaling_factor": 4.0}
-        if layout.get("model.norm_position") == "after":
-            # A fresh model's attention and feed-forward layer return numbers so small that norms after them would
-            # multiply rounding by hundreds: this is more than their variance.
-            settings["model.norm_epsilon"] = 1e-2
-        if layout.get(MOMENTUM) is not None:
-            settings |= {"optimizer.name": "sgd", MOMENTUM: layout[MOMENTUM]}
-            adamw = c.Optimizer()
-            settings |= {f"optimizer.{key}": getattr(adamw, key) for key in ("beta1", "beta2", "epsilon")}
-        return with_settings(base, settings)
+            keys[SPLIT] = (1,) * last + (self.sized(layout).model.layers - last,)
+        return keys
 
     def is_valid(self, layout: Settings) -> bool:
         """Return whether the library accepts a layout, with or without options."""
@@ -206,25 +140,6 @@ class LayoutSpace:
                 matters = "parallel.zero_stage" in layout
             case "recompute.k":
                 matters = layout["recompute.mode"] in ("segment", "every_k")
-            case "model.experts":  # experts are SwiGLU layers
-                features = FAMILIES[layout["model.family"]]
-                matters = features.gated_ffn and not features.biases
-                # With a norm after attention, what a fresh model's routers get is so small that the scores of several
-                # experts are one number in float32: which are chosen is rounding, unless they go by their logits.
-                if layout.get("model.norm_position") == "after":
-                    values = tuple(name for name in values if "model.router_bias" not in MIXTURES[name])
-            case "model.rope_scaling":
-                matters = not FAMILIES[layout["model.family"]].learned_positions
-            case "model.qkv_bias":
-                matters = not FAMILIES[layout["model.family"]].biases
-            # Without any norm before them, queries and keys of a fresh model are so small that the gradients of their
-            # matrices are rounding: what is learned goes through the values.
-            case "model.norm_position" if layout.get("model.qk_norm") == "none":
-                return ("before",)
-            case "model.norm_position":  # no model has LayerNorm after attention
-                matters = FAMILIES[layout["model.family"]].norm == "rms"
-            case "model.qk_norm" if layout.get("model.norm_position") == "after":
-                return tuple(value for value in values if value != "none")
             case _ if key in AXES:
                 ranks = pp * replicas * shard * cp * tp
                 return tuple(degree for degree in values if degree * ranks <= self.most_ranks)

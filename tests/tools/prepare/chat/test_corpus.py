@@ -178,16 +178,6 @@ def test_merged_and_endless_examples_are_counted(tmp_path: Path) -> None:
     assert len(describe_counts(harmless.counts)) == 3
 
 
-def test_a_corpus_of_an_earlier_version_says_so() -> None:
-    """It has no key for what never came about, nor for what was not counted then."""
-    counts = {"conversations": 2, "conversations by rule: one example per turn": 2, "examples by length: up to 64": 2}
-    lines = describe_counts(counts)
-    assert lines[0] == "2 conversations, 0 examples: 0.0% of their tokens are trained; 0.0% of the sequences is padding"
-    assert lines[-1].startswith(
-        "written by an earlier version, which did not train the end of a turn behind a tool call"
-    )
-
-
 def test_the_targets_are_a_part_of_the_fingerprint(tmp_path: Path) -> None:
     """The same tokens, of which others are trained, are another corpus; a damaged byte of the targets is found."""
     data = settings(tmp_path)
@@ -386,9 +376,6 @@ def test_a_run_goes_on_with_calls_as_an_earlier_version_wrote_them(
         resumed = Corpus(Path(reader_of("jsonl").prepare(source, reads, recorded.fingerprint)))
         assert resumed.fingerprint == recorded.fingerprint, name
         assert ("the run goes on with the files and tokens that its corpus" in caplog.text) == (name == "calls"), name
-        said = "written as earlier versions did, which trained JSON text in tool calls"
-        assert (said in str(describe_in_a_run(recorded))) == (not is_same_key), name
-        assert said not in str(describe_in_a_run(today.header)), name
 
 
 class Counted(int):

@@ -82,6 +82,8 @@ class ConversationExamples(NamedTuple):
     """examples whose last turn no special token ends"""
     control_words: list[str]
     """words of a user, a tool or a system message that are tokens of the template, which are not special"""
+    absent_keys: int = 0
+    """keys that the conversation has lost (see `calls.drop_absent_keys`)"""
 
 
 @dataclass(frozen=True)

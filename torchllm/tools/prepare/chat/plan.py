@@ -1,6 +1,5 @@
 """The settings, besides its text, that decide the tokens of a conversation."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
@@ -11,8 +10,10 @@ from torchllm.config import Config, Finetune
 from torchllm.config.paths import same_path
 from torchllm.tools.prepare.chat.encoder import load_chat_encoder
 from torchllm.tools.prepare.chat.examples import ChatFormat
-from torchllm.tools.prepare.chat.template import ChatTemplate, read_special_tokens, read_template
+from torchllm.tools.prepare.chat.template import ChatTemplate, read_template
 from torchllm.tools.prepare.chat.trial import try_template
+from torchllm.tools.prepare.corpus_writer import first_noted
+from torchllm.tools.prepare.tokenizer_config import read_tokenizer_config, special_tokens_of
 
 DAY_FILE = "prepared_on.txt"
 """of a corpus folder: the first day of its preparation, as 2026-11-23"""
@@ -37,7 +38,7 @@ def plan_chat(tokenizer: str, finetune: Finetune, sequence_length: int, earlier:
     """
     load_chat_encoder(tokenizer)
     path = Path(tokenizer)
-    special_tokens = read_special_tokens(path)
+    special_tokens = special_tokens_of(read_tokenizer_config(path))
     template = read_template(path, finetune.chat_template, earlier)
     try_template(template, special_tokens)
     return ChatPlan(sequence_length, template, special_tokens)
@@ -55,20 +56,7 @@ def preparation_day(folder: Path) -> date:
     Some templates write the date. So that all processes write the same one, also after an interruption over midnight,
     the first notes it in the folder.
     """
-    path = folder / DAY_FILE
-    if not path.exists():
-        draft = folder / f"{DAY_FILE}.{os.uname().nodename}-{os.getpid()}.tmp"
-        draft.write_text(f"{date.today().isoformat()}\n")
-        try:
-            os.link(draft, path)  # unlike a rename it fails if another process was first
-        except FileExistsError:
-            pass
-        except OSError:  # a file system without hard links
-            if not path.exists():
-                draft.rename(path)
-        finally:
-            draft.unlink(missing_ok=True)
-    return date.fromisoformat(path.read_text().strip())
+    return date.fromisoformat(first_noted(folder / DAY_FILE, date.today().isoformat))
 
 
 def chat_plan_of_run(config: Config, state: Mapping[str, Any], record: Mapping[str, Any]) -> ChatPlan | None:

@@ -6,12 +6,12 @@ from itertools import groupby
 from typing import NamedTuple
 
 from torchllm.data.tokenizer import Tokenizer
-from torchllm.tools.prepare.chat.calls import drop_absent_keys
 from torchllm.tools.prepare.chat.examples import Example
 from torchllm.tools.prepare.chat.plan import chat_format
-from torchllm.tools.prepare.chat.sources import conversation_of, open_conversations
-from torchllm.tools.prepare.chat.template import RefusedConversation
+from torchllm.tools.prepare.chat.write import make_examples
+from torchllm.tools.prepare.open_source import open_raw_source
 from torchllm.tools.prepare.plan import CorpusPlan
+from torchllm.tools.prepare.records import TextRecord
 
 LINE_END = "↵"
 """stands for a line end of the text: a part that is trained may begin or end within a line"""
@@ -28,19 +28,12 @@ def show_examples(plan: CorpusPlan, tokenizer: Tokenizer) -> Iterator[Shown]:
     """Yield the examples of a source of conversations, in their order; of a bad conversation its fault."""
     assert plan.chat is not None
     chat = chat_format(tokenizer.name, plan.chat, date.today(), plan.reads_calls)
-    source = open_conversations(plan.source, plan.files)
+    source = open_raw_source(plan.source, plan.files)
     for record in source.records(source.cut_shards(1)[0]):
         where = record.origin.describe()
-        if record.fault:
-            yield Shown(f"{where}: {record.fault}{record.detail}", is_fault=True)
-            continue
-        conversation = conversation_of(record)
-        if plan.drops_absent_keys:
-            drop_absent_keys(conversation)
-        try:
-            made = chat.examples(conversation)
-        except RefusedConversation as refusal:
-            yield Shown(f"{where}: {refusal}", is_fault=True)
+        made = record if record.fault else make_examples(record, chat, plan.drops_absent_keys)
+        if isinstance(made, TextRecord):
+            yield Shown(f"{where}: {made.fault}{made.detail}", is_fault=True)
             continue
         for example in made.examples:
             described = _describe(example, plan.chat.sequence_length)

@@ -22,15 +22,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from torchllm.data.error import DataError
 from torchllm.regular_file import read_regular
 from torchllm.tools.prepare.chat.marks import GENERATED_BEGIN, GENERATED_END
+from torchllm.tools.prepare.tokenizer_config import SPECIAL_NAMES, TOKENIZER_CONFIG, read_tokenizer_config
 
 TEMPLATE_FILE = "chat_template.jinja"
 OTHER_TEMPLATES = "additional_chat_templates"
 """folder of transformers next to chat_template.jinja, with a file for each other template"""
-TOKENIZER_CONFIG = "tokenizer_config.json"
 WITH_TOOLS = "tool_use"
 """transformers' name of the template for conversations with tools"""
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""keys of a tokenizer_config.json that templates know as variables"""
 _SHOWN = 60
 """characters of a value that an error shows"""
 
@@ -245,27 +243,10 @@ def _with_parts(messages: list[Message]) -> list[Message]:
     return changed
 
 
-def read_special_tokens(tokenizer: Path) -> dict[str, str]:
-    """Return the special tokens in the tokenizer_config.json of a tokenizer.json's folder, by their key."""
-    return special_tokens_of(read_tokenizer_config(tokenizer))
-
-
-def special_tokens_of(content: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens that the content of a tokenizer_config.json names, by their key."""
-    tokens = {}
-    for name in _SPECIAL_NAMES:
-        token = content.get(name)
-        if isinstance(token, dict):
-            token = token.get("content")
-        if isinstance(token, str):
-            tokens[name] = token
-    return tokens
-
-
 def special_names(source: str) -> set[str]:
     """Return which special tokens a template reads, by their key: {"eos_token"}."""
     environment = ImmutableSandboxedEnvironment(extensions=[_GenerationTag, loopcontrols])
-    return meta.find_undeclared_variables(environment.parse(source)) & set(_SPECIAL_NAMES)
+    return meta.find_undeclared_variables(environment.parse(source)) & set(SPECIAL_NAMES)
 
 
 def read_template(tokenizer: Path, file: str, earlier: bool = False) -> str:
@@ -330,17 +311,3 @@ def chosen_by_tools(with_tools: str, without: str) -> str:
     """
     with_tools, without = with_tools.removesuffix("\n"), without.removesuffix("\n")
     return f"{{% if tools is defined and tools is not none +%}}{with_tools}{{%+ else +%}}{without}{{%+ endif %}}"
-
-
-def read_tokenizer_config(tokenizer: Path) -> dict[str, Any]:
-    """Return the content of the tokenizer_config.json in a tokenizer.json's folder; {} if there is none."""
-    path = tokenizer.with_name(TOKENIZER_CONFIG)
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(read_regular(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"data.tokenizer: {path} cannot be read ({error}): copy it again") from error
-    if not isinstance(content, dict):
-        raise DataError(f"data.tokenizer: {path} is no JSON object: copy it again")
-    return content

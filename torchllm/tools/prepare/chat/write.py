@@ -16,10 +16,10 @@ from torchllm.data.tokenizer import Tokenizer
 from torchllm.runtime.heartbeat import beat
 from torchllm.tools.prepare.chat.bins import pack_examples
 from torchllm.tools.prepare.chat.calls import drop_absent_keys
-from torchllm.tools.prepare.chat.examples import Example
+from torchllm.tools.prepare.chat.examples import ChatFormat, ConversationExamples, Example
 from torchllm.tools.prepare.chat.messages import NESTED
 from torchllm.tools.prepare.chat.plan import chat_format, preparation_day
-from torchllm.tools.prepare.chat.sources import conversation_of
+from torchllm.tools.prepare.chat.records import conversation_of
 from torchllm.tools.prepare.chat.template import RefusedConversation
 from torchllm.tools.prepare.corpus_writer import ShardFileWriter
 from torchllm.tools.prepare.counts import (
@@ -46,6 +46,22 @@ _PACKED_TOGETHER = 4096
 """examples that are in memory and share sequences"""
 _SHORTEST_LENGTH = 64
 """upper limit of the first bin of lengths that examples are counted in, in tokens"""
+
+
+def make_examples(record: TextRecord, chat: ChatFormat, drops_absent_keys: bool) -> ConversationExamples | TextRecord:
+    """Return the examples of a record's conversation, or the record with its fault."""
+    try:
+        conversation = conversation_of(record)
+        absent_keys = drop_absent_keys(conversation) if drops_absent_keys else 0
+        return chat.examples(conversation)._replace(absent_keys=absent_keys)
+    except RefusedConversation as refusal:
+        return record._replace(fault=refusal.fault, detail=refusal.detail)
+    except RecursionError:
+        return record._replace(fault=NESTED)
+    except BaseException as error:
+        if not is_of_tokenizer(error):
+            raise
+        return record._replace(fault=UNTOKENIZED)
 
 
 class ConversationWriter(ShardWriter):
@@ -91,20 +107,9 @@ class ConversationWriter(ShardWriter):
 
     def _write_conversation(self, record: TextRecord) -> None:
         """Count a conversation, and keep its examples until there are enough to pack."""
-        try:
-            conversation = conversation_of(record)
-            absent_keys = drop_absent_keys(conversation) if self._drops_absent_keys else 0
-            made = self._format.examples(conversation)
-        except RefusedConversation as refusal:
-            self.skip(record._replace(fault=refusal.fault, detail=refusal.detail))
-            return
-        except RecursionError:
-            self.skip(record._replace(fault=NESTED))
-            return
-        except BaseException as error:
-            if not is_of_tokenizer(error):
-                raise
-            self.skip(record._replace(fault=UNTOKENIZED))
+        made = make_examples(record, self._format, self._drops_absent_keys)
+        if isinstance(made, TextRecord):
+            self.skip(made)
             return
         for example in made.examples:
             if self.over_vocab(example.ids):
@@ -117,7 +122,7 @@ class ConversationWriter(ShardWriter):
         self.counts[MERGED] += made.merged_tokens
         self.counts[ENDLESS] += made.without_end
         self.counts.update(CONTROL + word for word in made.control_words)
-        self.counts[ABSENT] += absent_keys
+        self.counts[ABSENT] += made.absent_keys
         self.text_bytes += record.size
         split = self.split_of(record)
         kept = sum([self._add(split, example) for example in made.examples])
