@@ -419,26 +419,6 @@ def test_a_number_that_an_optimizer_counts_in_its_groups_comes_back(
     assert "'rate' differs between the optimizer's groups" in caplog.text
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9), torch.optim.RMSprop])
-def test_an_optimizer_that_makes_its_state_in_its_first_step_resumes(kind: Any, tmp_path: Path) -> None:
-    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
-    optimizers = [kind(model.parameters(), lr=0.1) for model in models]
-    models[0](torch.ones(3)).sum().backward()
-    optimizers[0].step()
-    saved, resumed = [
-        Checkpointer(config.Checkpoint(), tmp_path, [model], optimizer)
-        for model, optimizer in zip(models, optimizers, strict=True)
-    ]
-    saved.save(1, {})
-    assert resumed.resume() is not None
-    for model in models:
-        model.zero_grad()
-        model(torch.arange(3.0)).sum().backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    assert torch.equal(models[0].weight, models[1].weight)
-
-
 def test_wrappers_do_not_change_the_keys(tmp_path: Path) -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
