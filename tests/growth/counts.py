@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.growth.checkpoint_index import index_of, parts_of_job, pieces_read, shapes_of_run, synthetic_ranks
-from tests.growth.counting import OperationCounter, host_bytes, lines_run, peak_bytes
+from tests.growth.counting import host_bytes, lines_run, peak_bytes
 from tests.growth.host_groups import SetupCost, setup_cost
+from tests.operations import Operations
 from torchllm.checkpoint.keeping.history import folders_to_delete
 from torchllm.checkpoint.plan import region_numbers
 from torchllm.checkpoint.read_plan import ReadPlan, plan_reads
@@ -80,9 +81,9 @@ def norm_operations(parameters: int) -> int:
     model = nn.ParameterList(nn.Parameter(torch.zeros(2)) for _ in range(parameters))
     for parameter in model.parameters():
         parameter.grad = torch.ones(2)
-    with OperationCounter() as counter:
+    with Operations() as operations:
         clip([model], grad_norm([model], CPU), 1.0)
-    return counter.operations
+    return len(operations.all)
 
 
 def first_adamw_lines(parameters: int) -> int:
