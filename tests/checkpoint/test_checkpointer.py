@@ -88,6 +88,11 @@ def damage(folder: Path, step: int) -> None:
     path.write_bytes(path.read_bytes()[:-1] + b"?")
 
 
+def full(*_: Any, **__: Any) -> None:
+    """Stand for a call into a file system without room."""
+    raise OSError(28, "No space left on device")
+
+
 class Owner:
     """This job, until `looks` are used up: then another one has taken the folder."""
 
@@ -492,9 +497,6 @@ def test_failed_write_is_raised_and_leaves_the_earlier_one(
     saving = saved(tmp_path, 1, asynchronous=asynchronous)
     saving._finish()
 
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setattr(torch, "save", full)
     if asynchronous:
         saving.save(2, {})
@@ -534,9 +536,6 @@ def test_a_folder_that_cannot_be_made_for_a_save_names_the_earlier_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saving = saved(tmp_path, 1)
-
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "mkdir", full)
     with pytest.raises(
