@@ -103,7 +103,7 @@ def test_a_small_model_learns_64_conversations_and_answers_them(
 
 
 def test_a_run_that_goes_on_is_the_same_run_on_any_number_of_ranks(data: list[str], tmp_path: Path) -> None:
-    """With the same bits on as many ranks as before, with the same sequences on others."""
+    """It has the same bits on two ranks, and the same sequences on one."""
     size = ["--model.hidden=32", "--model.ffn=64", "--model.layers=1", "--training.steps=6", "--checkpoint.interval=3"]
     whole = tmp_path / "whole"
     assert finetune(2, whole, *data, *size) == ["", ""]
