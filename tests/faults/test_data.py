@@ -1,7 +1,8 @@
 """Damaged and wrong data: it is named and not trained on, and the run goes on from where it was once the data is whole.
 
-A trial damages a file of a prepared corpus, or of one in the cache, before or during a run, starts the run again with
-the file copied anew, and compares with the undisturbed run: losses of all steps and tensors of the last checkpoint.
+A trial damages a file of a prepared corpus during a run, starts the run again with the file copied anew, and compares
+with the undisturbed run: losses of all steps and tensors of the last checkpoint. Damage before a run, and in the cache:
+tests/data/test_loader.py.
 """
 
 import os
@@ -49,9 +50,9 @@ def remove(path: Path, random: Random) -> None:
     path.unlink()
 
 
-def at_night(*damages: Damage) -> list[Any]:
-    """Return the cases of damages that are not of the default tier."""
-    return [pytest.param(damage, marks=pytest.mark.exhaustive) for damage in damages]
+def at_night(*values: Any) -> list[Any]:
+    """Return the cases that are not of the default tier."""
+    return [pytest.param(value, marks=pytest.mark.exhaustive) for value in values]
 
 
 @pytest.fixture(scope="module")
@@ -116,25 +117,7 @@ def steps_of(paths: Iterable[Path]) -> list[int]:
     return sorted(int(re.findall(r"step-(\d+)", str(path))[0]) for path in paths)
 
 
-@pytest.mark.parametrize("damage", [flip_a_bit, *at_night(write_an_unknown_id, truncate, remove)])
-def test_damage_before_the_run_is_named(
-    tmp_path: Path, corpus: Path, undisturbed: Path, damage: Damage, trials: int
-) -> None:
-    for trial in range(trials):
-        copy = shutil.copytree(corpus, tmp_path / f"corpus-{trial}")
-        shard = shard_path(copy, 0, "train")
-        damage(shard, Random(trial))
-        run = tmp_path / str(trial) / "run"
-        error = train(run, copy)
-        assert error.startswith(f"{shard} ")
-        assert error.endswith("copy or prepare the corpus again")
-        assert not list(run.glob("checkpoints/step-*"))
-        shutil.copyfile(shard_path(corpus, 0, "train"), shard)
-        assert train(run, copy) == ""
-        assert_same_run(run, undisturbed)
-
-
-@pytest.mark.parametrize("polls", [False, True])
+@pytest.mark.parametrize("polls", [False, *at_night(True)])
 @pytest.mark.parametrize("damage", [flip_a_bit, *at_night(write_an_unknown_id, truncate, remove)])
 def test_damage_during_the_run_is_in_no_checkpoint(
     tmp_path: Path, corpus: Path, undisturbed: Path, damage: Damage, polls: bool, trials: int
@@ -158,19 +141,3 @@ def test_damage_during_the_run_is_in_no_checkpoint(
         shutil.copyfile(shard_path(corpus, 0, "train"), shard)
         assert train(run, copy, *every_step) == ""
         assert_same_run(run, undisturbed)
-
-
-@pytest.mark.parametrize("damage", [flip_a_bit, *at_night(truncate, remove)])
-def test_a_damaged_cache_is_rebuilt(tmp_path: Path, damage: Damage, trials: int) -> None:
-    for number in range(100):
-        (tmp_path / f"{number}.txt").write_text(f"text {number} " * 60)
-    source = ["--data.sources.0.kind=text", f"--data.sources.0.path={tmp_path}/*.txt", f"--data.cache={tmp_path}/cache"]
-    source.append("--data.validation_fraction=0.1")
-    assert pretrain(1, tmp_path / "undisturbed", ONE_RANK, *source) == [""]
-    (folder,) = (tmp_path / "cache").glob("text-*")
-    for trial in range(trials):
-        shard = shard_path(folder, 0, "train")
-        damage(shard, Random(trial))
-        run = tmp_path / f"run-{trial}"
-        assert pretrain(1, run, ONE_RANK, *source) == [""]
-        assert_same_run(run, tmp_path / "undisturbed")

@@ -1,4 +1,4 @@
-"""Count the cost of a piece of work: lines of Python, memory, operations of torch. No clocks."""
+"""Count the cost of a piece of work: lines of Python, memory. No clocks."""
 
 import sys
 import tracemalloc
@@ -8,7 +8,6 @@ from typing import Any
 
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def lines_run(work: Callable[[], object]) -> int:
@@ -61,15 +60,3 @@ def host_bytes(work: Callable[[], object]) -> int:
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-
-
-class OperationCounter(TorchDispatchMode):
-    """Counts the operations of torch that run while it is active."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operations += 1
-        return func(*args, **(kwargs or {}))

@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.growth.checkpoint_index import index_of, parts_of_job, pieces_read, shapes_of_run, synthetic_ranks
-from tests.growth.counting import OperationCounter, host_bytes, lines_run, peak_bytes
+from tests.growth.counting import host_bytes, lines_run, peak_bytes
 from tests.growth.host_groups import SetupCost, setup_cost
+from tests.operations import Operations
 from torchllm.checkpoint.keeping.history import folders_to_delete
 from torchllm.checkpoint.plan import region_numbers
 from torchllm.checkpoint.read_plan import ReadPlan, plan_reads
@@ -37,6 +38,7 @@ from torchllm.optim.optimizer import apply_if_finite
 from torchllm.parallel.mesh import build_mesh
 from torchllm.runtime.heartbeat import Timeout
 from torchllm.runtime.process import gather_texts
+from torchllm.tools.dry_run.trace import fake_ranks
 from torchllm.tools.launch.hang_report import RankDump, describe_hang, read_dump, write_slices
 from torchllm.tools.launch.torch_records import FlightRecord
 from torchllm.tools.mesh_axes import axis_of_group
@@ -80,15 +82,14 @@ def norm_operations(parameters: int) -> int:
     model = nn.ParameterList(nn.Parameter(torch.zeros(2)) for _ in range(parameters))
     for parameter in model.parameters():
         parameter.grad = torch.ones(2)
-    with OperationCounter() as counter:
+    with Operations() as operations:
         clip([model], grad_norm([model], CPU), 1.0)
-    return counter.operations
+    return len(operations.all)
 
 
 def first_adamw_lines(parameters: int) -> int:
     """Count the lines of Python of AdamW's first step over parameters that FSDP and tensor parallelism shard."""
-    dist.init_process_group("fake", rank=0, world_size=64)
-    try:
+    with fake_ranks(0, 64):
         mesh = init_device_mesh("cpu", (8, 8))
         model = nn.ParameterList()
         for _ in range(parameters):
@@ -99,28 +100,20 @@ def first_adamw_lines(parameters: int) -> int:
         optimizer = ShardedAdamW([{"params": list(model)}], Optimizer())
         finite = torch.ones((), dtype=torch.bool)
         return lines_run(lambda: apply_if_finite(optimizer, 1e-3, finite))
-    finally:
-        dist.destroy_process_group()
 
 
 def mesh_lines(ranks: int) -> int:
     """Count the lines of Python that build the mesh on one rank: pp 4, HSDP over 2 replicas, tp 8."""
-    dist.init_process_group("fake", rank=0, world_size=ranks)
-    try:
+    with fake_ranks(0, ranks):
         parallel = Parallel(pp=4, dp_replicate=2, dp_shard=ranks // 64, tp=8)
         return lines_run(lambda: build_mesh(parallel, CPU))
-    finally:
-        dist.destroy_process_group()
 
 
 def mesh_groups(ranks: int) -> int:
     """Count the process groups that one rank holds with that mesh."""
-    dist.init_process_group("fake", rank=0, world_size=ranks)
-    try:
+    with fake_ranks(0, ranks):
         parallel = Parallel(pp=4, dp_replicate=2, dp_shard=ranks // 64, tp=8)
         return len(axis_of_group(build_mesh(parallel, CPU)))
-    finally:
-        dist.destroy_process_group()
 
 
 @cache
@@ -260,13 +253,10 @@ def gathered_at_first_save(ranks: int) -> int:
 
 def equal_texts_lines(ranks: int) -> int:
     """Count the lines of Python of one exchange of texts at start, the same on all ranks unless something is wrong."""
-    dist.init_process_group("fake", rank=0, world_size=ranks)
-    try:
+    with fake_ranks(0, ranks):
         group = dist.group.WORLD
         assert group is not None
         return lines_run(lambda: gather_texts("1 corpus", group))
-    finally:
-        dist.destroy_process_group()
 
 
 def raw_source_lines(files: int) -> int:

@@ -1,11 +1,9 @@
-"""Muon against torch's, every layout against one process, and a resumed run, to the bit; what is sent, by counts."""
+"""Muon against torch's, and every layout against one process, to the bit; what is sent, by counts."""
 
 import itertools
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -18,8 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tests import parity
-from tests.checkpoint.test_resume_layouts import hop_over
-from tests.optim.test_optimizer import bits, gradient, shard_like
+from tests.optim.test_optimizer import RATES, give_gradients, train
 from tests.parity import Settings, tiny, whole
 from tests.workers import run
 from torchllm.config import Config, Model, Optimizer, Parallel
@@ -39,8 +36,6 @@ EXPERTS = Model(
 )
 UNEVEN = replace(EXPERTS, hidden=22)  # over 4 ranks by expert, and the last rank has none
 MUON = Optimizer(name="muon", learning_rate=0.1, weight_decay=0.3)
-RATES = [0.1, 0.05, 0.2, 0.02]
-SKIPPED = 2  # index of a step that is not finite
 
 EP2: Settings = {"parallel.ep": 2}
 FSDP2: Settings = {"parallel.dp_shard": 2}
@@ -61,26 +56,6 @@ SAME_STEPS: dict[str, tuple[Model, Settings]] = {
 
 def build(settings: Settings, of: Model = MODEL) -> list[Decoder]:
     return parity.build(with_settings(Config(model=of, parallel=Parallel(dp_shard=1)), settings))[1]
-
-
-def give_gradients(stages: list[Decoder], step: int, factor: float = 1.0) -> None:
-    """Give every parameter this rank's part of a gradient that no layout changes."""
-    for stage in stages:
-        for name, parameter in stage.named_parameters():
-            whole = gradient(canonical_name(name), parameter.shape, step) * factor
-            parameter.grad = shard_like(parameter, whole) if isinstance(parameter, DTensor) else whole
-
-
-def train(stages: list[Decoder], config: Optimizer) -> torch.optim.Optimizer:
-    """Take all steps, one of them not finite: it must change no bit."""
-    optimizer = build_optimizer(stages, config)
-    for step, rate in enumerate(RATES):
-        skipped = step == SKIPPED
-        give_gradients(stages, step, math.nan if skipped else 1.0)
-        initial_bits = [bits(stage, optimizer) for stage in stages]
-        apply_if_finite(optimizer, rate, torch.tensor(not skipped))
-        assert ([bits(stage, optimizer) for stage in stages] == initial_bits) == skipped, step
-    return optimizer
 
 
 def trained(settings: Settings, model: Model) -> dict[str, np.ndarray]:
@@ -119,17 +94,6 @@ def test_each_expert_is_a_matrix_of_its_own() -> None:
             parameter.grad = parameter.detach().exp()
         apply_if_finite(optimizer, 0.1, torch.tensor(True))
     assert torch.equal(stacked.detach(), torch.stack([parameter.detach() for parameter in single]))
-
-
-# -- checkpoints
-
-
-def test_momenta_resume_on_another_layout_to_the_bit(tmp_path: Path) -> None:
-    """From which it takes the same step, by the test of layouts above."""
-    common: Settings = {"optimizer.name": "muon", "training.steps": 2, "data.document_mask": True}
-    first, second = hop_over([{**FSDP2, **common}, {**TP2, **common}], {}, tmp_path)
-    assert second.loaded == first.saved != first.loaded
-    assert any(name.endswith("down_proj.weight.momentum_buffer") for name in second.loaded)
 
 
 # -- the formulas

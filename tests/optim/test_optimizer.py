@@ -1,6 +1,8 @@
 """The fused, shard-wise, skippable optimizers against torch's plain ones, on plain and on FSDP parameters."""
 
 import itertools
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,13 +50,12 @@ def gradient(name: str, shape: torch.Size, step: int) -> Tensor:
     return torch.randn(shape, generator=generator)
 
 
-def give_gradients(module: nn.Module, step: int, poison: bool) -> None:
-    """This rank's part of the gradients; poison: not finite."""
-    for name, parameter in module.named_parameters():
-        values = gradient(canonical_name(name), parameter.shape, step)
-        if poison:
-            values = values * float("nan")
-        parameter.grad = shard_like(parameter, values) if isinstance(parameter, DTensor) else values
+def give_gradients(stages: Iterable[nn.Module], step: int, factor: float = 1.0) -> None:
+    """Give every parameter this rank's part of a gradient that no layout changes."""
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            values = gradient(canonical_name(name), parameter.shape, step) * factor
+            parameter.grad = shard_like(parameter, values) if isinstance(parameter, DTensor) else values
 
 
 def shard_like(parameter: DTensor, values: Tensor) -> DTensor:
@@ -94,7 +95,7 @@ def expected_parameters(settings: Optimizer) -> dict[str, Tensor]:
         torchs = torch.optim.SGD(groups, momentum=settings.momentum, foreach=False, fused=False)
     for step, rate in enumerate(RATES):
         if step != SKIPPED:
-            give_gradients(model, step, poison=False)
+            give_gradients([model], step)
             for parameter_group in torchs.param_groups:
                 parameter_group["lr"] = rate
             torchs.step()
@@ -115,17 +116,15 @@ def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[bytes]:
     return contents
 
 
-def train(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
-    """All steps with the library, one of them not finite: it must change no bit."""
-    optimizer = build_optimizer([model], settings)
+def train(stages: Sequence[nn.Module], settings: Optimizer) -> torch.optim.Optimizer:
+    """Take all steps with the library, one of them not finite: it must change no bit."""
+    optimizer = build_optimizer(stages, settings)
     for step, rate in enumerate(RATES):
         skipped = step == SKIPPED
-        give_gradients(model, step, poison=skipped)
-        initial_bits = bits(model, optimizer)
-        finite = torch.tensor(not skipped)
-        apply_if_finite(optimizer, rate, finite)
-        unchanged = bits(model, optimizer) == initial_bits
-        assert unchanged == skipped, step
+        give_gradients(stages, step, math.nan if skipped else 1.0)
+        initial_bits = [bits(stage, optimizer) for stage in stages]
+        apply_if_finite(optimizer, rate, torch.tensor(not skipped))
+        assert ([bits(stage, optimizer) for stage in stages] == initial_bits) == skipped, step
     return optimizer
 
 
@@ -134,7 +133,7 @@ def trained(ranks: int, names: list[str]) -> dict[str, dict[str, Any]]:
     of_optimizers = {}
     for name in names:
         _, (stage,) = build(Config(model=MODEL, parallel=Parallel(dp_shard=ranks)))
-        optimizer = train(stage, OPTIMIZERS[name])
+        optimizer = train([stage], OPTIMIZERS[name])
         if OPTIMIZERS[name].name == "adamw":
             assert {float(state["step"]) for state in optimizer.state.values()} == {len(RATES) - 1}
         of_optimizers[name] = {parameter: whole(value) for parameter, value in stage.named_parameters()}
@@ -169,7 +168,7 @@ def test_a_loop_of_a_fork_may_take_the_step_itself() -> None:
     for settings in (*OPTIMIZERS.values(), MUON):
         itself, by_library = plain(), plain()
         for model in (itself, by_library):
-            give_gradients(model, 0, poison=False)
+            give_gradients([model], 0)
         build_optimizer([itself], settings).step()
         apply_if_finite(build_optimizer([by_library], settings), settings.learning_rate, torch.tensor(True))
         for weight, expected in zip(itself.parameters(), by_library.parameters(), strict=True):
@@ -190,7 +189,7 @@ def test_a_group_that_a_fork_adds_trains_like_the_others(name: str) -> None:
             optimizer.add_param_group(group)
             assert optimizer.state[matrix].keys() == results[0][0]  # from the start
         for step, rate in enumerate(RATES):
-            give_gradients(model, step, poison=False)
+            give_gradients([model], step)
             apply_if_finite(optimizer, rate, torch.tensor(True))
         results.append((optimizer.state[matrix].keys(), bits(model, optimizer)))
     assert results[0] == results[1]
@@ -266,7 +265,7 @@ def test_a_parameter_without_a_gradient_stays() -> None:
         optimizer = build_optimizer([model], settings)
         assert model.embed_tokens is not None
         initial_weight = model.embed_tokens.weight.detach().clone()
-        give_gradients(model, 0, poison=False)
+        give_gradients([model], 0)
         model.embed_tokens.weight.grad = None
         apply_if_finite(optimizer, 0.1, torch.tensor(True))
         assert torch.equal(model.embed_tokens.weight, initial_weight)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.checkpoint.test_resume_layouts import hop_over, train
-from tests.parity import CPU, Settings, check, tiny
+from tests.parity import CPU, Settings, tiny
 from tests.workers import run
 from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.checkpoint.tensors import open_checkpoint
@@ -23,12 +23,6 @@ from torchllm.tools.hub.weights import initial_parts, load_weights
 from torchllm.tools.proof.layouts import with_settings
 
 LORA: Settings = {"lora.rank": 3, "lora.alpha": 12.0}
-
-
-def test_updates_of_cut_features_are_those_of_one_process() -> None:
-    """Each rank has a part of one factor and the whole other one. The lattice has other layouts."""
-    layout: Settings = {"parallel.tp": 2, "parallel.sequence_parallel": True, "model.layers": 2}
-    check({**LORA, **layout, "training.loss_chunk": 20}, ragged=True)
 
 
 def test_a_checkpoint_has_the_updates_alone_and_resumes_on_another_layout(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchllm.config import Parallel
 from torchllm.parallel.mesh import AXES, Mesh, build_mesh, destroy_mesh
+from torchllm.tools.dry_run.trace import fake_ranks
 from torchllm.tools.mesh_axes import axis_of_group
 
 pytestmark = pytest.mark.quick
@@ -20,11 +21,8 @@ pytestmark = pytest.mark.quick
 @contextmanager
 def on_rank(rank: int, world_size: int, **degrees: Any) -> Iterator[Mesh]:
     """The mesh as one rank of many sees it; nothing is sent."""
-    dist.init_process_group("fake", rank=rank, world_size=world_size)
-    try:
+    with fake_ranks(rank, world_size):
         yield build_mesh(Parallel(**{"dp_shard": 1, **degrees}), torch.device("cpu"))
-    finally:
-        dist.destroy_process_group()
 
 
 def ranks_of(mesh: DeviceMesh, axis: int = 0) -> list[int]:

@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tests.parity import CPU, Settings, tiny
@@ -18,6 +17,7 @@ from torchllm.models.decoder import Decoder, build_model
 from torchllm.parallel.mesh import build_mesh
 from torchllm.parallel.parallelize import parallelize
 from torchllm.runtime.torch_compat import forget_meshes
+from torchllm.tools.dry_run.trace import fake_ranks
 
 TECHNIQUES = {
     "apply_float8": "torchllm.parallel.float8",
@@ -41,9 +41,8 @@ EVERYTHING: Settings = {
 @pytest.fixture
 def eight_ranks() -> Iterator[None]:
     """A group of which only this rank exists: enough for everything but sending."""
-    dist.init_process_group("fake", rank=5, world_size=8)
-    yield
-    dist.destroy_process_group()
+    with fake_ranks(5, 8):
+        yield
     forget_meshes()
 
 

@@ -15,16 +15,13 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from recipes import export, generate
+from recipes import export
 from tests.recipes.saved_run import SIZES, save_run
-from tests.recipes.warm import alone, pretrain
 from tests.tools.hub.published import CONFIGS, as_json, save_published
-from tests.tools.prepare.chat.families import QWEN25, write_tokenizer
 from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint
 from torchllm.config import Config, Generate, Model
 from torchllm.config.errors import UserError
 from torchllm.config.schema import Lora
-from torchllm.data.tokenizer import load_tokenizer
 from torchllm.models.decoder import Decoder
 from torchllm.tools.front.preflight import inspect_export
 from torchllm.tools.front.resolve import load_run
@@ -278,37 +275,6 @@ def test_frozen_weights_must_be_those_of_the_run(tmp_path: Path, capsys: pytest.
     message = refused(capsys, tmp_path / "run", "--export.folder=out")
     assert "model.from_hf: its frozen weights are not there: " in message
     assert sorted(os.listdir(tmp_path)) == ["run"]
-
-
-def test_a_model_goes_from_transformers_through_a_run_and_back(tmp_path: Path) -> None:
-    """The README's lines: import, continue, export, load, generate."""
-    published = tmp_path / "published"
-    file_of_tokenizer = write_tokenizer(published, QWEN25)
-    tokenizer = load_tokenizer(str(file_of_tokenizer))
-    save_published("llama", published, vocab_size=tokenizer.vocab)
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog and says hello to the world\n" * 100)
-    file = tmp_path / "smol.toml"
-    file.write_text(f'[run]\ndevice = "cpu"\n[model]\nfrom_hf = "{published}"\n')
-    arguments = [f"--data.tokenizer={file_of_tokenizer}", "--data.sources.0.kind=text"]
-    arguments += [f"--data.sources.0.path={text}", f"--data.cache={tmp_path / 'cache'}"]
-    arguments += ["--data.validation_fraction=0", "--evaluate.interval=0"]
-    arguments += ["--training.steps=3", "--training.sequence_length=32", "--training.global_batch_size=4"]
-    arguments += ["--schedule.warmup_steps=1", "--parallel.tp=2"]
-    assert pretrain(2, tmp_path / "run", *arguments, config=file, settings=[]) == ["", ""]
-
-    folder = exported(tmp_path / "run")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    before = transformers.AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
-    assert type(model) is type(before)
-    moved = (model.lm_head.weight - before.lm_head.weight).abs().max()
-    assert 0 < moved < 0.1  # three steps from 0.2, the standard deviation
-    prompt = "the quick brown"
-    ids = transformers.AutoTokenizer.from_pretrained(folder)(prompt, return_tensors="pt").input_ids
-    answer = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
-    greedy = ["--generate.temperature=0", "--generate.tokens=12", f"--generate.prompt={prompt}"]
-    said = generate.main(alone(tmp_path / "run", *greedy))
-    assert tokenizer.decode(answer.tolist()) == said.removeprefix(prompt)
 
 
 def test_what_cannot_be_exported_is_told_before_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

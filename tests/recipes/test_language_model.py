@@ -132,16 +132,6 @@ def test_a_published_model_that_cannot_be_trained_so_is_used(
         ours.generate([longest])
 
 
-def test_a_run_is_named_by_its_folder_its_config_or_a_step(trained: Path, model: LanguageModel) -> None:
-    assert torchllm.load(trained / "config.toml", dtype="float32").loss(TEXTS) == model.loss(TEXTS)
-    config = load_run([str(trained)], one_device=True)
-    assert config == load_run([str(trained / "config.toml")], one_device=True)
-    step = load_run([str(trained / "checkpoints/step-00000004")], one_device=True)
-    assert Path(step.checkpoint.resume) == trained / "checkpoints/step-00000004"
-    with pytest.raises(UserError, match="cannot be loaded"):
-        torchllm.load(trained / "checkpoints")
-
-
 def test_errors_say_what_is_wrong(model: LanguageModel, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="a list of texts"):
         model.generate("def ")

@@ -1,15 +1,12 @@
 """What stands around a recipe's `train`."""
 
 import gc
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.tiny_run import ROOT
 from torchllm.config import Config, Run
 from torchllm.config.errors import UserError
 from torchllm.metrics.monitor import Monitor
@@ -48,12 +45,3 @@ def test_out_of_memory_is_explained_and_other_errors_pass() -> None:
         supervise(train("DefaultCPUAllocator: can't allocate memory"), [Config()], RUNTIME)
     with pytest.raises(RuntimeError, match="shapes"):
         supervise(train("mat1 and mat2 shapes cannot be multiplied"), [Config()], RUNTIME)
-
-
-def test_a_plain_run_needs_little_of_this_folder() -> None:
-    program = (
-        "import sys; import recipes.pretrain; import torchllm.tools.adapt.supervise; "
-        "print(sorted(name for name in sys.modules if name.startswith('torchllm.tools.adapt.')))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "['torchllm.tools.adapt.adaptation', 'torchllm.tools.adapt.supervise']\n"

@@ -19,6 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RotaryEmbeddin
 from tests.facts.test_model_sizes import load
 from tests.tools.hub.published import CONFIGS, LLAMA3_SCALING, YARN, as_json, hub_config
 from torchllm.config import Model
+from torchllm.models.layers import rotary_frequencies
 from torchllm.tools.hub.config_json import (
     NoFamily,
     family_to_export,
@@ -283,14 +284,15 @@ def test_windows_are_off_where_the_classes_have_them_off() -> None:
 
 
 def test_yarn_takes_what_is_missing_from_other_fields_as_transformers_does() -> None:
-    content = content_of("yarn")
+    content = content_of("yarn") | {"max_position_embeddings": 65536, "head_dim": 1024}  # the betas count in each digit
     plain = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}
     for more in ({}, MSCALES, MSCALES | {"attention_factor": 1.7}, {"mscale": 1.0}, {"mscale_all_dim": 0.5}):
         scaling = plain | more
         model = model_of(content | {"rope_parameters": scaling})
         assert model.rope_original_length == content["max_position_embeddings"]
         config = transformers.LlamaConfig(**content | {"rope_parameters": scaling})
-        _, factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+        frequencies, factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+        torch.testing.assert_close(rotary_frequencies(model, torch.device("cpu")), frequencies)
         computed = 0.1 * math.log(4.0) + 1.0  # what 0 stands for
         assert (model.rope_attention_factor or computed) == pytest.approx(factor), more
         assert model.rope_truncate

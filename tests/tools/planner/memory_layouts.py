@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.tools.dry_run import preload
+from tests.tools.planner.test_comms import cluster
 from torchllm import config as c
 from torchllm.config.schema import Lora
 from torchllm.tools.config.checks import problems
 from torchllm.tools.dry_run.run import examine
 from torchllm.tools.planner.case import Case
-from torchllm.tools.planner.cluster import read_cluster
 from torchllm.tools.planner.compute import Kernels
 from torchllm.tools.planner.evidence.stacks import STACKS
 from torchllm.tools.planner.frozen_weights import with_frozen_weights
@@ -212,8 +212,7 @@ def planned_memory(config: c.Config, rank: int = 0, fused_norm: bool = True, com
     attention = "eager" if model.attention == "eager" else "flash2"
     kernels = Kernels(attention, fused_norm=fused_norm, compiled_loss=compiled_loss)
     software = with_frozen_weights(STACKS["torchllm"], model, config.trained)
-    hardware = read_cluster("dgx_h100", [])  # bytes do not depend on it
-    assert hardware is not None
+    hardware = cluster("dgx_h100")  # bytes do not depend on it
     case = Case(model, training, parallel, config.recompute, kernels, hardware, software, config.trained, imbalance=1.0)
     return memory_of(case, stage_sizes(case), rank)
 

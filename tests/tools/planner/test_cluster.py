@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.parity import tiny
+from tests.tools.planner.test_comms import cluster as read
 from torchllm.tools.planner import cluster
 from torchllm.tools.planner.cluster import (
-    Hardware,
     read_cluster,
     slow_tensor_parallel,
     tensor_parallel_bytes,
@@ -18,14 +18,6 @@ from torchllm.tools.planner.cluster import (
 )
 
 pytestmark = pytest.mark.quick
-
-
-def read(name: str) -> Hardware:
-    found: list[str] = []
-    hardware = read_cluster(name, found)
-    assert found == []
-    assert hardware is not None
-    return hardware
 
 
 @pytest.mark.parametrize("name", sorted(file.stem for file in cluster.FOLDER.glob("*.toml")))
@@ -51,9 +43,7 @@ def test_a_files_numbers_are_plausible_and_each_has_a_source(name: str) -> None:
 def test_a_cluster_of_ones_own_builds_on_a_shipped_one_from_any_folder(tmp_path: Path) -> None:
     for base in ("dgx_h100.toml", "clusters/dgx_h100.toml"):
         (tmp_path / "mine.toml").write_text(f'base = "{base}"\nmemory = 7e10\n')
-        problems: list[str] = []
-        hardware = read_cluster(str(tmp_path / "mine.toml"), problems)
-        assert problems == []
+        hardware = read(str(tmp_path / "mine.toml"))
         assert hardware == replace(read("dgx_h100"), memory=7e10)
 
 

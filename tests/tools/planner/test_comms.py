@@ -12,15 +12,17 @@ from torchllm.tools.planner.comms import Group, group
 pytestmark = pytest.mark.quick
 
 
-def cluster(name: str) -> Hardware:
+def cluster(name: str = "dgx_a100", **changes: Any) -> Hardware:
+    """Return a cluster of train_configs/clusters with these fields changed."""
     problems: list[str] = []
     hardware = read_cluster(name, problems)
     assert hardware is not None, problems
-    return hardware
+    assert problems == []
+    return replace(hardware, **changes)
 
 
 def dgx_a100() -> Hardware:
-    return cluster("dgx_a100")
+    return cluster()
 
 
 def link_rate(link: Link) -> float:

@@ -10,7 +10,6 @@ every setting in each model. It prints the error of every rank, and mean and wor
 
 from collections.abc import Sequence
 from statistics import mean
-from typing import NamedTuple
 
 import pytest
 
@@ -23,7 +22,6 @@ from tests.tools.planner.memory_layouts import (
     compare,
     covering,
     models_like,
-    planned_memory,
 )
 
 MEAN, WORST = 0.03, 0.08
@@ -36,6 +34,7 @@ SMALLEST = 2**29
 
 
 OTHERS = ("whole logits", "document mask", "LoRA")
+TIED = ("ZeRO 3", "one micro batch", "logits in chunks", "document mask")
 
 
 def is_lora_in_pipeline(choice: Choice) -> bool:
@@ -74,69 +73,31 @@ def test_all_layouts_of_a_model(name: str) -> None:
     assert max(errors(lora_in_pipelines), default=0.0) <= WORST_OF_LORA_IN_PIPELINES
 
 
-STAGES_AHEAD = Choice(
-    "llama3_8b", ("full", "tp 2", "ulysses 2", "pp 2, zero bubble", "ZeRO 3", "one micro batch", *OTHERS)
-)
-TWO_BUFFERS = Choice("llama3_405b", ("segment", "tp 2, sp", "ring 2", "pp 2", "ZeRO 1", "micro batches", *OTHERS))
-TIED = Choice(
-    "qwen3_0.6b",
-    (
-        "selective",
-        "tp 2",
-        "ulysses 2",
-        "pp 2, zero bubble",
-        "ZeRO 3",
-        "one micro batch",
-        "logits in chunks",
-        "document mask",
-        "all weights",
+TERMS: dict[str, tuple[Choice, float]] = {
+    "stages gathered ahead": (
+        Choice("llama3_8b", ("full", "tp 2", "ulysses 2", "pp 2, zero bubble", "ZeRO 3", "one micro batch", *OTHERS)),
+        0.03,
     ),
-)
-
-
-def nothing(*_: object) -> float:
-    """Stand for a term that is left out."""
-    return 0.0
-
-
-class LeftOut(NamedTuple):
-    """A term of the planner, what replaces it, and the share of a rank's peak that the planner then misses."""
-
-    term: str
-    replacement: object
-    missing: float
+    "buffers of two blocks": (
+        Choice("llama3_405b", ("segment", "tp 2, sp", "ring 2", "pp 2", "ZeRO 1", "micro batches", *OTHERS)),
+        0.03,
+    ),
+    "tied root stays gathered; gradients of weights put off": (
+        Choice("qwen3_0.6b", ("selective", "tp 2", "ulysses 2", "pp 2, zero bubble", *TIED, "all weights")),
+        0.03,
+    ),
+    "frozen tied head, its gradient in the forward": (
+        Choice("qwen3_0.6b", ("every_k", "tp 4", "ulysses 2", "pp 1", *TIED, "LoRA")),
+        0.005,
+    ),
+}
+"""layouts of which a term of the planner is 4 to 34 % of a rank's peak, and the error that is left with it"""
 
 
 @pytest.mark.parametrize(
-    ("choice", "terms"),
-    [
-        (STAGES_AHEAD, [LeftOut("rank.Rank.gathers_stages", False, 0.23)]),
-        pytest.param(
-            TWO_BUFFERS, [LeftOut("pipeline_memory.unit_sizes", lambda *_: [0.0], 0.34)], marks=pytest.mark.exhaustive
-        ),
-        (TIED, [LeftOut("rank.Rank.root_of", nothing, 0.11), LeftOut("stage_memory._deferred", nothing, 0.08)]),
-    ],
-    ids=["stages gathered ahead", "buffers of two blocks", "tied root stays gathered; gradients of weights put off"],
+    "term",
+    [pytest.param(term, marks=pytest.mark.exhaustive) if term == "buffers of two blocks" else term for term in TERMS],
 )
-def test_terms_of_a_peak(choice: Choice, terms: Sequence[LeftOut], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without each of these terms the planner would miss its share of a rank's peak."""
-    ranks = list(compare(choice))
-    assert max(abs(rank.difference) for rank in ranks) <= 0.03
-    for term, replacement, missing in terms:
-        with monkeypatch.context() as changed:
-            changed.setattr(f"torchllm.tools.planner.{term}", replacement)
-            planned = [planned_memory(build_config(choice), rank.rank).live for rank in ranks]
-        shares = [live / sum(rank.traced.values()) for live, rank in zip(planned, ranks, strict=True)]
-        assert 1 - min(shares) == pytest.approx(missing, abs=0.01)
-
-
-FROZEN_HEAD = Choice(
-    "qwen3_0.6b",
-    ("every_k", "tp 4", "ulysses 2", "pp 1", "ZeRO 3", "one micro batch", "logits in chunks", "document mask", "LoRA"),
-)
-
-
-def test_a_frozen_tied_head_whose_gradients_are_computed_in_the_forward() -> None:
-    """The buffer of the last block is there, and the gradient of the head's input: 4 % of the peak."""
-    (rank,) = compare(FROZEN_HEAD)
-    assert abs(rank.difference) <= 0.005
+def test_terms_of_a_peak(term: str) -> None:
+    choice, largest = TERMS[term]
+    assert max(abs(rank.difference) for rank in compare(choice)) <= largest

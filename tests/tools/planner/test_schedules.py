@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchllm.config import SCHEDULES, Config, Parallel, PipelineSchedule, Training
 from torchllm.config import Model as ModelConfig
 from torchllm.facts.stages import stage_of_rank
 from torchllm.tools.config.checks import problems
+from torchllm.tools.dry_run import trace as dry_run
 from torchllm.tools.planner.schedules import Action, Entry, flat, orders
 
 RANKS = (2, 4, 8)
@@ -27,9 +27,8 @@ LOOPED = [name for name, kind in SCHEDULES.items() if kind.default_stages > 1]
 @pytest.fixture(scope="module")
 def fake_ranks() -> Any:
     """One process that stands for any number of ranks, on which torch can make its lists."""
-    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-    yield {ranks: dist.new_group(list(range(ranks))) for ranks in RANKS}
-    dist.destroy_process_group()
+    with dry_run.fake_ranks(0, 8):
+        yield {ranks: dist.new_group(list(range(ranks))) for ranks in RANKS}
 
 
 def allowed(parallel: Parallel, micro_batches: int) -> bool:

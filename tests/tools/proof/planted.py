@@ -5,9 +5,6 @@ from tests.tools.proof.forks import Change
 OPTIMIZER = "build_optimizer(stages, config.optimizer)"
 RATE = "LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)"
 STEP = "            result = step(n, packed.unpack(device))\n"
-INITIALIZE = (
-    "    log_attention_kernel(config.model, config.parallel, length, config.data.document_mask, dtype, device)\n"
-)
 BEGIN = "    monitor.begin(config, mesh, stages, data, start)\n"
 SCALED_BY_STEPS = """
 STEPS = {"taken": 0}
@@ -38,9 +35,6 @@ def change(stages):
 def of_loss(body: str) -> Change:
     """Return a change of the loss. body: of a function of logits, labels and `whole`, the loss of the recipe."""
     return Change(f"""
-from torchllm.optim.fused import local_tensor
-
-
 def own_loss(whole):
     def loss(logits, labels):
 {body}
@@ -110,12 +104,6 @@ def hook(core, inputs):
 """,
         "self_attn.core",
     ),
-    "running mean": of_blocks("""
-def hook(mlp, inputs):
-    mean = inputs[0].detach().mean(dim=(0, 1))
-    mlp.mean = 0.9 * getattr(mlp, "mean", mean) + 0.1 * mean
-    return (inputs[0] - mlp.mean,)
-"""),
     "trust ratio of local norms": of_optimizer(
         f"Lars({PARAMETERS}, 1.0)",
         """
@@ -133,9 +121,6 @@ class Lars(torch.optim.Optimizer):
                 weight, gradient = local_tensor(parameter), local_tensor(parameter.grad)
                 weight.sub_(gradient * (group["lr"] * weight.norm() / (gradient.norm() + 1e-3)))
 """,
-    ),
-    "auxiliary loss per micro batch": of_loss(
-        "        return whole(logits, labels) + torch.logsumexp(logits.float(), -1).square().mean()"
     ),
     "a ten-thousandth of an auxiliary loss per micro batch": of_loss(
         "        return whole(logits, labels) + 1e-4 * torch.logsumexp(logits.float(), -1).square().mean()"
@@ -163,15 +148,6 @@ def clip_own(stages):
         "",
         ((f"{OPTIMIZER}\n", f"{OPTIMIZER}\n    optimizer.register_step_pre_hook(lambda *_: clip_own(stages))\n"),),
     ),
-    "rate by world size": Change(
-        "", "", ((RATE, RATE.replace("learning_rate,", "learning_rate * runtime.world_size,")),)
-    ),
-    "label smoothing over the local vocabulary": of_loss("""        local = local_tensor(logits)
-        smoothing = torch.logsumexp(local.float(), -1) - local.float().mean(-1)
-        return 0.9 * whole(logits, labels) + 0.1 * smoothing.where(labels != -100, 0.0).sum()"""),
-    "weights by the mean of the batch": of_loss(
-        f"{WHOLE_LOG_Z}        return whole(logits, labels) * log_z.detach().mean()"
-    ),
     "balance of local tokens": of_blocks(
         """
 def hook(router, inputs, routing):
@@ -186,22 +162,6 @@ def hook(mlp, inputs):
     kept = torch.rand(inputs[0].shape[1:], generator=torch.Generator().manual_seed(0)) > 0.1
     return (inputs[0] * kept,)
 """),
-    "random buffers": Change(
-        """
-def shift(mlp, inputs):
-    return (inputs[0] + mlp.shift,)
-
-
-def change(stages):
-    for stage in stages:
-        for block in stage.layers.values():
-            shape = block.post_attention_layernorm.weight.shape
-            block.mlp.register_buffer("shift", torch.randn(shape), persistent=False)
-            block.mlp.register_forward_pre_hook(shift)
-""",
-        "",
-        ((INITIALIZE, f"{INITIALIZE}    change(stages)\n"),),
-    ),
     "tied by hand": Change("""
 def change(stages):
     for stage in stages:
@@ -233,9 +193,6 @@ def update(own, stages):
     ),
     "data by the rank among all": Change(
         "", "", (("            mesh.data_rank,\n", "            runtime.rank % mesh.data_size,\n"),)
-    ),
-    "nothing is saved": Change(
-        "", "", (("                    checkpoints.save(n, data.state())\n", "                    pass\n"),)
     ),
     "nothing is resumed": Change("", "", (("checkpoints.resume()", "None"),)),
     "state that is not saved": of_blocks(SCALED_BY_STEPS)._replace(
@@ -272,8 +229,6 @@ class Lion(torch.optim.Optimizer):
     ),
     "scaled feed-forward": of_blocks("def hook(mlp, inputs, output):\n    return output * 0.5", kind="forward_hook"),
     "soft cap": of_loss("        return whole(30 * torch.tanh(logits / 30), labels)"),
-    "AdamW": of_optimizer(f"torch.optim.AdamW({PARAMETERS})"),
-    "AdamW, fused": of_optimizer(f"torch.optim.AdamW({PARAMETERS}, fused=True)"),
     "a counter of the module": of_blocks(SCALED_BY_STEPS)._replace(
         replaced=((STEP, f'{STEP}            STEPS["taken"] += 1\n'), (BEGIN, f'    STEPS["taken"] += start\n{BEGIN}'))
     ),

@@ -8,7 +8,7 @@ import pytest
 
 from tests.tools.planner.evidence.tables import case_of, read_table, write_cells
 from torchllm.tools.planner.evidence.measurements import MeasuredRow, read_row
-from torchllm.tools.planner.evidence.score import predict_file, regret, score_files, score_rows, spearman
+from torchllm.tools.planner.evidence.score import predict_file, regret, score_files, score_rows
 from torchllm.tools.planner.predict import predict
 
 ROW = {
@@ -128,10 +128,3 @@ def test_predictions_are_written_beside_what_was_there(tmp_path: Path) -> None:
     assert second["predicted_step_time_s"] == ""
     assert second["predicted_note"] == "heads is missing"
     assert "unscored: heads is missing (1 rows)" in printed
-
-
-def test_spearman() -> None:
-    assert spearman([1, 2, 3], [10, 20, 30]) == pytest.approx(1.0)
-    assert spearman([1, 2, 3], [30, 20, 10]) == pytest.approx(-1.0)
-    assert spearman([1, 1, 2, 3], [1, 2, 3, 4]) == pytest.approx(0.9486832980505138)  # scipy.stats.spearmanr
-    assert spearman([1, 2], [1, 2]) is None

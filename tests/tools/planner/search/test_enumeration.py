@@ -12,10 +12,11 @@ from itertools import product
 
 import pytest
 
+from tests.tools.planner.test_comms import cluster
 from torchllm.config import SCHEDULES, Config, Model, Optimizer, Training
 from torchllm.config.schema import Lora
 from torchllm.tools.config.checks import problems
-from torchllm.tools.planner.cluster import Hardware, read_cluster
+from torchllm.tools.planner.cluster import Hardware
 from torchllm.tools.planner.predict import Prediction, predict
 from torchllm.tools.planner.search.layouts import MODES, ContextMethod, Job, Layout, divisors
 from torchllm.tools.planner.search.search import MEMORY, NEARLY, Found, Search
@@ -85,11 +86,9 @@ def random_model(draw: random.Random) -> Model:
 
 
 def small_nodes(memory: float) -> Hardware:
-    hardware = read_cluster("dgx_a100", [])
-    assert hardware
-    inner, *outer = hardware.links
+    inner, *outer = cluster().links
     links = (replace(inner, gpus=2), *outer)
-    return replace(hardware, gpus_per_node=2, links=links, memory=memory)
+    return cluster(gpus_per_node=2, links=links, memory=memory)
 
 
 def written_layouts(job: Job) -> Iterator[Layout]:

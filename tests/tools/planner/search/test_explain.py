@@ -6,7 +6,8 @@ from functools import cache
 
 import pytest
 
-from tests.tools.planner.search.test_search import LARGE, SMALL, cluster, make_job
+from tests.tools.planner.search.test_search import LARGE, SMALL, make_job
+from tests.tools.planner.test_comms import cluster
 from torchllm.tools.planner.predict import predict
 from torchllm.tools.planner.search.explain import (
     divides_nowhere,

@@ -9,9 +9,9 @@ from itertools import product
 import pytest
 
 from recipes.plan import read_model
+from tests.tools.planner.test_comms import cluster
 from torchllm.config import Model, Training
 from torchllm.tools.planner.case import Case
-from torchllm.tools.planner.cluster import Hardware, read_cluster
 from torchllm.tools.planner.parameters import StageSize
 from torchllm.tools.planner.peak import Memory
 from torchllm.tools.planner.predict import Pipeline, Prediction, memory_of, pipeline_seconds, predict
@@ -21,14 +21,6 @@ from torchllm.tools.planner.search.search import mesh_of, search, sharded
 
 SMALL = Model(layers=6, hidden=512, heads=8, kv_heads=4, ffn=1536, vocab=1024)
 LARGE = Model(layers=8, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256)
-
-
-def cluster(name: str = "dgx_a100", **changes: object) -> Hardware:
-    """Return a cluster of train_configs/clusters with these fields changed."""
-    problems_of_file: list[str] = []
-    hardware = read_cluster(name, problems_of_file)
-    assert hardware, problems_of_file
-    return replace(hardware, **changes)
 
 
 def make_job(model: Model = SMALL, gpus: int = 8, batch: int = 16, length: int = 512, **fields: object) -> Job:
