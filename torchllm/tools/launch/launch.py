@@ -9,6 +9,7 @@ are stuck (rank_watch.py). A rank that failed has printed its error; one that wa
 """
 
 import argparse
+import logging
 import os
 import re
 import signal
@@ -86,6 +87,7 @@ def launch(arguments: Sequence[str]) -> NoReturn:
         count = options.nnodes * options.nproc_per_node
         say_what_is_started(f"{options.recipe} on {count} process{'es' if count > 1 else ''}")
     raise_descriptor_limit()
+    logging.basicConfig(format="%(message)s")
     Launcher(options).run()
 
 
@@ -172,7 +174,7 @@ class Launcher:
             with self.watch.attempt(Path(folder) / "heartbeats"):
                 ending = self._run_ranks(Path(folder))
             if stuck := self.watch.found:
-                return ending._replace(kind="hung", rank=ending.rank if stuck.rank is None else stuck.rank)
+                return ending._replace(kind="hung", rank=ending.rank if stuck.beat.rank is None else stuck.beat.rank)
             if launcher_notes.has_error("refused") or ending.status == REFUSED:
                 return ending._replace(kind="refused")
             if launcher_notes.has_error("user_error"):
