@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -263,10 +262,9 @@ def await_ranks(store: Store, world_size: int, wait: "NodeWait") -> None:
 
 def _share_secret(group: dist.ProcessGroup) -> bytes:
     """Return random bytes that all ranks know, but not a stranger who reaches the job's store."""
-    from torchllm.tools.launch.records import broadcast_record
-
-    secret = np.frombuffer(secrets.token_bytes(SECRET_BYTES), np.uint8)
-    return broadcast_record(secret, group).tobytes()
+    secret = torch.frombuffer(bytearray(secrets.token_bytes(SECRET_BYTES)), dtype=torch.uint8)
+    dist.broadcast(secret, group=group, group_src=0)
+    return secret.numpy().tobytes()
 
 
 def _set_torch_up(run: Run, device: torch.device) -> None:

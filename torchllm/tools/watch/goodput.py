@@ -36,10 +36,12 @@ SHOWN = 0.0005
 """causes with a smaller share of the time are not in the summary"""
 
 
-class Goodput:
-    """The account of a run; only rank 0 has one."""
+class Goodput(Observer):
+    """The account of a run; only rank 0 has one. logs_summary: log it at the end."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, logs_summary: bool = True) -> None:
+        self.logs_summary = logs_summary
+        self.logged_step: int | None = None
         self.file = folder / FILE
         self.tolerance = Tolerance(str(self.file))
         self.earlier_launches = read_launches(self.file)
@@ -54,20 +56,24 @@ class Goodput:
         """byte of the file at which the line of this launch begins, once it has one"""
         self.line_length = 0
 
-    def begin(self, start: int, last: int = 0) -> None:
+    def begin(self, run: ObservedRun) -> None:
+        """See Observer."""
+        self.begin_steps(run.start, run.config.training.steps)
+
+    def begin_steps(self, start: int, last: int = 0) -> None:
         """Note that steps begin after `start`, up to `last`: the time since the launch or `write` trained nothing."""
         self.launch.last = last
         begun = self._now()
         preparing = begun - self.launch.seen
         if "start-up" in self.launch.lost:
-            self.charge("rebuild", preparing)
+            self.spent("rebuild", preparing)
         else:
             self.launch.first = start
-            self.charge("start-up", preparing)
+            self.spent("start-up", preparing)
         self.launch.seen, self.launch.step = begun, start
 
-    def charge(self, cause: str, seconds: float) -> None:
-        """Charge `seconds` of wall time to `cause`."""
+    def spent(self, cause: str, seconds: float) -> None:
+        """See Observer."""
         self.launch.lost[cause] = self.launch.lost.get(cause, 0.0) + seconds
 
     def write(self, step: int) -> None:
@@ -111,34 +117,17 @@ class Goodput:
                 causes.append(f"{cause} {share:.1%}")
         return f"{line}; {', '.join(causes)}" if causes else line
 
-
-class GoodputObserver(Observer):
-    """Keeps the account of a run; on rank 0. logs_summary: log it at the end."""
-
-    def __init__(self, folder: Path, *, logs_summary: bool = True) -> None:
-        self.account = Goodput(folder)
-        self.logs_summary = logs_summary
-        self.logged_step: int | None = None
-
-    def begin(self, run: ObservedRun) -> None:
-        """See Observer."""
-        self.account.begin(run.start, run.config.training.steps)
-
-    def spent(self, cause: str, seconds: float) -> None:
-        """See Observer."""
-        self.account.charge(cause, seconds)
-
     def logged(self, n: int, record: Record) -> None:
         """See Observer."""
         self.logged_step = n
-        self.account.write(n)
+        self.write(n)
 
     def end(self) -> None:
         """See Observer: what came after the last logged step."""
         if self.logged_step is not None:
-            self.account.write(self.logged_step)
+            self.write(self.logged_step)
 
     def close(self) -> None:
         """See Observer."""
         if self.logs_summary:
-            log.info("%s", self.account.summary())
+            log.info("%s", self.summary())

@@ -19,7 +19,6 @@ from torchllm.config.errors import UserError
 from torchllm.config.toml import toml_value
 from torchllm.tools.resources import run_folder
 from torchllm.tools.watch.launches import Launch, account, read_launches
-from torchllm.tools.watch.noted_sources import SOURCES
 from torchllm.tools.watch.runs import State, state_of_run
 
 WIDTH, HEIGHT = 460, 220
@@ -95,7 +94,7 @@ class RunFolder(NamedTuple):
     checkpoints: list[str]
     state: State
     sources: list[str]
-    """of `SOURCES`"""
+    """a line per source, with its size (`notices.note_sources`)"""
     sample: str
 
 
@@ -150,7 +149,7 @@ def read_run_folder(folder: Path) -> RunFolder:
         read_launches(folder / "goodput.json"),
         checkpoints,
         state_of_run(folder),
-        _read_text(folder / SOURCES).splitlines(),
+        _read_text(folder / "sources.txt").splitlines(),
         NOT_XML.sub("\ufffd", _read_text(folder / SAMPLE)),
     )
 

@@ -133,16 +133,13 @@ def ranks_with_parts(reports: Reports) -> npt.NDArray[np.bool_]:
     return are_known
 
 
-def mean_parts(reports: Reports) -> npt.NDArray[np.float64]:
-    """Return the mean over ranks of each part, (parts); NaN for a part that no rank has.
+def mean_parts(reports: Reports) -> dict[str, float]:
+    """Return the mean over ranks of each part that a rank has.
 
     A rank that lacks a part spent no time on it. reports: of the ranks that know their parts; there may be none.
     """
-    seconds = reports["parts"]
-    if not len(reports):
-        return np.full(len(PARTS), np.nan)
-    spent = np.nan_to_num(seconds)
-    means: npt.NDArray[np.float64] = spent.mean(axis=0)
-    is_missing = np.isnan(seconds)
-    means[is_missing.all(axis=0)] = np.nan
+    means = {}
+    for name, seconds in zip(PARTS, reports["parts"].T, strict=True):
+        if not np.isnan(seconds).all():
+            means[name] = float(np.nan_to_num(seconds).mean())
     return means
