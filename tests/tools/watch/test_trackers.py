@@ -20,12 +20,13 @@ from tests.launched import ends
 from tests.patience import patience, text_with, until
 from tests.tiny_run import DEBUG, ROOT, SMALL, changed, metrics
 from torchllm.config import Config, Data, Metrics, Run, Source, write_config
+from torchllm.config.toml import values_by_key
 from torchllm.metrics.sinks import JsonLines, Record
 from torchllm.tools.config.checks import problems
 from torchllm.tools.front.preflight import inspect_training
 from torchllm.tools.watch import trackers
 from torchllm.tools.watch.send_records import Sender
-from torchllm.tools.watch.trackers import TrackerSink, count_unsent, environment_facts, flat_settings
+from torchllm.tools.watch.trackers import TrackerSink, count_unsent, environment_facts
 
 TRACKERS = ["wandb", "mlflow", "trackio"]
 FAKES = Path(__file__).parent / "fake_trackers"
@@ -82,7 +83,7 @@ def config_at_the_tracker(calls: Calls) -> dict[str, str]:
     parameters = [call[1] for call in calls if call[0] == "parameters"]
     if parameters:
         return {key: value for batch in parameters for key, value in batch.items()}
-    return {key: str(value) for key, value in flat_settings(calls[0][3])}
+    return {key: str(value) for key, value in values_by_key(calls[0][3]).items()}
 
 
 def send(folder: Path, tracker: str) -> None:

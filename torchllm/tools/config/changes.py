@@ -10,7 +10,7 @@ from torchllm.config.errors import UserError
 from torchllm.config.field_types import path_note
 from torchllm.config.paths import same_path
 from torchllm.config.schema import FUNCTION_SECTIONS, Config
-from torchllm.config.toml import KeyPath, dotted, toml_value
+from torchllm.config.toml import toml_value, values_by_key
 from torchllm.optim.schedule import LearningRate
 from torchllm.tools.config.read import type_at
 
@@ -131,19 +131,5 @@ def _refuse_other_frozen_weights(changes: Iterable[ConfigChange], config: Config
 
 
 def _values(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the values of a config as TOML, by dotted key: data.sources.0.kind."""
-    values: dict[str, str] = {}
-
-    def collect(value: Any, path: KeyPath) -> None:
-        if isinstance(value, Mapping):
-            for key, item in value.items():
-                collect(item, (*path, key))
-        elif isinstance(value, (list, tuple)) and value and isinstance(value[0], Mapping):
-            for index, item in enumerate(value):
-                collect(item, (*path, str(index)))
-        else:
-            # A config has tuples, which JSON turned into lists.
-            values[dotted(path)] = toml_value(tuple(value) if isinstance(value, list) else value)
-
-    collect(config, ())
-    return values
+    """Return the values of a config as TOML, by dotted key."""
+    return {key: toml_value(value) for key, value in values_by_key(config).items()}

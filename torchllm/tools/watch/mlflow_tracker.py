@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
-from torchllm.tools.watch.trackers import RunFacts, flat_settings
+from torchllm.config.toml import values_by_key
+from torchllm.tools.watch.trackers import RunFacts
 
 RUN_ID = "torchllm.run_id"
 """tag by which a resumed run is found"""
@@ -49,7 +50,7 @@ def open_mlflow(facts: RunFacts) -> MlflowTracker:
         client.update_run(run_id, status="RUNNING")
         return MlflowTracker(client, run_id)
     run_id = client.create_run(experiment_id, run_name=facts.name, tags={RUN_ID: facts.run_id}).info.run_id
-    parameters = [Param(key, str(value)[:LONGEST_PARAMETER]) for key, value in flat_settings(facts.config)]
+    parameters = [Param(key, str(value)[:LONGEST_PARAMETER]) for key, value in values_by_key(facts.config).items()]
     for first in range(0, len(parameters), PARAMETERS_AT_ONCE):
         client.log_batch(run_id, params=parameters[first : first + PARAMETERS_AT_ONCE])
     return MlflowTracker(client, run_id)

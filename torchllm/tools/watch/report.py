@@ -10,13 +10,13 @@ import math
 import re
 import time
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchllm.config.errors import UserError
-from torchllm.config.toml import toml_value
+from torchllm.config.toml import toml_value, values_by_key
 from torchllm.tools.resources import run_folder
 from torchllm.tools.watch.launches import Launch, account, read_launches
 from torchllm.tools.watch.runs import State, state_of_run
@@ -145,7 +145,7 @@ def read_run_folder(folder: Path) -> RunFolder:
     return RunFolder(
         folder.resolve().name,
         list(records.values()),
-        dict(_flat(config)),
+        values_by_key(config),
         read_launches(folder / "goodput.json"),
         checkpoints,
         state_of_run(folder),
@@ -157,17 +157,6 @@ def read_run_folder(folder: Path) -> RunFolder:
 def _read_text(file: Path) -> str:
     """Return the text of a file that a run may have; "" without it."""
     return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        elif isinstance(value, list) and value and isinstance(value[0], dict):
-            for index, item in enumerate(value):
-                yield from _flat(item, f"{prefix}{key}.{index}.")
-        else:
-            yield prefix + key, value
 
 
 def page(runs: list[RunFolder]) -> str:
@@ -393,4 +382,4 @@ def _config(runs: list[RunFolder]) -> str:
 def _code(value: Any) -> str:
     if value is None:
         return ""
-    return f"<code>{escape(toml_value(tuple(value) if isinstance(value, list) else value))}</code>"
+    return f"<code>{escape(toml_value(value))}</code>"

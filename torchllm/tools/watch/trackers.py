@@ -143,15 +143,6 @@ def environment_facts(config: Config, device: str) -> dict[str, Any]:
     }
 
 
-def flat_settings(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a config with their dotted keys."""
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from flat_settings(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 class TrackerSink:
     """Keeps a helper process that sends the run's records to a tracker. It takes no time of a step.
 
