@@ -61,27 +61,6 @@ def test_a_time_that_two_launches_share_is_counted_once(tmp_path: Path, monkeypa
     assert resumed.launch.lost == {"start-up": 5.25}
 
 
-@pytest.mark.parametrize("launches", [0, 100])
-def test_a_logged_step_writes_as_much_however_many_launches_there_were(tmp_path: Path, launches: int) -> None:
-    file = tmp_path / FILE
-    file.write_text(json.dumps([asdict(Launch(1000.0 + n, n, seen=1001.0 + n, step=n)) for n in range(launches)]))
-    account_of_run = Goodput(tmp_path)
-    account_of_run.begin_steps(launches)
-    account_of_run.spent("data", 1234.5678)
-    account_of_run.write(launches + 1)
-    inode = file.stat().st_ino
-    earlier, line = file.read_bytes()[: account_of_run.line_begin], account_of_run.line_length
-    assert len(earlier) == sum(len(text) + 1 for text in earlier.decode().splitlines())
-    assert line < 300
-    account_of_run.launch.lost["data"] = 0.0  # a shorter line
-    account_of_run.write(launches + 2)
-    assert file.stat().st_ino == inode  # not replaced by a new file
-    assert file.read_bytes()[: account_of_run.line_begin] == earlier
-    assert len(file.read_bytes()) == len(earlier) + line + len("\n]\n")
-    assert len(json.loads(file.read_text())) == launches + 1
-    assert read_launches(file)[-1] == account_of_run.launch
-
-
 def test_a_line_that_a_power_cut_tore_loses_one_launch(tmp_path: Path) -> None:
     for first in (0, 10, 20):
         account_of_run = Goodput(tmp_path)

@@ -2,8 +2,7 @@
 
 Both `hang_watch.py` in each rank and `rank_watch.py` in each launcher look once per `TICK` (`look_every_second`), count
 with one clock how long something has not moved (`Standstill`), and leave what they know in RUN/hang/TIME
-(`write_in_thread`). Ours, because torch's flight recorder has the records, but its analyzer (`torchfrtrace`) needs the
-files of all ranks from the beginning of the program, and neither looks at what is done nor at a rank without a file.
+(`write_in_thread`).
 
 A rank waits in a collective that it has entered and that is not done. The others wait for the members of the group that
 have not entered it, by its number in the group. A rank that others wait for, and that waits for no rank itself, holds

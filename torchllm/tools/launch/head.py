@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchllm.tools.launch.restarts import JobStopped
+from torchllm.tools.resources import replace_file
 
 FILE = "head.json"
 """in the run folder"""
@@ -72,9 +73,7 @@ class NodeWait:
 def publish_head(run_folder: Path, job: str, address: HeadAddress) -> None:
     """Write where the head of a job listens. The file appears whole. Raises OSError."""
     run_folder.mkdir(parents=True, exist_ok=True)
-    unfinished = run_folder / f".{FILE}.{os.getpid()}"
-    unfinished.write_text(json.dumps({"job": job, "host": address.host, "port": address.port}) + "\n")
-    unfinished.replace(run_folder / FILE)
+    replace_file(run_folder / FILE, json.dumps({"job": job, "host": address.host, "port": address.port}) + "\n")
 
 
 def find_head(run_folder: Path, job: str, wait: NodeWait) -> HeadAddress:

@@ -11,7 +11,7 @@
     not running  between the end of a job and the start of the next one, unless the run was finished
 
 Kept in goodput.json of the run folder, as of the last logged step: a killed launch leaves all but its last steps there.
-The file is a list in JSON with a line per launch. A logged step overwrites only the last line.
+The file is a list in JSON with a line per launch.
 
 Within a launch a clock is read that nobody sets. Between launches it is the machine's clock; if that was set back, no
 time has passed between them. So a run's time is never less than what it is made of.
@@ -28,6 +28,7 @@ from torchllm.config.environment import LAUNCHED, is_restart
 from torchllm.metrics.observer import ObservedRun, Observer
 from torchllm.metrics.sinks import Record
 from torchllm.runtime.tolerance import Tolerance
+from torchllm.tools.resources import replace_file
 from torchllm.tools.watch.launches import FILE, Launch, account, read_launches
 
 log = logging.getLogger("torchllm")
@@ -52,9 +53,6 @@ class Goodput(Observer):
             launched = max(launched, self.earlier_launches[-1].seen)
         launched = min(started, launched)
         self.launch = Launch(launched, 0, launched, is_restart=is_restart())
-        self.line_begin: int | None = None
-        """byte of the file at which the line of this launch begins, once it has one"""
-        self.line_length = 0
 
     def begin(self, run: ObservedRun) -> None:
         """See Observer."""
@@ -77,32 +75,18 @@ class Goodput(Observer):
         self.launch.lost[cause] = self.launch.lost.get(cause, 0.0) + seconds
 
     def write(self, step: int) -> None:
-        """Write this launch to goodput.json, as of now and of the logged step `step`; earlier ones stay as they are.
+        """Write the launches to goodput.json, this one as of now and of the logged step `step`.
 
         A file that cannot be written is logged and ends nothing; the next logged step writes it.
         """
         self.launch.seen, self.launch.step = self._now(), step
+        lines = ",\n".join(json.dumps(asdict(launch)) for launch in [*self.earlier_launches, self.launch])
         with self.tolerance.attempt():
-            self._write_launch()
+            replace_file(self.file, f"[\n{lines}\n]\n")
 
     def _now(self) -> float:
         """Return seconds since 1970, as if nobody had set the clock since this launch began."""
         return self.began + time.monotonic() - self.clock_started
-
-    def _write_launch(self) -> None:
-        # Padded, so that nothing is left of a longer line that it overwrites.
-        line = json.dumps(asdict(self.launch)).ljust(self.line_length)
-        self.line_length = len(line)
-        if self.line_begin is None or not self.file.exists():
-            earlier = "[\n" + "".join(json.dumps(asdict(launch)) + ",\n" for launch in self.earlier_launches)
-            temporary = self.file.with_suffix(".partial")
-            temporary.write_text(f"{earlier}{line}\n]\n")
-            temporary.replace(self.file)
-            self.line_begin = len(earlier)
-            return
-        with self.file.open("r+b") as file:
-            file.seek(self.line_begin)
-            file.write(f"{line}\n]\n".encode())
 
     def summary(self) -> str:
         """Return a line: "goodput 91.2% of 104 s; start-up 5.1%, checkpoint 3.7%"."""

@@ -89,7 +89,7 @@ class RunFolder(NamedTuple):
     records: list[dict[str, Any]]
     """the last record of each logged step"""
     config: dict[str, Any]
-    """config.toml by dotted keys"""
+    """the tables of config.toml"""
     launches: list[Launch]
     checkpoints: list[str]
     state: State
@@ -145,7 +145,7 @@ def read_run_folder(folder: Path) -> RunFolder:
     return RunFolder(
         folder.resolve().name,
         list(records.values()),
-        values_by_key(config),
+        config,
         read_launches(folder / "goodput.json"),
         checkpoints,
         state_of_run(folder),
@@ -198,7 +198,7 @@ def _latest(runs: list[RunFolder]) -> str:
     for index, run in enumerate(runs):
         head.append(f'<span class="key" style="background:{COLORS[index % len(COLORS)]}"></span> {escape(run.name)}')
     states = [run.state for run in runs]
-    steps = [shown_number(run.config.get("training.steps")) for run in runs]
+    steps = [shown_number(run.config.get("training", {}).get("steps")) for run in runs]
     rows = [["state", *states], ["steps asked for", *steps]]
     for key, (name, form) in LATEST.items():
         last = [_last(run, key) for run in runs]
@@ -345,7 +345,8 @@ def _events(run: RunFolder) -> str:
 
 def _data(run: RunFolder) -> str:
     """Return the sources with their sizes and weights: of the run, or of each [[data.stage]]."""
-    sources, stages = _tables(run, "data.sources."), _tables(run, "data.stage.")
+    data = run.config.get("data", {})
+    sources, stages = data.get("sources", []), data.get("stage", [])
     head = [f"weight up to step {stage['until']:,}" if stage.get("until") else "weight to the end" for stage in stages]
     rows = []
     for index, source in enumerate(sources):
@@ -357,20 +358,11 @@ def _data(run: RunFolder) -> str:
     return _table([escape(run.name), "size", *(head or ["weight"])], rows)
 
 
-def _tables(run: RunFolder, prefix: str) -> list[dict[str, Any]]:
-    """Return the tables of an array of the config, such as data.sources."""
-    tables: dict[str, dict[str, Any]] = {}
-    for key, value in run.config.items():
-        if key.startswith(prefix):
-            index, _, name = key.removeprefix(prefix).partition(".")
-            tables.setdefault(index, {})[name] = value
-    return list(tables.values())
-
-
 def _config(runs: list[RunFolder]) -> str:
     """Return all keys of one run; of several, the keys that differ first."""
-    keys = list(dict.fromkeys(key for run in runs for key in run.config))
-    rows = [[escape(key), *(_code(run.config.get(key)) for run in runs)] for key in keys]
+    configs = [values_by_key(run.config) for run in runs]
+    keys = list(dict.fromkeys(key for config in configs for key in config))
+    rows = [[escape(key), *(_code(config.get(key)) for config in configs)] for key in keys]
     differing = [row for row in rows if len(set(row[1:])) > 1]
     head = ["key", *(escape(run.name) for run in runs)]
     shown = "<p>All of its keys are equal.</p>" if len(runs) > 1 and not differing else ""
