@@ -30,7 +30,7 @@ from torchllm.tools.launch.descriptors import raise_descriptor_limit
 from torchllm.tools.launch.head import NodeMissing
 from torchllm.tools.launch.launcher_notes import STORE
 from torchllm.tools.launch.lease import DONE, HANDED_DOWN, own_for_ranks, release_leases
-from torchllm.tools.launch.process_tree import end_with_parent, is_running, tie_children
+from torchllm.tools.launch.process_tree import end_with_parent, tie_children
 from torchllm.tools.launch.rank_watch import RankWatch, memory_folder
 from torchllm.tools.launch.ranks import RankPlaces, RankProcesses
 from torchllm.tools.launch.restarts import AttemptOver, JobOver, JobStopped, PartEnding, Restarts
@@ -191,14 +191,14 @@ class Launcher:
             say_while_ranks_import()
         ranks = RankProcesses(places, [self.options.recipe, *self.options.arguments])
         try:
-            failed = ranks.wait(self._look)
+            failed = ranks.wait(lambda: self._look(ranks.done()))
             if failed is not None and ranks.done() and launcher_notes.has_lost_peer(failed.rank):
                 raise RankLeft(ranks.done()[0])  # the others have trained on without it
             if failed is not None:
                 return PartEnding("failed", failed.rank, failed.status, self._host())
             members = launcher_notes.members()
             if members:  # though all ranks of this node have ended with exit status 0
-                return PartEnding("left", members[0].rank, 0, self._host())
+                return PartEnding("left", members[0], 0, self._host())
             if self.rendezvous is not None:
                 self.rendezvous.await_others()
             return PartEnding("done")
@@ -230,11 +230,11 @@ class Launcher:
             has_store=self.rendezvous is not None,
         )
 
-    def _look(self) -> None:
-        """Raise RankLeft, AttemptOver or JobOver if the ranks of this node have to end."""
-        for member in launcher_notes.members():
-            if not is_running(member.pid):  # with another status it has failed
-                raise RankLeft(member.rank)
+    def _look(self, done: Sequence[int]) -> None:
+        """Raise RankLeft, AttemptOver or JobOver if the ranks of this node have to end. done: with exit status 0."""
+        for rank in launcher_notes.members():
+            if rank in done:
+                raise RankLeft(rank)
         if self.rendezvous is not None:
             self.rendezvous.look()
 

@@ -7,7 +7,6 @@ A rank that has joined the job has a note until it leaves normally. One that end
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from torchllm.config.environment import LOST_PEER_NOTE, RANK_NOTES
 from torchllm.config.errors import ErrorKind
@@ -20,13 +19,6 @@ def notes_folder() -> Path | None:
     """Return the folder of the notes; None without a launcher."""
     name = os.environ.get(RANK_NOTES)
     return Path(name) if name else None
-
-
-class Member(NamedTuple):
-    """A rank that has joined the job and has not left it."""
-
-    rank: int
-    pid: int
 
 
 def has_error(kind: ErrorKind) -> bool:
@@ -42,11 +34,11 @@ def has_lost_peer(rank: int) -> bool:
 
 
 def join(rank: int) -> None:
-    """Note that this process, which is a rank, has joined the job."""
+    """Note that this process, a rank, has joined the job."""
     folder = notes_folder()
     if folder is not None:
         with suppress(OSError):  # the launcher will know less
-            (folder / f"rank-{rank}").write_text(str(os.getpid()))
+            (folder / f"rank-{rank}").touch()
 
 
 def leave(rank: int) -> None:
@@ -57,11 +49,8 @@ def leave(rank: int) -> None:
             (folder / f"rank-{rank}").unlink()
 
 
-def members() -> list[Member]:
-    """Return the ranks of this node that have joined the job and not left it, by rank; for the launcher."""
-    joined = []
+def members() -> list[int]:
+    """Return the ranks of this node that have joined the job and not left it; for the launcher."""
     folder = notes_folder()
-    for file in folder.glob("rank-*") if folder is not None else ():
-        with suppress(OSError, ValueError):  # it is just written, or removed
-            joined.append(Member(int(file.name.removeprefix("rank-")), int(file.read_text())))
-    return sorted(joined)
+    files = folder.glob("rank-*") if folder is not None else ()
+    return sorted(int(file.name.removeprefix("rank-")) for file in files)
