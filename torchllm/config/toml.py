@@ -3,7 +3,6 @@
 import datetime
 import json
 import re
-from collections.abc import Mapping
 from typing import Any
 
 KeyPath = tuple[str, ...]
@@ -24,18 +23,6 @@ def toml_value(value: bool | int | float | str | tuple[Any, ...] | list[Any]) ->
 def dotted(path: KeyPath) -> str:
     """Return a key path on one line, as it is written in TOML."""
     return ".".join(part if re.fullmatch(r"[\w-]+", part) else toml_value(part) for part in path)
-
-
-def values_by_key(value: Any, path: KeyPath = ()) -> dict[str, Any]:
-    """Return the values in nested tables and arrays of tables by dotted key: data.sources.0.kind."""
-    if isinstance(value, (tuple, list)) and value and isinstance(value[0], Mapping):
-        value = {str(index): item for index, item in enumerate(value)}
-    if not isinstance(value, Mapping):
-        return {dotted(path): value}
-    values: dict[str, Any] = {}
-    for key, item in value.items():
-        values |= values_by_key(item, (*path, key))
-    return values
 
 
 def shown(value: object) -> str:

@@ -20,8 +20,8 @@ from tests.launched import ends
 from tests.patience import patience, text_with, until
 from tests.tiny_run import DEBUG, ROOT, SMALL, changed, metrics
 from torchllm.config import Config, Data, Metrics, Run, Source, write_config
-from torchllm.config.toml import values_by_key
 from torchllm.metrics.sinks import JsonLines, Record
+from torchllm.tools.config.by_key import values_by_key
 from torchllm.tools.config.checks import problems
 from torchllm.tools.front.preflight import inspect_training
 from torchllm.tools.watch import trackers

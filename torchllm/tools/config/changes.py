@@ -10,8 +10,9 @@ from torchllm.config.errors import UserError
 from torchllm.config.field_types import path_note
 from torchllm.config.paths import same_path
 from torchllm.config.schema import FUNCTION_SECTIONS, Config
-from torchllm.config.toml import toml_value, values_by_key
+from torchllm.config.toml import toml_value
 from torchllm.optim.schedule import LearningRate
+from torchllm.tools.config.by_key import values_by_key
 from torchllm.tools.config.read import type_at
 
 SOURCES_OF_FROZEN_WEIGHTS = ("run.seed", "model.initial_std", "model.from_hf", "checkpoint.initial")

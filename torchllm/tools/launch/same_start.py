@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torchllm import __version__
 from torchllm.config import Config
 from torchllm.config.errors import RefusedStart
-from torchllm.config.toml import toml_value, values_by_key
+from torchllm.config.toml import toml_value
 from torchllm.runtime.process import gather_texts, same_on_all_ranks
+from torchllm.tools.config.by_key import values_by_key
 
 SHOWN = 20
 """differences that the error lists at most"""

@@ -57,9 +57,8 @@ def wait_for_job(run_folder: Path, request: Path, start_timeout: float, timing: 
             requested += elapsed
             is_alone = not (run_folder / STOP).exists()
             if requested > REQUEST_PATIENCE and (is_alone or not began):
-                say(
-                    f"spare node: this node was asked to end; {'the job goes on without it' if is_alone else 'no job has begun'}"
-                )
+                reason = "the job goes on without it" if is_alone else "no job has begun"
+                say(f"spare node: this node was asked to end; {reason}")
                 return ASKED
     if began:
         say(f"spare node: the job has given no sign of life for {limit:g} s: {owner}")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
-from torchllm.config.toml import values_by_key
+from torchllm.tools.config.by_key import values_by_key
 from torchllm.tools.watch.trackers import RunFacts
 
 RUN_ID = "torchllm.run_id"

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchllm.config.errors import UserError
-from torchllm.config.toml import toml_value, values_by_key
+from torchllm.config.toml import toml_value
+from torchllm.tools.config.by_key import values_by_key
 from torchllm.tools.resources import run_folder
 from torchllm.tools.watch.launches import Launch, account, read_launches
 from torchllm.tools.watch.runs import State, state_of_run
