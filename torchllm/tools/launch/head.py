@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchllm.tools.launch.restarts import JobStopped
-from torchllm.tools.launch.start_lines import say
-from torchllm.tools.resources import replace_file
+from torchllm.tools.launch.start_lines import say_line
 
 FILE = "head.json"
 """in the run folder"""
@@ -65,14 +64,16 @@ class NodeWait:
             raise NodeMissing(f"waited for {self.limit:g} s (run.start_timeout) for {missing}. {advice}")
         if self.speaks and moment >= self.next_line:
             self.next_line = moment + SAY_INTERVAL
-            say(f"waiting for {missing}: {moment - self.began:.0f} s so far")
+            say_line(f"waiting for {missing}: {moment - self.began:.0f} s so far")
         time.sleep(LOOK_INTERVAL)
 
 
 def publish_head(run_folder: Path, job: str, address: HeadAddress) -> None:
     """Write where the head of a job listens. The file appears whole. Raises OSError."""
     run_folder.mkdir(parents=True, exist_ok=True)
-    replace_file(run_folder / FILE, json.dumps({"job": job, "host": address.host, "port": address.port}) + "\n")
+    unfinished = run_folder / f".{FILE}.{os.getpid()}"
+    unfinished.write_text(json.dumps({"job": job, "host": address.host, "port": address.port}) + "\n")
+    unfinished.replace(run_folder / FILE)
 
 
 def find_head(run_folder: Path, job: str, wait: NodeWait) -> HeadAddress:

@@ -255,7 +255,7 @@ def describe_stalled(stalled: Sequence[StalledRank]) -> Iterator[str]:
     for beat, idle, stacks in stalled[:DESCRIBED]:
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - idle))
         yield f"{beat.name} ({host}) has made no progress since {since}, for {idle:.0f} s: {beat.doing}"
-        if place := innermost_place(stack_of(beat.thread, stacks)):
+        if place := innermost_place(frames_of(beat.thread, stacks)):
             yield f"{beat.name}'s main thread is at {place}"
         for pid in [beat.pid, *find_children(beat.pid)]:
             if process_state(pid) in ("D", "T", "t"):
@@ -277,7 +277,7 @@ def describe_details(stalled: Sequence[StalledRank]) -> Iterator[str]:
         yield stacks
 
 
-def stack_of(thread: int, stacks: str) -> list[str]:
+def frames_of(thread: int, stacks: str) -> list[str]:
     """Return the stack of a thread in faulthandler's text: "file:line in function", innermost first."""
     frames: list[str] = []
     is_in_thread = False

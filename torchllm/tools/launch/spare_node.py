@@ -19,7 +19,7 @@ from pathlib import Path
 from torchllm.runtime.stop import STOP, STOPPED
 from torchllm.tools.launch.lease import DONE, Owner, Timing, has_ended, newest_owner
 from torchllm.tools.launch.process_tree import end_with_parent
-from torchllm.tools.launch.start_lines import say
+from torchllm.tools.launch.start_lines import say_line
 
 COMPLETE, FAILED, ASKED = 0, 1, 3
 """exit status: the job is done; it has failed or never begun; it was asked to stop, or this node alone was"""
@@ -58,14 +58,14 @@ def wait_for_job(run_folder: Path, request: Path, start_timeout: float, timing: 
             is_alone = not (run_folder / STOP).exists()
             if requested > REQUEST_PATIENCE and (is_alone or not began):
                 reason = "the job goes on without it" if is_alone else "no job has begun"
-                say(f"spare node: this node was asked to end; {reason}")
+                say_line(f"spare node: this node was asked to end; {reason}")
                 return ASKED
     if began:
-        say(f"spare node: the job has given no sign of life for {limit:g} s: {owner}")
+        say_line(f"spare node: the job has given no sign of life for {limit:g} s: {owner}")
         return FAILED
     if _is_done(first) and not (run_folder / STOPPED).exists():
         return COMPLETE  # before this node was started
-    say(f"spare node: no job has begun in {run_folder} for {limit:g} s")
+    say_line(f"spare node: no job has begun in {run_folder} for {limit:g} s")
     return FAILED
 
 

@@ -18,7 +18,7 @@ IMPORTER = "<frozen importlib._bootstrap>"
 
 def say_what_is_started(started: str) -> None:
     """Say it, and every `INTERVAL` seconds that the launcher's own imports go on; in a thread."""
-    say(f"starting {started}, this node is {os.uname().nodename}: importing torch")
+    say_line(f"starting {started}, this node is {os.uname().nodename}: importing torch")
     _speak_in_thread(_this_imports)
 
 
@@ -30,7 +30,7 @@ def say_while_ranks_import() -> None:
 def say_that_nodes_have_joined(node: int, nodes: int, attempt: int) -> None:
     """Say on a node after the first that all nodes of the job are there, and whether they have started again."""
     event = "have joined" if attempt == 1 else f"have started again, attempt {attempt}; node 0's output says why"
-    say(f"node {node} is {os.uname().nodename}: all {nodes} nodes {event}")
+    say_line(f"node {node} is {os.uname().nodename}: all {nodes} nodes {event}")
 
 
 def say_while_this_imports() -> None:
@@ -65,10 +65,10 @@ def _speak(goes_on: Callable[[], bool], sleep: Callable[[float], None] = time.sl
         sleep(INTERVAL)
         if not goes_on():
             return
-        say(f"importing torch: {time.monotonic() - began:.0f} s so far")
+        say_line(f"importing torch: {time.monotonic() - began:.0f} s so far")
 
 
-def say(line: str) -> None:
+def say_line(line: str) -> None:
     """Print a line to stderr, if it can be."""
     with suppress(OSError):  # the terminal may be closed
         print(line, file=sys.stderr, flush=True)
