@@ -88,10 +88,3 @@ def name_base(file: str, directory: str) -> str:
         if Path(find_base(directory, name)).resolve() == path:
             return name
     return os.path.relpath(path, Path(directory).resolve())
-
-
-def replace_file(file: Path, text: str) -> None:
-    """Write a file that appears whole, in place of an earlier one. Raises OSError."""
-    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(file)

@@ -28,7 +28,6 @@ from torchllm.config.environment import LAUNCHED, is_restart
 from torchllm.metrics.observer import ObservedRun, Observer
 from torchllm.metrics.sinks import Record
 from torchllm.runtime.tolerance import Tolerance
-from torchllm.tools.resources import replace_file
 from torchllm.tools.watch.launches import FILE, Launch, account, read_launches
 
 log = logging.getLogger("torchllm")
@@ -82,7 +81,9 @@ class Goodput(Observer):
         self.launch.seen, self.launch.step = self._now(), step
         lines = ",\n".join(json.dumps(asdict(launch)) for launch in [*self.earlier_launches, self.launch])
         with self.tolerance.attempt():
-            replace_file(self.file, f"[\n{lines}\n]\n")
+            temporary = self.file.with_suffix(".partial")
+            temporary.write_text(f"[\n{lines}\n]\n")
+            temporary.replace(self.file)
 
     def _now(self) -> float:
         """Return seconds since 1970, as if nobody had set the clock since this launch began."""

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 
 from torchllm.config.errors import UserError
-from torchllm.tools.resources import replace_file
 
 EVALUATIONS = "evaluations"
 """folder in the run folder"""
@@ -95,8 +94,8 @@ def write_task_results(run_folder: Path, step: int, results: Mapping[str, Any]) 
         "lm_eval": results["lm_eval_version"],
     }
     lines = [json.dumps(document) for document in _documents(results)]
-    replace_file(path.with_suffix(".documents.jsonl"), "".join(f"{line}\n" for line in lines))
-    replace_file(path, json.dumps(content, indent=2) + "\n")
+    _replace(path.with_suffix(".documents.jsonl"), "".join(f"{line}\n" for line in lines))
+    _replace(path, json.dumps(content, indent=2) + "\n")
     _write_points(run_folder / "tensorboard" / "tasks", step, list(values_of(results)))
     return path
 
@@ -106,6 +105,13 @@ def _documents(results: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for task, samples in results.get("samples", {}).items():
         for sample in samples:
             yield {"task": task, "document": sample["doc_id"], "scored": sample["filtered_resps"]}
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file that appears whole, in place of an earlier one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def _write_points(folder: Path, step: int, values: Sequence[TaskValue]) -> None:
