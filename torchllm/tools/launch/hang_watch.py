@@ -135,11 +135,10 @@ class HangWatch:
         secret: bytes,
         on_event: str = "",
     ) -> None:
-        """Watch `rank`. Call it on all ranks: it waits for the others of this node.
+        """Watch `rank`.
 
         ranks_of_node: ranks on this rank's node. folder: the run's; dumps go to its folder "hang". secret: the same
-        on all ranks.
-        on_event: command that the reporting rank calls (`run.on_event`).
+        on all ranks. on_event: command that the reporting rank calls (`run.on_event`).
         """
         self.rank = rank
         self.world_size = world_size
@@ -150,7 +149,8 @@ class HangWatch:
         # A separate client: the client of the process groups is blocked while a rank waits in it.
         self.store = PrefixStore("hang_watch", join_store(STORE_TIMEOUT))
         self.signer = Signer(secret)
-        self.siblings = self._open_siblings(ranks_of_node)
+        self.ranks_of_node = ranks_of_node
+        self.store.set(f"process_{rank}", self.signer.sign(json.dumps(self.process)))
         self.has_store = True
         """it answers"""
         self.exceeded: Timeout | None = None
@@ -182,7 +182,7 @@ class HangWatch:
         if not alarm and self.has_store and self.until_check <= 0:
             self.until_check += self.check_interval
             try:
-                alarm = self.store.check([ALARM]) and self._alarm_name(self.store.get(ALARM)) is not None
+                alarm = self.store.check([ALARM]) and self.signer.verify(self.store.get(ALARM)) is not None
             except RuntimeError:
                 self.has_store = False  # it ends with the job; this rank may be stuck in an operation for ever
         if alarm:
@@ -269,21 +269,11 @@ class HangWatch:
         """Tell all ranks to report; return the name of the folder of dumps, chosen by the first rank to do so."""
         name = time.strftime(TIME_FORMAT)
         alarm = self.signer.sign(name)
-        raised = self._alarm_name(self.store.compare_set(ALARM, "", alarm))
+        raised = self.signer.verify(self.store.compare_set(ALARM, "", alarm))
         if raised is None:  # not from a rank
             self.store.set(ALARM, alarm)
             return name
         return raised
-
-    def _alarm_name(self, value: bytes) -> str | None:
-        """Return the name of the folder of dumps in an alarm; None if no rank has raised it.
-
-        Whoever reaches the store may write there: the name is built from the time in it, so that it can only be a time.
-        """
-        text = self.signer.verify(value)
-        if text is None:
-            return None
-        return time.strftime(TIME_FORMAT, time.strptime(text, TIME_FORMAT))
 
     def _dump(self) -> RankDump:
         """Collect the dump of this rank, now."""
@@ -326,33 +316,15 @@ class HangWatch:
         is_speaker = position == 1 if speaker is None else speaker == self.rank
         return is_speaker and self.store.add(SPEAKERS, 1) == 1
 
-    def _open_siblings(self, ranks_of_node: range) -> dict[int, int]:
-        """Return a handle (pidfd) on each other rank that the same launcher started, by rank.
-
-        A process id may be given to another process when its owner ends; a handle cannot.
-        """
-        self.store.set(f"process_{self.rank}", self.signer.sign(json.dumps(self.process)))
-        handles: dict[int, int] = {}
-        if self.process.parent <= 1:  # its launcher has ended: ranks of other jobs have the same parent
-            return handles
-        keys = [f"process_{rank}" for rank in ranks_of_node]
-        for rank, text in zip(ranks_of_node, self.store.multi_get(keys), strict=True):
-            process = self._process_of(text)
-            if process is None:
-                continue
-            if rank != self.rank and process.host == self.process.host and process.parent == self.process.parent:
-                with suppress(OSError, AttributeError):  # no pidfd on this system: the launcher kills them 10 s later
-                    handles[rank] = os.pidfd_open(process.pid)
-        return handles
-
     def _host_of(self, rank: int) -> str:
         """Return the host of a rank, which need not answer any more."""
-        process = self._process_of(self.store.get(f"process_{rank}"))
+        process = self._process_of(rank)
         return "unknown host" if process is None else process.host
 
-    def _process_of(self, value: bytes) -> RankProcess | None:
-        """Return the process that a value of the store describes; None if no rank has written it."""
-        text = self.signer.verify(value)
+    def _process_of(self, rank: int) -> RankProcess | None:
+        """Return the process of a rank; None if it is unknown, or no rank has written it."""
+        key = f"process_{rank}"
+        text = self.signer.verify(self.store.get(key)) if self.store.check([key]) else None
         return None if text is None else RankProcess(*json.loads(text))
 
     def _has_published(self, rank: int) -> bool:
@@ -362,18 +334,24 @@ class HangWatch:
         """Kill the ranks of this node that published nothing; the lowest rank of the node that did publish does it.
 
         A stopped process, or one stuck outside Python, does not react to SIGTERM: the launcher would wait 10 s for it.
+        A process id may be given to another process when its owner ends, but not to a child of the same launcher.
         """
         silent = []
-        for rank in self.siblings:
+        for rank in self.ranks_of_node:
             if not self._has_published(rank):
-                silent.append(rank)
+                silent.append(self._process_of(rank))
             elif rank < self.rank:
                 return  # that one does it
-        if silent:
-            time.sleep(0.5)  # let the other ranks of this node end first: the launcher reports the first that ended
-        for rank in silent:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.siblings[rank], signal.SIGKILL)
+        if not silent or self.process.parent <= 1:  # ranks of other jobs have that parent, too
+            return
+        time.sleep(0.5)  # let the other ranks of this node end first: the launcher reports the first that ended
+        from torchllm.tools.launch.rank_watch import find_children  # of no use to a job that does not hang
+
+        siblings = find_children(self.process.parent)
+        for process in silent:
+            if process is not None and process[:2] == self.process[:2] and process.pid in siblings:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
 
 
 def _main_frame() -> FrameType:
