@@ -17,9 +17,9 @@ def standard_observers(config: Config, runtime: Runtime) -> list[Observer]:
     observers: list[Observer] = [Notices(), Events(), ProfiledSteps(logs_first=logs_time)]
     # Few runs ask for what follows.
     if config.metrics.trackers:
-        from torchllm.tools.watch.trackers import Trackers
+        from torchllm.tools.watch.trackers import TrackerHelper
 
-        observers.append(Trackers())
+        observers += [TrackerHelper(runtime.folder, tracker) for tracker in config.metrics.trackers]
     if config.evaluate.tasks_interval:
         from torchllm.tools.watch.task_processes import TaskProcesses
 

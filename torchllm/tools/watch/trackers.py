@@ -31,7 +31,7 @@ import torch
 from torchllm import __version__
 from torchllm.config import Config
 from torchllm.metrics.observer import ObservedRun, Observer
-from torchllm.metrics.sinks import TolerantSink
+from torchllm.metrics.sinks import Record
 from torchllm.runtime.tolerance import Tolerance
 
 log = logging.getLogger("torchllm")
@@ -143,32 +143,39 @@ def environment_facts(config: Config, device: str) -> dict[str, Any]:
     }
 
 
-class TrackerSink:
-    """Keeps a helper process that sends the run's records to a tracker. It takes no time of a step.
+class TrackerHelper(Observer):
+    """Keeps a helper process that sends the records of rank 0 to a tracker. It takes no time of a step.
 
     The helper is started with the first record, when metrics.jsonl was cut to the step that the run resumed from.
     """
 
-    def __init__(
-        self, run_folder: Path, tracker: str, environment: Mapping[str, Any], patience: float = PATIENCE
-    ) -> None:
-        """environment: facts of `environment_facts`. patience: seconds that `close` waits at most."""
+    def __init__(self, run_folder: Path, tracker: str, patience: float = PATIENCE) -> None:
+        """tracker: a key of [metrics]. patience: seconds that `end` waits at most."""
         self.run_folder = run_folder
         self.tracker = tracker
-        self.environment = environment
         self.patience = patience
+        self.environment: dict[str, Any] = {}
         self.tolerance = Tolerance(f"metrics.{tracker}")
         self.helper: subprocess.Popen[bytes] | None = None
         self.started = 0.0
         self.output = run_folder / FOLDER / f"{tracker}.log"
 
-    def write(self, step: int, record: Mapping[str, float | None]) -> None:
-        """Start the helper if it does not run, at most once in `RESTART_SECONDS`: the record is in metrics.jsonl."""
+    def begin(self, run: ObservedRun) -> None:
+        """See Observer."""
+        device = run.runtime.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        self.environment = environment_facts(run.config, name)
+
+    def logged(self, n: int, record: Record) -> None:
+        """See Observer. The record is in metrics.jsonl; start the helper if it does not run, but not too often."""
         has_ended = self.helper is not None and self.helper.poll() is not None
         if has_ended:
             self.tolerance.failed(ChildProcessError(0, f"its process has ended; see {self.output}"))
         if self.helper is None or (has_ended and time.monotonic() - self.started > RESTART_SECONDS):
-            self._start()
+            try:
+                self._start()
+            except OSError as error:
+                self.tolerance.failed(error)
 
     def _start(self) -> None:
         self.started = time.monotonic()
@@ -181,8 +188,8 @@ class TrackerSink:
                 command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
             )
 
-    def close(self) -> None:
-        """Wait until all is sent, `patience` seconds at most, and say what is not."""
+    def end(self) -> None:
+        """See Observer: wait until all is sent, `patience` seconds at most, and say what is not."""
         if self.helper is None:
             return
         assert self.helper.stdin is not None
@@ -207,15 +214,3 @@ class TrackerSink:
                 quote(str(self.run_folder)),
                 self.tracker,
             )
-
-
-class Trackers(Observer):
-    """Sends the records of rank 0 to the trackers that [metrics] names."""
-
-    def begin(self, run: ObservedRun) -> None:
-        """See Observer. The sinks come after metrics.jsonl, which their helpers read."""
-        device = run.runtime.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        facts = environment_facts(run.config, name)
-        for name in run.config.metrics.trackers:
-            run.meter.sinks.append(TolerantSink(f"metrics.{name}", TrackerSink(run.runtime.folder, name, facts)))
