@@ -22,6 +22,7 @@ from torchllm.checkpoint.background import SAVES_IN_BACKGROUND
 from torchllm.config import Run
 from torchllm.runtime.heartbeat import during, heartbeat
 from torchllm.runtime.process import Runtime
+from torchllm.tools.launch import hang_watch
 from torchllm.tools.launch.hang_report import read_dump
 from torchllm.tools.launch.hang_watch import ALARM, CHECKS_PER_SECOND, Signer, seconds_between_checks
 from torchllm.tools.launch.launcher_notes import STORE
@@ -126,6 +127,8 @@ def be_stopped(runtime: Runtime) -> None:
 
 
 def send_no_message(runtime: Runtime) -> None:
+    """With a run folder that does not answer, where the user's command would leave its output."""
+    hang_watch.call_on_event = lambda *_: threading.Event().wait()  # type: ignore[assignment,return-value]
     reduce()
     if runtime.rank == 1:
         dist.recv(torch.ones(3), src=0)
