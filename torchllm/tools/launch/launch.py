@@ -35,7 +35,7 @@ from torchllm.tools.launch.rank_watch import RankWatch, memory_folder
 from torchllm.tools.launch.ranks import RankPlaces, RankProcesses
 from torchllm.tools.launch.restarts import AttemptOver, JobOver, JobStopped, PartEnding, Restarts
 from torchllm.tools.launch.spare_node import ASKED
-from torchllm.tools.launch.start_lines import say_that_nodes_have_joined, say_what_is_started, say_while_ranks_import
+from torchllm.tools.launch.start_lines import say_that_nodes_have_joined, say_what_is_started
 
 if TYPE_CHECKING:  # it imports torch
     from torchllm.tools.launch.rendezvous import Rendezvous
@@ -187,8 +187,6 @@ class Launcher:
             places = self._places(folder)
         except AttemptOver:  # another node was quicker
             return PartEnding("stopped")
-        if self.attempt == 1 and HANDED_DOWN in os.environ:  # node 0
-            say_while_ranks_import()
         ranks = RankProcesses(places, [self.options.recipe, *self.options.arguments])
         try:
             failed = ranks.wait(lambda: self._look(ranks.done()))
