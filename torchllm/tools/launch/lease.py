@@ -37,6 +37,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from torchllm.config.environment import LAUNCHED
 from torchllm.config.errors import RefusedStart, UserError
 from torchllm.runtime.stop import STOP, STOPPED
 from torchllm.tools.config.environment import is_requeued, job_id
@@ -48,8 +49,6 @@ FOLDER = "lease"
 """in the run folder"""
 TAKE = "TORCHLLM_TAKE_LEASE"
 """environment variable of run_train.sh: the run folder that the launcher of node 0 takes"""
-LAUNCHED = "TORCHLLM_LAUNCHED"
-"""environment variable of run_train.sh: when it was started"""
 HANDED_DOWN = "TORCHLLM_LEASE"
 """environment variable: the claim of the launcher, for its ranks"""
 RELEASED = "released".ljust(10)

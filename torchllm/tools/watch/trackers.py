@@ -19,12 +19,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from shlex import quote
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -61,14 +61,13 @@ class RunFacts(NamedTuple):
     """the run's config by section, and `environment`"""
 
 
-class ExperimentTracker(Protocol):
+class ExperimentTracker(NamedTuple):
     """An open run of a tracker. Its calls may block and raise."""
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the values of a step, by name."""
-
-    def close(self) -> None:
-        """Send what was not sent yet, and end the run."""
+    log: Callable[[int, Mapping[str, float]], None]
+    """sends the values of a step, by name"""
+    close: Callable[[], None]
+    """sends what was not sent yet, and ends the run"""
 
 
 def record_key(record: Mapping[str, Any]) -> tuple[int, bool]:
