@@ -255,8 +255,8 @@ def describe_stalled(stalled: Sequence[StalledRank]) -> Iterator[str]:
     for beat, idle, stacks in stalled[:DESCRIBED]:
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - idle))
         yield f"{beat.name} ({host}) has made no progress since {since}, for {idle:.0f} s: {beat.doing}"
-        if place := innermost_place(frames_of(beat.thread, stacks)):
-            yield f"{beat.name}'s main thread is at {place}"
+        if position := innermost_place(frames_of(beat.thread, stacks)):
+            yield f"{beat.name}'s main thread is at {position}"
         for pid in [beat.pid, *find_children(beat.pid)]:
             if process_state(pid) in ("D", "T", "t"):
                 whose = beat.name if pid == beat.pid else f"process {pid}, started by {beat.name},"

@@ -19,5 +19,6 @@ def gather_records(record: npt.NDArray[Scalar], group: dist.ProcessGroup) -> npt
     """Return the arrays of all ranks, (...) -> (ranks, ...); shape and dtype must be the same on all ranks."""
     ranks = dist.get_world_size(group)
     gathered = torch.empty(ranks, record.nbytes, dtype=torch.uint8)
-    dist.all_gather(list(gathered), torch.frombuffer(bytearray(record.tobytes()), dtype=torch.uint8), group=group)
+    sent = torch.frombuffer(bytearray(record.tobytes()), dtype=torch.uint8)
+    dist.all_gather(list(gathered), sent, group=group)
     return np.frombuffer(gathered.numpy(), record.dtype).reshape(ranks, *record.shape)

@@ -90,5 +90,9 @@ def hash_of_code() -> str:
 
 def compare_starts(first: Mapping[str, str], second: Mapping[str, str]) -> list[Difference]:
     """Return the facts that differ."""
-    facts = ((name, first.get(name, "missing"), second.get(name, "missing")) for name in {**first, **second})
-    return [Difference(*fact) for fact in facts if fact[1] != fact[2]]
+    differences = []
+    for name in {**first, **second}:
+        difference = Difference(name, first.get(name, "missing"), second.get(name, "missing"))
+        if difference.first != difference.second:
+            differences.append(difference)
+    return differences

@@ -114,8 +114,9 @@ def medians_of_peers(values: npt.NDArray[np.float64], groups: npt.NDArray[np.int
         if peers:
             position = np.arange(len(ranks))  # of each rank in its group
             lower, upper = (peers - 1) // 2, peers // 2
-            below, above = ranks[lower + (lower >= position)], ranks[upper + (upper >= position)]
-            medians[ranks] = (values[below] + values[above]) / 2
+            lower_peer = ranks[lower + (lower >= position)]
+            upper_peer = ranks[upper + (upper >= position)]
+            medians[ranks] = (values[lower_peer] + values[upper_peer]) / 2
     return medians
 
 

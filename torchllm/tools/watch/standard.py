@@ -16,10 +16,10 @@ def standard_observers(config: Config, runtime: Runtime) -> list[Observer]:
     logs_time = is_worth_a_line(config, runtime)
     observers: list[Observer] = [Notices(), Events(), ProfiledSteps(logs_first=logs_time)]
     # Few runs ask for what follows.
-    if config.metrics.trackers:
+    for tracker in config.metrics.trackers:
         from torchllm.tools.watch.trackers import TrackerHelper
 
-        observers += [TrackerHelper(runtime.folder, tracker) for tracker in config.metrics.trackers]
+        observers.append(TrackerHelper(runtime.folder, tracker))
     if config.evaluate.tasks_interval:
         from torchllm.tools.watch.task_processes import TaskProcesses
 

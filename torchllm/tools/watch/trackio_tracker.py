@@ -3,6 +3,8 @@
 With TRACKIO_SPACE_ID the run goes to a Space of Hugging Face; `trackio sync` sends one that was written without.
 """
 
+from collections.abc import Mapping
+
 import trackio
 
 from torchllm.tools.watch.trackers import ExperimentTracker, RunFacts
@@ -19,4 +21,8 @@ def open_trackio(facts: RunFacts) -> ExperimentTracker:
         auto_log_cpu=False,
         auto_log_gpu=False,
     )
-    return ExperimentTracker(lambda step, values: run.log(dict(values), step=step), run.finish)
+
+    def log(step: int, values: Mapping[str, float]) -> None:
+        run.log(dict(values), step=step)
+
+    return ExperimentTracker(log, run.finish)
