@@ -24,7 +24,7 @@ from torchllm.runtime.heartbeat import during, heartbeat
 from torchllm.runtime.process import Runtime
 from torchllm.tools.launch import hang_watch
 from torchllm.tools.launch.hang_report import read_dump
-from torchllm.tools.launch.hang_watch import ALARM, CHECKS_PER_SECOND, Signer, seconds_between_checks
+from torchllm.tools.launch.hang_watch import ALARM, CHECKS_PER_SECOND, seconds_between_checks, sign, verify
 from torchllm.tools.launch.launcher_notes import STORE
 from torchllm.tools.launch.rank_start import LaunchHooks, start_runtime
 
@@ -264,15 +264,14 @@ def test_the_requests_to_the_store_do_not_grow_with_the_ranks() -> None:
 
 
 def test_a_signed_text_is_read_with_the_same_secret_only() -> None:
-    signer = Signer(b"secret of the job")
-    signed = signer.sign("20261122-101112").encode()
-    assert Signer(b"secret of the job").verify(signed) == "20261122-101112"
-    assert Signer(b"another secret").verify(signed) is None
+    signed = sign(b"secret of the job", "20261122-101112").encode()
+    assert verify(b"secret of the job", signed) == "20261122-101112"
+    assert verify(b"another secret", signed) is None
 
 
 @pytest.mark.parametrize(
     "change", [lambda v: v[:-1], lambda v: v + b"0", lambda v: v[70:], lambda v: b"\xff", lambda v: b""]
 )
 def test_what_nobody_has_signed_is_no_text(change: Callable[[bytes], bytes]) -> None:
-    signer = Signer(b"secret of the job")
-    assert signer.verify(change(signer.sign("a text of several words").encode())) is None
+    signed = sign(b"secret of the job", "a text of several words").encode()
+    assert verify(b"secret of the job", change(signed)) is None

@@ -98,24 +98,15 @@ class RankProcess(NamedTuple):
     pid: int
 
 
-class Signer:
-    """Signs texts with a secret that only the ranks of this start of the job have: HMAC (RFC 2104)."""
+def sign(secret: bytes, text: str) -> str:
+    """Return a text with its signature (HMAC, RFC 2104): only the ranks of this start of the job have the secret."""
+    return f"{hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()} {text}"
 
-    def __init__(self, secret: bytes) -> None:
-        self.secret = secret
 
-    def sign(self, text: str) -> str:
-        """Return the text with its signature; `verify` is the inverse."""
-        return f"{self._signature(text)} {text}"
-
-    def verify(self, signed: bytes) -> str | None:
-        """Return the text of a value that was signed with the same secret; None if it was not."""
-        signature, _, text = bytes(signed).decode(errors="replace").partition(" ")
-        is_genuine = hmac.compare_digest(signature.encode(), self._signature(text).encode())
-        return text if is_genuine else None
-
-    def _signature(self, text: str) -> str:
-        return hmac.new(self.secret, text.encode(), hashlib.sha256).hexdigest()
+def verify(secret: bytes, signed: bytes) -> str | None:
+    """Return the text of a value that `sign` returned for the same secret; None of any other value."""
+    text = bytes(signed).decode(errors="replace").partition(" ")[2]
+    return text if hmac.compare_digest(bytes(signed), sign(secret, text).encode()) else None
 
 
 def seconds_between_checks(world_size: int) -> float:
@@ -148,9 +139,9 @@ class HangWatch:
         self.process = RankProcess(os.uname().nodename, os.getppid(), os.getpid())
         # A separate client: the client of the process groups is blocked while a rank waits in it.
         self.store = PrefixStore("hang_watch", join_store(STORE_TIMEOUT))
-        self.signer = Signer(secret)
+        self.secret = secret
         self.ranks_of_node = ranks_of_node
-        self.store.set(f"process_{rank}", self.signer.sign(json.dumps(self.process)))
+        self.store.set(f"process_{rank}", sign(self.secret, json.dumps(self.process)))
         self.has_store = True
         """it answers"""
         self.exceeded: Timeout | None = None
@@ -182,7 +173,7 @@ class HangWatch:
         if not alarm and self.has_store and self.until_check <= 0:
             self.until_check += self.check_interval
             try:
-                alarm = self.store.check([ALARM]) and self.signer.verify(self.store.get(ALARM)) is not None
+                alarm = self.store.check([ALARM]) and verify(self.secret, self.store.get(ALARM)) is not None
             except RuntimeError:
                 self.has_store = False  # it ends with the job; this rank may be stuck in an operation for ever
         if alarm:
@@ -268,8 +259,8 @@ class HangWatch:
     def _raise_alarm(self) -> str:
         """Tell all ranks to report; return the name of the folder of dumps, chosen by the first rank to do so."""
         name = time.strftime(TIME_FORMAT)
-        alarm = self.signer.sign(name)
-        raised = self.signer.verify(self.store.compare_set(ALARM, "", alarm))
+        alarm = sign(self.secret, name)
+        raised = verify(self.secret, self.store.compare_set(ALARM, "", alarm))
         if raised is None:  # not from a rank
             self.store.set(ALARM, alarm)
             return name
@@ -324,7 +315,7 @@ class HangWatch:
     def _process_of(self, rank: int) -> RankProcess | None:
         """Return the process of a rank; None if it is unknown, or no rank has written it."""
         key = f"process_{rank}"
-        text = self.signer.verify(self.store.get(key)) if self.store.check([key]) else None
+        text = verify(self.secret, self.store.get(key)) if self.store.check([key]) else None
         return None if text is None else RankProcess(*json.loads(text))
 
     def _has_published(self, rank: int) -> bool:

@@ -2,7 +2,7 @@
 
 On one node it is a file that the launcher has made. Between nodes it is torch's TCPStore, without a password: whoever
 reaches its port may read and write every key. So values from it are never unpickled or used as file names, and ranks
-sign entries that make ranks end, or kill a process (`hang_watch.Signer`).
+sign entries that make ranks end, or kill a process (`hang_watch.sign`).
 """
 
 import os

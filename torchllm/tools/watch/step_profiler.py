@@ -82,7 +82,7 @@ class StepProfiler:
         mesh: Mesh,
         host_group: dist.ProcessGroup,
         device: torch.device,
-        traces: TraceWriter | None = None,
+        traces: TraceWriter,
         start: int = 0,
     ) -> None:
         """Profile at most one step in `interval` (0: none) and those of `traces`, which are also written to files.
@@ -112,7 +112,7 @@ class StepProfiler:
         self.latest: ProfiledStep | None = None
         """the step that has just ended, if it was profiled and its parts are known"""
         self.has_told_of_missing_events = False
-        if interval or (traces is not None and traces.steps):
+        if interval or traces.steps:
             with warnings.catch_warnings():
                 # torch 2.11 warns once per process, whatever the profile
                 warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
@@ -124,7 +124,7 @@ class StepProfiler:
     def step(self, n: int) -> Iterator[None]:
         """Return a context around all that the loop does in step `n`; afterwards `latest` is that step, if profiled."""
         self.latest = None
-        if self._is_traced(n) or (self.interval and n >= self.next):
+        if n in self.traces.steps or (self.interval and n >= self.next):
             with self._profile(n):
                 yield
         else:
@@ -154,7 +154,7 @@ class StepProfiler:
         cost = time.perf_counter() - called - aside - usual
         host = os.uname().nodename
         self._exchange(n, rank_report(parts, self.peer_group, host, cost, usual, self.exchange_seconds))
-        if self.traces is not None and self._is_traced(n):
+        if n in self.traces.steps:
             with self.traces.tolerance.attempt():
                 self.traces.write(n, profiler, {} if self.latest is None else self.latest.parts)
 
@@ -173,9 +173,6 @@ class StepProfiler:
             self.has_told_of_missing_events = True
             return {}
         return breakdown(events, flight_records(started_ns), self.axis_of_group, self.pipeline_group)
-
-    def _is_traced(self, n: int) -> bool:
-        return self.traces is not None and n in self.traces.steps
 
     def _exchange(self, n: int, report: Reports) -> None:
         """Report to rank 0 about step `n`, and set `latest` and `next` to what it concludes."""
