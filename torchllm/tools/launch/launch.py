@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from torchllm.config.environment import ATTEMPT, LAUNCHED, RANK_NOTES
+from torchllm.config.environment import ATTEMPT, LAUNCHED, LOST_PEER_NOTE, RANK_NOTES
 from torchllm.runtime.stop import write_marker
 from torchllm.tools.config.environment import system_errors_on_one_line
 from torchllm.tools.launch import launcher_notes
@@ -175,9 +175,9 @@ class Launcher:
                 ending = self._run_ranks(Path(folder))
             if stuck := self.watch.found:
                 return ending._replace(kind="hung", rank=ending.rank if stuck.beat.rank is None else stuck.beat.rank)
-            if launcher_notes.has_error("refused") or ending.status == REFUSED:
+            if launcher_notes.has_note("refused") or ending.status == REFUSED:
                 return ending._replace(kind="refused")
-            if launcher_notes.has_error("user_error"):
+            if launcher_notes.has_note("user_error"):
                 return ending._replace(kind="user_error")
             return ending
 
@@ -190,7 +190,7 @@ class Launcher:
         ranks = RankProcesses(places, [self.options.recipe, *self.options.arguments])
         try:
             failed = ranks.wait(lambda: self._look(ranks.done()))
-            if failed is not None and ranks.done() and launcher_notes.has_lost_peer(failed.rank):
+            if failed is not None and ranks.done() and launcher_notes.has_note(f"{LOST_PEER_NOTE}{failed.rank}"):
                 raise RankLeft(ranks.done()[0])  # the others have trained on without it
             if failed is not None:
                 return PartEnding("failed", failed.rank, failed.status, self._host())

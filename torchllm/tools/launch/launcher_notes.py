@@ -8,8 +8,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from torchllm.config.environment import LOST_PEER_NOTE, RANK_NOTES
-from torchllm.config.errors import ErrorKind
+from torchllm.config.environment import RANK_NOTES
 
 STORE = "TORCHLLM_STORE"
 """environment variable: file of the store that all ranks share, in a job of one node that has a launcher"""
@@ -21,16 +20,10 @@ def notes_folder() -> Path | None:
     return Path(name) if name else None
 
 
-def has_error(kind: ErrorKind) -> bool:
-    """Return whether a rank of this node has noted an error of this kind; for the launcher."""
+def has_note(name: str) -> bool:
+    """Return whether a rank of this node has left a note of this name (`error_report.py`); for the launcher."""
     folder = notes_folder()
-    return folder is not None and (folder / kind).exists()
-
-
-def has_lost_peer(rank: int) -> bool:
-    """Return whether a rank of this node has failed because another rank is gone; for the launcher."""
-    folder = notes_folder()
-    return folder is not None and (folder / f"{LOST_PEER_NOTE}{rank}").exists()
+    return folder is not None and (folder / name).exists()
 
 
 def join(rank: int) -> None:
