@@ -59,12 +59,12 @@ def test_the_launcher_hears_of_errors_that_would_come_again(monkeypatch: pytest.
     error.__context__ = RuntimeError("Connection closed by peer")
     end_with(error, rank=0, local_rank=0)
     end_with(ValueError("a bug"), rank=0, local_rank=0)
-    assert not launcher_notes.has_error("user_error")
+    assert not launcher_notes.has_note("user_error")
     end_with(UserError("no such file"), rank=0, local_rank=0)
-    assert launcher_notes.has_error("user_error")
-    assert not launcher_notes.has_error("refused")
+    assert launcher_notes.has_note("user_error")
+    assert not launcher_notes.has_note("refused")
     end_with(RefusedStart("another learning rate"), rank=0, local_rank=0)
-    assert launcher_notes.has_error("refused")
+    assert launcher_notes.has_note("refused")
 
 
 def test_only_rank_0_logs_information(capsys: pytest.CaptureFixture[str]) -> None:

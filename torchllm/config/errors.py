@@ -1,7 +1,5 @@
 """Errors for the user rather than for the developer."""
 
-from typing import Literal
-
 
 class UserError(Exception):
     """An error that the user can fix: the text names the error, its place and the remedy.
@@ -12,7 +10,3 @@ class UserError(Exception):
 
 class RefusedStart(UserError):
     """Refuses to start a run before any file is changed: exit status 2, as for a wrong config."""
-
-
-ErrorKind = Literal["refused", "user_error"]
-"""kind of an error that a restart would hit again: a RefusedStart, or another UserError"""

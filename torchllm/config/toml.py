@@ -9,13 +9,13 @@ KeyPath = tuple[str, ...]
 """("data", "sources", "0", "path"): keys, and indices of arrays as decimal strings."""
 
 
-def toml_value(value: bool | int | float | str | tuple[Any, ...]) -> str:
+def toml_value(value: bool | int | float | str | tuple[Any, ...] | list[Any]) -> str:
     """Return one value as TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):  # JSON's escapes are TOML's, except that TOML wants DEL escaped too
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, list)):
         return f"[{', '.join(map(toml_value, value))}]"
     return repr(value)
 

@@ -14,7 +14,6 @@ import pytest
 from tests.config.conftest import RANK_VARIABLES, enter_empty_folder, refusal
 from tests.tiny_run import DEBUG, ROOT
 from torchllm.config import Config
-from torchllm.config.environment import RANK_NOTES
 from torchllm.tools.config.degrees import obstacle_to_compiled_blocks
 from torchllm.tools.front import notes, resolve
 from torchllm.tools.front.preflight import Inspection
@@ -90,16 +89,14 @@ def test_what_is_told_is_told_once(
     assert capsys.readouterr().err.startswith("layout: ")
 
 
-def test_a_start_without_a_launcher_says_that_it_imports(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spoken: list[object] = []
-    monkeypatch.setattr(start_lines, "_speak_in_thread", spoken.append)
+def test_rank_0_says_that_it_imports(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoken: list[str] = []
+    monkeypatch.setattr(start_lines, "_speak", lambda: spoken.append("importing"))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv(RANK_NOTES, str(folder))
-    load_configs(["--run.folder=run", "--run.device=cpu"])
-    assert spoken == []
-    monkeypatch.delenv(RANK_NOTES)
-    load_configs(["--run.folder=run", "--run.device=cpu"])
-    assert len(spoken) == 1
+    for rank, lines in (("1", 0), ("0", 1)):
+        monkeypatch.setenv("RANK", rank)
+        load_configs(["--run.folder=run", "--run.device=cpu"])
+        assert len(spoken) == lines
 
 
 def test_tune_returns_several_layouts_of_one_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

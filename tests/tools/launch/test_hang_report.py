@@ -1,13 +1,19 @@
+import threading
 from pathlib import Path
 
+import pytest
+
 from torchllm.runtime.heartbeat import Timeout
+from torchllm.tools.launch import hang_report
 from torchllm.tools.launch.hang_report import (
     ROOT,
     RankDump,
+    Standstill,
     blocked_operations,
     describe_hang,
     find_culprits,
     format_ranks,
+    look_every_second,
     read_dump,
     read_slices,
     skipped_record,
@@ -192,3 +198,25 @@ def test_a_dump_is_read_as_written_and_shortened_by_group() -> None:
     whole = dump(1, collective("0", 1), collective("a", 1), collective("0", 2), collective("0", 3))
     assert read_dump(whole.json()) == whole
     assert [(record.group, record.sequence) for record in whole.recent(2).records] == [("a", 1), ("0", 2), ("0", 3)]
+
+
+def test_time_in_which_the_watching_process_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by `scontrol suspend`, which stops the ranks as well."""
+    looks: list[float] = []
+    clock = iter([0.0, 1.0, 2.0, 1000.0, 1001.0])
+    ended = threading.Event()
+
+    def look(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 4:
+            ended.set()
+
+    monkeypatch.setattr(ended, "wait", lambda seconds: ended.is_set())
+    monkeypatch.setattr(hang_report.time, "monotonic", lambda: next(clock))
+    look_every_second(look, ended)
+    assert looks == [1.0, 1.0, 2.0, 1.0]
+
+
+def test_a_standstill_counts_from_the_first_look_at_a_value() -> None:
+    clock: Standstill[str] = Standstill()
+    assert [clock.look(value, 2.0) for value in "aaabb"] == [0.0, 2.0, 4.0, 0.0, 2.0]

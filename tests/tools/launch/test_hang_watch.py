@@ -22,8 +22,9 @@ from torchllm.checkpoint.background import SAVES_IN_BACKGROUND
 from torchllm.config import Run
 from torchllm.runtime.heartbeat import during, heartbeat
 from torchllm.runtime.process import Runtime
+from torchllm.tools.launch import hang_watch
 from torchllm.tools.launch.hang_report import read_dump
-from torchllm.tools.launch.hang_watch import ALARM, CHECKS_PER_SECOND, seconds_between_checks
+from torchllm.tools.launch.hang_watch import ALARM, CHECKS_PER_SECOND, seconds_between_checks, sign, verify
 from torchllm.tools.launch.launcher_notes import STORE
 from torchllm.tools.launch.rank_start import LaunchHooks, start_runtime
 
@@ -126,6 +127,8 @@ def be_stopped(runtime: Runtime) -> None:
 
 
 def send_no_message(runtime: Runtime) -> None:
+    """With a run folder that does not answer, where the user's command would leave its output."""
+    hang_watch.call_on_event = lambda *_: threading.Event().wait()  # type: ignore[assignment,return-value]
     reduce()
     if runtime.rank == 1:
         dist.recv(torch.ones(3), src=0)
@@ -258,3 +261,17 @@ def test_the_requests_to_the_store_do_not_grow_with_the_ranks() -> None:
     assert seconds_between_checks(8) == 1.0
     for world_size in (4_000, 16_384, 100_000):
         assert world_size / seconds_between_checks(world_size) <= CHECKS_PER_SECOND
+
+
+def test_a_signed_text_is_read_with_the_same_secret_only() -> None:
+    signed = sign(b"secret of the job", "20261122-101112").encode()
+    assert verify(b"secret of the job", signed) == "20261122-101112"
+    assert verify(b"another secret", signed) is None
+
+
+@pytest.mark.parametrize(
+    "change", [lambda v: v[:-1], lambda v: v + b"0", lambda v: v[70:], lambda v: b"\xff", lambda v: b""]
+)
+def test_what_nobody_has_signed_is_no_text(change: Callable[[bytes], bytes]) -> None:
+    signed = sign(b"secret of the job", "a text of several words").encode()
+    assert verify(b"secret of the job", change(signed)) is None

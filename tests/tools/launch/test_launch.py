@@ -51,7 +51,13 @@ if rank == 1:
     (folder / "new").write_text(str(os.getpid()))
     (folder / "new").rename(folder / "pid")
     sys.exit()
-while not (folder / "pid").exists() or " Z " not in Path("/proc", (folder / "pid").read_text(), "stat").read_text():
+def runs():
+    try:
+        pid = (folder / "pid").read_text() if (folder / "pid").exists() else ""
+        return not pid or " Z " not in Path("/proc", pid, "stat").read_text()
+    except FileNotFoundError:  # the launcher has seen its end
+        return False
+while runs():
     time.sleep(0.01)
 error_report.OTHERS_WAIT = 0
 error_report.report_errors(rank)

@@ -57,35 +57,14 @@ def test_a_time_that_two_launches_share_is_counted_once(tmp_path: Path, monkeypa
     monkeypatch.setenv(LAUNCHED, "1100")
     resumed = Goodput(tmp_path)
     assert resumed.launch.started == 1100.75
-    resumed.begin(50)
+    resumed.begin_steps(50)
     assert resumed.launch.lost == {"start-up": 5.25}
-
-
-@pytest.mark.parametrize("launches", [0, 100])
-def test_a_logged_step_writes_as_much_however_many_launches_there_were(tmp_path: Path, launches: int) -> None:
-    file = tmp_path / FILE
-    file.write_text(json.dumps([asdict(Launch(1000.0 + n, n, seen=1001.0 + n, step=n)) for n in range(launches)]))
-    account_of_run = Goodput(tmp_path)
-    account_of_run.begin(launches)
-    account_of_run.charge("data", 1234.5678)
-    account_of_run.write(launches + 1)
-    inode = file.stat().st_ino
-    earlier, line = file.read_bytes()[: account_of_run.line_begin], account_of_run.line_length
-    assert len(earlier) == sum(len(text) + 1 for text in earlier.decode().splitlines())
-    assert line < 300
-    account_of_run.launch.lost["data"] = 0.0  # a shorter line
-    account_of_run.write(launches + 2)
-    assert file.stat().st_ino == inode  # not replaced by a new file
-    assert file.read_bytes()[: account_of_run.line_begin] == earlier
-    assert len(file.read_bytes()) == len(earlier) + line + len("\n]\n")
-    assert len(json.loads(file.read_text())) == launches + 1
-    assert read_launches(file)[-1] == account_of_run.launch
 
 
 def test_a_line_that_a_power_cut_tore_loses_one_launch(tmp_path: Path) -> None:
     for first in (0, 10, 20):
         account_of_run = Goodput(tmp_path)
-        account_of_run.begin(first)
+        account_of_run.begin_steps(first)
         account_of_run.write(first + 10)
     file = tmp_path / FILE
     file.write_bytes(file.read_bytes()[:-30])
@@ -97,13 +76,13 @@ def test_the_account_goes_on_over_launches(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(goodput, "time", SimpleNamespace(time=lambda: clock.now, monotonic=lambda: clock.now))
     monkeypatch.setenv(LAUNCHED, "1000")
     first = Goodput(tmp_path)
-    first.begin(0)
+    first.begin_steps(0)
     clock.now = 1048.0
-    first.charge("data", 4.0)
+    first.spent("data", 4.0)
     first.write(10)
     assert first.launch.productive == 36
     clock.now = 1060.0  # another config from a checkpoint on
-    first.begin(10)
+    first.begin_steps(10)
     clock.now = 1070.0
     first.write(15)
     assert first.launch.lost == {"start-up": 8.0, "data": 4.0, "rebuild": 12.0}
@@ -111,7 +90,7 @@ def test_the_account_goes_on_over_launches(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv(LAUNCHED, "1090")
     clock.now = 1100.0
     second = Goodput(tmp_path)
-    second.begin(15)
+    second.begin_steps(15)
     clock.now = 1170.0
     second.write(30)
     assert [launch.first for launch in read_launches(tmp_path / FILE)] == [0, 15]
@@ -149,7 +128,7 @@ def test_a_clock_that_is_set_while_a_launch_runs_changes_nothing(
     monkeypatch.delenv(LAUNCHED, raising=False)
     account_of_run = Goodput(tmp_path)
     clock.now, clock.monotonic = 1000.0 - 3600, 15.0
-    account_of_run.begin(0)
+    account_of_run.begin_steps(0)
     clock.now, clock.monotonic = 1000.0 + 36_000, 25.0
     account_of_run.write(10)
     assert account_of_run.summary() == "goodput 50.0% of 20 s; start-up 50.0%"
@@ -161,7 +140,7 @@ def test_a_file_that_cannot_be_written_ends_nothing_and_comes_back(
     file = tmp_path / FILE
     file.mkdir()
     account_of_run = Goodput(tmp_path)
-    account_of_run.begin(0)
+    account_of_run.begin_steps(0)
     account_of_run.write(1)
     account_of_run.write(2)
     file.rmdir()

@@ -14,7 +14,7 @@ import pytest
 from tests.tiny_run import ROOT
 from torchllm.config.schema import Config, Data, MixtureStage, Source
 from torchllm.config.write import dump_toml
-from torchllm.tools.watch.noted_sources import note_sources
+from torchllm.tools.watch.notices import note_sources
 from torchllm.tools.watch.report import LATEST, main, read_run_folder
 
 FIXTURE = ROOT / "tests/fixtures/commit_8ca45ed/llama"

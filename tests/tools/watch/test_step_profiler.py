@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -16,6 +17,7 @@ from tests.workers import run
 from torchllm.runtime.phase import phase
 from torchllm.tools.watch import step_profiler
 from torchllm.tools.watch.step_profiler import CONFIRMATIONS, MAX_COST, ProfiledStep, StepProfiler
+from torchllm.tools.watch.trace import TraceWriter
 
 USUAL = 0.25
 """seconds of a step by the fake clock"""
@@ -54,7 +56,7 @@ def profiler_of(interval: int, start: int = 0) -> StepProfiler:
     mesh, _ = build(tiny({"parallel.dp_shard": dist.get_world_size()}))
     group = dist.new_group(backend="gloo")
     assert group is not None
-    return StepProfiler(interval, mesh, group, CPU, start=start)
+    return StepProfiler(interval, mesh, group, CPU, TraceWriter(Path(), range(0), 0), start)
 
 
 def _profiled_steps(steps: int, parts_of: Callable[[int, int], Parts]) -> list[ProfiledStep]:

@@ -4,6 +4,7 @@ import json
 import logging
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,36 +38,48 @@ def publish(folder: Path, step: int) -> None:
     (folder / f"checkpoints/step-{step:08d}/manifest.json").touch()
 
 
+def processes_of(folder: Path, start: int) -> TaskProcesses:
+    """Return the processes of a run that evaluates every fourth step, and goes on from `start`."""
+    processes = TaskProcesses(folder, 4)
+    processes.begin(SimpleNamespace(start=start))  # type: ignore[arg-type]  # it reads no more
+    return processes
+
+
+def end_step(processes: TaskProcesses, step: int) -> None:
+    with processes.step(step):
+        pass
+
+
 def finish(processes: TaskProcesses) -> None:
     assert processes.process is not None
     processes.process.wait(patience(60))
 
 
 def test_a_checkpoint_that_is_due_is_evaluated_once(run: Path) -> None:
-    processes = TaskProcesses(run, 4, start=0)
-    processes.start_due(3)
+    processes = processes_of(run, 0)
+    end_step(processes, 3)
     assert processes.process is None
-    processes.start_due(4)
+    end_step(processes, 4)
     first = processes.process
     finish(processes)
     for step in (5, 6, 7):
-        processes.start_due(step)
+        end_step(processes, step)
     assert processes.process is None
     (seen,) = (run / "evaluations").glob("*.seen")
     arguments = [f"--checkpoint.resume={run}/checkpoints/step-00000004", "--run.device=cpu"]
     assert json.loads(seen.read_text()) == [arguments, "", False, 19]
     assert first is not None
-    processes.start_due(8)
+    end_step(processes, 8)
     finish(processes)
     assert len(list((run / "evaluations").glob("*.seen"))) == 2
 
 
 def test_one_that_is_not_published_yet_is_waited_for(run: Path) -> None:
-    processes = TaskProcesses(run, 4, start=8)
-    processes.start_due(12)
+    processes = processes_of(run, 8)
+    end_step(processes, 12)
     assert processes.process is None
     publish(run, 12)
-    processes.start_due(13)
+    end_step(processes, 13)
     assert processes.process_step == 12
     finish(processes)
 
@@ -75,21 +88,21 @@ def test_one_is_skipped_while_another_runs_and_a_failure_ends_nothing(
     run: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("fail", "1")
-    processes = TaskProcesses(run, 4, start=0)
+    processes = processes_of(run, 0)
     with caplog.at_level(logging.INFO):
-        processes.start_due(4)
+        end_step(processes, 4)
         running, processes.process = processes.process, None
         assert running is not None
         running.wait(patience(60))
         monkeypatch.setattr(running, "returncode", None)
         monkeypatch.setattr(running, "poll", lambda: running.returncode)
         processes.process = running
-        processes.start_due(8)
+        end_step(processes, 8)
         words = [f"{run}/config.toml", f"--checkpoint.resume={run}/checkpoints/step-00000008"]
         command = f"python recipes/evaluate.py {shlex.join(words)}"
         assert f"evaluate.tasks: step 8 is skipped: step 4 is not done yet; later: {command}" in caplog.messages
         running.returncode = 1
-        processes.start_due(9)
+        end_step(processes, 9)
     log_file = run / "evaluations/step-00000004.log"
     assert f"evaluate.tasks: step 4 failed: see {log_file}" in caplog.messages
     assert log_file.read_text() == "no such task\n"

@@ -21,11 +21,12 @@ from tests.patience import patience, text_with, until
 from tests.tiny_run import DEBUG, ROOT, SMALL, changed, metrics
 from torchllm.config import Config, Data, Metrics, Run, Source, write_config
 from torchllm.metrics.sinks import JsonLines, Record
+from torchllm.tools.config.by_key import values_by_key
 from torchllm.tools.config.checks import problems
 from torchllm.tools.front.preflight import inspect_training
 from torchllm.tools.watch import trackers
 from torchllm.tools.watch.send_records import Sender
-from torchllm.tools.watch.trackers import TrackerSink, count_unsent, environment_facts, flat_settings
+from torchllm.tools.watch.trackers import TrackerHelper, count_unsent, environment_facts
 
 TRACKERS = ["wandb", "mlflow", "trackio"]
 FAKES = Path(__file__).parent / "fake_trackers"
@@ -82,7 +83,7 @@ def config_at_the_tracker(calls: Calls) -> dict[str, str]:
     parameters = [call[1] for call in calls if call[0] == "parameters"]
     if parameters:
         return {key: value for batch in parameters for key, value in batch.items()}
-    return {key: str(value) for key, value in flat_settings(calls[0][3])}
+    return {key: str(value) for key, value in values_by_key(calls[0][3]).items()}
 
 
 def send(folder: Path, tracker: str) -> None:
@@ -168,9 +169,9 @@ def test_without_a_server_or_a_key_wandb_writes_offline(
     assert read_calls(calls)[-4][4] == "online"
 
 
-def start_run(folder: Path, patience: float = 60.0) -> tuple[JsonLines, TrackerSink]:
-    """The sinks of a run, metrics.jsonl's first."""
-    return JsonLines(folder / "metrics.jsonl"), TrackerSink(folder, "trackio", {}, patience)
+def start_run(folder: Path, patience: float = 60.0) -> tuple[JsonLines, TrackerHelper]:
+    """The metrics of a run, and what keeps its helper."""
+    return JsonLines(folder / "metrics.jsonl"), TrackerHelper(folder, "trackio", patience)
 
 
 def test_a_tracker_that_raises_loses_no_record(
@@ -179,17 +180,17 @@ def test_a_tracker_that_raises_loses_no_record(
     monkeypatch.setenv("FAKE_FAILS", "2")
     monkeypatch.setattr(trackers, "RESTART_SECONDS", 0.0)
     folder = run_folder(tmp_path / "run", "trackio")
-    lines, sink = start_run(folder)
+    lines, helper = start_run(folder)
     for step in (1, 2):
         lines.write(step, record(step))
-        sink.write(step, record(step))
+        helper.logged(step, record(step))
     text_with(folder / "trackers/trackio.log", "the tracker has failed", 60)
-    assert sink.helper is not None
-    sink.helper.wait(patience(60))
+    assert helper.helper is not None
+    helper.helper.wait(patience(60))
     monkeypatch.delenv("FAKE_FAILS")
     lines.write(3, record(3))
-    sink.write(3, record(3))
-    sink.close()
+    helper.logged(3, record(3))
+    helper.end()
     assert logged(read_calls(calls)) == [1, 2, 3]
     log_file = folder / "trackers/trackio.log"
     assert caplog.messages == [
@@ -202,15 +203,15 @@ def test_a_tracker_that_blocks_stops_neither_the_steps_nor_the_end_and_is_sent_t
 ) -> None:
     monkeypatch.setenv("FAKE_BLOCKS", "3")
     folder = run_folder(tmp_path / "run", "trackio")
-    lines, sink = start_run(folder, patience=1.0)
+    lines, helper = start_run(folder, patience=1.0)
     for step in range(1, 4):
         lines.write(step, record(step))
-        sink.write(step, record(step))
+        helper.logged(step, record(step))
     until(lambda: logged(read_calls(calls)) == [1, 2], 60)
-    helper = sink.helper
-    sink.close()
-    assert helper is not None
-    assert helper.returncode == -9
+    process = helper.helper
+    helper.end()
+    assert process is not None
+    assert process.returncode == -9
     command = f"python -P -m torchllm.tools.watch.send_records {folder} trackio"
     log_file = folder / "trackers/trackio.log"
     assert caplog.messages == [
@@ -228,10 +229,10 @@ def test_a_helper_ends_with_a_run_that_is_killed(tmp_path: Path, calls: Path) ->
     program = f"""
 import time
 from pathlib import Path
-from torchllm.tools.watch.trackers import TrackerSink
-sink = TrackerSink(Path({str(folder)!r}), "trackio", {{}})
-sink.write(1, {{}})
-print(sink.helper.pid, flush=True)
+from torchllm.tools.watch.trackers import TrackerHelper
+helper = TrackerHelper(Path({str(folder)!r}), "trackio")
+helper.logged(1, {{}})
+print(helper.helper.pid, flush=True)
 time.sleep(600)
 """
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:

@@ -10,8 +10,9 @@ from torchllm.config.errors import UserError
 from torchllm.config.field_types import notes_on, plain_type
 from torchllm.config.paths import same_path
 from torchllm.config.schema import FUNCTION_SECTIONS, Config, IsPath
-from torchllm.config.toml import KeyPath, dotted, toml_value
+from torchllm.config.toml import toml_value
 from torchllm.optim.schedule import LearningRate
+from torchllm.tools.config.by_key import values_by_key
 from torchllm.tools.config.read import type_at
 
 SOURCES_OF_FROZEN_WEIGHTS = ("run.seed", "model.initial_std", "model.from_hf", "checkpoint.initial")
@@ -132,19 +133,5 @@ def _refuse_other_frozen_weights(changes: Iterable[ConfigChange], config: Config
 
 
 def _values(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the values of a config as TOML, by dotted key: data.sources.0.kind."""
-    values: dict[str, str] = {}
-
-    def collect(value: Any, path: KeyPath) -> None:
-        if isinstance(value, Mapping):
-            for key, item in value.items():
-                collect(item, (*path, key))
-        elif isinstance(value, (list, tuple)) and value and isinstance(value[0], Mapping):
-            for index, item in enumerate(value):
-                collect(item, (*path, str(index)))
-        else:
-            # A config has tuples, which JSON turned into lists.
-            values[dotted(path)] = toml_value(tuple(value) if isinstance(value, list) else value)
-
-    collect(config, ())
-    return values
+    """Return the values of a config as TOML, by dotted key."""
+    return {key: toml_value(value) for key, value in values_by_key(config).items()}

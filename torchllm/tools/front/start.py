@@ -13,7 +13,6 @@ from torchllm.config.schema import Config
 from torchllm.runtime.heartbeat import heartbeat
 from torchllm.tools.config.environment import system_errors_on_one_line
 from torchllm.tools.config.handed import handed_configs
-from torchllm.tools.launch.launcher_notes import notes_folder
 
 C = TypeVar("C", bound=Config)
 
@@ -37,8 +36,7 @@ def load_configs(arguments: Sequence[str], schema: type[Any] = Config, *, uses_e
         from torchllm.tools.front.resolve import read_configs  # of no use to ranks that run_train.sh has started
 
         configs = read_configs(arguments, schema, uses_epochs)
-    if notes_folder() is None:  # else a launcher says it
-        from torchllm.tools.launch.start_lines import say_while_this_imports
+    from torchllm.tools.launch.start_lines import say_while_this_imports  # of no use to a check
 
-        say_while_this_imports()
+    say_while_this_imports()
     return configs

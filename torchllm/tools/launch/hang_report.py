@@ -1,4 +1,8 @@
-"""The dump of each rank of a job that hangs, and the conclusion from all dumps: the rank that others wait for.
+"""What both watches over hangs share, and the report of the ranks: the rank that others wait for.
+
+Both `hang_watch.py` in each rank and `rank_watch.py` in each launcher look once per `TICK` (`look_every_second`), count
+with one clock how long something has not moved (`Standstill`), and leave what they know in RUN/hang/TIME
+(`write_in_thread`).
 
 A rank waits in a collective that it has entered and that is not done. The others wait for the members of the group that
 have not entered it, by its number in the group. A rank that others wait for, and that waits for no rank itself, holds
@@ -9,17 +13,27 @@ missing ranks per waiting rank decides which.
 from __future__ import annotations
 
 import json
+import logging
 import re
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from torchllm.runtime.heartbeat import Timeout
 
 if TYPE_CHECKING:  # it imports torch, and a launcher needs the texts here
     from torchllm.tools.launch.torch_records import FlightRecord
 
+log = logging.getLogger(__name__)
+
+TICK = 1.0
+"""seconds between two looks"""
+TIME_FORMAT = "%Y%m%d-%H%M%S"
+"""name of the folder of a hang in RUN/hang: when it was found, in local time"""
 ROOT = f"{Path(__file__).parents[3]}/"
 """folder of the repository; its files are named without it"""
 DESCRIBED = 4
@@ -28,6 +42,55 @@ LISTED_RUNS = 16
 """runs of ranks that a line names; of more runs it says how many ranks they are"""
 MESSAGE_ENDS = re.compile(r"(?P<rank>\d+)(?:<-|->)(?P<peer>\d+)$")
 """end of NCCL's name of a message: "recv 1<-0", by ranks in the group"""
+
+Value = TypeVar("Value")
+
+
+@dataclass
+class Standstill(Generic[Value]):
+    """Counts for how long a value has not changed."""
+
+    value: Value | None = None
+    seconds: float = 0.0
+
+    def look(self, value: Value, seconds: float) -> float:
+        """Return the seconds without a change, now that it is `value`. seconds: since the last look."""
+        self.seconds = self.seconds + seconds if value == self.value else 0.0
+        self.value = value
+        return self.seconds
+
+
+def look_every_second(look: Callable[[float], None], ended: threading.Event) -> None:
+    """Call `look` with the seconds since its last call, once per `TICK` until `ended`.
+
+    Time in which this process was stopped does not count: the processes that it watches were stopped too.
+    """
+    last_look = time.monotonic()
+    while not ended.wait(TICK):
+        moment = time.monotonic()
+        look(min(moment - last_look, 2 * TICK))
+        last_look = moment
+
+
+def write_in_thread(file: Path, text: str, then: Callable[[], None] = lambda: None) -> threading.Thread:
+    """Start to write a file of a hang, whole, and return the thread: the run folder may be the cause of the hang.
+
+    then: called afterwards, in the thread.
+    """
+
+    def write() -> None:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = file.with_name(f".{file.name}")
+            unfinished.write_text(text)
+            unfinished.rename(file)
+        except OSError as error:
+            log.error("%s: %s", file, error)
+        then()
+
+    thread = threading.Thread(target=write, name="hang report", daemon=True)
+    thread.start()
+    return thread
 
 
 class RankDump(NamedTuple):
@@ -65,12 +128,9 @@ class RankDump(NamedTuple):
         return json.dumps(self._asdict())
 
     @property
-    def position(self) -> str:
-        """Return where the main thread is: its innermost line outside torch and Python's library."""
-        for line in reversed(self.stack):
-            if "/lib/python3" not in line:
-                return line
-        return self.stack[-1]
+    def place(self) -> str:
+        """Return where the main thread is."""
+        return innermost_place(self.stack[::-1])
 
 
 def read_dump(text: str) -> RankDump:
@@ -306,7 +366,7 @@ def _describe_culprit(
     if dump is None:
         yield f"rank {rank} does not answer: its process has ended, is stopped, or is stuck outside Python"
         return
-    yield f"rank {rank}'s main thread is at {shorten_path(dump.position)}"
+    yield f"rank {rank}'s main thread is at {dump.place}"
     waited_in = next((operation for operation in operations if rank in operation.waiting), None)
     if waited_in is not None:
         yield f"rank {rank} itself waits in {_describe_operation(waited_in)}"
@@ -330,7 +390,7 @@ def _describe_unrecorded_waits(dumps: Sequence[RankDump]) -> Iterator[str]:
         first = waiting[0]
         rank = f" on rank {first.rank}" if len(waiting) > 1 else ""
         ranks = _name_ranks([dump.rank for dump in waiting])
-        yield f"{ranks} waited for a message at {shorten_path(first.position)}{rank}"
+        yield f"{ranks} waited for a message at {first.place}{rank}"
 
 
 def _describe_steps(dumps: Sequence[RankDump]) -> Iterator[str]:
@@ -376,6 +436,15 @@ def format_ranks(ranks: Iterable[int]) -> str:
     if len(runs) > LISTED_RUNS:
         texts.append(f"… ({len(ordered)} ranks in all)")
     return ", ".join(texts)
+
+
+def innermost_place(stack: Sequence[str]) -> str:
+    """Return where a program is: its innermost line outside torch and Python's library; "" if nothing is known.
+
+    stack: "file:line in function", innermost first.
+    """
+    outside = [line for line in stack if "/lib/python3" not in line]
+    return shorten_path((outside or [*stack, ""])[0])
 
 
 def shorten_path(location: str) -> str:

@@ -17,6 +17,9 @@ Only rank 0's node must be alive for that. Where a rank is busy on its own (a sl
 the timeout, they raise the alarm too, as a process group's timeout would: raise the setting that the report names.
 """
 
+import hashlib
+import hmac
+import json
 import logging
 import os
 import signal
@@ -32,12 +35,24 @@ from typing import NamedTuple
 
 from torchllm.checkpoint.background import SAVES_IN_BACKGROUND
 from torchllm.runtime.heartbeat import GROUP_GRACE, Timeout, heartbeat
-from torchllm.tools.launch.hang_report import RankDump, describe_hang, read_dump, unfinished_records, write_slices
+from torchllm.tools.launch.hang_report import (
+    TICK,
+    TIME_FORMAT,
+    RankDump,
+    Standstill,
+    describe_hang,
+    look_every_second,
+    read_dump,
+    unfinished_records,
+    write_in_thread,
+    write_slices,
+)
 from torchllm.tools.launch.on_event import call_on_event
-from torchllm.tools.launch.store import PrefixStore, Signer, join_store
+from torchllm.tools.launch.store import PrefixStore, join_store
 from torchllm.tools.launch.torch_records import (
     FlightRecord,
     GroupProgress,
+    LimitedGroup,
     flight_records,
     group_progress,
     limit_groups,
@@ -45,8 +60,6 @@ from torchllm.tools.launch.torch_records import (
 
 log = logging.getLogger(__name__)
 
-TICK = 1.0
-"""seconds between two looks"""
 PATIENCE = 3.0
 """seconds that the other ranks have to publish their dumps"""
 POLLS_PER_SECOND = 20_000
@@ -62,8 +75,6 @@ STORE_TIMEOUT = timedelta(seconds=300)
 """of a request to the store"""
 ALARM = "alarm"
 """key of the store: name of the folder of dumps, set by the first rank that finds a hang"""
-ALARM_FORMAT = "%Y%m%d-%H%M%S"
-"""of the name: when the alarm was raised, in that rank's local time"""
 PUBLISHED = "published"
 """key of the store: number of ranks that have published their dump"""
 ANSWERING = "answering"
@@ -86,15 +97,16 @@ class RankProcess(NamedTuple):
     """process id of the launcher that started it"""
     pid: int
 
-    def text(self) -> str:
-        """Return the process as one line; `parse` is the inverse."""
-        return f"{self.host} {self.parent} {self.pid}"
 
-    @classmethod
-    def parse(cls, text: str) -> "RankProcess":
-        """Read a line that `text` wrote."""
-        host, parent, pid = text.split()
-        return cls(host, int(parent), int(pid))
+def sign(secret: bytes, text: str) -> str:
+    """Return a text with its signature (HMAC, RFC 2104): only the ranks of this start of the job have the secret."""
+    return f"{hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()} {text}"
+
+
+def verify(secret: bytes, signed: bytes) -> str | None:
+    """Return the text of a value that `sign` returned for the same secret; None of any other value."""
+    text = bytes(signed).decode(errors="replace").partition(" ")[2]
+    return text if hmac.compare_digest(bytes(signed), sign(secret, text).encode()) else None
 
 
 def seconds_between_checks(world_size: int) -> float:
@@ -114,11 +126,10 @@ class HangWatch:
         secret: bytes,
         on_event: str = "",
     ) -> None:
-        """Watch `rank`. Call it on all ranks: it waits for the others of this node.
+        """Watch `rank`.
 
         ranks_of_node: ranks on this rank's node. folder: the run's; dumps go to its folder "hang". secret: the same
-        on all ranks.
-        on_event: command that the reporting rank calls (`run.on_event`).
+        on all ranks. on_event: command that the reporting rank calls (`run.on_event`).
         """
         self.rank = rank
         self.world_size = world_size
@@ -128,25 +139,25 @@ class HangWatch:
         self.process = RankProcess(os.uname().nodename, os.getppid(), os.getpid())
         # A separate client: the client of the process groups is blocked while a rank waits in it.
         self.store = PrefixStore("hang_watch", join_store(STORE_TIMEOUT))
-        self.signer = Signer(secret)
-        self.siblings = self._open_siblings(ranks_of_node)
+        self.secret = secret
+        self.ranks_of_node = ranks_of_node
+        self.store.set(f"process_{rank}", sign(self.secret, json.dumps(self.process)))
         self.has_store = True
         """it answers"""
         self.exceeded: Timeout | None = None
         """that this rank has found exceeded"""
-        self.background_groups: set[str] = set()
-        """names of the groups that save in the background"""
-        self.group_ranks: dict[str, str] = {}
-        """ranks of each process group (`write_slices`), by torch's name of the group"""
-        self.progress: dict[str, GroupProgress] = {}
-        """at the last look"""
-        self.last_moved: dict[str, float] = {}
-        """time.monotonic() when each group was last seen idle or making progress"""
-        self.position: object = None
-        """of the main thread at the last look, with the groups' progress"""
-        self.position_since = time.monotonic()
+        self.groups: dict[str, LimitedGroup] = {}
+        """by torch's name of the group"""
+        self.unfinished: dict[str, Standstill[GroupProgress]] = {}
+        """of the groups that were not idle at the last look"""
+        self.main_thread: Standstill[object] = Standstill()
+        """instruction that it executes, and the progress of all groups"""
+        self.until_check = 0.0
+        """seconds until this rank asks the store for an alarm again"""
         self.closed = threading.Event()
-        self.thread = threading.Thread(target=self._watch, name="hang watch", daemon=True)
+        self.thread = threading.Thread(
+            target=look_every_second, args=(self._look, self.closed), name="hang watch", daemon=True
+        )
         self.thread.start()
 
     def close(self) -> None:
@@ -154,55 +165,49 @@ class HangWatch:
         self.closed.set()
         self.thread.join()
 
-    def _watch(self) -> None:
-        """Look once per `TICK` until `close` is called; end the process if this or another rank finds a hang."""
-        next_check = time.monotonic()
-        while not self.closed.wait(TICK):
-            for name, group in limit_groups(max(heartbeat().timeouts) + GROUP_GRACE, self.group_ranks).items():
-                self.group_ranks[name] = write_slices(group.ranks)
-                if group.description == SAVES_IN_BACKGROUND:
-                    self.background_groups.add(name)
-            alarm = self.hangs()
-            if not alarm and self.has_store and time.monotonic() >= next_check:
-                next_check += self.check_interval
-                try:
-                    alarm = self.store.check([ALARM]) and self._alarm_name(self.store.get(ALARM)) is not None
-                except RuntimeError:
-                    self.has_store = False  # it ends with the job; this rank may be stuck in an operation for ever
-            if alarm:
-                self._end_job()
+    def _look(self, seconds: float) -> None:
+        """End the process if this or another rank has found a hang. seconds: since the last look."""
+        self.groups |= limit_groups(max(heartbeat().timeouts) + GROUP_GRACE, self.groups)
+        alarm = self.hangs(seconds)
+        self.until_check -= seconds
+        if not alarm and self.has_store and self.until_check <= 0:
+            self.until_check += self.check_interval
+            try:
+                alarm = self.store.check([ALARM]) and verify(self.secret, self.store.get(ALARM)) is not None
+            except RuntimeError:
+                self.has_store = False  # it ends with the job; this rank may be stuck in an operation for ever
+        if alarm:
+            self._end_job()
 
-    def hangs(self) -> bool:
-        """Return whether this rank has waited for other ranks longer than its timeout. Call it once per `TICK`."""
-        moment = time.monotonic()
+    def hangs(self, seconds: float) -> bool:
+        """Return whether this rank has waited for other ranks longer than its timeout. seconds: since the last look."""
         progress = group_progress()
-        for group, state in progress.items():
-            if state.enqueued == state.completed or self.progress.get(group) != state:
-                self.last_moved[group] = moment
-        self.progress = progress
-        return self._main_thread_hangs(moment) or self._group_hangs(moment)
+        return self._main_thread_hangs(progress, seconds) or self._group_hangs(progress, seconds)
 
-    def _main_thread_hangs(self, moment: float) -> bool:
+    def _main_thread_hangs(self, progress: dict[str, GroupProgress], seconds: float) -> bool:
         """Return whether the main thread has waited on one instruction for too long: perhaps for a message."""
         frame = _main_frame()
-        position = id(frame), frame.f_lasti, self.progress
-        if position != self.position:
-            self.position, self.position_since = position, moment
         timeout = heartbeat().timeout()
-        if moment - self.position_since <= timeout.seconds or not _in_waiting_code(frame):
+        idle = self.main_thread.look((id(frame), frame.f_lasti, progress), seconds)
+        if idle <= timeout.seconds or not _in_waiting_code(frame):
             return False
         self.exceeded = timeout
         return True
 
-    def _group_hangs(self, moment: float) -> bool:
+    def _group_hangs(self, progress: dict[str, GroupProgress], seconds: float) -> bool:
         """Return whether a collective has been unfinished for too long."""
-        seconds = heartbeat().timeout().seconds
-        stuck = [group for group, moved in self.last_moved.items() if moment - moved > seconds]
-        if not stuck:
-            return False
-        self.last_moved.update(dict.fromkeys(stuck, moment))
+        limit = heartbeat().timeout().seconds
+        unfinished = {}
+        is_stuck = False
+        for group, state in progress.items():
+            if state.enqueued != state.completed:
+                unfinished[group] = self.unfinished.get(group, Standstill())
+                if unfinished[group].look(state, seconds) > limit:
+                    unfinished[group].seconds = 0.0  # the next look into the records is as much later
+                    is_stuck = True
+        self.unfinished = unfinished
         # The counts of a group can be off by one (see `group_progress`), the flight recorder's records cannot.
-        for record in unfinished_records(flight_records()):
+        for record in unfinished_records(flight_records()) if is_stuck else ():
             timeout = self._timeout_of(record)
             if time.time_ns() - record.created > timeout.seconds * 1e9:
                 self.exceeded = timeout
@@ -211,7 +216,8 @@ class HangWatch:
 
     def _timeout_of(self, record: FlightRecord) -> Timeout:
         """Return how long an operation may take."""
-        if record.group in self.background_groups:
+        group = self.groups.get(record.group)
+        if group is not None and group.description == SAVES_IN_BACKGROUND:
             return Timeout(heartbeat().timeouts.save, "run.save_timeout")
         return heartbeat().timeout()
 
@@ -230,21 +236,21 @@ class HangWatch:
     def _report(self) -> None:
         """Publish this rank's dump and write it to its file; one rank logs the report of all."""
         folder = self.folder / "hang" / self._raise_alarm()
-        dump = _dump(self.rank, self.process.host, self.group_ranks)._replace(exceeded=self.exceeded)
+        dump = self._dump()
         position = self._publish(dump.recent(max(4, PUBLISHED_RECORDS // self.world_size)))
-        # In a thread: a file system that does not answer may be the reason of the hang.
-        writer = threading.Thread(target=_write, args=(folder, dump), daemon=True)
-        writer.start()
+        writer = write_in_thread(folder / f"rank_{self.rank}.json", dump.json())
         patience = PATIENCE + self.check_interval - TICK  # other ranks may hear of the alarm only then
         deadline = time.monotonic() + patience
         while self.store.add(PUBLISHED, 0) < self.world_size and time.monotonic() < deadline:
             time.sleep(max(0.05, self.world_size / POLLS_PER_SECOND))
         writer.join(max(0.5, deadline - time.monotonic()))
         if self._speaks_for_all(position):
-            call_on_event(self.on_event, "hang", self.folder)
             dumps = self._published_dumps()
             timeout = next((dump.exceeded for dump in dumps if dump.exceeded is not None), heartbeat().timeout())
             log.error("%s", describe_hang(dumps, self.world_size, self._host_of, timeout, folder))
+            event = threading.Thread(target=call_on_event, args=(self.on_event, "hang", self.folder), daemon=True)
+            event.start()
+            event.join(PATIENCE)
             self.store.set(REPORTED, "")
         else:
             self.store.wait([REPORTED], timedelta(seconds=3 * patience))
@@ -252,23 +258,29 @@ class HangWatch:
 
     def _raise_alarm(self) -> str:
         """Tell all ranks to report; return the name of the folder of dumps, chosen by the first rank to do so."""
-        name = time.strftime(ALARM_FORMAT)
-        alarm = self.signer.sign(name)
-        raised = self._alarm_name(self.store.compare_set(ALARM, "", alarm))
+        name = time.strftime(TIME_FORMAT)
+        alarm = sign(self.secret, name)
+        raised = verify(self.secret, self.store.compare_set(ALARM, "", alarm))
         if raised is None:  # not from a rank
             self.store.set(ALARM, alarm)
             return name
         return raised
 
-    def _alarm_name(self, value: bytes) -> str | None:
-        """Return the name of the folder of dumps in an alarm; None if no rank has raised it.
-
-        Whoever reaches the store may write there: the name is built from the time in it, so that it can only be a time.
-        """
-        text = self.signer.verify(value)
-        if text is None:
-            return None
-        return time.strftime(ALARM_FORMAT, time.strptime(text, ALARM_FORMAT))
+    def _dump(self) -> RankDump:
+        """Collect the dump of this rank, now."""
+        frame = _main_frame()
+        lines = StackSummary.extract(walk_stack(frame), lookup_lines=False)
+        return RankDump(
+            self.rank,
+            self.process.host,
+            time.time_ns(),
+            [f"{line.filename}:{line.lineno} in {line.name}" for line in reversed(lines)],
+            _in_waiting_code(frame),
+            {name: write_slices(group.ranks) for name, group in self.groups.items()},
+            flight_records(places=True),
+            heartbeat().step,
+            self.exceeded,
+        )
 
     def _publish(self, dump: RankDump) -> int:
         """Put a dump into the store; return how many ranks have done so by then."""
@@ -295,34 +307,16 @@ class HangWatch:
         is_speaker = position == 1 if speaker is None else speaker == self.rank
         return is_speaker and self.store.add(SPEAKERS, 1) == 1
 
-    def _open_siblings(self, ranks_of_node: range) -> dict[int, int]:
-        """Return a handle (pidfd) on each other rank that the same launcher started, by rank.
-
-        A process id may be given to another process when its owner ends; a handle cannot.
-        """
-        self.store.set(f"process_{self.rank}", self.signer.sign(self.process.text()))
-        handles: dict[int, int] = {}
-        if self.process.parent <= 1:  # its launcher has ended: ranks of other jobs have the same parent
-            return handles
-        keys = [f"process_{rank}" for rank in ranks_of_node]
-        for rank, text in zip(ranks_of_node, self.store.multi_get(keys), strict=True):
-            process = self._process_of(text)
-            if process is None:
-                continue
-            if rank != self.rank and process.host == self.process.host and process.parent == self.process.parent:
-                with suppress(OSError, AttributeError):  # no pidfd on this system: the launcher kills them 10 s later
-                    handles[rank] = os.pidfd_open(process.pid)
-        return handles
-
     def _host_of(self, rank: int) -> str:
         """Return the host of a rank, which need not answer any more."""
-        process = self._process_of(self.store.get(f"process_{rank}"))
+        process = self._process_of(rank)
         return "unknown host" if process is None else process.host
 
-    def _process_of(self, value: bytes) -> RankProcess | None:
-        """Return the process that a value of the store describes; None if no rank has written it."""
-        text = self.signer.verify(value)
-        return None if text is None else RankProcess.parse(text)
+    def _process_of(self, rank: int) -> RankProcess | None:
+        """Return the process of a rank; None if it is unknown, or no rank has written it."""
+        key = f"process_{rank}"
+        text = verify(self.secret, self.store.get(key)) if self.store.check([key]) else None
+        return None if text is None else RankProcess(*json.loads(text))
 
     def _has_published(self, rank: int) -> bool:
         return bool(self.store.check([f"rank_{rank}"]))
@@ -331,18 +325,24 @@ class HangWatch:
         """Kill the ranks of this node that published nothing; the lowest rank of the node that did publish does it.
 
         A stopped process, or one stuck outside Python, does not react to SIGTERM: the launcher would wait 10 s for it.
+        A process id may be given to another process when its owner ends, but not to a child of the same launcher.
         """
         silent = []
-        for rank in self.siblings:
+        for rank in self.ranks_of_node:
             if not self._has_published(rank):
-                silent.append(rank)
+                silent.append(self._process_of(rank))
             elif rank < self.rank:
                 return  # that one does it
-        if silent:
-            time.sleep(0.5)  # let the other ranks of this node end first: the launcher reports the first that ended
-        for rank in silent:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.siblings[rank], signal.SIGKILL)
+        if not silent or self.process.parent <= 1:  # ranks of other jobs have that parent, too
+            return
+        time.sleep(0.5)  # let the other ranks of this node end first: the launcher reports the first that ended
+        from torchllm.tools.launch.rank_watch import find_children  # of no use to a job that does not hang
+
+        siblings = find_children(self.process.parent)
+        for process in silent:
+            if process is not None and process[:2] == self.process[:2] and process.pid in siblings:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
 
 
 def _main_frame() -> FrameType:
@@ -353,31 +353,3 @@ def _main_frame() -> FrameType:
 def _in_waiting_code(frame: FrameType) -> bool:
     """Return whether a frame is in code that waits for other ranks."""
     return any(part in frame.f_code.co_filename for part in WAITING_CODE)
-
-
-def _dump(rank: int, host: str, group_ranks: dict[str, str]) -> RankDump:
-    """Collect the dump of this rank, now."""
-    frame = _main_frame()
-    lines = StackSummary.extract(walk_stack(frame), lookup_lines=False)
-    stack = [f"{line.filename}:{line.lineno} in {line.name}" for line in reversed(lines)]
-    return RankDump(
-        rank,
-        host,
-        time.time_ns(),
-        stack,
-        _in_waiting_code(frame),
-        group_ranks,
-        flight_records(places=True),
-        heartbeat().step,
-    )
-
-
-def _write(folder: Path, dump: RankDump) -> None:
-    """Write a dump to its file, atomically; log failures."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / f".rank_{dump.rank}"
-        temporary.write_text(dump.json())
-        temporary.rename(folder / f"rank_{dump.rank}.json")
-    except OSError as error:
-        log.error("rank %d: %s", dump.rank, error)

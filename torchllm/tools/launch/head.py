@@ -10,13 +10,13 @@ import json
 import os
 import re
 import socket
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from torchllm.tools.launch.restarts import JobStopped
+from torchllm.tools.launch.start_lines import say_line
 
 FILE = "head.json"
 """in the run folder"""
@@ -64,8 +64,7 @@ class NodeWait:
             raise NodeMissing(f"waited for {self.limit:g} s (run.start_timeout) for {missing}. {advice}")
         if self.speaks and moment >= self.next_line:
             self.next_line = moment + SAY_INTERVAL
-            with suppress(OSError):
-                print(f"waiting for {missing}: {moment - self.began:.0f} s so far", file=sys.stderr, flush=True)
+            say_line(f"waiting for {missing}: {moment - self.began:.0f} s so far")
         time.sleep(LOOK_INTERVAL)
 
 

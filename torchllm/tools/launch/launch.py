@@ -9,6 +9,7 @@ are stuck (rank_watch.py). A rank that failed has printed its error; one that wa
 """
 
 import argparse
+import logging
 import os
 import re
 import signal
@@ -21,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from torchllm.config.environment import ATTEMPT, LAUNCHED, RANK_NOTES
+from torchllm.config.environment import ATTEMPT, LAUNCHED, LOST_PEER_NOTE, RANK_NOTES
 from torchllm.runtime.stop import write_marker
 from torchllm.tools.config.environment import system_errors_on_one_line
 from torchllm.tools.launch import launcher_notes
@@ -29,12 +30,12 @@ from torchllm.tools.launch.descriptors import raise_descriptor_limit
 from torchllm.tools.launch.head import NodeMissing
 from torchllm.tools.launch.launcher_notes import STORE
 from torchllm.tools.launch.lease import DONE, HANDED_DOWN, own_for_ranks, release_leases
-from torchllm.tools.launch.process_tree import end_with_parent, is_running, tie_children
+from torchllm.tools.launch.process_tree import end_with_parent, tie_children
 from torchllm.tools.launch.rank_watch import RankWatch, memory_folder
 from torchllm.tools.launch.ranks import RankPlaces, RankProcesses
 from torchllm.tools.launch.restarts import AttemptOver, JobOver, JobStopped, PartEnding, Restarts
 from torchllm.tools.launch.spare_node import ASKED
-from torchllm.tools.launch.start_lines import say_that_nodes_have_joined, say_what_is_started, say_while_ranks_import
+from torchllm.tools.launch.start_lines import say_that_nodes_have_joined, say_what_is_started
 
 if TYPE_CHECKING:  # it imports torch
     from torchllm.tools.launch.rendezvous import Rendezvous
@@ -86,6 +87,7 @@ def launch(arguments: Sequence[str]) -> NoReturn:
         count = options.nnodes * options.nproc_per_node
         say_what_is_started(f"{options.recipe} on {count} process{'es' if count > 1 else ''}")
     raise_descriptor_limit()
+    logging.basicConfig(format="%(message)s")
     Launcher(options).run()
 
 
@@ -172,10 +174,10 @@ class Launcher:
             with self.watch.attempt(Path(folder) / "heartbeats"):
                 ending = self._run_ranks(Path(folder))
             if stuck := self.watch.found:
-                return ending._replace(kind="hung", rank=ending.rank if stuck.rank is None else stuck.rank)
-            if launcher_notes.has_error("refused") or ending.status == REFUSED:
+                return ending._replace(kind="hung", rank=ending.rank if stuck.beat.rank is None else stuck.beat.rank)
+            if launcher_notes.has_note("refused") or ending.status == REFUSED:
                 return ending._replace(kind="refused")
-            if launcher_notes.has_error("user_error"):
+            if launcher_notes.has_note("user_error"):
                 return ending._replace(kind="user_error")
             return ending
 
@@ -185,18 +187,16 @@ class Launcher:
             places = self._places(folder)
         except AttemptOver:  # another node was quicker
             return PartEnding("stopped")
-        if self.attempt == 1 and HANDED_DOWN in os.environ:  # node 0
-            say_while_ranks_import()
         ranks = RankProcesses(places, [self.options.recipe, *self.options.arguments])
         try:
-            failed = ranks.wait(self._look)
-            if failed is not None and ranks.done() and launcher_notes.has_lost_peer(failed.rank):
+            failed = ranks.wait(lambda: self._look(ranks.done()))
+            if failed is not None and ranks.done() and launcher_notes.has_note(f"{LOST_PEER_NOTE}{failed.rank}"):
                 raise RankLeft(ranks.done()[0])  # the others have trained on without it
             if failed is not None:
                 return PartEnding("failed", failed.rank, failed.status, self._host())
             members = launcher_notes.members()
             if members:  # though all ranks of this node have ended with exit status 0
-                return PartEnding("left", members[0].rank, 0, self._host())
+                return PartEnding("left", members[0], 0, self._host())
             if self.rendezvous is not None:
                 self.rendezvous.await_others()
             return PartEnding("done")
@@ -228,11 +228,11 @@ class Launcher:
             has_store=self.rendezvous is not None,
         )
 
-    def _look(self) -> None:
-        """Raise RankLeft, AttemptOver or JobOver if the ranks of this node have to end."""
-        for member in launcher_notes.members():
-            if not is_running(member.pid):  # with another status it has failed
-                raise RankLeft(member.rank)
+    def _look(self, done: Sequence[int]) -> None:
+        """Raise RankLeft, AttemptOver or JobOver if the ranks of this node have to end. done: with exit status 0."""
+        for rank in launcher_notes.members():
+            if rank in done:
+                raise RankLeft(rank)
         if self.rendezvous is not None:
             self.rendezvous.look()
 

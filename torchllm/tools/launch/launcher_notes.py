@@ -7,10 +7,8 @@ A rank that has joined the job has a note until it leaves normally. One that end
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
-from torchllm.config.environment import LOST_PEER_NOTE, RANK_NOTES
-from torchllm.config.errors import ErrorKind
+from torchllm.config.environment import RANK_NOTES
 
 STORE = "TORCHLLM_STORE"
 """environment variable: file of the store that all ranks share, in a job of one node that has a launcher"""
@@ -22,31 +20,18 @@ def notes_folder() -> Path | None:
     return Path(name) if name else None
 
 
-class Member(NamedTuple):
-    """A rank that has joined the job and has not left it."""
-
-    rank: int
-    pid: int
-
-
-def has_error(kind: ErrorKind) -> bool:
-    """Return whether a rank of this node has noted an error of this kind; for the launcher."""
+def has_note(name: str) -> bool:
+    """Return whether a rank of this node has left a note of this name (`error_report.py`); for the launcher."""
     folder = notes_folder()
-    return folder is not None and (folder / kind).exists()
-
-
-def has_lost_peer(rank: int) -> bool:
-    """Return whether a rank of this node has failed because another rank is gone; for the launcher."""
-    folder = notes_folder()
-    return folder is not None and (folder / f"{LOST_PEER_NOTE}{rank}").exists()
+    return folder is not None and (folder / name).exists()
 
 
 def join(rank: int) -> None:
-    """Note that this process, which is a rank, has joined the job."""
+    """Note that this process, a rank, has joined the job."""
     folder = notes_folder()
     if folder is not None:
         with suppress(OSError):  # the launcher will know less
-            (folder / f"rank-{rank}").write_text(str(os.getpid()))
+            (folder / f"rank-{rank}").touch()
 
 
 def leave(rank: int) -> None:
@@ -57,11 +42,8 @@ def leave(rank: int) -> None:
             (folder / f"rank-{rank}").unlink()
 
 
-def members() -> list[Member]:
-    """Return the ranks of this node that have joined the job and not left it, by rank; for the launcher."""
-    joined = []
+def members() -> list[int]:
+    """Return the ranks of this node that have joined the job and not left it; for the launcher."""
     folder = notes_folder()
-    for file in folder.glob("rank-*") if folder is not None else ():
-        with suppress(OSError, ValueError):  # it is just written, or removed
-            joined.append(Member(int(file.name.removeprefix("rank-")), int(file.read_text())))
-    return sorted(joined)
+    files = folder.glob("rank-*") if folder is not None else ()
+    return sorted(int(file.name.removeprefix("rank-")) for file in files)

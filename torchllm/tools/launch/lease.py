@@ -37,6 +37,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from torchllm.config.environment import LAUNCHED
 from torchllm.config.errors import RefusedStart, UserError
 from torchllm.runtime.stop import STOP, STOPPED
 from torchllm.tools.config.environment import is_requeued, job_id
@@ -48,8 +49,6 @@ FOLDER = "lease"
 """in the run folder"""
 TAKE = "TORCHLLM_TAKE_LEASE"
 """environment variable of run_train.sh: the run folder that the launcher of node 0 takes"""
-LAUNCHED = "TORCHLLM_LAUNCHED"
-"""environment variable of run_train.sh: when it was started"""
 HANDED_DOWN = "TORCHLLM_LEASE"
 """environment variable: the claim of the launcher, for its ranks"""
 RELEASED = "released".ljust(10)
@@ -261,8 +260,11 @@ def take_or_inherit(run_folder: Path) -> Claim:
     from within a job, does not count.
     """
     claim = Claim.parse(os.environ.get(HANDED_DOWN, ""))
-    if claim is not None and _claimant(run_folder, claim.number) == claim.nonce:
-        return claim
+    if claim is not None:
+        with suppress(OSError):
+            owner = _parse(_file(run_folder / FOLDER, claim.number).read_bytes())
+            if owner is not None and owner.nonce == claim.nonce:
+                return claim
     return take_lease(run_folder).claim
 
 
@@ -289,15 +291,6 @@ def check_owner(run_folder: Path, claim: Claim) -> None:
             f"{name} belongs to another job by now ({owner or 'unknown'}): this one was suspended for too long; "
             "nothing more is written"
         )
-
-
-def _claimant(run_folder: Path, number: int) -> str:
-    """Return the nonce in the file of a number; "" if there is none."""
-    try:
-        owner = _parse(_file(run_folder / FOLDER, number).read_bytes())
-    except OSError:
-        return ""
-    return "" if owner is None else owner.nonce
 
 
 def _wait_until_free(run_folder: Path, number: int, timing: Timing) -> None:

@@ -4,8 +4,8 @@ A killed process closes its connections at once, whatever it was doing. A node t
 not: its ranks are missed after run.timeout (`hang_watch`), and a network that recovers in time does no harm.
 """
 
+import asyncio
 import re
-import selectors
 import socket
 import threading
 from collections.abc import Callable
@@ -25,39 +25,24 @@ class NodeWatch:
         self.on_lost = on_lost
         is_dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if is_dual else socket.AF_INET
-        self.listener = socket.create_server(("", 0), family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=is_dual)
-        self.port: int = self.listener.getsockname()[1]
-        self.selector = selectors.DefaultSelector()
-        self.selector.register(self.listener, selectors.EVENT_READ)
-        self.received: dict[socket.socket, bytes] = {}
-        """data received from each connection so far"""
-        threading.Thread(target=self._watch, name="node watch", daemon=True).start()
+        listener = socket.create_server(("", 0), family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=is_dual)
+        self.port: int = listener.getsockname()[1]
+        threading.Thread(target=asyncio.run, args=(self._watch(listener),), name="node watch", daemon=True).start()
 
-    def _watch(self) -> None:
+    async def _watch(self, listener: socket.socket) -> None:
         """Accept connections and read from them, for as long as this process lives."""
-        while True:
-            for ready, _ in self.selector.select():
-                if ready.fileobj is self.listener:
-                    connection, _ = self.listener.accept()
-                    self.received[connection] = b""
-                    self.selector.register(connection, selectors.EVENT_READ)
-                elif isinstance(ready.fileobj, socket.socket):
-                    self._read(ready.fileobj)
+        server = await asyncio.start_server(self._read, sock=listener, backlog=socket.SOMAXCONN)
+        await server.serve_forever()
 
-    def _read(self, connection: socket.socket) -> None:
-        """Read data from a launcher, or notice that it is gone."""
-        try:
-            data = connection.recv(_LONGEST)
-        except ConnectionError:
-            data = b""
-        self.received[connection] += data
-        if data and len(self.received[connection]) <= _LONGEST:
-            return
-        self.selector.unregister(connection)
-        connection.close()
+    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Read from a launcher until it is gone."""
+        received = b""
+        with suppress(ConnectionError):
+            while len(received) <= _LONGEST and (data := await reader.read(_LONGEST)):
+                received += data
+        writer.close()
         # A node's number without a goodbye: neither an orderly end, nor a stranger who sent something else.
-        lost = re.fullmatch(rb"([0-9]{1,7})\n", self.received.pop(connection))
-        if lost:
+        if lost := re.fullmatch(rb"([0-9]{1,7})\n", received):
             self.on_lost(int(lost[1]))
 
 

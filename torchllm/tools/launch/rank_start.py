@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -101,9 +100,12 @@ def start_runtime(run: Run, configs: Sequence[Config] = (), *, reads_only: bool 
         device = choose_device(run.device, local_rank)
     except UserError as error:
         device_error = str(error)  # raised below on all ranks: raised here, it would leave the others waiting
-    ownership = _Ownership()
+    claim = refusal = None
     if rank == 0 and not reads_only:
-        ownership = _own_folder(Path(run.folder))
+        try:
+            claim = take_or_inherit(Path(run.folder))
+        except RefusedStart as error:
+            refusal = str(error)  # raised below, as above
     timeout = timedelta(seconds=max(heart.timeouts) + GROUP_GRACE)
     store = _open_store(run, rank, timeout)
     _join_job(run, rank, world_size, store, timeout)
@@ -112,7 +114,7 @@ def start_runtime(run: Run, configs: Sequence[Config] = (), *, reads_only: bool 
         from torchllm.tools.launch.compile_cache import choose_compile_cache
 
         choose_compile_cache(Path(run.folder), world_size // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    hooks = LaunchHooks(rank, Path(run.folder), ownership.claim)
+    hooks = LaunchHooks(rank, Path(run.folder), claim)
     runtime = Runtime(
         rank=rank,
         world_size=world_size,
@@ -129,7 +131,7 @@ def start_runtime(run: Run, configs: Sequence[Config] = (), *, reads_only: bool 
         from torchllm.tools.launch.same_start import refuse_different_starts
 
         refuse_different_starts(configs, runtime.host_group)
-    raise_first_error(runtime.gather_texts, ownership.refusal, RefusedStart)
+    raise_first_error(runtime.gather_texts, refusal, RefusedStart)
     stop_requests.folder_is_owned()
     raise_first_error(runtime.gather_texts, device_error)
     device_types = runtime.gather_texts(device.type)
@@ -171,22 +173,6 @@ def _call_on_restart_and_end(run: Run, folder: Path) -> None:
         call_on_event(run.on_event, "restart", folder)
     if LAUNCHED not in os.environ:  # run_train.sh sees the end of every job that it starts
         atexit.register(call_at_end, run.on_event, folder)
-
-
-class _Ownership(NamedTuple):
-    """The result of an attempt to own the run folder."""
-
-    claim: Claim | None = None
-    refusal: str | None = None
-    """why the job may not start"""
-
-
-def _own_folder(folder: Path) -> _Ownership:
-    """Take the lease of the run folder, if this job's launcher has not; for rank 0."""
-    try:
-        return _Ownership(take_or_inherit(folder))
-    except RefusedStart as error:
-        return _Ownership(refusal=str(error))
 
 
 def _join_job(run: Run, rank: int, world_size: int, store: Store, timeout: timedelta) -> None:
@@ -263,10 +249,9 @@ def await_ranks(store: Store, world_size: int, wait: "NodeWait") -> None:
 
 def _share_secret(group: dist.ProcessGroup) -> bytes:
     """Return random bytes that all ranks know, but not a stranger who reaches the job's store."""
-    from torchllm.tools.launch.records import broadcast_record
-
-    secret = np.frombuffer(secrets.token_bytes(SECRET_BYTES), np.uint8)
-    return broadcast_record(secret, group).tobytes()
+    secret = torch.frombuffer(bytearray(secrets.token_bytes(SECRET_BYTES)), dtype=torch.uint8)
+    dist.broadcast(secret, group=group, group_src=0)
+    return secret.numpy().tobytes()
 
 
 def _set_torch_up(run: Run, device: torch.device) -> None:

@@ -13,24 +13,29 @@ import logging
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from torchllm.config.environment import START_TIMEOUT
 from torchllm.runtime.heartbeat import HEARTBEATS, RECORD, Timeout, stack_file
-from torchllm.tools.launch.hang_report import DESCRIBED, format_ranks, shorten_path
+from torchllm.tools.launch.hang_report import (
+    DESCRIBED,
+    TIME_FORMAT,
+    Standstill,
+    format_ranks,
+    innermost_place,
+    look_every_second,
+    write_in_thread,
+)
 from torchllm.tools.launch.on_event import call_on_event
 
 log = logging.getLogger(__name__)
 
-TICK = 1.0
-"""seconds between two looks"""
 SECONDS_TO_WRITE = 3.0
 """that the report may take to be written into the run folder, which may be the cause of the hang"""
 SECONDS_TO_DIE = 10.0
@@ -62,7 +67,8 @@ class Beat(NamedTuple):
     number: int
     """number of the beat, from 1"""
     pid: int
-    rank: int
+    rank: int | None
+    """None: unknown, because the process has not sent a heartbeat yet"""
     ranks_on_node: int
     thread: int
     """id of the main thread"""
@@ -71,6 +77,16 @@ class Beat(NamedTuple):
     activity: str
     part: str
     """latest part of the activity; may be empty"""
+
+    @property
+    def name(self) -> str:
+        """Return the rank, or the process, for a message."""
+        return f"process {self.pid}" if self.rank is None else f"rank {self.rank}"
+
+    @property
+    def doing(self) -> str:
+        """Return the activity and its latest part."""
+        return f"{self.activity}, last sign of life: {self.part}" if self.part else self.activity
 
 
 def read_beat(file: Path) -> Beat | None:
@@ -88,32 +104,15 @@ def read_beat(file: Path) -> Beat | None:
     return Beat(number, pid, rank, ranks_on_node, thread, Timeout(seconds, key), activity, part)
 
 
-@dataclass
-class _Watched:
-    """A rank as the launcher sees it."""
-
-    file: Path
-    beat: Beat
-    idle: float = 0.0
-    """seconds without a new beat"""
-
-
 class StalledRank(NamedTuple):
     """A rank that has gone without a beat for too long."""
 
-    rank: int | None
-    """None: unknown, because it has not sent a heartbeat yet"""
-    name: str
-    """such as "rank 3" """
-    pid: int
+    beat: Beat
+    """the last one"""
     idle: float
-    timeout: Timeout
-    doing: str
-    """activity in its last heartbeat"""
+    """seconds since then"""
     stacks: str
     """of all its threads, by faulthandler; empty if it has none"""
-    thread: int
-    """id of its main thread"""
 
 
 class RankWatch:
@@ -137,11 +136,9 @@ class RankWatch:
         self.end = end
         self.folder: Path | None = None
         """of this attempt's heartbeats; None between two attempts"""
-        self.watched: dict[Path, _Watched] = {}
-        self.unbegun_seconds = 0.0
-        """while ranks of this attempt had no heartbeat yet, and did not compute"""
-        self.unbegun_ticks = 0
-        """of the processor, that these ranks have taken so far"""
+        self.watched: dict[Path, Standstill[Beat]] = {}
+        self.unbegun: Standstill[tuple[list[int], int]] = Standstill()
+        """processes that have no heartbeat yet, and the ticks of the processor that they have taken so far"""
         self.found: StalledRank | None = None
         """the stalled rank of this attempt, whose ranks were killed"""
         self._lock = threading.Lock()
@@ -150,7 +147,8 @@ class RankWatch:
 
     def start(self) -> None:
         """Watch until this process ends."""
-        threading.Thread(target=self._watch, name="rank watch", daemon=True).start()
+        never = threading.Event()
+        threading.Thread(target=look_every_second, args=(self._watch, never), name="rank watch", daemon=True).start()
 
     @contextmanager
     def attempt(self, folder: Path) -> Iterator[None]:
@@ -160,7 +158,7 @@ class RankWatch:
         with self._lock:
             self.folder = folder
             self.watched = {}
-            self.unbegun_seconds = 0.0
+            self.unbegun = Standstill()
             self.found = None
         try:
             yield
@@ -168,63 +166,59 @@ class RankWatch:
             with self._lock:  # a report is complete
                 self.folder = None
 
-    def _watch(self) -> None:
-        """Look once per `TICK`, without counting time while this process was stopped: its ranks were stopped too."""
-        last_look = time.monotonic()
-        while True:
-            time.sleep(TICK)
-            moment = time.monotonic()
-            with self._lock:
-                stalled = self.look(min(moment - last_look, 2 * TICK))
-                if stalled and self.found is None:
-                    self.found = stalled[0]
-                    self._end_ranks(stalled)
-            last_look = moment
+    def _watch(self, seconds: float) -> None:
+        """End the ranks of this node if one is stalled. seconds: since the last look."""
+        with self._lock:
+            stalled = self.look(seconds)
+            if stalled and self.found is None:
+                self.found = stalled[0]
+                self._end_ranks(stalled)
 
     def look(self, seconds: float) -> list[StalledRank]:
         """Return the ranks that are stalled, the longest first. seconds: since the last look."""
         if self.folder is None:
             return []
-        with os.scandir(self.folder) as entries:
-            files = [Path(entry.path) for entry in entries if "." not in entry.name]
-        for file in files:
-            beat = read_beat(file)
-            if beat is not None and (file not in self.watched or self.watched[file].beat != beat):
-                self.watched[file] = _Watched(file, beat)
-            elif beat is not None:
-                self.watched[file].idle += seconds
-        ranks = list(self.watched.values())
-        if any(rank.beat.activity == "hang report" and not _has_timed_out(rank) for rank in ranks):
+        beats = []
+        stalled = []
+        are_reporting = False
+        for file in self.folder.iterdir():
+            beat = read_beat(file) if "." not in file.name else None
+            if beat is None:
+                continue
+            beats.append(beat)
+            idle = self.watched.setdefault(file, Standstill()).look(beat, seconds)
+            if idle <= beat.timeout.seconds + patience(beat.timeout.seconds):
+                are_reporting = are_reporting or beat.activity == "hang report"
+            elif _lives(beat.pid):
+                stalled.append(StalledRank(beat, idle, _read(stack_file(file))))
+        if are_reporting:
             return []  # they know more of the hang
-        stalled = [_describe_rank(rank) for rank in ranks if _has_timed_out(rank) and _lives(rank.beat.pid)]
         stalled.sort(key=lambda rank: -rank.idle)
-        return stalled + self._find_unbegun(seconds)
+        return stalled + self._find_unbegun(beats, seconds)
 
-    def _find_unbegun(self, seconds: float) -> list[StalledRank]:
+    def _find_unbegun(self, beats: Sequence[Beat], seconds: float) -> list[StalledRank]:
         """Return the processes that should have begun to beat: they hang while Python, torch or the config loads.
 
         Ranks that compute do not hang: a recipe that never calls `start_runtime` sends no heartbeats.
         """
         timeout = self.start_timeout
-        ranks_on_node = max((rank.beat.ranks_on_node for rank in self.watched.values()), default=1)
-        if timeout is None or len(self.watched) >= ranks_on_node:
+        if timeout is None or len(beats) >= max((beat.ranks_on_node for beat in beats), default=1):
             return []
-        begun = {_session(rank.beat.pid) for rank in self.watched.values()}
+        begun = {_session(beat.pid) for beat in beats}
         unbegun = [pid for pid in find_ranks() if pid not in begun]
-        ticks = sum(map(processor_ticks, unbegun))
-        is_idle = unbegun and ticks == self.unbegun_ticks  # without a process the launcher waits for other nodes
-        self.unbegun_seconds = self.unbegun_seconds + seconds if is_idle else 0.0
-        self.unbegun_ticks = ticks
-        if self.unbegun_seconds <= timeout + patience(timeout):
+        if not unbegun:  # the launcher waits for other nodes
             return []
-        key = Timeout(timeout, "run.start_timeout")
+        idle = self.unbegun.look((unbegun, sum(map(processor_ticks, unbegun))), seconds)
+        if idle <= timeout + patience(timeout):
+            return []
         doing = "start-up, before the config is read"
-        return [StalledRank(None, f"process {pid}", pid, self.unbegun_seconds, key, doing, "", 0) for pid in unbegun]
+        limit = Timeout(timeout, "run.start_timeout")
+        return [StalledRank(Beat(0, pid, None, 1, 0, limit, doing, ""), idle, "") for pid in unbegun]
 
     def _end_ranks(self, stalled: Sequence[StalledRank]) -> None:
         """Kill all ranks of this node, report the stalled ones, and end this process if SIGKILL does not end them."""
         ranks = find_ranks()
-        ranks += [rank.pid for rank in stalled if rank.pid not in ranks]  # behind a wrapper
+        ranks += [rank.beat.pid for rank in stalled if rank.beat.pid not in ranks]  # behind a wrapper
         try:
             lines, details = list(describe_stalled(stalled)), "\n".join(describe_details(stalled))
         finally:
@@ -236,89 +230,63 @@ class RankWatch:
         while survivors := [pid for pid in ranks if _lives(pid)]:
             if time.monotonic() > deadline:
                 for pid in survivors:
-                    _say(f"error: process {pid} cannot be killed: {describe_state(pid)}; its node needs a look")
+                    log.error("error: process %d cannot be killed: %s; its node needs a look", pid, describe_state(pid))
                 self.end()
                 return
             time.sleep(0.05)
 
     def _report(self, lines: Sequence[str], details: str) -> None:
-        """Print lines, and write the details to the run folder, in a thread: that folder may be what hangs."""
+        """Print lines, write the details to the run folder, and call the user's command."""
         if self.run_folder is None:
-            _say("\n  ".join([*lines, details]))
+            log.error("%s", "\n  ".join([*lines, details]))
             return
-        moment = time.strftime("%Y%m%d-%H%M%S")
-        file = self.run_folder / "hang" / moment / f"{os.uname().nodename}.txt"
-        _say("\n  ".join([*lines, f"all stacks: {file}"]))
-        writer = threading.Thread(target=self._leave_report, args=(self.run_folder, file, details), daemon=True)
-        writer.start()
-        writer.join(SECONDS_TO_WRITE)
-
-    def _leave_report(self, run_folder: Path, file: Path, details: str) -> None:
-        """Write the report and call the user's command."""
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(details + "\n")
-        except OSError as error:
-            _say(f"{file}: {error}")
-        call_on_event(self.on_event, "hang", run_folder)
-
-
-def _has_timed_out(rank: _Watched) -> bool:
-    """Return whether a rank has gone without a beat longer than its timeout, and the launcher's patience."""
-    timeout = rank.beat.timeout.seconds
-    return rank.idle > timeout + patience(timeout)
-
-
-def _describe_rank(rank: _Watched) -> StalledRank:
-    beat = rank.beat
-    stacks = ""
-    with suppress(FileNotFoundError):
-        stacks = stack_file(rank.file).read_text(errors="replace")
-    doing = f"{beat.activity}, last sign of life: {beat.part}" if beat.part else beat.activity
-    return StalledRank(beat.rank, f"rank {beat.rank}", beat.pid, rank.idle, beat.timeout, doing, stacks, beat.thread)
+        run_folder = self.run_folder
+        file = run_folder / "hang" / time.strftime(TIME_FORMAT) / f"{os.uname().nodename}.txt"
+        log.error("%s", "\n  ".join([*lines, f"all stacks: {file}"]))
+        call = partial(call_on_event, self.on_event, "hang", run_folder)
+        write_in_thread(file, details + "\n", call).join(SECONDS_TO_WRITE)
 
 
 def describe_stalled(stalled: Sequence[StalledRank]) -> Iterator[str]:
     """Yield the lines of the report: who is stalled on this host, in what, since when, and where its program is."""
     host = os.uname().nodename
-    timeout = stalled[0].timeout
+    timeout = stalled[0].beat.timeout
     yield f"hang: no progress for over {timeout.seconds:g} s ({timeout.key}); ending the ranks of {host}"
-    for rank in stalled[:DESCRIBED]:
-        since = time.strftime("%H:%M:%S", time.localtime(time.time() - rank.idle))
-        yield f"{rank.name} ({host}) has made no progress since {since}, for {rank.idle:.0f} s: {rank.doing}"
-        if position := place_of(rank):
-            yield f"{rank.name}'s main thread is at {position}"
-        for pid in [rank.pid, *find_children(rank.pid)]:
+    for beat, idle, stacks in stalled[:DESCRIBED]:
+        since = time.strftime("%H:%M:%S", time.localtime(time.time() - idle))
+        yield f"{beat.name} ({host}) has made no progress since {since}, for {idle:.0f} s: {beat.doing}"
+        if position := innermost_place(frames_of(beat.thread, stacks)):
+            yield f"{beat.name}'s main thread is at {position}"
+        for pid in [beat.pid, *find_children(beat.pid)]:
             if process_state(pid) in ("D", "T", "t"):
-                whose = rank.name if pid == rank.pid else f"process {pid}, started by {rank.name},"
+                whose = beat.name if pid == beat.pid else f"process {pid}, started by {beat.name},"
                 yield f"{whose} {describe_state(pid)}"
     if len(stalled) > DESCRIBED:
-        kind = stalled[-1].name.split()[0]
-        numbers = [int(rank.name.split()[1]) for rank in stalled[DESCRIBED:]]
+        kind = stalled[-1].beat.name.split()[0]
+        numbers = [int(rank.beat.name.split()[1]) for rank in stalled[DESCRIBED:]]
         yield f"the same is true of {kind}s {format_ranks(numbers)}"
 
 
 def describe_details(stalled: Sequence[StalledRank]) -> Iterator[str]:
     """Yield all that is known of each stalled rank."""
-    for rank in stalled:
-        yield f"{rank.name}: process {rank.pid}, {rank.doing}, {rank.idle:.0f} s without progress"
-        for pid in [rank.pid, *find_children(rank.pid)]:
+    for beat, idle, stacks in stalled:
+        yield f"{beat.name}: process {beat.pid}, {beat.doing}, {idle:.0f} s without progress"
+        for pid in [beat.pid, *find_children(beat.pid)]:
             yield f"process {pid} {describe_state(pid)}"
             yield _read(Path(f"/proc/{pid}/stack"))  # usually only root's
-        yield rank.stacks
+        yield stacks
 
 
-def place_of(rank: StalledRank) -> str:
-    """Return where the main thread of a rank is: its innermost line outside Python's library, or ""."""
+def frames_of(thread: int, stacks: str) -> list[str]:
+    """Return the stack of a thread in faulthandler's text: "file:line in function", innermost first."""
     frames: list[str] = []
-    is_main = False
-    for line in rank.stacks.splitlines():
-        if thread := _THREAD.search(line):
-            is_main = int(thread[1], 16) == rank.thread
-        elif is_main and (frame := _FRAME.match(line)):
-            frames.append(f"{shorten_path(frame[1])}:{frame[2]} in {frame[3]}")
-    outside = [frame for frame in frames if "/lib/python3" not in frame]
-    return (outside or frames or [""])[0]
+    is_in_thread = False
+    for line in stacks.splitlines():
+        if begin := _THREAD.search(line):
+            is_in_thread = int(begin[1], 16) == thread
+        elif is_in_thread and (frame := _FRAME.match(line)):
+            frames.append(f"{frame[1]}:{frame[2]} in {frame[3]}")
+    return frames
 
 
 def process_state(pid: int) -> str:
@@ -382,8 +350,3 @@ def _read(file: Path) -> str:
         return file.read_text(errors="replace")
     except OSError:
         return ""
-
-
-def _say(text: str) -> None:
-    with suppress(OSError):  # the output is closed
-        print(text, file=sys.stderr, flush=True)

@@ -4,7 +4,7 @@ torch's collectives of Python objects send two rounds and unpickle an object per
 Gloo sends them along a ring, so a rank has two neighbors, whatever the number of ranks.
 """
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,17 +19,6 @@ def gather_records(record: npt.NDArray[Scalar], group: dist.ProcessGroup) -> npt
     """Return the arrays of all ranks, (...) -> (ranks, ...); shape and dtype must be the same on all ranks."""
     ranks = dist.get_world_size(group)
     gathered = torch.empty(ranks, record.nbytes, dtype=torch.uint8)
-    dist.all_gather(list(gathered), _as_bytes(record), group=group)
+    sent = torch.frombuffer(bytearray(record.tobytes()), dtype=torch.uint8)
+    dist.all_gather(list(gathered), sent, group=group)
     return np.frombuffer(gathered.numpy(), record.dtype).reshape(ranks, *record.shape)
-
-
-def broadcast_record(record: npt.NDArray[Scalar], group: dist.ProcessGroup) -> npt.NDArray[Scalar]:
-    """Return the array of the group's first rank; the others pass an array of the same shape and dtype."""
-    data = _as_bytes(record)
-    dist.broadcast(data, group_src=0, group=group)
-    return np.frombuffer(data.numpy(), record.dtype).reshape(record.shape)
-
-
-def _as_bytes(record: npt.NDArray[Any]) -> torch.Tensor:
-    """Return a copy of an array's memory as bytes."""
-    return torch.frombuffer(bytearray(record.tobytes()), dtype=torch.uint8)

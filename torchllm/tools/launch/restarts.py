@@ -10,7 +10,6 @@ that dies at the same step each time ends, whereas one that loses a rank per day
 
 import re
 import signal
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 from torchllm.runtime.stop import STOP, STOPPED
+from torchllm.tools.launch.start_lines import say_line
 
 Verdict = Literal["restart", "end", "refuse"]
 """outcome of an attempt; refuse: the job ends with exit status 2"""
@@ -124,7 +124,7 @@ class Restarts:
         if self.limit == 0 or any(ending.kind == "user_error" for ending in endings):
             return "end"
         if (self.folder / STOP).exists() or (self.folder / STOPPED).exists():
-            _say("not restarted: the run was asked to stop")
+            say_line("not restarted: the run was asked to stop")
             return "end"
         step = newest_step(self.folder)
         if step > self.newest:
@@ -132,10 +132,10 @@ class Restarts:
         cause = endings[first].describe() or f"node {first} has failed"
         start = f"the checkpoint of step {step}" if step >= 0 else "the beginning"
         if self.made >= self.limit:
-            _say(f"not restarted: {self.made} of {self.limit} restarts (run.restarts) have made no progress")
+            say_line(f"not restarted: {self.made} of {self.limit} restarts (run.restarts) have made no progress")
             return "end"
         self.made += 1
-        _say(f"{cause}; restart {self.made} of {self.limit} from {start}")
+        say_line(f"{cause}; restart {self.made} of {self.limit} from {start}")
         return "restart"
 
 
@@ -147,8 +147,3 @@ def newest_step(folder: Path) -> int:
             if match := _CHECKPOINT.fullmatch(file.parent.name):
                 steps.append(int(match[1]))
     return max(steps)
-
-
-def _say(line: str) -> None:
-    with suppress(OSError):  # the terminal may be closed
-        print(line, file=sys.stderr, flush=True)

@@ -18,7 +18,9 @@ import torch.distributed as dist
 from torchllm import __version__
 from torchllm.config import Config
 from torchllm.config.errors import RefusedStart
+from torchllm.config.toml import toml_value
 from torchllm.runtime.process import gather_texts, same_on_all_ranks
+from torchllm.tools.config.by_key import values_by_key
 
 SHOWN = 20
 """differences that the error lists at most"""
@@ -63,31 +65,15 @@ def refuse_different_starts(configs: Sequence[Config], group: dist.ProcessGroup)
 
 
 def facts_of_start(configs: Sequence[Config]) -> dict[str, str]:
-    """Return the facts that must agree on all ranks, by name: each key of the configs as JSON, and the versions."""
+    """Return the facts that must agree on all ranks, by name: each key of the configs as TOML, and the versions."""
     facts = {}
     for number, config in enumerate(configs):
         prefix = f"layout {number + 1}: " if number else ""  # of those that parallel.layout = "tune" measures
-        for path, value in _flat(asdict(config)).items():
-            facts[prefix + path] = json.dumps(value)
+        for key, value in values_by_key(asdict(config)).items():
+            facts[prefix + key] = toml_value(value)
     facts["torchllm"] = f"{__version__} ({hash_of_code()})"
     facts["torch"] = str(torch.__version__)
     return facts
-
-
-def _flat(tree: Any, path: str = "") -> dict[str, Any]:
-    """Return the leaves of nested tables and arrays by their dotted path; an empty table or array is a leaf."""
-    if isinstance(tree, dict):
-        children = dict(tree)
-    elif isinstance(tree, list | tuple):
-        children = {str(index): child for index, child in enumerate(tree)}
-    else:
-        children = {}
-    if not children:
-        return {path: tree}
-    leaves: dict[str, Any] = {}
-    for key, child in children.items():
-        leaves |= _flat(child, f"{path}.{key}" if path else key)
-    return leaves
 
 
 def hash_of_code() -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from torchllm.runtime.stop import STOP, STOPPED
 from torchllm.tools.launch.lease import DONE, Owner, Timing, has_ended, newest_owner
 from torchllm.tools.launch.process_tree import end_with_parent
+from torchllm.tools.launch.start_lines import say_line
 
 COMPLETE, FAILED, ASKED = 0, 1, 3
 """exit status: the job is done; it has failed or never begun; it was asked to stop, or this node alone was"""
@@ -56,14 +57,15 @@ def wait_for_job(run_folder: Path, request: Path, start_timeout: float, timing: 
             requested += elapsed
             is_alone = not (run_folder / STOP).exists()
             if requested > REQUEST_PATIENCE and (is_alone or not began):
-                _say(f"this node was asked to end; {'the job goes on without it' if is_alone else 'no job has begun'}")
+                reason = "the job goes on without it" if is_alone else "no job has begun"
+                say_line(f"spare node: this node was asked to end; {reason}")
                 return ASKED
     if began:
-        _say(f"the job has given no sign of life for {limit:g} s: {owner}")
+        say_line(f"spare node: the job has given no sign of life for {limit:g} s: {owner}")
         return FAILED
     if _is_done(first) and not (run_folder / STOPPED).exists():
         return COMPLETE  # before this node was started
-    _say(f"no job has begun in {run_folder} for {limit:g} s")
+    say_line(f"spare node: no job has begun in {run_folder} for {limit:g} s")
     return FAILED
 
 
@@ -75,10 +77,6 @@ def _status_of_ended_job(run_folder: Path, owner: Owner | None) -> int:
 
 def _is_done(owner: Owner | None) -> bool:
     return owner is not None and owner.count == DONE
-
-
-def _say(line: str) -> None:
-    print(f"spare node: {line}", file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -7,9 +7,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from torchllm.tools.launch import launcher_notes
-from torchllm.tools.launch.launcher_notes import notes_folder
-
 INTERVAL = 10.0
 """seconds between two lines"""
 IMPORTER = "<frozen importlib._bootstrap>"
@@ -17,32 +14,21 @@ IMPORTER = "<frozen importlib._bootstrap>"
 
 
 def say_what_is_started(started: str) -> None:
-    """Say it, and every `INTERVAL` seconds that the launcher's own imports go on; in a thread."""
-    _say(f"starting {started}, this node is {os.uname().nodename}: importing torch")
-    _speak_in_thread(_this_imports)
-
-
-def say_while_ranks_import() -> None:
-    """Say every `INTERVAL` seconds that the imports of ranks go on, until one has joined; in a thread."""
-    _speak_in_thread(_ranks_import)
+    """Say it, and while this process, node 0's launcher, imports."""
+    say_line(f"starting {started}, this node is {os.uname().nodename}: importing torch")
+    say_while_this_imports()
 
 
 def say_that_nodes_have_joined(node: int, nodes: int, attempt: int) -> None:
     """Say on a node after the first that all nodes of the job are there, and whether they have started again."""
     event = "have joined" if attempt == 1 else f"have started again, attempt {attempt}; node 0's output says why"
-    _say(f"node {node} is {os.uname().nodename}: all {nodes} nodes {event}")
+    say_line(f"node {node} is {os.uname().nodename}: all {nodes} nodes {event}")
 
 
 def say_while_this_imports() -> None:
-    """Say every `INTERVAL` seconds that the imports of this process go on, unless a launcher does; in a thread."""
-    if notes_folder() is None and os.environ.get("RANK", "0") == "0":
-        _speak_in_thread(_this_imports)
-
-
-def _ranks_import() -> bool:
-    """Return whether no rank has joined the job and the attempt goes on."""
-    folder = notes_folder()
-    return not launcher_notes.members() and folder is not None and folder.exists()
+    """Say every `INTERVAL` seconds that the imports of this process go on, if it is rank 0; in a thread."""
+    if os.environ.get("RANK", "0") == "0":
+        threading.Thread(target=_speak, name="imports", daemon=True).start()
 
 
 def _this_imports() -> bool:
@@ -55,19 +41,16 @@ def _this_imports() -> bool:
     return False
 
 
-def _speak_in_thread(goes_on: Callable[[], bool]) -> None:
-    threading.Thread(target=_speak, args=(goes_on,), name="imports", daemon=True).start()
-
-
-def _speak(goes_on: Callable[[], bool], sleep: Callable[[float], None] = time.sleep) -> None:
+def _speak(sleep: Callable[[float], None] = time.sleep) -> None:
     began = time.monotonic()
     while True:
         sleep(INTERVAL)
-        if not goes_on():
+        if not _this_imports():
             return
-        _say(f"importing torch: {time.monotonic() - began:.0f} s so far")
+        say_line(f"importing torch: {time.monotonic() - began:.0f} s so far")
 
 
-def _say(line: str) -> None:
+def say_line(line: str) -> None:
+    """Print a line to stderr, if it can be."""
     with suppress(OSError):  # the terminal may be closed
         print(line, file=sys.stderr, flush=True)

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import NamedTuple
 
 from torchllm.runtime.parent import end_process
 from torchllm.runtime.stop import STOP, StopSource, write_marker
@@ -33,13 +32,6 @@ LOOKS_PER_SECOND = 1_000
 """polls per second for the file `STOP` during start-up, by all ranks together"""
 FILE_PATIENCE = 3.0
 """seconds for run_train.sh, which gets the same signal as this rank, to create the file"""
-
-
-class _RequestFile(NamedTuple):
-    """Identity of a file `STOP`, to detect a replaced one."""
-
-    inode: int
-    modified_ns: int
 
 
 class StopRequests(StopSource):
@@ -101,13 +93,13 @@ class StopRequests(StopSource):
         """Treat the file `STOP` as a request to this job, whenever it was created."""
         self._earlier = None
 
-    def _file(self) -> "_RequestFile | None":
-        """Return the identity of the file `STOP`; None if there is none."""
+    def _file(self) -> object:
+        """Return what tells the file `STOP` from a later one in its place; None if there is none."""
         try:
-            found = (self.folder / STOP).stat()
+            status = (self.folder / STOP).stat()
         except OSError:
             return None
-        return _RequestFile(found.st_ino, found.st_mtime_ns)
+        return status.st_ino, status.st_mtime_ns
 
     def requested(self) -> bool:
         """See StopSource: by a signal, or on rank 0 by the file `STOP`."""

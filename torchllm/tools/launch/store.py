@@ -2,11 +2,9 @@
 
 On one node it is a file that the launcher has made. Between nodes it is torch's TCPStore, without a password: whoever
 reaches its port may read and write every key. So values from it are never unpickled or used as file names, and ranks
-sign entries that make ranks end, or kill a process (`Signer`).
+sign entries that make ranks end, or kill a process (`hang_watch.sign`).
 """
 
-import hashlib
-import hmac
 import os
 import socket
 from datetime import timedelta
@@ -20,26 +18,6 @@ __all__ = ["FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"]
 
 LOOPBACK = "127.0.0.1"
 """address that only processes of the same host reach"""
-
-
-class Signer:
-    """Signs texts with a secret that only the ranks of this start of the job have: HMAC (RFC 2104)."""
-
-    def __init__(self, secret: bytes) -> None:
-        self.secret = secret
-
-    def sign(self, text: str) -> str:
-        """Return the text with its signature; `verify` is the inverse."""
-        return f"{self._signature(text)} {text}"
-
-    def verify(self, signed: bytes) -> str | None:
-        """Return the text of a value that was signed with the same secret; None if it was not."""
-        signature, _, text = bytes(signed).decode(errors="replace").partition(" ")
-        is_genuine = hmac.compare_digest(signature.encode(), self._signature(text).encode())
-        return text if is_genuine else None
-
-    def _signature(self, text: str) -> str:
-        return hmac.new(self.secret, text.encode(), hashlib.sha256).hexdigest()
 
 
 def has_launcher() -> bool:

@@ -11,7 +11,7 @@
     not running  between the end of a job and the start of the next one, unless the run was finished
 
 Kept in goodput.json of the run folder, as of the last logged step: a killed launch leaves all but its last steps there.
-The file is a list in JSON with a line per launch. A logged step overwrites only the last line.
+The file is a list in JSON with a line per launch.
 
 Within a launch a clock is read that nobody sets. Between launches it is the machine's clock; if that was set back, no
 time has passed between them. So a run's time is never less than what it is made of.
@@ -36,10 +36,12 @@ SHOWN = 0.0005
 """causes with a smaller share of the time are not in the summary"""
 
 
-class Goodput:
-    """The account of a run; only rank 0 has one."""
+class Goodput(Observer):
+    """The account of a run; only rank 0 has one. logs_summary: log it at the end."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, logs_summary: bool = True) -> None:
+        self.logs_summary = logs_summary
+        self.logged_step: int | None = None
         self.file = folder / FILE
         self.tolerance = Tolerance(str(self.file))
         self.earlier_launches = read_launches(self.file)
@@ -50,53 +52,42 @@ class Goodput:
             launched = max(launched, self.earlier_launches[-1].seen)
         launched = min(started, launched)
         self.launch = Launch(launched, 0, launched, is_restart=is_restart())
-        self.line_begin: int | None = None
-        """byte of the file at which the line of this launch begins, once it has one"""
-        self.line_length = 0
 
-    def begin(self, start: int, last: int = 0) -> None:
+    def begin(self, run: ObservedRun) -> None:
+        """See Observer."""
+        self.begin_steps(run.start, run.config.training.steps)
+
+    def begin_steps(self, start: int, last: int = 0) -> None:
         """Note that steps begin after `start`, up to `last`: the time since the launch or `write` trained nothing."""
         self.launch.last = last
         begun = self._now()
         preparing = begun - self.launch.seen
         if "start-up" in self.launch.lost:
-            self.charge("rebuild", preparing)
+            self.spent("rebuild", preparing)
         else:
             self.launch.first = start
-            self.charge("start-up", preparing)
+            self.spent("start-up", preparing)
         self.launch.seen, self.launch.step = begun, start
 
-    def charge(self, cause: str, seconds: float) -> None:
-        """Charge `seconds` of wall time to `cause`."""
+    def spent(self, cause: str, seconds: float) -> None:
+        """See Observer."""
         self.launch.lost[cause] = self.launch.lost.get(cause, 0.0) + seconds
 
     def write(self, step: int) -> None:
-        """Write this launch to goodput.json, as of now and of the logged step `step`; earlier ones stay as they are.
+        """Write the launches to goodput.json, this one as of now and of the logged step `step`.
 
         A file that cannot be written is logged and ends nothing; the next logged step writes it.
         """
         self.launch.seen, self.launch.step = self._now(), step
+        lines = ",\n".join(json.dumps(asdict(launch)) for launch in [*self.earlier_launches, self.launch])
         with self.tolerance.attempt():
-            self._write_launch()
+            temporary = self.file.with_suffix(".partial")
+            temporary.write_text(f"[\n{lines}\n]\n")
+            temporary.replace(self.file)
 
     def _now(self) -> float:
         """Return seconds since 1970, as if nobody had set the clock since this launch began."""
         return self.began + time.monotonic() - self.clock_started
-
-    def _write_launch(self) -> None:
-        # Padded, so that nothing is left of a longer line that it overwrites.
-        line = json.dumps(asdict(self.launch)).ljust(self.line_length)
-        self.line_length = len(line)
-        if self.line_begin is None or not self.file.exists():
-            earlier = "[\n" + "".join(json.dumps(asdict(launch)) + ",\n" for launch in self.earlier_launches)
-            temporary = self.file.with_suffix(".partial")
-            temporary.write_text(f"{earlier}{line}\n]\n")
-            temporary.replace(self.file)
-            self.line_begin = len(earlier)
-            return
-        with self.file.open("r+b") as file:
-            file.seek(self.line_begin)
-            file.write(f"{line}\n]\n".encode())
 
     def summary(self) -> str:
         """Return a line: "goodput 91.2% of 104 s; start-up 5.1%, checkpoint 3.7%"."""
@@ -111,34 +102,17 @@ class Goodput:
                 causes.append(f"{cause} {share:.1%}")
         return f"{line}; {', '.join(causes)}" if causes else line
 
-
-class GoodputObserver(Observer):
-    """Keeps the account of a run; on rank 0. logs_summary: log it at the end."""
-
-    def __init__(self, folder: Path, *, logs_summary: bool = True) -> None:
-        self.account = Goodput(folder)
-        self.logs_summary = logs_summary
-        self.logged_step: int | None = None
-
-    def begin(self, run: ObservedRun) -> None:
-        """See Observer."""
-        self.account.begin(run.start, run.config.training.steps)
-
-    def spent(self, cause: str, seconds: float) -> None:
-        """See Observer."""
-        self.account.charge(cause, seconds)
-
     def logged(self, n: int, record: Record) -> None:
         """See Observer."""
         self.logged_step = n
-        self.account.write(n)
+        self.write(n)
 
     def end(self) -> None:
         """See Observer: what came after the last logged step."""
         if self.logged_step is not None:
-            self.account.write(self.logged_step)
+            self.write(self.logged_step)
 
     def close(self) -> None:
         """See Observer."""
         if self.logs_summary:
-            log.info("%s", self.account.summary())
+            log.info("%s", self.summary())

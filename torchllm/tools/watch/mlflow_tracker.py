@@ -6,11 +6,13 @@ Without that variable the run is in RUN_FOLDER/trackers/mlflow.db: `mlflow ui --
 import os
 import time
 from collections.abc import Mapping
+from functools import partial
 
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
-from torchllm.tools.watch.trackers import RunFacts, flat_settings
+from torchllm.tools.config.by_key import values_by_key
+from torchllm.tools.watch.trackers import ExperimentTracker, RunFacts
 
 RUN_ID = "torchllm.run_id"
 """tag by which a resumed run is found"""
@@ -20,25 +22,7 @@ PARAMETERS_AT_ONCE = 100
 """that a server takes in a request"""
 
 
-class MlflowTracker:
-    """A run of MLflow."""
-
-    def __init__(self, client: MlflowClient, run_id: str) -> None:
-        """run_id: MLflow's."""
-        self.client = client
-        self.run_id = run_id
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the values of a step."""
-        moment = int(time.time() * 1000)
-        self.client.log_batch(self.run_id, [Metric(name, value, moment, step) for name, value in values.items()])
-
-    def close(self) -> None:
-        """Mark the run as finished."""
-        self.client.set_terminated(self.run_id)
-
-
-def open_mlflow(facts: RunFacts) -> MlflowTracker:
+def open_mlflow(facts: RunFacts) -> ExperimentTracker:
     """Return the run with the id of `facts`, new or continued."""
     client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{facts.folder}/mlflow.db")
     experiment = client.get_experiment_by_name(facts.project)
@@ -47,9 +31,14 @@ def open_mlflow(facts: RunFacts) -> MlflowTracker:
     if runs:
         run_id = runs[0].info.run_id
         client.update_run(run_id, status="RUNNING")
-        return MlflowTracker(client, run_id)
-    run_id = client.create_run(experiment_id, run_name=facts.name, tags={RUN_ID: facts.run_id}).info.run_id
-    parameters = [Param(key, str(value)[:LONGEST_PARAMETER]) for key, value in flat_settings(facts.config)]
-    for first in range(0, len(parameters), PARAMETERS_AT_ONCE):
-        client.log_batch(run_id, params=parameters[first : first + PARAMETERS_AT_ONCE])
-    return MlflowTracker(client, run_id)
+    else:
+        run_id = client.create_run(experiment_id, run_name=facts.name, tags={RUN_ID: facts.run_id}).info.run_id
+        parameters = [Param(key, str(value)[:LONGEST_PARAMETER]) for key, value in values_by_key(facts.config).items()]
+        for first in range(0, len(parameters), PARAMETERS_AT_ONCE):
+            client.log_batch(run_id, params=parameters[first : first + PARAMETERS_AT_ONCE])
+
+    def log(step: int, values: Mapping[str, float]) -> None:
+        moment = int(time.time() * 1000)
+        client.log_batch(run_id, [Metric(name, value, moment, step) for name, value in values.items()])
+
+    return ExperimentTracker(log, partial(client.set_terminated, run_id))

@@ -1,15 +1,18 @@
 """Lines about a run before its first step, and calls of `run.on_event`."""
 
 import logging
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from torchllm.facts.flops import active_parameter_count, parameter_count, trained_parameter_count
 from torchllm.metrics.observer import ObservedRun, Observer
 from torchllm.metrics.sinks import Record
 from torchllm.runtime.device import compute_dtype
-from torchllm.tools.watch.noted_sources import SOURCES, note_sources
+from torchllm.runtime.tolerance import Tolerance
 
 if TYPE_CHECKING:
+    from torchllm.data.corpus_header import CorpusHeader
     from torchllm.tools.watch.load_alarm import LoadAlarm
 
 log = logging.getLogger("torchllm")
@@ -60,11 +63,21 @@ def _describe(run: ObservedRun) -> None:
 
             line = "; ".join([line, *describe_in_a_run(header)])
         log.info("%s", line)
-    note_sources(run.runtime.folder / SOURCES, sources, data.corpora())
+    note_sources(run.runtime.folder / "sources.txt", sources, data.corpora())
     tokens_per_step = training.global_batch_size * training.sequence_length
     if start < training.steps:
         tokens = f"{(training.steps - start) * tokens_per_step:,} tokens, {tokens_per_step:,} per step"
         log.info("steps %d to %d: %s", start + 1, training.steps, tokens)
+
+
+def note_sources(file: Path, lines: list[str], corpora: Mapping[str, "CorpusHeader"]) -> None:
+    """Write the lines on the sources to a file for the report, with the bytes of text of a corpus."""
+    noted = []
+    for line in lines:
+        header = corpora.get(line.partition(": ")[0])
+        noted.append(f"{line}; {header.text_bytes / 1e6:,.1f} MB of text\n" if header is not None else f"{line}\n")
+    with Tolerance(str(file)).attempt():
+        file.write_text("".join(noted), encoding="utf-8")
 
 
 def describe_peak(run: ObservedRun) -> None:

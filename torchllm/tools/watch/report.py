@@ -10,16 +10,16 @@ import math
 import re
 import time
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchllm.config.errors import UserError
 from torchllm.config.toml import toml_value
+from torchllm.tools.config.by_key import values_by_key
 from torchllm.tools.resources import run_folder
 from torchllm.tools.watch.launches import Launch, account, read_launches
-from torchllm.tools.watch.noted_sources import SOURCES
 from torchllm.tools.watch.runs import State, state_of_run
 
 WIDTH, HEIGHT = 460, 220
@@ -90,12 +90,12 @@ class RunFolder(NamedTuple):
     records: list[dict[str, Any]]
     """the last record of each logged step"""
     config: dict[str, Any]
-    """config.toml by dotted keys"""
+    """the tables of config.toml"""
     launches: list[Launch]
     checkpoints: list[str]
     state: State
     sources: list[str]
-    """of `SOURCES`"""
+    """a line per source, with its size (`notices.note_sources`)"""
     sample: str
 
 
@@ -146,11 +146,11 @@ def read_run_folder(folder: Path) -> RunFolder:
     return RunFolder(
         folder.resolve().name,
         list(records.values()),
-        dict(_flat(config)),
+        config,
         read_launches(folder / "goodput.json"),
         checkpoints,
         state_of_run(folder),
-        _read_text(folder / SOURCES).splitlines(),
+        _read_text(folder / "sources.txt").splitlines(),
         NOT_XML.sub("\ufffd", _read_text(folder / SAMPLE)),
     )
 
@@ -158,17 +158,6 @@ def read_run_folder(folder: Path) -> RunFolder:
 def _read_text(file: Path) -> str:
     """Return the text of a file that a run may have; "" without it."""
     return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        elif isinstance(value, list) and value and isinstance(value[0], dict):
-            for index, item in enumerate(value):
-                yield from _flat(item, f"{prefix}{key}.{index}.")
-        else:
-            yield prefix + key, value
 
 
 def page(runs: list[RunFolder]) -> str:
@@ -210,7 +199,7 @@ def _latest(runs: list[RunFolder]) -> str:
     for index, run in enumerate(runs):
         head.append(f'<span class="key" style="background:{COLORS[index % len(COLORS)]}"></span> {escape(run.name)}')
     states = [run.state for run in runs]
-    steps = [shown_number(run.config.get("training.steps")) for run in runs]
+    steps = [shown_number(run.config.get("training", {}).get("steps")) for run in runs]
     rows = [["state", *states], ["steps asked for", *steps]]
     for key, (name, form) in LATEST.items():
         last = [_last(run, key) for run in runs]
@@ -357,7 +346,8 @@ def _events(run: RunFolder) -> str:
 
 def _data(run: RunFolder) -> str:
     """Return the sources with their sizes and weights: of the run, or of each [[data.stage]]."""
-    sources, stages = _tables(run, "data.sources."), _tables(run, "data.stage.")
+    data = run.config.get("data", {})
+    sources, stages = data.get("sources", []), data.get("stage", [])
     head = [f"weight up to step {stage['until']:,}" if stage.get("until") else "weight to the end" for stage in stages]
     rows = []
     for index, source in enumerate(sources):
@@ -369,20 +359,11 @@ def _data(run: RunFolder) -> str:
     return _table([escape(run.name), "size", *(head or ["weight"])], rows)
 
 
-def _tables(run: RunFolder, prefix: str) -> list[dict[str, Any]]:
-    """Return the tables of an array of the config, such as data.sources."""
-    tables: dict[str, dict[str, Any]] = {}
-    for key, value in run.config.items():
-        if key.startswith(prefix):
-            index, _, name = key.removeprefix(prefix).partition(".")
-            tables.setdefault(index, {})[name] = value
-    return list(tables.values())
-
-
 def _config(runs: list[RunFolder]) -> str:
     """Return all keys of one run; of several, the keys that differ first."""
-    keys = list(dict.fromkeys(key for run in runs for key in run.config))
-    rows = [[escape(key), *(_code(run.config.get(key)) for run in runs)] for key in keys]
+    configs = [values_by_key(run.config) for run in runs]
+    keys = list(dict.fromkeys(key for config in configs for key in config))
+    rows = [[escape(key), *(_code(config.get(key)) for config in configs)] for key in keys]
     differing = [row for row in rows if len(set(row[1:])) > 1]
     head = ["key", *(escape(run.name) for run in runs)]
     shown = "<p>All of its keys are equal.</p>" if len(runs) > 1 and not differing else ""
@@ -394,4 +375,4 @@ def _config(runs: list[RunFolder]) -> str:
 def _code(value: Any) -> str:
     if value is None:
         return ""
-    return f"<code>{escape(toml_value(tuple(value) if isinstance(value, list) else value))}</code>"
+    return f"<code>{escape(toml_value(value))}</code>"

@@ -103,27 +103,20 @@ def slow_rank(rank: int, reports: Reports) -> SlowRank:
 def medians_of_peers(values: npt.NDArray[np.float64], groups: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """Return for each rank the median of the values of the other ranks of its group; NaN if it is alone there.
 
-    Each group is sorted once. Without one of its members the group is in the same order, so the middle of a member's
-    peers is the middle of the group or the place next to it.
+    Each group is sorted once. Without one of its members it is in the same order, so the middle of a member's peers is
+    the middle of the group or the place next to it.
     """
-    order = np.lexsort((values, groups))
-    ordered_values, ordered_groups = values[order], groups[order]
-    _, group_starts, group_sizes = np.unique(ordered_groups, return_index=True, return_counts=True)
-    start = np.repeat(group_starts, group_sizes)  # of each rank's group
-    peers = np.repeat(group_sizes, group_sizes) - 1
-    position = np.arange(len(values)) - start  # of each rank in its group
-
-    def value_of_peer(number: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Return the value of each rank's peer with this number, in increasing order of values."""
-        index = start + number + (number >= position)
-        return ordered_values[np.clip(index, 0, len(values) - 1)]
-
-    medians = np.empty_like(values)
-    lower_middle = value_of_peer((peers - 1) // 2)
-    upper_middle = value_of_peer(peers // 2)
-    medians[order] = (lower_middle + upper_middle) / 2
-    alone = order[peers == 0]
-    medians[alone] = np.nan
+    medians = np.full(len(values), np.nan)
+    for group in np.unique(groups):
+        ranks = np.flatnonzero(groups == group)
+        ranks = ranks[np.argsort(values[ranks])]
+        peers = len(ranks) - 1
+        if peers:
+            position = np.arange(len(ranks))  # of each rank in its group
+            lower, upper = (peers - 1) // 2, peers // 2
+            lower_peer = ranks[lower + (lower >= position)]
+            upper_peer = ranks[upper + (upper >= position)]
+            medians[ranks] = (values[lower_peer] + values[upper_peer]) / 2
     return medians
 
 
@@ -133,16 +126,13 @@ def ranks_with_parts(reports: Reports) -> npt.NDArray[np.bool_]:
     return are_known
 
 
-def mean_parts(reports: Reports) -> npt.NDArray[np.float64]:
-    """Return the mean over ranks of each part, (parts); NaN for a part that no rank has.
+def mean_parts(reports: Reports) -> dict[str, float]:
+    """Return the mean over ranks of each part that a rank has.
 
     A rank that lacks a part spent no time on it. reports: of the ranks that know their parts; there may be none.
     """
-    seconds = reports["parts"]
-    if not len(reports):
-        return np.full(len(PARTS), np.nan)
-    spent = np.nan_to_num(seconds)
-    means: npt.NDArray[np.float64] = spent.mean(axis=0)
-    is_missing = np.isnan(seconds)
-    means[is_missing.all(axis=0)] = np.nan
+    means = {}
+    for name, seconds in zip(PARTS, reports["parts"].T, strict=True):
+        if not np.isnan(seconds).all():
+            means[name] = float(np.nan_to_num(seconds).mean())
     return means

@@ -11,21 +11,21 @@ def standard_observers(config: Config, runtime: Runtime) -> list[Observer]:
     """Return the observers of this rank."""
     if not runtime.is_main:
         return [ProfiledSteps()]
-    from torchllm.tools.watch.goodput import GoodputObserver  # rank 0 alone keeps the account
+    from torchllm.tools.watch.goodput import Goodput  # rank 0 alone keeps the account
 
     logs_time = is_worth_a_line(config, runtime)
     observers: list[Observer] = [Notices(), Events(), ProfiledSteps(logs_first=logs_time)]
     # Few runs ask for what follows.
-    if config.metrics.trackers:
-        from torchllm.tools.watch.trackers import Trackers
+    for tracker in config.metrics.trackers:
+        from torchllm.tools.watch.trackers import TrackerHelper
 
-        observers.append(Trackers())
+        observers.append(TrackerHelper(runtime.folder, tracker))
     if config.evaluate.tasks_interval:
-        from torchllm.tools.watch.task_processes import TaskEvaluations
+        from torchllm.tools.watch.task_processes import TaskProcesses
 
-        observers.append(TaskEvaluations())
+        observers.append(TaskProcesses(runtime.folder, config.evaluate.tasks_interval))
     # Last: what the others take to begin is the start-up's.
-    observers.append(GoodputObserver(runtime.folder, logs_summary=logs_time))
+    observers.append(Goodput(runtime.folder, logs_summary=logs_time))
     return observers
 
 

@@ -18,19 +18,18 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from torchllm.parallel.mesh import Mesh
 from torchllm.runtime.phase import phase
-from torchllm.tools.launch.records import broadcast_record, gather_records
+from torchllm.tools.launch.records import gather_records
 from torchllm.tools.launch.torch_records import ProfiledEvent, break_profile_cycle, flight_records, profiled_events
 from torchllm.tools.mesh_axes import axis_of_group
-from torchllm.tools.watch.breakdown import COMPUTING, PARTS, breakdown
+from torchllm.tools.watch.breakdown import COMPUTING, breakdown
 from torchllm.tools.watch.slow_rank import Reports, SlowRank, find_slow_rank, mean_parts, rank_report, ranks_with_parts
 from torchllm.tools.watch.trace import TraceWriter
 
@@ -40,18 +39,6 @@ MAX_COST = 0.01
 """share of the run's time that profiling may take"""
 CONFIRMATIONS = 4
 """profiled steps in a row in which a rank must be the slowest: one may be chance"""
-CONCLUSION = np.dtype(
-    [
-        ("parts", np.float64, len(PARTS)),  # seconds by part, the mean over ranks; NaN for a part that no rank has
-        ("next", np.int64),  # the next step to profile
-        ("slow", np.int64),  # rank that was confirmed to be slow, or -1; the fields of its `SlowRank` follow
-        ("host", "S64"),
-        ("part", np.int64),  # index in `PARTS`
-        ("seconds", np.float64),
-        ("peer_seconds", np.float64),
-    ]
-)
-"""what rank 0 concludes from the reports of a profiled step, and all ranks then know"""
 
 
 class ProfiledStep(NamedTuple):
@@ -62,24 +49,6 @@ class ProfiledStep(NamedTuple):
     """seconds by part, the mean over ranks; they add up to the step"""
     slow: SlowRank | None
     """a rank that was slow in `CONFIRMATIONS` profiled steps in a row, of which this is the last"""
-
-    @classmethod
-    def from_conclusion(cls, step: int, conclusion: np.void) -> "ProfiledStep":
-        """Read a `CONCLUSION` about a step."""
-        parts = {}
-        for name, seconds in zip(PARTS, conclusion["parts"].tolist(), strict=True):
-            if not math.isnan(seconds):
-                parts[name] = seconds
-        slow = None
-        if conclusion["slow"] >= 0:
-            slow = SlowRank(
-                rank=int(conclusion["slow"]),
-                host=bytes(conclusion["host"]).decode(),
-                part=PARTS[conclusion["part"]],
-                seconds=float(conclusion["seconds"]),
-                peer_seconds=float(conclusion["peer_seconds"]),
-            )
-        return cls(step, parts, slow)
 
     @property
     def seconds(self) -> float:
@@ -113,7 +82,7 @@ class StepProfiler:
         mesh: Mesh,
         host_group: dist.ProcessGroup,
         device: torch.device,
-        traces: TraceWriter | None = None,
+        traces: TraceWriter,
         start: int = 0,
     ) -> None:
         """Profile at most one step in `interval` (0: none) and those of `traces`, which are also written to files.
@@ -143,7 +112,7 @@ class StepProfiler:
         self.latest: ProfiledStep | None = None
         """the step that has just ended, if it was profiled and its parts are known"""
         self.has_told_of_missing_events = False
-        if interval or (traces is not None and traces.steps):
+        if interval or traces.steps:
             with warnings.catch_warnings():
                 # torch 2.11 warns once per process, whatever the profile
                 warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
@@ -155,7 +124,7 @@ class StepProfiler:
     def step(self, n: int) -> Iterator[None]:
         """Return a context around all that the loop does in step `n`; afterwards `latest` is that step, if profiled."""
         self.latest = None
-        if self._is_traced(n) or (self.interval and n >= self.next):
+        if n in self.traces.steps or (self.interval and n >= self.next):
             with self._profile(n):
                 yield
         else:
@@ -185,7 +154,7 @@ class StepProfiler:
         cost = time.perf_counter() - called - aside - usual
         host = os.uname().nodename
         self._exchange(n, rank_report(parts, self.peer_group, host, cost, usual, self.exchange_seconds))
-        if self.traces is not None and self._is_traced(n):
+        if n in self.traces.steps:
             with self.traces.tolerance.attempt():
                 self.traces.write(n, profiler, {} if self.latest is None else self.latest.parts)
 
@@ -205,39 +174,25 @@ class StepProfiler:
             return {}
         return breakdown(events, flight_records(started_ns), self.axis_of_group, self.pipeline_group)
 
-    def _is_traced(self, n: int) -> bool:
-        return self.traces is not None and n in self.traces.steps
-
     def _exchange(self, n: int, report: Reports) -> None:
         """Report to rank 0 about step `n`, and set `latest` and `next` to what it concludes."""
         began = time.perf_counter()
         reports = gather_records(report, self.host_group)
-        conclusion = np.zeros(1, dtype=CONCLUSION)
+        conclusion: list[Any] = [None, 0]
         if dist.get_rank(self.host_group) == 0:
-            conclusion[0] = self._conclude(n, reports[:, 0])
+            conclusion = [self._conclude(n, reports[:, 0]), self._schedule(n, reports[:, 0])]
         # FOOTGUN: the ranks do not conclude each for itself. Different processors may round differently, and ranks that
         # disagreed on the next step to profile would wait for each other without end.
-        [conclusion] = broadcast_record(conclusion, self.host_group)
-        self.next = int(conclusion["next"])
-        profiled = ProfiledStep.from_conclusion(n, conclusion)
-        self.latest = profiled if profiled.parts else None
+        dist.broadcast_object_list(conclusion, group=self.host_group, group_src=0)
+        self.latest, self.next = conclusion
         self.exchange_seconds = time.perf_counter() - began
 
-    def _conclude(self, n: int, reports: Reports) -> np.void:
-        """Return what follows from the reports of all ranks about step `n`, as `CONCLUSION` describes it; rank 0's."""
+    def _conclude(self, n: int, reports: Reports) -> ProfiledStep | None:
+        """Return what follows from the reports of all ranks about step `n`; None if no rank knows its parts."""
         are_known = ranks_with_parts(reports)
         slow = self._confirm(find_slow_rank(reports) if are_known.all() else None)
-        conclusion = np.zeros(1, dtype=CONCLUSION)[0]
-        conclusion["parts"] = mean_parts(reports[are_known])
-        conclusion["next"] = self._schedule(n, reports)
-        conclusion["slow"] = -1
-        if slow is not None:
-            conclusion["slow"] = slow.rank
-            conclusion["host"] = slow.host.encode()
-            conclusion["part"] = PARTS.index(slow.part)
-            conclusion["seconds"] = slow.seconds
-            conclusion["peer_seconds"] = slow.peer_seconds
-        return conclusion
+        parts = mean_parts(reports[are_known])
+        return ProfiledStep(n, parts, slow) if parts else None
 
     def _confirm(self, slow: SlowRank | None) -> SlowRank | None:
         """Return the slow rank of this step if the steps before had the same one, `CONFIRMATIONS` in all."""

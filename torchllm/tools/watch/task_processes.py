@@ -27,25 +27,38 @@ OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 """variables of the environment that make a process a rank"""
 
 
-class TaskProcesses:
+class TaskProcesses(Observer):
     """Starts an evaluation for each checkpoint of every `interval` steps. For rank 0."""
 
-    def __init__(self, run_folder: Path, interval: int, start: int) -> None:
-        """start: the step that the run goes on from, whose checkpoint was evaluated, or is not."""
+    def __init__(self, run_folder: Path, interval: int) -> None:
         self.run_folder = run_folder
         self.interval = interval
-        self.latest = start
-        """step up to which checkpoints were evaluated or skipped"""
+        self.latest: int | None = None
+        """step up to which checkpoints were evaluated or skipped: at first that from which the run goes on"""
+        self.last_step = 0
         self.process: subprocess.Popen[bytes] | None = None
         self.process_step = 0
         self.tolerance = Tolerance("evaluate.tasks")
 
-    def start_due(self, step: int) -> None:
-        """Start the evaluation of the newest checkpoint up to `step` that is due, once it is published."""
+    def begin(self, run: ObservedRun) -> None:
+        """See Observer."""
+        self.last_step = run.start
+        if self.latest is None:
+            self.latest = run.start
+
+    @contextmanager
+    def step(self, n: int) -> Iterator[None]:
+        """See Observer."""
+        yield
+        self.last_step = n
+        self.end()
+
+    def end(self) -> None:
+        """See Observer: start the evaluation of the newest checkpoint that is due, once it is published."""
         self._look_at_process()
-        due = step - step % self.interval
+        due = self.last_step - self.last_step % self.interval
         due_folder = step_folder(self.run_folder / "checkpoints", due)
-        if due <= self.latest or not (due_folder / MANIFEST).exists():
+        if due <= (self.latest or 0) or not (due_folder / MANIFEST).exists():
             return
         self.latest = due
         if self.process is not None:
@@ -86,30 +99,3 @@ class TaskProcesses:
         if self.process.returncode != 0:
             log.warning("evaluate.tasks: step %d failed: see %s", self.process_step, log_file)
         self.process = None
-
-
-class TaskEvaluations(Observer):
-    """Starts an evaluation of the tasks for each checkpoint that is due; on rank 0."""
-
-    def __init__(self) -> None:
-        self.processes: TaskProcesses | None = None
-        self.last_step = 0
-
-    def begin(self, run: ObservedRun) -> None:
-        """See Observer."""
-        self.last_step = run.start
-        interval = run.config.evaluate.tasks_interval
-        if interval and self.processes is None:
-            self.processes = TaskProcesses(run.runtime.folder, interval, run.start)
-
-    @contextmanager
-    def step(self, n: int) -> Iterator[None]:
-        """See Observer."""
-        yield
-        self.last_step = n
-        self.end()
-
-    def end(self) -> None:
-        """See Observer."""
-        if self.processes is not None:
-            self.processes.start_due(self.last_step)

@@ -19,19 +19,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from shlex import quote
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from torchllm import __version__
 from torchllm.config import Config
 from torchllm.metrics.observer import ObservedRun, Observer
-from torchllm.metrics.sinks import TolerantSink
+from torchllm.metrics.sinks import Record
 from torchllm.runtime.tolerance import Tolerance
 
 log = logging.getLogger("torchllm")
@@ -61,14 +61,13 @@ class RunFacts(NamedTuple):
     """the run's config by section, and `environment`"""
 
 
-class ExperimentTracker(Protocol):
+class ExperimentTracker(NamedTuple):
     """An open run of a tracker. Its calls may block and raise."""
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the values of a step, by name."""
-
-    def close(self) -> None:
-        """Send what was not sent yet, and end the run."""
+    log: Callable[[int, Mapping[str, float]], None]
+    """sends the values of a step, by name"""
+    close: Callable[[], None]
+    """sends what was not sent yet, and ends the run"""
 
 
 def record_key(record: Mapping[str, Any]) -> tuple[int, bool]:
@@ -143,41 +142,39 @@ def environment_facts(config: Config, device: str) -> dict[str, Any]:
     }
 
 
-def flat_settings(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a config with their dotted keys."""
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from flat_settings(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-class TrackerSink:
-    """Keeps a helper process that sends the run's records to a tracker. It takes no time of a step.
+class TrackerHelper(Observer):
+    """Keeps a helper process that sends the records of rank 0 to a tracker. It takes no time of a step.
 
     The helper is started with the first record, when metrics.jsonl was cut to the step that the run resumed from.
     """
 
-    def __init__(
-        self, run_folder: Path, tracker: str, environment: Mapping[str, Any], patience: float = PATIENCE
-    ) -> None:
-        """environment: facts of `environment_facts`. patience: seconds that `close` waits at most."""
+    def __init__(self, run_folder: Path, tracker: str, patience: float = PATIENCE) -> None:
+        """tracker: a key of [metrics]. patience: seconds that `end` waits at most."""
         self.run_folder = run_folder
         self.tracker = tracker
-        self.environment = environment
         self.patience = patience
+        self.environment: dict[str, Any] = {}
         self.tolerance = Tolerance(f"metrics.{tracker}")
         self.helper: subprocess.Popen[bytes] | None = None
         self.started = 0.0
         self.output = run_folder / FOLDER / f"{tracker}.log"
 
-    def write(self, step: int, record: Mapping[str, float | None]) -> None:
-        """Start the helper if it does not run, at most once in `RESTART_SECONDS`: the record is in metrics.jsonl."""
+    def begin(self, run: ObservedRun) -> None:
+        """See Observer."""
+        device = run.runtime.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        self.environment = environment_facts(run.config, name)
+
+    def logged(self, n: int, record: Record) -> None:
+        """See Observer. The record is in metrics.jsonl; start the helper if it does not run, but not too often."""
         has_ended = self.helper is not None and self.helper.poll() is not None
         if has_ended:
             self.tolerance.failed(ChildProcessError(0, f"its process has ended; see {self.output}"))
         if self.helper is None or (has_ended and time.monotonic() - self.started > RESTART_SECONDS):
-            self._start()
+            try:
+                self._start()
+            except OSError as error:
+                self.tolerance.failed(error)
 
     def _start(self) -> None:
         self.started = time.monotonic()
@@ -190,8 +187,8 @@ class TrackerSink:
                 command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
             )
 
-    def close(self) -> None:
-        """Wait until all is sent, `patience` seconds at most, and say what is not."""
+    def end(self) -> None:
+        """See Observer: wait until all is sent, `patience` seconds at most, and say what is not."""
         if self.helper is None:
             return
         assert self.helper.stdin is not None
@@ -216,15 +213,3 @@ class TrackerSink:
                 quote(str(self.run_folder)),
                 self.tracker,
             )
-
-
-class Trackers(Observer):
-    """Sends the records of rank 0 to the trackers that [metrics] names."""
-
-    def begin(self, run: ObservedRun) -> None:
-        """See Observer. The sinks come after metrics.jsonl, which their helpers read."""
-        device = run.runtime.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        facts = environment_facts(run.config, name)
-        for name in run.config.metrics.trackers:
-            run.meter.sinks.append(TolerantSink(f"metrics.{name}", TrackerSink(run.runtime.folder, name, facts)))

@@ -4,29 +4,13 @@ With TRACKIO_SPACE_ID the run goes to a Space of Hugging Face; `trackio sync` se
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import trackio
 
-from torchllm.tools.watch.trackers import RunFacts
+from torchllm.tools.watch.trackers import ExperimentTracker, RunFacts
 
 
-class TrackioTracker:
-    """A run of trackio."""
-
-    def __init__(self, run: Any) -> None:
-        self.run = run
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the values of a step."""
-        self.run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        """Wait until all is written."""
-        self.run.finish()
-
-
-def open_trackio(facts: RunFacts) -> TrackioTracker:
+def open_trackio(facts: RunFacts) -> ExperimentTracker:
     """Return the run with the id of `facts`, new or continued: trackio knows runs by their names."""
     run = trackio.init(
         facts.project,
@@ -37,4 +21,8 @@ def open_trackio(facts: RunFacts) -> TrackioTracker:
         auto_log_cpu=False,
         auto_log_gpu=False,
     )
-    return TrackioTracker(run)
+
+    def log(step: int, values: Mapping[str, float]) -> None:
+        run.log(dict(values), step=step)
+
+    return ExperimentTracker(log, run.finish)

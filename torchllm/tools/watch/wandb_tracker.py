@@ -5,14 +5,13 @@ Without a key or a network the run is written to RUN_FOLDER/trackers/wandb; `wan
 
 import shlex
 import ssl
-from collections.abc import Mapping
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
 import wandb
 
-from torchllm.tools.watch.trackers import RunFacts
+from torchllm.tools.watch.trackers import ExperimentTracker, RunFacts
 
 CONNECT_SECONDS = 15.0
 """that wandb may take to reach its server"""
@@ -20,25 +19,7 @@ ANSWER_SECONDS = 5.0
 """that the server may take to answer at all; wandb alone takes 26 s to give up, and a run waits 20 s for its helper"""
 
 
-class WandbTracker:
-    """A run of Weights & Biases."""
-
-    def __init__(self, run: Any) -> None:
-        self.run = run
-        # wandb's own step may not go back, and a step's profile comes after the next step's loss.
-        run.define_metric("step")
-        run.define_metric("*", step_metric="step")
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the values of a step."""
-        self.run.log({"step": step, **values})
-
-    def close(self) -> None:
-        """Wait until all is sent."""
-        self.run.finish()
-
-
-def open_wandb(facts: RunFacts) -> WandbTracker:
+def open_wandb(facts: RunFacts) -> ExperimentTracker:
     """Return the run that has the id of `facts`, new or continued; offline where the server cannot be reached."""
     arguments: dict[str, Any] = {
         "project": facts.project,
@@ -54,13 +35,21 @@ def open_wandb(facts: RunFacts) -> WandbTracker:
     reason = why_out_of_reach(settings.base_url) if settings.mode == "online" else ""
     if not reason:
         try:
-            return WandbTracker(wandb.init(**arguments))
+            return _tracker(wandb.init(**arguments))
         except wandb.errors.Error as error:
             reason = str(error)
             wandb.teardown()  # its service still has a run with this id
     folder = shlex.quote(f"{facts.folder}/wandb")
     print(f"wandb: {reason}; offline: `wandb sync {folder}/offline-run-*` sends it later", flush=True)
-    return WandbTracker(wandb.init(**arguments, mode="offline"))
+    return _tracker(wandb.init(**arguments, mode="offline"))
+
+
+def _tracker(run: Any) -> ExperimentTracker:
+    """Return an open run as `send_records.py` uses it."""
+    # wandb's own step may not go back, and a step's profile comes after the next step's loss.
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return ExperimentTracker(lambda step, values: run.log({"step": step, **values}), run.finish)
 
 
 def why_out_of_reach(url: str) -> str:
