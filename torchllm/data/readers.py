@@ -1,18 +1,16 @@
 """Opens the sources of data.sources: one reader per kind.
 
-Token corpora and random tokens are read here. Readers of other kinds are in `torchllm/tools/prepare`, imported by the
-first source of such a kind. Another kind is one line in `READERS`, and its name in the config's `Source.kind`.
+Token corpora and random tokens are read here. Readers of other kinds are registered (`torchllm/data/registry.py`).
 """
 
-import importlib
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from torchllm.config import Data, Finetune, Source
-from torchllm.config.schema import IN_PLACE_KINDS, RAW_KINDS
 from torchllm.data.cache_root import cache_root
 from torchllm.data.corpus import Corpus, SequenceSource, Synthetic
 from torchllm.data.error import DataError
+from torchllm.data.registry import READERS
 from torchllm.data.tokenizer import Tokenizer
 
 
@@ -74,19 +72,12 @@ class SyntheticReader:
         return Synthetic(settings.vocab if tokenizer is None else min(settings.vocab, tokenizer.vocab))
 
 
-READERS = {
-    "tokens": "torchllm.data.readers:TokensReader",
-    "synthetic": "torchllm.data.readers:SyntheticReader",
-    **dict.fromkeys(RAW_KINDS, "torchllm.tools.prepare.readers:RawReader"),
-    **dict.fromkeys(IN_PLACE_KINDS, "torchllm.tools.prepare.in_place:InPlaceReader"),
-}
-"""kind of a source -> module:class of its reader"""
+READERS |= {"tokens": TokensReader, "synthetic": SyntheticReader}
 
 
 def reader_of(kind: str) -> SourceReader:
     """Return the reader of a kind of sources."""
-    module, _, name = READERS[kind].partition(":")
-    reader: SourceReader = getattr(importlib.import_module(module), name)()
+    reader: SourceReader = READERS[kind]()
     return reader
 
 
