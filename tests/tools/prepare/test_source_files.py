@@ -17,9 +17,9 @@ from torchllm.data.shard import SPLITS
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.prepare.build import write_corpus
 from torchllm.tools.prepare.cache import plan_corpus
+from torchllm.tools.prepare.chosen_files import choose_files, source_files
 from torchllm.tools.prepare.in_place import describe_in_place, token_files
 from torchllm.tools.prepare.plan import TokenizerSpec
-from torchllm.tools.prepare.source_files import choose_files, source_files
 from torchllm.tools.prepare.sources import raw_mib
 
 

@@ -14,15 +14,15 @@ from torchllm.config import Data, Finetune, Source
 from torchllm.data.cache_root import cache_root
 from torchllm.data.checked_file import DamagedFile
 from torchllm.data.corpus import Corpus
-from torchllm.data.corpus_header import HEADER, read_description
+from torchllm.data.corpus_header import HEADER, CorpusHeader, read_description
 from torchllm.data.error import DataError
+from torchllm.data.readers import ReaderSettings
 from torchllm.data.tokenizer import Tokenizer
 from torchllm.runtime.host_limits import usable_cores
-from torchllm.tools.prepare.bad_records import describe_earlier_loss
+from torchllm.tools.prepare.chosen_files import choose_files
 from torchllm.tools.prepare.earlier_files import Rules, earlier_files
 from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec, may_write_calls
-from torchllm.tools.prepare.source_files import changes_of, choose_files, content_of
-from torchllm.tools.prepare.sources import hub_folder_version, pin_hub_source, raw_mib
+from torchllm.tools.prepare.source_files import changes_of, content_of
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,8 @@ def plan_corpus(
         chat = plan_chat(data.tokenizer, finetune, sequence_length, is_first)
     revision = ""
     if source.kind == "hub":
+        from torchllm.tools.prepare.sources import hub_folder_version, pin_hub_source
+
         source = pin_hub_source(source, pins or cache_root(data) / "revisions")
         revision = hub_folder_version(source)
     files = earlier_files(source) if is_first else choose_files(source, reads_all=rules is Rules.ALL_FILES)
@@ -78,6 +80,22 @@ def plan_corpus(
         chat=chat,
         reads_calls=rules > Rules.ALL_FILES and chat is not None and may_write_calls(chat.template),
     )
+
+
+def prepare_raw(source: Source, settings: ReaderSettings, rules: Rules) -> str:
+    """Return the folder with the corpus of a raw source in the cache, by the rules of a version: `prepare_cached`."""
+    data, tokenizer = settings.data, settings.tokenizer
+    assert tokenizer is not None
+    plan = plan_corpus(
+        source,
+        data,
+        tokenizer,
+        settings.vocab,
+        finetune=settings.finetune,
+        sequence_length=settings.sequence_length,
+        rules=rules,
+    )
+    return str(prepare_cached(plan, data, rules))
 
 
 def _fingerprint_by(rules: Rules, tokenizer: Tokenizer) -> str:
@@ -124,6 +142,8 @@ def is_cached(folder: Path) -> bool:
 
 def refuse_large_source(plan: CorpusPlan, data: Data) -> None:
     """Raise DataError if the raw source of a plan is over data.max_raw_mib, or of the hub and of unknown size."""
+    from torchllm.tools.prepare.sources import raw_mib  # of no use to a run whose corpora are cached
+
     size = raw_mib(plan.source, plan.files)
     if size is None or size > data.max_raw_mib:
         arguments = shlex.join(_arguments_of_the_config())
@@ -174,9 +194,8 @@ def prepare_cached(plan: CorpusPlan, data: Data, rules: Rules = Rules.NOW) -> Pa
         if damage is None:
             _refuse_other_text(folder, plan)
             header = read_description(folder).header
-            most = 1.0 if plan.source.kind == "stdlib" else data.max_bad_share
-            if loss := describe_earlier_loss(header.documents, header.skipped, most):
-                log.warning("data.cache: of %s %s; delete it to tokenize its source again", folder, loss)
+            if header.skipped and plan.source.kind != "stdlib":
+                _warn_of_earlier_loss(folder, header, data.max_bad_share)
             return folder
         log.warning("data.cache: %s; its source is tokenized again", damage)
     refuse_large_source(plan, data)
@@ -187,6 +206,14 @@ def prepare_cached(plan: CorpusPlan, data: Data, rules: Rules = Rules.NOW) -> Pa
     write_corpus(plan, tokenizer, folder, max_bad_share=None if rules is Rules.FIRST else data.max_bad_share)
     (folder / _SOURCE).write_text(source)
     return folder
+
+
+def _warn_of_earlier_loss(folder: Path, header: CorpusHeader, most: float) -> None:
+    """Warn if an earlier version left more than a share `most` of the records out of a corpus."""
+    from torchllm.tools.prepare.bad_records import describe_earlier_loss  # most corpora have all records
+
+    if loss := describe_earlier_loss(header.documents, header.skipped, most):
+        log.warning("data.cache: of %s %s; delete it to tokenize its source again", folder, loss)
 
 
 _SOURCE = "source.json"

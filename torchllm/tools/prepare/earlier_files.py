@@ -10,7 +10,8 @@ from enum import IntEnum
 from pathlib import Path
 
 from torchllm.config import Source
-from torchllm.tools.prepare.source_files import ChosenFiles, choose_files, stat_file
+from torchllm.tools.prepare.chosen_files import choose_files
+from torchllm.tools.prepare.source_files import ChosenFiles, stat_file
 
 
 class Rules(IntEnum):
