@@ -23,7 +23,7 @@ from torch import Tensor
 from torchllm.config import Training
 from torchllm.config.applied_keys import applied, needs_state
 from torchllm.models.decoder import Decoder
-from torchllm.optim.fused import local_tensor
+from torchllm.parallel.local_tensor import local_tensor
 
 if TYPE_CHECKING:
     from torchllm.models.experts import Router

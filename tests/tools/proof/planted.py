@@ -38,7 +38,7 @@ def change(stages):
 def of_loss(body: str) -> Change:
     """Return a change of the loss. body: of a function of logits, labels and `whole`, the loss of the recipe."""
     return Change(f"""
-from torchllm.optim.fused import local_tensor
+from torchllm.parallel.local_tensor import local_tensor
 
 
 def own_loss(whole):
@@ -119,7 +119,7 @@ def hook(mlp, inputs):
     "trust ratio of local norms": of_optimizer(
         f"Lars({PARAMETERS}, 1.0)",
         """
-from torchllm.optim.fused import local_tensor
+from torchllm.parallel.local_tensor import local_tensor
 
 
 class Lars(torch.optim.Optimizer):
@@ -210,7 +210,7 @@ def change(stages):
 """),
     "average on the first rank": Change(
         """
-from torchllm.optim.fused import local_tensor
+from torchllm.parallel.local_tensor import local_tensor
 from torchllm.facts.parameters import canonical_name
 
 
