@@ -67,6 +67,7 @@ TORCH_COMPAT = {
     "torchllm/runtime/torch_pipeline.py",
     "torchllm/tools/launch/torch_records.py",
     "torchllm/tools/torch_names.py",
+    "torchllm/tools/watch/torch_profile.py",
 }
 PYTHONS_OWN = {"_current_frames", "_asdict", "_fields", "_replace", "_make", "_exit"}
 

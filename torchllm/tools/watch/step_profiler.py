@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -28,11 +28,14 @@ from torch.profiler import ProfilerActivity, profile
 from torchllm.parallel.mesh import Mesh
 from torchllm.runtime.phase import phase
 from torchllm.tools.launch.records import broadcast_record, gather_records
-from torchllm.tools.launch.torch_records import ProfiledEvent, break_profile_cycle, flight_records, profiled_events
+from torchllm.tools.launch.torch_records import flight_records
 from torchllm.tools.mesh_axes import axis_of_group
 from torchllm.tools.watch.breakdown import COMPUTING, PARTS, breakdown
 from torchllm.tools.watch.slow_rank import Reports, SlowRank, find_slow_rank, mean_parts, rank_report, ranks_with_parts
-from torchllm.tools.watch.trace import TraceWriter
+from torchllm.tools.watch.torch_profile import ProfiledEvent, break_profile_cycle, profiled_events
+
+if TYPE_CHECKING:  # few runs write traces
+    from torchllm.tools.watch.trace import TraceWriter
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +116,7 @@ class StepProfiler:
         mesh: Mesh,
         host_group: dist.ProcessGroup,
         device: torch.device,
-        traces: TraceWriter | None = None,
+        traces: "TraceWriter | None" = None,
         start: int = 0,
     ) -> None:
         """Profile at most one step in `interval` (0: none) and those of `traces`, which are also written to files.
