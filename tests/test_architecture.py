@@ -367,10 +367,10 @@ def test_a_public_name_means_one_thing() -> None:
 def test_what_a_reader_has_to_read_does_not_grow() -> None:
     """Lower a limit with the size; raise one only with a reason."""
     minimal, pretrain = (size_of(imported_files(ROOT / "recipes" / name)) for name in ("minimal.py", "pretrain.py"))
-    assert minimal.files <= 55  # one of 40 lines describes errors of the system; two register what tools read
-    assert minimal.lines <= 6_690  # 29 of them are docstrings of folders
-    assert pretrain.files <= 126
-    assert pretrain.lines <= 15_720
+    assert minimal.files <= 56  # one of 40 lines describes errors of the system, two register what tools read
+    assert minimal.lines <= 6_640  # 29 of them are docstrings of folders
+    assert pretrain.files <= 127
+    assert pretrain.lines <= 15_420
     # with {facts,models}/frozen.py, facts/block_kinds.py and parallel/added_parameters.py,
     # which no recipe here imports, and checkpoint/read_plan.py, which loads import: bytes read once
     assert size_of(core_files()).lines <= 16_995  # 37 of them are docstrings of folders

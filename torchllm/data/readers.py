@@ -42,29 +42,22 @@ class SourceReader(Protocol):
         One process per node calls it. recorded: fingerprint of the source in the checkpoint that the run goes on from;
         the files and tokens that earlier versions of torchllm chose are taken if they have it. Raises DataError.
         """
+        return ""
 
     def open(self, source: Source, folder: str, settings: ReaderSettings) -> SequenceSource:
         """Open a source; `folder` is the result of `prepare`. Raises DataError if it does not fit the run."""
 
 
-class TokensReader:
+class TokensReader(SourceReader):
     """Reads a corpus folder that recipes/prepare.py has written."""
-
-    def prepare(self, source: Source, settings: ReaderSettings, recorded: str = "") -> str:
-        """See SourceReader: the corpus is prepared already."""
-        return ""
 
     def open(self, source: Source, folder: str, settings: ReaderSettings) -> SequenceSource:
         """See SourceReader."""
         return open_corpus(source.path, settings)
 
 
-class SyntheticReader:
+class SyntheticReader(SourceReader):
     """Makes random tokens."""
-
-    def prepare(self, source: Source, settings: ReaderSettings, recorded: str = "") -> str:
-        """See SourceReader: there is nothing to prepare."""
-        return ""
 
     def open(self, source: Source, folder: str, settings: ReaderSettings) -> SequenceSource:
         """See SourceReader."""

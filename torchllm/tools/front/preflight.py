@@ -461,7 +461,7 @@ class _DataInspector:
 
     def _recorded(self, index: int) -> str:
         """Return the fingerprint of a source in the checkpoint that the run goes on from; "" if there is none."""
-        from torchllm.data.data_changes import recorded_sources
+        from torchllm.data.open_sources import recorded_sources
 
         recorded = recorded_sources(self.config)
         return recorded[index] if index < len(recorded) else ""
