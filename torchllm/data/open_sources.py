@@ -7,17 +7,15 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from torchllm.config import Config, Data, Finetune, Model, Training
+from torchllm.config import Data, Finetune, Model, Training
 from torchllm.config.applied_keys import config_in_use
 from torchllm.config.schema import RAW_KINDS
 from torchllm.data.corpus import SequenceSource, ShardStream
 from torchllm.data.error import DataError
 from torchllm.data.packing import DataRanks
-from torchllm.data.readers import ReaderSettings, reader_of
+from torchllm.data.readers import ReaderSettings, reader_of, recorded_sources
 from torchllm.data.tokenizer import describe_documents, load_tokenizer
 
 if TYPE_CHECKING:
@@ -129,19 +127,3 @@ def _open(folders: Sequence[str], data: Data, settings: ReaderSettings) -> list[
             )
         opened.append(sequences)
     return opened
-
-
-def recorded_sources(config: Config) -> list[str]:
-    """Return the fingerprints of the sources in the checkpoint that a run goes on from; [] if it starts fresh.
-
-    The newest checkpoint that can be read stands for all of them: `TrainLoader.load_state` compares the loaded one.
-    """
-    run, resume = config.run.folder, config.checkpoint.resume
-    folders = sorted(Path(run, "checkpoints").glob("step-*"), reverse=True) if run and resume != "none" else []
-    if resume not in ("auto", "none"):
-        folders.append(Path(resume))
-    for folder in folders:
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            state = json.loads((folder / "manifest.json").read_bytes())["data"]
-            return [fingerprint for fingerprint, _ in state["fingerprint"]["sources"]]
-    return []

@@ -3,10 +3,12 @@
 Token corpora and random tokens are read here. Readers of other kinds are registered (`torchllm/data/registry.py`).
 """
 
+import json
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from torchllm.config import Data, Finetune, Source
+from torchllm.config import Config, Data, Finetune, Source
 from torchllm.data.cache_root import cache_root
 from torchllm.data.corpus import Corpus, SequenceSource, Synthetic
 from torchllm.data.error import DataError
@@ -106,3 +108,19 @@ def open_corpus(folder: str, settings: ReaderSettings) -> Corpus:
             f"(data.tokenizer has {tokenizer.vocab} ids)"
         )
     return corpus
+
+
+def recorded_sources(config: Config) -> list[str]:
+    """Return the fingerprints of the sources in the checkpoint that a run goes on from; [] if it starts fresh.
+
+    The newest checkpoint that can be read stands for all of them: `TrainLoader.load_state` compares the loaded one.
+    """
+    run, resume = config.run.folder, config.checkpoint.resume
+    folders = sorted(Path(run, "checkpoints").glob("step-*"), reverse=True) if run and resume != "none" else []
+    if resume not in ("auto", "none"):
+        folders.append(Path(resume))
+    for folder in folders:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            state = json.loads((folder / "manifest.json").read_bytes())["data"]
+            return [fingerprint for fingerprint, _ in state["fingerprint"]["sources"]]
+    return []
