@@ -31,7 +31,9 @@ def profiled_events(profiler: profile) -> list[ProfiledEvent]:
     Private: the public `profiler.events()` builds a tree of them with their memory, which takes ten times as long as a
     small step.
     """
-    raw_events = _raw_events(profiler)
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
+    raw_events: list[Any] = list(profiler.profiler.kineto_results.events())
     # The ids of operators are torch's, the ids of cudaLaunchKernel etc. are CUPTI's: both count from 1. A kernel
     # is linked to its operator, which itself is linked to nothing; torch's own parser makes the same distinction.
     launched = {}
@@ -70,13 +72,6 @@ def break_profile_cycle(profiler: profile) -> None:
 
 BACKWARD_SCOPE = 1
 """RecordScope::BACKWARD_FUNCTION in torch's C++"""
-
-
-def _raw_events(profiler: profile) -> list[Any]:
-    """Return the records of a stopped profiler as torch's C++ has them."""
-    assert profiler.profiler is not None
-    assert profiler.profiler.kineto_results is not None
-    return list(profiler.profiler.kineto_results.events())
 
 
 def _on_gpu(event: Any) -> bool:
