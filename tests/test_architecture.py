@@ -37,6 +37,7 @@ TORCH_FREE = {
 }
 TORCH_FREE_MODULES = {
     *("runtime.heartbeat", "tools.launch.launcher_notes", "tools.launch.lease"),
+    "tools.launch.take_lease",
     *("tools.hub.config_json", "tools.hub.files", "tools.hub.model_card", "tools.hub.resolve"),
     *("tools.pipeline.pipeline", "tools.pipeline.stages", "tools.watch.report", "tools.watch.runs"),
 }

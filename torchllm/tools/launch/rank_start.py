@@ -28,7 +28,7 @@ from torchllm.runtime.heartbeat import GROUP_GRACE, Timeouts, beat, heartbeat
 from torchllm.runtime.process import Hooks, Runtime
 from torchllm.tools.launch import launcher_notes
 from torchllm.tools.launch.descriptors import describe_low_limit, raise_descriptor_limit
-from torchllm.tools.launch.lease import DONE, Claim, check_owner, release_leases, take_or_inherit
+from torchllm.tools.launch.lease import DONE, Claim, check_owner, inherited_claim, release_leases
 from torchllm.tools.launch.process_tree import end_with_parent
 from torchllm.tools.launch.stop_requests import StopRequests
 from torchllm.tools.launch.store import HashStore, Store, has_launcher, join_store
@@ -183,8 +183,12 @@ class _Ownership(NamedTuple):
 
 def _own_folder(folder: Path) -> _Ownership:
     """Take the lease of the run folder, if this job's launcher has not; for rank 0."""
+    if claim := inherited_claim(folder):
+        return _Ownership(claim)
+    from torchllm.tools.launch.take_lease import take_lease  # most ranks have a launcher, which has taken it
+
     try:
-        return _Ownership(take_or_inherit(folder))
+        return _Ownership(take_lease(folder).claim)
     except RefusedStart as error:
         return _Ownership(refusal=str(error))
 
