@@ -39,6 +39,11 @@ class StepRouting(NamedTuple):
     penalties: dict[str, Tensor]
     """weighted penalty by name, summed over blocks, not part of the loss, float64 ()"""
 
+    def packed(self) -> Tensor:
+        """Return all numbers in one tensor, float64 (N), for one transfer to the host."""
+        scalars = torch.stack((self.entropy, *self.penalties.values())).double()
+        return torch.cat((scalars, self.tokens_per_expert.flatten().double()))
+
 
 class ExpertBalance:
     """Balances the routers of this rank's stages; does nothing for a model without experts."""
