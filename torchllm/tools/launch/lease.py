@@ -26,6 +26,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -35,8 +36,6 @@ from torchllm.tools.launch.process_identity import Process, is_gone
 
 FOLDER = "lease"
 """in the run folder"""
-LAUNCHED = "TORCHLLM_LAUNCHED"
-"""environment variable of run_train.sh: when it was started"""
 HANDED_DOWN = "TORCHLLM_LEASE"
 """environment variable: the claim of the launcher, for its ranks"""
 RELEASED = "released".ljust(10)
@@ -116,7 +115,12 @@ def inherited_claim(run_folder: Path) -> Claim | None:
     A claim on another folder, in the environment of a job that was started from within a job, does not count.
     """
     claim = Claim.parse(os.environ.get(HANDED_DOWN, ""))
-    return claim if claim is not None and _claimant(run_folder, claim.number) == claim.nonce else None
+    if claim is not None:
+        with suppress(OSError):
+            owner = parse_owner(numbered_file(run_folder / FOLDER, claim.number).read_bytes())
+            if owner is not None and owner.nonce == claim.nonce:
+                return claim
+    return None
 
 
 HELD: list[Callable[[str], None]] = []
@@ -152,15 +156,6 @@ def check_owner(run_folder: Path, claim: Claim) -> None:
             f"{name} belongs to another job by now ({owner or 'unknown'}): this one was suspended for too long; "
             "nothing more is written"
         )
-
-
-def _claimant(run_folder: Path, number: int) -> str:
-    """Return the nonce in the file of a number; "" if there is none."""
-    try:
-        owner = parse_owner(numbered_file(run_folder / FOLDER, number).read_bytes())
-    except OSError:
-        return ""
-    return "" if owner is None else owner.nonce
 
 
 def read_if_there(file: Path) -> bytes | None:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from torchllm.config.environment import LAUNCHED
 from torchllm.config.errors import RefusedStart
 from torchllm.runtime.stop import STOP, STOPPED
 from torchllm.tools.config.environment import is_requeued, job_id
@@ -20,7 +21,6 @@ from torchllm.tools.launch.lease import (
     FOLDER,
     HANDED_DOWN,
     HELD,
-    LAUNCHED,
     NUMBERED,
     RELEASED,
     Claim,
