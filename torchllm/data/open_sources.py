@@ -1,7 +1,4 @@
-"""Open data.sources on all ranks: one process per node prepares them, each opens them, and all must read the same data.
-
-A fault on one rank is raised as the same DataError on all, so that none waits forever.
-"""
+"""Open data.sources on all ranks: one process per node prepares them, all open them and must read the same data."""
 
 import hashlib
 import json
@@ -83,7 +80,7 @@ def _fingerprints(sources: Sequence[SequenceSource]) -> str:
 def _on_all_ranks(ranks: DataRanks, action: Callable[[], tuple[T, str]]) -> tuple[T, list[str]]:
     """Call `action` on every rank; return this rank's result, and the texts beside the results of all, by rank.
 
-    Raises DataError on all ranks if it fails on one.
+    Raises DataError on all ranks if it fails on one, so that no rank waits forever.
     """
     text, error, cause = "", "", None
     try:
