@@ -5,10 +5,12 @@ renamed function works for one more version, with a FutureWarning. A section tha
 types from `torchllm.config`.
 """
 
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import torchllm.tools  # noqa: F401  # registers what tools can read: text, token files of others, tokenizers
+with suppress(ModuleNotFoundError):  # the core trains without tools, on prepared tokens
+    import torchllm.tools  # noqa: F401  # registers what they can read: text, token files of others, tokenizers
 
 HOMES = {
     "Checkpointer": "torchllm.checkpoint.checkpointer",
