@@ -49,8 +49,8 @@ from torchllm.data.tokenizer_protocol import Pattern
 from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.signs_of_life import signs_of_life
 from torchllm.tools.prepare.bad_records import BadShare, check_not_empty, record_tally
+from torchllm.tools.prepare.chosen_files import choose_files
 from torchllm.tools.prepare.open_source import open_raw_source
-from torchllm.tools.prepare.source_files import choose_files
 from torchllm.tools.prepare.sources import ShardRange
 from torchllm.tools.prepare.tiktoken_tokenizer import split_pattern
 from torchllm.tools.prepare.tokenizer_json import without_possessive

@@ -19,8 +19,8 @@ from torchllm.data.tokenizer import load_tokenizer
 from torchllm.regular_file import check_regular, open_regular, read_regular
 from torchllm.tools.config.toml_files import read_files
 from torchllm.tools.prepare.chat.template import read_template
+from torchllm.tools.prepare.chosen_files import source_files
 from torchllm.tools.prepare.in_place import token_files
-from torchllm.tools.prepare.source_files import source_files
 
 pytestmark = pytest.mark.quick
 

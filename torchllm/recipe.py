@@ -5,8 +5,12 @@ renamed function works for one more version, with a FutureWarning. A section tha
 types from `torchllm.config`.
 """
 
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+with suppress(ModuleNotFoundError):  # the core trains without tools, on prepared tokens
+    import torchllm.tools  # noqa: F401  # registers what they can read: text, token files of others, tokenizers
 
 HOMES = {
     "Checkpointer": "torchllm.checkpoint.checkpointer",
@@ -54,7 +58,7 @@ HOMES = {
     "export_adapter": "torchllm.tools.hub.export",
     "export_model": "torchllm.tools.hub.export",
     "initial_weights": "torchllm.tools.hub.initial",
-    "load_weights_of_run": "torchllm.tools.hub.initial",
+    "load_weights_of_run": "torchllm.tools.hub.weights_of_run",
     "start_runtime": "torchllm.tools.launch.rank_start",
     "Monitor": "torchllm.metrics.monitor",
     "Observer": "torchllm.metrics.observer",
@@ -112,7 +116,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from torchllm.tools.hub.export import export_adapter as export_adapter
     from torchllm.tools.hub.export import export_model as export_model
     from torchllm.tools.hub.initial import initial_weights as initial_weights
-    from torchllm.tools.hub.initial import load_weights_of_run as load_weights_of_run
+    from torchllm.tools.hub.weights_of_run import load_weights_of_run as load_weights_of_run
     from torchllm.tools.iterable import IterableLoader as IterableLoader
     from torchllm.tools.launch.rank_start import start_runtime as start_runtime
     from torchllm.tools.watch.chosen_kernel import log_attention_kernel as log_attention_kernel

@@ -7,6 +7,7 @@ import pytest
 
 from torchllm.checkpoint import background
 from torchllm.checkpoint.background import saves_in_background
+from torchllm.runtime import host_limits
 
 pytestmark = pytest.mark.quick
 
@@ -29,9 +30,9 @@ def test_auto_is_true_on_a_gpu_whose_host_has_twice_the_copies(monkeypatch: pyte
         ("cpu", 100, False),
     ):
         memory = available and available * GIB + 10_112
-        monkeypatch.setattr(background, "host_memory_per_rank", lambda memory=memory: memory)
+        monkeypatch.setattr(host_limits, "host_memory_per_rank", lambda memory=memory: memory)
         assert saves_in_background("auto", parts(device, gib=10), None) is expected
-    monkeypatch.setattr(background, "host_memory_per_rank", lambda: 0)
+    monkeypatch.setattr(host_limits, "host_memory_per_rank", lambda: 0)
     for asynchronous in (False, True):  # what the config says is not judged
         assert saves_in_background(asynchronous, parts("cuda", gib=10), None) is asynchronous
 
@@ -39,7 +40,7 @@ def test_auto_is_true_on_a_gpu_whose_host_has_twice_the_copies(monkeypatch: pyte
 def test_a_rank_whose_host_is_too_small_decides_for_all(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(background, "host_memory_per_rank", lambda: 100 * GIB)
+    monkeypatch.setattr(host_limits, "host_memory_per_rank", lambda: 100 * GIB)
     monkeypatch.setattr(background, "first_problem", lambda group, problem: problem or "rank 3: its host is too small")
     assert not saves_in_background("auto", parts("cuda", gib=10), None)
     assert "checkpoint.asynchronous: auto is false: rank 3: its host is too small" in caplog.text

@@ -24,7 +24,7 @@ from torchllm import __version__, config
 from torchllm.checkpoint import checkpointer as checkpointers
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint import tensors as checkpoint_tensors
-from torchllm.checkpoint.checkpointer import Checkpointer, verify_in_parallel
+from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.checkpoint.data_file import read_piece_table
 from torchllm.checkpoint.keeping import history
 from torchllm.checkpoint.manifest import (
@@ -36,6 +36,7 @@ from torchllm.checkpoint.manifest import (
     read_suspects,
 )
 from torchllm.checkpoint.state import Snapshot, nonfinite_keys, parts_of
+from torchllm.checkpoint.tensors import verify_in_parallel
 from torchllm.config.environment import ATTEMPT
 from torchllm.tools.hub.weights import load_newest_weights, load_weights
 from torchllm.tools.launch.lease import LeaseLost
@@ -542,7 +543,7 @@ def test_a_run_that_lost_its_folder_changes_nothing_in_it(tmp_path: Path) -> Non
     hidden = manifests.make_temporary(root, 2, 0)
     owner.looks = 0
     damage(tmp_path, 1)
-    actions = (partial(saving.save, 3, {}), saving.resume, partial(saving._make_way, step_folder(tmp_path, 1)))
+    actions = (partial(saving.save, 3, {}), saving.resume, partial(saving._history.make_way, step_folder(tmp_path, 1)))
     for action in actions:
         with pytest.raises(CheckpointError, match="the folder belongs to another job"):
             action()

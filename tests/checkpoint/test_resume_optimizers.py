@@ -18,8 +18,8 @@ from torchllm.checkpoint.manifest import CheckpointError
 from torchllm.config import Checkpoint, Optimizer
 from torchllm.facts.parameters import canonical_name
 from torchllm.optim.average import WeightAverage
-from torchllm.optim.fused import local_tensor
 from torchllm.optim.optimizer import build_optimizer, parameter_groups
+from torchllm.parallel.local_tensor import local_tensor
 
 SAVED = 2
 """step of the checkpoint"""

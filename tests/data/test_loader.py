@@ -46,8 +46,8 @@ from torchllm.data.shard import Split
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.prepare.build import write_corpus
 from torchllm.tools.prepare.cache import cached_folder, plan_corpus, prepare_cached
-from torchllm.tools.prepare.earlier_files import Rules
 from torchllm.tools.prepare.plan import TokenizerSpec
+from torchllm.tools.prepare.recorded import Rules
 
 CPU = torch.device("cpu")
 LENGTH = 3

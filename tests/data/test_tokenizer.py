@@ -23,7 +23,7 @@ from torchllm.tools.generate.language_model import begin_of_text
 from torchllm.tools.prepare.cache import plan_corpus
 from torchllm.tools.prepare.chat.encoder import ChatEncoder
 from torchllm.tools.prepare.chat.marks import RenderedChat
-from torchllm.tools.prepare.earlier_files import Rules
+from torchllm.tools.prepare.recorded import Rules
 
 
 def installed(package: str, path: str) -> str:

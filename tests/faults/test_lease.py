@@ -20,10 +20,11 @@ pytestmark = [
 
 QUICK_LEASE = """
 import runpy, sys
-from torchllm.tools.launch import lease
+from torchllm.tools.launch import take_lease as module
+from torchllm.tools.launch.lease import Timing
 
-take_lease = lease.take_lease
-lease.take_lease = lambda folder: take_lease(folder, lease.Timing(beat=0.1, limit=3.0, look=0.1))
+take_lease = module.take_lease
+module.take_lease = lambda folder: take_lease(folder, Timing(beat=0.1, limit=3.0, look=0.1))
 sys.argv = ["recipes/pretrain.py", *sys.argv[2:]]
 runpy.run_path("recipes/pretrain.py", run_name="__main__")
 """

@@ -14,8 +14,9 @@ from torch import nn
 
 from torchllm import config
 from torchllm.checkpoint import manifest as manifests
-from torchllm.checkpoint.checkpointer import Checkpointer, verify_in_parallel
+from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.checkpoint.manifest import read_suspects
+from torchllm.checkpoint.tensors import verify_in_parallel
 from torchllm.train.step import Health
 
 SAVES = 5

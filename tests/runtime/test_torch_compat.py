@@ -37,7 +37,9 @@ from torchllm.runtime.torch_compat import (
 from torchllm.runtime.torch_pipeline import ConnectedStage
 from torchllm.tools import torch_names
 from torchllm.tools.launch import torch_records
-from torchllm.tools.launch.torch_records import break_profile_cycle, flight_records, profiled_events
+from torchllm.tools.launch.torch_records import flight_records
+from torchllm.tools.watch import torch_profile
+from torchllm.tools.watch.torch_profile import break_profile_cycle, profiled_events
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ def eight_ranks() -> Iterator[None]:
 
 def test_every_name_has_a_test_here() -> None:
     tests = Path(__file__).read_text()
-    for module in (torch_compat, torch_pipeline, torch_names, torch_records):
+    for module in (torch_compat, torch_pipeline, torch_names, torch_profile, torch_records):
         prefix = f"{module.__name__}."
         names = {name.removeprefix(prefix) for file in FILES for name in imports(file) if name.startswith(prefix)}
         for name in names:

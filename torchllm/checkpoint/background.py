@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from torchllm.checkpoint.agreement import Group, first_problem, log_on_first
 from torchllm.checkpoint.state import Part
 from torchllm.config.schema import Switch
-from torchllm.runtime.host_limits import host_memory_per_rank
 
 SAVES_IN_BACKGROUND = "saves in the background"
 """description of a process group whose timeout is run.save_timeout, whatever the main thread is doing"""
@@ -25,6 +24,8 @@ def saves_in_background(asynchronous: Switch, parts: Mapping[str, Part], group: 
     is_on_gpu = any(part.local.is_cuda for part in parts.values())
     if not is_on_gpu:
         return False
+    from torchllm.runtime.host_limits import host_memory_per_rank  # a CPU saves in the foreground
+
     copies = sum(part.local.nbytes for part in parts.values())
     lack = first_problem(group, lack_of_host_memory(copies, host_memory_per_rank()))
     if lack:

@@ -45,10 +45,7 @@ from torchllm.checkpoint.keeping.history import CheckpointHistory, Judgment
 from torchllm.checkpoint.manifest import CheckpointError, FileRecord, Manifest
 from torchllm.checkpoint.plan import SavePlan, agree_on_plan
 from torchllm.checkpoint.state import Part, holds_all_weights, was_frozen
-from torchllm.checkpoint.verify import check_files, newest_verified
 from torchllm.config.applied_keys import applied, replaced_parts, saves_state
-from torchllm.config.environment import is_restart
-from torchllm.config.system_errors import describe_system_error
 from torchllm.runtime.heartbeat import during
 from torchllm.train.step import Health
 
@@ -130,7 +127,7 @@ class Checkpointer:
         self._history.delete(hidden)
         folders = on_first(self._group, lambda: manifests.step_folders(self._root))
         self._history.read_suspects(folders)
-        manifest = self._load_asked_for(folders)
+        manifest = self._history.load_asked_for(folders, self._load)
         if manifest is not None:
             self._log_other_versions(manifest)
         self._start_from(manifest)
@@ -172,46 +169,6 @@ class Checkpointer:
             log_on_first(self._group, f"{initial.key} is not read: the run goes on from its checkpoint")
         else:
             check_same_source(initial.key, initial.load(self._stages, self._group), self._record.get("initial"))
-
-    def _load_asked_for(self, folders: list[Path]) -> Manifest | None:
-        """Load the checkpoint of `checkpoint.resume`, from the run's step folders or elsewhere.
-
-        A later attempt of the same job loads its newest checkpoint, once there is one.
-        """
-        warn = partial(log_on_first, self._group, level=logging.WARNING)
-        if self._settings.resume == "auto":
-            return self._load_newest(folders)
-        if self._settings.resume == "none":
-            if folders and is_restart():
-                return self._load_newest(folders)
-            if folders:
-                raise CheckpointError(
-                    f'checkpoint.resume = "none", but {folders[0]} exists: use "auto", or another run.folder'
-                )
-            log_on_first(self._group, f"no checkpoint in {self._root}: starting fresh")
-            return None
-        folder = Path(self._settings.resume)
-        step = on_first(self._group, lambda: manifests.read_manifest(folder)).step
-        newer = [path for path in folders if manifests.step_of(path) > step and path not in self._history.suspects]
-        if newer and is_restart():
-            return self._load_newest(folders)
-        if newer:
-            raise CheckpointError(
-                f"checkpoint.resume names step {step}, but {newer[0]} is newer and would be in the way: "
-                "set another run.folder, or move the newer ones away"
-            )
-        suspicion = on_first(self._group, lambda: manifests.read_suspects([folder])).get(folder)
-        if suspicion is not None:
-            warn(f"{folder} is loaded because checkpoint.resume names it, but is marked as suspect: {suspicion}")
-        return self._load(folder)
-
-    def _load_newest(self, folders: list[Path]) -> Manifest | None:
-        """Load the newest of the run's step folders that verifies and is not suspect; None if there is none."""
-        warn = partial(log_on_first, self._group, level=logging.WARNING)
-        newest = newest_verified(manifests.without_suspects(folders, self._history.suspects, warn), self._load, warn)
-        if newest is None:
-            log_on_first(self._group, f"no checkpoint in {self._root}: starting fresh")
-        return None if newest is None else newest[1]
 
     def _load(self, folder: Path) -> Manifest:
         """Load a step folder and return its manifest. Raises DamagedCheckpoint after recording the damage."""
@@ -258,32 +215,22 @@ class Checkpointer:
         Raises CheckpointError, and writes and deletes nothing, if a value to save is not finite.
         """
         self._finish()
-        folder = manifests.step_folder(self._root, step)
         parts = self._parts()
         if numbers := run_state.changed_numbers(self._optimizer, self._first_groups):
             self._record["optimizer_groups"] = numbers
         self._plan = agree_on_plan(self._group, parts, self._plan)
         self._refuse_nonfinite(step, {key: parts[key] for key in self._plan.written})
         needed = run_state.size_in_bytes(parts)
-
-        def begin() -> Path | None:
-            try:
-                return None if folder.exists() else manifests.make_temporary(self._root, step, needed)
-            except OSError as error:
-                raise manifests.lost_save(folder, describe_system_error(error), needed) from error
-
-        temporary = on_first(self._group, begin)
+        temporary = on_first(self._group, lambda: manifests.make_temporary(self._root, step, needed))
         if temporary is None:  # there is one of this step already
-            self._make_way(folder)
+            self._history.make_way(manifests.step_folder(self._root, step))
             return self.save(step, data)
         # Judgment and data are of this step: a background save uses them while the run goes on.
-        judgment = self._history.judgment()
+        write = partial(self._write, temporary, step, deepcopy(dict(data)), self._plan, self._history.judgment())
         if self._executor is None:
-            self._write(temporary, step, deepcopy(dict(data)), self._plan, parts, judgment)
+            write(parts)
         else:
-            copies = self._snapshot.take(parts)
-            arguments = (temporary, step, deepcopy(dict(data)), self._plan, copies, judgment)
-            self._pending = self._executor.submit(self._write, *arguments)
+            self._pending = self._executor.submit(write, self._snapshot.take(parts))
 
     def judge(self, health: Health) -> None:
         """Update the status of earlier checkpoints by a logged step: it may prove them, or mark them as suspect.
@@ -350,8 +297,8 @@ class Checkpointer:
         step: int,
         data: dict[str, Any],
         plan: SavePlan,
-        parts: Mapping[str, Part],
         judgment: Judgment,
+        parts: Mapping[str, Part],
     ) -> None:
         """Write the tensors and their index, publish the checkpoint, delete old ones; also in the background."""
         began = time.monotonic()
@@ -398,25 +345,6 @@ class Checkpointer:
             logging.WARNING,
         )
 
-    def _make_way(self, folder: Path) -> None:
-        """Delete a suspect step folder of the step to save, or move a damaged one aside.
-
-        Raises CheckpointError if it is a good checkpoint.
-        """
-        if folder in self._history.suspects:
-            log_on_first(self._group, f"{folder}, which is marked as suspect, is replaced")
-            self._history.replace_suspect(folder)
-            return
-        if self._history.is_whole.get(folder, True):
-            try:
-                verify_in_parallel(self._group, folder)
-            except CheckpointError as error:
-                log_on_first(self._group, f"damaged checkpoint: {error}", logging.WARNING)
-            else:
-                raise CheckpointError(f"{folder}: exists already; a checkpoint is never rewritten")
-        change_on_first(self._group, self._check_owner, lambda: manifests.set_damaged_aside(folder))
-        self._history.forget(folder)
-
     def _parts(self) -> dict[str, Part]:
         """Return this rank's part of all tensors of the run, by their key in a checkpoint."""
         return self._model_parts() | self._random_state() | run_state.parts_of(self._extra_state)
@@ -433,16 +361,6 @@ class Checkpointer:
 def shorten(names: Sequence[str]) -> str:
     """Return the first names, and the number of all."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-
-
-def verify_in_parallel(group: Group, folder: Path) -> Manifest:
-    """Return the manifest of a checkpoint after reading all its files, each rank its share of them.
-
-    Raises DamagedCheckpoint on all ranks if a file is damaged.
-    """
-    manifest = on_first(group, lambda: manifests.read_manifest(folder))
-    tensor_io.check_in_parallel(group, folder, manifest, check_files)
-    return manifest
 
 
 def current_versions() -> dict[str, str]:

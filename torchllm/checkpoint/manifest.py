@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchllm.config.errors import UserError
+from torchllm.config.system_errors import describe_system_error
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -177,17 +178,25 @@ def _parse_manifest(content: bytes, path: Path) -> Manifest:
     return manifest
 
 
-def make_temporary(root: Path, step: int, needed: int) -> Path:
-    """Create a hidden folder to write the checkpoint of `step` into. CheckpointError if `needed` bytes do not fit."""
-    root.mkdir(parents=True, exist_ok=True)
-    if (free := shutil.disk_usage(root).free) < needed:
-        raise CheckpointError(
-            f"{step_folder(root, step)}: a checkpoint needs {needed} bytes, {free} are free; make room and resume "
-            "(earlier checkpoints are untouched)"
-        )
-    temporary = _temporary_name(root, step)
-    temporary.mkdir()
-    return temporary
+def make_temporary(root: Path, step: int, needed: int) -> Path | None:
+    """Create a hidden folder to write the checkpoint of `step` into; None if there is one of this step.
+
+    CheckpointError if `needed` bytes do not fit, or the folder cannot be made.
+    """
+    folder, temporary = step_folder(root, step), _temporary_name(root, step)
+    try:
+        if folder.exists():
+            return None
+        root.mkdir(parents=True, exist_ok=True)
+        if (free := shutil.disk_usage(root).free) < needed:
+            raise CheckpointError(
+                f"{folder}: a checkpoint needs {needed} bytes, {free} are free; make room and resume "
+                "(earlier checkpoints are untouched)"
+            )
+        temporary.mkdir()
+        return temporary
+    except OSError as error:
+        raise lost_save(folder, describe_system_error(error), needed) from error
 
 
 def lost_save(folder: Path, reason: str, needed: int) -> CheckpointError:

@@ -29,7 +29,7 @@ from torchllm.checkpoint.index import Region
 from torchllm.checkpoint.manifest import CheckpointError
 from torchllm.facts.parameters import canonical_name, is_low_rank_factor
 from torchllm.optim.optimizer import set_mode
-from torchllm.parallel.float8 import plain_tensor
+from torchllm.parallel.local_tensor import local_tensor
 from torchllm.runtime.torch_compat import local_region, reads_found_inf
 
 log = logging.getLogger(__name__)
@@ -67,9 +67,8 @@ def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
     parts: dict[str, Part] = {}
     for key, tensor in tensors.items():
         shape = tuple(tensor.shape)
-        local, sharding = tensor.detach(), TensorSharding(shape, None, ())
+        local, sharding = local_tensor(tensor).detach(), TensorSharding(shape, None, ())
         if isinstance(tensor, DTensor):
-            local = plain_tensor(tensor.to_local()).detach()
             sharding = TensorSharding(shape, tensor.device_mesh, tensor.placements)
         if sharding not in regions:
             size, offset = local_region(tensor)

@@ -34,7 +34,7 @@ from torchllm.checkpoint.manifest import (
 )
 from torchllm.checkpoint.plan import JobParts, SavePlan, gather_parts, rank_parts, tensors_by_key
 from torchllm.checkpoint.state import EXTRA, Part
-from torchllm.checkpoint.verify import check_sizes
+from torchllm.checkpoint.verify import check_files, check_sizes
 
 if TYPE_CHECKING:
     from torchllm.checkpoint.read_plan import Message, PackedBox, PieceRead
@@ -319,3 +319,13 @@ def _in_message(messages: Mapping["Message", Tensor], box: "PackedBox", index: I
     dtype = getattr(torch, index.tensors[box.key].dtype)
     end = box.begin + math.prod(box.region.size) * dtype.itemsize
     return messages[box.message][box.begin : end].view(dtype).view(box.region.size)
+
+
+def verify_in_parallel(group: Group, folder: Path) -> Manifest:
+    """Return the manifest of a checkpoint after reading all its files, each rank its share of them.
+
+    Raises DamagedCheckpoint on all ranks if a file is damaged.
+    """
+    manifest = on_first(group, lambda: read_manifest(folder))
+    check_in_parallel(group, folder, manifest, check_files)
+    return manifest

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 def verify_checkpoint(folder: Path) -> Manifest:
     """Read every file of a checkpoint and return its manifest. Raises DamagedCheckpoint if a file is damaged.
 
-    One process reads them all; see `checkpointer.verify_in_parallel`.
+    One process reads them all; see `tensors.verify_in_parallel`.
     """
     manifest = read_manifest(folder)
     if problems := check_files(folder, manifest):

@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Mapping
-from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchllm.config import Config, Data, Source
+from torchllm.config import Data
 from torchllm.config.paths import same_path
 from torchllm.config.schema import RAW_KINDS
 from torchllm.data.cache_root import cache_root
@@ -21,22 +21,6 @@ class _SourcePrint(NamedTuple):
 
     fingerprint: str
     weight: float
-
-
-def recorded_sources(config: Config) -> list[str]:
-    """Return the fingerprints of the sources in the checkpoint that a run goes on from; [] if it starts fresh.
-
-    The newest checkpoint that can be read stands for all of them: `TrainLoader.load_state` compares the loaded one.
-    """
-    run, resume = config.run.folder, config.checkpoint.resume
-    folders = sorted(Path(run, "checkpoints").glob("step-*"), reverse=True) if run and resume != "none" else []
-    if resume not in ("auto", "none"):
-        folders.append(Path(resume))
-    for folder in folders:
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            state = json.loads((folder / "manifest.json").read_bytes())["data"]
-            return [fingerprint for fingerprint, _ in state["fingerprint"]["sources"]]
-    return []
 
 
 def data_differences(
@@ -71,7 +55,8 @@ def _source_differences(
         in_checkpoint, in_run = _SourcePrint(*saved[index]), _SourcePrint(*current[index])
         settings = data.sources[index]
         if in_checkpoint.fingerprint != in_run.fingerprint:
-            if saved_settings and not _is_same_source(saved_settings[index], settings):
+            saved_source = saved_settings[index] if saved_settings else asdict(settings)
+            if saved_source["kind"] != settings.kind or not same_path(saved_source["path"], settings.path):
                 lines.append(f"{names[index]}: in the checkpoint it is {saved_names[index]}")
             else:
                 lines.append(f"{names[index]}: its tokens are others: its files have changed, or how they are read")
@@ -84,10 +69,6 @@ def _source_differences(
         lines += [f"only in the checkpoint: {name}" for name in saved_names[len(current) :]]
         lines += [f"only now: {name}" for name in names[len(saved) :]]
     return lines
-
-
-def _is_same_source(saved: Mapping[str, Any], source: Source) -> bool:
-    return bool(saved["kind"] == source.kind and same_path(saved["path"], source.path))
 
 
 def _tokenizer_difference(saved: str | None, current: str) -> str:

@@ -5,8 +5,6 @@ together, so resuming is O(1) and does not depend on the number of ranks, worker
 """
 
 import atexit
-import hashlib
-import json
 import logging
 import math
 import multiprocessing
@@ -17,24 +15,24 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchllm.config import Data, Finetune, Model, Training, gradient_accumulation
-from torchllm.config.applied_keys import applied, config_in_use
-from torchllm.config.schema import RAW_KINDS
+from torchllm.config.applied_keys import applied
 from torchllm.data.batch import Batch
 from torchllm.data.checked_file import DamagedFile
-from torchllm.data.corpus import Corpus, SequenceSource, ShardStream, Synthetic, close_shards
+from torchllm.data.corpus import Corpus, SequenceSource, Synthetic, close_shards
 from torchllm.data.corpus_header import CorpusHeader
 from torchllm.data.error import DataError
+from torchllm.data.open_sources import OpenedSources, open_sources
 from torchllm.data.order import DataOrder, Location, rounded_shares
-from torchllm.data.packing import IGNORED, WHOLE_SEQUENCE, Packed, PackedBatches, SequencePieces, pack_windows
-from torchllm.data.readers import ReaderSettings, name_source, reader_of
+from torchllm.data.packing import IGNORED, Packed, PackedBatches, SequencePieces, pack_windows
+from torchllm.data.packing import DataRanks as DataRanks
+from torchllm.data.readers import name_source
 from torchllm.data.shard import Split
 from torchllm.data.stages import (
     PlannedStage,
@@ -45,7 +43,6 @@ from torchllm.data.stages import (
     plan_stages,
     stages_from_state,
 )
-from torchllm.data.tokenizer import describe_documents, load_tokenizer
 from torchllm.runtime.parent import end_with_starter
 from torchllm.runtime.signs_of_life import show_progress
 
@@ -61,24 +58,6 @@ _LISTED = 5
 """most sources that a message lists"""
 
 
-@dataclass(frozen=True)
-class DataRanks:
-    """The part of the data that this process reads, and how it exchanges text with other ranks; default: one rank."""
-
-    rank: int = 0
-    """data-parallel index, 0 <= rank < size; ranks that share a batch (tp) have the same"""
-    size: int = 1
-    """number of data-parallel ranks"""
-    prepares: bool = True
-    """this process tokenizes raw sources and checks corpora for its node"""
-    gather_texts: Callable[[str | None], list[str | None]] = lambda text: [text]
-    """all-gather of a text over the ranks of the job"""
-    preparing_rank: int = 0
-    """rank in the job of the process that prepares for this node"""
-    pieces: SequencePieces = WHOLE_SEQUENCE
-    """part of each sequence that this process reads and trains on; under cp each rank has another part"""
-
-
 def build_loader(
     data: Data, training: Training, model: Model, seed: int, ranks: DataRanks, finetune: Finetune | None = None
 ) -> "TrainLoader":
@@ -88,127 +67,10 @@ def build_loader(
     become tokens, and whether training.steps follows from epochs; None: sources of conversations are an error.
     """
     applied("data", data)
-    open_sources = partial(_open_on_all_ranks, data, training, model, ranks, finetune)
-    opened = open_sources()
+    open_again = partial(open_sources, data, training, model, ranks, finetune)
+    opened = open_again()
     counts_epochs = finetune is not None and finetune.epochs > 0
-    return TrainLoader(opened.sources, data, training, seed, ranks, opened.verification, counts_epochs, open_sources)
-
-
-class _Opened(NamedTuple):
-    sources: list[SequenceSource]
-    verification: "Verification | None"
-    """on the rank that prepares for its node"""
-
-
-OpenSources = Callable[[Sequence[str]], _Opened]
-"""opens the sources of data.sources; called with the fingerprints that a checkpoint recorded (see `_prepare`)"""
-
-
-def _open_on_all_ranks(
-    data: Data,
-    training: Training,
-    model: Model,
-    ranks: DataRanks,
-    finetune: Finetune | None,
-    recorded: Sequence[str] = (),
-) -> _Opened:
-    """Prepare and open the sources of data.sources; DataError if not all ranks read the same data."""
-
-    def prepare() -> str:
-        settings = _reader_settings(data, training, model, finetune)
-        return json.dumps(_prepare(data, settings, recorded)) if ranks.prepares else ""
-
-    answers = _on_all_ranks(ranks, prepare)
-    folders: list[str] = json.loads(answers[ranks.preparing_rank])
-    preparing_ranks = [rank for rank, answer in enumerate(answers) if answer]
-    sources: list[SequenceSource] = []
-    verification: Verification | None = None
-
-    def open_and_hash() -> str:
-        nonlocal verification
-        sources.extend(_open(folders, data, _reader_settings(data, training, model, finetune)))
-        if ranks.prepares:
-            from torchllm.data.verification import Verification  # a process per node verifies
-
-            corpora = [source for source in sources if isinstance(source, ShardStream)]
-            verification = Verification(corpora, preparing_ranks.index(ranks.preparing_rank), len(preparing_ranks))
-            verification.begin()
-        return hashlib.sha256(_fingerprints(sources).encode()).hexdigest()
-
-    hashes = _on_all_ranks(ranks, open_and_hash)
-    if len(set(hashes)) > 1:
-        different = dict.fromkeys(ranks.gather_texts(_fingerprints(sources)))
-        listed = " / ".join(map(str, different))
-        raise DataError(f"data.sources: not all ranks read the same data, fingerprints {listed}")
-    return _Opened(sources, verification)
-
-
-def _fingerprints(sources: Sequence[SequenceSource]) -> str:
-    return " ".join(source.fingerprint for source in sources)
-
-
-def _on_all_ranks(ranks: DataRanks, action: Callable[[], str]) -> list[str]:
-    """Call `action` on every rank and return the texts that it returned, by rank.
-
-    Raises DataError on all ranks if it fails on one, so that no rank waits forever.
-    """
-    answer, error, cause = "", "", None
-    try:
-        answer = action()
-    except Exception as problem:  # a bug must not leave the other ranks waiting either
-        cause = problem
-        error = str(problem) if isinstance(problem, DataError) else f"{type(problem).__name__}: {problem}"
-    answers, errors = [], []
-    for text in ranks.gather_texts(json.dumps([answer, error])):
-        rank_answer, rank_error = json.loads(str(text))
-        answers.append(rank_answer)
-        if rank_error:
-            errors.append(rank_error)
-    if errors:
-        raise DataError("\n".join(dict.fromkeys(errors))) from cause  # without duplicates
-    return answers
-
-
-def _reader_settings(data: Data, training: Training, model: Model, finetune: Finetune | None) -> ReaderSettings:
-    needs_tokenizer = any(source.kind != "synthetic" for source in data.sources)
-    tokenizer = load_tokenizer(data.tokenizer, data.pattern) if needs_tokenizer else None
-    return ReaderSettings(data, model.vocab, tokenizer, finetune, training.sequence_length)
-
-
-def _prepare(data: Data, settings: ReaderSettings, recorded: Sequence[str]) -> list[str]:
-    """Return the folder that `SourceReader.prepare` made for each source.
-
-    recorded: fingerprints of the sources of a resumed run; empty: those in the run folder's newest checkpoint, if any.
-    """
-    from torchllm.data.data_changes import recorded_sources  # in the process per node that prepares
-
-    recorded = recorded or recorded_sources(config_in_use())
-    if settings.tokenizer is not None and not recorded and any(source.kind in RAW_KINDS for source in data.sources):
-        for line in describe_documents(settings.tokenizer):
-            log.info("%s", line)
-
-    folders = []
-    for index, source in enumerate(data.sources):
-        fingerprint = recorded[index] if index < len(recorded) else ""
-        folders.append(reader_of(source.kind).prepare(source, settings, fingerprint))
-    return folders
-
-
-def _open(folders: Sequence[str], data: Data, settings: ReaderSettings) -> list[SequenceSource]:
-    """Open all sources; `folders`: the result of `prepare` for each.
-
-    Raises DataError if a source has no training sequence.
-    """
-    opened = []
-    for source, folder in zip(data.sources, folders, strict=True):
-        sequences = reader_of(source.kind).open(source, folder, settings)
-        if not sequences.count("train", settings.sequence_length):
-            raise DataError(
-                f"data.sources: {source.path or source.kind!r} is shorter than one sequence of "
-                f"training.sequence_length = {settings.sequence_length} tokens: lower it, or read more text"
-            )
-        opened.append(sequences)
-    return opened
+    return TrainLoader(opened.sources, data, training, seed, ranks, opened.verification, counts_epochs, open_again)
 
 
 class SequenceReader:
@@ -284,17 +146,17 @@ class TrainLoader:
         ranks: DataRanks,
         verification: "Verification | None" = None,
         counts_epochs: bool = False,
-        open_sources: OpenSources | None = None,
+        open_again: Callable[[Sequence[str]], OpenedSources] | None = None,
     ) -> None:
         """Start at sequence 0 of `sources`, the opened data.sources. `verification` runs in the background.
 
-        counts_epochs: the run has the same number of epochs of each source, unless weights are chosen. open_sources:
-        opens the sources of a checkpoint from an earlier version; None: they are the same.
+        counts_epochs: the run has the same number of epochs of each source, unless weights are chosen. open_again:
+        opens the sources by the fingerprints that a checkpoint of an earlier version recorded; None: they are the same.
         """
         self.on_damage: Callable[[int, str], None] = lambda first_step, reason: None
         """callback before damaged data ends the run: first step that trained on it, and the damage"""
         self._verification = verification
-        self._open_sources = open_sources
+        self._open_again = open_again
         self._data = data
         self._training = training
         self._workers = data.workers
@@ -495,9 +357,9 @@ class TrainLoader:
         """
         recorded = [fingerprint for fingerprint, _ in state.get("fingerprint", {}).get("sources", [])]
         current = [source.fingerprint for source in self._sources][: len(recorded)]
-        if self._open_sources is not None and current != recorded:
+        if self._open_again is not None and current != recorded:
             self.close()
-            opened = self._open_sources(recorded)
+            opened = self._open_again(recorded)
             self._verification = opened.verification
             self._read_from(opened.sources)
 

@@ -5,7 +5,7 @@ document ids, 8 bytes per token each, are made on the device, without a loop ove
 never trained, is sent as ~id, a negative number.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -39,6 +39,24 @@ class SequencePieces(NamedTuple):
 
 
 WHOLE_SEQUENCE = SequencePieces(1, (0,))
+
+
+@dataclass(frozen=True)
+class DataRanks:
+    """The part of the data that this process reads, and how it exchanges text with other ranks; default: one rank."""
+
+    rank: int = 0
+    """data-parallel index, 0 <= rank < size; ranks that share a batch (tp) have the same"""
+    size: int = 1
+    """number of data-parallel ranks"""
+    prepares: bool = True
+    """this process tokenizes raw sources and checks corpora for its node"""
+    gather_texts: Callable[[str | None], list[str | None]] = lambda text: [text]
+    """all-gather of a text over the ranks of the job"""
+    preparing_rank: int = 0
+    """rank in the job of the process that prepares for this node"""
+    pieces: SequencePieces = WHOLE_SEQUENCE
+    """part of each sequence that this process reads and trains on; under cp each rank has another part"""
 
 
 def pack_windows(windows: Sequence[Window], document_mask: bool, documents: Sequence[int] | None = None) -> Packed:

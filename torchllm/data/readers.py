@@ -1,18 +1,18 @@
 """Opens the sources of data.sources: one reader per kind.
 
-Token corpora and random tokens are read here. Readers of other kinds are in `torchllm/tools/prepare`, imported by the
-first source of such a kind. Another kind is one line in `READERS`, and its name in the config's `Source.kind`.
+Token corpora and random tokens are read here. Readers of other kinds are registered (`torchllm/data/registry.py`).
 """
 
-import importlib
+import json
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from torchllm.config import Data, Finetune, Source
-from torchllm.config.schema import IN_PLACE_KINDS, RAW_KINDS
+from torchllm.config import Config, Data, Finetune, Source
 from torchllm.data.cache_root import cache_root
 from torchllm.data.corpus import Corpus, SequenceSource, Synthetic
 from torchllm.data.error import DataError
+from torchllm.data.registry import READERS
 from torchllm.data.tokenizer import Tokenizer
 
 
@@ -44,29 +44,22 @@ class SourceReader(Protocol):
         One process per node calls it. recorded: fingerprint of the source in the checkpoint that the run goes on from;
         the files and tokens that earlier versions of torchllm chose are taken if they have it. Raises DataError.
         """
+        return ""
 
     def open(self, source: Source, folder: str, settings: ReaderSettings) -> SequenceSource:
         """Open a source; `folder` is the result of `prepare`. Raises DataError if it does not fit the run."""
 
 
-class TokensReader:
+class TokensReader(SourceReader):
     """Reads a corpus folder that recipes/prepare.py has written."""
-
-    def prepare(self, source: Source, settings: ReaderSettings, recorded: str = "") -> str:
-        """See SourceReader: the corpus is prepared already."""
-        return ""
 
     def open(self, source: Source, folder: str, settings: ReaderSettings) -> SequenceSource:
         """See SourceReader."""
         return open_corpus(source.path, settings)
 
 
-class SyntheticReader:
+class SyntheticReader(SourceReader):
     """Makes random tokens."""
-
-    def prepare(self, source: Source, settings: ReaderSettings, recorded: str = "") -> str:
-        """See SourceReader: there is nothing to prepare."""
-        return ""
 
     def open(self, source: Source, folder: str, settings: ReaderSettings) -> SequenceSource:
         """See SourceReader."""
@@ -74,19 +67,12 @@ class SyntheticReader:
         return Synthetic(settings.vocab if tokenizer is None else min(settings.vocab, tokenizer.vocab))
 
 
-READERS = {
-    "tokens": "torchllm.data.readers:TokensReader",
-    "synthetic": "torchllm.data.readers:SyntheticReader",
-    **dict.fromkeys(RAW_KINDS, "torchllm.tools.prepare.readers:RawReader"),
-    **dict.fromkeys(IN_PLACE_KINDS, "torchllm.tools.prepare.in_place:InPlaceReader"),
-}
-"""kind of a source -> module:class of its reader"""
+READERS |= {"tokens": TokensReader, "synthetic": SyntheticReader}
 
 
 def reader_of(kind: str) -> SourceReader:
     """Return the reader of a kind of sources."""
-    module, _, name = READERS[kind].partition(":")
-    reader: SourceReader = getattr(importlib.import_module(module), name)()
+    reader: SourceReader = READERS[kind]()
     return reader
 
 
@@ -122,3 +108,19 @@ def open_corpus(folder: str, settings: ReaderSettings) -> Corpus:
             f"(data.tokenizer has {tokenizer.vocab} ids)"
         )
     return corpus
+
+
+def recorded_sources(config: Config) -> list[str]:
+    """Return the fingerprints of the sources in the checkpoint that a run goes on from; [] if it starts fresh.
+
+    The newest checkpoint that can be read stands for all of them: `TrainLoader.load_state` compares the loaded one.
+    """
+    run, resume = config.run.folder, config.checkpoint.resume
+    folders = sorted(Path(run, "checkpoints").glob("step-*"), reverse=True) if run and resume != "none" else []
+    if resume not in ("auto", "none"):
+        folders.append(Path(resume))
+    for folder in folders:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            state = json.loads((folder / "manifest.json").read_bytes())["data"]
+            return [fingerprint for fingerprint, _ in state["fingerprint"]["sources"]]
+    return []

@@ -3,7 +3,6 @@
 A document is never trusted: text that looks like a special token ("<|end_of_text|>") is encoded as ordinary text.
 """
 
-import importlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchllm.data.error import DataError
+from torchllm.data.registry import TOKENIZERS
 from torchllm.data.tokenizer_protocol import BEGIN as BEGIN
 from torchllm.data.tokenizer_protocol import END as END
 from torchllm.data.tokenizer_protocol import Ids as Ids
@@ -25,11 +25,6 @@ if TYPE_CHECKING:
 
 LARGEST_TOKENIZER = 1 << 30
 """bytes of a tokenizer's file"""
-TOKENIZERS = {
-    "tokenizer.json": "torchllm.tools.prepare.hugging_face_tokenizer:HuggingFaceTokenizer",
-    "ranks": "torchllm.tools.prepare.tiktoken_tokenizer:TiktokenTokenizer",
-}
-"""kind of a tokenizer's file -> module:class that reads it"""
 
 
 @lru_cache(maxsize=4)
@@ -52,8 +47,7 @@ def load_tokenizer(name: str, pattern: Pattern = "llama3", threads: int = 1) -> 
         raise DataError(f"data.tokenizer: {path} {reason}")
     kind = "tokenizer.json" if path.suffix == ".json" else "ranks"
     arguments = (path, threads) if kind == "tokenizer.json" else (path, pattern, threads)
-    module, _, name = TOKENIZERS[kind].partition(":")
-    tokenizer: Tokenizer = getattr(importlib.import_module(module), name)(*arguments)
+    tokenizer: Tokenizer = TOKENIZERS[kind](*arguments)
     return tokenizer
 
 

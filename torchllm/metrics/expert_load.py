@@ -7,9 +7,6 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
-
 from torchllm.metrics.sinks import Record
 
 if TYPE_CHECKING:
@@ -42,16 +39,8 @@ class ExpertLoads(NamedTuple):
         return record | {f"experts/{name}": value for name, value in self.penalties.items()}
 
 
-def pack(routing: "StepRouting | None") -> Tensor:
-    """Return all numbers of a step's routing in one tensor, float64 (N), for one transfer to the host."""
-    if routing is None:
-        return torch.empty(0, dtype=torch.float64)
-    scalars = torch.stack((routing.entropy, *routing.penalties.values())).double()
-    return torch.cat((scalars, routing.tokens_per_expert.flatten().double()))
-
-
 def unpack(numbers: Sequence[float], routing: "StepRouting") -> ExpertLoads:
-    """Return what `pack` has packed, from its numbers on the host; of `routing` only names and shapes are read."""
+    """Return what `routing.packed()` holds, from its numbers on the host; here its names and shapes are read."""
     entropy, *rest = numbers
     names, (blocks, experts) = list(routing.penalties), routing.tokens_per_expert.shape
     tokens = [int(number) for number in rest[len(names) :]]

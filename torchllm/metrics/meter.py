@@ -64,12 +64,12 @@ import torch
 from torchllm.config import Metrics, Model, Recompute, TrainedParameters, Training
 from torchllm.facts.flops import ALL_TRAINED, device_peak_flops, flops_per_token, recomputed_flops_per_token
 from torchllm.metrics.console import Console
-from torchllm.metrics.expert_load import ExpertLoads, pack, unpack
 from torchllm.metrics.sinks import Record, Sink
 from torchllm.runtime.phase import phase
 from torchllm.runtime.signs_of_life import signs_of_life
 
 if TYPE_CHECKING:
+    from torchllm.metrics.expert_load import ExpertLoads
     from torchllm.train.step import StepResult
 
 log = logging.getLogger("torchllm")
@@ -237,7 +237,8 @@ class Meter:
         z_losses = [] if result.z_loss is None else [result.z_loss]
         tensors = [result.loss, result.grad_norm, result.skipped, self.pairs, self.targets, *z_losses]
         scalars = torch.stack([tensor.double() for tensor in tensors])
-        values = torch.cat((scalars, pack(result.routing).to(scalars.device))).tolist()
+        routing = [] if result.routing is None else [result.routing.packed().to(scalars.device)]
+        values = torch.cat((scalars, *routing)).tolist()
         loss, grad_norm, skipped, pairs, targets, *z_loss = values[: len(tensors)]
         seconds = time.perf_counter() - self.interval_started - self.paused_seconds
         length = self.training.sequence_length
@@ -264,6 +265,8 @@ class Meter:
         if z_loss:
             record["z_loss"] = z_loss[0]
         if result.routing is not None:
+            from torchllm.metrics.expert_load import unpack  # few models have experts
+
             self.loads = unpack(values[len(tensors) :], result.routing)
             record |= self.loads.as_record()
             self._write_loads(step, self.loads)
@@ -274,7 +277,7 @@ class Meter:
         self.start_interval()
         return record
 
-    def _write_loads(self, step: int, loads: ExpertLoads) -> None:
+    def _write_loads(self, step: int, loads: "ExpertLoads") -> None:
         """Write the tokens per expert: on rank 0."""
         if self.loads_file is not None:
             self.check_owner()

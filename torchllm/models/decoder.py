@@ -194,9 +194,11 @@ def add_low_rank_updates(model: Decoder, config: Config, dtype: torch.dtype) -> 
 
     Call it on the plain model, before it is cut into stages. dtype: of the computation and of the frozen weights.
     """
-    from torchllm.models.lora import apply_lora  # of no use to most runs
+    applied("lora", config.lora)
+    if config.lora.is_on:
+        from torchllm.models.lora import apply_lora  # of no use to most runs
 
-    apply_lora(model, config.lora, dtype)
+        apply_lora(model, config.lora, dtype)
 
 
 def cast_parameters(model: Decoder, dtype: torch.dtype) -> None:

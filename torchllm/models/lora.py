@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchllm.config.applied_keys import applied
 from torchllm.config.schema import Lora
 from torchllm.models.layers import widened
 
@@ -58,7 +57,6 @@ def apply_lora(model: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
     Call it on the plain model, before it is cut into stages. dtype: of the computation and of the frozen weights. The
     updates are float32, like all trained weights.
     """
-    applied("lora", lora)
     if not lora.is_on:
         return
     model.requires_grad_(False)

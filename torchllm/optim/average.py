@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from torchllm.config.applied_keys import BY_LIBRARY, applied, needs_state, wants_average
 from torchllm.facts.parameters import canonical_name
-from torchllm.optim.fused import local_tensor
-from torchllm.parallel.float8 import is_gathered_as_float8, scale_gathered_weights
+from torchllm.parallel.local_tensor import is_gathered_as_float8, local_tensor, scale_gathered_weights
 
 EMA = "ema."
 """prefix of the averages' names: `ema.<canonical parameter name>`"""

@@ -23,7 +23,7 @@ from torch import Tensor
 from torchllm.config import Training
 from torchllm.config.applied_keys import applied, needs_state
 from torchllm.models.decoder import Decoder
-from torchllm.optim.fused import local_tensor
+from torchllm.parallel.local_tensor import local_tensor
 
 if TYPE_CHECKING:
     from torchllm.models.experts import Router
@@ -38,6 +38,11 @@ class StepRouting(NamedTuple):
     """entropy of a token's normalized scores, in nats; mean over tokens and blocks, float64 ()"""
     penalties: dict[str, Tensor]
     """weighted penalty by name, summed over blocks, not part of the loss, float64 ()"""
+
+    def packed(self) -> Tensor:
+        """Return all numbers in one tensor, float64 (N), for one transfer to the host."""
+        scalars = torch.stack((self.entropy, *self.penalties.values())).double()
+        return torch.cat((scalars, self.tokens_per_expert.flatten().double()))
 
 
 class ExpertBalance:

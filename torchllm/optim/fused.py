@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from torchllm.config import Optimizer as OptimizerConfig
-from torchllm.parallel.float8 import plain_tensor
+from torchllm.parallel.local_tensor import local_tensor
 
 Group = dict[str, Any]
 """parameters of an optimizer that have the same settings, as torch keeps them"""
@@ -111,8 +110,3 @@ class ShardedSGD(torch.optim.SGD):
                 nesterov=group["nesterov"],
                 maximize=group["maximize"],
             )
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a parameter, of its gradient or of its state, as a plain tensor."""
-    return plain_tensor(tensor.to_local()) if isinstance(tensor, DTensor) else tensor

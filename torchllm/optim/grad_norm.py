@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchllm.models.decoder import Decoder
-from torchllm.optim.fused import local_tensor
+from torchllm.parallel.local_tensor import local_tensor
 from torchllm.runtime.torch_compat import foreach_multiply, foreach_norm
 
 

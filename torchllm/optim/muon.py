@@ -28,7 +28,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchllm.config import Optimizer as OptimizerConfig
-from torchllm.optim.fused import Group, local_tensor, start_adamw, update_by_adamw
+from torchllm.optim.fused import Group, start_adamw, update_by_adamw
+from torchllm.parallel.local_tensor import local_tensor
 
 ITERATIONS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

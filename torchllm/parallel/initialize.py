@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torchllm.config import Model
 from torchllm.facts.parameters import canonical_name, rule_of
 from torchllm.models.decoder import Decoder
-from torchllm.parallel.float8 import plain_tensor
+from torchllm.parallel.local_tensor import local_tensor
 from torchllm.runtime.torch_compat import local_region
 
 _CUT = 3.0  # in standard deviations
@@ -59,7 +59,7 @@ def fill_all(stages: Sequence[Decoder], model: Model, seed: int) -> None:
 def fill(parameter: Tensor, name: str, model: Model, seed: int) -> None:
     """Write this rank's part of the initial value of a parameter. name: canonical; KeyError if it has no row."""
     shape, offset = local_region(parameter)
-    local = plain_tensor(parameter.to_local()) if isinstance(parameter, DTensor) else parameter
+    local = local_tensor(parameter)
     start = rule_of(name).start
     if start in ("ones", "zeros"):
         local.fill_(float(start == "ones"))

@@ -1,9 +1,9 @@
 """Every private torch name that the library uses, and every difference between torch 2.11 and 2.15, with its reason.
 
-Those of pipelines are in `torch_pipeline.py`, of the profiler and flight recorder in `tools/launch/torch_records.py`,
-of other tools in `tools/torch_names.py`. Private names that only one file needs may stay there: `PRIVATE` in
-tests/test_architecture.py lists them with reasons. `tests/runtime/test_torch_compat.py` has a test for each name, which
-fails when torch moves it.
+Those of pipelines are in `torch_pipeline.py`, of the flight recorder in `tools/launch/torch_records.py`, of profiles in
+`tools/watch/torch_profile.py`, of other tools in `tools/torch_names.py`. Private names that only one file needs may
+stay there: `PRIVATE` in tests/test_architecture.py lists them with reasons. `tests/runtime/test_torch_compat.py` has a
+test for each name, which fails when torch moves it.
 """
 
 import inspect

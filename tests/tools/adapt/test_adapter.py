@@ -15,7 +15,8 @@ from torchllm.config import Checkpoint, Config, Data
 from torchllm.metrics.observer import Change
 from torchllm.tools.adapt.adaptation import Adaptation
 from torchllm.tools.adapt.adapter import MAX_WORKERS, Adapter
-from torchllm.tools.watch.bottlenecks import Bottlenecks, DataWait, ForwardTimes
+from torchllm.tools.watch.bottlenecks import Bottlenecks, DataWait
+from torchllm.tools.watch.stage_times import ForwardTimes
 
 PIPELINE = [
     "--parallel.pp=2",

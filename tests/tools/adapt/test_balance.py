@@ -8,7 +8,7 @@ import torch
 
 from torchllm.tools.adapt.balance import MAX_SPLITS, Costs, Rebalancer, best_partition
 from torchllm.tools.adapt.balance import better_split as better_split_of_times
-from torchllm.tools.watch.bottlenecks import ForwardTimes
+from torchllm.tools.watch.stage_times import ForwardTimes
 
 pytestmark = pytest.mark.quick
 

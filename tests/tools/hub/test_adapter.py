@@ -29,9 +29,10 @@ from torchllm.tools.hub.adapter import (
 )
 from torchllm.tools.hub.by_key import WeightReader
 from torchllm.tools.hub.files import read_hub_config
-from torchllm.tools.hub.initial import initial_weights, load_frozen_weights, load_weights_of_run
+from torchllm.tools.hub.initial import initial_weights
 from torchllm.tools.hub.published_weights import HubWeights
 from torchllm.tools.hub.weights import load_weights
+from torchllm.tools.hub.weights_of_run import load_frozen_weights, load_weights_of_run
 
 LORA: Settings = {"lora.rank": 3, "lora.alpha": 12.0}
 TOKENS = torch.randint(96, (2, 12), generator=torch.Generator().manual_seed(0))

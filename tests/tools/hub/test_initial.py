@@ -2,8 +2,8 @@
 
 import pytest
 
+from torchllm.checkpoint.initial import check_same_source
 from torchllm.checkpoint.manifest import CheckpointError
-from torchllm.tools.hub.initial import check_same_source
 
 pytestmark = pytest.mark.quick
 

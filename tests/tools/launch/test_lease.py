@@ -16,24 +16,20 @@ import pytest
 from tests.patience import patience, until
 from tests.tiny_run import ROOT
 from torchllm.config.errors import RefusedStart
-from torchllm.tools.launch import lease as leases
+from torchllm.tools.launch import take_lease as taking
 from torchllm.tools.launch.lease import (
     HANDED_DOWN,
     RELEASED,
-    TAKE,
     Claim,
-    FolderOwned,
-    Lease,
     LeaseLost,
     Owner,
     Timing,
     check_owner,
-    own_for_ranks,
+    inherited_claim,
     release_leases,
-    take_lease,
-    take_or_inherit,
-    this_process,
 )
+from torchllm.tools.launch.process_identity import this_process
+from torchllm.tools.launch.take_lease import TAKE, FolderOwned, Lease, own_for_ranks, take_lease
 
 TAKERS = 8
 QUICK = Timing(beat=0.05, limit=60.0, look=0.02)
@@ -42,7 +38,8 @@ QUICK = Timing(beat=0.05, limit=60.0, look=0.02)
 TAKER = """
 import json, sys
 from pathlib import Path
-from torchllm.tools.launch.lease import FolderOwned, Timing, take_lease
+from torchllm.tools.launch.lease import Timing
+from torchllm.tools.launch.take_lease import FolderOwned, take_lease
 
 for line in sys.stdin:
     command, *words = json.loads(line)
@@ -240,7 +237,7 @@ def test_without_hard_links_a_new_file_decides(tmp_path: Path, monkeypatch: pyte
     claim = take(tmp_path).claim
     check_owner(tmp_path, claim)
     assert names(tmp_path) == ["000001"]
-    assert not leases._link(tmp_path / "lease", 1, owner())
+    assert not taking._link(tmp_path / "lease", 1, owner())
     monkeypatch.setattr(os, "link", link)
     with pytest.raises(FolderOwned):
         take_lease(tmp_path, QUICK)
@@ -352,7 +349,7 @@ def test_the_owner_counts_and_releases(tmp_path: Path) -> None:
 
 def test_a_process_that_ends_releases(tmp_path: Path) -> None:
     program = (
-        "import os, sys; from pathlib import Path; from torchllm.tools.launch.lease import take_lease\n"
+        "import os, sys; from pathlib import Path; from torchllm.tools.launch.take_lease import take_lease\n"
         "take_lease(Path(sys.argv[1]))\n"
         "if os.fork() == 0: sys.exit()\n"  # a child has no lease to release
         "os.wait(); print(open(sys.argv[1] + '/lease/000001').read()); raise SystemExit(3)\n"
@@ -417,10 +414,10 @@ def test_a_launcher_owns_the_folder_that_run_train_names(tmp_path: Path, monkeyp
 def test_ranks_inherit_the_claim_of_their_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     claim = take(tmp_path / "run").claim
     monkeypatch.setenv(HANDED_DOWN, claim.text())
-    assert take_or_inherit(tmp_path / "run") == claim
+    assert inherited_claim(tmp_path / "run") == claim
     assert names(tmp_path / "run") == ["000001"]
     # That of a job which this one was started from within.
-    second = take_or_inherit(tmp_path / "another run")
-    assert second != claim
+    take(tmp_path / "another run")
+    assert inherited_claim(tmp_path / "another run") is None
     assert Claim.parse("") is None
     assert Claim.parse("7:short") is None

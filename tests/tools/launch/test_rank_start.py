@@ -20,8 +20,9 @@ from torchllm.config import Run
 from torchllm.config.errors import UserError
 from torchllm.tools.launch import rank_start
 from torchllm.tools.launch.head import NodeMissing, NodeWait
-from torchllm.tools.launch.lease import DONE, Timing, check_owner, take_lease
+from torchllm.tools.launch.lease import DONE, Timing, check_owner
 from torchllm.tools.launch.rank_start import start_runtime
+from torchllm.tools.launch.take_lease import take_lease
 
 
 @pytest.fixture(autouse=True)

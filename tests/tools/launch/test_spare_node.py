@@ -11,7 +11,8 @@ import pytest
 
 from tests.tiny_run import ROOT
 from tests.tools.launch.test_lease import Clock, owner
-from torchllm.tools.launch.lease import DONE, RELEASED, Owner, this_process
+from torchllm.tools.launch.lease import DONE, RELEASED, Owner
+from torchllm.tools.launch.process_identity import this_process
 from torchllm.tools.launch.spare_node import ASKED, COMPLETE, FAILED, wait_for_job
 
 pytestmark = pytest.mark.quick

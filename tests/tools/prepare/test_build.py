@@ -30,6 +30,7 @@ from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.prepare import build, cache, records, tokenize_shard
 from torchllm.tools.prepare.build import TokenizingProgress, shard_size_mib, warn_of_changes, write_corpus
 from torchllm.tools.prepare.cache import plan_corpus, prepare_cached
+from torchllm.tools.prepare.chosen_files import source_files
 from torchllm.tools.prepare.corpus_writer import ShardFileWriter
 from torchllm.tools.prepare.counts import describe_corpus, describe_unknown
 from torchllm.tools.prepare.open_source import open_raw_source
@@ -37,7 +38,7 @@ from torchllm.tools.prepare.pieces import cut_pieces
 from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
 from torchllm.tools.prepare.record_form import TextForm
 from torchllm.tools.prepare.records import TextRecord
-from torchllm.tools.prepare.source_files import source_files, stat_file
+from torchllm.tools.prepare.source_files import stat_file
 from torchllm.tools.prepare.sources import JsonLineFiles, ShardRange
 
 BYTES = TokenizerSpec("bytes", "llama3")

@@ -24,9 +24,9 @@ from torchllm.data.error import DataError
 from torchllm.data.readers import ReaderSettings
 from torchllm.data.shard import SPLITS, Split
 from torchllm.data.verification import Verification
-from torchllm.tools.prepare.earlier_files import Rules
 from torchllm.tools.prepare.formats import mds, megatron
 from torchllm.tools.prepare.in_place import InPlaceCorpus, InPlaceReader, describe_in_place, in_place_settings
+from torchllm.tools.prepare.recorded import Rules
 
 MDS = Path(__file__).parents[2] / "fixtures" / "mds"
 END = 99

@@ -17,10 +17,10 @@ from torchllm.data.shard import SPLITS
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.prepare.build import write_corpus
 from torchllm.tools.prepare.cache import plan_corpus
+from torchllm.tools.prepare.chosen_files import choose_files, source_files
 from torchllm.tools.prepare.hub_rows import raw_mib
 from torchllm.tools.prepare.in_place import describe_in_place, token_files
 from torchllm.tools.prepare.plan import TokenizerSpec
-from torchllm.tools.prepare.source_files import choose_files, source_files
 
 
 def test_stdlib_is_this_interpreters() -> None:

@@ -26,13 +26,13 @@ from torchllm.data.tokenizer import BEGIN, END, ByteTokenizer, load_tokenizer
 from torchllm.tools.prepare import records, sources, unpack
 from torchllm.tools.prepare.build import write_corpus
 from torchllm.tools.prepare.cache import plan_corpus
+from torchllm.tools.prepare.chosen_files import source_files
 from torchllm.tools.prepare.hub_rows import HubRows
 from torchllm.tools.prepare.in_place import token_files
 from torchllm.tools.prepare.open_source import open_raw_source
 from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
 from torchllm.tools.prepare.record_form import TextForm
 from torchllm.tools.prepare.records import TextRecord
-from torchllm.tools.prepare.source_files import source_files
 
 
 def read(source: Source, shards: int = 1) -> list[TextRecord]:

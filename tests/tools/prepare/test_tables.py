@@ -18,10 +18,10 @@ from torchllm.data.tokenizer import ByteTokenizer
 from torchllm.tools.prepare import tables
 from torchllm.tools.prepare.build import write_corpus
 from torchllm.tools.prepare.cache import plan_corpus
+from torchllm.tools.prepare.chosen_files import choose_files
 from torchllm.tools.prepare.counts import describe_counts
 from torchllm.tools.prepare.plan import TokenizerSpec
 from torchllm.tools.prepare.records import Origin
-from torchllm.tools.prepare.source_files import choose_files
 
 TEXTS = ["one", "two", "three"]
 

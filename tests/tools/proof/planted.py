@@ -107,7 +107,7 @@ def hook(core, inputs):
     "trust ratio of local norms": of_optimizer(
         f"Lars({PARAMETERS}, 1.0)",
         """
-from torchllm.optim.fused import local_tensor
+from torchllm.parallel.local_tensor import local_tensor
 
 
 class Lars(torch.optim.Optimizer):
@@ -170,7 +170,7 @@ def change(stages):
 """),
     "average on the first rank": Change(
         """
-from torchllm.optim.fused import local_tensor
+from torchllm.parallel.local_tensor import local_tensor
 from torchllm.facts.parameters import canonical_name
 
 

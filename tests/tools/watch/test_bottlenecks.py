@@ -1,23 +1,14 @@
-"""Waits for data and times of stages, the same figures on all ranks."""
+"""Waits for data, the same figures on all ranks."""
 
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 
 from tests.tools.watch.test_step_profiler import FakeClock
 from tests.workers import run
 from torchllm.tools.watch import bottlenecks
-from torchllm.tools.watch.bottlenecks import (
-    DataWait,
-    DataWaitClock,
-    ForwardSeconds,
-    ForwardTimes,
-    StageClock,
-    gather_stage_times,
-)
+from torchllm.tools.watch.bottlenecks import DataWait, DataWaitClock
 
 
 def _waits(totals: list[list[float]]) -> list[DataWait]:
@@ -41,49 +32,3 @@ def test_the_longest_wait_since_the_last_checkpoint_is_that_of_one_rank_on_all_r
     assert [wait.seconds for wait in waits] == pytest.approx([0.05, 0.06])
     assert [wait.elapsed for wait in waits] == [0.25, 0.25]
     assert waits[0].share == waits[0].seconds / 0.25
-
-
-def _gathered() -> ForwardTimes:
-    """Two ranks hold stage 0, one of them stage 1 too."""
-    group = dist.group.WORLD
-    assert group is not None
-    rank = dist.get_rank()
-    times = {0: ForwardSeconds(1.0 + rank, 1.2 + rank)}
-    if rank:
-        times[1] = ForwardSeconds(5.0, 4.5)
-    return gather_stage_times(times, 2, group)
-
-
-def test_stage_times_are_medians_over_the_ranks_that_hold_a_stage() -> None:
-    for times in run(_gathered, 2):
-        assert times.seconds == pytest.approx([1.6, 4.75])
-        assert times.noise == pytest.approx(0.5)
-
-
-class Stage(nn.Module):
-    """A stage whose forward takes so many seconds of a clock."""
-
-    def __init__(self, clock: FakeClock, seconds: float) -> None:
-        super().__init__()
-        self.clock = clock
-        self.seconds = seconds
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.clock.now += self.seconds
-        return x
-
-
-def test_the_clock_takes_medians_of_each_stage_early_and_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeClock()
-    monkeypatch.setattr(bottlenecks, "time", fake)
-    stages = [Stage(fake, 0.25), Stage(fake, 0.5)]
-    clock = StageClock(stages, (1, 2), torch.device("cpu"))
-    for seconds in (0.25, 0.25, 0.25, 8.0, 0.125, 0.125, 0.125, 0.125):  # once 8 s: the medians do not see it
-        stages[0].seconds = seconds
-        stages[0](torch.ones(1))
-    for _ in range(3):
-        stages[1](torch.ones(1))
-    clock.close()
-    stages[0](torch.ones(1))
-    assert clock.seconds() == {1: (0.25, 0.125), 2: (0.5, 0.5)}
-    assert len(clock.forwards[1]) == 8

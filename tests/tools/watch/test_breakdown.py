@@ -15,9 +15,10 @@ from tests.workers import run
 from torchllm.models.experts import Experts
 from torchllm.parallel.parallelize import build_forward_backward
 from torchllm.runtime.phase import MESSAGES, PREFIX, phase
-from torchllm.tools.launch.torch_records import FlightRecord, ProfiledEvent, flight_records, profiled_events
+from torchllm.tools.launch.torch_records import FlightRecord, flight_records
 from torchllm.tools.mesh_axes import axis_of_group
 from torchllm.tools.watch.breakdown import breakdown
+from torchllm.tools.watch.torch_profile import ProfiledEvent, profiled_events
 
 MS = 1_000_000
 

@@ -13,7 +13,8 @@ from tests.tiny_run import ROOT
 from torchllm.config.schema import Config, Training
 from torchllm.config.write import dump_toml
 from torchllm.runtime.stop import write_marker
-from torchllm.tools.launch.lease import DONE, Timing, release_leases, take_lease
+from torchllm.tools.launch.lease import DONE, Timing, release_leases
+from torchllm.tools.launch.take_lease import take_lease
 from torchllm.tools.watch.runs import TAIL, main, state_of_run
 
 pytestmark = pytest.mark.quick
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.quick
 TAKER = """
 import os, sys
 from pathlib import Path
-from torchllm.tools.launch.lease import take_lease
+from torchllm.tools.launch.take_lease import take_lease
 
 take_lease(Path(sys.argv[1]))
 os._exit(0)  # as if it was killed: nothing is given back

@@ -1,4 +1,4 @@
-"""Decide which checkpoints of a run are good, by what it logs after them, and which old ones are deleted.
+"""Decide which checkpoints of a run are good, by what it logs after them, which are loaded, and which are deleted.
 
 A checkpoint with finite weights may still be bad: weights of 1e30 are finite, but losses after them are not. It
 is proven by a finite evaluation of its weights or of later ones; in a run without evaluations, by ten finite steps.
@@ -10,15 +10,24 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from torchllm import config
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint.agreement import Group, change_on_first, log_on_first, on_first, rank_of, size_of
-from torchllm.checkpoint.manifest import CheckpointError, find_proven, mark_proven, mark_suspect, read_suspects
-from torchllm.checkpoint.tensors import check_in_parallel
-from torchllm.checkpoint.verify import check_sizes
+from torchllm.checkpoint.manifest import (
+    CheckpointError,
+    Manifest,
+    find_proven,
+    mark_proven,
+    mark_suspect,
+    read_suspects,
+)
+from torchllm.checkpoint.tensors import check_in_parallel, verify_in_parallel
+from torchllm.checkpoint.verify import check_sizes, newest_verified
+from torchllm.config.environment import is_restart
 from torchllm.train.step import Health
 
 logger = logging.getLogger(__name__)
@@ -142,6 +151,46 @@ class CheckpointHistory:
         """Read which step folders were marked as suspect earlier."""
         self.suspects = on_first(self._group, lambda: read_suspects(folders))
 
+    def load_asked_for(self, folders: Sequence[Path], load: Callable[[Path], Manifest]) -> Manifest | None:
+        """Load the checkpoint of `checkpoint.resume`, from the run's step folders or elsewhere; None: start fresh.
+
+        A later attempt of the same job loads its newest checkpoint, once there is one.
+        """
+        if self._settings.resume == "auto":
+            return self._load_newest(folders, load)
+        if self._settings.resume == "none":
+            if folders and is_restart():
+                return self._load_newest(folders, load)
+            if folders:
+                raise CheckpointError(
+                    f'checkpoint.resume = "none", but {folders[0]} exists: use "auto", or another run.folder'
+                )
+            log_on_first(self._group, f"no checkpoint in {self._root}: starting fresh")
+            return None
+        folder = Path(self._settings.resume)
+        step = on_first(self._group, lambda: manifests.read_manifest(folder)).step
+        newer = [path for path in folders if manifests.step_of(path) > step and path not in self.suspects]
+        if newer and is_restart():
+            return self._load_newest(folders, load)
+        if newer:
+            raise CheckpointError(
+                f"checkpoint.resume names step {step}, but {newer[0]} is newer and would be in the way: "
+                "set another run.folder, or move the newer ones away"
+            )
+        suspicion = on_first(self._group, lambda: manifests.read_suspects([folder])).get(folder)
+        if suspicion is not None:
+            named = f"{folder} is loaded because checkpoint.resume names it"
+            log_on_first(self._group, f"{named}, but is marked as suspect: {suspicion}", logging.WARNING)
+        return load(folder)
+
+    def _load_newest(self, folders: Sequence[Path], load: Callable[[Path], Manifest]) -> Manifest | None:
+        """Load the newest of the run's step folders that verifies and is not suspect; None if there is none."""
+        warn = partial(log_on_first, self._group, level=logging.WARNING)
+        newest = newest_verified(manifests.without_suspects(folders, self.suspects, warn), load, warn)
+        if newest is None:
+            log_on_first(self._group, f"no checkpoint in {self._root}: starting fresh")
+        return None if newest is None else newest[1]
+
     def begin(self, folders: Sequence[Path], step: int | None) -> None:
         """Start at the step of the loaded checkpoint, None for a fresh run; `folders`: the run's step folders."""
         good = [folder for folder in folders if self._may_be_good(folder)]
@@ -219,6 +268,25 @@ class CheckpointHistory:
     def replace_suspect(self, folder: Path) -> None:
         """Delete a suspect step folder, and forget it."""
         self.delete(change_on_first(self._group, self._check_owner, lambda: [manifests.hide(folder)]))
+        self.forget(folder)
+
+    def make_way(self, folder: Path) -> None:
+        """Delete a suspect step folder of a step that is saved again, or move a damaged one aside.
+
+        Raises CheckpointError if it is a good checkpoint.
+        """
+        if folder in self.suspects:
+            log_on_first(self._group, f"{folder}, which is marked as suspect, is replaced")
+            self.replace_suspect(folder)
+            return
+        if self.is_whole.get(folder, True):
+            try:
+                verify_in_parallel(self._group, folder)
+            except CheckpointError as error:
+                log_on_first(self._group, f"damaged checkpoint: {error}", logging.WARNING)
+            else:
+                raise CheckpointError(f"{folder}: exists already; a checkpoint is never rewritten")
+        change_on_first(self._group, self._check_owner, lambda: manifests.set_damaged_aside(folder))
         self.forget(folder)
 
     def close(self) -> None:

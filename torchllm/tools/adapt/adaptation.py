@@ -6,17 +6,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
+from typing import TYPE_CHECKING
 
 from torchllm.config import Config
 from torchllm.metrics.observer import Change, ObservedRun, Observer
-from torchllm.tools.watch.bottlenecks import (
-    STARVED,
-    STARVED_SECONDS,
-    Bottlenecks,
-    DataWaitClock,
-    StageClock,
-    gather_stage_times,
-)
+from torchllm.tools.watch.bottlenecks import STARVED, STARVED_SECONDS, Bottlenecks, DataWaitClock
+
+if TYPE_CHECKING:
+    from torchllm.tools.watch.stage_times import StageClock
 
 log = logging.getLogger("torchllm")
 
@@ -42,15 +39,18 @@ class Adaptation(Observer):
         """of the latest change"""
         self.seconds_before_change: float | None = None
         """of a step; None once the steps after the change were compared with it"""
+        self.stage_clock: StageClock | None = None
+        """until the stages are compared, once per config"""
 
     def begin(self, run: ObservedRun) -> None:
         """See Observer."""
         self.run = run
         parallel, mesh = run.config.parallel, run.mesh
         self.data_wait_clock = DataWaitClock(run.runtime.host_group)
-        self.stage_clock: StageClock | None = None
+        self.stage_clock = None
         if parallel.rebalance and mesh.pp.size() > 1:
             from torchllm.facts.stages import stage_of_rank  # few runs have a pipeline
+            from torchllm.tools.watch.stage_times import StageClock
 
             indices = stage_of_rank(parallel, mesh.pp.get_local_rank())
             self.stage_clock = StageClock(run.stages, indices, run.runtime.device)
@@ -89,10 +89,8 @@ class Adaptation(Observer):
         starved = data_wait.share > STARVED and data_wait.seconds > self.starved_seconds
         stage_times = None
         if self.stage_clock is not None and self.steps > TIMED_STEPS:
-            self.stage_clock.close()
-            times = self.stage_clock.seconds()
-            stage_times = gather_stage_times(times, run.config.parallel.stages, run.runtime.host_group)
-            self.stage_clock = None  # measured once per config
+            stage_times = self.stage_clock.gather(run.config.parallel.stages, run.runtime.host_group)
+            self.stage_clock = None
             log.info("forwards of the stages take %s s", ", ".join(f"{seconds:.3g}" for seconds in stage_times.seconds))
         return Bottlenecks(data_wait if starved else None, stage_times)
 

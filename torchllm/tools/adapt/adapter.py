@@ -14,7 +14,8 @@ from torchllm.facts.flops import block_flops
 from torchllm.facts.stages import balanced_split, end_costs
 from torchllm.metrics.observer import Change
 from torchllm.tools.adapt.balance import Costs, Rebalancer
-from torchllm.tools.watch.bottlenecks import Bottlenecks, DataWait, ForwardTimes
+from torchllm.tools.watch.bottlenecks import Bottlenecks, DataWait
+from torchllm.tools.watch.stage_times import ForwardTimes
 
 MAX_WORKERS = 8
 

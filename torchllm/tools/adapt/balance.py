@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from torchllm.tools.watch.bottlenecks import ForwardTimes
+from torchllm.tools.watch.stage_times import ForwardTimes
 
 UNEVEN = 0.05
 """stages are uneven if the slowest takes longer than the mean by more than this share"""

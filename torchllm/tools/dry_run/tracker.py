@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from torchllm.parallel.float8 import plain_tensor
+from torchllm.parallel.local_tensor import local_tensor
 from torchllm.runtime.torch_compat import FakeTensor, FakeTensorMode, TorchDispatchMode
 from torchllm.tools.mesh_axes import MeshAxis
 from torchllm.tools.torch_names import group_with_name
@@ -150,7 +149,7 @@ class Tracker(TorchDispatchMode):
     def claim(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Set the purpose of the storages of tensors (of DTensors: of their local parts)."""
         for tensor in tensors:
-            local = plain_tensor(tensor.to_local()) if isinstance(tensor, DTensor) else tensor
+            local = local_tensor(tensor)
             self._hold(local, kind)
             self._live[id(local.untyped_storage())][1].kind = kind
 

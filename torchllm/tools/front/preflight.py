@@ -461,7 +461,7 @@ class _DataInspector:
 
     def _recorded(self, index: int) -> str:
         """Return the fingerprint of a source in the checkpoint that the run goes on from; "" if there is none."""
-        from torchllm.data.data_changes import recorded_sources
+        from torchllm.data.readers import recorded_sources
 
         recorded = recorded_sources(self.config)
         return recorded[index] if index < len(recorded) else ""
@@ -498,8 +498,8 @@ class _DataInspector:
         """Look at the files of a source that is tokenized when the run starts, or at its shards if it has been."""
         from torchllm.data.readers import open_corpus
         from torchllm.tools.prepare.cache import cached_folder, find_cached, is_cached, plan_corpus, refuse_large_source
-        from torchllm.tools.prepare.earlier_files import Rules
-        from torchllm.tools.prepare.source_files import source_files
+        from torchllm.tools.prepare.chosen_files import source_files
+        from torchllm.tools.prepare.recorded import Rules
 
         if source.kind == "hub":
             self.held_out = None

@@ -24,9 +24,10 @@ from torchllm.runtime.device import choose_device, compute_dtype
 from torchllm.tools.config.checks import sampling_problems
 from torchllm.tools.front.resolve import load_model
 from torchllm.tools.generate.continue_texts import continue_texts
-from torchllm.tools.hub.initial import initial_weights, load_weights_of_run
+from torchllm.tools.hub.initial import initial_weights
 from torchllm.tools.hub.text_facts import published_ends
 from torchllm.tools.hub.weights import AVERAGED_WEIGHTS
+from torchllm.tools.hub.weights_of_run import load_weights_of_run
 from torchllm.tools.prepare.chat.examples import ChatFormat
 from torchllm.tools.prepare.chat.plan import chat_format_today, chat_plan_of_run, plan_chat
 from torchllm.tools.prepare.chat.template import Conversation, Message, RefusedConversation

@@ -2,14 +2,15 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
-from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint.agreement import Group, log_on_first, on_first
-from torchllm.checkpoint.manifest import CheckpointError, Manifest, read_suspects, without_suspects
+from torchllm.checkpoint.manifest import CheckpointError, Manifest, read_suspects, step_folders, without_suspects
 from torchllm.checkpoint.state import (
     EXTRA,
     WEIGHTS,
@@ -54,7 +55,7 @@ def load_newest_weights(run_folder: Path | str, load: Callable[[Path], Manifest]
     load: `load_weights` with its other arguments. group: as there. Suspect and damaged folders are warnings.
     """
     root = Path(run_folder) / "checkpoints"
-    folders = on_first(group, lambda: manifests.step_folders(root))
+    folders = on_first(group, lambda: step_folders(root))
     warn = partial(log_on_first, group, level=logging.WARNING)
     suspects = on_first(group, lambda: read_suspects(folders))
     newest = newest_verified(without_suspects(folders, suspects, warn), load, warn)
@@ -94,3 +95,22 @@ def load_weights(
     load_tensors(group, stored, parts, prefix=prefix, cast=cast)
     fill_tied_copies(stages)
     return stored.manifest
+
+
+@dataclass(frozen=True)
+class RunWeights:
+    """The weights of a checkpoint of another run."""
+
+    folder: Path
+    """a step folder, or a run folder"""
+    parts: PartsToFill = initial_parts
+    key: str = "checkpoint.initial"
+
+    def load(self, stages: Sequence[nn.Module], group: Group) -> dict[str, Any]:
+        """Fill this rank's part of the model: see `InitialWeights`."""
+        is_run = on_first(group, lambda: bool(step_folders(self.folder / "checkpoints")))
+        load = partial(load_weights, stages=stages, group=group, cast=True, to_fill=self.parts)
+        manifest = load_newest_weights(self.folder, load, group=group) if is_run else load(self.folder)
+        log_on_first(group, f"starting from the weights of {self.folder}: step {manifest.step}")
+        record = {"from": str(self.folder), "step": manifest.step}
+        return record | {"initial": manifest.record.get("initial")}

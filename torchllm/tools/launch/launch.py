@@ -29,13 +29,14 @@ from torchllm.tools.launch import launcher_notes
 from torchllm.tools.launch.descriptors import raise_descriptor_limit
 from torchllm.tools.launch.head import NodeMissing
 from torchllm.tools.launch.launcher_notes import STORE
-from torchllm.tools.launch.lease import DONE, HANDED_DOWN, own_for_ranks, release_leases
+from torchllm.tools.launch.lease import DONE, HANDED_DOWN, release_leases
 from torchllm.tools.launch.process_tree import end_with_parent, tie_children
 from torchllm.tools.launch.rank_watch import RankWatch, memory_folder
 from torchllm.tools.launch.ranks import RankPlaces, RankProcesses
 from torchllm.tools.launch.restarts import AttemptOver, JobOver, JobStopped, PartEnding, Restarts
 from torchllm.tools.launch.spare_node import ASKED
 from torchllm.tools.launch.start_lines import say_that_nodes_have_joined, say_what_is_started
+from torchllm.tools.launch.take_lease import own_for_ranks
 
 if TYPE_CHECKING:  # it imports torch
     from torchllm.tools.launch.rendezvous import Rendezvous

@@ -27,7 +27,7 @@ from torchllm.runtime.heartbeat import GROUP_GRACE, Timeouts, beat, heartbeat
 from torchllm.runtime.process import Hooks, Runtime
 from torchllm.tools.launch import launcher_notes
 from torchllm.tools.launch.descriptors import describe_low_limit, raise_descriptor_limit
-from torchllm.tools.launch.lease import DONE, Claim, check_owner, release_leases, take_or_inherit
+from torchllm.tools.launch.lease import DONE, Claim, check_owner, inherited_claim, release_leases
 from torchllm.tools.launch.process_tree import end_with_parent
 from torchllm.tools.launch.stop_requests import StopRequests
 from torchllm.tools.launch.store import HashStore, Store, has_launcher, join_store
@@ -103,7 +103,11 @@ def start_runtime(run: Run, configs: Sequence[Config] = (), *, reads_only: bool 
     claim = refusal = None
     if rank == 0 and not reads_only:
         try:
-            claim = take_or_inherit(Path(run.folder))
+            claim = inherited_claim(Path(run.folder))
+            if claim is None:
+                from torchllm.tools.launch.take_lease import take_lease  # most launchers have taken it
+
+                claim = take_lease(Path(run.folder)).claim
         except RefusedStart as error:
             refusal = str(error)  # raised below, as above
     timeout = timedelta(seconds=max(heart.timeouts) + GROUP_GRACE)

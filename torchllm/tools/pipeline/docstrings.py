@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchllm.config import Source
-from torchllm.tools.prepare.source_files import source_files
+from torchllm.tools.prepare.chosen_files import source_files
 
 TEXT, TRAIN, HELD_OUT = "text.jsonl", "train.jsonl", "held_out.jsonl"
 HELD_OUT_SHARE = 20

@@ -16,11 +16,12 @@ from torchllm.data.checked_file import DamagedFile
 from torchllm.data.corpus import Corpus
 from torchllm.data.corpus_header import HEADER, read_description
 from torchllm.data.error import DataError
+from torchllm.data.readers import ReaderSettings
 from torchllm.data.tokenizer import Tokenizer
-from torchllm.runtime.host_limits import usable_cores
-from torchllm.tools.prepare.earlier_files import Rules, earlier_files
+from torchllm.tools.prepare.chosen_files import choose_files
 from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec, may_write_calls
-from torchllm.tools.prepare.source_files import changes_of, choose_files, content_of
+from torchllm.tools.prepare.recorded import Rules
+from torchllm.tools.prepare.source_files import changes_of, content_of
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,12 @@ def plan_corpus(
 
         source = pin_hub_source(source, pins or cache_root(data) / "revisions")
         revision = hub_folder_version(source)
-    files = earlier_files(source) if is_first else choose_files(source, reads_all=rules is Rules.ALL_FILES)
+    if is_first:
+        from torchllm.tools.prepare.earlier_files import earlier_files  # of runs of early versions
+
+        files = earlier_files(source)
+    else:
+        files = choose_files(source, reads_all=rules is Rules.ALL_FILES)
     return CorpusPlan(
         source=replace(source, weight=1.0),
         files=[*files.train, *files.held_out],
@@ -78,6 +84,22 @@ def plan_corpus(
         chat=chat,
         reads_calls=rules > Rules.ALL_FILES and chat is not None and may_write_calls(chat.template),
     )
+
+
+def prepare_raw(source: Source, settings: ReaderSettings, rules: Rules) -> str:
+    """Return the folder with the corpus of a raw source in the cache, by the rules of a version: `prepare_cached`."""
+    data, tokenizer = settings.data, settings.tokenizer
+    assert tokenizer is not None
+    plan = plan_corpus(
+        source,
+        data,
+        tokenizer,
+        settings.vocab,
+        finetune=settings.finetune,
+        sequence_length=settings.sequence_length,
+        rules=rules,
+    )
+    return str(prepare_cached(plan, data, rules))
 
 
 def _fingerprint_by(rules: Rules, tokenizer: Tokenizer) -> str:
@@ -178,9 +200,11 @@ def prepare_cached(plan: CorpusPlan, data: Data, rules: Rules = Rules.NOW) -> Pa
             return folder
         log.warning("data.cache: %s; its source is tokenized again", damage)
     refuse_large_source(plan, data)
-    tokenizer = TokenizerSpec(data.tokenizer, data.pattern, usable_cores())
-    from torchllm.tools.prepare.build import write_corpus  # of no use to a run whose corpora are cached
+    # Of no use to a run whose corpora are cached.
+    from torchllm.runtime.host_limits import usable_cores
+    from torchllm.tools.prepare.build import write_corpus
 
+    tokenizer = TokenizerSpec(data.tokenizer, data.pattern, usable_cores())
     source = _described(plan)  # before it is read: a later change shows
     write_corpus(plan, tokenizer, folder, max_bad_share=None if rules is Rules.FIRST else data.max_bad_share)
     (folder / _SOURCE).write_text(source)

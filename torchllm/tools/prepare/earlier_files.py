@@ -6,25 +6,11 @@ A run that began with them goes on with them. These rules never change.
 import glob
 import os
 import re
-from enum import IntEnum
 from pathlib import Path
 
 from torchllm.config import Source
-from torchllm.tools.prepare.source_files import ChosenFiles, choose_files, stat_file
-
-
-class Rules(IntEnum):
-    """Rules of the versions of torchllm that make a corpus of a source. A run goes on by the rules of its beginning."""
-
-    FIRST = 1
-    """test sets are trained, folders behind links are not searched, and a document may begin with another token"""
-    ALL_FILES = 2
-    """a folder of text is all its files, torchllm's own output is read, of few documents none may be held out, and tool
-    calls stay as they are written"""
-    ONE_BEGIN = 3
-    """of several begins of a document, the last is put"""
-    NOW = 4
-
+from torchllm.tools.prepare.chosen_files import choose_files
+from torchllm.tools.prepare.source_files import ChosenFiles, stat_file
 
 _SUFFIXES = {"jsonl": (".jsonl", ".ndjson", ".json"), "parquet": (".parquet",)}
 _HELD_OUT = re.compile(r"(^|[^a-z])(val|valid|validation)([^a-z]|$)", re.IGNORECASE)

@@ -29,16 +29,17 @@ from torchllm.data.path_hint import describe_missing
 from torchllm.data.readers import ReaderSettings
 from torchllm.data.shard import SPLITS, Begins, Ids, Split
 from torchllm.tools.prepare.corpus_writer import replacing
-from torchllm.tools.prepare.earlier_files import Rules, earlier_token_files
+from torchllm.tools.prepare.earlier_files import earlier_token_files
 from torchllm.tools.prepare.file_kinds import describe_kinds
 from torchllm.tools.prepare.file_search import FoundFiles, find_files
+from torchllm.tools.prepare.files_at_path import choose_by_name
 from torchllm.tools.prepare.formats.llmc import LLMC
 from torchllm.tools.prepare.formats.mds import MDS
 from torchllm.tools.prepare.formats.megatron import MEGATRON
 from torchllm.tools.prepare.formats.nanogpt import NANOGPT
 from torchllm.tools.prepare.formats.token_file import InPlaceSettings, OpenTokens, TokenFormat, TokenShard
-from torchllm.tools.prepare.recorded import prepare_recorded
-from torchllm.tools.prepare.source_files import ChosenFiles, choose_by_name
+from torchllm.tools.prepare.recorded import Rules, prepare_recorded
+from torchllm.tools.prepare.source_files import ChosenFiles
 
 _FORMATS: dict[str, TokenFormat] = {"megatron": MEGATRON, "llmc": LLMC, "nanogpt": NANOGPT, "mds": MDS}
 _SAMPLED = 2**28

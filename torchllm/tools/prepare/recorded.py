@@ -3,13 +3,26 @@
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from enum import IntEnum
 
 from torchllm.config import Source
 from torchllm.data.error import DataError
 from torchllm.data.readers import ReaderSettings, SourceReader, name_source
-from torchllm.tools.prepare.earlier_files import Rules
 
 log = logging.getLogger(__name__)
+
+
+class Rules(IntEnum):
+    """Rules of the versions of torchllm that make a corpus of a source. A run goes on by the rules of its beginning."""
+
+    FIRST = 1
+    """test sets are trained, folders behind links are not searched, and a document may begin with another token"""
+    ALL_FILES = 2
+    """a folder of text is all its files, torchllm's own output is read, of few documents none may be held out, and tool
+    calls stay as they are written"""
+    ONE_BEGIN = 3
+    """of several begins of a document, the last is put"""
+    NOW = 4
 
 
 def prepare_recorded(

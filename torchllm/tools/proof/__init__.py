@@ -11,6 +11,6 @@ recipe      finds the recipe of a fork, and its config
 prove       all of it, for one config
 report      says what was found
 
-Imports: config, facts, runtime, models, data, optim, train, checkpoint, metrics, tools/config, tools/launch,
+Imports: config, facts, runtime, models, data, parallel, train, checkpoint, metrics, tools/config, tools/launch,
 tools/dry_run, tools/watch, tools/adapt.
 """

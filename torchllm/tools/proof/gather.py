@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchllm.facts.parameters import canonical_name
-from torchllm.optim.fused import local_tensor
+from torchllm.parallel.local_tensor import local_tensor
 from torchllm.runtime.torch_compat import local_region
 
 FloatArray = npt.NDArray[Any]

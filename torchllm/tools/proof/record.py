@@ -22,7 +22,7 @@ from torchllm.checkpoint.checkpointer import CHECKPOINTERS
 from torchllm.config import Config
 from torchllm.config.errors import UserError
 from torchllm.facts.parameters import canonical_name
-from torchllm.optim.fused import local_tensor
+from torchllm.parallel.local_tensor import local_tensor
 from torchllm.runtime.process import Runtime
 from torchllm.runtime.stop import StopSource
 from torchllm.tools.proof.float64 import Float64

@@ -18,9 +18,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from torchllm.runtime.phase import MESSAGES, PREFIX
-from torchllm.tools.launch.torch_records import FlightRecord, ProfiledEvent
+from torchllm.tools.launch.torch_records import FlightRecord
 from torchllm.tools.mesh_axes import AXIS_NAMES
 from torchllm.tools.watch.intervals import Stretch, difference, intersection, length, union
+from torchllm.tools.watch.torch_profile import ProfiledEvent
 
 SHORT = 100_000
 """ns; a shorter gap between two operators of a CPU is Python's, no wait"""

@@ -41,15 +41,18 @@ class ProfiledSteps(Observer):
         self.tolerance = Tolerance(str(self.slow_nodes_file))
         settings, runtime = run.config.metrics, run.runtime
         self.profiler = None
-        if not settings.breakdown_interval and not settings.profile_steps:
+        interval = settings.breakdown_interval
+        last = run.config.training.steps // interval * interval if interval else 0
+        if last < run.start + 2 and not settings.profile_steps:  # the first step is like no other and is not profiled
             return
-        from torchllm.tools.watch.step_profiler import StepProfiler
-        from torchllm.tools.watch.trace import TraceWriter, parse_steps
+        from torchllm.tools.watch.step_profiler import StepProfiler  # its first profile takes a second
 
-        traces = TraceWriter(runtime.folder, parse_steps(settings.profile_steps), runtime.rank)
-        self.profiler = StepProfiler(
-            settings.breakdown_interval, run.mesh, runtime.host_group, runtime.device, traces, run.start
-        )
+        traces = None
+        if settings.profile_steps:
+            from torchllm.tools.watch.trace import TraceWriter, parse_steps
+
+            traces = TraceWriter(runtime.folder, parse_steps(settings.profile_steps), runtime.rank)
+        self.profiler = StepProfiler(interval, run.mesh, runtime.host_group, runtime.device, traces, run.start)
 
     @contextmanager
     def step(self, n: int) -> Iterator[None]:

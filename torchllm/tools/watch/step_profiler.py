@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,11 +27,14 @@ from torch.profiler import ProfilerActivity, profile
 from torchllm.parallel.mesh import Mesh
 from torchllm.runtime.phase import phase
 from torchllm.tools.launch.records import gather_records
-from torchllm.tools.launch.torch_records import ProfiledEvent, break_profile_cycle, flight_records, profiled_events
+from torchllm.tools.launch.torch_records import flight_records
 from torchllm.tools.mesh_axes import axis_of_group
 from torchllm.tools.watch.breakdown import COMPUTING, breakdown
 from torchllm.tools.watch.slow_rank import Reports, SlowRank, find_slow_rank, mean_parts, rank_report, ranks_with_parts
-from torchllm.tools.watch.trace import TraceWriter
+from torchllm.tools.watch.torch_profile import ProfiledEvent, break_profile_cycle, profiled_events
+
+if TYPE_CHECKING:  # few runs write traces
+    from torchllm.tools.watch.trace import TraceWriter
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +85,7 @@ class StepProfiler:
         mesh: Mesh,
         host_group: dist.ProcessGroup,
         device: torch.device,
-        traces: TraceWriter,
+        traces: "TraceWriter | None" = None,
         start: int = 0,
     ) -> None:
         """Profile at most one step in `interval` (0: none) and those of `traces`, which are also written to files.
@@ -112,7 +115,7 @@ class StepProfiler:
         self.latest: ProfiledStep | None = None
         """the step that has just ended, if it was profiled and its parts are known"""
         self.has_told_of_missing_events = False
-        if interval or traces.steps:
+        if interval or traces is not None:
             with warnings.catch_warnings():
                 # torch 2.11 warns once per process, whatever the profile
                 warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
@@ -124,7 +127,7 @@ class StepProfiler:
     def step(self, n: int) -> Iterator[None]:
         """Return a context around all that the loop does in step `n`; afterwards `latest` is that step, if profiled."""
         self.latest = None
-        if n in self.traces.steps or (self.interval and n >= self.next):
+        if self._is_traced(n) or (self.interval and n >= self.next):
             with self._profile(n):
                 yield
         else:
@@ -154,7 +157,7 @@ class StepProfiler:
         cost = time.perf_counter() - called - aside - usual
         host = os.uname().nodename
         self._exchange(n, rank_report(parts, self.peer_group, host, cost, usual, self.exchange_seconds))
-        if n in self.traces.steps:
+        if self.traces is not None and self._is_traced(n):
             with self.traces.tolerance.attempt():
                 self.traces.write(n, profiler, {} if self.latest is None else self.latest.parts)
 
@@ -173,6 +176,9 @@ class StepProfiler:
             self.has_told_of_missing_events = True
             return {}
         return breakdown(events, flight_records(started_ns), self.axis_of_group, self.pipeline_group)
+
+    def _is_traced(self, n: int) -> bool:
+        return self.traces is not None and n in self.traces.steps
 
     def _exchange(self, n: int, report: Reports) -> None:
         """Report to rank 0 about step `n`, and set `latest` and `next` to what it concludes."""

@@ -1,0 +1,126 @@
+"""Open data.sources on all ranks: one process per node prepares them, all open them and must read the same data."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from torchllm.config import Data, Finetune, Model, Training
+from torchllm.config.applied_keys import config_in_use
+from torchllm.config.schema import RAW_KINDS
+from torchllm.data.corpus import SequenceSource, ShardStream
+from torchllm.data.error import DataError
+from torchllm.data.packing import DataRanks
+from torchllm.data.readers import ReaderSettings, reader_of, recorded_sources
+from torchllm.data.tokenizer import describe_documents, load_tokenizer
+
+if TYPE_CHECKING:
+    from torchllm.data.verification import Verification
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class OpenedSources(NamedTuple):
+    """The sources of data.sources, in their order."""
+
+    sources: list[SequenceSource]
+    verification: "Verification | None"
+    """on the rank that prepares for its node"""
+
+
+def open_sources(
+    data: Data,
+    training: Training,
+    model: Model,
+    ranks: DataRanks,
+    finetune: Finetune | None,
+    recorded: Sequence[str] = (),
+) -> OpenedSources:
+    """Prepare and open the sources of data.sources; DataError if not all ranks read the same data.
+
+    recorded: fingerprints of the sources of a resumed run; empty: those in the run folder's newest checkpoint, if any.
+    """
+
+    def prepare() -> tuple[ReaderSettings, str]:
+        needs_tokenizer = any(source.kind != "synthetic" for source in data.sources)
+        tokenizer = load_tokenizer(data.tokenizer, data.pattern) if needs_tokenizer else None
+        settings = ReaderSettings(data, model.vocab, tokenizer, finetune, training.sequence_length)
+        return settings, json.dumps(_prepare(data, settings, recorded)) if ranks.prepares else ""
+
+    settings, answers = _on_all_ranks(ranks, prepare)
+    folders: list[str] = json.loads(answers[ranks.preparing_rank])
+    preparing_ranks = [rank for rank, answer in enumerate(answers) if answer]
+
+    def open_all() -> tuple[OpenedSources, str]:
+        sources = _open(folders, data, settings)
+        verification = None
+        if ranks.prepares:
+            from torchllm.data.verification import Verification  # a process per node verifies
+
+            corpora = [source for source in sources if isinstance(source, ShardStream)]
+            verification = Verification(corpora, preparing_ranks.index(ranks.preparing_rank), len(preparing_ranks))
+            verification.begin()
+        return OpenedSources(sources, verification), hashlib.sha256(_fingerprints(sources).encode()).hexdigest()
+
+    opened, hashes = _on_all_ranks(ranks, open_all)
+    if len(set(hashes)) > 1:
+        different = dict.fromkeys(ranks.gather_texts(_fingerprints(opened.sources)))
+        listed = " / ".join(map(str, different))
+        raise DataError(f"data.sources: not all ranks read the same data, fingerprints {listed}")
+    return opened
+
+
+def _fingerprints(sources: Sequence[SequenceSource]) -> str:
+    return " ".join(source.fingerprint for source in sources)
+
+
+def _on_all_ranks(ranks: DataRanks, action: Callable[[], tuple[T, str]]) -> tuple[T, list[str]]:
+    """Call `action` on every rank; return this rank's result, and the texts beside the results of all, by rank.
+
+    Raises DataError on all ranks if it fails on one, so that no rank waits forever.
+    """
+    text, error, cause = "", "", None
+    try:
+        result, text = action()
+    except Exception as problem:  # a bug must not leave the other ranks waiting either
+        cause = problem
+        error = str(problem) if isinstance(problem, DataError) else f"{type(problem).__name__}: {problem}"
+    texts, errors = [], []
+    for answer in ranks.gather_texts(json.dumps([text, error])):
+        rank_text, rank_error = json.loads(str(answer))
+        texts.append(rank_text)
+        if rank_error:
+            errors.append(rank_error)
+    if errors:
+        raise DataError("\n".join(dict.fromkeys(errors))) from cause  # without duplicates
+    return result, texts
+
+
+def _prepare(data: Data, settings: ReaderSettings, recorded: Sequence[str]) -> list[str]:
+    """Return the folder that `SourceReader.prepare` made for each source. recorded: as in `open_sources`."""
+    recorded = recorded or recorded_sources(config_in_use())
+    if settings.tokenizer is not None and not recorded and any(source.kind in RAW_KINDS for source in data.sources):
+        for line in describe_documents(settings.tokenizer):
+            log.info("%s", line)
+    folders = []
+    for index, source in enumerate(data.sources):
+        fingerprint = recorded[index] if index < len(recorded) else ""
+        folders.append(reader_of(source.kind).prepare(source, settings, fingerprint))
+    return folders
+
+
+def _open(folders: Sequence[str], data: Data, settings: ReaderSettings) -> list[SequenceSource]:
+    """Open all sources; `folders`: of `_prepare`. Raises DataError if a source has no training sequence."""
+    opened = []
+    for source, folder in zip(data.sources, folders, strict=True):
+        sequences = reader_of(source.kind).open(source, folder, settings)
+        if not sequences.count("train", settings.sequence_length):
+            raise DataError(
+                f"data.sources: {source.path or source.kind!r} is shorter than one sequence of "
+                f"training.sequence_length = {settings.sequence_length} tokens: lower it, or read more text"
+            )
+        opened.append(sequences)
+    return opened
