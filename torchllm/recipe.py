@@ -22,7 +22,7 @@ HOMES = {
     "Config": "torchllm.config.schema",
     "write_config": "torchllm.config.write",
     "IterableLoader": "torchllm.tools.iterable",
-    "DataRanks": "torchllm.data.loader",
+    "DataRanks": "torchllm.data.packing",
     "TrainLoader": "torchllm.data.loader",
     "build_loader": "torchllm.data.loader",
     "AddedParameter": "torchllm.facts.block_kinds",
@@ -77,9 +77,9 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from torchllm.config.errors import UserError as UserError
     from torchllm.config.schema import Config as Config
     from torchllm.config.write import write_config as write_config
-    from torchllm.data.loader import DataRanks as DataRanks
     from torchllm.data.loader import TrainLoader as TrainLoader
     from torchllm.data.loader import build_loader as build_loader
+    from torchllm.data.packing import DataRanks as DataRanks
     from torchllm.facts.block_kinds import AddedParameter as AddedParameter
     from torchllm.facts.block_kinds import BlockKind as BlockKind
     from torchllm.facts.block_kinds import register_block as register_block
