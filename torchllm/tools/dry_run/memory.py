@@ -142,7 +142,8 @@ def memory_per_micro_batch(tracker: Tracker, since: int, at_least: int, count: i
     These are its inputs (tokens, labels, positions), and storages that were made after `since` and are held when the
     first action begins. Storages smaller than `at_least` bytes are sums over micro batches and do not count. Nor do
     single messages: torch 2.15 takes memory for each when it comes, earlier versions take it for all messages of a step
-    before the very first forward pass.
+    before the very first forward pass. But what a rank passes on to a stage on the same rank (ZBV) stays until the next
+    step: torch puts it in the place of a buffer.
     """
     first_action, tail_begins = tracker.marks[1][0], tracker.marks[-1][0]
     actions: Bytes = Counter()
@@ -153,7 +154,9 @@ def memory_per_micro_batch(tracker: Tracker, since: int, at_least: int, count: i
             continue
         kind = purpose(held, tracker)
         for_all_messages = kind == "buffers" and held.born < tracker.forward_ends[0]
-        if kind == "inputs" or (held.born > since and (for_all_messages or kind == "temporary")):
+        of_own_stage = kind == "buffers" and not held.kind
+        of_each = for_all_messages or of_own_stage or kind == "temporary"
+        if kind == "inputs" or (held.born > since and of_each):
             actions[kind] += held.bytes
             tail[kind] += held.bytes if held.died >= tail_begins else 0
     return PerMicroBatch(_divided(actions, count), _divided(tail, count))
