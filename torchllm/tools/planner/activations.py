@@ -51,8 +51,10 @@ class BlockActivations(NamedTuple):
     """part of `attention`: matrices of scores, or a flash kernel's sums"""
     ffn: float
     """between the two products of the feed-forward layer"""
+    feeds_ffn: float
+    """the input of the products of the feed-forward layer"""
     residual: float
-    """the second norm, and the input of the feed-forward layer"""
+    """the second norm"""
     products: float
     """results of matrix products, of attention and of collectives, the input: saved by selective recomputation"""
     shared: float
@@ -69,7 +71,7 @@ class BlockActivations(NamedTuple):
     @property
     def whole(self) -> float:
         """Everything that is kept if nothing is recomputed."""
-        return self.attention + self.residual + self.ffn
+        return self.attention + self.residual + self.feeds_ffn + self.ffn
 
 
 class Widths(NamedTuple):
@@ -282,7 +284,6 @@ def block_activations(
     stored = stored_per_token(model, piece, kernels, software, trained, ulysses)
     routed = routed_activations(model, piece, kernels)
     attention = attention_bytes(width, stored)
-    residual = stored.norm + stored.feeds_ffn + stored.dropped
 
     products = block_products(model, piece, kernels, trained)
     every_second = selected_products(products[1::2])
@@ -307,7 +308,8 @@ def block_activations(
         attention=tokens * attention,
         core=tokens * stored.core,
         ffn=tokens * stored.inner + routed.whole,
-        residual=tokens * residual,
+        feeds_ffn=tokens * stored.feeds_ffn,
+        residual=tokens * (stored.norm + stored.dropped),
         products=tokens * (always + selected.saved) + routed.products,
         shared=tokens * (always_shared + selected.shared) + routed.shared,
         half=tokens * (always + every_second.saved) + routed.half,

@@ -66,7 +66,8 @@ def stage_activations(
             held = len(recomputed_blocks) * block.entry + (blocks - len(recomputed_blocks)) * block.whole
             return StageActivations(held, block.whole * ends_with_recomputed)
         case "ffn":
-            return StageActivations(blocks * (block.whole - block.ffn), block.ffn)
+            kept = block.attention + block.residual + block.entry  # the layer's input is spread as the block's
+            return StageActivations(blocks * kept, block.whole - kept)
         case "selective" if software.recomputes_attention_only:
             return StageActivations(blocks * (block.whole - block.core), block.core)
         case "selective":

@@ -60,7 +60,7 @@ def stage_memory(rank: Rank, stage: StageSize, kinds: Iterable[Kind]) -> Stage:
         ends = rank.usual.activations.norm + of_head
         if rank.training.loss_chunk == 0:
             logits = rank.logit_bytes.kept * tokens * rank.logits_per_token()
-        if rank.has_gradients_in_forward or not rank.is_frozen:  # the gradient of the head's input; or that input
+        if rank.training.loss_chunk or not rank.is_frozen:  # the head's input, for its chunks too; or its gradient
             ends += rank.hidden_states
         if not rank.is_frozen:
             deferred_by_head = rank.hidden_states + 2.0 * tokens * rank.logits_per_token()
@@ -142,7 +142,7 @@ def _forward(rank: Rank, stage: StageSize, memory: Stage) -> Iterator[Memory]:
         else:
             logits = _loss(rank, rank.logit_bytes.forward)
             yield Memory(gathered=gathered, temporary=previous, logits=logits)
-            if not frees_buffer and is_largest and not rank.gathers_stages:
+            if not frees_buffer and is_largest and rank.shards > 1 and not rank.gathers_stages:
                 yield Memory(gathered=gathered + rank.per_step * rank.table, temporary=previous, logits=logits)
     if stage.first:
         gathered = _ends_gathered(rank, 2, rank.block(stage, 0))
@@ -154,8 +154,11 @@ def _forward(rank: Rank, stage: StageSize, memory: Stage) -> Iterator[Memory]:
         yield Memory(gathered=gathered, temporary=previous, activations=-memory.held, logits=-memory.logits)
     units = 1 + min(stage.blocks, 1 + rank.parallel.prefetch)  # one of them is the buffer of the next
     gathered = rank.per_use * units * last_block.whole
-    if stage.first and rank.is_frozen and rank.parallel.pp > 1:  # in the first block
-        gathered += rank.per_use * rank.table
+    if rank.is_frozen and rank.parallel.pp > 1:  # else sums of gradients are larger
+        gathered += rank.per_use * rank.table * stage.first  # in the first block
+        has_forward_before = not (stage.last and rank.parallel.schedule == "1F1B")
+        if has_forward_before and not rank.gathers_stages:  # whose last block is still gathered
+            gathered += rank.per_use * last_block.whole * rank.parallel.keep_last_block
     yield Memory(gathered=gathered, temporary=previous)
 
 
@@ -253,6 +256,7 @@ def _block_backward(
     recomputed = (blocks.dense if position < stage.dense else blocks.usual).recomputed
     first_ahead = max(0, position - rank.parallel.prefetch)
     gathered = rank.per_use * (rank.block_parameters(stage, first_ahead, position + 1).whole + rank.root_of(stage))
+    gathered += rank.per_use * block.experts.whole * _keeps_buffer_of_experts(rank, stage, position)
     gradients = 0.0
     if rank.reduces_in_only_backward:
         over = rank.block_parameters(stage, position + 1, stage.blocks)
@@ -277,6 +281,20 @@ def _block_backward(
         activations += deferred + phase.deferred * (kind == "I")
         still_gathered = gathered - freeing * phase.freed
         yield Memory(0.0, gradients, 0.0, still_gathered, activations, -memory.logits, temporary=temporary)
+
+
+def _keeps_buffer_of_experts(rank: Rank, stage: StageSize, position: int) -> bool:
+    """Return whether the buffer is there in which experts were gathered for a recomputation.
+
+    FSDP keeps it until the next recomputation gathers experts. Experts that one rank holds whole need no buffer.
+    """
+    if rank.recompute.mode == "none" or rank.gathers_stages or rank.shards <= rank.parallel.ep:
+        return False
+    end = stage.blocks - rank.parallel.keep_last_block  # a block that stays gathered is not gathered again
+    if rank.recompute.mode != "every_k":
+        return position < end
+    recomputed = range(stage.first_recomputed, end, recompute_interval(rank.recompute, rank.model.layers))
+    return any(other >= position for other in recomputed)
 
 
 def _last_reduction(rank: Rank, memory: Stage, blocks: StageActivations, stage: StageSize) -> Memory:
