@@ -1,4 +1,4 @@
-"""Writes the true peaks of `memory.csv` as rows of measurements, which `recipes/plan.py residuals` reads.
+"""Writes the true peaks of `memory.csv` as rows of measurements, which `python -m evidence residuals` reads.
 
     python -m tests.hollow.evidence
 

@@ -156,10 +156,16 @@ def _forward(rank: Rank, stage: StageSize, memory: Stage) -> Iterator[Memory]:
     gathered = rank.per_use * units * last_block.whole
     if rank.is_frozen and rank.parallel.pp > 1:  # else sums of gradients are larger
         gathered += rank.per_use * rank.table * stage.first  # in the first block
-        has_forward_before = not (stage.last and rank.parallel.schedule == "1F1B")
-        if has_forward_before and not rank.gathers_stages:  # whose last block is still gathered
+        if has_two_in_flight(rank, stage):  # the last block of the forward before is still gathered
             gathered += rank.per_use * last_block.whole * rank.parallel.keep_last_block
     yield Memory(gathered=gathered, temporary=previous)
+
+
+def has_two_in_flight(rank: Rank, stage: StageSize) -> bool:
+    """Return whether a forward follows a forward, and a backward a backward, and each gathers weights itself."""
+    if rank.parallel.pp == 1 or rank.micro_batches == 1 or rank.gathers_stages:
+        return False
+    return not (stage.last and rank.parallel.schedule == "1F1B")
 
 
 def _weight_gradients(rank: Rank, stage: StageSize, memory: Stage) -> Iterator[Memory]:
@@ -182,6 +188,9 @@ def _backward(rank: Rank, stage: StageSize, memory: Stage, blocks: ActivationsOf
     if stage.last:
         deferred = _deferred(rank, stage, memory, 0, kind)
         yield from _loss_backward(rank, memory, gradient, rank.last_block(stage), deferred)
+    if rank.root_of(stage) and has_two_in_flight(rank, stage):  # a backward after a backward gathers the root again
+        ahead = rank.block_parameters(stage, max(0, stage.blocks - 1 - rank.parallel.prefetch), stage.blocks)
+        yield Memory(gathered=rank.per_use * (2 * rank.root_of(stage) + ahead.whole))
     usual_blocks = stage.blocks - stage.dense
     for finished in sorted({0, 1, usual_blocks, stage.blocks - 1}):
         if 0 <= finished < stage.blocks:
