@@ -152,12 +152,13 @@ def _forward(rank: Rank, stage: StageSize, memory: Stage) -> Iterator[Memory]:
     if rank.root_of(stage):  # it stays gathered, and its buffer is freed when block 0 has been copied out of its own
         gathered = rank.per_use * 2 * (rank.root_of(stage) + rank.block(stage, 0).whole)
         yield Memory(gathered=gathered, temporary=previous, activations=-memory.held, logits=-memory.logits)
-    units = 1 + min(stage.blocks, 1 + rank.parallel.prefetch)  # one of them is the buffer of the next
-    gathered = rank.per_use * units * last_block.whole
-    if rank.is_frozen and rank.parallel.pp > 1:  # else sums of gradients are larger
-        gathered += rank.per_use * rank.table * stage.first  # in the first block
-        if has_two_in_flight(rank, stage):  # the last block of the forward before is still gathered
-            gathered += rank.per_use * last_block.whole * rank.parallel.keep_last_block
+    kept = 0  # blocks of the forward before that are still gathered; if sums of gradients exist, a backward is larger
+    if rank.is_frozen and has_two_in_flight(rank, stage):
+        kept = min(stage.blocks - 1, int(rank.parallel.keep_last_block))
+    units = 1 + min(stage.blocks - kept, 1 + rank.parallel.prefetch)  # one of them is the buffer of the next
+    gathered = rank.per_use * (units + kept) * last_block.whole
+    if stage.first and rank.is_frozen and rank.parallel.pp > 1:  # in the first block
+        gathered += rank.per_use * rank.table
     yield Memory(gathered=gathered, temporary=previous)
 
 
@@ -295,9 +296,12 @@ def _block_backward(
 def _keeps_buffer_of_experts(rank: Rank, stage: StageSize, position: int) -> bool:
     """Return whether the buffer is there in which experts were gathered for a recomputation.
 
-    FSDP keeps it until the next recomputation gathers experts. Experts that one rank holds whole need no buffer.
+    FSDP keeps it until the next recomputation gathers experts. Experts that one rank holds whole need no buffer, and a
+    selective recomputation starts after they are gathered.
     """
-    if rank.recompute.mode == "none" or rank.gathers_stages or rank.shards <= rank.parallel.ep:
+    if rank.recompute.mode in ("none", "selective", "selective_half"):
+        return False
+    if rank.gathers_stages or rank.shards <= rank.parallel.ep:
         return False
     end = stage.blocks - rank.parallel.keep_last_block  # a block that stays gathered is not gathered again
     if rank.recompute.mode != "every_k":
