@@ -40,7 +40,7 @@ class ExpertLoads(NamedTuple):
 
 
 def unpack(numbers: Sequence[float], routing: "StepRouting") -> ExpertLoads:
-    """Return what `routing.packed()` holds, from its numbers on the host; here its names and shapes are read."""
+    """Return the loads in the numbers of `routing.packed()`, on the host; of `routing` names and shapes are read."""
     entropy, *rest = numbers
     names, (blocks, experts) = list(routing.penalties), routing.tokens_per_expert.shape
     tokens = [int(number) for number in rest[len(names) :]]

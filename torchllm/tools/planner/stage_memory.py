@@ -153,7 +153,7 @@ def _forward(rank: Rank, stage: StageSize, memory: Stage) -> Iterator[Memory]:
         gathered = rank.per_use * 2 * (rank.root_of(stage) + rank.block(stage, 0).whole)
         yield Memory(gathered=gathered, temporary=previous, activations=-memory.held, logits=-memory.logits)
     kept = 0  # blocks of the forward before that are still gathered; if sums of gradients exist, a backward is larger
-    if rank.is_frozen and has_two_in_flight(rank, stage):
+    if rank.is_frozen and _has_two_in_flight(rank, stage):
         kept = min(stage.blocks - 1, int(rank.parallel.keep_last_block))
     units = 1 + min(stage.blocks - kept, 1 + rank.parallel.prefetch)  # one of them is the buffer of the next
     gathered = rank.per_use * (units + kept) * last_block.whole
@@ -162,7 +162,7 @@ def _forward(rank: Rank, stage: StageSize, memory: Stage) -> Iterator[Memory]:
     yield Memory(gathered=gathered, temporary=previous)
 
 
-def has_two_in_flight(rank: Rank, stage: StageSize) -> bool:
+def _has_two_in_flight(rank: Rank, stage: StageSize) -> bool:
     """Return whether a forward follows a forward, and a backward a backward, and each gathers weights itself."""
     if rank.parallel.pp == 1 or rank.micro_batches == 1 or rank.gathers_stages:
         return False
@@ -189,7 +189,7 @@ def _backward(rank: Rank, stage: StageSize, memory: Stage, blocks: ActivationsOf
     if stage.last:
         deferred = _deferred(rank, stage, memory, 0, kind)
         yield from _loss_backward(rank, memory, gradient, rank.last_block(stage), deferred)
-    if rank.root_of(stage) and has_two_in_flight(rank, stage):  # a backward after a backward gathers the root again
+    if rank.root_of(stage) and _has_two_in_flight(rank, stage):  # a backward after a backward gathers the root again
         ahead = rank.block_parameters(stage, max(0, stage.blocks - 1 - rank.parallel.prefetch), stage.blocks)
         yield Memory(gathered=rank.per_use * (2 * rank.root_of(stage) + ahead.whole))
     usual_blocks = stage.blocks - stage.dense
