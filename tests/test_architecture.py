@@ -369,12 +369,12 @@ def test_what_a_reader_has_to_read_does_not_grow() -> None:
     """Lower a limit with the size; raise one only with a reason."""
     minimal, pretrain = (size_of(imported_files(ROOT / "recipes" / name)) for name in ("minimal.py", "pretrain.py"))
     assert minimal.files <= 56  # one of 40 lines describes errors of the system, two register what tools read
-    assert minimal.lines <= 6_640  # 29 of them are docstrings of folders
+    assert minimal.lines <= 6_644  # 29 of them are docstrings of folders
     assert pretrain.files <= 125
-    assert pretrain.lines <= 14_920
+    assert pretrain.lines <= 14_922
     # with {facts,models}/frozen.py, facts/block_kinds.py and parallel/added_parameters.py,
     # which no recipe here imports, and checkpoint/read_plan.py, which loads import: bytes read once
-    assert size_of(core_files()).lines <= 16_963  # 37 of them are docstrings of folders
+    assert size_of(core_files()).lines <= 16_967  # 37 are docstrings of folders, 4 tell of a kind without a reader
     assert 5_000 < size_of(spine_files()).lines <= 6_152  # the schema says what a key needs
 
 

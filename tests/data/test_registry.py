@@ -24,9 +24,17 @@ def test_each_kind_of_the_config_has_its_reader() -> None:
 def test_the_core_reads_prepared_tokens_and_the_face_of_recipes_adds_the_rest() -> None:
     program = """
 import sys
-from torchllm.data.readers import READERS
-from torchllm.data.tokenizer import TOKENIZERS
+from torchllm.data.error import DataError
+from torchllm.data.readers import READERS, reader_of
+from torchllm.data.tokenizer import TOKENIZERS, load_tokenizer
 assert READERS.keys() == {"tokens", "synthetic"} and not TOKENIZERS
+for read in (lambda: reader_of("text"), lambda: load_tokenizer("LICENSE")):
+    try:
+        read()
+    except DataError as error:
+        assert "has no reader: import torchllm.recipe" in str(error)
+    else:
+        raise AssertionError
 import torchllm.recipe
 assert "text" in READERS and "mds" in READERS and TOKENIZERS.keys() == {"tokenizer.json", "ranks"}
 assert not any(name.startswith("torchllm.tools.") for name in sys.modules)

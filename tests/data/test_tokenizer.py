@@ -273,6 +273,9 @@ def test_a_wrong_file_is_named_and_says_what_to_do(json_file: Path) -> None:
             load_tokenizer(str(json_file if written == config else json_file.with_name(written)))
     with pytest.raises(DataError, match=r"is a folder: name the tokenizer file in it"):
         load_tokenizer(str(json_file.parent))
+    json_file.with_name(config).write_text('{"cls_token": 5, "pad_token": [1]}')  # of no use here
+    load_tokenizer.cache_clear()
+    load_tokenizer(str(json_file))
     with pytest.raises(DataError, match="there is no file 'nowhere'"):
         load_tokenizer("nowhere")
 

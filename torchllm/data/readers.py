@@ -72,6 +72,8 @@ READERS |= {"tokens": TokensReader, "synthetic": SyntheticReader}
 
 def reader_of(kind: str) -> SourceReader:
     """Return the reader of a kind of sources."""
+    if kind not in READERS:
+        raise DataError(f"data.sources: kind {kind!r} has no reader: import torchllm.recipe, which registers all")
     reader: SourceReader = READERS[kind]()
     return reader
 

@@ -47,6 +47,8 @@ def load_tokenizer(name: str, pattern: Pattern = "llama3", threads: int = 1) -> 
         raise DataError(f"data.tokenizer: {path} {reason}")
     kind = "tokenizer.json" if path.suffix == ".json" else "ranks"
     arguments = (path, threads) if kind == "tokenizer.json" else (path, pattern, threads)
+    if kind not in TOKENIZERS:
+        raise DataError(f"data.tokenizer: {path} has no reader: import torchllm.recipe, which registers all")
     tokenizer: Tokenizer = TOKENIZERS[kind](*arguments)
     return tokenizer
 

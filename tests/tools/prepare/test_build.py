@@ -31,7 +31,7 @@ from torchllm.tools.prepare import build, cache, records, tokenize_shard
 from torchllm.tools.prepare.build import TokenizingProgress, shard_size_mib, warn_of_changes, write_corpus
 from torchllm.tools.prepare.cache import plan_corpus, prepare_cached
 from torchllm.tools.prepare.chosen_files import source_files
-from torchllm.tools.prepare.corpus_writer import ShardFileWriter
+from torchllm.tools.prepare.corpus_writer import ShardFileWriter, first_noted
 from torchllm.tools.prepare.counts import describe_corpus, describe_unknown
 from torchllm.tools.prepare.open_source import open_raw_source
 from torchllm.tools.prepare.pieces import cut_pieces
@@ -297,9 +297,15 @@ def test_a_corpus_in_the_cache_of_a_source_with_other_text_is_not_read(
     data = Data(cache=str(tmp_path / "cache"))
     plan = plan_for(source)
     prepare_cached(plan, data)
+    (note,) = Path(data.cache).rglob("source.json")
+    noted = note.read_bytes()
     text = Path(source.path)
     text.chmod(0o600)
-    prepare_cached(plan, data)  # reads the text, which is the same
+    with monkeypatch.context() as full_disk:
+        full_disk.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "full")))
+        prepare_cached(plan, data)  # reads the text, which is the same, and leaves the old note
+    assert {path: path.read_bytes() for path in Path(data.cache).rglob("source.json*")} == {note: noted}
+    prepare_cached(plan, data)
     monkeypatch.setattr(cache, "content_of", lambda files: pytest.fail("the text is read again"))
     prepare_cached(plan, data)  # does not read it again
     monkeypatch.undo()
@@ -309,6 +315,25 @@ def test_a_corpus_in_the_cache_of_a_source_with_other_text_is_not_read(
     text.touch()
     assert "DOCUMENT" in text.read_text()
     prepare_cached(plan_for(source), data)
+
+
+def test_a_note_for_all_processes_is_on_disk_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "pins" / "corpus"
+    with monkeypatch.context() as full_disk:
+        full_disk.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "full")))
+        with pytest.raises(OSError, match="full"):
+            first_noted(path, lambda: "a commit")
+    assert list(path.parent.iterdir()) == []
+    assert first_noted(path, lambda: "one") == first_noted(path, lambda: "two") == "one"
+
+
+def test_progress_is_not_told_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[object] = []
+    monkeypatch.setattr(build, "show_progress", shown.append)
+    monkeypatch.setattr(build, "_finished_shards", Mock(side_effect=DataError("broken")))
+    with pytest.raises(DataError, match="broken"):
+        write_corpus(plan_for(write_documents(tmp_path, 3)), BYTES, tmp_path / "corpus")
+    assert shown[-1] is None
 
 
 def test_the_default_size_of_a_shard_follows_the_source() -> None:

@@ -305,6 +305,27 @@ def test_records_of_text_and_parquet_do_not_depend_on_the_cut(tmp_path: Path) ->
             assert 1 < len(raw.cut_shards(shards)) <= shards
 
 
+def test_a_batch_repeats_a_long_text_of_a_dictionary_in_few_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.parquet"
+    write_table(path, {"text": ["long " * 2**14] * 600, "n": [*range(600)]})
+    assert path.stat().st_size < 10_000
+    rows = []
+    rows_of = sources.TableFiles.rows_of
+
+    def counted(self: sources.TableFiles, batch: pyarrow.RecordBatch, *place: Any) -> Any:
+        rows.append(batch.num_rows)
+        return rows_of(self, batch, *place)
+
+    monkeypatch.setattr(sources.TableFiles, "rows_of", counted)
+    for limit, most in ((2**28, 256), (2**20, 12)):
+        monkeypatch.setattr(sources, "_DICTIONARY_BYTES", limit)
+        rows.clear()
+        assert len(read(Source(kind="parquet", path=str(path)))) == sum(rows) == 600
+        assert most / 2 < max(rows) <= most
+
+
 def test_a_file_that_changes_after_it_was_listed_is_an_error(tmp_path: Path) -> None:
     for kind in ("text", "jsonl", "parquet"):
         path = tmp_path / f"a.{kind}"

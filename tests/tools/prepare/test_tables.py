@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import tracemalloc
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,25 @@ def test_csv(tmp_path: Path) -> None:
         Read(where[6], "", "not UTF-8"),
         Read(where[7], "", "a quote without its end"),
     ]
+
+
+def test_a_column_of_masks_is_not_read_beside_the_texts_of_csv(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"text,labels\none,b\xe4d\n")
+    assert read_all(Source(kind="csv", path=str(path))) == [Read(f"{path} row 0", "one")]
+    path.write_bytes(b"labels\none\n")
+    assert read_all(Source(kind="csv", path=str(path), text_key="labels")) == [Read(f"{path} row 0", "one")]
+
+
+def test_what_follows_an_arrow_stream_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.arrow"
+    for is_file in (False, True):
+        write_arrow(path, {"text": ["one"]}, is_file=is_file)
+        path.write_bytes(path.read_bytes() + bytes(1 << 24))
+        tracemalloc.start()
+        assert read(Source(kind="arrow", path=str(path)))[-1].fault == "unreadable file"
+        assert tracemalloc.get_traced_memory()[1] < 1 << 23
+        tracemalloc.stop()
 
 
 LINES = "a line\n" * 20

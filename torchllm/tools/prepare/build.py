@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
 from itertools import islice
 from multiprocessing import get_context
@@ -155,7 +155,9 @@ def _write_shards(
     shard_tokenizer = ShardTokenizer(source, plan, plan.key, tokenizer, folder, writer, changes_of(plan.files))
     progress = TokenizingProgress(source)
     show_progress(progress.describe)
-    with closing(_finished_shards(shard_tokenizer, shards, processes, progress)) as finished_shards:
+    with ExitStack() as ended:
+        ended.callback(show_progress, None)
+        finished_shards = ended.enter_context(closing(_finished_shards(shard_tokenizer, shards, processes, progress)))
         for shard, finished in zip(shards, finished_shards, strict=True):
             progress.finish(shard)
             bad_share.add(finished.tallies)
@@ -168,7 +170,6 @@ def _write_shards(
             counts.update(finished.counts)
             unreadable.update(finished.unreadable)
             largest_id = max(largest_id, finished.max_token)
-    show_progress(None)
     bad_share.finish()
     if unreadable:
         skipped[UNREADABLE] = len(unreadable)  # a file may be in many shards

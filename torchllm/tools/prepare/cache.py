@@ -207,7 +207,7 @@ def prepare_cached(plan: CorpusPlan, data: Data, rules: Rules = Rules.NOW) -> Pa
     tokenizer = TokenizerSpec(data.tokenizer, data.pattern, usable_cores())
     source = _described(plan)  # before it is read: a later change shows
     write_corpus(plan, tokenizer, folder, max_bad_share=None if rules is Rules.FIRST else data.max_bad_share)
-    (folder / _SOURCE).write_text(source)
+    _note_source(folder, source)
     return folder
 
 
@@ -222,6 +222,14 @@ def _described(plan: CorpusPlan) -> str:
     return ""
 
 
+def _note_source(folder: Path, source: str) -> None:
+    """Write from which text a corpus was made; a job that shares the cache reads all of it, old or new."""
+    from torchllm.tools.prepare.corpus_writer import replacing  # most runs write nothing
+
+    with replacing([folder / _SOURCE]) as (file,):
+        file.write(source.encode())
+
+
 def _refuse_other_text(folder: Path, plan: CorpusPlan) -> None:
     """Raise DataError if a corpus in the cache was made from other text, though the files have its sizes and times."""
     try:
@@ -231,7 +239,7 @@ def _refuse_other_text(folder: Path, plan: CorpusPlan) -> None:
             return
         if content == content_of(plan.files):
             with suppress(OSError):  # of another user: then the next start reads the text again
-                (folder / _SOURCE).write_text(json.dumps([changes, content]))
+                _note_source(folder, json.dumps([changes, content]))
             return
     except (OSError, ValueError, TypeError):  # an earlier version wrote none
         return

@@ -55,7 +55,9 @@ def first_noted(path: Path, find: Callable[[], str]) -> str:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(path.name + _temporary_suffix())
-        draft.write_text(f"{find()}\n")
+        line = f"{find()}\n"
+        with replacing([draft]) as (file,):  # on disk before it has its name
+            file.write(line.encode())
         try:
             os.link(draft, path)  # unlike a rename it fails if another process was first
         except FileExistsError:

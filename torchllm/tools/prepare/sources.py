@@ -437,8 +437,9 @@ def parse_json(content: bytes, origin: Origin) -> Any:
 
 
 _ROWS_PER_BATCH = 256
-"""rows of a parquet file that are in memory at a time, at most: each may be the longest text of a dictionary, which
-pyarrow writes with up to 1 MiB"""
+"""rows of a parquet file that are in memory at a time, at most"""
+_DICTIONARY_BYTES = 2**28
+"""bytes of a batch, at most, if each of its rows is all of the column's dictionary"""
 
 
 class TableFiles(SourceFiles):
@@ -501,8 +502,12 @@ class ParquetFiles(TableFiles):
         """Yield the records of row group `number`, whose first row is `row` of the file."""
         group = file.metadata.row_group(number)
         bytes_per_row = group.total_byte_size / max(1, group.num_rows)
-        rows = max(1, min(_ROWS_PER_BATCH, int(BLOCK / max(1.0, bytes_per_row))))
         columns = self.form.columns(file.schema_arrow.names)
+        longest = 1  # bytes of a text that a dictionary holds once, and a batch in each of its rows
+        for chunk in (group.column(number) for number in range(group.num_columns)):
+            if chunk.has_dictionary_page and chunk.path_in_schema.split(".")[0] in columns:
+                longest = max(longest, chunk.total_uncompressed_size)
+        rows = max(1, min(_ROWS_PER_BATCH, int(BLOCK / max(1.0, bytes_per_row)), _DICTIONARY_BYTES // longest))
         for batch in file.iter_batches(batch_size=rows, row_groups=[number], columns=columns):
             yield from self.rows_of(batch, path, row)
             row += batch.num_rows

@@ -11,6 +11,7 @@ from torchllm.tools.prepare.file_form import foreign_form
 from torchllm.tools.prepare.record_form import RecordForm
 from torchllm.tools.prepare.records import (
     EMPTY_FILE,
+    MASKS_OF_TOKENS,
     WRONG_KEY,
     Origin,
     TextRecord,
@@ -75,11 +76,13 @@ def _batches(file: "pyarrow.NativeFile") -> "Iterator[pyarrow.RecordBatch]":
     end = file.tell()
     file.seek(max(0, end - len(_STREAM_END)))
     is_whole = file.read(len(_STREAM_END)) == _STREAM_END
-    rest = file.read()
+    size = file.size()
     if begin:  # a table of contents, its size and ARROW1
-        is_whole &= rest.endswith(b"ARROW1") and int.from_bytes(rest[-10:-6], "little") == len(rest) - 10
+        file.seek(max(end, size - 10))
+        tail = file.read()
+        is_whole &= tail.endswith(b"ARROW1") and int.from_bytes(tail[-10:-6], "little") == size - end - 10
     else:
-        is_whole &= not rest
+        is_whole &= size == end
     if not is_whole:
         raise OSError("it was cut off, or joined with another file: what ends an Arrow file is not at its end")
 
@@ -111,7 +114,8 @@ class CsvFiles(WholeTables):
                 listed = f": {self.form.describe_count(names)}, it has: {', '.join(names)} ({_KEYS})"
                 yield TextRecord(Origin(path), fault=header.fault or WRONG_KEY, detail=header.detail or listed)
                 return
-            columns = self.form.columns(names)
+            masks = {*MASKS_OF_TOKENS} - {self.form.key}  # of ids, which cells are not
+            columns = [name for name in self.form.columns(names) if name not in masks]
             for number, row in enumerate(rows):
                 yield self._record_of_row(names, columns, row, Origin(path, row=number))
 

@@ -34,7 +34,7 @@ def read_tokenizer_config(tokenizer: Path) -> dict[str, Any]:
 def special_tokens_of(content: Mapping[str, Any]) -> dict[str, str]:
     """Return the special tokens that the content of a tokenizer_config.json names, by their key.
 
-    Raises ValueError if the text of one is missing.
+    Raises ValueError if the text of the begin or end is missing.
     """
     tokens = {}
     for name in SPECIAL_NAMES:
@@ -43,6 +43,6 @@ def special_tokens_of(content: Mapping[str, Any]) -> dict[str, str]:
             token = token.get("content")
         if isinstance(token, str):
             tokens[name] = token
-        elif content.get(name):
+        elif name in ("bos_token", "eos_token") and content.get(name):  # of documents; the others are for templates
             raise ValueError(f"{name} is {content[name]!r}")
     return tokens
