@@ -1,4 +1,4 @@
-"""Where logged steps go: a file of JSON lines, TensorBoard, experiment trackers, the console. Only rank 0 has sinks.
+"""Where logged steps go: a file of JSON lines, TensorBoard, the console. Only rank 0 has sinks.
 
 A fork adds one by writing a class with `write` and `close` and giving an instance to `monitor.add_sink`, after
 `monitor.begin`. A sink that raises ends no training: see `TolerantSink`.

@@ -49,7 +49,8 @@ def signs_of_life(work: str, interval: float = INTERVAL) -> Iterator[None]:
 def _speak(work: str, interval: float, working_thread: int, ended: threading.Event) -> None:
     started = time.monotonic()
     while not ended.wait(interval):
-        progress = f", {_Progress.text()}" if _Progress.text else _place(working_thread)
+        text = _Progress.text  # once: the working thread may clear it
+        progress = f", {text()}" if text else _place(working_thread)
         log.info("%s: %.0f s so far%s", work, time.monotonic() - started, progress)
 
 

@@ -13,6 +13,7 @@ from torchllm.tools.launch.hang_report import (
     describe_hang,
     find_culprits,
     format_ranks,
+    innermost_place,
     look_every_second,
     read_dump,
     read_slices,
@@ -203,7 +204,7 @@ def test_a_dump_is_read_as_written_and_shortened_by_group() -> None:
 def test_time_in_which_the_watching_process_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """As by `scontrol suspend`, which stops the ranks as well."""
     looks: list[float] = []
-    clock = iter([0.0, 1.0, 2.0, 1000.0, 1001.0])
+    clock = iter([0.0, 1.0, 1.0, 2.0, 2.0, 1000.0, 1300.0, 1301.0, 1301.0])  # the third look takes 300 s
     ended = threading.Event()
 
     def look(seconds: float) -> None:
@@ -214,7 +215,13 @@ def test_time_in_which_the_watching_process_was_stopped_does_not_count(monkeypat
     monkeypatch.setattr(ended, "wait", lambda seconds: ended.is_set())
     monkeypatch.setattr(hang_report.time, "monotonic", lambda: next(clock))
     look_every_second(look, ended)
-    assert looks == [1.0, 1.0, 2.0, 1.0]
+    assert looks == [1.0, 1.0, 2.0, 301.0]
+
+
+def test_torchllm_itself_is_outside_of_pythons_library_wherever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hang_report, "ROOT", "/v/lib/python3.12/site-packages/")
+    packages = [f"/v/lib/python3.12/site-packages/{file}" for file in ("torch/nn/m.py:3 in f", "torchllm/x.py:2 in g")]
+    assert innermost_place([*packages, "/home/me/fork.py:1 in main"]) == "torchllm/x.py:2 in g"
 
 
 def test_a_standstill_counts_from_the_first_look_at_a_value() -> None:

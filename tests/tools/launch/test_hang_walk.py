@@ -75,7 +75,7 @@ with watch.attempt(folder / "heartbeats"):
 """
 
 
-def test_a_hang_passes_through_six_files_on_its_way_to_the_message(tmp_path: Path) -> None:
+def test_a_hang_passes_through_seven_files_on_its_way_to_the_message(tmp_path: Path) -> None:
     trace = f"ROOT, STUCK = {str(ROOT)!r}, {STUCK!r}\n{TRACE}"
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHLLM_STORE": f"{tmp_path}/store"}
     ends = [(RANK, place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
@@ -94,6 +94,7 @@ def test_a_hang_passes_through_six_files_on_its_way_to_the_message(tmp_path: Pat
         "runtime/phase.py",
         "tools/launch/hang_report.py",
         "tools/launch/hang_watch.py",
+        "tools/launch/on_event.py",  # in a thread: the log may block
         "tools/launch/rank_watch.py",
         "tools/launch/torch_records.py",
     ]

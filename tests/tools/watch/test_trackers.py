@@ -198,6 +198,20 @@ def test_a_tracker_that_raises_loses_no_record(
     ]
 
 
+def test_a_damaged_record_at_the_end_is_a_warning(
+    tmp_path: Path, calls: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = run_folder(tmp_path / "run", "trackio")
+    lines, helper = start_run(folder)
+    lines.write(1, record(1))
+    helper.logged(1, record(1))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("3\n")
+    helper.end()
+    assert "metrics.trackio" in caplog.messages[-1]
+    assert helper.helper is None
+
+
 def test_a_tracker_that_blocks_stops_neither_the_steps_nor_the_end_and_is_sent_the_rest_by_command(
     tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

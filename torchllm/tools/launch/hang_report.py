@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -63,13 +65,15 @@ class Standstill(Generic[Value]):
 def look_every_second(look: Callable[[float], None], ended: threading.Event) -> None:
     """Call `look` with the seconds since its last call, once per `TICK` until `ended`.
 
-    Time in which this process was stopped does not count: the processes that it watches were stopped too.
+    Of the time between two looks, what is over 2 ticks does not count: this process was stopped then, and so were the
+    processes that it watches. The time of a look counts: its request to the store may wait for a node that is gone.
     """
-    last_look = time.monotonic()
+    looked, last_end = 0.0, time.monotonic()
     while not ended.wait(TICK):
-        moment = time.monotonic()
-        look(min(moment - last_look, 2 * TICK))
-        last_look = moment
+        begin = time.monotonic()
+        look(looked + min(begin - last_end, 2 * TICK))
+        last_end = time.monotonic()
+        looked = last_end - begin
 
 
 def write_in_thread(file: Path, text: str, then: Callable[[], None] = lambda: None) -> threading.Thread:
@@ -91,6 +95,18 @@ def write_in_thread(file: Path, text: str, then: Callable[[], None] = lambda: No
     thread = threading.Thread(target=write, name="hang report", daemon=True)
     thread.start()
     return thread
+
+
+def find_children(parent: int | None = None) -> list[int]:
+    """Return the ids of the processes that `parent`, or this one, has started and that have not ended. Needs /proc."""
+    of_process = os.getpid() if parent is None else parent
+    pids = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            state, started_by = status.read_text().rpartition(")")[2].split()[:2]
+            if int(started_by) == of_process and state != "Z":
+                pids.append(int(status.parent.name))
+    return pids
 
 
 class RankDump(NamedTuple):
@@ -443,7 +459,8 @@ def innermost_place(stack: Sequence[str]) -> str:
 
     stack: "file:line in function", innermost first.
     """
-    outside = [line for line in stack if "/lib/python3" not in line]
+    own = f"{ROOT}torchllm/"  # perhaps in site-packages
+    outside = [line for line in stack if line.startswith(own) or "/lib/python3" not in line]
     return shorten_path((outside or [*stack, ""])[0])
 
 

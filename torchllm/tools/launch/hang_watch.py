@@ -41,6 +41,7 @@ from torchllm.tools.launch.hang_report import (
     RankDump,
     Standstill,
     describe_hang,
+    find_children,
     look_every_second,
     read_dump,
     unfinished_records,
@@ -245,11 +246,11 @@ class HangWatch:
             time.sleep(max(0.05, self.world_size / POLLS_PER_SECOND))
         writer.join(max(0.5, deadline - time.monotonic()))
         if self._speaks_for_all(position):
+            event = threading.Thread(target=call_on_event, args=(self.on_event, "hang", self.folder), daemon=True)
+            event.start()  # before the log, which may block
             dumps = self._published_dumps()
             timeout = next((dump.exceeded for dump in dumps if dump.exceeded is not None), heartbeat().timeout())
             log.error("%s", describe_hang(dumps, self.world_size, self._host_of, timeout, folder))
-            event = threading.Thread(target=call_on_event, args=(self.on_event, "hang", self.folder), daemon=True)
-            event.start()
             event.join(PATIENCE)
             self.store.set(REPORTED, "")
         else:
@@ -336,8 +337,6 @@ class HangWatch:
         if not silent or self.process.parent <= 1:  # ranks of other jobs have that parent, too
             return
         time.sleep(0.5)  # let the other ranks of this node end first: the launcher reports the first that ended
-        from torchllm.tools.launch.rank_watch import find_children  # of no use to a job that does not hang
-
         siblings = find_children(self.process.parent)
         for process in silent:
             if process is not None and process[:2] == self.process[:2] and process.pid in siblings:

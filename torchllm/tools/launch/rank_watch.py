@@ -27,6 +27,7 @@ from torchllm.tools.launch.hang_report import (
     DESCRIBED,
     TIME_FORMAT,
     Standstill,
+    find_children,
     format_ranks,
     innermost_place,
     look_every_second,
@@ -316,18 +317,6 @@ def _session(pid: int) -> int | None:
         return None
 
 
-def find_children(parent: int | None = None) -> list[int]:
-    """Return the ids of the processes that `parent`, or this one, has started and that have not ended. Needs /proc."""
-    of_process = os.getpid() if parent is None else parent
-    pids = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has just ended
-            state, started_by = status.read_text().rpartition(")")[2].split()[:2]
-            if int(started_by) == of_process and state != "Z":
-                pids.append(int(status.parent.name))
-    return pids
-
-
 def find_ranks() -> list[int]:
     """Return the children of this process, a launcher, that are ranks: torchrun starts each in a new session."""
     return [pid for pid in find_children() if _session(pid) == pid]
@@ -345,7 +334,7 @@ def describe_state(pid: int) -> str:
 
 
 def _read(file: Path) -> str:
-    """Return a file of /proc; "" if it cannot be read."""
+    """Return the text of a file; "" if it cannot be read."""
     try:
         return file.read_text(errors="replace")
     except OSError:

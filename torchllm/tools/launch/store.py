@@ -1,8 +1,8 @@
 """The store of a job: where ranks and launchers leave each other addresses, votes and alarms.
 
 On one node it is a file that the launcher has made. Between nodes it is torch's TCPStore, without a password: whoever
-reaches its port may read and write every key. So values from it are never unpickled or used as file names, and ranks
-sign entries that make ranks end, or kill a process (`hang_watch.sign`).
+reaches its port may read and write every key. So values from it are never unpickled, and ranks sign entries that
+make ranks end, kill a process or name a file (`hang_watch.sign`).
 """
 
 import os

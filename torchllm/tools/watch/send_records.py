@@ -1,4 +1,4 @@
-"""Send the new records of a run's metrics.jsonl to an experiment tracker. No torch.
+"""Send the new records of a run's metrics.jsonl to an experiment tracker.
 
     python -P -m torchllm.tools.watch.send_records RUN_FOLDER {wandb,mlflow,trackio}
 

@@ -1,4 +1,4 @@
-"""Experiment trackers in addition to TensorBoard: Weights & Biases, MLflow, trackio. No torch.
+"""Experiment trackers in addition to TensorBoard: Weights & Biases, MLflow, trackio.
 
 A tracker's library may raise, block, or wait for a network. So a helper process of rank 0 (`send_records.py`) calls it,
 which reads metrics.jsonl while the run appends to it: nothing of a tracker is on the path of a step, and no record is
@@ -189,20 +189,23 @@ class TrackerHelper(Observer):
 
     def end(self) -> None:
         """See Observer: wait until all is sent, `patience` seconds at most, and say what is not."""
-        if self.helper is None:
-            return
-        assert self.helper.stdin is not None
+        if self.helper is not None:
+            with Tolerance(f"metrics.{self.tracker}").attempt():
+                self._end(self.helper)
+
+    def _end(self, helper: "subprocess.Popen[bytes]") -> None:
+        assert helper.stdin is not None
         with suppress(OSError):  # it has ended already
-            self.helper.stdin.write(END)
-            self.helper.stdin.close()
+            helper.stdin.write(END)
+            helper.stdin.close()
         try:
-            self.helper.wait(self.patience)
+            helper.wait(self.patience)
         except subprocess.TimeoutExpired:
             text = "metrics.%s: its process has not ended %g s after the steps, and is killed; see %s"
             log.warning(text, self.tracker, self.patience, self.output)
         with suppress(ProcessLookupError):
-            os.killpg(self.helper.pid, signal.SIGKILL)  # and what the tracker's library has started
-        self.helper.wait()
+            os.killpg(helper.pid, signal.SIGKILL)  # and what the tracker's library has started
+        helper.wait()
         self.helper = None
         if unsent := count_unsent(self.run_folder, self.tracker):
             log.warning(
