@@ -371,10 +371,10 @@ def test_what_a_reader_has_to_read_does_not_grow() -> None:
     assert minimal.files <= 56  # one of 40 lines describes errors of the system, two register what tools read
     assert minimal.lines <= 6_644  # 29 of them are docstrings of folders
     assert pretrain.files <= 125
-    assert pretrain.lines <= 14_922
+    assert pretrain.lines <= 14_925
     # with {facts,models}/frozen.py, facts/block_kinds.py and parallel/added_parameters.py,
     # which no recipe here imports, and checkpoint/read_plan.py, which loads import: bytes read once
-    assert size_of(core_files()).lines <= 16_967  # 37 are docstrings of folders, 4 tell of a kind without a reader
+    assert size_of(core_files()).lines <= 16_970  # 37 are docstrings of folders, 4 tell of a kind without a reader
     assert 5_000 < size_of(spine_files()).lines <= 6_152  # the schema says what a key needs
 
 

@@ -128,7 +128,7 @@ def unapplied(config: Config) -> Iterator[Unapplied]:
 
 def call_for(section: type, name: str) -> AppliedBy | None:
     """Return the call that applies a key of a section; None if a recipe cannot ignore it."""
-    from torchllm.config.field_types import notes_on_key  # the reader of a config has imported it
+    from torchllm.config.field_types import notes_on_key  # of no use to a loop that reads no config
 
     return next(iter(notes_on_key(section, name, AppliedBy)), None)
 

@@ -1,6 +1,6 @@
 """The types of a config's fields, and the notes on them (`Annotated`)."""
 
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -29,6 +29,9 @@ def notes_on(annotated: Any, kind: type[N]) -> list[N]:
 
 
 def notes_on_key(section: type, name: str, kind: type[N]) -> list[N]:
-    """Return the notes of a kind on a key of a section, then those on the section."""
-    shared = [note for note in getattr(section, "key_notes", ()) if isinstance(note, kind)]
-    return notes_on(field_types(section)[name], kind) + shared
+    """Return the notes of a kind on a key of a section, then those on the section; a subclass keeps its base's."""
+    own, shared = [], []
+    for each in filter(is_dataclass, section.__mro__):
+        own += notes_on(field_types(each).get(name), kind)
+        shared += [note for note in vars(each).get("key_notes", ()) if isinstance(note, kind)]
+    return own + shared

@@ -14,7 +14,7 @@ which a resolved file keeps although it has no degree of -1 left.
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from operator import attrgetter
 from typing import NamedTuple
@@ -89,10 +89,12 @@ def describe_idle_keys(found: Sequence[IdleKey], located: Callable[[str], str]) 
 def _unmet(config: Config, kind: str) -> Iterator[IdleKey]:
     for item in fields(config):
         section = getattr(config, item.name)
+        if not is_dataclass(section):  # a fork's key without a section
+            continue
         schema: type = type(section)
+        defaults = schema()  # which a forked recipe may have changed
         for name, words in conditions(schema, kind).items():
-            default = getattr(schema, name)  # of the class, which a forked recipe may have changed
-            if getattr(section, name) != default and not condition(words)(config):
+            if getattr(section, name) != getattr(defaults, name) and not condition(words)(config):
                 yield IdleKey(f"{item.name}.{name}", f"needs {words}")
 
 
@@ -120,15 +122,19 @@ def condition(words: str) -> IsMet:
     if words in IN_OTHER_WORDS:
         return IN_OTHER_WORDS[words]
     parts = re.split(", or |: ", words)[0].split(" and ")
-    conditions = [IN_OTHER_WORDS.get(part) or _comparison(part) for part in parts]
-    return lambda config: all(is_met(config) for is_met in conditions)
+    are_met = [IN_OTHER_WORDS.get(part) or _comparison(part) for part in parts]
+    return lambda config: all(is_met(config) for is_met in are_met)
 
 
 def _comparison(words: str) -> IsMet:
-    """Return the function of KEY over NUMBER, or of KEY = VALUE or VALUE."""
-    key, relation, text = words.split(" ", 2)
+    """Return the function of KEY over NUMBER, or of KEY = VALUE or VALUE. TypeError for other words."""
+    try:
+        key, relation, text = words.split(" ", 2)
+        values = [parse_value(value) for value in text.split(" or ")]
+    except ValueError as error:
+        form = "KEY over NUMBER, or KEY = VALUE or VALUE"
+        raise TypeError(f"Needs({words!r}): write {form}, or add a function to idle.IN_OTHER_WORDS") from error
     value_of = attrgetter(key)
-    values = [parse_value(value) for value in text.split(" or ")]
     if relation == "over":
         return lambda config: bool(value_of(config) > values[0])
     return lambda config: value_of(config) in values

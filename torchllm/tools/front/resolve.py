@@ -54,7 +54,7 @@ def _resolve_training(draft: Draft[C], uses_epochs: bool) -> list[C]:
     if not compiles:
         draft.config = resolve_compile(draft.config, compiles)  # before it is planned
     alternatives = plan_layout(draft)
-    note_uncompiled_blocks(draft)
+    _note_uncompiled_blocks(draft)
     draft.config = resolve_compile(draft.config, compiles)
     if uses_epochs:
         _choose_length(draft)
@@ -300,7 +300,7 @@ def _obstacle_to_compiled_blocks(config: Config) -> Obstacle | None:
     return obstacle_to_compiled_blocks(parallel.pp, parallel.schedule, parallel.cp, config.recompute.mode)
 
 
-def note_uncompiled_blocks(draft: Draft[Any]) -> None:
+def _note_uncompiled_blocks(draft: Draft[Any]) -> None:
     """Note that the layout leaves the blocks uncompiled, if compile.block is "auto"."""
     obstacle = _obstacle_to_compiled_blocks(draft.config)
     if draft.config.compile.block == "auto" and obstacle is not None:

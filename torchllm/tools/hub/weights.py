@@ -1,4 +1,4 @@
-"""Load the weights of a run without its optimizer: for recipes that only read, on one device or on any layout."""
+"""Load the weights of a run without its optimizer: for recipes that only read, and fresh runs that start from them."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
