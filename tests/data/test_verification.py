@@ -1,4 +1,6 @@
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -129,7 +131,7 @@ def test_a_file_that_cannot_be_opened_for_a_while_does_not_end_the_run(
     verification.seconds_between_checks = 0.01
     verification.begin()
 
-    def check(part: int, parts: int) -> Iterator[object]:
+    def check(part: int, parts: int, threads: int) -> Iterator[object]:
         raise DataError("00000.train.bin cannot be opened: Stale file handle")
 
     monkeypatch.setattr(corpus, "check", check)
@@ -141,3 +143,25 @@ def test_a_file_that_cannot_be_opened_for_a_while_does_not_end_the_run(
     assert not verification.look()
     assert "Stale file handle; whether the data is as it was is not known" in caplog.text
     assert np.all(corpus.window("train", 0, 100).ids < 258)
+
+
+def test_a_program_may_end_while_the_thread_looks_for_changes(corpus: CountedCorpus, tmp_path: Path) -> None:
+    """Its end waits in the thread's pools of threads, where one that was made then would raise."""
+    program = f"""
+import threading, time
+from concurrent.futures import thread
+from pathlib import Path
+from torchllm.data.corpus import Corpus
+from torchllm.data.verification import Verification
+
+corpus = Corpus(Path({str(tmp_path / "c")!r}), Path({str(tmp_path / "records")!r}))
+verification = Verification([corpus], 0, 1)
+verification.begin()
+verification.seconds_between_checks = 0.0
+thread._python_exit()  # as Python does first when the program ends
+verification.start()
+time.sleep(0.2)
+verification.close()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr == ""

@@ -50,7 +50,7 @@ from torchllm.data.verified_files import VerifiedFiles, record_path
 
 _OPEN_SHARDS = 16
 """shards that a process holds open, one descriptor each"""
-_CHECKING_THREADS = 16
+CHECKING_THREADS = 16
 """threads that stat files: on a parallel file system each call takes some tenths of a millisecond"""
 
 
@@ -178,7 +178,7 @@ class ShardStream(ABC):
     def open_shard(self, split: Split, number: int) -> ReadableShard:
         """Open a shard that is not empty. Raises DataError if a file is missing or has another size."""
 
-    def check(self, part: int = 0, parts: int = 1) -> dict[ShardSplit, FileState]:
+    def check(self, part: int = 0, parts: int = 1, threads: int = CHECKING_THREADS) -> dict[ShardSplit, FileState]:
         """Check the size of the files of every `parts`-th shard from shard `part` on.
 
         It takes O(shards): one process per node calls it, and the nodes divide the shards. Raises DataError that names
@@ -190,10 +190,12 @@ class ShardStream(ABC):
             sizes = np.diff(self._starts[split])
             shards += [ShardSplit(split, number) for number in range(part, len(sizes), parts) if sizes[number]]
         shards.sort(key=lambda shard: (shard.number, shard.split))
-        shares = [shards[thread::_CHECKING_THREADS] for thread in range(_CHECKING_THREADS)]
+        if threads == 1:
+            return self._unverified_among(shards)
+        shares = [shards[thread::threads] for thread in range(threads)]
         unverified: dict[ShardSplit, FileState] = {}
-        with ThreadPoolExecutor(_CHECKING_THREADS) as threads:
-            for share in threads.map(self._unverified_among, shares):
+        with ThreadPoolExecutor(threads) as pool:
+            for share in pool.map(self._unverified_among, shares):
                 unverified |= share
         return {shard: unverified[shard] for shard in shards if shard in unverified}
 
@@ -301,10 +303,10 @@ class Corpus(ShardStream):
         last = "the last " if self.header.plan.get("last_tokens") else ""
         return f"{self.header.documents:,} documents, {train:,} tokens to train on, {last}{held_out:,} held out"
 
-    def check(self, part: int = 0, parts: int = 1) -> dict[ShardSplit, FileState]:
+    def check(self, part: int = 0, parts: int = 1, threads: int = CHECKING_THREADS) -> dict[ShardSplit, FileState]:
         """Check the fingerprint, and the files as `ShardStream.check` does."""
         check_fingerprint(self.folder)
-        return super().check(part, parts)
+        return super().check(part, parts, threads)
 
     def unverified_file(self, split: Split, number: int) -> FileState | None:
         """See ShardStream."""

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torchllm.data.checked_file import DamagedFile, FileState
-from torchllm.data.corpus import ShardStream
+from torchllm.data.corpus import CHECKING_THREADS, ShardStream
 from torchllm.data.error import DataError
 from torchllm.data.shard import ShardSplit
 
@@ -92,14 +92,14 @@ class Verification:
             self._thread.join()
             self._thread = None
 
-    def _find_unverified(self) -> Iterator[_Unverified]:
+    def _find_unverified(self, threads: int = CHECKING_THREADS) -> Iterator[_Unverified]:
         for corpus in self._corpora:
-            for shard, file in corpus.check(self._part, self._parts).items():
+            for shard, file in corpus.check(self._part, self._parts, threads).items():
                 yield _Unverified(corpus, shard, file)
 
-    def _find_changed(self) -> deque[_Unverified]:
+    def _find_changed(self, threads: int = CHECKING_THREADS) -> deque[_Unverified]:
         """Return the unverified files that were changed since `begin`; others are checked as they are read."""
-        changed = deque(found for found in self._find_unverified() if found not in self._unverified_at_begin)
+        changed = deque(found for found in self._find_unverified(threads) if found not in self._unverified_at_begin)
         if changed:
             log.warning(
                 "%s was changed while the run reads it (%d files in all) and is verified again: if it had other bytes "
@@ -118,7 +118,8 @@ class Verification:
                     corpus.verify(*shard, pace=self._pace)
                     self._waiting.popleft()
                 start = time.monotonic()
-                self._waiting.extend(self._find_changed())
+                # FOOTGUN: a pool refuses work while Python shuts down, with a traceback from this thread.
+                self._waiting.extend(self._find_changed(threads=1))
                 seconds = time.monotonic() - start
                 if not self._waiting:
                     self._wait(max(self.seconds_between_checks, seconds / _SHARE_OF_CHECKS))
