@@ -19,10 +19,7 @@ pytestmark = pytest.mark.quick
 ROOT = Path(__file__).parents[1]
 FILES = sorted([*ROOT.glob("torchllm/**/*.py"), *ROOT.glob("recipes/**/*.py")])
 
-CORE = [
-    *("regular_file", "config", "facts", "runtime", "models", "data", "parallel", "optim", "train"),
-    *("checkpoint", "metrics"),
-]
+CORE = ["config", "facts", "runtime", "models", "data", "parallel", "optim", "train", "checkpoint", "metrics"]
 """What a fork reads and may change. Each room (a folder or a file of torchllm) imports only itself and rooms above."""
 TOOLS = [
     *("tools.resources", "tools.config", "tools.planner", "tools.iterable", "tools.mesh_axes", "tools.torch_names"),
@@ -32,7 +29,7 @@ TOOLS = [
 """They stand on the core, which imports none of them; each also imports only those above it."""
 ROOMS = [*CORE, *TOOLS, "recipe", "cli", "__main__", "recipes"]
 TORCH_FREE = {
-    *("regular_file", "config", "facts", "tools.resources", "tools.config", "tools.planner"),
+    *("config", "facts", "tools.resources", "tools.config", "tools.planner"),
     *("tools.front", "tools.bug_report", "recipe", "cli", "__main__"),
 }
 TORCH_FREE_MODULES = {

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from torchllm.config.environment import HANDED
 from torchllm.data.loader import DataRanks, build_loader
-from torchllm.tools.config.handed import HANDED, hand_over
 from torchllm.tools.config.load import load_config
+from torchllm.tools.config.refuse import hand_over
 
 pytestmark = pytest.mark.quick
 

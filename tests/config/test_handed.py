@@ -10,9 +10,10 @@ import pytest
 from tests.tiny_run import ROOT
 from torchllm.config import Config, Source
 from torchllm.config.applied_keys import refuse_unapplied
+from torchllm.config.environment import HANDED
 from torchllm.config.errors import UserError
-from torchllm.tools.config.handed import HANDED, hand_over, handed_configs
-from torchllm.tools.front.start import load_configs
+from torchllm.tools.config.refuse import hand_over
+from torchllm.tools.front.start import handed_configs, load_configs
 
 pytestmark = pytest.mark.quick
 

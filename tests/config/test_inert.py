@@ -14,8 +14,9 @@ from torchllm.config.applied_keys import unapplied
 from torchllm.config.field_types import field_types, notes_on
 from torchllm.config.paths import absolute_paths
 from torchllm.config.write import dump_toml
+from torchllm.tools.config.draft import read_draft
 from torchllm.tools.config.idle import IN_OTHER_WORDS, IdleKey, condition, conditions, contradictions, idle_keys
-from torchllm.tools.config.load import load_config, read_draft
+from torchllm.tools.config.load import load_config
 from torchllm.tools.config.refuse import finish
 from torchllm.tools.proof.layouts import Settings
 from torchllm.tools.proof.shrink import without_contradictions

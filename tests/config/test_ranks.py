@@ -13,8 +13,8 @@ import pytest
 
 from tests.config.conftest import RANK_VARIABLES, refusal
 from torchllm.config import Parallel
-from torchllm.tools.config import refuse
-from torchllm.tools.config.handed import HANDED
+from torchllm.config.environment import HANDED
+from torchllm.tools.config import fewer_ranks
 from torchllm.tools.config.load import load_config
 
 pytestmark = pytest.mark.quick
@@ -270,8 +270,8 @@ def test_of_more_nodes_than_share_the_batch_the_largest_number_trains(
 def test_numbers_of_nodes_are_tried_once_each(
     folder: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    counted = Mock(wraps=refuse.layout_problems)
-    monkeypatch.setattr(refuse, "layout_problems", counted)
+    counted = Mock(wraps=fewer_ranks.layout_problems)
+    monkeypatch.setattr(fewer_ranks, "layout_problems", counted)
     (folder / "x.toml").write_text("[training]\nglobal_batch_size = 512")
     launch(NNODES="63", NPROC="8")
     out, _ = check_lines(["x.toml", "--run.folder=runs/a"], capsys, "TRAINING_NODES", "WAIT_REASON")

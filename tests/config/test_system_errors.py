@@ -6,8 +6,8 @@ import os
 import pytest
 
 from torchllm.config.errors import UserError
+from torchllm.config.files import read_regular
 from torchllm.config.system_errors import describe_place, describe_system_error
-from torchllm.regular_file import read_regular
 from torchllm.tools.config.environment import system_errors_on_one_line
 
 pytestmark = pytest.mark.quick
@@ -32,7 +32,7 @@ def test_such_an_error_in_a_start_is_one_line_with_its_place(capsys: pytest.Capt
         read_regular("/missing")
     assert ended.value.code == 1
     line = capsys.readouterr().err
-    assert line.startswith("error: [Errno 2] No such file or directory: '/missing' (in open_regular, regular_file.py:")
+    assert line.startswith("error: [Errno 2] No such file or directory: '/missing' (in open_regular, files.py:")
     assert line.count("\n") == 1
     with pytest.raises(ValueError, match="a bug"), system_errors_on_one_line():
         raise ValueError("a bug")

@@ -10,6 +10,8 @@ RANK_NOTES = "TORCHLLM_RANK_NOTES"
 """environment variable: folder of the notes that ranks leave for their launcher; unset without one"""
 LOST_PEER_NOTE = "lost-peer-"
 """start of the name of a note there: a rank, whose number follows, fails because another one is gone"""
+HANDED = "TORCHLLM_CONFIG"
+"""environment variable: file of the checked config, which run_train.sh has made and which --check fills"""
 START_TIMEOUT = "TORCHLLM_START_TIMEOUT"
 """environment variable: run.start_timeout, for ranks that have not read their config yet"""
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from torchllm.config.files import open_regular
 from torchllm.data.error import DataError
-from torchllm.regular_file import open_regular
 
 BLOCK = 2**20
 """bytes under one checksum; the last block of a file is shorter"""

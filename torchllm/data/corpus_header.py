@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from torchllm.config.files import read_regular
 from torchllm.data.checked_file import BLOCK, BlockSums, file_sums
 from torchllm.data.error import DataError
 from torchllm.data.path_hint import describe_missing
 from torchllm.data.shard import SPLITS, ShardSize, Split
-from torchllm.regular_file import read_regular
 
 HEADER = "corpus.json"
 SHARD_TABLE = "shards.bin"

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchllm.config import Data
+from torchllm.config.files import cache_root
 from torchllm.config.paths import same_path
 from torchllm.config.schema import RAW_KINDS
-from torchllm.data.cache_root import cache_root
 from torchllm.data.corpus import Corpus
 from torchllm.data.corpus_header import HEADER
 from torchllm.data.error import DataError

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from torchllm.config import Config, Data, Finetune, Source
-from torchllm.data.cache_root import cache_root
+from torchllm.config.files import cache_root
 from torchllm.data.corpus import Corpus, SequenceSource, Synthetic
 from torchllm.data.error import DataError
 from torchllm.data.registry import READERS

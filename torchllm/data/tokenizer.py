@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from torchllm.config.files import why_pointer
 from torchllm.data.error import DataError
 from torchllm.data.registry import TOKENIZERS
 from torchllm.data.tokenizer_protocol import BEGIN as BEGIN
@@ -18,7 +19,6 @@ from torchllm.data.tokenizer_protocol import Ids as Ids
 from torchllm.data.tokenizer_protocol import Pattern as Pattern
 from torchllm.data.tokenizer_protocol import Tokenizer as Tokenizer
 from torchllm.data.tokenizer_protocol import decode_ids
-from torchllm.regular_file import why_pointer
 
 if TYPE_CHECKING:
     import tiktoken

@@ -12,7 +12,7 @@ from typing import Any
 from torchllm.config import Config
 from torchllm.config.applied_keys import new_training
 from torchllm.config.errors import UserError
-from torchllm.data.cache_root import cache_root
+from torchllm.config.files import cache_root
 from torchllm.metrics.monitor import Monitor
 from torchllm.runtime.process import Runtime
 from torchllm.tools.adapt.adaptation import Adaptation

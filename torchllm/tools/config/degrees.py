@@ -15,6 +15,7 @@ from torchllm.config.schema import (
     PipelineSchedule,
     RecomputeMode,
     Run,
+    Training,
     gradient_accumulation,
 )
 from torchllm.tools.config.read import ConfigError, config_error
@@ -146,6 +147,15 @@ def _has_stages_it_allows(parallel: Parallel) -> bool:
     """Whether the pipeline schedule allows the number of stages per rank."""
     limit = SCHEDULES[parallel.schedule].most_stages
     return limit == math.inf or parallel.stages_per_rank == limit
+
+
+def describe_batch(training: Training, parallel: Parallel) -> str:
+    """Describe how ranks share the sequences of a step; the degrees of `parallel` are resolved."""
+    accumulated = gradient_accumulation(training, parallel.data_ranks)
+    return (
+        f"global batch {training.global_batch_size} sequences = {parallel.data_ranks} data ranks x "
+        f"{training.micro_batch_size} micro batch x {accumulated} accumulated"
+    )
 
 
 def micro_batch_problems(parallel: Parallel, count: int) -> Iterator[ConfigError]:

@@ -1,4 +1,4 @@
-"""A config while it is being read: `load.py` reads it, `resolve.py` fills it in and `refuse.py` checks it.
+"""A config while it is being read: `read_draft` reads it, `resolve.py` fills it in and `refuse.py` checks it.
 
 The command line of a recipe is `[CONFIG.toml] [--section.key=value ...] [--check] [--gpus=N] [--json] [--help]`. The
 config is a file, or a run: its folder, or the folder of a checkpoint in it.
@@ -8,15 +8,17 @@ import os
 import re
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
+from torchllm.config.environment import HANDED
 from torchllm.config.field_types import field_types, plain_type
 from torchllm.config.schema import AXES, Config
-from torchllm.config.toml import KeyPath, dotted, shown
-from torchllm.tools.config.environment import Ranks
-from torchllm.tools.config.read import type_at
-from torchllm.tools.config.toml_files import Layer, parse_value
+from torchllm.config.toml import KeyPath, dotted, shown, toml_value
+from torchllm.tools.config.environment import Ranks, read_ranks
+from torchllm.tools.config.read import ConfigError, read_table, type_at
+from torchllm.tools.config.toml_files import Layer, parse_value, read_files
 from torchllm.tools.resources import find_config, find_run
 
 FLAGS = "--check, --gpus=N, --json and --help"
@@ -231,6 +233,13 @@ class Draft(Generic[C]):
         """Whether this process is a rank of the run, or the only one."""
         return self.one_device or (self.ranks is not None and self.ranks.are_started)
 
+    @property
+    def may_start_fewer_ranks(self) -> bool:
+        """Whether fewer ranks may be started than asked for; a running rank cannot change their number."""
+        parallel = self.config.parallel
+        has_open_degree = -1 in (parallel.dp_shard, parallel.dp_replicate)
+        return has_open_degree and (self.arguments.check or self.config.run.dry_run)
+
     def origin(self, path: KeyPath) -> str:
         """Return the origin of a key ("x.toml:3", "--training.steps"), or of its table in an array; else the file.
 
@@ -276,3 +285,73 @@ class Draft(Generic[C]):
     def report(self, path: KeyPath, message: str) -> None:
         """Add an error."""
         self.errors.append(self.located(path, message))
+
+
+def read_draft(
+    words: Sequence[str], schema: type[C], *, one_device: bool = False, uses_weights: bool = False
+) -> Draft[C]:
+    """Read the command line, the files and the environment into a draft, whose `errors` has a line per error.
+
+    Each key is checked alone. SystemExit(0) after printing the help text if the command line asks for it.
+    `uses_weights`: the recipe only uses the weights of a run, which a fork with more keys may have trained. Keys of the
+    run's config.toml that `schema` lacks become `notes`; all errors in TRAINING_ONLY sections are ignored.
+    """
+    errors: list[str] = []
+    arguments = parse_arguments(words, errors)
+    if arguments.help:
+        from torchllm.tools.config.help import print_help  # rarely needed
+
+        print_help(schema)
+        raise SystemExit(0)
+
+    layer = read_files(arguments.file, errors) if arguments.file else Layer({}, {})
+    for key, text in arguments.overrides.items():
+        override(layer, schema, tuple(key.split(".")), text, errors)
+        if one_device and key.startswith("parallel."):
+            errors.append(f"--{key}: this recipe runs on one device")
+
+    faults: list[ConfigError] = []
+    config: C = read_table(schema, layer.table, faults)
+    is_for_start = not config.run.dry_run and (not arguments.check or HANDED in os.environ)
+    if arguments.gpus and (one_device or is_for_start):
+        errors.append("--gpus: only --check and the dry run of a training take it; set NPROC (and NNODES)")
+    if one_device:
+        alone = type(config.parallel)(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1)
+        config = replace(config, parallel=alone)
+        ranks: Ranks | None = Ranks(world=1, per_node=1)
+    elif arguments.gpus:
+        ranks = Ranks(world=arguments.gpus, per_node=arguments.gpus)
+    else:
+        ranks = read_ranks(config.run.dry_run, errors)
+
+    draft = Draft(arguments, layer, config, ranks, one_device, uses_weights, errors=errors)
+    for fault in faults:
+        is_in_file = draft.is_resolved and not draft.is_overridden(fault.path)
+        if uses_weights and fault.path[0] in TRAINING_ONLY and not draft.is_overridden(fault.path):
+            draft.wrong.add(fault.key)
+        elif uses_weights and fault.is_unknown and is_in_file:
+            draft.notes.append(draft.located(fault.path, "of a forked recipe, not read here"))
+        else:
+            draft.report(fault.path, fault.message)
+            draft.wrong.add(fault.key)
+    _take_folder_of_copy(draft)
+    return draft
+
+
+def _take_folder_of_copy(draft: Draft[C]) -> None:
+    """Use the folder that holds a run's config.toml as the run folder; add a note if the config names another one.
+
+    The config.toml of a copied or renamed run folder still names the original folder, which would be trained,
+    exported or sampled instead of the copy.
+    """
+    file, path = Path(draft.arguments.file), ("run", "folder")
+    if file.name != "config.toml" or not draft.is_resolved or draft.is_overridden(path):
+        return
+    folder, named = file.parent, draft.config.run.folder
+    is_run = (folder / "lease").is_dir() or any((folder / "checkpoints").glob("step-*"))
+    if is_run and os.path.realpath(named) != os.path.realpath(folder):
+        draft.config = replace(draft.config, run=replace(draft.config.run, folder=str(folder)))
+        if not os.path.exists(named):  # the run folder was renamed, or the working directory differs
+            return
+        message = f"is {toml_value(named)}, which is another folder: {folder} is used, where this file lies"
+        draft.notes.append(draft.located(path, message))

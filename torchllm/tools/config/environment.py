@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple, NoReturn
 
@@ -85,6 +85,11 @@ def default_restarts() -> int:
 def is_requeued() -> bool:
     """Return whether Slurm has started this job before."""
     return os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+
+
+def same_words(words: Sequence[str]) -> list[str]:
+    """Return the words that --check and the ranks share: run_train.sh gives ranks the folder that it has read."""
+    return [word for word in words if word != "--check" and not word.startswith("--run.folder=")]
 
 
 def print_error_lines(lines: Iterable[str]) -> None:

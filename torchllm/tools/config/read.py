@@ -4,11 +4,9 @@ A field may be `bool`, `int`, `float`, `str`, a `Literal`, another dataclass, or
 be `Annotated` with a `Bound`. Every field has a default. Any other schema is a TypeError.
 """
 
-import difflib
 import math
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, NamedTuple, get_args, get_origin
@@ -68,7 +66,7 @@ class _TableReader:
         for key, value in table.items():
             key_path = (*path, key)
             if key not in types:
-                self.report_unknown(key_path, value)
+                self.report_unknown(kind, key_path, value)
                 continue
             result = self.read_value(types[key], value, key_path)
             if result is not _WRONG:
@@ -93,19 +91,13 @@ class _TableReader:
             return os.path.expanduser(value)
         return float(value) if kind is float else value
 
-    def report_unknown(self, path: KeyPath, value: Any) -> None:
+    def report_unknown(self, section: type, path: KeyPath, value: Any) -> None:
         """Report a key that its section does not have, with the one that was probably meant."""
-        kind_of_key = "section or key" if len(path) == 1 else "key"
-        from torchllm.tools.config.foreign import foreign_hint  # only for a key that does not exist
+        from torchllm.tools.config.unknown_keys import hint_of  # only for a key that does not exist
 
-        hint = foreign_hint(dotted(path), value)
-        if not hint:
-            nearest = _nearest(path, self.schema, is_table=isinstance(value, dict))
-            hint = f"did you mean {dotted(nearest)}?" if nearest else foreign_hint(path[-1], value)
-            hint = hint or foreign_hint(path[-1], value, cutoff=0.8)
-        self.faults.append(
-            ConfigError(path, f"unknown {kind_of_key}; {hint or '--help lists all keys'}", is_unknown=True)
-        )
+        kind_of_key = "section or key" if len(path) == 1 else "key"
+        hint = hint_of(self.schema, section, path, value) or "--help lists all keys"
+        self.faults.append(ConfigError(path, f"unknown {kind_of_key}; {hint}", is_unknown=True))
 
 
 def _scalar_problem(annotated: Any, value: Any) -> str:
@@ -215,44 +207,3 @@ def type_at(schema: type, path: KeyPath) -> Any:
         else:
             return None
     return kind
-
-
-def _key_paths(schema: type, path: KeyPath = ()) -> Iterator[KeyPath]:
-    """Return the paths of all keys, with index 0 for an element of an array."""
-    for key, annotated in field_types(schema).items():
-        key_path = (*path, key)
-        yield key_path
-        kind, _ = plain_type(annotated)
-        if get_origin(kind) is tuple:
-            kind = get_args(kind)[0]
-            key_path = (*key_path, "0")
-        if is_dataclass(kind) and isinstance(kind, type):
-            yield from _key_paths(kind, key_path)
-
-
-def _nearest(path: KeyPath, schema: type, is_table: bool) -> KeyPath:
-    """Return the valid key most like an unknown one; () if none is like it.
-
-    First choice is a key of the same name elsewhere, then one of the same section, then any.
-    """
-    section, _ = plain_type(type_at(schema, path[:-1]))
-    siblings = {name: (*path[:-1], name) for name in field_types(section)}
-    everywhere: dict[str, KeyPath] = {}
-    same_name: dict[str, KeyPath] = {}
-    if not is_table:
-        for key_path in _key_paths(schema):
-            if len(key_path) > 1:
-                everywhere[dotted(key_path)] = key_path
-            if len(key_path) > 1 and key_path[-1] == path[-1]:
-                same_name[dotted(key_path)] = key_path
-    return (
-        _closest(dotted(path), same_name, cutoff=0.0)
-        or _closest(path[-1], siblings, cutoff=0.6)
-        or _closest(dotted(path), everywhere, cutoff=0.8)
-    )
-
-
-def _closest(name: str, candidates: dict[str, KeyPath], cutoff: float) -> KeyPath:
-    """Return the path of the candidate whose name is most like `name`; () if none is at least `cutoff` like it."""
-    close = difflib.get_close_matches(name[:100], candidates, n=1, cutoff=cutoff)
-    return candidates[close[0]] if close else ()

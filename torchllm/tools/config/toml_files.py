@@ -13,8 +13,8 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchllm.config.files import read_regular
 from torchllm.config.toml import KeyPath, dotted, shown
-from torchllm.regular_file import read_regular
 from torchllm.tools.config.read import STILL_SET, TO_SET
 from torchllm.tools.resources import RUN_CONFIG, find_base, find_config
 

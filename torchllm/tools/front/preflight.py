@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NoReturn
 from torchllm.checkpoint.manifest import CheckpointError, read_manifest, step_folders, step_of
 from torchllm.config import Config, Source
 from torchllm.config.errors import UserError
+from torchllm.config.files import cache_root
 from torchllm.config.schema import IN_PLACE_KINDS
-from torchllm.data.cache_root import cache_root
 from torchllm.data.error import DataError
 from torchllm.tools.config.read import ConfigError, config_error
 from torchllm.tools.launch.compiler import count_gpus
@@ -303,8 +303,10 @@ def _inspect_step_folder(folder: Path, inspection: Inspection) -> int | None:
 def _inspect_initial_checkpoint(config: Config, inspection: Inspection) -> None:
     """Check the checkpoint whose weights a fresh run starts from, and that its model is the run's."""
     initial = config.checkpoint.initial
+    if not initial:
+        return
     is_resumed = config.checkpoint.resume != "none" and step_folders(Path(config.run.folder) / "checkpoints")
-    if not initial or (is_resumed and config.run.folder):
+    if is_resumed and config.run.folder:
         return
     from torchllm.checkpoint.index import INDEX, parse_index  # imports numpy
     from torchllm.checkpoint.verify import check_sizes

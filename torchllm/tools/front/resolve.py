@@ -21,9 +21,8 @@ from torchllm.config import Config, Model
 from torchllm.config.errors import UserError
 from torchllm.config.toml import shown
 from torchllm.tools.config.degrees import Obstacle, obstacle_to_compiled_blocks, rank_remedy
-from torchllm.tools.config.draft import Draft, parse_arguments
+from torchllm.tools.config.draft import Draft, parse_arguments, read_draft
 from torchllm.tools.config.environment import refuse, system_errors_on_one_line
-from torchllm.tools.config.load import read_draft
 from torchllm.tools.config.refuse import finish
 from torchllm.tools.launch.compiler import count_gpus, lack_of_gpu_compiler
 

@@ -1,5 +1,5 @@
 """Configs, tokenizers and weights of Hugging Face, in and out; families/ has one file per family.
 
 Checkpoints of a run are in checkpoint.
-Imports: regular_file, config, facts, models, data, parallel, optim, checkpoint, tools/config, tools/prepare.
+Imports: config, facts, models, data, parallel, optim, checkpoint, tools/config, tools/prepare.
 """

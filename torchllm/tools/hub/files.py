@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchllm.config import Model
-from torchllm.regular_file import open_regular, read_regular
+from torchllm.config.files import open_regular, read_regular
 from torchllm.tools.hub.config_json import ReadConfig, check_combination, read_config_json
 from torchllm.tools.hub.family import HubFamily
 from torchllm.tools.hub.safetensors_header import ITEM_SIZES, FileTensor, Header, HubFileError, read_header

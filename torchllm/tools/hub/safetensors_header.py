@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchllm.config.errors import UserError
-from torchllm.regular_file import open_regular, why_pointer
+from torchllm.config.files import open_regular, why_pointer
 
 ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """dtypes of weights that can be read -> bytes per element"""

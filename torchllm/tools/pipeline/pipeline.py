@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from torchllm.config import Config
 from torchllm.config.errors import UserError
-from torchllm.tools.config.load import read_draft
+from torchllm.tools.config.draft import read_draft
 from torchllm.tools.pipeline.stages import (
     PipelineFile,
     Planned,

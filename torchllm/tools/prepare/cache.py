@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from torchllm.config import Data, Finetune, Source
-from torchllm.data.cache_root import cache_root
+from torchllm.config.files import cache_root
 from torchllm.data.checked_file import DamagedFile
 from torchllm.data.corpus import Corpus
 from torchllm.data.corpus_header import HEADER, read_description

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from torchllm.config import Source
+from torchllm.config.files import why_pointer
 from torchllm.data.error import DataError
 from torchllm.data.path_hint import describe_missing
-from torchllm.regular_file import why_pointer
 from torchllm.tools.prepare.file_kinds import (
     FILES_OF,
     NO_SUFFIX,

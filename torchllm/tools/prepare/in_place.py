@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torchllm.config import Data, Source
-from torchllm.data.cache_root import cache_root
+from torchllm.config.files import cache_root
 from torchllm.data.checked_file import CorpusFile, DamagedFile, FileState, look_at
 from torchllm.data.corpus import SequenceSource, ShardStream
 from torchllm.data.error import DataError

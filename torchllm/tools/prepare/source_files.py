@@ -7,9 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from torchllm.config.files import check_regular
 from torchllm.data.checked_file import file_sums
 from torchllm.data.error import DataError
-from torchllm.regular_file import check_regular
 
 
 class SourceFile(NamedTuple):

@@ -19,8 +19,8 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from torchllm.config.files import read_regular
 from torchllm.data.error import DataError
-from torchllm.regular_file import read_regular
 from torchllm.tools.prepare.chat.marks import GENERATED_BEGIN, GENERATED_END
 from torchllm.tools.prepare.tokenizer_config import SPECIAL_NAMES, TOKENIZER_CONFIG, read_tokenizer_config
 

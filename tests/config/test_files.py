@@ -13,10 +13,10 @@ from torchllm.checkpoint.manifest import FileRecord, Manifest
 from torchllm.checkpoint.tensors import read_index
 from torchllm.config import Source
 from torchllm.config.errors import UserError
+from torchllm.config.files import check_regular, open_regular, read_regular
 from torchllm.data.checked_file import file_sums
 from torchllm.data.corpus_header import read_description
 from torchllm.data.tokenizer import load_tokenizer
-from torchllm.regular_file import check_regular, open_regular, read_regular
 from torchllm.tools.config.toml_files import read_files
 from torchllm.tools.prepare.chat.template import read_template
 from torchllm.tools.prepare.chosen_files import source_files

@@ -1,12 +1,15 @@
-"""Read files that a user names. A FIFO or a device is refused: reading one may wait for ever, or never end.
+"""Files outside of a run's folder: those that a user names, and the cache.
 
-A pointer of git-lfs is a small text file in place of a file that was not fetched.
+A FIFO or a device is refused: reading one may wait for ever, or never end. A pointer of git-lfs is a small text file in
+place of a file that was not fetched.
 """
 
 import errno
 import os
 import stat
 from pathlib import Path
+
+from torchllm.config.schema import Data
 
 LARGEST_TEXT = 64 << 20
 """most bytes of a config, an index or a template: a thousand times the usual size"""
@@ -67,3 +70,9 @@ def why_pointer(path: str | Path, size: int) -> str:
     except OSError:
         return ""
     return "is a pointer of git-lfs in place of the file: run `git lfs pull` in its folder, or download it again"
+
+
+def cache_root(data: Data) -> Path:
+    """Return the folder of tokenized text and measured layouts: data.cache, or torchllm in the user's cache folder."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "torchllm"
+    return Path(data.cache or default).expanduser()
