@@ -29,8 +29,8 @@ from torchllm.tools.hub.config_json import (
     why_no_family,
     write_config_json,
 )
+from torchllm.tools.hub.families.registry import HUB_FAMILIES, UNSUPPORTED_TYPES
 from torchllm.tools.hub.files import WHOLE_MODEL
-from torchllm.tools.hub.registry import HUB_FAMILIES, UNSUPPORTED_TYPES
 from torchllm.tools.hub.rope import unknown_rope_fields
 from torchllm.tools.hub.safetensors_header import read_header
 

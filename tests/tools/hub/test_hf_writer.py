@@ -14,11 +14,11 @@ from torch import Tensor
 from torchllm.checkpoint.manifest import CheckpointError
 from torchllm.config import Model
 from torchllm.facts.shapes import parameter_shapes
+from torchllm.tools.hub.families.family import HubFamily, stored_shapes
 from torchllm.tools.hub.families.glm4_moe import GLM4_MOE
 from torchllm.tools.hub.families.gpt2 import GPT2
 from torchllm.tools.hub.families.llama import LLAMA
 from torchllm.tools.hub.families.mixtral import MIXTRAL
-from torchllm.tools.hub.family import HubFamily, stored_shapes
 from torchllm.tools.hub.files import INDEX_JSON, WHOLE_MODEL
 from torchllm.tools.hub.hf_writer import new_folder, weight_bytes, write_weights
 

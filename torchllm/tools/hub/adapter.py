@@ -23,7 +23,7 @@ from torchllm.models.lora import merge_update
 from torchllm.parallel.initialize import fill
 from torchllm.tools.config.changes import check_frozen_weights
 from torchllm.tools.hub.by_key import WeightReader, Weights
-from torchllm.tools.hub.family import HubFamily, StoredPart, StoredTensor
+from torchllm.tools.hub.families.family import HubFamily, StoredPart, StoredTensor
 from torchllm.tools.hub.hf_reader import ReadTotals, fill_part
 from torchllm.tools.hub.hf_writer import write_json, write_safetensors
 from torchllm.tools.hub.hub import find_hub_model, is_hub_id

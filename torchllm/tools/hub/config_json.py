@@ -13,8 +13,8 @@ from torchllm.config import Config, Model
 from torchllm.config.errors import UserError
 from torchllm.tools.config.checks import problems_of_use
 from torchllm.tools.config.read import ConfigError, read_table
-from torchllm.tools.hub.family import ConfigField, HubFamily, RequiredField, UnmappedParameter
-from torchllm.tools.hub.registry import HUB_FAMILIES, UNSUPPORTED_TYPES
+from torchllm.tools.hub.families.family import ConfigField, HubFamily, RequiredField, UnmappedParameter
+from torchllm.tools.hub.families.registry import HUB_FAMILIES, UNSUPPORTED_TYPES
 from torchllm.tools.hub.rope import (
     FRACTION,
     LENGTH,

@@ -24,7 +24,7 @@ from torchllm.tools.hub.exported import (
     tokens_seen,
     without_padding,
 )
-from torchllm.tools.hub.family import HubFamily
+from torchllm.tools.hub.families.family import HubFamily
 from torchllm.tools.hub.hf_writer import (
     new_folder,
     weight_bytes,

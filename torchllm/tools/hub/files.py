@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torchllm.config import Model
 from torchllm.config.files import open_regular, read_regular
 from torchllm.tools.hub.config_json import ReadConfig, check_combination, read_config_json
-from torchllm.tools.hub.family import HubFamily
+from torchllm.tools.hub.families.family import HubFamily
 from torchllm.tools.hub.safetensors_header import ITEM_SIZES, FileTensor, Header, HubFileError, read_header
 
 CONFIG_JSON = "config.json"

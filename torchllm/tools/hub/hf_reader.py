@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchllm.checkpoint.state import WEIGHTS, Part, fill_tied_copies
-from torchllm.tools.hub.family import StoredPart, StoredTensor, stored_shapes
+from torchllm.tools.hub.families.family import StoredPart, StoredTensor, stored_shapes
 from torchllm.tools.hub.files import HubConfig, HubFiles
 from torchllm.tools.hub.safetensors_header import ITEM_SIZES, FileTensor, HubFileError
 from torchllm.tools.hub.weights import PartsToFill, initial_parts

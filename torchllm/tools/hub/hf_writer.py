@@ -29,7 +29,7 @@ from torchllm.config import Model
 from torchllm.facts.parameters import rule_of
 from torchllm.tools.hub.by_key import Weights
 from torchllm.tools.hub.config_json import write_config_json
-from torchllm.tools.hub.family import HubFamily, StoredPart, StoredTensor
+from torchllm.tools.hub.families.family import HubFamily, StoredPart, StoredTensor
 from torchllm.tools.hub.files import CONFIG_JSON, INDEX_JSON, WHOLE_MODEL
 from torchllm.tools.hub.hf_reader import DTYPES
 from torchllm.tools.hub.text_facts import END, GENERATION_JSON, TextFacts

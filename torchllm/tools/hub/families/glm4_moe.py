@@ -4,6 +4,7 @@ shared experts, dense first blocks, and rotary positions of a half of each head.
 A published file holds one block more, which predicts the token after the next and is not read here.
 """
 
+from torchllm.tools.hub.families.family import ConfigField, HubFamily, RequiredField, TensorRule
 from torchllm.tools.hub.families.llama import (
     ATTENTION_TENSORS,
     ENDS,
@@ -17,7 +18,6 @@ from torchllm.tools.hub.families.mixtral import ROUTER_TRAINING_FIELDS, STACKED_
 from torchllm.tools.hub.families.qwen2 import QKV_BIASES
 from torchllm.tools.hub.families.qwen3 import HEAD_NORMS
 from torchllm.tools.hub.families.qwen3_moe import EXPERT_TENSORS
-from torchllm.tools.hub.family import ConfigField, HubFamily, RequiredField, TensorRule
 
 OTHER_TENSORS = (
     *ENDS,

@@ -1,6 +1,6 @@
 """GPT-2 (Radford et al. 2019). Its matrices are stored transposed (Conv1D); c_attn holds q, k and v."""
 
-from torchllm.tools.hub.family import ConfigField, HubFamily, RequiredField, TensorRule
+from torchllm.tools.hub.families.family import ConfigField, HubFamily, RequiredField, TensorRule
 
 BLOCK = "transformer.h.{}."
 

@@ -2,7 +2,7 @@
 2407.21783), and all that has its form: TinyLlama, SmolLM2.
 """
 
-from torchllm.tools.hub.family import ConfigField, HubFamily, RequiredField, TensorRule
+from torchllm.tools.hub.families.family import ConfigField, HubFamily, RequiredField, TensorRule
 
 ATTENTION = "model.layers.{}.self_attn."
 MLP = "model.layers.{}.mlp."

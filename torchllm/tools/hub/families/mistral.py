@@ -1,5 +1,6 @@
 """Mistral 7B (Jiang et al. 2023, arXiv 2310.06825) and Mistral Nemo: Llama's form with a sliding window."""
 
+from torchllm.tools.hub.families.family import ConfigField, HubFamily
 from torchllm.tools.hub.families.llama import (
     DECODER_TENSORS,
     INVERSE_FREQUENCIES,
@@ -7,7 +8,6 @@ from torchllm.tools.hub.families.llama import (
     SILU,
     decoder_fields,
 )
-from torchllm.tools.hub.family import ConfigField, HubFamily
 
 MISTRAL = HubFamily(
     model_type="mistral",

@@ -3,6 +3,7 @@
 The files name the matrices of an expert w1, w3 and w2: gate, up and down.
 """
 
+from torchllm.tools.hub.families.family import ConfigField, HubFamily, TensorRule
 from torchllm.tools.hub.families.llama import (
     ATTENTION_TENSORS,
     ENDS,
@@ -11,7 +12,6 @@ from torchllm.tools.hub.families.llama import (
     SILU,
     decoder_fields,
 )
-from torchllm.tools.hub.family import ConfigField, HubFamily, TensorRule
 
 EXPERTS = "layers.{}.mlp.routed.experts."
 """of the parameters here, which stack the experts of a block"""

@@ -2,8 +2,8 @@
 of all heads of k.
 """
 
+from torchllm.tools.hub.families.family import HubFamily, TensorRule
 from torchllm.tools.hub.families.llama import ATTENTION, DECODER_TENSORS, NO_ATTENTION_BIAS, SILU, decoder_fields
-from torchllm.tools.hub.family import HubFamily, TensorRule
 
 WIDTH_NORMS = (
     TensorRule(ATTENTION + "q_norm.weight", ("layers.{}.self_attn.q_width_norm.weight",)),

@@ -1,5 +1,6 @@
 """OLMoE (Muennighoff et al. 2024, arXiv 2409.02060): OLMo's norms of all heads of q and k, experts in all blocks."""
 
+from torchllm.tools.hub.families.family import ConfigField, HubFamily, RequiredField
 from torchllm.tools.hub.families.llama import (
     ATTENTION_TENSORS,
     ENDS,
@@ -11,7 +12,6 @@ from torchllm.tools.hub.families.llama import (
 from torchllm.tools.hub.families.mixtral import ROUTER_TRAINING_FIELDS, STACKED_TENSORS
 from torchllm.tools.hub.families.olmo2 import WIDTH_NORMS
 from torchllm.tools.hub.families.qwen3_moe import EXPERT_TENSORS
-from torchllm.tools.hub.family import ConfigField, HubFamily, RequiredField
 
 FIELDS = decoder_fields(
     vocab=50304,

@@ -1,5 +1,6 @@
 """Qwen2 and Qwen2.5 (Yang et al. 2024, arXiv 2407.10671), the dense models: Llama's form with biases of q, k and v."""
 
+from torchllm.tools.hub.families.family import HubFamily, TensorRule
 from torchllm.tools.hub.families.llama import (
     ATTENTION,
     DECODER_TENSORS,
@@ -8,7 +9,6 @@ from torchllm.tools.hub.families.llama import (
     SILU,
     decoder_fields,
 )
-from torchllm.tools.hub.family import HubFamily, TensorRule
 
 QKV_BIASES = (
     TensorRule(ATTENTION + "q_proj.bias", ("layers.{}.self_attn.q_proj.bias",)),

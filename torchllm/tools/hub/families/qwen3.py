@@ -1,5 +1,6 @@
 """Qwen3 (Yang et al. 2025, arXiv 2505.09388), the dense models: Llama's form with a norm of each query and key head."""
 
+from torchllm.tools.hub.families.family import HubFamily, TensorRule
 from torchllm.tools.hub.families.llama import (
     ATTENTION,
     DECODER_TENSORS,
@@ -8,7 +9,6 @@ from torchllm.tools.hub.families.llama import (
     SILU,
     decoder_fields,
 )
-from torchllm.tools.hub.family import HubFamily, TensorRule
 
 HEAD_NORMS = (
     TensorRule(ATTENTION + "q_norm.weight", ("layers.{}.self_attn.q_norm.weight",)),

@@ -1,5 +1,6 @@
 """Qwen3-MoE (Yang et al. 2025, arXiv 2505.09388), as Qwen3-30B-A3B and Qwen3-235B-A22B: Qwen3's form with experts."""
 
+from torchllm.tools.hub.families.family import ConfigField, HubFamily, RequiredField, TensorRule
 from torchllm.tools.hub.families.llama import (
     ATTENTION_TENSORS,
     ENDS,
@@ -12,7 +13,6 @@ from torchllm.tools.hub.families.llama import (
 )
 from torchllm.tools.hub.families.mixtral import EXPERTS, ROUTER, ROUTER_TRAINING_FIELDS, STACKED_TENSORS
 from torchllm.tools.hub.families.qwen3 import HEAD_NORMS
-from torchllm.tools.hub.family import ConfigField, HubFamily, RequiredField, TensorRule
 
 EXPERT_TENSORS = (
     TensorRule(MLP + "gate.weight", (ROUTER,)),

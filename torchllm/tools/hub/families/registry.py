@@ -1,5 +1,6 @@
 """The families that can be read and written, and the unsupported features of others. No torch."""
 
+from torchllm.tools.hub.families.family import HubFamily
 from torchllm.tools.hub.families.glm4_moe import GLM4_MOE
 from torchllm.tools.hub.families.gpt2 import GPT2
 from torchllm.tools.hub.families.llama import LLAMA
@@ -10,7 +11,6 @@ from torchllm.tools.hub.families.olmoe import OLMOE
 from torchllm.tools.hub.families.qwen2 import QWEN2
 from torchllm.tools.hub.families.qwen3 import QWEN3
 from torchllm.tools.hub.families.qwen3_moe import QWEN3_MOE
-from torchllm.tools.hub.family import HubFamily
 
 HUB_FAMILIES: dict[str, HubFamily] = {
     family.model_type: family

@@ -1,6 +1,6 @@
 """A family of published models: fields of its config.json, names and forms of its tensors. No torch.
 
-A family is one file of `families/`: a table that is read in both directions, by the import and by the export. Add a
+A family is one file of this folder: a table that is read in both directions, by the import and by the export. Add a
 family: docs/hugging_face.md.
 """
 
