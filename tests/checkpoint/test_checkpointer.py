@@ -22,11 +22,10 @@ from torch import Tensor, nn
 from tests.patience import patience, until
 from torchllm import __version__, config
 from torchllm.checkpoint import checkpointer as checkpointers
+from torchllm.checkpoint import history
 from torchllm.checkpoint import manifest as manifests
-from torchllm.checkpoint import tensors as checkpoint_tensors
 from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.checkpoint.data_file import read_piece_table
-from torchllm.checkpoint.keeping import history
 from torchllm.checkpoint.manifest import (
     CheckpointError,
     DamagedCheckpoint,
@@ -435,13 +434,13 @@ def test_background_save_holds_the_values_of_its_call(tmp_path: Path, monkeypatc
     model = nn.Linear(3, 2)
     saving = checkpointer(tmp_path, model, asynchronous=True)
     allowed = threading.Event()
-    save_tensors = checkpoint_tensors.save_tensors
+    save_tensors = checkpointers.save_tensors
 
     def save_when_allowed(*arguments: Any) -> Any:
         assert allowed.wait(patience(20))
         return save_tensors(*arguments)
 
-    monkeypatch.setattr(checkpoint_tensors, "save_tensors", save_when_allowed)
+    monkeypatch.setattr(checkpointers, "save_tensors", save_when_allowed)
     expected = {key: part.local.clone() for key, part in saving._model_parts().items()}
     saving.save(1, {})
     for part in saving._model_parts().values():

@@ -21,11 +21,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests import workers
 from tests.parity import whole
 from torchllm import config
+from torchllm.checkpoint import history
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint import tensors as tensor_io
 from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.checkpoint.data_file import read_piece_table
-from torchllm.checkpoint.keeping import history
 from torchllm.checkpoint.manifest import CheckpointError
 from torchllm.checkpoint.state import model_tensors, optimizer_tensors
 from torchllm.checkpoint.verify import verify_checkpoint

@@ -19,7 +19,7 @@ from tests.growth.checkpoint_index import index_of, parts_of_job, pieces_read, s
 from tests.growth.counting import host_bytes, lines_run, peak_bytes
 from tests.growth.host_groups import SetupCost, setup_cost
 from tests.operations import Operations
-from torchllm.checkpoint.keeping.history import folders_to_delete
+from torchllm.checkpoint.history import folders_to_delete
 from torchllm.checkpoint.plan import region_numbers
 from torchllm.checkpoint.read_plan import ReadPlan, plan_reads
 from torchllm.checkpoint.tensors import BYTES_AT_A_TIME

@@ -1,10 +1,10 @@
 """Save and resume a run: checkpoints exist whole or not at all, load on any layout, and are verified as they are read.
 
 Values that are not finite are never saved, and the newest checkpoint proven good by the following steps is never
-deleted (`keeping/`): a run that goes wrong keeps a checkpoint from before that.
+deleted (`history.py`): a run that goes wrong keeps a checkpoint from before that.
 
-All ranks write the tensors (`tensors.py`); everything else is JSON in the manifest (`manifest.py`). Neither the
-learning rate nor the optimizer's settings are stored: they follow from the step and the config.
+All ranks write the tensors (`plan.py`); everything else is JSON in the manifest (`manifest.py`). Neither the learning
+rate nor the optimizer's settings are stored: they follow from the step and the config.
 """
 
 import logging
@@ -39,11 +39,11 @@ from torchllm.checkpoint.agreement import (
     size_of,
 )
 from torchllm.checkpoint.background import SAVES_IN_BACKGROUND, saves_in_background
+from torchllm.checkpoint.history import CheckpointHistory, Judgment
 from torchllm.checkpoint.index import INDEX
 from torchllm.checkpoint.initial import InitialWeights, check_same_source
-from torchllm.checkpoint.keeping.history import CheckpointHistory, Judgment
 from torchllm.checkpoint.manifest import CheckpointError, FileRecord, Manifest
-from torchllm.checkpoint.plan import SavePlan, agree_on_plan
+from torchllm.checkpoint.plan import SavePlan, agree_on_plan, save_tensors
 from torchllm.checkpoint.state import Part, holds_all_weights, was_frozen
 from torchllm.config.applied_keys import applied, replaced_parts, saves_state
 from torchllm.runtime.heartbeat import during
@@ -319,7 +319,7 @@ class Checkpointer:
             manifests.publish(temporary, folder, manifest)
 
         try:
-            files.update(tensor_io.save_tensors(self._group, temporary, plan, parts))
+            files.update(save_tensors(self._group, temporary, plan, parts))
             on_first(self._group, publish)
         except CheckpointError as error:
             if rank_of(self._group) == 0:

@@ -3,7 +3,7 @@
 A run's `checkpoints/` holds step folders such as `step-00000100/`: a file of tensors per rank (`data_file.py`), their
 index (`index.py`), and `manifest.json` with the size and a sha256 of each file (for a file of tensors, the sha256 of
 its table of sums). A step folder is written under a hidden temporary name, forced to disk and renamed, and it is
-renamed before it is deleted (`keeping/history.py`), so that at any moment it exists whole or not at all. Its files are
+renamed before it is deleted (`history.py`), so that at any moment it exists whole or not at all. Its files are
 never written again; later status is in separate files:
 
     proven.json     the following steps were finite: the newest such checkpoint is never deleted

@@ -1,26 +1,30 @@
-"""Agree on the index of a checkpoint: the rank that writes each piece of each tensor.
+"""Agree on the index of a checkpoint, the rank that writes each piece of each tensor; and write the pieces.
 
 All ranks exchange their parts, and each computes the same index from them, so nothing is sent twice and rank 0 has no
 more work than others. The exchange is small: an inventory (keys, dtypes, shapes and a sharding number per tensor) is
 the same for a whole pipeline stage, and is sent once per stage; each rank only adds its region per sharding (about ten
 shardings per model). A piece that several ranks hold is written by the rank with the least to write.
 
-If no rank's parts have changed, a later save sends only a flag.
+If no rank's parts have changed, a later save sends only a flag. Every rank writes one file, with `torch.save`.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import IO, NamedTuple, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from torchllm.checkpoint.agreement import Group, any_rank, gather_rows, rank_of
+from torchllm.checkpoint.agreement import Group, any_rank, gather_rows, on_all, rank_of
+from torchllm.checkpoint.data_file import DataFileWriter, data_file_name
 from torchllm.checkpoint.index import Index, Integers, PieceGrid, Region
-from torchllm.checkpoint.manifest import CheckpointError
+from torchllm.checkpoint.manifest import CheckpointError, FileRecord
 from torchllm.checkpoint.state import Part, TensorSharding
 
 
@@ -307,3 +311,46 @@ def _cuts_of_grid(shape: tuple[int, ...], offsets: Integers, sizes: Integers) ->
         cuts.append(np.append(begins, length))
         cells *= len(begins)
     return tuple(cuts) if len(offsets) == cells else None
+
+
+def save_tensors(group: Group, folder: Path, plan: SavePlan, parts: Mapping[str, Part]) -> dict[str, FileRecord]:
+    """Write every rank's share of the parts into an empty folder, and the index; force them to disk.
+
+    Returns the records of all files on rank 0, of none on others. Raises CheckpointError on all ranks.
+    """
+
+    def write() -> FileRecord:
+        with DataFileWriter(folder / data_file_name(rank_of(group))) as file, _no_checksums():
+            for key in plan.written:
+                torch.save(_to_store(parts[key].local), cast(IO[bytes], file))  # torch.save calls only write and flush
+                file.end_piece(plan.index.tensors[key].number)
+            return file.finish()
+
+    record = on_all(group, write)
+    digest = torch.frombuffer(bytearray.fromhex(record.sha256), dtype=torch.int64)
+    rows = gather_rows(group, torch.cat([torch.tensor([record.size]), digest]))
+    if rank_of(group) != 0:
+        return {}
+    files = {}
+    for rank, row in enumerate(rows):
+        files[data_file_name(rank)] = FileRecord(int(row[0]), row[1:].numpy().tobytes().hex())
+    return files
+
+
+def _to_store(local: Tensor) -> Tensor:
+    """Return a tensor on the host whose storage has only its elements, since torch.save writes the whole storage."""
+    stored = local.detach().cpu().contiguous()
+    if stored.untyped_storage().nbytes() != stored.nbytes:
+        stored = stored.clone()
+    return stored
+
+
+@contextmanager
+def _no_checksums() -> Iterator[None]:
+    """Disable torch's CRC32 in the files: it takes longer than writing them, and every piece has a sha256."""
+    previous = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(previous)

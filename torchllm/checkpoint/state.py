@@ -67,13 +67,14 @@ def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
     parts: dict[str, Part] = {}
     for key, tensor in tensors.items():
         shape = tuple(tensor.shape)
-        local, sharding = local_tensor(tensor).detach(), TensorSharding(shape, None, ())
-        if isinstance(tensor, DTensor):
-            sharding = TensorSharding(shape, tensor.device_mesh, tensor.placements)
+        if not isinstance(tensor, DTensor):
+            parts[key] = Part(tensor.detach(), Region((0,) * len(shape), shape), TensorSharding(shape, None, ()))
+            continue
+        sharding = TensorSharding(shape, tensor.device_mesh, tensor.placements)
         if sharding not in regions:
             size, offset = local_region(tensor)
             regions[sharding] = Region(offset, size)
-        parts[key] = Part(local, regions[sharding], sharding)
+        parts[key] = Part(local_tensor(tensor).detach(), regions[sharding], sharding)
     return parts
 
 

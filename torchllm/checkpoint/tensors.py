@@ -1,7 +1,7 @@
-"""Write tensors to a checkpoint folder and read them back, on any layout.
+"""Read the tensors of a checkpoint, on any layout.
 
-Every rank writes one file, with `torch.save`. A load reads each piece on one rank, in threads, which sends the others
-their parts (`read_plan.py`). Its sum is verified before torch unpickles it with `weights_only`: no code is run.
+Each piece is read on one rank, in threads, which sends the others their parts (`read_plan.py`). Its sum is verified
+before torch unpickles it with `weights_only`: no code is run. `plan.py` writes them.
 """
 
 import hashlib
@@ -15,24 +15,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torchllm.checkpoint.agreement import Group, gather_rows, on_all, on_first, rank_of, size_of
-from torchllm.checkpoint.data_file import DataFileWriter, PieceTable, data_file_name, read_piece, read_piece_table
+from torchllm.checkpoint.data_file import PieceTable, data_file_name, read_piece, read_piece_table
 from torchllm.checkpoint.index import INDEX, Index, Region, parse_index
 from torchllm.checkpoint.manifest import (
     CheckpointError,
     DamagedCheckpoint,
-    FileRecord,
     Manifest,
     check_plain_file,
     read_manifest,
 )
-from torchllm.checkpoint.plan import JobParts, SavePlan, gather_parts, rank_parts, tensors_by_key
+from torchllm.checkpoint.plan import JobParts, gather_parts, rank_parts, tensors_by_key
 from torchllm.checkpoint.state import EXTRA, Part
 from torchllm.checkpoint.verify import check_files, check_sizes
 
@@ -45,49 +44,6 @@ THREADS = min(8, os.cpu_count() or 1)
 """threads of a rank that read pieces; more than there are cores wait for each other, as each hashes and unpickles"""
 BYTES_AT_A_TIME = 1 << 30
 """bytes of pieces that the threads of a rank hold at once, unless a single piece is larger"""
-
-
-def save_tensors(group: Group, folder: Path, plan: SavePlan, parts: Mapping[str, Part]) -> dict[str, FileRecord]:
-    """Write every rank's share of the parts into an empty folder, and the index; force them to disk.
-
-    Returns the records of all files on rank 0, of none on others. Raises CheckpointError on all ranks.
-    """
-
-    def write() -> FileRecord:
-        with DataFileWriter(folder / data_file_name(rank_of(group))) as file, _no_checksums():
-            for key in plan.written:
-                torch.save(_to_store(parts[key].local), cast(IO[bytes], file))  # torch.save calls only write and flush
-                file.end_piece(plan.index.tensors[key].number)
-            return file.finish()
-
-    record = on_all(group, write)
-    digest = torch.frombuffer(bytearray.fromhex(record.sha256), dtype=torch.int64)
-    rows = gather_rows(group, torch.cat([torch.tensor([record.size]), digest]))
-    if rank_of(group) != 0:
-        return {}
-    files = {}
-    for rank, row in enumerate(rows):
-        files[data_file_name(rank)] = FileRecord(int(row[0]), row[1:].numpy().tobytes().hex())
-    return files
-
-
-def _to_store(local: Tensor) -> Tensor:
-    """Return a tensor on the host whose storage has only its elements, since torch.save writes the whole storage."""
-    stored = local.detach().cpu().contiguous()
-    if stored.untyped_storage().nbytes() != stored.nbytes:
-        stored = stored.clone()
-    return stored
-
-
-@contextmanager
-def _no_checksums() -> Iterator[None]:
-    """Disable torch's CRC32 in the files: it takes longer than writing them, and every piece has a sha256."""
-    previous = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(previous)
 
 
 @dataclass(frozen=True)

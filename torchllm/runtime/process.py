@@ -9,6 +9,7 @@ import gc
 import hashlib
 import logging
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,11 +31,12 @@ SAVE = "save"
 """file in the run folder that requests a checkpoint now; the user creates it, and the run deletes it"""
 
 
+@dataclass(kw_only=True)
 class Hooks:
     """Hooks of a launcher in a rank. By default they do nothing: a rank without a launcher."""
 
-    def check_owner(self) -> None:
-        """Raise LeaseLost if another job has taken the run folder; called before each write to it."""
+    check_owner: Callable[[], None] = lambda: None
+    """raises LeaseLost if another job has taken the run folder; called before each write to it"""
 
     def end(self) -> None:
         """Leave the job: called on success, before the process group is destroyed."""
@@ -173,12 +175,10 @@ class Runtime:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def check_owner(self) -> None:
-        """Raise LeaseLost on rank 0 if another job has taken the run folder; call it there before a write.
-
-        Another job may have assumed that a run suspended for minutes was dead.
-        """
-        self.hooks.check_owner()
+    @property
+    def check_owner(self) -> Callable[[], None]:
+        """Return what raises LeaseLost, on rank 0, if another job has taken the run folder; call it before a write."""
+        return self.hooks.check_owner
 
     def mark_stopped(self, step: int) -> None:
         """Write the marker that tells run_train.sh: this run ended early on purpose, with a checkpoint of `step`."""

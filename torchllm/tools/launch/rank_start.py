@@ -27,7 +27,7 @@ from torchllm.runtime.heartbeat import GROUP_GRACE, Timeouts, beat, heartbeat
 from torchllm.runtime.process import Hooks, Runtime
 from torchllm.tools.launch import launcher_notes
 from torchllm.tools.launch.descriptors import describe_low_limit, raise_descriptor_limit
-from torchllm.tools.launch.lease import DONE, Claim, check_owner, inherited_claim, release_leases
+from torchllm.tools.launch.lease import DONE, check_owner, inherited_claim, release_leases
 from torchllm.tools.launch.process_tree import end_with_parent
 from torchllm.tools.launch.stop_requests import StopRequests
 from torchllm.tools.launch.store import HashStore, Store, has_launcher, join_store
@@ -44,21 +44,13 @@ FILE_SYSTEM_PATIENCE = 5.0
 """seconds; a network file system shows a new file on other nodes a moment late"""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class LaunchHooks(Hooks):
     """Watches over the run folder's owner and over hangs; leaves the job at its end."""
 
     rank: int
-    folder: Path
-    claim: Claim | None
-    """proves that this job owns the run folder; rank 0's"""
     hang_watch: "HangWatch | None" = None
     """None in a job of one rank, which waits for no other one: its launcher watches it"""
-
-    def check_owner(self) -> None:
-        """See Hooks: a run that was suspended for minutes may have been taken for dead."""
-        if self.claim is not None:
-            check_owner(self.folder, self.claim)
 
     def end(self) -> None:
         """See Hooks."""
@@ -118,7 +110,9 @@ def start_runtime(run: Run, configs: Sequence[Config] = (), *, reads_only: bool 
         from torchllm.tools.launch.compile_cache import choose_compile_cache
 
         choose_compile_cache(Path(run.folder), world_size // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    hooks = LaunchHooks(rank, Path(run.folder), claim)
+    hooks = LaunchHooks(rank=rank)
+    if claim is not None:  # of rank 0: a run that was suspended for minutes may have been taken for dead
+        hooks.check_owner = partial(check_owner, Path(run.folder), claim)
     runtime = Runtime(
         rank=rank,
         world_size=world_size,

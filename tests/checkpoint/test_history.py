@@ -12,11 +12,10 @@ from torch import nn
 from tests import workers
 from tests.checkpoint.test_checkpointer import saved, steps
 from torchllm import config
-from torchllm.checkpoint import data_file
+from torchllm.checkpoint import data_file, history
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint.checkpointer import Checkpointer
-from torchllm.checkpoint.keeping import history
-from torchllm.checkpoint.keeping.history import BackgroundDeletion, folders_to_delete, share_of
+from torchllm.checkpoint.history import BackgroundDeletion, folders_to_delete, share_of
 
 
 def test_the_newest_whole_ones_stay() -> None:

@@ -265,11 +265,6 @@ class CheckpointHistory:
         """Delete hidden folders in the background, each rank its share."""
         self._deletion.delete(share_of(hidden, rank_of(self._group), size_of(self._group)))
 
-    def replace_suspect(self, folder: Path) -> None:
-        """Delete a suspect step folder, and forget it."""
-        self.delete(change_on_first(self._group, self._check_owner, lambda: [manifests.hide(folder)]))
-        self.forget(folder)
-
     def make_way(self, folder: Path) -> None:
         """Delete a suspect step folder of a step that is saved again, or move a damaged one aside.
 
@@ -277,7 +272,8 @@ class CheckpointHistory:
         """
         if folder in self.suspects:
             log_on_first(self._group, f"{folder}, which is marked as suspect, is replaced")
-            self.replace_suspect(folder)
+            self.delete(change_on_first(self._group, self._check_owner, lambda: [manifests.hide(folder)]))
+            self.forget(folder)
             return
         if self.is_whole.get(folder, True):
             try:

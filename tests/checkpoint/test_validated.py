@@ -1,6 +1,6 @@
 import pytest
 
-from torchllm.checkpoint.keeping.history import Proof
+from torchllm.checkpoint.history import Proof
 
 pytestmark = pytest.mark.quick
 
