@@ -27,7 +27,6 @@ import numpy.typing as npt
 from torchllm.config.files import read_regular
 from torchllm.data.checked_file import BLOCK, BlockSums, file_sums
 from torchllm.data.error import DataError
-from torchllm.data.path_hint import describe_missing
 from torchllm.data.shard import SPLITS, ShardSize, Split
 
 HEADER = "corpus.json"
@@ -148,6 +147,8 @@ def _read_json(folder: Path) -> dict[str, Any]:
     try:
         content = json.loads(read_regular(path, LARGEST_HEADER))
     except FileNotFoundError:
+        from torchllm.data.path_hint import describe_missing  # of no use where there is one
+
         raise DataError(
             f"{folder} holds no token shards: there is no {HEADER} (recipes/prepare.py writes it last; "
             f"if it was stopped, run it again); {describe_missing(str(folder))}"

@@ -5,7 +5,6 @@ parent's key by key; everything else, arrays included, replaces.
 """
 
 import codecs
-import difflib
 import os
 import re
 import tomllib
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchllm.config.files import read_regular
-from torchllm.config.toml import KeyPath, dotted, shown
+from torchllm.config.toml import KeyPath, shown
 from torchllm.tools.config.read import STILL_SET, TO_SET
 from torchllm.tools.resources import RUN_CONFIG, find_base, find_config
 
@@ -103,7 +102,9 @@ def _read_file(file: str, named_at: str, errors: list[str]) -> Layer:
     try:
         data = read_regular(path)
     except FileNotFoundError:
-        near = _near_files(path)
+        from torchllm.tools.config.toml_errors import near_files  # of no use to a file that can be read
+
+        near = near_files(path)
         hint = f"; did you mean {near}?" if near else ""
         errors.append(f"{named_at}{file}: no such file{hint}")
         return _unread()
@@ -121,7 +122,9 @@ def _read_file(file: str, named_at: str, errors: list[str]) -> Layer:
     try:
         table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, and errors that the decoder does not wrap
-        errors.append(f"{file}:{_parser_message(str(error), text)}")
+        from torchllm.tools.config.toml_errors import parser_message  # as above
+
+        errors.append(f"{file}:{parser_message(str(error), text)}")
         return _unread()
     origins = {key: f"{file}:{line}" for key, line in key_lines(text).items()}
     return Layer(table, origins)
@@ -130,35 +133,6 @@ def _read_file(file: str, named_at: str, errors: list[str]) -> Layer:
 def _line_after(beginning: bytes) -> int:
     """Return the number of the line that follows the beginning of a file."""
     return beginning.count(b"\n") + 1
-
-
-def _parser_message(error: str, text: str) -> str:
-    """Return "LINE: MESSAGE" for an error of the TOML parser."""
-    message = error
-    line = str(max(1, text.rstrip("\n").count("\n") + 1))  # the last, unless the parser names one
-    position = re.search(r" \(at (?:line (\d+), column \d+|end of document)\)", error)
-    if position:
-        message = error[: position.start()]
-        line = position[1] or line
-    if twice := re.fullmatch(r"Cannot declare \((.*)\) twice", message):
-        section = dotted(tuple(re.findall(r"'([^']*)'", twice[1])))
-        return f"{line}: section [{section}] is given twice"
-    if message == "Cannot overwrite a value":
-        return f"{line}: a key is given twice"
-    if re.fullmatch(r"Illegal character '\\n'|Unterminated string|Expected \"'+\"", message):
-        return f"{line}: a string has no closing quote"
-    if message == "Invalid value" and position and position[1]:
-        return f"{line}: invalid value: text needs quotes, and it is true and false"
-    return f"{line}: {message}"
-
-
-def _near_files(path: Path) -> str:
-    """Return the TOML files with names similar to the missing one, as text for a message."""
-    if not path.name:
-        return ""
-    files = {*path.parent.glob("*.toml"), *Path("train_configs").rglob("*.toml")}
-    close = difflib.get_close_matches(path.stem, {file.stem for file in files}, n=2, cutoff=0.7)
-    return " or ".join(sorted(str(file) for file in files if file.stem in close))
 
 
 _TOKEN = re.compile(

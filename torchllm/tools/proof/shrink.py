@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torchllm.config import Config, Model, Source
-from torchllm.tools.config.degrees import FLOAT8_MULTIPLE
+from torchllm.tools.config.float8_sizes import FLOAT8_MULTIPLE
 from torchllm.tools.config.idle import contradictions
 from torchllm.tools.proof.layouts import Settings, with_settings
 

@@ -28,13 +28,8 @@ from torchllm.config import (
 )
 from torchllm.config.schema import RecomputeMode
 from torchllm.facts.flops import ALL_TRAINED
-from torchllm.tools.config.degrees import (
-    BLOCK_MODES,
-    FLOAT8_MULTIPLE,
-    obstacle_to_compiled_blocks,
-    takes_float8_tokens,
-    unfit_for_float8,
-)
+from torchllm.tools.config.degrees import BLOCK_MODES, obstacle_to_compiled_blocks
+from torchllm.tools.config.float8_sizes import FLOAT8_MULTIPLE, takes_float8_tokens, unfit_for_float8
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.cluster import Hardware
 from torchllm.tools.planner.compute import Kernels

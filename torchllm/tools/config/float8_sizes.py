@@ -1,0 +1,54 @@
+"""The sizes that products in float8 need."""
+
+from collections.abc import Iterator
+
+from torchllm.config.schema import SCHEDULES, Config, Float8, Model
+from torchllm.tools.config.read import ConfigError, config_error
+
+FLOAT8_MULTIPLE = 16
+"""divisor of all sizes of a float8 product: cuBLAS takes rows whose bytes are a multiple of this"""
+
+
+def float8_layout_problems(config: Config) -> Iterator[ConfigError]:
+    """Check that all float8 products of a layout have sizes that are multiples of `FLOAT8_MULTIPLE`."""
+    model, parallel, training = config.model, config.parallel, config.training
+    if parallel.pp > 1 and SCHEDULES[parallel.schedule].splits_backward:
+        yield config_error(
+            "parallel.schedule",
+            f"{parallel.schedule} computes gradients of inputs and weights separately, which the products of "
+            f'float8.recipe = "{config.float8.recipe}" cannot: use Interleaved1F1B, or 1F1B with virtual_stages = 1',
+        )
+    remedy = 'or set float8.recipe = "none"'
+    for width in unfit_for_float8(model, parallel.tp):
+        yield config_error(
+            "float8.recipe",
+            f"{width} is no multiple of {FLOAT8_MULTIPLE}, which float8 products need: change it, {remedy}",
+        )
+    tokens = training.micro_batch_size * training.sequence_length // parallel.cp
+    if training.sequence_length % parallel.cp == 0 and not takes_float8_tokens(config.float8, tokens):
+        yield config_error(
+            "training.micro_batch_size",
+            f"{training.micro_batch_size} x sequence_length {training.sequence_length} / cp {parallel.cp} = {tokens} "
+            f"tokens are no multiple of {FLOAT8_MULTIPLE}, which gradients of weights in float8 need: change it, "
+            f"{remedy}",
+        )
+
+
+def unfit_for_float8(model: Model, tp: int) -> Iterator[str]:
+    """Yield the widths of a rank's matrices that do not fit float8 products, e.g. "model.ffn = 1032 / tp 2"."""
+    if model.hidden % FLOAT8_MULTIPLE:
+        yield f"model.hidden = {model.hidden}"
+    widths = {
+        "heads x head_dim": model.heads * model.head_width,
+        "kv_heads x head_dim": model.kv * model.head_width,
+        "ffn": model.ffn,
+    }
+    share = f" / tp {tp}" if tp > 1 else ""
+    for name, width in widths.items():
+        if width % tp == 0 and width // tp % FLOAT8_MULTIPLE:
+            yield f"model.{name} = {width}{share}"
+
+
+def takes_float8_tokens(float8: Float8, tokens: int) -> bool:
+    """Return whether float8 products can sum over `tokens` tokens of a rank, as gradients of weights do."""
+    return tokens % FLOAT8_MULTIPLE == 0 or float8.recipe == "rowwise_with_gw_hp"
