@@ -1,6 +1,8 @@
 """Write the drawings of the documentation: `python docs/drawings.py`. A test compares the files with them."""
 
-from collections.abc import Sequence
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +12,7 @@ from torchllm.facts.flops import parameter_count
 BARS_START = 150.0
 """where the bars of the ZeRO stages begin: right of their longest label"""
 IMAGES = Path(__file__).parent / "images"
+LIBRARY = Path(__file__).parents[1] / "torchllm"
 BLUE, ORANGE, GREEN, GREY, LIGHT = "#4c78a8", "#f58518", "#54a24b", "#bab0ac", "#f0eeec"
 
 
@@ -32,13 +35,30 @@ class Label(NamedTuple):
     text: str
 
 
-def svg(width: int, height: int, boxes: Sequence[Box], labels: Sequence[Label]) -> str:
-    """Return an SVG picture."""
+class Arrow(NamedTuple):
+    """A line with a head at its end."""
+
+    x1: float
+    y1: float
+    x2: float
+    y2: float
+
+
+def svg(width: int, height: int, boxes: Sequence[Box], labels: Sequence[Label], arrows: Sequence[Arrow] = ()) -> str:
+    """Return an SVG picture; the arrows are behind the boxes."""
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
         "<style>text { font: 13px sans-serif; fill: #222 } .in { fill: white; text-anchor: middle }</style>",
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
+    if arrows:
+        lines.append(
+            '<marker id="head" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
+            f'<path d="M0 0 8 4 0 8z" fill="{GREY}"/></marker>'
+        )
+    for arrow in arrows:
+        place = f'x1="{arrow.x1:g}" y1="{arrow.y1:g}" x2="{arrow.x2:g}" y2="{arrow.y2:g}"'
+        lines.append(f'<line {place} stroke="{GREY}" stroke-width="1.5" marker-end="url(#head)"/>')
     for box in boxes:
         place = f'x="{box.x:g}" y="{box.y:g}" width="{box.width:g}" height="{box.height:g}"'
         lines.append(f'<rect {place} rx="3" fill="{box.color}"/>')
@@ -129,9 +149,64 @@ def draw_zero_stages() -> str:
     return svg(760, 215, boxes, labels)
 
 
+def imports_of_folders() -> dict[str, set[str]]:
+    """Return which folders each folder imports, as the docstring of its __init__.py ends, which a test holds."""
+    imports = {}
+    for init in sorted([*LIBRARY.glob("*/__init__.py"), *LIBRARY.glob("tools/*/__init__.py")]):
+        docstring = " ".join((ast.get_docstring(ast.parse(init.read_text())) or "").split())
+        _, found, named = docstring.removesuffix(".").partition("Imports: ")
+        if found:
+            imports[init.parent.relative_to(LIBRARY).as_posix()] = set(named.split(", "))
+    return {folder: named & imports.keys() for folder, named in imports.items()}
+
+
+def draw_rooms() -> str:
+    """Draw the folders of the library, each above those that it imports."""
+    imports = imports_of_folders()
+
+    @cache
+    def reached(folder: str) -> frozenset[str]:
+        return frozenset(imports[folder]).union(*map(reached, imports[folder]))
+
+    @cache
+    def level(folder: str) -> int:
+        return 1 + max(map(level, imports[folder]), default=-1)
+
+    top = max(map(level, imports))
+    boxes: dict[str, Box] = {}
+    for row in range(top + 1):
+        for is_tool, left, width in ((False, 10.0, 230.0), (True, 300.0, 450.0)):
+            here = [folder for folder in imports if level(folder) == row and folder.startswith("tools/") == is_tool]
+            for column, folder in enumerate(here):
+                aside = 60 * (row % 3 - 1) if is_tool and len(here) == 1 else 0  # else arrows hide behind boxes
+                x = left + width * (column + 0.5) / len(here) - 50 + aside
+                name = folder.removeprefix("tools/")
+                boxes[folder] = Box(round(x, 1), 40.0 + 46 * (top - row), 100, 28, ORANGE if is_tool else BLUE, name)
+    labels = [Label(10, 24, "core: torchllm/"), Label(300, 24, "tools: torchllm/tools/")]
+    return svg(760, 46 * top + 80, list(boxes.values()), labels, _arrows(imports, boxes, reached))
+
+
+def _arrows(
+    imports: Mapping[str, set[str]], boxes: Mapping[str, Box], reached: Callable[[str], frozenset[str]]
+) -> list[Arrow]:
+    """Return an arrow for each import that no other import of the folder leads to."""
+    arrows = []
+    for folder, named in imports.items():
+        for other in sorted(named):
+            if not any(other in reached(between) for between in named):
+                above, below = boxes[folder], boxes[other]
+                arrows.append(Arrow(above.x + 50, above.y + 28, below.x + 50, below.y))
+    return arrows
+
+
 def drawings() -> dict[str, str]:
     """Return the text of each picture by file name."""
-    return {"overview.svg": draw_overview(), "layout.svg": draw_layout(), "zero_stages.svg": draw_zero_stages()}
+    return {
+        "overview.svg": draw_overview(),
+        "layout.svg": draw_layout(),
+        "zero_stages.svg": draw_zero_stages(),
+        "rooms.svg": draw_rooms(),
+    }
 
 
 if __name__ == "__main__":

@@ -1,0 +1,5 @@
+"""Measures many layouts, one job after another, and draws what came out.
+
+Which layouts to measure first, and what rows say of the planner, is in tools/planner.
+Imports: config, tools/resources, tools/config, tools/planner, tools/launch, tools/front.
+"""

@@ -1,7 +1,7 @@
 """What starts, plans, proves, watches or converts a run. The core imports none of it.
 
 What computes a step is in the folders of torchllm itself. The core reads prepared tokens; what else it can read is
-registered here.
+registered here. A folder may import the core, and others in the order of tests/test_architecture.py.
 """
 
 from typing import Any

@@ -42,7 +42,7 @@ def load_configs(arguments: Sequence[str], schema: type[Any] = Config, *, uses_e
         configs = read_configs(arguments, schema, uses_epochs)
     from torchllm.tools.launch.start_lines import say_while_this_imports  # of no use to a check
 
-    heartbeat().open()
+    heartbeat().open()  # its launcher watches it from here on
     say_while_this_imports()
     return configs
 
