@@ -99,12 +99,9 @@ def step_folders(root: Path) -> list[Path]:
 def hash_file(path: Path) -> FileRecord:
     """Return size and sha256 of the content of a regular file. Raises DamagedCheckpoint if it is none."""
     check_plain_file(path)
-    digest, size = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-            size += len(block)
-    return FileRecord(size, digest.hexdigest())
+        digest = hashlib.file_digest(file, "sha256")
+        return FileRecord(file.tell(), digest.hexdigest())
 
 
 def check_plain_file(path: Path) -> int:
