@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from evidence.__main__ import main
-from evidence.pack import published_measurements
 from tests.tools.planner.evidence.tables import write_rows
 from tests.tools.planner.evidence.test_calibrate import made
 
@@ -19,10 +18,6 @@ pytestmark = pytest.mark.quick
 def test_files_are_judged(command: str, printed: str, tmp_path: Path) -> None:
     table = write_rows(tmp_path / "rows.csv", made()[:6])
     assert printed in main([*command.split(), table])
-
-
-def test_published_measurements_are_there() -> None:
-    assert len(published_measurements()) == 16
 
 
 def test_a_wrong_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,9 +25,9 @@ from evidence.cross_validation import (
     left_out_residuals,
     step_errors,
 )
-from evidence.folds import fold_of, timed_rows
-from evidence.picks import GroupPick, picks, regret_lines, score_picks
-from evidence.trial_runs import FoldTrial, error_of_rest, named_runs, trial_lines
+from evidence.folds import timed_rows
+from evidence.picks import picks, score_picks
+from evidence.trial_runs import error_of_rest, named_runs
 from tests.tools.planner.evidence.tables import case_of, named, with_cells, write_rows
 from tests.tools.planner.evidence.test_calibrate import made
 from torchllm.tools.planner.evidence.calibrate import mean_error, problem_of
@@ -54,12 +54,6 @@ def test_a_fold_is_predicted_from_the_others_of_its_framework_and_a_framework_wi
     assert slow.fitted < 0.03
     assert slow.mean > 0.1
     assert slow.bias == pytest.approx(-slow.mean)
-
-
-def test_a_fold_is_framework_and_model_where_none_is_said() -> None:
-    row = made()[0]
-    assert fold_of(row) == f"{row.cells['stack']}/{row.cells['model']}"
-    assert fold_of(with_cells(row, fold="a/b")) == "a/b"
 
 
 def test_a_row_that_is_not_fitted_has_a_residual_of_constants_without_its_fold() -> None:
@@ -182,15 +176,6 @@ def test_the_regret_is_that_of_the_layout_predicted_fastest() -> None:
     assert without.told_right == without.comparable - 1
 
 
-def test_lines_of_picks() -> None:
-    good = GroupPick("good", 10, 0.05, 9, 10, False, 0.02)
-    lost = GroupPick("lost", 10, None, 10, 10, True, None)
-    _, first, second, total = regret_lines([good, lost])
-    assert first.split() == ["good", "10", "5.0", "90.0", "2.0"]
-    assert second.split() == ["lost", "10", "-", "100.0", "OOM"]
-    assert total == "2 picks, 1 out of memory; 95.0% of 20 rows told right; regret mean 2.0%, worst 2.0%"
-
-
 # -- first runs
 
 
@@ -213,15 +198,6 @@ def test_runs_are_named_before_any_is_measured() -> None:
     runs = slow_runs()
     assert named_runs(runs) == named_runs([run._replace(seconds=1.0) for run in runs])
     assert len(set(named_runs(runs))) == trial_runs.RUNS
-
-
-def test_a_fold_that_is_not_better_is_said() -> None:
-    better = FoldTrial("a", 30, uncalibrated=0.2, named=0.05, random=0.1, beaten=0.9)
-    worse = FoldTrial("b", 30, uncalibrated=0.2, named=0.1, random=0.05, beaten=0.1)
-    _, first, second, total = trial_lines([better, worse])
-    assert first.split() == ["a", "30", "20.0", "5.0", "10.0", "90.0"]
-    assert second.endswith("not better")
-    assert total == "better on 1 of 2 folds; 1.000 of the random error, geometric mean"
 
 
 def test_each_judgment_is_a_table_and_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
