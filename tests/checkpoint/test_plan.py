@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from math import log
 from unittest import mock
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests import workers
-from tests.growth.checkpoint_index import index_of, measure_index, shapes_of_run, synthetic_ranks
+from tests.growth.checkpoint_index import index_of, synthetic_ranks
 from torchllm.checkpoint import plan as plans
 from torchllm.checkpoint.index import Index, Region
 from torchllm.checkpoint.manifest import CheckpointError
@@ -103,23 +102,6 @@ def test_copies_share_the_writing() -> None:
                 written[writer] += int(elements)
         assert sum(written.values()) == 40 * (64 * 16 + 32 + 1)
         assert max(written.values()) <= sum(written.values()) / (shard * replicate) + 64 * 16 / shard
-
-
-def test_the_index_grows_with_the_ranks_and_not_with_their_square() -> None:
-    """70B, by counts: the cost at 1,024 ranks is that at 64, times 16 at most."""
-    shapes = shapes_of_run()
-    assert len(shapes) == 4 * 723
-    costs = [measure_index(shapes, ranks) for ranks in (64, 256)]
-    for cost in costs:
-        assert cost.pieces > 2000 * cost.ranks
-        assert cost.pieces_read == cost.tensors  # on the layout that wrote it
-        assert cost.sent_bytes < 400_000
-    assert log(costs[1].index_bytes / costs[0].index_bytes, 4) < 1
-    assert costs[1].index_bytes < 400_000
-    one_block = measure_index({key: shape for key, shape in shapes.items() if ".layers.1." in key}, 256)
-    assert costs[1].index_bytes - one_block.index_bytes < 110 * (
-        costs[1].tensors - one_block.tensors
-    )  # its key, and not its pieces
 
 
 def tensors() -> dict[str, Tensor]:
