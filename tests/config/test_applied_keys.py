@@ -94,11 +94,6 @@ def test_a_recipe_that_applies_none_of_them_is_refused_or_told() -> None:
             assert f"call {rule.call}" in str(error.value)
 
 
-def test_the_default_needs_no_call() -> None:
-    with new_training(Config()):
-        assert refuse_unapplied(Config()) == []
-
-
 def test_what_is_applied_is_the_value_of_the_config() -> None:
     config = changed("training.z_loss")
     with new_training(config):

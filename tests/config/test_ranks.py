@@ -2,19 +2,16 @@
 
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
-from unittest.mock import Mock
 
 import pytest
 
 from tests.config.conftest import RANK_VARIABLES, refusal
 from torchllm.config import Parallel
 from torchllm.config.environment import HANDED
-from torchllm.tools.config import fewer_ranks
 from torchllm.tools.config.load import load_config
 
 pytestmark = pytest.mark.quick
@@ -265,21 +262,6 @@ def test_of_more_nodes_than_share_the_batch_the_largest_number_trains(
         assert (out["TRAINING_NODES"], out["WAIT_REASON"]) == ("2", line)
         assert err[0] == line
         assert err[-1].startswith("global batch 16 sequences = ")
-
-
-def test_numbers_of_nodes_are_tried_once_each(
-    folder: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    counted = Mock(wraps=fewer_ranks.layout_problems)
-    monkeypatch.setattr(fewer_ranks, "layout_problems", counted)
-    (folder / "x.toml").write_text("[training]\nglobal_batch_size = 512")
-    launch(NNODES="63", NPROC="8")
-    out, _ = check_lines(["x.toml", "--run.folder=runs/a"], capsys, "TRAINING_NODES", "WAIT_REASON")
-    assert out["TRAINING_NODES"] == "32"
-    tried = Counter(world for (_, world), _ in counted.call_args_list)
-    assert set(tried) == {8 * nodes for nodes in range(32, 65)}
-    searched = [tried[8 * nodes] for nodes in range(33, 63)]
-    assert searched == [1] * len(searched)
 
 
 def test_nodes_wait_only_if_a_degree_is_open_and_a_number_fits(
