@@ -227,21 +227,6 @@ def test_verifying_names_every_damaged_block_and_damaged_sums(tmp_path: Path) ->
         corpus.check()
 
 
-def test_a_verified_file_that_is_written_anew_is_verified_again_whatever_time_it_shows(tmp_path: Path) -> None:
-    write_two_shards(tmp_path)
-    corpus = Corpus(tmp_path / "c", tmp_path / "records")
-    for shard in corpus.check():
-        corpus.verify(*shard)
-    path = tmp_path / "c" / "00001.train.bin"
-    time = path.stat().st_mtime_ns
-    flip_bit(path, BLOCK)
-    os.utime(path, ns=(time, time))  # as `cp -p` does
-    later = Corpus(tmp_path / "c", tmp_path / "records")
-    assert list(later.check()) == [("train", 1)]
-    with pytest.raises(DamagedFile, match="its bytes 1,048,576 to"):
-        later.verify("train", 1)
-
-
 def test_a_block_that_was_checked_is_checked_again_in_a_file_that_was_changed(tmp_path: Path) -> None:
     corpus = write_two_shards(tmp_path)
     corpus.window("train", 3, 500)

@@ -67,21 +67,6 @@ def test_it_reads_at_its_pace_and_ends_when_told(corpus: CountedCorpus, monkeypa
     assert not corpus.verified
 
 
-def test_damage_is_found_at_the_start_and_beside_training(
-    corpus: CountedCorpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flip_bit(corpus.folder / "00001.train.bin", 3 * BLOCK)
-    with pytest.raises(DataError, match=r"00001\.train\.bin is damaged: its bytes 3,145,728 to"):
-        Verification([corpus], 0, 1).begin()
-    monkeypatch.setattr(module, "_BYTES_AT_ONCE", 0)
-    verification = Verification([corpus], 0, 1)
-    verification.begin()
-    verification.start()
-    until(lambda: verification.problem)
-    verification.close()
-    assert "00001.train.bin is damaged" in str(verification.problem)
-
-
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
 def test_a_file_that_changes_during_the_run_is_verified_again(corpus: CountedCorpus, damage: str) -> None:
     verification = Verification([corpus], 0, 1)
