@@ -6,7 +6,6 @@ what could not be written is written when it can be.
 
 import os
 import subprocess
-import time
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,7 +14,6 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.launched import PATIENCE, SCRIPT, clean
-from tests.patience import patience
 from tests.recipes.warm import pretrain
 from tests.tiny_run import DEBUG, QUIET, ROOT, SMALL, STEPS, assert_same_run, changed
 from torchllm.tools.watch.launches import read_launches
@@ -62,29 +60,6 @@ def test_records_that_cannot_be_written_come_back(undisturbed: Path, tmp_path: P
         assert [point.step for point in points] == list(range(1, STEPS + 1))
         [launch] = read_launches(folder / "goodput.json")
         assert launch.step == STEPS
-
-
-def _nan_at_step_3(recipe: Any, rank: int) -> None:
-    class Step(recipe.TrainStep):
-        def __call__(self, step: int, batches: Any) -> Any:
-            result = super().__call__(step, batches)
-            return result._replace(skipped=result.skipped + (step >= 3))
-
-    recipe.TrainStep = Step
-
-
-def test_the_command_on_an_event_that_hangs_ends_nothing(undisturbed: Path, tmp_path: Path) -> None:
-    folder, notes, command = tmp_path / "run", tmp_path / "notes", tmp_path / "on event.sh"
-    command.write_text(f"#!/bin/sh\necho \"$@\" >>'{notes}'; sleep 100\n")
-    command.chmod(0o755)
-    on_event = f"--run.on_event='{command}' --to me"
-    assert pretrain(1, folder, ONE_RANK, on_event, change=_nan_at_step_3) == [""]
-    assert_same_run(folder, undisturbed)
-    expected = [f"--to me nan {folder}"]  # once, not in each of six steps
-    deadline = time.monotonic() + patience(10)
-    while not notes.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert [line for line in notes.read_text().splitlines() if " nan " in line] == expected
 
 
 @pytest.mark.exhaustive

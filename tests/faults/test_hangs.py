@@ -193,26 +193,3 @@ def test_a_save_in_the_background_may_take_longer_than_run_timeout(
     assert run.wait() == 0, run.err.read_text()
     if ranks == 2:
         assert_same_run(folder, request.getfixturevalue("undisturbed"))
-
-
-def test_a_restart_that_follows_a_hang_is_the_same_run(
-    start: Callable[..., Started], tmp_path: Path, trials: int, undisturbed: Path
-) -> None:
-    marker = tmp_path / "has-hung"
-    fault = f"""
-def hang_once():
-    file = Path("{marker}-" + os.environ["RANK"])
-    if not file.exists():
-        file.touch()
-        sleep()
-
-before(pretrain, "read_health", 6, hang_once)
-"""
-    folder = tmp_path / "run"
-    options = [*QUIET, *limits(), f"--run.folder={folder}"]
-    run = start(DEBUG, *SMALL, *options, "--run.restarts=1", NPROC="2", **with_fault(tmp_path, fault))
-    assert run.wait() == 0, run.err.read_text()
-    text = run.err.read_text()
-    assert text.count("hang: ") == 1
-    assert re.search("rank [01] was stuck; restart 1 of 1 from the checkpoint of step 4", text)
-    assert_same_run(folder, undisturbed)
