@@ -3,8 +3,6 @@
 import ast
 import inspect
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -50,23 +48,6 @@ def test_every_name_is_documented() -> None:
 def test_a_recipe_that_trains_imports_nothing_else_of_the_library(name: str) -> None:
     modules = {dotted.rpartition(".")[0] for dotted in imports(ROOT / f"recipes/{name}.py")}
     assert {module for module in modules if module.startswith("torchllm")} == {"torchllm.recipe"}
-
-
-def test_a_recipe_loads_only_what_it_uses() -> None:
-    """The face itself the register of readers; minimal.py no tool; pretrain.py no dry run, no hub."""
-    program = """
-import sys
-import torchllm.recipe
-before = sorted(name for name in sys.modules if name.startswith("torchllm."))
-import recipes.minimal
-tools = [name for name in sys.modules if name.startswith("torchllm.tools.")]
-import recipes.pretrain
-unused = ("torchllm.tools.dry_run", "torchllm.tools.hub.published", "torchllm.tools.planner.search")
-print(before, tools, [name for name in sys.modules if name.startswith(unused)])
-"""
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    face = ["torchllm.data", "torchllm.data.registry", "torchllm.recipe", "torchllm.tools"]
-    assert done.stdout == f"{face} [] []\n"
 
 
 def calls_of_old_recipes() -> Iterator[tuple[str, ast.Call]]:
