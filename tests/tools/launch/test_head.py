@@ -65,11 +65,6 @@ def test_a_file_that_is_not_this_jobs_is_no_address(tmp_path: Path) -> None:
         assert read_head(folder / "missing", JOB) is None, content
 
 
-def test_who_waits_in_vain_is_told_what_to_check(tmp_path: Path) -> None:
-    with pytest.raises(NodeMissing, match=r"waited for 0.1 s \(run.start_timeout\) for node 0 to write .*MASTER_PORT"):
-        find_head(tmp_path, JOB, NodeWait(0.1))
-
-
 def test_a_head_that_does_not_answer_is_named_with_its_address(capfd: pytest.CaptureFixture[str]) -> None:
     for host, reason in [("127.0.0.1", "Connection refused"), ("no-such-host.invalid", "")]:
         address = HeadAddress(host, free_port())

@@ -323,14 +323,6 @@ def test_a_reader_that_was_suspended_itself_waits_on(tmp_path: Path) -> None:
         take_lease(tmp_path, clock.timing()._replace(sleep=suspend))
 
 
-def test_an_owner_of_this_machine_that_has_ended_is_dead_at_once(tmp_path: Path) -> None:
-    def never(seconds: float) -> None:
-        raise AssertionError("it waits")
-
-    write_owner(tmp_path, 1, gone_here().text())
-    assert take(tmp_path, Timing(sleep=never)).claim.number == 2
-
-
 # ---- while it is held
 
 

@@ -17,7 +17,7 @@ from tests.launched import ends, is_running
 from tests.patience import patience
 from tests.tiny_run import ROOT
 from torchllm.config.environment import START_TIMEOUT
-from torchllm.runtime.heartbeat import HEARTBEATS, Heartbeat
+from torchllm.runtime.heartbeat import HEARTBEATS
 from torchllm.tools.launch import rank_watch
 from torchllm.tools.launch.rank_watch import RankWatch, StalledRank
 
@@ -228,24 +228,6 @@ def test_an_attempt_knows_nothing_of_the_ranks_before(node: Node, tmp_path: Path
     assert not node.watch.look(100.0)
 
 
-def test_a_look_reads_each_rank_of_the_node_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = 8
-    monkeypatch.setenv(HEARTBEATS, "")
-    watch = RankWatch()
-    reads: list[Path] = []
-    read = rank_watch.read_beat
-    monkeypatch.setattr(rank_watch, "read_beat", lambda file: reads.append(file) or read(file))
-    with watch.attempt(tmp_path / "heartbeats"):
-        for rank in range(ranks):
-            monkeypatch.setenv(HEARTBEATS, str(tmp_path / "heartbeats"))
-            monkeypatch.setenv("LOCAL_RANK", str(rank))
-            heart = Heartbeat()
-            heart.open()
-            heart.close()
-        watch.look(1.0)
-    assert len(reads) == len(set(reads)) == ranks
-
-
 def test_ranks_hear_of_the_limit_of_their_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(START_TIMEOUT, "")
     RankWatch(start_timeout=7.5)
@@ -267,7 +249,3 @@ def test_heartbeats_are_elsewhere_where_the_memory_tells_nothing(monkeypatch: py
 
     monkeypatch.setattr(os, "statvfs", stale)
     assert rank_watch.memory_folder() is None
-
-
-def test_the_launcher_waits_longer_than_the_ranks_by_a_tenth() -> None:
-    assert [rank_watch.patience(timeout) for timeout in (0.0, 600.0)] == [3.0, 63.0]

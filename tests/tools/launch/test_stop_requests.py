@@ -170,9 +170,3 @@ def test_until_all_ranks_have_voted_an_error_is_a_consequence_of_the_request(
     requests.begin_training()
     sys.excepthook(OSError, OSError("a bug"), None)
     assert statuses == [0]
-
-
-def test_looks_at_the_file_stay_within_a_budget_for_any_number_of_ranks(tmp_path: Path) -> None:
-    for ranks in (64, 1_024, 16_384):
-        interval = StopRequests(tmp_path, 0, ranks).look_interval
-        assert ranks / interval <= 1_024
