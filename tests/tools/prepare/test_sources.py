@@ -220,13 +220,6 @@ def test_a_file_of_the_hub_that_breaks_off_is_a_clear_error(tmp_path: Path) -> N
         list(raw.records(second))
 
 
-def test_each_of_two_files_of_a_set_is_named(tmp_path: Path) -> None:
-    for number in range(2):
-        write_table(tmp_path / f"train-{number}.parquet", {"text": ["a text"]})
-    named = [record.where for record in read_all(Source(kind="hub", path=str(tmp_path)))]
-    assert named == [f"{tmp_path}[train] file {number} row 0" for number in range(2)]
-
-
 def test_hub_without_network_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import datasets
 

@@ -134,23 +134,6 @@ def test_a_clock_that_is_set_while_a_launch_runs_changes_nothing(
     assert account_of_run.summary() == "goodput 50.0% of 20 s; start-up 50.0%"
 
 
-def test_a_file_that_cannot_be_written_ends_nothing_and_comes_back(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = tmp_path / FILE
-    file.mkdir()
-    account_of_run = Goodput(tmp_path)
-    account_of_run.begin_steps(0)
-    account_of_run.write(1)
-    account_of_run.write(2)
-    file.rmdir()
-    account_of_run.write(3)
-    assert read_launches(file) == [account_of_run.launch]
-    failure, success = caplog.messages
-    assert failure == f"{file}: Is a directory; training goes on, and it is tried again"
-    assert success == f"{file}: works again"
-
-
 def test_a_damaged_file_stops_no_run(tmp_path: Path) -> None:
     for text in ("", "[", "7", '[{"started": 1}]', json.dumps([asdict(Launch(1.0, 0))])[:-9]):
         (tmp_path / FILE).write_text(text)

@@ -26,7 +26,7 @@ from torchllm.tools.config.checks import problems
 from torchllm.tools.front.preflight import inspect_training
 from torchllm.tools.watch import trackers
 from torchllm.tools.watch.send_records import Sender
-from torchllm.tools.watch.trackers import TrackerHelper, count_unsent, environment_facts
+from torchllm.tools.watch.trackers import TrackerHelper, count_unsent
 
 TRACKERS = ["wandb", "mlflow", "trackio"]
 FAKES = Path(__file__).parent / "fake_trackers"
@@ -275,12 +275,6 @@ def test_a_config_with_a_secret_is_sent_to_no_tracker() -> None:
         sending = replace(config, metrics=Metrics(trackio="bees"))
         found = [problem.key for problem in problems(sending, 1) if "metrics.trackio uploads the config" in problem[1]]
         assert found == (["data.sources.0.path"] if is_secret else []), path
-
-
-def test_environment_facts() -> None:
-    facts = environment_facts(Config(), "NVIDIA H100")
-    assert facts.keys() == {"torchllm", "torch", "python", "system", "host", "device", "ranks"}
-    assert facts["device"] == "NVIDIA H100"
 
 
 def leveldb_records(log: bytes) -> Iterator[bytes]:

@@ -156,36 +156,12 @@ def test_what_ends_a_turn_is_read_from_the_template(tmp_path: Path) -> None:
         assert trained(made, folder) == [["hello there" + "\n".join(ends)]], name
 
 
-def test_a_template_without_an_end_is_counted(tmp_path: Path) -> None:
-    endless = QWEN25._replace(
-        template=QWEN25.template.replace("{{ message.content }}<|im_end|>", "{{ message.content }}")
-    )
-    made = format_of(endless, tmp_path).examples(Conversation(TALK))
-    assert made.without_end == 1
-    assert format_of(endless, tmp_path).ends_of_turn == {}
-    words = [user("how?"), assistant("close it with <|im_end|>")]
-    assert format_of(endless, tmp_path).examples(Conversation(words)).without_end == 1
-
-
 def test_a_token_that_is_added_and_not_special_may_end_a_turn(tmp_path: Path) -> None:
     calling = FAMILIES["calling"]
     family = calling._replace(special=("<|endoftext|>", "<|endoftext|>"), words=(*calling.words, *calling.special[1:]))
     chat = format_of(family, tmp_path)
     assert chat.ends_of_turn == {"<|im_end|>": chat.encoder.token_id("<|im_end|>")}
     assert trained(chat.examples(Conversation(WITH_CALL)), tmp_path) == [[f"{CALLED}<|im_end|>", "two<|im_end|>"]]
-
-
-def test_tokens_that_hold_the_end_of_a_prompt_are_counted(tmp_path: Path) -> None:
-    """A blank at its end is merged with the first word of the answer, which no model sees when it answers."""
-    colon = QWEN25._replace(
-        template="{% for message in messages %}{{ message.role }}: {{ message.content }}<|im_end|>{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    chat = format_of(colon, tmp_path)
-    made = chat.examples(Conversation([user("a"), assistant("hello"), user("a"), assistant("fox")]))
-    assert made.merged_tokens == 2
-    assert chat.examples(Conversation([user("a"), assistant("(")])).merged_tokens == 0
-    assert format_of(QWEN25, tmp_path).examples(Conversation(TALK)).merged_tokens == 0
 
 
 def test_a_turn_without_its_prompt_is_an_error_that_names_the_key(tmp_path: Path) -> None:

@@ -43,12 +43,3 @@ def test_each_line_shows_whether_it_is_trained(tmp_path: Path) -> None:
         assert lines[2].startswith(f"{source.path}:3: ")
         assert lines[3].startswith(f"{source.path}:4: no messages: ")
         assert list(islice(show_examples(plan, load_tokenizer(data.tokenizer)), 1)) == examples[:1]
-
-
-def test_a_conversation_that_is_nested_too_deeply_is_a_fault(tmp_path: Path) -> None:
-    data = settings(tmp_path, FAMILIES["qwen3"])
-    deep = json.loads("[" * 700 + "]" * 700)
-    source = write_lines(tmp_path / "talks.jsonl", [[user("a"), assistant("b") | {"extra": deep}]])
-    (shown,) = show_examples(planned(source, data), load_tokenizer(data.tokenizer))
-    assert shown.is_fault
-    assert "nested too deeply" in shown.text
