@@ -28,11 +28,6 @@ def training(gradients: list[FloatArray], weights: list[FloatArray]) -> Trained:
 EXPECTED = training([array(1.0, 1.0, 1e-6)] * 2, [array(0.5, 0.5, 0.5), array(0.4, 0.4, 0.6)])
 
 
-def test_equal_trainings_have_no_error() -> None:
-    agreement = compare_trainings(EXPECTED, EXPECTED, FLOAT32)
-    assert (agreement.error, agreement.findings) == (0.0, [])
-
-
 def test_a_weight_may_move_as_far_as_other_gradients_move_it() -> None:
     """As AdamW does, whose epsilon is far below a gradient that is rounding."""
     moved = training([array(1.0, 1.0, 1.1e-6)] * 2, [array(0.5, 0.5, 0.5), array(0.4, 0.4, 0.601)])
