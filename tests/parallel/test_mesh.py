@@ -120,17 +120,6 @@ def test_ep_may_be_a_part_of_tp() -> None:
         assert [AXES[dimension] for dimension in axes["efsdp"]] == ["tp", "dp_shard"]
 
 
-def test_plain_fsdp_is_one_axis_and_one_rank_has_every_mesh() -> None:
-    with on_rank(3, 8, dp_shard=8) as mesh:
-        assert mesh.fsdp.shape == (8,)
-        assert ranks_of(mesh.tp) == [3]
-    with on_rank(0, 1) as mesh:
-        assert mesh.fsdp.shape == (1,)
-        assert mesh.tp.shape == (1,)
-        assert mesh.data_rank == 0
-        assert mesh.data_size == 1
-
-
 def groups_now() -> set[str]:
     return {group.group_name for group in dist.distributed_c10d._world.pg_map}
 
