@@ -39,6 +39,7 @@ class PrepareConfig(Config):
 import json
 import re
 import time
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -49,8 +50,8 @@ from torchllm.config.schema import RAW_KINDS
 from torchllm.data.corpus import Corpus
 from torchllm.data.corpus_header import HEADER, CorpusHeader
 from torchllm.data.error import DataError
-from torchllm.data.readers import describe_source
-from torchllm.data.tokenizer import Tokenizer, describe_documents
+from torchllm.data.readers import ReaderSettings, describe_source
+from torchllm.data.tokenizer import Tokenizer, describe_documents, load_tokenizer
 from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.host_limits import usable_cores
 from torchllm.runtime.signs_of_life import signs_of_life
@@ -58,7 +59,7 @@ from torchllm.tools.prepare.bad_records import check_not_empty
 from torchllm.tools.prepare.build import choose_split, warn_of_changes, write_corpus
 from torchllm.tools.prepare.cache import plan_corpus
 from torchllm.tools.prepare.counts import describe_corpus, untrained
-from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
+from torchllm.tools.prepare.plan import CorpusPlan, LoadTokenizer
 
 
 class Prepared(NamedTuple):
@@ -74,12 +75,12 @@ def main(config: PrepareConfig) -> None:
 
     Raises RefusedStart for a wrong source or tokenizer, before anything is written; DataError for wrong records.
     """
-    spec = TokenizerSpec(config.data.tokenizer, config.data.pattern)
+    load = partial(load_tokenizer, config.data.tokenizer, config.data.pattern)
     root = Path(config.prepare.folder).resolve()
     try:
         if not config.prepare.folder and not config.prepare.show:
             raise DataError("prepare.folder is empty: say where to write, --prepare.folder=tokens")
-        tokenizer = spec.load()
+        tokenizer = load()
         for line in describe_documents(tokenizer):
             print(line)
         plans = plan_sources(config, tokenizer, root)
@@ -95,7 +96,7 @@ def main(config: PrepareConfig) -> None:
         table = source
         if index in plans:
             folder = root / folder_name(index, source)
-            print_corpus(folder, prepare(plans[index], spec, folder, processes, config.data.max_bad_share))
+            print_corpus(folder, prepare(plans[index], load, folder, processes, config.data.max_bad_share))
             table = Source(kind="tokens", path=str(folder), weight=source.weight)
         tables.append(table)
     print("\nTo train on it:\n")
@@ -108,18 +109,12 @@ def main(config: PrepareConfig) -> None:
 def plan_sources(config: PrepareConfig, tokenizer: Tokenizer, root: Path) -> dict[int, CorpusPlan]:
     """Return the plan of each raw source, by its place in the config. Raises DataError for a wrong source."""
     plans = {}
+    length = config.training.sequence_length
+    settings = ReaderSettings(config.data, config.model.vocab, tokenizer, config.finetune, length)
+    pins = root / "revisions" if config.prepare.folder else None
     for index, source in enumerate(config.data.sources):
         if source.kind in RAW_KINDS:
-            plans[index] = plan_corpus(
-                source,
-                config.data,
-                tokenizer,
-                config.model.vocab,
-                config.prepare.shard_mib,
-                config.finetune,
-                config.training.sequence_length,
-                pins=root / "revisions" if config.prepare.folder else None,
-            )
+            plans[index] = plan_corpus(source, settings, config.prepare.shard_mib, pins)
     return plans
 
 
@@ -147,7 +142,7 @@ def folder_name(index: int, source: Source) -> str:
     return "-".join(parts)
 
 
-def prepare(plan: CorpusPlan, spec: TokenizerSpec, folder: Path, processes: int, max_bad_share: float) -> Prepared:
+def prepare(plan: CorpusPlan, load: LoadTokenizer, folder: Path, processes: int, max_bad_share: float) -> Prepared:
     """Write the corpus to `folder`, if it is not there yet. max_bad_share: as in `write_corpus`."""
     if (folder / HEADER).exists():
         corpus = Corpus(folder)
@@ -164,7 +159,7 @@ def prepare(plan: CorpusPlan, spec: TokenizerSpec, folder: Path, processes: int,
         warn_of_changes(plan, folder)
         return Prepared(header, None)
     start = time.perf_counter()
-    header = write_corpus(choose_split(plan), spec, folder, processes, max_bad_share)
+    header = write_corpus(choose_split(plan), load, folder, processes, max_bad_share)
     return Prepared(header, time.perf_counter() - start)
 
 

@@ -44,11 +44,10 @@ from tokenizers import Tokenizer as Encoder
 from torchllm.config.schema import RAW_KINDS
 from torchllm.data.error import DataError
 from torchllm.data.stages import plan_stages
-from torchllm.data.tokenizer import Tokenizer, load_tokenizer
-from torchllm.data.tokenizer_protocol import Pattern
+from torchllm.data.tokenizer import Pattern, Tokenizer, load_tokenizer
 from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.signs_of_life import signs_of_life
-from torchllm.tools.prepare.bad_records import BadShare, check_not_empty, record_tally
+from torchllm.tools.prepare.bad_records import BadShare, RecordTally, check_not_empty
 from torchllm.tools.prepare.chosen_files import choose_files
 from torchllm.tools.prepare.open_source import open_raw_source
 from torchllm.tools.prepare.sources import ShardRange
@@ -103,7 +102,7 @@ def source_texts(source: Source, config: TokenizerConfig, share: float, held_out
     """Yield the text of a source up to its share. Raises DataError for bad records as recipes/prepare.py does."""
     data, is_stdlib = config.data, source.kind == "stdlib"
     opened = open_raw_source(source, choose_files(source).train)
-    tally = record_tally(source, "skip" if is_stdlib else data.on_bad_record)
+    tally = RecordTally(source, "skip" if is_stdlib else data.on_bad_record)
     skipped: Counter[str] = Counter()
     name, trained = source.path or source.kind, 0
     left, left_out = config.tokenizer.text_mib * 2**20 * share, HELD_OUT_MIB * 2**20 * share

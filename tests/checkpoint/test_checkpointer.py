@@ -24,14 +24,16 @@ from torchllm import __version__, config
 from torchllm.checkpoint import checkpointer as checkpointers
 from torchllm.checkpoint import history
 from torchllm.checkpoint import manifest as manifests
+from torchllm.checkpoint import tensors as checkpoint_tensors
 from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.checkpoint.data_file import read_piece_table
 from torchllm.checkpoint.manifest import (
+    PROVEN,
+    SUSPECT,
     CheckpointError,
     DamagedCheckpoint,
     Manifest,
-    mark_proven,
-    mark_suspect,
+    mark,
     read_suspects,
 )
 from torchllm.checkpoint.state import Snapshot, nonfinite_keys, parts_of
@@ -242,7 +244,7 @@ def test_only_weights_are_read_for_weights_and_once(tmp_path: Path, monkeypatch:
     saved(tmp_path, 1, model=model)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     file_bytes = sum(path.stat().st_size for path in step_folder(tmp_path, 1).iterdir())
-    monkeypatch.setattr(manifests, "hash_file", None)  # nothing is hashed as a whole
+    monkeypatch.setattr(checkpoint_tensors, "check_files", None)  # nothing is read as a whole
     with mock.patch.object(os, "pread", wraps=os.pread) as reads:
         load_newest_weights(tmp_path, partial(load_weights, stages=[nn.Linear(64, 64)]))
     containers_and_tables = 2 * 2048 + 2 * 1024
@@ -688,7 +690,7 @@ def test_a_run_that_is_lost_before_any_good_checkpoint_is_told_what_trains(
 
 def test_a_proven_checkpoint_is_no_suspect_though_the_run_is_lost_after_it(tmp_path: Path) -> None:
     saved(tmp_path, 4)
-    mark_proven(step_folder(tmp_path, 4), "it went on well")
+    mark(step_folder(tmp_path, 4), PROVEN, "it went on well")
     resuming = checkpointer(tmp_path)
     resuming.resume()
     resuming.save(8, {})
@@ -715,12 +717,12 @@ def test_an_evaluation_that_is_not_finite_makes_suspects(tmp_path: Path) -> None
 def test_a_suspect_is_loaded_only_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved(tmp_path, 1, 2)
     first, second = (step_folder(tmp_path, step) for step in (1, 2))
-    mark_suspect(second, "NaN")
+    mark(second, SUSPECT, "NaN")
     assert resumed_step(checkpointer(tmp_path, resume=str(first))) == 1  # the newer one is not in the way
     assert not caplog.records
     assert resumed_step(checkpointer(tmp_path, resume=str(second))) == 2
     assert "step-00000002 is loaded because checkpoint.resume names it, but is marked as suspect: NaN" in caplog.text
-    mark_suspect(first, "NaN")
+    mark(first, SUSPECT, "NaN")
     for load in (checkpointer(tmp_path).resume, lambda: newest_weights(tmp_path)):
         with pytest.raises(CheckpointError, match=r"every checkpoint in .* is marked as suspect"):
             load()

@@ -7,6 +7,7 @@ checkpoint of step 2, and the sha256 of every tensor of step 4. Both were traine
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from tests.recipes.warm import pretrain
 from tests.tiny_run import ROOT, curve, tensor_digests
 from torchllm.checkpoint.manifest import CheckpointError
+from torchllm.checkpoint.tensors import verify_in_parallel
 from torchllm.checkpoint.verify import newest_verified
 from torchllm.data.corpus import Corpus
 from torchllm.data.error import DataError
@@ -67,7 +69,7 @@ def test_format_1_is_refused_by_its_name(tmp_path: Path) -> None:
     (folder / "manifest.json").write_text('{"format": 1, "step": 2, "files": {".metadata": [1, ""]}}')
     message = r"no checkpoint in .*manifest\.json: a checkpoint of format 1; this version of torchllm reads format 2$"
     with pytest.raises(CheckpointError, match=f"(?s){message}"):
-        newest_verified([folder])
+        newest_verified([folder], partial(verify_in_parallel, None), print)
     (tmp_path / "corpus.json").write_text('{"format": 1, "key": "", "shards": [{"files": {}}]}')
     message = r"corpus\.json: a corpus of format 1; this version of torchllm reads format 2: prepare the corpus again"
     with pytest.raises(DataError, match=message):

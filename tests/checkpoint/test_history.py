@@ -12,10 +12,10 @@ from torch import nn
 from tests import workers
 from tests.checkpoint.test_checkpointer import saved, steps
 from torchllm import config
-from torchllm.checkpoint import data_file, history
+from torchllm.checkpoint import data_file, history, verify
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint.checkpointer import Checkpointer
-from torchllm.checkpoint.history import BackgroundDeletion, folders_to_delete, share_of
+from torchllm.checkpoint.history import delete_folder, folders_to_delete, share_of
 
 
 def test_the_newest_whole_ones_stay() -> None:
@@ -62,9 +62,8 @@ def test_a_leftover_that_cannot_be_deleted_is_named_and_stops_nothing(
             raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(history.shutil, "rmtree", refuse)
-    deletion = BackgroundDeletion()
-    deletion.delete(leftovers)
-    deletion.close()
+    for leftover in leftovers:
+        delete_folder(leftover)
     assert [leftover.exists() for leftover in leftovers] == [True, False]
     [message] = caplog.messages
     assert message.startswith(f"warning: cannot delete {leftovers[0]}, which is no checkpoint any more")
@@ -96,7 +95,7 @@ def lower_keep(folder: str) -> dict[str, int]:
     with ExitStack() as patches:
         for module, name in (
             (history.shutil, "rmtree"),
-            (manifests, "hash_file"),
+            (verify, "read_content"),
             (data_file, "read_piece_table"),
             (data_file, "read_range"),
         ):
@@ -123,4 +122,4 @@ def test_a_thousand_checkpoints_go_without_being_read(tmp_path: Path) -> None:
     counted = workers.run(lower_keep, 4, str(tmp_path))
     assert [manifests.step_of(folder) for folder in manifests.step_folders(root)] == [5000, 1002, 1001]
     assert len(list(root.iterdir())) == 3
-    assert counted == [{"rmtree": 250, "hash_file": 0, "read_piece_table": 0, "read_range": 0}] * 4
+    assert counted == [{"rmtree": 250, "read_content": 0, "read_piece_table": 0, "read_range": 0}] * 4

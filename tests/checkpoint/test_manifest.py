@@ -9,7 +9,8 @@ import pytest
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint.data_file import DataFileWriter
 from torchllm.checkpoint.manifest import CheckpointError, FileRecord, Manifest
-from torchllm.checkpoint.verify import check_files, check_sizes, verify_checkpoint
+from torchllm.checkpoint.tensors import verify_in_parallel
+from torchllm.checkpoint.verify import check_files, check_sizes
 
 pytestmark = pytest.mark.quick
 
@@ -55,7 +56,7 @@ def test_truncated_emptied_and_deleted_files_are_refused_by_name(tmp_path: Path)
             path.symlink_to(tmp_path / "content")
             message = ".*not a regular file"
         with pytest.raises(CheckpointError, match=name.replace(".", r"\.") + message):
-            verify_checkpoint(folder)
+            verify_in_parallel(None, folder)
 
 
 def test_manifest_cannot_point_outside_its_folder(tmp_path: Path) -> None:
@@ -65,7 +66,7 @@ def test_manifest_cannot_point_outside_its_folder(tmp_path: Path) -> None:
         folder = manifests.step_folder(tmp_path, step)
         manifests.publish(temporary, folder, Manifest(step, {}, {}, 1, {}, {name: FileRecord(1, "0" * 64)}))
         with pytest.raises(CheckpointError, match="plain name"):
-            verify_checkpoint(folder)
+            verify_in_parallel(None, folder)
 
 
 def test_foreign_manifests_are_refused(tmp_path: Path) -> None:
@@ -74,15 +75,15 @@ def test_foreign_manifests_are_refused(tmp_path: Path) -> None:
     for content in [*broken, b'{"format": 2}', b'{"format": 3}']:
         (folder / manifests.MANIFEST).write_bytes(content)
         with pytest.raises(CheckpointError, match=r"manifest\.json"):
-            verify_checkpoint(folder)
+            verify_in_parallel(None, folder)
 
 
 def test_renamed_step_folder_is_refused(tmp_path: Path) -> None:
     make(tmp_path, 1).rename(tmp_path / "step-00000002")
     with pytest.raises(CheckpointError, match="holds step 1"):
-        verify_checkpoint(tmp_path / "step-00000002")
+        verify_in_parallel(None, tmp_path / "step-00000002")
     shutil.copytree(tmp_path / "step-00000002", tmp_path / "a-copy")
-    assert verify_checkpoint(tmp_path / "a-copy").step == 1
+    assert verify_in_parallel(None, tmp_path / "a-copy").step == 1
 
 
 def test_folders_are_checkpoints_newest_first_or_hidden(tmp_path: Path) -> None:

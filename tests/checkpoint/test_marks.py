@@ -5,7 +5,7 @@ import pytest
 
 from torchllm.checkpoint.manifest import (
     SUSPECT,
-    mark_suspect,
+    mark,
     read_suspects,
 )
 
@@ -28,7 +28,7 @@ def test_a_mark_that_cannot_be_read_is_still_one(tmp_path: Path) -> None:
 
 
 def test_a_mark_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    mark_suspect(tmp_path / "nowhere", "NaN")
+    mark(tmp_path / "nowhere", SUSPECT, "NaN")
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert "nowhere/suspect.json" in record.getMessage()

@@ -26,7 +26,7 @@ from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.checkpoint.data_file import read_piece_table
 from torchllm.checkpoint.manifest import CheckpointError
 from torchllm.checkpoint.state import model_tensors, optimizer_tensors
-from torchllm.checkpoint.verify import verify_checkpoint
+from torchllm.checkpoint.tensors import verify_in_parallel
 
 LAYOUTS = {  # replicate, shard, tp
     "fsdp2": (1, 2, 1),
@@ -255,7 +255,7 @@ def test_killed_save_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
     with pytest.raises(workers.WorkerFailed):
         workers.run(kill_in_a_shard, 2, str(tmp_path))
     (folder,) = manifests.step_folders(tmp_path / "checkpoints")
-    verify_checkpoint(folder)
+    verify_in_parallel(None, folder)
     for loaded in workers.run(load_on, 2, "fsdp2", str(tmp_path)):
         assert loaded == (1, {"sequences": 8}, saved)
     assert list((tmp_path / "checkpoints").iterdir()) == [folder]  # nothing hidden is left

@@ -39,7 +39,7 @@ def write_many_shards(folder: Path, shards: int) -> Source:
     for number in range(1, shards):
         shard_path(folder, number, "train").write_bytes(content)
         table.add({"train": record, "validation": empty})
-    table_sums = table.write(folder)
+    table_sha256, sums_sha256 = table.write(folder)
     header = CorpusHeader(
         format=FORMAT,
         key="",
@@ -52,9 +52,9 @@ def write_many_shards(folder: Path, shards: int) -> Source:
         max_token=257,
         skipped={},
         shards=shards,
-        fingerprint=corpus_fingerprint("<u2", "bytes", table_sums.table),
-        table_sha256=table_sums.table,
-        sums_sha256=table_sums.sums,
+        fingerprint=corpus_fingerprint("<u2", "bytes", table_sha256),
+        table_sha256=table_sha256,
+        sums_sha256=sums_sha256,
     )
     write_header(folder, header)
     return Source(kind="tokens", path=str(folder))

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -39,15 +40,14 @@ from torchllm.data.corpus import Corpus, SequenceSource, Synthetic, Window
 from torchllm.data.data_changes import cached_corpora
 from torchllm.data.error import DataError
 from torchllm.data.loader import DataRanks, TrainLoader, build_loader
-from torchllm.data.order import DataOrder, StageShares
+from torchllm.data.order import DataOrder, PlannedStage
 from torchllm.data.packing import WHOLE_SEQUENCE, SequencePieces
 from torchllm.data.readers import ReaderSettings, reader_of
 from torchllm.data.shard import Split
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.prepare.build import write_corpus
 from torchllm.tools.prepare.cache import cached_folder, plan_corpus, prepare_cached
-from torchllm.tools.prepare.plan import TokenizerSpec
-from torchllm.tools.prepare.recorded import Rules
+from torchllm.tools.prepare.plan import Rules
 
 CPU = torch.device("cpu")
 LENGTH = 3
@@ -234,7 +234,7 @@ def test_a_stage_that_began_before_another_global_batch_keeps_its_sequences() ->
     resumed = numbered_loader([50, 50], accumulation=2, stages=ANNEALED)
     resumed.load_state(json.loads(json.dumps(before.state())))
     stream += stream_of([resumed], 3)  # 16 sequences in 4 steps, then 2 per step
-    order = DataOrder(0, [50, 50], [1.0, 3.0], [StageShares(12, [1.0, 0.0]), StageShares(18, [1.0, 1.0])])
+    order = DataOrder(0, [50, 50], [1.0, 3.0], [PlannedStage(0, 12, (1.0, 0.0)), PlannedStage(0, 18, (1.0, 1.0))])
     assert stream == [(location.source, 0, location.number) for location in map(order.locate, range(22))]
     again = numbered_loader([50, 50], accumulation=8, stages=ANNEALED)
     again.load_state(json.loads(json.dumps(resumed.state())))
@@ -339,12 +339,12 @@ def test_a_cached_corpus_is_found_however_its_path_is_written(
     monkeypatch.chdir(tmp_path)
     data = Data(cache="cache", validation_fraction=0.0)
     plans = [
-        plan_corpus(Source(kind="text", path=path), data, load_tokenizer("bytes"), 258)
+        plan_corpus(Source(kind="text", path=path), ReaderSettings(data, 258, load_tokenizer("bytes")))
         for path in ("data", "./data/", str(tmp_path / "data"))
     ]
     folder = Path("cache", f"text-{plans[0].key}") if earlier else prepare_cached(plans[0], data)
     if earlier:
-        write_corpus(plans[0], TokenizerSpec("bytes", "llama3"), folder)
+        write_corpus(plans[0], partial(load_tokenizer, "bytes"), folder)
     assert [prepare_cached(plan, data) for plan in plans] == [folder] * 3
     monkeypatch.chdir(tmp_path.parent)
     if not earlier:
@@ -368,10 +368,10 @@ def test_a_run_goes_on_with_the_files_and_tokens_of_an_earlier_version(
         workers=0,
     )
     tokenizer = load_tokenizer("tokenizer.json")
-    plan = plan_corpus(data.sources[0], data, tokenizer, 6, rules=Rules.FIRST)
+    plan = plan_corpus(data.sources[0], ReaderSettings(data, 6, tokenizer), rules=Rules.FIRST)
     folder = Path("cache", "jsonl-0275e65f13035678")
     if cached:
-        header = write_corpus(plan, TokenizerSpec("tokenizer.json", "llama3"), folder)
+        header = write_corpus(plan, partial(load_tokenizer, "tokenizer.json"), folder)
         assert header.fingerprint == "275b58cf72f5248a"
         caplog.clear()
     training = Training(micro_batch_size=1, global_batch_size=1, sequence_length=LENGTH)
@@ -404,7 +404,7 @@ def test_a_run_on_few_files_goes_on_with_them_and_a_new_one_holds_out_their_last
     source = Source(kind="text", path=str(tmp_path / "data"))
     data = Data(sources=(source,), cache=str(tmp_path / ("cache" if cached else "elsewhere")))
     tokenizer = load_tokenizer("bytes")
-    plan = plan_corpus(source, data, tokenizer, 258, rules=Rules.ALL_FILES)
+    plan = plan_corpus(source, ReaderSettings(data, 258, tokenizer), rules=Rules.ALL_FILES)
     earlier = Corpus(prepare_cached(plan, data, Rules.ALL_FILES))
     assert (earlier.header.documents, earlier.tokens("validation")) == (2, 0)
     loader = real(tmp_path, source)
@@ -425,9 +425,9 @@ def test_a_run_on_few_files_goes_on_with_them_and_a_new_one_holds_out_their_last
 def test_a_corpus_in_the_cache_keeps_what_it_holds_out(tmp_path: Path) -> None:
     source = write_documents(tmp_path, 60)
     data = Data(sources=(source,), cache=str(tmp_path / "cache"), validation_fraction=0.05)
-    plan = plan_corpus(source, data, load_tokenizer("bytes"), 258)
+    plan = plan_corpus(source, ReaderSettings(data, 258, load_tokenizer("bytes")))
     by_text = cached_folder(data, plan)
-    assert write_corpus(plan, TokenizerSpec("bytes", "llama3"), by_text).documents == 60
+    assert write_corpus(plan, partial(load_tokenizer, "bytes"), by_text).documents == 60
     assert Corpus(by_text).tokens("validation") > 0
     assert prepare_cached(plan, data) == by_text
     shutil.rmtree(by_text)

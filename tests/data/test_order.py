@@ -10,7 +10,7 @@ from torchllm.data.order import (
     Location,
     MixtureSlot,
     Permutation,
-    StageShares,
+    PlannedStage,
     mixture_counts,
     mixture_shares,
     mixture_table,
@@ -29,7 +29,11 @@ def test_a_permutation_visits_each_number_once(size: int, seed: int) -> None:
     assert sorted(map(permutation, range(size))) == list(range(size))
 
 
-STAGES = [StageShares(90, [1.0, 0.0, 2.0]), StageShares(91, [0.0, 1.0, 0.0]), StageShares(300, [1.0, 1.0, 0.0])]
+STAGES = [
+    PlannedStage(0, 90, (1.0, 0.0, 2.0)),
+    PlannedStage(0, 91, (0.0, 1.0, 0.0)),
+    PlannedStage(0, 300, (1.0, 1.0, 0.0)),
+]
 
 
 def test_a_stage_goes_on_with_each_source_where_the_one_before_has_left_it() -> None:
@@ -43,7 +47,7 @@ def test_a_stage_goes_on_with_each_source_where_the_one_before_has_left_it() -> 
         assert [order.uses(source, n) for source in range(3)] == used
         used[location.source] += 1
     first = 0
-    for stage in [*STAGES, StageShares(end, [0.0, 5.0, 1.0])]:
+    for stage in [*STAGES, PlannedStage(0, end, (0.0, 5.0, 1.0))]:
         length = stage.end - first
         for source, weight in enumerate(stage.weights):
             share = order.uses(source, stage.end) - order.uses(source, first)
@@ -52,7 +56,7 @@ def test_a_stage_goes_on_with_each_source_where_the_one_before_has_left_it() -> 
 
 
 def test_the_same_weights_in_two_stages_are_one() -> None:
-    whole, cut = DataOrder(3, [5, 7], [3, 1]), DataOrder(3, [5, 7], [3, 1], [StageShares(16, [3, 1])])
+    whole, cut = DataOrder(3, [5, 7], [3, 1]), DataOrder(3, [5, 7], [3, 1], [PlannedStage(0, 16, (3, 1))])
     assert [whole.locate(n) for n in range(60)] == [cut.locate(n) for n in range(60)]
 
 

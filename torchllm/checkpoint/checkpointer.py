@@ -1,10 +1,7 @@
 """Save and resume a run: checkpoints exist whole or not at all, load on any layout, and are verified as they are read.
 
-Values that are not finite are never saved, and the newest checkpoint proven good by the following steps is never
-deleted (`history.py`): a run that goes wrong keeps a checkpoint from before that.
-
-All ranks write the tensors (`plan.py`); everything else is JSON in the manifest (`manifest.py`). Neither the learning
-rate nor the optimizer's settings are stored: they follow from the step and the config.
+All ranks write the tensors (`plan.py`); everything else is JSON in the manifest (`manifest.py`). Neither the
+learning rate nor the optimizer's settings are stored: they follow from the step and the config.
 """
 
 import logging
@@ -251,7 +248,7 @@ class Checkpointer:
             self._finish()
         for folder in manifests.step_folders(self._root):
             if manifests.step_of(folder) >= step:
-                manifests.mark_suspect(folder, reason)
+                manifests.mark(folder, manifests.SUSPECT, reason)
 
     def _refuse_nonfinite(self, step: int, parts: Mapping[str, Part]) -> None:
         """Raise CheckpointError on all ranks if one of them would write a value that is not finite."""

@@ -18,11 +18,11 @@ from torchllm import config
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint.agreement import Group, change_on_first, log_on_first, on_first, rank_of, size_of
 from torchllm.checkpoint.manifest import (
+    PROVEN,
+    SUSPECT,
     CheckpointError,
     Manifest,
     find_proven,
-    mark_proven,
-    mark_suspect,
     read_suspects,
 )
 from torchllm.checkpoint.tensors import check_in_parallel, verify_in_parallel
@@ -39,8 +39,6 @@ NONE = -1
 
 
 class Sample(NamedTuple):
-    """A logged step."""
-
     step: int
     applied: int
     """number of steps up to this one that were applied: loss and gradient were finite"""
@@ -145,7 +143,7 @@ class CheckpointHistory:
         """the newest step folder that is marked as proven"""
         self._suspicion = ""
         """why the last evaluation was bad; empty: it was not"""
-        self._deletion = BackgroundDeletion()
+        self._deletion = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-deletion")
 
     def read_suspects(self, folders: Sequence[Path]) -> None:
         """Read which step folders were marked as suspect earlier."""
@@ -199,7 +197,6 @@ class CheckpointHistory:
             self._proof = Proof(step, evaluates=self._proof.evaluates)
 
     def forget(self, folder: Path) -> None:
-        """Forget a step folder that is gone."""
         self.suspects.pop(folder, None)
         self.is_whole.pop(folder, None)
 
@@ -227,7 +224,7 @@ class CheckpointHistory:
             folders = [folder for folder in manifests.step_folders(self._root) if manifests.step_of(folder) >= step]
             folders = [folder for folder in folders if folder not in self.suspects]
             for folder in folders:
-                mark_suspect(folder, suspicion.reason)
+                manifests.mark(folder, SUSPECT, suspicion.reason)
             return folders
 
         marked = change_on_first(self._group, self._check_owner, mark)
@@ -263,7 +260,8 @@ class CheckpointHistory:
 
     def delete(self, hidden: Sequence[Path]) -> None:
         """Delete hidden folders in the background, each rank its share."""
-        self._deletion.delete(share_of(hidden, rank_of(self._group), size_of(self._group)))
+        for folder in share_of(hidden, rank_of(self._group), size_of(self._group)):
+            self._deletion.submit(delete_folder, folder)
 
     def make_way(self, folder: Path) -> None:
         """Delete a suspect step folder of a step that is saved again, or move a damaged one aside.
@@ -287,7 +285,7 @@ class CheckpointHistory:
 
     def close(self) -> None:
         """Wait until all is deleted."""
-        self._deletion.close()
+        self._deletion.shutdown()
 
     def _mark(self, judgment: Judgment, folders: Sequence[Path]) -> None:
         """Mark the newest folder as suspect, and the newest proven one as proven, if the judgment says so."""
@@ -300,9 +298,10 @@ class CheckpointHistory:
 
         def mark() -> None:
             if judgment.suspicion:
-                mark_suspect(folders[0], judgment.suspicion)
+                manifests.mark(folders[0], SUSPECT, judgment.suspicion)
             if proven is not None and is_new:
-                mark_proven(proven, f"training and evaluation were finite after step {manifests.step_of(proven)}")
+                reason = f"training and evaluation were finite after step {manifests.step_of(proven)}"
+                manifests.mark(proven, PROVEN, reason)
 
         if judgment.suspicion or is_new:
             change_on_first(self._group, self._check_owner, mark)
@@ -328,10 +327,8 @@ class CheckpointHistory:
 
     def _newest_good(self, folders: Sequence[Path], step: int) -> Path | None:
         """Return the newest folder up to `step` that may be good, None if there is none."""
-        for folder in folders:
-            if manifests.step_of(folder) <= step and self._may_be_good(folder):
-                return folder
-        return None
+        earlier = (folder for folder in folders if manifests.step_of(folder) <= step)
+        return next(filter(self._may_be_good, earlier), None)
 
     def _may_be_good(self, folder: Path) -> bool:
         """Return whether a step folder is neither suspect nor known to be damaged, without looking into it."""
@@ -405,28 +402,12 @@ def hide_all(folders: Iterable[Path]) -> list[Path]:
     return hidden
 
 
-class BackgroundDeletion:
-    """Deletes hidden folders, one after the other, in a background thread."""
-
-    def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-deletion")
-
-    def delete(self, folders: Iterable[Path]) -> None:
-        """Delete the folders in the background; a failure is a warning, and is retried when the run is resumed."""
-        for folder in folders:
-            self._executor.submit(self._delete, folder)
-
-    def close(self) -> None:
-        """Wait until all are deleted."""
-        self._executor.shutdown()
-
-    def _delete(self, folder: Path) -> None:
-        shutil.rmtree(folder, ignore_errors=True)  # delete as much as possible
-        try:
-            if folder.exists():
-                shutil.rmtree(folder)
-        except OSError as error:
-            # Logged as an error, since ranks other than 0 show only errors.
-            logger.error(
-                "warning: cannot delete %s, which is no checkpoint any more; delete it by hand: %s", folder, error
-            )
+def delete_folder(folder: Path) -> None:
+    """Delete a hidden folder; a failure is a warning, and is retried when the run is resumed."""
+    shutil.rmtree(folder, ignore_errors=True)  # delete as much as possible
+    try:
+        if folder.exists():
+            shutil.rmtree(folder)
+    except OSError as error:
+        # Logged as an error, since ranks other than 0 show only errors.
+        logger.error("warning: cannot delete %s, which is no checkpoint any more; delete it by hand: %s", folder, error)

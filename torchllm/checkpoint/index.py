@@ -58,7 +58,6 @@ class PieceGrid:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the whole tensor."""
         return tuple(int(cuts[-1]) for cuts in self.cuts)
 
     def piece(self, number: int) -> TensorPiece:
@@ -74,8 +73,6 @@ class PieceGrid:
 
 
 class TensorEntry(NamedTuple):
-    """A tensor in the index."""
-
     number: int
     """its index in the order of the keys, as used in the tables of data files"""
     dtype: str
@@ -121,7 +118,9 @@ def parse_index(content: bytes, path: object) -> Index:
     """Return the index that a file holds. Raises DamagedCheckpoint, naming `path`, if it is none."""
     try:
         fields = json.loads(content)
-        grids = [_parse_grid(entry) for entry in fields["grids"]]
+        grids = []
+        for entry in fields["grids"]:
+            grids.append(PieceGrid(tuple(_integers(cuts) for cuts in entry["cuts"]), _integers(entry["writers"])))
         tensors: dict[str, tuple[str, int]] = {}
         for key, (dtype, grid) in fields["tensors"].items():
             if not isinstance(dtype, str) or not isinstance(grid, int) or not 0 <= grid < len(grids):
@@ -130,11 +129,6 @@ def parse_index(content: bytes, path: object) -> Index:
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path}: not an index of tensors: {error}") from error
     return Index(tensors, grids)
-
-
-def _parse_grid(fields: Mapping[str, Any]) -> PieceGrid:
-    """Return a grid. Raises ValueError if it is none."""
-    return PieceGrid(tuple(_integers(cuts) for cuts in fields["cuts"]), _integers(fields["writers"]))
 
 
 def _integers(values: Any) -> Integers:

@@ -19,7 +19,6 @@ import os
 import re
 import shutil
 import stat
-import sys
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -82,7 +81,6 @@ def step_folder(root: Path, step: int) -> Path:
 
 
 def step_of(folder: Path) -> int:
-    """Return the step in the name of a step folder."""
     match = _STEP.fullmatch(folder.name)
     assert match, folder
     return int(match[1])
@@ -94,14 +92,6 @@ def step_folders(root: Path) -> list[Path]:
         return []
     folders = [path for path in root.iterdir() if _STEP.fullmatch(path.name)]
     return sorted(folders, key=step_of, reverse=True)
-
-
-def hash_file(path: Path) -> FileRecord:
-    """Return size and sha256 of the content of a regular file. Raises DamagedCheckpoint if it is none."""
-    check_plain_file(path)
-    with path.open("rb", buffering=0) as file:
-        digest = hashlib.file_digest(file, "sha256")
-        return FileRecord(file.tell(), digest.hexdigest())
 
 
 def check_plain_file(path: Path) -> int:
@@ -243,8 +233,6 @@ def _serialize(manifest: Manifest) -> bytes:
 
 def sync_folder(folder: Path) -> None:
     """Force a folder's entries to disk: without it a rename can be lost in a power failure."""
-    if sys.platform == "win32":  # cannot open folders
-        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -253,21 +241,13 @@ def sync_folder(folder: Path) -> None:
 
 
 PROVEN = "proven.json"
+"""mark: the following steps were finite"""
 SUSPECT = "suspect.json"
+"""mark: a restarted run loads an older one"""
 
 
-def mark_proven(folder: Path, reason: str) -> None:
-    """Mark a step folder as proven: the following steps were finite."""
-    _mark(folder, PROVEN, reason)
-
-
-def mark_suspect(folder: Path, reason: str) -> None:
-    """Mark a step folder as suspect: a restarted run loads an older one."""
-    _mark(folder, SUSPECT, reason)
-
-
-def _mark(folder: Path, name: str, reason: str) -> None:
-    """Write a mark atomically; a failure is only a warning, since it must not end the run."""
+def mark(folder: Path, name: str, reason: str) -> None:
+    """Mark a step folder as PROVEN or SUSPECT, atomically. A failure is only a warning: it must not end the run."""
     temporary = folder / f".{name}"
     try:
         write_file(temporary, json.dumps({"reason": reason}).encode() + b"\n")
@@ -295,10 +275,7 @@ def _reason(path: Path) -> str:
 
 def find_proven(newest_first: Iterable[Path]) -> Path | None:
     """Return the newest step folder that is marked as proven, None if there is none."""
-    for folder in newest_first:
-        if (folder / PROVEN).exists():
-            return folder
-    return None
+    return next((folder for folder in newest_first if (folder / PROVEN).exists()), None)
 
 
 def without_suspects(

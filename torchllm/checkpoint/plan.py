@@ -64,7 +64,6 @@ class SavePlan:
 
 
 def rank_parts(parts: Mapping[str, Part]) -> RankParts:
-    """Return the description of this rank's parts."""
     numbers: dict[TensorSharding, int] = {}
     inventory: list[InventoryEntry] = []
     regions: list[Region] = []
@@ -103,7 +102,6 @@ def agree_on_plan(group: Group, parts: Mapping[str, Part], previous: SavePlan | 
 
 
 def gather_parts(group: Group, local: RankParts) -> JobParts:
-    """Return the parts of all ranks."""
     numbers = region_numbers(local.regions)
     encoded = json.dumps(local.inventory).encode()
     digest = np.frombuffer(hashlib.sha256(encoded).digest(), np.int64)

@@ -48,8 +48,6 @@ class PackedBox(NamedTuple):
 
 
 class PieceRead(NamedTuple):
-    """A piece that this rank reads."""
-
     key: str
     piece: TensorPiece
     own: Region
@@ -67,7 +65,6 @@ class ReadRound:
     """bytes of the messages that this rank sends or receives; between two ranks in the same order on both"""
 
     def put(self, key: str, region: Region, message: Message, itemsize: int) -> PackedBox:
-        """Append a box to a message."""
         begin = self.sizes.get(message, 0)
         length = math.prod(region.size) * itemsize
         self.sizes[message] = begin + -(-length // ALIGNMENT) * ALIGNMENT

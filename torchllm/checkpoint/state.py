@@ -100,7 +100,7 @@ def optimizer_tensors(stages: Sequence[nn.Module], optimizer: torch.optim.Optimi
     Raises CheckpointError for a parameter that no stage has, TypeError if an entry of the state is not a tensor.
     """
     names = {id(tensor): name for name, tensor in _by_name(stages).items()}
-    copies = {id(tied.copy) for tied in _tied_copies(stages)}
+    copies = {id(copy) for _, copy in _tied_copies(stages)}
     tensors: dict[str, Tensor] = {}
     for parameter, state in optimizer.state.items():
         if id(parameter) in copies:
@@ -199,33 +199,22 @@ def _entries(stages: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
                 yield canonical_name(name), tensor
 
 
-class _TiedCopy(NamedTuple):
-    """Two tensors of one name: a tied embedding on a rank with both ends of a pipeline."""
-
-    saved: Tensor
-    copy: Tensor
-
-
-def _tied_copies(stages: Sequence[nn.Module]) -> list[_TiedCopy]:
-    """Return pairs of a saved tensor and its copy on this rank."""
+def _tied_copies(stages: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
+    """Return pairs of a saved tensor and its copy: a tied embedding on a rank with both ends of a pipeline."""
     saved = _by_name(stages)
-    copies = []
-    for name, tensor in _entries(stages):
-        if tensor is not saved[name]:
-            copies.append(_TiedCopy(saved[name], tensor))
-    return copies
+    return [(saved[name], tensor) for name, tensor in _entries(stages) if tensor is not saved[name]]
 
 
 @torch.no_grad()
 def fill_tied_copies(stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None = None) -> None:
     """Copy the loaded value of each tied parameter, and its optimizer state, to its other copy on this rank."""
-    for tied in _tied_copies(stages):
-        tied.copy.copy_(tied.saved)
+    for saved, copy in _tied_copies(stages):
+        copy.copy_(saved)
         if optimizer is None:
             continue
-        for entry, value in optimizer.state[tied.saved].items():
+        for entry, value in optimizer.state[saved].items():
             if isinstance(value, Tensor):
-                optimizer.state[tied.copy][entry].copy_(value)
+                optimizer.state[copy][entry].copy_(value)
 
 
 def random_state(rank: int, ranks: int) -> dict[str, Part]:

@@ -4,7 +4,6 @@ Each piece is read on one rank, in threads, which sends the others their parts (
 before torch unpickles it with `weights_only`: no code is run. `plan.py` writes them.
 """
 
-import hashlib
 import io
 import math
 import os
@@ -28,12 +27,11 @@ from torchllm.checkpoint.manifest import (
     CheckpointError,
     DamagedCheckpoint,
     Manifest,
-    check_plain_file,
     read_manifest,
 )
 from torchllm.checkpoint.plan import JobParts, gather_parts, rank_parts, tensors_by_key
 from torchllm.checkpoint.state import EXTRA, Part
-from torchllm.checkpoint.verify import check_files, check_sizes
+from torchllm.checkpoint.verify import check_files, check_sizes, read_content
 
 if TYPE_CHECKING:
     from torchllm.checkpoint.read_plan import Message, PackedBox, PieceRead
@@ -78,13 +76,9 @@ def read_index(path: Path, manifest: Manifest) -> bytes:
     if INDEX not in manifest.files:
         raise DamagedCheckpoint(f"{path.parent}: its manifest lists no {INDEX}")
     try:
-        check_plain_file(path)
-        content = path.read_bytes()
+        return read_content(path, manifest.files[INDEX])
     except OSError as error:
         raise DamagedCheckpoint(str(error)) from error
-    if hashlib.sha256(content).hexdigest() != manifest.files[INDEX].sha256:
-        raise DamagedCheckpoint(f"{path}: damaged: its sha256 is not the manifest's")
-    return content
 
 
 def check_in_parallel(

@@ -1,60 +1,37 @@
 """Verify a checkpoint: by reading all of it, or by the sizes of its files. No torch."""
 
-import logging
-from collections.abc import Callable, Iterable
+import hashlib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from torchllm.checkpoint.data_file import SUFFIX, check_data_file, check_file_size
-from torchllm.checkpoint.manifest import DamagedCheckpoint, FileRecord, Manifest, hash_file, read_manifest
-
-logger = logging.getLogger(__name__)
+from torchllm.checkpoint.manifest import DamagedCheckpoint, FileRecord, Manifest
 
 
-def verify_checkpoint(folder: Path) -> Manifest:
-    """Read every file of a checkpoint and return its manifest. Raises DamagedCheckpoint if a file is damaged.
-
-    One process reads them all; see `tensors.verify_in_parallel`.
-    """
-    manifest = read_manifest(folder)
-    if problems := check_files(folder, manifest):
-        raise DamagedCheckpoint("; ".join(problems))
-    return manifest
-
-
-def check_files(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1) -> list[str]:
-    """Read every `parts`-th file of a checkpoint, from number `part` on, and return an error text per damaged file.
-
-    The list is empty if all of them are undamaged.
-    """
-    names = sorted(manifest.files)[part::parts]
-
-    def check(path: Path, record: FileRecord) -> None:
-        if path.suffix == SUFFIX:
-            check_data_file(path, record)
-        else:
-            check_content(path, record)
-
-    return _problems(folder, manifest, names, check)
-
-
-def check_sizes(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1) -> list[str]:
-    """Check every `parts`-th file of a checkpoint like `check_files`, but only its size."""
-    return _problems(folder, manifest, sorted(manifest.files)[part::parts], check_file_size)
-
-
-def check_content(path: Path, record: FileRecord) -> None:
-    """Read a file and compare its sha256 with the manifest. Raises DamagedCheckpoint if they differ."""
+def read_content(path: Path, record: FileRecord) -> bytes:
+    """Return the content of a small file. Raises DamagedCheckpoint if it is not the one that the manifest records."""
     check_file_size(path, record)
-    if hash_file(path) != record:
+    content = path.read_bytes()
+    if hashlib.sha256(content).hexdigest() != record.sha256:
         raise DamagedCheckpoint(f"{path}: damaged: its sha256 is not the manifest's")
+    return content
+
+
+def _check_content(path: Path, record: FileRecord) -> None:
+    """Read a file. Raises OSError, or DamagedCheckpoint if it is not the one that the manifest records."""
+    if path.suffix == SUFFIX:
+        check_data_file(path, record)
+    else:
+        read_content(path, record)
 
 
 def _problems(
-    folder: Path, manifest: Manifest, names: Iterable[str], check: Callable[[Path, FileRecord], None]
+    check: Callable[[Path, FileRecord], None], folder: Path, manifest: Manifest, part: int = 0, parts: int = 1
 ) -> list[str]:
-    """Return the texts of the errors that `check` raises for files of a checkpoint."""
+    """Check every `parts`-th file of a checkpoint, from number `part` on; return an error text per damaged file."""
     problems = []
-    for name in names:
+    for name in sorted(manifest.files)[part::parts]:
         try:
             check(folder / name, manifest.files[name])
         except (OSError, DamagedCheckpoint) as error:
@@ -62,10 +39,12 @@ def _problems(
     return problems
 
 
+check_files = partial(_problems, _check_content)
+check_sizes = partial(_problems, check_file_size)
+
+
 def newest_verified(
-    folders: list[Path],
-    check: Callable[[Path], Manifest] = verify_checkpoint,
-    warn: Callable[[str], None] = logger.warning,
+    folders: list[Path], check: Callable[[Path], Manifest], warn: Callable[[str], None]
 ) -> tuple[Path, Manifest] | None:
     """Return the first folder that passes `check`, and its manifest; None if there are no folders.
 

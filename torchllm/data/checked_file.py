@@ -49,8 +49,6 @@ class FileState(NamedTuple):
 
 
 class FileSums(NamedTuple):
-    """The checksums of a file."""
-
     sha256: str
     blocks: list[int]
     """CRC-32 of each block"""
@@ -165,5 +163,4 @@ class CheckedFile:
         return content
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._descriptor)

@@ -37,9 +37,9 @@ from torchllm.data.error import DataError
 from torchllm.data.shard import (
     SPLITS,
     Begins,
-    DocumentsInRange,
     Ids,
     OpenShard,
+    ReadableShard,
     ShardSize,
     ShardSplit,
     Split,
@@ -88,57 +88,6 @@ class SequenceSource(Protocol):
         """Return how much there is, in words."""
 
 
-class ReadableShard(Protocol):
-    """An open split of a shard; tokens are counted from its start."""
-
-    def read_ids(self, first: int, end: int) -> Ids:
-        """Return the ids of the tokens first <= i < end."""
-
-    def read_begins(self, first: int, end: int) -> Begins:
-        """Return the tokens first <= i < end that begin a document, ascending."""
-
-    def read_targets(self, first: int, end: int) -> Targets:
-        """Return whether each of the tokens first <= i < end is trained; only for a packed stream."""
-
-    def documents_in(self, first: int, end: int) -> DocumentsInRange:
-        """Return the number of documents that begin in the tokens first <= i < end, and the start of the last one."""
-
-    def close(self) -> None:
-        """Close the files."""
-
-
-class _ShardKey(NamedTuple):
-    corpus: "ShardStream"
-    split: Split
-    number: int
-
-
-class _OpenShards:
-    """LRU cache of the `limit` open shards of this process, for all corpora together."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._shards: OrderedDict[_ShardKey, ReadableShard] = OrderedDict()
-
-    def get(self, key: _ShardKey) -> ReadableShard:
-        """Return an open shard."""
-        shard = self._shards.get(key)
-        if shard is None:
-            while len(self._shards) >= self._limit:
-                _, oldest = self._shards.popitem(last=False)
-                oldest.close()
-            shard = key.corpus.open_shard(key.split, key.number)
-            self._shards[key] = shard
-        self._shards.move_to_end(key)
-        return shard
-
-    def close(self) -> None:
-        """Close all shards and drop their corpora; the next use of a shard opens it again."""
-        for shard in self._shards.values():
-            shard.close()
-        self._shards.clear()
-
-
 class _Part(NamedTuple):
     """The part of a range of the stream that lies in one shard."""
 
@@ -151,12 +100,27 @@ class _Part(NamedTuple):
     """end of the tokens, as an index in the shard"""
 
 
-_open_shards = _OpenShards(_OPEN_SHARDS)
+_open_shards: OrderedDict[tuple["ShardStream", Split, int], ReadableShard] = OrderedDict()
+"""open shards of this process, of all corpora together; the last used one is the last"""
+
+
+def _open_shard(corpus: "ShardStream", split: Split, number: int) -> ReadableShard:
+    """Return a shard, which is opened, in place of the one that was not used for longest, if it is not open."""
+    key = corpus, split, number
+    if key not in _open_shards:
+        while len(_open_shards) >= _OPEN_SHARDS:
+            _, oldest = _open_shards.popitem(last=False)
+            oldest.close()
+        _open_shards[key] = corpus.open_shard(split, number)
+    _open_shards.move_to_end(key)
+    return _open_shards[key]
 
 
 def close_shards() -> None:
-    """Close this process's open shards; a later read opens them again."""
-    _open_shards.close()
+    """Close this process's open shards and drop their corpora; a later read opens them again."""
+    for shard in _open_shards.values():
+        shard.close()
+    _open_shards.clear()
 
 
 class ShardStream(ABC):
@@ -218,18 +182,13 @@ class ShardStream(ABC):
         return 0
 
     def tokens(self, split: Split) -> int:
-        """Return the number of tokens in a split."""
         return int(self._starts[split][-1])
 
     def count(self, split: Split, length: int) -> int:
-        """Return the number of sequences of `length` tokens (and the following token) in a split."""
         return max(0, self.tokens(split) - 1) // length
 
     def window(self, split: Split, number: int, length: int, piece: range | None = None) -> Window:
-        """Return sequence `number` of `length` tokens, or a piece of it, with the following token.
-
-        It may cross shards. Before the piece, only the document boundaries nearest to both ends are read.
-        """
+        """See SequenceSource. Before the piece, only the document boundaries nearest to both ends are read."""
         piece = piece or range(length)
         first = number * length
         end = min(piece.stop + 1, length) if self.is_packed else piece.stop + 1
@@ -265,7 +224,7 @@ class ShardStream(ABC):
         while index < len(starts) - 1 and starts[index] < end:
             start, stop = int(starts[index]), int(starts[index + 1])
             if start < stop:
-                shard = _open_shards.get(_ShardKey(self, split, index))
+                shard = _open_shard(self, split, index)
                 yield _Part(shard, start, max(first, start) - start, min(end, stop) - start)
             index += 1
 
@@ -298,7 +257,6 @@ class Corpus(ShardStream):
         return self.header.sequence_length > 0
 
     def describe(self) -> str:
-        """Return how much there is, in words."""
         train, held_out = self.tokens("train"), self.tokens("validation")
         last = "the last " if self.header.plan.get("last_tokens") else ""
         return f"{self.header.documents:,} documents, {train:,} tokens to train on, {last}{held_out:,} held out"
@@ -309,7 +267,6 @@ class Corpus(ShardStream):
         return super().check(part, parts, threads)
 
     def unverified_file(self, split: Split, number: int) -> FileState | None:
-        """See ShardStream."""
         file = look_at(self._file(split, number))
         return None if self._verified.has(self._file_number(split, number), file.changed_ns) else file
 
@@ -354,7 +311,6 @@ class Corpus(ShardStream):
         return CorpusFile(shard_path(self.folder, number, split), self.bytes_of(split, number))
 
     def open_shard(self, split: Split, number: int) -> OpenShard:
-        """Open a shard that is not empty. Raises DataError if a file is missing or has another size."""
         find_checksums = partial(self._checksums, split, number)
         path = shard_path(self.folder, number, split)
         return OpenShard(path, self._size(split, number), self.header.max_token, find_checksums)
@@ -406,7 +362,6 @@ class Synthetic:
         return 2**40
 
     def describe(self) -> str:
-        """Describe the source in words."""
         return "random tokens"
 
     def window(self, split: Split, number: int, length: int, piece: range | None = None) -> Window:

@@ -73,11 +73,9 @@ class CorpusHeader:
 
     @property
     def id_bytes(self) -> int:
-        """Return the number of bytes of a token id."""
         return np.dtype(self.dtype).itemsize
 
     def shard_size(self, tokens: int, documents: int) -> ShardSize:
-        """Return the size of one split of a shard of this corpus."""
         return ShardSize(tokens, documents, self.id_bytes, has_targets=self.sequence_length > 0)
 
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchllm.config import Data
 from torchllm.config.files import cache_root
@@ -14,13 +14,6 @@ from torchllm.data.corpus import Corpus
 from torchllm.data.corpus_header import HEADER
 from torchllm.data.error import DataError
 from torchllm.data.readers import describe_source, name_source
-
-
-class _SourcePrint(NamedTuple):
-    """A source in a fingerprint of the data."""
-
-    fingerprint: str
-    weight: float
 
 
 def data_differences(
@@ -52,18 +45,18 @@ def _source_differences(
     names = [name_source(index, settings) for index, settings in enumerate(data.sources)]
     lines = []
     for index in range(min(len(saved), len(current))):  # the number of sources may have changed
-        in_checkpoint, in_run = _SourcePrint(*saved[index]), _SourcePrint(*current[index])
+        (saved_fingerprint, saved_weight), (fingerprint, weight) = saved[index], current[index]
         settings = data.sources[index]
-        if in_checkpoint.fingerprint != in_run.fingerprint:
+        if saved_fingerprint != fingerprint:
             saved_source = saved_settings[index] if saved_settings else asdict(settings)
             if saved_source["kind"] != settings.kind or not same_path(saved_source["path"], settings.path):
                 lines.append(f"{names[index]}: in the checkpoint it is {saved_names[index]}")
             else:
                 lines.append(f"{names[index]}: its tokens are others: its files have changed, or how they are read")
             if settings.kind in RAW_KINDS:
-                lines.append(_advise_earlier_corpus(index, data, in_checkpoint.fingerprint))
-        if in_checkpoint.weight != in_run.weight:
-            lines.append(f"{names[index]}: weight {in_checkpoint.weight} in the checkpoint, {in_run.weight} now")
+                lines.append(_advise_earlier_corpus(index, data, saved_fingerprint))
+        if saved_weight != weight:
+            lines.append(f"{names[index]}: weight {saved_weight} in the checkpoint, {weight} now")
     if len(saved) != len(current):
         lines.append(f"data.sources: {len(saved)} in the checkpoint, {len(current)} now")
         lines += [f"only in the checkpoint: {name}" for name in saved_names[len(current) :]]

@@ -29,20 +29,12 @@ from torchllm.data.corpus import Corpus, SequenceSource, Synthetic, close_shards
 from torchllm.data.corpus_header import CorpusHeader
 from torchllm.data.error import DataError
 from torchllm.data.open_sources import OpenedSources, open_sources
-from torchllm.data.order import DataOrder, Location, rounded_shares
+from torchllm.data.order import DataOrder, Location, PlannedStage, rounded_shares
 from torchllm.data.packing import IGNORED, Packed, PackedBatches, SequencePieces, pack_windows
 from torchllm.data.packing import DataRanks as DataRanks
 from torchllm.data.readers import name_source
 from torchllm.data.shard import Split
-from torchllm.data.stages import (
-    PlannedStage,
-    Progress,
-    continue_stages,
-    mixed_by_size,
-    order_by_stages,
-    plan_stages,
-    stages_from_state,
-)
+from torchllm.data.stages import Progress, continue_stages, mixed_by_size, plan_stages, stages_from_state
 from torchllm.runtime.parent import end_with_starter
 from torchllm.runtime.signs_of_life import show_progress
 
@@ -197,7 +189,7 @@ class TrainLoader:
         self._mixture = mixed_by_size(self._data, sizes) if self._counts_epochs else self._data
         """settings with the sources' weights in training; `data` has the weights for held-out sequences"""
         self._stages = plan_stages(self._mixture, self._training.global_batch_size)
-        self._order = order_by_stages(self._seed, sizes, self._stages)
+        self._order = DataOrder(self._seed, sizes, self._stages[-1].weights, self._stages[:-1])
         self._fingerprint: dict[str, Any] = {
             "sources": fingerprints,
             "tokenizer": sorted(tokenizers),
@@ -336,7 +328,7 @@ class TrainLoader:
         self._consumed = progress.sequences
         self._steps = self._proven = progress.steps
         self._stages = continued.stages
-        self._order = order_by_stages(self._seed, self._sizes, self._stages)
+        self._order = DataOrder(self._seed, self._sizes, self._stages[-1].weights, self._stages[:-1])
 
     def _mixture_as_in(self, saved: Sequence[PlannedStage]) -> Data:
         """Return settings with the weights of a checkpoint if the run has chosen none: equal ones, or by size.

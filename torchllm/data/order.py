@@ -49,7 +49,6 @@ class Permutation:
         self._half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
 
     def __call__(self, i: int) -> int:
-        """Return the image of i."""
         i = self._feistel(i)
         while i >= self._size:
             i = self._feistel(i)
@@ -121,52 +120,21 @@ class MixtureSlot(NamedTuple):
     """entries of the same source that come earlier in the block"""
 
 
-class _Turns:
-    """Sources with the same count, which take turns in a mixture block: the first of them, the second, ..."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.sources: list[int] = []
-        self.taken = 0
-        """number of entries that they have together so far"""
-
-    @property
-    def next(self) -> MixtureSlot:
-        """Return their next entry."""
-        earlier, turn = divmod(self.taken, len(self.sources))
-        return MixtureSlot(self.sources[turn], earlier)
-
-
-def mixture_turns(counts: Sequence[int]) -> list[_Turns]:
-    """Return the sources by their count. There are at most sqrt(2 x block) counts, since they add up to a block."""
-    turns_of_count: dict[int, _Turns] = {}
-    for source, count in enumerate(counts):
-        turns_of_count.setdefault(count, _Turns(count)).sources.append(source)
-    return list(turns_of_count.values())
-
-
 def mixture_table(counts: Sequence[int]) -> list[MixtureSlot]:
     """Return one block with `counts[s]` entries of source s; each entry goes to the source that lags its share most.
 
-    With d entries among the first n, source s lags by counts[s] * n - d * block; ties go to the first source. Among
-    sources with the same count this is the one whose turn it is, so only one source per count is compared.
+    With d entries among the first n, source s lags by counts[s] * n - d * block; ties go to the first source.
     """
-    block = sum(counts)
-    turns = mixture_turns(counts)
-    # One number per group of turns stands for both, the lag and the source: the largest number is the entry to take.
-    scale = len(counts)
-    growth = np.array([group.count * scale for group in turns])
-    lag = np.array([-group.next.source for group in turns])
+    block, growth = sum(counts), np.array(counts)
+    lag = np.zeros_like(growth)
+    taken = [0] * len(counts)
     table = []
     for _ in range(block):
         lag += growth
-        index = int(lag.argmax())
-        group = turns[index]
-        slot = group.next
-        table.append(slot)
-        group.taken += 1
-        following = group.next
-        lag[index] -= (following.earlier - slot.earlier) * block * scale + following.source - slot.source
+        source = int(lag.argmax())
+        table.append(MixtureSlot(source, taken[source]))
+        taken[source] += 1
+        lag[source] -= block
     return table
 
 
@@ -204,13 +172,15 @@ class Mixture:
         return block * len(self._block) + entries[entry]
 
 
-class StageShares(NamedTuple):
-    """A part of a run's sequences with one mixture; it starts where the previous stage ends."""
+class PlannedStage(NamedTuple):
+    """A part of a run with one mixture; it starts where the previous stage ends."""
 
+    until: int
+    """last step; 0: to the end of the run"""
     end: int
-    """number of the run's sequences up to the end of the stage"""
-    weights: Sequence[float]
-    """one per source; 0: not drawn"""
+    """number of the run's sequences up to the end of the stage; 0: to the end of the run"""
+    weights: tuple[float, ...]
+    """share of each source; 0: not drawn"""
 
 
 class _OrderedStage(NamedTuple):
@@ -240,7 +210,7 @@ class DataOrder:
     """
 
     def __init__(
-        self, seed: int | str, sizes: Sequence[int], weights: Sequence[float], stages: Sequence[StageShares] = ()
+        self, seed: int | str, sizes: Sequence[int], weights: Sequence[float], stages: Sequence[PlannedStage] = ()
     ) -> None:
         """Draw by the weights of each of `stages`, in order, and then by `weights` without end."""
         self._seed = seed

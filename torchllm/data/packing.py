@@ -118,7 +118,8 @@ class PackedBatches:
         tokens = self._by_micro_batch(ids[:, :-1].long())
         if not self.document_mask:
             labels = self._by_micro_batch(_labels(ids, rest.long(), is_target))
-            positions = self._positions_in_sequence(device)
+            pieces = [torch.arange(piece.start, piece.stop, device=device) for piece in self.pieces]
+            positions = torch.cat(pieces).expand(self.micro_batch_size, -1)  # in the memory of one sequence
             return [Batch(*fields, positions, None) for fields in zip(tokens, labels, strict=True)]
         first_tokens = rest[: 2 * windows].view(2, windows, 1)
         begins = rest[3 * windows :].long()
@@ -132,11 +133,6 @@ class PackedBatches:
     def _by_micro_batch(self, x: Tensor) -> Tensor:
         """Map (M x B x P, L) -> (M, B, P x L)."""
         return x.reshape(self.micro_batches, self.micro_batch_size, -1)
-
-    def _positions_in_sequence(self, device: torch.device) -> Tensor:
-        """Return the positions of every sequence's tokens, (B, P x L), in the memory of one sequence."""
-        pieces = [torch.arange(piece.start, piece.stop, device=device) for piece in self.pieces]
-        return torch.cat(pieces).expand(self.micro_batch_size, -1)
 
 
 def _labels(ids: Tensor, begins: Tensor, is_target: Tensor | None) -> Tensor:

@@ -29,10 +29,10 @@ class ReaderSettings(NamedTuple):
     sequence_length: int = 0
     """training.sequence_length, for conversations"""
 
-    @property
-    def records(self) -> Path:
-        """Return the folder with the records of verified files."""
-        return cache_root(self.data) / "verified"
+
+def verified_records(data: Data) -> Path:
+    """Return the folder with the records of verified files."""
+    return cache_root(data) / "verified"
 
 
 class SourceReader(Protocol):
@@ -54,7 +54,6 @@ class TokensReader(SourceReader):
     """Reads a corpus folder that recipes/prepare.py has written."""
 
     def open(self, source: Source, folder: str, settings: ReaderSettings) -> SequenceSource:
-        """See SourceReader."""
         return open_corpus(source.path, settings)
 
 
@@ -62,7 +61,6 @@ class SyntheticReader(SourceReader):
     """Makes random tokens."""
 
     def open(self, source: Source, folder: str, settings: ReaderSettings) -> SequenceSource:
-        """See SourceReader."""
         tokenizer = settings.tokenizer
         return Synthetic(settings.vocab if tokenizer is None else min(settings.vocab, tokenizer.vocab))
 
@@ -92,7 +90,7 @@ def open_corpus(folder: str, settings: ReaderSettings) -> Corpus:
     """Open a corpus folder. Raises DataError if its tokenizer is not the run's, or a token is not under its vocab."""
     data, tokenizer, vocab = settings.data, settings.tokenizer, settings.vocab
     assert tokenizer is not None, "only random tokens need none"
-    corpus = Corpus(folder, settings.records)
+    corpus = Corpus(folder, verified_records(data))
     if corpus.header.tokenizer not in tokenizer.begins:
         raise DataError(
             f"{corpus.folder} holds tokens of {corpus.header.tokenizer!r}, but data.tokenizer is "

@@ -15,6 +15,7 @@ many shards has to open a file, and on a parallel file system an open costs as m
 targets are in the same file; its sha256, part of the corpus's fingerprint, covers them.
 """
 
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -43,7 +44,7 @@ class DocumentsInRange(NamedTuple):
 
 
 class ShardSize(NamedTuple):
-    """Sizes and offsets in the file of one split of a shard."""
+    """Sizes and offsets, in bytes, in the file of one split of a shard."""
 
     tokens: int
     documents: int
@@ -54,22 +55,18 @@ class ShardSize(NamedTuple):
 
     @property
     def begins_offset(self) -> int:
-        """Return the offset of the begins in bytes."""
         return -(-self.tokens * self.id_bytes // 8) * 8
 
     @property
     def index_offset(self) -> int:
-        """Return the offset of the index in bytes."""
         return self.begins_offset + 8 * self.documents
 
     @property
     def index_entries(self) -> int:
-        """Return the number of entries of the index."""
         return -(-self.tokens // INDEX_STRIDE) + 1
 
     @property
     def targets_offset(self) -> int:
-        """Return the offset of the targets in bytes."""
         return self.index_offset + 8 * self.index_entries
 
     @property
@@ -81,19 +78,41 @@ class ShardSize(NamedTuple):
 
 
 class ShardSplit(NamedTuple):
-    """One split of a shard of a corpus."""
-
     split: Split
     number: int
     """of the shard"""
 
 
 def shard_path(folder: Path, number: int, split: Split) -> Path:
-    """Return the path of the file of one split of a shard."""
     return folder / f"{number:05d}.{split}.bin"
 
 
-class OpenShard:
+class ReadableShard(ABC):
+    """An open split of a shard, of ours or of another program; tokens are counted from its start."""
+
+    @abstractmethod
+    def read_ids(self, first: int, end: int) -> Ids:
+        """Return the ids of the tokens first <= i < end."""
+
+    @abstractmethod
+    def read_begins(self, first: int, end: int) -> Begins:
+        """Return the tokens first <= i < end that begin a document, ascending, each once."""
+
+    def read_targets(self, first: int, end: int) -> Targets:
+        """Return whether each of the tokens first <= i < end is trained."""
+        return np.ones(end - first, dtype=np.bool_)
+
+    def documents_in(self, first: int, end: int) -> DocumentsInRange:
+        """Return how many documents begin in the tokens first <= i < end, and where the last of them does."""
+        begins = self.read_begins(first, end)
+        return DocumentsInRange(len(begins), int(begins[-1]) if len(begins) else -1)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the files."""
+
+
+class OpenShard(ReadableShard):
     """The open file of one split of a shard."""
 
     def __init__(self, path: Path, size: ShardSize, max_token: int, find_checksums: FindChecksums) -> None:
@@ -108,7 +127,6 @@ class OpenShard:
         self._index = self._file.read("<i8", size.index_entries, size.index_offset)
 
     def read_ids(self, first: int, end: int) -> Ids:
-        """Return the ids of the tokens first <= i < end."""
         ids = self._file.read(self._dtype, end - first, first * self._size.id_bytes)
         if len(ids) and ids.max() > self._max_token:
             raise self._unknown_id(ids, first)
@@ -122,7 +140,6 @@ class OpenShard:
         return DamagedFile(self._file.file.path, fault)
 
     def read_begins(self, first: int, end: int) -> Begins:
-        """Return the tokens first <= i < end that begin a document, as indices in the shard, ascending."""
         begins = self._documents(
             int(self._index[first // INDEX_STRIDE]),
             int(self._index[-(-end // INDEX_STRIDE)]),
@@ -131,14 +148,13 @@ class OpenShard:
         return begins[low:high]
 
     def read_targets(self, first: int, end: int) -> Targets:
-        """Return whether each of the tokens first <= i < end is trained."""
         first_byte = first // 8
         packed = self._file.read("u1", -(-end // 8) - first_byte, self._size.targets_offset + first_byte)
         bits = np.unpackbits(packed, bitorder="little").astype(np.bool_)
         return bits[first - 8 * first_byte : end - 8 * first_byte]
 
     def documents_in(self, first: int, end: int) -> DocumentsInRange:
-        """Return the number of documents that begin in the tokens first <= i < end; reads boundaries near both ends."""
+        """See ReadableShard; reads boundaries near both ends."""
         earlier, document = self._documents_before(first), self._documents_before(end)
         if earlier == document:
             return DocumentsInRange(0, -1)
@@ -155,5 +171,4 @@ class OpenShard:
         return self._file.read("<i8", end - first, self._size.begins_offset + 8 * first)
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()

@@ -11,32 +11,17 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from torchllm.config import Data, MixtureStage, Source
-from torchllm.data.order import DataOrder, StageShares, mixture_shares
+from torchllm.data.order import PlannedStage, mixture_shares
 
 DEFAULT_WEIGHT = Source().weight
 
 
-class PlannedStage(NamedTuple):
-    """A stage of a run."""
-
-    until: int
-    """last step; 0: to the end of the run"""
-    end: int
-    """number of the run's sequences up to the end of the stage; 0: to the end of the run"""
-    weights: tuple[float, ...]
-    """share of each source"""
-
-
 class Progress(NamedTuple):
-    """Progress of a run."""
-
     steps: int = 0
     sequences: int = 0
 
 
 class ContinuedStages(NamedTuple):
-    """The stages of a run that resumes."""
-
     stages: list[PlannedStage]
     differences: list[str]
     """a line for each stage that would change the sequences so far"""
@@ -54,13 +39,7 @@ def mixed_by_size(data: Data, sizes: Sequence[int]) -> Data:
     return replace(data, sources=tuple(weighed))
 
 
-def _configured_stages(data: Data) -> tuple[MixtureStage, ...]:
-    """Return the stages of a config; without any, one stage with the weights of the sources."""
-    return data.stage or (MixtureStage(weights=tuple(source.weight for source in data.sources)),)
-
-
 def plan_stages(data: Data, global_batch_size: int) -> list[PlannedStage]:
-    """Return the stages of a run from its start."""
     return continue_stages(data, global_batch_size, [], Progress()).stages
 
 
@@ -71,7 +50,7 @@ def continue_stages(
     steps, sequences = progress
     ends = {stage.until: stage.end for stage in saved if 0 < stage.end <= sequences}
     ends[steps] = sequences
-    configured = _configured_stages(data)
+    configured = data.stage or (MixtureStage(weights=tuple(source.weight for source in data.sources)),)
     stages, differences = [], []
     for index, stage in enumerate(configured):
         end = 0
@@ -95,22 +74,15 @@ def continue_stages(
     return ContinuedStages(stages, differences)
 
 
-class _PastStage(NamedTuple):
-    """The part of a stage that is past."""
-
-    end: int
-    shares: tuple[Fraction, ...]
-
-
-def _past(stages: Iterable[PlannedStage], sequences: int) -> list[_PastStage]:
-    """Return the mixture of the first `sequences` sequences of a run."""
-    past: list[_PastStage] = []
+def _past(stages: Iterable[PlannedStage], sequences: int) -> list[tuple[int, list[Fraction]]]:
+    """Return the mixture of the first `sequences` sequences of a run: ends of stages, and shares of the sources."""
+    past = []
+    end = 0
     for stage in stages:
-        if past and past[-1].end == sequences:
+        if end == sequences:
             break
         end = min(stage.end or sequences, sequences)
-        if end:
-            past.append(_PastStage(end, tuple(mixture_shares(stage.weights))))
+        past.append((end, mixture_shares(stage.weights)))
     return past
 
 
@@ -130,9 +102,3 @@ def stages_from_state(state: Mapping[str, Any], sources: int) -> list[PlannedSta
         padding = [0.0] * (sources - len(weights))
         stages.append(PlannedStage(until, end, (*weights, *padding)))
     return stages
-
-
-def order_by_stages(seed: int, sizes: Sequence[int], stages: Sequence[PlannedStage]) -> DataOrder:
-    """Return the order of a run over sources of these sizes."""
-    earlier = [StageShares(stage.end, stage.weights) for stage in stages[:-1]]
-    return DataOrder(seed, sizes, stages[-1].weights, earlier)

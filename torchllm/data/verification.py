@@ -115,7 +115,7 @@ class Verification:
             while True:
                 while self._waiting:
                     corpus, shard, _ = self._waiting[0]
-                    corpus.verify(*shard, pace=self._pace)
+                    corpus.verify(*shard, pace=lambda size: self._wait(size / _BYTES_PER_SECOND))
                     self._waiting.popleft()
                 start = time.monotonic()
                 # FOOTGUN: a pool refuses work while Python shuts down, with a traceback from this thread.
@@ -129,10 +129,6 @@ class Verification:
             log.warning("%s; the data is not verified any more in this run", error)
         except _Stopped:
             pass
-
-    def _pace(self, size: int) -> None:
-        """Wait for the time that these bytes take at the allowed rate."""
-        self._wait(size / _BYTES_PER_SECOND)
 
     def _wait(self, seconds: float) -> None:
         """Wait, and raise _Stopped if the thread is told to end."""

@@ -13,8 +13,10 @@ from tests.recipes.warm import pretrain
 from tests.tiny_run import curve
 from torchllm.config import Checkpoint, Config, Data
 from torchllm.metrics.observer import Change
+from torchllm.tools.adapt import adapter
 from torchllm.tools.adapt.adaptation import Adaptation
-from torchllm.tools.adapt.adapter import MAX_WORKERS, Adapter
+from torchllm.tools.adapt.adapter import MAX_WORKERS
+from torchllm.tools.adapt.balance import Rebalancer
 from torchllm.tools.watch.bottlenecks import Bottlenecks, DataWait
 from torchllm.tools.watch.stage_times import ForwardTimes
 
@@ -32,17 +34,17 @@ PIPELINE = [
 def _measured(recipe: Any, rank: int) -> None:
     """In place of what is measured: the first of two equal stages is slow, and a rank without workers waits."""
     supervise = recipe.supervise
-    decide = Adapter.change
+    decide = adapter.change_config
 
-    def decide_by_these(self: Adapter, config: Config, bottlenecks: Bottlenecks) -> Change | None:
+    def decide_by_these(rebalancer: Rebalancer, config: Config, bottlenecks: Bottlenecks) -> Change | None:
         seconds = [1.0, 1.0] if config.parallel.split else [3.0, 1.0]
         wait = WAIT if config.data.workers == 0 else None
-        return decide(self, config, Bottlenecks(wait, ForwardTimes(seconds, noise=0.0)))
+        return decide(rebalancer, config, Bottlenecks(wait, ForwardTimes(seconds, noise=0.0)))
 
     def supervise_by_these(*arguments: Any) -> None:
         always = Bottlenecks(WAIT, None)
         with (
-            mock.patch.object(Adapter, "change", decide_by_these),
+            mock.patch.object(adapter, "change_config", decide_by_these),
             mock.patch.object(Adaptation, "_bottlenecks", return_value=always),
         ):
             supervise(*arguments)
@@ -72,7 +74,7 @@ WAIT = DataWait(rank=3, seconds=20.0, elapsed=100.0)
 
 def adapted(config: Config, bottlenecks: Bottlenecks) -> Change | None:
     """What a run changes at its first checkpoint."""
-    return Adapter().change(config, bottlenecks)
+    return adapter.change_config(Rebalancer(), config, bottlenecks)
 
 
 def test_a_starved_rank_gets_one_more_worker_from_the_newest_checkpoint_on() -> None:

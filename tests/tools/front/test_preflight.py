@@ -20,13 +20,14 @@ from torchllm.checkpoint.manifest import Manifest, publish, write_file
 from torchllm.config import Data, Source
 from torchllm.data.corpus import Corpus, SequenceSource
 from torchllm.data.error import DataError
+from torchllm.data.readers import ReaderSettings
 from torchllm.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchllm.tools.front import preflight
 from torchllm.tools.front.resolve import load_run
 from torchllm.tools.front.start import load_configs
 from torchllm.tools.prepare.cache import is_cached, plan_corpus, prepare_cached
 from torchllm.tools.prepare.in_place import InPlaceCorpus, describe_in_place, in_place_settings
-from torchllm.tools.prepare.recorded import Rules
+from torchllm.tools.prepare.plan import Rules
 
 TEXT_SOURCE = ["--data.sources.0.kind=text", "--data.sources.0.path=words.txt"]
 SHORT = "--training.sequence_length=32"
@@ -59,7 +60,7 @@ def write_checkpoint(root: Path, step: int, data: dict[str, Any] | None = None) 
 def prepare(folder: Path) -> Path:
     source = Source("text", str(folder / "words.txt"))
     data = Data((source,), cache=str(folder / "shards"), validation_fraction=0.0)
-    plan = plan_corpus(source, data, ByteTokenizer(), 264)
+    plan = plan_corpus(source, ReaderSettings(data, 264, ByteTokenizer()))
     return prepare_cached(plan, data)
 
 
@@ -192,7 +193,7 @@ def test_the_advice_for_a_short_text_cures_it(folder: Path, capsys: pytest.Captu
         with pytest.raises(SystemExit, match="0"):
             checked(*TEXT_SOURCE, SHORT, advised)
     data = Data((Source("text", "words.txt"),), cache=str(folder / "shards"), validation_fraction=0.031)
-    corpus = Corpus(prepare_cached(plan_corpus(data.sources[0], data, ByteTokenizer(), 264), data))
+    corpus = Corpus(prepare_cached(plan_corpus(data.sources[0], ReaderSettings(data, 264, ByteTokenizer())), data))
     assert corpus.count("validation", 32) == 1
 
 
@@ -243,7 +244,7 @@ def test_a_run_that_goes_on_is_not_refused_for_the_names_of_its_files(
         data = replace(data, dtype="uint16", separator=1)
     if kind == "text":
         corpus: SequenceSource = Corpus(
-            prepare_cached(plan_corpus(source, data, ByteTokenizer(), 264, rules=Rules.FIRST), data)
+            prepare_cached(plan_corpus(source, ReaderSettings(data, 264, ByteTokenizer()), rules=Rules.FIRST), data)
         )
     else:
         corpus = InPlaceCorpus(

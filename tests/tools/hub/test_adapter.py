@@ -19,20 +19,20 @@ from torchllm.config.schema import Lora
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.models.lora import apply_lora
 from torchllm.optim.optimizer import build_optimizer
-from torchllm.parallel.initialize import materialize
+from torchllm.parallel.initialize import fill_all, materialize
 from torchllm.tools.hub.adapter import (
-    PublishedWeights,
-    SeededWeights,
     adapter_config,
     frozen_weights,
+    published_weights,
     read_updates,
+    seeded_weights,
 )
-from torchllm.tools.hub.by_key import WeightReader
+from torchllm.tools.hub.by_key import ReadWeight, WeightReader
 from torchllm.tools.hub.files import read_hub_config
 from torchllm.tools.hub.initial import initial_weights
 from torchllm.tools.hub.published_weights import HubWeights
 from torchllm.tools.hub.weights import load_weights
-from torchllm.tools.hub.weights_of_run import load_frozen_weights, load_weights_of_run
+from torchllm.tools.hub.weights_of_run import load_weights_of_run
 
 LORA: Settings = {"lora.rank": 3, "lora.alpha": 12.0}
 TOKENS = torch.randint(96, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -66,7 +66,9 @@ def trained_model(config: Config, step_folder: Path) -> Decoder:
     model = build_model(config.model)
     apply_lora(model, config.lora, torch.float32)
     materialize([model], CPU)
-    load_frozen_weights(config, [model])
+    fill_all([model], config.model, config.run.seed)
+    if initial := initial_weights(config):
+        initial.load([model], None)
     load_weights(step_folder, [model])
     return model
 
@@ -118,11 +120,11 @@ def test_frozen_weights_of_another_run_are_read_by_name(tmp_path: Path) -> None:
     frozen = frozen_weights(config, read_manifest(step_folder))
     model = trained_model(config, step_folder)
     name = "layers.1.mlp.up_proj.base_layer.weight"
-    assert torch.equal(frozen.read("layers.1.mlp.up_proj.weight"), model.get_parameter(name))
-    seeded = SeededWeights(config.model, config.run.seed)
-    assert not torch.equal(seeded.read("layers.1.mlp.up_proj.weight"), model.get_parameter(name))
+    assert torch.equal(frozen("layers.1.mlp.up_proj.weight"), model.get_parameter(name))
+    seeded = seeded_weights(config.model, config.run.seed)
+    assert not torch.equal(seeded("layers.1.mlp.up_proj.weight"), model.get_parameter(name))
     with pytest.raises(CheckpointError, match=r"holds no model\.layers\.9\.mlp"):
-        frozen.read("layers.9.mlp.up_proj.weight")
+        frozen("layers.9.mlp.up_proj.weight")
 
 
 def test_a_run_without_updates_has_none_to_write(tmp_path: Path) -> None:
@@ -131,10 +133,10 @@ def test_a_run_without_updates_has_none_to_write(tmp_path: Path) -> None:
         read_updates(WeightReader(tmp_path / "checkpoints/step-00000001"))
 
 
-def published_weights(model: Model, seed: int = 0) -> PublishedWeights:
+def recorded_weights(model: Model, seed: int = 0) -> ReadWeight:
     """Open the frozen weights of a run of a published model, as its checkpoint has recorded them."""
     weights = HubWeights(model)
-    return PublishedWeights(model, seed, weights.record(*weights.open(Path(model.from_hf))))
+    return published_weights(model, seed, weights.record(*weights.open(Path(model.from_hf))))
 
 
 def test_a_head_of_its_own_beside_a_published_tied_embedding_is_read(tmp_path: Path) -> None:
@@ -145,16 +147,16 @@ def test_a_head_of_its_own_beside_a_published_tied_embedding_is_read(tmp_path: P
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
     save_file(tensors, file, {"format": "pt"})
     model = replace(read_hub_config(tmp_path).model, from_hf=str(tmp_path), tied_embeddings=False)
-    assert torch.equal(published_weights(model).read("lm_head.weight"), tensors["lm_head.weight"])
+    assert torch.equal(recorded_weights(model)("lm_head.weight"), tensors["lm_head.weight"])
 
 
 def test_rows_that_the_files_lack_are_those_that_the_run_drew(tmp_path: Path) -> None:
     save_published("llama", tmp_path)
     published = read_hub_config(tmp_path).model
     model = replace(published, from_hf=str(tmp_path), vocab=published.vocab + 4)
-    weight = published_weights(model, seed=3).read("embed_tokens.weight")
+    weight = recorded_weights(model, seed=3)("embed_tokens.weight")
     stored = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
-    drawn = SeededWeights(model, 3).read("embed_tokens.weight")
+    drawn = seeded_weights(model, 3)("embed_tokens.weight")
     assert torch.equal(weight, torch.cat([stored, drawn[published.vocab :]]))
 
 

@@ -35,7 +35,7 @@ class RandomWeights:
         self.read_before: list[weakref.ref[Tensor]] = []
         self.alive: list[int] = []
 
-    def read(self, name: str) -> Tensor:
+    def __call__(self, name: str) -> Tensor:
         self.alive.append(sum(reference() is not None for reference in self.read_before))
         weight = self.value(name)
         self.read_before.append(weakref.ref(weight))

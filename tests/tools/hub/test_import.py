@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -132,10 +133,19 @@ def read_on_layout(config: Config) -> Imported:
     _, stages = build(config)
     folder = Path(config.model.from_hf)
     hub_config = read_hub_config(folder)
-    totals = read_hub_weights(find_hub_files(folder, hub_config.family), hub_config, stages)
+    read_block, sizes = hf_reader._read_block, [0]
+
+    def noted(*arguments: Any) -> bytearray | None:
+        content = read_block(*arguments)
+        sizes.append(len(content or b""))
+        return content
+
+    with mock.patch.object(hf_reader, "_read_block", noted):
+        bytes_read = read_hub_weights(find_hub_files(folder, hub_config.family), hub_config, stages)
+    assert bytes_read == sum(sizes)
     whole = gather_whole(stages, lambda parameter: parameter.detach())
     rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, (totals.bytes_read, totals.largest_block))
+    dist.all_gather_object(rows, (bytes_read, max(sizes)))
     if whole is None:
         return Imported({}, rows)
     assert not whole.findings

@@ -13,7 +13,7 @@ from tests.tiny_run import free_port
 from torchllm.tools.launch import head, rendezvous
 from torchllm.tools.launch.head import HeadAddress, NodeMissing, publish_head, read_head
 from torchllm.tools.launch.node_watch import NodeWatch
-from torchllm.tools.launch.rendezvous import Decide, Rendezvous, describe_end
+from torchllm.tools.launch.rendezvous import Decide, Rendezvous, job_over
 from torchllm.tools.launch.restarts import AttemptOver, JobOver, JobStopped, PartEnding, Verdict
 
 
@@ -278,6 +278,6 @@ def test_a_stranger_who_connects_and_leaves_ends_nothing() -> None:
 
 
 def test_what_ended_a_job_is_a_sentence_whatever_the_store_holds() -> None:
-    assert describe_end(b"3 failed") == "node 3 has ended the job; its output says why"
-    assert describe_end(b"3 lost") == "the launcher of node 3 was killed, or its node was shut down"
-    assert describe_end(b"\xff../..") == "the job was ended by a launcher that does not say which it is"
+    assert str(job_over(b"3 failed")) == "node 3 has ended the job; its output says why"
+    assert str(job_over(b"3 lost")) == "the launcher of node 3 was killed, or its node was shut down"
+    assert str(job_over(b"\xff../..")) == "the job was ended by a launcher that does not say which it is"

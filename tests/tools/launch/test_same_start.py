@@ -54,8 +54,8 @@ def test_another_torch_is_named() -> None:
 def test_arrays_and_layouts_are_compared_key_by_key() -> None:
     two_sources = replace(CONFIG, data=replace(CONFIG.data, sources=(Source(), Source("text", "a"))))
     differences = compare_starts(facts_of_start([CONFIG, CONFIG]), facts_of_start([CONFIG, two_sources]))
-    assert differences[0] == ("layout 2: data.sources.1.kind", "missing", '"text"')
-    assert {name.split(".")[2] for name, _, _ in differences} == {"1"}
+    assert differences[0] == 'layout 2: data.sources.1.kind: missing on rank 0, "text"'
+    assert {difference.split(".")[2] for difference in differences} == {"1"}
 
 
 def test_edited_code_is_another_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from tests.patience import until
 from torchllm.config import Data, Source
 from torchllm.data.corpus import Corpus
 from torchllm.data.error import DataError
+from torchllm.data.readers import ReaderSettings
 from torchllm.data.shard import SPLITS, Split
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.prepare import build, cache, records, tokenize_shard
@@ -32,16 +33,16 @@ from torchllm.tools.prepare.build import TokenizingProgress, shard_size_mib, war
 from torchllm.tools.prepare.cache import plan_corpus, prepare_cached
 from torchllm.tools.prepare.chosen_files import source_files
 from torchllm.tools.prepare.corpus_writer import ShardFileWriter, first_noted
-from torchllm.tools.prepare.counts import describe_corpus, describe_unknown
+from torchllm.tools.prepare.counts import describe_corpus
 from torchllm.tools.prepare.open_source import open_raw_source
 from torchllm.tools.prepare.pieces import cut_pieces
-from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
+from torchllm.tools.prepare.plan import CorpusPlan
 from torchllm.tools.prepare.record_form import TextForm
 from torchllm.tools.prepare.records import TextRecord
 from torchllm.tools.prepare.source_files import stat_file
 from torchllm.tools.prepare.sources import JsonLineFiles, ShardRange
 
-BYTES = TokenizerSpec("bytes", "llama3")
+BYTES = partial(load_tokenizer, "bytes")
 
 
 def write_documents(folder: Path, count: int, size: int = 30) -> Source:
@@ -51,7 +52,7 @@ def write_documents(folder: Path, count: int, size: int = 30) -> Source:
 
 
 def plan_for(source: Source, vocab: int = 258, shard_mib: float = 64.0, **settings: Any) -> CorpusPlan:
-    return plan_corpus(source, Data(**settings), load_tokenizer("bytes"), vocab, shard_mib)
+    return plan_corpus(source, ReaderSettings(Data(**settings), vocab, load_tokenizer("bytes")), shard_mib)
 
 
 def test_progress_is_told_to_the_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -498,7 +499,7 @@ def test_a_long_text_without_a_place_to_cut_is_a_bad_record(tmp_path: Path, monk
     monkeypatch.setattr(records, "IN_MEMORY", 20)
     monkeypatch.setattr(records, "BLOCK", 10)
     monkeypatch.setattr(tokenize_shard, "cut_pieces", partial(cut_pieces, size=7, longest=50))
-    monkeypatch.setattr(BYTES.load(), "find_cut", lambda text, start: 0)
+    monkeypatch.setattr(BYTES(), "find_cut", lambda text, start: 0)
     with pytest.raises(DataError, match=r"b\.txt: no place to cut \(no blank or line end .* 'bytes' can cut it\); set"):
         write_corpus(plan_for(source), BYTES, tmp_path / "c")
     header = write_corpus(plan_for(source, on_bad_record="skip"), BYTES, tmp_path / "c")
@@ -645,12 +646,13 @@ def test_a_text_that_the_tokenizer_fails_on_is_a_bad_record(tmp_path: Path) -> N
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([backtracking])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.jsonl").write_text(GOOD + json.dumps({"text": "x" * 40}) + "\n" + GOOD)
-    spec = TokenizerSpec(str(tmp_path / "tokenizer.json"), "llama3")
+    name = str(tmp_path / "tokenizer.json")
+    load = partial(load_tokenizer, name)
     source = Source(kind="jsonl", path=str(tmp_path / "a.jsonl"))
-    plan = plan_corpus(source, Data(tokenizer=spec.name), spec.load(), 258)
+    plan = plan_corpus(source, ReaderSettings(Data(tokenizer=name), 258, load()))
     with pytest.raises(DataError, match=r"a\.jsonl:2: text that the tokenizer fails on; set data"):
-        write_corpus(plan, spec, tmp_path / "c")
-    header = write_corpus(replace(plan, on_bad_record="skip"), spec, tmp_path / "c")
+        write_corpus(plan, load, tmp_path / "c")
+    header = write_corpus(replace(plan, on_bad_record="skip"), load, tmp_path / "c")
     assert (header.documents, header.skipped) == (2, {"text that the tokenizer fails on": 1})
 
 
@@ -658,17 +660,18 @@ def test_a_tokenizer_that_knows_hardly_a_word_is_an_error(tmp_path: Path) -> Non
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "</s>": 1, "red": 2}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    spec = TokenizerSpec(str(tmp_path / "tokenizer.json"), "llama3")
+    name = str(tmp_path / "tokenizer.json")
+    load = partial(load_tokenizer, name)
     text = tmp_path / "a.txt"
     text.write_text("red und blau")
-    plan = plan_corpus(Source(kind="text", path=str(text)), Data(tokenizer=spec.name), spec.load(), 258)
-    (line,) = describe_unknown(write_corpus(plan, spec, tmp_path / "half"))
+    plan = plan_corpus(Source(kind="text", path=str(text)), ReaderSettings(Data(tokenizer=name), 258, load()))
+    (line,) = describe_corpus(write_corpus(plan, load, tmp_path / "half"))
     assert line.startswith("50.0% of the tokens stand for text")
     text.write_text("gelb und blau")
     plan = replace(plan, files=[stat_file(str(text))])
-    known = rf'{spec.name} does not know the text of {text}: 75% of its tokens are \[UNK\]\. Use .*, or "bytes"'
+    known = rf'{name} does not know the text of {text}: 75% of its tokens are \[UNK\]\. Use .*, or "bytes"'
     with pytest.raises(DataError, match=known):
-        write_corpus(plan, spec, tmp_path / "most")
+        write_corpus(plan, load, tmp_path / "most")
     assert not (tmp_path / "most" / "corpus.json").exists()
 
 

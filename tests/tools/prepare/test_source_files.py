@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from torchllm.config import Data, Source
 from torchllm.data.corpus import Corpus
 from torchllm.data.error import DataError
+from torchllm.data.readers import ReaderSettings
 from torchllm.data.shard import SPLITS
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.prepare.build import write_corpus
@@ -20,7 +22,6 @@ from torchllm.tools.prepare.cache import plan_corpus
 from torchllm.tools.prepare.chosen_files import choose_files, source_files
 from torchllm.tools.prepare.hub_rows import raw_mib
 from torchllm.tools.prepare.in_place import describe_in_place, token_files
-from torchllm.tools.prepare.plan import TokenizerSpec
 
 
 def test_stdlib_is_this_interpreters() -> None:
@@ -107,13 +108,13 @@ def test_splits_by_name_are_those_of_the_corpus(kind: str, tmp_path: Path, caplo
     caplog.set_level("INFO")
     source = write_splits(tmp_path / "set", kind)
     tokenizer = load_tokenizer("bytes")
-    plan = plan_corpus(source, Data(validation_fraction=0.5), tokenizer, 258)
+    plan = plan_corpus(source, ReaderSettings(Data(validation_fraction=0.5), 258, tokenizer))
     folder, end = tmp_path / "set", KINDS[kind]
     assert caplog.messages == [
         f"data.sources: 2 files in '{folder}'; 2 files ({folder}/dev/part.{end}, {folder}/validation-0.{end}) held out "
         f"by name, in place of data.validation_fraction; 1 files ({folder}/test-0.{end}) left out as a test set"
     ]
-    write_corpus(plan, TokenizerSpec("bytes", "llama3"), tmp_path / "out")
+    write_corpus(plan, partial(load_tokenizer, "bytes"), tmp_path / "out")
     corpus = Corpus(tmp_path / "out")
     texts = {}
     for split in SPLITS:
@@ -142,7 +143,7 @@ def test_keys_of_corpora_without_splits_are_those_of_earlier_versions(
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("one")
     os.utime("a.txt", (1, 1))
-    plan = plan_corpus(Source(kind="text", path="a.txt"), Data(), load_tokenizer("bytes"), 258)
+    plan = plan_corpus(Source(kind="text", path="a.txt"), ReaderSettings(Data(), 258, load_tokenizer("bytes")))
     assert plan.key == "3d5248bced54f7dc"  # as commit 8ca45ed made it
 
 

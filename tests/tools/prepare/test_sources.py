@@ -6,6 +6,7 @@ import os
 import re
 import tempfile
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -22,6 +23,7 @@ from torchllm.config import Data, Source
 from torchllm.data.corpus import Corpus
 from torchllm.data.corpus_header import read_description
 from torchllm.data.error import DataError
+from torchllm.data.readers import ReaderSettings
 from torchllm.data.tokenizer import BEGIN, END, ByteTokenizer, load_tokenizer
 from torchllm.tools.prepare import records, sources, unpack
 from torchllm.tools.prepare.build import write_corpus
@@ -30,7 +32,7 @@ from torchllm.tools.prepare.chosen_files import source_files
 from torchllm.tools.prepare.hub_rows import HubRows
 from torchllm.tools.prepare.in_place import token_files
 from torchllm.tools.prepare.open_source import open_raw_source
-from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
+from torchllm.tools.prepare.plan import CorpusPlan
 from torchllm.tools.prepare.record_form import TextForm
 from torchllm.tools.prepare.records import TextRecord
 
@@ -77,11 +79,11 @@ def test_the_key_of_a_hub_source_has_its_revision(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "train.jsonl").write_text('{"text": "one"}')
     source = Source(kind="hub", path=str(folder))
-    plan = plan_corpus(source, Data(), load_tokenizer("bytes"), 258)
-    assert plan == plan_corpus(source, Data(), load_tokenizer("bytes"), 258)
+    plan = plan_corpus(source, ReaderSettings(Data(), 258, load_tokenizer("bytes")))
+    assert plan == plan_corpus(source, ReaderSettings(Data(), 258, load_tokenizer("bytes")))
     (folder / "train.jsonl").write_text('{"text": "another"}')
     os.utime(folder / "train.jsonl", (1, 1))
-    assert plan_corpus(source, Data(), load_tokenizer("bytes"), 258).key != plan.key
+    assert plan_corpus(source, ReaderSettings(Data(), 258, load_tokenizer("bytes"))).key != plan.key
 
 
 def write_hub_set(folder: Path, texts: list[str]) -> None:
@@ -136,7 +138,7 @@ HUB_TEXTS = [f"text {number}" for number in range(10)]
 
 
 def plan_of(source: Source, cache: Path) -> CorpusPlan:
-    return plan_corpus(source, Data(cache=str(cache)), load_tokenizer("bytes"), 258)
+    return plan_corpus(source, ReaderSettings(Data(cache=str(cache)), 258, load_tokenizer("bytes")))
 
 
 def written_texts(folder: Path) -> list[list[str]]:
@@ -176,9 +178,10 @@ def test_a_hub_set_streams_into_shards_by_file(tmp_path: Path, monkeypatch: pyte
     hub = FakeHub(tmp_path / "hub", monkeypatch)
     hub.commit(OLD, HUB_TEXTS)
     plan = plan_corpus(
-        Source(kind="hub", path="a/b"), Data(cache=str(tmp_path), validation_fraction=0.0), ByteTokenizer(), 258
+        Source(kind="hub", path="a/b"),
+        ReaderSettings(Data(cache=str(tmp_path), validation_fraction=0.0), 258, ByteTokenizer()),
     )
-    header = write_corpus(plan, TokenizerSpec("bytes", "llama3"), tmp_path / "corpus", processes)
+    header = write_corpus(plan, partial(load_tokenizer, "bytes"), tmp_path / "corpus", processes)
     assert hub.opened == [(None, OLD)]
     assert header.shards == 3
     assert header.plan["source"]["revision"] == OLD

@@ -3,6 +3,7 @@
 import gzip
 import json
 import tracemalloc
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,13 @@ from tests.tools.prepare.test_sources import Read, read, read_all
 from torchllm.config import Data, Source
 from torchllm.data.corpus import Corpus
 from torchllm.data.error import DataError
-from torchllm.data.tokenizer import ByteTokenizer
+from torchllm.data.readers import ReaderSettings
+from torchllm.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchllm.tools.prepare import tables
 from torchllm.tools.prepare.build import write_corpus
 from torchllm.tools.prepare.cache import plan_corpus
 from torchllm.tools.prepare.chosen_files import choose_files
-from torchllm.tools.prepare.counts import describe_counts
-from torchllm.tools.prepare.plan import TokenizerSpec
+from torchllm.tools.prepare.counts import describe_corpus
 from torchllm.tools.prepare.records import Origin
 
 TEXTS = ["one", "two", "three"]
@@ -201,14 +202,14 @@ def test_token_ids_are_used_as_they_are(tmp_path: Path) -> None:
     )
     data = Data(cache=str(tmp_path), validation_fraction=0.0, on_bad_record="skip")
     header = write_corpus(
-        plan_corpus(source, data, ByteTokenizer(), 258),
-        TokenizerSpec("bytes", "llama3"),
+        plan_corpus(source, ReaderSettings(data, 258, ByteTokenizer())),
+        partial(load_tokenizer, "bytes"),
         tmp_path / "c",
         max_bad_share=1.0,
     )
     assert header.skipped == {"token id over model.vocab": 1}
     assert (header.documents, header.text_bytes) == (3, 0)
-    assert describe_counts(header.counts) == [
+    assert describe_corpus(header) == [
         "documents that were token ids already, and are used as they are: 3; of these, documents that end with "
         "data.tokenizer's end: 0"
     ]

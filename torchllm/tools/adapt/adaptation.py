@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -24,8 +25,8 @@ TIMED_STEPS = 5
 class Adaptation(Observer):
     """Measures this rank, and decides at checkpoints, the same on all ranks.
 
-    adapt: returns the change of the config for some bottlenecks; default `Adapter.change`. starved_seconds: a rank that
-    waits less for data between two checkpoints has no starved loader.
+    adapt: returns the change of the config for some bottlenecks; default `adapter.change_config`. starved_seconds: a
+    rank that waits less for data between two checkpoints has no starved loader.
     """
 
     def __init__(
@@ -43,7 +44,6 @@ class Adaptation(Observer):
         """until the stages are compared, once per config"""
 
     def begin(self, run: ObservedRun) -> None:
-        """See Observer."""
         self.run = run
         parallel, mesh = run.config.parallel, run.mesh
         self.data_wait_clock = DataWaitClock(run.runtime.host_group)
@@ -60,7 +60,6 @@ class Adaptation(Observer):
 
     @contextmanager
     def step(self, n: int) -> Iterator[None]:
-        """See Observer."""
         yield
         ended = time.perf_counter()
         self.step_seconds.append(ended - self.step_ended)
@@ -70,14 +69,14 @@ class Adaptation(Observer):
             self._compare_with_before()
 
     def saved(self, n: int) -> Change | None:
-        """See Observer."""
         bottlenecks = self._bottlenecks()
         if self.adapt is None:
             if bottlenecks.data_wait is None and bottlenecks.stage_times is None:
                 return None
-            from torchllm.tools.adapt.adapter import Adapter  # of no use to a run without bottlenecks
+            from torchllm.tools.adapt.adapter import change_config  # of no use without bottlenecks
+            from torchllm.tools.adapt.balance import Rebalancer
 
-            self.adapt = Adapter().change
+            self.adapt = partial(change_config, Rebalancer())
         change = self.adapt(self.run.config, bottlenecks)
         if change is not None:
             self.reason, self.seconds_before_change = change.reason, self._usual_seconds()

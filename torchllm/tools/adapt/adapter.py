@@ -14,42 +14,34 @@ from torchllm.facts.flops import block_flops
 from torchllm.facts.stages import balanced_split, end_costs
 from torchllm.metrics.observer import Change
 from torchllm.tools.adapt.balance import Costs, Rebalancer
-from torchllm.tools.watch.bottlenecks import Bottlenecks, DataWait
+from torchllm.tools.watch.bottlenecks import Bottlenecks
 from torchllm.tools.watch.stage_times import ForwardTimes
 
 MAX_WORKERS = 8
 
 
-class Adapter:
-    """Decides for a run, and remembers the splits that it has tried."""
+def change_config(rebalancer: Rebalancer, config: Config, bottlenecks: Bottlenecks) -> Change | None:
+    """Return the config to go on with and the reasons, or None where nothing would help.
 
-    def __init__(self) -> None:
-        self.rebalancer = Rebalancer()
-
-    def change(self, config: Config, bottlenecks: Bottlenecks) -> Change | None:
-        """Return the config to go on with and the reasons, or None where nothing would help."""
-        reasons = []
-        changed = config
-        if bottlenecks.data_wait is not None and config.data.workers < MAX_WORKERS:
-            changed, reason = with_another_worker(changed, bottlenecks.data_wait)
+    rebalancer: of the run; it remembers the splits that were tried.
+    """
+    reasons = []
+    changed = config
+    data_wait, workers = bottlenecks.data_wait, config.data.workers + 1
+    if data_wait is not None and workers <= MAX_WORKERS:
+        changed = replace(changed, data=replace(config.data, workers=workers))
+        waits = f"rank {data_wait.rank} waits {data_wait.share:.0%} of its time for data"
+        reasons.append(f"{waits}, so data.workers = {workers}")
+    if bottlenecks.stage_times is not None:
+        rebalanced = with_next_split(changed, bottlenecks.stage_times, rebalancer)
+        if rebalanced is not None:
+            changed, reason = rebalanced
             reasons.append(reason)
-        if bottlenecks.stage_times is not None:
-            rebalanced = with_next_split(changed, bottlenecks.stage_times, self.rebalancer)
-            if rebalanced is not None:
-                changed, reason = rebalanced
-                reasons.append(reason)
-        if not reasons:
-            return None
-        # A run may have begun at a checkpoint that its config names; it goes on from the one just written.
-        changed = replace(changed, checkpoint=replace(config.checkpoint, resume="auto"))
-        return Change(changed, ", ".join(reasons))
-
-
-def with_another_worker(config: Config, data_wait: DataWait) -> Change:
-    """Return the config with one more process that reads data for each rank."""
-    workers = config.data.workers + 1
-    reason = f"rank {data_wait.rank} waits {data_wait.share:.0%} of its time for data, so data.workers = {workers}"
-    return Change(replace(config, data=replace(config.data, workers=workers)), reason)
+    if not reasons:
+        return None
+    # A run may have begun at a checkpoint that its config names; it goes on from the one just written.
+    changed = replace(changed, checkpoint=replace(config.checkpoint, resume="auto"))
+    return Change(changed, ", ".join(reasons))
 
 
 def with_next_split(config: Config, times: ForwardTimes, rebalancer: Rebalancer) -> Change | None:

@@ -14,10 +14,12 @@ from torchllm.config.applied_keys import new_training
 from torchllm.config.errors import UserError
 from torchllm.config.files import cache_root
 from torchllm.metrics.monitor import Monitor
+from torchllm.metrics.observer import Observer
 from torchllm.runtime.process import Runtime
 from torchllm.tools.adapt.adaptation import Adaptation
 from torchllm.tools.watch.bottlenecks import STARVED_SECONDS
-from torchllm.tools.watch.standard import standard_observers
+from torchllm.tools.watch.notices import Events, Notices
+from torchllm.tools.watch.profiled_steps import ProfiledSteps
 
 Train = Callable[[Any, Runtime, Monitor], None]
 """of a recipe; its config may have additional sections"""
@@ -51,3 +53,33 @@ def supervise(
         if config is not None:
             runtime.release_memory()  # of the old model, before the new one is built
     monitor.close()
+
+
+def standard_observers(config: Config, runtime: Runtime) -> list[Observer]:
+    if not runtime.is_main:
+        return [ProfiledSteps()]
+    from torchllm.tools.watch.goodput import Goodput  # rank 0 alone keeps the account
+
+    logs_time = is_worth_a_line(config, runtime)
+    observers: list[Observer] = [Notices(), Events(), ProfiledSteps(logs_first=logs_time)]
+    # Few runs ask for what follows.
+    for tracker in config.metrics.trackers:
+        from torchllm.tools.watch.trackers import TrackerHelper
+
+        observers.append(TrackerHelper(runtime.folder, tracker))
+    if config.evaluate.tasks_interval:
+        from torchllm.tools.watch.task_processes import TaskProcesses
+
+        observers.append(TaskProcesses(runtime.folder, config.evaluate.tasks_interval))
+    # Last: what the others take to begin is the start-up's.
+    observers.append(Goodput(runtime.folder, logs_summary=logs_time))
+    return observers
+
+
+def is_worth_a_line(config: Config, runtime: Runtime) -> bool:
+    """Return whether the log says where the time goes: on GPUs, on several nodes, and where it is asked for.
+
+    The files of the run say it in any case.
+    """
+    is_asked_for = config.metrics.profile_steps or config.metrics.peak_tflops
+    return runtime.device.type == "cuda" or runtime.ranks_on_node < runtime.world_size or bool(is_asked_for)

@@ -65,7 +65,6 @@ class RandomDocuments(Synthetic):
     """Random tokens with a document's begin at every 1,024th, on average."""
 
     def window(self, split: Split, number: int, length: int, piece: range | None = None) -> Window:
-        """See SequenceSource."""
         whole = super().window(split, number, length)
         begins = np.random.default_rng(number).random(length + 1) < 1 / 1024
         begins[0] = True

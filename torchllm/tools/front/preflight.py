@@ -501,7 +501,7 @@ class _DataInspector:
         from torchllm.data.readers import open_corpus
         from torchllm.tools.prepare.cache import cached_folder, find_cached, is_cached, plan_corpus, refuse_large_source
         from torchllm.tools.prepare.chosen_files import source_files
-        from torchllm.tools.prepare.recorded import Rules
+        from torchllm.tools.prepare.plan import Rules
 
         if source.kind == "hub":
             self.held_out = None
@@ -513,21 +513,14 @@ class _DataInspector:
             if not recorded:
                 source_files(source)
             return
+        settings = self._reader_settings(tokenizer)
         for rules in Rules if recorded else (Rules.NOW,):
             with suppress(DataError) if recorded else nullcontext():  # the start compares the run's corpus
-                plan = plan_corpus(
-                    source,
-                    self.data,
-                    tokenizer,
-                    self.config.model.vocab,
-                    finetune=self.config.finetune,
-                    sequence_length=self.config.training.sequence_length,
-                    rules=rules,
-                )
+                plan = plan_corpus(source, settings, rules=rules)
                 cached = find_cached(self.data, plan) if rules > Rules.ALL_FILES else plan
                 if cached and is_cached(folder := cached_folder(self.data, cached)):
                     with suppress(DataError):  # a damaged corpus in the cache is made again
-                        corpus = open_corpus(str(folder), self._reader_settings(tokenizer))
+                        corpus = open_corpus(str(folder), settings)
                         if recorded in ("", corpus.fingerprint):
                             self._count_sequences(index, corpus)
                             return

@@ -48,7 +48,8 @@ def continue_texts(
         done = f"{start:,} of {len(order):,} texts" if len(order) > batch_size else ""
         rows = _continue_batch(model, batch_prompts, settings, max(limits), vocab, ends, longest, generators, done)
         for index, row, limit in zip(batch, rows, limits, strict=True):
-            texts[index] = _up_to_end(row[:limit], ends)
+            length = next((length for length, token in enumerate(row, 1) if token in ends), limit)
+            texts[index] = row[: min(length, limit)]
     return texts
 
 
@@ -111,14 +112,6 @@ def sample_tokens(logits: Tensor, settings: Generate, generators: Sequence[torch
     for row, generator in zip(noise, generators, strict=True):
         row.exponential_(generator=generator)
     return (probabilities / noise).argmax(-1)
-
-
-def _up_to_end(ids: list[int], ends: Collection[int]) -> list[int]:
-    """Return the ids up to the first that ends the text, with it."""
-    for index, token in enumerate(ids):
-        if token in ends:
-            return ids[: index + 1]
-    return ids
 
 
 def _takes_documents(model: Decoder) -> bool:

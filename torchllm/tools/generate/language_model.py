@@ -29,7 +29,7 @@ from torchllm.tools.hub.text_facts import published_ends
 from torchllm.tools.hub.weights import AVERAGED_WEIGHTS
 from torchllm.tools.hub.weights_of_run import load_weights_of_run
 from torchllm.tools.prepare.chat.examples import ChatFormat
-from torchllm.tools.prepare.chat.plan import chat_format_today, chat_plan_of_run, plan_chat
+from torchllm.tools.prepare.chat.plan import chat_format, chat_plan_of_run, plan_chat
 from torchllm.tools.prepare.chat.template import Conversation, Message, RefusedConversation
 
 
@@ -134,7 +134,7 @@ class LanguageModel:
             if trained is None:
                 raise UserError("this model was not trained on conversations: use generate, or generate.chat = true")
             plan = trained
-        return chat_format_today(config.data.tokenizer, plan)
+        return chat_format(config.data.tokenizer, plan)
 
     @cached_property
     def _begin(self) -> list[int]:

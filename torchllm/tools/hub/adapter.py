@@ -6,6 +6,7 @@ warning, and the update is left out: so names come from the table that the weigh
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ from torchllm.facts.shapes import parameter_shapes
 from torchllm.models.lora import merge_update
 from torchllm.parallel.initialize import fill
 from torchllm.tools.config.changes import check_frozen_weights
-from torchllm.tools.hub.by_key import WeightReader, Weights
+from torchllm.tools.hub.by_key import ReadWeight, WeightReader
 from torchllm.tools.hub.families.family import HubFamily, StoredPart, StoredTensor
-from torchllm.tools.hub.hf_reader import ReadTotals, fill_part
+from torchllm.tools.hub.hf_reader import fill_part
 from torchllm.tools.hub.hf_writer import write_json, write_safetensors
 from torchllm.tools.hub.hub import find_hub_model, is_hub_id
 from torchllm.tools.hub.published_weights import HubWeights
@@ -36,49 +37,43 @@ PEFT_PREFIX = "base_model.model."
 """peft's prefix of transformers' names; with another prefix it leaves an update out, without an exception"""
 
 
-class SeededWeights:
-    """The weights that a run with random initial weights freezes: they are computed from its seed."""
+def seeded_weights(model: Model, seed: int) -> ReadWeight:
+    """Return the reader of the weights, float32, that a run with random initial weights freezes: the seed's."""
+    shapes = parameter_shapes(model)
 
-    def __init__(self, model: Model, seed: int) -> None:
-        self.model = model
-        self.seed = seed
-        self.shapes = parameter_shapes(model)
-
-    def read(self, name: str) -> Tensor:
-        """Return the initial value of a parameter, float32."""
-        weight = torch.empty(self.shapes[name])
-        fill(weight, name, self.model, self.seed)
+    def read(name: str) -> Tensor:
+        weight = torch.empty(shapes[name])
+        fill(weight, name, model, seed)
         return weight
 
+    return read
 
-class PublishedWeights:
-    """The weights that a run of a published model freezes."""
 
-    def __init__(self, model: Model, seed: int, recorded: Mapping[str, Any] | None) -> None:
-        """Open the files of `model.from_hf`. recorded: their record in a checkpoint of the run.
+def published_weights(model: Model, seed: int, recorded: Mapping[str, Any] | None) -> ReadWeight:
+    """Return the reader of the weights, float32, that a run of a published model freezes.
 
-        Raises HubFileError if they are not there, CheckpointError if they do not fit or are not the recorded ones.
-        """
-        folder = find_hub_model(model.from_hf, weights=True, may_download=False).folder
-        weights = HubWeights(model)
-        config, self.files = weights.open(folder)
-        check_same_source(weights.key, weights.record(config, self.files), recorded)
-        self.family = self.files.family
-        self.published_shapes = parameter_shapes(replace(config.model, tied_embeddings=False))
-        self.seeded = SeededWeights(model, seed)
+    Rows that the files of `model.from_hf` lack are random. recorded: their record in a checkpoint of the run. Raises
+    HubFileError if they are not there, CheckpointError if they do not fit or are not the recorded ones.
+    """
+    folder = find_hub_model(model.from_hf, weights=True, may_download=False).folder
+    weights = HubWeights(model)
+    config, files = weights.open(folder)
+    check_same_source(weights.key, weights.record(config, files), recorded)
+    shapes, published_shapes = parameter_shapes(model), parameter_shapes(replace(config.model, tied_embeddings=False))
+    read_seeded = seeded_weights(model, seed)
 
-    def read(self, name: str) -> Tensor:
-        """Return a parameter, float32; its rows that the files lack are random."""
-        tensors = self.family.tensors_of(name, self.published_shapes)
-        shape = self.seeded.shapes[name]  # of the run: its embedding may have more rows
+    def read(name: str) -> Tensor:
+        tensors = files.family.tensors_of(name, published_shapes)
         # Random numbers take longer than reading, so they are drawn only where some of them stay.
-        is_padded = shape != self.published_shapes[name]
-        weight = self.seeded.read(name) if is_padded else torch.empty(shape)
-        fill_part(self.files, tensors, name, parts_of({name: weight})[name], ReadTotals())
+        is_padded = shapes[name] != published_shapes[name]
+        weight = read_seeded(name) if is_padded else torch.empty(shapes[name])
+        fill_part(files, tensors, name, parts_of({name: weight})[name])
         return weight
 
+    return read
 
-def frozen_weights(config: Config, manifest: Manifest) -> Weights:
+
+def frozen_weights(config: Config, manifest: Manifest) -> ReadWeight:
     """Return the weights that LoRA freezes in a run, by name: published ones, another run's, or random ones.
 
     manifest: of a checkpoint of the run, which says the step of that other run. Raises CheckpointError if it is gone,
@@ -88,39 +83,32 @@ def frozen_weights(config: Config, manifest: Manifest) -> Weights:
     if config.checkpoint.initial:
         folder = Path(config.checkpoint.initial)
         in_run = step_folder(folder / "checkpoints", manifest.record["initial"]["step"])
-        return WeightReader(in_run if in_run.exists() else folder)
+        return WeightReader(in_run if in_run.exists() else folder).read
     if config.model.from_hf:
-        return PublishedWeights(config.model, config.run.seed, manifest.record.get("initial"))
-    return SeededWeights(config.model, config.run.seed)
+        return published_weights(config.model, config.run.seed, manifest.record.get("initial"))
+    return seeded_weights(config.model, config.run.seed)
 
 
-class MergedWeights:
-    """Frozen weights with their updates merged in, one at a time: W + alpha / r * B A."""
+def read_merged(frozen: ReadWeight, updates: dict[str, Tensor], scale: float, name: str) -> Tensor:
+    """Return a weight of the model that was trained, W + alpha / r * B A, in the type of the frozen one.
 
-    def __init__(self, frozen: Weights, updates: dict[str, Tensor], scale: float) -> None:
-        """Read from `frozen`; updates: what `read_updates` returns; scale: alpha / r."""
-        self.frozen = frozen
-        self.updates = updates
-        self.scale = scale
-
-    def read(self, name: str) -> Tensor:
-        """Return a weight of the model that was trained, in the type of the frozen one."""
-        weight = self.frozen.read(name)
-        layer = name.removesuffix(".weight")
-        a = self.updates.get(f"{layer}.lora_A.weight")
-        if a is None:
-            return weight
-        return merge_update(weight, a, self.updates[f"{layer}.lora_B.weight"], self.scale)
+    updates: by `read_updates`. scale: alpha / r.
+    """
+    weight = frozen(name)
+    layer = name.removesuffix(".weight")
+    a = updates.get(f"{layer}.lora_A.weight")
+    return weight if a is None else merge_update(weight, a, updates[f"{layer}.lora_B.weight"], scale)
 
 
-def model_weights(config: Config, checkpoint: WeightReader) -> Weights:
+def model_weights(config: Config, checkpoint: WeightReader) -> ReadWeight:
     """Return the weights of the model that a checkpoint of a run is of; with LoRA, its updates are merged in.
 
     Raises what `frozen_weights` and `read_updates` do.
     """
     if not config.lora.is_on:
-        return checkpoint
-    return MergedWeights(frozen_weights(config, checkpoint.manifest), read_updates(checkpoint), config.lora.scale)
+        return checkpoint.read
+    frozen, updates = frozen_weights(config, checkpoint.manifest), read_updates(checkpoint)
+    return partial(read_merged, frozen, updates, config.lora.scale)
 
 
 def read_updates(checkpoint: WeightReader) -> dict[str, Tensor]:
@@ -173,7 +161,6 @@ def card_rows(config: Config) -> list[tuple[str, str]]:
 
 
 def adapter_config(config: Config, base: str) -> dict[str, Any]:
-    """Return the content of adapter_config.json."""
     lora = config.lora
     name, _, revision = base.partition("@") if is_hub_id(base) else (base, "", "")
     return {

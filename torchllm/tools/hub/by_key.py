@@ -1,13 +1,8 @@
-"""Read whole weights of a checkpoint one by one, in a process that never holds the whole model.
+"""Read whole weights of a checkpoint one by one, in a process that never holds the whole model."""
 
-checkpoint = WeightReader(folder)
-weight = checkpoint.read("embed_tokens.weight")     verified; raises DamagedCheckpoint
-"""
-
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,12 +13,8 @@ from torchllm.checkpoint.manifest import CheckpointError
 from torchllm.checkpoint.state import EXTRA, WEIGHTS, Part, TensorSharding, was_frozen
 from torchllm.checkpoint.tensors import load_tensors, open_checkpoint
 
-
-class Weights(Protocol):
-    """Reads whole weights by canonical name."""
-
-    def read(self, name: str) -> Tensor:
-        """Return a weight on the host."""
+ReadWeight = Callable[[str], Tensor]
+"""returns a whole weight on the host, by its canonical name"""
 
 
 class WeightReader:
@@ -78,28 +69,21 @@ class WeightReader:
         return tensor
 
 
-class MeanOfWeights:
-    """Reads the means of the weights of one or several checkpoints: computed in float32, a weight at a time."""
+def read_mean(checkpoints: Mapping[Path, ReadWeight], name: str) -> Tensor:
+    """Return the mean of a weight of several checkpoints, float32; of a single checkpoint the weight itself.
 
-    def __init__(self, checkpoints: Mapping[Path, Weights]) -> None:
-        """checkpoints: the weights of each by its step folder, the newest first."""
-        self.checkpoints = checkpoints
-
-    def read(self, name: str) -> Tensor:
-        """Return the mean of a weight, float32; of a single checkpoint the weight itself.
-
-        Raises the errors of the checkpoints' `read`, and CheckpointError if the shapes differ.
-        """
-        newest, *others = self.checkpoints
-        if not others:
-            return self.checkpoints[newest].read(name)
-        total = self.checkpoints[newest].read(name).float()
-        for folder in others:
-            weight = self.checkpoints[folder].read(name)
-            if weight.shape != total.shape:
-                raise CheckpointError(
-                    f"{name}: {tuple(weight.shape)} in {folder}, {tuple(total.shape)} in {newest}: average checkpoints "
-                    "of one model"
-                )
-            total += weight
-        return total.div_(len(self.checkpoints))
+    checkpoints: by the step folder, the newest first. Raises CheckpointError if the shapes differ, and its own errors.
+    """
+    newest, *others = checkpoints
+    if not others:
+        return checkpoints[newest](name)
+    total = checkpoints[newest](name).float()
+    for folder in others:
+        weight = checkpoints[folder](name)
+        if weight.shape != total.shape:
+            raise CheckpointError(
+                f"{name}: {tuple(weight.shape)} in {folder}, {tuple(total.shape)} in {newest}: average checkpoints "
+                "of one model"
+            )
+        total += weight
+    return total.div_(len(checkpoints))

@@ -1,11 +1,7 @@
-"""config.json -> the keys of [model], and back. No torch.
-
-read = read_config_json(fields)         values of [model], keys that the weights fix, all problems at once
-fields = write_config_json(model, family)       every field, in the spelling of transformers 4 and 5
-"""
+"""config.json -> the keys of [model], and back. No torch."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -150,8 +146,6 @@ class NoFamily(UserError):
 
 @dataclass
 class ReadConfig:
-    """The content of a config.json."""
-
     family: HubFamily | None = None
     """None: unknown, or not supported"""
     values: dict[str, Any] = field(default_factory=dict)
@@ -321,7 +315,8 @@ def _read_window(content: Mapping[str, Any], family: HubFamily, read: ReadConfig
     Qwen's is off unless use_sliding_window is true.
     """
     kinds = content.get("layer_types")
-    if kinds is not None and not _are_kinds(kinds, read.values.get("layers")):
+    is_of_blocks = isinstance(kinds, list) and len(kinds) == read.values.get("layers")
+    if kinds is not None and not (is_of_blocks and all(kind in ATTENTION_KINDS for kind in kinds)):
         known = " or ".join(ATTENTION_KINDS)
         read.report("layer_types", f"must be {known} for each of num_hidden_layers blocks, not {kinds!r}")
         return
@@ -345,11 +340,6 @@ def _read_window(content: Mapping[str, Any], family: HubFamily, read: ReadConfig
     elif "full_attention" in kinds and (window := read.values.get("window")):
         # transformers' AutoConfig reads a mistral with this field as a ministral, and a mixtral without it
         read.report(name, f"is full_attention, but sliding_window is {window}: remove one of them")
-
-
-def _are_kinds(kinds: Any, layers: Any) -> bool:
-    """Return whether layer_types has a kind of attention for each block."""
-    return isinstance(kinds, list) and len(kinds) == layers and all(kind in ATTENTION_KINDS for kind in kinds)
 
 
 def _kinds_of_blocks(content: Mapping[str, Any], read: ReadConfig) -> list[str]:
@@ -456,14 +446,13 @@ def form_of(model: Model) -> dict[str, Any]:
     return values
 
 
-def fitting_families(model: Model) -> Iterator[HubFamily]:
-    """Yield the families as which a model can be exported."""
-    for family in HUB_FAMILIES.values():
-        try:
-            write_config_json(model, family)
-        except NoFamily:
-            continue
-        yield family
+def why_unfit(model: Model, family: HubFamily) -> NoFamily | None:
+    """Return why a model cannot be exported as one of a family; None if it can."""
+    try:
+        write_config_json(model, family)
+    except NoFamily as reason:
+        return reason
+    return None
 
 
 def family_to_export(model: Model, model_type: str = "") -> HubFamily:
@@ -471,14 +460,11 @@ def family_to_export(model: Model, model_type: str = "") -> HubFamily:
 
     Raises NoFamily if there is none, with the reason of each.
     """
-    fitting = list(fitting_families(model))
-    for family in fitting:
-        if family.model_type == model_type:
-            return family
-    if fitting:
-        return fitting[0]
-    reasons = [str(reason) for reason in why_no_family(model)]
-    raise NoFamily("the model has the form of no published family:\n  " + "\n  ".join(reasons))
+    fitting = [family for family in HUB_FAMILIES.values() if why_unfit(model, family) is None]
+    if not fitting:
+        reasons = [str(reason) for reason in why_no_family(model)]
+        raise NoFamily("the model has the form of no published family:\n  " + "\n  ".join(reasons))
+    return next((family for family in fitting if family.model_type == model_type), fitting[0])
 
 
 def why_no_family(model: Model) -> list[NoFamily]:
@@ -486,13 +472,6 @@ def why_no_family(model: Model) -> list[NoFamily]:
 
     The list is empty if it can be exported as one of them.
     """
-    reasons = []
-    for family in HUB_FAMILIES.values():
-        if family.has_experts == (model.experts > 0):
-            try:
-                write_config_json(model, family)
-            except NoFamily as error:
-                reasons.append(error)
-            else:
-                return []
-    return sorted(reasons, key=lambda reason: len(reason.keys))
+    families = [family for family in HUB_FAMILIES.values() if family.has_experts == (model.experts > 0)]
+    reasons = [reason for family in families if (reason := why_unfit(model, family)) is not None]
+    return sorted(reasons, key=lambda reason: len(reason.keys)) if len(reasons) == len(families) else []

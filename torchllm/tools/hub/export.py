@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from torchllm.config import Config
 from torchllm.data.tokenizer import Tokenizer, load_tokenizer
 from torchllm.tools.config.changes import check_frozen_weights
 from torchllm.tools.hub.adapter import ADAPTER_KIND, card_rows, model_weights, read_updates, write_adapter
-from torchllm.tools.hub.by_key import MeanOfWeights, WeightReader
+from torchllm.tools.hub.by_key import WeightReader, read_mean
 from torchllm.tools.hub.config_json import family_to_export
 from torchllm.tools.hub.exported import (
     checkpoints_to_export,
@@ -52,8 +53,7 @@ class ExportedModel(NamedTuple):
 def export_model(config: Config, final: Path | str, *, ema: bool = False) -> ExportedModel:
     """Write the weights of a run as a model of transformers into the folder `final`, which must not exist.
 
-    Low-rank updates are merged into their weights. ema: their moving average
-    (optimizer.ema_decay) instead.
+    Low-rank updates are merged into their weights. ema: their moving average (optimizer.ema_decay) instead.
     Raises CheckpointError if there is no such checkpoint, the folder cannot be written, or the frozen weights are gone,
     DamagedCheckpoint if the files have changed since they were written, NoFamily if no family of models has this form,
     DataError if nothing says how the run's conversations were written. Then nothing is left.
@@ -71,7 +71,7 @@ def export_model(config: Config, final: Path | str, *, ema: bool = False) -> Exp
     path = Path(final)
     weights = {checkpoint.folder: model_weights(config, checkpoint) for checkpoint in checkpoints}
     with new_folder(path, weight_bytes(tensors, dtype)) as folder:
-        write_weights(folder, tensors, MeanOfWeights(weights), dtype)
+        write_weights(folder, tensors, partial(read_mean, weights), dtype)
         texts, missing_tokenizer = export_texts(config, manifest, tokenizer, family, folder)
         write_configs(folder, model, family, settings.dtype, texts)
         facts = facts_of_run(config, checkpoints)._replace(

@@ -40,7 +40,6 @@ class HubConfig(NamedTuple):
 
     @property
     def family(self) -> HubFamily:
-        """The family of the model."""
         assert self.read.family is not None  # else there would be a problem
         return self.read.family
 

@@ -5,10 +5,9 @@ nothing is sent between ranks, and none ever holds a whole model.
 """
 
 import os
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -25,22 +24,6 @@ THREADS = 4
 BLOCK = 1 << 24
 """bytes of a tensor that a thread holds at once"""
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-@dataclass
-class ReadTotals:
-    """Totals of a rank's reads."""
-
-    bytes_read: int = 0
-    largest_block: int = 0
-    """bytes that were held at once, by a thread"""
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, size: int) -> None:
-        """Count a block of `size` bytes."""
-        with self.lock:
-            self.bytes_read += size
-            self.largest_block = max(self.largest_block, size)
 
 
 class Box(NamedTuple):
@@ -63,43 +46,43 @@ class PartRead(NamedTuple):
 
 def read_hub_weights(
     files: HubFiles, config: HubConfig, stages: Sequence[nn.Module], to_fill: PartsToFill = initial_parts
-) -> ReadTotals:
-    """Fill this rank's part of a model from the files of a published one.
+) -> int:
+    """Fill this rank's part of a model from the files of a published one; return how many bytes were read.
 
     Rows of the embedding that the files lack, and parameters that a published model cannot have (adapters), stay as
     they are. The tensors have been checked (`check_tensors`). Raises HubFileError if a file is shorter than it was.
     """
     parts = {key.removeprefix(WEIGHTS): part for key, part in to_fill(stages).items()}
     shapes = stored_shapes(replace(config.model, tied_embeddings=False))
-    totals = ReadTotals()
     with ThreadPoolExecutor(THREADS, thread_name_prefix="hf-read") as pool:
         reads = []
         for name, part in parts.items():
             if name in shapes:
                 stored = files.family.tensors_of(name, shapes)
-                reads.append(pool.submit(fill_part, files, stored, name, part, totals))
-        for read in reads:
-            read.result()
+                reads.append(pool.submit(fill_part, files, stored, name, part))
+        bytes_read = sum(read.result() for read in reads)
     fill_tied_copies(stages)
-    return totals
+    return bytes_read
 
 
 @torch.no_grad()
-def fill_part(files: HubFiles, tensors: Sequence[StoredTensor], name: str, part: Part, totals: ReadTotals) -> None:
-    """Read this rank's part of one parameter from the tensors that hold it. Rows that they lack stay as they are.
+def fill_part(files: HubFiles, tensors: Sequence[StoredTensor], name: str, part: Part) -> int:
+    """Read this rank's part of one parameter from the tensors that hold it; return how many bytes were read.
 
-    A tensor for an expert on another rank is skipped, and its file is not opened.
+    Rows that they lack stay as they are. A tensor for an expert on another rank is skipped, and its file is not opened.
     """
+    bytes_read = 0
     for stored in tensors:
         for place in stored.parts:
             if place.name == name:
                 read = plan_read(stored, place, part)
                 if read is not None:
-                    _fill_from(files, stored, read, totals)
+                    bytes_read += _fill_from(files, stored, read)
+    return bytes_read
 
 
-def _fill_from(files: HubFiles, stored: StoredTensor, read: PartRead, totals: ReadTotals) -> None:
-    """Read a box of one tensor, block by block."""
+def _fill_from(files: HubFiles, stored: StoredTensor, read: PartRead) -> int:
+    """Read a box of one tensor, block by block; return how many bytes it has."""
     tensor = files.tensors[stored.key]
     path = files.folder / tensor.file
     item_size = ITEM_SIZES[tensor.dtype]
@@ -112,7 +95,6 @@ def _fill_from(files: HubFiles, stored: StoredTensor, read: PartRead, totals: Re
             content = _read_block(handle, tensor, block, stored.columns, item_size)
             if content is None:
                 raise HubFileError(f"{path}: {stored.key}: the file was cut short while it was read")
-            totals.add(len(content))
             values = torch.frombuffer(content, dtype=DTYPES[tensor.dtype]).view(rows, read.box.columns)
             if read.is_transposed:
                 read.local[:, row : row + rows].copy_(values.t())
@@ -120,6 +102,7 @@ def _fill_from(files: HubFiles, stored: StoredTensor, read: PartRead, totals: Re
                 read.local[row : row + rows].copy_(values)
     finally:
         os.close(handle)
+    return read.box.rows * read.box.columns * item_size
 
 
 def plan_read(stored: StoredTensor, place: StoredPart, part: Part) -> PartRead | None:

@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from torch import Tensor
 from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint, sync_folder
 from torchllm.config import Model
 from torchllm.facts.parameters import rule_of
-from torchllm.tools.hub.by_key import Weights
+from torchllm.tools.hub.by_key import ReadWeight
 from torchllm.tools.hub.config_json import write_config_json
 from torchllm.tools.hub.families.family import HubFamily, StoredPart, StoredTensor
 from torchllm.tools.hub.files import CONFIG_JSON, INDEX_JSON, WHOLE_MODEL
@@ -39,13 +39,6 @@ BYTES_PER_FILE = 5 * 10**9
 SAFETENSORS_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
 HEADER_MULTIPLE = 8
 """bytes that the length of a header is a multiple of, so that tensors are aligned in memory"""
-
-
-class WeightFile(NamedTuple):
-    """A safetensors file that is to be written."""
-
-    name: str
-    tensors: tuple[StoredTensor, ...]
 
 
 @contextmanager
@@ -88,8 +81,8 @@ def weight_bytes(tensors: Sequence[StoredTensor], dtype: torch.dtype) -> int:
 
 def plan_files(
     tensors: Sequence[StoredTensor], dtype: torch.dtype, bytes_per_file: int = BYTES_PER_FILE
-) -> list[WeightFile]:
-    """Return the files that hold tensors, in their order: each has `bytes_per_file` at most, or one tensor."""
+) -> dict[str, list[StoredTensor]]:
+    """Return the tensors of each file, in their order: each has `bytes_per_file` at most, or one tensor."""
     groups: list[list[StoredTensor]] = []
     size = 0
     for tensor in tensors:
@@ -99,17 +92,14 @@ def plan_files(
             size = _bytes_of(tensor, dtype)
         groups[-1].append(tensor)
     if len(groups) == 1:
-        return [WeightFile(WHOLE_MODEL, tuple(groups[0]))]
-    files = []
-    for number, group in enumerate(groups, start=1):
-        files.append(WeightFile(f"model-{number:05d}-of-{len(groups):05d}.safetensors", tuple(group)))
-    return files
+        return {WHOLE_MODEL: groups[0]}
+    return {f"model-{number:05d}-of-{len(groups):05d}.safetensors": group for number, group in enumerate(groups, 1)}
 
 
 def write_weights(
     folder: Path,
     tensors: Sequence[StoredTensor],
-    weights: Weights,
+    weights: ReadWeight,
     dtype: torch.dtype,
     bytes_per_file: int = BYTES_PER_FILE,
 ) -> None:
@@ -117,10 +107,10 @@ def write_weights(
     several files. Raises what `weights` does, and OSError."""
     files = plan_files(tensors, dtype, bytes_per_file)
     parts = PartReader(weights)
-    for file in files:
-        write_safetensors(folder / file.name, file.tensors, lambda tensor: stored_form(tensor, parts), dtype)
+    for name, group in files.items():
+        write_safetensors(folder / name, group, lambda tensor: stored_form(tensor, parts), dtype)
     if len(files) > 1:
-        file_of_key = {tensor.key: file.name for file in files for tensor in file.tensors}
+        file_of_key = {tensor.key: name for name, group in files.items() for tensor in group}
         index = {"metadata": {"total_size": weight_bytes(tensors, dtype)}, "weight_map": file_of_key}
         write_json(folder / INDEX_JSON, index)
 
@@ -129,7 +119,7 @@ class PartReader:
     """Reads the parts of tensors from weights. A stack, which has a part for each expert, is kept until another weight
     is read."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: ReadWeight) -> None:
         self.weights = weights
         self._stack: Tensor | None = None
         self._name = ""
@@ -141,12 +131,12 @@ class PartReader:
         """
         if not part.experts:
             self._stack = None
-            weight = self.weights.read(part.name)
+            weight = self.weights(part.name)
             is_padded = len(weight) > part.rows and rule_of(part.name).cut == "vocab"
             return weight[: part.rows] if is_padded else weight
         if self._stack is None or self._name != part.name:
             self._stack = None  # before the next one is read
-            self._stack, self._name = self.weights.read(part.name), part.name
+            self._stack, self._name = self.weights(part.name), part.name
             if len(self._stack) != part.experts:
                 raise CheckpointError(
                     f"{part.name}: has {part.experts} experts by the config, {len(self._stack)} in the checkpoint: use "
@@ -195,15 +185,10 @@ def write_safetensors(
         file.write(len(content).to_bytes(8, "little"))
         file.write(content)
         for tensor in tensors:
-            _write_tensor(file, make(tensor), _dtype_of(tensor, dtype))
+            data = make(tensor).detach().to(device="cpu", dtype=_dtype_of(tensor, dtype)).contiguous()
+            file.write(data.flatten().view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _write_tensor(file: IO[bytes], tensor: Tensor, dtype: torch.dtype) -> None:
-    """Write the elements of a tensor in row-major order, rounded to a dtype."""
-    data = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
-    file.write(data.flatten().view(torch.uint8).numpy().data)
 
 
 def write_configs(folder: Path, model: Model, family: HubFamily, dtype: str, texts: TextFacts | None) -> None:

@@ -16,8 +16,6 @@ OWN = "the recipe's own"
 
 
 class CardFacts(NamedTuple):
-    """The facts on a model card."""
-
     model: Model
     trained: TrainedParameters
     updates: Rows
@@ -53,7 +51,6 @@ class CardFacts(NamedTuple):
 
 
 def write_model_card(folder: Path, facts: CardFacts) -> None:
-    """Write README.md into the folder of a model."""
     (folder / "README.md").write_text(model_card(facts), encoding="utf-8")
 
 

@@ -27,18 +27,17 @@ class HubWeights:
     key: str = "model.from_hf"
 
     def load(self, stages: Sequence[nn.Module], group: Group) -> dict[str, Any]:
-        """Fill this rank's part of the model: see `InitialWeights`."""
         began = time.monotonic()
         name = self.model.from_hf
         folder = on_all(group, lambda: find_hub_model(name, weights=True, may_download=False).folder)
         config, files = on_first(group, lambda: self.open(folder))
         files.folder = folder  # the cache of another node may be elsewhere
-        totals = on_all(group, lambda: read_hub_weights(files, config, stages, self.parts))
+        bytes_read = on_all(group, lambda: read_hub_weights(files, config, stages, self.parts))
         seconds = time.monotonic() - began
         log_on_first(
             group,
             f"starting from the weights of {name}: {len(files.tensors)} tensors; rank 0 has read "
-            f"{totals.bytes_read / 2**20:.1f} MiB in {seconds:.1f} s",
+            f"{bytes_read / 2**20:.1f} MiB in {seconds:.1f} s",
         )
         return self.record(config, files)
 

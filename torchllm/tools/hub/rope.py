@@ -102,30 +102,20 @@ def unknown_rope_fields(fields: Fields) -> list[str]:
 
 def read_rope(fields: Fields, default_theta: float) -> dict[str, Any]:
     """Return the keys of [model] for the fields of rotary positions. Raises RopeError."""
-    old = _read_old_spelling(fields, default_theta)
-    new = _read_new_spelling(fields, default_theta)
-    if new is None:
+    old = _read_spelling(fields, "rope_scaling", default_theta)
+    if not fields.get("rope_parameters"):
         return old
+    new = _read_spelling(fields, "rope_parameters", default_theta)
     has_old = "rope_theta" in fields or fields.get("rope_scaling")
     if has_old and old != new:
         raise RopeError("rope_parameters: says otherwise than rope_theta and rope_scaling: remove one of the spellings")
     return new
 
 
-def _read_old_spelling(fields: Fields, default_theta: float) -> dict[str, Any]:
-    """Return the keys of [model] for rope_theta and rope_scaling."""
-    values = {"rope_theta": _agreed(_find(fields, "rope_theta", ["rope_scaling"]), default_theta)}
-    if fields.get("rope_scaling"):
-        values |= _read_scaling(fields, "rope_scaling")
-    return values
-
-
-def _read_new_spelling(fields: Fields, default_theta: float) -> dict[str, Any] | None:
-    """Return the keys of [model] for rope_parameters; None if there is no such field."""
-    if not fields.get("rope_parameters"):
-        return None
-    values = _read_scaling(fields, "rope_parameters")
-    return {"rope_theta": _agreed(_find(fields, "rope_theta", ["rope_parameters"]), default_theta), **values}
+def _read_spelling(fields: Fields, table: str, default_theta: float) -> dict[str, Any]:
+    """Return the keys of [model] for rope_theta and one of the tables."""
+    scaling = _read_scaling(fields, table) if fields.get(table) else {}
+    return {"rope_theta": _agreed(_find(fields, "rope_theta", [table]), default_theta), **scaling}
 
 
 def _read_scaling(fields: Fields, name: str) -> dict[str, Any]:

@@ -29,8 +29,6 @@ class HubFileError(UserError):
 
 
 class FileTensor(NamedTuple):
-    """A tensor in a file."""
-
     file: str
     """name"""
     dtype: str

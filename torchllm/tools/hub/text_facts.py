@@ -19,7 +19,7 @@ from torchllm.tools.hub.exported import published_origin
 from torchllm.tools.hub.files import CONFIG_JSON
 from torchllm.tools.hub.hub import find_hub_model
 from torchllm.tools.hub.safetensors_header import HubFileError
-from torchllm.tools.prepare.chat.plan import ChatPlan, chat_format_today, chat_plan_of_run
+from torchllm.tools.prepare.chat.plan import ChatPlan, chat_format, chat_plan_of_run
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def text_facts(config: Config, manifest: Manifest, tokenizer: Tokenizer) -> Text
     chat = chat_plan_of_run(config, manifest.data, manifest.record)
     turn_ends: Iterable[int] = ()
     if chat is not None:
-        turn_ends = chat_format_today(config.data.tokenizer, chat).ends_of_turn.values()
+        turn_ends = chat_format(config.data.tokenizer, chat).ends_of_turn.values()
     published = published_ends(published_origin(manifest.record).name, tokenizer)
     return TextFacts(tokenizer.begin, tuple(dict.fromkeys([*turn_ends, tokenizer.end, *published])), chat)
 

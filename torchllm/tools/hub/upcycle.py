@@ -72,7 +72,6 @@ class UpcycledWeights:
 
     @property
     def key(self) -> str:
-        """See `InitialWeights`."""
         return self.source.key
 
     def load(self, stages: Sequence[nn.Module], group: Group) -> dict[str, Any]:

@@ -107,7 +107,6 @@ class RunWeights:
     key: str = "checkpoint.initial"
 
     def load(self, stages: Sequence[nn.Module], group: Group) -> dict[str, Any]:
-        """Fill this rank's part of the model: see `InitialWeights`."""
         is_run = on_first(group, lambda: bool(step_folders(self.folder / "checkpoints")))
         load = partial(load_weights, stages=stages, group=group, cast=True, to_fill=self.parts)
         manifest = load_newest_weights(self.folder, load, group=group) if is_run else load(self.folder)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from torchllm.checkpoint.agreement import Group
 from torchllm.checkpoint.initial import check_same_source
@@ -22,11 +21,15 @@ def load_weights_of_run(
 ) -> Manifest:
     """Load the weights of a run's newest checkpoint, or of the one that `checkpoint.resume` names; return its manifest.
 
-    Frozen weights that are in no checkpoint of the run are read from where the run got them. stages:
-    have memory, in any dtype. group, prefix, and errors: see `load_weights`. Also raises CheckpointError or
-    UserError if the frozen weights are not those that the checkpoint's updates belong to.
+    Weights below low-rank updates are in no checkpoint of the run: they are read from where the run got them, or made
+    from its seed. stages: have memory, in any dtype. group, prefix, and errors: see `load_weights`. Also raises
+    CheckpointError or UserError if the frozen weights are not those that the checkpoint's updates belong to.
     """
-    source = load_frozen_weights(config, stages, group) if config.trained.only_updates else None
+    initial = origin = None
+    if config.trained.only_updates:
+        fill_all(stages, config.model, config.run.seed)
+        initial = initial_weights(config)
+        origin = None if initial is None else initial.load(stages, group)
     resume = config.checkpoint.resume
     load = partial(load_weights, stages=stages, group=group, cast=True, prefix=prefix)
     if resume in ("auto", "none"):
@@ -35,27 +38,6 @@ def load_weights_of_run(
         manifest = load(Path(resume))
     if config.trained.only_updates:
         check_frozen_weights(manifest.record, config)
-    if source is not None:
-        check_same_source(source.key, source.record, manifest.record.get("initial"))
+    if initial is not None and origin is not None:
+        check_same_source(initial.key, origin, manifest.record.get("initial"))
     return manifest
-
-
-class FrozenSource(NamedTuple):
-    """Where the frozen weights were read from."""
-
-    key: str
-    """of the config"""
-    record: dict[str, Any]
-    """its record in a checkpoint"""
-
-
-def load_frozen_weights(config: Config, stages: Sequence[Decoder], group: Group = None) -> FrozenSource | None:
-    """Make or read the weights below low-rank updates; return where they are from, None if they are of the run's seed.
-
-    stages: have memory; their low-rank updates get the values of a fresh run. Call it on all ranks.
-    """
-    fill_all(stages, config.model, config.run.seed)
-    initial = initial_weights(config)
-    if initial is None:
-        return None
-    return FrozenSource(initial.key, initial.load(stages, group))

@@ -1,9 +1,5 @@
 """What both watches over hangs share, and the report of the ranks: the rank that others wait for.
 
-Both `hang_watch.py` in each rank and `rank_watch.py` in each launcher look once per `TICK` (`look_every_second`), count
-with one clock how long something has not moved (`Standstill`), and leave what they know in RUN/hang/TIME
-(`write_in_thread`).
-
 A rank waits in a collective that it has entered and that is not done. The others wait for the members of the group that
 have not entered it, by its number in the group. A rank that others wait for, and that waits for no rank itself, holds
 up the job. If all ranks wait, some of them went past an operation that others wait in: the operation with the fewest
@@ -14,12 +10,10 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -95,18 +89,6 @@ def write_in_thread(file: Path, text: str, then: Callable[[], None] = lambda: No
     thread = threading.Thread(target=write, name="hang report", daemon=True)
     thread.start()
     return thread
-
-
-def find_children(parent: int | None = None) -> list[int]:
-    """Return the ids of the processes that `parent`, or this one, has started and that have not ended. Needs /proc."""
-    of_process = os.getpid() if parent is None else parent
-    pids = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has just ended
-            state, started_by = status.read_text().rpartition(")")[2].split()[:2]
-            if int(started_by) == of_process and state != "Z":
-                pids.append(int(status.parent.name))
-    return pids
 
 
 class RankDump(NamedTuple):
@@ -246,9 +228,10 @@ def blocked_operations(dumps: Sequence[RankDump]) -> list[BlockedOperation]:
 
 def _missing_in(record: FlightRecord, group_ranks: Sequence[int], entered: Mapping[tuple[str, int], int]) -> list[int]:
     """Return the ranks of its group that have not entered an operation. entered: of `_last_entered`."""
-    if not record.sequence:
-        return _message_peer(record, group_ranks)
-    return [rank for rank in group_ranks if entered.get((record.group, rank), 0) < record.sequence]
+    if record.sequence:
+        return [rank for rank in group_ranks if entered.get((record.group, rank), 0) < record.sequence]
+    ends = MESSAGE_ENDS.search(record.name)  # of a message: the rank at its other end
+    return [group_ranks[int(ends["peer"])]] if ends is not None and group_ranks else []
 
 
 def _last_entered(dumps: Sequence[RankDump]) -> dict[tuple[str, int], int]:
@@ -267,14 +250,6 @@ def _waited_in(dump: RankDump) -> Iterator[FlightRecord]:
     for record in unfinished_records(dump.records):
         if not record.sequence or first.setdefault(record.group, record.sequence) == record.sequence:
             yield record
-
-
-def _message_peer(record: FlightRecord, group_ranks: Sequence[int]) -> list[int]:
-    """Return the rank at the other end of a message, if its name says so."""
-    ends = MESSAGE_ENDS.search(record.name)
-    if ends is None or not group_ranks:
-        return []
-    return [group_ranks[int(ends["peer"])]]
 
 
 def find_culprits(dumps: Sequence[RankDump], operations: Sequence[BlockedOperation], world_size: int) -> list[int]:

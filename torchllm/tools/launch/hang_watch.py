@@ -6,8 +6,7 @@ run.save_timeout in a save (`heartbeat.Timeouts`). The first rank that finds one
 store. Then every rank publishes its dump there (`hang_report.RankDump`) and writes it, in full, to
 RUN/hang/TIME/rank_N.json. One rank, usually rank 0, draws the conclusion and logs it, once; then all ranks end their
 process. A rank that cannot reach the store ends alone. The timeouts of the process groups are `GROUP_GRACE` seconds
-longer than all timeouts: a fallback for a job where no such thread runs any more. If all ranks are stuck in the same
-call, none of them finds a hang, but the launcher does (`rank_watch.py`).
+longer than all timeouts: a fallback for a job where no such thread runs any more.
 
 One store serves all ranks. Therefore a rank asks for an alarm less often in a larger job, and the size of its dump
 grows with its groups, not with their ranks. One watch per node that asks for all ranks of the node would need
@@ -41,7 +40,6 @@ from torchllm.tools.launch.hang_report import (
     RankDump,
     Standstill,
     describe_hang,
-    find_children,
     look_every_second,
     read_dump,
     unfinished_records,
@@ -49,6 +47,7 @@ from torchllm.tools.launch.hang_report import (
     write_slices,
 )
 from torchllm.tools.launch.on_event import call_on_event
+from torchllm.tools.launch.process_identity import find_children
 from torchllm.tools.launch.store import PrefixStore, join_store
 from torchllm.tools.launch.torch_records import (
     FlightRecord,
@@ -91,8 +90,6 @@ REPORTED = "reported"
 
 
 class RankProcess(NamedTuple):
-    """The process of a rank."""
-
     host: str
     parent: int
     """process id of the launcher that started it"""
@@ -162,7 +159,6 @@ class HangWatch:
         self.thread.start()
 
     def close(self) -> None:
-        """Stop watching."""
         self.closed.set()
         self.thread.join()
 
@@ -345,10 +341,8 @@ class HangWatch:
 
 
 def _main_frame() -> FrameType:
-    """Return the frame that the main thread executes."""
     return sys._current_frames()[threading.main_thread().ident or 0]
 
 
 def _in_waiting_code(frame: FrameType) -> bool:
-    """Return whether a frame is in code that waits for other ranks."""
     return any(part in frame.f_code.co_filename for part in WAITING_CODE)

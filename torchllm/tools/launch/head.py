@@ -31,8 +31,6 @@ CONNECT_TIMEOUT = 10.0
 
 
 class HeadAddress(NamedTuple):
-    """Where the head listens."""
-
     host: str
     port: int
 

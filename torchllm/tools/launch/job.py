@@ -241,7 +241,8 @@ def refuse_unknown_launchers(variables: Variables) -> None:
         several |= roles
     if "PMIX_RANK" in variables and not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"} & variables.keys():
         several["PMIX_RANK"] = variables["PMIX_RANK"]  # how many there are is asked of a server
-    for name, hosts in (("LSB_MCPU_HOSTS", _hosts_of_lsf(variables)), ("PBS_NODEFILE", _hosts_of_pbs(variables))):
+    hosts_of_lsf = variables.get("LSB_MCPU_HOSTS", "").split()[::2]  # each with its number of slots
+    for name, hosts in (("LSB_MCPU_HOSTS", hosts_of_lsf), ("PBS_NODEFILE", _hosts_of_pbs(variables))):
         if len(set(hosts)) > 1:
             several[name] = variables[name]
     if several:
@@ -250,11 +251,6 @@ def refuse_unknown_launchers(variables: Variables) -> None:
             f"{given}: a launcher that run_train.sh does not know has started this process. Set {PET}, and start one "
             f"process per node; to train on this node alone, unset {', '.join(several)}"
         )
-
-
-def _hosts_of_lsf(variables: Variables) -> list[str]:
-    """Return the hosts of a job of LSF, which writes each with its number of slots."""
-    return variables.get("LSB_MCPU_HOSTS", "").split()[::2]
 
 
 def _hosts_of_pbs(variables: Variables) -> list[str]:

@@ -1,11 +1,9 @@
 """Start the ranks of this node: `python -P -m torchllm.tools.launch.launch [OPTIONS] RECIPE [ARGUMENTS]`.
 
 It stands in for torchrun, and its ranks find the same environment variables (ranks.py). There is no torch in it on one
-node, where the ranks share a file (store.py); several nodes need torch's store (rendezvous.py). It raises the limit of
-open files for its ranks. It ends with run_train.sh, and its ranks end with it (process_tree.py). On node 0 it owns the
-run folder for as long as the job lasts (lease.py). It reacts to SIGQUIT only, by ending all ranks at once: run_train.sh
-asks for a stop through a file. It starts the whole job again after a rank has died (restarts.py). It ends ranks that
-are stuck (rank_watch.py). A rank that failed has printed its error; one that was killed could not, and is named here.
+node, where the ranks share a file (store.py); several nodes need torch's store (rendezvous.py). It ends with
+run_train.sh, and reacts to SIGQUIT only, by ending all ranks at once: run_train.sh asks for a stop through a file. A
+rank that failed has printed its error; one that was killed could not, and is named here.
 """
 
 import argparse

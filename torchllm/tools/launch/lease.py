@@ -83,7 +83,6 @@ class Owner(Process):
     """ten digits; RELEASED or DONE when the job has ended"""
 
     def text(self) -> str:
-        """Return the content of the file."""
         return json.dumps(asdict(self)) + "\n"
 
     def __str__(self) -> str:

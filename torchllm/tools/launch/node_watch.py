@@ -55,7 +55,6 @@ class NodeConnection:
         self.socket.sendall(f"{node}\n".encode())
 
     def close(self) -> None:
-        """Close the connection normally."""
         with suppress(OSError):  # node 0 has ended earlier
             self.socket.sendall(_GOODBYE)
         self.socket.close()

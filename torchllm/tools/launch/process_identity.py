@@ -1,4 +1,4 @@
-"""Tell a process from any other one, of this machine or another, now or later. No torch."""
+"""Processes as /proc knows them; tell one from any other, of this machine or another, now or later. No torch."""
 
 import os
 from contextlib import suppress
@@ -27,12 +27,8 @@ def is_gone(process: Process) -> bool:
     is_here = process.boot == reader.boot and process.namespace == reader.namespace
     if not is_here or not reader.boot or not reader.namespace:
         return False
-    try:
-        os.kill(process.pid, 0)
-    except ProcessLookupError:
+    if not is_running(process.pid):
         return True
-    except PermissionError:  # another user's process: it exists
-        pass
     status = process_status(process.pid)
     if status is None:  # /proc may hide the processes of other users
         return False
@@ -40,7 +36,6 @@ def is_gone(process: Process) -> bool:
 
 
 def this_process() -> Process:
-    """Return this process."""
     boot = namespace = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -49,11 +44,25 @@ def this_process() -> Process:
     return Process(os.uname().nodename, boot, namespace, os.getpid(), 0 if status is None else status.started)
 
 
+def is_running(pid: int) -> bool:
+    """Return whether a process exists, including a zombie child."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
+
+
 class ProcessStatus(NamedTuple):
     """What /proc says about a process."""
 
     state: str
-    """Z: ended, but its parent does not know yet"""
+    """the kernel's letter: R, S, D, T; Z: ended, but its parent does not know yet"""
+    parent: int
+    ticks: int
+    """of CPU time, that in the kernel included"""
     started: int
     """in clock ticks after the boot"""
 
@@ -65,4 +74,16 @@ def process_status(pid: int) -> ProcessStatus | None:
     except OSError:
         return None
     fields = text.rpartition(")")[2].split()  # the second field is the name in parentheses, which may contain any
-    return ProcessStatus(state=fields[0], started=int(fields[19]))
+    ticks = int(fields[11]) + int(fields[12])
+    return ProcessStatus(state=fields[0], parent=int(fields[1]), ticks=ticks, started=int(fields[19]))
+
+
+def find_children(parent: int | None = None) -> list[int]:
+    """Return the ids of the processes that `parent`, or this one, has started and that have not ended. Needs /proc."""
+    of_process = os.getpid() if parent is None else parent
+    pids = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        status = process_status(int(folder.name))
+        if status is not None and status.parent == of_process and status.state != "Z":
+            pids.append(int(folder.name))
+    return pids

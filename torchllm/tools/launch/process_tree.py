@@ -11,6 +11,7 @@ import os
 import threading
 
 from torchllm.runtime.parent import kill_this_process, request_death_signal
+from torchllm.tools.launch.process_identity import is_running
 
 PARENT = "TORCHLLM_PARENT"
 """environment variable: id of the process that a new process ends with"""
@@ -59,14 +60,3 @@ def _watch_pipe() -> None:
         kill_this_process()
 
     threading.Thread(target=wait, name="end of the launcher", daemon=True).start()
-
-
-def is_running(pid: int) -> bool:
-    """Return whether a process exists, including a zombie child."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -53,7 +53,6 @@ class LaunchHooks(Hooks):
     """None in a job of one rank, which waits for no other one: its launcher watches it"""
 
     def end(self) -> None:
-        """See Hooks."""
         if self.hang_watch is not None:
             self.hang_watch.close()
         release_leases(DONE)

@@ -1,12 +1,10 @@
 """Watchdog in the launcher: report a rank without heartbeats and stop this node's ranks.
 
-`hang_watch.py` sees a rank that waits for another one. It does not see that all ranks are stuck in the same call, or
-the only rank of a job. The launcher does: once per second it reads the last beat of each of its ranks (`heartbeat.py`)
-from memory, and counts the seconds without a new one on its own clock. After a rank's timeout, and `patience`, while
-ranks that have noticed the hang themselves report it better, it prints where the rank is, writes all stacks to
-RUN/hang/TIME/HOST.txt and kills its ranks. It then starts them again, or ends the job on all nodes, as after any
-death of a rank. A rank in an uninterruptible call of the kernel survives even that, and the launcher does not wait for
-it.
+`hang_watch.py` cannot see that all ranks are stuck in the same call, or the only rank of a job. The launcher can: once
+per second it reads the last beat of each of its ranks (`heartbeat.py`) from memory. After a rank's timeout, and
+`patience`, while ranks that have noticed the hang themselves report it better, it prints where the rank is, writes all
+stacks to RUN/hang/TIME/HOST.txt and kills its ranks. A rank in an uninterruptible call of the kernel survives even
+that, and the launcher does not wait for it.
 """
 
 import logging
@@ -27,13 +25,13 @@ from torchllm.tools.launch.hang_report import (
     DESCRIBED,
     TIME_FORMAT,
     Standstill,
-    find_children,
     format_ranks,
     innermost_place,
     look_every_second,
     write_in_thread,
 )
 from torchllm.tools.launch.on_event import call_on_event
+from torchllm.tools.launch.process_identity import find_children, process_status
 
 log = logging.getLogger(__name__)
 
@@ -291,18 +289,15 @@ def frames_of(thread: int, stacks: str) -> list[str]:
 
 
 def process_state(pid: int) -> str:
-    """Return the kernel's letter for the state of a process (R, S, D, T, Z …); "" if there is no such process."""
-    return next(iter(_status_fields(pid)), "")
+    """Return the kernel's letter for the state of a process; "" if there is no such process."""
+    status = process_status(pid)
+    return "" if status is None else status.state
 
 
 def processor_ticks(pid: int) -> int:
-    """Return the CPU time of a process, including time in the kernel; 0 if there is no such process."""
-    return sum(map(int, _status_fields(pid)[11:13]))
-
-
-def _status_fields(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name, from the state on: fields 3 and later of proc(5)."""
-    return _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    """Return the CPU time of a process; 0 if there is no such process."""
+    status = process_status(pid)
+    return 0 if status is None else status.ticks
 
 
 def _lives(pid: int) -> bool:

@@ -28,7 +28,6 @@ class RankPlaces(NamedTuple):
     """a launcher serves a store at `address`; otherwise rank 0 may serve one there"""
 
     def rank(self, local_rank: int) -> int:
-        """Return a rank of the job."""
         return self.node * self.ranks_on_node + local_rank
 
     def variables(self, local_rank: int) -> dict[str, str]:

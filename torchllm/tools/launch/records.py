@@ -11,14 +11,13 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from torchllm.checkpoint.agreement import gather_rows
+
 Scalar = TypeVar("Scalar", bound=np.generic)
 """any dtype, also structured"""
 
 
 def gather_records(record: npt.NDArray[Scalar], group: dist.ProcessGroup) -> npt.NDArray[Scalar]:
     """Return the arrays of all ranks, (...) -> (ranks, ...); shape and dtype must be the same on all ranks."""
-    ranks = dist.get_world_size(group)
-    gathered = torch.empty(ranks, record.nbytes, dtype=torch.uint8)
-    sent = torch.frombuffer(bytearray(record.tobytes()), dtype=torch.uint8)
-    dist.all_gather(list(gathered), sent, group=group)
-    return np.frombuffer(gathered.numpy(), record.dtype).reshape(ranks, *record.shape)
+    rows = gather_rows(group, torch.frombuffer(bytearray(record.tobytes()), dtype=torch.uint8))
+    return np.frombuffer(rows.numpy(), record.dtype).reshape(len(rows), *record.shape)

@@ -3,7 +3,7 @@
 The launcher of node 0 serves a store to the other launchers for as long as the job lasts, under an address that all of
 them are given or find in the run folder (head.py). There it announces the port of each attempt's store: in that of an
 earlier attempt ranks would find the addresses, votes and alarms of ranks that have ended. Whoever reaches these ports
-can end the job: the network must be trusted. Values from a store are never unpickled.
+can end the job: the network must be trusted.
 
 When the ranks of a node fail, its launcher says so in the launchers' store, all others end their ranks, and all of
 them tell node 0 how their part has ended; node 0 decides for the job whether there is another attempt (`agree`).
@@ -42,6 +42,9 @@ Decide = Callable[[Sequence[PartEnding], int], Verdict]
 
 class NodeGone(JobOver):
     """Node 0 does not answer any more."""
+
+    def __init__(self) -> None:
+        super().__init__("node 0 has ended: its launcher does not answer any more")
 
 
 class Rendezvous:
@@ -111,7 +114,6 @@ class Rendezvous:
         return self._connect(port, wait)
 
     def _connect(self, port: int, wait: NodeWait) -> TCPStore:
-        """Return a store of node 0."""
         reach_head(HeadAddress(self.head, port), wait)
         return connect_store(self.head, port, self.timeout)
 
@@ -210,7 +212,7 @@ class Rendezvous:
             if self.launchers.check([self._key(FAILED)]):
                 return AttemptOver("another node's part of this attempt has failed")
         except dist.DistError:
-            return _node_0_has_ended()
+            return NodeGone()
         return None
 
     def agree(self, ending: PartEnding, decide: Decide) -> Verdict:
@@ -230,7 +232,7 @@ class Rendezvous:
             self.launchers.wait([self._key("verdict")], 2 * PATIENCE)
             text = self.launchers.get(self._key("verdict")).decode(errors="replace")
         except dist.DistError as error:
-            raise _node_0_has_ended() from error
+            raise NodeGone from error
         return next((verdict for verdict in get_args(Verdict) if verdict == text), "end")
 
     def _endings(self) -> list[PartEnding]:
@@ -256,24 +258,14 @@ class Rendezvous:
             self.connection.close()
 
 
-def _node_0_has_ended() -> NodeGone:
-    return NodeGone("node 0 has ended: its launcher does not answer any more")
-
-
 def job_over(value: bytes) -> JobOver:
     """Return the error that `ENDED`'s value stands for."""
-    kind = JobStopped if bytes(value).endswith(b" stopped") else JobOver
-    return kind(describe_end(value))
-
-
-def describe_end(value: bytes) -> str:
-    """Return the meaning of `ENDED`'s value, as a sentence."""
     match = re.fullmatch("([0-9]{1,7}) (failed|lost|stopped)", bytes(value).decode(errors="replace"))
     if match is None:
-        return "the job was ended by a launcher that does not say which it is"
+        return JobOver("the job was ended by a launcher that does not say which it is")
     node, how = match.groups()
     if how == "lost":
-        return f"the launcher of node {node} was killed, or its node was shut down"
+        return JobOver(f"the launcher of node {node} was killed, or its node was shut down")
     if how == "stopped":
-        return f"node {node} was asked to stop while the nodes waited for each other"
-    return f"node {node} has ended the job; its output says why"
+        return JobStopped(f"node {node} was asked to stop while the nodes waited for each other")
+    return JobOver(f"node {node} has ended the job; its output says why")

@@ -1,8 +1,5 @@
 """Restarts of a job by its launchers: how an attempt ends, and whether another one follows. No torch.
 
-A rank that dies on any node ends the attempt on all nodes. Each launcher then tells node 0 how its part has ended
-(`PartEnding`), node 0 decides for all (`Restarts.decide`), and all of them begin the next attempt, or end.
-
 An attempt is not repeated where the same would come of it: after a RefusedStart, a UserError, or exit status 2; or
 after `run.restarts` attempts without progress. Progress is a checkpoint of a later step than any before it. So a job
 that dies at the same step each time ends, whereas one that loses a rank per day never does.

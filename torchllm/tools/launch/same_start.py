@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,14 +25,6 @@ from torchllm.tools.config.by_key import values_by_key
 SHOWN = 20
 """differences that the error lists at most"""
 PACKAGE = Path(__file__).parents[2]
-
-
-class Difference(NamedTuple):
-    """A fact that is not the same at two starts; "missing" where there is none."""
-
-    name: str
-    first: str
-    second: str
 
 
 def refuse_different_starts(configs: Sequence[Config], group: dist.ProcessGroup) -> None:
@@ -54,8 +46,7 @@ def refuse_different_starts(configs: Sequence[Config], group: dist.ProcessGroup)
     lines = []
     for text, ranks in ranks_of.items():
         differing = f"rank {ranks[0]}" if len(ranks) == 1 else f"rank {ranks[0]} and {len(ranks) - 1} more"
-        for difference in map(Difference._make, json.loads(text)):
-            lines.append(f"{difference.name}: {difference.first} on rank 0, {difference.second} on {differing}")
+        lines += [f"{difference} on {differing}" for difference in json.loads(text)]
     if len(lines) > SHOWN:
         lines[SHOWN:] = ["..."]
     listed = "\n  ".join(lines)
@@ -88,11 +79,11 @@ def hash_of_code() -> str:
     return digest.hexdigest()[:12]
 
 
-def compare_starts(first: Mapping[str, str], second: Mapping[str, str]) -> list[Difference]:
-    """Return the facts that differ."""
+def compare_starts(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
+    """Return a line for each fact that differs; `first`: of rank 0."""
     differences = []
     for name in {**first, **second}:
-        difference = Difference(name, first.get(name, "missing"), second.get(name, "missing"))
-        if difference.first != difference.second:
-            differences.append(difference)
+        on_first, here = first.get(name, "missing"), second.get(name, "missing")
+        if on_first != here:
+            differences.append(f"{name}: {on_first} on rank 0, {here}")
     return differences

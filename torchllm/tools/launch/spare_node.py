@@ -52,7 +52,9 @@ def wait_for_job(run_folder: Path, request: Path, start_timeout: float, timing: 
             if latest != owner:
                 owner, began, limit, unchanged = latest, True, timing.limit, 0.0
         if began and has_ended(owner):
-            return _status_of_ended_job(run_folder, owner)
+            if (run_folder / STOPPED).exists():
+                return ASKED
+            return COMPLETE if _is_done(owner) else FAILED
         if request.exists():
             requested += elapsed
             is_alone = not (run_folder / STOP).exists()
@@ -67,12 +69,6 @@ def wait_for_job(run_folder: Path, request: Path, start_timeout: float, timing: 
         return COMPLETE  # before this node was started
     say_line(f"spare node: no job has begun in {run_folder} for {limit:g} s")
     return FAILED
-
-
-def _status_of_ended_job(run_folder: Path, owner: Owner | None) -> int:
-    if (run_folder / STOPPED).exists():
-        return ASKED
-    return COMPLETE if _is_done(owner) else FAILED
 
 
 def _is_done(owner: Owner | None) -> bool:

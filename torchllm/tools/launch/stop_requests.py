@@ -109,16 +109,13 @@ class StopRequests(StopSource):
         return self._requested_at is not None
 
     def is_urgent(self) -> bool:
-        """See StopSource."""
         return self.requested() and time.monotonic() - (self._requested_at or 0.0) > EVALUATION_MAY_TAKE
 
     def begin_votes(self) -> None:
-        """See StopSource."""
         with self._leaving:
             self._has_voted.set()
 
     def begin_training(self) -> None:
-        """See StopSource."""
         self._is_training = True
 
     def _hear(self, number: int, frame: FrameType | None) -> None:

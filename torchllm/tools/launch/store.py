@@ -1,8 +1,8 @@
 """The store of a job: where ranks and launchers leave each other addresses, votes and alarms.
 
-On one node it is a file that the launcher has made. Between nodes it is torch's TCPStore, without a password: whoever
-reaches its port may read and write every key. So values from it are never unpickled, and ranks sign entries that
-make ranks end, kill a process or name a file (`hang_watch.sign`).
+On one node it is a file of the launcher, which outlives every rank and no other user can reach. Between nodes it is
+torch's TCPStore, without a password: whoever reaches its port may read and write every key. So values from it are never
+unpickled, and ranks sign entries that make ranks end, kill a process or name a file (`hang_watch.sign`).
 """
 
 import os
@@ -26,10 +26,7 @@ def has_launcher() -> bool:
 
 
 def join_store(timeout: timedelta) -> Store:
-    """Return the store that all ranks share. timeout: of its requests.
-
-    On one node it is a file of the launcher, which outlives every rank, and which no other user can reach.
-    """
+    """Return the store that all ranks share. timeout: of its requests."""
     if STORE in os.environ:
         store = FileStore(os.environ[STORE])
         store.set_timeout(timeout)

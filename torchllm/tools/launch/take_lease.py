@@ -127,8 +127,17 @@ def _take(run_folder: Path, lease_folder: Path, timing: Timing) -> Lease:
         newest = newest_number(lease_folder)
         if newest:
             _wait_until_free(run_folder, newest, timing)
-        _remove_requests(run_folder)
-        owner = _new_owner()
+        # Requests to an earlier job; once the lease is taken, run_train.sh makes a signal a request to this one.
+        for name in (STOP, STOPPED):
+            (run_folder / name).unlink(missing_ok=True)
+        owner = Owner(
+            **asdict(this_process()),
+            nonce=uuid.uuid4().hex,
+            job=job_id(),
+            launched=os.environ.get(LAUNCHED, ""),
+            since=int(time.time()),
+            count=f"{0:010d}",
+        )
         claim = Claim(newest + 1, owner.nonce)
         is_linked = _link(lease_folder, claim.number, owner)
         if is_linked and newest_number(lease_folder) == claim.number:
@@ -136,15 +145,6 @@ def _take(run_folder: Path, lease_folder: Path, timing: Timing) -> Lease:
             return Lease(run_folder, claim, owner, timing)
         if is_linked:  # the numbers had gone on, and this one had been removed, while this process was suspended
             numbered_file(lease_folder, claim.number).unlink(missing_ok=True)
-
-
-def _remove_requests(run_folder: Path) -> None:
-    """Remove stop requests to an earlier job from a free folder.
-
-    Not after the lease is taken: run_train.sh makes a signal a request as soon as it is.
-    """
-    for name in (STOP, STOPPED):
-        (run_folder / name).unlink(missing_ok=True)
 
 
 def own_for_ranks() -> None:
@@ -204,17 +204,6 @@ def _wait_until_free(run_folder: Path, number: int, timing: Timing) -> None:
             print(f"{name} belongs to {owner}: {wait}", file=sys.stderr, flush=True)
         is_earlier_start = True
         silent = 0.0
-
-
-def _new_owner() -> Owner:
-    return Owner(
-        **asdict(this_process()),
-        nonce=uuid.uuid4().hex,
-        job=job_id(),
-        launched=os.environ.get(LAUNCHED, ""),
-        since=int(time.time()),
-        count=f"{0:010d}",
-    )
 
 
 def _link(lease_folder: Path, number: int, owner: Owner) -> bool:

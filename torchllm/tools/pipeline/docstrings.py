@@ -126,7 +126,6 @@ def standard_library() -> Iterator[Module]:
 
 
 def write_library(corpus: LibraryCorpus, folder: Path) -> None:
-    """Write the three files."""
     folder.mkdir(parents=True, exist_ok=True)
     write_lines(folder / TEXT, ({"text": text} for text in corpus.texts))
     write_lines(folder / TRAIN, map(conversation, corpus.train))
@@ -140,13 +139,11 @@ def conversation(pair: Pair) -> dict[str, list[dict[str, str]]]:
 
 
 def read_pairs(file: Path) -> list[Pair]:
-    """Return the pairs of a file of conversations."""
     lines = file.read_text("utf-8").splitlines()
     return [Pair(*(message["content"] for message in json.loads(line)["messages"])) for line in lines]
 
 
 def write_lines(file: Path, records: Iterable[Mapping[str, object]]) -> None:
-    """Write JSON lines."""
     file.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), "utf-8")
 
 

@@ -39,8 +39,6 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Ended(NamedTuple):
-    """A command that has ended."""
-
     status: int
     """its exit status; -N: ended by signal N"""
     stopped_by: int

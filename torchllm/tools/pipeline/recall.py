@@ -95,7 +95,6 @@ def conversation_lines(trained: Sequence[Answer], held_out: Sequence[Answer]) ->
 
 
 def figure_lines(figures: Figures) -> list[str]:
-    """Return the figures in words."""
     share = figures.recalled / figures.trained
     return [
         f"recalled exactly: {figures.recalled:,} of {figures.trained:,} trained first sentences, {share:.1%}",

@@ -93,7 +93,6 @@ class Planned(NamedTuple):
 
     @property
     def state(self) -> str:
-        """Its state in words."""
         if self.record is None:
             return "to do"
         if self.record.key != self.key:
@@ -158,7 +157,6 @@ def change(pipeline: PipelineFile, setting: str, errors: list[str]) -> PipelineF
 
 
 def fill_in(command: str, folder: str) -> str:
-    """Return a command with the folder in it."""
     if FOLDER not in command:
         return command
     return shlex.join(word.replace(FOLDER, folder) for word in shlex.split(command))

@@ -39,14 +39,12 @@ class RecordTally:
     a good one before it waits for the next ones.
     """
 
-    def __init__(self, is_error: bool, together: str, kind: str) -> None:
-        """is_error: whether a bad record is an error; `together`: the name under which all files count, or "".
-
-        kind: of the source.
-        """
-        self._kind = kind
-        self._is_error = is_error
-        self._together = together
+    def __init__(self, source: Source, on_bad_record: str) -> None:
+        is_whole_files = source.kind in ("text", "stdlib") and not source.delimiter
+        self._kind = source.kind
+        self._is_error = on_bad_record == "error"
+        self._together = source.path if is_whole_files else ""
+        """name under which all files count"""
         self._records: Counter[str] = Counter()
         self._bad: dict[str, Counter[str]] = {}
         self._first: dict[str, Origin] = {}
@@ -119,12 +117,6 @@ class RecordTally:
                 f"so are the {count - 1} after it: fix their common fault, or take the file out of data.sources.path"
             )
         raise DataError(f"{record.origin.describe()}: {record.fault}{record.detail}; {advice}")
-
-
-def record_tally(source: Source, on_bad_record: str) -> RecordTally:
-    """Return a tally of records of a source."""
-    is_whole_files = source.kind in ("text", "stdlib") and not source.delimiter
-    return RecordTally(on_bad_record == "error", source.path if is_whole_files else "", source.kind)
 
 
 class BadShare:

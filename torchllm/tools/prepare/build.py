@@ -28,11 +28,11 @@ from torchllm.data.error import DataError
 from torchllm.runtime.heartbeat import beat
 from torchllm.runtime.parent import end_with_starter
 from torchllm.runtime.signs_of_life import show_progress
-from torchllm.tools.prepare.bad_records import BadShare, check_not_empty, record_tally
+from torchllm.tools.prepare.bad_records import BadShare, RecordTally, check_not_empty
 from torchllm.tools.prepare.corpus_writer import ShardTableWriter, write_header
 from torchllm.tools.prepare.counts import untrained
 from torchllm.tools.prepare.open_source import open_raw_source
-from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
+from torchllm.tools.prepare.plan import CorpusPlan, LoadTokenizer
 from torchllm.tools.prepare.records import UNREADABLE
 from torchllm.tools.prepare.source_files import changes_of
 from torchllm.tools.prepare.sources import DelimitedTextFiles, RawSource, ShardRange, TextFiles
@@ -63,7 +63,7 @@ _WAITING_PER_PROCESS = 4
 
 
 def write_corpus(
-    plan: CorpusPlan, tokenizer: TokenizerSpec, folder: Path, processes: int = 1, max_bad_share: float | None = 0.01
+    plan: CorpusPlan, load: LoadTokenizer, folder: Path, processes: int = 1, max_bad_share: float | None = 0.01
 ) -> CorpusHeader:
     """Write the corpus of a plan's source into `folder` and return its header.
 
@@ -75,9 +75,9 @@ def write_corpus(
     # No user can fix the standard library.
     most = 1.0 if max_bad_share is None or plan.source.kind == "stdlib" else max_bad_share
     try:
-        header = _write_shards(plan, tokenizer, folder, processes, BadShare(most))
+        header = _write_shards(plan, load, folder, processes, BadShare(most))
         if max_bad_share is not None:
-            refuse_unknown(plan.source.path or plan.source.kind, tokenizer.load(), header.counts, header.tokens)
+            refuse_unknown(plan.source.path or plan.source.kind, load(), header.counts, header.tokens)
         write_header(folder, header)
         warn_of_changes(plan, folder)
         return header
@@ -117,7 +117,7 @@ def refuse_first(plan: CorpusPlan) -> None:
     if plan.source.kind == "hub" and plan.on_bad_record == "skip":
         return  # opening it is a request to the hub
     source = _open_source(plan)
-    tally = record_tally(plan.source, plan.on_bad_record)
+    tally = RecordTally(plan.source, plan.on_bad_record)
     for record in source.records(ShardRange(0, 0, source.total)):
         if not record.fault:
             tally.good(record)
@@ -135,7 +135,7 @@ def _open_source(plan: CorpusPlan) -> RawSource:
 
 
 def _write_shards(
-    plan: CorpusPlan, tokenizer: TokenizerSpec, folder: Path, processes: int, bad_share: BadShare
+    plan: CorpusPlan, load: LoadTokenizer, folder: Path, processes: int, bad_share: BadShare
 ) -> CorpusHeader:
     """Write all of a corpus but its header, which is returned; raises OSError if that fails."""
     source = _open_source(plan)
@@ -152,7 +152,7 @@ def _write_shards(
     counts: Counter[str] = Counter()
     unreadable: set[str] = set()
     largest_id = 0
-    shard_tokenizer = ShardTokenizer(source, plan, plan.key, tokenizer, folder, writer, changes_of(plan.files))
+    shard_tokenizer = ShardTokenizer(source, plan, load, folder, writer, changes_of(plan.files))
     progress = TokenizingProgress(source)
     show_progress(progress.describe)
     with ExitStack() as ended:
@@ -176,14 +176,14 @@ def _write_shards(
     if reason := untrained(counts):
         raise DataError(f"data.sources: {plan.source.path!r}: {reason}")
     check_not_empty(f"data.sources: {plan.source.path!r}", totals["documents"], skipped)
-    loaded = tokenizer.load()
+    dtype = id_dtype(load())
     sequence_length = plan.chat.sequence_length if plan.chat else 0
-    sums = table.write(folder)
+    table_sha256, sums_sha256 = table.write(folder)
     return CorpusHeader(
         format=FORMAT,
         key=plan.key,
         plan=asdict(plan) | {"files": len(plan.files)},
-        dtype=id_dtype(loaded),
+        dtype=dtype,
         tokenizer=plan.tokenizer,
         documents=totals["documents"],
         tokens=totals["tokens"],
@@ -191,9 +191,9 @@ def _write_shards(
         max_token=largest_id,
         skipped=dict(skipped),
         shards=table.shards,
-        fingerprint=corpus_fingerprint(id_dtype(loaded), plan.tokenizer, sums.table, sequence_length),
-        table_sha256=sums.table,
-        sums_sha256=sums.sums,
+        fingerprint=corpus_fingerprint(dtype, plan.tokenizer, table_sha256, sequence_length),
+        table_sha256=table_sha256,
+        sums_sha256=sums_sha256,
         sequence_length=sequence_length,
         counts=dict(counts),
     )
@@ -223,7 +223,6 @@ class TokenizingProgress:
         self._started = time.monotonic()
 
     def finish(self, shard: ShardRange) -> None:
-        """Count a shard as finished."""
         self._position = shard.stop
 
     def add(self, text_bytes: int) -> None:
@@ -257,15 +256,14 @@ def _start_worker(starter: int, shard_tokenizer: ShardTokenizer, text_bytes: "Sy
     _text_bytes = text_bytes
 
 
-def _count_text(size: int) -> None:
-    """Count text that this worker process has tokenized."""
-    with _text_bytes.get_lock():
-        _text_bytes.value += size
-
-
 def _write_shard(shard: ShardRange) -> FinishedShard:
-    """Write a shard in a worker process."""
-    return _shard_tokenizer.write(shard, _count_text)
+    """Write a shard in this worker process, and count its text for all of them."""
+
+    def count(size: int) -> None:
+        with _text_bytes.get_lock():
+            _text_bytes.value += size
+
+    return _shard_tokenizer.write(shard, count)
 
 
 @contextmanager
@@ -279,18 +277,6 @@ def _user_signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-@contextmanager
-def _described_loss() -> Iterator[None]:
-    """Turn the error of a pool that has lost a process into a DataError."""
-    try:
-        yield
-    except BrokenProcessPool as error:
-        raise DataError(
-            "a process that tokenizes was killed: most likely the machine has run out of memory: start it again with "
-            "fewer, --prepare.processes=N; finished shards are kept"
-        ) from error
 
 
 def _finished_shards(
@@ -317,10 +303,7 @@ def _finished_shards(
         beat("tokenizing")
         return finished
 
-    with (
-        _described_loss(),
-        ProcessPoolExecutor(processes, spawn, initializer=_start_worker, initargs=arguments) as pool,
-    ):
+    with ProcessPoolExecutor(processes, spawn, initializer=_start_worker, initargs=arguments) as pool:
         try:
             for shard in shards:
                 with _user_signals_blocked():  # submitting starts processes
@@ -329,5 +312,10 @@ def _finished_shards(
                     yield result(waiting.popleft())
             while waiting:
                 yield result(waiting.popleft())
+        except BrokenProcessPool as error:
+            raise DataError(
+                "a process that tokenizes was killed: most likely the machine has run out of memory: start it again "
+                "with fewer, --prepare.processes=N; finished shards are kept"
+            ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)

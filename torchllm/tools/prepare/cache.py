@@ -8,19 +8,19 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from torchllm.config import Data, Finetune, Source
+from torchllm.config import Data, Source
 from torchllm.config.files import cache_root
 from torchllm.data.checked_file import DamagedFile
 from torchllm.data.corpus import Corpus
 from torchllm.data.corpus_header import HEADER, read_description
 from torchllm.data.error import DataError
-from torchllm.data.readers import ReaderSettings
-from torchllm.data.tokenizer import Tokenizer
+from torchllm.data.readers import ReaderSettings, verified_records
+from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.prepare.chosen_files import choose_files
-from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec, may_write_calls
-from torchllm.tools.prepare.recorded import Rules
+from torchllm.tools.prepare.plan import CorpusPlan, Rules, may_write_calls
 from torchllm.tools.prepare.source_files import changes_of, content_of
 
 log = logging.getLogger(__name__)
@@ -28,24 +28,21 @@ log = logging.getLogger(__name__)
 
 def plan_corpus(
     source: Source,
-    data: Data,
-    tokenizer: Tokenizer,
-    vocab: int,
+    settings: ReaderSettings,
     shard_mib: float = 0.0,
-    finetune: Finetune | None = None,
-    sequence_length: int = 0,
     pins: Path | None = None,
     rules: Rules = Rules.NOW,
 ) -> CorpusPlan:
-    """Return the plan of the corpus of a raw source; `vocab` is model.vocab, `shard_mib` as in `shard_size_mib`.
+    """Return the plan of the corpus of a raw source; `shard_mib` as in `shard_size_mib`.
 
-    finetune and training.sequence_length decide how conversations become tokens; text needs neither. pins: folder that
-    remembers the commits of data sets of the hub; None: in the cache. rules: of the version that made the corpus, by
-    which files, begins of documents and chat template may be others.
+    pins: folder that remembers the commits of data sets of the hub; None: in the cache. rules: of the version that made
+    the corpus, by which files, begins of documents and chat template may be others.
 
     Bad records of Python's standard library are always skipped, because no user can fix them. Raises DataError if the
-    source has no file or cannot be found, or `vocab` is too small for the tokenizer's special tokens.
+    source has no file or cannot be found, or model.vocab is too small for the tokenizer's special tokens.
     """
+    data, vocab, tokenizer, finetune, sequence_length = settings
+    assert tokenizer is not None
     if max(*tokenizer.begins[tokenizer.fingerprint], tokenizer.end, 0) >= vocab:
         raise DataError(
             f"model.vocab = {vocab} has no room for the special tokens of data.tokenizer {tokenizer.name!r}: "
@@ -71,12 +68,14 @@ def plan_corpus(
         files = earlier_files(source)
     else:
         files = choose_files(source, reads_all=rules is Rules.ALL_FILES)
+    last_begin, named_begin = tokenizer.earlier_fingerprints
+    by_rules = {Rules.NOW: tokenizer.fingerprint, Rules.FIRST: named_begin}
     return CorpusPlan(
         source=replace(source, weight=1.0),
         files=[*files.train, *files.held_out],
         held_out=len(files.held_out),
         revision=revision,
-        tokenizer=_fingerprint_by(rules, tokenizer),
+        tokenizer=by_rules.get(rules, last_begin),
         vocab=min(vocab, tokenizer.vocab),
         validation_fraction=data.validation_fraction,
         on_bad_record="skip" if source.kind == "stdlib" else data.on_bad_record,
@@ -84,30 +83,6 @@ def plan_corpus(
         chat=chat,
         reads_calls=rules > Rules.ALL_FILES and chat is not None and may_write_calls(chat.template),
     )
-
-
-def prepare_raw(source: Source, settings: ReaderSettings, rules: Rules) -> str:
-    """Return the folder with the corpus of a raw source in the cache, by the rules of a version: `prepare_cached`."""
-    data, tokenizer = settings.data, settings.tokenizer
-    assert tokenizer is not None
-    plan = plan_corpus(
-        source,
-        data,
-        tokenizer,
-        settings.vocab,
-        finetune=settings.finetune,
-        sequence_length=settings.sequence_length,
-        rules=rules,
-    )
-    return str(prepare_cached(plan, data, rules))
-
-
-def _fingerprint_by(rules: Rules, tokenizer: Tokenizer) -> str:
-    """Return the fingerprint that a tokenizer had in the versions with these rules."""
-    if rules is Rules.NOW:
-        return tokenizer.fingerprint
-    last_begin, named_begin = tokenizer.earlier_fingerprints
-    return named_begin if rules is Rules.FIRST else last_begin
 
 
 def cached_folder(data: Data, plan: CorpusPlan) -> Path:
@@ -150,18 +125,13 @@ def refuse_large_source(plan: CorpusPlan, data: Data) -> None:
 
     size = raw_mib(plan.source, plan.files)
     if size is None or size > data.max_raw_mib:
-        arguments = shlex.join(_arguments_of_the_config())
+        arguments = [word for word in sys.argv[1:] if word != "--check" and not word.startswith("--run.folder=")]
         size_text = "of unknown size" if size is None else f"{size:,.0f} MiB"
         raise DataError(
             f"data.sources: {plan.source.path or plan.source.kind!r} is {size_text}; only {data.max_raw_mib:,.0f} MiB "
             "(data.max_raw_mib) are tokenized at the start of a run. Tokenize it once, then train on kind = 'tokens':\n"
-            f"    python recipes/prepare.py {arguments} --prepare.folder=tokens"
+            f"    python recipes/prepare.py {shlex.join(arguments)} --prepare.folder=tokens"
         )
-
-
-def _arguments_of_the_config() -> list[str]:
-    """Return the words of the command line that recipes/prepare.py needs too."""
-    return [word for word in sys.argv[1:] if word != "--check" and not word.startswith("--run.folder=")]
 
 
 def find_cached(data: Data, plan: CorpusPlan) -> CorpusPlan | None:
@@ -204,9 +174,9 @@ def prepare_cached(plan: CorpusPlan, data: Data, rules: Rules = Rules.NOW) -> Pa
     from torchllm.runtime.host_limits import usable_cores
     from torchllm.tools.prepare.build import write_corpus
 
-    tokenizer = TokenizerSpec(data.tokenizer, data.pattern, usable_cores())
+    load = partial(load_tokenizer, data.tokenizer, data.pattern, usable_cores())
     source = _described(plan)  # before it is read: a later change shows
-    write_corpus(plan, tokenizer, folder, max_bad_share=None if rules is Rules.FIRST else data.max_bad_share)
+    write_corpus(plan, load, folder, max_bad_share=None if rules is Rules.FIRST else data.max_bad_share)
     _note_source(folder, source)
     return folder
 
@@ -249,15 +219,10 @@ def _refuse_other_text(folder: Path, plan: CorpusPlan) -> None:
     )
 
 
-def _records(data: Data) -> Path:
-    """Return the folder that remembers which files of corpora were found whole."""
-    return cache_root(data) / "verified"
-
-
 def _find_damage(folder: Path, data: Data) -> str | None:
     """Return the fault of a corpus in the cache, None if it is whole; files that were verified earlier are not read."""
     try:
-        corpus = Corpus(folder, _records(data))
+        corpus = Corpus(folder, verified_records(data))
         for shard in corpus.check():
             corpus.verify(*shard)
     except DamagedFile as damage:

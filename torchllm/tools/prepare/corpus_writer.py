@@ -14,15 +14,9 @@ import numpy as np
 
 from torchllm.data.checked_file import BLOCK, file_sums
 from torchllm.data.corpus_header import HEADER, SHARD_TABLE, SUMS, CorpusHeader
-from torchllm.data.shard import INDEX_STRIDE, SPLITS, Begins, Ids, ShardSize, Split, Targets
+from torchllm.data.shard import INDEX_STRIDE, SPLITS, Ids, ShardSize, Split, Targets
 
 _SHA256_BYTES = 32
-
-
-def document_index(begins: Begins, tokens: int) -> Begins:
-    """Return for each k the number of documents that begin before token k x INDEX_STRIDE, up to all `tokens`."""
-    entries = ShardSize(tokens, len(begins), id_bytes=2).index_entries
-    return np.searchsorted(begins, np.arange(entries) * INDEX_STRIDE)
 
 
 def _temporary_suffix() -> str:
@@ -146,7 +140,7 @@ class ShardFileWriter:
             return
         size = ShardSize(self.tokens, self.documents, np.dtype(self.dtype).itemsize)
         begins = np.array(self._begins, dtype="<i8")
-        index = document_index(begins, self.tokens)
+        index = np.searchsorted(begins, np.arange(size.index_entries) * INDEX_STRIDE)
         self._file.write(bytes(size.begins_offset - self.tokens * size.id_bytes))
         self._file.write(begins.data)
         self._file.write(index.astype("<i8").data)
@@ -164,13 +158,6 @@ class SplitRecord(NamedTuple):
     """CRC-32 of each block"""
 
 
-class TableSums(NamedTuple):
-    """The sha256 of the binary files that describe the shards."""
-
-    table: str
-    sums: str
-
-
 class ShardTableWriter:
     """Collects the records of the shards, in order, and writes `shards.bin` and `sums.bin`."""
 
@@ -182,7 +169,6 @@ class ShardTableWriter:
         self._sums = bytearray()
 
     def add(self, records: dict[Split, SplitRecord]) -> None:
-        """Add the next shard."""
         self.shards += 1
         for split in SPLITS:
             record = records[split]
@@ -191,8 +177,8 @@ class ShardTableWriter:
             self._sha256[split] += bytes.fromhex(record.sha256).ljust(_SHA256_BYTES, b"\0")
             self._sums += np.array(record.sums, dtype="<u4").tobytes()
 
-    def write(self, folder: Path) -> TableSums:
-        """Write the files."""
+    def write(self, folder: Path) -> tuple[str, str]:
+        """Return the sha256 of both files."""
         paths = [folder / SHARD_TABLE, folder / SUMS]
         with replacing(paths) as (table, sums):
             for numbers in (self._tokens, self._documents):
@@ -201,7 +187,7 @@ class ShardTableWriter:
             for split in SPLITS:
                 table.write(self._sha256[split])
             sums.write(self._sums)
-        return TableSums(*(file_sums(path).sha256 for path in paths))
+        return file_sums(paths[0]).sha256, file_sums(paths[1]).sha256
 
 
 def write_header(folder: Path, header: CorpusHeader) -> None:

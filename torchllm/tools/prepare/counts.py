@@ -29,25 +29,28 @@ _NOTED_UNKNOWN = 0.001
 """smallest share of unknown tokens that is worth a line"""
 
 
-def describe_corpus(header: CorpusHeader) -> list[str]:
-    """Return the lines on the content of a corpus that its preparation prints; of text they are few."""
-    return [*describe_counts(header.counts), *_describe_surprises(header)]
+def describe_corpus(header: CorpusHeader, *, in_detail: bool = True) -> list[str]:
+    """Return the lines on the content of a corpus; of text they are few.
 
-
-def describe_in_a_run(header: CorpusHeader) -> list[str]:
-    """Return a run's lines on its conversations, and on texts with unknown tokens."""
-    return [*_describe_outcome(header.counts), *_describe_surprises(header)]
-
-
-def describe_counts(counts: Mapping[str, int]) -> list[str]:
-    """Return lines on the conversations of a corpus by outcome, with a histogram of the lengths of examples.
-
-    counts: of a corpus; a corpus of text has none.
+    in_detail: with the conversations by rule, and a histogram of the lengths of examples.
     """
+    counts = header.counts
     lines = _describe_outcome(counts)
-    if CONVERSATIONS in counts:
+    if in_detail and CONVERSATIONS in counts:
         rules = [f"{name.removeprefix(RULE)} {count:,}" for name, count in counts.items() if name.startswith(RULE)]
         lines[1:1] = [f"{RULE}{', '.join(rules)}", describe_lengths(counts)]
+    share = unknown_share(counts, header.tokens)
+    if share >= _NOTED_UNKNOWN:
+        lines.append(
+            f"{share:.1%} of the tokens stand for text that the tokenizer does not know ([UNK]): a model learns "
+            "nothing from them; take a tokenizer that was made for this text, or one of bytes"
+        )
+    if undivided := counts.get(UNDIVIDED, 0):
+        delimiter = json.dumps(header.plan["source"]["delimiter"])
+        files = header.plan["files"]
+        lines.append(
+            f"the delimiter {delimiter} is not in {undivided:,} of {files:,} files: each of these is one document"
+        )
     return lines
 
 
@@ -78,7 +81,6 @@ def _describe_outcome(counts: Mapping[str, int]) -> list[str]:
 
 
 def describe_lengths(counts: Mapping[str, int]) -> str:
-    """Return a histogram of the lengths of examples."""
     lengths = {int(name.removeprefix(LENGTH)): count for name, count in counts.items() if name.startswith(LENGTH)}
     histogram = [f"{length:,}: {lengths[length]:,}" for length in sorted(lengths)]
     return f"{LENGTH}{', '.join(histogram)} tokens"
@@ -94,32 +96,5 @@ def untrained(counts: Mapping[str, int]) -> str:
     )
 
 
-def _describe_surprises(header: CorpusHeader) -> list[str]:
-    return [*describe_unknown(header), *_describe_undivided(header)]
-
-
-def _describe_undivided(header: CorpusHeader) -> list[str]:
-    """Return a line if some text files lack the delimiter of documents."""
-    if not (undivided := header.counts.get(UNDIVIDED, 0)):
-        return []
-    delimiter = json.dumps(header.plan["source"]["delimiter"])
-    return [
-        f"the delimiter {delimiter} is not in {undivided:,} of {header.plan['files']:,} files: each of these is one "
-        "document"
-    ]
-
-
-def describe_unknown(header: CorpusHeader) -> list[str]:
-    """Return a line if a corpus has many tokens for text that the tokenizer does not know, or nothing."""
-    share = unknown_share(header.counts, header.tokens)
-    if share < _NOTED_UNKNOWN:
-        return []
-    return [
-        f"{share:.1%} of the tokens stand for text that the tokenizer does not know ([UNK]): a model learns nothing "
-        "from them; take a tokenizer that was made for this text, or one of bytes"
-    ]
-
-
 def unknown_share(counts: Mapping[str, int], tokens: int) -> float:
-    """Return the share of unknown tokens."""
     return counts.get(UNKNOWN, 0) / max(1, tokens)

@@ -9,13 +9,27 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
 
 from torchllm.data.error import DataError
 from torchllm.tools.prepare.file_kinds import kind_of_file
-from torchllm.tools.prepare.own_output import RUN_PARTS, is_run, output_in
+
+_RUN_PARTS = {
+    *("checkpoints", "config.toml", "evaluations", "experts.jsonl", "goodput.json", "hang", "lease", "metrics.jsonl"),
+    *("profile", "report.html", "stop", "stopped.json", "tensorboard", "trackers"),
+}
+"""files and folders in a run folder"""
+_TAKEN = re.compile(r"\d{6}")
+"""name of a file in the lease of a run"""
+_OUTPUTS = {
+    "a checkpoint": re.compile(r".*\.distcp"),
+    "tokens": re.compile(r"shards\.bin|\d{5}\.(train|validation)\.bin"),
+    "a cache": re.compile(r"[a-z]+-[0-9a-f]{16}(\.json)?|[0-9a-f]{16}-[0-9a-f]{8}|\S+--\S+@\S+"),
+    "a model": re.compile(r".*\.safetensors"),
+}
+"""kind of output -> name of a file or folder in it"""
 
 NamedSplit = Literal["train", "held out", "test"]
 
@@ -26,8 +40,6 @@ _WORD = re.compile(rf"(?<![^\W\d_])({'|'.join(_SPLIT_WORDS)})(?![^\W\d_])", re.I
 
 
 class FoundFile(NamedTuple):
-    """A file that was found."""
-
     path: str
     split: NamedSplit
     """from the names below the path of the config"""
@@ -57,16 +69,18 @@ def find_files(path: str, takes: Callable[[str], bool], reads_output: bool = Fal
     if os.path.isdir(path):
         ignored: Counter[str] = Counter()
         inside: list[str] = []
-        for listing in _walk(path, outputs):
-            for name in listing.names:
-                if not name.startswith(".") and takes(name):
-                    inside.append(os.path.join(listing.folder, name))
-                else:
-                    ignored[kind_of_file(name)] += 1
+        for file in _walk(path, outputs):
+            name = os.path.basename(file)
+            if not name.startswith(".") and takes(name):
+                inside.append(file)
+            else:
+                ignored[kind_of_file(name)] += 1
         return FoundFiles(_by_name(_each_once(inside, path), path, ""), ignored, outputs=outputs or {})
     if os.path.lexists(path):
         return FoundFiles([FoundFile(path, "train")])
-    base, pattern = _split_pattern(path)
+    parts = path.split("/")
+    first = next((place for place, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
+    base, pattern = "".join(f"{part}/" for part in parts[:first]), "/".join(parts[first:])
     matches = _match(base, pattern, outputs)
     paths = [match for match in matches if not os.path.isdir(match)]
     files = _by_name(_each_once(paths, base), base, pattern)
@@ -108,14 +122,8 @@ def _each_once(paths: Sequence[str], base: str) -> list[str]:
     return sorted(path_of.values())
 
 
-class _Listing(NamedTuple):
-    folder: str
-    names: list[str]
-    """of the files in it"""
-
-
-def _walk(root: str, outputs: dict[str, str] | None) -> Iterator[_Listing]:
-    """Yield the folders below `root`, each once, those behind links last; hidden ones are left out.
+def _walk(root: str, outputs: dict[str, str] | None) -> Iterator[str]:
+    """Yield the files below `root`, in each folder once, those behind links last; hidden folders are left out.
 
     outputs: gets the folders and files of torchllm's own output, which are left out, too; None: they are not. Raises
     DataError if one cannot be read.
@@ -140,7 +148,7 @@ def _walk(root: str, outputs: dict[str, str] | None) -> Iterator[_Listing]:
                     path = os.path.join(inside, name)
                     if os.path.islink(path) and not _leads_back(path, inside, real_root):
                         linked.append(path)
-                yield _Listing(inside, names)
+                yield from (os.path.join(inside, name) for name in names)
         waiting = sorted(linked)
 
 
@@ -151,15 +159,30 @@ def _without_output(folder: str, root: str, folders: list[str], names: list[str]
     """
     inside = [*folders, *names]
     if folder == root:
-        parts = RUN_PARTS.intersection(inside) if is_run(folder, inside) else set()
+        parts = _RUN_PARTS.intersection(inside) if _is_run(folder, inside) else set()
         outputs |= {os.path.join(folder, name): "of a run" for name in sorted(parts)}
         folders[:] = [name for name in folders if name not in parts]
         return [name for name in names if name not in parts]
-    if kind := output_in(folder, inside):
+    if kind := _output_in(folder, inside):
         outputs[folder] = kind
         folders.clear()
         return []
     return names
+
+
+def _output_in(folder: str, names: Collection[str]) -> str:
+    """Return the kind of output in a folder with these files and folders, such as "a run"; "" if there is none."""
+    if _is_run(folder, names):
+        return "a run"
+    return next((kind for kind, name in _OUTPUTS.items() if any(map(name.fullmatch, names))), "")
+
+
+def _is_run(folder: str, names: Collection[str]) -> bool:
+    """Return whether a folder with these files and folders is a run folder; a run that starts has but its lease."""
+    if {"config.toml", "metrics.jsonl"} <= set(names):
+        return True
+    lease = os.path.join(folder, "lease")
+    return "lease" in names and os.path.isdir(lease) and any(map(_TAKEN.fullmatch, os.listdir(lease)))
 
 
 def _leads_back(link: str, folder: str, real_root: str) -> bool:
@@ -173,22 +196,8 @@ def _raise_unreadable(error: OSError) -> None:
     raise DataError(f"data.sources: {error.filename} cannot be read: {error.strerror}") from error
 
 
-class _Pattern(NamedTuple):
-    base: str
-    """the folder that holds all matches, as the config writes it; "" for the working folder"""
-    pattern: str
-    """the rest, below the base"""
-
-
-def _split_pattern(path: str) -> _Pattern:
-    """Return the folder at the beginning of a glob, and the rest."""
-    parts = path.split("/")
-    first = next((place for place, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
-    return _Pattern("".join(f"{part}/" for part in parts[:first]), "/".join(parts[first:]))
-
-
 def _match(base: str, pattern: str, outputs: dict[str, str] | None) -> list[str]:
-    """Return the files and folders that match a glob. outputs: as in `_walk`.
+    """Return the files and folders that match a glob below a folder, "" for the working folder. outputs: as in `_walk`.
 
     `glob` goes round and round where links lead back; so `**` is matched here, against the files of a search.
     """
@@ -201,11 +210,10 @@ def _match(base: str, pattern: str, outputs: dict[str, str] | None) -> list[str]
         roots = _not_below_output(glob.glob(base + "/".join([*parts[:first], ""])), base, outputs)
     matches = []
     for root in filter(os.path.isdir, (root or "." for root in roots)):
-        for listing in _walk(root, outputs):
-            for name in listing.names:
-                path = os.path.join(listing.folder, name).removeprefix("./" if root == "." else "")
-                if _fits(_below(path, "" if root == "." else root).split("/"), parts[first:]):
-                    matches.append(path)
+        for file in _walk(root, outputs):
+            path = file.removeprefix("./" if root == "." else "")
+            if _fits(_below(path, "" if root == "." else root).split("/"), parts[first:]):
+                matches.append(path)
     return matches
 
 
@@ -214,14 +222,14 @@ def _not_below_output(matches: Sequence[str], base: str, outputs: dict[str, str]
     if outputs is None or not matches:
         return list(matches)
     top = os.listdir(base or ".")
-    kinds = {f"{base}{name}": "of a run" for name in RUN_PARTS} if is_run(base, top) else {}
+    kinds = {f"{base}{name}": "of a run" for name in _RUN_PARTS} if _is_run(base, top) else {}
     kept = []
     for match in matches:
         parts = _below(match, base).split("/")
         above = [base + "/".join(parts[: depth + 1]) for depth in range(len(parts))]
         for folder in above[:-1]:
             if folder not in kinds:
-                kinds[folder] = output_in(folder, os.listdir(folder))
+                kinds[folder] = _output_in(folder, os.listdir(folder))
         written = [path for path in above if kinds.get(path)]
         outputs |= {path: kinds[path] for path in written[:1]}
         if not written:

@@ -59,7 +59,6 @@ class HubRows:
         return ranges_between(even_cuts(self.total, ranges))
 
     def records(self, shard: ShardRange) -> Iterator[TextRecord]:
-        """Yield a record per row."""
         for number in range(shard.start, shard.stop):
             name = f"{self.name} file {number}" if self.total > 1 else self.name
             for row, fields in enumerate(self._rows_of(number)):
@@ -74,19 +73,19 @@ class HubRows:
                     yield dict(zip(columns, values, strict=True))
 
 
-def _hub_name(source: Source) -> tuple[str, str | None]:
-    """Return the id of a data set and its configuration, as `datasets` takes them."""
-    return source.path, source.subset or None
+def _builder(source: Source) -> "datasets.DatasetBuilder":
+    """Return the builder of a data set of the hub."""
+    import datasets
+
+    return datasets.load_dataset_builder(source.path, source.subset or None, revision=source.revision or None)
 
 
 def raw_mib(source: Source, files: Sequence[SourceFile]) -> float | None:
     """Return the size of a source, in MiB; None if it is a data set of the hub that does not say its size."""
     if source.kind != "hub":
         return sum(file.size for file in files) / 2**20
-    import datasets
-
     with _hub_errors(source):
-        info = datasets.load_dataset_builder(*_hub_name(source), revision=source.revision or None).info
+        info = _builder(source).info
     size = _split_bytes(info, source)
     return None if size is None else size / 2**20
 
@@ -130,21 +129,17 @@ def _ask_commit(source: Source) -> str:
 
 def hub_folder_version(source: Source) -> str:
     """Return a version of a folder that stands for a data set of the hub: new files, new version; "" if it is none."""
-    import datasets
-
     if not os.path.exists(source.path):
         return ""
     with _hub_errors(source):
-        builder = datasets.load_dataset_builder(*_hub_name(source))
+        builder = _builder(source)
     return "/".join(Path(builder.cache_dir).parts[-_REVISION_FOLDERS:])
 
 
 def _stream_from_hub(source: Source, form: RecordForm) -> "datasets.IterableDataset":
     """Open the columns of a split of a data set of the hub that are read."""
-    import datasets
-
     with _hub_errors(source):
-        builder = datasets.load_dataset_builder(*_hub_name(source), revision=source.revision or None)
+        builder = _builder(source)
         if hasattr(builder.config, "batch_size"):
             builder.config.batch_size = _HUB_PARQUET_ROWS
         dataset = builder.as_streaming_dataset(split=source.split)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from torchllm.data.error import DataError
-from torchllm.data.tokenizer_protocol import BEGIN, END, Ids
+from torchllm.data.tokenizer import BEGIN, END, Ids
 from torchllm.tools.prepare.pieces import CONTEXT, cut_places
 from torchllm.tools.prepare.tokenizer_config import TOKENIZER_CONFIG, read_tokenizer_config, special_tokens_of
 
@@ -124,14 +124,11 @@ class HuggingFaceTokenizer:
 
     def _special_id(self, configured: str, usual_names: Sequence[str]) -> int | None:
         """Return the id of the token that the config names, else of the first usual name that exists."""
-        for candidate in [configured] if configured else usual_names:
-            token: int | None = self.encoding.token_to_id(candidate)
-            if token is not None:
-                return token
-        return None
+        ids = map(self.encoding.token_to_id, [configured] if configured else usual_names)
+        found: int | None = next((token for token in ids if token is not None), None)
+        return found
 
     def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
-        """Return the ids of each text, without begin and end."""
         encodings = self.encoding.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
@@ -150,5 +147,4 @@ class HuggingFaceTokenizer:
         return 0
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; special tokens by their names."""
         return self.encoding.decode(list(ids), skip_special_tokens=False)

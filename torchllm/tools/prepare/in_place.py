@@ -38,7 +38,8 @@ from torchllm.tools.prepare.formats.mds import MDS
 from torchllm.tools.prepare.formats.megatron import MEGATRON
 from torchllm.tools.prepare.formats.nanogpt import NANOGPT
 from torchllm.tools.prepare.formats.token_file import InPlaceSettings, OpenTokens, TokenFormat, TokenShard
-from torchllm.tools.prepare.recorded import Rules, prepare_recorded
+from torchllm.tools.prepare.plan import Rules
+from torchllm.tools.prepare.readers import prepare_recorded
 from torchllm.tools.prepare.source_files import ChosenFiles
 
 _FORMATS: dict[str, TokenFormat] = {"megatron": MEGATRON, "llmc": LLMC, "nanogpt": NANOGPT, "mds": MDS}
@@ -76,7 +77,6 @@ class _Description(NamedTuple):
 
 
 def in_place_settings(source: Source, data: Data) -> InPlaceSettings:
-    """Return the settings of the config for the files of a source."""
     column = source.text_key if source.kind == "mds" and source.text_key != Source().text_key else ""
     return InPlaceSettings(source.kind, data.dtype, data.separator, column, str(cache_root(data)))
 
@@ -268,7 +268,7 @@ class _PieceTokens(OpenTokens):
         self._vocab = vocab
 
     def read_ids(self, first: int, end: int) -> Ids:
-        """Return the ids of the tokens first <= i < end. Raises DataError if one is not under the vocabulary."""
+        """See ReadableShard. Raises DataError if an id is not under the vocabulary."""
         offset = self._piece.first
         ids = self._tokens.read_ids(first + offset, end + offset)
         if len(ids) and ids.max() >= self._vocab:
@@ -280,16 +280,13 @@ class _PieceTokens(OpenTokens):
         return ids
 
     def read_begins(self, first: int, end: int) -> Begins:
-        """Return which of the tokens first <= i < end begin a document, ascending."""
         offset = self._piece.first
         return self._tokens.read_begins(first + offset, end + offset) - offset
 
     def begins_after(self, last_id: int) -> bool:
-        """Return whether the first token begins a document where the shard before ends with `last_id`."""
         return self._tokens.begins_after(last_id)
 
     def close(self) -> None:
-        """Close the files."""
         self._tokens.close()
 
 
@@ -304,16 +301,12 @@ class InPlaceCorpus(ShardStream):
         self._pieces, self.fingerprint, files = _read(description)
         self._changed_ns = dict(files)
         """ctime of each file whose content is as the fingerprint says"""
-        lengths = {}
-        for split in SPLITS:
-            lengths[split] = [piece.end - piece.first for piece in self._pieces[split]]
-        super().__init__(lengths)
+        super().__init__({split: [piece.end - piece.first for piece in self._pieces[split]] for split in SPLITS})
 
     def __reduce__(self) -> tuple[type["InPlaceCorpus"], tuple[Path, InPlaceSettings, int]]:
         return InPlaceCorpus, (self._description_path, self._settings, self._vocab)  # it is read again, not sent
 
     def open_shard(self, split: Split, number: int) -> OpenTokens:
-        """Open a part of a shard. Raises DataError if a file is missing or has another size."""
         return _PieceTokens(self._pieces[split][number], self._settings, self._vocab)
 
     def unverified_file(self, split: Split, number: int) -> FileState | None:
@@ -332,7 +325,6 @@ class InPlaceCorpus(ShardStream):
         self._changed_ns = states
 
     def describe(self) -> str:
-        """Return how much there is, in words."""
         files = len(_files_of(self._pieces))
         train, held_out = self.tokens("train"), self.tokens("validation")
         return f"{files:,} files, {train:,} tokens to train on, {held_out:,} held out{self._describe_no_end()}"
@@ -362,5 +354,4 @@ class InPlaceReader:
         return prepare_recorded(self, source, settings, recorded, prepare)
 
     def open(self, source: Source, folder: str, settings: ReaderSettings) -> SequenceSource:
-        """See SourceReader."""
         return InPlaceCorpus(Path(folder), in_place_settings(source, settings.data), settings.vocab)

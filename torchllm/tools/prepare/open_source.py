@@ -37,7 +37,6 @@ def open_raw_source(source: Source, files: Sequence[SourceFile]) -> RawSource:
 
 
 def _form_of(source: Source) -> RecordForm:
-    """Return what the records of a source are."""
     if not source.messages_key:
         return TextForm(source.text_key)
     from torchllm.tools.prepare.chat.records import ConversationForm  # with packages for templates

@@ -2,22 +2,39 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from enum import IntEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from torchllm.config import Source
 from torchllm.data.corpus_header import FORMAT
-from torchllm.data.tokenizer import Pattern, Tokenizer, load_tokenizer
+from torchllm.data.tokenizer import Tokenizer
 from torchllm.tools.prepare.source_files import SourceFile
 
 if TYPE_CHECKING:  # text has none
     from torchllm.tools.prepare.chat.plan import ChatPlan
 
+LoadTokenizer = Callable[[], Tokenizer]
+"""a call of `load_tokenizer` that can be sent to other processes, which a tokenizer cannot"""
 _LATER_SOURCE_FIELDS = ("messages_key", "delimiter", "subset", "revision")
 """keys of a source that are in the hash only where they are set, as before they were added"""
 _TABLES = ("parquet", "arrow", "hub")
 """kinds of sources whose rows share one struct"""
+
+
+class Rules(IntEnum):
+    """Rules of the versions of torchllm that make a corpus of a source. A run goes on by the rules of its beginning."""
+
+    FIRST = 1
+    """test sets are trained, folders behind links are not searched, and a document may begin with another token"""
+    ALL_FILES = 2
+    """a folder of text is all its files, torchllm's own output is read, of few documents none may be held out, and tool
+    calls stay as they are written"""
+    ONE_BEGIN = 3
+    """of several begins of a document, the last is put"""
+    NOW = 4
 
 
 @dataclass(frozen=True)
@@ -77,16 +94,3 @@ class CorpusPlan:
 def may_write_calls(template: str) -> bool:
     """Return whether a chat template may write tool calls or tools."""
     return any(word in template for word in ("tool", "function", "tojson"))
-
-
-@dataclass(frozen=True)
-class TokenizerSpec:
-    """The arguments of `load_tokenizer`, sent to worker processes instead of the tokenizer."""
-
-    name: str
-    pattern: Pattern
-    threads: int = 1
-
-    def load(self) -> Tokenizer:
-        """Return the tokenizer."""
-        return load_tokenizer(self.name, self.pattern, self.threads)

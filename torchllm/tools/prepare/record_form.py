@@ -63,11 +63,9 @@ class TextForm(RecordForm):
     others = MASKS_OF_TOKENS
 
     def record(self, fields: Mapping[str, Any], origin: Origin, is_row: bool) -> TextRecord:
-        """Return the record of an object that has the key."""
         return check_document(fields, self.key, origin)
 
     def wrong_column(self, schema: "pyarrow.Schema") -> str:
-        """Return why the column of the texts cannot be read; "" if it can."""
         listed = ", ".join(f"{field.name} ({field.type})" for field in schema)
         if schema.names.count(self.key) != 1:
             advice = ' = "input_ids" trains on the tokens as they are' if "input_ids" in schema.names else ""

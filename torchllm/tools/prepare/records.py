@@ -100,21 +100,9 @@ class TextRecord(NamedTuple):
             yield self.text[start : start + BLOCK]
 
 
-class _TextHash:
-    """Size and hash of a text that is seen block by block."""
-
-    def __init__(self) -> None:
-        self.size = 0
-        self._digest = blake2b(digest_size=8)
-
-    def update(self, encoded: bytes) -> None:
-        """Add a block of the text in UTF-8."""
-        self.size += len(encoded)
-        self._digest.update(encoded)
-
-    def value(self) -> int:
-        """Return the hash as a number of 64 bits."""
-        return int.from_bytes(self._digest.digest(), "little")
+def _hash_number(digest: blake2b) -> int:
+    """Return a hash as a number of 64 bits."""
+    return int.from_bytes(digest.digest(), "little")
 
 
 def check_text(text: object, origin: Origin) -> TextRecord:
@@ -125,13 +113,15 @@ def check_text(text: object, origin: Origin) -> TextRecord:
         return TextRecord(origin, fault="empty document")
     if "\0" in text:
         return TextRecord(origin, fault="NUL character")
-    text_hash = _TextHash()
+    size, digest = 0, blake2b(digest_size=8)
     try:
         for start in range(0, len(text), BLOCK):
-            text_hash.update(text[start : start + BLOCK].encode())
+            encoded = text[start : start + BLOCK].encode()
+            size += len(encoded)
+            digest.update(encoded)
     except UnicodeEncodeError:
         return TextRecord(origin, fault="half of a surrogate pair", detail=" (not Unicode text)")
-    return TextRecord(origin, text, text_hash.size, text_hash.value())
+    return TextRecord(origin, text, size, _hash_number(digest))
 
 
 MASKS_OF_TOKENS = ("attention_mask", "labels")
@@ -152,8 +142,8 @@ def check_document(fields: Mapping[str, Any], key: str, origin: Origin) -> TextR
             detail = f": {name!r} masks some, and masks are not read; write documents without padding"
             return TextRecord(origin, fault="masked token ids", detail=detail)
     ids = np.array(value, dtype=np.uint32)
-    digest = blake2b(ids.tobytes(), digest_size=8).digest()
-    return TextRecord(origin, size=ids.nbytes, text_hash=int.from_bytes(digest, "little"), ids=ids)
+    digest = blake2b(ids.tobytes(), digest_size=8)
+    return TextRecord(origin, size=ids.nbytes, text_hash=_hash_number(digest), ids=ids)
 
 
 class _BadByte(ValueError):
@@ -169,15 +159,10 @@ def _decoded_file(path: str) -> Iterator[str]:
     """Yield the text of a UTF-8 file in blocks, without its byte order mark. Raises _BadByte, and OSError."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with open_unpacked(path) as file:
-        offset = 0
-        mark = file.read(len(codecs.BOM_UTF8))
-        following = mark
-        if mark == codecs.BOM_UTF8:
-            offset = len(mark)
-            following = b""
+        raw = file.read(BLOCK)
+        offset = len(codecs.BOM_UTF8) if raw.startswith(codecs.BOM_UTF8) else 0
+        raw = raw[offset:]
         while True:
-            raw = following + file.read(BLOCK)
-            following = b""
             undecoded = len(decoder.getstate()[0])  # the first bytes of a character that ends in this block
             try:
                 text = decoder.decode(raw, final=not raw)
@@ -189,6 +174,7 @@ def _decoded_file(path: str) -> Iterator[str]:
             if not raw:
                 break
             offset += len(raw)
+            raw = file.read(BLOCK)
 
 
 def read_text_file(path: str) -> TextRecord:
@@ -196,16 +182,18 @@ def read_text_file(path: str) -> TextRecord:
 
     The text of a file over IN_MEMORY bytes is not in the record; `TextRecord.blocks` reads it.
     """
-    text_hash = _TextHash()
+    size, digest = 0, blake2b(digest_size=8)
     in_memory: list[str] = []
     blank = True
     try:
         if form := foreign_form(first_bytes(path)):
             return another_form(path, form)
         for text in _decoded_file(path):
-            text_hash.update(text.encode())
+            encoded = text.encode()
+            size += len(encoded)
+            digest.update(encoded)
             blank = blank and (not text or text.isspace())
-            if text_hash.size <= IN_MEMORY:
+            if size <= IN_MEMORY:
                 in_memory.append(text)
             else:
                 in_memory.clear()
@@ -217,11 +205,10 @@ def read_text_file(path: str) -> TextRecord:
         return not_utf8(path, error.offset, error.value)
     if blank:
         return TextRecord(Origin(path), fault=EMPTY_FILE)
-    return TextRecord(Origin(path), "".join(in_memory), text_hash.size, text_hash.value())
+    return TextRecord(Origin(path), "".join(in_memory), size, _hash_number(digest))
 
 
 def unreadable_file(path: str, error: Exception) -> TextRecord:
-    """Return the record of a file that cannot be read."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return TextRecord(Origin(path), fault=UNREADABLE, detail=f" ({reason})")
 

@@ -23,8 +23,6 @@ class SourceFile(NamedTuple):
 
 
 class ChosenFiles(NamedTuple):
-    """The files of a source that are read."""
-
     train: list[SourceFile]
     held_out: list[SourceFile]
     """the held-out part, by their names; none: it is a part of the others"""

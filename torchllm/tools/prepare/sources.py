@@ -150,7 +150,6 @@ class TextFiles(SourceFiles):
         return ranges_between(self._begins[following].tolist())
 
     def read(self, part: FilePart) -> Iterator[TextRecord]:
-        """Yield the record of a file."""
         yield read_text_file(part.file.path)
 
 
@@ -161,7 +160,6 @@ class _WithLines(SourceFiles):
     """
 
     def read(self, part: FilePart) -> Iterator[TextRecord]:
-        """Yield a record per document that begins in a part of a file. Raises OSError."""
         path = part.file.path
         is_compressed = compression_of_file(path) != ""
         if is_compressed:
@@ -341,7 +339,6 @@ class JsonLineFiles(_WithLines):
         self.form = form
 
     def foreign_form(self, path: str) -> str:
-        """Return the form of a file, with advice, if it is known not to be of this kind; else "". Raises OSError."""
         if form := super().foreign_form(path):
             return form
         with open_unpacked(path) as content:
@@ -361,16 +358,12 @@ class JsonLineFiles(_WithLines):
                 break
             if len(line) == longest:
                 raise OSError(f"a line of over {longest:,} bytes")
-            record = None if line.isspace() else self._record_of_line(line, part.file.path, offset)
+            origin = Origin(part.file.path, byte=offset)
+            record = None if line.isspace() else self._record(parse_json(line, origin), origin)
             offset += len(line)
             del line  # may be as large as memory allows
             if record is not None:
                 yield record
-
-    def _record_of_line(self, line: bytes, path: str, byte: int) -> TextRecord:
-        """Return the record of a line that begins at `byte` of a file."""
-        origin = Origin(path, byte=byte)
-        return self._record(parse_json(line, origin), origin)
 
     def _elements(self, path: str) -> Iterator[TextRecord]:
         """Yield a record per element of a file that is one JSON array."""
@@ -451,7 +444,6 @@ class TableFiles(SourceFiles):
         self.form = form
 
     def read(self, part: FilePart) -> Iterator[TextRecord]:
-        """Yield a record per row that begins in a part of a file. Raises OSError."""
         import pyarrow
 
         try:
@@ -475,7 +467,6 @@ class ParquetFiles(TableFiles):
     """Parquet files. A row group belongs to the shard of its first byte."""
 
     def read_rows(self, part: FilePart) -> Iterator[TextRecord]:
-        """Yield a record per row of the row groups that begin in a part of a file."""
         import pyarrow.parquet
 
         path = part.file.path

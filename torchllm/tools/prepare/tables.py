@@ -34,7 +34,6 @@ class WholeTables(TableFiles):
     cut_shards = TextFiles.cut_shards
 
     def read_rows(self, part: FilePart) -> Iterator[TextRecord]:
-        """Yield a record per row of a file. Raises OSError and pyarrow's errors."""
         path = part.file.path
         if is_blank(path):
             yield TextRecord(Origin(path), fault=EMPTY_FILE)
@@ -50,7 +49,6 @@ class ArrowFiles(WholeTables):
     """Arrow files, as `datasets` saves them (`save_to_disk`); in Arrow's stream or file format."""
 
     def read_table(self, path: str) -> Iterator[TextRecord]:
-        """Yield a record per row of a file. Raises OSError and pyarrow's errors."""
         import pyarrow
 
         row = 0
@@ -101,7 +99,6 @@ class CsvFiles(WholeTables):
         self.delimiter = delimiter
 
     def read_table(self, path: str) -> Iterator[TextRecord]:
-        """Yield a record per row of a file. Raises OSError."""
         if form := foreign_form(first_bytes(path)):
             yield another_form(path, form)
             return

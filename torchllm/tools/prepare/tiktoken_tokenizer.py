@@ -11,7 +11,7 @@ import tiktoken
 from tiktoken.load import load_tiktoken_bpe
 
 from torchllm.data.error import DataError
-from torchllm.data.tokenizer_protocol import BEGIN, END, Ids, Pattern, decode_ids
+from torchllm.data.tokenizer import BEGIN, END, Ids, Pattern, decode_ids
 from torchllm.tools.prepare.pieces import cut_places
 
 _LONG_PIECE = 10_000
@@ -144,7 +144,6 @@ class TiktokenTokenizer:
         self.threads = threads
 
     def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
-        """Return the ids of each text, without begin and end."""
         if self.threads == 1:
             return [self._encode(text) for text in texts]
         with ThreadPoolExecutor(self.threads) as pool:  # the encoder releases the interpreter lock
@@ -165,5 +164,4 @@ class TiktokenTokenizer:
         return next(cut_places(text, start), 0)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; special tokens by their names; U+FFFD for ids without a token and invalid UTF-8."""
         return decode_ids(self.encoding, ids)

@@ -19,11 +19,11 @@ from torchllm.data.error import DataError
 from torchllm.data.shard import SPLITS, Ids, Split, shard_path
 from torchllm.data.tokenizer import Tokenizer
 from torchllm.runtime.heartbeat import beat
-from torchllm.tools.prepare.bad_records import FileTally, record_tally
+from torchllm.tools.prepare.bad_records import FileTally, RecordTally
 from torchllm.tools.prepare.corpus_writer import ShardFileWriter, SplitRecord, replacing
 from torchllm.tools.prepare.counts import ENDED, READY, UNDIVIDED, UNKNOWN, unknown_share
 from torchllm.tools.prepare.pieces import LONGEST, NoPlaceToCut, cut_pieces
-from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
+from torchllm.tools.prepare.plan import CorpusPlan, LoadTokenizer
 from torchllm.tools.prepare.records import NO_PLACE_TO_CUT, UNREADABLE, Origin, TextRecord
 from torchllm.tools.prepare.sources import RawSource, ShardRange
 
@@ -67,9 +67,7 @@ class ShardTokenizer:
 
     source: RawSource
     plan: CorpusPlan
-    key: str
-    """of the plan"""
-    tokenizer: TokenizerSpec
+    load_tokenizer: LoadTokenizer
     folder: Path
     writer: "type[ShardWriter]"
     """class that writes the records"""
@@ -82,12 +80,12 @@ class ShardTokenizer:
         `report` is called with the bytes of text that were tokenized since its last call.
         Raises DataError, naming the first bad record, if plan.on_bad_record is "error".
         """
-        finished = _finished_shard(self.folder, shard.number, self.key)
+        finished = _finished_shard(self.folder, shard.number, self.plan.key)
         if finished is not None and finished.changes in ("", self.changes):
             return finished
         paths = [shard_path(self.folder, shard.number, split) for split in SPLITS]
         with replacing(paths) as files:
-            writer = self.writer(files, self.plan, self.tokenizer.load(), self.folder)
+            writer = self.writer(files, self.plan, self.load_tokenizer(), self.folder)
             writer.report = report
             writer.write(self.source.records(shard))
             writer.finish()
@@ -95,7 +93,7 @@ class ShardTokenizer:
         for split, path, split_writer in zip(SPLITS, paths, writer.splits, strict=True):
             splits[split] = _split_record(path, split_writer)
         content = FinishedShard(
-            key=self.key,
+            key=self.plan.key,
             text_bytes=writer.text_bytes,
             max_token=max(split_writer.largest_id for split_writer in writer.splits),
             skipped=dict(writer.skipped),
@@ -126,7 +124,7 @@ class ShardWriter:
         self.skipped: Counter[str] = Counter()
         self.unreadable: set[str] = set()
         self.text_bytes = 0
-        self.tally = record_tally(plan.source, plan.on_bad_record)
+        self.tally = RecordTally(plan.source, plan.on_bad_record)
         self._plan = plan
         self._held_out = {file.path for file in plan.files[len(plan.files) - plan.held_out :]}
         self.tokenizer = tokenizer
@@ -198,13 +196,12 @@ class ShardWriter:
         try:
             for piece in cut_pieces(record.blocks(), self.tokenizer.find_cut):
                 (ids,) = self._encode([piece])
-                if ids is None:
+                if ids is None or self.over_vocab(ids):
                     split.drop_document()
-                    self.skip(record._replace(fault=UNTOKENIZED))
-                    return
-                if self.over_vocab(ids):
-                    split.drop_document()
-                    self.skip_over_vocab(record, ids)
+                    if ids is None:
+                        self.skip(record._replace(fault=UNTOKENIZED))
+                    else:
+                        self.skip_over_vocab(record, ids)
                     return
                 split.extend(ids)
                 self.count_unknown(ids)

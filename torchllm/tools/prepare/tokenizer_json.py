@@ -14,7 +14,6 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,6 @@ from torchllm.tools.prepare.tiktoken_tokenizer import TiktokenTokenizer
 from torchllm.tools.prepare.tokenizer_config import TOKENIZER_CONFIG, read_tokenizer_config, special_tokens_of
 
 if TYPE_CHECKING:
-    import tiktoken
     import tokenizers
 
 KEPT = ("chat_template", "padding_side")
@@ -124,8 +122,9 @@ def convert(tokenizer: ByteTokenizer | TiktokenTokenizer) -> "tokenizers.Tokeniz
     from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
     from tokenizers import Tokenizer as LibraryTokenizer
 
-    special = {name: tokenizer.encoding.encode_single_token(name) for name in tokenizer.encoding.special_tokens_set}
-    ranks = token_ranks(tokenizer.encoding)
+    original = tokenizer.encoding
+    special = {name: original.encode_single_token(name) for name in original.special_tokens_set}
+    ranks = {token: original.encode_single_token(token) for token in original.token_byte_values()}  # ids are ranks
     ids = {printable(token): rank for token, rank in ranks.items()} | special
     merges = [(printable(left), printable(right)) for left, right in merges_of(ranks)]
     has_pattern = isinstance(tokenizer, TiktokenTokenizer)
@@ -147,18 +146,6 @@ def convert(tokenizer: ByteTokenizer | TiktokenTokenizer) -> "tokenizers.Tokeniz
         )
     check_same_ids(tokenizer, converted, special)
     return converted
-
-
-def token_ranks(encoding: "tiktoken.Encoding") -> dict[bytes, int]:
-    """Return the bytes of all tokens but the special ones, with their ids, which are their ranks."""
-    special = {encoding.encode_single_token(name) for name in encoding.special_tokens_set}
-    ranks = {}
-    for token in range(encoding.n_vocab):
-        if token in special:
-            continue
-        with suppress(KeyError):  # ids may have gaps
-            ranks[encoding.decode_single_token_bytes(token)] = token
-    return ranks
 
 
 def merges_of(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:

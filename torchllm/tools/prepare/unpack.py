@@ -43,14 +43,6 @@ def first_bytes(path: str, size: int = HEAD) -> bytes:
         return file.read(size)
 
 
-def _open_stream(path: str, compression: str) -> Any:
-    if compression == "xz":
-        return _Xz(path)
-    import pyarrow
-
-    return pyarrow.input_stream(path, compression=compression)
-
-
 class _Xz:
     """The content of an xz file. Unlike `lzma.open` it raises LZMAError for bytes after a stream that are none."""
 
@@ -76,7 +68,6 @@ class _Xz:
                 return len(content)
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -89,10 +80,15 @@ class _Unpacked(io.RawIOBase):
         self._compression = compression
         self._size = size
         self._unpacked = 0
-        self._stream = _open_stream(path, compression)
+        self._stream: Any = None
+        if compression == "xz":
+            self._stream = _Xz(path)
+        else:
+            import pyarrow
+
+            self._stream = pyarrow.input_stream(path, compression=compression)
 
     def readable(self) -> bool:
-        """Say that this can be read."""
         return True
 
     def readinto(self, buffer: Any, /) -> int:
@@ -111,7 +107,6 @@ class _Unpacked(io.RawIOBase):
         return count
 
     def close(self) -> None:
-        """Close the file."""
         if not self.closed:
             self._stream.close()
         super().close()

@@ -31,7 +31,6 @@ class DataWait(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Fraction of the time."""
         return self.seconds / self.elapsed
 
 

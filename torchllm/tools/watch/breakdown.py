@@ -44,7 +44,7 @@ Phases = Mapping[str, list[Stretch]]
 
 
 class Collective(NamedTuple):
-    """A collective or message that this rank took part in."""
+    """A collective or message that this rank took part in; or a wait for it, without computing."""
 
     start: int
     stop: int
@@ -54,23 +54,13 @@ class Collective(NamedTuple):
     """tells it from all others of the step"""
 
 
-class Wait(NamedTuple):
-    """A stretch in which the main thread, or the GPU, waits for a collective and computes nothing."""
-
-    start: int
-    stop: int
-    axis: str
-    collective: int
-    """number of the collective"""
-
-
 class ExposedWait(NamedTuple):
     """The part of a wait that is charged to its collective."""
 
     stretches: list[Stretch]
     """none, if all of it is charged to something else"""
     axis: str
-    collective: int
+    number: int
 
 
 def breakdown(
@@ -122,9 +112,7 @@ def find_phases(host_events: Sequence[ProfiledEvent]) -> Phases:
             named[event.name].append((event.start, event.end))
         elif event.name.startswith("autograd::engine::evaluate_function"):
             autograd.append((event.start, event.end))
-    phases = {}
-    for name in PHASES:
-        phases[name] = union(named[PREFIX + name])
+    phases = {name: union(named[PREFIX + name]) for name in PHASES}
     # Split backwards of a pipeline name themselves; others are known by autograd's nodes.
     backward = intersection(union(autograd), phases["forward_backward"])
     phases["backward"] = union([*phases["backward"], *backward], bridge=SHORT)
@@ -178,7 +166,9 @@ def find_received_messages(
     return messages
 
 
-def waits_of_cpu(host_events: Sequence[ProfiledEvent], collectives: Iterable[Collective], step: Stretch) -> list[Wait]:
+def waits_of_cpu(
+    host_events: Sequence[ProfiledEvent], collectives: Iterable[Collective], step: Stretch
+) -> list[Collective]:
     """Return the gaps between the main thread's operators in which a collective was under way.
 
     A gap belongs to the collective that ended it: the last one to stop in it.
@@ -195,7 +185,7 @@ def waits_of_cpu(host_events: Sequence[ProfiledEvent], collectives: Iterable[Col
         ended_it = max(under_way, key=lambda collective: min(collective.stop, gap_stop))
         communicating = union((collective.start, collective.stop) for collective in under_way)
         for start, stop in intersection([(gap_start, gap_stop)], communicating):
-            waits.append(Wait(start, stop, ended_it.axis, ended_it.number))
+            waits.append(ended_it._replace(start=start, stop=stop))
     return waits
 
 
@@ -227,7 +217,7 @@ def is_operator(event: ProfiledEvent) -> bool:
 
 def waits_of_gpu(
     kernels: Iterable[ProfiledEvent], records: Iterable[FlightRecord], axis_of_group: Mapping[str, str]
-) -> list[Wait]:
+) -> list[Collective]:
     """Return when kernels of NCCL ran alone, each with the record created last before the kernel was launched."""
     computing, communicating = [], []
     for kernel in kernels:
@@ -248,16 +238,15 @@ def waits_of_gpu(
         first = bisect_right(busy, kernel.start, key=lambda stretch: stretch[1])
         last = bisect_left(busy, kernel.end, key=lambda stretch: stretch[0])
         for start, stop in difference([(kernel.start, kernel.end)], busy[first:last]):
-            waits.append(Wait(start, stop, axis, record.number))
+            waits.append(Collective(start, stop, axis, record.number))
     return waits
 
 
 def is_nccl(kernel: ProfiledEvent) -> bool:
-    """Whether a kernel sends or receives."""
     return "nccl" in kernel.name
 
 
-def exposed_waits(waits: Iterable[Wait], step: Stretch, aside: list[Stretch]) -> list[ExposedWait]:
+def exposed_waits(waits: Iterable[Collective], step: Stretch, aside: list[Stretch]) -> list[ExposedWait]:
     """Cut overlapping waits: each nanosecond is charged once, to the wait that began first, and none of `aside`."""
     step_start, step_stop = step
     charged_until = step_start
@@ -266,7 +255,7 @@ def exposed_waits(waits: Iterable[Wait], step: Stretch, aside: list[Stretch]) ->
         start = max(wait.start, charged_until)
         stop = min(wait.stop, step_stop)
         stretches = difference([(start, stop)], aside) if start < stop else []
-        exposed.append(ExposedWait(stretches, wait.axis, wait.collective))
+        exposed.append(ExposedWait(stretches, wait.axis, wait.number))
         charged_until = max(charged_until, wait.stop)
     return exposed
 
@@ -276,7 +265,7 @@ def waiting_parts(exposed: Iterable[ExposedWait], pipeline_axis: str | None) -> 
     by_axis: dict[str, dict[int, int]] = {}
     for wait in exposed:
         by_collective = by_axis.setdefault(wait.axis, {})
-        by_collective[wait.collective] = by_collective.get(wait.collective, 0) + length(wait.stretches)
+        by_collective[wait.number] = by_collective.get(wait.number, 0) + length(wait.stretches)
     parts = {}
     for axis, by_collective in by_axis.items():
         waited = sum(by_collective.values())

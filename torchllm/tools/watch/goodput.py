@@ -54,7 +54,6 @@ class Goodput(Observer):
         self.launch = Launch(launched, 0, launched, is_restart=is_restart())
 
     def begin(self, run: ObservedRun) -> None:
-        """See Observer."""
         self.begin_steps(run.start, run.config.training.steps)
 
     def begin_steps(self, start: int, last: int = 0) -> None:
@@ -70,7 +69,6 @@ class Goodput(Observer):
         self.launch.seen, self.launch.step = begun, start
 
     def spent(self, cause: str, seconds: float) -> None:
-        """See Observer."""
         self.launch.lost[cause] = self.launch.lost.get(cause, 0.0) + seconds
 
     def write(self, step: int) -> None:
@@ -103,7 +101,6 @@ class Goodput(Observer):
         return f"{line}; {', '.join(causes)}" if causes else line
 
     def logged(self, n: int, record: Record) -> None:
-        """See Observer."""
         self.logged_step = n
         self.write(n)
 
@@ -113,6 +110,5 @@ class Goodput(Observer):
             self.write(self.logged_step)
 
     def close(self) -> None:
-        """See Observer."""
         if self.logs_summary:
             log.info("%s", self.summary())

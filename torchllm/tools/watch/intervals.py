@@ -41,5 +41,4 @@ def difference(first: list[Stretch], second: list[Stretch]) -> list[Stretch]:
 
 
 def length(stretches: Iterable[Stretch]) -> int:
-    """Return the total length."""
     return sum(end - start for start, end in stretches)

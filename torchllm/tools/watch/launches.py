@@ -1,7 +1,4 @@
-"""The starts of a run as goodput.json has them, and the account of the run's wall time. No torch.
-
-The file is a list in JSON with a line per launch; `goodput.py` writes it.
-"""
+"""The starts of a run as goodput.json has them (`goodput.py`), and the account of the run's wall time. No torch."""
 
 import json
 from dataclasses import dataclass, field
@@ -76,12 +73,8 @@ def account(launches: list[Launch]) -> tuple[float, dict[str, float]]:
         wall += pause
         cause = "restart" if following.is_restart else "not running"
         lost[cause] = lost.get(cause, 0.0) + pause
-        lost["restart"] = lost.get("restart", 0.0) + redone_seconds(launch, retained)
+        # Later launches did the steps after `retained` again.
+        steps = launch.step - launch.first
+        redone = min(steps, max(0, launch.step - retained))
+        lost["restart"] = lost.get("restart", 0.0) + (launch.productive * redone / steps if redone else 0.0)
     return wall, lost
-
-
-def redone_seconds(launch: Launch, retained: int) -> float:
-    """Return the seconds of a launch's steps after step `retained`, which later launches did again."""
-    steps = launch.step - launch.first
-    redone = min(steps, max(0, launch.step - retained))
-    return launch.productive * redone / steps if redone else 0.0

@@ -1,10 +1,12 @@
 """Lines about a run before its first step, and calls of `run.on_event`."""
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from torchllm.config import Model
 from torchllm.facts.flops import active_parameter_count, parameter_count, trained_parameter_count
 from torchllm.metrics.observer import ObservedRun, Observer
 from torchllm.metrics.sinks import Record
@@ -13,9 +15,18 @@ from torchllm.runtime.tolerance import Tolerance
 
 if TYPE_CHECKING:
     from torchllm.data.corpus_header import CorpusHeader
-    from torchllm.tools.watch.load_alarm import LoadAlarm
+    from torchllm.metrics.expert_load import ExpertLoads
 
 log = logging.getLogger("torchllm")
+
+PATIENCE = 10
+"""logged steps in a row, after which there is a warning of the load of experts"""
+OVERLOAD = 4.0
+"""largest load, as a multiple of the mean, over which it is too large"""
+SHARE_OF_WORST = 0.75
+"""the same as a share of the largest that is possible, E / K: all tokens use the same K experts. The lower counts"""
+LISTED = 3
+"""experts that a warning names at most"""
 
 
 class Notices(Observer):
@@ -25,7 +36,6 @@ class Notices(Observer):
         self.has_begun = False
 
     def begin(self, run: ObservedRun) -> None:
-        """See Observer."""
         if not self.has_begun:
             _describe(run)
             describe_peak(run)
@@ -59,9 +69,9 @@ def _describe(run: ObservedRun) -> None:
     sources = data.describe_sources(training.steps)
     for line in sources:
         if header := counted.get(line.partition("): ")[0] + ")"):
-            from torchllm.tools.prepare.counts import describe_in_a_run  # of conversations, or with unknown tokens
+            from torchllm.tools.prepare.counts import describe_corpus  # of conversations, or with unknown tokens
 
-            line = "; ".join([line, *describe_in_a_run(header)])
+            line = "; ".join([line, *describe_corpus(header, in_detail=False)])
         log.info("%s", line)
     note_sources(run.runtime.folder / "sources.txt", sources, data.corpora())
     tokens_per_step = training.global_batch_size * training.sequence_length
@@ -107,17 +117,13 @@ class Events(Observer):
     """Calls `run.on_event` at the first step that is not finite, and where it warns of the load of experts."""
 
     def begin(self, run: ObservedRun) -> None:
-        """See Observer."""
         self.run = run
         self.skipped_steps = 0.0
         self.load_alarm: LoadAlarm | None = None
         if run.config.model.experts:
-            from torchllm.tools.watch import load_alarm  # few models have experts
-
-            self.load_alarm = load_alarm.LoadAlarm(run.config.model)
+            self.load_alarm = LoadAlarm(run.config.model)
 
     def logged(self, n: int, record: Record) -> None:
-        """See Observer."""
         skipped, loads = record["skipped_steps"] or 0.0, self.run.meter.loads
         if skipped and not self.skipped_steps:
             self._call("nan")
@@ -130,3 +136,29 @@ class Events(Observer):
         from torchllm.tools.launch.on_event import call_on_event  # most runs end without an event
 
         call_on_event(self.run.config.run.on_event, event, self.run.runtime.folder)
+
+
+class LoadAlarm:
+    """Says where an expert had no token, or far too many, in `PATIENCE` logged steps in a row: once, until it ends."""
+
+    def __init__(self, model: Model) -> None:
+        self.first_block = model.dense_layers
+        self.bound = min(OVERLOAD, SHARE_OF_WORST * model.experts / model.top_k)
+        self.steps: Counter[str] = Counter()
+        """logged steps in a row with a problem"""
+
+    def notice(self, loads: "ExpertLoads") -> str:
+        """Return what has gone on for too long since this logged step; empty: nothing."""
+        problems = []
+        for block, (tokens, largest) in enumerate(zip(loads.tokens, loads.largest, strict=True), self.first_block):
+            for expert, count in enumerate(tokens):
+                if not count:
+                    problems.append(f"expert {expert} of block {block} had no token")
+            if self.bound > 1.0 and largest > self.bound:
+                problems.append(f"an expert of block {block} had over {self.bound:.3g} times the mean tokens")
+        self.steps = Counter({problem: self.steps[problem] + 1 for problem in problems})
+        new = [problem for problem, steps in self.steps.items() if steps == PATIENCE]
+        if not new:
+            return ""
+        more = f", and {len(new) - LISTED} more" if len(new) > LISTED else ""
+        return f"in {PATIENCE} logged steps in a row {', '.join(new[:LISTED])}{more}"

@@ -34,7 +34,6 @@ class ProfiledSteps(Observer):
         self.profiler: StepProfiler | None = None
 
     def begin(self, run: ObservedRun) -> None:
-        """See Observer."""
         self.run = run
         self.has_described_a_step = False
         self.slow_nodes_file = run.runtime.folder / SLOW_NODES
@@ -56,7 +55,6 @@ class ProfiledSteps(Observer):
 
     @contextmanager
     def step(self, n: int) -> Iterator[None]:
-        """See Observer."""
         if self.profiler is None:
             yield
             return

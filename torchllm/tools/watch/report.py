@@ -169,7 +169,9 @@ def page(runs: list[RunFolder]) -> str:
         _latest(runs),
         '<div class="charts">' + "".join(_figure(chart, runs) for chart in CHARTS) + "</div>",
         "<p>Upright lines: the run was started again.</p>" if any(run.launches[1:] for run in runs) else "",
-        "".join(_sample(run) for run in runs),
+        "".join(
+            f"<h2>A sample of {escape(run.name)}</h2><pre>{escape(run.sample)}</pre>" for run in runs if run.sample
+        ),
         "<h2>Where the time went</h2>" + "".join(_time(run) + _step_time(run) for run in runs),
         "<h2>Events</h2>" + "".join(_events(run) for run in runs),
         "<h2>Data</h2>" + "".join(_data(run) for run in runs),
@@ -309,12 +311,6 @@ def _time(run: RunFolder) -> str:
     times = {"training": max(0.0, total - sum(lost.values()))} | lost
     rows = [[escape(name), f"{spent:,.1f} s", f"{spent / total:.1%}"] for name, spent in times.items() if spent > 0]
     return _table([escape(run.name), "time", "share"], rows)
-
-
-def _sample(run: RunFolder) -> str:
-    if not run.sample:
-        return ""
-    return f"<h2>A sample of {escape(run.name)}</h2><pre>{escape(run.sample)}</pre>"
 
 
 def _step_time(run: RunFolder) -> str:

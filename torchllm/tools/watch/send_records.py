@@ -2,8 +2,7 @@
 
     python -P -m torchllm.tools.watch.send_records RUN_FOLDER {wandb,mlflow,trackio}
 
-A run with metrics.wandb, metrics.mlflow or metrics.trackio has a helper process that runs this with `--follow`: it goes
-on until the run tells it to end, or ends itself. See `trackers.py`.
+The helper process of a run (`trackers.py`) runs this with `--follow`: until the run tells it to end, or ends itself.
 
 A run that was killed trains some steps again. They come out the same, bit by bit, and are not sent twice. Where they
 come out differently (another learning rate, an earlier checkpoint), the tracker gets a new run with all of

@@ -131,8 +131,5 @@ def mean_parts(reports: Reports) -> dict[str, float]:
 
     A rank that lacks a part spent no time on it. reports: of the ranks that know their parts; there may be none.
     """
-    means = {}
-    for name, seconds in zip(PARTS, reports["parts"].T, strict=True):
-        if not np.isnan(seconds).all():
-            means[name] = float(np.nan_to_num(seconds).mean())
-    return means
+    known = [(name, part) for name, part in zip(PARTS, reports["parts"].T, strict=True) if not np.isnan(part).all()]
+    return {name: float(np.nan_to_num(seconds).mean()) for name, seconds in known}

@@ -13,13 +13,6 @@ from torch import nn
 from torchllm.tools.launch.records import gather_records
 
 
-class ForwardSeconds(NamedTuple):
-    """Times of a stage's forward: the median of the first half of those measured, and of the second."""
-
-    first_half: float
-    second_half: float
-
-
 class ForwardTimes(NamedTuple):
     """Times of all pipeline stages, the same on all ranks."""
 
@@ -30,7 +23,7 @@ class ForwardTimes(NamedTuple):
 
 
 class StageClock:
-    """Times the forwards of this rank's pipeline stages, from its making to `close`."""
+    """Times the forwards of this rank's pipeline stages, from its making to `gather`."""
 
     def __init__(self, stages: Sequence[nn.Module], indices: Sequence[int], device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
@@ -55,36 +48,20 @@ class StageClock:
     def _stop(self, index: int) -> None:
         self.forwards[index].append((self.starts[index], self._now()))
 
-    def seconds(self) -> dict[int, ForwardSeconds]:
-        """Return the times of each stage that had two forwards or more, by global index of the stage."""
-        if self.on_gpu:
-            torch.cuda.synchronize()
-        times = {}
-        for index, forwards in self.forwards.items():
-            seconds = [self._elapsed(start, stop) for start, stop in forwards]
-            middle = len(seconds) // 2
-            if middle:
-                times[index] = ForwardSeconds(median(seconds[:middle]), median(seconds[middle:]))
-        return times
+    def gather(self, stages: int, group: dist.ProcessGroup) -> ForwardTimes:
+        """Stop timing, and return the times of all `stages`: medians over the ranks of a stage. Call it on all ranks.
 
-    def _elapsed(self, start: Any, stop: Any) -> float:
-        return float(start.elapsed_time(stop) / 1000 if self.on_gpu else stop - start)
-
-    def close(self) -> None:
-        """Stop timing: remove the hooks from the stages."""
+        The time of a stage on a rank is the median of its forwards, if it had two or more.
+        """
         for hook in self.hooks:
             hook.remove()
-
-    def gather(self, stages: int, group: dist.ProcessGroup) -> ForwardTimes:
-        """Stop timing, and return the times of all `stages`. Call it on all ranks."""
-        self.close()
-        return gather_stage_times(self.seconds(), stages, group)
-
-
-def gather_stage_times(times: dict[int, ForwardSeconds], stages: int, group: dist.ProcessGroup) -> ForwardTimes:
-    """Return the times of all `stages`: medians over the ranks that hold the same stage. times: of this rank's."""
-    local = np.full((stages, 2), np.nan)
-    for index, forward in times.items():
-        local[index] = forward
-    first_half, second_half = np.nanmedian(gather_records(local, group), axis=0).T  # of each stage
-    return ForwardTimes(((first_half + second_half) / 2).tolist(), float(np.abs(first_half - second_half).max()))
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        local = np.full((stages, 2), np.nan)  # of the first half of the forwards, and of the second
+        for index, forwards in self.forwards.items():
+            seconds = [start.elapsed_time(stop) / 1000 if self.on_gpu else stop - start for start, stop in forwards]
+            middle = len(seconds) // 2
+            if middle:
+                local[index] = median(seconds[:middle]), median(seconds[middle:])
+        first_half, second_half = np.nanmedian(gather_records(local, group), axis=0).T  # of each stage
+        return ForwardTimes(((first_half + second_half) / 2).tolist(), float(np.abs(first_half - second_half).max()))

@@ -55,7 +55,6 @@ class ProfiledStep(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Length of the step."""
         return sum(self.parts.values())
 
     def describe(self, mfu: float | None, planned_mfu: float | None) -> str:

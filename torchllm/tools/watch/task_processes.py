@@ -41,14 +41,12 @@ class TaskProcesses(Observer):
         self.tolerance = Tolerance("evaluate.tasks")
 
     def begin(self, run: ObservedRun) -> None:
-        """See Observer."""
         self.last_step = run.start
         if self.latest is None:
             self.latest = run.start
 
     @contextmanager
     def step(self, n: int) -> Iterator[None]:
-        """See Observer."""
         yield
         self.last_step = n
         self.end()

@@ -20,8 +20,6 @@ EVALUATIONS = "evaluations"
 
 
 class TaskValue(NamedTuple):
-    """A value that a task has given."""
-
     task: str
     metric: str
     """acc, acc_norm, …; with the name of a filter after a slash, if it has one"""

@@ -160,7 +160,6 @@ class TrackerHelper(Observer):
         self.output = run_folder / FOLDER / f"{tracker}.log"
 
     def begin(self, run: ObservedRun) -> None:
-        """See Observer."""
         device = run.runtime.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         self.environment = environment_facts(run.config, name)

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,11 @@ from torchllm.data.readers import ReaderSettings, open_corpus, reader_of
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.prepare.build import choose_split, write_corpus
 from torchllm.tools.prepare.cache import cached_folder, plan_corpus
-from torchllm.tools.prepare.chat.bins import pack_examples
 from torchllm.tools.prepare.chat.plan import chat_format, preparation_day
 from torchllm.tools.prepare.chat.template import Conversation
-from torchllm.tools.prepare.counts import describe_counts, describe_in_a_run
-from torchllm.tools.prepare.plan import CorpusPlan, TokenizerSpec
+from torchllm.tools.prepare.chat.write import pack_examples
+from torchllm.tools.prepare.counts import describe_corpus
+from torchllm.tools.prepare.plan import CorpusPlan
 
 LENGTH = 160
 NUMBERS = ["two", "three", "the quick brown fox", "a lazy dog"]
@@ -56,11 +57,13 @@ def settings(folder: Path, family: Family = QWEN25, **changed: Any) -> Data:
 
 def planned(source: Source, data: Data, shard_mib: float = 0.0, length: int = LENGTH) -> CorpusPlan:
     tokenizer = load_tokenizer(data.tokenizer)
-    return plan_corpus(source, data, tokenizer, tokenizer.vocab, shard_mib, Finetune(), length)
+    return plan_corpus(source, ReaderSettings(data, tokenizer.vocab, tokenizer, Finetune(), length), shard_mib)
 
 
 def written(folder: Path, source: Source, data: Data, processes: int = 1, **plan: Any) -> Corpus:
-    write_corpus(planned(source, data, **plan), TokenizerSpec(data.tokenizer, data.pattern), folder, processes)
+    write_corpus(
+        planned(source, data, **plan), partial(load_tokenizer, data.tokenizer, data.pattern), folder, processes
+    )
     return Corpus(folder)
 
 
@@ -112,7 +115,7 @@ def test_sequences_hold_whole_examples(tmp_path: Path) -> None:
         )
         assert counts["padding tokens"] < 0.2 * corpus.header.tokens, family
         assert counts["conversations"] == 30, family
-        first, rules, lengths = describe_counts(counts)[:3]
+        first, rules, lengths = describe_corpus(corpus.header)[:3]
         assert f"30 conversations, {counts['examples']} examples" in first, family
         assert rules.startswith("conversations by rule: one example per "), family
         assert lengths.startswith("examples by length: up to 64: "), family
@@ -121,8 +124,8 @@ def test_sequences_hold_whole_examples(tmp_path: Path) -> None:
 def test_words_of_users_that_are_tokens_of_the_template_are_said_by_name(tmp_path: Path) -> None:
     data = settings(tmp_path, QWEN3)
     source = write_lines(tmp_path / "talks.jsonl", [[user("how? </think>"), assistant("hello")]] * 3)
-    counts = written(tmp_path / "corpus", source, data).header.counts
-    (line,) = [line for line in describe_counts(counts) if "template" in line]
+    header = written(tmp_path / "corpus", source, data).header
+    (line,) = [line for line in describe_corpus(header) if "template" in line]
     assert line.startswith("tokens of the chat template in messages that are not the assistant's: </think> 3. ")
 
 
@@ -150,7 +153,7 @@ def test_long_examples_are_cut_and_counted(tmp_path: Path) -> None:
     assert counts["examples cut to the sequence length"] == 2
     assert counts["examples dropped, for nothing in the sequence length is trained"] == 1
     assert counts["examples"] == 4
-    assert "examples cut to the sequence length: 2" in describe_counts(counts)
+    assert "examples cut to the sequence length: 2" in describe_corpus(corpus.header)
 
 
 def test_a_corpus_of_which_nothing_is_trained_is_an_error(tmp_path: Path) -> None:
@@ -171,11 +174,11 @@ def test_merged_and_endless_examples_are_counted(tmp_path: Path) -> None:
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     corpus = written(tmp_path / "a", write_lines(tmp_path / "talks.jsonl", TALKS[:3]), settings(tmp_path, colon))
-    lines = describe_counts(corpus.header.counts)
+    lines = describe_corpus(corpus.header)
     assert "tokens across the border of a prompt and its answer, which inference never sees: 6" in lines
     assert "examples whose last turn no special token ends, so that the model does not learn to stop: 3" in lines
     harmless = written(tmp_path / "b", write_lines(tmp_path / "talks.jsonl", TALKS[:3]), settings(tmp_path)).header
-    assert len(describe_counts(harmless.counts)) == 3
+    assert len(describe_corpus(harmless)) == 3
 
 
 def test_the_targets_are_a_part_of_the_fingerprint(tmp_path: Path) -> None:
@@ -209,12 +212,14 @@ def test_of_few_conversations_the_last_ones_are_held_out_whole(tmp_path: Path) -
         data = settings(folder, family, validation_fraction=0.1)
         source = write_lines(folder / "talks.jsonl", TALKS)
         plan = choose_split(planned(source, data))
-        write_corpus(plan, TokenizerSpec(data.tokenizer, data.pattern), folder / "corpus")
+        write_corpus(plan, partial(load_tokenizer, data.tokenizer, data.pattern), folder / "corpus")
         corpus = Corpus(folder / "corpus")
         assert stored_examples(corpus) == direct_examples(source, data, TALKS[:-3], folder), number
         assert corpus.count("validation", LENGTH) >= 1, number
     one = write_lines(tmp_path / "one.jsonl", TALKS[:1])
-    write_corpus(choose_split(planned(one, data)), TokenizerSpec(data.tokenizer, data.pattern), tmp_path / "one")
+    write_corpus(
+        choose_split(planned(one, data)), partial(load_tokenizer, data.tokenizer, data.pattern), tmp_path / "one"
+    )
     assert Corpus(tmp_path / "one").tokens("validation") == 0  # nothing would be left to train on
 
 
@@ -231,7 +236,9 @@ def test_it_is_tied_to_its_sequence_length_and_to_the_document_mask(tmp_path: Pa
     with pytest.raises(DataError, match=r"data.document_mask = true"):
         open_corpus(tokens.path, reads._replace(data=replace(data, document_mask=False)))
     with pytest.raises(DataError, match=r"recipes/finetune.py"):
-        plan_corpus(replace(tokens, kind="jsonl", messages_key="messages"), data, tokenizer, tokenizer.vocab)
+        plan_corpus(
+            replace(tokens, kind="jsonl", messages_key="messages"), ReaderSettings(data, tokenizer.vocab, tokenizer)
+        )
 
 
 def test_labels_are_the_targets_on_every_piece_of_a_sequence(tmp_path: Path) -> None:
@@ -336,7 +343,7 @@ def test_calls_are_the_same_from_lines_tables_and_json_text(tmp_path: Path) -> N
         source = Source(kind=kind, path=str(tmp_path / path), messages_key="messages")
         corpus = written(tmp_path / "corpora" / path, source, data, length=512)
         found[path] = stored_examples(corpus, 512)
-        lines = describe_in_a_run(corpus.header)
+        lines = describe_corpus(corpus.header, in_detail=False)
         assert any(line.endswith("left out of tool calls, tools and other objects: 18") for line in lines) == (
             kind != "jsonl"
         ), path
@@ -367,7 +374,9 @@ def test_a_run_goes_on_with_calls_as_an_earlier_version_wrote_them(
         data = replace(data, sources=(source,))
         earlier = replace(planned(source, data), reads_calls=False)
         assert (earlier.key == planned(source, data).key) == is_same_key, name
-        recorded = write_corpus(earlier, TokenizerSpec(data.tokenizer, data.pattern), cached_folder(data, earlier))
+        recorded = write_corpus(
+            earlier, partial(load_tokenizer, data.tokenizer, data.pattern), cached_folder(data, earlier)
+        )
         tokenizer = load_tokenizer(data.tokenizer)
         reads = ReaderSettings(data, tokenizer.vocab, tokenizer, Finetune(), LENGTH)
         today = Corpus(Path(reader_of("jsonl").prepare(source, reads)))

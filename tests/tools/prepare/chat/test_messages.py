@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from tests.tools.prepare.chat.families import assistant, user
-from torchllm.tools.prepare.chat.records import check_conversation, conversation_of
+from torchllm.tools.prepare.chat.records import ConversationForm
 from torchllm.tools.prepare.records import Origin, TextRecord
 
 HERE = Origin("talks.jsonl", byte=0)
@@ -16,14 +16,19 @@ def text(words: str) -> dict[str, str]:
 
 def checked(answer: dict[str, Any], has_columns: bool = False, **beside: Any) -> TextRecord:
     messages = [user("a"), {"role": "assistant", "content": "b"} | answer]
-    return check_conversation({"messages": messages} | beside, "messages", HERE, has_columns)
+    return ConversationForm("messages").record({"messages": messages} | beside, HERE, is_row=has_columns)
+
+
+def messages_of(record: TextRecord) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = json.loads(record.text)["messages"]
+    return messages
 
 
 def test_parts_of_text_are_joined() -> None:
     for parts, joined in [([text("red"), text(" green")], "red green"), ([], ""), ([text("red") | {"a": 1}], "red")]:
         record = checked({"content": parts})
         assert not record.fault, parts
-        assert conversation_of(record).messages == [user("a"), assistant(joined)], parts
+        assert messages_of(record) == [user("a"), assistant(joined)], parts
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -76,13 +81,13 @@ def test_what_is_beside_the_messages() -> None:
 def test_a_row_of_a_table_has_null_where_others_have_a_weight() -> None:
     record = checked({"weight": None}, has_columns=True)
     assert not record.fault
-    assert conversation_of(record).messages[1]["weight"] is None
+    assert messages_of(record)[1]["weight"] is None
 
 
 def test_the_text_of_a_conversation_is_what_it_was() -> None:
     """A hash of it decides what is held out, and the order of keys what the model sees of a tool."""
     messages = [user("é"), {"content": "b", "role": "assistant", "name": None, "weight": 1}]
-    record = check_conversation({"messages": messages, "tools": []}, "messages", HERE)
+    record = ConversationForm("messages").record({"messages": messages, "tools": []}, HERE, is_row=False)
     assert record.text == json.dumps({"messages": messages, "tools": None}, ensure_ascii=False)
 
 
@@ -94,7 +99,7 @@ def test_deep_nesting_is_a_fault() -> None:
 
 
 def spoken(*turns: dict[str, Any]) -> TextRecord:
-    return check_conversation({"conversations": list(turns)}, "conversations", HERE, has_columns=True)
+    return ConversationForm("conversations").record({"conversations": list(turns)}, HERE, is_row=True)
 
 
 def test_messages_of_share_gpt_have_roles() -> None:
@@ -103,7 +108,7 @@ def test_messages_of_share_gpt_have_roles() -> None:
         {"from": "human", "value": "a", "weight": None},
         {"from": "gpt", "value": "b", "weight": 0, "role": None, "content": None},
     )
-    assert conversation_of(record).messages == [
+    assert messages_of(record) == [
         {"role": "system", "content": "Be kind."},
         user("a") | {"weight": None},
         assistant("b") | {"weight": 0},
@@ -139,8 +144,8 @@ ALPACA_ROWS: list[tuple[dict[str, Any], Any]] = [
 
 def test_instructions_of_alpaca_are_a_turn() -> None:
     for fields, expected in ALPACA_ROWS:
-        record = check_conversation(fields, "instruction", HERE)
+        record = ConversationForm("instruction").record(fields, HERE, is_row=False)
         if isinstance(expected, str):
             assert (record.fault + record.detail).startswith(expected)
         else:
-            assert conversation_of(record).messages == expected
+            assert messages_of(record) == expected

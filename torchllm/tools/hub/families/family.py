@@ -53,7 +53,6 @@ class ConfigField(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names of the field."""
         return (*self.written_names, *self.aliases)
 
 

@@ -71,7 +71,7 @@ class ChatEncoder:
         """texts of the other added tokens"""
         self.added_pattern = special_pattern([token["content"] for token in added])
         """matches each token that the template may write and the merges do not make, special or not"""
-        self._special_pattern = special_pattern(self.special)
+        self.special_pattern = special_pattern(self.special)
 
     @cached_property
     def _fenced_tokenizer(self) -> tokenizers.Tokenizer:
@@ -110,7 +110,7 @@ class ChatEncoder:
 
     def _encode_fenced(self, chat: RenderedChat) -> EncodedChat:
         """Return the tokens of a text with words of messages that look like special tokens."""
-        words = [match for match in self._special_pattern.finditer(chat.text) if not is_inside(match, chat.plain)]
+        words = [match for match in self.special_pattern.finditer(chat.text) if not is_inside(match, chat.plain)]
         parts: list[str] = []
         fences: list[int] = []
         """characters of the text before each fence"""

@@ -30,9 +30,9 @@ from torchllm.tools.prepare.chat.calls import with_objects
 from torchllm.tools.prepare.chat.encoder import ChatEncoder, is_inside
 from torchllm.tools.prepare.chat.marks import (
     RenderedChat,
-    SpecialWords,
     TextSpan,
     has_marks,
+    mark_words,
     read_marks,
     special_pattern,
 )
@@ -70,8 +70,6 @@ class Example(NamedTuple):
 
 
 class ConversationExamples(NamedTuple):
-    """The examples of one conversation."""
-
     examples: list[Example]
     rule: Rule
     words_as_text: int
@@ -131,8 +129,8 @@ class ChatFormat:
             conversation = with_objects(conversation, self.template)
         if has_marks(conversation):
             raise RefusedConversation("reserved character", " (private use, from U+10FFF0 to U+10FFF4)")
-        words = SpecialWords(self.encoder.special)
-        return Conversation(words.mark(conversation.messages), words.mark(conversation.tools))
+        special = self.encoder.special_pattern
+        return Conversation(mark_words(conversation.messages, special), mark_words(conversation.tools, special))
 
     def _control_words(self, conversation: Conversation) -> list[str]:
         """Return the words of tools and of all messages but the assistant's that `_control_pattern` matches."""
@@ -185,10 +183,7 @@ class ChatFormat:
         if all(whole.text.startswith(end.text) for end in ends):
             trained = [span for span, wanted in zip(spans, is_trained, strict=True) if wanted]
             return "one example per conversation", [TrainedText(whole, trained)]
-        texts = []
-        for end, span, wanted in zip(ends, spans, is_trained, strict=True):
-            if wanted:
-                texts.append(TrainedText(end, [span]))
+        texts = [TrainedText(end, [span]) for end, span, wanted in zip(ends, spans, is_trained, strict=True) if wanted]
         return "one example per turn", texts
 
     def _by_blocks(
@@ -223,14 +218,10 @@ class ChatFormat:
         if following is None:
             return block
         ends_turn = following.group() in self.ends_of_turn
-        if not ends_turn and not self._ends_with_turn(chat, block):  # the turn may have an end of another kind
+        last = self._last_token(chat, block)
+        if not ends_turn and (last is None or last.group() not in self.ends_of_turn):  # its end may be of another kind
             ends_turn = following.group() in self.encoder.special and following.group() not in header
         return TextSpan(block.start, following.end()) if ends_turn else block
-
-    def _ends_with_turn(self, chat: RenderedChat, span: TextSpan) -> bool:
-        """Return whether a token that ends a turn is the last one of a part of the text."""
-        last = self._last_token(chat, span)
-        return last is not None and last.group() in self.ends_of_turn
 
     def _turn(self, end: RenderedChat, start: int) -> TextSpan:
         """Return the trained part of a turn that begins at `start`: all, or up to its last added token."""

@@ -69,25 +69,21 @@ def has_marks(value: Any) -> bool:
     return _MARK.search(json.dumps(value, ensure_ascii=False)) is not None
 
 
-class SpecialWords:
-    """Finds special tokens, by their text, in text written by users."""
+def mark_words(value: Any, pattern: re.Pattern[str]) -> Any:
+    """Return a value of JSON in whose texts each word that matches, a special token, is between marks.
 
-    def __init__(self, special: Sequence[str]) -> None:
-        """`special`: the text of each special token of the tokenizer."""
-        self._pattern = special_pattern(special)
-
-    def mark(self, value: Any) -> Any:
-        """Return a value of JSON in whose texts each special token is between marks.
-
-        A key is such a text, too, unless it is a name that a template may ask for.
-        """
-        if isinstance(value, str):
-            return self._pattern.sub(rf"{PLAIN_BEGIN}\g<0>{PLAIN_END}", value)
-        if isinstance(value, list):
-            return [self.mark(item) for item in value]
-        if isinstance(value, dict):
-            return {key if key.isidentifier() else self.mark(key): self.mark(item) for key, item in value.items()}
-        return value
+    A key is such a text, too, unless it is a name that a template may ask for.
+    """
+    if isinstance(value, str):
+        return pattern.sub(rf"{PLAIN_BEGIN}\g<0>{PLAIN_END}", value)
+    if isinstance(value, list):
+        return [mark_words(item, pattern) for item in value]
+    if isinstance(value, dict):
+        marked = {}
+        for key, item in value.items():
+            marked[key if key.isidentifier() else mark_words(key, pattern)] = mark_words(item, pattern)
+        return marked
+    return value
 
 
 def special_pattern(special: Sequence[str]) -> re.Pattern[str]:

@@ -7,7 +7,7 @@ neither text nor a list of texts, and a key that other programs read as a mask, 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchllm.tools.prepare.chat.template import CALLS, Message
+from torchllm.tools.prepare.chat.template import CALLS, Message, RefusedConversation
 
 WEIGHT = "weight"
 """key of a message of the assistant: with 0 its turn is not trained"""
@@ -19,25 +19,17 @@ NESTED = "nested too deeply"
 """fault of a conversation that holds objects in objects in objects ..."""
 
 
-class BadConversation(ValueError):
-    """A conversation has another form than it should."""
-
-    def __init__(self, fault: str, detail: str) -> None:
-        """`fault`: the fault, in the same words for all such conversations. `detail`: the place, and advice."""
-        super().__init__(fault + detail)
-        self.fault = fault
-        self.detail = detail
-
-
 def read_messages(value: object, key: str, has_columns: bool = False) -> list[Message]:
-    """Return the messages under `key` of a record, with one text as content each. Raises BadConversation.
+    """Return the messages under `key` of a record, with one text as content each. Raises RefusedConversation.
 
     has_columns: it is a row of a table: a message has null for each key that only others have.
     """
     if isinstance(value, list):
         value = [_of_share_gpt(message, f"{key}.{index}") for index, message in enumerate(value)]
-    if not isinstance(value, list) or not all(_has_role(message) for message in value):
-        raise BadConversation(
+    if not isinstance(value, list) or not all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) for message in value
+    ):
+        raise RefusedConversation(
             "no messages", f": {key!r} must be a list of objects, each with a role, or text with an 'output' (Alpaca)"
         )
     return [_read_message(message, f"{key}.{index}", has_columns) for index, message in enumerate(value)]
@@ -53,12 +45,12 @@ SPEAKERS = {
 
 
 def _of_share_gpt(message: object, where: str) -> object:
-    """Return a message of ShareGPT's form, {"from": "human", "value": "…"}, with a role. Raises BadConversation."""
+    """Return a message of ShareGPT's form, {"from": "human", "value": "…"}, with a role. Raises RefusedConversation."""
     if not isinstance(message, dict) or message.get("from") is None or message.get("role") is not None:
         return message
     if not isinstance(message["from"], str) or message["from"] not in SPEAKERS:
         known = ", ".join(SPEAKERS)
-        raise BadConversation("an unknown speaker", f": {where}.from is {message['from']!r}, not one of {known}")
+        raise RefusedConversation("an unknown speaker", f": {where}.from is {message['from']!r}, not one of {known}")
     others = {name: value for name, value in message.items() if name not in ("from", "value", "role", "content")}
     return {"role": SPEAKERS[message["from"]], "content": message.get("value"), **others}
 
@@ -70,47 +62,43 @@ ALPACA = ("input", "output", "system", "history")
 def read_alpaca(fields: Mapping[str, Any], key: str) -> list[Message]:
     """Return the messages of a record in Alpaca's form: an instruction under `key`, perhaps an input, and the output.
 
-    Raises BadConversation.
+    Raises RefusedConversation.
     """
     texts = {name: fields.get(name) or "" for name in (key, "input", "output", "system")}
     for name, text in texts.items():
         if not isinstance(text, str):
-            raise BadConversation("content is no text", f": {name} is {_kind(text)}")
+            raise RefusedConversation("content is no text", f": {name} is {_kind(text)}")
     if empty := [name for name in (key, "output") if not texts[name].strip()]:
-        raise BadConversation("no messages", f": {empty[0]!r} is empty")
+        raise RefusedConversation("no messages", f": {empty[0]!r} is empty")
     if fields.get("history"):
-        raise BadConversation("a history", ": it is not read; write the conversation as messages")
+        raise RefusedConversation("a history", ": it is not read; write the conversation as messages")
     system = [{"role": "system", "content": texts["system"]}] if texts["system"] else []
     prompt = f"{texts[key]}\n\n{texts['input']}" if texts["input"] else texts[key]
     return [*system, {"role": "user", "content": prompt}, {"role": "assistant", "content": texts["output"]}]
 
 
 def read_tools(value: object, key: str) -> list[Any] | None:
-    """Return the descriptions of tools under `key` of a record; None if there are none. Raises BadConversation."""
+    """Return the descriptions of tools under `key` of a record; None if there are none. Raises RefusedConversation."""
     if value is None or value == []:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise BadConversation("tools are no list of objects", f": {key!r} is {_kind(value)}")
+        raise RefusedConversation("tools are no list of objects", f": {key!r} is {_kind(value)}")
     return value
 
 
 def refuse_masks(record: Mapping[str, Any], where: str, keys: Sequence[str] = MASKS) -> None:
-    """Raise BadConversation if an object has one of `keys`, which seem to mask training and are not read."""
+    """Raise RefusedConversation if an object has one of `keys`, which seem to mask training and are not read."""
     for key in keys:
         if record.get(key) is not None:
             advice = 'remove it; a message of the assistant with "weight": 0 is not trained'
-            raise BadConversation("a mask that is not read", f": {where}{key}: {advice}")
-
-
-def _has_role(message: object) -> bool:
-    return isinstance(message, dict) and isinstance(message.get("role"), str)
+            raise RefusedConversation("a mask that is not read", f": {where}{key}: {advice}")
 
 
 def _read_message(message: Message, where: str, has_columns: bool) -> Message:
     refuse_masks(message, f"{where}.")
     is_weight_absent = WEIGHT not in message or (has_columns and message[WEIGHT] is None)
     if not is_weight_absent and not _is_weight(message[WEIGHT]):
-        raise BadConversation("weight is not 0 or 1", f": {where}.{WEIGHT} is {message[WEIGHT]!r}")
+        raise RefusedConversation("weight is not 0 or 1", f": {where}.{WEIGHT} is {message[WEIGHT]!r}")
     content = message.get("content")
     if content is None and message["role"] == "assistant" and any(message.get(key) for key in CALLS):
         return message
@@ -126,12 +114,14 @@ def _is_weight(value: object) -> bool:
 def _join_parts(content: object, where: str) -> str:
     """Return the text of a content that is a list of parts of type text, as OpenAI's API takes it."""
     if not isinstance(content, list):
-        raise BadConversation("content is no text", f": {where} is {_kind(content)}, not text or a list of text parts")
+        raise RefusedConversation(
+            "content is no text", f": {where} is {_kind(content)}, not text or a list of text parts"
+        )
     texts = []
     for index, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = f"of type {part['type']!r}" if isinstance(part, dict) and "type" in part else _kind(part)
-            raise BadConversation(
+            raise RefusedConversation(
                 "content is no text", f': {where}.{index} is {kind}, not {{"type": "text", "text": …}}'
             )
         texts.append(part["text"])

@@ -44,9 +44,9 @@ def plan_chat(tokenizer: str, finetune: Finetune, sequence_length: int, earlier:
     return ChatPlan(sequence_length, template, special_tokens)
 
 
-def chat_format(tokenizer: str, plan: ChatPlan, today: date, reads_calls: bool = True) -> ChatFormat:
-    """Return how conversations become tokens; today: the date for the template; reads_calls: as in `ChatFormat`."""
-    template = ChatTemplate(plan.template, plan.special_tokens, today)
+def chat_format(tokenizer: str, plan: ChatPlan, day: date | None = None, reads_calls: bool = True) -> ChatFormat:
+    """Return how conversations become tokens; day: the template's date, or today; reads_calls: as in `ChatFormat`."""
+    template = ChatTemplate(plan.template, plan.special_tokens, day or date.today())
     return ChatFormat(load_chat_encoder(tokenizer), template, reads_calls)
 
 
@@ -74,8 +74,3 @@ def chat_plan_of_run(config: Config, state: Mapping[str, Any], record: Mapping[s
     if saved is not None or config.generate.chat or any(source.messages_key for source in config.data.sources):
         return plan_chat(config.data.tokenizer, config.finetune, config.training.sequence_length)
     return None
-
-
-def chat_format_today(tokenizer: str, plan: ChatPlan) -> ChatFormat:
-    """Return the format for chats with a trained model: today is today."""
-    return chat_format(tokenizer, plan, date.today())

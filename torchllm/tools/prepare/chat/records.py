@@ -11,13 +11,12 @@ from torchllm.tools.prepare.chat.messages import (
     ALPACA,
     MASKS_OF_CONVERSATIONS,
     NESTED,
-    BadConversation,
     read_alpaca,
     read_messages,
     read_tools,
     refuse_masks,
 )
-from torchllm.tools.prepare.chat.template import Conversation
+from torchllm.tools.prepare.chat.template import RefusedConversation
 from torchllm.tools.prepare.record_form import RecordForm
 from torchllm.tools.prepare.records import Origin, TextRecord, check_text
 
@@ -35,33 +34,21 @@ class ConversationForm(RecordForm):
     others = (TOOLS_KEY, *ALPACA, *MASKS_OF_CONVERSATIONS)
 
     def record(self, fields: Mapping[str, Any], origin: Origin, is_row: bool) -> TextRecord:
-        """Return the record of an object that has the key."""
-        return check_conversation(fields, self.key, origin, has_columns=is_row)
+        try:
+            if isinstance(fields[self.key], str) and fields.get("output") is not None:
+                messages = read_alpaca(fields, self.key)
+            else:
+                messages = read_messages(fields[self.key], self.key, is_row)
+            tools = read_tools(fields.get(TOOLS_KEY), TOOLS_KEY)
+            refuse_masks(fields, "", MASKS_OF_CONVERSATIONS)
+            text = json.dumps({"messages": messages, "tools": tools}, ensure_ascii=False, default=str)
+        except RefusedConversation as refusal:
+            return TextRecord(origin, fault=refusal.fault, detail=refusal.detail)
+        except RecursionError:
+            return TextRecord(origin, fault=NESTED)
+        return check_text(text, origin)
 
     def wrong_column(self, schema: "pyarrow.Schema") -> str:
-        """Return that the column of the conversations is missing; "" if it is not."""
         if schema.names.count(self.key) == 1:
             return ""
         return f": {self.describe_count(schema.names)}, it has: {', '.join(schema.names)} ({self.setting})"
-
-
-def check_conversation(fields: Mapping[str, Any], key: str, origin: Origin, has_columns: bool = False) -> TextRecord:
-    """Return the record of an object with messages under `key`. has_columns: as in `read_messages`."""
-    try:
-        if isinstance(fields[key], str) and fields.get("output") is not None:
-            messages = read_alpaca(fields, key)
-        else:
-            messages = read_messages(fields[key], key, has_columns)
-        tools = read_tools(fields.get(TOOLS_KEY), TOOLS_KEY)
-        refuse_masks(fields, "", MASKS_OF_CONVERSATIONS)
-        text = json.dumps({"messages": messages, "tools": tools}, ensure_ascii=False, default=str)
-    except BadConversation as bad:
-        return TextRecord(origin, fault=bad.fault, detail=bad.detail)
-    except RecursionError:
-        return TextRecord(origin, fault=NESTED)
-    return check_text(text, origin)
-
-
-def conversation_of(record: TextRecord) -> Conversation:
-    """Return the conversation of a record without a fault."""
-    return Conversation(**json.loads(record.text))

@@ -1,7 +1,6 @@
 """Show examples of conversations as text, with what is trained of them, before anything is written."""
 
 from collections.abc import Iterator
-from datetime import date
 from itertools import groupby
 from typing import NamedTuple
 
@@ -27,7 +26,7 @@ class Shown(NamedTuple):
 def show_examples(plan: CorpusPlan, tokenizer: Tokenizer) -> Iterator[Shown]:
     """Yield the examples of a source of conversations, in their order; of a bad conversation its fault."""
     assert plan.chat is not None
-    chat = chat_format(tokenizer.name, plan.chat, date.today(), plan.reads_calls)
+    chat = chat_format(tokenizer.name, plan.chat, reads_calls=plan.reads_calls)
     source = open_raw_source(plan.source, plan.files)
     for record in source.records(source.cut_shards(1)[0]):
         where = record.origin.describe()

@@ -55,10 +55,10 @@ QUESTION_AND_ANSWER: list[Message] = [
 
 
 class RefusedConversation(ValueError):
-    """A conversation cannot be trained on, or not with this chat template."""
+    """A conversation has another form than it should, or cannot be trained on with this chat template."""
 
     def __init__(self, fault: str, detail: str = "") -> None:
-        """`fault`: the fault, in the same words for all such conversations. `detail`: the rest of the text."""
+        """`fault`: in the same words for all such conversations. `detail`: the rest of the text: place, and advice."""
         super().__init__(fault + detail)
         self.fault = fault
         self.detail = detail
@@ -217,9 +217,7 @@ class ChatTemplate:
             return True
 
     def _render(self, messages: list[Message], tools: list[Any] | None, add_generation_prompt: bool) -> str:
-        known = []
-        for message in messages:
-            known.append({key: value for key, value in message.items() if value is not None})
+        known = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
             return self._template.render(
                 messages=_unprintable(known),

@@ -6,21 +6,21 @@ and n, as it is for text. Examples of one shard share sequences, and none is cut
 The header's `counts` count conversations by outcome; their keys are the names below.
 """
 
+import json
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import numpy as np
 
 from torchllm.data.tokenizer import Tokenizer
 from torchllm.runtime.heartbeat import beat
-from torchllm.tools.prepare.chat.bins import pack_examples
 from torchllm.tools.prepare.chat.calls import drop_absent_keys
 from torchllm.tools.prepare.chat.examples import ChatFormat, ConversationExamples, Example
 from torchllm.tools.prepare.chat.messages import NESTED
 from torchllm.tools.prepare.chat.plan import chat_format, preparation_day
-from torchllm.tools.prepare.chat.records import conversation_of
-from torchllm.tools.prepare.chat.template import RefusedConversation
+from torchllm.tools.prepare.chat.template import Conversation, RefusedConversation
 from torchllm.tools.prepare.corpus_writer import ShardFileWriter
 from torchllm.tools.prepare.counts import (
     ABSENT,
@@ -48,10 +48,45 @@ _SHORTEST_LENGTH = 64
 """upper limit of the first bin of lengths that examples are counted in, in tokens"""
 
 
+class _Bin(NamedTuple):
+    """A sequence with room."""
+
+    room: int
+    """in tokens"""
+    number: int
+    """among the sequences"""
+
+
+def pack_examples(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Return the examples in each sequence of `capacity` tokens, by their index; none is longer than that.
+
+    Best fit decreasing: the longest example first, each into the fullest sequence with room for it, else into a new one
+    (Ding et al. 2024, Fewer Truncations Improve Language Modeling, arXiv 2404.10830, section 3.2). It takes O(n log n)
+    comparisons for n examples, and depends on the lengths alone.
+    """
+    by_length = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    sequences: list[list[int]] = []
+    bins: list[_Bin] = []
+    """ascending"""
+    for index in by_length:
+        length = lengths[index]
+        position = bisect_left(bins, _Bin(length, -1))
+        if position < len(bins):
+            chosen = bins.pop(position)
+        else:
+            chosen = _Bin(capacity, len(sequences))
+            sequences.append([])
+        sequences[chosen.number].append(index)
+        room = chosen.room - length
+        if room:
+            insort(bins, _Bin(room, chosen.number))
+    return sequences
+
+
 def make_examples(record: TextRecord, chat: ChatFormat, drops_absent_keys: bool) -> ConversationExamples | TextRecord:
     """Return the examples of a record's conversation, or the record with its fault."""
     try:
-        conversation = conversation_of(record)
+        conversation = Conversation(**json.loads(record.text))
         absent_keys = drop_absent_keys(conversation) if drops_absent_keys else 0
         return chat.examples(conversation)._replace(absent_keys=absent_keys)
     except RefusedConversation as refusal:
@@ -133,7 +168,8 @@ class ConversationWriter(ShardWriter):
 
     def _add(self, split: ShardFileWriter, example: Example) -> bool:
         """Count an example and keep it; return whether anything of it is trained."""
-        self.counts[LENGTH + str(_length_class(len(example.ids)))] += 1
+        power_of_two = 1 << (len(example.ids) - 1).bit_length()
+        self.counts[f"{LENGTH}{max(_SHORTEST_LENGTH, power_of_two)}"] += 1
         if len(example.ids) > self._length:
             self.counts[TRUNCATED] += 1
             example = Example(example.ids[: self._length], example.is_target[: self._length])
@@ -162,11 +198,3 @@ class ConversationWriter(ShardWriter):
             split.add_targets(np.zeros(room, dtype=np.bool_))
             self.counts[PADDING] += room
         examples.clear()
-
-
-def _length_class(length: int) -> int:
-    """Return the power of two that is the bin of an example of this length."""
-    limit = _SHORTEST_LENGTH
-    while limit < length:
-        limit *= 2
-    return limit

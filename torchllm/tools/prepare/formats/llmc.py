@@ -64,7 +64,6 @@ def _list_shards(path: Path, settings: InPlaceSettings) -> Sequence[TokenShard]:
 
 
 def _open_shard(shard: TokenShard, settings: InPlaceSettings) -> FlatIds:
-    """Open a file."""
     variant = _variant_of(shard.files[0].path)
     separator = variant.separator if settings.separator < 0 else settings.separator
     return FlatIds(shard, variant.dtype, _HEADER_BYTES, separator)

@@ -39,7 +39,7 @@ from torchllm.tools.prepare.formats.token_file import (
 _INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 _SHAPE_BYTES = (1, 2, 4, 8)
 _ONE_DIMENSION = 4
-"""the byte before an array of one dimension, without the code of its size"""
+"""the byte before an array of one dimension, without the code of its size in the two low bits"""
 
 _BLOCK = 2**20
 """bytes that are decompressed at a time"""
@@ -137,7 +137,7 @@ def _list_shards(path: Path, settings: InPlaceSettings) -> Sequence[TokenShard]:
         if column.shape:
             tokens = record["samples"] * prod(column.shape)
         else:
-            opened = _open_shard(shard, settings)
+            opened = _OpenMds(shard, settings)
             tokens = opened.tokens
             opened.close()
         shards.append(shard._replace(tokens=tokens))
@@ -168,20 +168,6 @@ def _decompressed(file: CorpusFile, size: int, cache: str) -> CorpusFile:
     return CorpusFile(target, size)
 
 
-class _Arrays(NamedTuple):
-    """Where the array of each sample is in the file."""
-
-    begins: Numbers
-    """(samples,), bytes"""
-    sizes: Numbers
-    """(samples,), bytes"""
-
-
-def _has_one_dimension(first_byte: int) -> bool:
-    """Return whether an array that begins with this byte has one dimension; its two low bits are the size's code."""
-    return first_byte - first_byte % 4 == _ONE_DIMENSION
-
-
 class _OpenMds(SeparatedIds):
     """An open shard of MDS."""
 
@@ -195,40 +181,39 @@ class _OpenMds(SeparatedIds):
         if file.path.name != raw["basename"]:
             file = _decompressed(file, raw["bytes"], settings.cache)
         self._file = CheckedFile(file)
-        arrays = self._find_arrays(record["samples"])
-        self._array_begins = arrays.begins
-        self._headers = self._header_sizes(arrays.sizes)
-        counts = (arrays.sizes - self._headers) // self._column.id_bytes
-        self._firsts = np.concatenate([[0], np.cumsum(counts)])
+        offsets = self._file.read("<u4", record["samples"] + 1, 4).astype(np.int64)
+        column = self._column
+        varying = [number for number, size in enumerate(column.sizes) if size == 0]
+        column_sizes = self._column_sizes(offsets, varying)
+        sizes = column_sizes[:, column.number]
+        """(samples,), bytes of each array of ids"""
+        self._array_begins = offsets[:-1] + 4 * len(varying) + column_sizes[:, : column.number].sum(axis=1)
+        """(samples,), byte of the file"""
+        self._headers = self._header_sizes(sizes)
+        self._firsts = np.concatenate([[0], np.cumsum((sizes - self._headers) // column.id_bytes)])
         """first token of each sample, and the number of tokens"""
 
     @property
     def tokens(self) -> int:
-        """Return the number of ids."""
         return int(self._firsts[-1])
 
     def begins_after(self, last_id: int) -> bool:
-        """Return whether a sample is a document, or the last id of the shard before is a separator."""
         return self._samples_are_documents or super().begins_after(last_id)
 
-    def _find_arrays(self, samples: int) -> _Arrays:
-        """Return where the array of each sample is."""
-        offsets = self._file.read("<u4", samples + 1, 4).astype(np.int64)
-        column = self._column
-        varying = [index for index, size in enumerate(column.sizes) if size == 0]
+    def _column_sizes(self, offsets: Numbers, varying: list[int]) -> Numbers:
+        """Return the bytes of each column of each sample, (samples, columns). varying: columns whose bytes vary.
+
+        offsets: of the samples in the file, and the end of the last.
+        """
         bytes_of_sizes = 4 * len(varying)
-        # (samples, columns)
-        sizes = np.tile(np.array(column.sizes, dtype=np.int64), (samples, 1))
+        sizes = np.tile(np.array(self._column.sizes, dtype=np.int64), (len(offsets) - 1, 1))
         if len(varying) == 1:
-            sizes_of_samples = np.diff(offsets)
-            sizes[:, varying[0]] = sizes_of_samples - bytes_of_sizes - sum(column.sizes)
+            sizes[:, varying[0]] = np.diff(offsets) - bytes_of_sizes - sum(self._column.sizes)
         elif varying:  # only the samples say their sizes
             content = self._file.read("u1", self._file.file.size, 0)
             for sample, offset in enumerate(offsets[:-1]):
                 sizes[sample, varying] = content[offset : offset + bytes_of_sizes].view("<u4")
-        sizes_before = sizes[:, : column.number].sum(axis=1)
-        begins = offsets[:-1] + bytes_of_sizes + sizes_before
-        return _Arrays(begins, sizes[:, column.number])
+        return sizes
 
     def _header_sizes(self, sizes: Numbers) -> Numbers:
         """Return how many bytes of each array are not ids; `sizes`: of arrays of one dimension."""
@@ -242,50 +227,37 @@ class _OpenMds(SeparatedIds):
         return headers
 
     def read_ids(self, first: int, end: int) -> Ids:
-        """Return the ids of the tokens first <= i < end. Raises WrongFormat if an array has more than one dimension."""
+        """See ReadableShard. Raises WrongFormat if an array has more than one dimension."""
         dtype = f"<u{self._column.id_bytes}"
         if first >= end:
             return np.zeros(0, dtype=dtype)
-        samples = np.searchsorted(self._firsts, [first, end - 1], side="right") - 1
-        first_sample = int(samples[0])
-        last_sample = int(samples[1])
+        first_sample, last_sample = (np.searchsorted(self._firsts, [first, end - 1], side="right") - 1).tolist()
         start = int(self._array_begins[first_sample])
-        stop = self._array_end(last_sample)
+        ids_of_last = self._count(last_sample) * self._column.id_bytes
+        stop = int(self._array_begins[last_sample] + self._headers[last_sample]) + ids_of_last
         content = self._file.read("u1", stop - start, start)
         parts = []
         for sample in range(first_sample, last_sample + 1):
             begin = int(self._array_begins[sample]) - start
             header = int(self._headers[sample])
-            if header and not _has_one_dimension(content[begin]):
+            if header and content[begin] - content[begin] % 4 != _ONE_DIMENSION:
                 raise WrongFormat(self._file.file.path, f"has an array of more dimensions than one in sample {sample}")
             parts.append(np.frombuffer(content, dtype, self._count(sample), begin + header))
         skipped = first - int(self._firsts[first_sample])
         return np.concatenate(parts)[skipped : skipped + end - first]
 
     def _count(self, sample: int) -> int:
-        """Return the number of ids of a sample."""
         return int(self._firsts[sample + 1] - self._firsts[sample])
 
-    def _array_end(self, sample: int) -> int:
-        """Return the byte of the file behind a sample's array."""
-        ids = self._count(sample) * self._column.id_bytes
-        return int(self._array_begins[sample] + self._headers[sample]) + ids
-
     def read_begins(self, first: int, end: int) -> Begins:
-        """Return which of the tokens first <= i < end begin a document: a sample, or the text after a separator."""
+        """See ReadableShard: a sample is a document, or the text after a separator."""
         if not self._samples_are_documents:
             return super().read_begins(first, end)
         low, high = np.searchsorted(self._firsts[:-1], [first, end])
         return self._firsts[low:high]
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
-def _open_shard(shard: TokenShard, settings: InPlaceSettings) -> _OpenMds:
-    """Open a shard."""
-    return _OpenMds(shard, settings)
-
-
-MDS = TokenFormat("index.json", _list_shards, _open_shard)
+MDS = TokenFormat("index.json", _list_shards, _OpenMds)

@@ -39,7 +39,7 @@ _WRITE_AGAIN = "write it again, with Megatron-LM's tools/preprocess_data.py"
 
 
 class _Index(NamedTuple):
-    """The header of an index."""
+    """The header of an index. Offsets and sizes are in bytes."""
 
     dtype: str
     sequences: int
@@ -47,27 +47,22 @@ class _Index(NamedTuple):
 
     @property
     def id_bytes(self) -> int:
-        """Return the number of bytes of an id."""
         return np.dtype(self.dtype).itemsize
 
     @property
     def lengths_offset(self) -> int:
-        """Return where the lengths are."""
         return _HEADER.size
 
     @property
     def pointers_offset(self) -> int:
-        """Return where the offsets of the sequences are."""
         return self.lengths_offset + 4 * self.sequences
 
     @property
     def documents_offset(self) -> int:
-        """Return where the entries of the documents are."""
         return self.pointers_offset + 8 * self.sequences
 
     @property
     def size(self) -> int:
-        """Return the size of the index in bytes."""
         return self.documents_offset + 8 * self.document_entries
 
 
@@ -163,22 +158,18 @@ def _check_documents(file: CheckedFile, index: _Index) -> None:
 class _OpenMegatron(OpenTokens):
     """An open data set of Megatron-LM."""
 
-    def __init__(self, shard: TokenShard) -> None:
+    def __init__(self, shard: TokenShard, settings: InPlaceSettings) -> None:
         ids, index = shard.files
         self._header = _read_header(index.path)
         self._ids, self._index = CheckedFile(ids), CheckedFile(index)
 
     def read_ids(self, first: int, end: int) -> Ids:
-        """Return the ids of the tokens first <= i < end."""
         return self._ids.read(self._header.dtype, end - first, first * self._header.id_bytes)
 
     def read_begins(self, first: int, end: int) -> Begins:
-        """Return which of the tokens first <= i < end begin a document.
-
-        A document without tokens begins where the next one does.
-        """
+        """See ReadableShard. A document without tokens begins where the next one does."""
         documents = range(self._header.document_entries - 1)
-        document = bisect_left(documents, first, key=self._begin_of)
+        document = bisect_left(documents, first, key=lambda number: int(self._begins_of(number, 1)[0]))
         begins: list[int] = []
         while document < len(documents):
             count = min(_DOCUMENTS_PER_READ, len(documents) - document)
@@ -188,10 +179,6 @@ class _OpenMegatron(OpenTokens):
                 break
             document += count
         return np.unique(np.array(begins, dtype=np.int64))
-
-    def _begin_of(self, document: int) -> int:
-        """Return the first token of a document."""
-        return int(self._begins_of(document, 1)[0])
 
     def _begins_of(self, document: int, count: int) -> Begins:
         """Return the first tokens of `count` documents; documents after the last token begin at its end."""
@@ -207,14 +194,8 @@ class _OpenMegatron(OpenTokens):
         return np.concatenate([begins, np.full(count - len(inside), end)])
 
     def close(self) -> None:
-        """Close the files."""
         self._ids.close()
         self._index.close()
 
 
-def _open_shard(shard: TokenShard, settings: InPlaceSettings) -> OpenTokens:
-    """Open a data set."""
-    return _OpenMegatron(shard)
-
-
-MEGATRON = TokenFormat("*.idx", _list_shards, _open_shard, _refuse_disorder)
+MEGATRON = TokenFormat("*.idx", _list_shards, _OpenMegatron, _refuse_disorder)

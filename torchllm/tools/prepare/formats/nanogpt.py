@@ -77,7 +77,6 @@ def _list_shards(path: Path, settings: InPlaceSettings) -> Sequence[TokenShard]:
 
 
 def _open_shard(shard: TokenShard, settings: InPlaceSettings) -> FlatIds:
-    """Open a file."""
     return FlatIds(shard, settings.dtype, 0, settings.separator)
 
 

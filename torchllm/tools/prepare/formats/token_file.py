@@ -1,6 +1,5 @@
 """The interface of a reader of another program's token files, and the reader of files that are nothing but ids."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -9,7 +8,7 @@ import numpy as np
 
 from torchllm.data.checked_file import CheckedFile, CorpusFile
 from torchllm.data.error import DataError
-from torchllm.data.shard import Begins, DocumentsInRange, Ids, Targets
+from torchllm.data.shard import Begins, Ids, ReadableShard
 
 
 class WrongFormat(DataError):
@@ -42,33 +41,12 @@ class TokenShard(NamedTuple):
     """the first token begins a document; False: it continues the last one of the shard before"""
 
 
-class OpenTokens(ABC):
+class OpenTokens(ReadableShard):
     """An open shard. Ids are unsigned: a negative one of a signed file is one that no model has."""
-
-    @abstractmethod
-    def read_ids(self, first: int, end: int) -> Ids:
-        """Return the ids of the tokens first <= i < end."""
-
-    @abstractmethod
-    def read_begins(self, first: int, end: int) -> Begins:
-        """Return which of the tokens first <= i < end begin a document, ascending, each once."""
-
-    def read_targets(self, first: int, end: int) -> Targets:
-        """Return that all of the tokens are trained."""
-        return np.ones(end - first, dtype=np.bool_)
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close the files."""
 
     def begins_after(self, last_id: int) -> bool:
         """Return whether the first token begins a document where the shard before ends with `last_id`."""
         return True
-
-    def documents_in(self, first: int, end: int) -> DocumentsInRange:
-        """Return how many documents begin in the tokens first <= i < end, and where the last of them does."""
-        begins = self.read_begins(first, end)
-        return DocumentsInRange(len(begins), int(begins[-1]) if len(begins) else -1)
 
 
 class TokenFormat(NamedTuple):
@@ -91,11 +69,9 @@ class SeparatedIds(OpenTokens):
         self._starts_document = starts_document
 
     def begins_after(self, last_id: int) -> bool:
-        """Return whether the last id of the shard before is a separator."""
         return last_id == self._separator
 
     def read_begins(self, first: int, end: int) -> Begins:
-        """Return which of the tokens first <= i < end begin a document: those after a separator."""
         start = max(0, first - 1)
         after = np.flatnonzero(self.read_ids(start, end - 1) == self._separator) + start + 1
         if first == 0 and self._starts_document:
@@ -114,9 +90,7 @@ class FlatIds(SeparatedIds):
         self._offset = offset
 
     def read_ids(self, first: int, end: int) -> Ids:
-        """Return the ids of the tokens first <= i < end."""
         return self._file.read(f"<u{self._id_bytes}", end - first, self._offset + first * self._id_bytes)
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
