@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from torchllm.config import Config, Source, applied, refuse_unapplied
+from torchllm.config import Config, Kinds, Source, applied, refuse_unapplied
 from torchllm.config.applied_keys import (
     BY_LIBRARY,
     call_for,
@@ -61,6 +61,8 @@ def changed(key: str) -> Config:
         other = f"{value}x"
     elif get_origin(kind) is tuple:
         other = (*value, Source()) if name == "sources" else value[1:] or ("x",)
+    elif kind is Kinds:
+        other = Kinds({"local": {"window": 8}})
     else:
         other = kind(value + (1 if kind is int else 0.01 if value + 0.01 <= bound.at_most else -0.01))
     return with_settings(Config(), {key: other})

@@ -71,8 +71,8 @@ ONE_LINE: dict[str, tuple[str, str]] = {
         "x.toml:2: data.validation_fraction: must be a number from 0.0 to 0.5, not 0.6",
     ),
     "below a range without its lower end": (
-        "[model]\nrotary_fraction = 0",
-        "x.toml:2: model.rotary_fraction: must be a number over 0 and not over 1, not 0",
+        "[float8]\nrecipe = 'none'\n[optimizer]\nlearning_rate = 0",
+        "x.toml:4: optimizer.learning_rate: must be a number over 0, not 0",
     ),
     "over 64 bits": ("[training]\nsteps = 9223372036854775808", "x.toml:2: training.steps: must fit into 64 bits"),
     "unprintably long number": (

@@ -13,7 +13,7 @@ from torchllm.config.applied_keys import unapplied
 from torchllm.config.errors import UserError
 from torchllm.models import attention
 from torchllm.models.block_mask import causal_block_mask
-from torchllm.models.decoder import Decoder, build_model, cast_parameters
+from torchllm.models.decoder import BlockInputs, Decoder, build_model, cast_parameters
 from torchllm.parallel.initialize import initialize
 
 pytestmark = pytest.mark.quick
@@ -105,14 +105,14 @@ def test_flex_attention_without_documents_has_one_mask_for_all_blocks_and_steps(
     decoder = made(replace(model, attention="flex"))
     masks: list[object] = []
 
-    def run_blocks(blocks: object, x: Tensor, rotary: object, mask: object) -> Tensor:
-        masks.append(mask)
+    def run_blocks(blocks: list[tuple[object, BlockInputs]], x: Tensor) -> Tensor:
+        masks.extend(inputs.mask for _, inputs in blocks)
         return x
 
     decoder.run_blocks = run_blocks
     for _ in range(2):
         decoder(tokens(model), positions())
-    assert [mask is causal_block_mask(24, CPU, model.window) for mask in masks] == [True, True]
+    assert [mask is causal_block_mask(24, CPU, model.window) for mask in masks] == [True] * 2 * model.layers
 
 
 def test_tied_embeddings_are_one_parameter_until_to_empty_and_after_tying_again() -> None:

@@ -13,8 +13,10 @@ A forked recipe adds a section by subclassing `Config`:
 
 import math
 import re
-from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal, NamedTuple, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 
 class Bound(NamedTuple):
@@ -180,6 +182,13 @@ FAMILIES = {
 }
 
 
+class Kinds(dict[str, dict[str, Any]]):
+    """The tables [model.kinds.NAME], by name. Never changed: it is a part of a frozen dataclass, and hashed with it."""
+
+    def __hash__(self) -> int:  # type: ignore[override]  # a dict has none
+        return hash(frozenset((name, frozenset(keys.items())) for name, keys in self.items()))
+
+
 @dataclass(frozen=True)
 class Model:
     """Sizes of the decoder."""
@@ -191,6 +200,11 @@ class Model:
     """llama: RMSNorm, RoPE, SwiGLU, no biases; gpt: LayerNorm, learned positions, GELU, biases"""
     layers: Count = 4
     """blocks (L)"""
+    pattern: Annotated[tuple[str, ...], BUILD] = ()
+    """kinds of the blocks, first to last and again from the first, e.g. ["local", "local", "global"]; empty: all blocks
+    are as [model] says"""
+    kinds: Annotated[Kinds, BUILD] = field(default_factory=Kinds)
+    """[model.kinds.NAME]: the keys of [model] that differ in blocks of a kind: window, rotary_fraction and rope_*"""
     block: str = ""
     """kind of the blocks, by the name under which a fork registers it; empty: torchllm's"""
     hidden: Count = 256
@@ -263,8 +277,9 @@ class Model:
     """rows of the learned position table (gpt); the longest text that generate.py writes"""
     rope_theta: Annotated[Positive, ROTARY] = 10000.0
     """base of the rotary frequencies"""
-    rotary_fraction: Annotated[float, Bound(over=0.0, at_most=1.0), ROTARY] = 1.0
-    """share of each head, its first features, that rotary positions turn; the rest has no positions (GLM-4.5: 0.5)"""
+    rotary_fraction: Annotated[Fraction, ROTARY] = 1.0
+    """share of each head, its first features, that rotary positions turn; the rest has no positions (GLM-4.5: 0.5);
+    0: no positions (SmolLM3, in every fourth block)"""
     rope_scaling: Annotated[Literal["linear", "llama3", "yarn"], Needs(SCALED)] = "llama3"
     """how rope_scaling_factor changes the rotary frequencies; linear: all equally; llama3: as Llama 3.1; yarn: YaRN"""
     rope_scaling_factor: Annotated[float, Bound(at_least=1.0), ROTARY] = 1.0
@@ -297,10 +312,35 @@ class Model:
     ] = "sdpa"
     """attention kernel; flash needs the flash-attn package, flex has no backward on a CPU"""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kinds", Kinds(self.kinds))  # a plain dict has no hash
+
     @property
     def features(self) -> Features:
         """The features of the model's family."""
         return FAMILIES[self.family]
+
+    def of_block(self, index: int) -> "Model":
+        """Return the model whose blocks are all like one of this model, by its index: its view.
+
+        Code of a single block takes a view, and code of the whole model adds up over views.
+        """
+        if not self.pattern and not self.dense_layers:
+            return self
+        return _view(self, self.kind_of(index), has_experts=index >= self.dense_layers)
+
+    def of_kind(self, name: str) -> "Model":
+        """Return the model whose blocks are all of one kind; with experts all have them."""
+        return _view(self, name, has_experts=True)
+
+    def kind_of(self, index: int) -> str:
+        """Return the name of the kind of a block, by its index; "" if the model has no pattern."""
+        return self.pattern[index % len(self.pattern)] if self.pattern else ""
+
+    @property
+    def views(self) -> tuple["Model", ...]:
+        """The view of each block, first to last."""
+        return tuple(self.of_block(index) for index in range(self.layers))
 
     def freezes(self, name: str) -> bool:
         """Return whether `frozen` matches the canonical name of a parameter."""
@@ -340,9 +380,22 @@ class Model:
         """Width of one expert, resolved."""
         return self.expert_ffn or self.ffn
 
-    def is_sparse(self, layer: int) -> bool:
-        """Return whether a block, by its index, has experts."""
-        return self.experts > 0 and layer >= self.dense_layers
+
+KIND_KEYS = ("window", "rotary_fraction", *(name for name in Model.__dataclass_fields__ if name.startswith("rope_")))
+"""keys of [model] that a kind of blocks may have"""
+
+
+@lru_cache(maxsize=1024)
+def _view(model: Model, kind: str, has_experts: bool) -> Model:
+    """Return `model.of_block` of a block with this kind, "" if the model has none."""
+    keys: Mapping[str, Any] = model.kinds[kind] if kind else {}
+    view = replace(model, pattern=(), kinds=Kinds(), dense_layers=0, **keys)
+    return view if has_experts else without_experts(view)
+
+
+def without_experts(model: Model) -> Model:
+    """Return the model with a dense feed-forward layer in place of experts, in all blocks."""
+    return replace(model, experts=0, shared_experts=0, dense_layers=0, expert_ffn=0, router_bias=False)
 
 
 RAW_KINDS = ("stdlib", "text", "jsonl", "parquet", "csv", "arrow", "hub")
@@ -889,6 +942,16 @@ class Config:
     def trained(self) -> TrainedParameters:
         """The trained parameters."""
         return TrainedParameters(self.lora.rank, self.lora.targets) if self.lora.is_on else TrainedParameters()
+
+    @property
+    def of_kinds(self) -> dict[str, "Config"]:
+        """The config with [model] as each kind of blocks has it, by path ("model.kinds.local"), or else by "model"."""
+        model = self.model
+        if not model.pattern or set(model.pattern) - model.kinds.keys():  # `checks.py` reports a kind without a table
+            return {"model": self}
+        return {
+            f"model.kinds.{kind}": replace(self, model=model.of_kind(kind)) for kind in dict.fromkeys(model.pattern)
+        }
 
     @property
     def trains_all(self) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torchllm.config.paths import absolute_paths
-from torchllm.config.schema import Config
+from torchllm.config.schema import Config, Kinds
 from torchllm.config.toml import KeyPath, dotted, toml_value
 
 
@@ -27,6 +27,9 @@ def _lines(value: Any, path: KeyPath) -> list[str]:
         elif isinstance(item, tuple) and item and is_dataclass(item[0]):
             for element in item:
                 tables += ["", f"[[{dotted(item_path)}]]", *_lines(element, item_path)]
+        elif isinstance(item, Kinds) and item:
+            for name, keys in item.items():
+                tables += ["", f"[{dotted((*item_path, name))}]", *(f"{key} = {toml_value(keys[key])}" for key in keys)]
         else:
             lines.append(f"{dotted((field.name,))} = {toml_value(item)}")
     return lines + tables

@@ -43,7 +43,7 @@ def matrices(model: Model, layer: int) -> Matrices:
     return Matrices(
         attention=sum(sizes[:of_attention]),
         ffn=sum(sizes[of_attention:]),
-        down=0 if model.is_sparse(layer) else sizes[-1],
+        down=0 if model.of_block(layer).experts else sizes[-1],
     )
 
 
@@ -59,10 +59,11 @@ def product_sizes(model: Model, layer: int) -> list[int]:
     gate, up, down of the routed ones (each one product with the matrices of a token's experts), and up, down of the
     shared ones.
     """
+    model = model.of_block(layer)
     q = model.hidden * model.heads * model.head_width
     k = model.hidden * model.kv * model.head_width
     attention = [q, k, k, *_added_sizes(model), q]
-    if not model.is_sparse(layer):
+    if not model.experts:
         count = 3 if model.features.gated_ffn else 2
         return [*attention, *[model.hidden * model.ffn] * count]
     router = model.hidden * model.experts
@@ -99,7 +100,8 @@ def half_of_products(model: Model, layer: int) -> int:
     weighted sum of experts.
     """
     sizes = product_sizes(model, layer)
-    is_last_needed = model.norm_position == "after" or model.is_sparse(layer)
+    view = model.of_block(layer)
+    is_last_needed = view.norm_position == "after" or view.experts > 0
     return sum(sizes[::2] if is_last_needed else sizes[:-1:2])
 
 
@@ -111,7 +113,7 @@ def parameter_count(model: Model) -> int:
 
 def active_parameter_count(model: Model) -> int:
     """Return the number of parameters that one token uses: all, except that it uses top_k experts of a block."""
-    sparse_blocks = sum(model.is_sparse(layer) for layer in range(model.layers))
+    sparse_blocks = sum(view.experts > 0 for view in model.views)
     expert = 3 * model.hidden * model.expert_width
     return parameter_count(model) - sparse_blocks * (model.experts - model.top_k) * expert
 
@@ -146,12 +148,13 @@ def flops_per_token(
 ) -> float:
     """Return the model FLOPs of one token (PaLM, appendix B), N being the parameters that it uses.
 
-    pairs: keys that a query sees, on average; None: all S of them, as PaLM counts, or a whole window.
+    pairs: keys that a query sees, on average over queries and blocks; None: all S, as PaLM counts, or a whole window.
     Frozen weights have no gradient, which is a third of their operations: 4 N + 6 n with n parameters of updates. The
     same for weights that model.frozen freezes (`flops_without_gradients`).
     """
-    keys = model.window_within(sequence_length) if pairs is None else pairs
-    attention = 12 * model.layers * model.heads * model.head_width * keys
+    windows = [view.window_within(sequence_length) for view in model.views]
+    keys = windows if pairs is None else [pairs] * model.layers  # that a query sees in each block
+    attention = 12 * model.heads * model.head_width * sum(keys)
     attention += 3 * model.layers * added_flops(model, sequence_length)
     if trained.only_updates:
         return 4 * active_parameter_count(model) + 6 * trained_parameter_count(model, trained) + attention
@@ -165,7 +168,8 @@ def flops_per_token(
 
 def block_flops(model: Model, layer: int, sequence_length: int) -> int:
     """Return the FLOPs of one token's forward pass in a block, by its index; attention is unmasked but for a window."""
-    sizes = matrices(model, layer)
+    model = model.of_block(layer)
+    sizes = matrices(model, 0)
     products = 2 * (sizes.attention + sizes.ffn)
     return products + attention_flops(model, sequence_length) + added_flops(model, sequence_length)
 

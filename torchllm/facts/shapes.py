@@ -24,6 +24,7 @@ def parameter_shapes(model: Model) -> dict[str, Shape]:
 
 def block_shapes(model: Model, layer: int) -> dict[str, Shape]:
     """Return the shapes of the parameters of a block, by name within it. layer: its index."""
+    model = model.of_block(layer)
     hidden = model.hidden
     q_width = model.heads * model.head_width
     kv_width = model.kv * model.head_width
@@ -42,7 +43,7 @@ def block_shapes(model: Model, layer: int) -> dict[str, Shape]:
         shapes["self_attn.q_width_norm.weight"] = (q_width,)
         shapes["self_attn.k_width_norm.weight"] = (kv_width,)
     shapes |= _norm_shapes(model, "post_attention_layernorm")
-    if model.is_sparse(layer):
+    if model.experts:
         shapes |= _expert_shapes(model)
     else:
         shapes |= _feed_forward_shapes(model, "mlp", model.ffn)

@@ -6,7 +6,7 @@ replaceable (attention core, norm kernel, cross entropy, `run_blocks`).
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,12 @@ from torchllm.models.layers import Rotary, build_feed_forward, build_norm, rotar
 class Block(nn.Module):
     """Adds attention and the feed-forward layer, each with a norm before it, to the residual stream."""
 
-    def __init__(self, model: Model, index: int) -> None:
+    def __init__(self, model: Model) -> None:
         super().__init__()
         self.input_layernorm = build_norm(model)
         self.self_attn = Attention(model)
         self.post_attention_layernorm = build_norm(model)
-        self.mlp = build_mixture(model) if model.is_sparse(index) else build_feed_forward(model)
+        self.mlp = build_mixture(model) if model.experts else build_feed_forward(model)
 
     def forward(self, x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
         """Run the block on the residual stream: x (B, S, D) -> (B, S, D). mask: as the attention core made it."""
@@ -57,8 +57,8 @@ class NormAfterBlock(Block):
     attention's norm here.
     """
 
-    def __init__(self, model: Model, index: int) -> None:
-        super().__init__(model, index)
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
         del self.input_layernorm
         self.post_feedforward_layernorm = build_norm(model)
 
@@ -78,8 +78,9 @@ BLOCKS = {"before": Block, "after": NormAfterBlock}
 
 
 def build_block(model: Model, index: int) -> nn.Module:
-    """Return a block with uninitialized weights, as `model.block` says."""
-    block: nn.Module = BLOCKS[model.norm_position](model, index)
+    """Return a block with uninitialized weights, of its kind and as `model.block` says."""
+    view = model.of_block(index)
+    block: nn.Module = BLOCKS[view.norm_position](view)
     if model.block:
         from torchllm.facts.block_kinds import changed_block  # of no use to other models
 
@@ -93,10 +94,19 @@ def build_block(model: Model, index: int) -> nn.Module:
     return block
 
 
-def run_blocks(blocks: Iterable[nn.Module], x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
+class BlockInputs(NamedTuple):
+    """Inputs of a block that are the same for all blocks of its kind."""
+
+    rotary: Rotary | None
+    """None: no rotary positions"""
+    mask: Any
+    """as the attention core made it"""
+
+
+def run_blocks(blocks: Iterable[tuple[nn.Module, BlockInputs]], x: Tensor) -> Tensor:
     """Run the blocks one after the other: x (B, S, D) -> (B, S, D)."""
-    for block in blocks:
-        x = block(x, rotary, mask)
+    for block, inputs in blocks:
+        x = block(x, *inputs)
     return x
 
 
@@ -146,31 +156,50 @@ class Decoder(nn.Module):
                 x = x + self.embed_positions(positions)
             if self.model.experts and torch.is_grad_enabled() and not x.requires_grad:
                 x = x.detach().requires_grad_()  # with frozen embeddings: routers count tokens in their backward pass
-        rotary = None if self.model.features.learned_positions else rotary_angles(self.model, positions)
-        blocks = list(self.layers.values())
-        mask = self.mask(document_ids, document_limit)
-        if mask is None:
-            mask = self.causal_mask(positions)
-        x = self.run_blocks(blocks, x, rotary, mask)
+        inputs = self.inputs_of_blocks(positions, document_ids, document_limit)
+        x = self.run_blocks(list(zip(self.layers.values(), inputs, strict=True)), x)
         if self.norm is None or self.lm_head is None:
             return x
         return self.lm_head(self.norm(x), labels)
 
-    def mask(self, document_ids: Tensor | None, document_limit: int) -> Any:
-        """Return the attention core's mask of these documents, (B, S) or None, which all blocks share."""
-        return self.first_core().mask(document_ids, document_limit)
+    def inputs_of_blocks(
+        self, positions: Tensor, document_ids: Tensor | None, document_limit: int
+    ) -> list[BlockInputs]:
+        """Return the inputs of each block: angles for each kind of blocks, and a mask for each window.
 
-    def causal_mask(self, positions: Tensor) -> Any:
-        """Return the mask of all blocks if the core needs one without documents. positions: (B, S), for the shape."""
-        core = self.first_core()
-        if type(core) is not FlexAttention:
-            return None
-        from torchllm.models.block_mask import causal_block_mask  # else each compiled block makes one
+        positions, document_ids: (B, S).
+        """
+        masks: dict[int, Any] = {}
+        of_kinds: dict[str, BlockInputs] = {}
+        kinds = [self.model.kind_of(int(index)) for index in self.layers]
+        for kind, (index, block) in zip(kinds, self.layers.items(), strict=True):
+            view = self.model.of_block(int(index))
+            if view.window not in masks:
+                masks[view.window] = mask_of(core_of(block), positions, document_ids, document_limit)
+            if kind not in of_kinds:
+                of_kinds[kind] = BlockInputs(rotary_of(view, positions), masks[view.window])
+        return [of_kinds[kind] for kind in kinds]
 
-        return causal_block_mask(positions.shape[1], positions.device, core.window)
 
-    def first_core(self) -> Any:
-        return next(module for module in self.layers.modules() if isinstance(module, Attention)).core
+def rotary_of(view: Model, positions: Tensor) -> Rotary | None:
+    """Return the angles of rotary positions in blocks of one kind; None if they have none. positions: (B, S)."""
+    has_none = view.features.learned_positions or not view.rotary_width
+    return None if has_none else rotary_angles(view, positions)
+
+
+def core_of(block: nn.Module) -> Any:
+    """Return the attention core of a block."""
+    return next(module for module in block.modules() if isinstance(module, Attention)).core
+
+
+def mask_of(core: Any, positions: Tensor, document_ids: Tensor | None, document_limit: int) -> Any:
+    """Return the mask of the blocks with this attention core. positions, document_ids: (B, S)."""
+    mask = core.mask(document_ids, document_limit)
+    if mask is not None or type(core) is not FlexAttention:
+        return mask
+    from torchllm.models.block_mask import causal_block_mask  # else each compiled block makes one
+
+    return causal_block_mask(positions.shape[1], positions.device, core.window)
 
 
 def build_model(model: Model, loss_chunk: int = 0, z_loss: float = 0.0) -> Decoder:
@@ -181,6 +210,8 @@ def build_model(model: Model, loss_chunk: int = 0, z_loss: float = 0.0) -> Decod
     """
     applied("training.loss_chunk", loss_chunk)
     applied("training.z_loss", z_loss)
+    applied("model.pattern", model.pattern)
+    applied("model.kinds", model.kinds)
     decoder = Decoder(model, loss_chunk, z_loss)
     if model.frozen:
         from torchllm.models.frozen import freeze  # of no use to other runs

@@ -1,5 +1,6 @@
 """One optimizer step: micro batches -> token-normalized backward -> finite check -> clip -> update."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import NamedTuple
@@ -33,7 +34,8 @@ class StepResult(NamedTuple):
     tokens: Tensor
     """target tokens of all ranks, int64 ()"""
     pairs: Tensor
-    """(query, key) pairs that causal mask, window and document mask allow, of all ranks, int64 ()"""
+    """(query, key) pairs that causal mask, window and document mask allow, of all ranks, on average over blocks,
+    float64 ()"""
     learning_rate: float
     skipped: Tensor
     """steps since the start of this process not applied due to a non-finite loss or gradient, int64 ()"""
@@ -74,7 +76,7 @@ class TrainStep:
         if (closure := signature(optimizer.step).parameters.get("closure")) and closure.default is closure.empty:
             raise UserError(f"{type(optimizer).__name__}: its step needs a closure, which no step has: use another one")
         self.stages = stages
-        self.window = stages[0].model.window
+        self.windows = Counter(view.window for view in stages[0].model.views)
         self.forward_backward = forward_backward
         self.optimizer = optimizer
         self.learning_rate = learning_rate
@@ -130,7 +132,7 @@ class TrainStep:
         return _OverAllRanks(sums[0].sqrt(), loss, z_losses[0] if z_losses else None, routing_sums)
 
     def _count(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-        """Return the target tokens and the (query, key) pairs of the micro batches of all ranks, int64 ().
+        """Return the target tokens, int64 (), and the pairs of `StepResult` of the micro batches of all ranks.
 
         FOOTGUN: the sum over ranks comes before the first backward, so that every gradient is divided by the global
         token count. A mean per rank, averaged over ranks, is silently wrong where ranks have unequal numbers of
@@ -140,14 +142,14 @@ class TrainStep:
         for batch in batches:
             tokens = (batch.labels != IGNORED).sum()
             keys = batch.positions + 1  # that each token sees
-            if self.window:
-                keys = keys.clamp(max=self.window)
-            pairs = keys.sum()
+            pairs = torch.zeros_like(tokens)  # of all blocks
+            for window, blocks in self.windows.items():
+                pairs += blocks * (keys.clamp(max=window) if window else keys).sum()
             counts.append(torch.stack((tokens, pairs)))
         sums = torch.stack(counts).sum(0)
         dist.all_reduce(sums, group=self.mesh.loss_group)
         tokens, pairs = sums
-        return tokens, pairs
+        return tokens, pairs.double() / self.windows.total()
 
 
 class Health(NamedTuple):

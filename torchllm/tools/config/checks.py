@@ -47,12 +47,36 @@ def problems_of_use(config: Config) -> list[ConfigError]:
     """Return the `setting_problems` that also concern a recipe that only uses the weights of a model."""
     return [
         *_model_problems(config),
+        *_kind_problems(config),
         *_expert_problems(config),
         *_lora_problems(config),
         *_data_problems(config),
         *_secret_problems(config),
         *sampling_problems(config.generate),
     ]
+
+
+def _kind_problems(config: Config) -> Iterator[ConfigError]:
+    """Check the pattern, then each kind of blocks as [model] is checked."""
+    model = config.model
+    for kind in dict.fromkeys(model.pattern):
+        if kind not in model.kinds:
+            yield config_error("model.pattern", f"{kind!r} has no table [model.kinds.{kind}], which may be empty")
+    for kind in model.kinds:
+        if kind not in model.pattern:
+            yield ConfigError(("model", "kinds", kind), "is not in model.pattern, so no block would be of this kind")
+    if len(model.pattern) > model.layers:
+        yield config_error("model.pattern", f"has {len(model.pattern)} blocks, more than model.layers = {model.layers}")
+    if model.pattern and model.block:
+        yield config_error(
+            "model.block", f"{model.block!r} does not combine with model.pattern: remove one of the keys"
+        )
+    of_all = list(_model_problems(config))
+    for path, of_kind in config.of_kinds.items():
+        for problem in _model_problems(of_kind):
+            if problem not in of_all:
+                name = problem.path[-1]
+                yield config_error(f"{path}.{name}", problem.message)
 
 
 def _model_problems(config: Config) -> Iterator[ConfigError]:
@@ -64,7 +88,9 @@ def _model_problems(config: Config) -> Iterator[ConfigError]:
         )
     elif not model.features.learned_positions and model.head_width % 2:
         yield config_error("model.head_dim", f"rotary positions need an even head width, not {model.head_width}")
-    elif not model.features.learned_positions and (model.rotary_width % 2 or not model.rotary_width):
+    elif not model.features.learned_positions and (
+        model.rotary_width % 2 or (model.rotary_fraction and not model.rotary_width)
+    ):
         yield config_error(
             "model.rotary_fraction",
             f"{model.rotary_fraction} of a head of {model.head_width} features are {model.rotary_width}: rotary "

@@ -194,12 +194,13 @@ def _context_problems(config: Config) -> Iterator[ConfigError]:
             f"{model.attention} cannot be merged block by block in a ring: use sdpa or eager, or "
             'parallel.cp_method = "ulysses"',
         )
-    if is_ring and model.window_within(length) < length:
-        yield config_error(
-            "parallel.cp_method",
-            f"a ring sends all keys to all ranks and has no sliding window: model.window = {model.window} is under "
-            f'training.sequence_length = {length}; use "ulysses"',
-        )
+    for path, of_kind in config.of_kinds.items():
+        if is_ring and of_kind.model.window_within(length) < length:
+            yield config_error(
+                "parallel.cp_method",
+                f"a ring sends all keys to all ranks and has no sliding window: {path}.window = {of_kind.model.window} "
+                f'is under training.sequence_length = {length}; use "ulysses"',
+            )
 
 
 def _data_rank_problems(config: Config, parallel: Parallel) -> Iterator[ConfigError]:

@@ -32,6 +32,7 @@ from torchllm.config.schema import (
     SCALED,
     SHARDED,
     Config,
+    Model,
     Needs,
     OfKinds,
     Source,
@@ -94,8 +95,20 @@ def _unmet(config: Config, kind: str) -> Iterator[IdleKey]:
         schema: type = type(section)
         defaults = schema()  # which a forked recipe may have changed
         for name, words in conditions(schema, kind).items():
-            if getattr(section, name) != getattr(defaults, name) and not condition(words)(config):
+            if getattr(section, name) == getattr(defaults, name):
+                continue
+            if not any(map(condition(words), config.of_kinds.values())):
                 yield IdleKey(f"{item.name}.{name}", f"needs {words}")
+    if config.model.pattern:
+        yield from _unmet_of_kinds(config, kind)
+
+
+def _unmet_of_kinds(config: Config, unmet: str) -> Iterator[IdleKey]:
+    """Yield the keys of kinds of blocks that have no effect: those that differ from [model]."""
+    for path, of_kind in config.of_kinds.items():
+        for name, words in conditions(Model, unmet).items():
+            if getattr(of_kind.model, name) != getattr(config.model, name) and not condition(words)(of_kind):
+                yield IdleKey(f"{path}.{name}", f"needs {words}")
 
 
 @cache

@@ -1,7 +1,7 @@
 """Turn plain tables into frozen dataclasses, strictly: no value coerced, no key dropped, every problem reported.
 
-A field may be `bool`, `int`, `float`, `str`, a `Literal`, another dataclass, or `tuple[one of these, ...]`; numbers may
-be `Annotated` with a `Bound`. Every field has a default. Any other schema is a TypeError.
+A field may be `bool`, `int`, `float`, `str`, a `Literal`, another dataclass, `Kinds`, or `tuple[one of these, ...]`;
+numbers may be `Annotated` with a `Bound`. Every field has a default. Any other schema is a TypeError.
 """
 
 import math
@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from torchllm.config.field_types import field_types, notes_on, plain_type
-from torchllm.config.schema import Bound, IsPath, Unsupported
+from torchllm.config.schema import KIND_KEYS, Bound, IsPath, Kinds, Model, Unsupported
 from torchllm.config.toml import KeyPath, dotted, shown, toml_value
 
 TO_SET = "SET"
@@ -83,6 +83,8 @@ class _TableReader:
             for index, item in enumerate(value):
                 items.append(self.read_value(get_args(kind)[0], item, (*path, str(index))))
             return _WRONG if _WRONG in items else tuple(items)
+        if kind is Kinds and isinstance(value, dict):
+            return Kinds({name: self.read_kind(table, (*path, name)) for name, table in value.items()})
         message = _scalar_problem(annotated, value)
         if message:
             self.faults.append(ConfigError(path, message))
@@ -90,6 +92,22 @@ class _TableReader:
         if notes_on(annotated, IsPath):
             return os.path.expanduser(value)
         return float(value) if kind is float else value
+
+    def read_kind(self, table: Any, path: KeyPath) -> dict[str, Any]:
+        """Return the table of a kind of blocks, whose keys are some of [model]."""
+        if not isinstance(table, dict):
+            self.faults.append(ConfigError(path, f"must be a table of keys of [model], not {shown(table)}"))
+            return {}
+        values = {}
+        for key, value in table.items():
+            if key in KIND_KEYS:
+                values[key] = self.read_value(field_types(Model)[key], value, (*path, key))
+            elif key in field_types(Model):
+                message = f"has one value for all blocks: a kind of blocks has {', '.join(KIND_KEYS)}"
+                self.faults.append(ConfigError((*path, key), message))
+            else:
+                self.report_unknown(Model, (*path, key), value)
+        return {key: value for key, value in values.items() if value is not _WRONG}
 
     def report_unknown(self, section: type, path: KeyPath, value: Any) -> None:
         """Report a key that its section does not have, with the one that was probably meant."""
@@ -174,6 +192,8 @@ def describe(annotated: Any) -> str:
     if isinstance(kind, type) and is_dataclass(kind):
         _check_schema(kind)
         return "a table"
+    if kind is Kinds:
+        return "tables of keys of [model]"
     if kind not in _WORDS:
         raise TypeError(f"a config field cannot be {annotated!r}: see torchllm/tools/config/read.py")
     if bound.over > -math.inf:
@@ -204,6 +224,8 @@ def type_at(schema: type, path: KeyPath) -> Any:
             kind = get_args(kind)[0] if part.isdigit() else None
         elif is_dataclass(kind) and isinstance(kind, type):
             kind = field_types(kind).get(part)
+        elif kind is Kinds:
+            kind = Model
         else:
             return None
     return kind

@@ -7,6 +7,7 @@ are left out have parameters, gradients and optimizer state, so that the update 
 their routers are in the unit of all routers, so that its messages are whole.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -61,7 +62,8 @@ def find_repeats(config: Config, pp_rank: int = 0) -> Repeats | None:
     blocks = blocks_of_stages(config)
     start = sum(blocks[:pp_rank])
     stop = start + blocks[pp_rank]
-    period = recompute_interval(recompute, model.layers) if recompute.mode == "every_k" else 1
+    interval = recompute_interval(recompute, model.layers) if recompute.mode == "every_k" else 1
+    period = math.lcm(interval, len(model.pattern) or 1)
     end = max(1, parallel.prefetch)  # blocks that gather others, or are gathered, than those between the ends
     first = end + max(start, model.dense_layers if model.experts else 0)
     if joins_the_routers(model):

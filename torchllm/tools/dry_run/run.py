@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchllm.config import Config, Parallel, gradient_accumulation
+from torchllm.config import Config, Model, Parallel, gradient_accumulation
 from torchllm.facts.flops import recompute_interval
 from torchllm.facts.stages import stage_of_rank
 from torchllm.parallel.mesh import build_mesh
@@ -115,8 +115,8 @@ class StageKind(NamedTuple):
     """whether it has the head"""
     recomputed: tuple[bool, ...]
     """for each block, whether recompute.mode = "every_k" recomputes it"""
-    sparse: tuple[bool, ...]
-    """for each block, whether it has experts"""
+    views: tuple[Model, ...]
+    """of each block: its window, its experts"""
 
 
 def rank_kinds(config: Config) -> list[list[int]]:
@@ -128,8 +128,8 @@ def rank_kinds(config: Config) -> list[list[int]]:
     def kind_of_stage(stage: int) -> StageKind:
         numbers = range(first_blocks[stage], first_blocks[stage + 1])
         recomputed = tuple(config.recompute.mode == "every_k" and number % every == 0 for number in numbers)
-        sparse = tuple(config.model.is_sparse(number) for number in numbers)
-        return StageKind(stage == 0, stage == parallel.stages - 1, recomputed, sparse)
+        views = tuple(config.model.of_block(number) for number in numbers)
+        return StageKind(stage == 0, stage == parallel.stages - 1, recomputed, views)
 
     ranks_of_kind: dict[object, list[int]] = {}
     for rank in range(parallel.pp):

@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin
 
 from torchllm.config.field_types import field_types, plain_type
-from torchllm.config.schema import Bound, Config
+from torchllm.config.schema import KIND_KEYS, Bound, Config, Kinds, Model
 from torchllm.tools.config.draft import plain_value
 from torchllm.tools.config.help import field_docs
 
@@ -64,6 +64,10 @@ def _value_schema(annotated: Any) -> JsonSchema:
         return {"type": "array", "items": _value_schema(get_args(kind)[0])}
     if is_dataclass(kind) and isinstance(kind, type):
         return _table_schema(kind)
+    if kind is Kinds:
+        keys = {key: _value_schema(field_types(Model)[key]) for key in KIND_KEYS}
+        table = {"type": "object", "properties": keys, "additionalProperties": False}
+        return {"type": "object", "additionalProperties": table}
     return {"type": NAMES[kind], **_limits(bound)}
 
 

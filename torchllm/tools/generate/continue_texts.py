@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torchllm.config import Generate
 from torchllm.config.errors import UserError
-from torchllm.models.decoder import Decoder
+from torchllm.models.decoder import Decoder, core_of
 from torchllm.runtime.signs_of_life import show_progress
 from torchllm.tools.generate.cached_attention import caching
 
@@ -116,7 +116,8 @@ def sample_tokens(logits: Tensor, settings: Generate, generators: Sequence[torch
 
 def _takes_documents(model: Decoder) -> bool:
     """Return whether the attention core can hide padding; the one of the package flash-attn cannot."""
-    return model.mask(torch.zeros(1, 1, dtype=torch.int64, device=_device(model)), 0) is not None
+    core = core_of(next(iter(model.layers.values())))
+    return core.mask(torch.zeros(1, 1, dtype=torch.int64, device=_device(model)), 0) is not None
 
 
 def _device(model: Decoder) -> torch.device:

@@ -227,7 +227,7 @@ def stored_shapes(model: Model) -> dict[str, Shape]:
     shapes = parameter_shapes(model)
     if model.router_bias:
         for index in range(model.layers):
-            if model.is_sparse(index):
+            if model.of_block(index).experts:
                 shapes[f"layers.{index}.mlp.routed.router.bias"] = (model.experts,)
     return shapes
 
