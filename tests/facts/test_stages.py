@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.facts.test_flops import forward_flops_per_token
-from torchllm.config import SCHEDULES, Model, Parallel, PipelineSchedule
+from torchllm.config import SCHEDULES, Kinds, Model, Parallel, PipelineSchedule
 from torchllm.facts.flops import block_flops
 from torchllm.facts.stages import balanced_split, end_costs, stage_of_rank
 from torchllm.tools.config.load import load_config
@@ -18,6 +18,12 @@ LARGE_HEAD = Model(layers=10, hidden=64, heads=4, ffn=128, vocab=4000)
 
 
 SPARSE = Model(layers=10, hidden=64, heads=4, ffn=128, vocab=64, experts=8, top_k=2, expert_ffn=192, shared_experts=1)
+
+
+def of_kinds(pattern: str, **sizes: int) -> Model:
+    """Return a model with a window of 4 tokens in the blocks "w" of a pattern, and none in those that are "f"."""
+    kinds = Kinds({kind: {"window": 4 if kind == "w" else 0} for kind in pattern})
+    return replace(SMALL_HEAD, pattern=tuple(pattern), kinds=kinds, **sizes)
 
 
 def every_split(blocks: int, stages: int) -> list[tuple[int, ...]]:
@@ -36,8 +42,8 @@ def stage_costs(model: Model, split: tuple[int, ...], sequence_length: int) -> t
     return tuple(costs)
 
 
-def costs_of_ranks(model: Model, parallel: Parallel, split: tuple[int, ...]) -> list[int]:
-    costs = stage_costs(model, split, 32)
+def costs_of_ranks(model: Model, parallel: Parallel, split: tuple[int, ...], sequence_length: int = 32) -> list[int]:
+    costs = stage_costs(model, split, sequence_length)
     return [sum(costs[stage] for stage in stage_of_rank(parallel, rank)) for rank in range(parallel.pp)]
 
 
@@ -66,6 +72,25 @@ def test_no_split_has_a_less_busy_rank_or_is_more_even(model: Model) -> None:
 def test_no_split_of_dense_and_sparse_blocks_is_better() -> None:
     for pp, ffn, dense_layers in product([1, 2, 3, 4, 7, 10], [128, 1024], [1, 2, 3, 7, 9]):
         check_split(replace(SPARSE, ffn=ffn, dense_layers=dense_layers), Parallel(pp=pp))
+
+
+def test_no_split_of_blocks_of_several_kinds_has_a_less_busy_rank() -> None:
+    """Attention over all 2048 tokens is most of the work: a full block costs 13 times as much as one with a window."""
+    for pattern, layers in product(["wwwwwf", "wwf", "fw"], [9, 12]):
+        model = of_kinds(pattern, layers=layers)
+        for parallel in (Parallel(pp=2), Parallel(pp=3), Parallel(pp=4), Parallel(pp=2, schedule="Interleaved1F1B")):
+            split = balanced_split(model, parallel, 2048)
+            least = min(
+                max(costs_of_ranks(model, parallel, each, 2048)) for each in every_split(layers, parallel.stages)
+            )
+            assert max(costs_of_ranks(model, parallel, split, 2048)) <= 1.02 * least, (pattern, layers, parallel)
+
+
+def test_the_split_of_30_blocks_is_the_best() -> None:
+    """Split as blocks of equal cost the busiest of four ranks would have 7 % more work than it must have."""
+    model, parallel = of_kinds("wwwwwf", layers=30), Parallel(pp=4)
+    least = min(max(costs_of_ranks(model, parallel, each, 64)) for each in every_split(30, 4))
+    assert max(costs_of_ranks(model, parallel, balanced_split(model, parallel, 64), 64)) == least
 
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])

@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 
@@ -186,7 +186,7 @@ class Kinds(dict[str, dict[str, Any]]):
     """The tables [model.kinds.NAME], by name. Never changed: it is a part of a frozen dataclass, and hashed with it."""
 
     def __hash__(self) -> int:  # type: ignore[override]  # a dict has none
-        return hash(frozenset((name, frozenset(keys.items())) for name, keys in self.items()))
+        return hash(frozenset((name, frozenset(keys.items())) for name, keys in self.items())) if self else 0
 
 
 @dataclass(frozen=True)
@@ -369,6 +369,16 @@ class Model:
     def head_width(self) -> int:
         """Width of one head, resolved."""
         return self.head_dim or self.hidden // self.heads
+
+    @property
+    def has_rotary_positions(self) -> bool:
+        """Whether rotary positions turn queries and keys."""
+        return not self.features.learned_positions and self.rotary_width > 0
+
+    @cached_property
+    def rotary_settings(self) -> tuple[Any, ...]:
+        """The values of the keys that decide the angles of rotary positions; empty: there are none."""
+        return tuple(getattr(self, key) for key in KIND_KEYS if key != "window") if self.has_rotary_positions else ()
 
     @property
     def rotary_width(self) -> int:

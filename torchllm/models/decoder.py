@@ -165,26 +165,21 @@ class Decoder(nn.Module):
     def inputs_of_blocks(
         self, positions: Tensor, document_ids: Tensor | None, document_limit: int
     ) -> list[BlockInputs]:
-        """Return the inputs of each block: angles for each kind of blocks, and a mask for each window.
+        """Return the inputs of each block: blocks share the angles of a rotary setting, and the mask of a window.
 
         positions, document_ids: (B, S).
         """
+        angles: dict[tuple[Any, ...], Rotary | None] = {(): None}
         masks: dict[int, Any] = {}
-        of_kinds: dict[str, BlockInputs] = {}
-        kinds = [self.model.kind_of(int(index)) for index in self.layers]
-        for kind, (index, block) in zip(kinds, self.layers.items(), strict=True):
+        inputs = []
+        for index, block in self.layers.items():
             view = self.model.of_block(int(index))
+            if view.rotary_settings not in angles:
+                angles[view.rotary_settings] = rotary_angles(view, positions)
             if view.window not in masks:
                 masks[view.window] = mask_of(core_of(block), positions, document_ids, document_limit)
-            if kind not in of_kinds:
-                of_kinds[kind] = BlockInputs(rotary_of(view, positions), masks[view.window])
-        return [of_kinds[kind] for kind in kinds]
-
-
-def rotary_of(view: Model, positions: Tensor) -> Rotary | None:
-    """Return the angles of rotary positions in blocks of one kind; None if they have none. positions: (B, S)."""
-    has_none = view.features.learned_positions or not view.rotary_width
-    return None if has_none else rotary_angles(view, positions)
+            inputs.append(BlockInputs(angles[view.rotary_settings], masks[view.window]))
+        return inputs
 
 
 def core_of(block: nn.Module) -> Any:

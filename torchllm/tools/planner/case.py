@@ -8,7 +8,8 @@ from torchllm.facts.flops import ALL_TRAINED
 from torchllm.tools.planner import comms
 from torchllm.tools.planner.cluster import Hardware
 from torchllm.tools.planner.compute import Kernels, Piece
-from torchllm.tools.planner.experts import IMBALANCE, without_experts
+from torchllm.tools.planner.experts import IMBALANCE
+from torchllm.tools.planner.parameters import different_views
 from torchllm.tools.planner.software import Software
 
 PP, REPLICATE, SHARD, CP, TP = range(5)
@@ -75,6 +76,6 @@ class Case:
         )
 
     @property
-    def of_dense_blocks(self) -> "Case":
-        """The same layout of a model whose blocks are all like the first, dense ones of a model with experts."""
-        return replace(self, model=without_experts(self.model))
+    def of_views(self) -> tuple["Case", ...]:
+        """The same layout of the models of `parameters.different_views`, whose blocks are all of one kind."""
+        return tuple(replace(self, model=view) for view in different_views(self.model))

@@ -369,7 +369,7 @@ def elementwise(
 
 def _rotary_bytes(model: Model, is_fused: bool) -> float:
     """Return the bytes per element of q and k that their rotation moves."""
-    if model.features.learned_positions:
+    if not model.has_rotary_positions:
         return 0.0
     return ROTARY_BYTES_FUSED if is_fused else ROTARY_BYTES
 
@@ -389,7 +389,7 @@ def kernel_count(model: Model, fused: bool, unfused_norm: bool, dropout: bool) -
     if dropout and not fused:
         residuals += 2
     rotary = 1 if fused else ROTARY_KERNELS
-    if model.features.learned_positions:
+    if not model.has_rotary_positions:
         rotary = 0
     activation = 1
     if model.features.gated_ffn and not fused:

@@ -9,8 +9,6 @@ Shapes: T tokens that a rank routes, D hidden, E experts, K experts per token, F
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import lru_cache
 from typing import NamedTuple
 
 from torchllm.config import Model
@@ -65,12 +63,6 @@ ROUTED_GRADIENT_KERNELS = 8.0
 
 INDEX_BYTES = 8.0
 """bytes of an index in torch"""
-
-
-@lru_cache(maxsize=1024)
-def without_experts(model: Model) -> Model:
-    """Return the model whose blocks are all like the first, dense blocks of a model with experts."""
-    return replace(model, experts=0, shared_experts=0, dense_layers=0, expert_ffn=0, router_bias=False)
 
 
 def expert_parameters(model: Model, ranks: int) -> float:

@@ -9,12 +9,12 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from torchllm.config import Model
+from torchllm.config import Model, without_experts
 from torchllm.facts.flops import MatrixShape, target_shapes
 from torchllm.tools.planner.case import CP, SHARD, TP, Case
 from torchllm.tools.planner.cluster import Hardware
 from torchllm.tools.planner.compute import dense_width, matmul_seconds
-from torchllm.tools.planner.experts import expert_parameters, expert_shards, without_experts
+from torchllm.tools.planner.experts import expert_parameters, expert_shards
 
 ITERATIONS = 5
 """of Newton-Schulz (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/)"""

@@ -1,16 +1,17 @@
 """Count the parameters of a pipeline stage on a rank. No torch."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from torchllm.config import Model, Recompute
+from torchllm.config import Model, Recompute, without_experts
 from torchllm.facts.block_kinds import block_kind
 from torchllm.facts.flops import head_size, matrices, recompute_interval
 from torchllm.facts.shapes import parameter_shapes
 from torchllm.tools.planner.compute import Piece, dense_width
-from torchllm.tools.planner.experts import expert_parameters, without_experts
+from torchllm.tools.planner.experts import expert_parameters
 
 
 class StageSize(NamedTuple):
@@ -23,21 +24,55 @@ class StageSize(NamedTuple):
     """of `blocks`, the first, dense ones of a model with experts"""
     first_recomputed: int = 0
     """of recompute.mode every_k: number within the stage of the first block that is recomputed"""
+    of_views: tuple[int, ...] = ()
+    """of `blocks`, those of each of `different_views`; empty: all are of the last view"""
+
+    def total(self, numbers: Sequence[float]) -> float:
+        """Return the sum over the blocks of a number for each view."""
+        of_views = self.of_views or (0,) * (len(numbers) - 1) + (self.blocks,)
+        return sum(blocks * number for blocks, number in zip(of_views, numbers, strict=True))
+
+
+@lru_cache(maxsize=1024)
+def different_views(model: Model) -> tuple[Model, ...]:
+    """Return the views of the blocks, each once, in the order of their first blocks."""
+    return tuple(dict.fromkeys(model.views))
+
+
+@lru_cache(maxsize=1024)
+def number_by_view(model: Model, first: int, end: int) -> tuple[int, ...]:
+    """Return how many of the blocks from `first` to `end`, excluded, are of each of `different_views`."""
+    counted = Counter(model.of_block(index) for index in range(first, end))
+    return tuple(counted[view] for view in different_views(model))
 
 
 def sizes_of_split(model: Model, split: Sequence[int], recompute: Recompute) -> list[StageSize]:
     """Return the size of each stage. split: the blocks of each."""
     sizes = []
+    first = 0
     dense_left = model.dense_layers if model.experts else 0
     first_recomputed = 0
     for stage, blocks in enumerate(split):
         dense = min(blocks, dense_left)
         dense_left -= dense
         is_last = stage == len(split) - 1
-        sizes.append(StageSize(blocks, stage == 0, is_last, dense, first_recomputed))
+        of_views = number_by_view(model, first, first + blocks)
+        sizes.append(StageSize(blocks, stage == 0, is_last, dense, first_recomputed, of_views))
+        first += blocks
         if recompute.mode == "every_k":  # every k-th block of the model, wherever stages begin
             first_recomputed = (first_recomputed - blocks) % recompute_interval(recompute, model.layers)
     return sizes
+
+
+@lru_cache(maxsize=1024)
+def turned_features(model: Model, stage: StageSize) -> int:
+    """Return the features of a head whose angles a stage computes: each of its different rotary settings once."""
+    views = different_views(model)
+    widths = {}
+    for number, view in zip(stage.of_views or (1,) * len(views), views, strict=True):
+        if number and view.rotary_settings:
+            widths[view.rotary_settings] = view.rotary_width
+    return sum(widths.values())
 
 
 def block_matrices(model: Model, tp: int) -> float:

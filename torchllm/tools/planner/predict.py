@@ -19,16 +19,15 @@ from torchllm.tools.planner.experts import expert_parameters, expert_shards
 from torchllm.tools.planner.memory import rank_memory
 from torchllm.tools.planner.moments import of_rank
 from torchllm.tools.planner.muon_time import muon_seconds
-from torchllm.tools.planner.parameters import StageSize, sizes_of_split, stage_parameters, trained_share
+from torchllm.tools.planner.parameters import StageSize, number_by_view, sizes_of_split, stage_parameters, trained_share
 from torchllm.tools.planner.peak import Memory
 from torchllm.tools.planner.rank import describe_rank
 from torchllm.tools.planner.schedules import PUBLISHED
 from torchllm.tools.planner.simulate import StageTimes, first_rounds, played, round_size, simulate_played
 from torchllm.tools.planner.stage import (
-    BlockCost,
     StageCost,
     boundary,
-    cost_of_block,
+    costs_of_blocks,
     exposed,
     stage_cost,
     waits_for_sends,
@@ -109,7 +108,7 @@ def _seconds(order: Order, stages: tuple[StageTimes, ...], transfer: float) -> f
 def predict(case: Case, pipeline: Pipeline = pipeline_seconds) -> Prediction:
     """Predict the whole step. `pipeline`: times the schedule; `search.bounds.at_least` is a bound, and fast."""
     sizes = stage_sizes(case)
-    terms, busiest = step_terms(case, sizes, cost_of_block(case), pipeline)
+    terms, busiest = step_terms(case, sizes, pipeline)
     step = sum(terms.values())
     memory = _largest_memory(case, sizes, busiest)
     length = case.training.sequence_length
@@ -149,13 +148,11 @@ class StepTerms(NamedTuple):
     """the rank that computes most"""
 
 
-def step_terms(case: Case, sizes: list[StageSize], block: BlockCost, pipeline: Pipeline) -> StepTerms:
-    """Return where the time of a step goes. sizes: `stage_sizes(case)`; block: `cost_of_block(case)`."""
+def step_terms(case: Case, sizes: list[StageSize], pipeline: Pipeline) -> StepTerms:
+    """Return where the time of a step goes. sizes: `stage_sizes(case)`."""
     parallel, micro_batches = case.parallel, case.micro_batches
-    dense = block
-    if any(size.dense for size in sizes):
-        dense = cost_of_block(case.of_dense_blocks)
-    cost_of_size = {size: stage_cost(case, size, block, dense) for size in dict.fromkeys(sizes)}
+    blocks = costs_of_blocks(case)
+    cost_of_size = {size: stage_cost(case, size, blocks) for size in dict.fromkeys(sizes)}
     costs = [cost_of_size[size] for size in sizes]
     transfer = 0.0 if waits_for_sends(case) else boundary(case)
     stage_times = [cost.times for cost in costs]
@@ -187,11 +184,8 @@ def _longest_tail(case: Case, sizes: Sequence[StageSize], cost_of_size: dict[Sta
 def hardware_flops(case: Case) -> float:
     """Return FLOPs per token with recomputation, as Narayanan et al. 2021 count: whole blocks, attention unmasked."""
     model, length = case.model, case.training.sequence_length
-    dense_blocks = model.dense_layers if model.experts else 0
-    usual_blocks = model.layers - dense_blocks
-    recomputed = usual_blocks * _recomputed_flops(case)
-    if dense_blocks:
-        recomputed += dense_blocks * _recomputed_flops(case.of_dense_blocks)
+    of_views = number_by_view(model, 0, model.layers)
+    recomputed = sum(n * _recomputed_flops(view) for n, view in zip(of_views, case.of_views, strict=True))
     return flops_per_token(model, length, trained=case.trained) + recomputed
 
 

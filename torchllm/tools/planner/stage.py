@@ -1,5 +1,6 @@
 """Predict the seconds of one micro batch in a pipeline stage, forward and both gradients, by cause. No torch."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchllm.config import Recompute
@@ -74,19 +75,6 @@ class BlockCost(NamedTuple):
     over_tp: float
     """seconds of one all-reduce of the hidden states over tp"""
     kernels: KernelCounts
-
-
-class StageBlocks(NamedTuple):
-    """How many blocks a stage has of each kind."""
-
-    usual: int
-    """sparse ones, in a model with experts"""
-    dense: int
-    """the first, dense ones of a model with experts"""
-
-    def total(self, of_usual: float, of_dense: float) -> float:
-        """Return the sum over all blocks of a number of one usual and of one dense block."""
-        return self.usual * of_usual + self.dense * of_dense
 
 
 class PassSeconds(NamedTuple):
@@ -177,38 +165,34 @@ def cost_of_block(case: Case, work: Computed | None = None) -> BlockCost:
     return BlockCost(times, terms, over_tp=tp.forward / 2, kernels=kernels)
 
 
-def stage_cost(
-    case: Case, size: StageSize, block: BlockCost | None = None, dense: BlockCost | None = None
-) -> StageCost:
-    """Return the time of one micro batch in a stage.
+def costs_of_blocks(case: Case) -> tuple[BlockCost, ...]:
+    """Return the time of one micro batch in a block of each of `case.of_views`."""
+    return tuple(cost_of_block(of_view) for of_view in case.of_views)
 
-    block: `cost_of_block(case)`, and dense: the same of `case.of_dense_blocks`, if the caller has them.
-    """
-    block = block or cost_of_block(case)
-    if not size.dense:
-        dense = block
-    dense = dense or cost_of_block(case.of_dense_blocks)
-    blocks = StageBlocks(size.blocks - size.dense, size.dense)
+
+def stage_cost(case: Case, size: StageSize, blocks: Sequence[BlockCost] | None = None) -> StageCost:
+    """Return the time of one micro batch in a stage. blocks: `costs_of_blocks(case)`, if the caller has them."""
+    blocks = blocks or costs_of_blocks(case)
     sends = boundary(case) if waits_for_sends(case) else 0.0  # of the forward, and as much of the backward
-    ends = end_times(case, size, block.over_tp)
+    ends = end_times(case, size, blocks[-1].over_tp)
 
-    terms = {name: blocks.total(seconds, dense.terms[name]) for name, seconds in block.terms.items()}
+    terms = {name: size.total([block.terms[name] for block in blocks]) for name in blocks[-1].terms}
     terms["tensor parallel"] += ends.tensor_parallel
     terms["pipeline parallel"] = 2 * sends
     terms["ends"] = sum(ends.times) - ends.tensor_parallel
 
-    forward = blocks.total(block.times.forward, dense.times.forward)
-    inputs = blocks.total(block.times.input_gradient, dense.times.input_gradient)
-    weights = blocks.total(block.times.weight_gradient, dense.times.weight_gradient)
+    forward = size.total([block.times.forward for block in blocks])
+    inputs = size.total([block.times.input_gradient for block in blocks])
+    weights = size.total([block.times.weight_gradient for block in blocks])
     forward += ends.times.forward
     inputs += ends.times.input_gradient
     weights += ends.times.weight_gradient
     times = StageTimes(forward + sends, inputs + sends, weights)
 
     kernels = KernelCounts(
-        forward=blocks.total(block.kernels.forward, dense.kernels.forward),
-        input_gradient=blocks.total(block.kernels.input_gradient, dense.kernels.input_gradient),
-        weight_gradient=blocks.total(block.kernels.weight_gradient, dense.kernels.weight_gradient),
+        forward=size.total([block.kernels.forward for block in blocks]),
+        input_gradient=size.total([block.kernels.input_gradient for block in blocks]),
+        weight_gradient=size.total([block.kernels.weight_gradient for block in blocks]),
     )
     paced = paced_by_host(times, kernels, case.software.constants.host)
     terms["host"] = sum(paced) - sum(times)

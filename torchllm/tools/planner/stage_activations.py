@@ -3,11 +3,10 @@
 import math
 from typing import NamedTuple
 
-from torchllm.config import Model, Recompute
+from torchllm.config import Model, Recompute, without_experts
 from torchllm.facts.flops import recompute_interval
 from torchllm.tools.planner.activations import BlockActivations, block_activations
 from torchllm.tools.planner.case import Case
-from torchllm.tools.planner.experts import without_experts
 from torchllm.tools.planner.parameters import StageSize
 from torchllm.tools.planner.software import Software
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from torchllm.facts.flops import recompute_interval
-from torchllm.tools.planner.parameters import StageSize
+from torchllm.tools.planner.parameters import StageSize, turned_features
 from torchllm.tools.planner.peak import Memory, Peak
 from torchllm.tools.planner.rank import BlockMemory, Rank
 from torchllm.tools.planner.schedules import Kind
@@ -52,8 +52,7 @@ def stage_memory(rank: Rank, stage: StageSize, kinds: Iterable[Kind]) -> Stage:
     held, ends, logits, of_head, deferred_by_head = blocks.held, 0.0, 0.0, 0.0, 0.0
     deferred = (stage.blocks - stage.dense) * rank.usual.activations.deferred
     deferred += stage.dense * rank.dense.activations.deferred
-    if not model.features.learned_positions:
-        held += tokens * 8.0 * model.rotary_width  # cosine and sine in float32
+    held += tokens * 8.0 * turned_features(model, stage)  # cosine and sine in float32
     if stage.last:
         if rank.has_gradients_in_forward and not rank.is_frozen:
             of_head = software.temporary_gradients * rank.table

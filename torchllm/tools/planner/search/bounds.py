@@ -13,7 +13,7 @@ from copy import copy
 from itertools import groupby
 from typing import NamedTuple
 
-from torchllm.config import SCHEDULES
+from torchllm.config import SCHEDULES, Recompute
 from torchllm.facts.flops import head_size
 from torchllm.facts.stages import stages_of_ranks
 from torchllm.tools.planner.case import Case
@@ -21,7 +21,13 @@ from torchllm.tools.planner.compute import Kernels, Piece
 from torchllm.tools.planner.frozen_weights import uncut_elements
 from torchllm.tools.planner.memory import receiving_buffers, sharded_states, updates_states
 from torchllm.tools.planner.moments import REDUCED, WHOLE, of_rank
-from torchllm.tools.planner.parameters import StageSize, gathered_parameters, stage_parameters, trained_share_of_stage
+from torchllm.tools.planner.parameters import (
+    StageSize,
+    gathered_parameters,
+    sizes_of_split,
+    stage_parameters,
+    trained_share_of_stage,
+)
 from torchllm.tools.planner.predict import memory_of, stage_sizes, tail
 from torchllm.tools.planner.rank import boundary_bytes
 from torchllm.tools.planner.search.layouts import Job, Layout
@@ -132,10 +138,9 @@ class BlockBytes(NamedTuple):
 
 
 class StageCosts(NamedTuple):
-    """Costs of one micro batch: of a block, of a dense block of a model with experts, and of the stages so far."""
+    """Costs of one micro batch: of a block of each of `Case.of_views`, and of the stages so far."""
 
-    block: BlockCost
-    dense: BlockCost
+    blocks: tuple[BlockCost, ...]
     of_size: dict[StageSize, StageCost]
 
 
@@ -145,10 +150,10 @@ class Bounds:
     def __init__(self, job: Job) -> None:
         self.job = job
         self._dense_blocks = job.model.dense_layers if job.model.experts else 0
-        self._whole_model = StageSize(job.model.layers, first=True, last=True, dense=self._dense_blocks)
+        (self._whole_model,) = sizes_of_split(job.model, [job.model.layers], Recompute())
         self._scheduled: dict[Layout, float] = {}
         self._in_flight: dict[Layout, float] = {}
-        self._computed: dict[tuple[Piece, Kernels], tuple[Computed, Computed]] = {}
+        self._computed: dict[tuple[Piece, Kernels], list[Computed]] = {}
         self._costs: dict[Key, StageCosts] = {}
         self._splits: dict[Key, StageSplit] = {}
         self._transfers: dict[Key, float] = {}
@@ -216,21 +221,17 @@ class Bounds:
         if missing:
             case = self.job.case(layout)
             for size in missing:
-                costs.of_size[size] = stage_cost(case, size, costs.block, costs.dense)
+                costs.of_size[size] = stage_cost(case, size, costs.blocks)
         return costs.of_size
 
     def _costs_of_blocks(self, case: Case) -> StageCosts:
         """Return the costs of blocks, and of no stage yet."""
         key = case.piece, case.kernels
+        views = case.of_views
         if key not in self._computed:
-            usual = computed(case)
-            dense = computed(case.of_dense_blocks) if self._dense_blocks else usual
-            self._computed[key] = usual, dense
-        usual, dense = self._computed[key]
-        cost = dense_cost = cost_of_block(case, usual)
-        if self._dense_blocks:
-            dense_cost = cost_of_block(case.of_dense_blocks, dense)
-        return StageCosts(cost, dense_cost, {})
+            self._computed[key] = [computed(view) for view in views]
+        blocks = [cost_of_block(view, work) for view, work in zip(views, self._computed[key], strict=True)]
+        return StageCosts(tuple(blocks), {})
 
     def stage_split(self, layout: Layout) -> StageSplit:
         """Return how the blocks are spread over the ranks."""
