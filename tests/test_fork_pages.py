@@ -236,8 +236,8 @@ def test_a_window_of_some_blocks_is_refused_where_it_would_be_dropped() -> None:
     stage = build_model(model)
     mesh = Mock(device_type="cpu")
     with pytest.raises(UserError, match="a ring would replace the attention core"):
-        apply_context_parallel(stage, mesh, "ring", torch.float32)
-    apply_context_parallel(build_model(model), mesh, "ulysses", torch.float32)
+        apply_context_parallel(stage, mesh, "ring", torch.float32, 32)
+    apply_context_parallel(build_model(model), mesh, "ulysses", torch.float32, 32)
 
 
 def optimizer_fork(file: Path, name: str) -> Path:

@@ -37,7 +37,7 @@ def test_the_kernel_of_a_gpu_is_checked_in_the_type_of_the_run() -> None:
         stage = build_model(config.model)
     mesh = mock.Mock(device_type="cuda")
     with mock.patch.object(torchllm.parallel.context, "check_kernel") as check_kernel:
-        apply_context_parallel(stage, mesh, "ring", torch.bfloat16)
+        apply_context_parallel(stage, mesh, "ring", torch.bfloat16, 32)
     (call,) = check_kernel.call_args_list
     kernel, device, groups, width, dtype = call.args
     assert isinstance(kernel, CudaKernels)
@@ -164,8 +164,8 @@ def cores() -> None:
     mesh = init_device_mesh("cpu", (2,))
     with torch.device("meta"):
         stages = [build_model(Model(layers=2)) for _ in range(2)]
-    apply_context_parallel(stages[0], mesh, "ring", torch.float32)
-    apply_context_parallel(stages[1], mesh, "ulysses", torch.float32)
+    apply_context_parallel(stages[0], mesh, "ring", torch.float32, 32)
+    apply_context_parallel(stages[1], mesh, "ulysses", torch.float32, 32)
     for ring, ulysses in zip(stages[0].layers.values(), stages[1].layers.values(), strict=True):
         assert isinstance(ring.self_attn.core, RingAttention)
         assert isinstance(ulysses.self_attn.core, UlyssesAttention)

@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 
@@ -375,7 +375,7 @@ class Model:
         """Whether rotary positions turn queries and keys."""
         return not self.features.learned_positions and self.rotary_width > 0
 
-    @cached_property
+    @property
     def rotary_settings(self) -> tuple[Any, ...]:
         """The values of the keys that decide the angles of rotary positions; empty: there are none."""
         return tuple(getattr(self, key) for key in KIND_KEYS if key != "window") if self.has_rotary_positions else ()

@@ -171,15 +171,18 @@ class Decoder(nn.Module):
         """
         angles: dict[tuple[Any, ...], Rotary | None] = {(): None}
         masks: dict[int, Any] = {}
-        inputs = []
-        for index, block in self.layers.items():
+        of_kinds: dict[str, BlockInputs] = {}
+        kinds = [self.model.kind_of(int(index)) for index in self.layers]
+        for kind, (index, block) in zip(kinds, self.layers.items(), strict=True):
+            if kind in of_kinds:
+                continue
             view = self.model.of_block(int(index))
             if view.rotary_settings not in angles:
                 angles[view.rotary_settings] = rotary_angles(view, positions)
             if view.window not in masks:
                 masks[view.window] = mask_of(core_of(block), positions, document_ids, document_limit)
-            inputs.append(BlockInputs(angles[view.rotary_settings], masks[view.window]))
-        return inputs
+            of_kinds[kind] = BlockInputs(angles[view.rotary_settings], masks[view.window])
+        return [of_kinds[kind] for kind in kinds]
 
 
 def core_of(block: nn.Module) -> Any:

@@ -30,32 +30,40 @@ from torchllm.parallel.attention_kernels import block_kernel
 from torchllm.parallel.kernel_check import check_kernel
 from torchllm.parallel.ring import RingAttention, gather_from_ranks
 from torchllm.parallel.shared_sequence import sum_over_sequence
+from torchllm.parallel.windows import WindowAttention
 from torchllm.runtime.torch_compat import all_to_all
 
 
-def apply_context_parallel(stage: Decoder, mesh: DeviceMesh, method: str, dtype: torch.dtype) -> None:
+def apply_context_parallel(
+    stage: Decoder, mesh: DeviceMesh, method: str, dtype: torch.dtype, sequence_length: int
+) -> None:
     """Replace the attention cores of a stage, and let its routers count whole sequences, in place.
 
-    mesh: one dimension, the cp ranks. method: "ring" or "ulysses". dtype: of the computation. Raises UserError if the
-    ring's kernel does not work on this device, or the ring would drop a fork's attention core.
+    mesh: one dimension, the cp ranks. method: "ring" or "ulysses"; under a ring, blocks whose window is shorter than
+    the sequence exchange what it reaches. dtype: of the computation. Raises UserError if the ring's kernel does not
+    work on this device, or the ring would drop a fork's attention core.
     """
     sum_over_sequence(stage, mesh.get_group())
-    attentions = [module for module in stage.modules() if isinstance(module, Attention)]
-    if method == "ulysses":
-        for attention in attentions:
-            attention.core = UlyssesAttention(mesh, attention.core)
-        return
     model = stage.model
-    kernel = block_kernel(model.attention, mesh.device_type)
-    if mesh.device_type != "cpu":  # on a CPU the tests compare it
-        check_kernel(kernel, torch.device(mesh.device_type), model.heads // model.kv, model.head_width, dtype)
-    for attention in attentions:
-        if type(attention.core) is not CORES[model.attention] or attention.core.window != model.window:
-            raise UserError(
-                f"parallel.cp_method: a ring would replace the attention core that model.block = {model.block!r} gives "
-                'its blocks: use "ulysses"'
-            )
-        attention.core = RingAttention(mesh, kernel)
+    kernel = None
+    if method == "ring":
+        kernel = block_kernel(model.attention, mesh.device_type)
+        if mesh.device_type != "cpu":  # on a CPU the tests compare it
+            check_kernel(kernel, torch.device(mesh.device_type), model.heads // model.kv, model.head_width, dtype)
+    for index, block in stage.layers.items():
+        view = model.of_block(int(index))
+        for attention in [module for module in block.modules() if isinstance(module, Attention)]:
+            if kernel is None:
+                attention.core = UlyssesAttention(mesh, attention.core)
+            elif type(attention.core) is not CORES[view.attention] or attention.core.window != view.window:
+                raise UserError(
+                    f"parallel.cp_method: a ring would replace the attention core that model.block = {model.block!r} "
+                    'gives its blocks: use "ulysses"'
+                )
+            elif view.window_within(sequence_length) < sequence_length:
+                attention.core = WindowAttention(mesh, attention.core)
+            else:
+                attention.core = RingAttention(mesh, kernel)
 
 
 class UlyssesAttention(nn.Module):

@@ -40,7 +40,7 @@ def parallelize(
     """Return this rank's stages of a model built on the meta device, sharded and wrapped, still without memory.
 
     dtype: of the computation; weights and gradient reductions are float32. sequence_length: in tokens; it decides how
-    much a block costs compared with the head when stages are balanced.
+    much a block costs compared with the head when stages are balanced, and which windows are shorter.
     """
     applied("recompute", recompute)
     applied("compile", compile)
@@ -79,7 +79,7 @@ def parallelize(
         if parallel.cp > 1:
             from torchllm.parallel.context import apply_context_parallel
 
-            apply_context_parallel(stage, mesh.cp, parallel.cp_method, dtype)
+            apply_context_parallel(stage, mesh.cp, parallel.cp_method, dtype, sequence_length)
             log_layout("context parallel over %d ranks, %s", parallel.cp, parallel.cp_method)
 
         if recompute.mode != "none":

@@ -38,6 +38,7 @@ from torchllm.models.decoder import Block, BlockInputs, Decoder, run_blocks
 from torchllm.models.experts import Router
 from torchllm.parallel.ring import RingAttention
 from torchllm.parallel.saved_results import SavedResults
+from torchllm.parallel.windows import WindowAttention
 from torchllm.runtime.torch_compat import PROFILER_MARKS, VARLEN_ATTENTION, checkpoint_wrapper
 
 _WEIGHT_PRODUCTS = (
@@ -81,7 +82,7 @@ def apply_recompute(stage: Decoder, config: Recompute, layers: int, compiles_blo
             for block in stage.layers.values():
                 _wrap(block, ["mlp"])
         case "selective" | "selective_half":
-            has_ring = any(isinstance(module, RingAttention) for module in stage.modules())
+            has_ring = any(isinstance(module, RingAttention | WindowAttention) for module in stage.modules())
             saver = _SAVERS[config.mode, has_ring]
             for name, block in list(stage.layers.items()):
                 assert isinstance(block, Block)

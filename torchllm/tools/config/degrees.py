@@ -195,12 +195,20 @@ def _context_problems(config: Config) -> Iterator[ConfigError]:
             'parallel.cp_method = "ulysses"',
         )
     for path, of_kind in config.of_kinds.items():
-        if is_ring and of_kind.model.window_within(length) < length:
+        window = of_kind.model.window
+        if is_ring and window_reaches_too_far(of_kind.model, length, parallel.cp):
             yield config_error(
                 "parallel.cp_method",
-                f"a ring sends all keys to all ranks and has no sliding window: {path}.window = {of_kind.model.window} "
-                f'is under training.sequence_length = {length}; use "ulysses"',
+                f"in a ring a window reaches back over one of {pieces} pieces of the sequence, {length // pieces} "
+                f'tokens, and {path}.window = {window} is longer: use "ulysses", or parallel.cp = '
+                f"{max(1, length // (2 * (window - 1)))} or less",
             )
+
+
+def window_reaches_too_far(view: Model, length: int, cp: int) -> bool:
+    """Return whether the window of a block is too long for a ring: it reaches over more than a piece of a sequence."""
+    piece = length // (2 * cp)
+    return piece + 1 < view.window_within(length) < length
 
 
 def _data_rank_problems(config: Config, parallel: Parallel) -> Iterator[ConfigError]:

@@ -275,13 +275,16 @@ def block_activations(
     software: Software,
     trained: TrainedParameters = ALL_TRAINED,
     ulysses: bool = False,
+    tokens_before: float = 0.0,
 ) -> BlockActivations:
     """Return the activations of one block; of a sparse block if a model has experts. Cached: many layouts share it.
 
-    ulysses: whether context parallelism exchanges heads, whose results are kept.
+    ulysses: whether context parallelism exchanges heads, whose results are kept. tokens_before: of `Case`.
     """
     width = Widths.of(model, piece)
     stored = stored_per_token(model, piece, kernels, software, trained, ulysses)
+    before = 2.0 * tokens_before * (width.query + 2 * width.key)  # queries, keys and values of attention
+    stored = stored._replace(exchanged=stored.exchanged + before)
     routed = routed_activations(model, piece, kernels)
     attention = attention_bytes(width, stored)
 

@@ -76,6 +76,19 @@ class Case:
         )
 
     @property
+    def tokens_before(self) -> float:
+        """Tokens before each piece of a sequence that a window reaches, per token; 0 unless `parallel/windows.py` acts.
+
+        On average over the blocks: windows may differ.
+        """
+        parallel, length = self.parallel, self.training.sequence_length
+        if parallel.cp == 1 or parallel.cp_method != "ring":
+            return 0.0
+        windows = [view.window_within(length) for view in self.model.views]
+        reached = sum(window - 1 for window in windows if window < length)
+        return reached / len(windows) / (length / (2 * parallel.cp))
+
+    @property
     def of_views(self) -> tuple["Case", ...]:
         """The same layout of the models of `parameters.different_views`, whose blocks are all of one kind."""
         return tuple(replace(self, model=view) for view in different_views(self.model))

@@ -330,7 +330,8 @@ def context_parallel(case: Case, core: float) -> PassSeconds:
     """Return the seconds of a block's exchanges over cp, forward and backward; `core`: seconds of its attention.
 
     Ring: keys and values go round while attention computes on those before; their gradients with them in the backward.
-    Ulysses: all-to-alls of queries, keys, values and results, which wait.
+    A shorter window: the keys and values that it reaches go to both neighbors, and queries before each piece are
+    computed too (`parallel/windows.py`). Ulysses: all-to-alls of queries, keys, values and results, which wait.
     """
     model, parallel = case.model, case.parallel
     if parallel.cp == 1:
@@ -344,6 +345,10 @@ def context_parallel(case: Case, core: float) -> PassSeconds:
         exchange += (ALL_TO_ALLS - 1) * over_cp.latency  # `exchange` has the latency of one
         return PassSeconds(exchange, exchange)
     keys_and_values = head_bytes * model.kv * model.head_width / parallel.tp
+    if case.tokens_before:
+        exchange = over_cp.send(case.tokens_before * keys_and_values)
+        more = core * case.tokens_before / 2  # the first of these queries have few keys
+        return PassSeconds(exchange + more, exchange + FLASH_BACKWARD_OPERATIONS * more)
     turns = parallel.cp - 1
     core_per_turn = core / parallel.cp
     forward_turn = exposed(over_cp.send(keys_and_values), core_per_turn, share)

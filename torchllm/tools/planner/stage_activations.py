@@ -24,7 +24,7 @@ def activations_of_blocks(case: Case) -> ActivationsOfBlocks:
     """Return the activations of the blocks of a layout."""
     parallel = case.parallel
     ulysses = parallel.cp > 1 and parallel.cp_method == "ulysses"
-    settings = case.piece, case.kernels, case.software, case.trained, ulysses
+    settings = case.piece, case.kernels, case.software, case.trained, ulysses, case.tokens_before
     usual = block_activations(case.model, *settings)
     if not case.model.experts:
         return ActivationsOfBlocks(usual, usual)

@@ -28,7 +28,7 @@ from torchllm.config import (
 )
 from torchllm.config.schema import RecomputeMode
 from torchllm.facts.flops import ALL_TRAINED
-from torchllm.tools.config.degrees import BLOCK_MODES, obstacle_to_compiled_blocks
+from torchllm.tools.config.degrees import BLOCK_MODES, obstacle_to_compiled_blocks, window_reaches_too_far
 from torchllm.tools.config.float8_sizes import FLOAT8_MULTIPLE, takes_float8_tokens, unfit_for_float8
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.cluster import Hardware
@@ -37,6 +37,7 @@ from torchllm.tools.planner.evidence.stacks import STACKS
 from torchllm.tools.planner.experts import IMBALANCE
 from torchllm.tools.planner.frozen_weights import with_frozen_weights
 from torchllm.tools.planner.optimizer_states import with_optimizer_states
+from torchllm.tools.planner.parameters import different_views
 from torchllm.tools.planner.software import Software
 
 C = TypeVar("C", bound=Config)
@@ -277,7 +278,8 @@ class Job:
         if cp == 1:
             return [self.fixed.get("cp_method", "ring")]
         methods = []
-        if length % (2 * cp) == 0 and self.model.attention not in ("flash", "flex"):
+        has_long_window = any(window_reaches_too_far(view, length, cp) for view in different_views(self.model))
+        if length % (2 * cp) == 0 and self.model.attention not in ("flash", "flex") and not has_long_window:
             methods.append("ring")
         heads = self.model.kv // mesh.tp
         if length % cp == 0 and heads % cp == 0:

@@ -1,0 +1,98 @@
+"""Windows over zigzag pieces are windows over the whole sequence; tests of what is sent."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.parallel.test_context import DOCUMENTS as WITH_DOCUMENTS
+from tests.parallel.test_context import RING2, sends
+from tests.parallel.test_ring import (
+    DOCUMENTS,
+    EXACT,
+    LENGTH,
+    Results,
+    forward_backward,
+    inputs_of,
+    part_of,
+    whole_inputs,
+)
+from tests.parity import Settings, check
+from tests.workers import run
+from torchllm.models.attention import CORES, EagerAttention
+from torchllm.models.document_attention import visible_keys
+from torchllm.parallel.windows import WindowAttention
+
+WINDOWED: Settings = {
+    **RING2,
+    "model.layers": 3,
+    "model.pattern": ("local", "pairs", "full"),
+    "model.kinds": {"local": {"window": 7}, "pairs": {"window": 2}, "full": {}},
+}
+
+
+def in_pieces(name: str, window: int, documents: Tensor | None) -> Results:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    if documents is not None:
+        documents = part_of(documents, rank, ranks)
+    attention = WindowAttention(mesh, CORES[name](window))
+    return forward_backward(attention, inputs_of(rank, ranks, torch.float64), documents)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_windows_over_pieces_are_windows_over_the_whole_sequence(ranks: int) -> None:
+    longest = LENGTH // (2 * ranks) + 1  # it reaches all tokens of the piece before
+    cases = [(1, "none"), (2, "two"), (5, "one and many"), (longest, "none"), (longest, "a long one")]
+    for window, name in cases:
+        documents = DOCUMENTS[name]
+        ids = torch.zeros(2, LENGTH, dtype=torch.int64) if documents is None else documents
+        whole = forward_backward(EagerAttention(window), whole_inputs(torch.float64), ids)
+        core = "eager" if ranks == 4 else "sdpa"
+        for rank, results in enumerate(run(in_pieces, ranks, core, window, documents)):
+            for result, expected in zip(results, whole, strict=True):
+                part = part_of(expected, rank, ranks)
+                torch.testing.assert_close(result, part, rtol=0, atol=EXACT, msg=f"{window} {name}")
+
+
+def test_the_reference_has_the_window() -> None:
+    ids = torch.zeros(1, 5, dtype=torch.int64)
+    assert visible_keys(ids, ids, 2)[0].int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [0, 1, 1, 0, 0],
+        [0, 0, 1, 1, 0],
+        [0, 0, 0, 1, 1],
+    ]
+
+
+@pytest.mark.parametrize("documents", [{}, WITH_DOCUMENTS], ids=["", "documents"])
+def test_kinds_with_and_without_windows_train_the_same_model(documents: Settings) -> None:
+    check({**WINDOWED, **documents})
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"parallel.cp": 3, "model.attention": "eager", "training.sequence_length": 48},
+        {"recompute.mode": "full"},
+        {"recompute.mode": "selective"},
+        {"recompute.mode": "selective_half", "parallel.dp_shard": 2},
+        {"parallel.tp": 2, "parallel.pp": 2},
+        {"parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble", "model.layers": 4},
+        {"compile.block": True},
+    ],
+    ids=str,
+)
+def test_layouts(layout: Settings) -> None:
+    check({**WINDOWED, **WITH_DOCUMENTS, **layout})
+
+
+def test_only_what_a_window_reaches_is_sent_and_selective_recomputation_sends_nothing_again() -> None:
+    """6 tokens' keys and values in each direction but beyond the ends. B 2, K 4, Q 8, float32; S 32 over 2 ranks."""
+    reached = 2 * 6 * 2 * 4 * 8 * 4
+    settings = {**RING2, "model.layers": 2, "model.window": 7}
+    for mode in ("none", "selective"):
+        for forward, backward in run(sends, 2, {**settings, "recompute.mode": mode}):
+            assert forward == backward == [reached] * 2
