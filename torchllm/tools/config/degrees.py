@@ -197,11 +197,12 @@ def _context_problems(config: Config) -> Iterator[ConfigError]:
     for path, of_kind in config.of_kinds.items():
         window = of_kind.model.window
         if is_ring and window_reaches_too_far(of_kind.model, length, parallel.cp):
+            most = length // (2 * (window - 1))
+            or_fewer = f", or parallel.cp = {most} or less" if most > 1 else ""
             yield config_error(
                 "parallel.cp_method",
                 f"in a ring a window reaches back over one of {pieces} pieces of the sequence, {length // pieces} "
-                f'tokens, and {path}.window = {window} is longer: use "ulysses", or parallel.cp = '
-                f"{max(1, length // (2 * (window - 1)))} or less",
+                f'tokens, and {path}.window = {window} is longer: use "ulysses"{or_fewer}',
             )
 
 
