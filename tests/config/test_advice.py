@@ -135,7 +135,9 @@ ADVICE = [
         ],
         ranks=2,
     ),
-    Advice({"parallel.cp": 2, "model.window": 1000}, "parallel.cp_method", [{"parallel.cp_method": "ulysses"}], ranks=2),
+    Advice(
+        {"parallel.cp": 2, "model.window": 1000}, "parallel.cp_method", [{"parallel.cp_method": "ulysses"}], ranks=2
+    ),
 ]
 
 
