@@ -398,7 +398,7 @@ KIND_KEYS = ("window", "rotary_fraction", *(name for name in Model.__dataclass_f
 @lru_cache(maxsize=1024)
 def _view(model: Model, kind: str, has_experts: bool) -> Model:
     """Return `model.of_block` of a block with this kind, "" if the model has none."""
-    keys: Mapping[str, Any] = model.kinds[kind] if kind else {}
+    keys: Mapping[str, Any] = model.kinds.get(kind, {})  # `checks.py` reports a kind without a table
     view = replace(model, pattern=(), kinds=Kinds(), dense_layers=0, **keys)
     return view if has_experts else without_experts(view)
 
@@ -957,7 +957,7 @@ class Config:
     def of_kinds(self) -> dict[str, "Config"]:
         """The config with [model] as each kind of blocks has it, by path ("model.kinds.local"), or else by "model"."""
         model = self.model
-        if not model.pattern or set(model.pattern) - model.kinds.keys():  # `checks.py` reports a kind without a table
+        if not model.pattern:
             return {"model": self}
         return {
             f"model.kinds.{kind}": replace(self, model=model.of_kind(kind)) for kind in dict.fromkeys(model.pattern)
