@@ -129,6 +129,10 @@ def test_a_published_model_is_written_as_toml_from_its_config_alone(
     assert Model(**table) == read_hub_config(folder / "llama").model
     assert text.startswith("# config.json of llama\n[model]\nlayers = 2\nhidden = 4096\n")
     assert "head_dim" not in text
+    (folder / "llama/config.json").write_text('{"model_type": "smollm3", "num_hidden_layers": 8}')
+    cli.main(["model", "llama"])
+    kinds = "\n[model.kinds.rope]\n\n[model.kinds.no_rope]\nrotary_fraction = 0.0\n"
+    assert capsys.readouterr().out.endswith(kinds)
     (folder / "llama/config.json").write_text('{"model_type": "gpt2", "n_embd": 768, "n_positions": 1024}')
     cli.main(["model", "llama"])
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "--check" in line]

@@ -15,7 +15,7 @@ from typing import NoReturn
 from torchllm import __version__
 from torchllm.config import Config, Model
 from torchllm.config.errors import UserError
-from torchllm.config.toml import toml_value
+from torchllm.config.toml import dotted, toml_value
 from torchllm.tools.config.environment import system_errors_on_one_line
 from torchllm.tools.resources import HOME, resource
 
@@ -170,8 +170,11 @@ def model_toml(arguments: Sequence[str]) -> str:
     lines += [f"# In a run, --check refuses {problem.key}: {problem.message}" for problem in refused]
     lines.append("[model]")
     for key, value in vars(model).items():
-        if value != getattr(Model(), key):
+        if key != "kinds" and value != getattr(Model(), key):
             lines.append(f"{key} = {toml_value(value)}")
+    for kind, values in model.kinds.items():
+        lines += ["", f"[{dotted(('model', 'kinds', kind))}]"]
+        lines += [f"{key} = {toml_value(value)}" for key, value in values.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -159,7 +159,7 @@ def test_a_model_that_came_from_another_family_goes_back_to_it(tmp_path: Path) -
     assert "base_model: org/name\n" in (folder / "README.md").read_text()
 
 
-ROUND_TRIPS = ["llama31", "qwen2-window", "olmo2", "qwen3-moe", "glm4-moe", "gpt2"]
+ROUND_TRIPS = ["llama31", "qwen2-window", "olmo3", "smollm3", "qwen3-moe", "glm4-moe", "gpt2"]
 
 
 @pytest.mark.parametrize(

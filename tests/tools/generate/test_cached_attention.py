@@ -1,7 +1,9 @@
 import torch
 
+from torchllm.config import Kinds, Model
 from torchllm.models.attention import CORES
-from torchllm.tools.generate.cached_attention import CachedAttention
+from torchllm.models.decoder import build_model
+from torchllm.tools.generate.cached_attention import CachedAttention, caching
 
 LENGTH, PROMPT = 12, 6
 
@@ -22,3 +24,21 @@ def test_one_token_at_a_time_is_the_whole_computation() -> None:
             torch.testing.assert_close(
                 torch.cat(parts, dim=1), expected, rtol=1e-5, atol=1e-6
             )  # a row at a time: other sums
+
+
+def test_each_kind_of_blocks_caches_its_window_and_turns_its_positions() -> None:
+    """Windows 3 and 8: one is full after the prompt, one later."""
+    kinds = {"near": {"window": 3, "rotary_fraction": 0.0}, "far": {"window": 8, "rope_theta": 50.0}, "all": {}}
+    sizes = {"layers": 4, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab": 31}
+    model = build_model(Model(**sizes, pattern=tuple(kinds), kinds=Kinds(kinds))).double()
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(31, (2, LENGTH), generator=generator)
+    positions = torch.arange(LENGTH).expand(2, LENGTH)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.5, generator=generator)
+        expected = model(tokens, positions)
+        with caching(model, room=LENGTH, padding=None):
+            for begin, end in ((0, PROMPT), *((i, i + 1) for i in range(PROMPT, LENGTH))):
+                logits = model(tokens[:, begin:end], positions[:, begin:end])
+                torch.testing.assert_close(logits[:, 0], expected[:, end - 1], rtol=1e-10, atol=1e-10)

@@ -37,6 +37,10 @@ YARN = {
     "beta_slow": 0.5,
     "attention_factor": 1.3,
 }
+FULL, SLIDING = "full_attention", "sliding_attention"
+OLMO3_ROPE = {FULL: YARN | {"rope_theta": 500000.0}, SLIDING: {"rope_type": "default", "rope_theta": 500000.0}}
+NO_ENDS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+"""the ids of the class are over the vocabulary"""
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", SIZES),
     "llama31": ("LlamaConfig", SIZES | {"rope_parameters": LLAMA3_SCALING, "tie_word_embeddings": True}),
@@ -52,8 +56,44 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2Config",
         SIZES | WINDOW_HEADS | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0},
     ),
+    "ministral": (
+        "MinistralConfig",
+        SIZES | WINDOW_HEADS | {"head_dim": 6, "sliding_window": 9, "layer_types": [FULL, SLIDING] * 2},
+    ),
+    "olmo3": ("Olmo3Config", SIZES | WINDOW_HEADS | NO_ENDS | {"sliding_window": 9, "rope_parameters": OLMO3_ROPE}),
+    "olmo3-linear": (
+        "Olmo3Config",
+        SIZES
+        | NO_ENDS
+        | {"sliding_window": 5, "layer_types": [FULL, SLIDING, SLIDING, FULL]}
+        | {"rope_parameters": OLMO3_ROPE | {FULL: {"rope_type": "linear", "factor": 2.0, "rope_theta": 500000.0}}},
+    ),
+    "smollm3": ("SmolLM3Config", SIZES | NO_ENDS | {"rope_parameters": YARN}),
+    "smollm3-windows": (
+        "SmolLM3Config",
+        SIZES
+        | WINDOW_HEADS
+        | NO_ENDS
+        | {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "no_rope_layers": [0, 1, 1, 0],
+            "tie_word_embeddings": False,
+        },
+    ),
     "olmo2": ("Olmo2Config", SIZES | {"pad_token_id": None, "eos_token_id": None}),
+    "qwen2-windows": (
+        "Qwen2Config",
+        SIZES | WINDOW_HEADS | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3},
+    ),
     "qwen3": ("Qwen3Config", SIZES | {"head_dim": 6, "rms_norm_eps": 1e-5}),
+    "qwen3-windows": (
+        "Qwen3Config",
+        SIZES
+        | WINDOW_HEADS
+        | {"head_dim": 6, "use_sliding_window": True, "sliding_window": 9}
+        | {"layer_types": [SLIDING, FULL, FULL, SLIDING]},
+    ),
     "mixtral": ("MixtralConfig", SIZES | {"num_local_experts": 6}),
     "mixtral-window": ("MixtralConfig", SIZES | WINDOW_HEADS | {"num_local_experts": 4, "sliding_window": 9}),
     "qwen3-moe": (

@@ -17,8 +17,9 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RotaryEmbeddingConfigMixin
 
 from tests.facts.test_model_sizes import load
-from tests.tools.hub.published import CONFIGS, LLAMA3_SCALING, YARN, as_json, hub_config
-from torchllm.config import Model
+from tests.tools.hub.published import CONFIGS, FULL, LLAMA3_SCALING, SLIDING, YARN, as_json, hub_config
+from torchllm.config import Kinds, Model
+from torchllm.facts.flops import parameter_count
 from torchllm.models.layers import rotary_frequencies
 from torchllm.tools.hub.config_json import (
     NoFamily,
@@ -72,8 +73,8 @@ def test_each_field_may_be_missing() -> None:
         for field in HUB_FAMILIES[config.model_type].field_names:
             content = dict(content_of(name))
             content.pop(field, None)  # some classes have no head_dim
-            if field in ("num_hidden_layers", "use_sliding_window"):
-                content.pop("layer_types", None)  # one per layer
+            if field in ("num_hidden_layers", "sliding_window"):
+                content |= dict.fromkeys({"layer_types", "no_rope_layers"} & content.keys())  # one per layer
             if model_of(content) != model_of(as_json(type(config)(**content))):
                 wrong.append((name, field))
     assert not wrong
@@ -99,6 +100,7 @@ def test_both_spellings_are_read_and_written() -> None:
 
 
 LINEAR = {"rope_type": "linear", "factor": 2.0}
+OLD_YARN = {key: value for key, value in YARN.items() if key != "rope_theta"}
 OLD_LLAMA3 = {key: value for key, value in LLAMA3_SCALING.items() if key != "rope_theta"}
 SAID_ELSEWHERE: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"rope_scaling": {"rope_theta": 1e6, "rope_type": "default"}}),
@@ -109,6 +111,10 @@ SAID_ELSEWHERE: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"rope_scaling": OLD_LLAMA3, "original_max_position_embeddings": 16}),
     ("llama", {"rope_scaling": LINEAR, "original_max_position_embeddings": 16}),
     ("glm4-moe", {"rope_scaling": LINEAR | {"partial_rotary_factor": 0.25}}),
+    ("olmo3", {"rope_theta": 500000, "rope_scaling": OLD_YARN, "layer_types": None}),
+    ("qwen2-windows", {"layer_types": None, "max_window_layers": 1}),
+    ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 2}),
+    ("smollm3-windows", {"layer_types": None}),
     ("gpt2", {"num_attention_heads": 8, "num_hidden_layers": 3, "hidden_size": 64, "max_position_embeddings": 16}),
 ]
 """changes of a published config.json that transformers reads by another name, or at another place"""
@@ -170,6 +176,7 @@ def test_each_field_of_a_rope_table_that_transformers_reads_is_known() -> None:
         assert unknown_rope_fields({"rope_scaling": table}) == [], kind
 
 
+MIXED = [FULL, SLIDING] * 2
 MSCALES = {"mscale": 1.0, "mscale_all_dim": 0.5}
 REFUSED = {
     "llama": [
@@ -212,6 +219,25 @@ REFUSED = {
         ({"num_key_value_heads": 0}, "num_key_value_heads: must be at least 1, not 0"),
         ({"head_dim": 0}, "head_dim: must be at least 1, not 0"),
         ({"num_hidden_layers": 0}, "num_hidden_layers: must be a whole number of at least 1"),
+    ],
+    "mixtral-window": [
+        ({"layer_types": MIXED}, "layer_types: a sliding window of some blocks and not of others is not")
+    ],
+    "olmo3": [
+        ({"sliding_window": None}, "layer_types: sliding_attention needs a sliding_window, but there is none"),
+        ({"rope_parameters": YARN}, "rope_parameters: must have a table for each of layer_types"),
+        ({"rope_parameters": None, "rope_theta": 1e6}, "rope_theta: is 1000000.0 for transformers 4, which"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_parameters: says otherwise than rope_theta"),
+        (
+            {"rope_parameters": {FULL: YARN | {"factor": 0.5}}},
+            "rope_parameters.full_attention.factor: must be a number",
+        ),
+        ({"sliding_window": "9"}, "sliding_window: must be a whole number"),
+    ],
+    "smollm3": [
+        ({"no_rope_layers": [1, 1]}, "no_rope_layers: must be 0 or 1 for each of num_hidden_layers blocks, not [1, 1]"),
+        ({"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval: must be a whole number of at"),
+        ({"layer_types": MIXED}, "layer_types: sliding_attention needs a sliding_window, but there is none"),
     ],
     "mistral": [
         ({"sliding_window": 0}, "sliding_window: must be at least 1, not 0"),
@@ -264,13 +290,76 @@ def test_what_the_model_has_not_is_refused_by_its_field() -> None:
     assert not wrong
 
 
-def test_a_window_of_some_blocks_is_refused_by_its_field() -> None:
-    content = content_of("qwen2-window")
-    mixed = ["full_attention"] * 2 + ["sliding_attention"] * 2
-    (problem,) = read_config_json(content | {"layer_types": mixed}).problems
-    assert problem.startswith("layer_types: a sliding window of some blocks")
-    (problem,) = read_config_json(content | {"layer_types": None, "max_window_layers": 2}).problems
-    assert problem.startswith("max_window_layers: a sliding window of some blocks")
+KINDS = {
+    "olmo3": {
+        "pattern": ("window", "window", "window", "full"),
+        "kinds": {
+            "window": {"window": 9},
+            "full": {
+                "rope_scaling": "yarn",
+                "rope_scaling_factor": 4.0,
+                "rope_original_length": 16,
+                "rope_beta_fast": 8.0,
+                "rope_beta_slow": 0.5,
+                "rope_attention_factor": 1.3,
+            },
+        },
+    },
+    "olmo3-linear": {
+        "pattern": ("full", "window", "window"),
+        "kinds": {"full": {"rope_scaling": "linear", "rope_scaling_factor": 2.0}, "window": {"window": 5}},
+    },
+    "smollm3": {
+        "pattern": ("rope", "rope", "rope", "no_rope"),
+        "kinds": {"rope": {}, "no_rope": {"rotary_fraction": 0.0}},
+    },
+    "smollm3-windows": {
+        "pattern": ("no_rope_window", "rope_full", "rope_full"),
+        "kinds": {"no_rope_window": {"window": 9, "rotary_fraction": 0.0}, "rope_full": {}},
+    },
+    "qwen2-windows": {
+        "pattern": ("full", "full", "full", "window"),
+        "kinds": {"full": {}, "window": {"window": 9}},
+    },
+}
+
+
+def test_blocks_that_differ_are_the_shortest_pattern_of_kinds() -> None:
+    for name, expected in KINDS.items():
+        values = read_config_json(content_of(name)).values
+        assert {key: values[key] for key in ("pattern", "kinds")} == expected, name
+
+
+def test_published_models_whose_blocks_differ_have_their_parameters() -> None:
+    """Of allenai/Olmo-3-1025-7B and HuggingFaceTB/SmolLM3-3B: the fields that the default of the class does not say."""
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "beta_fast": 32.0}
+    scaling |= {"beta_slow": 1.0, "attention_factor": 1.2079441541679836}
+    olmo3 = {"vocab_size": 100278, "max_position_embeddings": 65536, "rms_norm_eps": 1e-6, "rope_theta": 500000}
+    model = model_of({"model_type": "olmo3", **olmo3, "rope_scaling": scaling})
+    assert (parameter_count(model), [view.window for view in model.views[:4]]) == (7_298_011_136, [4096] * 3 + [0])
+    smollm3 = {"max_position_embeddings": 65536, "rope_theta": 5e6, "no_rope_layer_interval": 4, "pretraining_tp": 2}
+    model = model_of({"model_type": "smollm3", **smollm3, "max_window_layers": 28, "use_sliding_window": False})
+    assert parameter_count(model) == 3_075_098_624
+    assert [view.has_rotary_positions for view in model.views] == [True, True, True, False] * 9
+
+
+def test_a_mistral_whose_blocks_differ_is_a_ministral() -> None:
+    """As Mistral AI has published Ministral 8B, and AutoConfig of transformers reads it."""
+    named = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    read = read_config_json(content_of("ministral") | named)
+    assert read.family is HUB_FAMILIES["ministral"]
+    assert not read.problems
+    assert read.values == read_config_json(content_of("ministral")).values
+
+
+def test_a_pattern_that_is_written_otherwise_is_the_same_model() -> None:
+    """Also where [model] has the keys of most blocks, and some say nothing in the others."""
+    model = model_of(content_of("olmo3"))
+    scaled = model.kinds["full"]
+    kinds = Kinds({"a": {"window": 9, "rope_scaling_factor": 1.0}, "b": {}})
+    other = replace(model, **scaled, pattern=("a", "a", "a", "b", "a"), kinds=kinds)
+    assert form_of(other) == form_of(model)
+    assert write_config_json(other, HUB_FAMILIES["olmo3"]) == write_config_json(model, HUB_FAMILIES["olmo3"])
 
 
 def test_windows_are_off_where_the_classes_have_them_off() -> None:
@@ -362,6 +451,7 @@ def test_a_model_with_experts_is_exported_as_the_family_that_has_its_features() 
         assert why_no_family(model) == []
 
 
+OLMO = Model(qk_norm="width", norm_position="after")
 NOT_EXPORTED = [
     (replace(SPARSE, router_renormalize=False), "'mixtral' cannot have model.router_renormalize = False"),
     (replace(SPARSE, router_scale=2.5), "'mixtral' cannot have model.router_scale = 2.5"),
@@ -372,6 +462,18 @@ NOT_EXPORTED = [
     (replace(SPARSE, router_score="sigmoid"), "'mixtral' cannot have model.router_score = 'sigmoid'"),
     (replace(SPARSE, qk_norm="width", head_dim=64), "'olmoe' cannot have model.head_dim = 64"),
     (replace(SPARSE, qk_norm="head", window=64), "'qwen3_moe' cannot have model.window = 64"),
+    (
+        replace(SPARSE, pattern=("near", "all"), kinds=Kinds({"near": {"window": 64}, "all": {}})),
+        "'mixtral' cannot have model.kinds.near.window = 64",
+    ),
+    (
+        replace(OLMO, pattern=("near", "all"), kinds=Kinds({"near": {"window": 64}, "all": {"window": 128}})),
+        "'olmo3' cannot have model.kinds.near.window = 64, model.kinds.all.window = 128",
+    ),
+    (
+        replace(OLMO, pattern=("rope", "none"), kinds=Kinds({"rope": {}, "none": {"rotary_fraction": 0.0}})),
+        "'olmo2' cannot have model.kinds.none.rotary_fraction = 0.0",
+    ),
 ]
 
 
@@ -380,6 +482,11 @@ def test_a_combination_of_features_that_no_family_has_is_named() -> None:
     with pytest.raises(NoFamily, match=r"'glm4_moe' cannot have n_shared_experts: is 0"):
         write_config_json(replace(EXPORTED_AS["glm4_moe"], shared_experts=0), glm)
     assert write_config_json(EXPORTED_AS["glm4_moe"], glm)["num_nextn_predict_layers"] == 0
+    bases = Kinds({"near": {"window": 64}, "all": {"rope_theta": 1e6}})
+    with pytest.raises(
+        NoFamily, match=r"'olmo3' cannot have rope_theta: is 1000000.0 for transformers 4, .* 10000.0 in"
+    ):
+        write_config_json(replace(OLMO, pattern=("near", "all"), kinds=bases), HUB_FAMILIES["olmo3"])
     for model, reason in NOT_EXPORTED:
         reasons = why_no_family(model)
         assert len(reasons[0].keys) == 1, reason  # the family that it differs least from is the first

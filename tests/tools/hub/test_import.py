@@ -62,13 +62,16 @@ def layout(axes: tuple[str, ...]) -> Settings:
 
 LAYOUTS = [
     ("llama", ("cp", "tp"), ""),
-    ("olmo2", ("1f1b", "tp"), "tied"),
+    ("olmo3", ("1f1b", "tp"), "tied"),
     ("gpt2", ("fsdp", "sp"), "uneven"),
     ("qwen3", ("hsdp", "v"), "tied"),
     ("glm4-moe", ("v",), ""),
 ]
 """every axis but the ZeRO stages is among them"""
 MORE_LAYOUTS = [
+    ("olmo2", ("cp", "tp"), "tied"),
+    ("smollm3-windows", ("v",), "uneven"),
+    ("qwen2-windows", ("cp", "fsdp"), ""),
     ("qwen3-moe", ("sp", "zero0"), "uneven"),
     ("qwen2", ("zero2",), ""),
     ("mistral-nemo", ("sp", "v"), "uneven"),
@@ -99,7 +102,7 @@ def config_of(folder: Path, settings: Settings) -> Config:
     if config.parallel.zero_stage != 3 and config.parallel.pp > 1:
         training = replace(training, micro_batch_size=1)
     parallel = config.parallel
-    if model.window:  # a ring has none
+    if any(view.window for view in model.views):  # a ring has none
         parallel = replace(parallel, cp_method="ulysses")
     return replace(config, model=model, training=training, parallel=parallel)
 
@@ -266,7 +269,7 @@ def test_new_rows_start_at_random_as_without_the_file(folders: Path) -> None:
         assert torch.equal(grown.weight[96:], fresh.weight[96:])  # type: ignore[union-attr, index]
 
 
-STEPS = 8
+STEPS = 20
 
 
 def train_on_layout(config: Config) -> list[float]:
@@ -307,8 +310,10 @@ def train_with_transformers(hub_model: Any, config: Config) -> list[float]:
     return losses
 
 
-TRAINED = [("qwen3", ("fsdp",), ""), ("llama31", ("tp",), "uneven")]
+TRAINED = [("qwen3", ("fsdp",), ""), ("llama31", ("tp",), "uneven"), ("olmo3", ("1f1b",), "")]
 MORE_TRAINED = [
+    ("smollm3-windows", ("cp",), ""),
+    ("ministral", ("v",), "uneven"),
     ("qwen3-moe", ("fsdp",), ""),
     ("glm4-moe", ("tp",), "uneven"),
     ("olmoe", ("fsdp",), ""),

@@ -14,7 +14,7 @@ from tests.config.test_applied_keys import changed
 from tests.recipes.saved_run import SIZES, save_run
 from tests.tools.hub.published import as_json, hub_config, save_published
 from torchllm.checkpoint.manifest import Manifest, publish
-from torchllm.config import Config, Model
+from torchllm.config import Config, Kinds, Model
 from torchllm.tools.config.idle import contradictions
 from torchllm.tools.front.resolve import BEYOND_LLAMA, load_run, load_sizes
 from torchllm.tools.front.start import load_configs
@@ -118,6 +118,33 @@ def test_rotary_positions_epsilon_and_length_may_be_chosen_and_are_printed(
         f"--model.vocab: 36 rows more than in {config}: they start at random",
     ):
         assert line in printed
+
+
+def test_a_key_of_a_kind_of_blocks_may_be_chosen_and_is_printed(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(as_json(hub_config("olmo3")) | {"vocab_size": 264}))
+    arguments = (f"--model.from_hf={tmp_path}", "--run.dry_run=true")
+    published = load(*arguments).model
+    assert published.pattern == ("window", "window", "window", "full")
+    capsys.readouterr()
+    model = load(*arguments, "--model.kinds.window.window=5", "--model.rope_theta=20000").model
+    kinds = {"window": {"window": 5}, "full": published.kinds["full"]}
+    assert model == replace(published, kinds=Kinds(kinds), rope_theta=20000.0)
+    printed = capsys.readouterr().err
+    assert f"--model.kinds.window.window: 5 is used, not the 9 of {config}" in printed
+    assert f"--model.rope_theta: 20000.0 is used, not the 500000.0 of {config}" in printed
+    model = load(*arguments, "--model.pattern=full").model
+    assert (model.pattern, model.kinds) == (("full",), {"full": published.kinds["full"]})
+    line = f"--model.pattern: ['full'] is used, not the ['window', 'window', 'window', 'full'] of {config}"
+    assert line in capsys.readouterr().err
+    assert refused(capsys, *arguments, "--model.window=5") == [
+        f"--model.window: the blocks of {config} differ in it: set model.kinds.window.window or model.kinds.full.window"
+    ]
+    os.environ["WORLD_SIZE"] = "1"
+    (line,) = refused(capsys, *arguments, "--model.kinds.near.window=5")
+    assert line.startswith("--model.kinds.near.window: ")
 
 
 def test_the_command_line_chooses_between_two_sources_of_initial_weights(
@@ -278,6 +305,12 @@ def test_a_model_that_cannot_be_exported_is_told_before_it_is_trained(
     assert f"[model] trains, but cannot be exported to Hugging Face: {reason}\n" in capsys.readouterr().err
     load("--model.experts=4", STDLIB, "--run.device=cpu")
     assert "exported" not in capsys.readouterr().err
+    kinds = ("--model.pattern=a,b", "--model.kinds.a.window=8", "--model.kinds.b.window=9")
+    load(*kinds, STDLIB, "--run.device=cpu")
+    reason_of_kinds = "models of type 'llama' cannot have model.kinds.a.window = 8, model.kinds.b.window = 9"
+    assert f"cannot be exported to Hugging Face: {reason_of_kinds}\n" in capsys.readouterr().err
+    assert "model.pattern: 'c' has no table [model.kinds.c], which" in refused(capsys, "--model.pattern=c", STDLIB)[0]
+    os.environ["WORLD_SIZE"] = "1"
     assert refused(capsys, *features, "--evaluate.tasks=arc_easy", "--parallel.dp_shard=1") == [
         f"--evaluate.tasks: are evaluated on an exported model, and this one cannot be exported: {reason}"
     ]

@@ -9,6 +9,7 @@ from torchllm.config.schema import (
     AXES,
     SCHEDULES,
     Config,
+    Model,
     Parallel,
     PipelineSchedule,
     RecomputeMode,

@@ -7,27 +7,36 @@ from typing import Any
 
 from torchllm.config import Config, Model
 from torchllm.config.errors import UserError
+from torchllm.config.schema import KIND_KEYS
 from torchllm.tools.config.checks import problems_of_use
 from torchllm.tools.config.read import ConfigError, read_table
-from torchllm.tools.hub.families.family import ConfigField, HubFamily, RequiredField, UnmappedParameter
+from torchllm.tools.hub.blocks import BlockForm, keys_of_blocks, read_blocks, write_blocks
+from torchllm.tools.hub.families.family import (
+    FULL,
+    LAYER_TYPES,
+    ConfigField,
+    FieldError,
+    HubFamily,
+    RequiredField,
+    UnmappedParameter,
+)
 from torchllm.tools.hub.families.registry import HUB_FAMILIES, UNSUPPORTED_TYPES
 from torchllm.tools.hub.rope import (
     FRACTION,
     LENGTH,
     ORIGINAL_LENGTH,
-    RopeError,
     read_rope,
     read_rotary_fraction,
+    rope_keys,
     rope_names,
+    rope_of_type,
     unknown_rope_fields,
-    write_rope,
 )
 
-ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters", ORIGINAL_LENGTH)
+ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
 SPARSE_STEP_FIELDS = ("decoder_sparse_step", "mlp_only_layers")
-ATTENTION_KINDS = ("full_attention", "sliding_attention")
-"""entries of layer_types"""
-WINDOW_FIELDS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+WINDOW_FIELDS = ("use_sliding_window", "max_window_layers")
+NO_ROPE_FIELDS = ("no_rope_layers", "no_rope_layer_interval")
 UNUSED_FIELDS = {
     "_attn_implementation",
     "_attn_implementation_internal",
@@ -123,6 +132,8 @@ FREE_KEYS = {
     "attention",
     "frozen",
     "from_hf",
+    "kinds",
+    "pattern",
     "upcycle",
     "upcycle_noise",
     "vocab_padding",
@@ -132,7 +143,8 @@ FREE_KEYS = {
     "balance_weight",
     "router_z_loss",
 }
-"""keys of [model] that no config.json knows: they say how a model is trained or run, not its form"""
+"""keys of [model] that no config.json knows: they say how a model is trained or run, not its form, or as pattern and
+kinds how it is written"""
 
 
 class NoFamily(UserError):
@@ -174,16 +186,14 @@ def read_config_json(content: Mapping[str, Any]) -> ReadConfig:
     if read.family is None:
         read.report("model_type", _why_unsupported(model_type))
         return read
+    _check_architecture(content, read.family, read)
+    if read.family.type_of_kinds and _has_kinds(content):
+        read.family = HUB_FAMILIES[read.family.type_of_kinds]
+    if read.family.has_window_fields and not content.get("use_sliding_window", False):
+        content = {**content, "sliding_window": None}
     _check_required(content, read.family, read)
     _read_fields(content, read.family, read)
-    if read.family.has_rotary_positions:
-        try:
-            read.values["rotary_fraction"] = read_rotary_fraction(content, read.family.rotary_fraction)
-            length = read.values.get("max_sequence_length")  # also where it is a default
-            read.values |= read_rope({**content, LENGTH: length}, read.family.rope_theta)
-        except RopeError as error:
-            read.problems.append(str(error))
-    _read_window(content, read.family, read)
+    _read_blocks(content, read.family, read)
     _check_values(content, read)
     if read.family.has_experts:
         _read_experts(content, read.family, read)
@@ -191,6 +201,12 @@ def read_config_json(content: Mapping[str, Any]) -> ReadConfig:
     if read.family.has_rotary_positions:
         read.unknown_fields += sorted(unknown_rope_fields(content))
     return read
+
+
+def _has_kinds(content: Mapping[str, Any]) -> bool:
+    """Return whether some blocks have the window and others not."""
+    types = content.get("layer_types")
+    return isinstance(types, list) and all(layer_type in types for layer_type in LAYER_TYPES)
 
 
 def _why_unsupported(model_type: Any) -> str:
@@ -210,8 +226,12 @@ def known_fields(family: HubFamily) -> set[str]:
     names |= {"quantization_config", FRACTION, "auto_map", "layer_types"} | family.constant_fields.keys()
     if family.has_rotary_positions:
         names |= set(ROPE_FIELDS)
+    if family.has_rotary_positions and not family.has_rope_by_type:  # those have it in their tables alone
+        names.add(ORIGINAL_LENGTH)
     if family.has_window_fields:
         names |= set(WINDOW_FIELDS)
+    if family.has_no_rope_layers:
+        names |= set(NO_ROPE_FIELDS)
     if family.has_sparse_step:
         names |= set(SPARSE_STEP_FIELDS)
     return names
@@ -220,15 +240,19 @@ def known_fields(family: HubFamily) -> set[str]:
 def _required_fields(family: HubFamily) -> list[RequiredField]:
     """Return the fields that must have one of some values in a family's config.json."""
     required = [*family.required, *family.unwritten, *BASE_FIELDS]
-    has_window = family.has_window_fields or "sliding_window" in family.field_names | set(family.ignored_fields)
+    has_window = "sliding_window" in family.field_names | set(family.ignored_fields)
     return required if has_window else [*required, WINDOW]
+
+
+def _check_architecture(content: Mapping[str, Any], family: HubFamily, read: ReadConfig) -> None:
+    """Report an architecture that is not the family's."""
+    architectures = content.get("architectures")
+    if architectures and architectures != [family.architecture]:
+        read.report("architectures", f"must be {[family.architecture]}, a language model, not {architectures}")
 
 
 def _check_required(content: Mapping[str, Any], family: HubFamily, read: ReadConfig) -> None:
     """Report fields that ask for an unsupported feature."""
-    architectures = content.get("architectures")
-    if architectures and architectures != [family.architecture]:
-        read.report("architectures", f"must be {[family.architecture]}, a language model, not {architectures}")
     for required in _required_fields(family):
         value = content.get(required.name, required.values[0])
         if value not in required.values:
@@ -309,65 +333,57 @@ def _read_dense_layers(content: Mapping[str, Any], layers: int, read: ReadConfig
     return dense_layers
 
 
-def _read_window(content: Mapping[str, Any], family: HubFamily, read: ReadConfig) -> None:
-    """Read the sliding window of a family with a window per layer, and whether all blocks have the same.
-
-    Qwen's is off unless use_sliding_window is true.
-    """
-    kinds = content.get("layer_types")
-    is_of_blocks = isinstance(kinds, list) and len(kinds) == read.values.get("layers")
-    if kinds is not None and not (is_of_blocks and all(kind in ATTENTION_KINDS for kind in kinds)):
-        known = " or ".join(ATTENTION_KINDS)
-        read.report("layer_types", f"must be {known} for each of num_hidden_layers blocks, not {kinds!r}")
-        return
-    name = "layer_types"
-    if family.has_window_fields:
-        is_used = content.get("use_sliding_window", False)
-        window = content.get("sliding_window", 4096) if is_used else None
-        if window == 0:
-            read.report("sliding_window", f"must be at least 1, not {window}")
-        read.values["window"] = window or 0
-        if kinds is None:
-            name = "max_window_layers"
-            kinds = _kinds_of_blocks(content, read)
-    kinds = set(kinds or [])
-    if len(kinds) > 1:
-        read.report(name, "a sliding window of some blocks and not of others is not supported")
-    elif "sliding_attention" in kinds and not read.values.get("window"):
-        read.report(name, "sliding_attention needs a sliding_window, but there is none")
-    elif "full_attention" in kinds and family.has_window_fields:
-        read.values["window"] = 0
-    elif "full_attention" in kinds and (window := read.values.get("window")):
-        # transformers' AutoConfig reads a mistral with this field as a ministral, and a mixtral without it
-        read.report(name, f"is full_attention, but sliding_window is {window}: remove one of them")
+def _read_blocks(content: Mapping[str, Any], family: HubFamily, read: ReadConfig) -> None:
+    """Read the windows and the rotary positions of the blocks."""
+    layers = read.values.get("layers")
+    window = read.values.pop("window", 0)
+    blocks = [BlockForm(FULL, has_rope=True)]
+    try:
+        if type(layers) is int and layers > 0:  # else another problem is about it
+            blocks = read_blocks(content, family, layers, window)
+    except FieldError as error:
+        read.problems.append(str(error))
+    keys: dict[BlockForm, dict[str, Any]] = {}
+    for block in dict.fromkeys(blocks):
+        keys[block] = {"window": 0 if block.layer_type == FULL else window}
+        if family.has_rotary_positions:
+            keys[block] |= _read_rotary_positions(content, block, family, read)
+    read.values |= keys_of_blocks(blocks, keys)
 
 
-def _kinds_of_blocks(content: Mapping[str, Any], read: ReadConfig) -> list[str]:
-    """Return the kind of attention of each block, by max_window_layers: the blocks from there on have the window."""
-    layers, full = read.values.get("layers"), content.get("max_window_layers", 28)
-    if type(layers) is not int or not read.values["window"]:
-        return []
-    if type(full) is not int:
-        read.report("max_window_layers", f"must be a whole number, not {full!r}")
-        return []
-    return ["full_attention" if index < full else "sliding_attention" for index in range(layers)]
+def _read_rotary_positions(
+    content: Mapping[str, Any], block: BlockForm, family: HubFamily, read: ReadConfig
+) -> dict[str, Any]:
+    """Return the keys of [model] for the rotary positions of a block; without those that it reports as unsupported."""
+    try:
+        if family.has_rope_by_type:
+            content = rope_of_type(content, block.layer_type, family.rope_theta)
+        fraction = read_rotary_fraction(content, family.rotary_fraction)
+        length = read.values.get("max_sequence_length")  # also where it is a default
+        rope = read_rope({**content, LENGTH: length}, family.rope_theta)
+    except FieldError as error:
+        if str(error) not in read.problems:  # else another block has it, too
+            read.problems.append(str(error))
+        return {}
+    return rope | {"rotary_fraction": fraction if block.has_rope else 0.0}
 
 
 def _check_values(content: Mapping[str, Any], read: ReadConfig) -> None:
     """Report the values that [model] does not allow, by the names of their fields."""
     faults: list[ConfigError] = []
-    read_table(Model, read.values, faults)
+    checked = read_table(Model, read.values, faults)
+    wrong = set()
     for fault in faults:
-        (key,) = fault.path
-        read.report(_field_of(key, content, read), fault.message)
-        del read.values[key]
+        read.report(_field_of(fault.path[-1], content, read), fault.message)
+        wrong.add(fault.path[0])
+    read.values = {key: getattr(checked, key) for key in read.values if key not in wrong}
 
 
 def check_combination(content: Mapping[str, Any], read: ReadConfig) -> None:
     """Report the values that [model] allows, but not together, by the names of their fields. read: without problems."""
     for fault in problems_of_use(Config(model=Model(**read.values))):
         if fault.path[0] == "model":  # else it is about a run, which decides more
-            read.report(_field_of(fault.path[1], content, read), fault.message)
+            read.report(_field_of(fault.path[-1], content, read), fault.message)
 
 
 def _field_of(key: str, content: Mapping[str, Any], read: ReadConfig) -> str:
@@ -394,18 +410,25 @@ def write_config_json(model: Model, family: HubFamily) -> dict[str, Any]:
     ours, theirs = form_of(model), form_of(Model(**read.values))
     differences = [key for key in ours if ours[key] != theirs[key]]
     if read.problems or differences:
-        text = ", ".join(f"model.{key} = {getattr(model, key)!r}" for key in differences) or "; ".join(read.problems)
+        text = ", ".join(_said(model, key) for key in differences) or "; ".join(read.problems)
         raise NoFamily(f"models of type {family.model_type!r} cannot have {text}", differences)
     try:
-        list(family.stored_tensors(replace(model, layers=model.dense_layers + 1)))  # a block of each kind
+        blocks = model.dense_layers + max(1, len(model.pattern))  # a block of each kind
+        list(family.stored_tensors(replace(model, layers=blocks)))
     except UnmappedParameter as error:
         raise NoFamily(str(error)) from error
     return written
 
 
+def _said(model: Model, key: str) -> str:
+    """Return a key of [model], or of the kinds of blocks that have it, with its value."""
+    of_kinds = [f"model.kinds.{kind}.{key} = {keys[key]!r}" for kind, keys in model.kinds.items() if key in keys]
+    return ", ".join(of_kinds) or f"model.{key} = {getattr(model, key)!r}"
+
+
 def _write_fields(model: Model, family: HubFamily) -> dict[str, Any]:
     """Return the fields of config.json that say what [model] says, and those that a family's models share."""
-    resolved = form_of(model) | {"ffn": model.ffn}
+    resolved = form_of(model) | {"ffn": model.ffn, "window": max(view.window for view in model.views)}
     written: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     written |= family.constant_fields
     for config_field in family.fields:
@@ -415,15 +438,7 @@ def _write_fields(model: Model, family: HubFamily) -> dict[str, Any]:
         written |= dict.fromkeys(config_field.written_names, config_field.spelling_of(value))
     for required in family.required:
         written[required.name] = required.values[0]
-    if family.has_rotary_positions:
-        written |= write_rope(model)
-    if family.rotary_fraction is not None:
-        written[FRACTION] = model.rotary_fraction
-        written["rope_parameters"][FRACTION] = model.rotary_fraction
-    if family.has_window_fields:
-        kind = "sliding_attention" if model.window else "full_attention"
-        written |= {"use_sliding_window": model.window > 0, "sliding_window": model.window or None}
-        written |= {"max_window_layers": 0 if model.window else model.layers, "layer_types": [kind] * model.layers}
+    written |= write_blocks(model, family)
     if family.has_sparse_step:
         written |= {"decoder_sparse_step": 1, "mlp_only_layers": list(range(model.dense_layers))}
     return written
@@ -432,11 +447,15 @@ def _write_fields(model: Model, family: HubFamily) -> dict[str, Any]:
 def form_of(model: Model) -> dict[str, Any]:
     """Return the keys of [model] that a config.json can say; those that 0 leaves to others are resolved.
 
-    Keys without meaning for the model have their default: e.g. expert keys in a dense model, and `ffn` if no block has
-    a layer of that width.
+    If blocks differ in a key, it has a tuple: its values in the blocks that it concerns. Keys without meaning for the
+    model have their default: e.g. expert keys in a dense model, and `ffn` if no block has a layer of that width.
     """
     defaults = {item.name: item.default for item in fields(model)}
     values = {name: getattr(model, name) for name in defaults if name not in FREE_KEYS}
+    views = [(view, {"window", "rotary_fraction"} | rope_keys(view)) for view in model.views]
+    for key in KIND_KEYS:
+        of_blocks = tuple(getattr(view, key) for view, keys in views if key in keys)
+        values[key] = of_blocks if len(set(of_blocks)) > 1 else next(iter(of_blocks), defaults[key])
     values |= {"kv_heads": model.kv, "head_dim": model.head_width}
     if not model.experts:
         return values | {key: defaults[key] for key in EXPERT_KEYS}

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torchllm.checkpoint.manifest import CheckpointError, read_manifest, step_folders
-from torchllm.config import Config, Model
+from torchllm.config import Config, Kinds, Model
+from torchllm.config.toml import KeyPath
 from torchllm.tools.config.draft import Draft
 from torchllm.tools.config.read import read_table
 from torchllm.tools.hub.config_json import form_of
@@ -82,6 +83,7 @@ def resolve_from_hf(draft: Draft[C], *, weights: bool, may_download: bool) -> No
     fill_unwritten(draft, config.model, str(config.path))
     draft.config = replace(draft.config, model=replace(draft.config.model, from_hf=found.pinned))
     _compare_written(draft, config)
+    _compare_written_kinds(draft, config)
     _pad_vocab(draft)
     if config.read.unknown_fields:
         draft.notes.append(f"{config.path}: not known and not used: {', '.join(config.read.unknown_fields)}")
@@ -110,7 +112,12 @@ def fill_unwritten(draft: Draft[C], model: Model, source: str) -> None:
     """Set the unset keys of [model] to their values in `model`, which `source` describes."""
     written = _written(draft) | {"from_hf", "attention", "frozen"}
     values = {key: value for key, value in vars(model).items() if key not in written}
+    ours = draft.config.model.kinds
+    pattern = values.get("pattern", draft.config.model.pattern)
+    kinds = {name: keys for name, keys in model.kinds.items() if name in pattern}
     draft.published |= {("model", key): source for key in values}
+    draft.published |= {("model", "kinds", name, key): source for name, keys in kinds.items() for key in keys}
+    values["kinds"] = Kinds({name: kinds.get(name, {}) | ours.get(name, {}) for name in kinds | ours})
     draft.config = replace(draft.config, model=replace(draft.config.model, **values))
 
 
@@ -127,12 +134,16 @@ def _compare_written(draft: Draft[C], config: HubConfig) -> None:
         message = f"copies layers of a dense model, but the model of {config.path} has experts: remove the key"
         draft.report(("model", "upcycle"), message)
     ours = form_of(replace(model, experts=0) if model.upcycle else model)
-    for key in sorted(_written(draft) & theirs.keys()):
+    written = _written(draft)
+    for key in sorted(written & theirs.keys()):
         path = ("model", key)
         if ours[key] == theirs[key] or f"model.{key}" in draft.wrong:
             continue
-        if key not in config.read.fixed:
-            draft.notes.append(draft.located(path, f"{ours[key]} is used, not the {theirs[key]} of {config.path}"))
+        if isinstance(theirs[key], tuple) and "pattern" not in written:
+            keys = " or ".join(f"model.kinds.{kind}.{key}" for kind in config.model.kinds)
+            draft.report(path, f"the blocks of {config.path} differ in it: set {keys}")
+        elif key not in config.read.fixed:
+            _note_other(draft, path, ours[key], theirs[key], config.path)
         elif key == "vocab" and ours[key] > theirs[key]:
             new = ours[key] - theirs[key]
             draft.notes.append(draft.located(path, f"{new} rows more than in {config.path}: they start at random"))
@@ -145,6 +156,29 @@ def _compare_written(draft: Draft[C], config: HubConfig) -> None:
             draft.report(
                 path, f"is {ours[key]}, but the weights have {theirs[key]} ({field} in {config.path}): remove the key"
             )
+
+
+def _compare_written_kinds(draft: Draft[C], config: HubConfig) -> None:
+    """Note a pattern, and keys of kinds of blocks, that differ from the published model."""
+    model, published = draft.config.model, config.model
+    table = draft.layer.table.get("model", {})
+    if "pattern" in table and model.pattern != published.pattern:
+        _note_other(draft, ("model", "pattern"), list(model.pattern), list(published.pattern), config.path)
+    for kind in table.get("kinds", {}):
+        theirs = published.of_kind(kind) if kind in published.kinds else published
+        for key, value in draft.config.model.kinds[kind].items():
+            path = ("model", "kinds", kind, key)
+            if key in table["kinds"][kind] and value != getattr(theirs, key):
+                _note_other(draft, path, value, getattr(theirs, key), config.path)
+
+
+def _note_other(draft: Draft[C], path: KeyPath, ours: Any, theirs: Any, source: Path) -> None:
+    """Note that a key has another value than in the published model. A tuple has the values of all blocks."""
+    shown = []
+    for value in (ours, theirs):
+        values = dict.fromkeys(value) if isinstance(value, tuple) else [value]
+        shown.append(" or ".join(map(str, values)))
+    draft.notes.append(draft.located(path, f"{shown[0]} is used, not the {shown[1]} of {source}"))
 
 
 def _pad_vocab(draft: Draft[C]) -> None:

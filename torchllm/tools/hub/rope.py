@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchllm.config import Model
+from torchllm.tools.hub.families.family import FULL, FieldError
 
 Fields = Mapping[str, Any]
 """of config.json"""
@@ -49,21 +50,17 @@ YARN_SCALES = ("mscale", "mscale_all_dim")
 """fields of YaRN's table for transformers' computation of attention_factor"""
 
 
-class RopeError(Exception):
-    """Rotary positions that the model here does not support. The message begins with the field of config.json."""
-
-
 def read_rotary_fraction(fields: Fields, default: float | None) -> float:
     """Return partial_rotary_factor, a field of config.json or of its tables.
 
-    default: where there is none; None: the model turns whole heads. Raises RopeError if it says otherwise.
+    default: where there is none; None: the model turns whole heads. Raises FieldError if it says otherwise.
     """
     if default is not None and fields.get(FRACTION, default) is None:  # for transformers it is then 1
-        raise RopeError(f"{FRACTION}: is null, which says nothing")
+        raise FieldError(f"{FRACTION}: is null, which says nothing")
     found = _find(fields, FRACTION, SPELLINGS)
     for name, value in found.items():
         if default is None and value != 1:
-            raise RopeError(f"{name}: rotary positions of a part of each head are not supported in this type")
+            raise FieldError(f"{name}: rotary positions of a part of each head are not supported in this type")
     return _agreed(found, 1.0 if default is None else default)
 
 
@@ -78,37 +75,68 @@ def _find(fields: Fields, field: str, tables: Sequence[str]) -> dict[str, Any]:
 
 
 def _agreed(found: Mapping[str, Any], default: Any) -> Any:
-    """Return the value that a field has in all its places; `default` if it has none. Raises RopeError if two differ."""
+    """Return the value of a field in all its places; `default` if it has none. Raises FieldError if two differ."""
     value = next(iter(found.values()), default)
     for name, other in found.items():
         if other is not value and other != value:  # a NaN is not equal to itself
-            raise RopeError(f"{name}: is {other}, but {next(iter(found))} is {value}: remove one of them")
+            raise FieldError(f"{name}: is {other}, but {next(iter(found))} is {value}: remove one of them")
     return value
 
 
 def unknown_rope_fields(fields: Fields) -> list[str]:
     """Return the fields of the tables that do not belong to their type, also not in transformers."""
     unknown = []
-    for name in SPELLINGS:
-        table = fields.get(name)
-        if isinstance(table, Mapping):
-            kind = _kind(table)
-            known = TABLE_FIELDS | SCALING_FIELDS.get(kind, {}).keys()
-            if kind == "yarn":
-                known |= set(YARN_SCALES)
-            unknown += [f"{name}.{field}" for field in table.keys() - known]
+    for name, table in _tables(fields).items():
+        kind = _kind(table)
+        known = TABLE_FIELDS | SCALING_FIELDS.get(kind, {}).keys()
+        if kind == "yarn":
+            known |= set(YARN_SCALES)
+        unknown += [f"{name}.{field}" for field in table.keys() - known]
     return unknown
 
 
+def _tables(fields: Fields) -> dict[str, Fields]:
+    """Return the tables by their place: "rope_parameters", or "rope_parameters.full_attention"."""
+    found: dict[str, Fields] = {}
+    for name in SPELLINGS:
+        table = fields.get(name)
+        if isinstance(table, Mapping):
+            of_types = {f"{name}.{key}": value for key, value in table.items() if isinstance(value, Mapping)}
+            found |= of_types or {name: table}
+    return found
+
+
+def rope_of_type(fields: Fields, layer_type: str, default_theta: float) -> Fields:
+    """Return the fields for the blocks of one layer type, where rope_parameters has a table for each type.
+
+    rope_scaling is of the blocks with full attention. Raises FieldError if transformers 4, which reads rope_theta for
+    all blocks, and transformers 5, which reads it for these alone, would make two models.
+    """
+    tables = fields.get("rope_parameters") or {}
+    if not isinstance(tables, Mapping) or not all(isinstance(table, Mapping | None) for table in tables.values()):
+        raise FieldError("rope_parameters: must have a table for each of layer_types in a model of this type")
+    table = tables.get(layer_type) or {}
+    theta = table.get("rope_theta", default_theta)
+    if layer_type != FULL and fields.get("rope_theta", theta) != theta:
+        raise FieldError(
+            f"rope_theta: is {fields['rope_theta']} for transformers 4, which reads it for all blocks, but {theta} in "
+            f"blocks of {layer_type} for transformers 5: write it into rope_parameters alone"
+        )
+    scaling = fields.get("rope_scaling") if layer_type == FULL else None
+    return {**fields, "rope_parameters": table, "rope_scaling": scaling, ORIGINAL_LENGTH: None}
+
+
 def read_rope(fields: Fields, default_theta: float) -> dict[str, Any]:
-    """Return the keys of [model] for the fields of rotary positions. Raises RopeError."""
+    """Return the keys of [model] for the fields of rotary positions. Raises FieldError."""
     old = _read_spelling(fields, "rope_scaling", default_theta)
     if not fields.get("rope_parameters"):
         return old
     new = _read_spelling(fields, "rope_parameters", default_theta)
     has_old = "rope_theta" in fields or fields.get("rope_scaling")
     if has_old and old != new:
-        raise RopeError("rope_parameters: says otherwise than rope_theta and rope_scaling: remove one of the spellings")
+        raise FieldError(
+            "rope_parameters: says otherwise than rope_theta and rope_scaling: remove one of the spellings"
+        )
     return new
 
 
@@ -122,32 +150,32 @@ def _read_scaling(fields: Fields, name: str) -> dict[str, Any]:
     """Return the keys of [model] for the table rope_scaling or rope_parameters, without rope_theta."""
     scaling = fields[name]
     if not isinstance(scaling, dict):
-        raise RopeError(f"{name}: must be a table, not {scaling!r}")
+        raise FieldError(f"{name}: must be a table, not {scaling!r}")
     if any(isinstance(value, dict) for value in scaling.values()):
-        raise RopeError(f"{name}: is another one for each kind of block, which is not supported")
+        raise FieldError(f"{name}: is another one for each kind of block, which is not supported")
     kind = _kind(scaling)
     if kind == "default":
         return {}
     if kind not in SCALING_FIELDS:
         known = ", ".join(["default", *SCALING_FIELDS])
-        raise RopeError(f"{name}.rope_type: {kind!r} is not supported; these are: {known}")
+        raise FieldError(f"{name}.rope_type: {kind!r} is not supported; these are: {known}")
     values: dict[str, Any] = {"rope_scaling": kind}
     for field, (key, default) in SCALING_FIELDS[kind].items():
         value = scaling.get(field)
         if field == ORIGINAL_LENGTH:
             value = _agreed(_find(fields, field, [name]), fields.get(LENGTH))
         if value is None and default is REQUIRED:
-            raise RopeError(f"{name}.{field}: is missing, but rope_type {kind!r} needs it")
+            raise FieldError(f"{name}.{field}: is missing, but rope_type {kind!r} needs it")
         values[key] = default if value is None else value
     if kind == "yarn":
         values["rope_attention_factor"] = _attention_factor(scaling)
         if scaling.get("attention_factor") == 0:  # [model] cannot say so: its 0 leaves the factor open
-            raise RopeError(f"{name}.attention_factor: is 0: queries and keys without positions, not supported")
+            raise FieldError(f"{name}.attention_factor: is 0: queries and keys without positions, not supported")
     if values["rope_scaling_factor"] != 1:
         return values
     attention_factor = values.get("rope_attention_factor", 0)
     if attention_factor not in (0, 1):
-        raise RopeError(f"{name}.attention_factor: is {attention_factor}, with a factor of 1: not supported")
+        raise FieldError(f"{name}.attention_factor: is {attention_factor}, with a factor of 1: not supported")
     return {}  # it scales nothing
 
 
@@ -168,11 +196,21 @@ def _attention_factor(scaling: Fields) -> Any:
 
 
 def rope_names(fields: Fields) -> dict[str, str]:
-    """Return the names of the fields in the table of rotary positions, by their keys of [model]."""
-    table = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
-    scaling = fields.get(table)
-    known = SCALING_FIELDS.get(_kind(scaling), {}) if isinstance(scaling, Mapping) else {}
-    return {key: f"{table}.{field}" for field, (key, _) in known.items()}
+    """Return the names of the fields in the tables of rotary positions, by their keys of [model]."""
+    names: dict[str, str] = {}
+    for name, table in _tables(fields).items():
+        names |= {key: f"{name}.{field}" for field, (key, _) in SCALING_FIELDS.get(_kind(table), {}).items()}
+    return names
+
+
+def rope_keys(model: Model) -> set[str]:
+    """Return the keys rope_* of [model] that its rotary positions depend on."""
+    if not model.has_rotary_positions:
+        return set()
+    keys = {"rope_theta", "rope_scaling_factor"}
+    if model.rope_scaling_factor > 1.0:
+        keys |= {"rope_scaling", *(key for key, _ in SCALING_FIELDS[model.rope_scaling].values())}
+    return keys
 
 
 def write_rope(model: Model) -> dict[str, Any]:
@@ -186,3 +224,10 @@ def write_rope(model: Model) -> dict[str, Any]:
             del scaling["attention_factor"]
     parameters = {"rope_theta": model.rope_theta, "rope_type": "default"} | scaling
     return {"rope_theta": model.rope_theta, "rope_scaling": scaling or None, "rope_parameters": parameters}
+
+
+def write_rope_by_type(views: Mapping[str, Model]) -> dict[str, Any]:
+    """Return the fields of a model whose blocks of each layer type have the rotary positions of a view."""
+    tables = {layer_type: write_rope(view)["rope_parameters"] for layer_type, view in views.items()}
+    of_full = views.get(FULL) or next(iter(views.values()))
+    return write_rope(of_full) | {"rope_parameters": tables}

@@ -5,7 +5,7 @@ family: docs/hugging_face.md.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -13,6 +13,8 @@ from torchllm.config import FAMILIES, Model
 from torchllm.config.errors import UserError
 from torchllm.facts.shapes import Shape, parameter_shapes
 
+FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
+"""entries of layer_types: blocks without the window, and with it"""
 STACKED_EXPERTS = ".experts.gate_up_proj"
 """ends of the keys of stacked experts: one tensor for all experts of a block"""
 
@@ -115,6 +117,10 @@ class StoredTensor(NamedTuple):
         return self.shape[-1] if len(self.shape) > 1 else 1
 
 
+class FieldError(Exception):
+    """A field of config.json that the model here does not support. The message begins with its name."""
+
+
 class UnmappedParameter(UserError):
     """A parameter without a tensor in a family."""
 
@@ -145,8 +151,17 @@ class HubFamily:
     read it"""
     ignored_fields: tuple[str, ...] = ()
     """fields of config.json that do not change the model's computation here"""
+    default_layer_types: Callable[[Mapping[str, Any], Sequence[bool]], list[str]] | None = None
+    """returns the layer_types of a config.json that has none, from it and from whether each block has rotary positions;
+    None: all blocks have the window, or none"""
+    type_of_kinds: str = ""
+    """the model_type as which transformers reads a config.json whose layer_types differ (Mistral)"""
     has_window_fields: bool = False
-    """sliding windows are said by use_sliding_window, max_window_layers and layer_types (Qwen)"""
+    """a sliding_window is off unless use_sliding_window is true (Qwen, SmolLM3)"""
+    has_no_rope_layers: bool = False
+    """which blocks have no rotary positions is said by no_rope_layers and no_rope_layer_interval (SmolLM3)"""
+    has_rope_by_type: bool = False
+    """rope_parameters has a table for each of layer_types, and rope_scaling is of full_attention alone (OLMo 3)"""
     has_sparse_step: bool = False
     """which blocks have experts is said by decoder_sparse_step and mlp_only_layers (Qwen)"""
     has_prediction_blocks: bool = False

@@ -50,6 +50,7 @@ def decoder_fields(
     hidden: int = 4096,
     heads: int = 32,
     ffn_key: str = "ffn",
+    tied: bool = False,
 ) -> tuple[ConfigField, ...]:
     """Return the fields of a family that follows Llama's names; arguments: the defaults of its class.
 
@@ -63,7 +64,7 @@ def decoder_fields(
         ConfigField("head_dim", "head_dim", head_dim),
         ConfigField("intermediate_size", ffn_key, ffn),
         ConfigField("vocab_size", "vocab", vocab),
-        ConfigField("tie_word_embeddings", "tied_embeddings", False),
+        ConfigField("tie_word_embeddings", "tied_embeddings", tied),
         ConfigField("max_position_embeddings", "max_sequence_length", length, is_fixed=False),
         ConfigField("rms_norm_eps", "norm_epsilon", epsilon, is_fixed=False),
         ConfigField("initializer_range", "initial_std", 0.02, is_fixed=False),

@@ -1,6 +1,12 @@
-"""Mistral 7B (Jiang et al. 2023, arXiv 2310.06825) and Mistral Nemo: Llama's form with a sliding window."""
+"""Mistral 7B (Jiang et al. 2023, arXiv 2310.06825) and Mistral Nemo: Llama's form with a sliding window; Ministral 8B
+has it in some blocks.
+"""
 
-from torchllm.tools.hub.families.family import ConfigField, HubFamily
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torchllm.tools.hub.families.family import FULL, SLIDING, ConfigField, HubFamily
 from torchllm.tools.hub.families.llama import (
     DECODER_TENSORS,
     INVERSE_FREQUENCIES,
@@ -20,4 +26,19 @@ MISTRAL = HubFamily(
     required=(SILU,),
     tensors=DECODER_TENSORS + NORMS_BEFORE,
     ignored_tensors=INVERSE_FREQUENCIES,
+    type_of_kinds="ministral",
+)
+
+
+def windows_in_all_blocks(fields: Mapping[str, Any], have_rope: Sequence[bool]) -> list[str]:
+    """Return layer_types: all blocks have the window, if there is one."""
+    return [SLIDING if fields.get("sliding_window", 4096) else FULL] * len(have_rope)
+
+
+MINISTRAL = replace(
+    MISTRAL,
+    model_type="ministral",
+    architecture="MinistralForCausalLM",
+    default_layer_types=windows_in_all_blocks,
+    type_of_kinds="",
 )

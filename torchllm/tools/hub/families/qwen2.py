@@ -1,6 +1,9 @@
 """Qwen2 and Qwen2.5 (Yang et al. 2024, arXiv 2407.10671), the dense models: Llama's form with biases of q, k and v."""
 
-from torchllm.tools.hub.families.family import HubFamily, TensorRule
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchllm.tools.hub.families.family import FULL, SLIDING, ConfigField, FieldError, HubFamily, TensorRule
 from torchllm.tools.hub.families.llama import (
     ATTENTION,
     DECODER_TENSORS,
@@ -15,15 +18,28 @@ QKV_BIASES = (
     TensorRule(ATTENTION + "k_proj.bias", ("layers.{}.self_attn.k_proj.bias",)),
     TensorRule(ATTENTION + "v_proj.bias", ("layers.{}.self_attn.v_proj.bias",)),
 )
+WINDOW = ConfigField("sliding_window", "window", 4096, is_fixed=False)
+
+
+def windows_in_last_blocks(fields: Mapping[str, Any], have_rope: Sequence[bool]) -> list[str]:
+    """Return layer_types: the blocks from max_window_layers on have the window, if there is one. Raises FieldError."""
+    full = fields.get("max_window_layers", 28)
+    if not fields.get("sliding_window", WINDOW.default):
+        return [FULL] * len(have_rope)
+    if type(full) is not int:
+        raise FieldError(f"max_window_layers: must be a whole number, not {full!r}")
+    return [FULL if index < full else SLIDING for index in range(len(have_rope))]
+
 
 QWEN2 = HubFamily(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
     features={"family": "llama", "qkv_bias": True},
-    fields=decoder_fields(vocab=151936, ffn=22016, kv_heads=32, length=32768),
+    fields=(*decoder_fields(vocab=151936, ffn=22016, kv_heads=32, length=32768), WINDOW),
     required=(SILU,),
     tensors=(*DECODER_TENSORS, *NORMS_BEFORE, *QKV_BIASES),
     ignored_tensors=INVERSE_FREQUENCIES,
+    default_layer_types=windows_in_last_blocks,
     has_window_fields=True,
     tokenizer_pattern=r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+",

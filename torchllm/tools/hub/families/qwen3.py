@@ -9,6 +9,7 @@ from torchllm.tools.hub.families.llama import (
     SILU,
     decoder_fields,
 )
+from torchllm.tools.hub.families.qwen2 import WINDOW, windows_in_last_blocks
 
 HEAD_NORMS = (
     TensorRule(ATTENTION + "q_norm.weight", ("layers.{}.self_attn.q_norm.weight",)),
@@ -19,8 +20,9 @@ QWEN3 = HubFamily(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     features={"family": "llama", "qk_norm": "head"},
-    fields=decoder_fields(vocab=151936, ffn=22016, kv_heads=32, length=32768, head_dim=128),
+    fields=(*decoder_fields(vocab=151936, ffn=22016, kv_heads=32, length=32768, head_dim=128), WINDOW),
     required=(SILU, NO_ATTENTION_BIAS),
     tensors=(*DECODER_TENSORS, *NORMS_BEFORE, *HEAD_NORMS),
+    default_layer_types=windows_in_last_blocks,
     has_window_fields=True,
 )

@@ -4,17 +4,22 @@ from torchllm.tools.hub.families.family import HubFamily
 from torchllm.tools.hub.families.glm4_moe import GLM4_MOE
 from torchllm.tools.hub.families.gpt2 import GPT2
 from torchllm.tools.hub.families.llama import LLAMA
-from torchllm.tools.hub.families.mistral import MISTRAL
+from torchllm.tools.hub.families.mistral import MINISTRAL, MISTRAL
 from torchllm.tools.hub.families.mixtral import MIXTRAL
 from torchllm.tools.hub.families.olmo2 import OLMO2
+from torchllm.tools.hub.families.olmo3 import OLMO3
 from torchllm.tools.hub.families.olmoe import OLMOE
 from torchllm.tools.hub.families.qwen2 import QWEN2
 from torchllm.tools.hub.families.qwen3 import QWEN3
 from torchllm.tools.hub.families.qwen3_moe import QWEN3_MOE
+from torchllm.tools.hub.families.smollm3 import SMOLLM3
 
 HUB_FAMILIES: dict[str, HubFamily] = {
     family.model_type: family
-    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GPT2, MIXTRAL, QWEN3_MOE, OLMOE, GLM4_MOE)
+    for family in (
+        *(LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3, MINISTRAL),
+        *(GPT2, MIXTRAL, QWEN3_MOE, OLMOE, GLM4_MOE),
+    )
 }
 """by the model_type of config.json; a model is exported as the first that fits"""
 
@@ -37,14 +42,12 @@ UNSUPPORTED_TYPES = {
     "mamba": "a state-space model",
     "mpt": "ALiBi positions",
     "olmo": "LayerNorm without weights",
-    "olmo3": "windows in three of four blocks, which scale their positions otherwise",
     "opt": "learned positions with an offset, and ReLU",
     "phi": "attention and feed-forward layer in parallel, and rotary positions of a part of each head",
     "phi3": "one matrix for q, k and v, one for gate and up, and rotary positions scaled as in LongRoPE",
     "phimoe": "a router that masks scores (SparseMixer), LayerNorm and biases",
     "qwen2_moe": "shared experts with a gate",
     "qwen3_next": "linear attention, and a mixture of experts",
-    "smollm3": "blocks without positions",
     "stablelm": "LayerNorm in Llama's form, and rotary positions of a part of each head",
     "starcoder2": "LayerNorm, biases and rotary positions in one model",
 }
