@@ -16,8 +16,6 @@ SIZES = {
     "vocab_size": 96,
     "max_position_embeddings": 64,
 }
-WINDOW_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
-"""so many that tp 2 leaves each rank of Ulysses with cp 2 a key-value head: a ring has no window"""
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3}
 GLM_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12}
 LLAMA3_SCALING = {
@@ -49,18 +47,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "one-group": ("LlamaConfig", SIZES | {"num_key_value_heads": 1, "head_dim": 12}),
     "every-head": ("LlamaConfig", SIZES | {"num_key_value_heads": 4}),
     "linear": ("LlamaConfig", SIZES | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
-    "mistral": ("MistralConfig", SIZES | WINDOW_HEADS | {"sliding_window": 9}),
+    "mistral": ("MistralConfig", SIZES | {"sliding_window": 9}),
     "mistral-nemo": ("MistralConfig", SIZES | {"sliding_window": None, "head_dim": 10}),
     "qwen2": ("Qwen2Config", SIZES),
     "qwen2-window": (
         "Qwen2Config",
-        SIZES | WINDOW_HEADS | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0},
+        SIZES | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0},
     ),
     "ministral": (
         "MinistralConfig",
-        SIZES | WINDOW_HEADS | {"head_dim": 6, "sliding_window": 9, "layer_types": [FULL, SLIDING] * 2},
+        SIZES | {"head_dim": 6, "sliding_window": 9, "layer_types": [FULL, SLIDING] * 2},
     ),
-    "olmo3": ("Olmo3Config", SIZES | WINDOW_HEADS | NO_ENDS | {"sliding_window": 9, "rope_parameters": OLMO3_ROPE}),
+    "olmo3": ("Olmo3Config", SIZES | NO_ENDS | {"sliding_window": 9, "rope_parameters": OLMO3_ROPE}),
     "olmo3-linear": (
         "Olmo3Config",
         SIZES
@@ -72,7 +70,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3-windows": (
         "SmolLM3Config",
         SIZES
-        | WINDOW_HEADS
         | NO_ENDS
         | {
             "use_sliding_window": True,
@@ -84,18 +81,17 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2Config", SIZES | {"pad_token_id": None, "eos_token_id": None}),
     "qwen2-windows": (
         "Qwen2Config",
-        SIZES | WINDOW_HEADS | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3},
+        SIZES | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3},
     ),
     "qwen3": ("Qwen3Config", SIZES | {"head_dim": 6, "rms_norm_eps": 1e-5}),
     "qwen3-windows": (
         "Qwen3Config",
         SIZES
-        | WINDOW_HEADS
         | {"head_dim": 6, "use_sliding_window": True, "sliding_window": 9}
         | {"layer_types": [SLIDING, FULL, FULL, SLIDING]},
     ),
     "mixtral": ("MixtralConfig", SIZES | {"num_local_experts": 6}),
-    "mixtral-window": ("MixtralConfig", SIZES | WINDOW_HEADS | {"num_local_experts": 4, "sliding_window": 9}),
+    "mixtral-window": ("MixtralConfig", SIZES | {"num_local_experts": 4, "sliding_window": 9}),
     "qwen3-moe": (
         "Qwen3MoeConfig",
         SIZES | EXPERTS | {"head_dim": 6, "moe_intermediate_size": 12, "mlp_only_layers": [0], "norm_topk_prob": True},

@@ -101,10 +101,7 @@ def config_of(folder: Path, settings: Settings) -> Config:
     training = replace(config.training, global_batch_size=SEQUENCES, sequence_length=LENGTH, max_grad_norm=0.0)
     if config.parallel.zero_stage != 3 and config.parallel.pp > 1:
         training = replace(training, micro_batch_size=1)
-    parallel = config.parallel
-    if any(view.window for view in model.views):  # a ring has none
-        parallel = replace(parallel, cp_method="ulysses")
-    return replace(config, model=model, training=training, parallel=parallel)
+    return replace(config, model=model, training=training)
 
 
 def tokens_of(step: int) -> Tensor:
