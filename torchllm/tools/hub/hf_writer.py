@@ -197,7 +197,10 @@ def write_configs(folder: Path, model: Model, family: HubFamily, dtype: str, tex
     Raises NoFamily if the family's models cannot be like this one.
     """
     spellings = {"dtype": dtype, "torch_dtype": dtype}  # of transformers 5, and of 4
-    write_json(folder / CONFIG_JSON, write_config_json(model, family) | spellings | _special_ids(texts))
+    padding = {
+        "pad_token_id": None
+    }  # else that of the class: SmolLM3's may be over the vocabulary, and is refused then
+    write_json(folder / CONFIG_JSON, write_config_json(model, family) | spellings | padding | _special_ids(texts))
     write_generation_config(folder, texts)
 
 
