@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from torchllm.config import Config, Data, Evaluate, Model, Optimizer, Source, Training
+from torchllm.config import Config, Data, Evaluate, Kinds, Model, Optimizer, Source, Training
 from torchllm.config.errors import UserError
 from torchllm.config.paths import absolute_paths
 from torchllm.config.schema import Lora
@@ -16,8 +16,8 @@ from torchllm.tools.config.changes import check_frozen_weights, config_changes, 
 pytestmark = pytest.mark.quick
 
 
-def saved(config: Config) -> dict[str, object]:
-    stored: dict[str, object] = json.loads(json.dumps(asdict(config)))
+def saved(config: Config) -> dict[str, Any]:
+    stored: dict[str, Any] = json.loads(json.dumps(asdict(config)))
     return stored
 
 
@@ -73,6 +73,28 @@ def test_a_source_more_and_a_source_fewer() -> None:
     one, two = Config(), replace(Config(), data=replace(Config().data, sources=(Source(), Source(kind="synthetic"))))
     assert 'data.sources.1.kind: no such key in the checkpoint, "synthetic" now' in texts(one, two)
     assert 'data.sources.1.kind: "synthetic" in the checkpoint, no such key now' in texts(two, one)
+
+
+LOCAL = Config(model=Model(pattern=("local",), kinds=Kinds(local={"window": 16, "rotary_fraction": 0.0})))
+WIDER = Config(model=Model(pattern=("local",), kinds=Kinds(local={"window": 32})))
+
+
+def test_a_key_of_a_kind_is_told_by_its_name(caplog: pytest.LogCaptureFixture) -> None:
+    assert texts(LOCAL, WIDER) == [
+        "model.kinds.local.rotary_fraction: 0.0 in the checkpoint, no such key now",
+        "model.kinds.local.window: 16 in the checkpoint, 32 now",
+    ]
+    assert texts(Config(), WIDER) == [
+        "model.kinds.local.window: no such key in the checkpoint, 32 now",
+        'model.pattern: [] in the checkpoint, ["local"] now',
+    ]
+    without = saved(Config())
+    for key in ("pattern", "kinds"):  # of a version that did not know them
+        del without["model"][key]
+    assert config_changes(without, Config()) == []
+    log_config_changes({"config": saved(LOCAL)}, WIDER)
+    cures = [record.getMessage().partition("; to keep it, ")[2] for record in caplog.records[-2:]]
+    assert cures == ["set model.kinds.local.rotary_fraction to 0.0", "set model.kinds.local.window to 16"]
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.config.conftest import refusal
+from torchllm.config.schema import KIND_KEYS
 from torchllm.tools.config.load import load_config
 
 pytestmark = pytest.mark.quick
@@ -73,6 +74,55 @@ ONE_LINE: dict[str, tuple[str, str]] = {
     "below a range without its lower end": (
         "[float8]\nrecipe = 'none'\n[optimizer]\nlearning_rate = 0",
         "x.toml:4: optimizer.learning_rate: must be a number over 0, not 0",
+    ),
+    "key that all blocks share": (
+        "[model]\npattern = ['a']\n[model.kinds.a]\nhidden = 8",
+        f"x.toml:4: model.kinds.a.hidden: has one value for all blocks: a kind of blocks has {', '.join(KIND_KEYS)}",
+    ),
+    "unknown key of a kind": (
+        "[model]\npattern = ['a']\n[model.kinds.a]\nwindw = 8",
+        "x.toml:4: model.kinds.a.windw: unknown key; did you mean model.kinds.a.window?",
+    ),
+    "kind that is no table": (
+        "[model]\npattern = ['a']\n[model.kinds]\na = 8",
+        "x.toml:4: model.kinds.a: must be a table of keys of [model], not 8",
+    ),
+    "kinds that are no tables": (
+        "[model]\nkinds = [1]",
+        "x.toml:2: model.kinds: must be tables of keys of [model], not an array",
+    ),
+    "value of a kind": (
+        "[model]\npattern = ['a']\n[model.kinds.a]\nwindow = -1",
+        "x.toml:4: model.kinds.a.window: must be a whole number of at least 0, not -1",
+    ),
+    "kind without a table": (
+        "[model]\npattern = ['a', 'b', 'a']\n[model.kinds.b]",
+        "x.toml:2: model.pattern: 'a' has no table [model.kinds.a], which may be empty",
+    ),
+    "kind of no block": (
+        "[model]\npattern = ['a']\n[model.kinds.a]\n[model.kinds.b]\nwindow = 8",
+        "x.toml:4: model.kinds.b: is not in model.pattern, so no block would be of this kind",
+    ),
+    "kind without a name": (
+        "[model]\npattern = ['']\n[model.kinds.'']\nwindow = 8",
+        'x.toml:3: model.kinds."": is no name of a kind: use letters, digits, _ and -',
+    ),
+    "pattern that is longer than the model": (
+        "[model]\nlayers = 2\npattern = ['a', 'a', 'a']\n[model.kinds.a]",
+        "x.toml:3: model.pattern: has 3 blocks, more than model.layers = 2",
+    ),
+    "pattern of registered blocks": (
+        "[model]\nblock = 'mine'\npattern = ['a']\n[model.kinds.a]",
+        "x.toml:2: model.block: 'mine' does not combine with model.pattern: remove one of the keys",
+    ),
+    "pairs of features of a kind": (
+        "[model]\npattern = ['a']\n[model.kinds.a]\nrotary_fraction = 0.1",
+        "x.toml:4: model.kinds.a.rotary_fraction: 0.1 of a head of 32 features are 3: rotary positions turn pairs of "
+        "features",
+    ),
+    "order of two keys of a kind": (
+        "[model]\npattern = ['a']\n[model.kinds.a]\nrope_scaling_factor = 8.0\nrope_high_frequency_factor = 0.5",
+        "x.toml:5: model.kinds.a.rope_high_frequency_factor: must be over model.rope_low_frequency_factor",
     ),
     "over 64 bits": ("[training]\nsteps = 9223372036854775808", "x.toml:2: training.steps: must fit into 64 bits"),
     "unprintably long number": (
@@ -184,6 +234,11 @@ REFUSALS = {
         "",
         ["--training={steps = 3}"],
         ["--training: is a table: give its keys one by one, such as --training.steps="],
+    ),
+    "override of a kind": Refusal(
+        "",
+        ["--model.kinds.local={window = 3}"],
+        ["--model.kinds.local: is a table: give its keys one by one, such as --model.kinds.local.window="],
     ),
     "override of a missing element": Refusal(
         "",

@@ -63,6 +63,8 @@ def _kind_problems(config: Config) -> Iterator[ConfigError]:
         if kind not in model.kinds:
             yield config_error("model.pattern", f"{kind!r} has no table [model.kinds.{kind}], which may be empty")
     for kind in model.kinds:
+        if not re.fullmatch("[A-Za-z0-9_-]+", kind):
+            yield ConfigError(("model", "kinds", kind), "is no name of a kind: use letters, digits, _ and -")
         if kind not in model.pattern:
             yield ConfigError(("model", "kinds", kind), "is not in model.pattern, so no block would be of this kind")
     if len(model.pattern) > model.layers:

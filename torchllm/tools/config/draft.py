@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
 from torchllm.config.environment import HANDED
 from torchllm.config.field_types import field_types, plain_type
-from torchllm.config.schema import AXES, Config
+from torchllm.config.schema import AXES, KIND_KEYS, Config
 from torchllm.config.toml import KeyPath, dotted, shown, toml_value
 from torchllm.tools.config.environment import Ranks, read_ranks
 from torchllm.tools.config.read import ConfigError, read_table, type_at
@@ -110,7 +110,7 @@ def override(layer: Layer, schema: type, path: KeyPath, text: str, errors: list[
     origin = f"--{'.'.join(path)}"
     kind, _ = plain_type(type_at(schema, path))
     if isinstance(kind, type) and is_dataclass(kind):
-        first = next(iter(field_types(kind)))
+        first = KIND_KEYS[0] if path[:2] == ("model", "kinds") else next(iter(field_types(kind)))
         errors.append(f"{origin}: is a table: give its keys one by one, such as {origin}.{first}=")
         return
     container: Any = layer.table
