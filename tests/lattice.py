@@ -27,7 +27,7 @@ import torch
 from tests import workers
 from tests.parity import STEPS, check_bfloat16, check_config, tiny
 from torchllm import config as c
-from torchllm.config import FAMILIES, Config
+from torchllm.config import FAMILIES, Config, Kinds
 from torchllm.config.write import dump_toml
 from torchllm.tools.config.read import ConfigError, read_table
 from torchllm.tools.config.toml_files import read_files
@@ -114,6 +114,8 @@ MIXTURES: dict[str | None, Settings] = {
 }
 """settings of a mixture of experts, by the model that is built so, and the ranks that share them; None: none.
 Penalties are heavy, to be seen"""
+KINDS = "model.pattern"
+"""None: all blocks are as [model] says, else they are of the kinds of `kinds_of`"""
 
 LAYOUT: dict[str, tuple[Any, ...]] = {
     **degrees(MOST_RANKS),
@@ -133,6 +135,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "model.window": (0, 13),  # 13: of sequences of 48 tokens, of 35 and of 56, and a part of what a cp rank has
     ROPE_SCALING: (None, "llama3", "linear", "yarn"),
     "model.vocab": (96, 97),  # 97: shards of unequal size
+    KINDS: (None, "local local mid full"),  # a stage has other kinds by its own indices
     EXPERTS: tuple(MIXTURES),
     "data.document_mask": (False, True),
     "lora.rank": (0, 3),
@@ -190,6 +193,8 @@ class TinySpace(LayoutSpace):
             # matrices are rounding: what is learned goes through the values.
             case "model.norm_position" if layout.get("model.qk_norm") == "none":
                 return ("before",)
+            case "model.norm_position" if "model.router_bias" in MIXTURES[layout.get(EXPERTS)]:  # as above
+                return ("before",)
             case "model.norm_position":  # no model has LayerNorm after attention
                 matters = features.norm == "rms"
             case "model.qk_norm" if layout.get("model.norm_position") == "after":
@@ -201,6 +206,8 @@ class TinySpace(LayoutSpace):
         keys = super().keys_of(layout)
         keys.pop(EXPERTS, None)
         keys |= MIXTURES[layout.get(EXPERTS)]
+        if (pattern := keys.pop(KINDS, None)) is not None:
+            keys |= {KINDS: tuple(pattern.split()), "model.kinds": kinds_of(layout)}
         if keys.pop(ROPE_SCALING, None) is not None:
             keys |= {ROPE_SCALING: layout[ROPE_SCALING], "model.rope_scaling_factor": 4.0}
         if layout.get("model.norm_position") == "after":
@@ -221,6 +228,20 @@ class TinySpace(LayoutSpace):
             return config
         kv_heads = layout.get("model.kv_heads", 8) * model.heads // 8
         return replace(config, model=replace(model, kv_heads=kv_heads, head_dim=model.head_dim or 8))
+
+
+def kinds_of(layout: Layout) -> Kinds:
+    """Return three kinds of blocks: two with windows, of which one has other rotary positions and one has none.
+
+    Without rotary positions a bias of keys adds one number to all scores of a query, so that its gradient would be
+    rounding: some features have them then.
+    """
+    local: Settings = {"window": 7}
+    mid: Settings = {"window": 12}
+    if not FAMILIES[layout["model.family"]].learned_positions:
+        local["rotary_fraction"] = 0.5 if layout.get("model.qkv_bias") else 0.0
+        mid["rope_theta"] = 500.0
+    return Kinds(local=local, mid=mid, full={})
 
 
 SPACE = TinySpace(tiny(SIZES), LAYOUT, OPTIONS, MOST_RANKS)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 import pytest
 
 from tests.config.conftest import config_of, refusal
-from torchllm.config import AppliedBy, Config, Model, Needs, OfKinds, Parallel, Source, Training, write_config
+from torchllm.config import AppliedBy, Config, Kinds, Model, Needs, OfKinds, Parallel, Source, Training, write_config
 from torchllm.config.applied_keys import unapplied
 from torchllm.config.field_types import field_types, notes_on
 from torchllm.config.paths import absolute_paths
@@ -149,6 +149,23 @@ def test_factors_of_zero_and_of_frozen_weights() -> None:
         ({"metrics.profile_steps": "600:603", "training.steps": 5, "finetune.epochs": 2.0}, []),  # epochs decide
     ):
         assert [idle_key.key for idle_key in contradictions(config_of(settings))] == idle, settings
+
+
+KINDS: Settings = {"model.pattern": ("a", "b"), "model.kinds": Kinds(a={"window": 8}, b={})}
+
+
+def test_a_key_of_a_kind_is_asked_for_in_its_kind_and_a_key_of_all_in_any() -> None:
+    scaled = Kinds(a={"rope_scaling_factor": 8.0}, b={})
+    of_all = {**KINDS, "model.rope_scaling": "yarn"}
+    assert [found.key for found in contradictions(config_of(of_all))] == ["model.rope_scaling"]
+    assert contradictions(config_of({**of_all, "model.kinds": scaled})) == []
+    of_b = config_of({**KINDS, "model.kinds": scaled, "model.kinds.b.rope_scaling": "yarn"})
+    (found,) = contradictions(of_b)
+    assert found.message == ("does nothing in this run: it needs model.rope_scaling_factor over 1")
+    assert found.key == "model.kinds.b.rope_scaling"
+    assert without_contradictions(of_b) == config_of({**KINDS, "model.kinds": scaled})
+    wide = config_of({**KINDS, "model.kinds.b.window": 4096})
+    assert [found.key for found in idle_keys(wide) if "kinds" in found.key] == ["model.kinds.b.window"]
 
 
 def test_a_key_that_waits_for_another_layout() -> None:

@@ -16,7 +16,7 @@ from tests import workers
 from tests.tiny_run import ROOT
 from tests.tools.proof import forks, planted
 from tests.tools.proof.forks import Change, write_fork
-from torchllm.config import Config, Float8, Model, Optimizer, gradient_accumulation
+from torchllm.config import Config, Float8, Kinds, Model, Optimizer, gradient_accumulation
 from torchllm.config.errors import UserError
 from torchllm.tools.config.checks import problems
 from torchllm.tools.config.read import read_table
@@ -482,6 +482,38 @@ def test_a_small_copy_keeps_experts(tmp_path: Path) -> None:
         assert any(view.experts for view in small.views), layers
 
 
+KINDS = Kinds(
+    local={"window": 1024, "rotary_fraction": 0.0},
+    mid={"window": 512, "rotary_fraction": 0.25, "rope_original_length": 7},
+    wide={"window": 8192},
+    full={"rope_theta": 1e6, "rope_scaling": "yarn", "rope_scaling_factor": 8.0, "rope_original_length": 4096},
+)
+PATTERNS = ("local local local local local full", "local full", "local mid full", "wide mid full local")
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_small_copy_keeps_the_kinds_of_blocks(pattern: str, tmp_path: Path) -> None:
+    names = tuple(pattern.split())
+    kinds = Kinds({name: KINDS[name] for name in names})
+    model = Model(layers=48, hidden=4096, heads=32, window=1024, pattern=names, kinds=kinds)
+    small = shrink(Config(model=model), 4, 3, tmp_path)
+    assert not problems(one_process(small), 1)
+    assert small.model.layers == 4
+    assert {small.model.kind_of(index) for index in range(small.model.layers)} == set(names)
+    windows = {view.window % 8192 for view in model.views}  # one of 8192 is none for sequences of 2048
+    assert len({view.window for view in small.model.views}) == len(windows)
+    for name in names:
+        before, after = model.of_kind(name), small.model.of_kind(name)
+        assert (after.rotary_fraction > 0) == (before.rotary_fraction > 0)
+        assert (after.rotary_fraction < 1) == (before.rotary_fraction < 1)
+        assert (after.rope_theta, after.rope_scaling) == (before.rope_theta, before.rope_scaling)
+        if before.rope_scaling_factor > 1:
+            assert after.rope_original_length == 16
+    assert not problems(with_settings(small, {"parallel.dp_shard": 1, "parallel.cp": 4}), 4)
+    blocks = [small.model.kind_of(index) for index in range(small.model.layers)]
+    assert all(blocks[first:] != blocks[:-first] for first in range(1, len(blocks)))  # wherever a stage begins
+
+
 def test_keys_of_the_command_line_are_kept_and_varied_in_no_layout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -489,6 +521,10 @@ def test_keys_of_the_command_line_are_kept_and_varied_in_no_layout(
     small = shrink(config, 4, 3, tmp_path, kept={"model.hidden"})
     assert small.model.hidden == 48
     assert small.optimizer.momentum == 0.9
+    pattern = ("local",) * 5 + ("full",)
+    model = Model(layers=12, pattern=pattern, kinds=Kinds(local={"window": 1024}, full={}))
+    small = shrink(Config(model=model), 4, 3, tmp_path, kept={"model.kinds.local.window", "model.pattern"})
+    assert (small.model.kinds, small.model.pattern, small.model.layers) == (model.kinds, pattern, 6)
     monkeypatch.setattr(prove, "TECHNIQUES", [technique("recompute.mode=full")])
     kept = {"recompute.mode", "checkpoint.resume"}
     assert list(prove.prove(PRETRAIN, Config(), OPTIONS, workers.POOL, kept)) == []

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar, get_args
 
 from torchllm import config as c
-from torchllm.config import SCHEDULES, Config
+from torchllm.config import SCHEDULES, Config, Kinds
 from torchllm.config.schema import AXES as AXIS_NAMES
 from torchllm.tools.config.checks import problems
 
@@ -56,11 +56,17 @@ def degrees(most_ranks: int) -> dict[str, tuple[Any, ...]]:
 
 
 def with_settings(config: C, settings: Mapping[str, Any]) -> C:
-    """Return the config with some keys changed."""
+    """Return the config with some keys changed, also keys of kinds of blocks: "model.kinds.local.window"."""
     values_of_section: dict[str, Settings] = {}
     for key, value in settings.items():
-        section, name = key.split(".")
-        values_of_section.setdefault(section, {})[name] = value
+        section, name, *of_kind = key.split(".")
+        values = values_of_section.setdefault(section, {})
+        if of_kind:
+            kind, name_of_kind = of_kind
+            kinds = values.get(name, config.model.kinds)
+            values[name] = Kinds(kinds | {kind: kinds[kind] | {name_of_kind: value}})
+        else:
+            values[name] = value
     sections: dict[str, Any] = {}
     for section, values in values_of_section.items():
         sections[section] = replace(getattr(config, section), **values)

@@ -1,7 +1,8 @@
 """Make a config small: narrow and few layers, a small vocabulary, short sequences, a few steps; all features kept.
 
 What makes up the model and the training stays: family, shares of key-value heads, norms of queries and keys, tied
-embeddings, experts, windows, document masks, optimizer, schedule, compilation, and every section of a fork.
+embeddings, experts, kinds of blocks, windows, document masks, optimizer, schedule, compilation, and every section of a
+fork.
 """
 
 import json
@@ -11,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torchllm.config import Config, Model, Source
+from torchllm.config import Config, Kinds, Model, Source
 from torchllm.tools.config.float8_sizes import FLOAT8_MULTIPLE
 from torchllm.tools.config.idle import contradictions
 from torchllm.tools.proof.layouts import Settings, with_settings
@@ -33,9 +34,12 @@ def shrink(config: C, ranks: int, steps: int, folder: Path, kept: Collection[str
 
     folder: for the run and its data, which `write_documents` has written. kept: dotted keys that stay as they are.
     """
+    model = config.model
+    if "model.pattern" not in kept:
+        model = replace(model, pattern=short_pattern(model))
     settings: Settings = {
-        **small_model(config.model, ranks, config.float8.is_on),
-        "model.window": small_window(config.model.window, config.training.sequence_length),
+        **small_model(model, ranks, config.float8.is_on),
+        **small_positions(config.model, config.training.sequence_length),
         **small_training(steps),
         **documents_as_data(config, folder),
         "model.from_hf": "",
@@ -72,10 +76,11 @@ def small_model(model: Model, ranks: int, float8: bool = False) -> Settings:
     hidden = heads * head_width
     has_head_width = model.head_width * model.heads != model.hidden
     ffn = max(2, round(hidden * model.ffn / model.hidden / ffn_multiple)) * ffn_multiple
-    layers = min(model.layers, LAYERS)
+    layers = min(model.layers, max(LAYERS, len(model.pattern)))
     vocab = BYTES + model.vocab % 8
     settings: Settings = {
         "model.layers": layers,
+        "model.pattern": model.pattern,
         "model.hidden": hidden,
         "model.heads": heads,
         "model.kv_heads": kv_heads if model.kv_heads else 0,
@@ -87,13 +92,19 @@ def small_model(model: Model, ranks: int, float8: bool = False) -> Settings:
     }
     if model.experts:
         settings |= small_experts(model, layers)
-    if model.rotary_fraction < 1:
-        settings["model.rotary_fraction"] = 0.5  # of a small head another share may not be pairs
-    if model.rope_scaling_factor > 1:
-        settings["model.rope_original_length"] = LENGTH // 3
     if model.attention in ("flash", "flex"):  # a CPU has no kernel of them, or no backward
         settings["model.attention"] = "sdpa"
     return settings
+
+
+def short_pattern(model: Model) -> tuple[str, ...]:
+    """Return a pattern of few blocks: several of the first kind, then one of each other kind.
+
+    Wherever a pipeline stage begins, its blocks are of other kinds than those from the first block on, so that a kind
+    taken by the index within a stage is seen.
+    """
+    kinds = tuple(dict.fromkeys(model.pattern))
+    return kinds[:1] * (min(model.layers, LAYERS) - len(kinds)) + kinds
 
 
 def small_experts(model: Model, layers: int) -> Settings:
@@ -108,9 +119,28 @@ def small_experts(model: Model, layers: int) -> Settings:
     }
 
 
-def small_window(window: int, length: int) -> int:
-    """Return a window of which there are several in a short sequence, if there are in a sequence of `length` tokens."""
-    return LENGTH // 3 if 0 < window < length else 0
+def small_positions(model: Model, length: int) -> Settings:
+    """Return windows and rotary settings for a short sequence: of [model], and of each kind of blocks that has the key.
+
+    Of a window there are several in a short sequence, if there are in one of `length` tokens; of a large one fewer. It
+    reaches over no more than a piece in a ring of 4 ranks.
+    """
+    views = [model, *map(model.of_kind, model.kinds)]
+    windows = sorted({view.window for view in views if 0 < view.window < length}, reverse=True)
+
+    def small(view: Model) -> Settings:
+        return {
+            "window": max(2, LENGTH // 8 - windows.index(view.window)) if view.window in windows else 0,
+            # Of a small head another share may not be pairs.
+            "rotary_fraction": 0.5 if 0 < view.rotary_fraction < 1 else view.rotary_fraction,
+            "rope_original_length": LENGTH // 3,
+        }
+
+    settings = {f"model.{name}": value for name, value in small(model).items()}
+    for kind, keys in model.kinds.items():
+        of_kind = small(model.of_kind(kind))
+        settings |= {f"model.kinds.{kind}.{name}": value for name, value in of_kind.items() if name in keys}
+    return settings
 
 
 def small_training(steps: int) -> Settings:
@@ -192,6 +222,10 @@ def without_contradictions(config: C) -> C:
             sources = list(config.data.sources)
             sources[index] = replace(sources[index], **{name: getattr(Source, name)})
             config = replace(config, data=replace(config.data, sources=tuple(sources)))
+        elif path[0] == "kinds":
+            kind, name = path[1:]
+            keys = {key: value for key, value in config.model.kinds[kind].items() if key != name}
+            config = replace(config, model=replace(config.model, kinds=Kinds(config.model.kinds | {kind: keys})))
         else:
             table = getattr(config, section)
             changed: Any = {section: replace(table, **{path[0]: getattr(type(table), path[0])})}
