@@ -16,7 +16,7 @@ from tests.parallel.trace import Collective, Trace
 from tests.parity import CPU, Settings, build, my_batches, tiny, world_size
 from tests.tools.dry_run import apart
 from tests.workers import run
-from torchllm.config import gradient_accumulation
+from torchllm.config import Kinds, gradient_accumulation
 from torchllm.models.experts import Router, Routing
 from torchllm.optim.average import WeightAverage
 from torchllm.optim.grad_norm import gradients
@@ -68,6 +68,16 @@ LAYOUTS: dict[str, Settings] = {
         "model.experts": 4,
         "model.top_k": 2,
         "training.global_batch_size": 16,
+    },
+    "kinds of blocks over pipeline, windows and rings, FSDP": {
+        "parallel.pp": 2,
+        "parallel.dp_shard": 2,
+        "parallel.cp": 2,
+        "model.pattern": ("local", "mid", "full"),
+        "model.kinds": Kinds(
+            local={"window": 7, "rotary_fraction": 0.0}, mid={"window": 9, "rotary_fraction": 0.5}, full={}
+        ),
+        "model.attention": "eager",
     },
     "Muon, moving average and z-loss over HSDP and tensor parallel": {
         "parallel.dp_replicate": 2,

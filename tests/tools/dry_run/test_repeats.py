@@ -11,7 +11,7 @@ import torch
 
 from tests.parity import Settings, tiny
 from tests.tools.dry_run import apart
-from torchllm.config import Config, gradient_accumulation
+from torchllm.config import Config, Kinds, gradient_accumulation
 from torchllm.models.decoder import build_model
 from torchllm.tools.config.load import load_config
 from torchllm.tools.dry_run.memory import Span
@@ -74,6 +74,12 @@ EXPERTS: Settings = {
     "model.router_bias": True,
     "model.balance_loss": "global",
 }
+KINDS: Settings = {
+    "model.pattern": ("local", "local", "full"),
+    "model.kinds": Kinds(local={"window": 7}, full={"rotary_fraction": 0.0}),
+    "parallel.dp_shard": 2,
+    "training.global_batch_size": 4,
+}
 LAYOUTS: dict[str, Settings] = {
     "FSDP": {"parallel.dp_shard": 8, "recompute.mode": "selective"},
     "one micro batch": {"parallel.dp_shard": 2, "model.layers": 5, "training.global_batch_size": 2},
@@ -125,6 +131,22 @@ LAYOUTS: dict[str, Settings] = {
         "model.layers": 12,
         "training.global_batch_size": 16,
     },
+    "kinds, eager attention": {**KINDS, "model.layers": 13, "model.attention": "eager"},
+    "kinds, selective, documents": {
+        **KINDS,
+        "model.layers": 11,
+        "recompute.mode": "selective",
+        "data.document_mask": True,
+    },
+    "kinds, every other block recomputed": {**KINDS, "model.layers": 21, "recompute.mode": "every_k"},
+    "kinds in a pipeline, recomputed": {
+        **KINDS,
+        "parallel.pp": 2,
+        "parallel.split": (13, 11),  # the second stage begins with the second kind
+        "model.layers": 24,
+        "recompute.mode": "full",
+    },
+    "kinds and experts": {**EXPERTS, **KINDS, "model.layers": 15, "parallel.ep": 2, "model.dense_layers": 1},
     "experts after a dense block": {**EXPERTS, "parallel.ep": 4},
     "experts, routers with their blocks": {**EXPERTS, "parallel.ep": 4, "model.router_dtype": "compute"},
     "experts, all recomputed": {**EXPERTS, "recompute.mode": "full", "training.global_batch_size": 12},
@@ -133,6 +155,7 @@ LAYOUTS: dict[str, Settings] = {
 BY_DEFAULT: dict[str, Settings] = {
     "experts": {"model.experts": 4, "model.layers": 6, "parallel.dp_shard": 2, "training.global_batch_size": 2},
     "pipeline": {"model.layers": 10, "parallel.pp": 2, "training.global_batch_size": 2},
+    "kinds": {**KINDS, "model.layers": 12},
 }
 
 
@@ -198,6 +221,9 @@ def test_all_blocks_run_where_something_is_done_for_several_at_once() -> None:
     for settings in (*several, {"model.layers": 4}):
         assert find_repeats(tiny({"model.layers": 64, **settings})) is None
     assert find_repeats(tiny({"model.layers": 64})) == Repeats(1, 1, 60)
+    assert find_repeats(tiny({**KINDS, "model.layers": 10})) is None  # no third period between the ends
+    assert find_repeats(tiny({**KINDS, "model.layers": 11})) == Repeats(1, 3, 1)
+    assert find_repeats(tiny({**KINDS, "model.layers": 64, "recompute.mode": "every_k"})) == Repeats(1, 6, 8)
     assert find_repeats(tiny({"model.layers": 64, "parallel.pp": 2, "parallel.split": (34, 30)}), 1) == Repeats(
         35, 1, 26
     )

@@ -7,7 +7,7 @@ import torch
 
 from tests.parity import Settings, tiny
 from tests.tools.dry_run import preload
-from torchllm.config import SCHEDULES, gradient_accumulation
+from torchllm.config import SCHEDULES, Kinds, gradient_accumulation
 from torchllm.tools.dry_run.memory import PURPOSES, largest
 from torchllm.tools.dry_run.replay import action_keys, replay
 from torchllm.tools.dry_run.run import _keys, plan_trace, rank_kinds
@@ -67,6 +67,17 @@ CASES: dict[str, tuple[Settings, int]] = {  # and which kind of rank
             "training.global_batch_size": 24,
         },
         0,
+    ),
+    "kinds of blocks": (
+        {
+            "model.pattern": ("local", "full", "full"),
+            "model.kinds": Kinds(local={"window": 7, "rotary_fraction": 0.0}, full={}),
+            "model.attention": "eager",
+            "parallel.schedule": "1F1B",
+            "parallel.dp_shard": 2,
+            "training.global_batch_size": 24,
+        },
+        2,
     ),
     "ZBVZeroBubble": (
         {
@@ -131,3 +142,8 @@ def test_ranks_are_of_one_kind_when_their_stages_are_alike() -> None:
     experts = {"model.layers": 12, "parallel.pp": 6, "parallel.split": (2,) * 6, "model.experts": 4}
     assert rank_kinds(tiny(experts)) == [[0], [1, 2, 3, 4], [5]]
     assert rank_kinds(tiny(experts | {"model.dense_layers": 5})) == [[0], [1], [2], [3, 4], [5]]
+    kinds = {"model.pattern": ("a", "b"), "model.kinds": Kinds(a={"window": 7}, b={})}
+    eight = {**kinds, "model.layers": 16, "parallel.pp": 8, "parallel.split": (2,) * 8}
+    assert rank_kinds(tiny(eight)) == [[0], [1, 2, 3, 4, 5, 6], [7]]
+    odd = {**kinds, "model.layers": 18, "parallel.pp": 6, "parallel.split": (3,) * 6}
+    assert rank_kinds(tiny(odd)) == [[0], [1, 3], [2, 4], [5]]
