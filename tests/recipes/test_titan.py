@@ -34,6 +34,7 @@ def test_what_torchtitan_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -
         ("--recompute.mode=selective", "one of none, full, selective_half"),
     ):
         assert said in titan.obstacle(config(override), GPU)
+    assert "pattern" in titan.obstacle(config("--model.pattern=a", "--model.kinds.a.window=9"), GPU)
     assert titan.obstacle(config(), torch.device("cpu")) == "torchtitan needs a GPU"
     monkeypatch.setattr(titan, "version", lambda name: "0.2.2")
     assert "pip install torchtitan==" in titan.obstacle(config(), GPU)
