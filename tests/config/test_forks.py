@@ -73,6 +73,7 @@ def test_forked_schema(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "distill.main.path" in help_text
     assert "training.patience = 0.5    (a number)\n      how long" in help_text
     assert "training.steps = 1000" in help_text
+    assert "model.kinds = {}    (tables of keys of [model])\n      [model.kinds.NAME]: the keys of" in help_text
 
 
 def test_schema_that_toml_cannot_fill(folder: Path) -> None:

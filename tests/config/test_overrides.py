@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.config.conftest import refusal
-from torchllm.config import Config, Parallel, Source
+from torchllm.config import Config, Kinds, Parallel, Source
 from torchllm.tools.config.load import load_config
 from torchllm.tools.config.read import ConfigError, read_table
 
@@ -54,6 +54,23 @@ def test_bases_and_overrides(folder: Path) -> None:
         parallel=Parallel(dp_shard=1),
     )
     assert type(config.optimizer.learning_rate) is float
+
+
+def test_keys_of_kinds_in_a_base_a_file_and_the_command_line(folder: Path) -> None:
+    (folder / "base.toml").write_text(
+        "[model]\npattern = ['local', 'full']\n[model.kinds.local]\nwindow = 16\nrope_theta = 5.0\n[model.kinds.full]\n"
+    )
+    (folder / "x.toml").write_text(
+        "base = 'base.toml'\n[model]\npattern = ['local', 'none', 'full']\n[model.kinds.local]\nwindow = 32\n"
+        "[model.kinds.none]\nrotary_fraction = 0\n"
+    )
+    kinds = {"local": {"window": 32, "rope_theta": 5.0}, "full": {}, "none": {"rotary_fraction": 0.0}}
+    config = load_config(["x.toml"])
+    assert config.model == replace(Config().model, pattern=("local", "none", "full"), kinds=Kinds(kinds))
+    assert type(config.model.kinds["none"]["rotary_fraction"]) is float
+    changed = load_config(["x.toml", "--model.kinds.local.window=8", "--model.kinds.full.rope_truncate=false"]).model
+    assert changed.kinds["local"] == {"window": 8, "rope_theta": 5.0}
+    assert changed.kinds["full"] == {"rope_truncate": False}
 
 
 def test_the_files_warmup_is_cut_to_the_steps_of_the_command_line(

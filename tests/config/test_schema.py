@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import pytest
 
 from tests.config.conftest import config_of
-from torchllm.config import Config, MixtureStage, Parallel, Source, gradient_accumulation
+from torchllm.config import Config, Kinds, MixtureStage, Model, Parallel, Source, gradient_accumulation
 from torchllm.config.schema import Bound
 from torchllm.tools.config.checks import problems
 from torchllm.tools.config.degrees import resolve_degrees
@@ -25,6 +25,7 @@ def test_the_defaults_are_right_on_any_number_of_ranks() -> None:
 
 ULYSSES = {"parallel.cp_method": "ulysses"}
 ROWWISE = {"float8.recipe": "rowwise"}
+KINDS = {"model.pattern": ("local", "full"), "model.kinds": Kinds(local={}, full={"window": 0})}
 FIVE = {"training.global_batch_size": 5, "training.micro_batch_size": 1}
 HEADERLESS = (Source(kind="nanogpt", path="a"),)
 PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
@@ -47,6 +48,11 @@ PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ),
     ({"parallel.cp": 4, "model.window": 2048}, None, []),
     ({"parallel.cp": 4, "model.window": 2047, **ULYSSES}, None, []),
+    ({"parallel.cp": 4, **KINDS, "model.kinds.local.window": 2047}, None, ["parallel.cp_method"]),
+    ({"parallel.cp": 4, **KINDS, "model.kinds.local.window": 2047, **ULYSSES}, None, []),
+    ({"parallel.cp": 4, **KINDS, "model.kinds.local.window": 2048, "model.window": 2047}, None, []),
+    ({"parallel.cp": 4, **KINDS, "model.kinds.local.window": 257}, None, []),
+    ({"parallel.cp": 4, **KINDS, "model.kinds.local.window": 258}, None, ["parallel.cp_method"]),
     ({"compile.norm": True, "model.family": "gpt"}, None, ["compile.norm"]),
     ({"compile.norm": True}, None, []),
     ({"schedule.warmup_steps": 1001}, None, ["schedule.warmup_steps"]),
@@ -149,6 +155,44 @@ def test_problems_are_blamed_on_their_keys() -> None:
         if found != blamed:
             wrong.append((keys, found, blamed))
     assert wrong == []
+
+
+def test_a_window_in_a_kind_that_is_too_long_for_a_ring_is_refused_with_the_path_of_the_kind() -> None:
+    (problem,) = problems(config_of({"parallel.cp": 4, **KINDS, "model.kinds.local.window": 2047}), None)
+    assert problem.message == (
+        "in a ring a window reaches back over one of 8 pieces of the sequence, 256 tokens, and "
+        'model.kinds.local.window = 2047 is longer: use "ulysses"'
+    )
+
+
+def test_a_block_has_the_view_of_its_kind() -> None:
+    kinds = Kinds(local={"window": 8, "rotary_fraction": 0.0}, full={"rope_theta": 5.0})
+    model = Model(layers=7, window=3, pattern=("local", "local", "full"), kinds=kinds, experts=4, dense_layers=2)
+    assert [view.window for view in model.views] == [8, 8, 3, 8, 8, 3, 8]
+    assert [view.rotary_fraction for view in model.views] == [0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0]
+    assert [view.rope_theta for view in model.views] == [1e4, 1e4, 5.0, 1e4, 1e4, 5.0, 1e4]
+    assert [view.experts for view in model.views] == [0, 0, 4, 4, 4, 4, 4]
+    assert (
+        model.of_block(5)
+        == model.of_kind("full")
+        == replace(model, window=3, rope_theta=5.0, pattern=(), kinds=Kinds(), dense_layers=0)
+    )
+    assert {view.of_block(4) == view for view in model.views} == {True}
+    config = Config(model=model)
+    assert {path: of_kind.model for path, of_kind in config.of_kinds.items()} == {
+        "model.kinds.local": model.of_block(3),
+        "model.kinds.full": model.of_block(2),
+    }
+    assert Config().of_kinds == {"model": Config()}
+    assert Model(layers=7).views == (Model(layers=7),) * 7
+
+
+def test_configs_with_equal_kinds_are_one_key_of_a_cache() -> None:
+    """Whatever the order of tables and keys, and whether they are plain dicts."""
+    one = Model(kinds=Kinds(a={"window": 1, "rope_theta": 2.0}, b={}))
+    same = Model(kinds={"b": {}, "a": {"rope_theta": 2.0, "window": 1}})  # type: ignore[arg-type]
+    assert len({one, same}) == 1
+    assert len({one, Model(kinds=Kinds(a={"window": 2, "rope_theta": 2.0}, b={}))}) == 2
 
 
 def test_wrong_profile_steps() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchllm.config import Config, MixtureStage, Parallel, Source, write_config
+from torchllm.config import Config, Kinds, MixtureStage, Parallel, Source, write_config
 from torchllm.config.paths import absolute_paths
 from torchllm.config.write import dump_toml
 from torchllm.tools.config.load import load_config
@@ -30,13 +30,15 @@ WHOLE_NUMBERS = (0, 1, 2**53 + 1, 2**63 - 1)
 
 
 def usual() -> Config:
-    """Return a config with a value of each kind: tables in arrays, arrays of numbers and of texts."""
+    """Return a config with a value of each kind: tables in arrays and in tables, arrays of numbers and of texts."""
     sources = (Source(kind="text", path="a", weight=0.5), Source(kind="jsonl", path="b"))
     stages = (MixtureStage(until=3, weights=(0.1, 1.0)), MixtureStage(weights=(2.0, 3.0)))
+    kinds = Kinds({"local": {"window": 8, "rope_truncate": False, "rope_scaling": "yarn"}, "1-global": {}})
     config = Config()
     return replace(
         config,
         run=replace(config.run, folder="a"),
+        model=replace(config.model, pattern=("local", "1-global"), kinds=kinds, rope_scaling_factor=8.0),
         data=replace(config.data, sources=sources, stage=stages),
         evaluate=replace(config.evaluate, tasks=("arc_easy", "b,c")),
         parallel=Parallel(dp_shard=1),

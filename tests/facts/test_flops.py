@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchllm.config import Model, Recompute
+from torchllm.config import Kinds, Model, Recompute
 from torchllm.config.schema import TrainedParameters
 from torchllm.facts.flops import (
     ALL_TRAINED,
@@ -33,6 +33,9 @@ SMALL = {
 SMALL["norms after"] = replace(SMALL["llama"], norm_position="after", qk_norm="width", qkv_bias=True)
 SMALL["experts"] = replace(SMALL["llama"], experts=6, top_k=2, expert_ffn=16, dense_layers=2)
 SMALL["shared experts"] = replace(SMALL["experts"], top_k=3, shared_experts=2, dense_layers=1)
+SMALL["kinds"] = replace(
+    SMALL["experts"], pattern=("a", "b"), kinds=Kinds(a={"rotary_fraction": 0.0}, b={"rope_theta": 5.0})
+)
 SMALL["experts, norms after"] = replace(SMALL["shared experts"], norm_position="after", dense_layers=0)
 RECOMPUTES = [
     Recompute(),
@@ -109,6 +112,24 @@ def test_attention_in_windows_is_counted_as_windows() -> None:
     full = Recompute("full")
     assert recomputed_flops_per_token(windowed, full, 4096) == recomputed_flops_per_token(LLAMA, full, 1024)
     assert block_flops(windowed, 0, 4096) == block_flops(LLAMA, 0, 1024)
+
+
+def test_each_block_is_counted_with_the_window_of_its_kind() -> None:
+    """By MFU, by HFU and by what balances the stages of a pipeline."""
+    windows = [1024, 1024, 0, 512] * 10
+    kinds = Kinds(wide={"window": 1024}, full={}, narrow={"window": 512})
+    model = replace(LLAMA, pattern=("wide", "wide", "full", "narrow"), kinds=kinds)
+    alike = {window: replace(LLAMA, window=window) for window in set(windows)}
+    for length in (256, 768, 4096):
+        of_all = sum(flops_per_token(alike[window], length) for window in windows) / 40
+        assert flops_per_token(model, length) == pytest.approx(of_all, rel=1e-12)
+        for index, window in enumerate(windows):
+            assert block_flops(model, index, length) == block_flops(alike[window], 0, length), index
+        for recompute, blocks in ((Recompute("full"), windows), (Recompute("every_k", 3), windows[::3])):
+            again = sum(recomputed_flops_per_token(alike[window], Recompute("full"), length) for window in blocks) / 40
+            assert recomputed_flops_per_token(model, recompute, length) == pytest.approx(again, rel=1e-12)
+    assert flops_per_token(model, 4096, pairs=700.0) == flops_per_token(LLAMA, 4096, pairs=700.0)
+    assert parameter_count(model) == parameter_count(LLAMA)
 
 
 def test_executed_flops_are_what_torch_counts() -> None:

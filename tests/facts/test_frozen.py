@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from torchllm.config import Model, Recompute
+from torchllm.config import Kinds, Model, Recompute
 from torchllm.facts.flops import (
     ALL_TRAINED,
     block_flops,
@@ -46,6 +46,14 @@ def test_before_the_first_trained_parameter_there_is_no_backward_pass() -> None:
     assert flops_per_token(replace(MODEL, frozen=all_but_head), S) == (
         2 * parameter_count(MODEL) + 4 * TABLE + 4 * 4 * 64 * S + 2 * 64  # the norm after the blocks is counted as one
     )
+
+
+def test_frozen_blocks_save_the_attention_of_their_own_windows() -> None:
+    """The blocks before the first trained parameter: one with a window of 5, one without."""
+    kinds = Kinds(local={"window": 5}, full={})
+    model = replace(MODEL, pattern=("local", "full", "full"), kinds=kinds)
+    assert saved(r"embed_tokens.*|layers\.[01]\..*", model) == 4 * TABLE + 2 * 4 * BLOCK + 8 * 64 * (5 + S)
+    assert saved(r"embed_tokens.*|layers\.0\..*", model) == 4 * TABLE + 4 * BLOCK + 8 * 64 * 5
 
 
 def test_of_experts_only_the_used_ones_count() -> None:

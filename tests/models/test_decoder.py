@@ -1,14 +1,15 @@
 """What every family must hold: what a token may see, and how a model comes apart. tests/tools/hub has its logits."""
 
 from dataclasses import replace
-from typing import Literal
+from functools import partial
+from typing import Literal, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from torchllm.config import Config, Model, Training
+from torchllm.config import Config, Kinds, Model, Training
 from torchllm.config.applied_keys import unapplied
 from torchllm.config.errors import UserError
 from torchllm.models import attention
@@ -23,6 +24,10 @@ GPT = replace(LLAMA, family="gpt", kv_heads=0)
 QWEN = replace(LLAMA, qk_norm="head", tied_embeddings=True, head_dim=12)
 OLMO2 = replace(LLAMA, qk_norm="width", norm_position="after")
 MISTRAL = replace(LLAMA, window=5)  # of 24 tokens, and of documents of 7 to 9
+KINDS = Kinds(
+    local={"window": 5, "rotary_fraction": 0.0}, mid={"window": 9, "rope_theta": 50.0, "rotary_fraction": 0.5}, full={}
+)
+OF_KINDS = replace(LLAMA, layers=5, pattern=("local", "mid", "full"), kinds=KINDS)
 FAMILIES = {
     "llama": LLAMA,
     "llama-tied": replace(LLAMA, tied_embeddings=True),
@@ -30,6 +35,7 @@ FAMILIES = {
     "qwen": QWEN,
     "olmo2": OLMO2,
     "mistral": MISTRAL,
+    "kinds": OF_KINDS,
 }
 
 
@@ -63,6 +69,7 @@ def made(model: Model) -> Decoder:
         ("mistral", "eager"),
         ("gpt", "flex"),
         ("mistral", "flex"),
+        ("kinds", "flex"),
     ],
 )
 def test_a_token_sees_its_own_document_up_to_itself(family: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,8 +106,10 @@ def test_a_token_sees_its_own_document_up_to_itself(family: str, kernel: str, mo
     torch.testing.assert_close(packed[:, second], alone, rtol=0, atol=2e-6)  # other block sizes, another order of sums
 
 
-@pytest.mark.parametrize("model", [LLAMA, MISTRAL])
-def test_flex_attention_without_documents_has_one_mask_for_all_blocks_and_steps(model: Model) -> None:
+@pytest.mark.parametrize(("model", "windows"), [(LLAMA, [0, 0, 0]), (MISTRAL, [5, 5, 5]), (OF_KINDS, [5, 9, 0, 5, 9])])
+def test_flex_attention_without_documents_has_one_mask_for_all_blocks_of_a_window_and_steps(
+    model: Model, windows: list[int]
+) -> None:
     """Compiled blocks would each compute theirs anew: tests/hollow counts the launches."""
     decoder = made(replace(model, attention="flex"))
     masks: list[object] = []
@@ -112,7 +121,108 @@ def test_flex_attention_without_documents_has_one_mask_for_all_blocks_and_steps(
     decoder.run_blocks = run_blocks
     for _ in range(2):
         decoder(tokens(model), positions())
-    assert [mask is causal_block_mask(24, CPU, model.window) for mask in masks] == [True] * 2 * model.layers
+    assert len(masks) == 2 * model.layers
+    for mask, window in zip(masks, [*windows, *windows], strict=True):
+        assert mask is causal_block_mask(24, CPU, window)
+
+
+class BlockByHand(NamedTuple):
+    """How a block of OF_KINDS differs from others."""
+
+    window: int
+    """tokens that a token sees"""
+    turned: int
+    """features of a head that rotary positions turn"""
+    theta: float
+    """base of the angles"""
+
+
+BLOCKS_BY_HAND = [
+    BlockByHand(5, 0, 1.0),
+    BlockByHand(9, 4, 50.0),
+    BlockByHand(24, 8, 10000.0),
+    BlockByHand(5, 0, 1.0),
+    BlockByHand(9, 4, 50.0),
+]
+
+
+def turned_by_hand(x: Tensor, place: Tensor, block: BlockByHand) -> Tensor:
+    """Turn the pairs (i, i + R / 2) of the first R features as complex numbers. x (B, S, H, Q), place (B, S)."""
+    half = block.turned // 2
+    pairs = torch.complex(x[..., :half].double(), x[..., half : 2 * half].double())
+    angles = place[:, :, None, None] * block.theta ** (-torch.arange(half) / max(half, 1))
+    turned = pairs * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat((turned.real, turned.imag, x[..., 2 * half :].double()), dim=-1)
+
+
+def logits_by_hand(decoder: Decoder, text: Tensor, place: Tensor, documents: Tensor) -> Tensor:
+    """Return the logits of OF_KINDS from formulas, in float64: (B, S, V). place: in its document."""
+    weights = {name: parameter.double() for name, parameter in decoder.named_parameters()}
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return torch.nn.functional.rms_norm(x, (32,), weights[f"{name}.weight"], OF_KINDS.norm_epsilon)
+
+    x = weights["embed_tokens.weight"][text]
+    order = torch.arange(24)
+    distance = order[:, None] - order
+    for index, block in enumerate(BLOCKS_BY_HAND):
+        product = partial(_product, weights, f"layers.{index}.")
+        inner = norm(x, f"layers.{index}.input_layernorm")
+        q, k, v = (product(f"self_attn.{name}_proj", inner).unflatten(-1, (-1, 8)) for name in "qkv")
+        q, k = turned_by_hand(q, place, block), turned_by_hand(k, place, block)
+        k, v = k.repeat_interleave(2, dim=2), v.repeat_interleave(2, dim=2)
+        sees = (distance >= 0) & (distance < block.window) & (documents[:, :, None] == documents[:, None])
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / 8**0.5
+        shares = scores.masked_fill(~sees[:, None], float("-inf")).softmax(-1)
+        x = x + product("self_attn.o_proj", torch.einsum("bhqk,bkhd->bqhd", shares, v).flatten(2))
+        inner = norm(x, f"layers.{index}.post_attention_layernorm")
+        gate, up = product("mlp.gate_proj", inner), product("mlp.up_proj", inner)
+        x = x + product("mlp.down_proj", torch.nn.functional.silu(gate) * up)
+    return norm(x, "norm") @ weights["lm_head.weight"].T
+
+
+def _product(weights: dict[str, Tensor], block: str, name: str, x: Tensor) -> Tensor:
+    return x @ weights[f"{block}{name}.weight"].T
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("kernel", ["sdpa", "eager", "flex"])
+def test_each_block_has_the_window_and_the_rotary_positions_of_its_kind(
+    kernel: Literal["sdpa", "eager", "flex"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "compiled_flex_attention", lambda: flex_attention)  # seconds less, same meaning
+    decoder = made(replace(OF_KINDS, attention=kernel))
+    one = torch.zeros(2, 24, dtype=torch.int64)
+    two = (torch.arange(24) >= 11).long().expand(2, 24)
+    place = torch.arange(24) - 11 * two
+    text = tokens(OF_KINDS)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            decoder(text, positions()).double(), logits_by_hand(decoder, text, positions(), one), rtol=0, atol=1e-5
+        )
+        torch.testing.assert_close(
+            decoder(text, place, two).double(), logits_by_hand(decoder, text, place, two), rtol=0, atol=1e-5
+        )
+
+
+def test_blocks_share_the_angles_of_a_rotary_setting_and_the_mask_of_a_window() -> None:
+    kinds = Kinds(local={"window": 5}, full={}, other={"window": 5, "rope_theta": 50.0})
+    decoder = made(replace(LLAMA, pattern=("local", "full", "other"), kinds=kinds, attention="eager"))
+    local, full, other = decoder.inputs_of_blocks(positions(), positions() // 9, 0)
+    assert local.rotary is full.rotary is not other.rotary
+    assert local.mask is other.mask is not full.mask
+
+
+@torch.no_grad()
+def test_blocks_of_a_stage_are_of_the_kinds_that_they_have_in_the_whole_model() -> None:
+    model = replace(OF_KINDS, pattern=("local", "local", "mid", "full"))
+    whole, stage = made(model), made(model)
+    passed_on: list[Tensor] = []
+    whole.layers["0"].register_forward_hook(lambda module, inputs, x: passed_on.append(x))
+    expected = whole(tokens(model), positions())
+    del stage.layers["0"]
+    stage.embeds = False
+    assert torch.equal(stage(passed_on[0], positions()), expected)
 
 
 def test_tied_embeddings_are_one_parameter_until_to_empty_and_after_tying_again() -> None:

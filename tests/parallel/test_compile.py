@@ -20,6 +20,7 @@ import torchllm.parallel.compile
 import torchllm.parallel.tensor
 from tests.parity import Settings, Trained, compare, reference, tiny, train, world_size
 from tests.workers import WorkerFailed, run
+from torchllm.config import Kinds
 from torchllm.parallel.tensor import VocabParallelEmbedding
 
 FSDP2: Settings = {"parallel.dp_shard": 2}
@@ -68,6 +69,12 @@ EXPERTS: Settings = {
     **{"model.balance_loss": "sequence", "model.balance_weight": 0.3},
 }
 EP2: Settings = {**FSDP2, "parallel.ep": 2}
+KINDS: Settings = {
+    "model.pattern": ("local", "mid", "full"),
+    "model.kinds": Kinds(local={"window": 7, "rotary_fraction": 0.0}, mid={"window": 12, "rope_theta": 500.0}, full={}),
+    "model.layers": 4,
+    "data.document_mask": True,
+}
 AFTER: Settings = {"model.norm_position": "after", "model.qk_norm": "width", "model.layers": 4}
 PARTS = 7
 """graphs of a model with experts: of a dense block; of the others' attention, gating (of the experts and of the shared
@@ -91,6 +98,7 @@ AT_NIGHT: dict[str, tuple[Settings, int]] = {
     "selective_half, sp": ({**TWO, **BLOCK, **SP2, "recompute.mode": "selective_half"}, 0),
     "every_k, fused": ({**FUSED, "recompute.mode": "every_k"}, 0),
     "full, fused": ({**FUSED, "recompute.mode": "full"}, 0),
+    "kinds, fsdp": ({**BLOCK, **FSDP2, **KINDS}, 3),
     "experts, sp": ({**EXPERTS, **SP2, "parallel.ep": 2}, PARTS),
     "experts, pipeline, norms after attention": ({**EXPERTS, **EP2, **AFTER, "parallel.pp": 2}, 0),
 }

@@ -13,7 +13,7 @@ from torch.profiler import profile
 from tests.optim.test_optimizer import bits
 from tests.parity import Settings, Trainer, rows_of, step_batch, tiny
 from tests.workers import run
-from torchllm.config import Training
+from torchllm.config import Kinds, Training
 from torchllm.config.errors import UserError
 from torchllm.data.batch import Batch
 from torchllm.models.decoder import build_model
@@ -249,6 +249,28 @@ def test_the_z_loss_of_all_ranks_is_beside_the_loss() -> None:
             assert first == pytest.approx((loss.item(), z_loss.item()), rel=1e-5), settings
             assert second[1] == pytest.approx(z_loss.item(), rel=0.2), settings
             assert second[1] < first[1], settings  # it is minimized
+
+
+KINDS: Settings = {
+    "model.layers": 3,
+    "model.window": 4,
+    "model.pattern": ("local", "usual", "full"),
+    "model.kinds": Kinds(local={"window": 2}, usual={}, full={"window": 0}),
+    "data.document_mask": True,
+}
+
+
+def pairs_of_layouts(several: list[Settings]) -> list[float]:
+    return [(rig := Rig({**KINDS, **settings})).step(1, rig.halves(1)).pairs.item() for settings in several]
+
+
+def test_pairs_are_those_of_the_windows_of_all_blocks() -> None:
+    """On average over blocks; a stage counts those of the others, too."""
+    positions = step_batch(tiny({**SMALL, **KINDS}), 1, ragged=False).positions
+    expected = sum((positions + 1).clamp(max=window).sum().item() for window in (2, 4, 8)) / 3
+    layouts: list[Settings] = [{"parallel.dp_shard": 2}, {"parallel.pp": 2, "training.micro_batch_size": 4}]
+    for found in run(pairs_of_layouts, 2, layouts):
+        assert found == pytest.approx([expected] * 2, rel=1e-12)
 
 
 def test_an_optimizer_with_two_modes_trains_in_one_and_leaves_the_other() -> None:

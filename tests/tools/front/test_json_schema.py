@@ -7,6 +7,7 @@ import pytest
 
 from tests.tiny_run import ROOT
 from torchllm.config import Config
+from torchllm.config.schema import KIND_KEYS
 from torchllm.tools.front.json_schema import json_schema
 
 pytestmark = pytest.mark.quick
@@ -41,3 +42,12 @@ def test_a_forked_recipes_section() -> None:
         "description": "blocks to match",
         "default": [1, 2],
     }
+
+
+def test_a_kind_of_blocks_has_some_keys_of_the_model() -> None:
+    model = json_schema()["properties"]["model"]["properties"]
+    table = model["kinds"]["additionalProperties"]
+    assert table["properties"].keys() == set(KIND_KEYS)
+    assert table["properties"]["window"] == {"type": "integer", "minimum": 0}
+    assert not table["additionalProperties"]
+    assert model["pattern"]["items"] == {"type": "string"}
