@@ -180,14 +180,15 @@ class Decoder(nn.Module):
             if view.rotary_settings not in angles:
                 angles[view.rotary_settings] = rotary_angles(view, positions)
             if view.window not in masks:
-                masks[view.window] = mask_of(core_of(block), positions, document_ids, document_limit)
+                core = core_of(block if kind else self.layers)  # a fork's first block may have another attention
+                masks[view.window] = mask_of(core, positions, document_ids, document_limit)
             of_kinds[kind] = BlockInputs(angles[view.rotary_settings], masks[view.window])
         return [of_kinds[kind] for kind in kinds]
 
 
-def core_of(block: nn.Module) -> Any:
-    """Return the attention core of a block."""
-    return next(module for module in block.modules() if isinstance(module, Attention)).core
+def core_of(blocks: nn.Module) -> Any:
+    """Return the attention core of a block, or the first of several."""
+    return next(module for module in blocks.modules() if isinstance(module, Attention)).core
 
 
 def mask_of(core: Any, positions: Tensor, document_ids: Tensor | None, document_limit: int) -> Any:

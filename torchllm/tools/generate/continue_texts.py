@@ -116,7 +116,7 @@ def sample_tokens(logits: Tensor, settings: Generate, generators: Sequence[torch
 
 def _takes_documents(model: Decoder) -> bool:
     """Return whether the attention core can hide padding; the one of the package flash-attn cannot."""
-    core = core_of(next(iter(model.layers.values())))
+    core = core_of(model.layers)
     return core.mask(torch.zeros(1, 1, dtype=torch.int64, device=_device(model)), 0) is not None
 
 

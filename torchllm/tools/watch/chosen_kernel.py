@@ -28,9 +28,10 @@ def log_attention_kernel(
     is_ring = parallel.cp > 1 and parallel.cp_method == "ring"
     if device.type != "cuda" or model.attention != "sdpa" or is_ring:
         return
-    kernel = attention_kernel(model, parallel, sequence_length, documents, dtype, device)
-    log.info("attention: torch's %s kernel", kernel)
-    if kernel == "math":
+    settings = parallel, sequence_length, documents, dtype, device
+    kernels = {attention_kernel(view, *settings) for view in set(model.views)}
+    log.info("attention: torch's %s kernel", " and ".join(sorted(kernels)))
+    if "math" in kernels:
         log.warning(
             'model.attention = "sdpa" has no fused kernel on this GPU for these heads in %s: the scores of a layer, '
             "(H, S, S), will be in memory",
@@ -41,7 +42,7 @@ def log_attention_kernel(
 def attention_kernel(
     model: Model, parallel: Parallel, sequence_length: int, documents: bool, dtype: torch.dtype, device: torch.device
 ) -> str:
-    """Return the kernel of a step: varlen (flash attention within documents), flash, efficient, cudnn or math.
+    """Return the kernel of blocks of one kind: varlen (flash attention of documents), flash, efficient, cudnn or math.
 
     A window is masked as documents are (`models.attention.ScaledDotProductAttention`).
     """

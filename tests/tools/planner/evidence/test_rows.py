@@ -58,6 +58,13 @@ def test_a_row_is_the_layout() -> None:
         assert case.recompute.mode == config.recompute.mode, name
 
 
+def test_a_row_of_blocks_of_several_kinds_is_not_taken_for_another_model() -> None:
+    kinds: Settings = {"model.pattern": ("local", "full"), "model.kinds": {"local": {"window": 8}, "full": {}}}
+    row = read_row({**measurement_of(tiny(kinds), 1), "cluster": "this_cpu"})
+    assert row.case is None
+    assert row.problem == "window = 'by the kind of a block' is not a number"
+
+
 def test_a_mixture_of_experts_is_in_the_columns() -> None:
     sizes = {"experts": 8, "top_k": 2, "expert_ffn": 32, "shared_experts": 1, "dense_layers": 1, "kv_heads": 2}
     settings: Settings = {"parallel.tp": 2, "parallel.ep": 2}

@@ -35,6 +35,8 @@ def model_cells(model: Model) -> dict[str, Any]:
     cells["head_dim"] = model.head_width
     cells["qkv_bias"] = int(model.qkv_bias)
     cells["window"] = model.window or ""
+    if model.pattern:  # which the columns cannot say: a row that is not scored
+        cells["window"] = "by the kind of a block"
     cells["tied_emb"] = int(model.tied_embeddings)
     return cells
 
