@@ -169,6 +169,7 @@ EVERYTHING = [  # that one run can have
     *("--training.on_nonfinite=skip", "--training.max_consecutive_nonfinite=5", "--recompute.k=2"),
     *("--checkpoint.keep=2", "--checkpoint.keep_every=2", "--checkpoint.asynchronous=true", "--checkpoint.resume=none"),
     *("--model.experts=4", "--model.router_bias=true", "--model.router_bias_rate=0.01", "--model.balance_loss=global"),
+    *("--model.pattern=local,full", "--model.kinds.local.window=16", "--model.kinds.full.rope_theta=500"),
     "--model.frozen=embed_tokens.*",
     *(*EMA, "--evaluate.ema=true"),
 ]
@@ -192,7 +193,8 @@ def test_a_recipe_that_trains_applies_every_key(recipe: str, trained: Path, tmp_
     for name, asked in (("all", [*EVERYTHING, *upcycled]), ("updates", lora)):
         assert pretrain(1, tmp_path / name, *FEW, *asked, recipe=recipe) == [""]
         assert [record["step"] for record in metrics(tmp_path / name) if "loss" in record] == [1, 2]
-    tried = {word[2:].partition("=")[0] for word in (*FEW, *EVERYTHING, *upcycled, *lora)}
+    words = (word[2:].partition("=")[0].split(".") for word in (*FEW, *EVERYTHING, *upcycled, *lora))
+    tried = {f"{section}.{name}" for section, name, *_ in words}  # of model.kinds.local.window the key is model.kinds
     assert set(REFUSED) - tried == NOT_TRIED.keys()
 
 
