@@ -12,7 +12,7 @@ from torch.profiler import profile
 
 from tests.optim.test_optimizer import bits
 from tests.parity import Settings, Trainer, rows_of, step_batch, tiny
-from tests.workers import run
+from tests.workers import WorkerFailed, run
 from torchllm.config import Kinds, Training
 from torchllm.config.errors import UserError
 from torchllm.data.batch import Batch
@@ -271,6 +271,21 @@ def test_pairs_are_those_of_the_windows_of_all_blocks() -> None:
     layouts: list[Settings] = [{"parallel.dp_shard": 2}, {"parallel.pp": 2, "training.micro_batch_size": 4}]
     for found in run(pairs_of_layouts, 2, layouts):
         assert found == pytest.approx([expected] * 2, rel=1e-12)
+
+
+def rate_of_a_step(rate: Any) -> float:
+    trainer = Trainer(tiny({}))
+    trainer.step.learning_rate = lambda step: rate
+    return trainer.step(1, trainer.batches(1, ragged=False)).learning_rate
+
+
+def test_a_rate_is_a_number_that_records_can_hold_or_is_refused() -> None:
+    """A schedule of a fork may compute with torch or numpy; with a rate that is nan all weights would be lost."""
+    (rate,) = run(rate_of_a_step, 1, torch.tensor(0.5))
+    assert (type(rate), rate) == (float, 0.5)
+    for wrong in (float("nan"), float("inf"), -0.5):
+        with pytest.raises(WorkerFailed, match=rf"step 1: the learning rate is {wrong}: it must be a number of at"):
+            run(rate_of_a_step, 1, wrong)
 
 
 def test_an_optimizer_with_two_modes_trains_in_one_and_leaves_the_other() -> None:

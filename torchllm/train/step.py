@@ -1,5 +1,6 @@
 """One optimizer step: micro batches -> token-normalized backward -> finite check -> clip -> update."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from inspect import signature
@@ -101,7 +102,9 @@ class TrainStep:
         finite = torch.isfinite(norm) & torch.isfinite(loss)
         clip(self.stages, norm, self.training.max_grad_norm)
         routing = self.expert_balance.finish_step(finite, sums=routing_sums)
-        learning_rate = self.learning_rate(step)
+        learning_rate = float(self.learning_rate(step))
+        if not 0 <= learning_rate < math.inf:
+            raise UserError(f"step {step}: the learning rate is {learning_rate}: it must be a number of at least 0")
         with phase("optimizer"):
             apply_if_finite(self.optimizer, learning_rate, finite)
             self.optimizer.zero_grad()  # frees them before an evaluation or a save

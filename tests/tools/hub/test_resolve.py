@@ -326,3 +326,24 @@ def test_the_models_that_a_check_does_not_ask_about_can_be_exported() -> None:
         assert why_no_family(model) == [], model
     for scaling in ("linear", "llama3", "yarn"):
         assert why_no_family(Model(rope_scaling=scaling, rope_scaling_factor=8.0, window=9)) == []
+
+
+def test_a_checkpoint_is_read_with_the_model_that_it_was_trained_as(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run was resumed with other keys, which its config.toml has by now: an older step is of those before."""
+    run = tmp_path / "run"
+    kinds = {"local": {"window": 16}, "full": {}}
+    save_run(run, Model(**SIZES, pattern=("local", "full"), kinds=kinds))
+    file = run / "config.toml"
+    resumed = (
+        file.read_text().replace("window = 16", "window = 8").replace("rope_theta = 10000.0", "rope_theta = 500.0")
+    )
+    file.write_text(resumed)
+    model = load_run([str(run), STDLIB], one_device=True).model
+    assert (model.rope_theta, model.of_block(0).window) == (10000.0, 16)
+    said = capsys.readouterr().err
+    assert "model.kinds.local.window: 16 in the checkpoint, 8 now: step-00000002 is read as it was trained" in said
+    assert "model.rope_theta: 10000.0 in the checkpoint, 500.0 now" in said
+    asked = load_run([str(run), STDLIB, "--model.rope_theta=700"], one_device=True).model
+    assert (asked.rope_theta, asked.of_block(0).window) == (700.0, 16)

@@ -156,6 +156,10 @@ def _take_texts_of_published_model(draft: Draft[Any]) -> None:
 
 def _finish_use(draft: Draft[Config], inspect: "Callable[[Config], Inspection] | None") -> Config:
     """Check the draft of a recipe that uses the weights of a model, and return its config."""
+    if draft.is_readable:
+        from torchllm.tools.hub.resolve import take_trained_model  # of no use to a training
+
+        take_trained_model(draft)
     check_frozen(draft)
     draft.config = resolve_compile(draft.config, can_compile(draft))
     if (draft.one_device or os.environ.get("RANK", "0") == "0") and draft.is_readable:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from torchllm.checkpoint.manifest import CheckpointError, read_manifest, step_folders
 from torchllm.config import Config, Kinds, Model
 from torchllm.config.toml import KeyPath
+from torchllm.tools.config.changes import config_changes
 from torchllm.tools.config.draft import Draft
 from torchllm.tools.config.read import read_table
 from torchllm.tools.hub.config_json import form_of
@@ -44,6 +45,31 @@ def _resolve_from_checkpoint(draft: Draft[Any]) -> bool:
             resolve_from_record(draft, recorded, str(checkpoint))
             return True
     return False
+
+
+def take_trained_model(draft: Draft[Config]) -> None:
+    """Take the keys of [model] that the weights were trained with, where the run's config has others by now.
+
+    A run may have been resumed with another window, say: its older checkpoints are of the model before. Keys of the
+    command line stay.
+    """
+    checkpoint = _checkpoint_to_resume(draft.config)
+    if checkpoint is None:
+        return
+    try:
+        recorded = read_manifest(checkpoint).record.get("config", {})
+    except CheckpointError:  # a damaged one is passed over when it is loaded
+        return
+    trained: Model = read_table(Model, recorded.get("model", {}), [])
+    given = {key.split(".")[1] for key in draft.arguments.overrides if key.startswith("model.")}
+    for change in config_changes(recorded, draft.config):
+        section, name, *_ = change.key.split(".")
+        if section == "model" and change.changes_function and name not in ("from_hf", *given):
+            draft.notes.append(
+                f"{change}: {checkpoint.name} is read as it was trained; the command line may set the key"
+            )
+            model = replace(draft.config.model, **{name: getattr(trained, name)})
+            draft.config = replace(draft.config, model=model)
 
 
 def _choose_initial_weights(draft: Draft[Any]) -> bool:
