@@ -347,3 +347,8 @@ def test_a_checkpoint_is_read_with_the_model_that_it_was_trained_as(
     assert "model.rope_theta: 10000.0 in the checkpoint, 500.0 now" in said
     asked = load_run([str(run), STDLIB, "--model.rope_theta=700"], one_device=True).model
     assert (asked.rope_theta, asked.of_block(0).window) == (700.0, 16)
+
+
+def test_a_checkpoint_without_a_config_is_read_as_the_run_says(tmp_path: Path) -> None:
+    save_run(tmp_path / "run", Model(**SIZES, rope_theta=500.0), record={"config": {}})
+    assert load_run([str(tmp_path / "run"), STDLIB], one_device=True).model.rope_theta == 500.0

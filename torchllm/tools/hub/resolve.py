@@ -60,7 +60,9 @@ def take_trained_model(draft: Draft[Config]) -> None:
         recorded = read_manifest(checkpoint).record.get("config", {})
     except CheckpointError:  # a damaged one is passed over when it is loaded
         return
-    trained: Model = read_table(Model, recorded.get("model", {}), [])
+    if "model" not in recorded:  # of a recipe that records no config
+        return
+    trained: Model = read_table(Model, recorded["model"], [])
     given = {key.split(".")[1] for key in draft.arguments.overrides if key.startswith("model.")}
     for change in config_changes(recorded, draft.config):
         section, name, *_ = change.key.split(".")
