@@ -347,6 +347,9 @@ def test_a_checkpoint_is_read_with_the_model_that_it_was_trained_as(
     assert "model.rope_theta: 10000.0 in the checkpoint, 500.0 now" in said
     asked = load_run([str(run), STDLIB, "--model.rope_theta=700"], one_device=True).model
     assert (asked.rope_theta, asked.of_block(0).window) == (700.0, 16)
+    file.write_text(resumed.replace("[model.kinds.full]", "[model.kinds.full]\nwindow = 4"))
+    asked = load_run([str(run), STDLIB, "--model.kinds.local.window=12"], one_device=True).model
+    assert [view.window for view in asked.views] == [12, 0]  # the other kind is as it was trained
 
 
 def test_a_checkpoint_without_a_config_is_read_as_the_run_says(tmp_path: Path) -> None:

@@ -73,6 +73,8 @@ def _kind_problems(config: Config) -> Iterator[ConfigError]:
         yield config_error(
             "model.block", f"{model.block!r} does not combine with model.pattern: remove one of the keys"
         )
+    if not model.pattern:
+        return
     of_all = list(_model_problems(config))
     for path, of_kind in config.of_kinds.items():
         for problem in _model_problems(of_kind):

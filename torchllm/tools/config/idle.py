@@ -88,6 +88,7 @@ def describe_idle_keys(found: Sequence[IdleKey], located: Callable[[str], str]) 
 
 
 def _unmet(config: Config, kind: str) -> Iterator[IdleKey]:
+    of_kinds = list(config.of_kinds.values())
     for item in fields(config):
         section = getattr(config, item.name)
         if not is_dataclass(section):  # a fork's key without a section
@@ -97,7 +98,7 @@ def _unmet(config: Config, kind: str) -> Iterator[IdleKey]:
         for name, words in conditions(schema, kind).items():
             if getattr(section, name) == getattr(defaults, name):
                 continue
-            if not any(map(condition(words), config.of_kinds.values())):
+            if not any(map(condition(words), of_kinds)):
                 yield IdleKey(f"{item.name}.{name}", f"needs {words}")
     if config.model.pattern:
         yield from _unmet_of_kinds(config, kind)

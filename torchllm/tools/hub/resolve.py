@@ -1,5 +1,6 @@
 """Give a run the [model] of a published model, `model.from_hf`, before torch is imported. No torch."""
 
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from torchllm.config import Config, Kinds, Model
 from torchllm.config.toml import KeyPath
 from torchllm.tools.config.changes import config_changes
 from torchllm.tools.config.draft import Draft
-from torchllm.tools.config.read import read_table
+from torchllm.tools.config.read import ConfigError, read_table
 from torchllm.tools.hub.config_json import form_of
 from torchllm.tools.hub.files import HubConfig, check_tensors, find_hub_files, read_hub_config
 from torchllm.tools.hub.hub import find_hub_model
@@ -62,16 +63,31 @@ def take_trained_model(draft: Draft[Config]) -> None:
         return
     if "model" not in recorded:  # of a recipe that records no config
         return
-    trained: Model = read_table(Model, recorded["model"], [])
-    given = {key.split(".")[1] for key in draft.arguments.overrides if key.startswith("model.")}
+    faults: list[ConfigError] = []
+    trained: Model = read_table(Model, recorded["model"], faults)
+    unreadable = {fault.path[0] for fault in faults}  # values of another version
+    of_run, given = draft.config.model, draft.arguments.overrides
+    taken: dict[str, Any] = {}
     for change in config_changes(recorded, draft.config):
         section, name, *_ = change.key.split(".")
-        if section == "model" and change.changes_function and name not in ("from_hf", *given):
+        is_of_run = change.key in given or name == "from_hf" or name in unreadable
+        if section == "model" and change.changes_function and not is_of_run:
             draft.notes.append(
                 f"{change}: {checkpoint.name} is read as it was trained; the command line may set the key"
             )
-            model = replace(draft.config.model, **{name: getattr(trained, name)})
-            draft.config = replace(draft.config, model=model)
+            taken[name] = getattr(trained, name)
+    if "kinds" in taken:
+        taken["kinds"] = _with_given_keys(taken["kinds"], of_run.kinds, given)
+    draft.config = replace(draft.config, model=replace(of_run, **taken))
+
+
+def _with_given_keys(trained: Kinds, of_run: Kinds, given: Iterable[str]) -> Kinds:
+    """Return the kinds of a checkpoint with the keys that the command line gives: "model.kinds.local.window"."""
+    kinds = {kind: dict(keys) for kind, keys in trained.items()}
+    for path in (key.split(".") for key in given if key.startswith("model.kinds.")):
+        if len(path) == 4 and path[2] in kinds:
+            kinds[path[2]][path[3]] = of_run[path[2]][path[3]]
+    return Kinds(kinds)
 
 
 def _choose_initial_weights(draft: Draft[Any]) -> bool:
