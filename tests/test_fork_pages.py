@@ -18,7 +18,8 @@ from torchllm.config import Config, Model
 from torchllm.config.errors import UserError
 from torchllm.facts.block_kinds import _KINDS, AddedParameter, BlockKind, register_block
 from torchllm.facts.flops import block_flops, flops_per_token, parameter_count
-from torchllm.facts.parameters import ADDED_RULES, rule_of
+from torchllm.facts.parameters import rule_of
+from torchllm.facts.parts.registry import ADDED_PARAMETERS
 from torchllm.models.attention import CORES
 from torchllm.models.decoder import build_model
 from torchllm.parallel.added_parameters import AddedParameters
@@ -43,9 +44,9 @@ GATE = 64 * 64
 @pytest.fixture(scope="module", autouse=True)
 def _take_back() -> Iterator[None]:
     """Forget what these tests register."""
-    kinds, rules = dict(_KINDS), dict(ADDED_RULES)
+    kinds, rules = dict(_KINDS), dict(ADDED_PARAMETERS)
     yield
-    for table, before in ((_KINDS, kinds), (ADDED_RULES, rules)):
+    for table, before in ((_KINDS, kinds), (ADDED_PARAMETERS, rules)):
         table.clear()
         table.update(before)  # type: ignore[arg-type]  # each by its own
 

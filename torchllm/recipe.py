@@ -28,6 +28,10 @@ HOMES = {
     "AddedParameter": "torchllm.facts.block_kinds",
     "BlockKind": "torchllm.facts.block_kinds",
     "register_block": "torchllm.facts.block_kinds",
+    "BlockPart": "torchllm.facts.parts.part",
+    "PartParameter": "torchllm.facts.parts.part",
+    "register_mixer": "torchllm.facts.parts.added",
+    "Mixer": "torchllm.models.mixer",
     "build_model": "torchllm.models.decoder",
     "cast_parameters": "torchllm.models.decoder",
     "add_low_rank_updates": "torchllm.models.decoder",
@@ -83,12 +87,16 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from torchllm.facts.block_kinds import AddedParameter as AddedParameter
     from torchllm.facts.block_kinds import BlockKind as BlockKind
     from torchllm.facts.block_kinds import register_block as register_block
+    from torchllm.facts.parts.added import register_mixer as register_mixer
+    from torchllm.facts.parts.part import BlockPart as BlockPart
+    from torchllm.facts.parts.part import PartParameter as PartParameter
     from torchllm.metrics.monitor import Monitor as Monitor
     from torchllm.metrics.observer import Observer as Observer
     from torchllm.models.decoder import add_low_rank_updates as add_low_rank_updates
     from torchllm.models.decoder import build_model as build_model
     from torchllm.models.decoder import cast_parameters as cast_parameters
     from torchllm.models.head import IGNORED as IGNORED
+    from torchllm.models.mixer import Mixer as Mixer
     from torchllm.optim.average import WeightAverage as WeightAverage
     from torchllm.optim.expert_balance import ExpertBalance as ExpertBalance
     from torchllm.optim.grad_norm import clip_grad_norm as clip_grad_norm

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from importlib import import_module
 from itertools import product
 from typing import get_args
 
@@ -10,7 +11,9 @@ import torch
 
 from torchllm.config import Compile, Model, Recompute
 from torchllm.config.schema import Lora, RecomputeMode
-from torchllm.facts.parameters import PARAMETER_RULES, canonical_name, is_low_rank_factor, rule_of
+from torchllm.facts.parameters import END_RULES, canonical_name, is_low_rank_factor, rule_of
+from torchllm.facts.parts.registry import FEED_FORWARDS, MIXERS
+from torchllm.facts.shapes import parameter_shapes
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.models.lora import apply_lora
 from torchllm.parallel.compile import apply_compile
@@ -45,23 +48,27 @@ def names_of(decoder: Decoder) -> list[str]:
     return [canonical_name(name) for name, _ in decoder.named_parameters()]
 
 
-def test_every_parameter_matches_exactly_one_row() -> None:
+def test_every_parameter_is_declared_with_its_shape() -> None:
     for model in MODELS.values():
-        for parameter in names_of(with_updates(model)):
-            matching = [rule.pattern for rule in PARAMETER_RULES if re.fullmatch(rule.pattern, parameter)]
-            assert len(matching) == 1, (parameter, matching)
-            assert rule_of(parameter).pattern == matching[0]
+        shapes = parameter_shapes(model)
+        for parameter, value in meta(model).named_parameters():
+            assert shapes[parameter] == tuple(value.shape), parameter
+            assert rule_of(parameter), parameter
 
 
-def test_every_row_has_a_parameter() -> None:
-    names = {name for model in MODELS.values() for name in names_of(with_updates(model))}
-    for rule in PARAMETER_RULES:
-        assert any(re.fullmatch(rule.pattern, name) for name in names), rule.pattern
+def test_every_declaration_has_a_parameter_and_one_name() -> None:
+    names = {name for model in MODELS.values() for name in names_of(meta(model))}
+    parts = [import_module(f"torchllm.facts.parts.{name}").PART for name in (*MIXERS, *FEED_FORWARDS)]
+    declared = [f"layers.1.{parameter.name}" for part in parts for parameter in part.parameters]
+    assert len(declared) == len(set(declared))
+    assert {*declared, *END_RULES} <= names
+    assert all(part.name in (*MIXERS, *FEED_FORWARDS) for part in parts)
 
 
 def test_an_unknown_parameter_is_named() -> None:
-    with pytest.raises(KeyError, match=r"torchllm/facts/parameters.py.*layers\.0\.mystery\.weight"):
-        rule_of("layers.0.mystery.weight")
+    for name in ("layers.0.mystery.weight", "self_attn.q_proj.weight", "layers.0.layers.1.self_attn.q_proj.weight"):
+        with pytest.raises(KeyError, match=rf"torchllm/facts/parts declares.*{name}"):
+            rule_of(name)
 
 
 ROLES_OF_ENDS = {"embed_tokens.weight": "embedding", "embed_positions.weight": "position", "lm_head.weight": "head"}

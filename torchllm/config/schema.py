@@ -207,6 +207,8 @@ class Model:
     """[model.kinds.NAME]: the keys of [model] that differ in blocks of a kind: window, rotary_fraction and rope_*"""
     block: str = ""
     """kind of the blocks, by the name under which a fork registers it; empty: torchllm's"""
+    mixer: Annotated[str, BUILD] = "attention"
+    """how tokens see others in a block: attention, or the name under which a fork registers its own"""
     hidden: Count = 256
     """width of the residual stream (D)"""
     heads: Count = 8
@@ -378,7 +380,9 @@ class Model:
     @property
     def rotary_settings(self) -> tuple[Any, ...]:
         """The values of the keys that decide the angles of rotary positions; empty: there are none."""
-        return tuple(getattr(self, key) for key in KIND_KEYS if key != "window") if self.has_rotary_positions else ()
+        if not self.has_rotary_positions:
+            return ()
+        return self.rotary_width, *(getattr(self, key) for key in KIND_KEYS if key.startswith("rope_"))
 
     @property
     def rotary_width(self) -> int:
@@ -391,7 +395,12 @@ class Model:
         return self.expert_ffn or self.ffn
 
 
-KIND_KEYS = ("window", "rotary_fraction", *(name for name in Model.__dataclass_fields__ if name.startswith("rope_")))
+KIND_KEYS = (
+    "window",
+    "mixer",
+    "rotary_fraction",
+    *(name for name in Model.__dataclass_fields__ if name.startswith("rope_")),
+)
 """keys of [model] that a kind of blocks may have"""
 
 

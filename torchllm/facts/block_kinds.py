@@ -3,30 +3,17 @@
 `model.block` chooses one by its name. Only a run that sets it imports this file.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any, get_args
+from typing import Any
 
 from torchllm.config import Model
 from torchllm.config.errors import UserError
-from torchllm.facts.parameters import ADDED_RULES, PARAMETER_RULES, Cut, ParameterRule, Role, Start
+from torchllm.facts.parts.added import add_parameters
+from torchllm.facts.parts.part import PartParameter, Shape, shapes_of
 
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class AddedParameter:
-    """A parameter that the blocks of the library do not have."""
-
-    name: str
-    """within the block, such as self_attn.g_proj.weight; its module is nn.Linear, or has `local` (docs)"""
-    shape: Callable[[Model], Shape]
-    cut: Cut
-    start: Start
-    role: Role
-    """matrix: each token is multiplied with it, which counts its FLOPs"""
+AddedParameter = PartParameter
+"""a parameter that the blocks of the library do not have; its module is nn.Linear, or has `local` (docs)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +24,7 @@ class BlockKind:
     """value of model.block"""
     build: Callable[[Any, Model, int], Any]
     """returns a block, given the library's, the model and the index of the block: the given one, changed, or another"""
-    parameters: tuple[AddedParameter, ...]
+    parameters: tuple[PartParameter, ...]
     stored: Callable[[Model, int], float] = lambda model, tp: 0.0
     """bytes per token that a block on one of `tp` ranks keeps for its backward, beyond the library's"""
     flops: Callable[[Model, int], int] = lambda model, sequence_length: 0
@@ -45,18 +32,17 @@ class BlockKind:
 
     def shapes(self, model: Model) -> dict[str, Shape]:
         """Return the shapes of the added parameters, by name within the block."""
-        return {parameter.name: parameter.shape(model) for parameter in self.parameters}
+        return shapes_of(self.parameters, model)
 
     def matrices(self, model: Model) -> list[Shape]:
         """Return the shapes (outputs, inputs) of the added matrices."""
-        return [parameter.shape(model) for parameter in self.parameters if parameter.role == "matrix"]
+        matrices = [parameter for parameter in self.parameters if parameter.role == "matrix"]
+        return list(shapes_of(matrices, model).values())
 
 
 LIBRARY = BlockKind(name="", build=lambda block, model, index: block, parameters=())
 """the kind without a change"""
 _KINDS = {LIBRARY.name: LIBRARY}
-_CHOICES = {"cut": {*get_args(Cut)} - {"vocab"}, "start": {*get_args(Start)}, "role": {*get_args(Role)}}
-"""values of an added parameter"""
 
 
 def register_block(kind: BlockKind) -> None:
@@ -66,25 +52,12 @@ def register_block(kind: BlockKind) -> None:
     """
     if kind.name == LIBRARY.name:
         raise UserError("register_block: a kind of block needs a name, which model.block is set to")
-    of_others = [rules for name, rules in ADDED_RULES.items() if name != kind.name]
-    rules = []
+    where = f"block {kind.name!r}"
     for added in kind.parameters:
-        for key, choices in _CHOICES.items():
-            if getattr(added, key) not in choices:
-                known = ", ".join(sorted(choices))
-                raise UserError(
-                    f"block {kind.name!r}: {added.name!r} has {key} {getattr(added, key)!r}, not one of {known}"
-                )
-        module = added.name.rpartition(".")[0]
-        rule = ParameterRule(rf"layers\.\d+\.{re.escape(added.name)}", added.cut, added.start, added.role)
-        for other in chain(PARAMETER_RULES, *of_others):
-            if re.fullmatch(other.pattern, f"layers.0.{added.name}") and other != rule:
-                raise UserError(f"block {kind.name!r}: {added.name!r} is a parameter of other blocks: rename it")
-        if module in ("", "self_attn", "mlp"):
-            raise UserError(f"block {kind.name!r}: {added.name!r} needs a module of its own, as self_attn.gate.weight")
-        rules.append(rule)
+        if added.name.rpartition(".")[0] in ("", "self_attn", "mlp"):
+            raise UserError(f"{where}: {added.name!r} needs a module of its own, as self_attn.gate.weight")
+    add_parameters(where, kind.parameters)
     _KINDS[kind.name] = kind
-    ADDED_RULES[kind.name] = tuple(rules)
 
 
 def block_kind(model: Model) -> BlockKind:

@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from torchllm.config import SCHEDULES, Model, Parallel, Recompute, TrainedParameters, Training
+from torchllm.facts.parts.registry import feed_forward, mixer
 from torchllm.facts.shapes import block_shapes, parameter_shapes
 
 ALL_TRAINED = TrainedParameters()
@@ -27,7 +28,7 @@ class Matrices(NamedTuple):
     """Numbers of elements in the weight matrices that one token is multiplied with in a block."""
 
     attention: int
-    """q, k, v and output projection, and all matrices of `facts/block_kinds.py`"""
+    """of the mixer: q, k, v and output projection; and all matrices of `facts/block_kinds.py`"""
     ffn: int
     """feed-forward layer; with experts the router, the experts that a token uses, and the shared ones"""
     down: int
@@ -38,12 +39,12 @@ class Matrices(NamedTuple):
 @lru_cache(maxsize=1024)
 def matrices(model: Model, layer: int) -> Matrices:
     """Return the sizes of a block's weight matrices that a token is multiplied with. layer: its index."""
-    sizes = product_sizes(model, layer)
-    of_attention = 4 + len(_added_sizes(model))
+    view = model.of_block(layer)
+    of_mixer, of_ffn = _mixer_products(view), feed_forward(view).products(view)
     return Matrices(
-        attention=sum(sizes[:of_attention]),
-        ffn=sum(sizes[of_attention:]),
-        down=0 if model.of_block(layer).experts else sizes[-1],
+        attention=sum(of_mixer),
+        ffn=sum(product.elements for product in of_ffn),
+        down=0 if feed_forward(view).needs_last_product else of_ffn[-1].elements,
     )
 
 
@@ -55,33 +56,20 @@ def head_size(model: Model) -> int:
 def product_sizes(model: Model, layer: int) -> list[int]:
     """Return the sizes of the weight matrices of a block's products, in the order of their use. layer: its index.
 
-    q, k, v, matrices that a fork adds, o, then (gate,) up, down. With experts: router, gate of the shared experts,
-    gate, up, down of the routed ones (each one product with the matrices of a token's experts), and up, down of the
-    shared ones.
+    A fork's kind of block has its matrices before the mixer's last one.
     """
-    model = model.of_block(layer)
-    q = model.hidden * model.heads * model.head_width
-    k = model.hidden * model.kv * model.head_width
-    attention = [q, k, k, *_added_sizes(model), q]
-    if not model.experts:
-        count = 3 if model.features.gated_ffn else 2
-        return [*attention, *[model.hidden * model.ffn] * count]
-    router = model.hidden * model.experts
-    expert = model.hidden * model.expert_width
-    routed = [model.top_k * expert] * 3
-    if not model.shared_experts:
-        return [*attention, router, *routed]
-    shared = model.shared_experts * expert
-    return [*attention, router, shared, *routed, shared, shared]
+    view = model.of_block(layer)
+    return _mixer_products(view) + [product.elements for product in feed_forward(view).products(view)]
 
 
-def _added_sizes(model: Model) -> list[int]:
-    """Return the sizes of the matrices that a fork's kind of block adds to each block."""
-    if not model.block:
-        return []
-    from torchllm.facts.block_kinds import block_kind  # of no use to other models
+def _mixer_products(view: Model) -> list[int]:
+    """Return the sizes of the mixer's matrices, and of those that a fork's kind of block adds before its last one."""
+    sizes = [product.elements for product in mixer(view).products(view)]
+    if view.block:
+        from torchllm.facts.block_kinds import block_kind  # of no use to other models
 
-    return [math.prod(shape) for shape in block_kind(model).matrices(model)]
+        sizes[-1:-1] = [math.prod(shape) for shape in block_kind(view).matrices(view)]
+    return sizes
 
 
 def added_flops(model: Model, sequence_length: int) -> int:
@@ -101,7 +89,7 @@ def half_of_products(model: Model, layer: int) -> int:
     """
     sizes = product_sizes(model, layer)
     view = model.of_block(layer)
-    is_last_needed = view.norm_position == "after" or view.experts > 0
+    is_last_needed = view.norm_position == "after" or feed_forward(view).needs_last_product
     return sum(sizes[::2] if is_last_needed else sizes[:-1:2])
 
 
@@ -113,9 +101,12 @@ def parameter_count(model: Model) -> int:
 
 def active_parameter_count(model: Model) -> int:
     """Return the number of parameters that one token uses: all, except that it uses top_k experts of a block."""
-    sparse_blocks = sum(view.experts > 0 for view in model.views)
-    expert = 3 * model.hidden * model.expert_width
-    return parameter_count(model) - sparse_blocks * (model.experts - model.top_k) * expert
+    unused = 0
+    for view in model.views:
+        for parameter in feed_forward(view).parameters:
+            if parameter.of_experts and (shape := parameter.shape(view)):
+                unused += math.prod(shape) // view.experts * (view.experts - view.top_k)
+    return parameter_count(model) - unused
 
 
 class MatrixShape(NamedTuple):
@@ -152,31 +143,32 @@ def flops_per_token(
     Frozen weights have no gradient, which is a third of their operations: 4 N + 6 n with n parameters of updates. The
     same for weights that model.frozen freezes (`flops_without_gradients`).
     """
-    windows = [view.window_within(sequence_length) for view in model.views]
-    keys = windows if pairs is None else [pairs] * model.layers  # that a query sees in each block
-    attention = 12 * model.heads * model.head_width * sum(keys)
-    attention += 3 * model.layers * added_flops(model, sequence_length)
+    of_blocks = [core_flops(view, sequence_length, pairs) for view in model.views]
+    attention = 3 * sum(of_blocks)
     if trained.only_updates:
         return 4 * active_parameter_count(model) + 6 * trained_parameter_count(model, trained) + attention
     flops = 6 * active_parameter_count(model) + attention
     if model.frozen:
         from torchllm.facts.frozen import flops_without_gradients  # of no use to other runs
 
-        flops -= flops_without_gradients(model, keys, added_flops(model, sequence_length))
+        flops -= flops_without_gradients(model, of_blocks)
     return flops
 
 
 def block_flops(model: Model, layer: int, sequence_length: int) -> int:
     """Return the FLOPs of one token's forward pass in a block, by its index; attention is unmasked but for a window."""
-    model = model.of_block(layer)
-    sizes = matrices(model, 0)
+    sizes = matrices(model, layer)
     products = 2 * (sizes.attention + sizes.ffn)
-    return products + attention_flops(model, sequence_length) + added_flops(model, sequence_length)
+    return products + int(core_flops(model.of_block(layer), sequence_length))
 
 
-def attention_flops(model: Model, sequence_length: int) -> int:
-    """Return the FLOPs of one token's scores in a block, and of their product with the values."""
-    return 4 * model.heads * model.head_width * model.window_within(sequence_length)
+def core_flops(view: Model, sequence_length: int, pairs: float | None = None) -> float:
+    """Return the FLOPs of one token's forward in a block, beyond its products with weights.
+
+    pairs: keys that a query sees; None: all S, or a whole window.
+    """
+    keys = view.window_within(sequence_length) if pairs is None else pairs
+    return mixer(view).core_flops(view, keys) + added_flops(view, sequence_length)
 
 
 def recomputes_logits(training: Training, parallel: Parallel) -> bool:

@@ -46,15 +46,15 @@ def blocks_without_backward(model: Model) -> int:
     return model.layers
 
 
-def flops_without_gradients(model: Model, keys: Sequence[float], added: int) -> float:
+def flops_without_gradients(model: Model, core_flops: Sequence[float]) -> float:
     """Return the FLOPs of one token's gradients that model.frozen saves: a third of those of a frozen weight.
 
-    It is two thirds where no gradient of the input is needed either: before the first trained parameter. keys: that a
-    query sees in each block. added: FLOPs of `flops.added_flops`.
+    It is two thirds where no gradient of the input is needed either: before the first trained parameter. core_flops:
+    `flops.core_flops` of each block.
     """
     first = blocks_without_backward(model)
     before = [f"layers.{layer}." for layer in range(first)] + ["embed_"] * (not model.tied_embeddings)
-    saved = 2.0 * (4 * model.heads * model.head_width * sum(keys[:first]) + first * added)
+    saved = 2.0 * sum(core_flops[:first])
     for name, shape in parameter_shapes(model).items():
         if model.freezes(name):
             used = math.prod(shape) * (model.top_k / model.experts if ".experts." in name else 1.0)

@@ -5,7 +5,7 @@ reads key-value head h // (H / K). Its `mask(document_ids, document_limit)`, cal
 in the core's own format. It hides later tokens, other documents and, with a `window` over 0, all tokens except the last
 `window` (the query's own included); document_limit is `Batch.document_limit`. Parallelism replaces the core (context
 parallel) or gives it fewer heads (tensor parallel); generation wraps it
-(`torchllm/tools/generate/cached_attention.py`).
+(`cached_attention.py`).
 """
 
 from collections.abc import Callable
@@ -19,6 +19,7 @@ from torchllm.config import Model
 from torchllm.config.errors import UserError
 from torchllm.models.document_attention import document_attention, fused_attention, visible_keys
 from torchllm.models.layers import RMSNorm, Rotary, rotate, widened
+from torchllm.models.mixer import Mixer
 from torchllm.models.varlen_attention import (
     Documents,
     attend_within_documents,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 
-class Attention(nn.Module):
+class Attention(Mixer):
     """Projects to q, k, v, applies qk-norm and rotary positions if the model has them, the core and o_proj."""
 
     def __init__(self, model: Model) -> None:
@@ -52,7 +53,7 @@ class Attention(nn.Module):
         elif model.qk_norm == "width":  # other names, because these weights are sharded over tp with the heads
             self.q_width_norm = RMSNorm(q_width, model.norm_epsilon)
             self.k_width_norm = RMSNorm(kv_width, model.norm_epsilon)
-        self.core: Any = CORES[model.attention](model.window)
+        self.core = CORES[model.attention](model.window)
 
     def forward(self, x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
         """Let each token attend to the tokens that it may see: x (B, S, D) -> (B, S, D)."""
@@ -71,6 +72,12 @@ class Attention(nn.Module):
             q, k = rotate(q, rotary), rotate(k, rotary)
         out: Tensor = self.core(q, k, v, mask).flatten(-2)
         return out
+
+    def cached_core(self, *, room: int, padding: Tensor | None) -> nn.Module:
+        """Return a core that caches keys and values."""
+        from torchllm.models.cached_attention import CachedAttention  # of no use to training
+
+        return CachedAttention(self.core, room=room, padding=padding)
 
 
 def causal_mask(queries: int, keys: int, device: torch.device, window: int = 0) -> Tensor:

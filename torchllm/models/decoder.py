@@ -14,9 +14,12 @@ from torch import Tensor, nn
 from torchllm.config import Config, Model
 from torchllm.config.applied_keys import applied
 from torchllm.config.errors import UserError
-from torchllm.models.attention import Attention, FlexAttention
+from torchllm.facts.parts.part import found
+from torchllm.facts.parts.registry import feed_forward, mixer
+from torchllm.models.attention import FlexAttention
 from torchllm.models.head import Head
-from torchllm.models.layers import Rotary, build_feed_forward, build_norm, rotary_angles
+from torchllm.models.layers import Rotary, build_norm, rotary_angles
+from torchllm.models.mixer import Mixer
 
 
 class Block(nn.Module):
@@ -25,9 +28,9 @@ class Block(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.input_layernorm = build_norm(model)
-        self.self_attn = Attention(model)
+        self.self_attn = found(mixer(model).build)(model)
         self.post_attention_layernorm = build_norm(model)
-        self.mlp = build_mixture(model) if model.experts else build_feed_forward(model)
+        self.mlp = found(feed_forward(model).build)(model)
 
     def forward(self, x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
         """Run the block on the residual stream: x (B, S, D) -> (B, S, D). mask: as the attention core made it."""
@@ -41,13 +44,6 @@ class Block(nn.Module):
         """
         x = x + self.self_attn(self.input_layernorm(x), rotary, mask)
         return x, self.post_attention_layernorm(x)
-
-
-def build_mixture(model: Model) -> nn.Module:
-    """Return the feed-forward layer of a block with experts."""
-    from torchllm.models.experts import MixtureOfExperts  # few models have experts
-
-    return MixtureOfExperts(model)
 
 
 class NormAfterBlock(Block):
@@ -85,7 +81,7 @@ def build_block(model: Model, index: int) -> nn.Module:
         from torchllm.facts.block_kinds import changed_block  # of no use to other models
 
         block = changed_block(block, model, index)
-        windows = [module.core.window for module in block.modules() if isinstance(module, Attention)]
+        windows = [module.core.window for module in block.modules() if isinstance(module, Mixer)]
         if model.attention in ("eager", "flex") and set(windows) - {model.window}:
             raise UserError(
                 f"model.attention: {model.attention} has one mask for all blocks, and block {index} another window: "
@@ -170,7 +166,7 @@ class Decoder(nn.Module):
         positions, document_ids: (B, S).
         """
         angles: dict[tuple[Any, ...], Rotary | None] = {(): None}
-        masks: dict[int, Any] = {}
+        masks: dict[tuple[str, str, int], Any] = {}
         of_kinds: dict[str, BlockInputs] = {}
         kinds = [self.model.kind_of(int(index)) for index in self.layers]
         for kind, (index, block) in zip(kinds, self.layers.items(), strict=True):
@@ -179,20 +175,21 @@ class Decoder(nn.Module):
             view = self.model.of_block(int(index))
             if view.rotary_settings not in angles:
                 angles[view.rotary_settings] = rotary_angles(view, positions)
-            if view.window not in masks:
+            seen = view.mixer, view.attention, view.window
+            if seen not in masks:
                 core = core_of(block if kind else self.layers)  # a fork's first block may have another attention
-                masks[view.window] = mask_of(core, positions, document_ids, document_limit)
-            of_kinds[kind] = BlockInputs(angles[view.rotary_settings], masks[view.window])
+                masks[seen] = mask_of(core, positions, document_ids, document_limit)
+            of_kinds[kind] = BlockInputs(angles[view.rotary_settings], masks[seen])
         return [of_kinds[kind] for kind in kinds]
 
 
 def core_of(blocks: nn.Module) -> Any:
-    """Return the attention core of a block, or the first of several."""
-    return next(module for module in blocks.modules() if isinstance(module, Attention)).core
+    """Return the core of a block's mixer, or of the first of several blocks."""
+    return next(module for module in blocks.modules() if isinstance(module, Mixer)).core
 
 
 def mask_of(core: Any, positions: Tensor, document_ids: Tensor | None, document_limit: int) -> Any:
-    """Return the mask of the blocks with this attention core. positions, document_ids: (B, S)."""
+    """Return the mask of the blocks with this core. positions, document_ids: (B, S)."""
     mask = core.mask(document_ids, document_limit)
     if mask is not None or type(core) is not FlexAttention:
         return mask

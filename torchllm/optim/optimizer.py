@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from torchllm.config import Optimizer as OptimizerConfig
 from torchllm.config.applied_keys import applied, refuse_unchecked_step
-from torchllm.facts.parameters import Role, canonical_name, rule_of
+from torchllm.facts.parameters import canonical_name, rule_of
+from torchllm.facts.parts.part import Role
 from torchllm.optim.fused import ShardedAdamW, ShardedSGD
 from torchllm.parallel.local_tensor import is_gathered_as_float8, scale_gathered_weights
 from torchllm.runtime.torch_compat import reads_found_inf

@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from torchllm.config.errors import UserError
-from torchllm.facts.parameters import Cut
+from torchllm.facts.parts.part import Cut
 
 
 class AddedParameters(ParallelStyle):

@@ -16,17 +16,22 @@ compiled blocks, whose graphs break there. torch then compiles nothing of a bloc
 config refuses that combination.
 """
 
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchllm.config import Model
 from torchllm.config.errors import UserError
-from torchllm.models.attention import CORES, Attention
+from torchllm.facts.parts.part import found
+from torchllm.facts.parts.registry import mixer
+from torchllm.models.attention import CORES
 from torchllm.models.decoder import Decoder
-from torchllm.parallel.attention_kernels import block_kernel
+from torchllm.models.mixer import Mixer
+from torchllm.parallel.attention_kernels import BlockKernel, block_kernel
 from torchllm.parallel.kernel_check import check_kernel
 from torchllm.parallel.ring import RingAttention, gather_from_ranks
 from torchllm.parallel.shared_sequence import sum_over_sequence
@@ -34,36 +39,66 @@ from torchllm.parallel.windows import WindowAttention
 from torchllm.runtime.torch_compat import all_to_all
 
 
+class SharedSequences(NamedTuple):
+    """How the ranks of cp share sequences."""
+
+    mesh: DeviceMesh
+    """one dimension, the cp ranks"""
+    method: str
+    """ring or ulysses"""
+    dtype: torch.dtype
+    """of the computation"""
+    sequence_length: int
+    """of whole sequences"""
+
+
 def apply_context_parallel(
     stage: Decoder, mesh: DeviceMesh, method: str, dtype: torch.dtype, sequence_length: int
 ) -> None:
-    """Replace the attention cores of a stage, and let its routers count whole sequences, in place.
+    """Replace the cores of a stage's mixers, and let its routers count whole sequences, in place.
 
-    mesh: one dimension, the cp ranks. method: "ring" or "ulysses"; under a ring, blocks whose window is shorter than
-    the sequence exchange what it reaches. dtype: of the computation. Raises UserError if the ring's kernel does not
-    work on this device, or the ring would drop a fork's attention core.
+    mesh: one dimension, the cp ranks. method: "ring" or "ulysses". dtype: of the computation. Raises UserError if the
+    ring's kernel does not work on this device, or the ring would drop a fork's attention core.
     """
     sum_over_sequence(stage, mesh.get_group())
-    model = stage.model
-    kernel = None
-    if method == "ring":
-        kernel = block_kernel(model.attention, mesh.device_type)
-        if mesh.device_type != "cpu":  # on a CPU the tests compare it
-            check_kernel(kernel, torch.device(mesh.device_type), model.heads // model.kv, model.head_width, dtype)
+    shared = SharedSequences(mesh, method, dtype, sequence_length)
     for index, block in stage.layers.items():
-        view = model.of_block(int(index))
-        for attention in [module for module in block.modules() if isinstance(module, Attention)]:
-            if kernel is None:
-                attention.core = UlyssesAttention(mesh, attention.core)
-            elif type(attention.core) is not CORES[view.attention] or attention.core.window != view.window:
-                raise UserError(
-                    f"parallel.cp_method: a ring would replace the attention core that model.block = {model.block!r} "
-                    'gives its blocks: use "ulysses"'
-                )
-            elif view.window_within(sequence_length) < sequence_length:
-                attention.core = WindowAttention(mesh, attention.core)
-            else:
-                attention.core = RingAttention(mesh, kernel)
+        view = stage.model.of_block(int(index))
+        for module in block.modules():
+            if isinstance(module, Mixer):
+                found(mixer(view).context)(module, view, shared)
+
+
+def share_attention(attention: Mixer, view: Model, shared: SharedSequences) -> None:
+    """Replace the core of an attention. In a ring, blocks whose window is shorter than the sequence exchange its reach.
+
+    Raises UserError as `apply_context_parallel` says.
+    """
+    if shared.method == "ulysses":
+        attention.core = UlyssesAttention(shared.mesh, attention.core)
+        return
+    kernel = ring_kernel(view.attention, shared.mesh.device_type, view.heads // view.kv, view.head_width, shared.dtype)
+    if type(attention.core) is not CORES[view.attention] or attention.core.window != view.window:
+        raise UserError(
+            f"parallel.cp_method: a ring would replace the attention core that model.block = {view.block!r} "
+            'gives its blocks: use "ulysses"'
+        )
+    if view.window_within(shared.sequence_length) < shared.sequence_length:
+        attention.core = WindowAttention(shared.mesh, attention.core)
+    else:
+        attention.core = RingAttention(shared.mesh, kernel)
+
+
+@cache
+def ring_kernel(attention: str, device: str, groups: int, width: int, dtype: torch.dtype) -> BlockKernel:
+    """Return the kernel of a ring, once it has computed right. UserError if it does not work on this device.
+
+    attention: model.attention. groups: query heads per key-value head; width: of a head.
+    """
+    kernel = block_kernel(attention, device)
+    if device != "cpu":  # on a CPU the tests compare it
+        check_kernel(kernel, torch.device(device), groups, width, dtype)
+    return kernel
 
 
 class UlyssesAttention(nn.Module):

@@ -2,7 +2,7 @@
 
 Sharded: q, k, v, gate and up by output features, so that each tp rank has some heads and some of F; o and down by input
 features; embedding and head by vocabulary. Norms, position table and the biases after a sum are whole on every rank.
-The table of `facts/parameters.py` says how each parameter is cut; `parallelize_module` cuts it.
+The declarations in `facts/parts` say how each parameter is cut; `parallelize_module` cuts it.
 
 Sent, in every block, without sequence parallelism: an all-reduce of the hidden states (B, S, D) after o and one after
 down, and in the backward one before q and one before gate. With sequence parallelism each of these is a reduce-scatter
@@ -36,7 +36,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from torchllm.facts.parameters import Cut, canonical_name, rule_of
+from torchllm.facts.parameters import canonical_name, rule_of
+from torchllm.facts.parts.part import Cut, found
+from torchllm.facts.parts.registry import mixer
 from torchllm.models.decoder import Decoder
 from torchllm.models.experts import Experts, MixtureOfExperts, RoutedExperts, Router, SharedExperts
 from torchllm.models.head import IGNORED, Head
@@ -85,14 +87,20 @@ def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: b
         ("whole", nn.Embedding): lambda: WholePositions(hidden),
     }
     plan: dict[str, ParallelStyle] = {}
-    updated: list[str] = []
-    """prefixes of the layers with low-rank updates, whose style cuts all that is inside"""
+    done: list[str] = []
+    """prefixes of modules whose styles cut all that is inside: low-rank updates, and mixers that have their own"""
+    for index, block in stage.layers.items():
+        if styles_of_mixer := mixer(stage.model.of_block(int(index))).styles:
+            prefix = f"layers.{index}.self_attn."
+            for name, style_inside in found(styles_of_mixer)(block.self_attn, hidden).items():
+                plan[(prefix + name).removesuffix(".")] = style_inside
+            done.append(prefix)
     for name, module in stage.named_modules():
-        if name.startswith(tuple(updated)):
+        if f"{name}.".startswith(tuple(done)):
             continue
         if isinstance(module, UpdatedLinear):
             plan[name] = LowRankUpdate(rule_of(canonical_name(f"{name}.weight")).cut, hidden)
-            updated.append(f"{name}.")
+            done.append(f"{name}.")
         elif isinstance(module, Router | Experts):
             continue  # cut by the style of `routed`
         elif name.endswith(".mlp.shared.down_proj"):
@@ -100,8 +108,8 @@ def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: b
         elif parameters := dict(module.named_parameters(recurse=False)):
             kind = nn.Linear if isinstance(module, nn.Linear) else type(module)  # the float8 style is derived from it
             cuts = {parameter: rule_of(canonical_name(f"{name}.{parameter}")).cut for parameter in parameters}
-            if style := styles.get((cuts.get("weight", "whole"), kind)):
-                plan[name] = style()
+            if make_style := styles.get((cuts.get("weight", "whole"), kind)):
+                plan[name] = make_style()
             else:
                 from torchllm.parallel.added_parameters import AddedParameters  # of no use to other models
 

@@ -17,6 +17,7 @@ from torchllm.config.schema import (
     Training,
     gradient_accumulation,
 )
+from torchllm.facts.parts.registry import mixer
 from torchllm.tools.config.read import ConfigError, config_error
 
 
@@ -196,6 +197,9 @@ def _context_problems(config: Config) -> Iterator[ConfigError]:
             'parallel.cp_method = "ulysses"',
         )
     for path, of_kind in config.of_kinds.items():
+        if not mixer(of_kind.model).context:
+            mine = f"{path}.mixer = {of_kind.model.mixer!r}"
+            yield config_error("parallel.cp", f"{mine} cannot share a sequence with other ranks: set it to 1")
         window = of_kind.model.window
         if is_ring and window_reaches_too_far(of_kind.model, length, parallel.cp):
             most = length // (2 * (window - 1))

@@ -1,15 +1,16 @@
 """Continue token ids with a model, several texts at a time."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from torchllm.config import Generate
 from torchllm.config.errors import UserError
-from torchllm.models.decoder import Decoder, core_of
+from torchllm.models.decoder import Decoder
+from torchllm.models.mixer import Mixer
 from torchllm.runtime.signs_of_life import show_progress
-from torchllm.tools.generate.cached_attention import caching
 
 TOKENS_PER_WAIT = 16
 """a GPU is asked this often whether all texts have ended: each answer waits for it"""
@@ -114,10 +115,26 @@ def sample_tokens(logits: Tensor, settings: Generate, generators: Sequence[torch
     return (probabilities / noise).argmax(-1)
 
 
+@contextmanager
+def caching(model: Decoder, *, room: int, padding: Tensor | None) -> Iterator[None]:
+    """Let a model's mixers cache, and compute only the logits of the last token. room, padding: of `Mixer`."""
+    plain = {layer: layer.core for layer in model.modules() if isinstance(layer, Mixer)}
+    for layer in plain:
+        layer.core = layer.cached_core(room=room, padding=padding)
+    assert model.lm_head is not None  # the model is whole
+    hook = model.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0][:, -1:], *inputs[1:]))
+    try:
+        yield
+    finally:
+        hook.remove()
+        for layer, core in plain.items():
+            layer.core = core
+
+
 def _takes_documents(model: Decoder) -> bool:
     """Return whether the attention core can hide padding; the one of the package flash-attn cannot."""
-    core = core_of(model.layers)
-    return core.mask(torch.zeros(1, 1, dtype=torch.int64, device=_device(model)), 0) is not None
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=_device(model))
+    return all(layer.core.mask(ids, 0) is not None for layer in model.modules() if isinstance(layer, Mixer))
 
 
 def _device(model: Decoder) -> torch.device:

@@ -156,13 +156,14 @@ def dense_width(model: Model) -> int:
 
 def added_matrices(model: Model, tp: int) -> list[MatrixShape]:
     """Return the matrices that a fork's kind of block adds, on one of `tp` ranks."""
-    shapes = []
+    matrices_of_fork = []
+    shapes = block_kind(model).shapes(model)
     for added in block_kind(model).parameters:
         if added.role == "matrix":
-            outputs, inputs = added.shape(model)
+            outputs, inputs = shapes[added.name]
             columns = outputs // tp if added.cut == "colwise" else outputs
-            shapes.append(MatrixShape(columns, inputs // tp if added.cut == "rowwise" else inputs))
-    return shapes
+            matrices_of_fork.append(MatrixShape(columns, inputs // tp if added.cut == "rowwise" else inputs))
+    return matrices_of_fork
 
 
 def products(model: Model, tp: int) -> list[MatrixShape]:

@@ -88,8 +88,9 @@ def block_matrices(model: Model, tp: int) -> float:
 def added_parameters(model: Model, tp: int) -> float:
     """Return the parameters that a fork's kind of block adds on one of `tp` ranks, beyond `block_matrices`."""
     count = 0.0
+    shapes = block_kind(model).shapes(model)
     for added in block_kind(model).parameters:
-        size = math.prod(added.shape(model))
+        size = math.prod(shapes[added.name])
         size_on_rank = size / tp if added.cut in ("colwise", "rowwise") else size
         in_matrices = size / tp if added.role == "matrix" else 0.0
         count += size_on_rank - in_matrices

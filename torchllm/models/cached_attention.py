@@ -1,15 +1,11 @@
 """Attention with a cache of keys and values, for generation one token at a time."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchllm.models.attention import Attention
-from torchllm.models.decoder import Decoder
 from torchllm.models.document_attention import heads_of_kernel
 
 
@@ -79,19 +75,3 @@ class CachedAttention(nn.Module):
         self.keys, self.values = F.pad(keys, (0, 0, 0, more)), F.pad(values, (0, 0, 0, more))
         if self.visible is not None:
             self.visible = F.pad(self.visible, (0, more), value=True)
-
-
-@contextmanager
-def caching(model: Decoder, *, room: int, padding: Tensor | None) -> Iterator[None]:
-    """Let a model cache keys and values, and compute only the logits of the last token. See `CachedAttention`."""
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
-    for layer in layers:
-        layer.core = CachedAttention(layer.core, room=room, padding=padding)
-    assert model.lm_head is not None  # the model is whole
-    hook = model.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0][:, -1:], *inputs[1:]))
-    try:
-        yield
-    finally:
-        hook.remove()
-        for layer in layers:
-            layer.core = layer.core.core

@@ -2,8 +2,9 @@ import torch
 
 from torchllm.config import Kinds, Model
 from torchllm.models.attention import CORES
+from torchllm.models.cached_attention import CachedAttention
 from torchllm.models.decoder import build_model
-from torchllm.tools.generate.cached_attention import CachedAttention, caching
+from torchllm.tools.generate.continue_texts import caching
 
 LENGTH, PROMPT = 12, 6
 

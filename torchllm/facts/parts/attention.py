@@ -1,0 +1,53 @@
+"""Attention with grouped heads (Ainslie et al. 2023, arXiv 2305.13245): the mixer of most models."""
+
+from collections.abc import Callable
+
+from torchllm.config import Model
+from torchllm.facts.parts.part import BlockPart, Cut, PartParameter, Shape, linear
+
+
+def _query_shape(view: Model) -> Shape:
+    return view.heads * view.head_width, view.hidden
+
+
+def _key_shape(view: Model) -> Shape:
+    return view.kv * view.head_width, view.hidden
+
+
+def _norm(name: str, kind: str, cut: Cut, width: Callable[[Model], int]) -> PartParameter:
+    """Return the weight of a norm of queries or keys, which models with this model.qk_norm have."""
+    return PartParameter(
+        name=f"self_attn.{name}.weight",
+        shape=lambda view: (width(view),) if view.qk_norm == kind else None,
+        cut=cut,
+        start="ones",
+        role="vector",
+    )
+
+
+def _has_bias(view: Model) -> bool:
+    return view.has_qkv_bias
+
+
+PART = BlockPart(
+    name="attention",
+    build="torchllm.models.attention:Attention",
+    parameters=(
+        *linear("self_attn.q_proj", _query_shape, "colwise", has_bias=_has_bias),
+        *linear("self_attn.k_proj", _key_shape, "colwise", has_bias=_has_bias),
+        *linear("self_attn.v_proj", _key_shape, "colwise", has_bias=_has_bias),
+        *linear(
+            "self_attn.o_proj",
+            lambda view: (view.hidden, view.heads * view.head_width),
+            "rowwise",
+            has_bias=lambda view: view.features.biases,
+            to_residual=True,
+        ),
+        _norm("q_norm", "head", "whole_per_head", lambda view: view.head_width),
+        _norm("k_norm", "head", "whole_per_head", lambda view: view.head_width),
+        _norm("q_width_norm", "width", "colwise", lambda view: view.heads * view.head_width),
+        _norm("k_width_norm", "width", "colwise", lambda view: view.kv * view.head_width),
+    ),
+    core_flops=lambda view, keys: 4 * view.heads * view.head_width * keys,
+    context="torchllm.parallel.context:share_attention",
+)

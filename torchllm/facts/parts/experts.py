@@ -1,0 +1,75 @@
+"""A mixture of experts (Shazeer et al. 2017, arXiv 1701.06538): the feed-forward layer of sparse blocks.
+
+Matrices of routed experts are stacked: (E, F, D) and (E, D, F). Shared experts are one layer, which all tokens use.
+"""
+
+from torchllm.config import Model
+from torchllm.facts.parts.part import BlockPart, Cut, PartParameter, Shape, Start, WeightProduct, linear, product_of
+
+
+def _shared_shape(view: Model) -> Shape:
+    return view.shared_experts * view.expert_width, view.hidden
+
+
+def _has_shared(view: Model) -> bool:
+    return view.shared_experts > 0
+
+
+def _stacked(name: str, cut: Cut, start: Start) -> PartParameter:
+    """Return the matrices of all experts; cut: colwise, (E, F, D), or rowwise, (E, D, F)."""
+
+    def shape(view: Model) -> Shape:
+        width, hidden = view.expert_width, view.hidden
+        return (view.experts, width, hidden) if cut == "colwise" else (view.experts, hidden, width)
+
+    return PartParameter(
+        name=f"mlp.routed.experts.{name}", shape=shape, cut=cut, start=start, role="matrix", of_experts=True
+    )
+
+
+def _products(view: Model) -> list[WeightProduct]:
+    """Return router, gate of the shared experts, gate, up, down of the routed ones, and up, down of the shared ones.
+
+    Each matrix of the routed experts is one product with those of a token's experts.
+    """
+    shapes = PART.shapes(view)
+    routed = [
+        product_of(f"routed {name}", shapes[f"mlp.routed.experts.{name}"][1:], view.top_k)
+        for name in ("gate_proj", "up_proj", "down_proj")
+    ]
+    shared = [
+        product_of(name, shapes[name])
+        for name in (f"mlp.shared.{matrix}_proj.weight" for matrix in ("gate", "up", "down"))
+        if name in shapes
+    ]
+    router = product_of("mlp.routed.router.weight", shapes["mlp.routed.router.weight"])
+    return [router, *shared[:1], *routed, *shared[1:]]
+
+
+PART = BlockPart(
+    name="experts",
+    build="torchllm.models.experts:MixtureOfExperts",
+    parameters=(
+        PartParameter(
+            name="mlp.routed.router.weight",
+            shape=lambda view: (view.experts, view.hidden),
+            cut="whole_summed",
+            start="normal",
+            role="router",
+        ),
+        _stacked("gate_proj", "colwise", "normal"),
+        _stacked("up_proj", "colwise", "normal"),
+        _stacked("down_proj", "rowwise", "residual"),
+        *linear("mlp.shared.gate_proj", _shared_shape, "colwise", is_there=_has_shared),
+        *linear("mlp.shared.up_proj", _shared_shape, "colwise", is_there=_has_shared),
+        *linear(
+            "mlp.shared.down_proj",
+            lambda view: _shared_shape(view)[::-1],
+            "rowwise",
+            is_there=_has_shared,
+            to_residual=True,
+        ),
+    ),
+    products_in_order=_products,
+    needs_last_product=True,
+)

@@ -1,0 +1,161 @@
+"""What a part of a block declares. No torch.
+
+A block has two parts: a mixer, the only place where a token sees others, and a feed-forward layer. A part is declared
+once, for a view: a `Model` whose blocks are all like the block in question (`Model.of_block`). All that asks for sizes,
+cuts over tp, initial values, roles, FLOPs or memory reads the declaration, and so does the decoder, which builds it.
+
+Shapes: D hidden, H heads, K key-value heads, Q head width, F feed-forward, E experts.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal, NamedTuple
+
+from torchllm.config import Model
+
+Shape = tuple[int, ...]
+Cut = Literal["vocab", "colwise", "rowwise", "whole", "whole_per_head", "whole_summed"]
+"""vocab: rows are tokens, over tp. colwise: output features over tp. rowwise: input features over tp. whole: on every
+tp rank. whole_per_head: on every tp rank, which uses it for its own heads, so that gradients are summed over tp.
+whole_summed: the same for a rank's own output features, or its own input features."""
+Start = Literal["normal", "residual", "ones", "zeros"]
+"""normal: standard deviation model.initial_std. residual: that / sqrt(2 L), for outputs to the residual stream."""
+Role = Literal["embedding", "position", "matrix", "router", "head", "adapter", "vector"]
+"""embedding: of tokens; the head too where they are tied. position: learned positions. matrix: of attention, of the
+feed-forward layer and of experts, stacked. router: of experts. adapter: of LoRA. vector: weights and biases of norms,
+biases of matrices."""
+
+
+class ParameterRule(NamedTuple):
+    """How one kind of parameter is cut, starts and is optimized."""
+
+    cut: Cut
+    start: Start
+    role: Role
+    """the optimizer sets learning rate and weight decay by role; each token is multiplied with a matrix or router"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartParameter:
+    """A parameter of a block."""
+
+    name: str
+    """within the block, such as self_attn.q_proj.weight"""
+    shape: Callable[[Model], Shape | None]
+    """of a view; None: its blocks do not have the parameter"""
+    cut: Cut
+    start: Start
+    role: Role
+    """matrix: each token is multiplied with it, which counts its FLOPs"""
+    of_experts: bool = False
+    """whether its first dimension is the experts, of which a token uses top_k"""
+
+    @property
+    def rule(self) -> ParameterRule:
+        """How it is cut, starts and is optimized."""
+        return ParameterRule(self.cut, self.start, self.role)
+
+
+class WeightProduct(NamedTuple):
+    """A product of each token with a weight matrix."""
+
+    layer: str
+    """name of the layer, such as q_proj"""
+    outputs: int
+    inputs: int
+    times: int = 1
+    """matrices of this shape that a token uses"""
+
+    @property
+    def elements(self) -> int:
+        """Elements of the matrices that a token is multiplied with: two FLOPs each."""
+        return self.outputs * self.inputs * self.times
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockPart:
+    """A mixer or a feed-forward layer."""
+
+    name: str
+    """value of model.mixer"""
+    build: str | Callable[[Model], Any]
+    """returns the module of a view, uninitialized: a function or class, or where it is, as "MODULE:NAME" """
+    parameters: tuple[PartParameter, ...]
+    """in the order of their use"""
+    core_flops: Callable[[Model, float], float] = lambda view, keys: 0.0
+    """FLOPs of one token's forward beyond its products with weights; keys: that a query sees, on average"""
+    products_in_order: Callable[[Model], list[WeightProduct]] | None = None
+    """products in the order of their use; None: those with the matrices among `parameters`"""
+    needs_last_product: bool = False
+    """whether a gradient needs the result of the last product, so that a recomputation computes it again"""
+    context: str | Callable[..., None] = ""
+    """lets the ranks of cp share each sequence, given module, view and `parallel.context.SharedSequences`; empty: the
+    mixer is refused with cp"""
+    styles: str | Callable[..., dict[str, Any]] = ""
+    """returns the styles of tensor parallelism of the modules inside, by name, given the module and the placement of
+    hidden states; empty: the input is gathered, and the parameters say the rest by their cuts"""
+
+    def shapes(self, view: Model) -> dict[str, Shape]:
+        """Return the shapes of the parameters that a view has, by name within the block."""
+        return shapes_of(self.parameters, view)
+
+    def products(self, view: Model) -> list[WeightProduct]:
+        """Return the products of a token with the part's matrices, in the order of their use."""
+        if self.products_in_order:
+            return self.products_in_order(view)
+        matrices = {parameter.name for parameter in self.parameters if parameter.role in ("matrix", "router")}
+        return [product_of(name, shape) for name, shape in self.shapes(view).items() if name in matrices]
+
+
+def shapes_of(parameters: Iterable[PartParameter], view: Model) -> dict[str, Shape]:
+    """Return the shapes of the parameters that a view has, by name within the block."""
+    return {parameter.name: shape for parameter in parameters if (shape := parameter.shape(view)) is not None}
+
+
+def product_of(name: str, shape: Shape, times: int = 1) -> WeightProduct:
+    """Return the product with a weight: its name within the block and its shape, (outputs, inputs)."""
+    outputs, inputs = shape
+    return WeightProduct(name.removesuffix(".weight").rpartition(".")[2], outputs, inputs, times)
+
+
+def linear(
+    name: str,
+    shape: Callable[[Model], Shape],
+    cut: Cut,
+    *,
+    has_bias: Callable[[Model], bool] | None = None,
+    is_there: Callable[[Model], bool] = lambda view: True,
+    to_residual: bool = False,
+) -> tuple[PartParameter, ...]:
+    """Return weight and bias of a linear layer. shape: (outputs, inputs). has_bias: None: in no view.
+
+    to_residual: its result is added to the residual stream. The bias of a layer that is cut by its inputs is whole: it
+    is added after the sum.
+    """
+    weight = PartParameter(
+        name=f"{name}.weight",
+        shape=lambda view: shape(view) if is_there(view) else None,
+        cut=cut,
+        start="residual" if to_residual else "normal",
+        role="matrix",
+    )
+    if has_bias is None:
+        return (weight,)
+    bias = PartParameter(
+        name=f"{name}.bias",
+        shape=lambda view: shape(view)[:1] if is_there(view) and has_bias(view) else None,
+        cut="colwise" if cut == "colwise" else "whole",
+        start="zeros",
+        role="vector",
+    )
+    return weight, bias
+
+
+def found(reference: str | Callable[..., Any]) -> Callable[..., Any]:
+    """Return what a part names as "MODULE:NAME", or the function itself."""
+    if callable(reference):
+        return reference
+    module, _, name = reference.partition(":")
+    function: Callable[..., Any] = getattr(import_module(module), name)
+    return function

@@ -1,0 +1,98 @@
+"""Which parts a block has: the library's, by file, and those that a fork registers. No torch."""
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib import import_module
+
+from torchllm.config import Model
+from torchllm.config.errors import UserError
+from torchllm.facts.parts.part import BlockPart, PartParameter, Shape, shapes_of
+
+MIXERS = ("attention",)
+"""values of model.mixer: files of this folder"""
+FEED_FORWARDS = ("dense", "experts")
+_LOADED: dict[str, BlockPart] = {}
+"""parts of the library that this process has asked for, by name"""
+MIXERS_OF_FORKS: dict[str, BlockPart] = {}
+ADDED_PARAMETERS: dict[str, tuple[PartParameter, ...]] = {}
+"""parameters that forks add, by what adds them"""
+
+
+NORMS = {
+    "before": (("input_layernorm",), ("post_attention_layernorm",), ()),
+    "after": ((), ("post_attention_layernorm",), ("post_feedforward_layernorm",)),
+}
+"""norms of a block before its mixer, between mixer and feed-forward layer, and after it, by model.norm_position"""
+
+
+def mixer(view: Model) -> BlockPart:
+    """Return the mixer of a view's blocks. UserError if there is none of this name."""
+    if view.mixer in MIXERS_OF_FORKS:
+        return MIXERS_OF_FORKS[view.mixer]
+    if view.mixer not in MIXERS:
+        known = ", ".join((*MIXERS, *MIXERS_OF_FORKS))
+        raise UserError(
+            f"model.mixer: {view.mixer!r} is none of {known}: if a fork registers it, start the fork, or set RECIPE to "
+            "its file"
+        )
+    return _of_library(view.mixer)
+
+
+def feed_forward(view: Model) -> BlockPart:
+    """Return the feed-forward layer of a view's blocks."""
+    return _of_library("experts" if view.experts else "dense")
+
+
+def _of_library(name: str) -> BlockPart:
+    """Return a part of the library; a run imports those of its model alone."""
+    if name not in _LOADED:
+        _LOADED[name] = import_module(f"torchllm.facts.parts.{name}").PART
+    return _LOADED[name]
+
+
+def _norm(name: str) -> tuple[PartParameter, PartParameter]:
+    """Return weight and bias of a norm of the residual stream; an RMSNorm has no bias."""
+    weight = PartParameter(
+        name=f"{name}.weight", shape=lambda view: (view.hidden,), cut="whole", start="ones", role="vector"
+    )
+    bias = PartParameter(
+        name=f"{name}.bias",
+        shape=lambda view: (view.hidden,) if view.features.norm == "layer" else None,
+        cut="whole",
+        start="zeros",
+        role="vector",
+    )
+    return weight, bias
+
+
+def shapes_of_view(view: Model) -> dict[str, Shape]:
+    """Return the shapes of the parameters of a block of a view, by name within it, without a fork's additions."""
+    before, between, after = NORMS[view.norm_position]
+    shapes = norm_shapes(view, *before) | mixer(view).shapes(view)
+    shapes |= norm_shapes(view, *between) | feed_forward(view).shapes(view)
+    return shapes | norm_shapes(view, *after)
+
+
+def norm_shapes(view: Model, *names: str) -> dict[str, Shape]:
+    """Return the shapes of some norms of the residual stream."""
+    return shapes_of((parameter for name in names for parameter in _norm(name)), view)
+
+
+def parameter_of_block(name: str) -> PartParameter | None:
+    """Return the declaration of a block's parameter by its name within the block; None if no part has it."""
+    return next((parameter for parameters in _declared() for parameter in parameters if parameter.name == name), None)
+
+
+def _declared() -> Iterator[Sequence[PartParameter]]:
+    """Yield the parameters of norms and parts; those of parts that no model of this process has come last."""
+    yield _of_norms()
+    yield from (part.parameters for part in _LOADED.values())
+    yield from ADDED_PARAMETERS.values()
+    yield from (_of_library(name).parameters for name in (*MIXERS, *FEED_FORWARDS) if name not in _LOADED)
+
+
+@cache
+def _of_norms() -> tuple[PartParameter, ...]:
+    """Return the parameters of all norms of the residual stream."""
+    names = dict.fromkeys(name for places in NORMS.values() for place in places for name in place)
+    return tuple(parameter for name in names for parameter in _norm(name))
