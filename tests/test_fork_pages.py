@@ -138,7 +138,7 @@ def test_its_size_flops_and_memory_are_counted() -> None:
     assert parameter_count(GATED) - parameter_count(PLAIN) == 2 * GATE
     assert flops_per_token(GATED, 32) - flops_per_token(PLAIN, 32) == 6 * 2 * GATE
     assert block_flops(GATED, 0, 32) - block_flops(PLAIN, 0, 32) == 2 * GATE
-    stage = StageSize(2, first=True, last=True)
+    stage = StageSize((0, 0), first=True, last=True)
     beyond = [stage_parameters(GATED, stage, tp, True) - stage_parameters(PLAIN, stage, tp, True) for tp in (1, 2)]
     assert beyond == [2 * GATE, GATE]
     register_block(added("self_attn.extra.weight"))

@@ -34,7 +34,7 @@ FILES = sorted(path.stem for path in Path(FOLDER).glob("*.toml"))
 WITH_SCORES = ["gpt_1.7b", "llama3_8b", "qwen3_0.6b", "qwen3_30b_a3b"]
 """of either family, with fewer key-value heads, with norms of queries and keys, with experts"""
 TORCHLLM = STACKS["torchllm"]
-FIRST, MIDDLE, LAST = StageSize(1, True, False), StageSize(1, False, False), StageSize(1, False, True)
+FIRST, MIDDLE, LAST = StageSize((0,), True, False), StageSize((0,), False, False), StageSize((0,), False, True)
 """pipeline stages of one block: with the embedding, without either end, with the head and the loss"""
 
 
@@ -87,6 +87,7 @@ def kernels_of(model: Model) -> Kernels:
 
 def planned_bytes(model: Model, stage: StageSize) -> float:
     """Return the same by the planner's formulas."""
+    model = replace(model, dense_layers=0)
     parallel, training = Parallel(dp_shard=1), Training(sequence_length=LENGTH)
     piece = Piece(sequences=1, tokens=LENGTH, keys=LENGTH, tp=1, spread=1)
     nothing = ShardedParameters(0.0, 0.0)
@@ -98,8 +99,7 @@ def planned_bytes(model: Model, stage: StageSize) -> float:
         Recompute(),
         TORCHLLM,
         piece,
-        usual=block,
-        dense=block,
+        blocks=(block,),
         zero=0,
         micro_batches=1,
         logit_bytes=LogitBytes.of(kernels_of(model), TORCHLLM),

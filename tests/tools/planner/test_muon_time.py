@@ -39,6 +39,9 @@ SHAPES = {
 """of a block"""
 ELEMENTS = 3 * (3 * 4096 + 2 * 1024 + 2 * 256) * 1024
 """of the matrices of all blocks"""
+MATRICES = tuple(target_shapes(MODEL).values()) * MODEL.layers
+BLOCKS = (0,) * MODEL.layers
+"""all of one view"""
 
 
 def muon_case(**layout: Any) -> Case:
@@ -86,7 +89,7 @@ def test_a_round_takes_as_long_as_its_largest_matrix() -> None:
         for shape in shapes * MODEL.layers:
             matrices.append(muon.OwnedMatrices(torch.empty(0), group, tuple(shape)))
         expected = seconds_of_rounds(muon.deal(matrices, owners))
-        seconds = iteration_seconds(MODEL, MODEL.layers, owners, dgx_a100())
+        seconds = iteration_seconds(tuple(shapes * MODEL.layers), owners, dgx_a100())
         assert seconds == pytest.approx(expected, rel=1e-12), owners
 
 
@@ -98,19 +101,19 @@ def test_each_rank_sends_its_shards_there_and_back_over_shards_and_over_tp() -> 
         over_tp = 3 / 4 * sent / link_rate(in_node)
         # 8 ranks in pairs on 4 nodes: each sends to the six on other nodes over its own card
         over_shards = 6 / 8 * sent / link_rate(between)
-        computing = iteration_seconds(MODEL, 3, 32, layout.hardware)
+        computing = iteration_seconds(MATRICES, 32, layout.hardware)
         expected = computing + over_tp + over_shards
-        assert muon_seconds(layout, 3) == pytest.approx(expected, rel=1e-12), zero_stage
+        assert muon_seconds(layout, BLOCKS) == pytest.approx(expected, rel=1e-12), zero_stage
     whole = muon_case(dp_shard=8, zero_stage=0)  # all data-parallel ranks do all of the work of their tp rank
-    assert muon_seconds(whole, 3) == iteration_seconds(MODEL, 3, 1, whole.hardware)
+    assert muon_seconds(whole, BLOCKS) == iteration_seconds(MATRICES, 1, whole.hardware)
 
 
 def test_a_step_with_muon_takes_so_much_longer_but_for_its_smaller_state() -> None:
     layout = muon_case(dp_shard=8)
     with_adamw = replace(layout, optimizer=Optimizer())
     longer = predict(layout).step - predict(with_adamw).step
-    assert longer == pytest.approx(muon_seconds(layout, 3), rel=1e-6)
-    assert muon_seconds(with_adamw, 3) == 0.0
+    assert longer == pytest.approx(muon_seconds(layout, BLOCKS), rel=1e-6)
+    assert muon_seconds(with_adamw, BLOCKS) == 0.0
 
 
 def test_experts_are_orthogonalized_where_they_are() -> None:
@@ -124,6 +127,20 @@ def test_experts_are_orthogonalized_where_they_are() -> None:
     assert seconds == pytest.approx(3 * 3 * 2 * per_expert, rel=1e-12)
     assert len(matrix_shapes(sparse)) == 4  # q, k, v, o
     assert len(matrix_shapes(replace(sparse, shared_experts=1))) == 7
+
+
+def test_blocks_of_different_views_share_the_rounds() -> None:
+    sparse = with_experts(16)
+    first_dense = replace(muon_case(), model=replace(sparse, dense_layers=1))
+    alone = muon_seconds(muon_case(), (0,)) + muon_seconds(replace(muon_case(), model=sparse), (0, 0))
+    assert muon_seconds(first_dense, (0, 1, 1)) == pytest.approx(alone, rel=1e-12)  # one rank, so there is no round
+    of_experts = expert_seconds(sparse, 2, 8, dgx_a100())
+    of_rounds = muon_seconds(replace(first_dense, parallel=muon_case(dp_shard=8).parallel), (0, 1, 1)) - of_experts
+    matrices = [*SHAPES.values(), *2 * [SHAPES[name] for name in "qokv"]]  # 7 of a dense block, 4 of each sparse one
+    owned = [muon.OwnedMatrices(torch.empty(0), {}, shape) for shape in matrices]
+    assert (
+        seconds_of_rounds(muon.deal(owned, 8)) < of_rounds < 1.2 * seconds_of_rounds(muon.deal(owned, 8))
+    )  # sent, too
 
 
 def with_experts(count: int) -> Model:
@@ -167,7 +184,7 @@ def test_parts_of_experts_are_sent_where_ranks_cut_them() -> None:
         in_node = layout.hardware.links[0]
         expected = cut.sent() / link_rate(in_node)
         assert expert_exchange_seconds(layout, 3) == pytest.approx(expected, rel=1e-12), cut
-        seconds = muon_seconds(layout, 3)
+        seconds = muon_seconds(layout, BLOCKS)
         with mock.patch.object(muon_time, "expert_exchange_seconds", return_value=0.0):
-            without_exchange = muon_seconds(layout, 3)
+            without_exchange = muon_seconds(layout, BLOCKS)
         assert seconds - without_exchange == pytest.approx(expected, abs=1e-9 * without_exchange), cut

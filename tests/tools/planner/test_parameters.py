@@ -5,7 +5,7 @@ from dataclasses import replace
 from tests.facts.test_model_sizes import load
 from torchllm import config as c
 from torchllm.facts.flops import parameter_count
-from torchllm.tools.planner.parameters import sizes_of_split, stage_parameters
+from torchllm.tools.planner.parameters import different_views, sizes_of_split, stage_parameters
 
 
 def test_stages_hold_all_parameters() -> None:
@@ -17,7 +17,9 @@ def test_stages_hold_all_parameters() -> None:
             parameters = sum(stage_parameters(model, size, 1, True) for size in sizes)
             tied = model.vocab * model.hidden if model.tied_embeddings and len(split) > 1 else 0
             assert parameters == parameter_count(model) + tied, name
-            assert sum(size.dense for size in sizes) == model.dense_layers, name
+            assert [view for size in sizes for view in size.views] == [
+                different_views(model).index(view) for view in model.views
+            ], name
 
 
 def test_every_k_counts_the_blocks_of_the_whole_model() -> None:

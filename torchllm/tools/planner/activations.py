@@ -92,7 +92,7 @@ class Widths(NamedTuple):
 
     @classmethod
     def of(cls, model: Model, piece: Piece) -> "Widths":
-        """Return the widths of a block; of a sparse one where a model has experts."""
+        """Return the widths of a block. model: a view."""
         local = model.hidden / piece.spread
         heads = model.heads / piece.tp
         query = heads * model.head_width
@@ -277,9 +277,10 @@ def block_activations(
     ulysses: bool = False,
     tokens_before: float = 0.0,
 ) -> BlockActivations:
-    """Return the activations of one block; of a sparse block if a model has experts. Cached: many layouts share it.
+    """Return the activations of one block. Cached: many layouts share it.
 
-    ulysses: whether context parallelism exchanges heads, whose results are kept. tokens_before: of `Case`.
+    model: a view. ulysses: whether context parallelism exchanges heads, whose results are kept. tokens_before: of
+    `Case`.
     """
     width = Widths.of(model, piece)
     stored = stored_per_token(model, piece, kernels, software, trained, ulysses)
@@ -353,8 +354,8 @@ class BlockWeights(NamedTuple):
 
 
 def block_weights(model: Model, piece: Piece) -> BlockWeights:
-    """Return the parameters of a block on one rank; of a sparse block in a model with experts."""
-    sizes = matrices(model, layer=model.layers - 1)
+    """Return the parameters of a block's matrices on one rank. model: a view."""
+    sizes = matrices(model, layer=0)
     attention = sizes.attention / piece.tp
     if not model.experts:
         return BlockWeights(attention, sizes.ffn / piece.tp, sizes.down / piece.tp, 0.0)

@@ -79,14 +79,13 @@ class Case:
     def tokens_before(self) -> float:
         """Tokens before each piece of a sequence that a window reaches, per token; 0 unless `parallel/windows.py` acts.
 
-        On average over the blocks: windows may differ.
+        Of a view: windows may differ.
         """
         parallel, length = self.parallel, self.training.sequence_length
         if parallel.cp == 1 or parallel.cp_method != "ring":
             return 0.0
-        windows = [view.window_within(length) for view in self.model.views]
-        reached = sum(window - 1 for window in windows if window < length)
-        return reached / len(windows) / (length / (2 * parallel.cp))
+        window = self.model.window_within(length)
+        return 0.0 if window == length else (window - 1) / (length / (2 * parallel.cp))
 
     @property
     def of_views(self) -> tuple["Case", ...]:

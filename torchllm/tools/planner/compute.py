@@ -490,11 +490,10 @@ def recomputed(
     elementwise_work: Seconds,
     software: Software,
 ) -> Seconds:
-    """Return the time of the forward operations that the backward recomputes, on average over the blocks.
+    """Return the time of the forward operations that the backward recomputes, on average over like blocks.
 
-    core, elementwise_work: the parts of `forward` that are attention's core and elementwise kernels.
+    model: a view. core, elementwise_work: the parts of `forward` that are attention's core and elementwise kernels.
     """
-    last_block = model.layers - 1
     mode = recompute.mode
     if mode == "selective" and software.keeps_every_other:
         mode = "selective_half"
@@ -504,7 +503,7 @@ def recomputed(
         case "every_k":
             return NO_TIME.plus(forward, times=1 / (recompute.k or DEFAULT_INTERVAL))
         case "ffn":
-            sizes = matrices(model, last_block)
+            sizes = matrices(model, layer=0)
             share = (sizes.ffn - sizes.down) / (sizes.attention + sizes.ffn)
             return Seconds(
                 matmul=forward.matmul * share,
@@ -514,7 +513,7 @@ def recomputed(
         case "selective":
             return core if software.recomputes_attention_only else elementwise_work
         case "selective_half":
-            share = half_of_products(model, last_block) / sum(product_sizes(model, last_block))
+            share = half_of_products(model, layer=0) / sum(product_sizes(model, layer=0))
             products_time = Seconds(matmul=forward.matmul * share, kernels=SELECTIVE_HALF_KERNELS)
             return elementwise_work.plus(products_time)
     return NO_TIME

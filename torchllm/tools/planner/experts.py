@@ -1,8 +1,7 @@
 """Predict the costs of the routed experts of a sparse block: parameters, seconds, bytes sent and kept. No torch.
 
-The first blocks of a model with experts may be dense. They are predicted as blocks of `without_experts`, a model whose
-blocks are all like them. The shared experts of a sparse block are one layer that every token uses: `compute` predicts
-them as it predicts a dense feed-forward layer.
+A block is predicted from its view, as others of the model may be dense. The shared experts of a sparse block are one
+layer that every token uses: `compute` predicts them as it predicts a dense feed-forward layer.
 
 Shapes: T tokens that a rank routes, D hidden, E experts, K experts per token, F width of an expert.
 """

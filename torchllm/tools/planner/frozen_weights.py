@@ -42,7 +42,7 @@ def with_frozen_weights(software: Software, model: Model, trained: TrainedParame
 
 
 def uncut_elements(model: Model, trained: TrainedParameters, tp: int) -> float:
-    """Return the elements of a block's low-rank updates that a rank has beyond 1 / tp of all.
+    """Return the elements of a block's low-rank updates that a rank has beyond 1 / tp of all. model: a view.
 
     tp cuts the factor at the side where it cuts the matrix, and the other is whole on every rank.
     """

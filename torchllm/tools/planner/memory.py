@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torchllm.tools.planner.frozen_weights import MOMENTS, WEIGHT, uncut_elements
 from torchllm.tools.planner.moments import Moment, Total, totals
-from torchllm.tools.planner.parameters import StageSize, trained_share_of_stage
+from torchllm.tools.planner.parameters import StageSize, different_views, trained_share_of_stage
 from torchllm.tools.planner.peak import Memory, Peak, reserved
 from torchllm.tools.planner.pipeline_memory import peak_of_pipeline
 from torchllm.tools.planner.rank import Rank
@@ -165,8 +165,8 @@ def receiving_buffers(stages: Sequence[StageSize], micro_batches: int, boundary:
 
 def updates_memory(rank: Rank) -> Memory:
     """Return the extra memory of low-rank updates, beyond their share of all parameters: tp cuts one factor of each."""
-    blocks = sum(stage.blocks for stage in rank.stages)
-    beyond = blocks * uncut_elements(rank.model, rank.trained, rank.piece.tp)
+    of_views = [uncut_elements(view, rank.trained, rank.piece.tp) for view in different_views(rank.model)]
+    beyond = sum(stage.total(of_views) for stage in rank.stages)
     in_shards = beyond / rank.shards
     gradients = 0.0
     if rank.micro_batches > 1 and rank.parallel.pp == 1:

@@ -53,20 +53,15 @@ def products_seconds(shape: MatrixShape, hardware: Hardware) -> float:
 
 
 @lru_cache(maxsize=1024)
-def iteration_seconds(model: Model, blocks: int, owners: int, hardware: Hardware) -> float:
-    """Return the seconds of all iterations for the matrices of some blocks, which ranks own in turns."""
-    shapes = sorted(matrix_shapes(model), key=orthogonalization_flops, reverse=True)
-    seconds_of_shape = [
-        sum(matmul_seconds(*product, hardware) for product in iteration_products(shape)) for shape in shapes
-    ]
-    seconds = 0.0
-    for first in range(0, blocks * len(shapes), owners):
-        seconds += ITERATIONS * seconds_of_shape[first // blocks]  # each shape comes once per block
-    return seconds
+def iteration_seconds(shapes: tuple[MatrixShape, ...], owners: int, hardware: Hardware) -> float:
+    """Return the seconds of all iterations for some matrices, which ranks own in turns."""
+    of_shape = {shape: products_seconds(shape, hardware) for shape in set(shapes)}
+    by_cost = sorted(shapes, key=orthogonalization_flops, reverse=True)
+    return sum(ITERATIONS * of_shape[largest] for largest in by_cost[::owners])
 
 
 def matrix_shapes(model: Model) -> list[MatrixShape]:
-    """Return the shapes of a block's matrices that ranks own in turns: of a sparse block all but its routed experts."""
+    """Return the shapes of a block's matrices that ranks own in turns, routed experts excluded. model: a view."""
     if not model.experts:
         return list(target_shapes(model).values())
     width = dense_width(model)
@@ -75,7 +70,7 @@ def matrix_shapes(model: Model) -> list[MatrixShape]:
 
 
 def expert_seconds(model: Model, blocks: int, owners: int, hardware: Hardware) -> float:
-    """Return the seconds of the iterations for the routed experts of some blocks, all taken as sparse.
+    """Return the seconds of the iterations for the routed experts of some like blocks. model: their view.
 
     Each rank iterates for its share of them; with more ranks than experts, for one.
     """
@@ -87,7 +82,9 @@ def expert_seconds(model: Model, blocks: int, owners: int, hardware: Hardware) -
 
 
 def expert_exchange_seconds(case: Case, blocks: int) -> float:
-    """Return the seconds to exchange parts of experts, there and back, if ranks do not have them whole.
+    """Return the seconds to exchange parts of experts of like blocks, there and back, if ranks do not have them whole.
+
+    case: of their view.
 
     tp without ep cuts their features, and FSDP the hidden states where ranks could not have equally many.
     """
@@ -111,24 +108,29 @@ def expert_exchange_seconds(case: Case, blocks: int) -> float:
     return 2 * stacks * one_way
 
 
-def muon_seconds(case: Case, blocks: int) -> float:
+def muon_seconds(case: Case, views: tuple[int, ...]) -> float:
     """Return the seconds that Muon needs for the matrices of a rank's blocks: 0 if they are frozen.
 
     Each round sends all parts of its matrices there and back over the ranks of FSDP, and over the ranks of tp.
+
+    views: of each block, as in `StageSize`.
     """
-    if case.optimizer.name != "muon" or case.trained.only_updates or not blocks:
+    if case.optimizer.name != "muon" or case.trained.only_updates or not views:
         return 0.0
     parallel = case.parallel
     over_shards = case.group([SHARD, CP] if parallel.zero else [])
     over_tp = case.group([TP])
     owners = over_shards.size * over_tp.size
-    shapes = matrix_shapes(case.model)
-    rounds = math.ceil(blocks * len(shapes) / owners)
+    of_views = case.of_views
+    shapes_of_views = [matrix_shapes(of_view.model) for of_view in of_views]
+    shapes = tuple(shape for view in views for shape in shapes_of_views[view])
+    rounds = math.ceil(len(shapes) / owners)
     elements = sum(math.prod(shape) for shape in shapes)
-    sent = SENT * blocks * elements / owners / rounds
+    sent = SENT * elements / owners / rounds
     one_way = over_shards.exchange(sent) + over_tp.exchange(sent)
     seconds = 2 * rounds * one_way
-    seconds += iteration_seconds(case.model, blocks, owners, case.hardware)
-    seconds += expert_seconds(case.model, blocks, owners, case.hardware)
-    seconds += expert_exchange_seconds(case, blocks)
+    seconds += iteration_seconds(shapes, owners, case.hardware)
+    for view in sorted(set(views)):
+        seconds += expert_seconds(of_views[view].model, views.count(view), owners, case.hardware)
+        seconds += expert_exchange_seconds(of_views[view], views.count(view))
     return seconds

@@ -20,13 +20,12 @@ def with_optimizer_states(software: Software, model: Model, optimizer: Optimizer
         entries = -1.0 if optimizer.momentum else -2.0
     if optimizer.name == "muon":  # one moment of each matrix of the blocks
         in_matrices = 0.0
-        for layer in range(model.layers):
-            sizes = matrices(model, layer)
+        for view in model.views:
+            sizes = matrices(view, layer=0)
             in_matrices += sizes.attention + sizes.ffn
-        if model.experts:  # all experts, and not the router
-            sparse = model.layers - model.dense_layers
-            elements_beyond = 3 * (model.experts - model.top_k) * model.expert_width - model.experts
-            in_matrices += sparse * model.hidden * elements_beyond
+            if view.experts:  # all experts, and not the router
+                elements_beyond = 3 * (view.experts - view.top_k) * view.expert_width - view.experts
+                in_matrices += model.hidden * elements_beyond
         entries = -in_matrices / parameter_count(model)
     if optimizer.ema_decay:
         entries += 1.0

@@ -1,12 +1,11 @@
 """Count the parameters of a pipeline stage on a rank. No torch."""
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from torchllm.config import Model, Recompute, without_experts
+from torchllm.config import Model, Recompute
 from torchllm.facts.block_kinds import block_kind
 from torchllm.facts.flops import head_size, matrices, recompute_interval
 from torchllm.facts.shapes import parameter_shapes
@@ -17,20 +16,34 @@ from torchllm.tools.planner.experts import expert_parameters
 class StageSize(NamedTuple):
     """The parts of the model in one pipeline stage."""
 
-    blocks: int
+    views: tuple[int, ...]
+    """of each block, first to last: which of `different_views` it is"""
     first: bool
     last: bool
-    dense: int = 0
-    """of `blocks`, the first, dense ones of a model with experts"""
     first_recomputed: int = 0
     """of recompute.mode every_k: number within the stage of the first block that is recomputed"""
-    of_views: tuple[int, ...] = ()
-    """of `blocks`, those of each of `different_views`; empty: all are of the last view"""
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks."""
+        return len(self.views)
+
+    def last_of(self, view: int) -> int:
+        """Return the position of the last block of a view that the stage has."""
+        return self.blocks - 1 - self.views[::-1].index(view)
 
     def total(self, numbers: Sequence[float]) -> float:
         """Return the sum over the blocks of a number for each view."""
-        of_views = self.of_views or (0,) * (len(numbers) - 1) + (self.blocks,)
-        return sum(blocks * number for blocks, number in zip(of_views, numbers, strict=True))
+        return sum_over_blocks(self.views, numbers)
+
+
+ONE_BLOCK = StageSize((0,), first=False, last=False)
+"""a block of a model whose blocks are all like it"""
+
+
+def sum_over_blocks(views: tuple[int, ...], numbers: Sequence[float]) -> float:
+    """Return the sum over blocks of a number for each view. views: of each block."""
+    return sum([views.count(view) * number for view, number in enumerate(numbers)])
 
 
 @lru_cache(maxsize=1024)
@@ -40,24 +53,19 @@ def different_views(model: Model) -> tuple[Model, ...]:
 
 
 @lru_cache(maxsize=1024)
-def number_by_view(model: Model, first: int, end: int) -> tuple[int, ...]:
-    """Return how many of the blocks from `first` to `end`, excluded, are of each of `different_views`."""
-    counted = Counter(model.of_block(index) for index in range(first, end))
-    return tuple(counted[view] for view in different_views(model))
+def view_of_each_block(model: Model) -> tuple[int, ...]:
+    """Return which of `different_views` each block is."""
+    return tuple(map(different_views(model).index, model.views))
 
 
 def sizes_of_split(model: Model, split: Sequence[int], recompute: Recompute) -> list[StageSize]:
     """Return the size of each stage. split: the blocks of each."""
     sizes = []
-    first = 0
-    dense_left = model.dense_layers if model.experts else 0
-    first_recomputed = 0
+    views = view_of_each_block(model)
+    first = first_recomputed = 0
     for stage, blocks in enumerate(split):
-        dense = min(blocks, dense_left)
-        dense_left -= dense
         is_last = stage == len(split) - 1
-        of_views = number_by_view(model, first, first + blocks)
-        sizes.append(StageSize(blocks, stage == 0, is_last, dense, first_recomputed, of_views))
+        sizes.append(StageSize(views[first : first + blocks], stage == 0, is_last, first_recomputed))
         first += blocks
         if recompute.mode == "every_k":  # every k-th block of the model, wherever stages begin
             first_recomputed = (first_recomputed - blocks) % recompute_interval(recompute, model.layers)
@@ -67,17 +75,14 @@ def sizes_of_split(model: Model, split: Sequence[int], recompute: Recompute) -> 
 @lru_cache(maxsize=1024)
 def turned_features(model: Model, stage: StageSize) -> int:
     """Return the features of a head whose angles a stage computes: each of its different rotary settings once."""
-    views = different_views(model)
-    widths = {}
-    for number, view in zip(stage.of_views or (1,) * len(views), views, strict=True):
-        if number and view.rotary_settings:
-            widths[view.rotary_settings] = view.rotary_width
+    views = [different_views(model)[view] for view in set(stage.views)]
+    widths = {view.rotary_settings: view.rotary_width for view in views if view.rotary_settings}
     return sum(widths.values())
 
 
 def block_matrices(model: Model, tp: int) -> float:
-    """Return the elements of a block's matrices on one of `tp` ranks; of a sparse block where experts are cut by tp."""
-    sizes = matrices(model, layer=model.layers - 1)
+    """Return the elements of a block's matrices on one of `tp` ranks; experts are cut by tp. model: a view."""
+    sizes = matrices(model, layer=0)
     if not model.experts:
         return (sizes.attention + sizes.ffn) / tp
     shared = 3 * model.hidden * dense_width(model)
@@ -97,6 +102,27 @@ def added_parameters(model: Model, tp: int) -> float:
     return count
 
 
+def _norm_parameters(model: Model) -> int:
+    """Return the parameters of a norm of the residual stream."""
+    return model.hidden * (2 if model.features.norm == "layer" else 1)
+
+
+def block_parameters(model: Model, tp: int) -> float:
+    """Return the parameters of a block on one of `tp` ranks. model: a view."""
+    queries = model.heads * model.head_width / tp
+    keys = model.kv * model.head_width / tp
+    count = block_matrices(model, tp) + 2 * _norm_parameters(model) + added_parameters(model, tp)
+    if model.qk_norm == "head":
+        count += 2 * model.head_width
+    if model.qk_norm == "width":
+        count += queries + keys
+    if model.has_qkv_bias:
+        count += queries + 2 * keys
+    if model.features.biases:  # those after a sum are whole on every rank
+        count += model.ffn / tp + 2 * model.hidden
+    return count
+
+
 @lru_cache(maxsize=1024)
 def stage_parameters(model: Model, stage: StageSize, tp: int, vocab_parallel: bool) -> float:
     """Return the parameters of a stage on one tp rank. A tied embedding is on both ends of a pipeline.
@@ -104,30 +130,14 @@ def stage_parameters(model: Model, stage: StageSize, tp: int, vocab_parallel: bo
     Experts count as without ep. With ep FSDP shards a rank's experts over fewer ranks, which leaves the same number on
     each. Cached: many layouts have stages of the same sizes.
     """
-    features = model.features
-    norm = model.hidden * (2 if features.norm == "layer" else 1)
-    queries = model.heads * model.head_width / tp
-    keys = model.kv * model.head_width / tp
-    count = (stage.blocks - stage.dense) * block_matrices(model, tp)
-    count += stage.blocks * 2 * norm
-    if stage.dense:
-        count += stage.dense * block_matrices(without_experts(model), tp)
-    if model.qk_norm == "head":
-        count += stage.blocks * 2 * model.head_width
-    if model.qk_norm == "width":
-        count += stage.blocks * (queries + keys)
-    if model.has_qkv_bias:
-        count += stage.blocks * (queries + 2 * keys)
-    if features.biases:  # those after a sum are whole on every rank
-        count += stage.blocks * (model.ffn / tp + 2 * model.hidden)
-    count += stage.blocks * added_parameters(model, tp)
+    count = stage.total([block_parameters(view, tp) for view in different_views(model)])
     table = head_size(model) / (tp if vocab_parallel else 1)
     if stage.first:
-        positions = features.learned_positions * model.max_sequence_length
+        positions = model.features.learned_positions * model.max_sequence_length
         count += table + positions * model.hidden
     if stage.last:
         is_first_too = model.tied_embeddings and stage.first
-        count += norm + table * (not is_first_too)
+        count += _norm_parameters(model) + table * (not is_first_too)
     return count
 
 
@@ -161,9 +171,8 @@ def gathered_parameters(model: Model, stage: StageSize, piece: Piece, vocab_para
     """Return the parameters of a stage on a rank after the gather: with ep all of the rank's experts."""
     count = stage_parameters(model, stage, piece.tp, vocab_parallel)
     if piece.ep > 1:
-        sparse = stage.blocks - stage.dense
-        of_rank = expert_parameters(model, piece.ep)
-        count += sparse * (of_rank - expert_parameters(model, piece.tp))
+        views = different_views(model)
+        count += stage.total([expert_parameters(view, piece.ep) - expert_parameters(view, piece.tp) for view in views])
     return count
 
 

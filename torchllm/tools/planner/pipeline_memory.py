@@ -5,6 +5,7 @@ reduction      the gradients of all micro batches are reduced
 """
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import NamedTuple
 
 from torchllm.tools.planner.moments import STAGES_AHEAD
@@ -37,12 +38,11 @@ def units_of_stage(rank: Rank, stage: StageSize) -> Iterator[Units]:
     table = ShardedParameters(rank.table, rank.table / rank.shards)
     if stage.first or (stage.last and not rank.head):
         yield Units(table, 1, has_one_matrix=True)
-    if stage.dense:
-        yield Units(rank.dense.unit, stage.dense)
-    sparse_blocks = stage.blocks - stage.dense
-    yield Units(rank.usual.unit, sparse_blocks)
-    if rank.piece.ep > 1:
-        yield Units(rank.usual.experts, sparse_blocks)
+    for view, alike in groupby(stage.views):
+        block, number = rank.blocks[view], len(list(alike))
+        yield Units(block.unit, number)
+        if block.experts.whole:
+            yield Units(block.experts, number)
     if stage.last and rank.head:
         yield Units(table, 1, has_one_matrix=True)
 

@@ -19,7 +19,15 @@ from torchllm.tools.planner.experts import expert_parameters, expert_shards
 from torchllm.tools.planner.memory import rank_memory
 from torchllm.tools.planner.moments import of_rank
 from torchllm.tools.planner.muon_time import muon_seconds
-from torchllm.tools.planner.parameters import StageSize, number_by_view, sizes_of_split, stage_parameters, trained_share
+from torchllm.tools.planner.parameters import (
+    StageSize,
+    different_views,
+    sizes_of_split,
+    stage_parameters,
+    sum_over_blocks,
+    trained_share,
+    view_of_each_block,
+)
 from torchllm.tools.planner.peak import Memory
 from torchllm.tools.planner.rank import describe_rank
 from torchllm.tools.planner.schedules import PUBLISHED
@@ -184,19 +192,18 @@ def _longest_tail(case: Case, sizes: Sequence[StageSize], cost_of_size: dict[Sta
 def hardware_flops(case: Case) -> float:
     """Return FLOPs per token with recomputation, as Narayanan et al. 2021 count: whole blocks, attention unmasked."""
     model, length = case.model, case.training.sequence_length
-    of_views = number_by_view(model, 0, model.layers)
-    recomputed = sum(n * _recomputed_flops(view) for n, view in zip(of_views, case.of_views, strict=True))
+    recomputed = sum_over_blocks(view_of_each_block(model), [_recomputed_flops(view) for view in case.of_views])
     return flops_per_token(model, length, trained=case.trained) + recomputed
 
 
 def _recomputed_flops(case: Case) -> float:
-    """Return the FLOPs per token that a block's backward computes again, on average; of a sparse block with experts.
+    """Return the FLOPs per token that a block's backward computes again, on average over like blocks. case: of a view.
 
     Products of n elements of weights have 2 n FLOPs per token; the two products of attention 4 n, n being the keys that
     a query sees times the width of all heads.
     """
-    model, last_block = case.model, case.model.layers - 1
-    sizes = matrices(model, last_block)
+    model = case.model
+    sizes = matrices(model, layer=0)
     width = model.heads * model.head_width
     core = 4 * width * model.window_within(case.training.sequence_length)
     block = 2 * (sizes.attention + sizes.ffn) + core
@@ -210,7 +217,7 @@ def _recomputed_flops(case: Case) -> float:
         case "selective" if case.software.recomputes_attention_only:
             return core
         case "selective_half":
-            return 2 * half_of_products(model, last_block)
+            return 2 * half_of_products(model, layer=0)
     return 0.0
 
 
@@ -237,11 +244,11 @@ def tail(case: Case, sizes: list[StageSize], costs: list[StageCost]) -> dict[str
     bytes_per_parameter *= trained_share(case.model)
     owners = shards.over_shards.size if case.parallel.zero >= 1 else 1
     moved = shards.parameters / owners * bytes_per_parameter
-    blocks = sum(size.blocks for size in sizes)
+    views = tuple(view for size in sizes for view in size.views)
     return {
         "gradient reduction": reduction + exchange.last_reduction,
         "weight gather": gather,
-        "optimizer": memory_seconds(moved, case.hardware) + muon_seconds(case, blocks),
+        "optimizer": memory_seconds(moved, case.hardware) + muon_seconds(case, views),
     }
 
 
@@ -273,8 +280,8 @@ def _sharded_rank(case: Case, sizes: list[StageSize]) -> ShardedRank:
     parameters = sum(stage_parameters(model, size, tp, software.vocab_parallel) for size in sizes)
     if ep == 1:
         return ShardedRank(parameters, parameters, 0.0, over_shards, over_shards)
-    sparse_blocks = sum(size.blocks - size.dense for size in sizes)
-    experts = sparse_blocks * expert_parameters(model, 1)
+    of_views = [expert_parameters(view, 1) for view in different_views(model)]
+    experts = sum(size.total(of_views) for size in sizes)
     common = parameters - experts / tp
     routed = experts / ep
     over_experts = expert_shards(case.mesh, ep, case.hardware, software)

@@ -13,11 +13,13 @@ from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.compute import Kernels, Piece
 from torchllm.tools.planner.experts import expert_parameters
 from torchllm.tools.planner.parameters import (
+    ONE_BLOCK,
     ShardedParameters,
     StageSize,
     gathered_parameters,
     stage_parameters,
     sum_of_parameters,
+    sum_over_blocks,
 )
 from torchllm.tools.planner.software import Software
 from torchllm.tools.planner.stage_activations import activations_of_blocks
@@ -46,7 +48,7 @@ COMPILED_LOSS = LogitBytes(kept=2.0, forward=2.0, backward=4.0)
 
 
 class BlockMemory(NamedTuple):
-    """Memory of a block: one for each kind of blocks in a model."""
+    """Memory of a block."""
 
     activations: BlockActivations
     """activations of a micro batch"""
@@ -75,10 +77,8 @@ class Rank(NamedTuple):
     recompute: Recompute
     software: Software
     piece: Piece
-    usual: BlockMemory
-    """with experts: a sparse block"""
-    dense: BlockMemory
-    """of the first, dense blocks of a model with experts; without experts all blocks are the same"""
+    blocks: tuple[BlockMemory, ...]
+    """a block of each of `parameters.different_views`"""
     zero: int
     """ZeRO stage in effect"""
     micro_batches: int
@@ -97,8 +97,8 @@ class Rank(NamedTuple):
         return self.trained.only_updates
 
     def block(self, stage: StageSize, position: int) -> BlockMemory:
-        """Return a block of a stage. The first blocks of a model with experts are dense."""
-        return self.dense if position < stage.dense else self.usual
+        """Return a block of a stage, or of one without blocks the last kind."""
+        return self.blocks[stage.views[position] if stage.views else -1]
 
     def parameters(self, first: int = 0, end: int | None = None) -> ShardedParameters:
         """Return the parameters of the stages from `first` to `end` - 1 of the rank, by default of all."""
@@ -106,16 +106,15 @@ class Rank(NamedTuple):
 
     def block_parameters(self, stage: StageSize, first: int, end: int) -> ShardedParameters:
         """Return the parameters of the blocks from `first` to `end` - 1 of a stage."""
-        dense = max(0, min(end, stage.dense) - first)
-        usual = end - first - dense
+        views = stage.views[first:end]
         return ShardedParameters(
-            whole=usual * self.usual.whole + dense * self.dense.whole,
-            shard=usual * self.usual.shard + dense * self.dense.shard,
+            whole=sum_over_blocks(views, [block.whole for block in self.blocks]),
+            shard=sum_over_blocks(views, [block.shard for block in self.blocks]),
         )
 
     def last_block(self, stage: StageSize) -> BlockMemory:
         """Return the last block of a stage."""
-        return self.block(stage, max(0, stage.blocks - 1))
+        return self.block(stage, -1)
 
     @property
     def shards(self) -> int:
@@ -224,9 +223,7 @@ def describe_rank(case: Case, stages: Sequence[StageSize]) -> Rank:
         shard = stage_parameters(model, size, parallel.tp, software.vocab_parallel) / shards
         of_size[size] = ShardedParameters(whole, shard)
     activations = activations_of_blocks(case)
-    usual = dense = usual_block(model, piece, activations.usual, shards)
-    if model.experts:
-        dense = dense_block(model, piece, activations.dense, shards)
+    blocks = [block_memory(*block, shards) for block in zip(case.of_views, activations, strict=True)]
     return Rank(
         model,
         case.training,
@@ -234,8 +231,7 @@ def describe_rank(case: Case, stages: Sequence[StageSize]) -> Rank:
         case.recompute,
         software,
         piece,
-        usual,
-        dense,
+        tuple(blocks),
         zero=parallel.zero if shards > 1 else min(parallel.zero, 1),
         micro_batches=case.micro_batches,
         logit_bytes=LogitBytes.of(case.kernels, software),
@@ -246,11 +242,9 @@ def describe_rank(case: Case, stages: Sequence[StageSize]) -> Rank:
     )
 
 
-ONE_BLOCK = StageSize(1, first=False, last=False)
-
-
-def usual_block(model: Model, piece: Piece, activations: BlockActivations, shards: int) -> BlockMemory:
-    """Return a block of a model; of one with experts a sparse one. shards: ranks that share weights."""
+def block_memory(case: Case, activations: BlockActivations, shards: int) -> BlockMemory:
+    """Return a block. case: of its view. shards: ranks that share weights."""
+    model, piece = case.model, case.piece
     whole = gathered_parameters(model, ONE_BLOCK, piece, True)
     shard = stage_parameters(model, ONE_BLOCK, piece.tp, True) / shards
     experts = ShardedParameters(0.0, 0.0)
@@ -259,9 +253,3 @@ def usual_block(model: Model, piece: Piece, activations: BlockActivations, shard
         experts = ShardedParameters(expert_parameters(model, piece.ep), experts_shard)
     unit = ShardedParameters(whole - experts.whole, shard - experts.shard)
     return BlockMemory(activations, unit, experts)
-
-
-def dense_block(model: Model, piece: Piece, activations: BlockActivations, shards: int) -> BlockMemory:
-    """Return a dense block of a model with experts. shards: ranks that share weights."""
-    whole = stage_parameters(model, ONE_BLOCK._replace(dense=1), piece.tp, True)
-    return BlockMemory(activations, ShardedParameters(whole, whole / shards), ShardedParameters(0.0, 0.0))

@@ -29,7 +29,7 @@ from torchllm.tools.planner.experts import (
     shared_seconds,
 )
 from torchllm.tools.planner.frozen_weights import update_seconds
-from torchllm.tools.planner.parameters import StageSize, stage_parameters, trained_share
+from torchllm.tools.planner.parameters import StageSize, block_parameters, trained_share
 from torchllm.tools.planner.schedules import PUBLISHED
 from torchllm.tools.planner.simulate import StageTimes
 
@@ -376,7 +376,7 @@ def _block_gather(case: Case, bytes_per_parameter: float) -> float:
     """Return the seconds of FSDP's gather of a block, or of its scatter of gradients. Experts have other shards."""
     model, tp, ep = case.model, case.parallel.tp, case.piece.ep
     over_shards = case.group([SHARD, CP], case.software.one_card)
-    parameters = stage_parameters(model, StageSize(1, first=False, last=False), tp, vocab_parallel=True)
+    parameters = block_parameters(model, tp)
     if ep == 1:
         return over_shards.gather(bytes_per_parameter * parameters)
     parameters -= expert_parameters(model, tp)

@@ -1,68 +1,60 @@
 """Predict the bytes that the blocks of a pipeline stage keep of a micro batch, as `recompute` says. No torch."""
 
-import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from torchllm.config import Model, Recompute, without_experts
+from torchllm.config import Model, Recompute
 from torchllm.facts.flops import recompute_interval
 from torchllm.tools.planner.activations import BlockActivations, block_activations
 from torchllm.tools.planner.case import Case
-from torchllm.tools.planner.parameters import StageSize
+from torchllm.tools.planner.parameters import StageSize, sum_over_blocks
 from torchllm.tools.planner.software import Software
 
 
-class ActivationsOfBlocks(NamedTuple):
-    """Activations of a block of each kind; both are the same in a model without experts."""
-
-    usual: BlockActivations
-    """with experts: of a sparse block"""
-    dense: BlockActivations
-    """of the first, dense blocks of a model with experts"""
-
-
-def activations_of_blocks(case: Case) -> ActivationsOfBlocks:
-    """Return the activations of the blocks of a layout."""
-    parallel = case.parallel
-    ulysses = parallel.cp > 1 and parallel.cp_method == "ulysses"
-    settings = case.piece, case.kernels, case.software, case.trained, ulysses, case.tokens_before
-    usual = block_activations(case.model, *settings)
-    if not case.model.experts:
-        return ActivationsOfBlocks(usual, usual)
-    dense = block_activations(without_experts(case.model), *settings)
-    return ActivationsOfBlocks(usual, dense)
+def activations_of_blocks(case: Case) -> tuple[BlockActivations, ...]:
+    """Return the activations of a block of each of `case.of_views`."""
+    ulysses = case.parallel.cp > 1 and case.parallel.cp_method == "ulysses"
+    return tuple(
+        block_activations(of.model, of.piece, of.kernels, of.software, of.trained, ulysses, of.tokens_before)
+        for of in case.of_views
+    )
 
 
 class StageActivations(NamedTuple):
-    """Activations of one micro batch in the blocks of a stage."""
+    """Activations of one micro batch in the blocks of a stage that are of one view."""
 
     held: float
     """bytes that are kept until the backward"""
     recomputed: float
-    """bytes that the backward recomputes, for one block (or segment) at a time"""
+    """bytes that the backward recomputes for the last of them, or for its segment"""
 
 
 def stage_activations(
+    view: int,
+    stage: StageSize,
     model: Model,
-    blocks: int,
     recompute: Recompute,
-    block: BlockActivations,
+    of_blocks: Sequence[BlockActivations],
     software: Software,
-    first_recomputed: int = 0,
 ) -> StageActivations:
-    """Return what `blocks` blocks keep. first_recomputed: of mode every_k, which of them is the first recomputed."""
+    """Return what the blocks of one view keep in a stage. of_blocks: a block of each view."""
+    block, blocks = of_blocks[view], stage.views.count(view)
     if not blocks:
         return StageActivations(0.0, 0.0)
-    interval = recompute_interval(recompute, model.layers)
     match recompute.mode:
         case "full":
             return StageActivations(blocks * block.entry, block.whole)
         case "segment":
-            size = min(blocks, interval)
-            return StageActivations(math.ceil(blocks / size) * block.entry, size * block.whole)
+            size = recompute_interval(recompute, model.layers)
+            begins = stage.views[::size].count(view)
+            end = stage.last_of(view) + 1
+            of_segment = stage.views[max(0, end - size) : end]
+            return StageActivations(begins * block.entry, sum_over_blocks(of_segment, [of.whole for of in of_blocks]))
         case "every_k":  # blocks behind the last recomputed one are freed before anything is recomputed
-            recomputed_blocks = range(first_recomputed, blocks, interval)
-            ends_with_recomputed = blocks - 1 in recomputed_blocks
-            held = len(recomputed_blocks) * block.entry + (blocks - len(recomputed_blocks)) * block.whole
+            interval = recompute_interval(recompute, model.layers)
+            recomputed_blocks = stage.views[stage.first_recomputed :: interval].count(view)
+            ends_with_recomputed = (stage.last_of(view) - stage.first_recomputed) % interval == 0
+            held = recomputed_blocks * block.entry + (blocks - recomputed_blocks) * block.whole
             return StageActivations(held, block.whole * ends_with_recomputed)
         case "ffn":
             kept = block.attention + block.residual + block.entry  # the layer's input is spread as the block's
@@ -84,36 +76,29 @@ def _selective(blocks: int, whole: float, saved: float, shared: float, software:
 
 
 class ActivationsOfStage(NamedTuple):
-    """Activations of one micro batch in the blocks of a stage, by kind."""
+    """Activations of one micro batch in the blocks of a stage."""
 
-    usual: StageActivations
-    dense: StageActivations
+    of_views: tuple[StageActivations, ...]
 
     @property
     def held(self) -> float:
         """Bytes that are kept until the backward."""
-        return self.usual.held + self.dense.held
+        return sum([of_view.held for of_view in self.of_views])
 
     def freed(self, stage: StageSize, finished: int) -> float:
         """Return the part of `held` that is freed once the backward of the last `finished` blocks is over."""
-        usual_blocks = stage.blocks - stage.dense
-        finished_usual = min(finished, usual_blocks)
-        finished_dense = finished - finished_usual
         freed = 0.0
-        if finished_usual:
-            freed += self.usual.held * finished_usual / usual_blocks
-        if finished_dense:
-            freed += self.dense.held * finished_dense / stage.dense
+        of_finished = stage.views[stage.blocks - finished :]
+        for view in set(of_finished):
+            freed += self.of_views[view].held * of_finished.count(view) / stage.views.count(view)
         return freed
 
 
 def activations_of_stage(
-    model: Model, recompute: Recompute, software: Software, stage: StageSize, of_blocks: ActivationsOfBlocks
+    model: Model, recompute: Recompute, software: Software, stage: StageSize, of_blocks: Sequence[BlockActivations]
 ) -> ActivationsOfStage:
-    """Return the activations of a stage's blocks, dense and sparse ones; the backward recomputes one at a time."""
-    usual_blocks = stage.blocks - stage.dense
-    first_recomputed = (stage.first_recomputed - stage.dense) % recompute_interval(recompute, model.layers)
+    """Return the activations of a stage's blocks. of_blocks: of a block of each view."""
+    views = range(len(of_blocks))
     return ActivationsOfStage(
-        stage_activations(model, usual_blocks, recompute, of_blocks.usual, software, first_recomputed),
-        stage_activations(model, stage.dense, recompute, of_blocks.dense, software, stage.first_recomputed),
+        tuple(stage_activations(view, stage, model, recompute, of_blocks, software) for view in views)
     )

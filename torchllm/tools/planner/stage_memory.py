@@ -20,12 +20,7 @@ from torchllm.tools.planner.parameters import StageSize, turned_features
 from torchllm.tools.planner.peak import Memory, Peak
 from torchllm.tools.planner.rank import BlockMemory, Rank
 from torchllm.tools.planner.schedules import Kind
-from torchllm.tools.planner.stage_activations import (
-    ActivationsOfBlocks,
-    ActivationsOfStage,
-    StageActivations,
-    activations_of_stage,
-)
+from torchllm.tools.planner.stage_activations import ActivationsOfStage, activations_of_stage
 
 
 class Stage(NamedTuple):
@@ -47,16 +42,15 @@ class Stage(NamedTuple):
 def stage_memory(rank: Rank, stage: StageSize, kinds: Iterable[Kind]) -> Stage:
     """Return the memory that one stage adds; its actions are of `kinds`."""
     model, tokens, software = rank.model, rank.piece.tokens, rank.software
-    of_blocks = ActivationsOfBlocks(rank.usual.activations, rank.dense.activations)
+    of_blocks = [block.activations for block in rank.blocks]
     blocks = activations_of_stage(model, rank.recompute, software, stage, of_blocks)
     held, ends, logits, of_head, deferred_by_head = blocks.held, 0.0, 0.0, 0.0, 0.0
-    deferred = (stage.blocks - stage.dense) * rank.usual.activations.deferred
-    deferred += stage.dense * rank.dense.activations.deferred
+    deferred = stage.total([block.deferred for block in of_blocks])
     held += tokens * 8.0 * turned_features(model, stage)  # cosine and sine in float32
     if stage.last:
         if rank.has_gradients_in_forward and not rank.is_frozen:
             of_head = software.temporary_gradients * rank.table
-        ends = rank.usual.activations.norm + of_head
+        ends = of_blocks[-1].norm + of_head
         if rank.training.loss_chunk == 0:
             logits = rank.logit_bytes.kept * tokens * rank.logits_per_token()
         if rank.training.loss_chunk or not rank.is_frozen:  # the head's input, for its chunks too; or its gradient
@@ -191,12 +185,12 @@ def _backward(rank: Rank, stage: StageSize, memory: Stage, blocks: ActivationsOf
     if rank.root_of(stage) and _has_two_in_flight(rank, stage):  # a backward after a backward gathers the root again
         ahead = rank.block_parameters(stage, max(0, stage.blocks - 1 - rank.parallel.prefetch), stage.blocks)
         yield Memory(gathered=rank.per_use * (2 * rank.root_of(stage) + ahead.whole))
-    usual_blocks = stage.blocks - stage.dense
-    for finished in sorted({0, 1, usual_blocks, stage.blocks - 1}):
+    last_of_views = [stage.blocks - 1 - stage.last_of(view) for view in set(stage.views)]
+    for finished in sorted({0, 1, *last_of_views, stage.blocks - 1}):
         if 0 <= finished < stage.blocks:
             yield from _block_backward(rank, stage, memory, blocks, finished, kind)
     if rank.reduces_sums:
-        yield _last_reduction(rank, memory, blocks.usual, stage)
+        yield _last_reduction(rank, memory, blocks, stage)
     if stage.first:
         deferred = _deferred(rank, stage, memory, stage.blocks, kind)
         yield from _embedding_backward(rank, stage, memory, deferred)
@@ -262,7 +256,7 @@ def _block_backward(
     head = rank.head * stage.last
     position = stage.blocks - 1 - finished
     block = rank.block(stage, position)
-    recomputed = (blocks.dense if position < stage.dense else blocks.usual).recomputed
+    recomputed = blocks.of_views[stage.views[position]].recomputed
     first_ahead = max(0, position - rank.parallel.prefetch)
     gathered = rank.per_use * (rank.block_parameters(stage, first_ahead, position + 1).whole + rank.root_of(stage))
     gathered += rank.per_use * block.experts.whole * _keeps_buffer_of_experts(rank, stage, position)
@@ -309,13 +303,13 @@ def _keeps_buffer_of_experts(rank: Rank, stage: StageSize, position: int) -> boo
     return any(other >= position for other in recomputed)
 
 
-def _last_reduction(rank: Rank, memory: Stage, blocks: StageActivations, stage: StageSize) -> Memory:
+def _last_reduction(rank: Rank, memory: Stage, blocks: ActivationsOfStage, stage: StageSize) -> Memory:
     """Return the moment when the last block's gradients, summed over a step's micro batches, are reduced.
 
     They are copied to be sent, and the result is another buffer. The weights are no longer gathered.
     """
-    block = rank.usual
-    first_norm = block.activations.phases[-1].working + blocks.recomputed
+    block = rank.last_block(stage)
+    first_norm = block.activations.phases[-1].working + blocks.of_views[stage.views[-1]].recomputed
     head = rank.head * stage.last
     in_shards = 1 / rank.shards
     # The head's sums are freed by then. `gradients` stays the part held all step long, for `search.bounds`.

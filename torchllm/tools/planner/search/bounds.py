@@ -16,6 +16,7 @@ from typing import NamedTuple
 from torchllm.config import SCHEDULES, Recompute
 from torchllm.facts.flops import head_size
 from torchllm.facts.stages import stages_of_ranks
+from torchllm.tools.planner.activations import BlockActivations
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.compute import Kernels, Piece
 from torchllm.tools.planner.frozen_weights import uncut_elements
@@ -23,6 +24,7 @@ from torchllm.tools.planner.memory import receiving_buffers, sharded_states, upd
 from torchllm.tools.planner.moments import REDUCED, WHOLE, of_rank
 from torchllm.tools.planner.parameters import (
     StageSize,
+    different_views,
     gathered_parameters,
     sizes_of_split,
     stage_parameters,
@@ -33,18 +35,8 @@ from torchllm.tools.planner.rank import boundary_bytes
 from torchllm.tools.planner.search.layouts import Job, Layout
 from torchllm.tools.planner.simulate import StageTimes
 from torchllm.tools.planner.stage import BlockCost, Computed, StageCost, boundary, computed, cost_of_block, stage_cost
-from torchllm.tools.planner.stage_activations import (
-    ActivationsOfBlocks,
-    ActivationsOfStage,
-    activations_of_blocks,
-    activations_of_stage,
-)
+from torchllm.tools.planner.stage_activations import activations_of_blocks, activations_of_stage
 
-ONE_BLOCK = (
-    StageSize(1, first=False, last=False, first_recomputed=1),
-    StageSize(1, first=False, last=False, dense=1, first_recomputed=1),
-)
-"""the least that a stage may have: of mode every_k, a block that is not recomputed"""
 Key = tuple[object, ...]
 """settings that decide a figure: layouts that agree in them share it"""
 
@@ -126,15 +118,14 @@ class BlockBytes(NamedTuple):
     """more, or less, at the peak of the last block's backward while its weights are still gathered"""
 
     @classmethod
-    def of(cls, stage: StageSize, activations: ActivationsOfStage, of_blocks: ActivationsOfBlocks) -> "BlockBytes":
-        """Return the bytes of a stage whose blocks keep `activations`."""
+    def of(cls, case: Case, stage: StageSize, of_blocks: Sequence[BlockActivations]) -> "BlockBytes":
+        """Return the bytes of a stage. of_blocks: of a block of each view."""
+        activations = activations_of_stage(case.model, case.recompute, case.software, stage, of_blocks)
         if not stage.blocks:
             return cls(activations.held, 0.0)
-        last, recomputed = of_blocks.usual, activations.usual.recomputed
-        if stage.dense == stage.blocks:
-            last, recomputed = of_blocks.dense, activations.dense.recomputed
-        working = max([phase.working for phase in last.phases if not phase.freed])
-        return cls(activations.held, working + recomputed)
+        last = stage.views[-1]
+        working = max([phase.working for phase in of_blocks[last].phases if not phase.freed])
+        return cls(activations.held, working + activations.of_views[last].recomputed)
 
 
 class StageCosts(NamedTuple):
@@ -149,8 +140,11 @@ class Bounds:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self._dense_blocks = job.model.dense_layers if job.model.experts else 0
         (self._whole_model,) = sizes_of_split(job.model, [job.model.layers], Recompute())
+        # The least that a stage may have: of mode every_k, a block that is not recomputed.
+        self._one_block = [
+            StageSize((view,), first=False, last=False, first_recomputed=1) for view in set(self._whole_model.views)
+        ]
         self._scheduled: dict[Layout, float] = {}
         self._in_flight: dict[Layout, float] = {}
         self._computed: dict[tuple[Piece, Kernels], list[Computed]] = {}
@@ -254,11 +248,12 @@ class Bounds:
         """Return the seconds at the end of a step, if a rank has no end of the model and its backward hides all."""
         key = layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.zero_stage, layout.ep
         if key not in self._tails:
-            sparse_blocks = self.job.model.layers - self._dense_blocks
-            size = StageSize(sparse_blocks // layout.pp, first=False, last=False)
+            views = self._whole_model.views
             cost = StageCost(StageTimes(0.0, math.inf, 0.0), {})
-            terms = tail(self.job.case(layout), [size], [cost])
-            self._tails[key] = sum(terms.values())
+            for view in set(views):  # a rank has at least its share of the blocks of a view
+                size = StageSize((view,) * (views.count(view) // layout.pp), first=False, last=False)
+                terms = tail(self.job.case(layout), [size], [cost])
+                self._tails[key] = max(self._tails.get(key, 0.0), sum(terms.values()))
         return self._tails[key]
 
     def shared_memory(self, layout: Layout) -> float:
@@ -272,9 +267,9 @@ class Bounds:
         key = layout.pp, layout.tp, layout.ep, shards, layout.zero_stage, sums_gradients
         if key not in self._shared_standing:
             self._shared_standing[key] = self._standing_of(layout, [self._whole_model]) / layout.pp
-        bytes_of_size = self.block_bytes(layout, [self._whole_model, *ONE_BLOCK])
-        backward = min([bytes_of_size[block].backward for block in ONE_BLOCK]) - self._freed_head(layout)
-        stage_per_rank = [StageSize(0, stage == 0, stage == layout.pp - 1) for stage in range(layout.pp)]
+        bytes_of_size = self.block_bytes(layout, [self._whole_model, *self._one_block])
+        backward = min([bytes_of_size[block].backward for block in self._one_block]) - self._freed_head(layout)
+        stage_per_rank = [StageSize((), stage == 0, stage == layout.pp - 1) for stage in range(layout.pp)]
         shared = bytes_of_size[self._whole_model].kept + self._buffers(layout, stage_per_rank)
         comes_and_goes = shared / layout.pp + max(0.0, backward)
         in_flight = self.job.software.constants.allocator * comes_and_goes
@@ -369,15 +364,16 @@ class Bounds:
         model, software, updates = self.job.model, self.job.software, self.job.trained
         shards = layout.dp_shard * layout.cp if layout.zero_stage else 1
         parameters = trained = 0.0
-        blocks = 0
+        uncut = 0.0
         for size in stages:
             of_stage = stage_parameters(model, size, layout.tp, software.vocab_parallel)
             parameters += of_stage
             trained += of_stage * trained_share_of_stage(model, size)
-            blocks += size.blocks
+            if updates.only_updates:
+                uncut += size.total([uncut_elements(view, updates, layout.tp) for view in different_views(model)])
         states = sharded_states(software, parameters / shards, trained / shards)
         if updates.only_updates:
-            states = states.plus(updates_states(blocks * uncut_elements(model, updates, layout.tp) / shards))
+            states = states.plus(updates_states(uncut / shards))
         return states.total
 
     def summed_gradients(self, layout: Layout, size: StageSize) -> float:
@@ -406,8 +402,7 @@ class Bounds:
             case = self.job.case(layout)
             of_blocks = activations_of_blocks(case)
             for size in missing:
-                activations = activations_of_stage(case.model, case.recompute, case.software, size, of_blocks)
-                bytes_of_size[size] = BlockBytes.of(size, activations, of_blocks)
+                bytes_of_size[size] = BlockBytes.of(case, size, of_blocks)
         return bytes_of_size
 
     def micro_batches(self, layout: Layout) -> int:
