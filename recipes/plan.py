@@ -56,7 +56,7 @@ from torchllm.tools.planner.search.layouts import Job, layout_of
 from torchllm.tools.planner.search.price import NO_PURCHASE, Purchase, failures_line
 from torchllm.tools.planner.search.search import Found, Objective, Ranked, search
 from torchllm.tools.planner.search.validity import UNMEASURED_LIMIT, is_measured, judge
-from torchllm.tools.proof.recipe import find_block
+from torchllm.tools.proof.recipe import find_block, lines_on_fork, schema_of_fork
 from torchllm.tools.resources import find_config, name_base, resource
 
 MODELS = resource("train_configs/models")
@@ -483,9 +483,11 @@ def read_model(name: str) -> PlannedModel:
     problems: list[str] = []
     faults: list[ConfigError] = []
     layer = read_files(file, problems)
-    config = read_table(Config, layer.table, faults)
+    schema = schema_of_fork(Config)
+    config = read_table(schema, layer.table, faults)
     for fault in faults:
         problems.append(f"{layer.origins.get(fault.path, file)}: {fault.key}: {fault.message}")
+    problems += lines_on_fork(schema, layer.table)
     if problems:
         raise UserError("\n".join(problems))
     find_block(config.model)

@@ -184,9 +184,16 @@ def load_sizes(arguments: Sequence[str], schema: type[C]) -> C: ...
 def load_sizes(arguments: Sequence[str], schema: type[Any] = Config) -> Any:
     """Return the config of a recipe that runs in one process and reads no weights; [model] may be a published one's.
 
-    The rest is as in `tools.config.load.load_config`.
+    It may have sections of the fork that RECIPE names. The rest is as in `tools.config.load.load_config`.
     """
+    from torchllm.tools.proof.recipe import lines_on_fork, schema_of_fork  # of no use to a training
+
+    try:
+        schema = schema_of_fork(schema)
+    except UserError as error:
+        refuse([str(error)])
     draft: Draft[Any] = read_draft(arguments, schema, one_device=True)
+    draft.errors += lines_on_fork(schema, draft.layer.table)
     _resolve_model(draft, reads_weights=False)
     check_frozen(draft)
     return finish(draft)

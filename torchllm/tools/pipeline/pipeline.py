@@ -15,12 +15,14 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
 from torchllm.config import Config
 from torchllm.config.errors import UserError
+from torchllm.tools.config.degrees import resolve_degrees
 from torchllm.tools.config.draft import read_draft
 from torchllm.tools.pipeline.stages import (
     PipelineFile,
@@ -33,6 +35,7 @@ from torchllm.tools.pipeline.stages import (
     write_record,
 )
 from torchllm.tools.planner.search.auto import planned
+from torchllm.tools.proof.recipe import schema_of_fork
 from torchllm.tools.resources import resource
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -227,14 +230,17 @@ def planned_seconds(pipeline: PipelineFile, planned_stage: Planned) -> float | N
 
     Raises UserError if its config is wrong.
     """
-    words = shlex.split(planned_stage.stage.run)
+    words, environment = command_line(planned_stage.stage.run)
     if not pipeline.gpus or "train" not in words:
         return None
     arguments = words[words.index("train") + 1 :]
-    draft = read_draft([*arguments, "--run.dry_run=true"], Config)
+    draft = read_draft([*arguments, "--run.dry_run=true"], schema_of_fork(Config, environment))
+    parallel, unfit = resolve_degrees(draft.config.parallel, pipeline.gpus)
+    for problem in unfit:
+        draft.report(problem.path, problem.message)
     if draft.errors:
         raise UserError("\n".join([f"stage {planned_stage.stage.name}:", *draft.errors]))
-    prediction = planned(draft.config)
+    prediction = planned(replace(draft.config, parallel=parallel))
     return None if prediction is None else prediction.step * draft.config.training.steps
 
 

@@ -1,17 +1,23 @@
-"""Find the recipe that is proven: its `train`, and the config that it reads."""
+"""Import the fork that RECIPE names: its `train`, its config and its kinds of blocks."""
 
 import importlib.util
 import os
 import sys
+from collections.abc import Mapping
+from dataclasses import make_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from torchllm.config import Config, Model
 from torchllm.config.errors import UserError
+from torchllm.config.field_types import field_types
 from torchllm.facts.block_kinds import block_kind
 
 if TYPE_CHECKING:
     from torchllm.tools.proof.record import RecipeTrain
+
+C = TypeVar("C", bound=Config)
 
 MODULE = "recipe_under_proof"
 """name under which the file of the recipe is imported, on all ranks alike"""
@@ -30,6 +36,17 @@ def import_recipe(file: Path) -> ImportedRecipe:
 
     UserError if it does not exist or has no `train(config, runtime, monitor)`.
     """
+    module = import_fork(file)
+    train = getattr(module, "train", None)
+    if not callable(train):
+        raise UserError(
+            f"RECIPE={file}: has no train(config, runtime, monitor), which a copy of recipes/pretrain.py has"
+        )
+    return ImportedRecipe(train, find_schema(file, vars(module)))
+
+
+def import_fork(file: Path) -> ModuleType:
+    """Import a file; modules in its folder can be imported by it. UserError if it is no Python file."""
     if not file.is_file():
         raise UserError(f"RECIPE={file}: there is no such file")
     module = sys.modules.get(MODULE)
@@ -41,12 +58,30 @@ def import_recipe(file: Path) -> ImportedRecipe:
         sys.modules[MODULE] = module
         sys.path.insert(0, str(file.parent))
         specification.loader.exec_module(module)
-    train = getattr(module, "train", None)
-    if not callable(train):
-        raise UserError(
-            f"RECIPE={file}: has no train(config, runtime, monitor), which a copy of recipes/pretrain.py has"
-        )
-    return ImportedRecipe(train, find_schema(file, vars(module)))
+    return module
+
+
+def schema_of_fork(schema: type[C], environment: Mapping[str, str] = os.environ) -> type[C]:
+    """Return a config with the sections of the fork that RECIPE names, too; the same one without RECIPE.
+
+    UserError if RECIPE names no recipe.
+    """
+    if not environment.get("RECIPE"):
+        return schema
+    file = Path(environment["RECIPE"]).resolve()
+    of_fork = find_schema(file, vars(import_fork(file)))
+    if issubclass(schema, of_fork):
+        return schema
+    bases = (of_fork,) if issubclass(of_fork, schema) else (schema, of_fork)
+    return cast(type[C], make_dataclass(of_fork.__name__, [], bases=bases, frozen=True))
+
+
+def lines_on_fork(schema: type[Config], table: Mapping[str, Any]) -> list[str]:
+    """Return a line on RECIPE if it names none, and a config's table has sections or keys that only a fork may have."""
+    unknown = [name for name in table if name not in field_types(schema)]
+    if not unknown or os.environ.get("RECIPE"):
+        return []
+    return [f"{', '.join(unknown)}: if a fork has it, set RECIPE to the fork's file"]
 
 
 def find_block(model: Model) -> None:
@@ -59,7 +94,7 @@ def find_block(model: Model) -> None:
     except UserError:
         if not os.environ.get("RECIPE"):
             raise
-        import_recipe(Path(os.environ["RECIPE"]).resolve())
+        import_fork(Path(os.environ["RECIPE"]).resolve())
         block_kind(model)
 
 
