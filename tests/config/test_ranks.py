@@ -133,6 +133,14 @@ def test_a_dry_run_is_of_any_number_of_ranks(folder: Path, launch: Launch, capsy
         parallel = load_config([*big, *arguments]).parallel
         assert (parallel.pp, parallel.dp_shard, parallel.tp) == degrees
     assert list(folder.iterdir()) == []
+    capsys.readouterr()
+    launch(NPROC="16")
+    assert load_config(["--run.dry_run=true", "--run.lower_ranks=true"]).parallel.dp_shard == 8
+    assert capsys.readouterr().err.splitlines() == [
+        "16 processes cannot share the batch of 8 sequences: with run.lower_ranks a run starts 8, and what follows is "
+        "of these"
+    ]
+    launch()
     lines = refusal(capsys, lambda: load_config(["--run.dry_run=true"]))
     unknown = "is -1, but the number of ranks is unknown: set --gpus=N, or give a degree"
     assert lines == [f"defaults: parallel.dp_shard: {unknown}"]
@@ -193,12 +201,31 @@ CHECKS = {
             "global batch 16 sequences = 1 data ranks x 4 micro batch x 4 accumulated",
         ],
     ),
+    "lowered, although 16 divides the batch": Check(
+        {"NPROC": "16"},
+        ["--run.lower_ranks=true"],
+        "4",
+        [
+            "16 processes cannot share the batch of 16 sequences: starting 4",
+            "global batch 16 sequences = 4 data ranks x 4 micro batch x 1 accumulated",
+        ],
+    ),
+    "a check of fewer than asked": Check(
+        {"NPROC": "2"},
+        ["--run.lower_ranks=true", "--gpus=16"],
+        "4",
+        [
+            "16 processes cannot share the batch of 16 sequences: with run.lower_ranks a run starts 4, and what "
+            "follows is of these",
+            "global batch 16 sequences = 4 data ranks x 4 micro batch x 1 accumulated",
+        ],
+    ),
     "lowered on two nodes": Check(
         {"NNODES": "2", "NPROC": "8", "SLURM_JOB_ID": "1"},
         ["--run.lower_ranks=true"],
         "2",
         [
-            "8 processes do not divide the batch of 16 sequences: starting 2",
+            "8 processes per node cannot share the batch of 16 sequences: starting 2",
             "global batch 16 sequences = 4 data ranks x 4 micro batch x 1 accumulated",
         ],
     ),
@@ -248,7 +275,7 @@ def test_check_tells_which_numbers_of_nodes_the_batch_allows(
 def test_of_more_nodes_than_share_the_batch_the_largest_number_trains(
     folder: Path, launch: Launch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    batch = "3 nodes do not divide the batch of 16 sequences: 2 of them train, 1 waits"
+    batch = "3 nodes cannot share the batch of 16 sequences: 2 of them train, 1 waits"
     degrees = "3 nodes do not divide into the degrees of [parallel]: 2 of them train, 1 waits"
     (folder / "x.toml").write_text("[training]\nmicro_batch_size = 1\nglobal_batch_size = 16\n[model]\nkv_heads = 4")
     for processes, arguments, line in (

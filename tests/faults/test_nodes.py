@@ -55,7 +55,7 @@ def test_a_lost_node_costs_the_steps_since_the_checkpoint_and_no_loss_differs(
         folder = tmp_path / str(trial)
         nodes = start_nodes(start, folder, *JOB, nodes=4)
         lose_node(nodes, trial % 3, folder, checkpoint=5)
-        assert "node 3 waits for the end of the job: 4 nodes do not divide the batch of 12" in nodes[3].err.read_text()
+        assert "node 3 waits for the end of the job: 4 nodes cannot share the batch of 12" in nodes[3].err.read_text()
 
         nodes = start_nodes(start, folder, *JOB, nodes=2)
         nodes[0].until(lambda nodes=nodes: f"/{STEPS}  loss" in nodes[0].out.read_text())

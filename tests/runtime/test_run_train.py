@@ -121,7 +121,7 @@ def test_threads_and_the_allocator_of_gpus(noted: Callable[..., Notes]) -> None:
 def test_more_processes_than_divide_the_batch_are_lowered_and_it_is_said(noted: Callable[..., Notes]) -> None:
     notes = noted(DEBUG, NPROC="3")
     assert notes.torchrun[0] == "--nproc-per-node=2"
-    assert "3 processes do not divide the batch of 16 sequences: starting 2" in notes.err.splitlines()
+    assert "3 processes cannot share the batch of 16 sequences: starting 2" in notes.err.splitlines()
 
 
 def test_what_is_wrong_is_said_before_anything_is_started(noted: Callable[..., Notes]) -> None:
@@ -293,7 +293,7 @@ OWN_FOLDER = (
 """what the launcher of node 0 does first, as far as run_train.sh sees it"""
 
 
-SPARE_LINE = "3 nodes do not divide the batch of 16 sequences: 2 of them train, 1 waits; all would train with 4 nodes\n"
+SPARE_LINE = "3 nodes cannot share the batch of 16 sequences: 2 of them train, 1 waits; all would train with 4 nodes\n"
 
 
 def test_of_three_nodes_two_train_and_the_third_waits(noted: Callable[..., Notes], tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def spare_nodes(draft: Draft[Any]) -> None:
     for nodes in range(ranks.nodes - 1, 0, -1):
         if _fitting_processes(draft, nodes) is not None:
             waiting = ranks.nodes - nodes
-            why = f"{ranks.nodes} nodes do not {_unmet_need(draft, ranks)}: {nodes} of them train, {waiting} "
+            why = f"{ranks.nodes} nodes {_unmet_need(draft, ranks)}: {nodes} of them train, {waiting} "
             why += "waits" if waiting == 1 else "wait"
             for more in range(ranks.nodes + 1, 2 * ranks.nodes + 1):
                 if _fitting_processes(draft, more) == ranks.per_node:
@@ -68,8 +68,12 @@ def ranks_to_start(draft: Draft[Any]) -> int | None:
     if per_node is None:
         return ranks.world
     if per_node < ranks.per_node:
-        need = _unmet_need(draft, ranks)
-        draft.notes.append(f"{ranks.per_node} processes do not {need}: starting {per_node}")
+        of_node = " per node" if ranks.nodes > 1 else ""
+        unfit = f"{ranks.per_node} processes{of_node} {_unmet_need(draft, ranks)}"
+        if draft.config.run.dry_run or draft.arguments.gpus:
+            draft.notes.append(f"{unfit}: with run.lower_ranks a run starts {per_node}, and what follows is of these")
+        else:
+            draft.notes.append(f"{unfit}: starting {per_node}")
     return ranks.nodes * per_node
 
 
@@ -89,8 +93,8 @@ def _fitting_processes(draft: Draft[Any], nodes: int) -> int | None:
 
 
 def _unmet_need(draft: Draft[Any], ranks: Ranks) -> str:
-    """Describe why the number of ranks does not fit, as the end of "3 processes do not ..."."""
+    """Describe why the number of ranks does not fit, as the end of "3 processes ..."."""
     unfit = {problem.key for problem in layout_problems(draft.config, ranks.world)}
     if "training.global_batch_size" in unfit:
-        return f"divide the batch of {draft.config.training.global_batch_size} sequences"
-    return "divide into the degrees of [parallel]"
+        return f"cannot share the batch of {draft.config.training.global_batch_size} sequences"
+    return "do not divide into the degrees of [parallel]"
