@@ -1,6 +1,7 @@
 """`torchllm prove`: what it draws, what it finds wrong in a fork, what it says about it."""
 
 import itertools
+import json
 import re
 import sys
 from dataclasses import replace
@@ -16,8 +17,9 @@ from tests import workers
 from tests.tiny_run import ROOT
 from tests.tools.proof import forks, planted
 from tests.tools.proof.forks import Change, write_fork
-from torchllm.config import Config, Float8, Kinds, Model, Optimizer, gradient_accumulation
+from torchllm.config import Config, Float8, Kinds, Model, Optimizer, Source, gradient_accumulation
 from torchllm.config.errors import UserError
+from torchllm.config.schema import MixtureStage
 from torchllm.tools.config.checks import problems
 from torchllm.tools.config.read import read_table
 from torchllm.tools.config.toml_files import read_files
@@ -391,6 +393,52 @@ def test_the_name_of_a_layout_that_was_drawn_names_it(tmp_path: Path) -> None:
     for layout in map(sampler.complete, few):
         name = prove.name_of(layout)
         assert prover.space.config(prover.layout_named(name)) == prover.space.config(layout), name
+
+
+def test_the_name_of_a_resumed_run_names_it(tmp_path: Path) -> None:
+    """Also of a run that is saved and resumed in one process, which `prove_resumed` tries if the other one is wrong."""
+    prover = Prover(PRETRAIN, CONFIG, OPTIONS, tmp_path, workers.POOL)
+    alone = prover.layout_like({})
+    with patch.object(Prover, "decided", lambda _, config: config), patch.object(Prover, "agreement") as agreement:
+        agreement.return_value = Agreement("", 0.0, [])
+        for printed in (prover.prove_resumed(), prover._prove_resumed(alone, alone), prover.prove(alone)):
+            named = prover.prove_named(printed.name)
+            assert (named.layout, named.saved, named.config) == (printed.layout, printed.saved, printed.config)
+    name = "dp_shard=2, saved; tp=2, resumed"
+    prover.kept = {"checkpoint.resume"}
+    with pytest.raises(UserError, match=f"--only: {name}: checkpoint.resume is given"):
+        prover.prove_named(name)
+    prover.is_bfloat16 = True
+    with pytest.raises(UserError, match=f"--only: {name}: a resumed run is compared in float32"):
+        prover.prove_named(name)
+
+
+def test_stages_of_data_are_left_out_and_a_copy_without_layouts_says_why(tmp_path: Path) -> None:
+    """The small copy has one source."""
+    sources = (replace(Source(), kind="stdlib"),) * 2
+    stages = (MixtureStage(until=10, weights=(1.0, 2.0)), MixtureStage(weights=(2.0, 1.0)))
+    config = replace(CONFIG, data=replace(CONFIG.data, sources=sources, stage=stages))
+    assert Prover(PRETRAIN, config, OPTIONS, tmp_path, workers.POOL).layouts
+    with pytest.raises(UserError, match=r"data\.stage\.0\.weights: .* \(small copy\)"):
+        Prover(PRETRAIN, config, OPTIONS, tmp_path, workers.POOL, kept={"data.stage"})
+
+
+def test_the_page_says_what_a_fork_sees(tmp_path: Path) -> None:
+    page = " ".join((ROOT / "docs/prove.md").read_text().split())
+    small = Prover(PRETRAIN, CONFIG, OPTIONS, tmp_path, workers.POOL).base
+    training = small.training
+    assert prove.FLOAT32_STEPS == training.steps - 1 == small.evaluate.interval == 3
+    assert (
+        f"A fork sees three steps (one in bfloat16) of {training.global_batch_size} sequences of "
+        f"{training.sequence_length} tokens, at a learning rate of {small.optimizer.learning_rate} without warmup, and "
+        f"an evaluation of {small.evaluate.sequences} sequences after the last one."
+    ) in page
+    lengths = [len(json.loads(line)["text"]) for line in (tmp_path / "documents.jsonl").open()]
+    long = [length for length in lengths if length > 1]
+    assert (100 <= min(long), max(long) <= 400, set(lengths) - set(long)) == (True, True, {1})
+    assert (
+        "documents of 100 to 400 random letters, digits and signs, each followed by up to 60 of one character." in page
+    )
 
 
 @pytest.mark.parametrize(

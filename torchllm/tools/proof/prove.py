@@ -51,6 +51,8 @@ FLOAT32_STEPS = 3
 SAVED_STEP = 2
 """after which a run is saved in one layout, to go on in another"""
 NOT_RESUMED = "train() saves no checkpoint, or resumes none (--checkpoint.resume=none leaves this trial out)"
+ONE_PROCESS, SAVED, RESUMES = "one process", ", saved; ", ", resumed"
+"""parts of the names of layouts"""
 BFLOAT16_STEPS = 1
 """after it the weights of two layouts differ by their rounding, and with them the next gradients"""
 
@@ -105,7 +107,7 @@ class ProvenLayout(NamedTuple):
     def name(self) -> str:
         """The layout in one line."""
         name = name_of(self.layout)
-        return name if self.saved is None else f"{name_of(self.saved)}, saved; {name}, resumed"
+        return name if self.saved is None else f"{name_of(self.saved)}{SAVED}{name}{RESUMES}"
 
 
 PLAIN: Settings = {
@@ -127,7 +129,7 @@ PLAIN: Settings = {
 def name_of(layout: Settings) -> str:
     """Return a layout in one line."""
     words = describe_layout({key: value for key, value in layout.items() if value != PLAIN.get(key)})
-    return words or "one process"
+    return words or ONE_PROCESS
 
 
 def prove(
@@ -141,7 +143,7 @@ def prove(
     with tempfile.TemporaryDirectory(prefix="torchllm-prove-") as folder:
         prover = Prover(recipe, config, options, Path(folder), pool, kept)
         if options.only:
-            yield prover.prove(prover.layout_named(options.only))
+            yield prover.prove_named(options.only)
         else:
             yield from itertools.islice(prover.prove_all(draws=options.layouts != 0), options.layouts or None)
 
@@ -173,6 +175,9 @@ class Prover:
         combined = {**degrees(options.ranks), **PARALLEL, **RECOMPUTE}
         self.space = LayoutSpace(self.base, combined, drawn_options, options.ranks)
         self.layouts = self.space.valid_layouts()
+        if not self.layouts:
+            reasons = problems(one_process(self.base), 1)
+            raise UserError("\n".join(f"{reason.key}: {reason.message} (small copy)" for reason in reasons))
         self.proven: list[Settings] = []
         self.refused: list[Settings] = []
         self.trained_alone: dict[tuple[Config, float, bool], Trained] = {}
@@ -196,11 +201,28 @@ class Prover:
         if not agrees_with_itself:
             return
         # Of a layout that may be wrong by itself resuming says nothing.
-        if none_wrong and not self.is_bfloat16 and "checkpoint.resume" not in self.kept:
+        if none_wrong and not self.why_not_resumed:
             yield self.prove_resumed()
         if draws:
             for layout in covering(self.space, self.layouts, self.seed, self.proven):
                 yield self.prove(layout)
+
+    @property
+    def why_not_resumed(self) -> str:
+        """Why no run is resumed; "" if one is."""
+        if self.is_bfloat16:
+            return "a resumed run is compared in float32"
+        return "checkpoint.resume is given" if "checkpoint.resume" in self.kept else ""
+
+    def prove_named(self, name: str) -> ProvenLayout:
+        """Train the layout of a name, as it is printed (`ProvenLayout.name`). UserError if there is none."""
+        first, comma, resumed = name.partition(SAVED)
+        layout = self.layout_named(first)
+        if not comma:
+            return self.prove(layout)
+        if self.why_not_resumed:
+            raise UserError(f"--only: {name}: {self.why_not_resumed}")
+        return self._prove_resumed(layout, self.layout_named(resumed.removesuffix(RESUMES)))
 
     def layout_with(self, technique: Technique) -> Settings | None:
         """Return the smallest valid layout with a technique alone; None if the config allows none."""
@@ -223,7 +245,7 @@ class Prover:
         """Return the layout that `name_of` calls so, such as "pp=2 recompute.mode=full". UserError if there is none."""
         key_of = {short_name(key): key for key in self.space.settings}
         settings: Settings = {}
-        for word in name.split():
+        for word in name.removeprefix(ONE_PROCESS).split():
             short, _, text = word.partition("=")
             if short not in key_of:
                 raise UserError(f"--only: {word}: a layout has no such setting; it has {', '.join(key_of)}")
@@ -276,7 +298,10 @@ class Prover:
     def layout_like(self, settings: Settings) -> Settings:
         """Return the smallest layout with these settings alone, or of one process if there is none or it is refused."""
         layout = self.layout_with(Technique(settings, lambda config: True, ""))
-        return self.layout_like({}) if layout is None or layout in self.refused else layout
+        if settings and (layout is None or layout in self.refused):
+            return self.layout_like({})
+        assert layout is not None
+        return layout
 
     def agreement(self, config: Config, saving: Config | None = None) -> Agreement:
         """Return how well a layout agrees with one process: in float64, if it does in that and not in float32.

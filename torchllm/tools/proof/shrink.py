@@ -164,6 +164,7 @@ def documents_as_data(config: Config, folder: Path) -> Settings:
     """Return the settings of data that `write_documents` has written."""
     return {
         "data.sources": (Source(kind="jsonl", path=str(documents_file(folder))),),
+        "data.stage": (),
         "data.tokenizer": "bytes",
         "data.pattern": "llama3",
         "data.validation_fraction": config.data.validation_fraction or 0.1,
