@@ -168,6 +168,18 @@ def test_a_key_of_a_kind_is_asked_for_in_its_kind_and_a_key_of_all_in_any() -> N
     assert [found.key for found in idle_keys(wide) if "kinds" in found.key] == ["model.kinds.b.window"]
 
 
+def test_a_key_of_the_model_that_every_kind_has_by_itself_is_told(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = {**KINDS, "model.window": 5, "model.kinds.b.window": 9}
+    (found,) = (found for found in idle_keys(config_of(own)) if found.key == "model.window")
+    assert found.message == "does nothing in this run: it needs a kind in model.pattern that does not set it"
+    for settings in ({**KINDS, "model.window": 5}, {**own, "model.window": 0}, {"model.window": 5}):
+        assert "model.window" not in [idle_key.key for idle_key in idle_keys(config_of(settings))]
+    (folder / "x.toml").write_text("[model]\nwindow = 5\npattern = ['a']\n[model.kinds.a]\nwindow = 8\n")
+    assert f"x.toml:2: model.window: {found.message}" in loaded(["x.toml"], capsys)
+
+
 def test_a_key_that_waits_for_another_layout() -> None:
     for key, (value, idle, active) in WAITING.items():
         config = config_of({key: value, **idle})

@@ -101,7 +101,8 @@ ONE_LINE: dict[str, tuple[str, str]] = {
     ),
     "kind of no block": (
         "[model]\npattern = ['a']\n[model.kinds.a]\n[model.kinds.b]\nwindow = 8",
-        "x.toml:4: model.kinds.b: is not in model.pattern, so no block would be of this kind",
+        "x.toml:4: model.kinds.b: is not in model.pattern: remove this table from its file, or add the kind to the "
+        "pattern",
     ),
     "kind without a name": (
         "[model]\npattern = ['']\n[model.kinds.'']\nwindow = 8",

@@ -467,6 +467,10 @@ NOT_EXPORTED = [
         "'mixtral' cannot have model.kinds.near.window = 64",
     ),
     (
+        replace(SPARSE, window=64, pattern=("near", "all"), kinds=Kinds({"near": {}, "all": {"window": 0}})),
+        "'mixtral' cannot have model.window = 64, model.kinds.all.window = 0",
+    ),
+    (
         replace(OLMO, pattern=("near", "all"), kinds=Kinds({"near": {"window": 64}, "all": {"window": 128}})),
         "'olmo3' cannot have model.kinds.near.window = 64, model.kinds.all.window = 128",
     ),

@@ -66,7 +66,8 @@ def _kind_problems(config: Config) -> Iterator[ConfigError]:
         if not re.fullmatch("[A-Za-z0-9_-]+", kind):
             yield ConfigError(("model", "kinds", kind), "is no name of a kind: use letters, digits, _ and -")
         if kind not in model.pattern:
-            yield ConfigError(("model", "kinds", kind), "is not in model.pattern, so no block would be of this kind")
+            message = "is not in model.pattern: remove this table from its file, or add the kind to the pattern"
+            yield ConfigError(("model", "kinds", kind), message)
     if len(model.pattern) > model.layers:
         yield config_error("model.pattern", f"has {len(model.pattern)} blocks, more than model.layers = {model.layers}")
     if model.pattern and model.block:

@@ -25,6 +25,7 @@ from torchllm.config.schema import (
     EVALUATED,
     FREE,
     GATHERED,
+    KIND_KEYS,
     OWN_HEAD,
     OWN_TEXT,
     RAW_KINDS,
@@ -65,7 +66,15 @@ def contradictions(config: Config) -> list[IdleKey]:
 
 def idle_keys(config: Config) -> list[IdleKey]:
     """Return the keys that have no effect in this layout. No degree may be -1."""
-    return list(_unmet(config, "idle"))
+    return [*_unmet(config, "idle"), *_keys_of_no_block(config.model)]
+
+
+def _keys_of_no_block(model: Model) -> Iterator[IdleKey]:
+    """Yield the keys of [model] that each kind of blocks has by itself."""
+    kinds = [model.kinds.get(kind, {}) for kind in model.pattern]
+    for key in KIND_KEYS:
+        if kinds and getattr(model, key) != getattr(Model, key) and all(key in keys for keys in kinds):
+            yield IdleKey(f"model.{key}", "needs a kind in model.pattern that does not set it")
 
 
 def keys_of_other_recipes(config: Config, is_finetuning: bool) -> list[IdleKey]:

@@ -421,9 +421,12 @@ def write_config_json(model: Model, family: HubFamily) -> dict[str, Any]:
 
 
 def _said(model: Model, key: str) -> str:
-    """Return a key of [model], or of the kinds of blocks that have it, with its value."""
-    of_kinds = [f"model.kinds.{kind}.{key} = {keys[key]!r}" for kind, keys in model.kinds.items() if key in keys]
-    return ", ".join(of_kinds) or f"model.{key} = {getattr(model, key)!r}"
+    """Return a key of [model], or of the kinds of blocks that have it, or of both, with its value."""
+    said = [f"model.kinds.{kind}.{key} = {keys[key]!r}" for kind, keys in model.kinds.items() if key in keys]
+    is_of_blocks = len(said) < len(model.kinds) and getattr(model, key) != getattr(Model, key)
+    if not said or is_of_blocks:
+        said.insert(0, f"model.{key} = {getattr(model, key)!r}")
+    return ", ".join(said)
 
 
 def _write_fields(model: Model, family: HubFamily) -> dict[str, Any]:
