@@ -281,8 +281,10 @@ def average_fork(tmp_path: Path) -> Path:
 
 
 def iterable_fork(tmp_path: Path) -> Path:
-    lines, call = code_of_section("An iterable of token lists")
+    lines, load, call = code_of_section("An iterable of token lists")
     text = (ROOT / "recipes/pretrain.py").read_text().replace("\ndef train(", f"\n{lines}\n\ndef train(", 1)
+    text, replaced = re.subn(r"    CONFIGS = load_configs\(.*\n", lambda _: load, text)
+    assert replaced == 1
     text, replaced = re.subn(r"    data = build_loader\((?:.|\n)*?\n    \)\n", lambda _: call, text)
     assert replaced == 1
     fork = tmp_path / "mine.py"

@@ -4,7 +4,6 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -128,6 +127,21 @@ def test_nothing_is_planned_for_a_config_with_errors(
     monkeypatch.setattr(auto, "choose_layouts", choose)
     lines = lines_of_refusal(["--parallel.layout=auto", "--training.steps=0", "--check"], capsys)
     assert lines == ["--training.steps: must be a whole number of at least 1, not 0"]
+
+
+def test_the_sources_of_a_recipe_with_data_of_its_own_are_not_looked_at(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An iterable of token lists needs no tokenizer."""
+    monkeypatch.setenv("NPROC", "1")
+    files = ["--data.tokenizer=no/such.json", "--data.sources.0.kind=text", "--data.sources.0.path=no/such.txt"]
+    for arguments in (["--model.vocab=128"], files):
+        words = [str(ROOT / DEBUG), "--check", *arguments]
+        assert lines_of_refusal(words, capsys)
+        with pytest.raises(SystemExit) as ended:
+            load_configs(words, reads_sources=False)
+        assert ended.value.code == 0, capsys.readouterr().err
+        capsys.readouterr()
 
 
 def test_a_recipe_that_does_not_count_epochs_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -320,7 +334,7 @@ def test_the_data_that_a_plan_writes_is_said_to_stand_in(
 def test_a_folder_that_may_not_be_looked_into_is_one_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def inspect(config: Config, wrong: Collection[str], is_elsewhere: bool) -> Inspection:
+    def inspect(config: Config, **_: object) -> Inspection:
         raise PermissionError(errno.EACCES, "Permission denied", "/home/other/run/metrics.jsonl")
 
     monkeypatch.setattr("torchllm.tools.front.preflight.inspect_training", inspect)

@@ -11,14 +11,15 @@ MOST_OF_BYTES = 512
 """rows of a vocabulary of bytes with special tokens, at most"""
 
 
-def notes_before_start(draft: Draft[Any], is_finetuning: bool) -> Iterator[str]:
-    """Yield the lines. is_finetuning: the recipe is recipes/finetune.py."""
+def notes_before_start(draft: Draft[Any], is_finetuning: bool, reads_sources: bool) -> Iterator[str]:
+    """Yield the lines. is_finetuning: the recipe is recipes/finetune.py. reads_sources: as in `load_configs`."""
     if not draft.errors:
         yield from _longer_sequences(draft)
         yield from _single_chunk(draft)
     yield from _keys_of_other_recipes(draft, is_finetuning)
     yield from _unprinted_sample(draft)
-    yield from _data_of_a_plan(draft)
+    if reads_sources:
+        yield from _data_of_a_plan(draft)
     yield from _unused_amd_driver(draft)
 
 

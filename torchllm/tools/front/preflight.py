@@ -60,10 +60,13 @@ class Inspection:
         self.problems.append(config_error(key, message))
 
 
-def inspect_training(config: Config, wrong: Collection[str] = (), *, is_elsewhere: bool = False) -> Inspection:
+def inspect_training(
+    config: Config, wrong: Collection[str] = (), *, is_elsewhere: bool = False, reads_sources: bool = True
+) -> Inspection:
     """Look at everything that a training run needs, but for parts that depend on keys with a wrong value.
 
-    is_elsewhere: the run is for another machine, whose GPUs and packages are unknown.
+    is_elsewhere: the run is for another machine, whose GPUs and packages are unknown. reads_sources: False for a recipe
+    with data of its own.
     """
     inspection = Inspection()
     sections = {key.partition(".")[0] for key in wrong}
@@ -77,7 +80,8 @@ def inspect_training(config: Config, wrong: Collection[str] = (), *, is_elsewher
         _inspect_initial_checkpoint(config, inspection)
     if not sections & {"run", "model", "training", "float8"}:
         _inspect_kernels(config, inspection, trains=True, is_elsewhere=is_elsewhere)
-    _DataInspector(config, inspection, wrong).inspect()
+    if reads_sources:
+        _DataInspector(config, inspection, wrong).inspect()
     if config.generate.after_training and config.generate.prompts_file and "generate" not in sections:
         _inspect_prompts(config, inspection)
     return inspection

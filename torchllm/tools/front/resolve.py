@@ -37,11 +37,11 @@ TUNED = 4
 """layouts that parallel.layout = "tune" measures"""
 
 
-def read_configs(arguments: Sequence[str], schema: type[C], uses_epochs: bool) -> list[C]:
+def read_configs(arguments: Sequence[str], schema: type[C], uses_epochs: bool, reads_sources: bool) -> list[C]:
     """Return what `start.load_configs` does, from the command line."""
     draft = read_draft(arguments, schema)
     alternatives = _resolve_training(draft, uses_epochs)
-    return _refuse_training(draft, alternatives, uses_epochs)
+    return _refuse_training(draft, alternatives, uses_epochs, reads_sources)
 
 
 def _resolve_training(draft: Draft[C], uses_epochs: bool) -> list[C]:
@@ -60,17 +60,18 @@ def _resolve_training(draft: Draft[C], uses_epochs: bool) -> list[C]:
     return [resolve_compile(alternative, compiles) for alternative in alternatives]
 
 
-def _refuse_training(draft: Draft[C], alternatives: list[C], uses_epochs: bool) -> list[C]:
+def _refuse_training(draft: Draft[C], alternatives: list[C], uses_epochs: bool, reads_sources: bool) -> list[C]:
     """Return the config, and the others with it; SystemExit(2) if the config, or this machine, does not allow a run."""
     from torchllm.tools.front.notes import notes_before_start  # of no use to other recipes
 
     check_export(draft)
-    draft.notes += notes_before_start(draft, is_finetuning=uses_epochs)
+    draft.notes += notes_before_start(draft, is_finetuning=uses_epochs, reads_sources=reads_sources)
     if not draft.is_rank_of_launcher and not draft.config.run.dry_run and draft.layer.is_complete:
         from torchllm.tools.front.preflight import inspect_training  # of no use to ranks
 
         is_elsewhere = draft.arguments.gpus is not None
-        _inspect(partial(inspect_training, wrong=draft.wrong, is_elsewhere=is_elsewhere), draft)
+        inspect = partial(inspect_training, is_elsewhere=is_elsewhere, reads_sources=reads_sources)
+        _inspect(partial(inspect, wrong=draft.wrong), draft)
     config = finish(draft, alternatives)
     return [config, *(replace(alternative, run=config.run) for alternative in alternatives)]
 

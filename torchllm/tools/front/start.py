@@ -23,23 +23,30 @@ C = TypeVar("C", bound=Config)
 
 
 @overload
-def load_configs(arguments: Sequence[str], *, uses_epochs: bool = False) -> list[Config]: ...
+def load_configs(
+    arguments: Sequence[str], *, uses_epochs: bool = False, reads_sources: bool = True
+) -> list[Config]: ...
 @overload
-def load_configs(arguments: Sequence[str], schema: type[C], *, uses_epochs: bool = False) -> list[C]: ...
+def load_configs(
+    arguments: Sequence[str], schema: type[C], *, uses_epochs: bool = False, reads_sources: bool = True
+) -> list[C]: ...
 @system_errors_on_one_line()
-def load_configs(arguments: Sequence[str], schema: type[Any] = Config, *, uses_epochs: bool = False) -> Any:
+def load_configs(
+    arguments: Sequence[str], schema: type[Any] = Config, *, uses_epochs: bool = False, reads_sources: bool = True
+) -> Any:
     """Return the checked config of a run, with its layout, its degrees and its run folder filled in.
 
     With parallel.layout = "tune" there are several, which differ in their layouts, the planner's best first. Arguments,
     output and exit status are as in `tools.config.load.load_config`. It also checks the cluster's file and, before
     the processes of the run are started, the files that it reads and the folders that it writes. uses_epochs: the
     recipe takes its steps from finetune.epochs; for another one it is printed that the key does nothing.
+    reads_sources: False for a recipe with data of its own, whose data.sources and data.tokenizer are not looked at.
     """
     configs = handed_configs(arguments, schema)
     if configs is None:
         from torchllm.tools.front.resolve import read_configs  # of no use to ranks that run_train.sh has started
 
-        configs = read_configs(arguments, schema, uses_epochs)
+        configs = read_configs(arguments, schema, uses_epochs, reads_sources)
     from torchllm.tools.launch.start_lines import say_while_this_imports  # of no use to a check
 
     heartbeat().open()  # its launcher watches it from here on
