@@ -31,11 +31,11 @@ from typing import Any, NamedTuple, get_args
 
 from torchllm.config import Config, Training
 from torchllm.config.errors import UserError
-from torchllm.config.toml import toml_value
+from torchllm.config.toml import KeyPath, toml_value
 from torchllm.tools.config.checks import conflicts
 from torchllm.tools.config.degrees import resolve_degrees
 from torchllm.tools.config.read import ConfigError, read_table
-from torchllm.tools.config.toml_files import read_files
+from torchllm.tools.config.toml_files import Layer, read_files
 from torchllm.tools.planner.cluster import Hardware, read_cluster, unknown_cluster
 from torchllm.tools.planner.experts import IMBALANCE
 from torchllm.tools.planner.search.advice import Advice, advice_lines, advise, pick
@@ -77,9 +77,13 @@ class PlannedModel(NamedTuple):
 
     name: str
     file: str
-    table: dict[str, Any]
-    """the TOML text with its bases"""
+    layer: Layer
+    """the file merged over its bases"""
     config: Config
+
+    def origin(self, path: KeyPath) -> str:
+        """Return where a key was written, "base.toml:3"; the file if it is written nowhere."""
+        return self.layer.origins.get(path, self.file)
 
 
 class SearchResult(NamedTuple):
@@ -279,7 +283,7 @@ def planned_size(key: str, options: argparse.Namespace, model: PlannedModel) -> 
     option: int | None = getattr(options, key)
     if option is not None:
         return option
-    written = model.table.get("training", {})
+    written = model.layer.table.get("training", {})
     if key not in written:
         flag = "--" + key.replace("_", "-")
         raise UserError(f"{flag} is missing: {model.file} has no training.{key}")
@@ -416,7 +420,7 @@ def write_run(target: Path, model: PlannedModel, cluster: str, result: SearchRes
     lines += toml_section("parallel", parallel)
     lines += toml_section("recompute", {"mode": run.recompute.mode})
     lines += toml_section("compile", compile)
-    if "data" not in model.table:
+    if "data" not in model.layer.table:
         lines += DEFAULT_DATA
     target.write_text("\n".join(lines) + "\n", encoding="utf-8")
     notes = []
@@ -426,7 +430,7 @@ def write_run(target: Path, model: PlannedModel, cluster: str, result: SearchRes
     if notes:
         lines = [f"# {note}" for note in notes] + lines
         target.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    if "data" not in model.table:
+    if "data" not in model.layer.table:
         notes.append(
             "[data] is Python's standard library as bytes, to try the layout. Put your corpus and tokenizer there."
         )
@@ -491,7 +495,7 @@ def read_model(name: str) -> PlannedModel:
     if problems:
         raise UserError("\n".join(problems))
     find_block(config.model)
-    return PlannedModel(Path(file).stem, file, layer.table, config)
+    return PlannedModel(Path(file).stem, file, layer, config)
 
 
 def read_hardware(name: str) -> Hardware:
@@ -516,7 +520,11 @@ def run_explain(options: argparse.Namespace) -> None:
     config = replace(run.config, model=model.config.model, parallel=parallel)
     wrong = wrong or conflicts(config, parallel.ranks)
     if wrong:
-        raise UserError("\n".join(f"{run.file}: {problem.key}: {problem.message}" for problem in wrong))
+        lines = []
+        for problem in wrong:
+            written = model if problem.path[0] == "model" else run
+            lines.append(f"{written.origin(problem.path)}: {problem.key}: {problem.message}")
+        raise UserError("\n".join(lines))
     gpus = parallel.ranks
     job = Job(
         config.model, config.training, read_hardware(cluster), gpus, trained=config.trained, optimizer=config.optimizer

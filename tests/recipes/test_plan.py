@@ -101,8 +101,12 @@ def test_a_run_is_explained_beside_the_first_pick(tmp_path: Path, capsys: pytest
     assert "activations" in output
     assert "Why not yours: it is predicted " in output
     file.write_text(text.replace("tp = 8", "tp = 3"))
-    with pytest.raises(UserError, match=r"mine.toml: parallel\."):
+    with pytest.raises(UserError, match=r"mine.toml:\d+: parallel\."):
         main(["explain", str(file)])
+    child = tmp_path / "child.toml"
+    child.write_text('base = "mine.toml"\n[training]\nsteps = 5\n')
+    with pytest.raises(UserError, match=r"mine.toml:\d+: parallel\."):  # where the key is written
+        main(["explain", str(child)])
     file.write_text(text.replace("dp_shard = 2", "dp_shard = -1"))
     with pytest.raises(UserError, match="ranks is unknown: set --gpus, or give a degree"):
         main(["explain", str(file)])
