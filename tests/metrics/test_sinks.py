@@ -215,6 +215,24 @@ def test_a_full_disk_costs_no_record(
     assert sorted(caplog.messages) == sorted([*failures, f"{lines}: works again", f"{board}: works again"])
 
 
+@pytest.mark.parametrize("frees_before_the_end", [False, True])
+def test_a_sink_works_again_only_if_a_record_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, frees_before_the_end: bool
+) -> None:
+    disk = FullDisk(free=0)
+    monkeypatch.setattr(os, "write", disk)
+    lines = tmp_path / "metrics.jsonl"
+    sink, *_ = open_sinks(tmp_path, Config())
+    for step in range(1, 4):
+        sink.write(step, {"step": step})
+    disk.free = 1000 if frees_before_the_end else 0
+    sink.close()
+    failure = f"{lines}: No space left on device; training goes on, and it is tried again"
+    end = f"{lines}: works again" if frees_before_the_end else f"{lines}: the last 3 records were not written"
+    assert caplog.messages == [failure, end]
+    assert steps_in(lines) == ([1, 2, 3] if frees_before_the_end else [])
+
+
 class BrokenSink:
     def __init__(self, error: Exception) -> None:
         self.error = error

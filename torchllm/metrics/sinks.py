@@ -64,8 +64,9 @@ class TolerantSink:
 
     def write(self, step: int, record: Record) -> None:
         """Give the sink the records that wait and this one, if it takes them."""
-        keeps = self.waiting.maxlen != 0
-        records = [*self.waiting, WaitingRecord(step, record)] if keeps else [WaitingRecord(step, record)]
+        self._give([*self.waiting, WaitingRecord(step, record)])
+
+    def _give(self, records: Sequence[WaitingRecord]) -> None:
         self.waiting.clear()
         for index, waiting in enumerate(records):
             try:
@@ -80,9 +81,14 @@ class TolerantSink:
                 self.tolerance.worked()
 
     def close(self) -> None:
-        """Close the sink."""
-        with self.tolerance.attempt():
+        """Close the sink, after a last try to give it the records that wait."""
+        self._give(list(self.waiting))
+        if self.waiting:
+            log.warning("%s: the last %d records were not written", self.tolerance.name, len(self.waiting))
+        try:
             self.sink.close()
+        except Exception as error:
+            self.tolerance.failed(error)
 
 
 def open_sinks(folder: Path, config: Config, start: int = 0) -> list[Sink]:
