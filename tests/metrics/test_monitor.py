@@ -17,7 +17,8 @@ from torchllm.config import Config
 from torchllm.config.errors import UserError
 from torchllm.data.corpus_header import CorpusHeader
 from torchllm.metrics.monitor import Monitor
-from torchllm.metrics.observer import Change, Observer
+from torchllm.metrics.observer import Change, ObservedRun, Observer
+from torchllm.metrics.sinks import Record
 from torchllm.train.step import StepResult
 
 
@@ -72,6 +73,43 @@ def _records_of_another_sink(folder: Path) -> tuple[int, bool]:
 
 def test_another_sink_gets_the_records_of_rank_0(tmp_path: Path) -> None:
     assert run(_records_of_another_sink, 2, tmp_path) == [(1, True), (0, False)]
+
+
+def _calls_of_late_observers(folder: Path) -> list[str]:
+    """The calls of observers that are added before `begin`, between steps, and within a step."""
+    calls = []
+
+    class Late(Observer):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def begin(self, run: ObservedRun) -> None:
+            calls.append(f"{self.name} begins after {run.start}")
+
+        def logged(self, n: int, record: Record) -> None:
+            calls.append(f"{self.name} {n}")
+
+    config = tiny({})
+    monitor = monitor_of(folder, config, [Late("early")])
+    monitor.observers.append(Late("late"))
+    zero = torch.zeros(())
+    result = StepResult(zero, zero, zero + 1, zero + 1, 0.1, zero, zero)
+    with mock.patch.object(monitor.meter, "log", return_value={"step": 1}):
+        with monitor.step(1):
+            monitor.observers.insert(0, Late("later"))
+            monitor.log(1, result, None, force=True)
+            monitor.read_health = None
+        with monitor.step(2):
+            pass
+    begin(monitor, config, 2)
+    return calls
+
+
+def test_an_observer_that_is_added_late_begins_too(tmp_path: Path) -> None:
+    begun = ["early begins after 0", "late begins after 0", "later begins after 0"]
+    logged = ["later 1", "early 1", "late 1"]
+    again = [f"{name} begins after 2" for name in ("later", "early", "late")]
+    assert run(_calls_of_late_observers, 1, tmp_path) == [[*begun, *logged, *again]]
 
 
 def _refusal(folder: Path) -> str:

@@ -87,10 +87,17 @@ class Monitor:
             trained=config.trained,
         )
         self.start_up.close()
-        run = ObservedRun(config, runtime, mesh, stages, data, start, self.meter)
-        for observer in self.observers:
-            observer.begin(run)
+        self.run = ObservedRun(config, runtime, mesh, stages, data, start, self.meter)
+        self.begun: list[Observer] = []
+        self._begin_observers()
         self.meter.start_interval()
+
+    def _begin_observers(self) -> None:
+        """Begin the observers that have not, such as one that a fork has appended after `begin`."""
+        for observer in self.observers:
+            if not any(observer is begun for begun in self.begun):
+                observer.begin(self.run)
+                self.begun.append(observer)
 
     def add_sink(self, sink: Sink) -> None:
         """Write the records of this config to one more sink: rank 0's. Call it after `begin`.
@@ -103,6 +110,7 @@ class Monitor:
     @contextmanager
     def step(self, n: int) -> Iterator[None]:
         """Observe step `n`: a context around all that the loop does in it."""
+        self._begin_observers()
         with ExitStack() as stack:
             for observer in self.observers:
                 stack.enter_context(observer.step(n))
@@ -149,6 +157,7 @@ class Monitor:
             )
         if validation_loss is not None:
             refuse_evaluation_of_weights()
+        self._begin_observers()
         record = self.meter.log(n, result, validation_loss=validation_loss, force=force, extra=extra)
         if record is not None:
             self.read_health = partial(read_health, config.training, n, result, validation_loss)

@@ -1,6 +1,7 @@
 """Observers of a run: objects that a Monitor calls at the events of a training. They change no weight.
 
-A fork adds its own before `monitor.begin`, by `monitor.observers.append(...)`: docs/fork_a_recipe.md has an example.
+A fork adds its own by `monitor.observers.append(...)`: docs/fork_a_recipe.md has an example. One that is added after
+`monitor.begin` begins with the next step.
 
 Every rank has the same observers and calls them in the same order, so they may communicate. An exception of an observer
 ends the training, as one of the recipe would; for a receiver of records that may fail see `TolerantSink`.
