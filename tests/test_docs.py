@@ -7,7 +7,8 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Annotated, Any, get_origin
 from unittest import mock
 
 import pytest
@@ -19,8 +20,10 @@ from tests import workers
 from tests.config.conftest import enter_empty_folder
 from tests.recipes.warm import rank_of_torchrun
 from tests.tiny_run import SMALL, free_port, metrics, process_as_it_was
-from torchllm.config import Config
+from torchllm.config import Config, Training, schema
+from torchllm.config.errors import UserError
 from torchllm.models.decoder import build_model
+from torchllm.tools.config.idle import condition
 from torchllm.tools.config.load import load_config
 from torchllm.tools.front.resolve import load_run
 from torchllm.tools.front.start import load_configs
@@ -205,14 +208,14 @@ def code_of_section(title: str) -> list[str]:
 def z_loss_fork(tmp_path: Path) -> Path:
     """Return recipes/pretrain.py with all changes that docs/fork_a_recipe.md describes."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/fork_a_recipe.md").read_text(), re.S)
-    settings, read_config, loss, call, add_sink, sink, add_observer, observer, learning_rate, *_ = blocks
+    settings, read_config, loss, call, check, add_sink, sink, add_observer, observer, learning_rate, *_ = blocks
     text = (ROOT / "recipes/pretrain.py").read_text()
     guard = 'if __name__ == "__main__":'
     head, body = text.split(guard, 1)
     text = f"{head}{settings}\n\n{guard}{body}"
     text, replaced = re.subn(r"    CONFIGS = load_configs\(sys\.argv\[1:\]\)\n", lambda _: read_config, text)
     assert replaced == 1
-    text = text.replace("\ndef train(", f"\n{loss}\n\n{sink}\n\n{observer}\n\ndef train(", 1)
+    text = text.replace("\ndef train(", f"\n{loss}\n\n{check}\n\n{sink}\n\n{observer}\n\ndef train(", 1)
     text, inserted = re.subn(r"(    stages = parallelize\((?:.|\n)*?\)\n)", lambda match: match[1] + call, text)
     assert inserted == 1
     text, inserted = re.subn(r"(    monitor\.begin\(.*\)\n)", lambda match: add_observer + match[1] + add_sink, text)
@@ -222,6 +225,24 @@ def z_loss_fork(tmp_path: Path) -> Path:
     fork = tmp_path / "mine.py"
     fork.write_text(text)
     return fork
+
+
+def test_the_types_of_a_fork_s_keys_are_on_the_page_of_forks() -> None:
+    page = (ROOT / "docs/fork_a_recipe.md").read_text()
+    section = page.partition("\n## Types of keys, and errors\n")[2].partition("\n## ")[0]
+    aliases = {name for name, value in vars(schema).items() if get_origin(value) is Annotated} - {"Degree"}
+    for name in (*aliases, "Bound", "Needs", "AppliedBy", "Unsupported"):
+        assert f"`{name}" in section or f", {name}(" in section, name
+    (words,) = re.findall(r"`Needs\('(.*)'\)`", section)
+    assert condition(words)(Config(training=Training(steps=101)))
+    assert not condition(words)(Config(training=Training(steps=100)))
+    (code,) = code_of_section("Types of keys, and errors")
+    names: dict[str, Any] = {}
+    exec(code, names)
+    config = SimpleNamespace(z_loss=SimpleNamespace(weight=1.0), training=SimpleNamespace(z_loss=0.1))
+    with pytest.raises(UserError, match="set one"):
+        names["check"](config)
+    assert "python -m pydoc torchllm.recipe.Monitor" in (ROOT / "docs/api.md").read_text()
 
 
 def test_fork_of_the_tutorial_trains(tmp_path: Path) -> None:
