@@ -16,7 +16,7 @@ from evidence.fit_step_errors import COVERED, StepError, fit_error_models
 from evidence.folds import framework_of_fold
 from torchllm.tools.planner.evidence.measurements import MeasuredRow, read_rows
 from torchllm.tools.planner.evidence.step_errors import KNOWLEDGE, Knowledge
-from torchllm.tools.planner.search.validity import interval_from
+from torchllm.tools.planner.evidence.validity import interval_from
 
 WIDEST = 1.5
 """half width of an interval over the mean error, up to which it says something"""

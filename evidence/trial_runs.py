@@ -26,8 +26,8 @@ from torchllm.tools.planner.evidence.fit import (
 )
 from torchllm.tools.planner.evidence.measurements import MeasuredRow, read_rows
 from torchllm.tools.planner.evidence.step_errors import shares_of
+from torchllm.tools.planner.evidence.validity import step_deviation
 from torchllm.tools.planner.predict import predict
-from torchllm.tools.planner.search.validity import step_deviation
 
 RUNS = 6
 ENOUGH_ROWS = 20

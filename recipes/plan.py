@@ -37,6 +37,7 @@ from torchllm.tools.config.degrees import resolve_degrees
 from torchllm.tools.config.read import ConfigError, read_table
 from torchllm.tools.config.toml_files import Layer, read_files
 from torchllm.tools.planner.cluster import Hardware, read_cluster, unknown_cluster
+from torchllm.tools.planner.evidence.validity import UNMEASURED_LIMIT, is_measured, judge
 from torchllm.tools.planner.experts import IMBALANCE
 from torchllm.tools.planner.search.advice import Advice, advice_lines, advise, pick
 from torchllm.tools.planner.search.compare import compare
@@ -55,7 +56,6 @@ from torchllm.tools.planner.search.first_runs import first_runs
 from torchllm.tools.planner.search.layouts import Job, layout_of
 from torchllm.tools.planner.search.price import NO_PURCHASE, Purchase, failures_line
 from torchllm.tools.planner.search.search import Found, Objective, Ranked, search
-from torchllm.tools.planner.search.validity import UNMEASURED_LIMIT, is_measured, judge
 from torchllm.tools.proof.recipe import find_block, lines_on_fork, schema_of_fork
 from torchllm.tools.resources import find_config, name_base, resource
 

@@ -124,7 +124,7 @@ def show(plan: CorpusPlan, tokenizer: Tokenizer, count: int) -> None:
     if plan.chat is None:
         print(f"{name}: text, all of which is trained")
         return
-    from torchllm.tools.prepare.chat.show import show_examples  # with packages for templates
+    from torchllm.tools.prepare.show_conversations import show_examples  # with packages for templates
 
     examples = list(islice(show_examples(plan, tokenizer), count))
     for example in examples:

@@ -20,7 +20,7 @@ from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.config.toml_files import read_files
 from torchllm.tools.prepare.chat.template import read_template
 from torchllm.tools.prepare.chosen_files import source_files
-from torchllm.tools.prepare.in_place import token_files
+from torchllm.tools.prepare.formats.in_place import token_files
 
 pytestmark = pytest.mark.quick
 

@@ -9,7 +9,7 @@ from torchllm.config import Source
 from torchllm.config.schema import IN_PLACE_KINDS, RAW_KINDS
 from torchllm.data.readers import reader_of
 from torchllm.data.registry import READERS
-from torchllm.tools.prepare.in_place import InPlaceReader
+from torchllm.tools.prepare.formats.in_place import InPlaceReader
 from torchllm.tools.prepare.readers import RawReader
 
 

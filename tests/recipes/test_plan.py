@@ -61,7 +61,7 @@ def test_a_layout_that_may_not_fit_is_written_only_if_the_risk_is_accepted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With --objective memory the first row is taken, whatever its risk; here every layout has one."""
-    monkeypatch.setattr("torchllm.tools.planner.search.validity.out_of_memory", lambda case, memory: 0.3)
+    monkeypatch.setattr("torchllm.tools.planner.evidence.validity.out_of_memory", lambda case, memory: 0.3)
     file = tmp_path / "mine.toml"
     with pytest.raises(UserError, match=r"^--write: .* runs out of memory in 30 of 100 cases .* --accept-risk"):
         main([*RANK, "--write", str(file)])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tools.prepare.chat.test_corpus import LENGTH, TALKS, settings, write_lines, written
+from tests.tools.prepare.test_conversation_writer import LENGTH, TALKS, settings, write_lines, written
 from torchllm.config import Model
 from torchllm.data.batch import Batch
 from torchllm.data.corpus import Corpus, Window

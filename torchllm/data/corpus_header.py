@@ -69,7 +69,7 @@ class CorpusHeader:
     """over 0: the corpus holds whole examples, packed into sequences of this length, and marks the trained tokens; it
     can be read with this training.sequence_length only; 0: documents, for any length"""
     counts: dict[str, int] = field(default_factory=dict)
-    """counts of the conversations and their outcome (see `chat.write`)"""
+    """counts of the conversations and their outcome (see `conversation_writer.py`)"""
 
     @property
     def id_bytes(self) -> int:

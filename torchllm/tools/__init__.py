@@ -17,7 +17,7 @@ def _raw_reader() -> Any:
 
 
 def _in_place_reader() -> Any:
-    from torchllm.tools.prepare.in_place import InPlaceReader
+    from torchllm.tools.prepare.formats.in_place import InPlaceReader
 
     return InPlaceReader()
 

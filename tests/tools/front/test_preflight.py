@@ -26,7 +26,7 @@ from torchllm.tools.front import preflight
 from torchllm.tools.front.resolve import load_run
 from torchllm.tools.front.start import load_configs
 from torchllm.tools.prepare.cache import is_cached, plan_corpus, prepare_cached
-from torchllm.tools.prepare.in_place import InPlaceCorpus, describe_in_place, in_place_settings
+from torchllm.tools.prepare.formats.in_place import InPlaceCorpus, describe_in_place, in_place_settings
 from torchllm.tools.prepare.plan import Rules
 
 TEXT_SOURCE = ["--data.sources.0.kind=text", "--data.sources.0.path=words.txt"]

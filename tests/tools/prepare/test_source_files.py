@@ -20,8 +20,8 @@ from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.prepare.build import write_corpus
 from torchllm.tools.prepare.cache import plan_corpus
 from torchllm.tools.prepare.chosen_files import choose_files, source_files
+from torchllm.tools.prepare.formats.in_place import describe_in_place, token_files
 from torchllm.tools.prepare.hub_rows import raw_mib
-from torchllm.tools.prepare.in_place import describe_in_place, token_files
 
 
 def test_stdlib_is_this_interpreters() -> None:

@@ -29,8 +29,8 @@ from torchllm.tools.prepare import records, sources, unpack
 from torchllm.tools.prepare.build import write_corpus
 from torchllm.tools.prepare.cache import plan_corpus
 from torchllm.tools.prepare.chosen_files import source_files
+from torchllm.tools.prepare.formats.in_place import token_files
 from torchllm.tools.prepare.hub_rows import HubRows
-from torchllm.tools.prepare.in_place import token_files
 from torchllm.tools.prepare.open_source import open_raw_source
 from torchllm.tools.prepare.plan import CorpusPlan
 from torchllm.tools.prepare.record_form import TextForm

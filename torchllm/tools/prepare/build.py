@@ -141,7 +141,7 @@ def _write_shards(
     source = _open_source(plan)
     writer: type[ShardWriter] = ShardWriter
     if plan.chat is not None:
-        from torchllm.tools.prepare.chat.write import ConversationWriter
+        from torchllm.tools.prepare.conversation_writer import ConversationWriter
 
         writer = ConversationWriter
     shards = source.cut_shards(math.ceil(source.mib / shard_size_mib(source.mib, plan.shard_mib)) or 1)

@@ -11,8 +11,8 @@ import numpy as np
 
 from torchllm.data.error import DataError
 from torchllm.data.tokenizer import BEGIN, END, Ids
+from torchllm.tools.prepare.chat.tokenizer_config import TOKENIZER_CONFIG, read_tokenizer_config, special_tokens_of
 from torchllm.tools.prepare.pieces import CONTEXT, cut_places
-from torchllm.tools.prepare.tokenizer_config import TOKENIZER_CONFIG, read_tokenizer_config, special_tokens_of
 
 _BEGIN_NAMES = (BEGIN, "<s>", "<bos>", "[BOS]", "<|startoftext|>")
 _END_NAMES = (END, "</s>", "<eos>", "[EOS]", "<|endoftext|>")

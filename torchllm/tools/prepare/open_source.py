@@ -39,6 +39,6 @@ def open_raw_source(source: Source, files: Sequence[SourceFile]) -> RawSource:
 def _form_of(source: Source) -> RecordForm:
     if not source.messages_key:
         return TextForm(source.text_key)
-    from torchllm.tools.prepare.chat.records import ConversationForm  # with packages for templates
+    from torchllm.tools.prepare.conversation_records import ConversationForm  # with packages for templates
 
     return ConversationForm(source.messages_key)

@@ -54,7 +54,7 @@ class FinishedShard:
     unreadable: list[str] = field(default_factory=list)
     """files that could not be read; other shards may have them too"""
     counts: dict[str, int] = field(default_factory=dict)
-    """counts of conversations, by outcome (see `chat.write`)"""
+    """counts of conversations, by outcome (see `conversation_writer.py`)"""
     tallies: dict[str, FileTally] = field(default_factory=dict)
     """of files with bad records, and of the first and the last file"""
     changes: str = ""

@@ -22,9 +22,9 @@ import numpy as np
 from torchllm.data.tokenizer import ByteTokenizer, Tokenizer
 from torchllm.tools.prepare.chat.plan import ChatPlan
 from torchllm.tools.prepare.chat.template import TEMPLATE_FILE, special_names
+from torchllm.tools.prepare.chat.tokenizer_config import TOKENIZER_CONFIG, read_tokenizer_config, special_tokens_of
 from torchllm.tools.prepare.hugging_face_tokenizer import HuggingFaceTokenizer
 from torchllm.tools.prepare.tiktoken_tokenizer import TiktokenTokenizer
-from torchllm.tools.prepare.tokenizer_config import TOKENIZER_CONFIG, read_tokenizer_config, special_tokens_of
 
 if TYPE_CHECKING:
     import tokenizers

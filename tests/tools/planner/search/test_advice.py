@@ -9,6 +9,7 @@ import pytest
 from recipes.plan import read_hardware, read_model
 from torchllm.config import Training
 from torchllm.tools.planner.evidence.residuals import ANY, LEVELS, RowClass, Spread
+from torchllm.tools.planner.evidence.validity import UNMEASURED_LIMIT, judge, memory_limit
 from torchllm.tools.planner.predict import predict
 from torchllm.tools.planner.search import advice as module
 from torchllm.tools.planner.search.advice import (
@@ -25,7 +26,6 @@ from torchllm.tools.planner.search.compare import compare, why_not
 from torchllm.tools.planner.search.first_runs import first_runs, layouts_that_fit
 from torchllm.tools.planner.search.layouts import Job, Layout
 from torchllm.tools.planner.search.search import Found, Ranked, search
-from torchllm.tools.planner.search.validity import UNMEASURED_LIMIT, judge, memory_limit
 
 
 def job(model: str = "llama3_8b", gpus: int = 8, batch: int = 512, cluster: str = "dgx_h100") -> Job:

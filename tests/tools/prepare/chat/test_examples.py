@@ -26,8 +26,9 @@ from tests.tools.prepare.chat.families import (
 from torchllm.config import Finetune
 from torchllm.data.error import DataError
 from torchllm.tools.prepare.chat.examples import ChatFormat, ConversationExamples
-from torchllm.tools.prepare.chat.plan import DAY_FILE, chat_format, plan_chat, preparation_day
+from torchllm.tools.prepare.chat.plan import chat_format, plan_chat
 from torchllm.tools.prepare.chat.template import Conversation, RefusedConversation
+from torchllm.tools.prepare.conversation_writer import DAY_FILE, preparation_day
 from torchllm.tools.prepare.hugging_face_tokenizer import HuggingFaceTokenizer
 
 THINKING = [

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from tests.tools.prepare.chat.families import assistant, user
-from torchllm.tools.prepare.chat.records import ConversationForm
+from torchllm.tools.prepare.conversation_records import ConversationForm
 from torchllm.tools.prepare.records import Origin, TextRecord
 
 HERE = Origin("talks.jsonl", byte=0)

@@ -16,9 +16,9 @@ from typing import Any, Literal, NamedTuple
 
 from torchllm.tools.planner.evidence.layer import layer_seconds
 from torchllm.tools.planner.evidence.measurements import MeasuredRow, read_rows
+from torchllm.tools.planner.evidence.validity import Verdict, judge
 from torchllm.tools.planner.peak import counted
 from torchllm.tools.planner.predict import Prediction, predict
-from torchllm.tools.planner.search.validity import Verdict, judge
 from torchllm.tools.planner.software import UNITS, Constants
 
 RowClass = Literal["scored", "assumed", "unscored"]

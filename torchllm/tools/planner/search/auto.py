@@ -14,6 +14,7 @@ from torchllm.config.errors import UserError
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.cluster import FOLDER, Hardware, read_cluster
 from torchllm.tools.planner.evidence.stacks import STACKS
+from torchllm.tools.planner.evidence.validity import memory_limit
 from torchllm.tools.planner.frozen_weights import with_frozen_weights
 from torchllm.tools.planner.optimizer_states import with_optimizer_states
 from torchllm.tools.planner.predict import Prediction, predict
@@ -21,7 +22,6 @@ from torchllm.tools.planner.search.advice import Advice, advise
 from torchllm.tools.planner.search.explain import GIB, divides_nowhere, fits_nowhere
 from torchllm.tools.planner.search.layouts import Job, Layout, kernels_of
 from torchllm.tools.planner.search.search import Ranked, search
-from torchllm.tools.planner.search.validity import memory_limit
 
 C = TypeVar("C", bound=Config)
 DRIVER = Path("/proc/driver/nvidia/gpus")

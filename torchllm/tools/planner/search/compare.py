@@ -6,6 +6,7 @@ No torch.
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from torchllm.tools.planner.evidence.validity import RISK, memory_limit
 from torchllm.tools.planner.predict import predict
 from torchllm.tools.planner.search.advice import (
     AS_FAST,
@@ -18,7 +19,6 @@ from torchllm.tools.planner.search.advice import (
 )
 from torchllm.tools.planner.search.layouts import Job, Layout
 from torchllm.tools.planner.search.search import Ranked
-from torchllm.tools.planner.search.validity import RISK, memory_limit
 
 GIB = 2**30
 

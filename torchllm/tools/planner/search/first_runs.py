@@ -10,12 +10,12 @@ from torchllm.tools.planner.evidence.calibrate import problem_of, run_of
 from torchllm.tools.planner.evidence.design import candidates_of, most_telling
 from torchllm.tools.planner.evidence.fit import Timed, linearize
 from torchllm.tools.planner.evidence.step_errors import shares_of
+from torchllm.tools.planner.evidence.validity import memory_limit, step_deviation
 from torchllm.tools.planner.predict import predict
 from torchllm.tools.planner.search.advice import Advice
 from torchllm.tools.planner.search.explain import one_change
 from torchllm.tools.planner.search.layouts import Job
 from torchllm.tools.planner.search.search import Ranked
-from torchllm.tools.planner.search.validity import memory_limit, step_deviation
 
 RUNS = 6
 

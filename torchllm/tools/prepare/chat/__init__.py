@@ -1,4 +1,5 @@
-"""Conversations to tokens: messages, calls, templates, which tokens are trained, and examples packed whole.
+"""Conversations to tokens: messages, calls, templates, and which tokens are trained.
 
-Files of records, and shards of tokens, are in prepare, above. Imports: config, runtime, data, tools/prepare.
+Records of conversations, and shards of their tokens, are in prepare, which imports this folder.
+Imports: config, data.
 """

@@ -11,12 +11,8 @@ from torchllm.config.paths import same_path
 from torchllm.tools.prepare.chat.encoder import load_chat_encoder
 from torchllm.tools.prepare.chat.examples import ChatFormat
 from torchllm.tools.prepare.chat.template import ChatTemplate, read_template
+from torchllm.tools.prepare.chat.tokenizer_config import read_tokenizer_config, special_tokens_of
 from torchllm.tools.prepare.chat.trial import try_template
-from torchllm.tools.prepare.corpus_writer import first_noted
-from torchllm.tools.prepare.tokenizer_config import read_tokenizer_config, special_tokens_of
-
-DAY_FILE = "prepared_on.txt"
-"""of a corpus folder: the first day of its preparation, as 2026-11-23"""
 
 
 @dataclass(frozen=True)
@@ -48,15 +44,6 @@ def chat_format(tokenizer: str, plan: ChatPlan, day: date | None = None, reads_c
     """Return how conversations become tokens; day: the template's date, or today; reads_calls: as in `ChatFormat`."""
     template = ChatTemplate(plan.template, plan.special_tokens, day or date.today())
     return ChatFormat(load_chat_encoder(tokenizer), template, reads_calls)
-
-
-def preparation_day(folder: Path) -> date:
-    """Return the first day of the preparation of a corpus, which is today if no process has noted one.
-
-    Some templates write the date. So that all processes write the same one, also after an interruption over midnight,
-    the first notes it in the folder.
-    """
-    return date.fromisoformat(first_noted(folder / DAY_FILE, date.today().isoformat))
 
 
 def chat_plan_of_run(config: Config, state: Mapping[str, Any], record: Mapping[str, Any]) -> ChatPlan | None:

@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from torchllm.config.files import read_regular
 from torchllm.data.error import DataError
 from torchllm.tools.prepare.chat.marks import GENERATED_BEGIN, GENERATED_END
-from torchllm.tools.prepare.tokenizer_config import SPECIAL_NAMES, TOKENIZER_CONFIG, read_tokenizer_config
+from torchllm.tools.prepare.chat.tokenizer_config import SPECIAL_NAMES, TOKENIZER_CONFIG, read_tokenizer_config
 
 TEMPLATE_FILE = "chat_template.jinja"
 OTHER_TEMPLATES = "additional_chat_templates"

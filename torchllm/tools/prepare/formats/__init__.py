@@ -1,4 +1,4 @@
-"""Token files of other programs, which are read where they lie: a file per format.
+"""Token files of other programs, which are read where they lie: a file per format, chosen by in_place.py.
 
-What chooses one is in_place.py, above. Imports: data, tools/prepare.
+What finds the files of a source is in prepare. Imports: config, runtime, data, tools/prepare.
 """

@@ -10,10 +10,7 @@ from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.evidence import residuals
 from torchllm.tools.planner.evidence.residuals import ANY, LEVELS, NATIVE, RowClass, Spread, own_class
 from torchllm.tools.planner.evidence.step_errors import EVERY_STEP, RARELY_MEASURED, ErrorModel
-from torchllm.tools.planner.peak import Memory
-from torchllm.tools.planner.predict import predict
-from torchllm.tools.planner.search import validity
-from torchllm.tools.planner.search.validity import (
+from torchllm.tools.planner.evidence.validity import (
     UNMEASURED_LIMIT,
     is_measured,
     judge,
@@ -22,6 +19,9 @@ from torchllm.tools.planner.search.validity import (
     spread_of,
     spread_of_pair,
 )
+from torchllm.tools.planner.peak import Memory
+from torchllm.tools.planner.predict import predict
+from torchllm.tools.planner.search import validity
 
 Table = dict[tuple[str, str, RowClass], Spread]
 

@@ -9,6 +9,7 @@ The header's `counts` count conversations by outcome; their keys are the names b
 import json
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
+from datetime import date
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -19,9 +20,9 @@ from torchllm.runtime.heartbeat import beat
 from torchllm.tools.prepare.chat.calls import drop_absent_keys
 from torchllm.tools.prepare.chat.examples import ChatFormat, ConversationExamples, Example
 from torchllm.tools.prepare.chat.messages import NESTED
-from torchllm.tools.prepare.chat.plan import chat_format, preparation_day
+from torchllm.tools.prepare.chat.plan import chat_format
 from torchllm.tools.prepare.chat.template import Conversation, RefusedConversation
-from torchllm.tools.prepare.corpus_writer import ShardFileWriter
+from torchllm.tools.prepare.corpus_writer import ShardFileWriter, first_noted
 from torchllm.tools.prepare.counts import (
     ABSENT,
     CONTROL,
@@ -42,6 +43,8 @@ from torchllm.tools.prepare.plan import CorpusPlan
 from torchllm.tools.prepare.records import TextRecord
 from torchllm.tools.prepare.tokenize_shard import UNTOKENIZED, ShardWriter, is_of_tokenizer
 
+DAY_FILE = "prepared_on.txt"
+"""of a corpus folder: the first day of its preparation, as 2026-11-23"""
 _PACKED_TOGETHER = 4096
 """examples that are in memory and share sequences"""
 _SHORTEST_LENGTH = 64
@@ -55,6 +58,15 @@ class _Bin(NamedTuple):
     """in tokens"""
     number: int
     """among the sequences"""
+
+
+def preparation_day(folder: Path) -> date:
+    """Return the first day of the preparation of a corpus, which is today if no process has noted one.
+
+    Some templates write the date. So that all processes write the same one, also after an interruption over midnight,
+    the first notes it in the folder.
+    """
+    return date.fromisoformat(first_noted(folder / DAY_FILE, date.today().isoformat))
 
 
 def pack_examples(lengths: Sequence[int], capacity: int) -> list[list[int]]:

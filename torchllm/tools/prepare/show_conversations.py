@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torchllm.data.tokenizer import Tokenizer
 from torchllm.tools.prepare.chat.examples import Example
 from torchllm.tools.prepare.chat.plan import chat_format
-from torchllm.tools.prepare.chat.write import make_examples
+from torchllm.tools.prepare.conversation_writer import make_examples
 from torchllm.tools.prepare.open_source import open_raw_source
 from torchllm.tools.prepare.plan import CorpusPlan
 from torchllm.tools.prepare.records import TextRecord

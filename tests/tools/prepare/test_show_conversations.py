@@ -5,9 +5,9 @@ from itertools import islice
 from pathlib import Path
 
 from tests.tools.prepare.chat.families import FAMILIES, assistant, user
-from tests.tools.prepare.chat.test_corpus import planned, settings, write_lines
+from tests.tools.prepare.test_conversation_writer import planned, settings, write_lines
 from torchllm.data.tokenizer import load_tokenizer
-from torchllm.tools.prepare.chat.show import show_examples
+from torchllm.tools.prepare.show_conversations import show_examples
 
 
 def test_each_line_shows_whether_it_is_trained(tmp_path: Path) -> None:

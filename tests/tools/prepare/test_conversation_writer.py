@@ -24,9 +24,9 @@ from torchllm.data.readers import ReaderSettings, open_corpus, reader_of
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.prepare.build import choose_split, write_corpus
 from torchllm.tools.prepare.cache import cached_folder, plan_corpus
-from torchllm.tools.prepare.chat.plan import chat_format, preparation_day
+from torchllm.tools.prepare.chat.plan import chat_format
 from torchllm.tools.prepare.chat.template import Conversation
-from torchllm.tools.prepare.chat.write import pack_examples
+from torchllm.tools.prepare.conversation_writer import pack_examples, preparation_day
 from torchllm.tools.prepare.counts import describe_corpus
 from torchllm.tools.prepare.plan import CorpusPlan
 

@@ -25,7 +25,7 @@ from torchllm.data.readers import ReaderSettings
 from torchllm.data.shard import SPLITS, Split
 from torchllm.data.verification import Verification
 from torchllm.tools.prepare.formats import mds, megatron
-from torchllm.tools.prepare.in_place import InPlaceCorpus, InPlaceReader, describe_in_place, in_place_settings
+from torchllm.tools.prepare.formats.in_place import InPlaceCorpus, InPlaceReader, describe_in_place, in_place_settings
 from torchllm.tools.prepare.plan import Rules
 
 MDS = Path(__file__).parents[2] / "fixtures" / "mds"
