@@ -7,7 +7,7 @@ import pytest
 
 from tests.tools.planner.test_predict import LLAMA, case
 from torchllm.tools.planner.case import Case
-from torchllm.tools.planner.evidence import residuals
+from torchllm.tools.planner.evidence import residuals, validity
 from torchllm.tools.planner.evidence.residuals import ANY, LEVELS, NATIVE, RowClass, Spread, own_class
 from torchllm.tools.planner.evidence.step_errors import EVERY_STEP, RARELY_MEASURED, ErrorModel
 from torchllm.tools.planner.evidence.validity import (
@@ -21,7 +21,6 @@ from torchllm.tools.planner.evidence.validity import (
 )
 from torchllm.tools.planner.peak import Memory
 from torchllm.tools.planner.predict import predict
-from torchllm.tools.planner.search import validity
 
 Table = dict[tuple[str, str, RowClass], Spread]
 
