@@ -28,7 +28,7 @@ from torchllm.tools.prepare.formats import mds, megatron
 from torchllm.tools.prepare.formats.in_place import InPlaceCorpus, InPlaceReader, describe_in_place, in_place_settings
 from torchllm.tools.prepare.plan import Rules
 
-MDS = Path(__file__).parents[2] / "fixtures" / "mds"
+MDS = Path(__file__).parents[3] / "fixtures" / "mds"
 END = 99
 """id that separates the documents of these tests"""
 VOCAB = 1000
