@@ -76,7 +76,7 @@ def schema_of_fork(schema: type[C], environment: Mapping[str, str] = os.environ)
     return cast(type[C], make_dataclass(of_fork.__name__, [], bases=bases, frozen=True))
 
 
-def lines_on_fork(schema: type[Config], table: Mapping[str, Any]) -> list[str]:
+def lines_on_fork(schema: type[Any], table: Mapping[str, Any]) -> list[str]:
     """Return a line on RECIPE if it names none, and a config's table has sections or keys that only a fork may have."""
     unknown = [name for name in table if name not in field_types(schema)]
     if not unknown or os.environ.get("RECIPE"):
