@@ -58,8 +58,8 @@ def product_rows(config: "BenchmarkConfig", device: torch.device, dtype: torch.d
 
 
 def model_products(config: "BenchmarkConfig") -> list[Product]:
-    """Return the products of one block and of the head, for one micro batch."""
-    model = config.model
+    """Return the products of the first block and of the head, for one micro batch."""
+    model = config.model.of_block(0)
     tokens = config.training.micro_batch_size * config.training.sequence_length
     loss_tokens = min(tokens, config.training.loss_chunk or tokens)
     query_width = model.heads * model.head_width

@@ -166,6 +166,13 @@ def test_a_key_of_a_kind_is_asked_for_in_its_kind_and_a_key_of_all_in_any() -> N
     assert without_contradictions(of_b) == config_of({**KINDS, "model.kinds": scaled})
     wide = config_of({**KINDS, "model.kinds.b.window": 4096})
     assert [found.key for found in idle_keys(wide) if "kinds" in found.key] == ["model.kinds.b.window"]
+    mixture = {"model.experts": 4, "model.shared_experts": 1, "model.expert_ffn": 8, "model.router_bias": True}
+    dense = config_of({**KINDS, **mixture, "model.kinds.b.experts": 0})
+    assert contradictions(dense) == []
+    (found,) = contradictions(
+        config_of({**KINDS, **mixture, "model.kinds": Kinds(a={}, b={"experts": 0, "expert_ffn": 9})})
+    )
+    assert found.key == "model.kinds.b.expert_ffn"
 
 
 def test_a_key_of_the_model_that_every_kind_has_by_itself_is_told(

@@ -125,6 +125,18 @@ ONE_LINE: dict[str, tuple[str, str]] = {
         "[model]\npattern = ['a']\n[model.kinds.a]\nrope_scaling_factor = 8.0\nrope_high_frequency_factor = 0.5",
         "x.toml:5: model.kinds.a.rope_high_frequency_factor: must be over model.rope_low_frequency_factor",
     ),
+    "experts of a kind": (
+        "[model]\nexperts = 4\npattern = ['a', 'b']\n[model.kinds.a]\nexperts = 2\n[model.kinds.b]\nexperts = 0",
+        "x.toml:5: model.kinds.a.experts: 2 is neither 0 nor model.experts = 4: all blocks with experts have as many",
+    ),
+    "experts of no kind": (
+        "[model]\nexperts = 4\npattern = ['a']\n[model.kinds.a]\nexperts = 0",
+        "x.toml:2: model.experts: 4, but no kind of model.pattern has experts: set it to 0",
+    ),
+    "heads of a kind": (
+        "[model]\npattern = ['a']\n[model.kinds.a]\nheads = 6\nhead_dim = 32\nkv_heads = 4",
+        "x.toml:6: model.kinds.a.kv_heads: 4 key-value heads do not divide 6 heads",
+    ),
     "over 64 bits": ("[training]\nsteps = 9223372036854775808", "x.toml:2: training.steps: must fit into 64 bits"),
     "unprintably long number": (
         f"[compile]\nnorm = 0x{'f' * 9999}",

@@ -49,6 +49,9 @@ PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ({"parallel.cp": 4, "model.window": 2048}, None, []),
     ({"parallel.cp": 4, "model.window": 2047, **ULYSSES}, None, []),
     ({"parallel.cp": 4, **KINDS, "model.kinds.local.window": 2047}, None, ["parallel.cp_method"]),
+    ({"parallel.cp": 4, **KINDS, "model.kinds.local.attention": "flex"}, None, ["model.kinds.local.attention"]),
+    ({"parallel.cp": 4, **KINDS, "model.kinds.full.kv_heads": 2, **ULYSSES}, None, ["parallel.cp"]),
+    ({"parallel.tp": 8, **KINDS, "model.kinds.full.heads": 4, "model.kinds.local.ffn": 12}, None, 3 * ["parallel.tp"]),
     ({"parallel.cp": 4, **KINDS, "model.kinds.local.window": 2047, **ULYSSES}, None, []),
     ({"parallel.cp": 4, **KINDS, "model.kinds.local.window": 2048, "model.window": 2047}, None, []),
     ({"parallel.cp": 4, **KINDS, "model.kinds.local.window": 257}, None, []),
@@ -282,3 +285,24 @@ def test_every_key_has_a_docstring() -> None:
         assert schema.__doc__, schema
         docs = field_docs(schema)
         assert {name for name, text in docs.items() if text} == {field.name for field in fields(schema)}, schema
+
+
+def test_a_width_that_tp_does_not_divide_is_named_by_its_kind() -> None:
+    config = config_of({"parallel.tp": 8, **KINDS, "model.kinds.full.heads": 4, "model.kinds.local.ffn": 12})
+    assert [problem.message for problem in problems(config, None)] == [
+        "8 does not divide model.kinds.local.ffn = 12",
+        "8 does not divide model.kinds.full.heads = 4",
+        "8 does not divide model.kv_heads = 4",
+    ]
+
+
+def test_blocks_with_experts_in_any_pattern() -> None:
+    kinds = Kinds(dense={"experts": 0, "expert_ffn": 8}, sparse={"heads": 2})
+    model = Model(layers=5, experts=4, shared_experts=1, router_bias=True, pattern=("dense", "sparse"), kinds=kinds)
+    assert (model.sparse_blocks, replace(model, dense_layers=2).sparse_blocks) == ((1, 3), (3,))
+    assert model.of_block(0) == replace(model, **NO_EXPERTS, pattern=(), kinds=Kinds())
+    assert (model.of_block(0), model.of_block(2)) == (model.of_kind("dense"), replace(model, layers=5).of_block(4))
+    assert model.of_block(1).rotary_settings != model.of_block(0).rotary_settings  # heads of 128 features, and of 32
+
+
+NO_EXPERTS = {"experts": 0, "shared_experts": 0, "router_bias": False}

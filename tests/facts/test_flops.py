@@ -36,6 +36,15 @@ SMALL["shared experts"] = replace(SMALL["experts"], top_k=3, shared_experts=2, d
 SMALL["kinds"] = replace(
     SMALL["experts"], pattern=("a", "b"), kinds=Kinds(a={"rotary_fraction": 0.0}, b={"rope_theta": 5.0})
 )
+SMALL["other shapes"] = replace(
+    SMALL["shared experts"],
+    pattern=("few", "after", "wide"),
+    kinds=Kinds(
+        few={"heads": 2, "head_dim": 12, "qk_norm": "head", "experts": 0, "ffn": 56},
+        after={"norm_position": "after", "qkv_bias": True, "experts": 0},
+        wide={"kv_heads": 6, "expert_ffn": 24},
+    ),
+)
 SMALL["experts, norms after"] = replace(SMALL["shared experts"], norm_position="after", dense_layers=0)
 RECOMPUTES = [
     Recompute(),

@@ -10,7 +10,7 @@ import torch
 
 import torchllm.metrics.meter as meter_module
 from tests.tiny_run import ROOT
-from torchllm.config import Metrics, Model, Recompute, Training
+from torchllm.config import Kinds, Metrics, Model, Recompute, Training
 from torchllm.facts.flops import flops_per_token, recomputed_flops_per_token
 from torchllm.metrics.expert_load import ExpertLoads
 from torchllm.metrics.meter import Meter, memory_gib, peak_flops, read_gpu
@@ -149,7 +149,12 @@ def test_loads_of_experts_are_logged(clock: Clock) -> None:
         "experts/balance_loss": 0.25,
     }
     assert loads_file.records[0] == {"step": 1, "layers.1": [30, 2, 0, 0], "layers.2": [8, 8, 8, 8]}
-    assert sink.records[-1]["experts/largest_load"] == 1.0
+    kinds = Kinds(sparse={}, dense={"experts": 0})
+    meter.model = replace(model, dense_layers=0, pattern=("sparse", "dense", "sparse"), kinds=kinds)
+    clock.now += 1
+    meter.log(3, result()._replace(routing=ROUTING))
+    assert loads_file.records[-1] == {"step": 3, "layers.0": [30, 2, 0, 0], "layers.2": [8, 8, 8, 8]}
+    assert sink.records[1]["experts/largest_load"] == 1.0
 
 
 def test_what_happens_once_is_in_the_first_record_alone(clock: Clock) -> None:

@@ -29,8 +29,14 @@ def test_one_token_at_a_time_is_the_whole_computation() -> None:
 
 def test_each_kind_of_blocks_caches_its_window_and_turns_its_positions() -> None:
     """Windows 3 and 8: one is full after the prompt, one later."""
-    kinds = {"near": {"window": 3, "rotary_fraction": 0.0}, "far": {"window": 8, "rope_theta": 50.0}, "all": {}}
-    sizes = {"layers": 4, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab": 31}
+    kinds = {
+        "near": {"window": 3, "rotary_fraction": 0.0, "head_dim": 6, "kv_heads": 1, "attention": "eager"},
+        "far": {"window": 8, "rope_theta": 50.0, "heads": 2, "qk_norm": "head", "ffn": 20, "norm_position": "after"},
+        "all": {"experts": 3},
+    }
+    sizes = {"layers": 4, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab": 31, "experts": 3}
+    for kind in ("near", "far"):
+        kinds[kind]["experts"] = 0
     model = build_model(Model(**sizes, pattern=tuple(kinds), kinds=Kinds(kinds))).double()
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(31, (2, LENGTH), generator=generator)

@@ -19,7 +19,7 @@ from tests import parity
 from tests.optim.test_optimizer import RATES, give_gradients, train
 from tests.parity import Settings, tiny, whole
 from tests.workers import run
-from torchllm.config import Config, Model, Optimizer, Parallel
+from torchllm.config import Config, Kinds, Model, Optimizer, Parallel
 from torchllm.facts.parameters import canonical_name, rule_of
 from torchllm.models.decoder import Decoder
 from torchllm.optim.muon import Muon, orthogonalize
@@ -33,6 +33,11 @@ MODEL = Model(
 )
 EXPERTS = Model(
     layers=2, hidden=20, heads=4, kv_heads=2, head_dim=6, ffn=18, vocab=16, experts=6, expert_ffn=14, dense_layers=1
+)
+KINDS = replace(
+    EXPERTS,
+    **{"layers": 3, "dense_layers": 0, "pattern": ("dense", "few", "usual")},
+    kinds=Kinds(dense={"experts": 0, "ffn": 26}, few={"heads": 2, "head_dim": 10, "expert_ffn": 8}, usual={}),
 )
 UNEVEN = replace(EXPERTS, hidden=22)  # over 4 ranks by expert, and the last rank has none
 MUON = Optimizer(name="muon", learning_rate=0.1, weight_decay=0.3)
@@ -51,6 +56,7 @@ SAME_STEPS: dict[str, tuple[Model, Settings]] = {
     "zero0": (MODEL, ZERO0),
     "experts fsdp4+ep2": (EXPERTS, {**FSDP4, **EP2}),  # by expert, and 3 of them along the hidden states
     "a rank without experts": (UNEVEN, FSDP4),
+    "kinds fsdp2xtp2": (KINDS, FSDP_AND_TP),
 }
 
 

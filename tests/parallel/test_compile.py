@@ -75,6 +75,10 @@ KINDS: Settings = {
     "model.layers": 4,
     "data.document_mask": True,
 }
+OTHER_SHAPES: Settings = {
+    **{"model.pattern": ("few", "sparse"), "model.experts": 4, "model.layers": 4, "parallel.dp_shard": 2},
+    "model.kinds": Kinds(few={"heads": 4, "kv_heads": 2, "ffn": 40, "experts": 0, "attention": "eager"}, sparse={}),
+}
 AFTER: Settings = {"model.norm_position": "after", "model.qk_norm": "width", "model.layers": 4}
 PARTS = 7
 """graphs of a model with experts: of a dense block; of the others' attention, gating (of the experts and of the shared
@@ -99,6 +103,7 @@ AT_NIGHT: dict[str, tuple[Settings, int]] = {
     "every_k, fused": ({**FUSED, "recompute.mode": "every_k"}, 0),
     "full, fused": ({**FUSED, "recompute.mode": "full"}, 0),
     "kinds, fsdp": ({**BLOCK, **FSDP2, **KINDS}, 3),
+    "kinds of other shapes, fsdp": ({**BLOCK, **OTHER_SHAPES}, 0),
     "experts, sp": ({**EXPERTS, **SP2, "parallel.ep": 2}, PARTS),
     "experts, pipeline, norms after attention": ({**EXPERTS, **EP2, **AFTER, "parallel.pp": 2}, 0),
 }

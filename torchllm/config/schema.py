@@ -204,7 +204,8 @@ class Model:
     """kinds of the blocks, first to last and again from the first, e.g. ["local", "local", "global"]; empty: all blocks
     are as [model] says"""
     kinds: Annotated[Kinds, BUILD] = field(default_factory=Kinds)
-    """[model.kinds.NAME]: the keys of [model] that differ in blocks of a kind: window, rotary_fraction and rope_*"""
+    """[model.kinds.NAME]: the keys of [model] that differ in blocks of a kind: of attention, norms, feed-forward layer
+    and rotary positions; experts = 0 makes its blocks dense"""
     block: str = ""
     """kind of the blocks, by the name under which a fork registers it; empty: torchllm's"""
     mixer: Annotated[str, BUILD] = "attention"
@@ -332,7 +333,7 @@ class Model:
         return _view(self, self.kind_of(index), has_experts=index >= self.dense_layers)
 
     def of_kind(self, name: str) -> "Model":
-        """Return the model whose blocks are all of one kind; with experts all have them."""
+        """Return the model whose blocks are all of one kind; with experts all have them, unless the kind has none."""
         return _view(self, name, has_experts=True)
 
     def kind_of(self, index: int) -> str:
@@ -343,6 +344,21 @@ class Model:
     def views(self) -> tuple["Model", ...]:
         """The view of each block, first to last."""
         return tuple(self.of_block(index) for index in range(self.layers))
+
+    @property
+    def sparse_blocks(self) -> tuple[int, ...]:
+        """Indices of the blocks with experts."""
+        return tuple(index for index, view in enumerate(self.views) if view.experts)
+
+    @property
+    def attention_kernels(self) -> set[str]:
+        """The values of `attention` that blocks have."""
+        return {view.attention for view in self.views}
+
+    @property
+    def query_width(self) -> int:
+        """Features of all query heads."""
+        return self.heads * self.head_width
 
     def freezes(self, name: str) -> bool:
         """Return whether `frozen` matches the canonical name of a parameter."""
@@ -380,9 +396,7 @@ class Model:
     @property
     def rotary_settings(self) -> tuple[Any, ...]:
         """The values of the keys that decide the angles of rotary positions; empty: there are none."""
-        if not self.has_rotary_positions:
-            return ()
-        return self.rotary_width, *(getattr(self, key) for key in KIND_KEYS if key.startswith("rope_"))
+        return (self.rotary_width, *[getattr(self, key) for key in ROPE_KEYS]) if self.has_rotary_positions else ()
 
     @property
     def rotary_width(self) -> int:
@@ -395,13 +409,13 @@ class Model:
         return self.expert_ffn or self.ffn
 
 
+ROPE_KEYS = tuple(name for name in Model.__dataclass_fields__ if name.startswith("rope_"))
 KIND_KEYS = (
-    "window",
-    "mixer",
-    "rotary_fraction",
-    *(name for name in Model.__dataclass_fields__ if name.startswith("rope_")),
+    *("window", "mixer", "attention", "heads", "kv_heads", "head_dim", "qk_norm", "qkv_bias"),
+    *("norm_position", "norm_epsilon", "ffn", "experts", "expert_ffn", "rotary_fraction"),
+    *ROPE_KEYS,
 )
-"""keys of [model] that a kind of blocks may have"""
+"""keys of [model] that a kind of blocks may have; `experts` is 0 or the model's number"""
 
 
 @lru_cache(maxsize=1024)
@@ -409,7 +423,7 @@ def _view(model: Model, kind: str, has_experts: bool) -> Model:
     """Return `model.of_block` of a block with this kind, "" if the model has none."""
     keys: Mapping[str, Any] = model.kinds.get(kind, {})  # `checks.py` reports a kind without a table
     view = replace(model, pattern=(), kinds=Kinds(), dense_layers=0, **keys)
-    return view if has_experts else without_experts(view)
+    return view if has_experts and view.experts else without_experts(view)
 
 
 def without_experts(model: Model) -> Model:

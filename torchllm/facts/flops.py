@@ -117,7 +117,7 @@ class MatrixShape(NamedTuple):
 
 
 def target_shapes(model: Model) -> dict[str, MatrixShape]:
-    """Return the shapes of the matrices of a block that may have an update, by name; not of a model with experts."""
+    """Return the shapes of the matrices of a block that may have an update, by name. model: a view, without experts."""
     shapes = {}
     for name, shape in block_shapes(model, layer=0).items():
         layer = name.removesuffix(".weight")
@@ -130,8 +130,8 @@ def trained_parameter_count(model: Model, trained: TrainedParameters) -> int:
     """Return the number of parameters that are trained."""
     if not trained.only_updates:
         return sum(math.prod(shape) for name, shape in parameter_shapes(model).items() if not model.freezes(name))
-    shapes = target_shapes(model)
-    return model.layers * trained.rank * sum(sum(shapes[target]) for target in trained.targets)
+    shapes = [target_shapes(view) for view in model.views]
+    return trained.rank * sum(sum(of_block[target]) for of_block in shapes for target in trained.targets)
 
 
 def flops_per_token(
@@ -139,7 +139,8 @@ def flops_per_token(
 ) -> float:
     """Return the model FLOPs of one token (PaLM, appendix B), N being the parameters that it uses.
 
-    pairs: keys that a query sees, on average over queries and blocks; None: all S, as PaLM counts, or a whole window.
+    pairs: keys that a query sees, on average over queries and the features of blocks' heads; None: all S, as PaLM
+    counts, or a whole window.
     Frozen weights have no gradient, which is a third of their operations: 4 N + 6 n with n parameters of updates. The
     same for weights that model.frozen freezes (`flops_without_gradients`).
     """
@@ -201,7 +202,8 @@ def recomputed_flops_per_token(
     layers = range(first, model.layers)
     sizes = [matrices(model, layer) for layer in layers]
     blocks = [block_flops(model, layer, sequence_length) for layer in layers]
-    last = [0 if model.norm_position == "after" else 2 * size.down for size in sizes]
+    views = model.views[first:]
+    last = [0 if of.norm_position == "after" else 2 * size.down for of, size in zip(views, sizes, strict=True)]
     match recompute.mode:
         case "none" | "selective":
             recomputed = 0

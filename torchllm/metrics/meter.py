@@ -281,7 +281,7 @@ class Meter:
         """Write the tokens per expert: on rank 0."""
         if self.loads_file is not None:
             self.check_owner()
-            blocks = enumerate(loads.tokens, start=self.model.dense_layers)
+            blocks = zip(self.model.sparse_blocks, loads.tokens, strict=True)
             tokens: dict[str, Any] = {f"layers.{block}": tokens_of_block for block, tokens_of_block in blocks}
             self.loads_file.write(step, {"step": step} | tokens)
 

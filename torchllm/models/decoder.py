@@ -161,7 +161,8 @@ class Decoder(nn.Module):
     def inputs_of_blocks(
         self, positions: Tensor, document_ids: Tensor | None, document_limit: int
     ) -> list[BlockInputs]:
-        """Return the inputs of each block: blocks share the angles of a rotary setting, and the mask of a window.
+        """Return the inputs of each block: blocks share the angles of a rotary setting, and the mask of a kernel
+        and a window.
 
         positions, document_ids: (B, S).
         """

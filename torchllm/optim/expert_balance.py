@@ -53,6 +53,8 @@ class ExpertBalance:
         self.model = stages[0].model
         self.routers = find_routers(stages) if self.model.experts else {}
         """router by index of its block"""
+        self.row_of = {index: row for row, index in enumerate(self.model.sparse_blocks)}
+        """row of a block in the statistics, by its index"""
         self.tensors: dict[str, Tensor] = {}
         """shares of the last step by name, for `Checkpointer(extra_state=...)`; 0 before the first step, no effect"""
         for index, router in self.routers.items():
@@ -80,7 +82,7 @@ class ExpertBalance:
             return None
         routing = self._statistics(sums)
         for index, router in self.routers.items():
-            tokens = routing.tokens_per_expert[index - self.model.dense_layers]
+            tokens = routing.tokens_per_expert[self.row_of[index]]
             if router.bias is not None and router.weight.requires_grad:  # else the router is frozen, and its bias too
                 local_tensor(router.bias).add_(self.model.router_bias_rate * below_mean(tokens) * applied)
             if router.last_shares is not None:
@@ -98,12 +100,12 @@ class ExpertBalance:
             return None
         from torchllm.models.router_penalties import penalty_names
 
-        blocks, columns = model.layers - model.dense_layers, model.experts + 1 + len(penalty_names(model))
+        blocks, columns = len(self.row_of), model.experts + 1 + len(penalty_names(model))
         sums = torch.zeros(blocks, columns, dtype=torch.float64, device=device)
         for index, router in self.routers.items():
             own = router.take_sums()
             if own is not None:
-                sums[index - model.dense_layers] = own / router.repeats
+                sums[self.row_of[index]] = own / router.repeats
         return sums
 
     def _statistics(self, sums: Tensor) -> StepRouting:

@@ -70,5 +70,5 @@ def must_recompute_outside(recompute: Recompute, model: Model, tp: DeviceMesh) -
     the attention (unused here) after the device mesh, and confuses the two. On a GPU the state is no output of the
     graph.
     """
-    recomputes_attention = recompute.mode in ("full", "every_k") and model.attention == "sdpa"
+    recomputes_attention = recompute.mode in ("full", "every_k") and "sdpa" in model.attention_kernels
     return recomputes_attention and tp.size() > 1 and tp.device_type == "cpu"

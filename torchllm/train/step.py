@@ -77,7 +77,12 @@ class TrainStep:
         if (closure := signature(optimizer.step).parameters.get("closure")) and closure.default is closure.empty:
             raise UserError(f"{type(optimizer).__name__}: its step needs a closure, which no step has: use another one")
         self.stages = stages
-        self.windows = Counter(view.window for view in stages[0].model.views)
+        self.windows = Counter[int]()
+        """features of the queries of blocks with a window, by the window"""
+        for view in stages[0].model.views:
+            self.windows[view.window] += view.query_width
+        divisor = math.gcd(*self.windows.values())
+        self.windows = Counter({window: width // divisor for window, width in self.windows.items()})
         self.forward_backward = forward_backward
         self.optimizer = optimizer
         self.learning_rate = learning_rate
@@ -145,9 +150,9 @@ class TrainStep:
         for batch in batches:
             tokens = (batch.labels != IGNORED).sum()
             keys = batch.positions + 1  # that each token sees
-            pairs = torch.zeros_like(tokens)  # of all blocks
-            for window, blocks in self.windows.items():
-                pairs += blocks * (keys.clamp(max=window) if window else keys).sum()
+            pairs = torch.zeros_like(tokens)  # of all blocks, weighted by the width of their queries
+            for window, width in self.windows.items():
+                pairs += width * (keys.clamp(max=window) if window else keys).sum()
             counts.append(torch.stack((tokens, pairs)))
         sums = torch.stack(counts).sum(0)
         dist.all_reduce(sums, group=self.mesh.loss_group)

@@ -80,6 +80,12 @@ KINDS: Settings = {
     "parallel.dp_shard": 2,
     "training.global_batch_size": 4,
 }
+OTHER_SHAPES: Settings = {
+    "model.pattern": ("few", "few", "sparse"),
+    "model.kinds": Kinds(few={"heads": 4, "kv_heads": 2, "head_dim": 12, "ffn": 40, "experts": 0}, sparse={}),
+    **{"model.experts": 8, "parallel.dp_shard": 4, "parallel.ep": 2},
+}
+RECOMPUTED: Settings = {"recompute.mode": "full", "model.router_dtype": "compute"}
 LAYOUTS: dict[str, Settings] = {
     "FSDP": {"parallel.dp_shard": 8, "recompute.mode": "selective"},
     "one micro batch": {"parallel.dp_shard": 2, "model.layers": 5, "training.global_batch_size": 2},
@@ -147,6 +153,8 @@ LAYOUTS: dict[str, Settings] = {
         "recompute.mode": "full",
     },
     "kinds and experts": {**EXPERTS, **KINDS, "model.layers": 15, "parallel.ep": 2, "model.dense_layers": 1},
+    "kinds of other shapes": {**OTHER_SHAPES, "model.layers": 16},
+    "kinds of other shapes in a pipeline": {**OTHER_SHAPES, "model.layers": 40, "parallel.pp": 2, **RECOMPUTED},
     "experts after a dense block": {**EXPERTS, "parallel.ep": 4},
     "experts, routers with their blocks": {**EXPERTS, "parallel.ep": 4, "model.router_dtype": "compute"},
     "experts, all recomputed": {**EXPERTS, "recompute.mode": "full", "training.global_batch_size": 12},

@@ -478,6 +478,14 @@ NOT_EXPORTED = [
         replace(OLMO, pattern=("rope", "none"), kinds=Kinds({"rope": {}, "none": {"rotary_fraction": 0.0}})),
         "'olmo2' cannot have model.kinds.none.rotary_fraction = 0.0",
     ),
+    (
+        Model(kv_heads=2, pattern=("few", "usual"), kinds=Kinds({"few": {"heads": 4, "head_dim": 32}, "usual": {}})),
+        "'llama' cannot have model.kinds.few.heads = 4",
+    ),
+    (
+        replace(OLMO, pattern=("narrow", "usual"), kinds=Kinds({"narrow": {"ffn": 64}, "usual": {}})),
+        "'olmo2' cannot have model.kinds.narrow.ffn = 64",
+    ),
 ]
 
 

@@ -562,6 +562,26 @@ def test_a_small_copy_keeps_the_kinds_of_blocks(pattern: str, tmp_path: Path) ->
     assert all(blocks[first:] != blocks[:-first] for first in range(1, len(blocks)))  # wherever a stage begins
 
 
+def test_a_small_copy_keeps_the_shapes_of_kinds(tmp_path: Path) -> None:
+    kinds = Kinds(
+        few={"heads": 16, "kv_heads": 16, "head_dim": 256, "qk_norm": "head", "experts": 0, "ffn": 10_000},
+        usual={"attention": "flash", "expert_ffn": 1024},
+        many={"heads": 64, "norm_position": "after", "experts": 0},
+    )
+    sizes = {"layers": 12, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 11_008, "experts": 16}
+    model = Model(**sizes, pattern=("few", "usual", "many"), kinds=kinds)
+    small = shrink(Config(model=model), 4, 3, tmp_path)
+    assert not problems(one_process(small), 1)
+    assert not problems(with_settings(small, {"parallel.dp_shard": 1, "parallel.tp": 4}), 4)
+    assert small.model.attention_kernels == {"sdpa"}
+    few, usual, many = (small.model.of_kind(kind) for kind in kinds)
+    assert (few.heads // few.kv, usual.heads // usual.kv, many.heads // many.kv) == (1, 4, 4)
+    assert len({few.head_width, usual.head_width, many.head_width}) == 2  # 256, 128, and 64, which is another one
+    assert (few.qk_norm, many.norm_position, few.ffn != many.ffn) == ("head", "after", True)
+    assert [view.experts for view in (few, usual, many)] == [0, 12, 0]
+    assert usual.expert_width not in (few.ffn, many.ffn)
+
+
 def test_keys_of_the_command_line_are_kept_and_varied_in_no_layout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

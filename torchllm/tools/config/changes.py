@@ -56,7 +56,8 @@ class ConfigChange(NamedTuple):
     @property
     def changes_function(self) -> bool:
         """Whether the model computes something else, although all tensors of the checkpoint fit."""
-        return self.key.partition(".")[0] in FUNCTION_SECTIONS and self.key not in NO_OTHER_FUNCTION
+        section, *_, name = self.key.split(".")  # a key of a kind of blocks is as [model]'s
+        return section in FUNCTION_SECTIONS and f"{section}.{name}" not in NO_OTHER_FUNCTION
 
 
 def config_changes(saved: Mapping[str, Any], config: Config) -> list[ConfigChange]:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from torchllm.config.schema import Config, Data, Generate, Model, Run
-from torchllm.tools.config.degrees import layout_problems
+from torchllm.tools.config.degrees import key_of_kind, layout_problems
 from torchllm.tools.config.idle import contradictions
 from torchllm.tools.config.read import ConfigError, config_error
 
@@ -70,6 +70,10 @@ def _kind_problems(config: Config) -> Iterator[ConfigError]:
             yield ConfigError(("model", "kinds", kind), message)
     if len(model.pattern) > model.layers:
         yield config_error("model.pattern", f"has {len(model.pattern)} blocks, more than model.layers = {model.layers}")
+    for kind, keys in model.kinds.items():
+        if keys.get("experts", 0) not in (0, model.experts):
+            message = f"is neither 0 nor model.experts = {model.experts}: all blocks with experts have as many"
+            yield config_error(f"model.kinds.{kind}.experts", f"{keys['experts']} {message}")
     if model.pattern and model.block:
         yield config_error(
             "model.block", f"{model.block!r} does not combine with model.pattern: remove one of the keys"
@@ -134,12 +138,18 @@ def _expert_problems(config: Config) -> Iterator[ConfigError]:
         yield config_error(
             "model.dense_layers", f"{model.dense_layers} leaves no block with experts: model.layers is {model.layers}"
         )
-    if model.upcycle and model.expert_width != model.ffn:
-        yield config_error(
-            "model.expert_ffn",
-            f"{model.expert_width} is not the width of the layers that model.upcycle copies, model.ffn = {model.ffn}: "
-            "remove the key",
-        )
+    elif not model.sparse_blocks:
+        yield config_error("model.experts", f"{model.experts}, but no kind of model.pattern has experts: set it to 0")
+    for path, of_kind in config.of_kinds.items():
+        view = of_kind.model
+        if view.upcycle and view.experts and view.expert_width != view.ffn:
+            key, ffn = key_of_kind(config, path, "expert_ffn"), key_of_kind(config, path, "ffn")
+            yield config_error(
+                key,
+                f"{view.expert_width} is not the width of the layers that model.upcycle copies, {ffn} = {view.ffn}: "
+                "remove the key",
+            )
+            break
     if model.upcycle and model.shared_experts:
         yield config_error(
             "model.shared_experts",

@@ -93,12 +93,16 @@ def _tensor_problems(config: Config) -> Iterator[ConfigError]:
     """Check that tp divides the model's sizes."""
     model = config.model
     parallel = config.parallel
-    widths = {"heads": model.heads, "kv_heads": model.kv, "ffn": model.ffn}
-    if model.expert_ffn and parallel.ep == 1:
-        widths["expert_ffn"] = model.expert_ffn
-    for key, size in widths.items():
+    widths = []
+    for path, of_kind in config.of_kinds.items():
+        view = of_kind.model
+        of_view = {"heads": view.heads, "kv_heads": view.kv, "ffn": view.ffn}
+        if view.expert_ffn and parallel.ep == 1:
+            of_view["expert_ffn"] = view.expert_ffn
+        widths += [(key_of_kind(config, path, name), width) for name, width in of_view.items()]
+    for key, size in dict.fromkeys(widths):
         if size % parallel.tp:
-            yield config_error("parallel.tp", f"{parallel.tp} does not divide model.{key} = {size}")
+            yield config_error("parallel.tp", f"{parallel.tp} does not divide {key} = {size}")
     if _has_rank_without_rows(model.vocab_rows, parallel.tp):
         yield config_error(
             "parallel.tp", f"{parallel.tp} leaves a rank without a row of model.vocab = {model.vocab_rows}"
@@ -112,6 +116,12 @@ def _tensor_problems(config: Config) -> Iterator[ConfigError]:
             divided += " / cp"
         hint = "" if parallel.sequence_parallel else "; or set parallel.scatter_gather = false"
         yield config_error("parallel.tp", f"{parallel.tp} does not divide {divided}{hint}")
+
+
+def key_of_kind(config: Config, path: str, name: str) -> str:
+    """Return the key that decides a setting of a kind's blocks: its own, or that of [model]. path: of `of_kinds`."""
+    is_own = path != "model" and name in config.model.kinds.get(path.rpartition(".")[2], {})
+    return f"{path}.{name}" if is_own else f"model.{name}"
 
 
 def _has_rank_without_rows(rows: int, ranks: int) -> bool:
@@ -174,7 +184,6 @@ def micro_batch_problems(parallel: Parallel, count: int) -> Iterator[ConfigError
 
 def _context_problems(config: Config) -> Iterator[ConfigError]:
     """Check the limits of context parallelism; cp is over 1."""
-    model = config.model
     parallel = config.parallel
     length = config.training.sequence_length
     is_ring = parallel.cp_method == "ring"
@@ -182,26 +191,34 @@ def _context_problems(config: Config) -> Iterator[ConfigError]:
     if length % pieces:
         why = " (two pieces per rank, so that causal work is even)" if is_ring else ""
         yield config_error("parallel.cp", f"training.sequence_length = {length} does not divide into {pieces}{why}")
-    heads = model.kv // parallel.tp
-    if not is_ring and heads % parallel.cp:
-        source = f" (model.kv_heads {model.kv} / tp {parallel.tp})" if parallel.tp > 1 else ""
-        yield config_error(
-            "parallel.cp",
-            f"ulysses gives each rank whole key-value heads, but {heads}{source} do not divide by {parallel.cp} ranks: "
-            f'set it to {math.gcd(heads, parallel.cp)}, or use parallel.cp_method = "ring"',
-        )
-    if is_ring and model.attention in ("flash", "flex"):
-        yield config_error(
-            "model.attention",
-            f"{model.attention} cannot be merged block by block in a ring: use sdpa or eager, or "
-            'parallel.cp_method = "ulysses"',
-        )
-    for path, of_kind in config.of_kinds.items():
-        if not mixer(of_kind.model).context:
-            mine = f"{path}.mixer = {of_kind.model.mixer!r}"
+    of_kinds = {path: of_kind.model for path, of_kind in config.of_kinds.items()}
+    kv_heads = dict.fromkeys((key_of_kind(config, path, "kv_heads"), view.kv) for path, view in of_kinds.items())
+    most_ranks = math.gcd(parallel.cp, *[kv // parallel.tp for _, kv in kv_heads])
+    for key, kv in kv_heads:
+        heads = kv // parallel.tp
+        if not is_ring and heads % parallel.cp:
+            source = (
+                f" ({key} {kv} / tp {parallel.tp})" if parallel.tp > 1 else f" of {key}" * bool(config.model.pattern)
+            )
+            yield config_error(
+                "parallel.cp",
+                f"ulysses gives each rank whole key-value heads, but {heads}{source} do not divide by {parallel.cp} "
+                f'ranks: set it to {most_ranks}, or use parallel.cp_method = "ring"',
+            )
+    kernels = {key_of_kind(config, path, "attention"): view.attention for path, view in of_kinds.items()}
+    for key, kernel in kernels.items():
+        if is_ring and kernel in ("flash", "flex"):
+            yield config_error(
+                key,
+                f"{kernel} cannot be merged block by block in a ring: use sdpa or eager, or "
+                'parallel.cp_method = "ulysses"',
+            )
+    for path, view in of_kinds.items():
+        if not mixer(view).context:
+            mine = f"{path}.mixer = {view.mixer!r}"
             yield config_error("parallel.cp", f"{mine} cannot share a sequence with other ranks: set it to 1")
-        window = of_kind.model.window
-        if is_ring and window_reaches_too_far(of_kind.model, length, parallel.cp):
+        window = view.window
+        if is_ring and window_reaches_too_far(view, length, parallel.cp):
             most = length // (2 * (window - 1))
             or_fewer = f", or parallel.cp = {most} or less" if most > 1 else ""
             yield config_error(
@@ -257,9 +274,10 @@ def _expert_parallel_problems(config: Config, parallel: Parallel) -> Iterator[Co
         yield config_error(
             "parallel.zero_stage", "0 keeps all weights on every rank, but parallel.ep shares the experts: set 1"
         )
-    shared = config.model.shared_experts * config.model.expert_width
-    if shared % parallel.tp:
-        yield config_error("parallel.tp", f"{parallel.tp} does not divide the width of the shared experts, {shared}")
+    for shared in {of.model.shared_experts * of.model.expert_width for of in config.of_kinds.values()}:
+        if shared % parallel.tp:
+            message = f"{parallel.tp} does not divide the width of the shared experts, {shared}"
+            yield config_error("parallel.tp", message)
     part = config.training.sequence_length // parallel.cp
     if part % parallel.tp:
         yield config_error(

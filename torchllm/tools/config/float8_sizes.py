@@ -11,7 +11,7 @@ FLOAT8_MULTIPLE = 16
 
 def float8_layout_problems(config: Config) -> Iterator[ConfigError]:
     """Check that all float8 products of a layout have sizes that are multiples of `FLOAT8_MULTIPLE`."""
-    model, parallel, training = config.model, config.parallel, config.training
+    parallel, training = config.parallel, config.training
     if parallel.pp > 1 and SCHEDULES[parallel.schedule].splits_backward:
         yield config_error(
             "parallel.schedule",
@@ -19,10 +19,12 @@ def float8_layout_problems(config: Config) -> Iterator[ConfigError]:
             f'float8.recipe = "{config.float8.recipe}" cannot: use Interleaved1F1B, or 1F1B with virtual_stages = 1',
         )
     remedy = 'or set float8.recipe = "none"'
-    for width in unfit_for_float8(model, parallel.tp):
+    views = {path: of_kind.model for path, of_kind in config.of_kinds.items()}
+    unfit = {width: path for path, view in views.items() for width in unfit_for_float8(view, parallel.tp)}
+    for width, path in unfit.items():
         yield config_error(
             "float8.recipe",
-            f"{width} is no multiple of {FLOAT8_MULTIPLE}, which float8 products need: change it, {remedy}",
+            f"{path}.{width} is no multiple of {FLOAT8_MULTIPLE}, which float8 products need: change it, {remedy}",
         )
     tokens = training.micro_batch_size * training.sequence_length // parallel.cp
     if training.sequence_length % parallel.cp == 0 and not takes_float8_tokens(config.float8, tokens):
@@ -35,9 +37,9 @@ def float8_layout_problems(config: Config) -> Iterator[ConfigError]:
 
 
 def unfit_for_float8(model: Model, tp: int) -> Iterator[str]:
-    """Yield the widths of a rank's matrices that do not fit float8 products, e.g. "model.ffn = 1032 / tp 2"."""
+    """Yield the widths of a rank's matrices that do not fit float8 products, e.g. "ffn = 1032 / tp 2"."""
     if model.hidden % FLOAT8_MULTIPLE:
-        yield f"model.hidden = {model.hidden}"
+        yield f"hidden = {model.hidden}"
     widths = {
         "heads x head_dim": model.heads * model.head_width,
         "kv_heads x head_dim": model.kv * model.head_width,
@@ -46,7 +48,7 @@ def unfit_for_float8(model: Model, tp: int) -> Iterator[str]:
     share = f" / tp {tp}" if tp > 1 else ""
     for name, width in widths.items():
         if width % tp == 0 and width // tp % FLOAT8_MULTIPLE:
-            yield f"model.{name} = {width}{share}"
+            yield f"{name} = {width}{share}"
 
 
 def takes_float8_tokens(float8: Float8, tokens: int) -> bool:

@@ -116,8 +116,10 @@ def _unmet(config: Config, kind: str) -> Iterator[IdleKey]:
 def _unmet_of_kinds(config: Config, unmet: str) -> Iterator[IdleKey]:
     """Yield the keys of kinds of blocks that have no effect: those that differ from [model]."""
     for path, of_kind in config.of_kinds.items():
-        for name, words in conditions(Model, unmet).items():
-            if getattr(of_kind.model, name) != getattr(config.model, name) and not condition(words)(of_kind):
+        words_of_keys = conditions(Model, unmet)
+        for name, value in config.model.kinds.get(path.rpartition(".")[2], {}).items():
+            words = words_of_keys.get(name, "")
+            if words and value != getattr(config.model, name) and not condition(words)(of_kind):
                 yield IdleKey(f"{path}.{name}", f"needs {words}")
 
 

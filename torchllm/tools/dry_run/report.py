@@ -233,8 +233,8 @@ def assumptions(report: Report) -> Iterator[str]:
         yield "fused norms and attention, as on a GPU; all other kernels as on a CPU, which hold the same"
     else:
         yield "kernels as on a CPU: a GPU's fused norms hold less"
-    if config.model.attention in ("flash", "flex"):
-        yield f"attention sdpa in place of {config.model.attention}, which keeps the same tensors for the backward"
+    if untraceable := sorted({"flash", "flex"} & config.model.attention_kernels):
+        yield f"attention sdpa in place of {' and '.join(untraceable)}, which keeps the same tensors for the backward"
     if config.compile.compiles_anything:
         yield "nothing compiled: compiled blocks keep less"
     yield "not counted: the allocator's gaps, buffers of the communication library, CUDA's own: some GiB on a GPU"

@@ -24,6 +24,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 
 from torchllm.config import Compile, Config, Parallel
+from torchllm.config.schema import Kinds
 from torchllm.data.batch import Batch
 from torchllm.facts.stages import stage_of_rank
 from torchllm.models.decoder import Decoder, add_low_rank_updates, build_model
@@ -87,8 +88,14 @@ def _count_block(block: nn.Module, args: Any, output: Any) -> None:
 
 def traceable(config: Config) -> Config:
     """Return the config without features that fake tensors cannot run; `assumptions` in report.py tells the user."""
-    if config.model.attention in ("flash", "flex"):  # one needs its package, the other a compiler
-        config = replace(config, model=replace(config.model, attention="sdpa"))  # which keeps the same
+    model, untraceable = config.model, {"flash", "flex"}  # one needs its package, the other a compiler
+    if untraceable & model.attention_kernels:
+        kinds = {
+            kind: keys | ({"attention": "sdpa"} if keys.get("attention") in untraceable else {})
+            for kind, keys in model.kinds.items()
+        }
+        attention = "sdpa" if model.attention in untraceable else model.attention  # which keeps the same
+        config = replace(config, model=replace(model, attention=attention, kinds=Kinds(kinds)))
     return replace(config, compile=Compile(norm=False, block=False, loss=False))
 
 

@@ -123,8 +123,9 @@ def _inspect_kernels(config: Config, inspection: Inspection, trains: bool, is_el
 
     trains: with a backward pass. is_elsewhere: as in `inspect_training`.
     """
-    attention, device, float8 = config.model.attention, config.run.device, trains and config.float8.is_on
-    asked = {"run.device": device == "cuda", "model.attention": attention in ("flash", "flex"), "float8.recipe": float8}
+    kernels, device, float8 = config.model.attention_kernels, config.run.device, trains and config.float8.is_on
+    attention = "flash" if "flash" in kernels else "flex" if "flex" in kernels else ""
+    asked = {"run.device": device == "cuda", "model.attention": attention != "", "float8.recipe": float8}
     if not any(asked.values()):
         return
     is_cpu = device == "cpu" or (not is_elsewhere and count_gpus() == 0)

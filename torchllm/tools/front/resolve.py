@@ -171,7 +171,7 @@ def _finish_use(draft: Draft[Config], inspect: "Callable[[Config], Inspection] |
     from torchllm.tools.launch.compile_cache import choose_compile_cache  # of no use to a check of a run's config
     from torchllm.tools.launch.start_lines import say_while_this_imports
 
-    if config.model.attention == "flex":  # the only part that such a recipe compiles without start_runtime
+    if "flex" in config.model.attention_kernels:  # the only part that such a recipe compiles without start_runtime
         choose_compile_cache(Path(config.run.folder), nodes=1)
     say_while_this_imports()
     return config

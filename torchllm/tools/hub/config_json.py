@@ -7,7 +7,7 @@ from typing import Any
 
 from torchllm.config import Config, Model
 from torchllm.config.errors import UserError
-from torchllm.config.schema import KIND_KEYS
+from torchllm.config.schema import KIND_KEYS, ROPE_KEYS
 from torchllm.tools.config.checks import problems_of_use
 from torchllm.tools.config.read import ConfigError, read_table
 from torchllm.tools.hub.blocks import BlockForm, keys_of_blocks, read_blocks, write_blocks
@@ -431,11 +431,15 @@ def _said(model: Model, key: str) -> str:
 
 def _write_fields(model: Model, family: HubFamily) -> dict[str, Any]:
     """Return the fields of config.json that say what [model] says, and those that a family's models share."""
-    resolved = form_of(model) | {"ffn": model.ffn, "window": max(view.window for view in model.views)}
+    resolved = form_of(model) | {"window": max(view.window for view in model.views)}
+    if len(model.sparse_blocks) == model.layers:
+        resolved["ffn"] = model.ffn
     written: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     written |= family.constant_fields
     for config_field in family.fields:
         value = resolved[config_field.key]
+        if isinstance(value, tuple):  # blocks differ: `write_config_json` says so where it reads one value again
+            value = value[0]
         if config_field.key in ZERO_MEANS_NULL and value == 0:
             value = None
         written |= dict.fromkeys(config_field.written_names, config_field.spelling_of(value))
@@ -443,7 +447,10 @@ def _write_fields(model: Model, family: HubFamily) -> dict[str, Any]:
         written[required.name] = required.values[0]
     written |= write_blocks(model, family)
     if family.has_sparse_step:
-        written |= {"decoder_sparse_step": 1, "mlp_only_layers": list(range(model.dense_layers))}
+        written |= {
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": sorted({*range(model.layers)} - {*model.sparse_blocks}),
+        }
     return written
 
 
@@ -455,17 +462,24 @@ def form_of(model: Model) -> dict[str, Any]:
     """
     defaults = {item.name: item.default for item in fields(model)}
     values = {name: getattr(model, name) for name in defaults if name not in FREE_KEYS}
-    views = [(view, {"window", "rotary_fraction"} | rope_keys(view)) for view in model.views]
-    for key in KIND_KEYS:
-        of_blocks = tuple(getattr(view, key) for view, keys in views if key in keys)
+    of_views = [_form_of_block(view) for view in model.views]
+    for key in set(KIND_KEYS) - FREE_KEYS:
+        of_blocks = tuple(of_view[key] for of_view in of_views if key in of_view)
         values[key] = of_blocks if len(set(of_blocks)) > 1 else next(iter(of_blocks), defaults[key])
-    values |= {"kv_heads": model.kv, "head_dim": model.head_width}
     if not model.experts:
         return values | {key: defaults[key] for key in EXPERT_KEYS}
-    values["expert_ffn"] = model.expert_width
-    if not model.dense_layers:
-        values["ffn"] = defaults["ffn"]
+    dense = model.layers - len(model.sparse_blocks)
+    if model.sparse_blocks[:1] in ((), (dense,)):  # no block without experts after one with experts
+        values |= {"experts": model.experts, "dense_layers": dense}
     return values
+
+
+def _form_of_block(view: Model) -> dict[str, Any]:
+    """Return the keys that say something of a block, of those that kinds may have; see `form_of`."""
+    keys = {*KIND_KEYS} - {*ROPE_KEYS} | rope_keys(view)
+    keys -= {"ffn"} if view.experts else {"expert_ffn"}
+    form = {key: getattr(view, key) for key in keys} | {"kv_heads": view.kv, "head_dim": view.head_width}
+    return form | {"expert_ffn": view.expert_width} if view.experts else form
 
 
 def why_unfit(model: Model, family: HubFamily) -> NoFamily | None:

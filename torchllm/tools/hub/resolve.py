@@ -196,10 +196,7 @@ def _compare_written(draft: Draft[C], config: HubConfig) -> None:
         elif key == "experts" and not theirs[key]:
             draft.report(path, f"the weights of {config.path} are dense: remove the key, or set model.upcycle = true")
         else:
-            field = config.read.fixed[key]
-            draft.report(
-                path, f"is {ours[key]}, but the weights have {theirs[key]} ({field} in {config.path}): remove the key"
-            )
+            _report_fixed(draft, path, ours[key], theirs[key], config)
 
 
 def _compare_written_kinds(draft: Draft[C], config: HubConfig) -> None:
@@ -212,8 +209,19 @@ def _compare_written_kinds(draft: Draft[C], config: HubConfig) -> None:
         theirs = published.of_kind(kind) if kind in published.kinds else published
         for key, value in draft.config.model.kinds[kind].items():
             path = ("model", "kinds", kind, key)
-            if key in table["kinds"][kind] and value != getattr(theirs, key):
-                _note_other(draft, path, value, getattr(theirs, key), config.path)
+            published_value = getattr(theirs, key)
+            if key not in table["kinds"][kind] or value == published_value:
+                continue
+            if key in config.read.fixed:
+                _report_fixed(draft, path, value, published_value, config)
+            else:
+                _note_other(draft, path, value, published_value, config.path)
+
+
+def _report_fixed(draft: Draft[C], path: KeyPath, ours: Any, theirs: Any, config: HubConfig) -> None:
+    """Report a key that the published weights decide."""
+    field = config.read.fixed[path[-1]]
+    draft.report(path, f"is {ours}, but the weights have {theirs} ({field} in {config.path}): remove the key")
 
 
 def _note_other(draft: Draft[C], path: KeyPath, ours: Any, theirs: Any, source: Path) -> None:

@@ -7,7 +7,7 @@ from torchllm.config import Model, Optimizer, Parallel, Recompute, TrainedParame
 from torchllm.facts.flops import ALL_TRAINED
 from torchllm.tools.planner import comms
 from torchllm.tools.planner.cluster import Hardware
-from torchllm.tools.planner.compute import Kernels, Piece
+from torchllm.tools.planner.compute import Kernels, Piece, kernel_of_attention
 from torchllm.tools.planner.experts import IMBALANCE
 from torchllm.tools.planner.parameters import different_views
 from torchllm.tools.planner.software import Software
@@ -90,4 +90,10 @@ class Case:
     @property
     def of_views(self) -> tuple["Case", ...]:
         """The same layout of the models of `parameters.different_views`, whose blocks are all of one kind."""
-        return tuple(replace(self, model=view) for view in different_views(self.model))
+        return tuple(map(self._of_view, different_views(self.model)))
+
+    def _of_view(self, view: Model) -> "Case":
+        if view.attention == self.model.attention:
+            return replace(self, model=view)
+        kernels = self.kernels._replace(attention=kernel_of_attention(view, self.software))
+        return replace(self, model=view, kernels=kernels)

@@ -113,6 +113,11 @@ class Piece(NamedTuple):
     """rows of the busiest rank's experts, divided by the average over ranks"""
 
 
+def kernel_of_attention(model: Model, software: Software) -> AttentionKernel:
+    """Return the kernel of the attention of a model, or of a view."""
+    return "eager" if model.attention == "eager" else software.attention
+
+
 def memory_seconds(bytes: float, hardware: Hardware) -> float:
     """Return the seconds that elementwise kernels take to move `bytes` through the GPU's memory."""
     return bytes / (hardware.memory_bandwidth * MEMORY_RATE)

@@ -37,8 +37,10 @@ def shrink(config: C, ranks: int, steps: int, folder: Path, kept: Collection[str
     model = config.model
     if "model.pattern" not in kept:
         model = replace(model, pattern=short_pattern(model))
+    sizes = small_model(model, ranks, config.float8.is_on)
     settings: Settings = {
-        **small_model(model, ranks, config.float8.is_on),
+        **sizes,
+        **small_kinds(model, sizes, ranks, config.float8.is_on),
         **small_positions(config.model, config.training.sequence_length),
         **small_training(steps),
         **documents_as_data(config, folder),
@@ -92,8 +94,32 @@ def small_model(model: Model, ranks: int, float8: bool = False) -> Settings:
     }
     if model.experts:
         settings |= small_experts(model, layers)
-    if model.attention in ("flash", "flex"):  # a CPU has no kernel of them, or no backward
-        settings["model.attention"] = "sdpa"
+    settings["model.attention"] = "eager" if model.attention == "eager" else "sdpa"  # that a CPU has, with a backward
+    return settings
+
+
+def small_kinds(model: Model, sizes: Settings, ranks: int, float8: bool) -> Settings:
+    """Return the sizes of the kinds of blocks that have such keys. sizes: `small_model` of the model.
+
+    Where a kind differs from [model] in the width of a head or of the feed-forward layer, it still does.
+    """
+    hidden = sizes["model.hidden"]
+    head_width = sizes["model.head_dim"] or hidden // sizes["model.heads"]
+    other_width, ffn_multiple = (2 * head_width, 12 * FLOAT8_MULTIPLE) if float8 else (head_width + 4, FFN_MULTIPLE)
+    settings: Settings = {}
+    for kind, keys in model.kinds.items():
+        view = model.of_kind(kind)
+        alone = small_model(view, ranks, float8)
+        small = {name: alone[f"model.{name}"] for name in ("heads", "kv_heads", "attention", "ffn") if name in keys}
+        if not {"heads", "head_dim"}.isdisjoint(keys):
+            small["head_dim"] = head_width if view.head_width == model.head_width else other_width
+        if view.ffn != model.ffn and small["ffn"] == sizes["model.ffn"]:
+            small["ffn"] += ffn_multiple
+        if keys.get("experts"):
+            small["experts"] = sizes["model.experts"]
+        if keys.get("expert_ffn"):
+            small["expert_ffn"] = 2 * FFN_MULTIPLE
+        settings |= {f"model.kinds.{kind}.{name}": value for name, value in small.items()}
     return settings
 
 

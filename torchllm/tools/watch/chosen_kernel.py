@@ -26,10 +26,10 @@ def log_attention_kernel(
     (`attention_kernels.py`), and the other values of `model.attention` name their kernel.
     """
     is_ring = parallel.cp > 1 and parallel.cp_method == "ring"
-    if device.type != "cuda" or model.attention != "sdpa" or is_ring:
+    if device.type != "cuda" or "sdpa" not in model.attention_kernels or is_ring:
         return
     settings = parallel, sequence_length, documents, dtype, device
-    kernels = {attention_kernel(view, *settings) for view in set(model.views)}
+    kernels = {attention_kernel(view, *settings) for view in set(model.views) if view.attention == "sdpa"}
     log.info("attention: torch's %s kernel", " and ".join(sorted(kernels)))
     if "math" in kernels:
         log.warning(

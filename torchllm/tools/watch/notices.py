@@ -60,7 +60,7 @@ def _describe(run: ObservedRun) -> None:
             "experts: %d of %d for a token, in %d blocks; it uses %s of the parameters",
             model.top_k,
             model.experts,
-            model.layers - model.dense_layers,
+            len(model.sparse_blocks),
             f"{active_parameter_count(model):,}",
         )
     if not config.trains_all:
@@ -142,7 +142,7 @@ class LoadAlarm:
     """Says where an expert had no token, or far too many, in `PATIENCE` logged steps in a row: once, until it ends."""
 
     def __init__(self, model: Model) -> None:
-        self.first_block = model.dense_layers
+        self.blocks = model.sparse_blocks
         self.bound = min(OVERLOAD, SHARE_OF_WORST * model.experts / model.top_k)
         self.steps: Counter[str] = Counter()
         """logged steps in a row with a problem"""
@@ -150,7 +150,7 @@ class LoadAlarm:
     def notice(self, loads: "ExpertLoads") -> str:
         """Return what has gone on for too long since this logged step; empty: nothing."""
         problems = []
-        for block, (tokens, largest) in enumerate(zip(loads.tokens, loads.largest, strict=True), self.first_block):
+        for block, tokens, largest in zip(self.blocks, loads.tokens, loads.largest, strict=True):
             for expert, count in enumerate(tokens):
                 if not count:
                     problems.append(f"expert {expert} of block {block} had no token")

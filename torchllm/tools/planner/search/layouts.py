@@ -32,7 +32,7 @@ from torchllm.tools.config.degrees import BLOCK_MODES, obstacle_to_compiled_bloc
 from torchllm.tools.config.float8_sizes import FLOAT8_MULTIPLE, takes_float8_tokens, unfit_for_float8
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.cluster import Hardware
-from torchllm.tools.planner.compute import Kernels
+from torchllm.tools.planner.compute import Kernels, kernel_of_attention
 from torchllm.tools.planner.evidence.stacks import STACKS
 from torchllm.tools.planner.experts import IMBALANCE
 from torchllm.tools.planner.frozen_weights import with_frozen_weights
@@ -107,7 +107,7 @@ def layout_of(config: Config) -> Layout:
 def kernels_of(model: Model, compile: Compile, software: Software, hardware: Hardware) -> Kernels:
     """Return the kernels that a torchllm run computes with; a GPU has one for RMSNorm, compiled or not."""
     compiled = compile.block is True
-    attention = "eager" if model.attention == "eager" else software.attention
+    attention = kernel_of_attention(model, software)
     fused_norm = hardware.is_gpu or compile.norm or compiled
     return Kernels(attention, fused_norm, compiled, compiled_loss=compile.loss is True)
 
@@ -244,12 +244,13 @@ class Job:
     def refusal(self, mesh: DegreeMesh) -> str:
         """Return why the mesh has no valid layout, as `tools.config.checks` would say; empty if it has some."""
         model, tp = self.model, mesh.tp
-        for name, size in (("heads", model.heads), ("kv_heads", model.kv), ("ffn", model.ffn)):
-            if size % tp:
-                return f"tp does not divide model.{name} = {size}"
-        unfit_width = next(unfit_for_float8(model, tp), "")
-        if self.float8.is_on and unfit_width:
-            return f"{unfit_width} is no multiple of {FLOAT8_MULTIPLE}, which float8 products need"
+        for view in different_views(model):
+            for name, size in (("heads", view.heads), ("kv_heads", view.kv), ("ffn", view.ffn)):
+                if size % tp:
+                    return f"tp does not divide model.{name} = {size}"
+            unfit_width = next(unfit_for_float8(view, tp), "")
+            if self.float8.is_on and unfit_width:
+                return f"model.{unfit_width} is no multiple of {FLOAT8_MULTIPLE}, which float8 products need"
         if not self._takes_vocabulary(mesh):
             return f"tp does not divide model.vocab = {model.vocab}"
         if mesh.pp > model.layers:
@@ -278,11 +279,12 @@ class Job:
         if cp == 1:
             return [self.fixed.get("cp_method", "ring")]
         methods = []
-        has_long_window = any(window_reaches_too_far(view, length, cp) for view in different_views(self.model))
-        if length % (2 * cp) == 0 and self.model.attention not in ("flash", "flex") and not has_long_window:
+        views = different_views(self.model)
+        has_long_window = any(window_reaches_too_far(view, length, cp) for view in views)
+        has_ring = not any(view.attention in ("flash", "flex") for view in views)
+        if length % (2 * cp) == 0 and has_ring and not has_long_window:
             methods.append("ring")
-        heads = self.model.kv // mesh.tp
-        if length % cp == 0 and heads % cp == 0:
+        if length % cp == 0 and not any(view.kv // mesh.tp % cp for view in views):
             methods.append("ulysses")
         return self.allowed("cp_method", methods)
 
