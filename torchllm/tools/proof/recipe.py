@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from torchllm.config import Config, Model
 from torchllm.config.errors import UserError
-from torchllm.config.field_types import field_types
 from torchllm.facts.block_kinds import block_kind
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ def schema_of_fork(schema: type[C], environment: Mapping[str, str] = os.environ)
 
 def lines_on_fork(schema: type[Any], table: Mapping[str, Any]) -> list[str]:
     """Return a line on RECIPE if it names none, and a config's table has sections or keys that only a fork may have."""
-    unknown = [name for name in table if name not in field_types(schema)]
+    unknown = [name for name in table if name not in schema.__dataclass_fields__]
     if not unknown or os.environ.get("RECIPE"):
         return []
     return [f"{', '.join(unknown)}: if a fork has it, set RECIPE to the fork's file"]

@@ -110,7 +110,9 @@ def small_kinds(model: Model, sizes: Settings, ranks: int, float8: bool) -> Sett
     for kind, keys in model.kinds.items():
         view = model.of_kind(kind)
         alone = small_model(view, ranks, float8)
-        small = {name: alone[f"model.{name}"] for name in ("heads", "kv_heads", "attention", "ffn") if name in keys}
+        small: dict[str, Any] = {
+            name: alone[f"model.{name}"] for name in ("heads", "kv_heads", "attention", "ffn") if name in keys
+        }
         if not {"heads", "head_dim"}.isdisjoint(keys):
             small["head_dim"] = head_width if view.head_width == model.head_width else other_width
         if view.ffn != model.ffn and small["ffn"] == sizes["model.ffn"]:
