@@ -1,5 +1,6 @@
 """Tiny configs of each published family, as transformers makes them."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,12 @@ def hub_config(name: str) -> Any:
 
 def as_json(config: Any) -> dict[str, Any]:
     return json.loads(config.to_json_string(use_diff=False))
+
+
+@functools.cache
+def content_of(name: str) -> dict[str, Any]:
+    """Return the config.json of a tiny published model. Copy it to change it."""
+    return as_json(hub_config(name))
 
 
 def save_published(

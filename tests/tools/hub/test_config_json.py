@@ -1,7 +1,6 @@
 """config.json in both directions, against the classes of transformers."""
 
 import copy
-import functools
 import inspect
 import json
 import math
@@ -17,7 +16,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RotaryEmbeddingConfigMixin
 
 from tests.facts.test_model_sizes import load
-from tests.tools.hub.published import CONFIGS, FULL, LLAMA3_SCALING, SLIDING, YARN, as_json, hub_config
+from tests.tools.hub.published import CONFIGS, FULL, LLAMA3_SCALING, SLIDING, YARN, as_json, content_of, hub_config
 from torchllm.config import Kinds, Model
 from torchllm.facts.flops import parameter_count
 from torchllm.models.layers import rotary_frequencies
@@ -44,12 +43,6 @@ def model_of(content: dict[str, Any]) -> Model:
     assert not read.problems
     model = Model(**read.values)
     return replace(model, kv_heads=model.kv, head_dim=model.head_width)
-
-
-@functools.cache
-def content_of(name: str) -> dict[str, Any]:
-    """Return the config.json of a tiny published model. Copy it to change it."""
-    return as_json(hub_config(name))
 
 
 def models() -> Iterator[tuple[str, Model]]:
@@ -180,7 +173,7 @@ MIXED = [FULL, SLIDING] * 2
 MSCALES = {"mscale": 1.0, "mscale_all_dim": 0.5}
 REFUSED = {
     "llama": [
-        ({"quantization_config": {"bits": 4}}, "quantization_config: quantized"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method: None cannot be read"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: rotary positions of a part of each head"),
         ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map: a model with custom code"),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_parameters.rope_type: 'longrope' is not"),

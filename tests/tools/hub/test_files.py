@@ -41,7 +41,7 @@ def folder(original: Path, tmp_path: Path) -> Path:
 
 def problems_of(folder: Path, **changes: Any) -> list[str]:
     config = read_hub_config(folder)
-    files = find_hub_files(folder, config.family)
+    files = find_hub_files(folder, config)
     model = replace(config.model, **changes)
     found = check_tensors(files, config, model, is_tying_chosen="tied_embeddings" in changes)
     return [problem.replace(f"{folder}/", "").replace(str(folder), "FOLDER") for problem in found]
@@ -158,7 +158,7 @@ def test_one_file_is_read_before_those_of_an_index_as_transformers_does(folder: 
     for is_stale in (False, True):
         if is_stale:
             (folder / FIRST).unlink()
-        files = find_hub_files(folder, read_hub_config(folder).family)
+        files = find_hub_files(folder, read_hub_config(folder))
         assert files.problems == []
         assert files.tensors[NORM].file == "model.safetensors"
         (note,) = files.notes

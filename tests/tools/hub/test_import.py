@@ -141,7 +141,7 @@ def read_on_layout(config: Config) -> Imported:
         return content
 
     with mock.patch.object(hf_reader, "_read_block", noted):
-        bytes_read = read_hub_weights(find_hub_files(folder, hub_config.family), hub_config, stages)
+        bytes_read = read_hub_weights(find_hub_files(folder, hub_config), hub_config, stages)
     assert bytes_read == sum(sizes)
     whole = gather_whole(stages, lambda parameter: parameter.detach())
     rows: list[Any] = [None] * dist.get_world_size()
@@ -209,7 +209,7 @@ def test_ranks_read_their_own_bytes_once_and_hold_one_block(folders: Path) -> No
     """Counted, of four ranks that share all weights: the sum is the file's tensors, and a rank has a quarter."""
     folder = publish(folders, "llama", "")
     config = read_hub_config(folder)
-    files = find_hub_files(folder, config.family)
+    files = find_hub_files(folder, config)
     size = sum(tensor.end - tensor.begin for tensor in files.tensors.values())
     totals = check_layout(folder, {"parallel.dp_shard": 4}).totals
     assert sum(read for read, _ in totals) == size
@@ -232,7 +232,7 @@ def test_experts_of_a_file_become_parts_of_a_stack(name: str, settings: Settings
     folder = publish(folders, name, form)
     imported = check_layout(folder, settings)
     config = read_hub_config(folder)
-    files = find_hub_files(folder, config.family)
+    files = find_hub_files(folder, config)
     size = sum(tensor.end - tensor.begin for tensor in files.tensors.values())
     shards = {"parallel.dp_shard", "parallel.cp", "parallel.ep"}
     if settings.keys() <= shards:  # each weight is on one rank

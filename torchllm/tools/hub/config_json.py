@@ -21,6 +21,7 @@ from torchllm.tools.hub.families.family import (
     UnmappedParameter,
 )
 from torchllm.tools.hub.families.registry import HUB_FAMILIES, UNSUPPORTED_TYPES
+from torchllm.tools.hub.quantization import Plain, Quantization, read_quantization
 from torchllm.tools.hub.rope import (
     FRACTION,
     LENGTH,
@@ -166,6 +167,8 @@ class ReadConfig:
     """keys of [model] that the weights fix -> the fields of config.json that say so"""
     problems: list[str] = field(default_factory=list)
     """faults, each with its field"""
+    quantization: Quantization = field(default_factory=Plain)
+    """how the files store the weights"""
     unknown_fields: list[str] = field(default_factory=list)
     """fields that nothing here knows, and that are not used"""
 
@@ -179,8 +182,10 @@ def read_config_json(content: Mapping[str, Any]) -> ReadConfig:
     read = ReadConfig()
     model_type = content.get("model_type")
     read.family = HUB_FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    if content.get("quantization_config"):
-        read.report("quantization_config", "quantized weights are not supported: take the model's original ones")
+    try:
+        read.quantization = read_quantization(content.get("quantization_config"))
+    except FieldError as error:
+        read.problems.append(str(error))
     if content.get("auto_map"):
         read.report("auto_map", "a model with custom code is not supported")
     if read.family is None:

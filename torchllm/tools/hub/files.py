@@ -18,7 +18,8 @@ from torchllm.config import Model
 from torchllm.config.files import open_regular, read_regular
 from torchllm.tools.hub.config_json import ReadConfig, check_combination, read_config_json
 from torchllm.tools.hub.families.family import HubFamily
-from torchllm.tools.hub.safetensors_header import ITEM_SIZES, FileTensor, Header, HubFileError, read_header
+from torchllm.tools.hub.quantization import Piece, Plain, Quantization
+from torchllm.tools.hub.safetensors_header import FileTensor, Header, HubFileError, read_header
 
 CONFIG_JSON = "config.json"
 INDEX_JSON = "model.safetensors.index.json"
@@ -91,6 +92,7 @@ class HubFiles:
     folder: Path
     family: HubFamily
     """of the model, with the table of keys that these files follow"""
+    quantization: Quantization = field(default_factory=Plain)
     headers: dict[str, Header] = field(default_factory=dict)
     """by name of the file"""
     tensors: dict[str, FileTensor] = field(default_factory=dict)
@@ -106,9 +108,9 @@ class HubFiles:
         }
 
 
-def find_hub_files(folder: Path, family: HubFamily) -> HubFiles:
+def find_hub_files(folder: Path, config: HubConfig) -> HubFiles:
     """Return the files with the weights, with all that is wrong with the index and the headers."""
-    files = HubFiles(folder, family)
+    files = HubFiles(folder, config.family, config.read.quantization)
     try:
         places = _places(folder)
     except HubFileError as error:
@@ -130,7 +132,7 @@ def find_hub_files(folder: Path, family: HubFamily) -> HubFiles:
             files.problems.append(str(error))
     for name, header in files.headers.items():
         _collect_tensors(files, name, header, places)
-    files.family = family.with_table_of(files.tensors)
+    files.family = config.family.with_table_of(files.tensors)
     for key, name in places.items():
         if key and name in files.headers and key not in files.headers[name].tensors:
             files.problems.append(f"{folder / name}: {key}: is missing, but {INDEX_JSON} says that it is there")
@@ -194,20 +196,12 @@ def check_tensors(files: HubFiles, config: HubConfig, model: Model, *, is_tying_
     problems = list(files.problems)
     if problems:  # the set of missing tensors is not known then
         return problems
-    expected = {}
+    expected = set()
     stored_model = replace(config.model, tied_embeddings=model.tied_embeddings)
     for stored in family.stored_tensors(stored_model):
-        expected[stored.key] = stored.shape
-    for key, shape in expected.items():
-        if key not in files.tensors:
-            problems.append(f"{files.folder}: {key}: is missing; it must be {list(shape)}")
-            continue
-        tensor = files.tensors[key]
-        place = f"{files.folder / tensor.file}: {key}"
-        if tensor.shape != shape:
-            problems.append(f"{place}: is {list(tensor.shape)}, but by {CONFIG_JSON} it must be {list(shape)}")
-        if tensor.dtype not in ITEM_SIZES:
-            problems.append(f"{place}: is {tensor.dtype}; weights can be read that are {', '.join(ITEM_SIZES)}")
+        for piece in files.quantization.storage_of(stored, files.tensors).pieces:
+            expected.add(piece.key)
+            problems += _check_piece(files, piece)
     for key, tensor in files.tensors.items():
         if key not in expected and key != HEAD and not family.ignores(key, model.layers):
             problems.append(f"{files.folder / tensor.file}: {key}: no part of a model of type {family.model_type!r}")
@@ -216,6 +210,19 @@ def check_tensors(files: HubFiles, config: HubConfig, model: Model, *, is_tying_
     if len(problems) > LISTED:
         problems[LISTED:] = [f"and {len(problems) - LISTED} problems of other tensors"]
     return problems
+
+
+def _check_piece(files: HubFiles, piece: Piece) -> Iterator[str]:
+    """Yield the faults of a tensor of the files."""
+    if piece.key not in files.tensors:
+        yield f"{files.folder}: {piece.key}: is missing; it must be {list(piece.shape)}"
+        return
+    tensor = files.tensors[piece.key]
+    place = f"{files.folder / tensor.file}: {piece.key}"
+    if tensor.shape != piece.shape:
+        yield f"{place}: is {list(tensor.shape)}, but by {CONFIG_JSON} it must be {list(piece.shape)}"
+    if tensor.dtype not in piece.dtypes:
+        yield f"{place}: is {tensor.dtype}; weights can be read that are {', '.join(piece.dtypes)}"
 
 
 def _check_superfluous_head(files: HubFiles, family: HubFamily, model: Model) -> Iterator[str]:

@@ -8,14 +8,17 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torchllm.checkpoint.state import WEIGHTS, Part, fill_tied_copies
+from torchllm.tools.hub.dequantize import Box, decode
 from torchllm.tools.hub.families.family import StoredPart, StoredTensor, stored_shapes
 from torchllm.tools.hub.files import HubConfig, HubFiles
+from torchllm.tools.hub.quantization import Piece
 from torchllm.tools.hub.safetensors_header import ITEM_SIZES, FileTensor, HubFileError
 from torchllm.tools.hub.weights import PartsToFill, initial_parts
 
@@ -23,16 +26,15 @@ THREADS = 4
 """of a rank, that read"""
 BLOCK = 1 << 24
 """bytes of a tensor that a thread holds at once"""
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-class Box(NamedTuple):
-    """Rows and columns of a tensor in a file; a vector has one column."""
-
-    first_row: int
-    rows: int
-    first_column: int
-    columns: int
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+BYTES_PER_VALUE = 4
+"""of a decoded tensor"""
 
 
 class PartRead(NamedTuple):
@@ -82,27 +84,49 @@ def fill_part(files: HubFiles, tensors: Sequence[StoredTensor], name: str, part:
 
 
 def _fill_from(files: HubFiles, stored: StoredTensor, read: PartRead) -> int:
-    """Read a box of one tensor, block by block; return how many bytes it has."""
-    tensor = files.tensors[stored.key]
-    path = files.folder / tensor.file
-    item_size = ITEM_SIZES[tensor.dtype]
-    rows_at_a_time = max(1, BLOCK // (read.box.columns * item_size))
-    handle = os.open(path, os.O_RDONLY)
-    try:
+    """Read a box of one tensor, block by block; return how many bytes were read."""
+    storage = files.quantization.storage_of(stored, files.tensors)
+    bytes_per_value = max(BYTES_PER_VALUE, *(ITEM_SIZES[files.tensors[piece.key].dtype] for piece in storage.pieces))
+    rows_at_a_time = max(1, BLOCK // (read.box.columns * bytes_per_value))
+    with PieceReader(files) as pieces:
         for row in range(0, read.box.rows, rows_at_a_time):
             rows = min(rows_at_a_time, read.box.rows - row)
             block = Box(read.box.first_row + row, rows, read.box.first_column, read.box.columns)
-            content = _read_block(handle, tensor, block, stored.columns, item_size)
-            if content is None:
-                raise HubFileError(f"{path}: {stored.key}: the file was cut short while it was read")
-            values = torch.frombuffer(content, dtype=DTYPES[tensor.dtype]).view(rows, read.box.columns)
+            values = decode(storage, stored, block, pieces.read)
             if read.is_transposed:
                 read.local[:, row : row + rows].copy_(values.t())
             else:
                 read.local[row : row + rows].copy_(values)
-    finally:
-        os.close(handle)
-    return read.box.rows * read.box.columns * item_size
+    return pieces.bytes_read
+
+
+class PieceReader:
+    """Reads boxes of the tensors in a model's files, each of which it opens once."""
+
+    def __init__(self, files: HubFiles) -> None:
+        self.files = files
+        self.bytes_read = 0
+        self._handles: dict[Path, int] = {}
+
+    def __enter__(self) -> "PieceReader":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles.values():
+            os.close(handle)
+
+    def read(self, piece: Piece, box: Box) -> Tensor:
+        """Return a box of a tensor, (rows, columns). Raises HubFileError if the file is shorter than it was."""
+        tensor = self.files.tensors[piece.key]
+        path = self.files.folder / tensor.file
+        if path not in self._handles:
+            self._handles[path] = os.open(path, os.O_RDONLY)
+        item_size = ITEM_SIZES[tensor.dtype]
+        content = _read_block(self._handles[path], tensor, box, piece.columns, item_size)
+        if content is None:
+            raise HubFileError(f"{path}: {piece.key}: the file was cut short while it was read")
+        self.bytes_read += box.rows * box.columns * item_size
+        return torch.frombuffer(content, dtype=DTYPES[tensor.dtype]).view(box.rows, box.columns)
 
 
 def plan_read(stored: StoredTensor, place: StoredPart, part: Part) -> PartRead | None:

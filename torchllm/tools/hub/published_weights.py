@@ -44,7 +44,7 @@ class HubWeights:
     def open(self, folder: Path) -> tuple[HubConfig, HubFiles]:
         """Return the files of the model. Raises CheckpointError if they do not fit."""
         config = read_hub_config(folder)
-        files = find_hub_files(folder, config.family)
+        files = find_hub_files(folder, config)
         problems = check_tensors(files, config, self.model, is_tying_chosen=True)
         if problems:
             raise CheckpointError("\n".join(problems))

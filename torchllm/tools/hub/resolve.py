@@ -132,7 +132,7 @@ def resolve_from_hf(draft: Draft[C], *, weights: bool, may_download: bool) -> No
     if config.read.unknown_fields:
         draft.notes.append(f"{config.path}: not known and not used: {', '.join(config.read.unknown_fields)}")
     if weights and may_download and not draft.errors:
-        files = find_hub_files(found.folder, config.family)
+        files = find_hub_files(found.folder, config)
         draft.notes += files.notes
         is_tying_chosen = "tied_embeddings" in _written(draft)
         _report_lines(draft, check_tensors(files, config, draft.config.model, is_tying_chosen=is_tying_chosen))
