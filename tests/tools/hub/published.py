@@ -112,13 +112,52 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | GLM_EXPERTS
         | {"head_dim": 16, "attention_bias": True, "rope_parameters": YARN | {"partial_rotary_factor": 0.5}},
     ),
+    "minimax-m2": (
+        "MiniMaxM2Config",
+        SIZES
+        | NO_ENDS
+        | {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 16}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    ),
+    "minimax-m2-yarn": (
+        "MiniMaxM2Config",
+        SIZES | NO_ENDS | {"num_local_experts": 8, "head_dim": 8, "rope_parameters": YARN},
+    ),
     "gpt2": ("GPT2Config", {"n_layer": 4, "n_embd": 32, "n_head": 4, "vocab_size": 96, "n_positions": 64}),
 }
 """name -> class of transformers, and its arguments"""
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llava": (
+        "LlavaConfig",
+        {
+            "vision_config": VISION | {"model_type": "clip_vision_model", "projection_dim": 16},
+            "text_config": SIZES | {"model_type": "llama"},
+            "image_token_index": 95,
+        },
+    ),
+    "mistral3": (
+        "Mistral3Config",
+        {
+            "vision_config": VISION | {"model_type": "pixtral", "head_dim": 8},
+            "text_config": SIZES | {"model_type": "mistral", "sliding_window": None, "head_dim": 10},
+            "image_token_index": 95,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+"""models of text and more, as in CONFIGS"""
 
 
 def hub_config(name: str) -> Any:
-    kind, arguments = CONFIGS[name]
+    kind, arguments = (CONFIGS | TEXT_PARTS)[name]
     return getattr(transformers, kind)(**arguments)
 
 
@@ -143,7 +182,8 @@ def save_published(
     for key, value in changes.items():
         setattr(config, key, value)
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    auto = transformers.AutoModelForImageTextToText if name in TEXT_PARTS else transformers.AutoModelForCausalLM
+    model = auto.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

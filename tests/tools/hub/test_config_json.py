@@ -18,7 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RotaryEmbeddin
 from tests.facts.test_model_sizes import load
 from tests.tools.hub.published import CONFIGS, FULL, LLAMA3_SCALING, SLIDING, YARN, as_json, content_of, hub_config
 from torchllm.config import Kinds, Model
-from torchllm.facts.flops import parameter_count
+from torchllm.facts.flops import active_parameter_count, parameter_count
 from torchllm.models.layers import rotary_frequencies
 from torchllm.tools.hub.config_json import (
     NoFamily,
@@ -104,6 +104,7 @@ SAID_ELSEWHERE: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"rope_scaling": OLD_LLAMA3, "original_max_position_embeddings": 16}),
     ("llama", {"rope_scaling": LINEAR, "original_max_position_embeddings": 16}),
     ("glm4-moe", {"rope_scaling": LINEAR | {"partial_rotary_factor": 0.25}}),
+    ("minimax-m2", {"rotary_dim": 4, "rope_theta": 1e6}),
     ("olmo3", {"rope_theta": 500000, "rope_scaling": OLD_YARN, "layer_types": None}),
     ("qwen2-windows", {"layer_types": None, "max_window_layers": 1}),
     ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 2}),
@@ -175,7 +176,6 @@ REFUSED = {
     "llama": [
         ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method: None cannot be read"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: rotary positions of a part of each head"),
-        ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map: a model with custom code"),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_parameters.rope_type: 'longrope' is not"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope_parameters.low_freq_factor: is missing"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor: rotary"),
@@ -262,6 +262,11 @@ REFUSED = {
         ({"num_attention_heads": 8}, "num_attention_heads: is 8, but n_head is 4: remove one of them"),
         ({"rope_parameters": {"rope_type": "default"}}, "rope_parameters: is {'rope_type': 'default'}: rotary"),
     ],
+    "minimax-m2": [
+        ({"rotary_dim": 4}, "rotary_dim: says otherwise than partial_rotary_factor"),
+        ({"rotary_dim": 17}, "rotary_dim: must be a whole number from 1 to head_dim, not 17"),
+        ({"qk_norm_type": "per_head"}, "qk_norm_type: is 'per_head': norms of each head of q and k"),
+    ],
     "olmoe": [({"head_dim": 16}, "head_dim: is 16: heads of another width")],
     "qwen2-window": [
         ({"layer_types": None, "max_window_layers": "0"}, "max_window_layers: must be a whole number, not '0'"),
@@ -336,6 +341,18 @@ def test_published_models_whose_blocks_differ_have_their_parameters() -> None:
     assert [view.has_rotary_positions for view in model.views] == [True, True, True, False] * 9
 
 
+def test_published_minimax_m2_has_its_parameters() -> None:
+    """Of MiniMaxAI/MiniMax-M2: "230 billion total parameters with 10 billion active"; rotary positions of 64 features,
+    which only the field of its own code says."""
+    published = {"qk_norm_type": "per_layer", "use_qk_norm": True, "scoring_func": "sigmoid", "use_routing_bias": True}
+    prediction = {"use_mtp": True, "num_mtp_modules": 3, "mtp_transformer_layers": 1}
+    read = read_config_json({"model_type": "minimax_m2", "rotary_dim": 64, **published, **prediction})
+    assert (read.problems, read.unknown_fields) == ([], [])
+    model = Model(**read.values)
+    assert (parameter_count(model), active_parameter_count(model)) == (228_689_748_992, 0)
+    assert model.rotary_width == 64
+
+
 def test_a_mistral_whose_blocks_differ_is_a_ministral() -> None:
     """As Mistral AI has published Ministral 8B, and AutoConfig of transformers reads it."""
     named = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
@@ -406,8 +423,9 @@ def test_an_unsupported_family_is_named_with_what_it_has() -> None:
 
 def test_an_unknown_field_is_named() -> None:
     scaling = {"rope_type": "linear", "factor": 2.0, "finetuned": True}
-    read = read_config_json(content_of("llama") | {"mystery": 1, "rope_parameters": scaling})
-    assert read.unknown_fields == ["mystery", "rope_parameters.finetuned"]
+    code = {"AutoModel": "modeling.Model"}  # of the repository; transformers runs its own, too, unless it is told
+    read = read_config_json(content_of("llama") | {"mystery": 1, "rope_parameters": scaling, "auto_map": code})
+    assert read.unknown_fields == ["auto_map", "mystery", "rope_parameters.finetuned"]
     assert not read.problems
 
 

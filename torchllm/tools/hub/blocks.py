@@ -118,6 +118,8 @@ def write_blocks(model: Model, family: HubFamily) -> dict[str, Any]:
     if family.rotary_fraction is not None:
         written[FRACTION] = with_rope.rotary_fraction
         written["rope_parameters"][FRACTION] = with_rope.rotary_fraction
+    if family.rotary_width:
+        written[family.rotary_width] = with_rope.rotary_width
     if family.has_no_rope_layers:
         written["no_rope_layers"] = [int(view.has_rotary_positions) for view in views]
     if family.has_window_fields:

@@ -21,6 +21,7 @@ from torchllm.tools.hub.families.family import (
     UnmappedParameter,
 )
 from torchllm.tools.hub.families.registry import HUB_FAMILIES, UNSUPPORTED_TYPES
+from torchllm.tools.hub.families.text_part import TEXT_CONFIG, TEXT_PARTS, TextPart
 from torchllm.tools.hub.quantization import Plain, Quantization, read_quantization
 from torchllm.tools.hub.rope import (
     FRACTION,
@@ -169,6 +170,8 @@ class ReadConfig:
     """faults, each with its field"""
     quantization: Quantization = field(default_factory=Plain)
     """how the files store the weights"""
+    text_part: TextPart | None = None
+    """what the text model is a part of; None: it is the whole model"""
     unknown_fields: list[str] = field(default_factory=list)
     """fields that nothing here knows, and that are not used"""
 
@@ -178,16 +181,20 @@ class ReadConfig:
 
 
 def read_config_json(content: Mapping[str, Any]) -> ReadConfig:
-    """Return the values of [model] in a config.json, with all faults and unsupported settings."""
+    """Return the values of [model] in a config.json, with all faults and unsupported settings.
+
+    Of a model of text and more they are those of its text model.
+    """
     read = ReadConfig()
     model_type = content.get("model_type")
+    text_part = TEXT_PARTS.get(model_type) if isinstance(model_type, str) else None
+    if text_part is not None:
+        return _read_text_part(content, text_part)
     read.family = HUB_FAMILIES.get(model_type) if isinstance(model_type, str) else None
     try:
         read.quantization = read_quantization(content.get("quantization_config"))
     except FieldError as error:
         read.problems.append(str(error))
-    if content.get("auto_map"):
-        read.report("auto_map", "a model with custom code is not supported")
     if read.family is None:
         read.report("model_type", _why_unsupported(model_type))
         return read
@@ -205,6 +212,18 @@ def read_config_json(content: Mapping[str, Any]) -> ReadConfig:
     read.unknown_fields = sorted(content.keys() - known_fields(read.family))
     if read.family.has_rotary_positions:
         read.unknown_fields += sorted(unknown_rope_fields(content))
+    return read
+
+
+def _read_text_part(content: Mapping[str, Any], text_part: TextPart) -> ReadConfig:
+    """Return what `read_config_json` does of the text model within a model."""
+    try:
+        read = read_config_json(text_part.fields(content))
+    except FieldError as error:
+        return ReadConfig(problems=[str(error)])
+    read.text_part = text_part
+    read.problems = [f"{TEXT_CONFIG}.{problem}" for problem in read.problems]
+    read.unknown_fields = [f"{TEXT_CONFIG}.{name}" for name in read.unknown_fields]
     return read
 
 
@@ -228,11 +247,13 @@ def known_fields(family: HubFamily) -> set[str]:
     """Return the fields of a family's config.json that are understood, or known to do nothing."""
     names = set(UNUSED_FIELDS) | family.field_names | set(family.ignored_fields)
     names |= {required.name for required in _required_fields(family)}
-    names |= {"quantization_config", FRACTION, "auto_map", "layer_types"} | family.constant_fields.keys()
+    names |= {"quantization_config", FRACTION, "layer_types"} | family.constant_fields.keys()
     if family.has_rotary_positions:
         names |= set(ROPE_FIELDS)
     if family.has_rotary_positions and not family.has_rope_by_type:  # those have it in their tables alone
         names.add(ORIGINAL_LENGTH)
+    if family.rotary_width:
+        names.add(family.rotary_width)
     if family.has_window_fields:
         names |= set(WINDOW_FIELDS)
     if family.has_no_rope_layers:
@@ -363,7 +384,7 @@ def _read_rotary_positions(
     try:
         if family.has_rope_by_type:
             content = rope_of_type(content, block.layer_type, family.rope_theta)
-        fraction = read_rotary_fraction(content, family.rotary_fraction)
+        fraction = read_rotary_fraction(_with_rotary_share(content, family, read), family.rotary_fraction)
         length = read.values.get("max_sequence_length")  # also where it is a default
         rope = read_rope({**content, LENGTH: length}, family.rope_theta)
     except FieldError as error:
@@ -371,6 +392,19 @@ def _read_rotary_positions(
             read.problems.append(str(error))
         return {}
     return rope | {"rotary_fraction": fraction if block.has_rope else 0.0}
+
+
+def _with_rotary_share(content: Mapping[str, Any], family: HubFamily, read: ReadConfig) -> Mapping[str, Any]:
+    """Return the fields with the share of a head that rotary positions turn, for its width. Raises FieldError."""
+    width = content.get(family.rotary_width) if family.rotary_width else None
+    if width is None:
+        return content
+    head_dim = read.values.get("head_dim")
+    if type(width) is not int or type(head_dim) is not int or not 0 < width <= head_dim:
+        raise FieldError(f"{family.rotary_width}: must be a whole number from 1 to head_dim, not {width!r}")
+    if content.get(FRACTION, width / head_dim) != width / head_dim:
+        raise FieldError(f"{family.rotary_width}: says otherwise than {FRACTION}: remove one of them")
+    return {**content, FRACTION: width / head_dim}
 
 
 def _check_values(content: Mapping[str, Any], read: ReadConfig) -> None:

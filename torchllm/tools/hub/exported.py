@@ -33,6 +33,8 @@ class PublishedOrigin:
     """as its config.json names its family"""
     vocab: int = 0
     """rows of its embedding"""
+    text_part_of: str = ""
+    """class of the model that it was the text model of; empty: it was the whole model"""
 
 
 def checkpoints_to_export(config: Config) -> list[Path]:
@@ -67,7 +69,8 @@ def published_origin(record: Mapping[str, Any]) -> PublishedOrigin:
     initial = record.get("initial")
     while isinstance(initial, Mapping):
         if "model_type" in initial:
-            return PublishedOrigin(str(initial["from"]), str(initial["model_type"]), int(initial["vocab"]))
+            name, model_type, vocab = str(initial["from"]), str(initial["model_type"]), int(initial["vocab"])
+            return PublishedOrigin(name, model_type, vocab, str(initial.get("text_part_of", "")))
         initial = initial.get("initial")
     return PublishedOrigin()
 

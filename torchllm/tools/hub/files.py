@@ -9,7 +9,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,8 @@ ADAPTER_JSON = "adapter_config.json"
 HEAD = "lm_head.weight"
 LISTED = 20
 """problems of tensors that an error lists at most"""
+LISTED_PARTS = 6
+"""of the tensors that are left out, that a note lists at most"""
 BYTES_AT_A_TIME = 1 << 24
 """compared at once, of two tensors"""
 
@@ -48,6 +51,14 @@ class HubConfig(NamedTuple):
     def model(self) -> Model:
         """The published model as [model]."""
         return Model(**self.read.values)
+
+    def key_of(self, key: str) -> str | None:
+        """Return the key that the family's table has for a key of a file; None if the tensor is left out."""
+        of_text = key if self.read.text_part is None else self.read.text_part.key_of(key)
+        if of_text is None or self.family.is_of_prediction_block(of_text, self.read.values["layers"]):
+            return None
+        has_prefix = of_text.startswith(self.family.prefix) or of_text == HEAD
+        return of_text if has_prefix else self.family.prefix + of_text
 
 
 def read_hub_config(folder: Path) -> HubConfig:
@@ -130,8 +141,11 @@ def find_hub_files(folder: Path, config: HubConfig) -> HubFiles:
             files.headers[name] = read_header(folder / name)
         except HubFileError as error:
             files.problems.append(str(error))
+    left_out: list[str] = []
     for name, header in files.headers.items():
-        _collect_tensors(files, name, header, places)
+        left_out += _collect_tensors(files, config, name, header, places)
+    if left_out:
+        files.notes.append(f"{folder}: {_said_of_left_out(left_out)}")
     files.family = config.family.with_table_of(files.tensors)
     for key, name in places.items():
         if key and name in files.headers and key not in files.headers[name].tensors:
@@ -174,17 +188,29 @@ def _what_is_there(folder: Path) -> str:
     return f", but {', '.join(tensors)}" if tensors else ""
 
 
-def _collect_tensors(files: HubFiles, name: str, header: Header, places: dict[str, str]) -> None:
-    """Add the tensors of one file, by the keys of the family's table."""
-    prefix = files.family.prefix
+def _collect_tensors(
+    files: HubFiles, config: HubConfig, name: str, header: Header, places: dict[str, str]
+) -> Iterator[str]:
+    """Add the tensors of one file, by the keys of the family's table; yield the keys of those that are left out."""
     for key, tensor in header.tensors.items():
         if "" not in places and places.get(key) != name:
             files.problems.append(f"{files.folder / name}: {key}: is not in {INDEX_JSON}")
             continue
-        full_key = key if key.startswith(prefix) or key == HEAD else prefix + key
+        full_key = config.key_of(key)
+        if full_key is None:
+            yield key
+            continue
         if full_key in files.tensors:
             files.problems.append(f"{files.folder / name}: {key}: is in {files.tensors[full_key].file} too")
         files.tensors[full_key] = tensor
+
+
+def _said_of_left_out(keys: Sequence[str]) -> str:
+    """Return how many tensors are not read, and of what parts: "model.vision_tower", "model.layers.61"."""
+    parts = Counter(re.sub(r"((?:model\.)?(?:layers\.)?[^.]+)\..*", r"\1", key) for key in keys)
+    listed = ", ".join(f"{part} ({count})" for part, count in parts.most_common(LISTED_PARTS))
+    more = f", and {len(parts) - LISTED_PARTS} parts more" if len(parts) > LISTED_PARTS else ""
+    return f"{len(keys)} tensors are not read, because the model here has no such part: {listed}{more}"
 
 
 def check_tensors(files: HubFiles, config: HubConfig, model: Model, *, is_tying_chosen: bool) -> list[str]:
@@ -203,7 +229,7 @@ def check_tensors(files: HubFiles, config: HubConfig, model: Model, *, is_tying_
             expected.add(piece.key)
             problems += _check_piece(files, piece)
     for key, tensor in files.tensors.items():
-        if key not in expected and key != HEAD and not family.ignores(key, model.layers):
+        if key not in expected and key != HEAD and not family.ignores(key):
             problems.append(f"{files.folder / tensor.file}: {key}: no part of a model of type {family.model_type!r}")
     if model.tied_embeddings and not is_tying_chosen and not problems:
         problems += _check_superfluous_head(files, family, stored_model)

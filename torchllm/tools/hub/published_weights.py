@@ -55,6 +55,7 @@ class HubWeights:
         return {
             "from": self.model.from_hf,
             "model_type": config.family.model_type,
+            "text_part_of": config.read.text_part.architecture if config.read.text_part else "",
             "vocab": config.model.vocab,
             "config_sha256": config.sha256,
             "files": files.record(),

@@ -171,6 +171,8 @@ class HubFamily:
     rotary_fraction: float | None = None
     """share of each head that rotary positions turn, where config.json has no partial_rotary_factor; None: whole heads,
     and no other share is supported"""
+    rotary_width: str = ""
+    """field with the features of a head that rotary positions turn, another spelling of their share (MiniMax-M2)"""
     rope_theta: float = 10000.0
     """base of the rotary frequencies where config.json has none"""
     heads_divide_hidden: bool = False
@@ -196,13 +198,14 @@ class HubFamily:
         """Whether the family's models are mixtures of experts."""
         return any(config_field.key == "experts" for config_field in self.fields)
 
-    def ignores(self, key: str, layers: int) -> bool:
-        """Return whether a tensor of a file with `layers` blocks is unused, though files have it."""
-        name = key.removeprefix(self.prefix)
-        block = re.match(r"layers\.(\d+)\.", name)
-        if self.has_prediction_blocks and block is not None and int(block[1]) >= layers:
-            return True
-        return re.fullmatch(self.ignored_tensors, name) is not None
+    def ignores(self, key: str) -> bool:
+        """Return whether a tensor is a buffer that no model needs, though files have it."""
+        return re.fullmatch(self.ignored_tensors, key.removeprefix(self.prefix)) is not None
+
+    def is_of_prediction_block(self, key: str, layers: int) -> bool:
+        """Return whether a tensor of a file with `layers` blocks is of a further one."""
+        block = re.match(r"layers\.(\d+)\.", key.removeprefix(self.prefix))
+        return self.has_prediction_blocks and block is not None and int(block[1]) >= layers
 
     def with_table_of(self, keys: Iterable[str]) -> "HubFamily":
         """Return the family with the table that the keys of a file follow: experts of a block are stacked, or not."""

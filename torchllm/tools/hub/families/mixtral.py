@@ -17,6 +17,12 @@ EXPERTS = "layers.{}.mlp.routed.experts."
 """of the parameters here, which stack the experts of a block"""
 ROUTER = "layers.{}.mlp.routed.router.weight"
 MIXTRAL_EXPERT = "model.layers.{}.block_sparse_moe.experts.{expert}."
+BLOCK_SPARSE_TENSORS = (
+    TensorRule("model.layers.{}.block_sparse_moe.gate.weight", (ROUTER,)),
+    TensorRule(MIXTRAL_EXPERT + "w1.weight", (EXPERTS + "gate_proj",)),
+    TensorRule(MIXTRAL_EXPERT + "w3.weight", (EXPERTS + "up_proj",)),
+    TensorRule(MIXTRAL_EXPERT + "w2.weight", (EXPERTS + "down_proj",)),
+)
 
 STACKED_MLP = "model.layers.{}.mlp."
 STACKED_TENSORS = (
@@ -44,10 +50,7 @@ MIXTRAL = HubFamily(
         *ENDS,
         *ATTENTION_TENSORS,
         *NORMS_BEFORE,
-        TensorRule("model.layers.{}.block_sparse_moe.gate.weight", (ROUTER,)),
-        TensorRule(MIXTRAL_EXPERT + "w1.weight", (EXPERTS + "gate_proj",)),
-        TensorRule(MIXTRAL_EXPERT + "w3.weight", (EXPERTS + "up_proj",)),
-        TensorRule(MIXTRAL_EXPERT + "w2.weight", (EXPERTS + "down_proj",)),
+        *BLOCK_SPARSE_TENSORS,
     ),
     stacked_tensors=(*ENDS, *ATTENTION_TENSORS, *NORMS_BEFORE, *STACKED_TENSORS),
     ignored_tensors=INVERSE_FREQUENCIES,

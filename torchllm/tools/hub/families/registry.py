@@ -4,6 +4,7 @@ from torchllm.tools.hub.families.family import HubFamily
 from torchllm.tools.hub.families.glm4_moe import GLM4_MOE
 from torchllm.tools.hub.families.gpt2 import GPT2
 from torchllm.tools.hub.families.llama import LLAMA
+from torchllm.tools.hub.families.minimax_m2 import MINIMAX_M2
 from torchllm.tools.hub.families.mistral import MINISTRAL, MISTRAL
 from torchllm.tools.hub.families.mixtral import MIXTRAL
 from torchllm.tools.hub.families.olmo2 import OLMO2
@@ -18,7 +19,7 @@ HUB_FAMILIES: dict[str, HubFamily] = {
     family.model_type: family
     for family in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3, MINISTRAL),
-        *(GPT2, MIXTRAL, QWEN3_MOE, OLMOE, GLM4_MOE),
+        *(GPT2, MIXTRAL, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2),
     )
 }
 """by the model_type of config.json; a model is exported as the first that fits"""
