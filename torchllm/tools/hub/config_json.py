@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import Any
 
 from torchllm.config import Config, Model
@@ -20,8 +21,9 @@ from torchllm.tools.hub.families.family import (
     RequiredField,
     UnmappedParameter,
 )
-from torchllm.tools.hub.families.registry import HUB_FAMILIES, UNSUPPORTED_TYPES
+from torchllm.tools.hub.families.registry import HUB_FAMILIES
 from torchllm.tools.hub.families.text_part import TEXT_CONFIG, TEXT_PARTS, TextPart
+from torchllm.tools.hub.missing_parts import describe_missing
 from torchllm.tools.hub.quantization import Plain, Quantization, read_quantization
 from torchllm.tools.hub.rope import (
     FRACTION,
@@ -196,7 +198,7 @@ def read_config_json(content: Mapping[str, Any]) -> ReadConfig:
     except FieldError as error:
         read.problems.append(str(error))
     if read.family is None:
-        read.report("model_type", _why_unsupported(model_type))
+        _report_unsupported(content, read)
         return read
     _check_architecture(content, read.family, read)
     if read.family.type_of_kinds and _has_kinds(content):
@@ -233,14 +235,24 @@ def _has_kinds(content: Mapping[str, Any]) -> bool:
     return isinstance(types, list) and all(layer_type in types for layer_type in LAYER_TYPES)
 
 
-def _why_unsupported(model_type: Any) -> str:
-    """Return why models of a type cannot be read."""
-    supported = f"supported are {', '.join(HUB_FAMILIES)}"
-    if model_type is None:
-        return f"is missing; {supported}"
-    if model_type in UNSUPPORTED_TYPES:
-        return f"{model_type!r} has {UNSUPPORTED_TYPES[model_type]}, which cannot be read here; {supported}"
-    return f"{model_type!r} is not supported; {supported}"
+def _report_unsupported(content: Mapping[str, Any], read: ReadConfig) -> None:
+    """Report that models of a type cannot be read, and which of their parts are missing here."""
+    model_type = content.get("model_type")
+    supported = f"supported are {', '.join([*HUB_FAMILIES, *TEXT_PARTS])}"
+    if not isinstance(model_type, str):
+        read.report("model_type", f"is missing; {supported}")
+        return
+    read.report("model_type", f"{model_type!r} is not supported; {supported}")
+    read.problems += describe_missing(content, fields_of_families())
+
+
+@cache
+def fields_of_families() -> frozenset[str]:
+    """Return the fields that some family reads, or that do nothing in any model."""
+    names = {TEXT_CONFIG, "auto_map"}
+    for family in HUB_FAMILIES.values():
+        names |= known_fields(family)
+    return frozenset(names)
 
 
 def known_fields(family: HubFamily) -> set[str]:
@@ -384,7 +396,7 @@ def _read_rotary_positions(
     try:
         if family.has_rope_by_type:
             content = rope_of_type(content, block.layer_type, family.rope_theta)
-        fraction = read_rotary_fraction(_with_rotary_share(content, family, read), family.rotary_fraction)
+        fraction = read_rotary_fraction(content, family.rotary_fraction, _share_of_width(content, family, read))
         length = read.values.get("max_sequence_length")  # also where it is a default
         rope = read_rope({**content, LENGTH: length}, family.rope_theta)
     except FieldError as error:
@@ -394,17 +406,16 @@ def _read_rotary_positions(
     return rope | {"rotary_fraction": fraction if block.has_rope else 0.0}
 
 
-def _with_rotary_share(content: Mapping[str, Any], family: HubFamily, read: ReadConfig) -> Mapping[str, Any]:
-    """Return the fields with the share of a head that rotary positions turn, for its width. Raises FieldError."""
+def _share_of_width(content: Mapping[str, Any], family: HubFamily, read: ReadConfig) -> dict[str, float]:
+    """Return the share of a head that the field with the width of its rotary positions says, by its name; none if there
+    is none. Raises FieldError."""
     width = content.get(family.rotary_width) if family.rotary_width else None
     if width is None:
-        return content
+        return {}
     head_dim = read.values.get("head_dim")
     if type(width) is not int or type(head_dim) is not int or not 0 < width <= head_dim:
         raise FieldError(f"{family.rotary_width}: must be a whole number from 1 to head_dim, not {width!r}")
-    if content.get(FRACTION, width / head_dim) != width / head_dim:
-        raise FieldError(f"{family.rotary_width}: says otherwise than {FRACTION}: remove one of them")
-    return {**content, FRACTION: width / head_dim}
+    return {family.rotary_width: width / head_dim}
 
 
 def _check_values(content: Mapping[str, Any], read: ReadConfig) -> None:

@@ -50,14 +50,15 @@ YARN_SCALES = ("mscale", "mscale_all_dim")
 """fields of YaRN's table for transformers' computation of attention_factor"""
 
 
-def read_rotary_fraction(fields: Fields, default: float | None) -> float:
+def read_rotary_fraction(fields: Fields, default: float | None, other: Mapping[str, float]) -> float:
     """Return partial_rotary_factor, a field of config.json or of its tables.
 
-    default: where there is none; None: the model turns whole heads. Raises FieldError if it says otherwise.
+    default: where there is none; None: the model turns whole heads. other: the value by another field, with its name.
+    Raises FieldError if they say otherwise.
     """
     if default is not None and fields.get(FRACTION, default) is None:  # for transformers it is then 1
         raise FieldError(f"{FRACTION}: is null, which says nothing")
-    found = _find(fields, FRACTION, SPELLINGS)
+    found = _find(fields, FRACTION, SPELLINGS) | other
     for name, value in found.items():
         if default is None and value != 1:
             raise FieldError(f"{name}: rotary positions of a part of each head are not supported in this type")
