@@ -17,6 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RotaryEmbeddin
 
 from tests.facts.test_model_sizes import load
 from tests.tools.hub.published import CONFIGS, FULL, LLAMA3_SCALING, SLIDING, YARN, as_json, content_of, hub_config
+from tests.tools.hub.published_sizes import PUBLISHED
 from torchllm.config import Kinds, Model
 from torchllm.facts.flops import active_parameter_count, parameter_count
 from torchllm.models.layers import rotary_frequencies
@@ -328,29 +329,20 @@ def test_blocks_that_differ_are_the_shortest_pattern_of_kinds() -> None:
         assert {key: values[key] for key in ("pattern", "kinds")} == expected, name
 
 
-def test_published_models_whose_blocks_differ_have_their_parameters() -> None:
-    """Of allenai/Olmo-3-1025-7B and HuggingFaceTB/SmolLM3-3B: the fields that the default of the class does not say."""
-    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "beta_fast": 32.0}
-    scaling |= {"beta_slow": 1.0, "attention_factor": 1.2079441541679836}
-    olmo3 = {"vocab_size": 100278, "max_position_embeddings": 65536, "rms_norm_eps": 1e-6, "rope_theta": 500000}
-    model = model_of({"model_type": "olmo3", **olmo3, "rope_scaling": scaling})
-    assert (parameter_count(model), [view.window for view in model.views[:4]]) == (7_298_011_136, [4096] * 3 + [0])
-    smollm3 = {"max_position_embeddings": 65536, "rope_theta": 5e6, "no_rope_layer_interval": 4, "pretraining_tp": 2}
-    model = model_of({"model_type": "smollm3", **smollm3, "max_window_layers": 28, "use_sliding_window": False})
-    assert parameter_count(model) == 3_075_098_624
-    assert [view.has_rotary_positions for view in model.views] == [True, True, True, False] * 9
+def test_published_models_whose_blocks_differ_have_their_kinds() -> None:
+    olmo3, smollm3 = (model_of(PUBLISHED[name].fields) for name in ("olmo3_7b", "smollm3_3b"))
+    assert [view.window for view in olmo3.views[:4]] == [4096] * 3 + [0]
+    assert [view.has_rotary_positions for view in smollm3.views] == [True, True, True, False] * 9
 
 
-def test_published_minimax_m2_has_its_parameters() -> None:
-    """Of MiniMaxAI/MiniMax-M2: "230 billion total parameters with 10 billion active"; rotary positions of 64 features,
-    which only the field of its own code says."""
-    published = {"qk_norm_type": "per_layer", "use_qk_norm": True, "scoring_func": "sigmoid", "use_routing_bias": True}
-    prediction = {"use_mtp": True, "num_mtp_modules": 3, "mtp_transformer_layers": 1}
-    read = read_config_json({"model_type": "minimax_m2", "rotary_dim": 64, **published, **prediction})
-    assert (read.problems, read.unknown_fields) == ([], [])
-    model = Model(**read.values)
-    assert (parameter_count(model), active_parameter_count(model)) == (228_689_748_992, 11_030_537_216)
-    assert model.rotary_width == 64
+def test_published_models_have_their_parameters() -> None:
+    """Of MiniMax-M2, its card says 230 billion in all, and 10 billion that are active."""
+    for name, published in PUBLISHED.items():
+        read = read_config_json(published.fields)
+        assert (read.problems, read.unknown_fields) == ([], []), name
+        model = Model(**read.values)
+        assert (parameter_count(model), active_parameter_count(model)) == published[1:], name
+    assert model_of(PUBLISHED["minimax_m2"].fields).rotary_width == 64
 
 
 def test_a_mistral_whose_blocks_differ_is_a_ministral() -> None:

@@ -9,6 +9,10 @@ WIDTH_NORMS = (
     TensorRule(ATTENTION + "q_norm.weight", ("layers.{}.self_attn.q_width_norm.weight",)),
     TensorRule(ATTENTION + "k_norm.weight", ("layers.{}.self_attn.k_width_norm.weight",)),
 )
+NORMS_AFTER = (
+    TensorRule("model.layers.{}.post_attention_layernorm.weight", ("layers.{}.post_attention_layernorm.weight",)),
+    TensorRule("model.layers.{}.post_feedforward_layernorm.weight", ("layers.{}.post_feedforward_layernorm.weight",)),
+)
 
 OLMO2 = HubFamily(
     model_type="olmo2",
@@ -19,9 +23,6 @@ OLMO2 = HubFamily(
     tensors=(
         *DECODER_TENSORS,
         *WIDTH_NORMS,
-        TensorRule("model.layers.{}.post_attention_layernorm.weight", ("layers.{}.post_attention_layernorm.weight",)),
-        TensorRule(
-            "model.layers.{}.post_feedforward_layernorm.weight", ("layers.{}.post_feedforward_layernorm.weight",)
-        ),
+        *NORMS_AFTER,
     ),
 )

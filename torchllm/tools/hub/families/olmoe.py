@@ -24,6 +24,7 @@ FIELDS = decoder_fields(
     heads=16,
     ffn_key="expert_ffn",
 )
+NO_HEAD_DIM = RequiredField("head_dim", (None,), "heads of another width than hidden_size / num_attention_heads")
 
 OLMOE = HubFamily(
     model_type="olmoe",
@@ -42,7 +43,7 @@ OLMOE = HubFamily(
         RequiredField("clip_qkv", (None,), "clipped queries, keys and values"),
     ),
     tensors=(*ENDS, *ATTENTION_TENSORS, *WIDTH_NORMS, *NORMS_BEFORE, *EXPERT_TENSORS),
-    unwritten=(RequiredField("head_dim", (None,), "heads of another width than hidden_size / num_attention_heads"),),
+    unwritten=(NO_HEAD_DIM,),
     stacked_tensors=(*ENDS, *ATTENTION_TENSORS, *WIDTH_NORMS, *NORMS_BEFORE, *STACKED_TENSORS),
     ignored_fields=ROUTER_TRAINING_FIELDS,
 )
