@@ -23,7 +23,7 @@ from torchllm.tools.hub.families.family import (
 )
 from torchllm.tools.hub.families.registry import HUB_FAMILIES
 from torchllm.tools.hub.families.text_part import TEXT_CONFIG, TEXT_PARTS, TextPart
-from torchllm.tools.hub.missing_parts import describe_missing
+from torchllm.tools.hub.missing_parts import lines_of_missing
 from torchllm.tools.hub.quantization import Plain, Quantization, read_quantization
 from torchllm.tools.hub.rope import (
     FRACTION,
@@ -243,7 +243,7 @@ def _report_unsupported(content: Mapping[str, Any], read: ReadConfig) -> None:
         read.report("model_type", f"is missing; {supported}")
         return
     read.report("model_type", f"{model_type!r} is not supported; {supported}")
-    read.problems += describe_missing(content, fields_of_families())
+    read.problems += lines_of_missing(content, fields_of_families())
 
 
 @cache

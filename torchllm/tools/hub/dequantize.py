@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchllm.tools.hub.families.family import StoredTensor
-from torchllm.tools.hub.quantization import BlockFloat8, Piece, Plain, Quantization, Storage
+from torchllm.tools.hub.quantization import BlockFloat8, FilePiece, Plain, Quantization, Storage
 
 
 class Box(NamedTuple):
@@ -21,7 +21,7 @@ class Box(NamedTuple):
     columns: int
 
 
-ReadPiece = Callable[[Piece, Box], Tensor]
+ReadPiece = Callable[[FilePiece, Box], Tensor]
 """function that reads a box of a file's tensor, as it is there: (rows, columns)"""
 
 

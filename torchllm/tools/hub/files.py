@@ -19,7 +19,7 @@ from torchllm.config import Model
 from torchllm.config.files import open_regular, read_regular
 from torchllm.tools.hub.config_json import ReadConfig, check_combination, read_config_json
 from torchllm.tools.hub.families.family import HubFamily
-from torchllm.tools.hub.quantization import Piece, Plain, Quantization
+from torchllm.tools.hub.quantization import FilePiece, Plain, Quantization
 from torchllm.tools.hub.safetensors_header import FileTensor, Header, HubFileError, read_header
 
 CONFIG_JSON = "config.json"
@@ -238,7 +238,7 @@ def check_tensors(files: HubFiles, config: HubConfig, model: Model, *, is_tying_
     return problems
 
 
-def _check_piece(files: HubFiles, piece: Piece) -> Iterator[str]:
+def _check_piece(files: HubFiles, piece: FilePiece) -> Iterator[str]:
     """Yield the faults of a tensor of the files."""
     if piece.key not in files.tensors:
         yield f"{files.folder}: {piece.key}: is missing; it must be {list(piece.shape)}"

@@ -18,7 +18,7 @@ from torchllm.checkpoint.state import WEIGHTS, Part, fill_tied_copies
 from torchllm.tools.hub.dequantize import Box, decode
 from torchllm.tools.hub.families.family import StoredPart, StoredTensor, stored_shapes
 from torchllm.tools.hub.files import HubConfig, HubFiles
-from torchllm.tools.hub.quantization import Piece
+from torchllm.tools.hub.quantization import FilePiece
 from torchllm.tools.hub.safetensors_header import ITEM_SIZES, FileTensor, HubFileError
 from torchllm.tools.hub.weights import PartsToFill, initial_parts
 
@@ -115,7 +115,7 @@ class PieceReader:
         for handle in self._handles.values():
             os.close(handle)
 
-    def read(self, piece: Piece, box: Box) -> Tensor:
+    def read(self, piece: FilePiece, box: Box) -> Tensor:
         """Return a box of a tensor, (rows, columns). Raises HubFileError if the file is shorter than it was."""
         tensor = self.files.tensors[piece.key]
         path = self.files.folder / tensor.file

@@ -163,7 +163,7 @@ def missing_parts(content: Fields, known: AbstractSet[str], place: str = "") -> 
     return Missing(parts, sorted(unread))
 
 
-def describe_missing(content: Fields, known: AbstractSet[str]) -> list[str]:
+def lines_of_missing(content: Fields, known: AbstractSet[str]) -> list[str]:
     """Return what a config.json asks for as some short lines. known: as in `missing_parts`."""
     parts, unread = missing_parts(content, known)
     lines = [f"missing: {name} ({_listed(parts[name], LISTED_FIELDS)})" for name in list(parts)[:LISTED_PARTS]]

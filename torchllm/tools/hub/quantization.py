@@ -17,7 +17,7 @@ PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 FLOAT8 = "F8_E4M3"
 
 
-class Piece(NamedTuple):
+class FilePiece(NamedTuple):
     """A tensor of a file that holds values of a model's tensor, alone or with others."""
 
     key: str
@@ -33,7 +33,7 @@ class Storage(NamedTuple):
 
     method: "Quantization"
     """by which `dequantize.decode` makes the values"""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FilePiece, ...]
     """as it takes them"""
 
 
@@ -49,7 +49,7 @@ class Plain:
     """Files with the weights as they are."""
 
     def storage_of(self, stored: StoredTensor, tensors: Mapping[str, FileTensor]) -> Storage:
-        return Storage(self, (Piece(stored.key, stored.shape, stored.columns, PLAIN_DTYPES),))
+        return Storage(self, (FilePiece(stored.key, stored.shape, stored.columns, PLAIN_DTYPES),))
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class BlockFloat8:
             return Plain().storage_of(stored, tensors)
         *stack, rows, columns = stored.shape
         blocks = (*stack, -(-rows // self.block_rows), -(-columns // self.block_columns))
-        weight = Piece(stored.key, stored.shape, stored.columns, (FLOAT8,))
-        scale = Piece(f"{stored.key}_scale_inv", blocks, blocks[-1], ("F32", "BF16"))
+        weight = FilePiece(stored.key, stored.shape, stored.columns, (FLOAT8,))
+        scale = FilePiece(f"{stored.key}_scale_inv", blocks, blocks[-1], ("F32", "BF16"))
         return Storage(self, (weight, scale))
 
     def scale_row(self, row: int, rows: int) -> int:
