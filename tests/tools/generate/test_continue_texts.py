@@ -21,6 +21,9 @@ MODELS = {
     "eager": Model(attention="eager", **SIZES),
     "window": Model(kv_heads=2, window=7, **SIZES),
     "learned positions": Model(family="gpt", tied_embeddings=True, **SIZES),
+    "experts by sigmoid scores": Model(
+        experts=6, router_score="sigmoid", router_bias=True, qk_norm="width", rotary_fraction=0.5, **SIZES
+    ),
     "experts": Model(experts=6, shared_experts=1, dense_layers=1, expert_ffn=24, **SIZES),
 }
 PROMPTS = [[256, 100, 101, 102, 32], [256], [256, *range(40, 60)], [256, 7, 8], [256, *range(90, 137)]]

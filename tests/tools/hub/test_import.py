@@ -66,6 +66,8 @@ LAYOUTS = [
     ("gpt2", ("fsdp", "sp"), "uneven"),
     ("qwen3", ("hsdp", "v"), "tied"),
     ("glm4-moe", ("v",), ""),
+    ("minimax-m2", ("tp",), ""),
+    ("minimax-m2", ("1f1b",), ""),
 ]
 """every axis but the ZeRO stages is among them"""
 MORE_LAYOUTS = [
@@ -177,7 +179,7 @@ def one_process(config: Config) -> Decoder:
     return model
 
 
-LOGITS = [(name, "") for name in CONFIGS] + [(name, "stacked") for name in ("mixtral", "glm4-moe")]
+LOGITS = [(name, "") for name in CONFIGS] + [(name, "stacked") for name in ("mixtral", "glm4-moe", "minimax-m2")]
 MORE_LOGITS = [(name, "tied") for name in CONFIGS] + [(name, "stacked") for name in ("qwen3-moe", "olmoe")]
 
 
@@ -313,6 +315,7 @@ MORE_TRAINED = [
     ("ministral", ("v",), "uneven"),
     ("qwen3-moe", ("fsdp",), ""),
     ("glm4-moe", ("tp",), "uneven"),
+    ("minimax-m2", ("1f1b", "tp"), ""),
     ("olmoe", ("fsdp",), ""),
     ("qwen2", ("fsdp", "sp"), "uneven"),
 ]
