@@ -58,7 +58,7 @@ def read_rotary_fraction(fields: Fields, default: float | None, other: Mapping[s
     """
     if default is not None and fields.get(FRACTION, default) is None:  # for transformers it is then 1
         raise FieldError(f"{FRACTION}: is null, which says nothing")
-    found = _find(fields, FRACTION, SPELLINGS) | other
+    found = _find(fields, FRACTION, SPELLINGS) | dict(other)
     for name, value in found.items():
         if default is None and value != 1:
             raise FieldError(f"{name}: rotary positions of a part of each head are not supported in this type")
