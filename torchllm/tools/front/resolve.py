@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound=Config)
 
-BEYOND_LLAMA = ("family", "pattern", "block", "experts", "qkv_bias", "qk_norm", "norm_position", "rotary_fraction")
+BEYOND_LLAMA = (
+    *("family", "pattern", "block", "mixer", "experts"),
+    *("qkv_bias", "qk_norm", "norm_position", "rotary_fraction"),
+)
 """keys of [model]: with their defaults it is a Llama, or with a window a Mistral, which can be exported"""
 TUNED = 4
 """layouts that parallel.layout = "tune" measures"""
