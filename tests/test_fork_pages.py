@@ -222,7 +222,7 @@ def test_a_module_that_cannot_be_cut_is_refused_by_name() -> None:
 
 def windowed(block: Any, model: Model, index: int) -> Any:
     """Give every second block a window of 16 tokens."""
-    block.self_attn.core = CORES[model.attention](16 * (index % 2))
+    block.self_attn.core = CORES[model.attention](replace(model, window=16 * (index % 2)))
     return block
 
 

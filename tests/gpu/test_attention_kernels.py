@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from torchllm.config import Model
 from torchllm.parallel.attention_kernels import (
     BlockKernel,
     CudaKernels,
@@ -29,7 +30,7 @@ ERROR = {FLOAT32: 1e-3, BFLOAT16: 3e-2}
 @pytest.mark.parametrize("width", [20, 64, 80, 128])
 def test_the_check_that_every_run_makes(groups: int, width: int, dtype: torch.dtype) -> None:
     """For small blocks, with and without documents, and rows that see nothing. 20: no multiple of 8."""
-    check_kernel(block_kernel("sdpa", "cuda"), torch.device("cuda"), groups, width, dtype)
+    check_kernel(block_kernel(Model(attention="sdpa"), "cuda"), torch.device("cuda"), groups, width, dtype)
 
 
 @pytest.mark.parametrize(

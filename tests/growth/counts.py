@@ -63,12 +63,12 @@ def attention_peak(core: Any, tokens: int) -> int:
 
 def sdpa_peak(tokens: int) -> int:
     """Count what `attention_peak` counts with model.attention = "sdpa"."""
-    return attention_peak(ScaledDotProductAttention(), tokens)
+    return attention_peak(ScaledDotProductAttention(Model()), tokens)
 
 
 def eager_peak(tokens: int) -> int:
     """Count what `attention_peak` counts with model.attention = "eager", the tests' reference, which is S x S."""
-    return attention_peak(EagerAttention(), tokens)
+    return attention_peak(EagerAttention(Model()), tokens)
 
 
 def flex_mask_peak(tokens: int) -> int:

@@ -94,7 +94,7 @@ def test_every_core_is_attention(heads: int, kv: int, window: int, documents: Te
     upstream = torch.randn(whole.q.shape, generator=torch.Generator().manual_seed(9))
     expected, gradients = out_and_gradients(lambda q, k, v: spelled_out(q, k, v, documents, window), whole, upstream)
     for name in ("eager", "sdpa", "flex"):
-        module: Any = CORES[name](window)
+        module: Any = CORES[name](Model(window=window))
         core = partial(module, mask=module.mask(documents))
         if name == "flex":  # it has no backward on a CPU
             with torch.no_grad():
@@ -108,7 +108,7 @@ def test_every_core_is_attention(heads: int, kv: int, window: int, documents: Te
 
 def test_eager_softmax_of_bfloat16_is_computed_in_float32() -> None:
     q, k, v = (x.bfloat16() for x in qkv(4, 2))
-    out = EagerAttention()(q, k, v, None)
+    out = EagerAttention(Model())(q, k, v, None)
     expected = spelled_out(q, k, v, None)
     assert out.dtype == torch.bfloat16
     # bfloat16 keeps 8 bits of scores up to 8, of weights up to 1 and of the result
@@ -116,7 +116,7 @@ def test_eager_softmax_of_bfloat16_is_computed_in_float32() -> None:
 
 
 def test_flex_refuses_a_backward_on_a_cpu() -> None:
-    core = CORES["flex"]()
+    core = CORES["flex"](Model())
     q, k, v = (x.requires_grad_() for x in qkv(4, 2))
     mask = core.mask(DOCUMENTS)  # type: ignore[operator]
     with pytest.raises(UserError, match='"flex" has no backward on a CPU: use "sdpa" or "eager"'):
@@ -148,8 +148,8 @@ def test_flash_is_called_causally_with_unexpanded_heads(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "flash_attn", fake)
     q, k, v = qkv(4, 2)
     for window in (0, 4):
-        core = CORES["flash"](window)
-        expected = EagerAttention(window)(q, k, v, None)
+        core = CORES["flash"](Model(window=window))
+        expected = EagerAttention(Model(window=window))(q, k, v, None)
         torch.testing.assert_close(core(q, k, v, core.mask(None)), expected, **TOLERANCE)
 
 

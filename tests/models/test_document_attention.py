@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from torchllm.config import Model
 from torchllm.models import document_attention as module
 from torchllm.models.attention import EagerAttention, ScaledDotProductAttention
 from torchllm.models.document_attention import QUERY_BLOCK, document_attention
@@ -63,8 +64,8 @@ def test_random_documents_in_blocks_are_eager_attention(
     monkeypatch.setattr(module, "QUERY_BLOCK", block)
     inputs = random_inputs(5, heads, kv)
     documents = random_documents(5, seed=heads)
-    computed = forward_backward(ScaledDotProductAttention(window), inputs, documents)
-    expected = forward_backward(EagerAttention(window), inputs, documents)
+    computed = forward_backward(ScaledDotProductAttention(Model(window=window)), inputs, documents)
+    expected = forward_backward(EagerAttention(Model(window=window)), inputs, documents)
     # float32 sums over up to 29 tokens and 6 heads, of numbers of size 1
     torch.testing.assert_close(computed, expected, rtol=0, atol=1e-5)
 
@@ -76,10 +77,10 @@ def test_bfloat16_sums_the_gradients_of_keys_in_float32(monkeypatch: pytest.Monk
     """
     inputs = random_inputs(3, 4, 2, torch.bfloat16)
     documents = torch.zeros(3, LENGTH, dtype=torch.int64)
-    expected = forward_backward(EagerAttention(), Inputs(*(x.float() for x in inputs)), documents)
+    expected = forward_backward(EagerAttention(Model()), Inputs(*(x.float() for x in inputs)), documents)
     for block in (1, 64):
         monkeypatch.setattr(module, "QUERY_BLOCK", block)
-        computed = forward_backward(ScaledDotProductAttention(), inputs, documents)
+        computed = forward_backward(ScaledDotProductAttention(Model()), inputs, documents)
         for result, exact in zip(computed, expected, strict=True):
             assert result.dtype == torch.bfloat16
             assert (result.float() - exact).norm() <= 2**-8 * exact.norm()
@@ -88,8 +89,8 @@ def test_bfloat16_sums_the_gradients_of_keys_in_float32(monkeypatch: pytest.Monk
 def test_documents_need_not_follow_each_other() -> None:
     documents = torch.tensor([[3, 1] * 14 + [3]])
     inputs = random_inputs(1, 4, 2)
-    computed = forward_backward(ScaledDotProductAttention(), inputs, documents)
-    expected = forward_backward(EagerAttention(), inputs, documents)
+    computed = forward_backward(ScaledDotProductAttention(Model()), inputs, documents)
+    expected = forward_backward(EagerAttention(Model()), inputs, documents)
     torch.testing.assert_close(computed, expected, rtol=0, atol=1e-5)
 
 

@@ -15,6 +15,7 @@ from tests.models.test_document_attention import (
     random_documents,
     random_inputs,
 )
+from torchllm.config import Model
 from torchllm.models import attention, varlen_attention
 from torchllm.models.attention import EagerAttention, ScaledDotProductAttention
 from torchllm.models.varlen_attention import document_offsets, find_documents, takes_varlen
@@ -44,7 +45,7 @@ def reference_varlen(
     assert torch.equal(cu_seq_q, cu_seq_k)
     assert enable_gqa == (ANNOUNCES_GROUPS and query.shape[1] != key.shape[1])
     out = torch.full_like(query, torch.nan)  # a token outside all sequences gets no result
-    eager = EagerAttention()
+    eager = EagerAttention(Model())
     begin = 0
     for end in cu_seq_q.tolist()[1:]:
         assert end - begin <= min(max_q, max_k)
@@ -68,10 +69,10 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_random_documents_are_eager_attention(on_gpu: None, heads: int, kv: int, spare: int) -> None:
     inputs = random_inputs(5, heads, kv)
     documents = random_documents(5, seed=heads)
-    core: Any = ScaledDotProductAttention()
+    core: Any = ScaledDotProductAttention(Model())
     core.mask = partial(core.mask, document_limit=int((documents.amax(1) + 1).sum()) + spare)
     computed = forward_backward(core, inputs, documents)
-    expected = forward_backward(EagerAttention(), inputs, documents)
+    expected = forward_backward(EagerAttention(Model()), inputs, documents)
     # float32 sums over up to 29 tokens and 6 heads, of numbers of size 1
     torch.testing.assert_close(computed, expected, rtol=0, atol=1e-5)
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchllm.config import Model
 from torchllm.config.errors import UserError
 from torchllm.parallel.attention_kernels import (
     BlockKernel,
@@ -142,9 +143,9 @@ def test_the_eager_kernel_rounds_nothing_to_16_bits() -> None:
 
 
 def test_the_kernel_of_a_device() -> None:
-    assert isinstance(block_kernel("eager", "cuda"), EagerKernel)
-    assert isinstance(block_kernel("sdpa", "cpu"), CpuKernel)
-    assert isinstance(block_kernel("sdpa", "cuda"), CudaKernels)
+    assert isinstance(block_kernel(Model(attention="eager"), "cuda"), EagerKernel)
+    assert isinstance(block_kernel(Model(attention="sdpa"), "cpu"), CpuKernel)
+    assert isinstance(block_kernel(Model(attention="sdpa"), "cuda"), CudaKernels)
 
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -19,6 +19,7 @@ from tests.parallel.test_ring import (
 )
 from tests.parity import Settings, check
 from tests.workers import run
+from torchllm.config import Model
 from torchllm.models.attention import CORES, EagerAttention
 from torchllm.models.document_attention import visible_keys
 from torchllm.parallel.windows import WindowAttention
@@ -36,7 +37,7 @@ def in_pieces(name: str, window: int, documents: Tensor | None) -> Results:
     rank, ranks = mesh.get_local_rank(), mesh.size()
     if documents is not None:
         documents = part_of(documents, rank, ranks)
-    attention = WindowAttention(mesh, CORES[name](window))
+    attention = WindowAttention(mesh, CORES[name](Model(window=window)))
     return forward_backward(attention, inputs_of(rank, ranks, torch.float64), documents)
 
 
@@ -47,7 +48,7 @@ def test_windows_over_pieces_are_windows_over_the_whole_sequence(ranks: int) -> 
     for window, name in cases:
         documents = DOCUMENTS[name]
         ids = torch.zeros(2, LENGTH, dtype=torch.int64) if documents is None else documents
-        whole = forward_backward(EagerAttention(window), whole_inputs(torch.float64), ids)
+        whole = forward_backward(EagerAttention(Model(window=window)), whole_inputs(torch.float64), ids)
         core = "eager" if ranks == 4 else "sdpa"
         for rank, results in enumerate(run(in_pieces, ranks, core, window, documents)):
             for result, expected in zip(results, whole, strict=True):

@@ -3,8 +3,8 @@
 A core is a module (q, k, v, mask) -> out with q (B, S, H, Q), k and v (B, S, K, Q), out (B, S, H, Q); query head h
 reads key-value head h // (H / K). Its `mask(document_ids, document_limit)`, called once per forward, returns the mask
 in the core's own format. It hides later tokens, other documents and, with a `window` over 0, all tokens except the last
-`window` (the query's own included); document_limit is `Batch.document_limit`. Parallelism replaces the core (context
-parallel) or gives it fewer heads (tensor parallel); generation wraps it
+`window` (the query's own included); document_limit is `Batch.document_limit`. A core is built from the view of its
+block. Parallelism replaces the core (context parallel) or gives it fewer heads (tensor parallel); generation wraps it
 (`cached_attention.py`).
 """
 
@@ -53,7 +53,7 @@ class Attention(Mixer):
         elif model.qk_norm == "width":  # other names, because these weights are sharded over tp with the heads
             self.q_width_norm = RMSNorm(q_width, model.norm_epsilon)
             self.k_width_norm = RMSNorm(kv_width, model.norm_epsilon)
-        self.core = CORES[model.attention](model.window)
+        self.core = CORES[model.attention](model)
 
     def forward(self, x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
         """Let each token attend to the tokens that it may see: x (B, S, D) -> (B, S, D)."""
@@ -89,15 +89,20 @@ def causal_mask(queries: int, keys: int, device: torch.device, window: int = 0) 
     return visible.triu(1 - window) if window else visible
 
 
-class EagerAttention(nn.Module):
+class Core(nn.Module):
+    """An attention core of this file: what it reads of its block's view."""
+
+    def __init__(self, view: Model) -> None:
+        super().__init__()
+        self.view = view
+        self.window = view.window
+
+
+class EagerAttention(Core):
     """Computes plain products and a softmax, as reference for tests. The compiled softmax is one fused kernel.
 
     Scores and mask take S x S memory: use another core for long sequences.
     """
-
-    def __init__(self, window: int = 0) -> None:
-        super().__init__()
-        self.window = window
 
     def mask(self, document_ids: Tensor | None, document_limit: int = 0) -> Tensor | None:
         """Return the keys that each query sees, the same for all heads: (B, 1, S, S)."""
@@ -116,16 +121,12 @@ class EagerAttention(nn.Module):
         return torch.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
-class ScaledDotProductAttention(nn.Module):
+class ScaledDotProductAttention(Core):
     """Calls torch's scaled_dot_product_attention, which picks the fastest kernel it has for the device.
 
     With documents or a window it calls torch's varlen flash attention where available, on a GPU in 16 bit; else
     `document_attention`, which makes the mask of one block of queries at a time.
     """
-
-    def __init__(self, window: int = 0) -> None:
-        super().__init__()
-        self.window = window
 
     def mask(self, document_ids: Tensor | None, document_limit: int = 0) -> Documents | None:
         return None if document_ids is None else find_documents(document_ids, document_limit)
@@ -141,17 +142,16 @@ class ScaledDotProductAttention(nn.Module):
         return fused_attention(q, k, v, mask=None).transpose(1, 2)
 
 
-class FlashAttention(nn.Module):
+class FlashAttention(Core):
     """Calls the kernel of FlashAttention 3 (package flash_attn_interface), else of flash-attn.
 
     It is causal only, so the config refuses it with document masks. UserError if neither package is installed.
     """
 
-    def __init__(self, window: int = 0) -> None:
-        super().__init__()
+    def __init__(self, view: Model) -> None:
+        super().__init__(view)
         self.kernel = _flash_attention_3() or _flash_attention_2()
-        self.window = window
-        self.window_size = (window - 1, 0) if window else (-1, -1)
+        self.window_size = (view.window - 1, 0) if view.window else (-1, -1)
         """tokens that a query sees before and behind its own; -1: all"""
 
     @staticmethod
@@ -187,15 +187,11 @@ def _flash_attention_2() -> Callable[..., Any]:
     return kernel
 
 
-class FlexAttention(nn.Module):
+class FlexAttention(Core):
     """Calls torch's FlexAttention, which skips blocks that documents and windows mask completely.
 
     It has no backward on a CPU: UserError there.
     """
-
-    def __init__(self, window: int = 0) -> None:
-        super().__init__()
-        self.window = window
 
     def mask(self, document_ids: Tensor | None, document_limit: int = 0) -> "BlockMask | None":
         from torchllm.models.block_mask import document_block_mask
@@ -223,7 +219,7 @@ def compiled_flex_attention() -> Callable[..., Tensor]:
     return torch.compile(flex_attention)
 
 
-CORES: dict[str, type[nn.Module]] = {
+CORES: dict[str, type[Core]] = {
     "eager": EagerAttention,
     "sdpa": ScaledDotProductAttention,
     "flash": FlashAttention,

@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
+from torchllm.config import Model
 from torchllm.models.layers import widened
 from torchllm.runtime.torch_compat import VARLEN_GRADIENTS, FakeTensor, group_option
 
@@ -312,9 +313,12 @@ def _expanded(q: Tensor, kv: Tensor) -> Tensor:
     return kv.repeat_interleave(q.shape[1] // kv.shape[2], dim=2)
 
 
-def block_kernel(attention: str, device: str) -> BlockKernel:
-    """Return the kernel that a ring uses for `model.attention`: "eager" or "sdpa"; the config refuses the others."""
-    if attention == "eager":
+def block_kernel(view: Model, device: str) -> BlockKernel:
+    """Return the kernel of a ring for the blocks of a view, whose attention is "eager" or "sdpa".
+
+    The config refuses the others.
+    """
+    if view.attention == "eager":
         return EagerKernel()
     if device == "cpu":
         return CpuKernel()

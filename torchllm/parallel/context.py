@@ -77,8 +77,8 @@ def share_attention(attention: Mixer, view: Model, shared: SharedSequences) -> N
     if shared.method == "ulysses":
         attention.core = UlyssesAttention(shared.mesh, attention.core)
         return
-    kernel = ring_kernel(view.attention, shared.mesh.device_type, view.heads // view.kv, view.head_width, shared.dtype)
-    if type(attention.core) is not CORES[view.attention] or attention.core.window != view.window:
+    kernel = ring_kernel(view, shared.mesh.device_type, shared.dtype)
+    if type(attention.core) is not CORES[view.attention] or attention.core.view != view:
         raise UserError(
             f"parallel.cp_method: a ring would replace the attention core that model.block = {view.block!r} "
             'gives its blocks: use "ulysses"'
@@ -90,14 +90,11 @@ def share_attention(attention: Mixer, view: Model, shared: SharedSequences) -> N
 
 
 @cache
-def ring_kernel(attention: str, device: str, groups: int, width: int, dtype: torch.dtype) -> BlockKernel:
-    """Return the kernel of a ring, once it has computed right. UserError if it does not work on this device.
-
-    attention: model.attention. groups: query heads per key-value head; width: of a head.
-    """
-    kernel = block_kernel(attention, device)
+def ring_kernel(view: Model, device: str, dtype: torch.dtype) -> BlockKernel:
+    """Return a view's kernel of a ring, once it has computed right. UserError if it does not work on this device."""
+    kernel = block_kernel(view, device)
     if device != "cpu":  # on a CPU the tests compare it
-        check_kernel(kernel, torch.device(device), groups, width, dtype)
+        check_kernel(kernel, torch.device(device), view.heads // view.kv, view.head_width, dtype)
     return kernel
 
 
