@@ -114,6 +114,27 @@ MIXTURES: dict[str | None, Settings] = {
 }
 """settings of a mixture of experts, by the model that is built so, and the ranks that share them; None: none.
 Penalties are heavy, to be seen"""
+PARTS = "model.softmax_scale"
+"""a name of `MODEL_PARTS`"""
+MODEL_PARTS: dict[str | None, Settings] = {
+    None: {},
+    "Gemma 3": {
+        "model.norm_offset": True,
+        "model.activation": "gelu_tanh",
+        "model.softmax_scale": 0.5,
+        "model.embedding_multiplier": 8.0,
+        "model.logit_softcap": 1.5,
+    },
+    "Granite": {
+        "model.softmax_scale": 0.2,
+        "model.embedding_multiplier": 12.0,
+        "model.residual_multiplier": 0.4,
+        "model.logit_divisor": 2.0,
+    },
+    "Qwen3-Next": {"model.attention_gate": "element", "model.norm_offset": True},
+    "gates of heads": {"model.attention_gate": "head"},
+}
+"""settings of parts that no layout depends on, by the model that has them; None: none"""
 KINDS = "model.pattern"
 """None: all blocks are as [model] says, else they are of the kinds of `kinds_of`"""
 
@@ -130,7 +151,8 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "model.head_dim": (0, 12),
     "model.attention": ("sdpa", "eager"),
     "model.qkv_bias": (False, True),
-    "model.norm_position": ("before", "after"),
+    "model.norm_position": ("before", "after", "both"),
+    PARTS: tuple(MODEL_PARTS),
     "model.qk_norm": ("none", "head", "width"),
     "model.window": (0, 13),  # 13: of sequences of 48 tokens, of 35 and of 56, and a part of what a cp rank has
     ROPE_SCALING: (None, "llama3", "linear", "yarn"),
@@ -185,6 +207,8 @@ class TinySpace(LayoutSpace):
                 # experts are one number in float32: which are chosen is rounding, unless they go by their logits.
                 if layout.get("model.norm_position") == "after":
                     values = tuple(name for name in values if "model.router_bias" not in MIXTURES[name])
+            case "model.softmax_scale" if layout["model.family"] != "llama":
+                values = tuple(name for name in values if not needs_llama(MODEL_PARTS[name]))
             case "model.rope_scaling":
                 matters = not features.learned_positions
             case "model.qkv_bias":
@@ -206,11 +230,15 @@ class TinySpace(LayoutSpace):
         keys = super().keys_of(layout)
         keys.pop(EXPERTS, None)
         keys |= MIXTURES[layout.get(EXPERTS)]
+        keys.pop(PARTS, None)
+        keys |= MODEL_PARTS[layout.get(PARTS)]
+        if layout.get(PARTS) == "Gemma 3" and layout.get("model.attention") == "eager":
+            keys["model.score_softcap"] = 0.3
         if (pattern := keys.pop(KINDS, None)) is not None:
             keys |= {KINDS: tuple(pattern.split()), "model.kinds": kinds_of(layout)}
         if keys.pop(ROPE_SCALING, None) is not None:
             keys |= {ROPE_SCALING: layout[ROPE_SCALING], "model.rope_scaling_factor": 4.0}
-        if layout.get("model.norm_position") == "after":
+        if layout.get("model.norm_position") in ("after", "both"):
             # A fresh model's attention and feed-forward layer return numbers so small that norms after them would
             # multiply rounding by hundreds: this is more than their variance.
             keys["model.norm_epsilon"] = 1e-2
@@ -228,6 +256,11 @@ class TinySpace(LayoutSpace):
             return config
         kv_heads = layout.get("model.kv_heads", 8) * model.heads // 8
         return replace(config, model=replace(model, kv_heads=kv_heads, head_dim=model.head_dim or 8))
+
+
+def needs_llama(settings: Settings) -> bool:
+    """Return whether only a model of Llama's family has some settings."""
+    return not settings.keys().isdisjoint({"model.norm_offset", "model.activation"})
 
 
 def kinds_of(layout: Layout) -> Kinds:

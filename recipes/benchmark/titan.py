@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchllm.config import Config, Features
+from torchllm.config import Config, Features, Model
 from torchllm.config.errors import UserError
+from torchllm.config.schema import OPTIONS
 from torchllm.parallel.mesh import build_mesh
 from torchllm.runtime.device import compute_dtype
 from torchllm.runtime.process import Runtime
@@ -56,8 +57,8 @@ def obstacle(config: Config, device: torch.device) -> str:
     """Return why torchtitan cannot take this config's step; "" if it can."""
     model, parallel = config.model, config.parallel
     has_own_heads = model.head_width * model.heads != model.hidden
-    parts = (model.qkv_bias, model.qk_norm, model.norm_position, model.window, model.experts, model.pattern)
-    has_own_parts = parts != (False, "none", "before", 0, 0, ())
+    own_keys = (*OPTIONS, "window", "experts", "pattern")
+    has_own_parts = any(getattr(model, key) != getattr(Model, key) for key in own_keys)
     obstacles = {
         "torchtitan needs a GPU": device.type != "cuda",
         f"it needs torchtitan {VERSION}, which is not installed: pip install torchtitan=={VERSION}": (
@@ -66,7 +67,7 @@ def obstacle(config: Config, device: torch.device) -> str:
         'it computes in bfloat16; set training.dtype = "bfloat16"': (
             compute_dtype(config.training, device) != torch.bfloat16
         ),
-        "its Llama has no other family, no head_dim, qkv_bias, qk_norm, norm_position, window, pattern and experts": (
+        f"its Llama has no other family, no head_dim, {', '.join(own_keys[:-1])} and {own_keys[-1]}": (
             model.features != LLAMA or has_own_heads or has_own_parts
         ),
         "its Llama has an untied output projection; set model.tied_embeddings = false": model.tied_embeddings,

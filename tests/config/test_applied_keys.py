@@ -38,7 +38,8 @@ OTHERS = {
 """section -> who reads its keys that have no rule"""
 OF_MODEL = """
     block family layers hidden heads kv_heads head_dim ffn vocab vocab_padding tied_embeddings max_sequence_length
-    qkv_bias qk_norm norm_position norm_epsilon window attention initial_std
+    qkv_bias qk_norm norm_position norm_offset norm_epsilon activation window attention initial_std
+    softmax_scale score_softcap attention_gate embedding_multiplier residual_multiplier logit_divisor logit_softcap
     rope_theta rotary_fraction rope_scaling rope_scaling_factor rope_original_length rope_low_frequency_factor
     rope_high_frequency_factor rope_beta_fast rope_beta_slow rope_truncate rope_attention_factor
     experts top_k expert_ffn shared_experts dense_layers router_score router_dtype router_renormalize router_scale

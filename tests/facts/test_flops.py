@@ -31,6 +31,7 @@ SMALL = {
     "gpt": Model(family="gpt", layers=5, hidden=24, heads=4, ffn=40, vocab=33, tied_embeddings=True, attention="eager"),
 }
 SMALL["norms after"] = replace(SMALL["llama"], norm_position="after", qk_norm="width", qkv_bias=True)
+SMALL["norms on both sides, gates"] = replace(SMALL["llama"], norm_position="both", attention_gate="head")
 SMALL["experts"] = replace(SMALL["llama"], experts=6, top_k=2, expert_ffn=16, dense_layers=2)
 SMALL["shared experts"] = replace(SMALL["experts"], top_k=3, shared_experts=2, dense_layers=1)
 SMALL["kinds"] = replace(
@@ -45,6 +46,7 @@ SMALL["other shapes"] = replace(
         wide={"kv_heads": 6, "expert_ffn": 24},
     ),
 )
+SMALL["gate per element"] = replace(SMALL["gpt"], attention_gate="element")
 SMALL["experts, norms after"] = replace(SMALL["shared experts"], norm_position="after", dense_layers=0)
 RECOMPUTES = [
     Recompute(),

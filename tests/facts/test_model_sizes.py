@@ -11,6 +11,7 @@ import torch
 from torchllm.config import Model
 from torchllm.facts.flops import active_parameter_count, parameter_count
 from torchllm.models.decoder import build_model
+from torchllm.tools.config.read import read_table
 
 pytestmark = pytest.mark.quick
 
@@ -39,6 +40,8 @@ EXACT = {
     "qwen2.5_0.5b": 494_032_768,
     "olmo2_1b": 1_484_916_736,
     "mistral_7b": 7_241_732_096,
+    "gemma2_9b": 9_241_705_984,
+    "gemma3_4b": 3_880_263_168,
     "debug": 1_222_560,
     "moe_debug": 2_886_560,
 }
@@ -73,7 +76,7 @@ FILES = [*EXACT, *GPT, *SPARSE, *GLM]
 
 
 def load(name: str) -> Model:
-    return Model(**tomllib.loads((FOLDER / f"{name}.toml").read_text())["model"])
+    return read_table(Model, tomllib.loads((FOLDER / f"{name}.toml").read_text())["model"], [])
 
 
 def test_gpts_of_narayanan() -> None:

@@ -27,6 +27,8 @@ MODELS = {
     "olmo": replace(TINY, qk_norm="width", norm_position="after"),
     "qwen2": replace(TINY, qkv_bias=True),
     "experts": replace(TINY, experts=3, expert_ffn=8, shared_experts=2, dense_layers=1),
+    "gemma": replace(TINY, norm_position="both", norm_offset=True, attention_gate="element"),
+    "gpt-gated": replace(TINY, family="gpt", attention_gate="head"),
     "gpt": replace(TINY, family="gpt"),
     "gpt-tied": replace(TINY, family="gpt", tied_embeddings=True),
 }
@@ -85,7 +87,7 @@ def test_rows_agree_with_what_the_parameters_are() -> None:
         assert rule.role == ROLES_OF_ENDS.get(parameter, rule.role), parameter
         assert (rule.start in ("normal", "residual")) == matrix, parameter
         assert (rule.start == "residual") == bool(re.search(r"\b(o|down)_proj(\.weight)?$", parameter)), parameter
-        assert (rule.start == "ones") == ("norm" in parameter and parameter.endswith("weight")), parameter
+        assert (rule.start == "identity") == ("norm" in parameter and parameter.endswith("weight")), parameter
 
 
 def test_updates_do_not_change_canonical_names() -> None:

@@ -3,6 +3,7 @@
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 from unittest import mock
@@ -16,7 +17,7 @@ from tests.models.test_layers import filled, inputs
 from torchllm.config import Model
 from torchllm.config.errors import UserError
 from torchllm.models import attention
-from torchllm.models.attention import CORES, Attention, EagerAttention
+from torchllm.models.attention import CORES, Attention, EagerAttention, build_attention
 from torchllm.models.layers import rotary_angles
 
 pytestmark = pytest.mark.quick
@@ -51,12 +52,20 @@ def visible_keys(document_of_token: Tensor | None, query: int, window: int) -> l
     return visible
 
 
-def spelled_out(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int = 0) -> Tensor:
-    """Attention one query at a time, float64."""
+def spelled_out(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    window: int = 0,
+    scale: float = WIDTH**-0.5,
+    cap: float = 0.0,
+) -> Tensor:
+    """Attention one query at a time, float64. scale: of the scores. cap: soft one of the scores."""
     q = q.double()
     k = k.double()
     v = v.double()
-    sequences, length, heads, width = q.shape
+    sequences, length, heads, _ = q.shape
     group = heads // k.shape[2]
     out = torch.empty_like(q)
     for b in range(sequences):
@@ -66,7 +75,9 @@ def spelled_out(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, windo
             for h in range(heads):
                 keys = k[b, visible, h // group]
                 values = v[b, visible, h // group]
-                scores = keys @ q[b, i, h] / width**0.5
+                scores = keys @ q[b, i, h] * scale
+                if cap:
+                    scores = cap * torch.tanh(scores / cap)
                 weights = torch.softmax(scores, 0)
                 out[b, i, h] = weights @ values
     return out
@@ -87,14 +98,26 @@ def out_and_gradients(core: Callable[..., Tensor], inputs: QKV, upstream: Tensor
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.usefixtures("flex_uncompiled")
 @pytest.mark.parametrize(
-    ("heads", "kv", "window", "documents"), [(4, 2, 0, None), (4, 2, 4, DOCUMENTS), (6, 1, 0, DOCUMENTS)]
+    ("heads", "kv", "window", "documents", "scale", "cap"),
+    [
+        (4, 2, 0, None, 0.0, 0.0),
+        (4, 2, 4, DOCUMENTS, 0.0, 0.0),
+        (6, 1, 0, DOCUMENTS, 0.0, 0.0),
+        (4, 2, 0, None, 0.9, 0.0),
+        (4, 2, 4, DOCUMENTS, 0.9, 0.0),
+        (4, 2, 0, None, 0.9, 1.5),
+        (4, 2, 4, DOCUMENTS, 0.0, 0.5),
+    ],
 )
-def test_every_core_is_attention(heads: int, kv: int, window: int, documents: Tensor | None) -> None:
+def test_every_core_is_attention(
+    heads: int, kv: int, window: int, documents: Tensor | None, scale: float, cap: float
+) -> None:
     whole = qkv(heads, kv)
     upstream = torch.randn(whole.q.shape, generator=torch.Generator().manual_seed(9))
-    expected, gradients = out_and_gradients(lambda q, k, v: spelled_out(q, k, v, documents, window), whole, upstream)
-    for name in ("eager", "sdpa", "flex"):
-        module: Any = CORES[name](Model(window=window))
+    options: dict[str, Any] = {"documents": documents, "window": window, "scale": scale or WIDTH**-0.5, "cap": cap}
+    expected, gradients = out_and_gradients(partial(spelled_out, **options), whole, upstream)
+    for name in ("eager", "flex") if cap else ("eager", "sdpa", "flex"):
+        module: Any = CORES[name](Model(window=window, softmax_scale=scale, score_softcap=cap))
         core = partial(module, mask=module.mask(documents))
         if name == "flex":  # it has no backward on a CPU
             with torch.no_grad():
@@ -104,6 +127,11 @@ def test_every_core_is_attention(heads: int, kv: int, window: int, documents: Te
         torch.testing.assert_close(out.double(), expected, **TOLERANCE, msg=name)
         for gradient, exact in zip(computed, gradients, strict=True):
             torch.testing.assert_close(gradient, exact, rtol=0, atol=1e-5)  # sums over 13 queries and up to 6 heads
+
+
+def test_sdpa_refuses_a_soft_cap() -> None:
+    with pytest.raises(UserError, match=r"model\.attention: sdpa has no model\.score_softcap: use flex or flash"):
+        CORES["sdpa"](Model(score_softcap=50.0))
 
 
 def test_eager_softmax_of_bfloat16_is_computed_in_float32() -> None:
@@ -137,19 +165,26 @@ def test_flash_is_called_causally_with_unexpanded_heads(monkeypatch: pytest.Monk
     Its window is the number of tokens before and behind a query's own that it sees, -1 for all.
     """
 
-    def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, causal: bool, window_size: tuple[int, int]) -> Tensor:
+    def flash_attn_func(
+        *qkv: Tensor,
+        causal: bool,
+        window_size: tuple[int, int],
+        softmax_scale: float | None,
+        softcap: float = 0.0,
+    ) -> Tensor:
         assert causal
         before, behind = window_size
         assert behind == (0 if window else -1)
-        return spelled_out(q, k, v, None, before + 1).float()
+        return spelled_out(*qkv, None, before + 1, softmax_scale or WIDTH**-0.5, softcap).float()
 
     fake = types.ModuleType("flash_attn")
     fake.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", fake)
     q, k, v = qkv(4, 2)
-    for window in (0, 4):
-        core = CORES["flash"](Model(window=window))
-        expected = EagerAttention(Model(window=window))(q, k, v, None)
+    for window, scale, cap in ((0, 0.0, 0.0), (4, 0.0, 0.0), (4, 0.9, 1.5)):
+        view = Model(window=window, softmax_scale=scale, score_softcap=cap)
+        core = CORES["flash"](view)
+        expected = EagerAttention(view)(q, k, v, None)
         torch.testing.assert_close(core(q, k, v, core.mask(None)), expected, **TOLERANCE)
 
 
@@ -172,3 +207,25 @@ def test_attention_module_around_its_core(family: Literal["llama", "gpt"], biase
     assert torch.equal(k[:, 0], plain_k[:, 0])
     assert not torch.allclose(k[:, 5], plain_k[:, 5])
     torch.testing.assert_close(out, module.o_proj(q.flatten(-2) * 2))
+
+
+@pytest.mark.parametrize("gate", ["element", "head"])
+def test_results_are_multiplied_by_their_gates(gate: Literal["element", "head"]) -> None:
+    """The rows of q_proj are, head by head, those of the queries and of their gates, as Qwen3-Next publishes them."""
+    model = Model(hidden=24, heads=6, kv_heads=2, head_dim=8, attention="eager", attention_gate=gate)
+    gated: Any = filled(build_attention(model))
+    plain: Any = Attention(replace(model, attention_gate="none"))
+    plain.load_state_dict(gated.state_dict() | {"q_proj.weight": plain.q_proj.weight}, strict=gate == "element")
+    x = inputs(BATCH, LENGTH, 24)
+    if gate == "element":
+        of_queries, of_gates = gated.q_proj.weight.unflatten(0, (6, 2, 8)).unbind(1)
+        gates = torch.sigmoid(x @ of_gates.flatten(0, 1).T).unflatten(-1, (6, 8))
+    else:
+        of_queries = gated.q_proj.weight
+        gates = torch.sigmoid(x @ gated.head_gate.weight.T).unsqueeze(-1)
+    with torch.no_grad():
+        plain.q_proj.weight.copy_(of_queries.reshape(48, 24))
+        rotary = rotary_angles(model, torch.arange(LENGTH).expand(BATCH, LENGTH))
+        results = plain.heads(x, rotary, None).unflatten(-1, (6, 8))
+        expected = gated.o_proj((results * gates).flatten(-2))
+        torch.testing.assert_close(gated(x, rotary, None), expected, rtol=1e-5, atol=1e-4)  # sums of size 20

@@ -11,17 +11,25 @@ LENGTH, PROMPT = 12, 6
 
 def test_one_token_at_a_time_is_the_whole_computation() -> None:
     """Window 4 is full after the prompt, 8 is not; room 0: the cache grows."""
-    for name, window in [("eager", 4), ("eager", 8), ("sdpa", 0), ("sdpa", 4)]:
+    plain: dict[str, float] = {}
+    cases = [
+        ("eager", 4, {"score_softcap": 0.7}),
+        ("eager", 8, plain),
+        ("sdpa", 0, {"softmax_scale": 0.9}),
+        ("sdpa", 4, plain),
+    ]
+    for name, window, options in cases:
+        model = Model(window=window, **options)
         for room in [0, LENGTH]:
             generator = torch.Generator().manual_seed(0)
             q, k, v = (torch.randn(2, LENGTH, heads, 8, generator=generator) for heads in (4, 2, 2))
-            cached = CachedAttention(CORES[name](Model(window=window)), room=room)
+            cached = CachedAttention(CORES[name](model), room=room)
             parts = []
             for begin, end in ((0, PROMPT), *((i, i + 1) for i in range(PROMPT, LENGTH))):
                 parts.append(cached(q[:, begin:end], k[:, begin:end], v[:, begin:end], cached.mask(None)))
             assert cached.keys is not None, room
             assert cached.keys.shape[2] == (window or LENGTH), room
-            expected = CORES["eager"](Model(window=window))(q, k, v, None)
+            expected = CORES["eager"](model)(q, k, v, None)
             torch.testing.assert_close(
                 torch.cat(parts, dim=1), expected, rtol=1e-5, atol=1e-6
             )  # a row at a time: other sums

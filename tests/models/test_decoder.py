@@ -28,6 +28,18 @@ KINDS = Kinds(
     local={"window": 5, "rotary_fraction": 0.0}, mid={"window": 9, "rope_theta": 50.0, "rotary_fraction": 0.5}, full={}
 )
 OF_KINDS = replace(LLAMA, layers=5, pattern=("local", "mid", "full"), kinds=KINDS)
+GEMMA = replace(
+    LLAMA,
+    qk_norm="head",
+    norm_position="both",
+    norm_offset=True,
+    activation="gelu_tanh",
+    embedding_multiplier=5.7,
+    softmax_scale=0.3,
+    logit_softcap=3.0,
+    tied_embeddings=True,
+)
+GRANITE = replace(LLAMA, residual_multiplier=0.22, logit_divisor=6.0, embedding_multiplier=12.0, softmax_scale=0.5)
 FAMILIES = {
     "llama": LLAMA,
     "llama-tied": replace(LLAMA, tied_embeddings=True),
@@ -36,6 +48,10 @@ FAMILIES = {
     "olmo2": OLMO2,
     "mistral": MISTRAL,
     "kinds": OF_KINDS,
+    "gemma": GEMMA,
+    "granite": GRANITE,
+    "gated": replace(QWEN, attention_gate="element"),
+    "gated heads": replace(LLAMA, attention_gate="head"),
 }
 
 

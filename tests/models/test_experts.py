@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.models.test_layers import filled, inputs
 from torchllm.config import Model
 from torchllm.models.experts import Experts, MixtureOfExperts, Router, top_experts
-from torchllm.models.layers import gated
+from torchllm.models.layers import silu_gated
 from torchllm.models.router_penalties import penalty_names
 
 pytestmark = pytest.mark.quick
@@ -139,7 +139,7 @@ def test_under_autocast_experts_are_bfloat16_and_the_router_is_float32() -> None
 
     def noting_gated(gate: Tensor, up: Tensor) -> Tensor:
         types.append(gate.dtype)
-        return gated(gate, up)
+        return silu_gated(gate, up)
 
     layer.routed.experts.gated = noting_gated
     expected = layer(x)

@@ -181,6 +181,26 @@ def test_z_loss_is_in_the_gradients_and_beside_the_loss(chunk: int, recomputes: 
     assert take_squares([stage]) is None  # they are taken
 
 
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("chunk", [0, 7])
+def test_logits_are_divided_then_capped_with_and_without_labels(chunk: int, recomputes: bool) -> None:
+    module = Head(replace(MODEL, logit_divisor=3.0, logit_softcap=1.5), chunk, Z_LOSS)
+    module.load_state_dict(head(chunk).state_dict())
+    module.recomputes_logits = recomputes
+    hidden, labels = hidden_and_labels()
+    hidden.requires_grad_()
+    loss = module(hidden, labels)
+    exact_hidden = hidden.detach().double().requires_grad_()
+    exact_weight = module.weight.detach().double().requires_grad_()
+    logits = 1.5 * torch.tanh(exact_hidden @ exact_weight.T / 3.0 / 1.5)
+    expected, squares = loss_with_penalty(torch.eye(MODEL.vocab).double(), logits, labels)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    torch.testing.assert_close(module(hidden).double(), logits, rtol=0, atol=2e-6)
+    exact = torch.autograd.grad(expected + Z_LOSS * squares, (exact_hidden, exact_weight))
+    for got, expected_gradient in zip(torch.autograd.grad(loss, (hidden, module.weight)), exact, strict=True):
+        torch.testing.assert_close(got.double(), expected_gradient, rtol=1e-5, atol=1e-5)
+
+
 def test_squares_add_up_over_forwards_with_gradients_alone() -> None:
     module = head(7, Z_LOSS)
     hidden, labels = hidden_and_labels()

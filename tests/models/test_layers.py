@@ -21,6 +21,7 @@ from torchllm.models.layers import (
     rotary_frequencies,
     rotate,
 )
+from torchllm.models.offset_norm import offset_rms_norm
 
 pytestmark = pytest.mark.quick
 MODEL = Model(hidden=24, heads=4, ffn=40, norm_epsilon=1e-2)  # an epsilon large enough to be seen if it is misplaced
@@ -59,6 +60,23 @@ def test_rms_norm_of_bfloat16_is_computed_in_float32() -> None:
     assert torch.equal(rms_norm(x, weight, 1e-5), expected)
 
 
+def test_rms_norm_with_an_offset_is_its_formula() -> None:
+    norm = filled(RMSNorm(24, 1e-2, has_offset=True)).double()
+    x = inputs(2, 5, 24).double()
+    expected = x / (x.square().mean(-1, keepdim=True) + 1e-2).sqrt() * (1.0 + norm.weight)
+    torch.testing.assert_close(norm(x), expected)
+    assert torch.autograd.gradcheck(
+        lambda x, weight: offset_rms_norm(x, weight, 1e-2), (x.requires_grad_(), norm.weight)
+    )
+
+
+def test_rms_norm_with_an_offset_rounds_its_result_alone_to_bfloat16() -> None:
+    """A weight of 0.003 is lost in 16 bits if it is added to 1 there."""
+    x, weight = inputs(4, 2048).bfloat16(), torch.full((2048,), 0.003).bfloat16()
+    expected = offset_rms_norm(x.double(), weight.double(), 1e-5)
+    assert torch.equal(offset_rms_norm(x, weight, 1e-5), expected.bfloat16())
+
+
 def test_layer_norm_is_its_formula() -> None:
     norm = filled(LayerNorm(24, 1e-2))
     x = inputs(2, 5, 24)
@@ -80,6 +98,11 @@ def test_feed_forward_layers_are_their_formulas() -> None:
     silu = gate * torch.sigmoid(gate)
     expected = (silu * up) @ swiglu.down_proj.weight.double().T
     torch.testing.assert_close(swiglu(x).double(), expected, **tolerance)
+
+    geglu = filled(SwiGLU(replace(MODEL, activation="gelu_tanh"), MODEL.ffn))
+    gelu_of_gate = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
+    expected = (gelu_of_gate * up) @ geglu.down_proj.weight.double().T  # of the same weights
+    torch.testing.assert_close(geglu(x).double(), expected, **tolerance)
 
     with_biases = replace(MODEL, family="gpt")
     gelu = filled(GELUFeedForward(with_biases))

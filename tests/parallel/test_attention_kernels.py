@@ -28,6 +28,7 @@ from torchllm.runtime.torch_compat import TorchDispatchMode
 pytestmark = pytest.mark.quick
 CPU = torch.device("cpu")
 KERNELS = [EagerKernel(), CpuKernel()]
+WITH_OPTIONS = [EagerKernel(0.9), CpuKernel(0.9), EagerKernel(0.9, softcap=1.5)]
 EXACT = 1e-13  # of the largest element, in float64: sums of 24 terms, in another order
 
 
@@ -48,10 +49,12 @@ def random_block(groups: int, dtype: torch.dtype = torch.float64, queries: int =
     return Block(q, kv, d_out)
 
 
-def attention_by_definition(q: Tensor, kv: Tensor, hidden: Tensor) -> PartialAttention:
+def attention_by_definition(q: Tensor, kv: Tensor, hidden: Tensor, kernel: Any) -> PartialAttention:
     """Attention in whole tensors, for autograd; hidden: (..., S, T) bool."""
     k, v = kv.repeat_interleave(q.shape[1] // kv.shape[2], dim=2)
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    scores = q @ k.mT * (kernel.scale or 1 / math.sqrt(q.shape[-1]))
+    if cap := getattr(kernel, "softcap", 0.0):
+        scores = cap * torch.tanh(scores / cap)
     scores = scores.masked_fill(hidden, -torch.inf)
     return PartialAttention(scores.softmax(-1) @ v, scores.logsumexp(-1))
 
@@ -62,7 +65,7 @@ def close(result: Tensor, expected: Tensor, relative: float) -> bool:
     return bool(difference <= relative * expected.abs().max())
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: type(kernel).__name__)
+@pytest.mark.parametrize("kernel", [*KERNELS, *WITH_OPTIONS], ids=lambda kernel: type(kernel).__name__)
 @pytest.mark.parametrize(("groups", "kind"), [(1, "whole"), (2, "causal"), (4, "entries")])
 def test_a_block_is_plain_attention(kernel: BlockKernel, groups: int, kind: str) -> None:
     q, kv, d_out = random_block(groups, queries=24)
@@ -79,7 +82,7 @@ def test_a_block_is_plain_attention(kernel: BlockKernel, groups: int, kind: str)
         mask = KeyMask(causal=True, entries=Entries(starts, starts))
     q.requires_grad_()
     kv.requires_grad_()
-    expected = attention_by_definition(q, kv, hidden)
+    expected = attention_by_definition(q, kv, hidden, kernel)
     expected_dq, expected_dkv = torch.autograd.grad(expected.out, (q, kv), d_out)
     with torch.no_grad():
         attention = kernel.forward(q, kv, mask)
@@ -152,7 +155,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def test_right_kernels_pass_the_check() -> None:
-    for kernel in KERNELS:
+    for kernel in (*KERNELS, CpuKernel(0.9)):
         check_kernel(kernel, CPU, 1, 8, torch.float32)
         check_kernel(kernel, CPU, 3, 80, torch.bfloat16)
 
@@ -161,6 +164,7 @@ class Wrong(CpuKernel):
     """A kernel of which one result is 5 % too large in one kind of block: causal or not, with documents or without."""
 
     def __init__(self, result: str, causal: bool, documents: bool) -> None:
+        super().__init__()
         self.result = result
         self.kind = (causal, documents)
 

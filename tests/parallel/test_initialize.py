@@ -26,6 +26,7 @@ CPU = torch.device("cpu")
 ODD = Model(layers=2, hidden=36, heads=4, kv_heads=2, head_dim=10, ffn=50, vocab=97, max_sequence_length=33)
 FEW_ROWS = replace(ODD, kv_heads=1, head_dim=2)  # k and v have 2 rows: over 4 ranks some hold none
 TIED_GPT = replace(ODD, family="gpt", tied_embeddings=True)
+OFFSET = replace(ODD, norm_position="both", norm_offset=True, qk_norm="width")
 SPARSE = replace(ODD, experts=4, top_k=2, shared_experts=1)
 
 
@@ -93,6 +94,13 @@ def test_layouts_start_bitwise_equal(ranks: int) -> None:
             assert np.array_equal(started[parameter], value.numpy()), (name, parameter)
 
 
+def test_a_norm_starts_as_one_that_only_normalizes() -> None:
+    for model, expected in ((ODD, 1.0), (OFFSET, 0.0)):
+        norms = {name: value for name, value in plain(model).items() if "norm" in name}
+        assert len(norms) == (5 if model is ODD else 13)
+        assert all((value == expected).all() for value in norms.values())
+
+
 def count_random_numbers() -> tuple[int, int]:
     """Return how many random numbers this rank has drawn, of how many of the whole model."""
     with mock.patch.object(torchllm.parallel.initialize, "normal", wraps=normal) as drawn:
@@ -157,8 +165,8 @@ def test_bits_are_those_of_the_first_version(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(torchllm.parallel.initialize, "_ELEMENTS_IN_CACHE", at_a_time)
         for name, value in plain(model, seed).items():
             start = rule_of(name).start
-            if start in ("ones", "zeros"):
-                assert torch.equal(value, torch.full_like(value, start == "ones")), name
+            if start in ("identity", "zeros"):
+                assert torch.equal(value, torch.full_like(value, start == "identity")), name
                 continue
             std = model.initial_std / (math.sqrt(2 * model.layers) if start == "residual" else 1.0)
             expected = (first_numbers(value.numel(), key_of(seed, name)) * std).float()

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torchllm.parallel.ring
 from tests.models.test_document_attention import Inputs, Results, forward_backward
 from tests.workers import run
+from torchllm.config import Model
 from torchllm.models.attention import EagerAttention
 from torchllm.parallel.attention_kernels import (
     BlockKernel,
@@ -25,8 +26,14 @@ from torchllm.parallel.attention_kernels import (
 )
 from torchllm.parallel.ring import Exchange, RingAttention, merge, ring_backward, ring_forward
 
+PLAIN = Model()
 BATCH, LENGTH, HEADS, KV, WIDTH = 2, 48, 6, 2, 8
-KERNELS: dict[str, BlockKernel] = {"eager": EagerKernel(), "sdpa": CpuKernel()}
+KERNELS: dict[str, BlockKernel] = {
+    "eager": EagerKernel(),
+    "sdpa": CpuKernel(),
+    "eager, scale and cap": EagerKernel(0.9, softcap=1.5),
+    "sdpa, scale": CpuKernel(0.9),
+}
 EXACT = 1e-13  # of the largest element, in float64: the same sums in another order
 
 TOKEN = torch.arange(LENGTH).expand(BATCH, LENGTH)
@@ -79,14 +86,16 @@ class Float64Attention(EagerAttention):
         if mask is None:
             mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
         k, v = (x.repeat_interleave(HEADS // KV, dim=2) for x in (k, v))
-        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * WIDTH**-0.5
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (self.scale or WIDTH**-0.5)
+        if self.softcap:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
         return torch.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
-def worst_error(results_of_ranks: list[Results], documents: Tensor | None) -> float:
+def worst_error(results_of_ranks: list[Results], documents: Tensor | None, model: Model = PLAIN) -> float:
     """Return the largest error of any rank's results, relative to the largest element of that tensor or 1."""
-    expected = forward_backward(Float64Attention(), whole_inputs(torch.float64), documents)
+    expected = forward_backward(Float64Attention(model), whole_inputs(torch.float64), documents)
     errors = []
     for rank, results in enumerate(results_of_ranks):
         for result, whole in zip(results, expected, strict=True):
@@ -103,6 +112,13 @@ def test_the_ring_is_attention_over_the_whole_sequence(ranks: int) -> None:
         for kernel in ["eager", "sdpa"] if ranks == 2 else ["sdpa"]:
             results = run(on_the_ring, ranks, kernel, torch.float64, documents)
             assert worst_error(results, documents) <= EXACT, (name, kernel)
+
+
+@pytest.mark.parametrize("kernel", ["eager, scale and cap", "sdpa, scale"])
+def test_a_scale_and_a_soft_cap_of_the_scores(kernel: str) -> None:
+    model = Model(softmax_scale=0.9, score_softcap=1.5 if "cap" in kernel else 0.0)
+    results = run(on_the_ring, 2, kernel, torch.float64, DOCUMENTS["two"])
+    assert worst_error(results, DOCUMENTS["two"], model) <= EXACT
 
 
 def test_no_pair_of_different_documents_is_computed() -> None:

@@ -18,6 +18,7 @@ from tests.workers import run
 from torchllm.config import Config
 from torchllm.models.decoder import Decoder
 from torchllm.models.layers import rms_norm
+from torchllm.models.offset_norm import offset_rms_norm
 from torchllm.parallel.tensor import vocab_parallel_cross_entropy_sum, width_parallel_rms_norm
 from torchllm.tools.proof.layouts import with_settings
 
@@ -117,19 +118,20 @@ def test_norms_over_the_width_send_one_number_per_token_each() -> None:
     assert numbers_per_token(events) - numbers_per_token(without) == 4 * LAYERS
 
 
-def norm_of_this_rank(x: Tensor, weight: Tensor) -> Tensor:
+def norm_of_this_rank(x: Tensor, weight: Tensor, has_offset: bool) -> Tensor:
     """Return the norm of this rank's part of x (T, width)."""
     mesh = init_device_mesh("cpu", (2,))
     part = x.chunk(2, dim=-1)[mesh.get_local_rank()]
-    return width_parallel_rms_norm(part, distribute_tensor(weight, mesh, [Shard(0)]), 1e-5, mesh)
+    return width_parallel_rms_norm(part, distribute_tensor(weight, mesh, [Shard(0)]), 1e-5, mesh, has_offset)
 
 
 def test_a_norm_over_the_width_is_that_of_one_process_in_its_inputs_type() -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(TOKENS, HIDDEN, generator=generator), torch.rand(HIDDEN, generator=generator)
     for dtype, error in ((torch.float32, 1e-6), (torch.bfloat16, 2**-7)):  # a bfloat16 has a last place of 2**-7
-        norm = torch.cat(run(norm_of_this_rank, 2, x.to(dtype), weight.to(dtype)), dim=-1)
-        torch.testing.assert_close(norm, rms_norm(x.to(dtype), weight.to(dtype), 1e-5), rtol=error, atol=0)
+        for has_offset, plain in ((False, rms_norm), (True, offset_rms_norm)):
+            norm = torch.cat(run(norm_of_this_rank, 2, x.to(dtype), weight.to(dtype), has_offset), dim=-1)
+            torch.testing.assert_close(norm, plain(x.to(dtype), weight.to(dtype), 1e-5), rtol=error, atol=0)
 
 
 def test_logits_are_never_sent() -> None:

@@ -74,6 +74,7 @@ class OfKinds(NamedTuple):
 # What several keys need, and the calls that apply several.
 EXPERTS = Needs("model.experts over 0")
 BALANCED = Needs(f'{EXPERTS.words} and model.balance_loss = "sequence" or "global"')
+LLAMA = Needs('model.family = "llama"')
 ROTARY = Needs('rotary positions, which model.family = "llama" has')
 SCALED = "model.rope_scaling_factor over 1"
 LLAMA3 = Needs(f'{SCALED} and model.rope_scaling = "llama3"')
@@ -270,9 +271,31 @@ class Model:
     qk_norm: Literal["none", "head", "width"] = "none"
     """RMSNorm of queries and keys before the rotary positions; head: each head separately, one weight (Q) for all heads
     (Qwen3); width: all heads as one vector, weights (H Q) and (K Q) (OLMo 2)"""
-    norm_position: Literal["before", "after"] = "before"
+    norm_position: Literal["before", "after", "both"] = "before"
     """where a block's norms are; before: of the input of attention and of the feed-forward layer; after: of their
-    results, before these are added to the residual stream (OLMo 2)"""
+    results, before these are added to the residual stream (OLMo 2); both (Gemma 2)"""
+    norm_offset: Annotated[bool, LLAMA] = False
+    """weights of RMSNorm, those of queries and keys too, are added to 1: they start at 0, and weight decay pulls them
+    to 1 (Gemma)"""
+    activation: Annotated[Literal["silu", "gelu_tanh"], LLAMA] = "silu"
+    """function of the gate in a feed-forward layer, and in an expert; gelu_tanh: the tanh form of GELU (Gemma)"""
+    softmax_scale: NonNegative = 0.0
+    """factor of attention's scores before the softmax; 0: 1 / sqrt(head_dim)"""
+    score_softcap: NonNegative = 0.0
+    """attention's scores s become softcap * tanh(s / softcap), before the mask (Gemma 2); 0: off. Not with "sdpa" """
+    attention_gate: Literal["none", "element", "head"] = "none"
+    """the results of attention are multiplied by the sigmoid of a projection of its input; element: as many numbers as
+    results, from q_proj (Qwen3-Next); head: one number per head, from head_gate"""
+    embedding_multiplier: Positive = 1.0
+    """factor of the token embeddings, rounded to training.dtype; Gemma: sqrt(hidden). The output projection does not
+    have it, also with tied_embeddings"""
+    residual_multiplier: Positive = 1.0
+    """factor of the results of attention and feed-forward layer, before these are added to the residual stream
+    (Granite)"""
+    logit_divisor: Positive = 1.0
+    """the logits are divided by it (Granite)"""
+    logit_softcap: NonNegative = 0.0
+    """logits l become softcap * tanh(l / softcap) (Gemma 2); 0: off"""
     window: Annotated[Natural, Needs("a longer training.sequence_length or model.max_sequence_length", "idle")] = 0
     """sliding window of attention: the number of tokens that a token sees, itself included; 0: all before it
     (Mistral)"""
@@ -374,6 +397,26 @@ class Model:
         return min(self.window or sequence_length, sequence_length)
 
     @property
+    def query_outputs(self) -> int:
+        """Outputs of the projection of queries: all query heads, and their gate if it has a number per element."""
+        return self.heads * self.head_width * (2 if self.attention_gate == "element" else 1)
+
+    @property
+    def has_norms_before(self) -> bool:
+        """Whether norms are before attention and feed-forward layer."""
+        return self.norm_position != "after"
+
+    @property
+    def has_norms_after(self) -> bool:
+        """Whether norms are after attention and feed-forward layer."""
+        return self.norm_position != "before"
+
+    @property
+    def norms_per_part(self) -> int:
+        """Norms of the residual stream at attention, and as many at the feed-forward layer."""
+        return 2 if self.norm_position == "both" else 1
+
+    @property
     def vocab_rows(self) -> int:
         """Rows of embedding and head."""
         return self.vocab + self.vocab_padding
@@ -410,6 +453,11 @@ class Model:
 
 
 ROPE_KEYS = tuple(name for name in Model.__dataclass_fields__ if name.startswith("rope_"))
+OPTIONS = (
+    *("qkv_bias", "qk_norm", "norm_position", "norm_offset", "activation", "softmax_scale", "score_softcap"),
+    *("attention_gate", "embedding_multiplier", "residual_multiplier", "logit_divisor", "logit_softcap"),
+)
+"""keys of [model] for parts that Llama's blocks and ends lack: with their defaults it has none"""
 KIND_KEYS = (
     *("window", "mixer", "attention", "heads", "kv_heads", "head_dim", "qk_norm", "qkv_bias"),
     *("norm_position", "norm_epsilon", "ffn", "experts", "expert_ffn", "rotary_fraction"),

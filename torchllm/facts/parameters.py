@@ -16,7 +16,7 @@ from torchllm.facts.parts.registry import parameter_of_block
 END_RULES = {
     "embed_tokens.weight": ParameterRule("vocab", "normal", "embedding"),  # (V, D)
     "embed_positions.weight": ParameterRule("whole", "normal", "position"),  # (S, D)
-    "norm.weight": ParameterRule("whole", "ones", "vector"),  # (D)
+    "norm.weight": ParameterRule("whole", "identity", "vector"),  # (D)
     "norm.bias": ParameterRule("whole", "zeros", "vector"),  # (D)
     "lm_head.weight": ParameterRule("vocab", "normal", "head"),  # (V, D)
 }

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from torchllm.config import Model
 from torchllm.config.errors import UserError
+from torchllm.facts.parts.part import found
 from torchllm.models.document_attention import document_attention, fused_attention, visible_keys
-from torchllm.models.layers import RMSNorm, Rotary, rotate, widened
+from torchllm.models.layers import RMSNorm, Rotary, rotate, soft_capped, widened
 from torchllm.models.mixer import Mixer
 from torchllm.models.varlen_attention import (
     Documents,
@@ -39,7 +40,7 @@ class Attention(Mixer):
         super().__init__()
         self.head_width = model.head_width
         q_width, kv_width = model.heads * model.head_width, model.kv * model.head_width
-        self.q_proj = nn.Linear(model.hidden, q_width, bias=model.has_qkv_bias)
+        self.q_proj = nn.Linear(model.hidden, model.query_outputs, bias=model.has_qkv_bias)
         self.k_proj = nn.Linear(model.hidden, kv_width, bias=model.has_qkv_bias)
         self.v_proj = nn.Linear(model.hidden, kv_width, bias=model.has_qkv_bias)
         self.o_proj = nn.Linear(q_width, model.hidden, bias=model.features.biases)
@@ -48,11 +49,11 @@ class Attention(Mixer):
         self.q_width_norm: nn.Module | None = None
         self.k_width_norm: nn.Module | None = None
         if model.qk_norm == "head":  # one weight for all heads, replicated over tp
-            self.q_norm = RMSNorm(model.head_width, model.norm_epsilon)
-            self.k_norm = RMSNorm(model.head_width, model.norm_epsilon)
+            self.q_norm = RMSNorm(model.head_width, model.norm_epsilon, model.norm_offset)
+            self.k_norm = RMSNorm(model.head_width, model.norm_epsilon, model.norm_offset)
         elif model.qk_norm == "width":  # other names, because these weights are sharded over tp with the heads
-            self.q_width_norm = RMSNorm(q_width, model.norm_epsilon)
-            self.k_width_norm = RMSNorm(kv_width, model.norm_epsilon)
+            self.q_width_norm = RMSNorm(q_width, model.norm_epsilon, model.norm_offset)
+            self.k_width_norm = RMSNorm(kv_width, model.norm_epsilon, model.norm_offset)
         self.core = CORES[model.attention](model)
 
     def forward(self, x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
@@ -61,7 +62,10 @@ class Attention(Mixer):
 
     def heads(self, x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
         """Return the results of all heads, the input of o_proj: x (B, S, D) -> (B, S, H Q)."""
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        return self.attend(self.q_proj(x), self.k_proj(x), self.v_proj(x), rotary, mask)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
+        """Return the results of all heads from the projections: q (B, S, H Q), k and v (B, S, K Q) -> (B, S, H Q)."""
         if self.q_width_norm is not None and self.k_width_norm is not None:
             q, k = self.q_width_norm(q), self.k_width_norm(k)
         heads = (-1, self.head_width)
@@ -80,6 +84,20 @@ class Attention(Mixer):
         return CachedAttention(self.core, room=room, padding=padding)
 
 
+ATTENTIONS = {
+    "none": "torchllm.models.attention:Attention",
+    "element": "torchllm.models.gated_attention:ElementGatedAttention",
+    "head": "torchllm.models.gated_attention:HeadGatedAttention",
+}
+"""class of attention, by `model.attention_gate`; a run imports its own"""
+
+
+def build_attention(model: Model) -> Attention:
+    """Return the attention of a block, with uninitialized weights."""
+    attention: Attention = found(ATTENTIONS[model.attention_gate])(model)
+    return attention
+
+
 def causal_mask(queries: int, keys: int, device: torch.device, window: int = 0) -> Tensor:
     """Return the keys that each query sees, (queries, keys) bool: keys that are not later.
 
@@ -96,6 +114,10 @@ class Core(nn.Module):
         super().__init__()
         self.view = view
         self.window = view.window
+        self.scale = view.softmax_scale or None
+        """factor of the scores; None: 1 / sqrt(Q)"""
+        self.softcap = view.score_softcap
+        """bound of the scores; 0: there is none"""
 
 
 class EagerAttention(Core):
@@ -114,9 +136,9 @@ class EagerAttention(Core):
         queries_per_key = q.shape[2] // k.shape[2]  # neighboring query heads share a key head
         k = k.repeat_interleave(queries_per_key, dim=2)
         v = v.repeat_interleave(queries_per_key, dim=2)
-        scale = q.shape[-1] ** -0.5
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         # The softmax in float32: the sum of many small weights in 16 bits would lose them.
-        scores = widened(torch.einsum("bqhd,bkhd->bhqk", q, k)) * scale
+        scores = soft_capped(widened(torch.einsum("bqhd,bkhd->bhqk", q, k)) * scale, self.softcap)
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).to(v.dtype)
         return torch.einsum("bhqk,bkhd->bqhd", weights, v)
 
@@ -125,8 +147,13 @@ class ScaledDotProductAttention(Core):
     """Calls torch's scaled_dot_product_attention, which picks the fastest kernel it has for the device.
 
     With documents or a window it calls torch's varlen flash attention where available, on a GPU in 16 bit; else
-    `document_attention`, which makes the mask of one block of queries at a time.
+    `document_attention`, which makes the mask of one block of queries at a time. UserError if scores have a soft cap.
     """
+
+    def __init__(self, view: Model) -> None:
+        super().__init__(view)
+        if view.score_softcap:
+            raise UserError("model.attention: sdpa has no model.score_softcap: use flex or flash on a GPU, or eager")
 
     def mask(self, document_ids: Tensor | None, document_limit: int = 0) -> Documents | None:
         return None if document_ids is None else find_documents(document_ids, document_limit)
@@ -135,11 +162,11 @@ class ScaledDotProductAttention(Core):
         if mask is None and 0 < self.window < q.shape[1]:
             mask = one_document(q.shape[0], q.shape[1], q.device)
         if mask is not None and mask.offsets is not None and takes_varlen(q):
-            return attend_within_documents(q, k, v, mask.offsets, self.window)
+            return attend_within_documents(q, k, v, mask.offsets, self.window, self.scale)
         if mask is not None:
-            return document_attention(q, k, v, mask.ids, self.window)
+            return document_attention(q, k, v, mask.ids, self.window, self.scale)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, S, Q)
-        return fused_attention(q, k, v, mask=None).transpose(1, 2)
+        return fused_attention(q, k, v, mask=None, scale=self.scale).transpose(1, 2)
 
 
 class FlashAttention(Core):
@@ -151,15 +178,18 @@ class FlashAttention(Core):
     def __init__(self, view: Model) -> None:
         super().__init__(view)
         self.kernel = _flash_attention_3() or _flash_attention_2()
-        self.window_size = (view.window - 1, 0) if view.window else (-1, -1)
+        window_size = (view.window - 1, 0) if view.window else (-1, -1)
         """tokens that a query sees before and behind its own; -1: all"""
+        self.options: dict[str, Any] = {"causal": True, "window_size": window_size, "softmax_scale": self.scale}
+        if self.softcap:  # old versions of the package have none
+            self.options["softcap"] = self.softcap
 
     @staticmethod
     def mask(document_ids: Tensor | None, document_limit: int = 0) -> None:
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
-        return self.kernel(q, k, v, causal=True, window_size=self.window_size)
+        return self.kernel(q, k, v, **self.options)
 
 
 def _flash_attention_3() -> Callable[..., Any] | None:
@@ -207,7 +237,8 @@ class FlexAttention(Core):
             mask = causal_block_mask(q.shape[1], q.device, self.window)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, S, Q)
         grouped = q.shape[1] != k.shape[1]
-        out = compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=grouped)
+        options = {"score_mod": capping(self.softcap), "scale": self.scale, "enable_gqa": grouped}
+        out = compiled_flex_attention()(q, k, v, block_mask=mask, **options)
         return out.transpose(1, 2)
 
 
@@ -217,6 +248,18 @@ def compiled_flex_attention() -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention)
+
+
+@cache
+def capping(softcap: float) -> Callable[..., Tensor] | None:
+    """Return the change of FlexAttention's scores, one function for all layers, or each would compile; None: none."""
+    if not softcap:
+        return None
+
+    def capped(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return soft_capped(score, softcap)
+
+    return capped
 
 
 CORES: dict[str, type[Core]] = {

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchllm.facts.parts.part import found
 from torchllm.models.document_attention import heads_of_kernel
 
 
@@ -47,11 +48,21 @@ class CachedAttention(nn.Module):
         if self.visible is not None:
             self.visible[:, slot] = True
             visible = self.visible[:, None, None, filled]
+        if self.core.softcap:
+            return self._capped(q, self.keys[:, :, filled], self.values[:, :, filled], visible)
         q = q.transpose(1, 2)  # (B, H, 1, Q)
         keys = heads_of_kernel(q, self.keys[:, :, filled], visible)
         values = heads_of_kernel(q, self.values[:, :, filled], visible)
         grouped = q.shape[1] != keys.shape[1]
-        return F.scaled_dot_product_attention(q, keys, values, visible, enable_gqa=grouped).transpose(1, 2)
+        options = {"scale": self.core.scale, "enable_gqa": grouped}
+        return F.scaled_dot_product_attention(q, keys, values, visible, **options).transpose(1, 2)
+
+    def _capped(self, q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None) -> Tensor:
+        """Return the attention of one query per text, (B, 1, H, Q), whose scores have a soft cap."""
+        eager = found("torchllm.models.attention:EagerAttention")(self.core.view)  # that file makes this core
+        if visible is None:
+            visible = torch.ones(1, keys.shape[2], dtype=torch.bool, device=q.device)
+        return eager(q, keys.transpose(1, 2), values.transpose(1, 2), visible)
 
     def _start(self, k: Tensor, v: Tensor) -> None:
         """Cache the keys and values of the prompts, (B, S, K, Q); of position p in slot p modulo the slots."""

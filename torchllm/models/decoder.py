@@ -31,52 +31,35 @@ class Block(nn.Module):
         self.self_attn = found(mixer(model).build)(model)
         self.post_attention_layernorm = build_norm(model)
         self.mlp = found(feed_forward(model).build)(model)
+        self.multiplier = model.residual_multiplier
+        """of what is added to the residual stream"""
 
     def forward(self, x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
         """Run the block on the residual stream: x (B, S, D) -> (B, S, D). mask: as the attention core made it."""
         x, inner = self.attend(x, rotary, mask)
-        return x + self.mlp(inner)
+        return torch.add(x, self.mlp(inner), alpha=self.multiplier)
 
     def attend(self, x: Tensor, rotary: Rotary | None, mask: Any) -> tuple[Tensor, Tensor]:
         """Return the residual stream after attention, and the input of the feed-forward layer: (B, S, D) each.
 
         Replaceable: in a block with experts this is the part that can be compiled, and recomputed, as one.
         """
-        x = x + self.self_attn(self.input_layernorm(x), rotary, mask)
+        x = torch.add(x, self.self_attn(self.input_layernorm(x), rotary, mask), alpha=self.multiplier)
         return x, self.post_attention_layernorm(x)
 
 
-class NormAfterBlock(Block):
-    """Adds attention and the feed-forward layer, each with a norm after it, to the residual stream (OLMo 2).
-
-    Its norms have Hugging Face's names: post_attention_layernorm is the feed-forward layer's norm in a `Block`, but
-    attention's norm here.
-    """
-
-    def __init__(self, model: Model) -> None:
-        super().__init__(model)
-        del self.input_layernorm
-        self.post_feedforward_layernorm = build_norm(model)
-
-    def forward(self, x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
-        """Run the block on the residual stream: x (B, S, D) -> (B, S, D). mask: as the attention core made it."""
-        x, inner = self.attend(x, rotary, mask)
-        return x + self.post_feedforward_layernorm(self.mlp(inner))
-
-    def attend(self, x: Tensor, rotary: Rotary | None, mask: Any) -> tuple[Tensor, Tensor]:
-        """Return the residual stream after attention, (B, S, D), twice: there is no norm before the feed-forward."""
-        x = x + self.post_attention_layernorm(self.self_attn(x, rotary, mask))
-        return x, x
-
-
-BLOCKS = {"before": Block, "after": NormAfterBlock}
-"""class of the blocks, by `model.norm_position`"""
+BLOCKS = {
+    "before": "torchllm.models.decoder:Block",
+    "after": "torchllm.models.norms_after:NormAfterBlock",
+    "both": "torchllm.models.norms_after:NormsAroundBlock",
+}
+"""class of the blocks, by `model.norm_position`; a run imports its own"""
 
 
 def build_block(model: Model, index: int) -> nn.Module:
     """Return a block with uninitialized weights, of its kind and as `model.block` says."""
     view = model.of_block(index)
-    block: nn.Module = BLOCKS[view.norm_position](view)
+    block: nn.Module = found(BLOCKS[view.norm_position])(view)
     if model.block:
         from torchllm.facts.block_kinds import changed_block  # of no use to other models
 
@@ -148,6 +131,8 @@ class Decoder(nn.Module):
         """
         if self.embeds and self.embed_tokens is not None:
             x = self.embed_tokens(x)
+            if self.model.embedding_multiplier != 1:
+                x = x * x.new_full((), self.model.embedding_multiplier)  # which rounds it, as published models do
             if self.embed_positions is not None:
                 x = x + self.embed_positions(positions)
             if self.model.experts and torch.is_grad_enabled() and not x.requires_grad:

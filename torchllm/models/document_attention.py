@@ -55,38 +55,43 @@ def _blocks(document_ids: Tensor, window: int) -> Iterator[_Block]:
 
 
 @torch.library.custom_op("torchllm::document_attention", mutates_args=())
-def document_attention(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor, window: int = 0) -> Tensor:
+def document_attention(
+    q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor, window: int = 0, scale: float | None = None
+) -> Tensor:
     """Let each token attend to the tokens of its document that are not later, the last `window` of them if over 0.
 
-    document_ids: (B, S).
+    document_ids: (B, S). scale: factor of the scores; None: 1 / sqrt(Q).
     """
     out = q.new_empty(q.shape)
     for queries, keys, visible in _blocks(document_ids, window):
-        out[:, queries] = _attend(q[:, queries], k[:, keys], v[:, keys], visible)
+        out[:, queries] = _attend(q[:, queries], k[:, keys], v[:, keys], visible, scale)
     return out
 
 
 @document_attention.register_fake
-def _result_like(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor, window: int = 0) -> Tensor:
+def _result_like(
+    q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor, window: int = 0, scale: float | None = None
+) -> Tensor:
     """Return an empty result, for tracing and for the dry run."""
     return q.new_empty(q.shape)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float | None) -> Tensor:
     """Return the attention of a block of queries (B, S, H, Q) over keys (B, T, K, Q); visible: (B, S, T)."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     mask = visible.unsqueeze(1)  # the same for all heads
-    return fused_attention(q, k, v, mask).transpose(1, 2)
+    return fused_attention(q, k, v, mask, scale).transpose(1, 2)
 
 
-def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
     """Call torch's scaled_dot_product_attention with inputs for a fused kernel, which does not store all scores.
 
-    q (B, H, S, Q), k and v (B, K, T, Q). mask: the keys that each query sees, (B, 1, S, T); None: causal.
+    q (B, H, S, Q), k and v (B, K, T, Q). mask: the keys that each query sees, (B, 1, S, T); None: causal. scale: factor
+    of the scores; None: 1 / sqrt(Q).
     """
     k, v = heads_of_kernel(q, k, mask), heads_of_kernel(q, v, mask)
     grouped = bool(q.shape[1] != k.shape[1])  # symbolic sizes while the compiler traces
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
 
 
 def heads_of_kernel(q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
@@ -102,7 +107,7 @@ def heads_of_kernel(q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.window = inputs
+    *tensors, ctx.window, ctx.scale = inputs
     ctx.save_for_backward(*tensors)
 
 
@@ -118,13 +123,13 @@ def _backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         k_block = k[:, keys].detach().requires_grad_()
         v_block = v[:, keys].detach().requires_grad_()
         with torch.enable_grad():
-            out = _attend(q_block, k_block, v_block, visible)
+            out = _attend(q_block, k_block, v_block, visible, ctx.scale)
         gradients = torch.autograd.grad(out, (q_block, k_block, v_block), d_out[:, queries])
         dq_block, dk_block, dv_block = gradients
         dq[:, queries] = dq_block
         dk[:, keys] += dk_block
         dv[:, keys] += dv_block
-    return dq, dk.to(k.dtype), dv.to(v.dtype), None, None
+    return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
 document_attention.register_autograd(_backward, setup_context=_save_inputs)

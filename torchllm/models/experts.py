@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from torchllm.config import Model
 from torchllm.models.grouped_products import grouped_linear
-from torchllm.models.layers import SwiGLU, gated, widened
+from torchllm.models.layers import GATED, SwiGLU, widened
 from torchllm.models.router_penalties import (
     BALANCE_LOSS,
     ROUTER_Z_LOSS,
@@ -208,7 +208,7 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, width))
         self.local: Callable[[Tensor], Tensor] = lambda weight: weight
         """replaceable: the part of a sharded weight that is on this rank"""
-        self.gated: Callable[[Tensor, Tensor], Tensor] = gated
+        self.gated = GATED[model.activation]
         """replaceable: `parallel/compile.py`"""
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:

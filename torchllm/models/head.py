@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from torchllm.config import Model
-from torchllm.models.layers import widened
+from torchllm.models.layers import soft_capped, widened
 
 IGNORED = -100
 """label of a position that has no target"""
@@ -71,6 +71,8 @@ class Head(nn.Module):
             cross_entropy_and_squares if z_loss else cross_entropy_sum, vocab=self.vocab
         )
         self.local: Callable[[Tensor], Tensor] = lambda factor: factor
+        self.divisor = model.logit_divisor
+        self.softcap = model.logit_softcap
         self.chunk = chunk
         self.z_loss = z_loss
         self.squares: Tensor | None = None
@@ -85,8 +87,10 @@ class Head(nn.Module):
 
         hidden: (B, S, D). labels: (B, S).
         """
+        if self.divisor != 1:
+            hidden = hidden / self.divisor  # smaller than the logits
         if labels is None:
-            return logits_of_tokens(self.project(hidden), self.vocab)
+            return soft_capped(logits_of_tokens(self.project(hidden), self.vocab), self.softcap)
         sums = self._sums(hidden.flatten(0, 1), labels.flatten())
         if not self.z_loss:
             return sums
@@ -110,7 +114,7 @@ class Head(nn.Module):
         return torch.stack(chunks).sum(0)
 
     def _chunk_sums(self, rows: Tensor, targets: Tensor) -> Tensor:
-        return self.cross_entropy(self.project(rows), targets)
+        return self.cross_entropy(soft_capped(self.project(rows), self.softcap), targets)
 
     def project(self, rows: Tensor) -> Tensor:
         """Return the logits of hidden states: (..., D) -> (..., V)."""
@@ -183,7 +187,7 @@ def _run_chunk(rows: Tensor, weight: Tensor, targets: Tensor, head: Head, d_weig
         logits = F.linear(leaf, weight.detach())
         if d_weight is not None:  # added as soon as the gradient of these logits exists, which is then freed
             logits.register_hook(partial(_add_product, d_weight, rows))
-        sums = head.cross_entropy(logits, targets)
+        sums = head.cross_entropy(soft_capped(logits, head.softcap), targets)
         objective = sums[0] + head.z_loss * sums[1] if head.z_loss else sums
     del logits  # before the backward pass
     (d_rows,) = torch.autograd.grad(objective, leaf)

@@ -14,11 +14,21 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from torchllm.config import Model
+from torchllm.facts.parts.part import found
 
 
 def widened(x: Tensor) -> Tensor:
     """Return x in float32; float64 stays, for proofs that must tell a mistake from rounding."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def soft_capped(x: Tensor, cap: float) -> Tensor:
+    """Return cap * tanh(x / cap), x for a cap of 0 (Gemma 2: Gemma Team 2024, arXiv 2408.00118, section 2)."""
+    return (x / cap).tanh() * cap if cap else x
+
+
+OFFSET_RMS_NORM = "torchllm.models.offset_norm:offset_rms_norm"
+"""few models have it"""
 
 
 class RMSNorm(nn.Module):
@@ -27,11 +37,13 @@ class RMSNorm(nn.Module):
     `kernel` is replaceable: compiled it is one fused pass over x.
     """
 
-    def __init__(self, width: int, epsilon: float) -> None:
+    def __init__(self, width: int, epsilon: float, has_offset: bool = False) -> None:
+        """has_offset: the weight is added to 1 (`model.norm_offset`)."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
         self.epsilon = epsilon
-        self.kernel: Callable[..., Tensor] = rms_norm
+        self.has_offset = has_offset
+        self.kernel: Callable[..., Tensor] = found(OFFSET_RMS_NORM) if has_offset else rms_norm
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last dimension of x: (..., width) -> (..., width)."""
@@ -55,8 +67,9 @@ class LayerNorm(nn.Module):
 
 def build_norm(model: Model) -> nn.Module:
     """Return the norm of the residual stream, by `model.features.norm`, with uninitialized weights."""
-    kind = RMSNorm if model.features.norm == "rms" else LayerNorm
-    return kind(model.hidden, model.norm_epsilon)
+    if model.features.norm == "rms":
+        return RMSNorm(model.hidden, model.norm_epsilon, model.norm_offset)
+    return LayerNorm(model.hidden, model.norm_epsilon)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -74,13 +87,25 @@ def build_feed_forward(model: Model) -> nn.Module:
     return SwiGLU(model, model.ffn) if model.features.gated_ffn else GELUFeedForward(model)
 
 
-def gated(gate: Tensor, up: Tensor) -> Tensor:
+def silu_gated(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up, of tensors of one shape."""
     return F.silu(gate) * up
 
 
+def gelu_gated(gate: Tensor, up: Tensor) -> Tensor:
+    """Return gelu(gate) * up, of tensors of one shape, with the tanh form of GELU (arXiv 1606.08415)."""
+    return F.gelu(gate, approximate="tanh") * up
+
+
+GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"silu": silu_gated, "gelu_tanh": gelu_gated}
+"""functions of gate and up, by `model.activation`"""
+
+
 class SwiGLU(nn.Module):
-    """Computes down(silu(gate(x)) * up(x)), the feed-forward layer of Llama (Shazeer 2020, arXiv 2002.05202)."""
+    """Computes down(act(gate(x)) * up(x)), the feed-forward layer of Llama (Shazeer 2020, arXiv 2002.05202).
+
+    The activation act is SiLU in Llama, GELU in Gemma (GEGLU).
+    """
 
     def __init__(self, model: Model, width: int) -> None:
         super().__init__()
@@ -88,7 +113,7 @@ class SwiGLU(nn.Module):
         self.gate_proj = nn.Linear(model.hidden, width, bias=bias)
         self.up_proj = nn.Linear(model.hidden, width, bias=bias)
         self.down_proj = nn.Linear(width, model.hidden, bias=bias)
-        self.gated: Callable[[Tensor, Tensor], Tensor] = gated
+        self.gated = GATED[model.activation]
         """replaceable: `parallel/compile.py`"""
 
     def forward(self, x: Tensor) -> Tensor:

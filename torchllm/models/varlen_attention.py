@@ -85,11 +85,13 @@ def takes_varlen(q: Tensor) -> bool:
     return q.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= WIDEST_HEAD
 
 
-def attend_within_documents(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, window: int = 0) -> Tensor:
+def attend_within_documents(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, window: int = 0, scale: float | None = None
+) -> Tensor:
     """Let each token attend to the tokens of its document that are not later, the last `window` of them if over 0.
 
-    q (B, S, H, Q), k and v (B, S, K, Q) -> (B, S, H, Q). offsets: of `Documents`.
+    q (B, S, H, Q), k and v (B, S, K, Q) -> (B, S, H, Q). offsets: of `Documents`. scale: of scores; None: 1 / sqrt(Q).
     """
     batch, length = q.shape[:2]
     q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-    return varlen_attention(q, k, v, offsets, length, window).unflatten(0, (batch, length))
+    return varlen_attention(q, k, v, offsets, length, window, scale).unflatten(0, (batch, length))

@@ -8,9 +8,9 @@ Nothing is sharded or sent here; `ring.py` does both. A kernel has two methods:
 Shapes: B batch, H heads, K key-value heads, S queries, T keys, Q head width. q, out, d_out and dq are (B, H, S, Q); kv
 is (2, B, K, T, Q), keys and values; dk and dv are (B, K, T, Q); lse is (B, H, S). Key-value heads are not expanded:
 query head h reads head h // (H / K). lse is the natural logarithm of the sum of exp(scores), in float32 at least; out
-and the gradients are in q's type or a wider one. Scores are divided by sqrt(Q). `backward` takes the out and lse of
-*all* blocks of a row and returns this block's part of the gradients; the formulas are FlashAttention-2's (Dao 2023,
-section 3.1).
+and the gradients are in q's type or a wider one. Scores are multiplied by the kernel's `scale`. `backward` takes the
+out and lse of *all* blocks of a row and returns this block's part of the gradients; the formulas are
+FlashAttention-2's (Dao 2023, section 3.1).
 
 With documents a block has `Entries`: on a GPU in 16 bit flash attention takes all of them in one call, and nothing is
 read back; else a kernel is called for each, and no pair of tokens of different documents is computed either. A query
@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from torchllm.config import Model
-from torchllm.models.layers import widened
+from torchllm.models.layers import soft_capped, widened
 from torchllm.runtime.torch_compat import VARLEN_GRADIENTS, FakeTensor, group_option
 
 WIDTH_UNIT = 8
@@ -107,6 +107,9 @@ class Gradients(NamedTuple):
 class BlockKernel(Protocol):
     """Computes attention over one block of keys; shapes at the head of this file."""
 
+    scale: float | None
+    """factor of the scores; None: 1 / sqrt(Q)"""
+
     def forward(self, q: Tensor, kv: Tensor, mask: KeyMask) -> PartialAttention:
         """Return the attention of q over the block."""
 
@@ -116,6 +119,13 @@ class BlockKernel(Protocol):
 
 class _EntryByEntry(ABC):
     """A kernel that computes a block as a whole, or entry by entry."""
+
+    def __init__(self, scale: float | None = None) -> None:
+        self.scale = scale
+
+    def scale_of(self, q: Tensor) -> float:
+        """Return the factor of the scores of queries (..., Q)."""
+        return q.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     @abstractmethod
     def _forward(self, q: Tensor, kv: Tensor, causal: bool) -> PartialAttention:
@@ -149,16 +159,21 @@ class _EntryByEntry(ABC):
 
 
 class EagerKernel(_EntryByEntry):
-    """Plain products and a softmax on any device: the reference of the other kernels.
+    """Plain products and a softmax on any device: the reference of the other kernels. It alone has a soft cap.
 
     All is computed and returned in float32 at least. In 16 bits, d_weights - row_sums would cancel if the values that a
     query sees are similar, and gradients of queries and keys would have several times the error.
     """
 
+    def __init__(self, scale: float | None = None, softcap: float = 0.0) -> None:
+        """softcap: bound of the scores; 0: there is none."""
+        super().__init__(scale)
+        self.softcap = softcap
+
     def _forward(self, q: Tensor, kv: Tensor, causal: bool) -> PartialAttention:
         q, kv = widened(q), widened(kv)
         k, v = kv
-        scores = _scores(q, k, causal)
+        scores = self._scores(q, k, causal)
         lse = scores.logsumexp(-1)
         weights = (scores - lse.unsqueeze(-1)).exp()
         out = weights @ v.unsqueeze(2)
@@ -168,26 +183,29 @@ class EagerKernel(_EntryByEntry):
         d_out, q, kv, out = widened(d_out), widened(q), widened(kv), widened(attention.out)
         k, v = kv
         grouped = (k.shape[1], -1)  # H -> K, H / K
-        scores = _scores(q, k, causal)
+        scores = self._scores(q, k, causal)
         weights = (scores - attention.lse.unflatten(1, grouped).unsqueeze(-1)).exp()
         # sum over Q of d_out * out, which the gradient of the softmax subtracts from every key of a row
         row_sums = (d_out * out).sum(-1).unflatten(1, grouped).unsqueeze(-1)
         d_out = d_out.unflatten(1, grouped)
         d_weights = d_out @ v.unsqueeze(2).mT
-        d_scores = weights * (d_weights - row_sums) * q.shape[-1] ** -0.5
+        d_scores = weights * (d_weights - row_sums) * self.scale_of(q)
+        if self.softcap:  # the slope of the tanh
+            slopes = 1.0 - (scores / self.softcap).square()
+            d_scores = d_scores * slopes.masked_fill(scores == -math.inf, 0.0)
         dv = (weights.mT @ d_out).sum(2)
         dk = (d_scores.mT @ q.unflatten(1, grouped)).sum(2)
         dq = (d_scores @ k.unsqueeze(2)).flatten(1, 2)
         return Gradients(dq, dk, dv)
 
-
-def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """Return the masked scores (B, K, H / K, S, T)."""
-    scores = q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT * q.shape[-1] ** -0.5
-    if causal:
-        later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(later, -math.inf)
-    return scores
+    def _scores(self, q: Tensor, k: Tensor, causal: bool) -> Tensor:
+        """Return the masked scores (B, K, H / K, S, T)."""
+        scores = q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT * self.scale_of(q)
+        scores = soft_capped(scores, self.softcap)
+        if causal:
+            later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+            scores = scores.masked_fill(later, -math.inf)
+        return scores
 
 
 class CpuKernel(_EntryByEntry):
@@ -195,12 +213,13 @@ class CpuKernel(_EntryByEntry):
 
     def _forward(self, q: Tensor, kv: Tensor, causal: bool) -> PartialAttention:
         k, v = kv
-        return PartialAttention(*torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal))
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return PartialAttention(*kernel(q, k, v, 0.0, causal, scale=self.scale))
 
     def _backward(self, d_out: Tensor, q: Tensor, kv: Tensor, attention: PartialAttention, causal: bool) -> Gradients:
         k, v = kv
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return Gradients(*kernel(d_out, q, k, v, *attention, 0.0, causal))
+        return Gradients(*kernel(d_out, q, k, v, *attention, 0.0, causal, scale=self.scale))
 
 
 class CudaKernels(_EntryByEntry):
@@ -216,7 +235,7 @@ class CudaKernels(_EntryByEntry):
         q_tokens, (k, v) = _tokens(q), _tokens(kv)
         arguments = *mask.entries, q.shape[2], kv.shape[3]
         window = (-1, 0 if mask.causal else -1)
-        options = {"scale": q.shape[-1] ** -0.5, "window_size": window, **group_option(q_tokens, k)}
+        options = {"scale": self.scale_of(q), "window_size": window, **group_option(q_tokens, k)}
         out, lse = varlen_attn(q_tokens, k, v, *arguments, return_aux=AuxRequest(lse=True), **options)
         # of a query without keys FlashAttention 2 returns +inf, 3 returns -inf
         lse = lse.nan_to_num_(nan=math.nan, posinf=-math.inf, neginf=-math.inf)
@@ -228,12 +247,11 @@ class CudaKernels(_EntryByEntry):
         lse = attention.lse.transpose(0, 1).flatten(1).contiguous()  # FOOTGUN: as in `_backward`
         inputs = _tokens(d_out), _tokens(q), *_tokens(kv), _tokens(attention.out), lse
         arguments = *mask.entries, q.shape[2], kv.shape[3], 0.0, mask.causal
-        gradients = VARLEN_GRADIENTS(*inputs, *arguments, *_no_dropout(q), scale=q.shape[-1] ** -0.5)
+        gradients = VARLEN_GRADIENTS(*inputs, *arguments, *_no_dropout(q), scale=self.scale_of(q))
         return Gradients(*(_of_sequences(x, q) for x in gradients))
 
     def _forward(self, q: Tensor, kv: Tensor, causal: bool) -> PartialAttention:
-        width = q.shape[-1]
-        scale = width**-0.5
+        width, scale = q.shape[-1], self.scale_of(q)
         q, kv = _padded(q), _padded(kv)
         if _takes_flash(q):
             k, v = kv
@@ -245,8 +263,7 @@ class CudaKernels(_EntryByEntry):
         return PartialAttention(out[..., :width], lse[..., : q.shape[2]])  # it pads its rows
 
     def _backward(self, d_out: Tensor, q: Tensor, kv: Tensor, attention: PartialAttention, causal: bool) -> Gradients:
-        width = q.shape[-1]
-        scale = width**-0.5
+        width, scale = q.shape[-1], self.scale_of(q)
         q, kv, d_out = _padded(q), _padded(kv), _padded(d_out)
         # FOOTGUN: the flash kernel reads lse as if it were contiguous, whatever its strides, and the memory-efficient
         # one reads a 16-bit out as if its memory were (B, S, H, Q): wrong gradients, no error.
@@ -318,8 +335,9 @@ def block_kernel(view: Model, device: str) -> BlockKernel:
 
     The config refuses the others.
     """
+    scale = view.softmax_scale or None
     if view.attention == "eager":
-        return EagerKernel()
+        return EagerKernel(scale, view.score_softcap)
     if device == "cpu":
-        return CpuKernel()
-    return CudaKernels()
+        return CpuKernel(scale)
+    return CudaKernels(scale)

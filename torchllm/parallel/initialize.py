@@ -61,6 +61,8 @@ def fill(parameter: Tensor, name: str, model: Model, seed: int) -> None:
     shape, offset = local_region(parameter)
     local = local_tensor(parameter)
     start = rule_of(name).start
+    if start == "identity":
+        start = "zeros" if model.norm_offset else "ones"
     if start in ("ones", "zeros"):
         local.fill_(float(start == "ones"))
         return

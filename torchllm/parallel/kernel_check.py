@@ -68,7 +68,7 @@ def _masks(device: torch.device) -> list[KeyMask]:
 
 def _errors(kernel: BlockKernel, inputs: _Inputs, mask: KeyMask) -> dict[str, float]:
     """Return how far each result is from the eager kernel's in float64, as a share of the largest element, in order."""
-    expected = _forward_backward(EagerKernel(), inputs.widened(), mask)
+    expected = _forward_backward(EagerKernel(kernel.scale), inputs.widened(), mask)
     results = _forward_backward(kernel, inputs, mask)
     errors = {}
     for name, expected_result in expected.items():

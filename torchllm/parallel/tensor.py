@@ -172,19 +172,23 @@ class WidthParallelNorm(ParallelStyle):
         assert isinstance(module, RMSNorm)
         weight = distribute_tensor(module.weight, device_mesh, [Shard(0)])
         module.register_parameter("weight", nn.Parameter(weight))
-        module.kernel = partial(width_parallel_rms_norm, mesh=device_mesh)
+        module.kernel = partial(width_parallel_rms_norm, mesh=device_mesh, has_offset=module.has_offset)
         return module
 
 
-def width_parallel_rms_norm(x: Tensor, weight: DTensor, epsilon: float, mesh: DeviceMesh) -> Tensor:
+def width_parallel_rms_norm(
+    x: Tensor, weight: DTensor, epsilon: float, mesh: DeviceMesh, has_offset: bool = False
+) -> Tensor:
     """Return `models.layers.rms_norm` of x (..., width / tp), this rank's part of the width, in x's dtype.
 
-    weight: (width), sharded. mesh: one dimension, the tp ranks.
+    weight: (width), sharded. mesh: one dimension, the tp ranks. has_offset: the weight is added to 1.
     """
     wide = widened(x)
     squares = sum_over_ranks(wide.square().sum(-1, keepdim=True), mesh)
     scale = torch.rsqrt(squares / weight.shape[0] + epsilon)
-    return (wide * scale * weight.to_local(grad_placements=[Shard(0)])).to(x.dtype)
+    own_weight = weight.to_local(grad_placements=[Shard(0)])
+    factor = 1.0 + widened(own_weight) if has_offset else own_weight
+    return (wide * scale * factor).to(x.dtype)
 
 
 def sum_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:

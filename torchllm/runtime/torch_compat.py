@@ -43,14 +43,16 @@ VARLEN_GRADIENTS = torch.ops.aten._flash_attention_backward
 """its gradients, from any out and lse; private; autograd takes those of one call's keys, a ring those of all keys"""
 
 
-def varlen_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, window: int = 0) -> Tensor:
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, window: int = 0, scale: float | None = None
+) -> Tensor:
     """Return the causal attention within sequences of unequal length: q (T, H, Q), k and v (T, K, Q) -> (T, H, Q).
 
     offsets: start of each sequence, and end of the last one, (N + 1,) int32. longest: upper bound of their length.
-    window: number of tokens that a token sees, itself included; 0: all before it.
+    window: number of tokens that a token sees, itself included; 0: all before it. scale: of scores; None: 1 / sqrt(Q).
     """
-    causal_window = (window - 1, 0)  # -1: no limit
-    out = varlen_attn(q, k, v, offsets, offsets, longest, longest, window_size=causal_window, **group_option(q, k))
+    options = {"window_size": (window - 1, 0), "scale": scale, **group_option(q, k)}  # -1: no limit
+    out = varlen_attn(q, k, v, offsets, offsets, longest, longest, **options)
     assert isinstance(out, Tensor)  # without unused results
     return out
 

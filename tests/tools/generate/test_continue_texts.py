@@ -4,7 +4,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from torchllm.config import Generate, Model
+from torchllm.config import Generate, Kinds, Model
 from torchllm.config.errors import UserError
 from torchllm.models.attention import CORES, EagerAttention
 from torchllm.models.decoder import Decoder, build_model
@@ -20,6 +20,21 @@ MODELS = {
     "rope and grouped heads": Model(kv_heads=2, **SIZES),
     "eager": Model(attention="eager", **SIZES),
     "window": Model(kv_heads=2, window=7, **SIZES),
+    "Gemma 2": Model(
+        **SIZES,
+        kv_heads=2,
+        norm_position="both",
+        norm_offset=True,
+        activation="gelu_tanh",
+        attention="eager",
+        softmax_scale=0.5,
+        score_softcap=1.0,
+        logit_softcap=3.0,
+        embedding_multiplier=5.7,
+        pattern=("local", "full"),
+        kinds=Kinds(local={"window": 7}, full={}),
+    ),
+    "gate": Model(**SIZES, attention_gate="element", softmax_scale=0.5, residual_multiplier=0.5),
     "learned positions": Model(family="gpt", tied_embeddings=True, **SIZES),
     "experts by sigmoid scores": Model(
         experts=6, router_score="sigmoid", router_bias=True, qk_norm="width", rotary_fraction=0.5, **SIZES

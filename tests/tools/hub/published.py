@@ -38,6 +38,10 @@ YARN = {
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
 OLMO3_ROPE = {FULL: YARN | {"rope_theta": 500000.0}, SLIDING: {"rope_type": "default", "rope_theta": 500000.0}}
+GEMMA_ROPE = {
+    FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+}
 NO_ENDS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 """the ids of the class are over the vocabulary"""
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -78,6 +82,34 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "no_rope_layers": [0, 1, 1, 0],
             "tie_word_embeddings": False,
         },
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        SIZES
+        | NO_ENDS
+        | {"num_hidden_layers": 7, "head_dim": 12, "sliding_window": 9, "query_pre_attn_scalar": 5}
+        | {"tie_word_embeddings": True, "rope_parameters": GEMMA_ROPE},
+    ),
+    "gemma3-windows": (
+        "Gemma3TextConfig",
+        SIZES
+        | NO_ENDS
+        | {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8, "layer_types": [FULL, SLIDING] * 2}
+        | {"tie_word_embeddings": False, "final_logit_softcapping": 3.0},
+    ),
+    "gemma2": (
+        "Gemma2Config",
+        SIZES
+        | NO_ENDS
+        | {"head_dim": 12, "sliding_window": 9, "query_pre_attn_scalar": 10, "tie_word_embeddings": True}
+        | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 3.0},
+    ),
+    "granite": (
+        "GraniteConfig",
+        SIZES
+        | NO_ENDS
+        | {"embedding_multiplier": 12.0, "attention_multiplier": 0.5}
+        | {"residual_multiplier": 0.22, "logits_scaling": 6.0},
     ),
     "olmo2": ("Olmo2Config", SIZES | {"pad_token_id": None, "eos_token_id": None}),
     "qwen2-windows": (

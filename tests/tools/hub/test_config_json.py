@@ -107,6 +107,13 @@ SAID_ELSEWHERE: list[tuple[str, dict[str, Any]]] = [
     ("glm4-moe", {"rope_scaling": LINEAR | {"partial_rotary_factor": 0.25}}),
     ("minimax-m2", {"rotary_dim": 4, "rope_theta": 1e6}),
     ("olmo3", {"rope_theta": 500000, "rope_scaling": OLD_YARN, "layer_types": None}),
+    (
+        "gemma3",
+        {"rope_theta": 1e6, "rope_local_base_freq": 5e3, "rope_scaling": LINEAR}
+        | {"layer_types": None, "sliding_window_pattern": 3},
+    ),
+    ("gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "layer_types": None}),
+    ("gemma2", {"layer_types": None}),
     ("qwen2-windows", {"layer_types": None, "max_window_layers": 1}),
     ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 2}),
     ("smollm3-windows", {"layer_types": None}),
@@ -228,6 +235,14 @@ REFUSED = {
         ),
         ({"sliding_window": "9"}, "sliding_window: must be a whole number"),
     ],
+    "gemma3": [
+        ({"rope_local_base_freq": 5e3}, "rope_parameters.rope_theta: is 100.0, but rope_theta is 5000.0"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention: is True: attention to later tokens"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: is 50.0: a soft cap of scores, which transformers"),
+        ({"hidden_activation": "gelu"}, "hidden_activation: is 'gelu': another activation"),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: must be over 0, not 0"),
+        ({"final_logit_softcapping": 0.0}, "final_logit_softcapping: must be over 0, not 0.0"),
+    ],
     "smollm3": [
         ({"no_rope_layers": [1, 1]}, "no_rope_layers: must be 0 or 1 for each of num_hidden_layers blocks, not [1, 1]"),
         ({"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval: must be a whole number of at"),
@@ -333,6 +348,14 @@ def test_published_models_whose_blocks_differ_have_their_kinds() -> None:
     olmo3, smollm3 = (model_of(PUBLISHED[name].fields) for name in ("olmo3_7b", "smollm3_3b"))
     assert [view.window for view in olmo3.views[:4]] == [4096] * 3 + [0]
     assert [view.has_rotary_positions for view in smollm3.views] == [True, True, True, False] * 9
+    gemma3 = {"hidden_size": 1152, "intermediate_size": 6912, "num_attention_heads": 4, "num_key_value_heads": 1}
+    gemma3 |= {"vocab_size": 262144, "max_position_embeddings": 32768, "sliding_window": 512}
+    gemma3 |= {"rope_theta": 1_000_000, "rope_local_base_freq": 10_000, "sliding_window_pattern": 6}
+    model = model_of({"model_type": "gemma3_text", **gemma3, "rope_scaling": None})  # google/gemma-3-1b-pt
+    assert parameter_count(model) == 999_885_952
+    assert [view.window for view in model.views] == ([512] * 5 + [0]) * 4 + [512] * 2
+    assert [view.rope_theta for view in model.views[4:6]] == [1e4, 1e6]
+    assert (model.softmax_scale, model.embedding_multiplier) == (0.0625, 1152**0.5)
 
 
 def test_published_models_have_their_parameters() -> None:

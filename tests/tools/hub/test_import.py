@@ -76,6 +76,9 @@ MORE_LAYOUTS = [
     ("qwen2-windows", ("cp", "fsdp"), ""),
     ("qwen3-moe", ("sp", "zero0"), "uneven"),
     ("qwen2", ("zero2",), ""),
+    ("gemma3", ("cp", "sp"), ""),
+    ("gemma2", ("v",), "uneven"),
+    ("granite", ("fsdp", "tp"), "tied"),
     ("mistral-nemo", ("sp", "v"), "uneven"),
     ("llama31", ("tp", "zero1"), ""),
     ("mixtral", ("hsdp", "zero1"), "tied"),
@@ -100,6 +103,8 @@ def config_of(folder: Path, settings: Settings) -> Config:
     model = replace(read_hub_config(folder).model, from_hf=str(folder))
     if model.router_bias:
         model = replace(model, router_bias_rate=0.0)  # transformers does not move it
+    if model.score_softcap:
+        model = replace(model, attention="eager")  # sdpa has none
     training = replace(config.training, global_batch_size=SEQUENCES, sequence_length=LENGTH, max_grad_norm=0.0)
     if config.parallel.zero_stage != 3 and config.parallel.pp > 1:
         training = replace(training, micro_batch_size=1)
@@ -309,8 +314,11 @@ def train_with_transformers(hub_model: Any, config: Config) -> list[float]:
     return losses
 
 
-TRAINED = [("qwen3", ("fsdp",), ""), ("llama31", ("tp",), "uneven"), ("olmo3", ("1f1b",), "")]
+TRAINED = [("qwen3", ("fsdp",), ""), ("llama31", ("tp",), "uneven"), ("gemma3", ("1f1b", "tp"), "")]
 MORE_TRAINED = [
+    ("olmo3", ("1f1b",), ""),
+    ("gemma2", ("sp",), "uneven"),
+    ("granite", ("fsdp",), ""),
     ("smollm3-windows", ("cp",), ""),
     ("ministral", ("v",), "uneven"),
     ("qwen3-moe", ("fsdp",), ""),

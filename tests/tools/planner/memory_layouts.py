@@ -18,6 +18,7 @@ from tests.tools.planner.test_comms import cluster
 from torchllm import config as c
 from torchllm.config.schema import Lora
 from torchllm.tools.config.checks import problems
+from torchllm.tools.config.read import read_table
 from torchllm.tools.dry_run.run import examine
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.compute import Kernels
@@ -36,7 +37,7 @@ GPU = c.Cluster(name="dgx_h100")
 def read_model(name: str) -> c.Model:
     """Return the model of a file of train_configs/models."""
     table = tomllib.loads((MODELS / f"{name}.toml").read_text())["model"]
-    return c.Model(**table)
+    return read_table(c.Model, table, [])
 
 
 Settings = dict[str, Any]
@@ -140,8 +141,8 @@ def build_config(choice: Choice) -> c.Config:
     """Return the config of a choice. The number of blocks follows from the number of stages."""
     tables = tables_of(choice)
     parallel = c.Parallel(**tables["parallel"])
-    blocks = max(3, 2 * parallel.stages)
     whole_model = read_model(choice.model)
+    blocks = max(3, 2 * parallel.stages, len(whole_model.pattern))
     model = replace(whole_model, layers=blocks, dense_layers=min(whole_model.dense_layers, 1))
     micro_batches = tables[""]["micro_batches"]
     if parallel.pp > 1:
@@ -210,6 +211,7 @@ def planned_memory(config: c.Config, rank: int = 0, fused_norm: bool = True, com
     """Return what the planner says of a pipeline rank."""
     model, parallel, training = config.model, config.parallel, config.training
     attention = "eager" if model.attention == "eager" else "flash2"
+    fused_norm = fused_norm and not model.norm_offset  # of which a GPU has no kernel, either
     kernels = Kernels(attention, fused_norm=fused_norm, compiled_loss=compiled_loss)
     software = with_frozen_weights(STACKS["torchllm"], model, config.trained)
     hardware = cluster("dgx_h100")  # bytes do not depend on it

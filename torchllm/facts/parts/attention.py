@@ -3,11 +3,11 @@
 from collections.abc import Callable
 
 from torchllm.config import Model
-from torchllm.facts.parts.part import BlockPart, Cut, PartParameter, Shape, linear
+from torchllm.facts.parts.part import BlockPart, Cut, PartParameter, Shape, WeightProduct, linear, product_of
 
 
 def _query_shape(view: Model) -> Shape:
-    return view.heads * view.head_width, view.hidden
+    return view.query_outputs, view.hidden
 
 
 def _key_shape(view: Model) -> Shape:
@@ -20,7 +20,7 @@ def _norm(name: str, kind: str, cut: Cut, width: Callable[[Model], int]) -> Part
         name=f"self_attn.{name}.weight",
         shape=lambda view: (width(view),) if view.qk_norm == kind else None,
         cut=cut,
-        start="ones",
+        start="identity",
         role="vector",
     )
 
@@ -29,9 +29,16 @@ def _has_bias(view: Model) -> bool:
     return view.has_qkv_bias
 
 
+def _products(view: Model) -> list[WeightProduct]:
+    """Return the products with q, k, v, the gate of heads if there is one, and o."""
+    shapes = PART.shapes(view)
+    names = [f"self_attn.{layer}.weight" for layer in ("q_proj", "k_proj", "v_proj", "head_gate", "o_proj")]
+    return [product_of(name, shapes[name]) for name in names if name in shapes]
+
+
 PART = BlockPart(
     name="attention",
-    build="torchllm.models.attention:Attention",
+    build="torchllm.models.attention:build_attention",
     parameters=(
         *linear("self_attn.q_proj", _query_shape, "colwise", has_bias=_has_bias),
         *linear("self_attn.k_proj", _key_shape, "colwise", has_bias=_has_bias),
@@ -47,7 +54,15 @@ PART = BlockPart(
         _norm("k_norm", "head", "whole_per_head", lambda view: view.head_width),
         _norm("q_width_norm", "width", "colwise", lambda view: view.heads * view.head_width),
         _norm("k_width_norm", "width", "colwise", lambda view: view.kv * view.head_width),
+        *linear(
+            "self_attn.head_gate",
+            lambda view: (view.heads, view.hidden),
+            "colwise",
+            has_bias=lambda view: view.features.biases,
+            is_there=lambda view: view.attention_gate == "head",
+        ),
     ),
+    products_in_order=_products,
     core_flops=lambda view, keys: 4 * view.heads * view.head_width * keys,
     context="torchllm.parallel.context:share_attention",
 )

@@ -19,8 +19,9 @@ Cut = Literal["vocab", "colwise", "rowwise", "whole", "whole_per_head", "whole_s
 """vocab: rows are tokens, over tp. colwise: output features over tp. rowwise: input features over tp. whole: on every
 tp rank. whole_per_head: on every tp rank, which uses it for its own heads, so that gradients are summed over tp.
 whole_summed: the same for a rank's own output features, or its own input features."""
-Start = Literal["normal", "residual", "ones", "zeros"]
-"""normal: standard deviation model.initial_std. residual: that / sqrt(2 L), for outputs to the residual stream."""
+Start = Literal["normal", "residual", "ones", "zeros", "identity"]
+"""normal: standard deviation model.initial_std. residual: that / sqrt(2 L), for outputs to the residual stream.
+identity: of a norm that only normalizes: 1, or 0 with model.norm_offset."""
 Role = Literal["embedding", "position", "matrix", "router", "head", "adapter", "vector"]
 """embedding: of tokens; the head too where they are tied. position: learned positions. matrix: of attention, of the
 feed-forward layer and of experts, stacked. router: of experts. adapter: of LoRA. vector: weights and biases of norms,

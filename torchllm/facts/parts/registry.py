@@ -21,6 +21,11 @@ ADDED_PARAMETERS: dict[str, tuple[PartParameter, ...]] = {}
 NORMS = {
     "before": (("input_layernorm",), ("post_attention_layernorm",), ()),
     "after": ((), ("post_attention_layernorm",), ("post_feedforward_layernorm",)),
+    "both": (
+        ("input_layernorm",),
+        ("post_attention_layernorm",),
+        ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ),
 }
 """norms of a block before its mixer, between mixer and feed-forward layer, and after it, by model.norm_position"""
 
@@ -53,7 +58,7 @@ def _of_library(name: str) -> BlockPart:
 def _norm(name: str) -> tuple[PartParameter, PartParameter]:
     """Return weight and bias of a norm of the residual stream; an RMSNorm has no bias."""
     weight = PartParameter(
-        name=f"{name}.weight", shape=lambda view: (view.hidden,), cut="whole", start="ones", role="vector"
+        name=f"{name}.weight", shape=lambda view: (view.hidden,), cut="whole", start="identity", role="vector"
     )
     bias = PartParameter(
         name=f"{name}.bias",

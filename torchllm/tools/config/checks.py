@@ -122,6 +122,8 @@ def _model_problems(config: Config) -> Iterator[ConfigError]:
         yield config_error(
             "model.attention", "flash has no document mask here: use sdpa or flex, or data.document_mask = false"
         )
+    if model.attention == "sdpa" and model.score_softcap:
+        yield config_error("model.attention", "sdpa has no model.score_softcap: use flex or flash on a GPU, or eager")
     if model.attention == "flash" and config.training.dtype == "float32":
         yield config_error(
             "training.dtype", "flash attention computes in 16 bit only: use bfloat16, or another attention"

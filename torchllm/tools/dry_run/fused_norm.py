@@ -11,9 +11,12 @@ from torchllm.models.layers import RMSNorm
 
 
 def use_fused_norms(model: Decoder) -> None:
-    """Make every RMS norm of a model hold the tensors of a GPU's, in place; its results have no values."""
+    """Make every RMS norm of a model hold the tensors of a GPU's, in place; its results have no values.
+
+    There is none for weights that are added to 1.
+    """
     for module in model.modules():
-        if isinstance(module, RMSNorm):
+        if isinstance(module, RMSNorm) and not module.has_offset:
             module.kernel = _fused_rms_norm
 
 

@@ -95,7 +95,9 @@ def traceable(config: Config) -> Config:
             for kind, keys in model.kinds.items()
         }
         attention = "sdpa" if model.attention in untraceable else model.attention  # which keeps the same
-        config = replace(config, model=replace(model, attention=attention, kinds=Kinds(kinds)))
+        # sdpa keeps the same; that it has no soft cap changes numbers alone
+        plain = replace(model, attention=attention, kinds=Kinds(kinds), score_softcap=0.0)
+        config = replace(config, model=plain)
     return replace(config, compile=Compile(norm=False, block=False, loss=False))
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from torchllm.config import Config, Model
 from torchllm.config.errors import UserError
+from torchllm.config.schema import OPTIONS
 from torchllm.config.toml import shown
 from torchllm.tools.config.degrees import Obstacle, obstacle_to_compiled_blocks, rank_remedy
 from torchllm.tools.config.draft import Draft, parse_arguments, read_draft
@@ -31,10 +32,7 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound=Config)
 
-BEYOND_LLAMA = (
-    *("family", "pattern", "block", "mixer", "experts"),
-    *("qkv_bias", "qk_norm", "norm_position", "rotary_fraction"),
-)
+BEYOND_LLAMA = (*OPTIONS, "family", "pattern", "block", "mixer", "experts", "rotary_fraction")
 """keys of [model]: with their defaults it is a Llama, or with a window a Mistral, which can be exported"""
 TUNED = 4
 """layouts that parallel.layout = "tune" measures"""

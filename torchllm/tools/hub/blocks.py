@@ -112,7 +112,7 @@ def write_blocks(model: Model, family: HubFamily) -> dict[str, Any]:
     with_rope = next((view for view in views if view.has_rotary_positions), model)
     written: dict[str, Any] = {}
     if family.has_rope_by_type:
-        written |= write_rope_by_type(dict(zip(types, views, strict=True)))
+        written |= write_rope_by_type(dict(zip(types, views, strict=True)), family)
     elif family.has_rotary_positions:
         written |= write_rope(with_rope)
     if family.rotary_fraction is not None:

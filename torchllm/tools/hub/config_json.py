@@ -8,7 +8,7 @@ from typing import Any
 
 from torchllm.config import Config, Model
 from torchllm.config.errors import UserError
-from torchllm.config.schema import KIND_KEYS, ROPE_KEYS
+from torchllm.config.schema import KIND_KEYS, OPTIONS, ROPE_KEYS
 from torchllm.tools.config.checks import problems_of_use
 from torchllm.tools.config.read import ConfigError, read_table
 from torchllm.tools.hub.blocks import BlockForm, keys_of_blocks, read_blocks, write_blocks
@@ -29,6 +29,7 @@ from torchllm.tools.hub.rope import (
     FRACTION,
     LENGTH,
     ORIGINAL_LENGTH,
+    WINDOW_THETA,
     read_rope,
     read_rotary_fraction,
     rope_keys,
@@ -109,9 +110,7 @@ BASE_FIELDS = (
 """fields that transformers' base classes read of any config.json; no export writes them"""
 WINDOW = RequiredField("sliding_window", (None,), "a sliding window in a model of this type")
 PLAIN_FEATURES = {
-    "qk_norm": "none",
-    "qkv_bias": False,
-    "norm_position": "before",
+    **{key: getattr(Model, key) for key in OPTIONS},
     "experts": 0,
     "shared_experts": 0,
     "dense_layers": 0,
@@ -130,8 +129,8 @@ EXPERT_KEYS = (
     "router_bias",
 )
 """keys of [model] that say nothing of a dense model"""
-ZERO_MEANS_NULL = {"kv_heads", "head_dim", "window"}
-"""keys of [model] whose 0 is null in config.json: kv_heads = heads; head_dim = hidden / heads; no window"""
+ZERO_MEANS_NULL = {"kv_heads", "head_dim", "window", "logit_softcap", "score_softcap"}
+"""keys of [model] whose 0 is null in config.json: kv_heads = heads; head_dim = hidden / heads; no window, no cap"""
 FREE_KEYS = {
     "attention",
     "frozen",
@@ -262,6 +261,8 @@ def known_fields(family: HubFamily) -> set[str]:
     names |= {"quantization_config", FRACTION, "layer_types"} | family.constant_fields.keys()
     if family.has_rotary_positions:
         names |= set(ROPE_FIELDS)
+    if family.window_rope_theta is not None:
+        names.add(WINDOW_THETA)
     if family.has_rotary_positions and not family.has_rope_by_type:  # those have it in their tables alone
         names.add(ORIGINAL_LENGTH)
     if family.rotary_width:
@@ -308,14 +309,19 @@ def _read_fields(content: Mapping[str, Any], family: HubFamily, read: ReadConfig
             value = 4 * hidden if type(hidden) is int else 1  # another problem is about the width
         if value is None and config_field.key in ZERO_MEANS_NULL:
             value = 0
-        elif value == 0 and config_field.key in (*ZERO_MEANS_NULL, "expert_ffn"):
-            read.report(_name_in(content, config_field), f"must be at least 1, not {value}")
+        elif value == 0 and config_field.key in (*ZERO_MEANS_NULL, "expert_ffn", "softmax_scale"):
+            least = "over 0" if isinstance(getattr(Model, config_field.key), float) else "at least 1"
+            read.report(_name_in(content, config_field), f"must be {least}, not {value}")
         if value is None:
             read.report(_name_in(content, config_field), "is null, which says nothing")
         else:
             read.values[config_field.key] = config_field.value_of(value)
         if config_field.is_fixed:
             read.fixed[config_field.key] = config_field.name
+    for key, value_of in family.derived.items():
+        read.fixed[key] = "model_type"
+        if "hidden" in read.values and type(read.values["hidden"]) is int:  # else another problem is about it
+            read.values[key] = value_of(read.values["hidden"])
 
 
 def _name_in(content: Mapping[str, Any], config_field: ConfigField) -> str:
@@ -395,7 +401,7 @@ def _read_rotary_positions(
     """Return the keys of [model] for the rotary positions of a block; without those that it reports as unsupported."""
     try:
         if family.has_rope_by_type:
-            content = rope_of_type(content, block.layer_type, family.rope_theta)
+            content = rope_of_type(content, block.layer_type, family)
         fraction = read_rotary_fraction(content, family.rotary_fraction, _share_of_width(content, family, read))
         length = read.values.get("max_sequence_length")  # also where it is a default
         rope = read_rope({**content, LENGTH: length}, family.rope_theta)
@@ -432,7 +438,7 @@ def _check_values(content: Mapping[str, Any], read: ReadConfig) -> None:
 def check_combination(content: Mapping[str, Any], read: ReadConfig) -> None:
     """Report the values that [model] allows, but not together, by the names of their fields. read: without problems."""
     for fault in problems_of_use(Config(model=Model(**read.values))):
-        if fault.path[0] == "model":  # else it is about a run, which decides more
+        if fault.path[0] == "model" and fault.path[-1] not in FREE_KEYS:  # else it is about a run, which decides more
             read.report(_field_of(fault.path[-1], content, read), fault.message)
 
 
@@ -484,6 +490,7 @@ def _write_fields(model: Model, family: HubFamily) -> dict[str, Any]:
     resolved = form_of(model) | {"window": max(view.window for view in model.views)}
     if len(model.sparse_blocks) == model.layers:
         resolved["ffn"] = model.ffn
+    resolved["softmax_scale"] = model.softmax_scale or model.head_width**-0.5
     written: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     written |= family.constant_fields
     for config_field in family.fields:
@@ -516,6 +523,8 @@ def form_of(model: Model) -> dict[str, Any]:
     for key in set(KIND_KEYS) - FREE_KEYS:
         of_blocks = tuple(of_view[key] for of_view in of_views if key in of_view)
         values[key] = of_blocks if len(set(of_blocks)) > 1 else next(iter(of_blocks), defaults[key])
+    if model.softmax_scale == model.head_width**-0.5:
+        values["softmax_scale"] = 0.0
     if not model.experts:
         return values | {key: defaults[key] for key in EXPERT_KEYS}
     dense = model.layers - len(model.sparse_blocks)

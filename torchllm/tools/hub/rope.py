@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchllm.config import Model
-from torchllm.tools.hub.families.family import FULL, FieldError
+from torchllm.tools.hub.families.family import FULL, SLIDING, FieldError, HubFamily
 
 Fields = Mapping[str, Any]
 """of config.json"""
@@ -22,6 +22,8 @@ ORIGINAL_LENGTH = "original_max_position_embeddings"
 """a field of config.json or of its tables"""
 LENGTH = "max_position_embeddings"
 """a field of config.json: the longest text, which is the original one where there is no other"""
+WINDOW_THETA = "rope_local_base_freq"
+"""a field of config.json: the base of the rotary frequencies in blocks with a window (Gemma 3)"""
 REQUIRED = object()
 """stands for the default of a field that must be there"""
 SCALING_FIELDS: dict[str, dict[str, tuple[str, Any]]] = {
@@ -107,7 +109,7 @@ def _tables(fields: Fields) -> dict[str, Fields]:
     return found
 
 
-def rope_of_type(fields: Fields, layer_type: str, default_theta: float) -> Fields:
+def rope_of_type(fields: Fields, layer_type: str, family: HubFamily) -> Fields:
     """Return the fields for the blocks of one layer type, where rope_parameters has a table for each type.
 
     rope_scaling is of the blocks with full attention. Raises FieldError if transformers 4, which reads rope_theta for
@@ -117,14 +119,24 @@ def rope_of_type(fields: Fields, layer_type: str, default_theta: float) -> Field
     if not isinstance(tables, Mapping) or not all(isinstance(table, Mapping | None) for table in tables.values()):
         raise FieldError("rope_parameters: must have a table for each of layer_types in a model of this type")
     table = tables.get(layer_type) or {}
-    theta = table.get("rope_theta", default_theta)
-    if layer_type != FULL and fields.get("rope_theta", theta) != theta:
+    scaling = fields.get("rope_scaling") if layer_type == FULL else None
+    fields = {**fields, "rope_parameters": table, "rope_scaling": scaling, ORIGINAL_LENGTH: None}
+    if layer_type == FULL:
+        return fields
+    if family.window_rope_theta is not None:
+        of_windows = fields.pop(WINDOW_THETA, None)
+        fields.pop("rope_theta", None)
+        if of_windows is not None:
+            fields["rope_theta"] = of_windows
+        default = family.window_rope_theta if of_windows is None else of_windows
+        return {**fields, "rope_parameters": {"rope_theta": default, **table}}
+    theta = table.get("rope_theta", family.rope_theta)
+    if fields.get("rope_theta", theta) != theta:
         raise FieldError(
             f"rope_theta: is {fields['rope_theta']} for transformers 4, which reads it for all blocks, but {theta} in "
             f"blocks of {layer_type} for transformers 5: write it into rope_parameters alone"
         )
-    scaling = fields.get("rope_scaling") if layer_type == FULL else None
-    return {**fields, "rope_parameters": table, "rope_scaling": scaling, ORIGINAL_LENGTH: None}
+    return fields
 
 
 def read_rope(fields: Fields, default_theta: float) -> dict[str, Any]:
@@ -227,8 +239,11 @@ def write_rope(model: Model) -> dict[str, Any]:
     return {"rope_theta": model.rope_theta, "rope_scaling": scaling or None, "rope_parameters": parameters}
 
 
-def write_rope_by_type(views: Mapping[str, Model]) -> dict[str, Any]:
+def write_rope_by_type(views: Mapping[str, Model], family: HubFamily) -> dict[str, Any]:
     """Return the fields of a model whose blocks of each layer type have the rotary positions of a view."""
     tables = {layer_type: write_rope(view)["rope_parameters"] for layer_type, view in views.items()}
     of_full = views.get(FULL) or next(iter(views.values()))
-    return write_rope(of_full) | {"rope_parameters": tables}
+    written = write_rope(of_full) | {"rope_parameters": tables}
+    if family.window_rope_theta is not None and SLIDING in views:
+        written[WINDOW_THETA] = views[SLIDING].rope_theta
+    return written

@@ -119,11 +119,15 @@ class StoredParts(NamedTuple):
     """Bytes per token that a block keeps if nothing is recomputed."""
 
     norm: float
+    norms: float
+    """those of attention; as many are at the feed-forward layer"""
     feeds_attention: float
     """inputs of attention's products"""
     feeds_ffn: float
     """input of the first products of the feed-forward layer; 0 in a sparse block without shared experts"""
     qk_norms: float
+    gate: float
+    """sigmoid of attention's gate, and the gated result"""
     dropped: float
     """masks of dropout"""
     exchanged: float
@@ -145,11 +149,10 @@ def stored_per_token(
     feeds = 2.0 * width.local
     if software.keeps_gathered:
         feeds = 2.0 * width.hidden
-    fused_norm = fuses_norm(model, kernels)
+    norm = _norm_bytes(keeps_input_of_norm(model, kernels)) * width.local
     qk_norms = 0.0
     if model.qk_norm != "none":
-        fused_qk_norm = kernels.fuses_qk_norm(model, piece.tp)
-        qk_norms = _norm_bytes(fused_qk_norm) * (width.query + width.key)
+        qk_norms = _norm_bytes(keeps_input_of_qk_norm(model, piece, kernels)) * (width.query + width.key)
     inner = 4.0 * width.ffn
     if model.features.gated_ffn:
         inner = (6.0 if kernels.compiled else 8.0) * width.ffn
@@ -162,10 +165,12 @@ def stored_per_token(
     exchanged = 2.0 * width.query * ulysses
     scores = core(model, piece, kernels, software)
     return StoredParts(
-        norm=_norm_bytes(fused_norm) * width.local,
+        norm=norm,
+        norms=norm * model.norms_per_part,
         feeds_attention=feeds * reads_attention,
         feeds_ffn=feeds * reads_ffn,
         qk_norms=qk_norms,
+        gate=gate_of_attention(model, width, trained),
         dropped=dropped,
         exchanged=exchanged,
         core=scores,
@@ -178,14 +183,33 @@ def stored_per_token(
 def attention_bytes(width: Widths, stored: StoredParts) -> float:
     """Return the bytes per token of attention and its norm: q, k, v and the result in 16 bits, and the rest."""
     heads = 4 * (width.query + width.key)
-    norms = stored.norm + stored.dropped + stored.qk_norms
+    norms = stored.norms + stored.dropped + stored.qk_norms + stored.gate
     products = stored.feeds_attention + stored.low_rank
     return heads + norms + products + stored.exchanged + stored.core + stored.added
 
 
+def gate_of_attention(model: Model, width: Widths, trained: TrainedParameters) -> float:
+    """Return the bytes per token that the gate of attention's results keeps: its sigmoid, and the input of o_proj."""
+    if model.attention_gate == "none":
+        return 0.0
+    gates = width.query if model.attention_gate == "element" else width.heads
+    return 2.0 * gates + 2.0 * width.query * trained.needs_input_of("o_proj")
+
+
 def fuses_norm(model: Model, kernels: Kernels) -> bool:
-    """Return whether a norm of the residual stream is one kernel, which keeps its input alone."""
+    """Return whether a norm of the residual stream is one kernel."""
     return model.features.norm == "layer" or kernels.fused_norm or kernels.compiled
+
+
+def keeps_input_of_norm(model: Model, kernels: Kernels) -> bool:
+    """Return whether a norm of the residual stream keeps its input alone."""
+    return fuses_norm(model, kernels) or model.norm_offset
+
+
+def keeps_input_of_qk_norm(model: Model, piece: Piece, kernels: Kernels) -> bool:
+    """Return whether norms of q and k keep their inputs alone."""
+    is_cut = model.qk_norm == "width" and piece.tp > 1
+    return kernels.fuses_qk_norm(model, piece.tp) or (model.norm_offset and not is_cut)
 
 
 def _norm_bytes(fused: bool) -> float:
@@ -202,13 +226,17 @@ def block_products(model: Model, piece: Piece, kernels: Kernels, trained: Traine
     A x and, of the others, the sum.
     """
     width = Widths.of(model, piece)
-    keeps_qk = model.qk_norm != "none" and kernels.fuses_qk_norm(model, piece.tp)
-    keeps_sums = width.local * (model.norm_position == "after" and fuses_norm(model, kernels))
+    keeps_qk = model.qk_norm != "none" and keeps_input_of_qk_norm(model, piece, kernels)
+    keeps_sums = width.local * (model.has_norms_after and keeps_input_of_norm(model, kernels))
+    queries = model.query_outputs / piece.tp
+    keeps_q = keeps_qk and queries == width.query  # else of a copy, without the gate
+    gate = {"gate of heads": BlockProduct(width.heads)} if model.attention_gate == "head" else {}
     added = {f"added {n}": BlockProduct(shape.outputs) for n, shape in enumerate(added_matrices(model, piece.tp))}
     layers = {
-        "q_proj": BlockProduct(width.query, width.query * keeps_qk),
+        "q_proj": BlockProduct(queries, width.query * keeps_q),
         "k_proj": BlockProduct(width.key, width.key * keeps_qk),
         "v_proj": BlockProduct(width.key, width.key),
+        **gate,
         **added,
         "o_proj": BlockProduct(width.hidden, keeps_sums),
     }
@@ -313,7 +341,7 @@ def block_activations(
         core=tokens * stored.core,
         ffn=tokens * stored.inner + routed.whole,
         feeds_ffn=tokens * stored.feeds_ffn,
-        residual=tokens * (stored.norm + stored.dropped),
+        residual=tokens * (stored.norms + stored.dropped),
         products=tokens * (always + selected.saved) + routed.products,
         shared=tokens * (always_shared + selected.shared) + routed.shared,
         half=tokens * (always + every_second.saved) + routed.half,
@@ -333,6 +361,8 @@ def deferred_bytes(model: Model, width: Widths) -> float:
     """Return the bytes per token of the inputs of a block's products, and of the gradients of their results."""
     hidden = 4 * width.hidden
     heads = 2 * (2 * width.query + 2 * width.key)
+    if model.attention_gate != "none":
+        heads += 2 * (width.query if model.attention_gate == "element" else width.heads)
     return hidden + heads + deferred_by_ffn(model, width)
 
 
@@ -380,7 +410,7 @@ def backward_phases(
     per_feature = 4.0 if fuses_norm(model, kernels) else 20.0
     of_norm = per_feature * width.local + 2 * width.hidden
     freed_by_ffn = stored.inner + stored.feeds_ffn
-    whole = attention_bytes(width, stored) + stored.norm + stored.dropped + freed_by_ffn
+    whole = attention_bytes(width, stored) + stored.norms + stored.dropped + freed_by_ffn
     second_norm = Phase(
         working=piece.tokens * (of_norm - freed_by_ffn) - routed.whole,
         gradients=of_ffn,
@@ -399,7 +429,7 @@ def backward_phases(
         phases.append(second_norm._replace(working=working, gradients=of_down, deferred=0.0))
     if stored.core > 4.0 * width.heads:  # matrices of scores have gradients as large
         of_scores = SCORES * width.heads * piece.keys
-        freed = freed_by_ffn + stored.norm
+        freed = freed_by_ffn + stored.norms
         working = piece.tokens * (of_scores - freed) - routed.whole
         phases.append(second_norm._replace(working=working))
     return [*phases, first_norm, reduction]
@@ -438,4 +468,6 @@ def core(model: Model, piece: Piece, kernels: Kernels, software: Software) -> fl
     if kernels.attention not in ("eager", "fused_softmax"):
         return 4.0 * heads
     per_score = software.fused_scores if kernels.attention == "fused_softmax" else software.eager_scores
+    if model.score_softcap:  # the tanh, in float32
+        per_score += 4.0
     return (per_score + 3.0 * software.dropout) * heads * piece.keys

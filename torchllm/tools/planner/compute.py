@@ -179,13 +179,14 @@ def products(model: Model, tp: int) -> list[MatrixShape]:
     query_width = model.heads * model.head_width // tp
     key_width = model.kv * model.head_width // tp
     ffn_width = dense_width(model) // tp
-    qkv = MatrixShape(query_width + 2 * key_width, model.hidden)
+    gates = model.heads // tp if model.attention_gate == "head" else 0
+    qkv = MatrixShape(model.query_outputs // tp + 2 * key_width + gates, model.hidden)
     output = MatrixShape(model.hidden, query_width)
     attention = [qkv, *added_matrices(model, tp), output]
     if not ffn_width:
         return attention
-    gates = 2 if model.features.gated_ffn else 1
-    up = MatrixShape(gates * ffn_width, model.hidden)
+    factors = 2 if model.features.gated_ffn else 1
+    up = MatrixShape(factors * ffn_width, model.hidden)
     down = MatrixShape(model.hidden, ffn_width)
     return [*attention, up, down]
 
@@ -351,7 +352,7 @@ def elementwise(
     residual = RESIDUAL_BYTES
     if not is_fused:  # cuBLAS adds a bias as it writes the product
         residual += DROPOUT_BYTES * software.dropout
-    between_products = 2 * (norm + residual) * model.hidden / piece.spread
+    between_products = 2 * (model.norms_per_part * norm + residual) * model.hidden / piece.spread
 
     qk_bytes = _rotary_bytes(model, is_fused)
     has_qk_norm = model.qk_norm != "none"
@@ -363,6 +364,9 @@ def elementwise(
     activation = _activation_bytes(model, is_fused).of(backward)
     ffn_width = dense_width(model) / piece.tp
     bytes_per_token = between_products + qk_bytes * qk_width + COPY_BYTES * qk_width + activation * ffn_width
+    if model.attention_gate != "none":
+        gating = (GATED_BYTES_FUSED if is_fused else GATED_BYTES).of(backward)
+        bytes_per_token += gating * model.heads * model.head_width / piece.tp
     moved = piece.tokens * bytes_per_token * software.constants.traffic
 
     count = float(kernel_count(model, is_fused, is_norm_plain, software.dropout))
@@ -389,7 +393,10 @@ def _activation_bytes(model: Model, is_fused: bool) -> PerPass:
 
 def kernel_count(model: Model, fused: bool, unfused_norm: bool, dropout: bool) -> int:
     """Return the elementwise kernels of a block's forward: norms, residuals, rotary positions, activation, copies."""
-    norms = 2 * (PLAIN_NORM_KERNELS if unfused_norm else 1)
+    norms = 2 * model.norms_per_part * (PLAIN_NORM_KERNELS if unfused_norm else 1)
+    gate = 0
+    if model.attention_gate != "none":
+        gate = 1 if fused else 2
     residuals = 2
     copies = 2
     if dropout and not fused:
@@ -400,7 +407,7 @@ def kernel_count(model: Model, fused: bool, unfused_norm: bool, dropout: bool) -
     activation = 1
     if model.features.gated_ffn and not fused:
         activation = 2
-    return norms + residuals + copies + rotary + activation
+    return norms + residuals + copies + rotary + activation + gate
 
 
 class HeadSeconds(NamedTuple):

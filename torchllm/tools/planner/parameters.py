@@ -111,15 +111,18 @@ def block_parameters(model: Model, tp: int) -> float:
     """Return the parameters of a block on one of `tp` ranks. model: a view."""
     queries = model.heads * model.head_width / tp
     keys = model.kv * model.head_width / tp
-    count = block_matrices(model, tp) + 2 * _norm_parameters(model) + added_parameters(model, tp)
+    norms = 2 * model.norms_per_part * _norm_parameters(model)
+    count = block_matrices(model, tp) + norms + added_parameters(model, tp)
     if model.qk_norm == "head":
         count += 2 * model.head_width
     if model.qk_norm == "width":
         count += queries + keys
     if model.has_qkv_bias:
-        count += queries + 2 * keys
+        count += model.query_outputs / tp + 2 * keys
     if model.features.biases:  # those after a sum are whole on every rank
         count += model.ffn / tp + 2 * model.hidden
+        if model.attention_gate == "head":
+            count += model.heads / tp
     return count
 
 

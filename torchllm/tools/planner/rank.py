@@ -36,11 +36,15 @@ class LogitBytes(NamedTuple):
     """at the peak of its backward"""
 
     @classmethod
-    def of(cls, kernels: Kernels, software: Software) -> "LogitBytes":
-        """Return the bytes of a compiled loss, which converts logits as it reads them, or of the framework's own."""
-        if kernels.compiled_loss:
-            return COMPILED_LOSS
-        return cls(software.kept_logits, software.logits_forward, software.logits_backward)
+    def of(cls, model: Model, kernels: Kernels, software: Software) -> "LogitBytes":
+        """Return the bytes of a compiled loss, which converts logits as it reads them, or of the framework's own.
+
+        A soft cap keeps its tanh besides.
+        """
+        own = cls(software.kept_logits, software.logits_forward, software.logits_backward)
+        loss = COMPILED_LOSS if kernels.compiled_loss else own
+        capped = 2.0 if model.logit_softcap else 0.0
+        return cls(*(bytes + capped for bytes in loss))
 
 
 COMPILED_LOSS = LogitBytes(kept=2.0, forward=2.0, backward=4.0)
@@ -234,7 +238,7 @@ def describe_rank(case: Case, stages: Sequence[StageSize]) -> Rank:
         tuple(blocks),
         zero=parallel.zero if shards > 1 else min(parallel.zero, 1),
         micro_batches=case.micro_batches,
-        logit_bytes=LogitBytes.of(case.kernels, software),
+        logit_bytes=LogitBytes.of(case.model, case.kernels, software),
         stages=tuple(stages),
         of_size=of_size,
         table=model.vocab * model.hidden / (parallel.tp if software.vocab_parallel else 1),

@@ -37,13 +37,19 @@ class ConfigField(NamedTuple):
     """further names of it (transformers' attribute_map), which are read and never written"""
     spellings: tuple[tuple[Any, Any], ...] = ()
     """pairs of a value in config.json and its value in [model], where they differ"""
+    conversion: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = None
+    """functions from a number in config.json to that in [model], and back; None: it is the same"""
 
     def value_of(self, spelling: Any) -> Any:
         """Return the value in [model] for a value in config.json."""
+        if self.conversion is not None and isinstance(spelling, int | float) and spelling > 0:
+            return self.conversion[0](spelling)
         return next((value for known, value in self.spellings if known == spelling), spelling)
 
     def spelling_of(self, value: Any) -> Any:
         """Return the value in config.json for a value in [model]; None if there is none."""
+        if self.conversion is not None:
+            return self.conversion[1](value)
         if not self.spellings:
             return value
         return next((spelling for spelling, known in self.spellings if known == value), None)
@@ -162,6 +168,11 @@ class HubFamily:
     """which blocks have no rotary positions is said by no_rope_layers and no_rope_layer_interval (SmolLM3)"""
     has_rope_by_type: bool = False
     """rope_parameters has a table for each of layer_types, and rope_scaling is of full_attention alone (OLMo 3)"""
+    window_rope_theta: float | None = None
+    """base of the rotary frequencies in blocks with a window where config.json has no rope_local_base_freq (Gemma 3);
+    None: such a block has rope_theta as all others"""
+    derived: Mapping[str, Callable[[int], Any]] = field(default_factory=dict)
+    """keys of [model] that follow from hidden_size"""
     has_sparse_step: bool = False
     """which blocks have experts is said by decoder_sparse_step and mlp_only_layers (Qwen)"""
     has_prediction_blocks: bool = False

@@ -1,8 +1,11 @@
 """The families that can be read and written. No torch."""
 
 from torchllm.tools.hub.families.family import HubFamily
+from torchllm.tools.hub.families.gemma2 import GEMMA2
+from torchllm.tools.hub.families.gemma3 import GEMMA3
 from torchllm.tools.hub.families.glm4_moe import GLM4_MOE
 from torchllm.tools.hub.families.gpt2 import GPT2
+from torchllm.tools.hub.families.granite import GRANITE
 from torchllm.tools.hub.families.llama import LLAMA
 from torchllm.tools.hub.families.minimax_m2 import MINIMAX_M2
 from torchllm.tools.hub.families.mistral import MINISTRAL, MISTRAL
@@ -19,6 +22,7 @@ HUB_FAMILIES: dict[str, HubFamily] = {
     family.model_type: family
     for family in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3, MINISTRAL),
+        *(GEMMA2, GEMMA3, GRANITE),
         *(GPT2, MIXTRAL, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2),
     )
 }

@@ -4,7 +4,9 @@ from typing import Any
 
 from torchllm import __version__
 from torchllm.config import Config, Model, Parallel, gradient_accumulation
+from torchllm.config.schema import OPTIONS
 from torchllm.facts.flops import parameter_count
+from torchllm.tools.planner.evidence.cells import COLUMNS
 
 ATTENTION = {"sdpa": "sdpa", "flash": "flash2", "flex": "flex", "eager": "eager"}
 """attention kernels of the config, and the words of the tables"""
@@ -35,7 +37,11 @@ def model_cells(model: Model) -> dict[str, Any]:
     cells["head_dim"] = model.head_width
     cells["qkv_bias"] = int(model.qkv_bias)
     cells["window"] = model.window or ""
-    if model.pattern:  # which the columns cannot say: a row that is not scored
+    # What the columns cannot say makes a row that is not scored.
+    for key in OPTIONS:
+        if key not in COLUMNS and getattr(model, key) != getattr(Model, key):
+            cells["window"] = f"with model.{key}"
+    if model.pattern:
         cells["window"] = "by the kind of a block"
     cells["tied_emb"] = int(model.tied_embeddings)
     return cells

@@ -105,10 +105,13 @@ def layout_of(config: Config) -> Layout:
 
 
 def kernels_of(model: Model, compile: Compile, software: Software, hardware: Hardware) -> Kernels:
-    """Return the kernels that a torchllm run computes with; a GPU has one for RMSNorm, compiled or not."""
+    """Return the kernels that a torchllm run computes with; a GPU has one for RMSNorm, compiled or not.
+
+    It has none for weights that are added to 1.
+    """
     compiled = compile.block is True
     attention = kernel_of_attention(model, software)
-    fused_norm = hardware.is_gpu or compile.norm or compiled
+    fused_norm = (hardware.is_gpu and not model.norm_offset) or compile.norm or compiled
     return Kernels(attention, fused_norm, compiled, compiled_loss=compile.loss is True)
 
 

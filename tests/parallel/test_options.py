@@ -1,0 +1,67 @@
+"""Options of attention and of the block under each technique: gradients equal one process.
+
+The formulas: tests/models. The numbers of published models that have them: tests/tools/hub. Others: the lattice.
+"""
+
+import pytest
+
+from tests.parity import Settings, check
+from torchllm.config import Kinds
+
+GEMMA: Settings = {
+    "model.qk_norm": "head",
+    "model.norm_position": "both",
+    "model.norm_offset": True,
+    "model.activation": "gelu_tanh",
+    "model.softmax_scale": 0.5,
+    "model.embedding_multiplier": 8.0,
+    "model.logit_softcap": 1.5,
+    "model.tied_embeddings": True,
+    "model.pattern": ("local", "full"),
+    "model.kinds": Kinds(local={"window": 7}, full={"rope_theta": 500.0}),
+}
+GEMMA2: Settings = GEMMA | {"model.qk_norm": "width", "model.attention": "eager", "model.score_softcap": 0.3}
+"""scores of a fresh model are small: so is a cap that shows"""
+GATED: Settings = {
+    "model.qk_norm": "head",
+    "model.attention_gate": "element",
+    "model.norm_offset": True,
+    "model.residual_multiplier": 0.4,
+    "model.logit_divisor": 2.0,
+}
+GATED_HEADS: Settings = GATED | {"model.attention_gate": "head", "model.qk_norm": "width", "model.softmax_scale": 0.5}
+SP: Settings = {"parallel.tp": 2, "parallel.sequence_parallel": True}
+ZBV: Settings = {"parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble", "recompute.mode": "segment"}
+ULYSSES: Settings = {"parallel.cp": 2, "parallel.cp_method": "ulysses", "data.document_mask": True}
+RING: Settings = {"parallel.cp": 2, "data.document_mask": True}
+BY_DEFAULT: dict[str, Settings] = {
+    "Gemma 3, sequence parallel": GEMMA | SP,
+    "Gemma 2, a ring": GEMMA2 | RING,
+    "gate per element, sequence parallel, z-loss in chunks": (
+        GATED | SP | {"training.z_loss": 0.02, "training.loss_chunk": 20}
+    ),
+}
+LAYOUTS: dict[str, Settings] = {
+    "Gemma 3, split backward of segments": GEMMA | ZBV,
+    "Gemma 3, a ring": GEMMA | RING,
+    "Gemma 3, Ulysses, chunks": GEMMA | ULYSSES | {"training.loss_chunk": 20},
+    "Gemma 2, tensor parallel, chunks, z-loss": (
+        GEMMA2 | {"parallel.tp": 2, "training.loss_chunk": 20, "training.z_loss": 0.02}
+    ),
+    "Gemma 2, selective recomputation": GEMMA2 | {"parallel.dp_shard": 2, "recompute.mode": "selective"},
+    "gate per element, half of the products": GATED | {"parallel.dp_shard": 2, "recompute.mode": "selective_half"},
+    "gate per element, Ulysses": GATED | ULYSSES,
+    "gate per head, a ring": GATED_HEADS | RING,
+    "gate per head, tensor parallel, split backward": GATED_HEADS | ZBV | {"parallel.tp": 2},
+}
+
+
+@pytest.mark.parametrize("settings", BY_DEFAULT.values(), ids=BY_DEFAULT)
+def test_a_layout_trains_the_same_model(settings: Settings) -> None:
+    check(settings, ragged=True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("settings", LAYOUTS.values(), ids=LAYOUTS)
+def test_another_layout_trains_the_same_model(settings: Settings) -> None:
+    check(settings, ragged=True)
