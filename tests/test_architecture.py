@@ -49,7 +49,7 @@ PRIVATE = {  # what only TORCH_COMPAT may do, and where else and why
         "_scaled_mm": "as above, for products in float8",
         "_c10d_functional": "as above, for the collectives",
     },
-    "torchllm/parallel/attention_kernels.py": {
+    "torchllm/models/attention_kernels.py": {
         "_scaled_dot_product_flash_attention_for_cpu": "the public function keeps the log-sum-exp to itself",
         "_scaled_dot_product_flash_attention_for_cpu_backward": "as above",
         "_scaled_dot_product_flash_attention": "as above",

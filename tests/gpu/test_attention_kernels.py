@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchllm.config import Model
-from torchllm.parallel.attention_kernels import (
+from torchllm.models.attention_kernels import (
     BlockKernel,
     CudaKernels,
     EagerKernel,
@@ -16,7 +16,7 @@ from torchllm.parallel.attention_kernels import (
     PartialAttention,
     block_kernel,
 )
-from torchllm.parallel.kernel_check import check_kernel
+from torchllm.models.kernel_check import check_kernel
 from torchllm.parallel.ring import merge
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: CUDA's attention kernels need one")

@@ -18,8 +18,8 @@ from tests.workers import run
 from torchllm.config import Model
 from torchllm.data.batch import Batch
 from torchllm.models.attention import ScaledDotProductAttention
+from torchllm.models.attention_kernels import CudaKernels
 from torchllm.models.decoder import build_model
-from torchllm.parallel.attention_kernels import CudaKernels
 from torchllm.parallel.context import UlyssesAttention, apply_context_parallel
 from torchllm.parallel.ring import RingAttention
 from torchllm.train.evaluate import evaluate

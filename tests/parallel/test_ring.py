@@ -16,7 +16,7 @@ from tests.models.test_document_attention import Inputs, Results, forward_backwa
 from tests.workers import run
 from torchllm.config import Model
 from torchllm.models.attention import EagerAttention
-from torchllm.parallel.attention_kernels import (
+from torchllm.models.attention_kernels import (
     BlockKernel,
     CpuKernel,
     EagerKernel,

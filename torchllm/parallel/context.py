@@ -29,10 +29,10 @@ from torchllm.config.errors import UserError
 from torchllm.facts.parts.part import found
 from torchllm.facts.parts.registry import mixer
 from torchllm.models.attention import CORES
+from torchllm.models.attention_kernels import BlockKernel, block_kernel
 from torchllm.models.decoder import Decoder
+from torchllm.models.kernel_check import check_kernel
 from torchllm.models.mixer import Mixer
-from torchllm.parallel.attention_kernels import BlockKernel, block_kernel
-from torchllm.parallel.kernel_check import check_kernel
 from torchllm.parallel.ring import RingAttention, gather_from_ranks
 from torchllm.parallel.shared_sequence import sum_over_sequence
 from torchllm.parallel.windows import WindowAttention

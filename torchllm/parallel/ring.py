@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchllm.models.attention_kernels import BlockKernel, Entries, KeyMask, PartialAttention
 from torchllm.models.varlen_attention import document_offsets
-from torchllm.parallel.attention_kernels import BlockKernel, Entries, KeyMask, PartialAttention
 from torchllm.parallel.saved_results import computed_once
 from torchllm.runtime.phase import messages
 

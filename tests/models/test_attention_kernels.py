@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchllm.config import Model
 from torchllm.config.errors import UserError
-from torchllm.parallel.attention_kernels import (
+from torchllm.models.attention_kernels import (
     BlockKernel,
     CpuKernel,
     CudaKernels,
@@ -22,7 +22,7 @@ from torchllm.parallel.attention_kernels import (
     PartialAttention,
     block_kernel,
 )
-from torchllm.parallel.kernel_check import check_kernel
+from torchllm.models.kernel_check import check_kernel
 from torchllm.runtime.torch_compat import TorchDispatchMode
 
 pytestmark = pytest.mark.quick

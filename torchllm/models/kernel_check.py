@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchllm.config.errors import UserError
-from torchllm.parallel.attention_kernels import BlockKernel, EagerKernel, Entries, KeyMask, PartialAttention
+from torchllm.models.attention_kernels import BlockKernel, EagerKernel, Entries, KeyMask, PartialAttention
 
 LENGTH = 48
 """queries and keys of the blocks"""

@@ -1,6 +1,6 @@
 """Attention of some queries over some keys, with the log-sum-exp that lets the results over several blocks be merged.
 
-Nothing is sharded or sent here; `ring.py` does both. A kernel has two methods:
+Nothing is sharded or sent here; `parallel/ring.py` does both. A kernel has two methods:
 
     forward   (q, kv, mask)                     -> out, lse
     backward  (d_out, q, kv, attention, mask)   -> dq, dk, dv
