@@ -106,7 +106,7 @@ def test_only_the_pairs_near_a_window_are_computed() -> None:
 
     def pairs(length: int, window: int) -> int:
         ids = torch.zeros(1, length, dtype=torch.int64)
-        return sum(block.visible.numel() for block in module._blocks(ids, window))
+        return sum(block.visible.numel() for block in module.query_blocks(ids, window))
 
     for window, expected in ((0, 1.9), (100, 1.0)):
         exponent = math.log2(pairs(16 * QUERY_BLOCK, window) / pairs(8 * QUERY_BLOCK, window))

@@ -252,6 +252,8 @@ class Model:
     router_bias_rate: Annotated[NonNegative, Needs(f"{EXPERTS.words} and model.router_bias = true"), BALANCE] = 0.001
     """after each step the router's bias of an expert falls by this if it had more tokens than the mean, and rises if it
     had fewer; 0: the bias does not change"""
+    expert_biases: Annotated[bool, EXPERTS] = False
+    """the matrices of experts have biases, and so have the router's logits, which gradients train (gpt-oss)"""
     balance_loss: Annotated[Literal["none", "sequence", "global"], EXPERTS, BALANCE] = "none"
     """penalty on the router's logits that keeps the experts' loads equal; sequence: within each sequence (DeepSeek-V3);
     global: by the loads of the whole step before, on all ranks"""
@@ -268,6 +270,8 @@ class Model:
     """use the token embedding as the output projection too"""
     qkv_bias: Annotated[bool, Needs("a model.family whose matrices have no biases yet, as llama")] = False
     """the projections of queries, keys and values have biases, other matrices none (Qwen2)"""
+    o_bias: Annotated[bool, Needs("a model.family whose matrices have no biases yet, as llama")] = False
+    """the output projection of attention has a bias (gpt-oss)"""
     qk_norm: Literal["none", "head", "width"] = "none"
     """RMSNorm of queries and keys before the rotary positions; head: each head separately, one weight (Q) for all heads
     (Qwen3); width: all heads as one vector, weights (H Q) and (K Q) (OLMo 2)"""
@@ -277,8 +281,9 @@ class Model:
     norm_offset: Annotated[bool, LLAMA] = False
     """weights of RMSNorm, those of queries and keys too, are added to 1: they start at 0, and weight decay pulls them
     to 1 (Gemma)"""
-    activation: Annotated[Literal["silu", "gelu_tanh"], LLAMA] = "silu"
-    """function of the gate in a feed-forward layer, and in an expert; gelu_tanh: the tanh form of GELU (Gemma)"""
+    activation: Annotated[Literal["silu", "gelu_tanh", "clamped_silu"], LLAMA] = "silu"
+    """function of the gate in a feed-forward layer, and in an expert; gelu_tanh: the tanh form of GELU (Gemma);
+    clamped_silu: x * sigmoid(1.702 x), of x up to 7, and 1 is added to the other factor, from -7 to 7 (gpt-oss)"""
     softmax_scale: NonNegative = 0.0
     """factor of attention's scores before the softmax; 0: 1 / sqrt(head_dim)"""
     score_softcap: NonNegative = 0.0
@@ -299,6 +304,9 @@ class Model:
     window: Annotated[Natural, Needs("a longer training.sequence_length or model.max_sequence_length", "idle")] = 0
     """sliding window of attention: the number of tokens that a token sees, itself included; 0: all before it
     (Mistral)"""
+    sinks: bool = False
+    """each query head has a sink, a learned number that joins the denominator of the softmax, so that the weights of
+    the keys sum to less than 1 (gpt-oss)"""
     max_sequence_length: Count = 2048
     """rows of the learned position table (gpt); the longest text that generate.py writes"""
     rope_theta: Annotated[Positive, ROTARY] = 10000.0
@@ -392,6 +400,11 @@ class Model:
         """Whether the projections of queries, keys and values have biases: alone, or as all matrices do."""
         return self.qkv_bias or self.features.biases
 
+    @property
+    def has_o_bias(self) -> bool:
+        """Whether the output projection of attention has a bias: alone, or as all matrices do."""
+        return self.o_bias or self.features.biases
+
     def window_within(self, sequence_length: int) -> int:
         """Return the number of tokens that the last token of a sequence sees, itself included."""
         return min(self.window or sequence_length, sequence_length)
@@ -456,10 +469,11 @@ ROPE_KEYS = tuple(name for name in Model.__dataclass_fields__ if name.startswith
 OPTIONS = (
     *("qkv_bias", "qk_norm", "norm_position", "norm_offset", "activation", "softmax_scale", "score_softcap"),
     *("attention_gate", "embedding_multiplier", "residual_multiplier", "logit_divisor", "logit_softcap"),
+    *("sinks", "o_bias", "expert_biases"),
 )
 """keys of [model] for parts that Llama's blocks and ends lack: with their defaults it has none"""
 KIND_KEYS = (
-    *("window", "mixer", "attention", "heads", "kv_heads", "head_dim", "qk_norm", "qkv_bias"),
+    *("window", "mixer", "attention", "heads", "kv_heads", "head_dim", "qk_norm", "qkv_bias", "sinks"),
     *("norm_position", "norm_epsilon", "ffn", "experts", "expert_ffn", "rotary_fraction"),
     *ROPE_KEYS,
 )
@@ -476,7 +490,8 @@ def _view(model: Model, kind: str, has_experts: bool) -> Model:
 
 def without_experts(model: Model) -> Model:
     """Return the model with a dense feed-forward layer in place of experts, in all blocks."""
-    return replace(model, experts=0, shared_experts=0, dense_layers=0, expert_ffn=0, router_bias=False)
+    of_experts = {"experts": 0, "shared_experts": 0, "expert_ffn": 0, "expert_biases": False, "router_bias": False}
+    return replace(model, dense_layers=0, **of_experts)
 
 
 RAW_KINDS = ("stdlib", "text", "jsonl", "parquet", "csv", "arrow", "hub")

@@ -5,7 +5,7 @@ reads key-value head h // (H / K). Its `mask(document_ids, document_limit)`, cal
 in the core's own format. It hides later tokens, other documents and, with a `window` over 0, all tokens except the last
 `window` (the query's own included); document_limit is `Batch.document_limit`. A core is built from the view of its
 block. Parallelism replaces the core (context parallel) or gives it fewer heads (tensor parallel); generation wraps it
-(`cached_attention.py`).
+(`cached_attention.py`). Cores with sinks (`sinks.py`) take the sinks as a fifth input.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class Attention(Mixer):
         self.q_proj = nn.Linear(model.hidden, model.query_outputs, bias=model.has_qkv_bias)
         self.k_proj = nn.Linear(model.hidden, kv_width, bias=model.has_qkv_bias)
         self.v_proj = nn.Linear(model.hidden, kv_width, bias=model.has_qkv_bias)
-        self.o_proj = nn.Linear(q_width, model.hidden, bias=model.features.biases)
+        self.o_proj = nn.Linear(q_width, model.hidden, bias=model.has_o_bias)
         self.q_norm: nn.Module | None = None
         self.k_norm: nn.Module | None = None
         self.q_width_norm: nn.Module | None = None
@@ -54,7 +54,12 @@ class Attention(Mixer):
         elif model.qk_norm == "width":  # other names, because these weights are sharded over tp with the heads
             self.q_width_norm = RMSNorm(q_width, model.norm_epsilon, model.norm_offset)
             self.k_width_norm = RMSNorm(kv_width, model.norm_epsilon, model.norm_offset)
-        self.core = CORES[model.attention](model)
+        self.sinks: nn.Module | None = None
+        if model.sinks:
+            from torchllm.models.sinks import Sinks  # few models have them
+
+            self.sinks = Sinks(model.heads)
+        self.core = core_class(model)(model)
 
     def forward(self, x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
         """Let each token attend to the tokens that it may see: x (B, S, D) -> (B, S, D)."""
@@ -74,7 +79,8 @@ class Attention(Mixer):
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
-        out: Tensor = self.core(q, k, v, mask).flatten(-2)
+        of_heads = () if self.sinks is None else (self.sinks(),)
+        out: Tensor = self.core(q, k, v, mask, *of_heads).flatten(-2)
         return out
 
     def cached_core(self, *, room: int, padding: Tensor | None) -> nn.Module:
@@ -130,7 +136,8 @@ class EagerAttention(Core):
         """Return the keys that each query sees, the same for all heads: (B, 1, S, S)."""
         return None if document_ids is None else visible_keys(document_ids, document_ids, self.window).unsqueeze(1)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *of_heads: Tensor) -> Tensor:
+        """of_heads: further inputs of `weights`, (H)."""
         if mask is None:
             mask = causal_mask(q.shape[1], k.shape[1], q.device, self.window)
         queries_per_key = q.shape[2] // k.shape[2]  # neighboring query heads share a key head
@@ -139,8 +146,12 @@ class EagerAttention(Core):
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         # The softmax in float32: the sum of many small weights in 16 bits would lose them.
         scores = soft_capped(widened(torch.einsum("bqhd,bkhd->bhqk", q, k)) * scale, self.softcap)
-        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).to(v.dtype)
+        weights = self.weights(scores.masked_fill(~mask, -torch.inf), *of_heads).to(v.dtype)
         return torch.einsum("bhqk,bkhd->bqhd", weights, v)
+
+    def weights(self, scores: Tensor, *of_heads: Tensor) -> Tensor:
+        """Return the weights of the keys: (B, H, S, S) -> (B, H, S, S)."""
+        return scores.softmax(-1)
 
 
 class ScaledDotProductAttention(Core):
@@ -268,3 +279,12 @@ CORES: dict[str, type[Core]] = {
     "flash": FlashAttention,
     "flex": FlexAttention,
 }
+
+
+def core_class(view: Model) -> type[Core]:
+    """Return the class of the attention core of the blocks of a view."""
+    if not view.sinks:
+        return CORES[view.attention]
+    from torchllm.models.sinks import SINK_CORES
+
+    return SINK_CORES[view.attention]

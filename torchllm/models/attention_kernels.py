@@ -78,6 +78,10 @@ class KeyMask(NamedTuple):
     """query i of the block, or of an entry, sees keys 0 to i; there are as many queries as keys"""
     entries: Entries | None = None
     """parts of the block that hold pairs which see each other; None: all of it"""
+    window: int = 0
+    """a causal query of an entry sees only the last `window` keys, its own included; 0: all. Flash attention alone"""
+    visible: Tensor | None = None
+    """the keys that each query sees, (B, S, T) bool, at least one; then `causal` is False, and there are no entries"""
 
 
 class PartialAttention(NamedTuple):
@@ -104,6 +108,37 @@ class Gradients(NamedTuple):
     """(B, K, T, Q)"""
 
 
+def with_sinks(attention: PartialAttention, sinks: Tensor | None) -> PartialAttention:
+    """Return the attention with a sink per query head in the denominator of its softmax, if there are sinks.
+
+    A sink is a key with a score and without a value. attention: over all keys. sinks: their scores, (H).
+
+    FOOTGUN: `backward` of a kernel must get this out and this lse. `out * sigmoid(lse - sink)` in autograd has the same
+    result and wrong gradients of q and k: torch's flash and varlen attention drop the gradient of lse.
+    """
+    if sinks is None:
+        return attention
+    out, lse = attention
+    with_sink = torch.logaddexp(lse, _per_query(sinks, lse))
+    return PartialAttention((out * (lse - with_sink).exp().unsqueeze(-1)).to(out.dtype), with_sink)
+
+
+def gradient_of_sinks(d_out: Tensor, attention: PartialAttention, sinks: Tensor | None) -> Tensor | None:
+    """Return the gradient of the sinks, (H), if there are any. attention: the result of `with_sinks`.
+
+    A sink's share of a row, p = exp(sink - lse), is taken from the values: its gradient is -p (d_out . out).
+    """
+    if sinks is None:
+        return None
+    shares = (_per_query(sinks, attention.lse) - attention.lse).exp()
+    return -(shares * (widened(d_out) * attention.out).sum(-1)).sum((0, 2)).to(sinks.dtype)
+
+
+def _per_query(sinks: Tensor, lse: Tensor) -> Tensor:
+    """Return the sinks, (H), in the type and as a view of the shape of lse, (B, H, S)."""
+    return sinks.to(lse.dtype)[:, None].expand_as(lse)
+
+
 class BlockKernel(Protocol):
     """Computes attention over one block of keys; shapes at the head of this file."""
 
@@ -128,32 +163,35 @@ class _EntryByEntry(ABC):
         return q.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     @abstractmethod
-    def _forward(self, q: Tensor, kv: Tensor, causal: bool) -> PartialAttention:
-        """Return the attention of a block, or of an entry, as a whole."""
+    def _forward(self, q: Tensor, kv: Tensor, mask: KeyMask) -> PartialAttention:
+        """Return the attention of a block, or of an entry, as a whole. mask: it has no entries."""
 
     @abstractmethod
-    def _backward(self, d_out: Tensor, q: Tensor, kv: Tensor, attention: PartialAttention, causal: bool) -> Gradients:
+    def _backward(self, d_out: Tensor, q: Tensor, kv: Tensor, attention: PartialAttention, mask: KeyMask) -> Gradients:
         """Return its gradients."""
 
     def forward(self, q: Tensor, kv: Tensor, mask: KeyMask) -> PartialAttention:
         if mask.entries is None:
-            return self._forward(q, kv, mask.causal)
+            return self._forward(q, kv, mask)
+        assert not mask.window
+        of_entry = KeyMask(mask.causal)
         out = torch.zeros_like(widened(q))
         lse = out.new_full(q.shape[:3], -math.inf)
         for row, queries, keys in mask.entries.ranges(q.shape[2], kv.shape[3]):
-            part = self._forward(q[row, :, queries], kv[:, row, :, keys], mask.causal)
+            part = self._forward(q[row, :, queries], kv[:, row, :, keys], of_entry)
             out[row, :, queries], lse[row, :, queries] = part
         return PartialAttention(out, lse)
 
     def backward(self, d_out: Tensor, q: Tensor, kv: Tensor, attention: PartialAttention, mask: KeyMask) -> Gradients:
         if mask.entries is None:
-            return self._backward(d_out, q, kv, attention, mask.causal)
+            return self._backward(d_out, q, kv, attention, mask)
+        of_entry = KeyMask(mask.causal)
         out, lse = attention.out.to(q.dtype), attention.lse
         dq, (dk, dv) = torch.zeros_like(widened(q)), torch.zeros_like(widened(kv))
         for row, queries, keys in mask.entries.ranges(q.shape[2], kv.shape[3]):
             inputs = d_out[row, :, queries], q[row, :, queries], kv[:, row, :, keys]
             of_queries = PartialAttention(out[row, :, queries], lse[row, :, queries])
-            part = self._backward(*inputs, of_queries, mask.causal)
+            part = self._backward(*inputs, of_queries, of_entry)
             dq[row, :, queries], dk[row, :, keys], dv[row, :, keys] = part
         return Gradients(dq, dk, dv)
 
@@ -170,20 +208,20 @@ class EagerKernel(_EntryByEntry):
         super().__init__(scale)
         self.softcap = softcap
 
-    def _forward(self, q: Tensor, kv: Tensor, causal: bool) -> PartialAttention:
+    def _forward(self, q: Tensor, kv: Tensor, mask: KeyMask) -> PartialAttention:
         q, kv = widened(q), widened(kv)
         k, v = kv
-        scores = self._scores(q, k, causal)
+        scores = self._scores(q, k, mask)
         lse = scores.logsumexp(-1)
         weights = (scores - lse.unsqueeze(-1)).exp()
         out = weights @ v.unsqueeze(2)
         return PartialAttention(out.flatten(1, 2), lse.flatten(1, 2))
 
-    def _backward(self, d_out: Tensor, q: Tensor, kv: Tensor, attention: PartialAttention, causal: bool) -> Gradients:
+    def _backward(self, d_out: Tensor, q: Tensor, kv: Tensor, attention: PartialAttention, mask: KeyMask) -> Gradients:
         d_out, q, kv, out = widened(d_out), widened(q), widened(kv), widened(attention.out)
         k, v = kv
         grouped = (k.shape[1], -1)  # H -> K, H / K
-        scores = self._scores(q, k, causal)
+        scores = self._scores(q, k, mask)
         weights = (scores - attention.lse.unflatten(1, grouped).unsqueeze(-1)).exp()
         # sum over Q of d_out * out, which the gradient of the softmax subtracts from every key of a row
         row_sums = (d_out * out).sum(-1).unflatten(1, grouped).unsqueeze(-1)
@@ -198,11 +236,13 @@ class EagerKernel(_EntryByEntry):
         dq = (d_scores @ k.unsqueeze(2)).flatten(1, 2)
         return Gradients(dq, dk, dv)
 
-    def _scores(self, q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    def _scores(self, q: Tensor, k: Tensor, mask: KeyMask) -> Tensor:
         """Return the masked scores (B, K, H / K, S, T)."""
         scores = q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT * self.scale_of(q)
         scores = soft_capped(scores, self.softcap)
-        if causal:
+        if mask.visible is not None:
+            scores = scores.masked_fill(~mask.visible[:, None, None], -math.inf)
+        if mask.causal:
             later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
             scores = scores.masked_fill(later, -math.inf)
         return scores
@@ -211,15 +251,24 @@ class EagerKernel(_EntryByEntry):
 class CpuKernel(_EntryByEntry):
     """torch's fused attention for CPUs, which takes unexpanded heads in both directions."""
 
-    def _forward(self, q: Tensor, kv: Tensor, causal: bool) -> PartialAttention:
+    def _forward(self, q: Tensor, kv: Tensor, mask: KeyMask) -> PartialAttention:
         k, v = kv
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return PartialAttention(*kernel(q, k, v, 0.0, causal, scale=self.scale))
+        added = self._added(mask, q.dtype)
+        return PartialAttention(*kernel(q, k, v, 0.0, mask.causal, attn_mask=added, scale=self.scale))
 
-    def _backward(self, d_out: Tensor, q: Tensor, kv: Tensor, attention: PartialAttention, causal: bool) -> Gradients:
+    def _backward(self, d_out: Tensor, q: Tensor, kv: Tensor, attention: PartialAttention, mask: KeyMask) -> Gradients:
         k, v = kv
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return Gradients(*kernel(d_out, q, k, v, *attention, 0.0, causal, scale=self.scale))
+        added = self._added(mask, q.dtype)
+        return Gradients(*kernel(d_out, q, k, v, *attention, 0.0, mask.causal, attn_mask=added, scale=self.scale))
+
+    def _added(self, mask: KeyMask, dtype: torch.dtype) -> Tensor | None:
+        """Return what the kernel adds to the scores, (B, 1, S, T); None: it adds nothing."""
+        if mask.visible is None:
+            return None
+        hidden = ~mask.visible.unsqueeze(1)
+        return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -math.inf)
 
 
 class CudaKernels(_EntryByEntry):
@@ -234,7 +283,7 @@ class CudaKernels(_EntryByEntry):
             return super().forward(q, kv, mask)
         q_tokens, (k, v) = _tokens(q), _tokens(kv)
         arguments = *mask.entries, q.shape[2], kv.shape[3]
-        window = (-1, 0 if mask.causal else -1)
+        window = (mask.window - 1, 0 if mask.causal else -1)
         options = {"scale": self.scale_of(q), "window_size": window, **group_option(q_tokens, k)}
         out, lse = varlen_attn(q_tokens, k, v, *arguments, return_aux=AuxRequest(lse=True), **options)
         # of a query without keys FlashAttention 2 returns +inf, 3 returns -inf
@@ -247,10 +296,14 @@ class CudaKernels(_EntryByEntry):
         lse = attention.lse.transpose(0, 1).flatten(1).contiguous()  # FOOTGUN: as in `_backward`
         inputs = _tokens(d_out), _tokens(q), *_tokens(kv), _tokens(attention.out), lse
         arguments = *mask.entries, q.shape[2], kv.shape[3], 0.0, mask.causal
-        gradients = VARLEN_GRADIENTS(*inputs, *arguments, *_no_dropout(q), scale=self.scale_of(q))
+        window = {"window_size_left": mask.window - 1, "window_size_right": 0} if mask.window else {}
+        gradients = VARLEN_GRADIENTS(*inputs, *arguments, *_no_dropout(q), scale=self.scale_of(q), **window)
         return Gradients(*(_of_sequences(x, q) for x in gradients))
 
-    def _forward(self, q: Tensor, kv: Tensor, causal: bool) -> PartialAttention:
+    def _forward(self, q: Tensor, kv: Tensor, mask: KeyMask) -> PartialAttention:
+        if mask.visible is not None:  # no kernel has both any mask and a log-sum-exp for grouped heads
+            return EagerKernel(self.scale).forward(q, kv, mask)
+        causal = mask.causal
         width, scale = q.shape[-1], self.scale_of(q)
         q, kv = _padded(q), _padded(kv)
         if _takes_flash(q):
@@ -262,7 +315,10 @@ class CudaKernels(_EntryByEntry):
         out, lse, *_ = kernel(q, k, v, None, True, 0.0, causal, scale=scale)
         return PartialAttention(out[..., :width], lse[..., : q.shape[2]])  # it pads its rows
 
-    def _backward(self, d_out: Tensor, q: Tensor, kv: Tensor, attention: PartialAttention, causal: bool) -> Gradients:
+    def _backward(self, d_out: Tensor, q: Tensor, kv: Tensor, attention: PartialAttention, mask: KeyMask) -> Gradients:
+        if mask.visible is not None:
+            return EagerKernel(self.scale).backward(d_out, q, kv, attention, mask)
+        causal = mask.causal
         width, scale = q.shape[-1], self.scale_of(q)
         q, kv, d_out = _padded(q), _padded(kv), _padded(d_out)
         # FOOTGUN: the flash kernel reads lse as if it were contiguous, whatever its strides, and the memory-efficient

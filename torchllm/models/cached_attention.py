@@ -1,5 +1,6 @@
 """Attention with a cache of keys and values, for generation one token at a time."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,10 +35,11 @@ class CachedAttention(nn.Module):
         """(B, slots) bool"""
         self.length = 0
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, *of_heads: Tensor) -> Tensor:
+        """of_heads: further inputs of the core."""
         if self.keys is None or self.values is None:
             self._start(k, v)
-            return self.core(q, k, v, mask)
+            return self.core(q, k, v, mask, *of_heads)
         if self.length == self.keys.shape[2] != self.core.window:
             self._grow(self.keys, self.values)
         slot = self.length % self.keys.shape[2]
@@ -48,8 +50,8 @@ class CachedAttention(nn.Module):
         if self.visible is not None:
             self.visible[:, slot] = True
             visible = self.visible[:, None, None, filled]
-        if self.core.softcap:
-            return self._capped(q, self.keys[:, :, filled], self.values[:, :, filled], visible)
+        if self.core.softcap or of_heads:
+            return self._eager(q, self.keys[:, :, filled], self.values[:, :, filled], visible, *of_heads)
         q = q.transpose(1, 2)  # (B, H, 1, Q)
         keys = heads_of_kernel(q, self.keys[:, :, filled], visible)
         values = heads_of_kernel(q, self.values[:, :, filled], visible)
@@ -57,12 +59,13 @@ class CachedAttention(nn.Module):
         options = {"scale": self.core.scale, "enable_gqa": grouped}
         return F.scaled_dot_product_attention(q, keys, values, visible, **options).transpose(1, 2)
 
-    def _capped(self, q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None) -> Tensor:
-        """Return the attention of one query per text, (B, 1, H, Q), whose scores have a soft cap."""
-        eager = found("torchllm.models.attention:EagerAttention")(self.core.view)  # that file makes this core
+    def _eager(self, q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, *of_heads: Tensor) -> Tensor:
+        """Return the attention of one query per text, (B, 1, H, Q), of which no fused kernel computes all."""
+        view = replace(self.core.view, attention="eager")
+        core_class = found("torchllm.models.attention:core_class")  # that file makes this core
         if visible is None:
             visible = torch.ones(1, keys.shape[2], dtype=torch.bool, device=q.device)
-        return eager(q, keys.transpose(1, 2), values.transpose(1, 2), visible)
+        return core_class(view)(view)(q, keys.transpose(1, 2), values.transpose(1, 2), visible, *of_heads)
 
     def _start(self, k: Tensor, v: Tensor) -> None:
         """Cache the keys and values of the prompts, (B, S, K, Q); of position p in slot p modulo the slots."""

@@ -34,7 +34,7 @@ def visible_keys(query_ids: Tensor, key_ids: Tensor, window: int = 0) -> Tensor:
     return visible.triu_(own_key - window + 1) if window else visible
 
 
-class _Block(NamedTuple):
+class QueryBlock(NamedTuple):
     """A block of queries and its keys."""
 
     queries: slice
@@ -43,7 +43,7 @@ class _Block(NamedTuple):
     """the keys that each query sees, (B, S, T) bool"""
 
 
-def _blocks(document_ids: Tensor, window: int) -> Iterator[_Block]:
+def query_blocks(document_ids: Tensor, window: int) -> Iterator[QueryBlock]:
     """Yield the blocks of sequences with these documents, (B, S). One mask exists at a time."""
     length = document_ids.shape[1]
     for start in range(0, length, QUERY_BLOCK):
@@ -51,7 +51,7 @@ def _blocks(document_ids: Tensor, window: int) -> Iterator[_Block]:
         first_key = max(0, queries.start - window + 1) if window else 0
         keys = slice(first_key, queries.stop)
         visible = visible_keys(document_ids[:, queries], document_ids[:, keys], window)
-        yield _Block(queries, keys, visible)
+        yield QueryBlock(queries, keys, visible)
 
 
 @torch.library.custom_op("torchllm::document_attention", mutates_args=())
@@ -63,7 +63,7 @@ def document_attention(
     document_ids: (B, S). scale: factor of the scores; None: 1 / sqrt(Q).
     """
     out = q.new_empty(q.shape)
-    for queries, keys, visible in _blocks(document_ids, window):
+    for queries, keys, visible in query_blocks(document_ids, window):
         out[:, queries] = _attend(q[:, queries], k[:, keys], v[:, keys], visible, scale)
     return out
 
@@ -118,7 +118,7 @@ def _backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     dq = q.new_empty(q.shape)
     dk = k.new_zeros(k.shape, dtype=wide)
     dv = v.new_zeros(v.shape, dtype=wide)
-    for queries, keys, visible in _blocks(document_ids, ctx.window):
+    for queries, keys, visible in query_blocks(document_ids, ctx.window):
         q_block = q[:, queries].detach().requires_grad_()
         k_block = k[:, keys].detach().requires_grad_()
         v_block = v[:, keys].detach().requires_grad_()
@@ -133,3 +133,6 @@ def _backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
 
 
 document_attention.register_autograd(_backward, setup_context=_save_inputs)
+
+ATTENTION_OPERATIONS = {torch.ops.torchllm.document_attention.default}
+"""operations whose results selective recomputation keeps; the file of another one adds it"""

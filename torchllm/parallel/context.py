@@ -28,7 +28,7 @@ from torchllm.config import Model
 from torchllm.config.errors import UserError
 from torchllm.facts.parts.part import found
 from torchllm.facts.parts.registry import mixer
-from torchllm.models.attention import CORES
+from torchllm.models.attention import core_class
 from torchllm.models.attention_kernels import BlockKernel, block_kernel
 from torchllm.models.decoder import Decoder
 from torchllm.models.kernel_check import check_kernel
@@ -78,7 +78,7 @@ def share_attention(attention: Mixer, view: Model, shared: SharedSequences) -> N
         attention.core = UlyssesAttention(shared.mesh, attention.core)
         return
     kernel = ring_kernel(view, shared.mesh.device_type, shared.dtype)
-    if type(attention.core) is not CORES[view.attention] or attention.core.view != view:
+    if type(attention.core) is not core_class(view) or attention.core.view != view:
         raise UserError(
             f"parallel.cp_method: a ring would replace the attention core that model.block = {view.block!r} "
             'gives its blocks: use "ulysses"'
@@ -105,6 +105,7 @@ class UlyssesAttention(nn.Module):
         super().__init__()
         self.group = mesh.get_group()
         self.ranks = mesh.size()
+        self.rank = mesh.get_local_rank()
         self.core = core
 
     def mask(self, document_ids: Tensor | None, document_limit: int = 0) -> Any:
@@ -114,10 +115,14 @@ class UlyssesAttention(nn.Module):
         return self.core.mask(torch.cat(gather_from_ranks(document_ids, self.group), dim=1), document_limit)
 
     @torch.compiler.disable
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        """Map q (B, S / n, H, Q), k and v (B, S / n, K, Q) -> (B, S / n, H, Q)."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, *of_heads: Tensor) -> Tensor:
+        """Map q (B, S / n, H, Q), k and v (B, S / n, K, Q) -> (B, S / n, H, Q).
+
+        of_heads: further inputs of the core, (H) each, of which it gets those of its heads.
+        """
         q, k, v = self._gather_sequence(q, k, v)
-        out = self.core(q, k, v, mask)  # (B, S, H / n, Q)
+        of_own_heads = [x.unflatten(0, (self.ranks, -1))[self.rank] for x in of_heads]
+        out = self.core(q, k, v, mask, *of_own_heads)  # (B, S, H / n, Q)
         out = out.unflatten(1, (self.ranks, -1)).transpose(0, 1).contiguous()  # (n, B, S / n, H / n, Q)
         out = _AllToAll.apply(out, self.group)
         return out.permute(1, 2, 0, 3, 4).flatten(2, 3)

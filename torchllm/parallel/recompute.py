@@ -35,6 +35,7 @@ from torch.utils.checkpoint import (
 from torchllm.config import Recompute
 from torchllm.facts.flops import recompute_interval
 from torchllm.models.decoder import Block, BlockInputs, Decoder, run_blocks
+from torchllm.models.document_attention import ATTENTION_OPERATIONS
 from torchllm.models.experts import Router
 from torchllm.parallel.ring import RingAttention
 from torchllm.parallel.saved_results import SavedResults
@@ -55,7 +56,6 @@ _ATTENTION = (
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.higher_order.flex_attention,
-    torch.ops.torchllm.document_attention.default,
     VARLEN_ATTENTION,
 )
 _COLLECTIVES = (
@@ -153,7 +153,8 @@ _SAVERS = {
 
 
 def _save_results(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if operation in _WEIGHT_PRODUCTS or operation in _ATTENTION or operation in _COLLECTIVES:
+    is_product = operation in _WEIGHT_PRODUCTS or operation in _ATTENTION or operation in ATTENTION_OPERATIONS
+    if is_product or operation in _COLLECTIVES:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 

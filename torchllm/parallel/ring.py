@@ -14,6 +14,8 @@ With documents, whose ids rise along the sequence, the rank's own step computes 
 rank's keys one document at most reaches the queries: the last keys and the first queries of a sequence. So a step has
 three `Entries` per sequence, the keys before that document, the document and the queries after it, and no mask.
 
+Sinks join the softmax's denominator once all keys are merged, on each rank that of its own queries.
+
 Results are merged in float32. Saved for the backward: this rank's q, k, v, out and lse. Selective recomputation keeps
 out and lse as the results of one operation (`saved_results.py`), so that nothing is computed or sent again.
 """
@@ -27,7 +29,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchllm.models.attention_kernels import BlockKernel, Entries, KeyMask, PartialAttention
+from torchllm.models.attention_kernels import (
+    BlockKernel,
+    Entries,
+    KeyMask,
+    PartialAttention,
+    gradient_of_sinks,
+    with_sinks,
+)
 from torchllm.models.varlen_attention import document_offsets
 from torchllm.parallel.saved_results import computed_once
 from torchllm.runtime.phase import messages
@@ -62,9 +71,9 @@ class RingAttention(nn.Module):
         return tuple(masks)
 
     @torch.compiler.disable
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Masks) -> Tensor:
-        """Map q (B, S / n, H, Q), k and v (B, S / n, K, Q) -> (B, S / n, H, Q)."""
-        out = _Ring.apply(q.transpose(1, 2), torch.stack((k, v)), mask, self)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Masks, sinks: Tensor | None = None) -> Tensor:
+        """Map q (B, S / n, H, Q), k and v (B, S / n, K, Q) -> (B, S / n, H, Q). sinks: (H), of `models/sinks.py`."""
+        out = _Ring.apply(q.transpose(1, 2), torch.stack((k, v)), sinks, mask, self)
         return out.transpose(1, 2)
 
 
@@ -128,20 +137,21 @@ class RingStep:
 
 
 class _Ring(torch.autograd.Function):
-    """Maps q (B, H, S / n, Q), kv (2, B, S / n, K, Q) -> out (B, H, S / n, Q)."""
+    """Maps q (B, H, S / n, Q), kv (2, B, S / n, K, Q), sinks (H) or None -> out (B, H, S / n, Q)."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, masks: Masks, ring: RingAttention) -> Tensor:
-        out, lse = computed_once(lambda: ring_forward(q, kv, masks, ring))
+    def forward(ctx: Any, q: Tensor, kv: Tensor, sinks: Tensor | None, masks: Masks, ring: RingAttention) -> Tensor:
+        out, lse = computed_once(lambda: with_sinks(ring_forward(q, kv, masks, ring), sinks))
         ctx.ring, ctx.masks = ring, masks
-        ctx.save_for_backward(q, kv, out, lse)
+        ctx.save_for_backward(q, kv, sinks, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, kv, out, lse = ctx.saved_tensors
-        dq, dkv = ring_backward(d_out, q, kv, ctx.masks, PartialAttention(out, lse), ctx.ring)
-        return dq, dkv, None, None
+        q, kv, sinks, out, lse = ctx.saved_tensors
+        attention = PartialAttention(out, lse)
+        dq, dkv = ring_backward(d_out, q, kv, ctx.masks, attention, ctx.ring)
+        return dq, dkv, gradient_of_sinks(d_out, attention, sinks), None, None
 
 
 def ring_forward(q: Tensor, kv: Tensor, masks: Masks, ring: RingAttention) -> PartialAttention:

@@ -65,15 +65,15 @@ class WindowAttention(nn.Module):
         return x[:, :, x.shape[2] - self.reach :]
 
     @torch.compiler.disable
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        """Map q (B, S / n, H, Q), k and v (B, S / n, K, Q) -> (B, S / n, H, Q)."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, *of_heads: Tensor) -> Tensor:
+        """Map q (B, S / n, H, Q), k and v (B, S / n, K, Q) -> (B, S / n, H, Q). of_heads: for the core."""
         joined = _WithTokensBefore.apply(_pieces(torch.cat((k, v), dim=2)), self)
         if mask is None:  # each piece is one document, and so are the tokens before the first
             ids = torch.zeros(joined.shape[:3], dtype=torch.int64, device=q.device)
             mask = self._mask(ids, 3 * len(q))
         k, v = joined.flatten(0, 1).chunk(2, dim=2)
         q = F.pad(_pieces(q), (0, 0, 0, 0, self.reach, 0)).flatten(0, 1)  # (2 B, W - 1 + S / 2 n, H, Q)
-        out = self.core(q, k, v, mask)[:, self.reach :]
+        out = self.core(q, k, v, mask, *of_heads)[:, self.reach :]
         return out.unflatten(0, (2, -1)).transpose(0, 1).flatten(1, 2)
 
     def exchange(self, of_pieces: Tensor, *, back: bool = False) -> Tensor:

@@ -118,6 +118,14 @@ def _model_problems(config: Config) -> Iterator[ConfigError]:
         yield config_error("model.rope_high_frequency_factor", "must be over model.rope_low_frequency_factor")
     if model.rope_beta_fast <= model.rope_beta_slow:
         yield config_error("model.rope_beta_fast", "must be over model.rope_beta_slow")
+    if model.sinks and model.attention == "flash":
+        yield config_error(
+            "model.attention", "flash drops the gradient of the log-sum-exp, which sinks need: use sdpa, or eager"
+        )
+    if model.sinks and model.attention == "flex":
+        yield config_error(
+            "model.attention", "flex has no backward on a CPU, where sinks are proven: use sdpa, or eager"
+        )
     if model.attention == "flash" and config.data.document_mask:
         yield config_error(
             "model.attention", "flash has no document mask here: use sdpa or flex, or data.document_mask = false"
@@ -157,6 +165,10 @@ def _expert_problems(config: Config) -> Iterator[ConfigError]:
             "model.shared_experts",
             "in addition to the experts that model.upcycle copies, a shared expert would add the dense layer a second "
             "time: set it to 0",
+        )
+    if model.upcycle and model.expert_biases:
+        yield config_error(
+            "model.expert_biases", "the layers that model.upcycle copies have no biases: set it to false"
         )
     if not (model.features.gated_ffn and not model.features.biases):
         yield config_error("model.experts", f'model.family = "{model.family}" has no experts: take "llama"')

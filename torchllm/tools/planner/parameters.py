@@ -119,6 +119,9 @@ def block_parameters(model: Model, tp: int) -> float:
         count += queries + keys
     if model.has_qkv_bias:
         count += model.query_outputs / tp + 2 * keys
+    count += model.o_bias * model.hidden + model.sinks * model.heads / tp
+    if model.expert_biases:
+        count += model.experts * (2 * model.expert_width / tp + model.hidden + 1)
     if model.features.biases:  # those after a sum are whole on every rank
         count += model.ffn / tp + 2 * model.hidden
         if model.attention_gate == "head":
