@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchllm.config import Model
-from torchllm.models.grouped_products import grouped_linear
+from torchllm.models.grouped_products import add_bias, grouped_linear
 from torchllm.models.layers import GATED, SwiGLU, widened
 from torchllm.models.router_penalties import (
     BALANCE_LOSS,
@@ -58,6 +58,7 @@ class Router(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(model.experts, model.hidden))
+        self.logit_bias = nn.Parameter(torch.empty(model.experts)) if model.expert_biases else None
         self.register_buffer("bias", torch.zeros(model.experts) if model.router_bias else None)
         self.product = PRODUCTS[model.router_dtype]
         self.top_k = model.top_k
@@ -86,13 +87,14 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Routing:
         """Route each token: (B, S, D) -> K experts and their weights, (B S, K)."""
-        experts, weights, logits = self.choose(x, self.local(self.weight))
+        logit_bias = None if self.logit_bias is None else self.local(self.logit_bias)
+        experts, weights, logits = self.choose(x, self.local(self.weight), logit_bias)
         weights = RecordRouting.apply(weights, logits, experts, self)
         return Routing(experts.flatten(0, -2), weights.flatten(0, -2))
 
-    def choose(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def choose(self, x: Tensor, weight: Tensor, logit_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return experts and weights of each token of x (B, S, D), (B, S, K), and the logits, (B, S, E)."""
-        logits = widened(self.product(x, weight))
+        logits = widened(self.product(x, weight, logit_bias))
         scores = self.score(logits)
         experts = top_experts(self.preferences(scores.detach()), self.top_k)
         weights = scores.gather(-1, experts)
@@ -164,20 +166,20 @@ def top_experts(scores: Tensor, count: int) -> Tensor:
     return ((ordered.long() << 32) - torch.arange(scores.shape[-1], device=scores.device)).topk(count, dim=-1).indices
 
 
-def _float32_product(x: Tensor, weight: Tensor) -> Tensor:
+def _float32_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     with torch.autocast(x.device.type, enabled=False):  # recipes/minimal.py runs in it: it would round both
-        return F.linear(widened(x), widened(weight))
+        return F.linear(widened(x), widened(weight), None if bias is None else widened(bias))
 
 
-def _product_in_type_of_input(x: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(x, weight.to(x.dtype))
+def _product_in_type_of_input(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
-PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+PRODUCTS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
     "float32": _float32_product,
     "compute": _product_in_type_of_input,
 }
-"""function of hidden states (..., D) and weights (E, D), by model.router_dtype"""
+"""function of hidden states (..., D), weights (E, D) and biases (E) or None, by model.router_dtype"""
 
 
 def _softmax(logits: Tensor) -> Tensor:
@@ -206,6 +208,10 @@ class Experts(nn.Module):
         self.gate_proj = nn.Parameter(torch.empty(experts, width, hidden))
         self.up_proj = nn.Parameter(torch.empty(experts, width, hidden))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, width))
+        has_biases = model.expert_biases
+        self.gate_bias = nn.Parameter(torch.empty(experts, width)) if has_biases else None
+        self.up_bias = nn.Parameter(torch.empty(experts, width)) if has_biases else None
+        self.down_bias = nn.Parameter(torch.empty(experts, hidden)) if has_biases else None
         self.local: Callable[[Tensor], Tensor] = lambda weight: weight
         """replaceable: the part of a sharded weight that is on this rank"""
         self.gated = GATED[model.activation]
@@ -213,9 +219,13 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Transform rows sorted by expert: (N, D) -> (N, D). ends: end of each expert's rows, (E) int32."""
-        gate = grouped_linear(rows, self.local(self.gate_proj), ends)
-        up = grouped_linear(rows, self.local(self.up_proj), ends)
-        return grouped_linear(self.gated(gate, up), self.local(self.down_proj), ends)
+        gate = self._product(rows, self.gate_proj, self.gate_bias, ends)
+        up = self._product(rows, self.up_proj, self.up_bias, ends)
+        return self._product(self.gated(gate, up), self.down_proj, self.down_bias, ends)
+
+    def _product(self, rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+        out = grouped_linear(rows, self.local(weight), ends)
+        return out if bias is None else add_bias(out, self.local(bias), ends)
 
 
 class SortedRows(NamedTuple):

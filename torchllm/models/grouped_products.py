@@ -53,6 +53,29 @@ def grouped_weight_gradient(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor
     return out
 
 
+def add_bias(rows: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
+    """Add to each row the bias of its group: rows (T, N), bias (E, N) -> (T, N)."""
+    total: Tensor = _AddBias.apply(rows, bias.to(rows.dtype), ends)
+    return total
+
+
+class _AddBias(torch.autograd.Function):
+    """Reads biases by row. autograd's own gradient of that would add up rows in an order that changes on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(ends)
+        row = torch.arange(len(rows), dtype=ends.dtype, device=ends.device)
+        return rows + bias.index_select(0, torch.searchsorted(ends, row, right=True))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        (ends,) = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        ones = gradient.new_ones(len(gradient), ROW_BYTES // gradient.itemsize)  # as many as the kernel takes
+        return gradient, grouped_weight_gradient(gradient, ones, ends)[..., 0], None
+
+
 def _has_kernel(first: Tensor, second: Tensor) -> bool:
     """Return whether `grouped_mm` takes these factors. It needs a row, and with ep a rank may get none."""
     if not len(first) or first.dtype not in DTYPES.get(first.device.type, ()):

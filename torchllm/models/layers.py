@@ -97,7 +97,20 @@ def gelu_gated(gate: Tensor, up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
-GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"silu": silu_gated, "gelu_tanh": gelu_gated}
+def clamped_silu_gated(gate: Tensor, up: Tensor) -> Tensor:
+    """Return gate * sigmoid(1.702 gate) * (up + 1), where gate is at most 7 and up from -7 to 7 (gpt-oss).
+
+    The published models have these constants; x * sigmoid(1.702 x) approximates GELU (arXiv 1606.08415).
+    """
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(gate * 1.702) * (up + 1.0)
+
+
+GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "silu": silu_gated,
+    "gelu_tanh": gelu_gated,
+    "clamped_silu": clamped_silu_gated,
+}
 """functions of gate and up, by `model.activation`"""
 
 

@@ -214,19 +214,22 @@ class ExpertsByFeatures(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, RoutedExperts)
-        features = {"gate_proj": Shard(1), "up_proj": Shard(1), "down_proj": Shard(2)}
-        for name, placement in features.items():
-            weight = distribute_tensor(module.experts.get_parameter(name), device_mesh, [placement])
+        features = {"down_proj": Shard(2), "down_bias": Replicate()}
+        for name, whole in list(module.experts.named_parameters(recurse=False)):
+            weight = distribute_tensor(whole, device_mesh, [features.get(name, Shard(1))])
             module.experts.register_parameter(name, nn.Parameter(weight))
-        module.experts.local = self._own_features
+        module.experts.local = partial(self._own_features, device_mesh.get_local_rank())
         module.router.repeats = device_mesh.size()
         module.router.local = partial(_whole_router, self.gradient_of_router)
         module.own_tokens = self._all_tokens
         module.hidden_states = partial(self._part_of_sum, device_mesh)
         return distribute_module(module, device_mesh)
 
-    def _own_features(self, weight: Tensor) -> Tensor:
+    def _own_features(self, rank: int, weight: Tensor) -> Tensor:
+        """Return a rank's features; of a bias of the sum over ranks all on the first rank, and 0 on the others."""
         assert isinstance(weight, DTensor)
+        if weight.placements[0].is_replicate():
+            return weight.to_local(grad_placements=[Partial()]) * (rank == 0)
         return weight.to_local()
 
     def _all_tokens(self, x: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 Matrices of routed experts are stacked: (E, F, D) and (E, D, F). Shared experts are one layer, which all tokens use.
 """
 
+from collections.abc import Callable
+
 from torchllm.config import Model
 from torchllm.facts.parts.part import BlockPart, Cut, PartParameter, Shape, Start, WeightProduct, linear, product_of
 
@@ -24,6 +26,18 @@ def _stacked(name: str, cut: Cut, start: Start) -> PartParameter:
 
     return PartParameter(
         name=f"mlp.routed.experts.{name}", shape=shape, cut=cut, start=start, role="matrix", of_experts=True
+    )
+
+
+def _bias(name: str, cut: Cut, shape: Callable[[Model], Shape], of_experts: bool = True) -> PartParameter:
+    """Return a bias that models with model.expert_biases have."""
+    return PartParameter(
+        name=f"mlp.routed.{name}",
+        shape=lambda view: shape(view) if view.expert_biases else None,
+        cut=cut,
+        start="zeros",
+        role="vector",
+        of_experts=of_experts,
     )
 
 
@@ -60,6 +74,10 @@ PART = BlockPart(
         _stacked("gate_proj", "colwise", "normal"),
         _stacked("up_proj", "colwise", "normal"),
         _stacked("down_proj", "rowwise", "residual"),
+        _bias("router.logit_bias", "whole_summed", lambda view: (view.experts,), of_experts=False),
+        _bias("experts.gate_bias", "colwise", lambda view: (view.experts, view.expert_width)),
+        _bias("experts.up_bias", "colwise", lambda view: (view.experts, view.expert_width)),
+        _bias("experts.down_bias", "whole_summed", lambda view: (view.experts, view.hidden)),
         *linear("mlp.shared.gate_proj", _shared_shape, "colwise", is_there=_has_shared),
         *linear("mlp.shared.up_proj", _shared_shape, "colwise", is_there=_has_shared),
         *linear(

@@ -15,7 +15,7 @@ from torchllm.config import Model, TrainedParameters
 from torchllm.facts.block_kinds import block_kind
 from torchllm.facts.flops import ALL_TRAINED, matrices
 from torchllm.tools.planner.compute import Kernels, Piece, added_matrices, dense_width
-from torchllm.tools.planner.experts import RoutedActivations, expert_parameters, routed_activations
+from torchllm.tools.planner.experts import RoutedActivations, expert_parameters, routed_activations, unfused_gate_bytes
 from torchllm.tools.planner.software import Software
 
 
@@ -155,7 +155,7 @@ def stored_per_token(
         qk_norms = _norm_bytes(keeps_input_of_qk_norm(model, piece, kernels)) * (width.query + width.key)
     inner = 4.0 * width.ffn
     if model.features.gated_ffn:
-        inner = (6.0 if kernels.compiled else 8.0) * width.ffn
+        inner = (6.0 + (0.0 if kernels.compiled else unfused_gate_bytes(model))) * width.ffn
     if not trained.needs_input_of("down_proj"):
         inner -= 2.0 * width.ffn
     reads_attention = trained.needs_input_of("q_proj", "k_proj", "v_proj")

@@ -60,6 +60,9 @@ ROUTED_KERNELS = PerPass(45.0, 60.0)
 ROUTED_GRADIENT_KERNELS = 8.0
 """kernels of the gradients of their weights, and of adding them to the step's"""
 
+UNFUSED_GATE_BYTES = {"clamped_silu": 8.0}
+"""bytes per feature that autograd keeps of a gate that is not compiled, beside both factors and the result, by
+model.activation; others keep the activated gate in 16 bits"""
 INDEX_BYTES = 8.0
 """bytes of an index in torch"""
 
@@ -68,6 +71,11 @@ def expert_parameters(model: Model, ranks: int) -> float:
     """Return the parameters of a block's routed experts on one of the `ranks` that share them, router excluded."""
     parameters = MATRICES * model.hidden * model.expert_width * model.experts
     return parameters / ranks
+
+
+def unfused_gate_bytes(model: Model) -> float:
+    """Return the bytes per feature of `UNFUSED_GATE_BYTES`."""
+    return UNFUSED_GATE_BYTES.get(model.activation, ELEMENT_BYTES)
 
 
 class RoutedRows(NamedTuple):
@@ -315,7 +323,7 @@ def routed_activations(model: Model, piece: Piece, kernels: Kernels) -> RoutedAc
     gates = 2 * ELEMENT_BYTES * routed.features
     activated = ELEMENT_BYTES * routed.features  # the input of down
     if not kernels.compiled:
-        activated += ELEMENT_BYTES * routed.features  # the gate after its activation
+        activated += unfused_gate_bytes(model) * routed.features
     rows = ELEMENT_BYTES * routed.rows * model.hidden
     results = ELEMENT_BYTES * rows_of_own_tokens * model.hidden
     logits = FLOAT32_BYTES * routed.tokens * model.experts
