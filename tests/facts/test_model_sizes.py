@@ -68,6 +68,9 @@ SPARSE = {
     "qwen3_30b_a3b": (30_532_122_624, 3.4),  # they print 3.3
     "qwen3_235b_a22b": (235_093_634_560, 22.2),
     "olmoe_1b_7b": (6_919_161_856, 1.3),
+    # they print 3.61 and 5.13, without the 0.58 of the embedding (arXiv 2508.10925, table 1)
+    "gpt_oss_20b": (20_914_757_184, 4.2),
+    "gpt_oss_120b": (116_829_156_672, 5.7),
 }
 # All parameters in the files of zai-org/GLM-4.5 and GLM-4.5-Air, and billions of parameters that a token uses, as the
 # authors round them (arXiv 2508.06471, table 1: 32B and 12B).

@@ -155,6 +155,21 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "MiniMaxM2Config",
         SIZES | NO_ENDS | {"num_local_experts": 8, "head_dim": 8, "rope_parameters": YARN},
     ),
+    "gpt-oss": (
+        "GptOssConfig",
+        SIZES
+        | NO_ENDS
+        | {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 6, "sliding_window": 9}
+        | {"rope_parameters": YARN | {"rope_theta": 150000.0, "truncate": False}},
+    ),
+    "gpt-oss-linear": (
+        "GptOssConfig",
+        SIZES
+        | NO_ENDS
+        | {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 5}
+        | {"layer_types": [FULL, FULL, SLIDING, FULL], "num_key_value_heads": 4}
+        | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 150000.0}},
+    ),
     "gpt2": ("GPT2Config", {"n_layer": 4, "n_embd": 32, "n_head": 4, "vocab_size": 96, "n_positions": 64}),
 }
 """name -> class of transformers, and its arguments"""

@@ -468,6 +468,9 @@ EXPORTED_AS = {
     "glm4_moe": replace(
         SPARSE, router_score="sigmoid", router_bias=True, shared_experts=2, dense_layers=1, rotary_fraction=0.5
     ),
+    "gpt_oss": replace(
+        SPARSE, sinks=True, qkv_bias=True, o_bias=True, expert_biases=True, activation="clamped_silu", window=9
+    ),
 }
 
 
@@ -487,6 +490,7 @@ NOT_EXPORTED = [
     (replace(EXPORTED_AS["glm4_moe"], qk_norm="width"), "'glm4_moe' cannot have model.qk_norm = 'width'"),
     (replace(SPARSE, router_score="sigmoid"), "'mixtral' cannot have model.router_score = 'sigmoid'"),
     (replace(SPARSE, qk_norm="width", head_dim=64), "'olmoe' cannot have model.head_dim = 64"),
+    (replace(EXPORTED_AS["gpt_oss"], sinks=False), "'gpt_oss' cannot have model.sinks = False"),
     (replace(SPARSE, qk_norm="head", window=64), "'qwen3_moe' cannot have model.window = 64"),
     (
         replace(SPARSE, pattern=("near", "all"), kinds=Kinds({"near": {"window": 64}, "all": {}})),

@@ -230,6 +230,7 @@ SPARSE_LAYOUTS: list[tuple[str, Settings, str]] = [
     ("olmoe", {"parallel.dp_shard": 2, "parallel.cp": 2}, ""),
     ("qwen3-moe", {"parallel.dp_shard": 4, "parallel.ep": 2}, ""),
     ("glm4-moe", {"parallel.pp": 2, "parallel.dp_shard": 2}, "stacked"),
+    ("gpt-oss", {"parallel.tp": 2, "parallel.pp": 2}, ""),
 ]
 
 
@@ -293,8 +294,9 @@ def train_on_layout(config: Config) -> list[float]:
 def train_with_transformers(hub_model: Any, config: Config) -> list[float]:
     """Take the same steps with transformers' model and torch's AdamW, in the usual loop."""
     settings = config.optimizer
-    decayed = [parameter for parameter in hub_model.parameters() if parameter.dim() > 1]
-    others = [parameter for parameter in hub_model.parameters() if parameter.dim() == 1]
+    is_vector = {name: x.dim() == 1 or name.endswith("_bias") for name, x in hub_model.named_parameters()}  # or stacked
+    decayed = [parameter for name, parameter in hub_model.named_parameters() if not is_vector[name]]
+    others = [parameter for name, parameter in hub_model.named_parameters() if is_vector[name]]
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}],
         lr=settings.learning_rate,
@@ -326,6 +328,8 @@ MORE_TRAINED = [
     ("minimax-m2", ("1f1b", "tp"), ""),
     ("olmoe", ("fsdp",), ""),
     ("qwen2", ("fsdp", "sp"), "uneven"),
+    ("gpt-oss", ("fsdp",), ""),
+    ("gpt-oss-linear", ("tp",), "uneven"),
 ]
 
 

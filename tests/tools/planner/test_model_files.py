@@ -32,7 +32,7 @@ TOLERANCE = 0.03
 """the largest difference today is 2.6 %: plain attention on fewer key-value heads than query heads"""
 LENGTH = 2048
 FILES = sorted(path.stem for path in Path(FOLDER).glob("*.toml"))
-WITH_SCORES = ["gpt_1.7b", "llama3_8b", "qwen3_0.6b", "qwen3_30b_a3b", "gemma2_9b"]
+WITH_SCORES = ["gpt_1.7b", "llama3_8b", "qwen3_0.6b", "qwen3_30b_a3b", "gemma2_9b", "gpt_oss_20b"]
 """of either family, with fewer key-value heads, with norms of queries and keys, with experts, with a soft cap"""
 TORCHLLM = STACKS["torchllm"]
 FIRST, MIDDLE, LAST = StageSize((0,), True, False), StageSize((0,), False, False), StageSize((0,), False, True)

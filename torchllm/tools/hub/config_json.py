@@ -127,6 +127,7 @@ EXPERT_KEYS = (
     "router_renormalize",
     "router_scale",
     "router_bias",
+    "expert_biases",
 )
 """keys of [model] that say nothing of a dense model"""
 ZERO_MEANS_NULL = {"kv_heads", "head_dim", "window", "logit_softcap", "score_softcap"}
@@ -403,6 +404,8 @@ def _read_rotary_positions(
         if family.has_rope_by_type:
             content = rope_of_type(content, block.layer_type, family)
         fraction = read_rotary_fraction(content, family.rotary_fraction, _share_of_width(content, family, read))
+        if family.rope_scaling and not (content.get("rope_parameters") or content.get("rope_scaling")):
+            content = {**content, "rope_scaling": family.rope_scaling}
         length = read.values.get("max_sequence_length")  # also where it is a default
         rope = read_rope({**content, LENGTH: length}, family.rope_theta)
     except FieldError as error:

@@ -4,6 +4,7 @@ A rank reads the byte ranges of its own shards and no others, in blocks of at mo
 nothing is sent between ranks, and none ever holds a whole model.
 """
 
+import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,7 @@ DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
+    "U8": torch.uint8,
 }
 BYTES_PER_VALUE = 4
 """of a decoded tensor"""
@@ -42,8 +44,9 @@ class PartRead(NamedTuple):
 
     box: Box
     local: Tensor
-    """destination, of the same shape as the box, or transposed"""
+    """destination, of the same shape as the box, or transposed; it has each `step`-th row"""
     is_transposed: bool
+    step: int = 1
 
 
 def read_hub_weights(
@@ -88,15 +91,18 @@ def _fill_from(files: HubFiles, stored: StoredTensor, read: PartRead) -> int:
     storage = files.quantization.storage_of(stored, files.tensors)
     bytes_per_value = max(BYTES_PER_VALUE, *(ITEM_SIZES[files.tensors[piece.key].dtype] for piece in storage.pieces))
     rows_at_a_time = max(1, BLOCK // (read.box.columns * bytes_per_value))
+    together = math.lcm(storage.rows, 1 if read.is_transposed else read.step)
+    rows_at_a_time = -(-rows_at_a_time // together) * together
     with PieceReader(files) as pieces:
         for row in range(0, read.box.rows, rows_at_a_time):
             rows = min(rows_at_a_time, read.box.rows - row)
             block = Box(read.box.first_row + row, rows, read.box.first_column, read.box.columns)
             values = decode(storage, stored, block, pieces.read)
             if read.is_transposed:
-                read.local[:, row : row + rows].copy_(values.t())
+                read.local[:, row : row + rows].copy_(values[:, :: read.step].t())
             else:
-                read.local[row : row + rows].copy_(values)
+                of_part = values[:: read.step]
+                read.local[row // read.step :][: len(of_part)].copy_(of_part)
     return pieces.bytes_read
 
 
@@ -143,12 +149,13 @@ def plan_read(stored: StoredTensor, place: StoredPart, part: Part) -> PartRead |
     rows = min(size[0], place.rows - first_row)  # the embedding may have more rows than the file
     if rows <= 0 or local.numel() == 0:
         return None
-    first_column = offset[1] if len(offset) == 2 else 0
+    first_column = place.first_column + (offset[1] if len(offset) == 2 else 0)
     columns = local.shape[1]
     local = local[:rows]
+    begin, reached = place.first_row + first_row * place.step, (rows - 1) * place.step + 1
     if stored.is_transposed:
-        return PartRead(Box(first_column, columns, place.first_row + first_row, rows), local, True)
-    return PartRead(Box(place.first_row + first_row, rows, first_column, columns), local, False)
+        return PartRead(Box(first_column, columns, begin, reached), local, True, place.step)
+    return PartRead(Box(begin, reached, first_column, columns), local, False, place.step)
 
 
 def _read_block(handle: int, tensor: FileTensor, block: Box, columns_in_file: int, item_size: int) -> bytearray | None:

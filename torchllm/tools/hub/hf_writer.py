@@ -150,17 +150,45 @@ def stored_form(tensor: StoredTensor, reader: PartReader) -> Tensor:
 
     Raises CheckpointError if the weights have other shapes than the config says, and the errors of the reader.
     """
+    if len(tensor.parts) > 1 and tensor.parts[0].experts:
+        return _stacked_form(tensor, reader)
     parts = [reader.read(part) for part in tensor.parts]
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
     if tensor.is_transposed:
         whole = whole.t()
-    if tuple(whole.shape) != tensor.shape:
-        names = ", ".join(part.name for part in tensor.parts)
-        raise CheckpointError(
-            f"{tensor.key}: is {tensor.shape} by the config, {tuple(whole.shape)} in the checkpoint ({names}): use the "
-            "config of the checkpoint"
-        )
+    _check_shape(tensor, tensor.shape, whole)
     return whole
+
+
+def _stacked_form(tensor: StoredTensor, reader: PartReader) -> Tensor:
+    """Return a tensor that holds the matrices, or the vectors, of all experts."""
+    whole: Tensor | None = None
+    for part in sorted(tensor.parts, key=lambda part: part.name):  # the reader keeps one stack
+        matrix = reader.read(part)
+        if tensor.is_vector:
+            matrix = matrix.unsqueeze(1)
+        if whole is None:
+            whole = matrix.new_empty(tensor.shape)
+        rows = slice(part.first_row, part.first_row + (part.rows - 1) * part.step + 1, part.step)
+        place = whole.view(-1, tensor.columns)
+        if tensor.is_transposed:
+            columns = tensor.shape[1]
+            place = place[part.first_column : part.first_column + columns, rows].t()
+        else:
+            place = place[rows]
+        _check_shape(tensor, place.shape, matrix)
+        place.copy_(matrix)
+    assert whole is not None
+    return whole
+
+
+def _check_shape(tensor: StoredTensor, expected: Sequence[int], found: Tensor) -> None:
+    if tuple(found.shape) != tuple(expected):
+        names = ", ".join(dict.fromkeys(part.name for part in tensor.parts))
+        raise CheckpointError(
+            f"{tensor.key}: is {tuple(expected)} by the config, {tuple(found.shape)} in the checkpoint ({names}): use "
+            "the config of the checkpoint"
+        )
 
 
 def write_safetensors(

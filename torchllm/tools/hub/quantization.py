@@ -15,6 +15,8 @@ FIELD = "quantization_config"
 PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 """of weights that are not quantized, as safetensors names them"""
 FLOAT8 = "F8_E4M3"
+MXFP4_BLOCK = 32
+"""values with one scale"""
 
 
 class FilePiece(NamedTuple):
@@ -35,6 +37,8 @@ class Storage(NamedTuple):
     """by which `dequantize.decode` makes the values"""
     pieces: tuple[FilePiece, ...]
     """as it takes them"""
+    rows: int = 1
+    """of the tensor, seen as a matrix, that are made of the same bytes"""
 
 
 class Quantization(Protocol):
@@ -89,8 +93,33 @@ class BlockFloat8:
         return matrix * -(-rows // self.block_rows) + row_of_matrix // self.block_rows
 
 
+@dataclass(frozen=True)
+class Mxfp4:
+    """Matrices of experts in 4 bits, two values a byte, and a power of 2 for each 32 of a row that follow each other
+    (Open Compute Project, Microscaling Formats 1.0, section 5.3). Other tensors are as they are.
+
+    `quant_method` "mxfp4" of gpt-oss: a file has blocks (E, N, M / 32, 16) and scales (E, N, M / 32) for what is
+    (E, M, N) unquantized.
+    """
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any]) -> "Mxfp4":
+        return cls()
+
+    def storage_of(self, stored: StoredTensor, tensors: Mapping[str, FileTensor]) -> Storage:
+        blocks = f"{stored.key}_blocks"
+        if blocks not in tensors or not stored.is_transposed or stored.shape[-2] % MXFP4_BLOCK:
+            return Plain().storage_of(stored, tensors)
+        *stack, inputs, outputs = stored.shape
+        scales_shape = (*stack, outputs, inputs // MXFP4_BLOCK)
+        values = FilePiece(blocks, (*scales_shape, MXFP4_BLOCK // 2), inputs // 2, ("U8",))
+        scales = FilePiece(f"{stored.key}_scales", scales_shape, scales_shape[-1], ("U8",))
+        return Storage(self, (values, scales), MXFP4_BLOCK)
+
+
 METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
     "fp8": BlockFloat8.read,
+    "mxfp4": Mxfp4.read,
 }
 """quant_method of config.json -> function that reads the other fields"""
 TAKE_ORIGINAL = (

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torchllm.config.errors import UserError
 from torchllm.config.files import open_regular, why_pointer
 
-ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
+ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "U8": 1}
 """dtypes that can be read -> bytes per element"""
 LARGEST_HEADER = 16 << 20
 """bytes, some 170,000 tensors in one file; the safetensors library reads six times as much"""

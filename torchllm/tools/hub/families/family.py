@@ -86,9 +86,11 @@ class TensorRule(NamedTuple):
     """canonical names; where there are several, the tensor holds their rows one after the other, of stacked parameters
     expert by expert"""
     is_transposed: bool = False
-    """the file has inputs as rows and outputs as columns (GPT-2's Conv1D)"""
+    """the file has inputs as rows and outputs as columns (GPT-2's Conv1D; of each matrix of a stack: gpt-oss)"""
     is_float32: bool = False
     """whatever the type of the other tensors is, because last digits count"""
+    alternates: bool = False
+    """the rows of several names lie not one after the other but in turns: the first of each, then the second of each"""
 
 
 class StoredPart(NamedTuple):
@@ -103,6 +105,10 @@ class StoredPart(NamedTuple):
     """index of the expert"""
     experts: int = 0
     """how many the parameter stacks; 0: it is not a stack"""
+    first_column: int = 0
+    """where its columns begin in the tensor, seen as a matrix (not transposed), in a stack of transposed matrices"""
+    step: int = 1
+    """rows of the tensor from one of its rows to the next"""
 
 
 class StoredTensor(NamedTuple):
@@ -113,14 +119,17 @@ class StoredTensor(NamedTuple):
     """as in the file"""
     is_transposed: bool
     parts: tuple[StoredPart, ...]
-    """one after the other along the rows"""
+    """one after the other along the rows, or expert by expert, their rows in turns"""
     is_float32: bool = False
     """written so, whatever the type of the other tensors is"""
+
+    is_vector: bool = False
+    """it has one column, seen as a matrix: of a stack the experts' vectors follow each other in it"""
 
     @property
     def columns(self) -> int:
         """Columns of the tensor, seen as a matrix with contiguous rows; a vector has one."""
-        return self.shape[-1] if len(self.shape) > 1 else 1
+        return 1 if self.is_vector or len(self.shape) == 1 else self.shape[-1]
 
 
 class FieldError(Exception):
@@ -186,6 +195,8 @@ class HubFamily:
     """field with the features of a head that rotary positions turn, another spelling of their share (MiniMax-M2)"""
     rope_theta: float = 10000.0
     """base of the rotary frequencies where config.json has none"""
+    rope_scaling: Mapping[str, Any] = field(default_factory=dict)
+    """rope_scaling of a config.json that has neither it nor rope_parameters (gpt-oss)"""
     heads_divide_hidden: bool = False
     """transformers refuses models whose heads do not divide their width, though it could run them"""
     tokenizer_pattern: str = ""
@@ -264,20 +275,24 @@ def stored_shapes(model: Model) -> dict[str, Shape]:
 def _build(rule: TensorRule, names: list[str], block: str, shapes: dict[str, Shape]) -> list[StoredTensor]:
     """Return the tensors of a rule for one block."""
     shape = shapes[names[0]]
-    if len(shape) < 3:
+    if ".experts." not in names[0]:
         parts = _parts_of_tensor(names, shapes)
         whole = (parts[-1].first_row + parts[-1].rows, *shape[1:])
         stored_shape = whole[::-1] if rule.is_transposed else whole
         return [StoredTensor(rule.key.format(block), stored_shape, rule.is_transposed, parts, rule.is_float32)]
-    experts, _, columns = shape
-    parts = _parts_of_stack(names, shapes, range(experts))
+    experts, _, *columns = shape
+    parts = _parts_of_stack(names, shapes, rule)
     if "{expert}" not in rule.key:
         rows = sum(shapes[name][1] for name in names)
-        return [StoredTensor(rule.key.format(block), (experts, rows, columns), False, parts)]
+        matrix = (*columns, rows) if rule.is_transposed else (rows, *columns)
+        is_vector = not columns
+        return [
+            StoredTensor(rule.key.format(block), (experts, *matrix), rule.is_transposed, parts, is_vector=is_vector)
+        ]
     tensors = []
     for part in parts:
         key = rule.key.format(block, expert=part.expert)
-        tensors.append(StoredTensor(key, (part.rows, columns), False, (part._replace(first_row=0),)))
+        tensors.append(StoredTensor(key, (part.rows, *columns), False, (part._replace(first_row=0),)))
     return tensors
 
 
@@ -291,13 +306,17 @@ def _parts_of_tensor(names: list[str], shapes: dict[str, Shape]) -> tuple[Stored
     return tuple(parts)
 
 
-def _parts_of_stack(names: list[str], shapes: dict[str, Shape], experts: range) -> tuple[StoredPart, ...]:
+def _parts_of_stack(names: list[str], shapes: dict[str, Shape], rule: TensorRule) -> tuple[StoredPart, ...]:
     """Return the places of the experts' matrices in a tensor that has all parameters of an expert, then of the next."""
+    experts, _, *columns = shapes[names[0]]
+    rows_of_expert = sum(shapes[name][1] for name in names)
     parts = []
-    first_row = 0
-    for expert in experts:
-        for name in names:
+    for expert in range(experts):
+        first_row = 0 if rule.is_transposed else expert * rows_of_expert
+        first_column = expert * columns[0] if rule.is_transposed else 0
+        for number, name in enumerate(names):
             rows = shapes[name][1]
-            parts.append(StoredPart(name, first_row, rows, expert, len(experts)))
-            first_row += rows
+            begin, step = (first_row + number, len(names)) if rule.alternates else (first_row, 1)
+            parts.append(StoredPart(name, begin, rows, expert, experts, first_column, step))
+            first_row += 0 if rule.alternates else rows
     return tuple(parts)

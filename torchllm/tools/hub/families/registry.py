@@ -5,6 +5,7 @@ from torchllm.tools.hub.families.gemma2 import GEMMA2
 from torchllm.tools.hub.families.gemma3 import GEMMA3
 from torchllm.tools.hub.families.glm4_moe import GLM4_MOE
 from torchllm.tools.hub.families.gpt2 import GPT2
+from torchllm.tools.hub.families.gpt_oss import GPT_OSS
 from torchllm.tools.hub.families.granite import GRANITE
 from torchllm.tools.hub.families.llama import LLAMA
 from torchllm.tools.hub.families.minimax_m2 import MINIMAX_M2
@@ -23,7 +24,7 @@ HUB_FAMILIES: dict[str, HubFamily] = {
     for family in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3, MINISTRAL),
         *(GEMMA2, GEMMA3, GRANITE),
-        *(GPT2, MIXTRAL, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2),
+        *(GPT2, MIXTRAL, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2, GPT_OSS),
     )
 }
 """by the model_type of config.json; a model is exported as the first that fits"""
