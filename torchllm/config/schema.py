@@ -490,7 +490,13 @@ def _view(model: Model, kind: str, has_experts: bool) -> Model:
 
 def without_experts(model: Model) -> Model:
     """Return the model with a dense feed-forward layer in place of experts, in all blocks."""
-    of_experts = {"experts": 0, "shared_experts": 0, "expert_ffn": 0, "expert_biases": False, "router_bias": False}
+    of_experts: dict[str, Any] = {
+        "experts": 0,
+        "shared_experts": 0,
+        "expert_ffn": 0,
+        "expert_biases": False,
+        "router_bias": False,
+    }
     return replace(model, dense_layers=0, **of_experts)
 
 

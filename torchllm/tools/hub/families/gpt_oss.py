@@ -40,8 +40,16 @@ GPT_OSS = HubFamily(
     | {"expert_biases": True, "router_renormalize": True, "router_scale": 1.0},
     fields=(
         *llama.decoder_fields(
-            **{"vocab": 201088, "ffn": 2880, "kv_heads": 8, "length": 131072, "epsilon": 1e-5, "head_dim": 64},
-            **{"layers": 36, "hidden": 2880, "heads": 64, "ffn_key": "expert_ffn"},
+            vocab=201088,
+            ffn=2880,
+            kv_heads=8,
+            length=131072,
+            epsilon=1e-5,
+            head_dim=64,
+            layers=36,
+            hidden=2880,
+            heads=64,
+            ffn_key="expert_ffn",
         ),
         ConfigField("num_local_experts", "experts", 128, other_names=("num_experts",)),
         ConfigField("num_experts_per_tok", "top_k", 4, is_fixed=False, aliases=("experts_per_token",)),
