@@ -152,7 +152,7 @@ def sink_attention_gradients(
 
 @sink_attention.register_fake
 def _empty_results(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    batch, length, heads, _ = q.shape
+    batch, length, heads = q.shape[:3]
     lse = q.new_empty(batch, heads, length, dtype=torch.promote_types(q.dtype, torch.float32))
     return q.new_empty(q.shape), lse
 
