@@ -103,16 +103,12 @@ PARTS = (
     MissingPart("blocks that repeat", r"loop_.*|.*_cycles|n_recurrent_.*|total_ut_steps"),
     MissingPart("an encoder", r"is_encoder_decoder|(num_)?encoder_layers"),
     MissingPart("pictures or sound", r"(vision|audio|image|video|vq)_config|audio_encoder.*"),
-    MissingPart("sinks of the attention", r"(?!shared_expert)\w*sinks?(_\w+)?"),
-    MissingPart("soft caps of scores or logits", r".*soft_?cap(ping)?"),
-    MissingPart("another scale of scores", r"query_pre_attn_scalar", is_other_width),
     MissingPart(
         "multipliers",
         r".*_multipliers?|logits?_scal(e|ing)|(embedding|attention_value|attn)_scale|scale_(embedding|emb|depth)",
         is_not_one,
     ),
     MissingPart("a scale of scores by position", r"attn_temperature_tuning|log_scaling_\w+"),
-    MissingPart("a gate of the attention", r"use_attention_gate|attn(_|ention_)output_gate|gating"),
     MissingPart("attention within chunks", r"attention_chunk_size"),
     MissingPart("attention to later tokens", r"use_bidirectional_attention"),
     MissingPart("attention to later tokens", r"is_causal", is_off),
@@ -123,7 +119,6 @@ PARTS = (
     MissingPart("embeddings of segments", r"type_vocab_size"),
     MissingPart("experts in groups", r"n_group|topk_group|num_expert_group", is_over_one),
     MissingPart("shared experts with a gate", r"shared_expert_intermediate_size"),
-    MissingPart("a clamped SwiGLU", r"swiglu_(limit|alpha)"),
     MissingPart(
         "another activation", r"(mlp_)?hidden_act(ivation)?|activation(_function|_type)?|afn", is_other_activation
     ),
