@@ -98,6 +98,17 @@ MIXTURES: dict[str | None, Settings] = {
         "model.balance_weight": 0.3,
         "parallel.ep": 2,
     },
+    "DeepSeek-V3": {
+        "model.experts": 8,
+        "model.top_k": 3,
+        "model.expert_ffn": 48,
+        "model.shared_experts": 1,
+        "model.router_score": "sigmoid",
+        "model.router_bias": True,
+        "model.router_bias_rate": 0.03,
+        "model.router_groups": 4,
+        "model.router_top_groups": 2,
+    },
     "GLM-4.5, ep 4": {
         "model.experts": 8,
         "model.top_k": 3,
@@ -135,6 +146,24 @@ MODEL_PARTS: dict[str | None, Settings] = {
     "gates of heads": {"model.attention_gate": "head"},
 }
 """settings of parts that no layout depends on, by the model that has them; None: none"""
+MIXER = "model.mixer"
+"""a name of `MIXERS`"""
+LATENT: Settings = {
+    "model.mixer": "latent_attention",
+    "model.latent_kv_width": 24,
+    "model.nope_head_dim": 8,
+    "model.rope_head_dim": 4,
+    "model.v_head_dim": 6,
+    "model.rope_interleaved": True,
+}
+MIXERS: dict[str | None, Settings] = {
+    None: {},
+    "DeepSeek-V3": {**LATENT, "model.latent_q_width": 20, "model.softmax_scale": 0.4},
+    "Moonlight": LATENT,
+}
+"""settings of a mixer, by the model that is built so; None: attention"""
+OF_ATTENTION = ("kv_heads", "head_dim", "qkv_bias", "norm_position", "qk_norm", "window", "pattern")
+"""keys of [model] that other mixers do not have, or not here"""
 KINDS = "model.pattern"
 """None: all blocks are as [model] says, else they are of the kinds of `kinds_of`"""
 
@@ -147,6 +176,7 @@ LAYOUT: dict[str, tuple[Any, ...]] = {
 }
 OPTIONS: dict[str, tuple[Any, ...]] = {
     **LAYOUT_OPTIONS,
+    MIXER: tuple(MIXERS),
     "model.kv_heads": (8, 4, 2),
     "model.head_dim": (0, 12),
     "model.attention": ("sdpa", "eager"),
@@ -197,10 +227,14 @@ class TinySpace(LayoutSpace):
         if not key.startswith(("model.", "lora.")) or key == "model.family":
             return super().choices(key, layout)
         values, features = self.settings[key], FAMILIES[layout["model.family"]]
-        matters = True
+        matters = layout.get(MIXER) is None or key.removeprefix("model.") not in (*OF_ATTENTION, "lora.rank")
         match key:
+            case _ if not matters:
+                return ()
             case "lora.rank":
                 matters = layout.get(EXPERTS) is None and layout["model.family"] == "llama"
+            case "model.mixer":
+                matters = not features.learned_positions
             case "model.experts":  # experts are SwiGLU layers
                 matters = features.gated_ffn and not features.biases
                 # With a norm after attention, what a fresh model's routers get is so small that the scores of several
@@ -234,6 +268,8 @@ class TinySpace(LayoutSpace):
         keys |= MODEL_PARTS[layout.get(PARTS)]
         if layout.get(PARTS) == "Gemma 3" and layout.get("model.attention") == "eager":
             keys["model.score_softcap"] = 0.3
+        keys.pop(MIXER, None)
+        keys |= MIXERS[layout.get(MIXER)]
         if (pattern := keys.pop(KINDS, None)) is not None:
             keys |= {KINDS: tuple(pattern.split()), "model.kinds": kinds_of(layout)}
         if keys.pop(ROPE_SCALING, None) is not None:
@@ -252,6 +288,8 @@ class TinySpace(LayoutSpace):
         """Return the config of a layout: the share of key-value heads is the same with more heads."""
         config = super().config(layout)
         model = config.model
+        if layout.get(MIXER) is not None:
+            return replace(config, model=replace(model, kv_heads=0, head_dim=0))
         if ranks_of(layout) not in (5, 7):
             return config
         kv_heads = layout.get("model.kv_heads", 8) * model.heads // 8

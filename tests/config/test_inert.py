@@ -26,6 +26,7 @@ pytestmark = pytest.mark.quick
 YARN: Settings = {"model.rope_scaling_factor": 8.0, "model.rope_scaling": "yarn"}
 LINEAR: Settings = {"model.rope_scaling_factor": 8.0, "model.rope_scaling": "linear"}
 EXPERTS: Settings = {"model.experts": 8}
+LATENT: Settings = {"model.mixer": "latent_attention"}
 HEADERLESS = (Source(kind="nanogpt", path="a"),)
 CONTRADICTED: dict[
     str, tuple[Any, Settings, Settings]
@@ -43,6 +44,14 @@ CONTRADICTED: dict[
     "model.rope_truncate": (False, {}, YARN),
     "model.rope_attention_factor": (1.5, LINEAR, YARN),
     "model.qkv_bias": (True, {"model.family": "gpt"}, {}),
+    "model.latent_kv_width": (16, {}, LATENT),
+    "model.latent_q_width": (16, {}, LATENT),
+    "model.latent_norm_epsilon": (1e-5, {}, LATENT),
+    "model.nope_head_dim": (32, {}, LATENT),
+    "model.rope_head_dim": (16, {}, LATENT),
+    "model.v_head_dim": (16, {}, LATENT),
+    "model.rope_interleaved": (True, {}, LATENT),
+    "model.softmax_scale": (0.1, {}, LATENT),
     "model.top_k": (1, {}, EXPERTS),
     "model.expert_ffn": (64, {}, EXPERTS),
     "model.upcycle": (True, EXPERTS, {**EXPERTS, "checkpoint.initial": "dense"}),
@@ -53,6 +62,8 @@ CONTRADICTED: dict[
     "model.router_dtype": ("compute", {}, EXPERTS),
     "model.router_renormalize": (False, {}, EXPERTS),
     "model.router_scale": (2.5, {}, EXPERTS),
+    "model.router_groups": (2, {}, EXPERTS),
+    "model.router_top_groups": (2, EXPERTS, {**EXPERTS, "model.router_groups": 2}),
     "model.router_bias": (True, {}, EXPERTS),
     "model.router_bias_rate": (0.1, EXPERTS, {**EXPERTS, "model.router_bias": True}),
     "model.balance_loss": ("global", {}, EXPERTS),

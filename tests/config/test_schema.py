@@ -23,6 +23,10 @@ def test_the_defaults_are_right_on_any_number_of_ranks() -> None:
         assert list(problems(Config(), world)) == []
 
 
+LATENT = {
+    **{"model.mixer": "latent_attention", "model.latent_kv_width": 24},
+    **{"model.nope_head_dim": 8, "model.rope_head_dim": 4, "model.v_head_dim": 6},
+}
 ULYSSES = {"parallel.cp_method": "ulysses"}
 ROWWISE = {"float8.recipe": "rowwise"}
 KINDS = {"model.pattern": ("local", "full"), "model.kinds": Kinds(local={}, full={"window": 0})}
@@ -42,7 +46,7 @@ PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
         ["model.rope_high_frequency_factor"],
     ),
     (
-        {"model.rope_scaling": "yarn", "model.rope_scaling_factor": 8.0, "model.rope_beta_fast": 1.0},
+        {"model.rope_scaling": "yarn", "model.rope_scaling_factor": 8.0, "model.rope_beta_fast": 0.5},
         None,
         ["model.rope_beta_fast"],
     ),
@@ -123,6 +127,18 @@ PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ),
     ({"model.head_dim": 12, "model.rotary_fraction": 0.25}, None, ["model.rotary_fraction"]),  # 3 features
     ({"model.experts": 4, "model.top_k": 5, "model.dense_layers": 4}, None, ["model.top_k", "model.dense_layers"]),
+    ({**LATENT, "lora.rank": 4}, None, ["lora.targets"]),
+    ({**LATENT, "model.qk_norm": "head", "model.window": 4}, None, ["model.qk_norm", "model.window"]),
+    ({**LATENT, "model.v_head_dim": 13}, None, ["model.v_head_dim"]),
+    (
+        {**LATENT, "model.latent_kv_width": 0, "model.v_head_dim": 0},
+        None,
+        ["model.latent_kv_width", "model.v_head_dim"],
+    ),
+    ({"model.experts": 8, "model.router_groups": 3}, None, ["model.router_groups"]),
+    ({"model.experts": 8, "model.router_groups": 8}, None, ["model.router_groups"]),
+    ({"model.experts": 8, "model.router_groups": 2, "model.router_top_groups": 3}, None, ["model.router_top_groups"]),
+    ({"model.experts": 8, "model.router_groups": 4, "model.top_k": 3}, None, ["model.router_top_groups"]),
     ({"model.experts": 4, "model.expert_ffn": 33, "parallel.tp": 2}, None, ["parallel.tp"]),
     ({"lora.rank": 4, "lora.targets": ("q_proj", "q_proj")}, None, ["lora.targets"]),
     ({"checkpoint.interval": 500, "checkpoint.keep_every": 700}, None, ["checkpoint.keep_every"]),

@@ -248,3 +248,14 @@ def test_frozen_weights_need_no_gradients() -> None:
     difference = flops_per_token(LLAMA, 64) - flops_per_token(LLAMA, 64, trained=updates)
     assert difference == 2 * parameter_count(LLAMA) - 6 * trained
     assert trained_parameter_count(LLAMA, ALL_TRAINED) == parameter_count(LLAMA)
+
+
+def test_latent_attention_counts_the_true_width_of_values() -> None:
+    """Kernels may take values with zeros behind them; the model's FLOPs do not count these."""
+    model = Model(
+        **{"mixer": "latent_attention", "layers": 1, "hidden": 32, "heads": 4, "ffn": 40, "latent_q_width": 20},
+        **{"latent_kv_width": 12, "nope_head_dim": 10, "rope_head_dim": 6, "v_head_dim": 8},
+    )
+    projections = 32 * 20 + 20 * 4 * 16 + 32 * (12 + 6) + 12 * 4 * (10 + 8) + 4 * 8 * 32
+    scores, results = 4 * 16 * 100, 4 * 8 * 100
+    assert block_flops(model, 0, 100) == 2 * (projections + scores + results + 3 * 32 * 40)

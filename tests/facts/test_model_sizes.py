@@ -75,7 +75,11 @@ SPARSE = {
 # All parameters in the files of zai-org/GLM-4.5 and GLM-4.5-Air, and billions of parameters that a token uses, as the
 # authors round them (arXiv 2508.06471, table 1: 32B and 12B).
 GLM = {"glm4.5": (358_337_791_296, 32), "glm4.5_air": (110_468_824_832, 12)}
-FILES = [*EXACT, *GPT, *SPARSE, *GLM]
+# All parameters with the biases of routers, and billions of those that a token uses. DeepSeek-V3: the figures of
+# transformers' class without the block that predicts (arXiv 2412.19437: 671B, 37B). Moonlight: without embedding and
+# head, as printed (arXiv 2502.16982, table 4: 15.29B, 2.24B).
+LATENT = {"deepseek_v3": (671_026_419_200, 37.55), "moonlight_16b_a3b": (15_289_021_568, 2.24)}
+FILES = [*EXACT, *GPT, *SPARSE, *GLM, *LATENT]
 
 
 def load(name: str) -> Model:
@@ -114,6 +118,15 @@ def test_published_count_of_shared_experts(name: str) -> None:
     assert parameter_count(with_block) + of_block + biases == parameters
     ends = 2 * model.vocab * model.hidden  # embedding and head, which they leave out
     assert round((active_parameter_count(model) - ends) / 1e9) == active_billions
+
+
+def test_published_count_of_latent_attention() -> None:
+    for name, (parameters, active_billions) in LATENT.items():
+        model = load(name)
+        ends = 2 * model.vocab * model.hidden if name == "moonlight_16b_a3b" else 0
+        biases = (model.layers - model.dense_layers) * model.experts
+        assert parameter_count(model) + biases - ends == parameters, name
+        assert round((active_parameter_count(model) - ends) / 1e9, 2) == active_billions, name
 
 
 def test_published_counts_are_those_of_the_built_models() -> None:

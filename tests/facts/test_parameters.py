@@ -20,6 +20,10 @@ from torchllm.parallel.compile import apply_compile
 from torchllm.parallel.recompute import apply_recompute
 
 TINY = Model(layers=4, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=31, max_sequence_length=8)
+LATENT = {
+    **{"mixer": "latent_attention", "kv_heads": 0, "latent_kv_width": 5},
+    **{"nope_head_dim": 6, "rope_head_dim": 2, "v_head_dim": 3},
+}
 MODELS = {
     "llama": TINY,
     "llama-tied": replace(TINY, tied_embeddings=True),
@@ -29,6 +33,8 @@ MODELS = {
     "experts": replace(TINY, experts=3, expert_ffn=8, shared_experts=2, dense_layers=1),
     "gemma": replace(TINY, norm_position="both", norm_offset=True, attention_gate="element"),
     "gpt-gated": replace(TINY, family="gpt", attention_gate="head"),
+    "deepseek": replace(TINY, **LATENT, latent_q_width=6),
+    "moonlight": replace(TINY, **LATENT),
     "gpt": replace(TINY, family="gpt"),
     "gpt-tied": replace(TINY, family="gpt", tied_embeddings=True),
 }
@@ -61,8 +67,10 @@ def test_every_parameter_is_declared_with_its_shape() -> None:
 def test_every_declaration_has_a_parameter_and_one_name() -> None:
     names = {name for model in MODELS.values() for name in names_of(meta(model))}
     parts = [import_module(f"torchllm.facts.parts.{name}").PART for name in (*MIXERS, *FEED_FORWARDS)]
-    declared = [f"layers.1.{parameter.name}" for part in parts for parameter in part.parameters]
+    rules = {(f"layers.1.{parameter.name}", parameter.rule) for part in parts for parameter in part.parameters}
+    declared = [name for name, _ in rules]  # two parts may have one, with one rule
     assert len(declared) == len(set(declared))
+    assert all(len(part.parameters) == len({parameter.name for parameter in part.parameters}) for part in parts)
     assert {*declared, *END_RULES} <= names
     assert all(part.name in (*MIXERS, *FEED_FORWARDS) for part in parts)
 

@@ -27,6 +27,7 @@ VARIANTS = {
     "all of six": replace(MODEL, top_k=6),
     "with a bias": replace(MODEL, router_score="sigmoid", router_bias=True),
     "softmax with a bias": replace(MODEL, router_bias=True),
+    "DeepSeek-V3": replace(MODEL, router_score="sigmoid", router_bias=True, router_groups=3, router_top_groups=2),
 }
 
 
@@ -38,7 +39,12 @@ def one_token(layer: MixtureOfExperts, model: Model, token: Tensor) -> Tensor:
     logits = layer.routed.router.weight @ token
     scores = torch.sigmoid(logits) if model.router_score == "sigmoid" else logits.softmax(-1)
     bias = layer.routed.router.bias
-    chosen = (scores if bias is None else scores + bias).topk(model.top_k).indices
+    preferences = scores if bias is None else scores + bias
+    groups = preferences.detach().view(model.router_groups, -1)
+    best_two = [sum(sorted(group, reverse=True)[:2]) for group in groups.tolist()]
+    first = sorted(range(len(groups)), key=lambda group: -best_two[group])[: model.router_top_groups]
+    allowed = [expert for expert in range(model.experts) if expert // groups.shape[1] in first]
+    chosen = torch.tensor(sorted(allowed, key=lambda expert: -preferences[expert].item())[: model.top_k])
     weights = scores[chosen] / scores[chosen].sum() if model.router_renormalize else scores[chosen]
     result = torch.zeros_like(token)
     experts = layer.routed.experts
@@ -116,6 +122,44 @@ def test_each_published_class_runs_its_router_in_the_type_that_the_docs_say(name
     assert logits.dtype == (torch.float32 if own_type == "float32" else torch.bfloat16)
     assert errors[own_type] < rounding + 1e-6
     assert errors[other_type] > rounding + 5e-4
+
+
+def test_groups_are_chosen_before_experts_as_in_transformers() -> None:
+    """Among tokens whose best experts are in more groups than the router allows."""
+    model = replace(MODEL, experts=16, top_k=4, router_score="sigmoid", router_bias=True, router_scale=2.5)
+    model = replace(model, router_groups=4, router_top_groups=2)
+    module = importlib.import_module("transformers.models.deepseek_v3.modeling_deepseek_v3")
+    gate = module.DeepseekV3TopkRouter(
+        SimpleNamespace(
+            **{"hidden_size": 24, "num_local_experts": 16, "num_experts_per_tok": 4, "norm_topk_prob": True},
+            **{"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
+        )
+    )
+    router, tokens = Router(model), inputs(1, 200, 24)
+    with torch.no_grad():
+        for parameter, own in ((gate.weight, router.weight), (gate.e_score_correction_bias, router.bias)):
+            own.copy_(parameter.copy_(inputs(*parameter.shape)))
+        _, weights, experts = gate(tokens)
+        routing = router(tokens)
+        unlimited = Router(replace(model, router_groups=1))
+        unlimited.weight.copy_(router.weight)
+        unlimited.bias.copy_(router.bias)
+        elsewhere = unlimited(tokens)
+    expected, found, without = (
+        torch.zeros(200, 16).scatter(1, chosen, of_experts)
+        for chosen, of_experts in ((experts, weights), (routing.experts, routing.weights), tuple(elsewhere))
+    )
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-6)
+    limited = ((without > 0) != (expected > 0)).any(-1)
+    assert limited.sum() > 50
+
+
+def test_a_token_without_any_score_gets_no_expert_instead_of_nan() -> None:
+    router = Router(replace(MODEL, router_score="sigmoid"))
+    with torch.no_grad():
+        router.weight.fill_(-1.0)
+        weights = router(torch.full((1, 1, 24), 100.0)).weights
+    assert torch.equal(weights, torch.zeros(1, 2))
 
 
 def test_the_largest_scores_come_in_the_order_of_a_stable_sort() -> None:

@@ -76,6 +76,7 @@ EXPERTS = Needs("model.experts over 0")
 BALANCED = Needs(f'{EXPERTS.words} and model.balance_loss = "sequence" or "global"')
 LLAMA = Needs('model.family = "llama"')
 ROTARY = Needs('rotary positions, which model.family = "llama" has')
+LATENT = Needs('model.mixer = "latent_attention"')
 SCALED = "model.rope_scaling_factor over 1"
 LLAMA3 = Needs(f'{SCALED} and model.rope_scaling = "llama3"')
 YARN = Needs(f'{SCALED} and model.rope_scaling = "yarn"')
@@ -210,7 +211,8 @@ class Model:
     block: str = ""
     """kind of the blocks, by the name under which a fork registers it; empty: torchllm's"""
     mixer: Annotated[str, BUILD] = "attention"
-    """how tokens see others in a block: attention, or the name under which a fork registers its own"""
+    """how tokens see others in a block: attention, latent_attention (DeepSeek-V3), or the name under which a fork
+    registers its own"""
     hidden: Count = 256
     """width of the residual stream (D)"""
     heads: Count = 8
@@ -219,6 +221,18 @@ class Model:
     """key and value heads (K), a divisor of heads; 0: equal to heads"""
     head_dim: Natural = 0
     """width of one head (Q), even; 0: hidden / heads"""
+    latent_kv_width: Annotated[Natural, LATENT] = 0
+    """width of the latent of a token, from which the keys and values of all heads are projected (kv_lora_rank)"""
+    latent_q_width: Annotated[Natural, LATENT] = 0
+    """the same of queries (q_lora_rank); 0: these are projected from the hidden states"""
+    latent_norm_epsilon: Annotated[Positive, LATENT] = 1e-6
+    """norm_epsilon of the norms of latents"""
+    nope_head_dim: Annotated[Natural, LATENT] = 0
+    """features of a query or key without positions; the width of a head (Q) is nope_head_dim + rope_head_dim"""
+    rope_head_dim: Annotated[Natural, LATENT] = 0
+    """features of a query or key, the last ones, that rotary positions turn; in keys they are the same for all heads"""
+    v_head_dim: Annotated[Natural, LATENT] = 0
+    """width of a head's values"""
     ffn: Count = 1024
     """width of the feed-forward layer (F)"""
     experts: Annotated[int, Bound(at_least=0, at_most=2**15 - 1)] = 0
@@ -246,6 +260,11 @@ class Model:
     """divide the scores of a token's experts by their sum"""
     router_scale: Annotated[Positive, EXPERTS] = 1.0
     """factor of the weighted sum of a token's experts"""
+    router_groups: Annotated[Count, EXPERTS] = 1
+    """groups of neighboring experts; a token chooses within its router_top_groups best, by the sum of the two largest
+    scores, with the bias, of each (DeepSeek-V3); 1: no groups"""
+    router_top_groups: Annotated[Count, Needs("model.router_groups over 1")] = 1
+    """groups whose experts a token may choose"""
     router_bias: Annotated[bool, EXPERTS, BALANCE] = False
     """choose experts by score + a bias per expert, which keeps their loads equal; it does not weight their outputs,
     starts at 0 and is not trained by gradients (DeepSeek-V3)"""
@@ -332,6 +351,8 @@ class Model:
     """yarn: round the pairs of features between which the scaling rises to whole numbers, outward"""
     rope_attention_factor: Annotated[NonNegative, YARN] = 0.0
     """yarn: queries and keys are multiplied by it; 0: 0.1 ln(rope_scaling_factor) + 1"""
+    rope_interleaved: Annotated[bool, LATENT] = False
+    """rotary positions turn pairs of neighboring features, instead of those that are half of their width apart"""
     norm_epsilon: Positive = 1e-5
     """added to the variance in the normalization layers"""
     initial_std: Positive = 0.02
@@ -442,7 +463,7 @@ class Model:
     @property
     def head_width(self) -> int:
         """Width of one head, resolved."""
-        return self.head_dim or self.hidden // self.heads
+        return self.head_dim or self.nope_head_dim + self.rope_head_dim or self.hidden // self.heads
 
     @property
     def has_rotary_positions(self) -> bool:
@@ -455,9 +476,14 @@ class Model:
         return (self.rotary_width, *[getattr(self, key) for key in ROPE_KEYS]) if self.has_rotary_positions else ()
 
     @property
+    def yarn_attention_factor(self) -> float:
+        """YaRN's factor of rotated queries and keys (Peng et al. 2023, arXiv 2309.00071, section 3.4)."""
+        return self.rope_attention_factor or 0.1 * math.log(self.rope_scaling_factor) + 1.0
+
+    @property
     def rotary_width(self) -> int:
         """Features of a head that rotary positions turn."""
-        return int(self.head_width * self.rotary_fraction)
+        return self.rope_head_dim or int(self.head_width * self.rotary_fraction)
 
     @property
     def expert_width(self) -> int:

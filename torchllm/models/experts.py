@@ -32,6 +32,9 @@ from torchllm.models.router_penalties import (
 )
 from torchllm.models.routing_record import RecordRouting, tokens_per_expert
 
+LEAST_SUM = 1e-20
+"""added to the sum that divides a token's scores, as in DeepSeek-V3's code: all of them may be 0 in float32"""
+
 
 class Routing(NamedTuple):
     """Which experts the tokens use, best first."""
@@ -62,6 +65,11 @@ class Router(nn.Module):
         self.register_buffer("bias", torch.zeros(model.experts) if model.router_bias else None)
         self.product = PRODUCTS[model.router_dtype]
         self.top_k = model.top_k
+        self.candidates: Callable[[Tensor], Tensor] = _all_experts
+        """replaceable: of the scores that choose, with -inf those of the experts that a token cannot choose"""
+        self.groups, self.top_groups = model.router_groups, model.router_top_groups
+        if self.groups > 1:
+            self.candidates = partial(of_best_groups, groups=self.groups, best=self.top_groups)
         self.score, self.slopes = SCORES[model.router_score]
         self.renormalizes = model.router_renormalize
         self.scale = model.router_scale
@@ -96,10 +104,10 @@ class Router(nn.Module):
         """Return experts and weights of each token of x (B, S, D), (B, S, K), and the logits, (B, S, E)."""
         logits = widened(self.product(x, weight, logit_bias))
         scores = self.score(logits)
-        experts = top_experts(self.preferences(scores.detach()), self.top_k)
+        experts = top_experts(self.candidates(self.preferences(scores.detach())), self.top_k)
         weights = scores.gather(-1, experts)
         if self.renormalizes:
-            weights = weights / weights.sum(-1, keepdim=True)
+            weights = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM)
         # Without penalties no gradient comes for the logits, and a compiled backward would add zeros.
         return experts, weights * self.scale, logits if self.penalties else logits.detach()
 
@@ -164,6 +172,25 @@ def top_experts(scores: Tensor, count: int) -> Tensor:
     bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes 0.0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # a negative float's magnitude counts down
     return ((ordered.long() << 32) - torch.arange(scores.shape[-1], device=scores.device)).topk(count, dim=-1).indices
+
+
+def _all_experts(scores: Tensor) -> Tensor:
+    return scores
+
+
+def group_scores(scores: Tensor, groups: int) -> Tensor:
+    """Return what groups of neighboring experts are chosen by, the sum of their best two: (..., E) -> (..., groups)."""
+    return scores.unflatten(-1, (groups, -1)).topk(2, dim=-1).values.sum(-1)
+
+
+def of_best_groups(scores: Tensor, groups: int, best: int) -> Tensor:
+    """Return scores (..., E) with -inf for the experts outside of a token's `best` groups.
+
+    DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) has a group of experts per node, to limit the nodes of a token.
+    """
+    chosen = top_experts(group_scores(scores, groups), best)
+    outside = torch.ones_like(scores[..., :groups], dtype=torch.bool).scatter(-1, chosen, False)
+    return scores.unflatten(-1, (groups, -1)).masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(-2)
 
 
 def _float32_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

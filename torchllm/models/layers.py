@@ -208,11 +208,6 @@ def _pair_that_turns(model: Model, turns: float, round_by: Callable[[float], int
     return round_by(pair) if model.rope_truncate else pair
 
 
-def yarn_attention_factor(model: Model) -> float:
-    """Return YaRN's factor of rotated queries and keys (Peng et al. 2023, section 3.4)."""
-    return model.rope_attention_factor or 0.1 * math.log(model.rope_scaling_factor) + 1.0
-
-
 def rotary_angles(model: Model, positions: Tensor) -> Rotary:
     """Return cosine and signed sine of every position's angles, as `rotate` needs them; positions: (B, S).
 
@@ -223,7 +218,7 @@ def rotary_angles(model: Model, positions: Tensor) -> Rotary:
     angles = angles.unsqueeze(2)  # the same for all heads
     cos, sin = angles.cos(), angles.sin()
     if model.rope_scaling == "yarn":
-        factor = yarn_attention_factor(model)
+        factor = model.yarn_attention_factor
         cos, sin = cos * factor, sin * factor
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
@@ -238,6 +233,14 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     if width == x.shape[-1]:
         return _Rotation.apply(x, *rotary)
     return torch.cat((_Rotation.apply(x[..., :width], *rotary), x[..., width:]), dim=-1)
+
+
+def neighbors_apart(x: Tensor) -> Tensor:
+    """Return x (..., R) with the features of even indices before the others, so that `rotate` turns neighbors.
+
+    Scores do not change: queries and keys have the same order.
+    """
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
 class _Rotation(torch.autograd.Function):

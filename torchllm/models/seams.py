@@ -28,6 +28,7 @@ SEAMS = (
     Seam("run_blocks", "Decoder", ("recompute.py",)),
     Seam("cross_entropy", "Head", ("tensor.py", "compile.py", "fsdp.py")),
     Seam("project", "Head", ("weight_gradients.py",)),
+    Seam("for_own_heads", "LatentAttention", ("latent_attention.py",)),
     Seam("local", "Head", ("tensor.py",)),
     Seam("local", "Router", ("tensor.py",)),
     Seam("local", "Experts", ("expert.py", "tensor.py")),

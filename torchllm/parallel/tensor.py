@@ -96,11 +96,11 @@ def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: b
                 plan[(prefix + name).removesuffix(".")] = style_inside
             done.append(prefix)
     for name, module in stage.named_modules():
-        if f"{name}.".startswith(tuple(done)):
-            continue
         if isinstance(module, UpdatedLinear):
             plan[name] = LowRankUpdate(rule_of(canonical_name(f"{name}.weight")).cut, hidden)
             done.append(f"{name}.")
+        elif f"{name}.".startswith(tuple(done)):
+            continue
         elif isinstance(module, Router | Experts):
             continue  # cut by the style of `routed`
         elif name.endswith(".mlp.shared.down_proj"):

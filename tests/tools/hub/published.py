@@ -19,6 +19,12 @@ SIZES = {
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3}
 GLM_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12}
+LATENTS = GLM_EXPERTS | {
+    **{"num_key_value_heads": 4, "q_lora_rank": 14, "kv_lora_rank": 18, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6},
+    **{"v_head_dim": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "n_shared_experts": 2},
+    **{"routed_scaling_factor": 2.5, "bos_token_id": None, "eos_token_id": None},
+}
+"""latent attention, and a router within groups of experts"""
 LLAMA3_SCALING = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -169,6 +175,15 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 5}
         | {"layer_types": [FULL, FULL, SLIDING, FULL], "num_key_value_heads": 4}
         | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 150000.0}},
+    ),
+    "deepseek-v3": (
+        "DeepseekV3Config",
+        SIZES | LATENTS | {"q_lora_rank": 20, "rope_parameters": YARN | {"mscale": 0.9, "mscale_all_dim": 1.2}},
+    ),
+    "moonlight": ("DeepseekV3Config", SIZES | LATENTS | {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
+    "kimi-k2": (
+        "DeepseekV3Config",
+        SIZES | LATENTS | {"rope_interleave": False, "rope_parameters": YARN | {"beta_fast": 1.0, "beta_slow": 1.0}},
     ),
     "gpt2": ("GPT2Config", {"n_layer": 4, "n_embd": 32, "n_head": 4, "vocab_size": 96, "n_positions": 64}),
 }

@@ -82,6 +82,8 @@ MORE_LAYOUTS = [
     ("mistral-nemo", ("sp", "v"), "uneven"),
     ("llama31", ("tp", "zero1"), ""),
     ("mixtral", ("hsdp", "zero1"), "tied"),
+    ("deepseek-v3", ("sp", "zero1"), ""),
+    ("moonlight", ("cp", "v"), "tied"),
 ]
 
 
@@ -184,7 +186,8 @@ def one_process(config: Config) -> Decoder:
     return model
 
 
-LOGITS = [(name, "") for name in CONFIGS] + [(name, "stacked") for name in ("mixtral", "glm4-moe", "minimax-m2")]
+STACKED = ("mixtral", "glm4-moe", "minimax-m2", "deepseek-v3")
+LOGITS = [(name, "") for name in CONFIGS] + [(name, "stacked") for name in STACKED]
 MORE_LOGITS = [(name, "tied") for name in CONFIGS] + [(name, "stacked") for name in ("qwen3-moe", "olmoe")]
 
 
@@ -231,6 +234,7 @@ SPARSE_LAYOUTS: list[tuple[str, Settings, str]] = [
     ("qwen3-moe", {"parallel.dp_shard": 4, "parallel.ep": 2}, ""),
     ("glm4-moe", {"parallel.pp": 2, "parallel.dp_shard": 2}, "stacked"),
     ("gpt-oss", {"parallel.tp": 2, "parallel.pp": 2}, ""),
+    ("moonlight", {"parallel.dp_shard": 2, "parallel.ep": 2}, ""),
 ]
 
 
@@ -326,6 +330,8 @@ MORE_TRAINED = [
     ("qwen3-moe", ("fsdp",), ""),
     ("glm4-moe", ("tp",), "uneven"),
     ("minimax-m2", ("1f1b", "tp"), ""),
+    ("deepseek-v3", ("tp",), ""),
+    ("moonlight", ("sp",), "uneven"),
     ("olmoe", ("fsdp",), ""),
     ("qwen2", ("fsdp", "sp"), "uneven"),
     ("gpt-oss", ("fsdp",), ""),

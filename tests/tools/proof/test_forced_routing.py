@@ -66,6 +66,20 @@ def test_a_token_that_is_not_recorded_is_an_error() -> None:
         layer(-inputs(1, 3, 24))
 
 
+def test_a_gap_between_groups_counts_and_one_of_experts_outside_does_not() -> None:
+    model = replace(MODEL, router_bias=True, router_groups=3, router_top_groups=2, top_k=3)
+    router = filled(MixtureOfExperts(model)).routed.router
+    router.score = lambda logits: logits
+    x = torch.eye(24)[:1].unsqueeze(0)
+    with torch.no_grad():
+        router.weight[:, 0] = torch.tensor([9.0, 1.0, 5.0, 4.2, 7.0, 2.0])  # groups 10, 9.2, 9; 9, 5, 4.2 are chosen
+        deviation = router.weight.detach()[:, 0].std()
+        assert gap(router, x) == pytest.approx(float(0.2 / deviation))
+        router.weight[4, 0] = 0.0  # its group is 2: 4.2 and 1 are left
+        deviation = router.weight.detach()[:, 0].std()
+        assert gap(router, x) == pytest.approx(float(3.2 / deviation))
+
+
 def test_the_gap_is_that_of_the_last_expert_chosen_and_the_first_that_is_not() -> None:
     router = filled(MixtureOfExperts(replace(MODEL, router_bias=True))).routed.router
     router.score = lambda logits: logits

@@ -517,6 +517,8 @@ def test_a_small_copy_keeps_experts(tmp_path: Path) -> None:
             shared_experts=1,
             dense_layers=min(3, layers - 1),
             router_score="sigmoid",
+            router_groups=8,
+            router_top_groups=8 if top_k == 160 else 4,
         )
         small = shrink(Config(model=model), 4, 3, folder).model
         for tp in (1, 2, 4):
@@ -524,10 +526,24 @@ def test_a_small_copy_keeps_experts(tmp_path: Path) -> None:
             assert not problems(config, tp), layers
         assert 1 < small.experts <= 12, layers
         assert (small.top_k == small.experts) == (top_k == 160), layers
+        assert (small.router_groups, small.router_top_groups) == (3, 3 if top_k == 160 else 2), layers
         assert small.expert_width < small.ffn, layers
         assert (small.shared_experts, small.router_score) == (1, "sigmoid"), layers
         assert (small.dense_layers > 0) == (layers > 1), layers
         assert any(view.experts for view in small.views), layers
+
+
+def test_a_small_copy_keeps_latent_attention(tmp_path: Path) -> None:
+    for q_width in (1536, 0):
+        folder = tmp_path / str(q_width)
+        folder.mkdir()
+        model = Model(mixer="latent_attention", layers=61, hidden=7168, heads=128, ffn=18432, latent_q_width=q_width)
+        model = replace(model, latent_kv_width=512, nope_head_dim=128, rope_head_dim=64, v_head_dim=128)
+        small = shrink(Config(model=model), 4, 3, folder).model
+        for tp in (1, 2, 4):
+            assert not problems(with_settings(Config(model=small), {"parallel.dp_shard": 1, "parallel.tp": tp}), tp)
+        assert (small.latent_q_width > 0) == (q_width > 0)
+        assert small.v_head_dim < small.head_width < 16
 
 
 KINDS = Kinds(

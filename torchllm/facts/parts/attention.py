@@ -32,8 +32,9 @@ def _has_bias(view: Model) -> bool:
 def _products(view: Model) -> list[WeightProduct]:
     """Return the products with q, k, v, the gate of heads if there is one, and o."""
     shapes = PART.shapes(view)
-    names = [f"self_attn.{layer}.weight" for layer in ("q_proj", "k_proj", "v_proj", "head_gate", "o_proj")]
-    return [product_of(name, shapes[name]) for name in names if name in shapes]
+    before = [f"self_attn.{layer}.weight" for layer in ("q_proj", "k_proj", "v_proj", "head_gate")]
+    output = product_of("self_attn.o_proj.weight", shapes["self_attn.o_proj.weight"])._replace(cut="rowwise")
+    return [*(product_of(name, shapes[name]) for name in before if name in shapes), output]
 
 
 PART = BlockPart(

@@ -67,11 +67,18 @@ class WeightProduct(NamedTuple):
     inputs: int
     times: int = 1
     """matrices of this shape that a token uses"""
+    cut: Cut = "colwise"
+    """of the weight"""
 
     @property
     def elements(self) -> int:
         """Elements of the matrices that a token is multiplied with: two FLOPs each."""
         return self.outputs * self.inputs * self.times
+
+
+def hidden_width(view: Model) -> int:
+    """Return the numbers of a token's hidden states."""
+    return view.hidden
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +97,17 @@ class BlockPart:
     """products in the order of their use; None: those with the matrices among `parameters`"""
     needs_last_product: bool = False
     """whether a gradient needs the result of the last product, so that a recomputation computes it again"""
+    problems: Callable[[Model], Iterable[tuple[str, str]]] = lambda view: ()
+    """returns the keys of [model] whose values in a view the part does not have, each with the reason"""
+    small_sizes: Callable[[Model], dict[str, int]] = lambda view: {}
+    """keys of [model] and their values in a small copy of a view's model, with which `torchllm prove` trains"""
+    gathered: Callable[[Model], int] = hidden_width
+    """numbers per token that the ranks of tp gather before the heads, or whose gradients they sum: hidden states"""
+    kept: Callable[[Model, int, int], float] = lambda view, tp, spread: 0.0
+    """bytes per token that autograd keeps in 16 bits on one of `tp` ranks, beyond the part's input and the queries,
+    keys, values and results of the heads. spread: ranks that each have a part of the sequence (sequence parallelism)"""
+    keeps_results: tuple[str, ...] = ()
+    """layers whose results are kept, beyond those that are queries, keys or values"""
     context: str | Callable[..., None] = ""
     """lets the ranks of cp share each sequence, given module, view and `parallel.context.SharedSequences`; empty: the
     mixer is refused with cp"""
@@ -105,8 +123,10 @@ class BlockPart:
         """Return the products of a token with the part's matrices, in the order of their use."""
         if self.products_in_order:
             return self.products_in_order(view)
-        matrices = {parameter.name for parameter in self.parameters if parameter.role in ("matrix", "router")}
-        return [product_of(name, shape) for name, shape in self.shapes(view).items() if name in matrices]
+        shapes = self.shapes(view)
+        there = [parameter for parameter in self.parameters if parameter.name in shapes]
+        matrices = [parameter for parameter in there if parameter.role in ("matrix", "router")]
+        return [product_of(matrix.name, shapes[matrix.name])._replace(cut=matrix.cut) for matrix in matrices]
 
 
 def shapes_of(parameters: Iterable[PartParameter], view: Model) -> dict[str, Shape]:

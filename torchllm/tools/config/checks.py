@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from torchllm.config.schema import Config, Data, Generate, Model, Run
+from torchllm.facts.flops import target_shapes
+from torchllm.facts.parts.registry import mixer
 from torchllm.tools.config.degrees import key_of_kind, layout_problems
 from torchllm.tools.config.idle import contradictions
 from torchllm.tools.config.read import ConfigError, config_error
@@ -105,6 +107,8 @@ def _model_problems(config: Config) -> Iterator[ConfigError]:
             f"{model.rotary_fraction} of a head of {model.head_width} features are {model.rotary_width}: rotary "
             "positions turn pairs of features",
         )
+    for key, message in mixer(model).problems(model):
+        yield config_error(f"model.{key}", message)
     if model.block and (config.lora.is_on or model.from_hf):
         other = "lora.rank" if config.lora.is_on else "model.from_hf"
         yield config_error("model.block", f"{model.block!r} does not combine with {other}: remove one of the keys")
@@ -116,8 +120,8 @@ def _model_problems(config: Config) -> Iterator[ConfigError]:
         )
     if model.rope_high_frequency_factor <= model.rope_low_frequency_factor:
         yield config_error("model.rope_high_frequency_factor", "must be over model.rope_low_frequency_factor")
-    if model.rope_beta_fast <= model.rope_beta_slow:
-        yield config_error("model.rope_beta_fast", "must be over model.rope_beta_slow")
+    if model.rope_beta_fast < model.rope_beta_slow:
+        yield config_error("model.rope_beta_fast", "must not be under model.rope_beta_slow")
     if model.sinks and model.attention == "flash":
         yield config_error(
             "model.attention", "flash drops the gradient of the log-sum-exp, which sinks need: use sdpa, or eager"
@@ -144,6 +148,8 @@ def _expert_problems(config: Config) -> Iterator[ConfigError]:
         return
     if model.top_k > model.experts:
         yield config_error("model.top_k", f"{model.top_k} is over model.experts {model.experts}")
+    if model.router_groups > 1:
+        yield from _group_problems(model)
     if model.dense_layers >= model.layers:
         yield config_error(
             "model.dense_layers", f"{model.dense_layers} leaves no block with experts: model.layers is {model.layers}"
@@ -174,6 +180,25 @@ def _expert_problems(config: Config) -> Iterator[ConfigError]:
         yield config_error("model.experts", f'model.family = "{model.family}" has no experts: take "llama"')
     if config.lora.is_on:
         yield config_error("lora.rank", "has no low-rank updates of experts: set it to 0, which trains all weights")
+
+
+def _group_problems(model: Model) -> Iterator[ConfigError]:
+    """Check the groups of a router: two experts in each, and enough in the best ones."""
+    experts = model.experts // model.router_groups
+    if model.experts % model.router_groups or experts < 2:
+        yield config_error(
+            "model.router_groups",
+            f"{model.experts} experts are not {model.router_groups} equal groups of two experts or more",
+        )
+    elif model.router_top_groups > model.router_groups:
+        yield config_error(
+            "model.router_top_groups", f"{model.router_top_groups} is over model.router_groups {model.router_groups}"
+        )
+    elif model.router_top_groups * experts < model.top_k:
+        yield config_error(
+            "model.router_top_groups",
+            f"{model.router_top_groups} groups of {experts} experts are fewer experts than model.top_k {model.top_k}",
+        )
 
 
 def _router_problems(model: Model) -> Iterator[ConfigError]:
@@ -216,6 +241,10 @@ def _lora_problems(config: Config) -> Iterator[ConfigError]:
         )
     if not lora.targets:
         yield config_error("lora.targets", "is empty, so nothing would be trained: name at least one matrix")
+    has_other_problem = model.experts or model.block
+    absent = [] if has_other_problem else [target for target in lora.targets if target not in target_shapes(model)]
+    if absent:
+        yield config_error("lora.targets", f"the blocks have no {', '.join(absent)}: leave it out")
     for target, count in Counter(lora.targets).items():
         if count > 1:
             yield config_error("lora.targets", f"names {target} {count} times")

@@ -32,10 +32,12 @@ from torchllm.tools.hub.rope import (
     WINDOW_THETA,
     read_rope,
     read_rotary_fraction,
+    read_softmax_scale,
     rope_keys,
     rope_names,
     rope_of_type,
     unknown_rope_fields,
+    write_softmax_scale,
 )
 
 ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
@@ -111,6 +113,10 @@ BASE_FIELDS = (
 WINDOW = RequiredField("sliding_window", (None,), "a sliding window in a model of this type")
 PLAIN_FEATURES = {
     **{key: getattr(Model, key) for key in OPTIONS},
+    "mixer": "attention",
+    "rope_interleaved": False,
+    "router_groups": 1,
+    "router_top_groups": 1,
     "experts": 0,
     "shared_experts": 0,
     "dense_layers": 0,
@@ -128,10 +134,12 @@ EXPERT_KEYS = (
     "router_scale",
     "router_bias",
     "expert_biases",
+    "router_groups",
+    "router_top_groups",
 )
 """keys of [model] that say nothing of a dense model"""
-ZERO_MEANS_NULL = {"kv_heads", "head_dim", "window", "logit_softcap", "score_softcap"}
-"""keys of [model] whose 0 is null in config.json: kv_heads = heads; head_dim = hidden / heads; no window, no cap"""
+ZERO_MEANS_NULL = {"kv_heads", "head_dim", "window", "logit_softcap", "score_softcap", "latent_q_width"}
+"""keys of [model] whose 0 is null in config.json: kv_heads = heads; head_dim = hidden / heads; none of the others"""
 FREE_KEYS = {
     "attention",
     "frozen",
@@ -192,7 +200,7 @@ def read_config_json(content: Mapping[str, Any]) -> ReadConfig:
     text_part = TEXT_PARTS.get(model_type) if isinstance(model_type, str) else None
     if text_part is not None:
         return _read_text_part(content, text_part)
-    read.family = HUB_FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    read.family = _family_of(model_type)
     try:
         read.quantization = read_quantization(content.get("quantization_config"))
     except FieldError as error:
@@ -227,6 +235,12 @@ def _read_text_part(content: Mapping[str, Any], text_part: TextPart) -> ReadConf
     read.problems = [f"{TEXT_CONFIG}.{problem}" for problem in read.problems]
     read.unknown_fields = [f"{TEXT_CONFIG}.{name}" for name in read.unknown_fields]
     return read
+
+
+def _family_of(model_type: Any) -> HubFamily | None:
+    """Return the family that reads a model_type; None: there is none."""
+    families = HUB_FAMILIES.values()
+    return next((family for family in families if model_type in (family.model_type, *family.other_types)), None)
 
 
 def _has_kinds(content: Mapping[str, Any]) -> bool:
@@ -394,6 +408,8 @@ def _read_blocks(content: Mapping[str, Any], family: HubFamily, read: ReadConfig
         if family.has_rotary_positions:
             keys[block] |= _read_rotary_positions(content, block, family, read)
     read.values |= keys_of_blocks(blocks, keys)
+    if family.has_scaled_scores and not read.problems:
+        read.values["softmax_scale"] = read_softmax_scale(content, Model(**read.values).head_width)
 
 
 def _read_rotary_positions(
@@ -506,6 +522,9 @@ def _write_fields(model: Model, family: HubFamily) -> dict[str, Any]:
     for required in family.required:
         written[required.name] = required.values[0]
     written |= write_blocks(model, family)
+    if family.has_scaled_scores:
+        for table in ROPE_FIELDS[1:]:
+            written[table] = written[table] and written[table] | write_softmax_scale(model)
     if family.has_sparse_step:
         written |= {
             "decoder_sparse_step": 1,

@@ -208,6 +208,30 @@ def _attention_factor(scaling: Fields) -> Any:
     return (0.1 * scale * math.log(factor) + 1.0) / (0.1 * scale_of_all * math.log(factor) + 1.0)
 
 
+def read_softmax_scale(fields: Fields, head_width: int) -> float:
+    """Return model.softmax_scale of a family whose scores YaRN's mscale_all_dim scales; 0: it is 1 / sqrt(head_width).
+
+    Queries and keys of all features are multiplied by 0.1 mscale_all_dim ln(factor) + 1 (arXiv 2309.00071, 3.4).
+    """
+    for table in _tables(fields).values():
+        factor, scale = table.get("factor") or 0, table.get("mscale_all_dim") or 0
+        are_numbers = all(isinstance(value, (int, float)) for value in (factor, scale))
+        if _kind(table) == "yarn" and are_numbers and factor > 1 and scale:
+            return float(head_width**-0.5 * (0.1 * scale * math.log(factor) + 1.0) ** 2)
+    return 0.0
+
+
+def write_softmax_scale(model: Model) -> dict[str, float]:
+    """Return the fields of YaRN's table for model.softmax_scale in such a family; rounded, so that 1 comes back."""
+    if not (model.softmax_scale and model.rope_scaling == "yarn" and model.rope_scaling_factor > 1.0):
+        return {}
+    slope = 0.1 * math.log(model.rope_scaling_factor)
+    of_all = math.sqrt(model.softmax_scale * math.sqrt(model.head_width))
+    of_rotated = of_all * model.yarn_attention_factor
+    scales = (round((scale - 1.0) / slope, 12) for scale in (of_rotated, of_all))
+    return dict(zip(YARN_SCALES, scales, strict=True))
+
+
 def rope_names(fields: Fields) -> dict[str, str]:
     """Return the names of the fields in the tables of rotary positions, by their keys of [model]."""
     names: dict[str, str] = {}
@@ -220,7 +244,7 @@ def rope_keys(model: Model) -> set[str]:
     """Return the keys rope_* of [model] that its rotary positions depend on."""
     if not model.has_rotary_positions:
         return set()
-    keys = {"rope_theta", "rope_scaling_factor"}
+    keys = {"rope_theta", "rope_scaling_factor", "rope_head_dim", "rope_interleaved"}
     if model.rope_scaling_factor > 1.0:
         keys |= {"rope_scaling", *(key for key, _ in SCALING_FIELDS[model.rope_scaling].values())}
     return keys

@@ -9,12 +9,15 @@ Shapes: T tokens of a rank in a micro batch, D hidden, H and K query and key-val
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from torchllm.config import Model, TrainedParameters
 from torchllm.facts.block_kinds import block_kind
 from torchllm.facts.flops import ALL_TRAINED, matrices
-from torchllm.tools.planner.compute import Kernels, Piece, added_matrices, dense_width
+from torchllm.facts.parts.part import hidden_width
+from torchllm.facts.parts.registry import mixer
+from torchllm.tools.planner.compute import Kernels, Piece, added_matrices, dense_width, mixer_products, whole_on_rank
 from torchllm.tools.planner.experts import RoutedActivations, expert_parameters, routed_activations, unfused_gate_bytes
 from torchllm.tools.planner.software import Software
 
@@ -138,7 +141,7 @@ class StoredParts(NamedTuple):
     low_rank: float
     """results of A in updates B A x"""
     added: float
-    """of a fork's kind of block"""
+    """of a fork's kind of block, and of a mixer beyond queries, keys, values and results"""
 
 
 def stored_per_token(
@@ -149,6 +152,7 @@ def stored_per_token(
     feeds = 2.0 * width.local
     if software.keeps_gathered:
         feeds = 2.0 * width.hidden
+    part = mixer(model)
     norm = _norm_bytes(keeps_input_of_norm(model, kernels)) * width.local
     qk_norms = 0.0
     if model.qk_norm != "none":
@@ -167,7 +171,7 @@ def stored_per_token(
     return StoredParts(
         norm=norm,
         norms=norm * model.norms_per_part,
-        feeds_attention=feeds * reads_attention,
+        feeds_attention=(feeds if part.gathered is hidden_width else 2.0 * width.local) * reads_attention,
         feeds_ffn=feeds * reads_ffn,
         qk_norms=qk_norms,
         gate=gate_of_attention(model, width, trained),
@@ -176,7 +180,7 @@ def stored_per_token(
         core=scores,
         inner=inner,
         low_rank=low_rank,
-        added=block_kind(model).stored(model, piece.tp),
+        added=block_kind(model).stored(model, piece.tp) + part.kept(model, piece.tp, piece.spread),
     )
 
 
@@ -230,16 +234,12 @@ def block_products(model: Model, piece: Piece, kernels: Kernels, trained: Traine
     keeps_sums = width.local * (model.has_norms_after and keeps_input_of_norm(model, kernels))
     queries = model.query_outputs / piece.tp
     keeps_q = keeps_qk and queries == width.query  # else of a copy, without the gate
-    gate = {"gate of heads": BlockProduct(width.heads)} if model.attention_gate == "head" else {}
     added = {f"added {n}": BlockProduct(shape.outputs) for n, shape in enumerate(added_matrices(model, piece.tp))}
-    layers = {
-        "q_proj": BlockProduct(queries, width.query * keeps_q),
-        "k_proj": BlockProduct(width.key, width.key * keeps_qk),
-        "v_proj": BlockProduct(width.key, width.key),
-        **gate,
-        **added,
-        "o_proj": BlockProduct(width.hidden, keeps_sums),
-    }
+    part = mixer(model)
+    *before, last = mixer_products(model, piece.tp).items()
+    kept = {"q_proj": keeps_q, "k_proj": keeps_qk, "v_proj": True, **dict.fromkeys(part.keeps_results, True)}
+    layers = {name: BlockProduct(shape.outputs, shape.outputs * kept.get(name, False)) for name, shape in before}
+    layers |= {**added, last[0]: BlockProduct(width.hidden, keeps_sums)}
     if model.experts:
         layers["router"] = BlockProduct(0.0)
     if width.ffn and model.features.gated_ffn:
@@ -286,8 +286,9 @@ def saved_collectives(model: Model, piece: Piece, software: Software, ulysses: b
         return Selected(0.0, 0.0)
     saved = shared = 0.0
     if piece.spread > 1:  # gathered before attention and the feed-forward layer, scattered after them
-        saved = 4 * width.hidden + 4 * width.local
-        shared = 4 * width.hidden * software.keeps_gathered
+        gathered = 2 * (width.hidden + mixer(model).gathered(model))
+        saved = gathered + 4 * width.local
+        shared = gathered * software.keeps_gathered
     elif piece.tp > 1:  # summed over the ranks
         saved = 4 * width.hidden
     if ulysses:  # q, k, v and the result of attention
@@ -331,7 +332,7 @@ def block_activations(
     deferred = 0.0  # gradients of low-rank updates are computed at once
     if not trained.only_updates:
         added = sum(shape.outputs for shape in added_matrices(model, piece.tp))
-        deferred = deferred_bytes(model, width) + 2 * added
+        deferred = deferred_bytes(model, piece) + 2 * added
     tokens = piece.tokens
     phases = backward_phases(model, piece, kernels, stored, routed, tokens * deferred)
     return BlockActivations(
@@ -357,13 +358,14 @@ def gate_bytes(model: Model, width: Widths) -> float:
     return 2.0 * products * width.ffn
 
 
-def deferred_bytes(model: Model, width: Widths) -> float:
+def deferred_bytes(model: Model, piece: Piece) -> float:
     """Return the bytes per token of the inputs of a block's products, and of the gradients of their results."""
-    hidden = 4 * width.hidden
-    heads = 2 * (2 * width.query + 2 * width.key)
-    if model.attention_gate != "none":
-        heads += 2 * (width.query if model.attention_gate == "element" else width.heads)
-    return hidden + heads + deferred_by_ffn(model, width)
+    width = Widths.of(model, piece)
+    shapes = list(mixer_products(model, piece.tp).values())
+    of_mixer = shapes[0].inputs + sum(shape.outputs for shape in shapes)
+    of_mixer += sum(shape.inputs for before, shape in pairwise(shapes[:-1]) if shape.inputs != before.inputs)
+    of_mixer += shapes[-1].inputs
+    return 2.0 * of_mixer + deferred_by_ffn(model, width)
 
 
 def deferred_by_ffn(model: Model, width: Widths) -> float:
@@ -386,7 +388,7 @@ class BlockWeights(NamedTuple):
 def block_weights(model: Model, piece: Piece) -> BlockWeights:
     """Return the parameters of a block's matrices on one rank. model: a view."""
     sizes = matrices(model, layer=0)
-    attention = sizes.attention / piece.tp
+    attention = sizes.attention / piece.tp + whole_on_rank(model, piece.tp)
     if not model.experts:
         return BlockWeights(attention, sizes.ffn / piece.tp, sizes.down / piece.tp, 0.0)
     down = model.hidden * dense_width(model) / piece.tp

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torchllm.config import Model, Recompute
 from torchllm.facts.block_kinds import block_kind
 from torchllm.facts.flops import MatrixShape, half_of_products, matrices, product_sizes
+from torchllm.facts.parts.registry import mixer
 from torchllm.tools.planner.cluster import Hardware
 from torchllm.tools.planner.software import AttentionKernel, Constants, Software
 
@@ -171,18 +172,36 @@ def added_matrices(model: Model, tp: int) -> list[MatrixShape]:
     return matrices_of_fork
 
 
+def mixer_products(model: Model, tp: int) -> dict[str, MatrixShape]:
+    """Return the matrices of a block's mixer on one of `tp` ranks, by layer."""
+    shapes = {}
+    for product in mixer(model).products(model):
+        outputs = product.outputs // tp if product.cut == "colwise" else product.outputs
+        inputs = product.inputs // tp if product.cut == "rowwise" else product.inputs
+        shapes[product.layer] = MatrixShape(outputs, inputs)
+    return shapes
+
+
+def whole_on_rank(model: Model, tp: int) -> float:
+    """Return the elements of a mixer's matrices that one of `tp` ranks has beyond an equal part of all of them."""
+    whole = sum(product.elements for product in mixer(model).products(model) if product.cut == "whole")
+    return whole - whole / tp
+
+
 def products(model: Model, tp: int) -> list[MatrixShape]:
     """Return a block's matrices on one of `tp` ranks; those that read the same input are one.
 
     Without routed experts, whose products are in `experts`.
     """
-    query_width = model.heads * model.head_width // tp
-    key_width = model.kv * model.head_width // tp
     ffn_width = dense_width(model) // tp
-    gates = model.heads // tp if model.attention_gate == "head" else 0
-    qkv = MatrixShape(model.query_outputs // tp + 2 * key_width + gates, model.hidden)
-    output = MatrixShape(model.hidden, query_width)
-    attention = [qkv, *added_matrices(model, tp), output]
+    *before, output = mixer_products(model, tp).values()
+    of_mixer = before[:1]
+    for shape in before[1:]:
+        if shape.inputs == of_mixer[-1].inputs:
+            of_mixer[-1] = MatrixShape(of_mixer[-1].outputs + shape.outputs, shape.inputs)
+        else:
+            of_mixer.append(shape)
+    attention = [*of_mixer, *added_matrices(model, tp), output]
     if not ffn_width:
         return attention
     factors = 2 if model.features.gated_ffn else 1

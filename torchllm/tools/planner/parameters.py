@@ -6,10 +6,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from torchllm.config import Model, Recompute
-from torchllm.facts.block_kinds import block_kind
-from torchllm.facts.flops import head_size, matrices, recompute_interval
-from torchllm.facts.shapes import parameter_shapes
-from torchllm.tools.planner.compute import Piece, dense_width
+from torchllm.facts.flops import head_size, recompute_interval
+from torchllm.facts.parameters import rule_of
+from torchllm.facts.parts.registry import norm_shapes
+from torchllm.facts.shapes import block_shapes, parameter_shapes
+from torchllm.tools.planner.compute import Piece
 from torchllm.tools.planner.experts import expert_parameters
 
 
@@ -80,52 +81,18 @@ def turned_features(model: Model, stage: StageSize) -> int:
     return sum(widths.values())
 
 
-def block_matrices(model: Model, tp: int) -> float:
-    """Return the elements of a block's matrices on one of `tp` ranks; experts are cut by tp. model: a view."""
-    sizes = matrices(model, layer=0)
-    if not model.experts:
-        return (sizes.attention + sizes.ffn) / tp
-    shared = 3 * model.hidden * dense_width(model)
-    router = model.hidden * model.experts
-    return (sizes.attention + shared) / tp + router + expert_parameters(model, tp)
-
-
-def added_parameters(model: Model, tp: int) -> float:
-    """Return the parameters that a fork's kind of block adds on one of `tp` ranks, beyond `block_matrices`."""
-    count = 0.0
-    shapes = block_kind(model).shapes(model)
-    for added in block_kind(model).parameters:
-        size = math.prod(shapes[added.name])
-        size_on_rank = size / tp if added.cut in ("colwise", "rowwise") else size
-        in_matrices = size / tp if added.role == "matrix" else 0.0
-        count += size_on_rank - in_matrices
-    return count
-
-
 def _norm_parameters(model: Model) -> int:
     """Return the parameters of a norm of the residual stream."""
-    return model.hidden * (2 if model.features.norm == "layer" else 1)
+    return sum(math.prod(shape) for shape in norm_shapes(model, "norm").values())
 
 
+@lru_cache(maxsize=1024)
 def block_parameters(model: Model, tp: int) -> float:
-    """Return the parameters of a block on one of `tp` ranks. model: a view."""
-    queries = model.heads * model.head_width / tp
-    keys = model.kv * model.head_width / tp
-    norms = 2 * model.norms_per_part * _norm_parameters(model)
-    count = block_matrices(model, tp) + norms + added_parameters(model, tp)
-    if model.qk_norm == "head":
-        count += 2 * model.head_width
-    if model.qk_norm == "width":
-        count += queries + keys
-    if model.has_qkv_bias:
-        count += model.query_outputs / tp + 2 * keys
-    count += model.o_bias * model.hidden + model.sinks * model.heads / tp
-    if model.expert_biases:
-        count += model.experts * (2 * model.expert_width / tp + model.hidden + 1)
-    if model.features.biases:  # those after a sum are whole on every rank
-        count += model.ffn / tp + 2 * model.hidden
-        if model.attention_gate == "head":
-            count += model.heads / tp
+    """Return the parameters of a block on one of `tp` ranks; experts are cut by tp. model: a view."""
+    count = 0.0
+    for name, shape in block_shapes(model, layer=0).items():
+        is_cut = rule_of(f"layers.0.{name}").cut in ("colwise", "rowwise")
+        count += math.prod(shape) / tp if is_cut else math.prod(shape)
     return count
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchllm.config import Recompute
+from torchllm.facts.parts.registry import mixer
 from torchllm.tools.planner.case import CP, PP, SHARD, TP, Case
 from torchllm.tools.planner.compute import (
     DEFAULT_INTERVAL,
@@ -259,12 +260,14 @@ def tensor_parallel(case: Case, products: float, input_gradients: float, weight_
     hidden = ELEMENT_BYTES * case.piece.tokens * case.model.hidden
     gathering = over_tp.gather(hidden)
     summing = 2 * gathering if has_sp else over_tp.reduce(hidden)
+    before_heads = ELEMENT_BYTES * case.piece.tokens * mixer(case.model).gathered(case.model)  # by most, hidden states
+    others = over_tp.gather(before_heads) - gathering if has_sp else over_tp.reduce(before_heads) - summing
 
-    forward = parts * (summing + constants.wait)
+    forward = parts * (summing + constants.wait) + others * has_sp
     if case.model.qk_norm == "width":
         norm_sum = over_tp.reduce(FLOAT32_BYTES * case.piece.tokens)
         forward += 2 * (norm_sum + constants.wait)
-    backward = forward
+    backward = forward + others * (not has_sp)
     if software.gate_apart and case.model.features.gated_ffn and not has_sp:
         backward += summing + constants.wait
     if has_sp and not software.keeps_gathered:  # the inputs of the products, once more

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from torchllm.config.errors import UserError
 from torchllm.facts.parameters import canonical_name
-from torchllm.models.experts import Router, Routing
+from torchllm.models.experts import Router, Routing, group_scores
 
 NEAREST = 0.3
 """how far a token may be from the recorded one, as a share of its length: correct layouts are below 0.05"""
@@ -98,13 +98,24 @@ def gap(router: Router, x: Tensor) -> float:
     where all experts are chosen.
     """
     preferences = x @ router.local(router.weight).T
-    if router.bias is not None:
+    if router.bias is not None or router.groups > 1:
         preferences = router.preferences(router.score(preferences))
-    if router.top_k == preferences.shape[-1]:
-        return math.inf
-    ordered = preferences.sort(dim=-1, descending=True).values
-    smallest = float((ordered[..., router.top_k - 1] - ordered[..., router.top_k]).min())
+    smallest = _least_difference(router.candidates(preferences), router.top_k)
+    if router.groups > 1:
+        of_groups = _least_difference(group_scores(preferences, router.groups), router.top_groups)
+        smallest = float(np.minimum(smallest, of_groups))  # which keeps a NaN
     return smallest / float(preferences.std()) if smallest else 0.0
+
+
+def _least_difference(scores: Tensor, count: int) -> float:
+    """Return the least difference of a token between the last of the `count` largest scores (..., N) and the next one.
+
+    Infinite where these are all, or all that are not -inf.
+    """
+    if count == scores.shape[-1]:
+        return math.inf
+    ordered = scores.sort(dim=-1, descending=True).values
+    return float((ordered[..., count - 1] - ordered[..., count]).min())
 
 
 def force_choices(stages: Sequence[nn.Module], choices: Mapping[RouterUse, Choices]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torchllm.config import Config, Kinds, Model, Source
+from torchllm.facts.parts.registry import mixer
 from torchllm.tools.config.float8_sizes import FLOAT8_MULTIPLE
 from torchllm.tools.config.idle import contradictions
 from torchllm.tools.proof.layouts import Settings, with_settings
@@ -24,6 +25,8 @@ BATCH, LENGTH = 12, 48
 LAYERS, HEAD_WIDTH, FFN_MULTIPLE = 4, 8, 24
 EXPERTS, TOP_K = 12, 4
 """most experts of a block, which 1, 2, 3, 4 and 6 ranks can share, and most of a token"""
+GROUPS, TOP_GROUPS = 3, 2
+"""groups of these experts, and those that a token chooses within"""
 BYTES = 264
 """vocabulary of the byte tokenizer, rounded up to a multiple of 8 and 3"""
 LEARNING_RATE = 2e-3
@@ -92,6 +95,7 @@ def small_model(model: Model, ranks: int, float8: bool = False) -> Settings:
         "model.vocab_padding": -vocab % 8 if model.vocab_padding else 0,
         "model.max_sequence_length": 2 * LENGTH,
     }
+    settings |= {f"model.{key}": value for key, value in mixer(model).small_sizes(model).items()}
     if model.experts:
         settings |= small_experts(model, layers)
     settings["model.attention"] = "eager" if model.attention == "eager" else "sdpa"  # that a CPU has, with a backward
@@ -138,9 +142,15 @@ def short_pattern(model: Model) -> tuple[str, ...]:
 def small_experts(model: Model, layers: int) -> Settings:
     """Return sizes of a few small experts in a model of so many blocks: a token uses some, or all if it did."""
     experts = min(model.experts, EXPERTS)
+    groups, top_groups = model.router_groups, model.router_top_groups
+    if experts < model.experts:
+        top_groups = min(groups, GROUPS) if top_groups == groups else min(top_groups, TOP_GROUPS)
+        groups = min(groups, GROUPS)
     return {
         "model.experts": experts,
         "model.top_k": experts if model.top_k == model.experts else min(model.top_k, TOP_K),
+        "model.router_groups": groups,
+        "model.router_top_groups": top_groups,
         "model.expert_ffn": FFN_MULTIPLE if model.expert_ffn else 0,
         "model.shared_experts": min(model.shared_experts, 2),
         "model.dense_layers": min(model.dense_layers, layers // 2),

@@ -146,6 +146,8 @@ class HubFamily:
 
     model_type: str
     """as config.json names it"""
+    other_types: tuple[str, ...] = field(default=(), kw_only=True)
+    """further ones that are read as this one"""
     architecture: str
     """class of transformers with the language model's head"""
     features: dict[str, Any]
@@ -186,6 +188,10 @@ class HubFamily:
     """which blocks have experts is said by decoder_sparse_step and mlp_only_layers (Qwen)"""
     has_prediction_blocks: bool = False
     """files may hold blocks after the last one, which predict the tokens after the next: they are not read"""
+    has_scaled_scores: bool = False
+    """mscale_all_dim of YaRN's table is about the scores too (DeepSeek-V3)"""
+    names_own_code: bool = False
+    """published files have an auto_map, to code that computes as transformers' class does"""
     constant_fields: Mapping[str, Any] = field(default_factory=dict)
     """values that an export writes for parts that are not read"""
     rotary_fraction: float | None = None

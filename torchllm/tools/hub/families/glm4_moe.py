@@ -19,17 +19,19 @@ from torchllm.tools.hub.families.qwen2 import QKV_BIASES
 from torchllm.tools.hub.families.qwen3 import HEAD_NORMS
 from torchllm.tools.hub.families.qwen3_moe import EXPERT_TENSORS
 
-OTHER_TENSORS = (
-    *ENDS,
-    *ATTENTION_TENSORS,
-    *QKV_BIASES,
-    *HEAD_NORMS,
-    *NORMS_BEFORE,
+MIXTURE_TENSORS = (
     *MLP_TENSORS,
     TensorRule(MLP + "gate.e_score_correction_bias", ("layers.{}.mlp.routed.router.bias",), is_float32=True),
     TensorRule(MLP + "shared_experts.gate_proj.weight", ("layers.{}.mlp.shared.gate_proj.weight",)),
     TensorRule(MLP + "shared_experts.up_proj.weight", ("layers.{}.mlp.shared.up_proj.weight",)),
     TensorRule(MLP + "shared_experts.down_proj.weight", ("layers.{}.mlp.shared.down_proj.weight",)),
+)
+"""of dense blocks, shared experts and the bias of routers"""
+OTHER_TENSORS = (*ENDS, *ATTENTION_TENSORS, *QKV_BIASES, *HEAD_NORMS, *NORMS_BEFORE, *MIXTURE_TENSORS)
+MIXTURE_FIELDS = (
+    ConfigField("num_experts_per_tok", "top_k", 8, is_fixed=False),
+    ConfigField("n_shared_experts", "shared_experts", 1),
+    ConfigField("norm_topk_prob", "router_renormalize", True, is_fixed=False),
 )
 
 GLM4_MOE = HubFamily(
@@ -43,11 +45,9 @@ GLM4_MOE = HubFamily(
         ConfigField("attention_bias", "qkv_bias", False),
         ConfigField("use_qk_norm", "qk_norm", False, spellings=((False, "none"), (True, "head"))),
         ConfigField("n_routed_experts", "experts", 128, other_names=("num_local_experts",)),
-        ConfigField("num_experts_per_tok", "top_k", 8, is_fixed=False),
+        *MIXTURE_FIELDS,
         ConfigField("moe_intermediate_size", "expert_ffn", 1408),
-        ConfigField("n_shared_experts", "shared_experts", 1),
         ConfigField("first_k_dense_replace", "dense_layers", 1),
-        ConfigField("norm_topk_prob", "router_renormalize", True, is_fixed=False),
         ConfigField("routed_scaling_factor", "router_scale", 1.0, is_fixed=False),
     ),
     required=(

@@ -1,5 +1,6 @@
 """The families that can be read and written. No torch."""
 
+from torchllm.tools.hub.families.deepseek_v3 import DEEPSEEK_V3
 from torchllm.tools.hub.families.family import HubFamily
 from torchllm.tools.hub.families.gemma2 import GEMMA2
 from torchllm.tools.hub.families.gemma3 import GEMMA3
@@ -24,7 +25,7 @@ HUB_FAMILIES: dict[str, HubFamily] = {
     for family in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3, MINISTRAL),
         *(GEMMA2, GEMMA3, GRANITE),
-        *(GPT2, MIXTRAL, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2, GPT_OSS),
+        *(GPT2, MIXTRAL, QWEN3_MOE, OLMOE, GLM4_MOE, DEEPSEEK_V3, MINIMAX_M2, GPT_OSS),
     )
 }
 """by the model_type of config.json; a model is exported as the first that fits"""

@@ -1,0 +1,94 @@
+"""Latent attention under each technique: gradients equal one process, and latents are sent instead of hidden states.
+
+With experts within groups, as DeepSeek-V3 has them, where a layout has `MIXTURE`.
+"""
+
+import pytest
+
+from tests.parallel.trace import Collective, traced
+from tests.parity import Settings, check
+from tests.workers import run
+
+LATENT: Settings = {
+    "model.mixer": "latent_attention",
+    "model.kv_heads": 0,
+    "model.latent_q_width": 20,
+    "model.latent_kv_width": 24,
+    "model.nope_head_dim": 8,
+    "model.rope_head_dim": 4,
+    "model.v_head_dim": 6,
+    "model.rope_interleaved": True,
+    "model.softmax_scale": 0.4,
+}
+NO_Q_LATENT: Settings = {"model.latent_q_width": 0}
+MIXTURE: Settings = {
+    "model.experts": 8,
+    "model.top_k": 3,
+    "model.expert_ffn": 48,
+    "model.shared_experts": 1,
+    "model.dense_layers": 1,
+    "model.router_score": "sigmoid",
+    "model.router_bias": True,
+    "model.router_bias_rate": 0.03,
+    "model.router_groups": 4,
+    "model.router_top_groups": 2,
+    "model.balance_loss": "sequence",
+    "model.balance_weight": 0.3,
+}
+DOCUMENTS: Settings = {"data.document_mask": True}
+TP: Settings = {"parallel.tp": 2}
+SP: Settings = {**TP, "parallel.sequence_parallel": True}
+PP: Settings = {"parallel.pp": 2}
+BY_DEFAULT: dict[str, Settings] = {
+    "tensor parallel": {**TP, **DOCUMENTS},
+    "sequence parallel": {**SP, "training.micro_batch_size": 2},
+}
+LAYOUTS: dict[str, Settings] = {
+    "tensor parallel without a latent of queries": {**TP, **NO_Q_LATENT},
+    "sequence parallel without a latent of queries": {**SP, **NO_Q_LATENT, "model.attention": "eager"},
+    "four ranks of sequence parallel": {**SP, "parallel.tp": 4, **MIXTURE, **DOCUMENTS},
+    "pipeline": {**PP, **NO_Q_LATENT},
+    "a split backward": {**PP, **SP, "parallel.schedule": "ZBVZeroBubble", "training.micro_batch_size": 2},
+    "Ulysses": {"parallel.cp": 2, "parallel.cp_method": "ulysses", **DOCUMENTS},
+    "Ulysses and tensor parallel": {"parallel.cp": 2, "parallel.cp_method": "ulysses", **TP},
+    "ring": {"parallel.cp": 2, **DOCUMENTS},
+    "ring and sequence parallel": {"parallel.cp": 2, **SP, "recompute.mode": "selective"},
+    "FSDP": {"parallel.dp_shard": 2, **MIXTURE, **NO_Q_LATENT},
+    "expert parallel": {"parallel.dp_shard": 2, "parallel.ep": 2, **MIXTURE, **DOCUMENTS},
+    "expert and sequence parallel": {"parallel.dp_shard": 2, **SP, "parallel.ep": 4, **MIXTURE},
+    "full recomputation": {**SP, "recompute.mode": "full"},
+    "selective recomputation": {**TP, "recompute.mode": "selective"},
+    "recomputation of every second product": {**SP, "recompute.mode": "selective_half", **MIXTURE},
+    "compiled blocks": {**SP, "compile.block": True},
+    "compiled blocks of FSDP": {"parallel.dp_shard": 2, "compile.block": True, **MIXTURE, "model.attention": "eager"},
+    "compiled norms": {**TP, "compile.norm": True},
+    "low-rank updates": {**TP, **NO_Q_LATENT, "lora.rank": 3, "lora.targets": ("q_proj", "o_proj", "up_proj")},
+}
+
+
+@pytest.mark.parametrize("settings", BY_DEFAULT.values(), ids=BY_DEFAULT)
+def test_a_layout_trains_the_same_latents(settings: Settings) -> None:
+    check({**LATENT, **settings}, ragged=True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("settings", LAYOUTS.values(), ids=LAYOUTS)
+def test_another_layout_trains_the_same_latents(settings: Settings) -> None:
+    check({**LATENT, **settings}, ragged=True)
+
+
+def sent(settings: Settings) -> list[tuple[str, int]]:
+    """Return kind and elements of what a step sends over tp within the blocks, in their order."""
+    events = traced(settings, lambda trace, stage: None)
+    return [(event.kind, event.elements) for event in events if isinstance(event, Collective) and event.axis == "tp"]
+
+
+def test_sequence_parallelism_gathers_latents_instead_of_hidden_states() -> None:
+    sizes: Settings = {"model.layers": 1, "training.global_batch_size": 1, "training.sequence_length": 48}
+    latents, hidden = 48 * (20 + 24 + 4), 48 * 64
+    with_sp = run(sent, 2, {**LATENT, **sizes, **SP})[0]
+    assert [elements for kind, elements in with_sp].count(latents) == 2, with_sp  # forward, and backward
+    # embedding, o, gate, down, head: once in the forward and once in the backward each
+    assert [elements for kind, elements in with_sp].count(hidden) == 10, with_sp
+    without = run(sent, 2, {**LATENT, **sizes, **TP})[0]
+    assert [elements for kind, elements in without].count(latents) == 1, without

@@ -1,0 +1,116 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): the mixer of DeepSeek-V3 and Kimi K2."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torchllm.config import Model
+from torchllm.facts.parts.part import BlockPart, PartParameter, linear
+
+
+def _has_q_latent(view: Model) -> bool:
+    return view.latent_q_width > 0
+
+
+def _has_no_q_latent(view: Model) -> bool:
+    return not _has_q_latent(view)
+
+
+def _queries(view: Model) -> int:
+    """Return the width of the queries of all heads."""
+    return view.heads * view.head_width
+
+
+def _norm(name: str, width: Callable[[Model], int]) -> PartParameter:
+    """Return the weight of the norm of a latent; there is none of width 0."""
+    return PartParameter(
+        name=f"self_attn.{name}.weight",
+        shape=lambda view: (width(view),) if width(view) else None,
+        cut="whole",
+        start="ones",
+        role="vector",
+    )
+
+
+def _gathered(view: Model) -> int:
+    """Return the widths of the inputs of the heads' projections, and of what all heads have in their keys."""
+    return (view.latent_q_width or view.hidden) + view.latent_kv_width + view.rope_head_dim
+
+
+def _kept(view: Model, tp: int, spread: int) -> float:
+    """Return the bytes of the inputs of norms and projections, and of the heads' results without the zeros in them."""
+    latent = view.latent_kv_width + view.rope_head_dim
+    before_norms = (view.latent_q_width + latent) / spread
+    # With tp they are one tensor; else the turned features are a part of the keys, and hidden states are kept anyway.
+    inputs = _gathered(view) if tp > 1 else view.latent_q_width + view.latent_kv_width
+    return 2.0 * (before_norms + inputs + view.heads * view.v_head_dim / tp)
+
+
+def _problems(view: Model) -> Iterator[tuple[str, str]]:
+    """Yield the keys whose values latent attention does not have."""
+    for key in ("latent_kv_width", "nope_head_dim", "rope_head_dim", "v_head_dim"):
+        if not getattr(view, key):
+            yield key, "model.mixer = 'latent_attention' needs it: set it to a width"
+    if view.rope_head_dim % 2:
+        yield "rope_head_dim", f"rotary positions turn pairs of features, which {view.rope_head_dim} are not"
+    if view.v_head_dim > view.head_width:
+        yield "v_head_dim", f"{view.v_head_dim} is over the width of queries and keys, {view.head_width}: not supported"
+    for key, values in _PLAIN.items():
+        if getattr(view, key) not in values:
+            yield key, f"does not combine with model.mixer = 'latent_attention': set it to {values[0]!r}"
+    if view.kv != view.heads:
+        yield "kv_heads", "model.mixer = 'latent_attention' has keys of all heads: set it to 0"
+    if view.head_width != view.nope_head_dim + view.rope_head_dim:
+        yield "head_dim", f"is not nope_head_dim + rope_head_dim = {view.nope_head_dim + view.rope_head_dim}: remove it"
+
+
+def _small_sizes(view: Model) -> dict[str, int]:
+    """Return widths of which no two are equal."""
+    widths = {"latent_kv_width": 24, "nope_head_dim": 8, "rope_head_dim": 4, "v_head_dim": 6, "head_dim": 0}
+    return widths | ({"latent_q_width": 20} if view.latent_q_width else {})
+
+
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "family": ("llama",),
+    "qk_norm": ("none",),
+    "qkv_bias": (False,),
+    "o_bias": (False,),
+    "sinks": (False,),
+    "attention_gate": ("none",),
+    "rotary_fraction": (1.0,),
+    "window": (0,),
+}
+"""values of keys of attention, of which latent attention has no others"""
+
+PART = BlockPart(
+    name="latent_attention",
+    build="torchllm.models.parts.latent_attention:LatentAttention",
+    parameters=(
+        *linear("self_attn.q_a_proj", lambda view: (view.latent_q_width, view.hidden), "whole", is_there=_has_q_latent),
+        _norm("q_a_norm", lambda view: view.latent_q_width),
+        *linear("self_attn.kv_a_proj", lambda view: (view.latent_kv_width + view.rope_head_dim, view.hidden), "whole"),
+        _norm("kv_a_norm", lambda view: view.latent_kv_width),
+        *linear(
+            "self_attn.q_b_proj", lambda view: (_queries(view), view.latent_q_width), "colwise", is_there=_has_q_latent
+        ),
+        *linear("self_attn.q_proj", lambda view: (_queries(view), view.hidden), "colwise", is_there=_has_no_q_latent),
+        *linear(
+            "self_attn.kv_b_proj",
+            lambda view: (view.heads * (view.nope_head_dim + view.v_head_dim), view.latent_kv_width),
+            "colwise",
+        ),
+        *linear(
+            "self_attn.o_proj",
+            lambda view: (view.hidden, view.heads * view.v_head_dim),
+            "rowwise",
+            to_residual=True,
+        ),
+    ),
+    problems=_problems,
+    small_sizes=_small_sizes,
+    gathered=_gathered,
+    kept=_kept,
+    keeps_results=("q_a_proj", "kv_a_proj"),
+    core_flops=lambda view, keys: 2 * view.heads * (view.head_width + view.v_head_dim) * keys,
+    context="torchllm.parallel.latent_attention:share_latents",
+    styles="torchllm.parallel.latent_attention:styles",
+)
