@@ -33,6 +33,7 @@ MODELS = {
     "experts": replace(TINY, experts=3, expert_ffn=8, shared_experts=2, dense_layers=1),
     "gemma": replace(TINY, norm_position="both", norm_offset=True, attention_gate="element"),
     "gpt-gated": replace(TINY, family="gpt", attention_gate="head"),
+    "gpt-oss": replace(TINY, sinks=True, o_bias=True, experts=3, dense_layers=1, expert_biases=True),
     "deepseek": replace(TINY, **LATENT, latent_q_width=6),
     "moonlight": replace(TINY, **LATENT),
     "gpt": replace(TINY, family="gpt"),
@@ -88,14 +89,15 @@ def test_rows_agree_with_what_the_parameters_are() -> None:
     """Vectors start at a constant, matrices at random; those of the blocks have a role of their own."""
     for parameter, value in (pair for model in MODELS.values() for pair in meta(model).named_parameters()):
         rule = rule_of(parameter)
-        matrix = value.dim() >= 2  # those of experts are stacked
+        matrix = value.dim() >= 2 and "bias" not in parameter  # those of experts are stacked
         role_in_block = "router" if "router" in parameter else "matrix"
         assert (rule.role == "vector") == (not matrix), parameter
         assert (rule.role == role_in_block) == (matrix and parameter.startswith("layers.")), parameter
         assert rule.role == ROLES_OF_ENDS.get(parameter, rule.role), parameter
-        assert (rule.start in ("normal", "residual")) == matrix, parameter
+        assert (rule.start in ("normal", "residual")) == (matrix or "sinks" in parameter), parameter
         assert (rule.start == "residual") == bool(re.search(r"\b(o|down)_proj(\.weight)?$", parameter)), parameter
-        assert (rule.start == "identity") == ("norm" in parameter and parameter.endswith("weight")), parameter
+        is_norm = "norm" in parameter and parameter.endswith("weight")
+        assert (rule.start in ("identity", "ones")) == is_norm, parameter
 
 
 def test_updates_do_not_change_canonical_names() -> None:

@@ -56,9 +56,7 @@ class Attention(Mixer):
             self.k_width_norm = RMSNorm(kv_width, model.norm_epsilon, model.norm_offset)
         self.sinks: nn.Module | None = None
         if model.sinks:
-            from torchllm.models.sinks import Sinks  # few models have them
-
-            self.sinks = Sinks(model.heads)
+            self.sinks = found("torchllm.models.sinks:Sinks")(model.heads)  # few models have them
         self.core = core_class(model)(model)
 
     def forward(self, x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
@@ -285,6 +283,5 @@ def core_class(view: Model) -> type[Core]:
     """Return the class of the attention core of the blocks of a view."""
     if not view.sinks:
         return CORES[view.attention]
-    from torchllm.models.sinks import SINK_CORES
-
-    return SINK_CORES[view.attention]
+    core: type[Core] = found("torchllm.models.sinks:sink_core_class")(view)
+    return core

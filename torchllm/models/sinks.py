@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchllm.config import Model
 from torchllm.models.attention import Core, EagerAttention, ScaledDotProductAttention
 from torchllm.models.attention_kernels import (
     BlockKernel,
@@ -196,3 +197,8 @@ def _checked_kernel(
 
 SINK_CORES: dict[str, type[Core]] = {"eager": EagerSinkAttention, "sdpa": SinkAttention}
 """by `model.attention`; the config refuses the others"""
+
+
+def sink_core_class(view: Model) -> type[Core]:
+    """Return the class of the core of the blocks of a view with sinks."""
+    return SINK_CORES[view.attention]

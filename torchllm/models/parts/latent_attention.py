@@ -49,11 +49,12 @@ class LatentAttention(Mixer):
         if self.has_q_latent:
             self.q_a_proj = nn.Linear(model.hidden, model.latent_q_width, bias=False)
             self.q_a_norm = RMSNorm(model.latent_q_width, model.latent_norm_epsilon)
+        self.kv_a_proj = nn.Linear(model.hidden, sum(self.latent_widths), bias=False)
+        self.kv_a_norm = RMSNorm(model.latent_kv_width, model.latent_norm_epsilon)
+        if self.has_q_latent:
             self.q_b_proj = nn.Linear(model.latent_q_width, q_width, bias=False)
         else:
             self.q_proj = nn.Linear(model.hidden, q_width, bias=False)
-        self.kv_a_proj = nn.Linear(model.hidden, sum(self.latent_widths), bias=False)
-        self.kv_a_norm = RMSNorm(model.latent_kv_width, model.latent_norm_epsilon)
         self.kv_b_proj = nn.Linear(model.latent_kv_width, model.heads * sum(self.kv_widths), bias=False)
         self.o_proj = nn.Linear(model.heads * model.v_head_dim, model.hidden, bias=False)
         self.core = HeadsOfLatents(CORES[model.attention](model), self.keys_and_values)

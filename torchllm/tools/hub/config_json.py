@@ -282,6 +282,8 @@ def known_fields(family: HubFamily) -> set[str]:
         names.add(ORIGINAL_LENGTH)
     if family.rotary_width:
         names.add(family.rotary_width)
+    if family.names_own_code:
+        names.add("auto_map")
     if family.has_window_fields:
         names |= set(WINDOW_FIELDS)
     if family.has_no_rope_layers:

@@ -90,8 +90,6 @@ class MissingPart(NamedTuple):
 
 PARTS = (
     MissingPart("sparse attention", r"index(er)?_.*"),
-    MissingPart("multi-head latent attention", r"(kv|q|o)_lora_rank|qk_((nope|rope)_)?head_dim"),
-    MissingPart("values of another width than keys", r"v_head_dim", is_other_width),
     MissingPart("linear attention", r"linear_(conv|key|num|value|head|attn|allow)_.*|kda_.*"),
     MissingPart("Mamba", r"(mamba|ssm)_.*|state_size|time_step_\w+|n_mamba_heads"),
     MissingPart("hyper-connections", r"m?hc_.*"),
@@ -115,9 +113,7 @@ PARTS = (
     MissingPart("attention and feed-forward layer in parallel", r"parallel_attn|use_parallel_residual"),
     MissingPart("ALiBi positions", r"alibi"),
     MissingPart("rotary positions of another kind", "|".join(SPELLINGS), has_other_rope),
-    MissingPart("rotary positions of neighboring features", r"rope_interleaved?"),
     MissingPart("embeddings of segments", r"type_vocab_size"),
-    MissingPart("experts in groups", r"n_group|topk_group|num_expert_group", is_over_one),
     MissingPart("shared experts with a gate", r"shared_expert_intermediate_size"),
     MissingPart(
         "another activation", r"(mlp_)?hidden_act(ivation)?|activation(_function|_type)?|afn", is_other_activation

@@ -3,19 +3,11 @@
 The published files hold the matrices of experts in MXFP4 (`tools/hub/quantization.py`).
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 from torchllm.tools.hub.families import llama
-from torchllm.tools.hub.families.family import FULL, SLIDING, ConfigField, HubFamily, RequiredField, TensorRule
+from torchllm.tools.hub.families.family import ConfigField, HubFamily, RequiredField, TensorRule
+from torchllm.tools.hub.families.gemma2 import windows_in_every_second
 from torchllm.tools.hub.families.mixtral import EXPERTS, ROUTER, ROUTER_TRAINING_FIELDS
 from torchllm.tools.hub.families.qwen2 import QKV_BIASES
-
-
-def windows_in_every_second(fields: Mapping[str, Any], have_rope: Sequence[bool]) -> list[str]:
-    """Return layer_types: the first block has a window, the second has none, and so on."""
-    return [FULL if index % 2 else SLIDING for index in range(len(have_rope))]
-
 
 GATE_AND_UP = (EXPERTS + "gate_proj", EXPERTS + "up_proj")
 GPT_OSS_TENSORS = (
