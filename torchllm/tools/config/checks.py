@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator
 
 from torchllm.config.schema import Config, Data, Generate, Model, Run
-from torchllm.facts.flops import target_shapes
 from torchllm.facts.parts.registry import mixer
 from torchllm.tools.config.degrees import key_of_kind, layout_problems
 from torchllm.tools.config.idle import contradictions
@@ -241,10 +240,11 @@ def _lora_problems(config: Config) -> Iterator[ConfigError]:
         )
     if not lora.targets:
         yield config_error("lora.targets", "is empty, so nothing would be trained: name at least one matrix")
-    has_other_problem = model.experts or model.block
-    absent = [] if has_other_problem else [target for target in lora.targets if target not in target_shapes(model)]
-    if absent:
-        yield config_error("lora.targets", f"the blocks have no {', '.join(absent)}: leave it out")
+    if not (model.experts or model.block):
+        from torchllm.facts.flops import target_shapes  # of no use to runs without updates
+
+        if absent := [target for target in lora.targets if target not in target_shapes(model)]:
+            yield config_error("lora.targets", f"the blocks have no {', '.join(absent)}: leave it out")
     for target, count in Counter(lora.targets).items():
         if count > 1:
             yield config_error("lora.targets", f"names {target} {count} times")
