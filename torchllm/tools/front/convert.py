@@ -231,8 +231,6 @@ TITAN_DEBUG_MODELS: dict[str, Settings] = {
 }
 """[model] of torchtitan's flavor debugmodel, by its model.name"""
 TITAN_PARTS = {
-    "deepseek_v3": "latent attention",
-    "gpt_oss": "attention sinks",
     "llama4": "experts whose input is weighted by the router",
     "qwen3_vl": "an encoder of images",
 }
