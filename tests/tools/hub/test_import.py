@@ -234,7 +234,7 @@ SPARSE_LAYOUTS: list[tuple[str, Settings, str]] = [
     ("qwen3-moe", {"parallel.dp_shard": 4, "parallel.ep": 2}, ""),
     ("glm4-moe", {"parallel.pp": 2, "parallel.dp_shard": 2}, "stacked"),
     ("gpt-oss", {"parallel.tp": 2, "parallel.pp": 2}, ""),
-    ("moonlight", {"parallel.dp_shard": 2, "parallel.ep": 2}, ""),
+    ("moonlight", {"parallel.pp": 2, "parallel.dp_shard": 2}, ""),
 ]
 
 

@@ -98,7 +98,8 @@ def small_model(model: Model, ranks: int, float8: bool = False) -> Settings:
     settings |= {f"model.{key}": value for key, value in mixer(model).small_sizes(model).items()}
     if model.experts:
         settings |= small_experts(model, layers)
-    settings["model.attention"] = "eager" if model.attention == "eager" else "sdpa"  # that a CPU has, with a backward
+    # Of those that a CPU has, with a backward, eager alone has soft caps.
+    settings["model.attention"] = "eager" if model.attention == "eager" or model.score_softcap else "sdpa"
     return settings
 
 
