@@ -1,0 +1,301 @@
+"""Gated DeltaNet: a recurrence in place of attention (Yang, Kautz, Hatamizadeh 2024, arXiv 2412.06464).
+
+Each value head has a state S, a matrix (Q, P) that maps keys to values. A token decays it, replaces a part of what the
+state says of its key by its value, and reads it:
+  S = exp(g) S;  S = S + beta k (v - S^T k)^T;  out = S^T q
+with g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b), and q, k, v from a causal convolution of a few tokens, by
+channel, and SiLU; q and k have length 1. At the first token of a document S is 0, and the convolution reads zeros.
+
+The recurrence is computed in chunks of 64 tokens as matrix products (the UT transform: section 3.3 of the paper, and
+arXiv 2406.06484): a chunk's outputs, and the state after it, are linear in the state before it. State and chunks are
+float32. The backward computes them again: what is kept of the core for it are its inputs.
+
+Shapes: B batch, S sequence, K key heads, V value heads, a multiple of K, Q width of keys and queries, P width of
+values; N chunks of C tokens, R = V / K. Value head h reads key head h // R. r tokens before a sequence are those that
+the convolution reaches.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchllm.models.layers import RMSNorm, gated, widened
+
+CHUNK = 64
+"""tokens that are computed at a time"""
+NO_DOCUMENT = -1
+"""id of the tokens before a sequence, which do not exist"""
+EPSILON = 1e-6
+"""added to the squared length of keys and queries"""
+
+
+class DeltaSizes(NamedTuple):
+    """Sizes of a `GatedDeltaNet`."""
+
+    hidden: int
+    key_heads: int
+    value_heads: int
+    key_width: int
+    """Q, of each head"""
+    value_width: int
+    """P, of each head"""
+    kernel: int
+    """tokens that the convolution sees, the current one included: at least 2"""
+    norm_epsilon: float
+    negative_eigenvalues: bool = False
+    """beta up to 2 in place of 1: a token may turn over what the state says of its key (arXiv 2411.12537)"""
+
+
+class Streams(NamedTuple):
+    """What a recurrence reads of each token."""
+
+    q: Tensor
+    """(B, S, K, Q), or (B, r + S, K, Q) with the tokens before; k, v too"""
+    k: Tensor
+    v: Tensor
+    """(B, S, V, P)"""
+    a: Tensor
+    """(B, S, V): decays the state"""
+    b: Tensor
+    """(B, S, V): how much of a value is replaced"""
+
+
+class HeadWeights(NamedTuple):
+    """Parameters of a recurrence, by head: their first dimension is cut like the heads."""
+
+    q_conv: Tensor
+    """(K Q, r + 1), the current token last; k_conv too"""
+    k_conv: Tensor
+    v_conv: Tensor
+    """(V P, r + 1)"""
+    A_log: Tensor
+    """(V)"""
+    dt_bias: Tensor
+    """(V)"""
+
+
+class GatedDeltaNet(nn.Module):
+    """Projects to q, k, v, a and b, runs the recurrence, and norms and gates its results before o_proj."""
+
+    def __init__(self, sizes: DeltaSizes) -> None:
+        super().__init__()
+        keys, values = sizes.key_heads * sizes.key_width, sizes.value_heads * sizes.value_width
+        self.q_proj = nn.Linear(sizes.hidden, keys, bias=False)
+        self.k_proj = nn.Linear(sizes.hidden, keys, bias=False)
+        self.v_proj = nn.Linear(sizes.hidden, values, bias=False)
+        self.a_proj = nn.Linear(sizes.hidden, sizes.value_heads, bias=False)
+        self.b_proj = nn.Linear(sizes.hidden, sizes.value_heads, bias=False)
+        self.g_proj = nn.Linear(sizes.hidden, values, bias=False)
+        self.recurrence = Recurrence(sizes)
+        self.o_norm = RMSNorm(sizes.value_width, sizes.norm_epsilon)
+        self.o_proj = nn.Linear(values, sizes.hidden, bias=False)
+        self.gated: Callable[[Tensor, Tensor], Tensor] = gated
+        """replaceable: `parallel/compile.py`"""
+        self.key_width, self.value_width = sizes.key_width, sizes.value_width
+
+    def forward(self, x: Tensor, document_ids: Tensor | None) -> Tensor:
+        """Let each token read the tokens before it in its document: x (B, S, D), ids (B, S) -> (B, S, D)."""
+        of_keys, of_values = (-1, self.key_width), (-1, self.value_width)  # number of heads: this rank's
+        q, k = self.q_proj(x).unflatten(-1, of_keys), self.k_proj(x).unflatten(-1, of_keys)
+        v = self.v_proj(x).unflatten(-1, of_values)
+        out = self.o_norm(self.recurrence(Streams(q, k, v, self.a_proj(x), self.b_proj(x)), document_ids))
+        gate = self.g_proj(x).unflatten(-1, of_values)
+        return self.o_proj(self.gated(gate, out).flatten(-2))
+
+
+class Recurrence(nn.Module):
+    """The parameters of the heads, around a replaceable core (streams, weights, document ids) -> (B, S, V, P)."""
+
+    def __init__(self, sizes: DeltaSizes) -> None:
+        super().__init__()
+        keys, values = sizes.key_heads * sizes.key_width, sizes.value_heads * sizes.value_width
+        self.q_conv = nn.Parameter(torch.empty(keys, sizes.kernel))
+        self.k_conv = nn.Parameter(torch.empty(keys, sizes.kernel))
+        self.v_conv = nn.Parameter(torch.empty(values, sizes.kernel))
+        self.A_log = nn.Parameter(torch.empty(sizes.value_heads))
+        self.dt_bias = nn.Parameter(torch.empty(sizes.value_heads))
+        self.local: Callable[[Tensor], Tensor] = lambda parameter: parameter
+        """returns this rank's part of a parameter, a plain tensor: `parallel/added_parameters.py`"""
+        self.core: Any = DeltaCore(sizes.negative_eigenvalues)
+
+    def forward(self, streams: Streams, document_ids: Tensor | None) -> Tensor:
+        """Return what each value head reads of its state: (B, S, V, P)."""
+        parameters = self.q_conv, self.k_conv, self.v_conv, self.A_log, self.dt_bias
+        return self.core(streams, HeadWeights(*map(self.local, parameters)), document_ids)
+
+
+class DeltaCore(nn.Module):
+    """Convolution and recurrence of whole sequences."""
+
+    def __init__(self, negative_eigenvalues: bool) -> None:
+        super().__init__()
+        self.negative_eigenvalues = negative_eigenvalues
+
+    @torch.compiler.disable
+    def forward(self, streams: Streams, weights: HeadWeights, document_ids: Tensor | None) -> Tensor:
+        """Map the streams of B sequences -> (B, S, V, P). document_ids: (B, S), rising along a sequence."""
+        ids = streams.a.new_zeros(streams.a.shape[:2], dtype=torch.int64) if document_ids is None else document_ids
+        reach = weights.q_conv.shape[1] - 1
+        before = F.pad(ids, (reach, 0), value=NO_DOCUMENT)
+        return _Recurrent.apply(self, before, *streams, *weights)
+
+    def chunks(self, streams: Streams, weights: HeadWeights, ids: Tensor) -> "Chunks":
+        """Return the chunks of sequences with the r tokens before them. ids: (B, r + S)."""
+        return chunks_of(streams, weights, ids, self.negative_eigenvalues)
+
+
+class _Recurrent(torch.autograd.Function):
+    """Maps streams and weights -> (B, S, V, P). Keeps them alone: the backward computes the chunks again."""
+
+    @staticmethod
+    def forward(ctx: Any, core: DeltaCore, ids: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.core = core
+        ctx.save_for_backward(ids, *inputs)
+        return whole_sequences(core, ids, inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        ids, *kept = ctx.saved_tensors
+        with torch.enable_grad():
+            inputs = [tensor.detach().requires_grad_() for tensor in kept]
+            out = whole_sequences(ctx.core, ids, inputs)
+        return None, None, *torch.autograd.grad(out, inputs, gradient)
+
+
+def whole_sequences(core: DeltaCore, ids: Tensor, inputs: Any) -> Tensor:
+    """Return the results (B, S, V, P) of sequences that nothing is before: zeros, and a state of 0.
+
+    inputs: the streams without the tokens before, then the weights. ids: (B, r + S).
+    """
+    streams, weights = Streams(*inputs[:5]), HeadWeights(*inputs[5:])
+    reach = weights.q_conv.shape[1] - 1
+    q, k, v = (F.pad(x, (0, 0, 0, 0, reach, 0)) for x in streams[:3])
+    chunks = core.chunks(streams._replace(q=q, k=k, v=v), weights, ids)
+    states, _ = scan(chunks.transitions, chunks.additions, torch.zeros_like(chunks.additions[..., 0, :, :]))
+    return chunks.results(states).to(streams.v.dtype)
+
+
+class Chunks(NamedTuple):
+    """All that the chunks of a sequence are to the state: out = local + reads S, and S becomes transition S + addition.
+
+    Dimensions of the heads: (K, R).
+    """
+
+    reads: Tensor
+    """(B, K, R, N, C, Q)"""
+    local: Tensor
+    """(B, K, R, N, C, P): results of a state of 0 before the chunk"""
+    transitions: Tensor
+    """(B, K, R, N, Q, Q)"""
+    additions: Tensor
+    """(B, K, R, N, Q, P)"""
+    length: int
+    """S: the last chunk may have fewer tokens"""
+
+    def results(self, states: Tensor) -> Tensor:
+        """Return the results (B, S, V, P), given the state before each chunk, (B, K, R, N, Q, P)."""
+        out = self.local + self.reads @ states
+        return out.flatten(3, 4).flatten(1, 2).transpose(1, 2)[:, : self.length]
+
+
+def scan(transitions: Tensor, additions: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the states before each chunk, (..., N, Q, P), and the one after the last, given the one before the first.
+
+    transitions: (..., N, Q, Q), additions: (..., N, Q, P), state: (..., Q, P).
+    """
+    states = []
+    # Not indexed: the gradient of each index would be a tensor of all chunks.
+    for transition, addition in zip(transitions.unbind(-3), additions.unbind(-3), strict=True):
+        states.append(state)
+        state = addition + transition @ state
+    return torch.stack(states, dim=-3), state
+
+
+def chunks_of(streams: Streams, weights: HeadWeights, ids: Tensor, negative_eigenvalues: bool) -> Chunks:
+    """Return the chunks of sequences with the r tokens before them. ids: documents, (B, r + S), rising."""
+    q, k = unit_length(convolved(streams.q, weights.q_conv, ids)), convolved(streams.k, weights.k_conv, ids)
+    q, k, v = q * q.shape[-1] ** -0.5, unit_length(k), convolved(streams.v, weights.v_conv, ids)
+    log_decay = -widened(weights.A_log).exp() * F.softplus(widened(streams.a) + widened(weights.dt_bias))
+    beta = widened(streams.b).sigmoid() * (2.0 if negative_eigenvalues else 1.0)
+
+    length, heads = streams.a.shape[1], q.shape[2]
+    size = min(CHUNK, length)
+    # (B, K, 1, N, C, Q) of q and k, (B, K, R, N, C, P) of v, (B, K, R, N, C, 1) of the others
+    q, k, v, log_decay, beta = (
+        _in_chunks(x, heads, size) for x in (q, k, v, log_decay.unsqueeze(-1), beta.unsqueeze(-1))
+    )
+    documents = _documents(ids[:, -length - 1 :], size)
+
+    decay = log_decay.cumsum(-2)  # of each token since the chunk's begin, itself included
+    # exp of a number over 0 could be infinite: tokens that are not earlier, or of another document, come first.
+    between = (decay - decay.mT).masked_fill(~documents.visible, -torch.inf).exp()  # (B, K, R, N, C, C)
+    since_state = decay.exp() * documents.as_before
+    until_end = (decay[..., -1:, :] - decay).exp() * documents.as_last
+
+    overlaps = (k @ k.mT) * between * beta  # the diagonal and what is right of it are not read
+    # What each token writes beside its key: values, minus what it reads of the state before the chunk.
+    new = torch.cat((k * since_state, v), dim=-1)
+    new = torch.linalg.solve_triangular(overlaps, beta * new, upper=False, unitriangular=True)
+    attention = (q @ k.mT) * between
+    read, local = (attention @ new).split((q.shape[-1], v.shape[-1]), dim=-1)
+    written = (k * until_end).mT @ new
+    lost, additions = written.split((q.shape[-1], v.shape[-1]), dim=-1)
+    kept = since_state[..., -1:, :] * torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)
+    return Chunks(q * since_state - read, local, kept - lost, additions, length)
+
+
+def unit_length(x: Tensor) -> Tensor:
+    """Return x / |x| over the last dimension."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON)
+
+
+def convolved(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    """Return SiLU of a causal convolution by channel, within documents: (B, r + S, H, Q) -> (B, S, H, Q), widened.
+
+    weight: (H Q, r + 1), the current token last. ids: (B, r + S).
+    """
+    reach = weight.shape[1] - 1
+    length = x.shape[1] - reach
+    taps = widened(weight).unflatten(0, x.shape[2:]).unbind(-1)  # (H, Q) each
+    x = widened(x)
+    out = x[:, reach:] * taps[reach]
+    for tap in range(reach):
+        earlier = slice(tap, tap + length)
+        is_same = (ids[:, earlier] == ids[:, reach:])[..., None, None]
+        out = out + x[:, earlier] * is_same * taps[tap]
+    return F.silu(out)
+
+
+class _Documents(NamedTuple):
+    """Which tokens of each chunk are of one document."""
+
+    visible: Tensor
+    """whether the second token is not later, and of the first one's document: (B, 1, 1, N, C, C)"""
+    as_before: Tensor
+    """whether a token is of the document that the last token before the chunk has: (B, 1, 1, N, C, 1)"""
+    as_last: Tensor
+    """the same of the chunk's last token"""
+
+
+def _documents(ids: Tensor, size: int) -> _Documents:
+    """Return the documents of chunks of `size` tokens. ids: (B, 1 + S), beginning with the token before."""
+    last = -(ids.shape[1] - 1) % size
+    of_chunks = F.pad(ids[:, 1:], (0, last))  # places of no token, given the last one's document
+    if last:
+        of_chunks[:, -last:] = ids[:, -1:]
+    of_chunks = of_chunks.unflatten(1, (-1, size))[:, None, None, :, :, None]  # (B, 1, 1, N, C, 1)
+    before = torch.cat((ids[:, None, None, :1, None], of_chunks[:, :, :, :-1, -1]), dim=3).unsqueeze(-2)
+    return _Documents(
+        visible=(of_chunks == of_chunks.mT).tril(),
+        as_before=of_chunks == before,
+        as_last=of_chunks == of_chunks[..., -1:, :],
+    )
+
+
+def _in_chunks(x: Tensor, heads: int, size: int) -> Tensor:
+    """Cut a sequence into chunks, zeros behind it: (B, S, K R, Q) -> (B, K, R, N, C, Q)."""
+    x = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % size))
+    return x.unflatten(2, (heads, -1)).unflatten(1, (-1, size)).permute(0, 3, 4, 1, 2, 5)
