@@ -37,8 +37,8 @@ from torchllm.facts.flops import recompute_interval
 from torchllm.models.decoder import Block, BlockInputs, Decoder, run_blocks
 from torchllm.models.experts import Router
 from torchllm.parallel.ring import RingAttention
-from torchllm.parallel.saved_results import SavedResults
 from torchllm.parallel.windows import WindowAttention
+from torchllm.runtime.saved_results import SavedResults
 from torchllm.runtime.torch_compat import PROFILER_MARKS, VARLEN_ATTENTION, checkpoint_wrapper
 
 _WEIGHT_PRODUCTS = (
