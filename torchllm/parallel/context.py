@@ -20,7 +20,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -32,11 +31,11 @@ from torchllm.models.attention import CORES
 from torchllm.models.decoder import Decoder
 from torchllm.models.mixer import Mixer
 from torchllm.parallel.attention_kernels import BlockKernel, block_kernel
+from torchllm.parallel.heads import to_heads, to_sequence
 from torchllm.parallel.kernel_check import check_kernel
 from torchllm.parallel.ring import RingAttention, gather_from_ranks
 from torchllm.parallel.shared_sequence import sum_over_sequence
 from torchllm.parallel.windows import WindowAttention
-from torchllm.runtime.torch_compat import all_to_all
 
 
 class SharedSequences(NamedTuple):
@@ -107,7 +106,6 @@ class UlyssesAttention(nn.Module):
     def __init__(self, mesh: DeviceMesh, core: Any) -> None:
         super().__init__()
         self.group = mesh.get_group()
-        self.ranks = mesh.size()
         self.core = core
 
     def mask(self, document_ids: Tensor | None, document_limit: int = 0) -> Any:
@@ -119,31 +117,5 @@ class UlyssesAttention(nn.Module):
     @torch.compiler.disable
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         """Map q (B, S / n, H, Q), k and v (B, S / n, K, Q) -> (B, S / n, H, Q)."""
-        q, k, v = self._gather_sequence(q, k, v)
-        out = self.core(q, k, v, mask)  # (B, S, H / n, Q)
-        out = out.unflatten(1, (self.ranks, -1)).transpose(0, 1).contiguous()  # (n, B, S / n, H / n, Q)
-        out = _AllToAll.apply(out, self.group)
-        return out.permute(1, 2, 0, 3, 4).flatten(2, 3)
-
-    def _gather_sequence(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """Map (B, S / n, heads, Q) -> (B, S, heads / n, Q), all three in one all-to-all."""
-        heads_per_rank = [x.shape[2] // self.ranks for x in (q, k, v)]
-        heads_of_ranks = [x.unflatten(2, (self.ranks, -1)) for x in (q, k, v)]
-        x = torch.cat(heads_of_ranks, dim=3)  # (B, S / n, n, heads / n of q, k and v, Q)
-        x = x.permute(2, 0, 1, 3, 4).contiguous()  # (n, B, S / n, heads / n, Q)
-        x = _AllToAll.apply(x, self.group)
-        x = x.transpose(0, 1).flatten(1, 2)  # (B, S, heads / n, Q)
-        return x.split(heads_per_rank, dim=2)
-
-
-class _AllToAll(torch.autograd.Function):
-    """Maps (n, ...) -> (n, ...): element i of rank j becomes element j of rank i. Gradients go the same way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return all_to_all(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_to_all(gradient.contiguous(), ctx.group), None
+        q, k, v = to_heads((q, k, v), self.group)
+        return to_sequence(self.core(q, k, v, mask), self.group)

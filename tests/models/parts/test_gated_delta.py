@@ -17,6 +17,16 @@ from torchllm.models.parts.gated_delta import (
 EXACT = 1e-12  # of the largest element, in float64: the same sums in another order
 BATCH, KEY_HEADS, VALUE_HEADS, KEY_WIDTH, VALUE_WIDTH, KERNEL = 2, 2, 4, 6, 5, 4
 
+SIZES = DeltaSizes(
+    hidden=16,
+    key_heads=KEY_HEADS,
+    value_heads=VALUE_HEADS,
+    key_width=KEY_WIDTH,
+    value_width=VALUE_WIDTH,
+    kernel=KERNEL,
+    norm_epsilon=1e-6,
+)
+
 
 def random(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -106,22 +116,11 @@ def test_chunks_are_the_recurrence_over_tokens(name: str, negative: bool) -> Non
     ids = None
     if len(lengths) > 1:
         ids = torch.stack((documents_of(lengths), documents_of(lengths[::-1])))
-    core = DeltaCore(negative)
-    found = results(lambda s, w: core(s, w, ids), streams, weights)
+    core = DeltaCore(SIZES._replace(negative_eigenvalues=negative))
+    found = results(lambda s, w: core(s, w, core.mask(ids)), streams, weights)
     expected = results(lambda s, w: token_by_token(s, w, ids, 2.0 if negative else 1.0), streams, weights)
     for result, reference in zip(found, expected, strict=True):
         torch.testing.assert_close(result, reference, rtol=0, atol=EXACT * float(reference.abs().max().clamp(min=1.0)))
-
-
-SIZES = DeltaSizes(
-    hidden=16,
-    key_heads=KEY_HEADS,
-    value_heads=VALUE_HEADS,
-    key_width=KEY_WIDTH,
-    value_width=VALUE_WIDTH,
-    kernel=KERNEL,
-    norm_epsilon=1e-6,
-)
 
 
 def mixer(dtype: torch.dtype = torch.float64) -> GatedDeltaNet:
@@ -167,7 +166,7 @@ def test_documents_are_as_if_alone() -> None:
     module = mixer()
     lengths = [2, 66, 1, 40]
     x = random(1, sum(lengths), SIZES.hidden, seed=21)
-    together = module(x, documents_of(lengths).unsqueeze(0))
+    together = module(x, module.recurrence.core.mask(documents_of(lengths).unsqueeze(0)))
     alone = torch.cat([module(part, None) for part in x.split(lengths, dim=1)], dim=1)
     torch.testing.assert_close(together, alone, rtol=0, atol=EXACT)
 
@@ -176,7 +175,7 @@ def test_16_bit_inputs_lose_no_more_than_their_rounding() -> None:
     """The state is float32: over 300 tokens that hardly decay, the error is the inputs' and the result's alone."""
     streams, weights = streams_of(300), weights_of()._replace(A_log=torch.full((VALUE_HEADS,), -9.0))
     rounded = Streams(*(x.bfloat16() for x in streams)), HeadWeights(*(x.bfloat16() for x in weights))
-    found = DeltaCore(False)(*rounded, None)
+    found = DeltaCore(SIZES)(*rounded, None)
     expected = token_by_token(
         Streams(*(x.double() for x in rounded[0])), HeadWeights(*(x.double() for x in rounded[1])), None
     )
@@ -194,7 +193,7 @@ def test_the_backward_keeps_the_inputs_alone() -> None:
     streams, weights = streams_of(256), weights_of()
     inputs = [x.requires_grad_() for x in (*streams, *weights)]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        DeltaCore(False)(Streams(*inputs[:5]), HeadWeights(*inputs[5:]), None)
+        DeltaCore(SIZES)(Streams(*inputs[:5]), HeadWeights(*inputs[5:]), None)
     ids, *others = kept
     assert ids.dtype == torch.int64
     assert [x.data_ptr() for x in others] == [x.data_ptr() for x in inputs]

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchllm.models.layers import RMSNorm, gated, widened
+from torchllm.runtime.saved_results import computed_once
 
 CHUNK = 64
 """tokens that are computed at a time"""
@@ -96,18 +97,18 @@ class GatedDeltaNet(nn.Module):
         """replaceable: `parallel/compile.py`"""
         self.key_width, self.value_width = sizes.key_width, sizes.value_width
 
-    def forward(self, x: Tensor, document_ids: Tensor | None) -> Tensor:
-        """Let each token read the tokens before it in its document: x (B, S, D), ids (B, S) -> (B, S, D)."""
+    def forward(self, x: Tensor, mask: Any) -> Tensor:
+        """Let each token read the tokens before it in its document: x (B, S, D) -> (B, S, D)."""
         of_keys, of_values = (-1, self.key_width), (-1, self.value_width)  # number of heads: this rank's
         q, k = self.q_proj(x).unflatten(-1, of_keys), self.k_proj(x).unflatten(-1, of_keys)
         v = self.v_proj(x).unflatten(-1, of_values)
-        out = self.o_norm(self.recurrence(Streams(q, k, v, self.a_proj(x), self.b_proj(x)), document_ids))
+        out = self.o_norm(self.recurrence(Streams(q, k, v, self.a_proj(x), self.b_proj(x)), mask))
         gate = self.g_proj(x).unflatten(-1, of_values)
         return self.o_proj(self.gated(gate, out).flatten(-2))
 
 
 class Recurrence(nn.Module):
-    """The parameters of the heads, around a replaceable core (streams, weights, document ids) -> (B, S, V, P)."""
+    """The parameters of the heads, around a replaceable core (streams, weights, mask) -> (B, S, V, P)."""
 
     def __init__(self, sizes: DeltaSizes) -> None:
         super().__init__()
@@ -119,28 +120,34 @@ class Recurrence(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(sizes.value_heads))
         self.local: Callable[[Tensor], Tensor] = lambda parameter: parameter
         """returns this rank's part of a parameter, a plain tensor: `parallel/added_parameters.py`"""
-        self.core: Any = DeltaCore(sizes.negative_eigenvalues)
+        self.core: Any = DeltaCore(sizes)
 
-    def forward(self, streams: Streams, document_ids: Tensor | None) -> Tensor:
-        """Return what each value head reads of its state: (B, S, V, P)."""
+    def forward(self, streams: Streams, mask: Any) -> Tensor:
+        """Return what each value head reads of its state: (B, S, V, P). mask: as the core made it."""
         parameters = self.q_conv, self.k_conv, self.v_conv, self.A_log, self.dt_bias
-        return self.core(streams, HeadWeights(*map(self.local, parameters)), document_ids)
+        return self.core(streams, HeadWeights(*map(self.local, parameters)), mask)
 
 
 class DeltaCore(nn.Module):
     """Convolution and recurrence of whole sequences."""
 
-    def __init__(self, negative_eigenvalues: bool) -> None:
+    def __init__(self, sizes: DeltaSizes) -> None:
         super().__init__()
-        self.negative_eigenvalues = negative_eigenvalues
+        self.reach = sizes.kernel - 1
+        """r, tokens before its own that a token's convolution sees"""
+        self.negative_eigenvalues = sizes.negative_eigenvalues
+
+    def mask(self, document_ids: Tensor | None, document_limit: int = 0) -> Tensor | None:
+        """Return the ids of documents with those of the tokens before, (B, r + S). document_ids: rising, (B, S)."""
+        return None if document_ids is None else F.pad(document_ids, (self.reach, 0), value=NO_DOCUMENT)
 
     @torch.compiler.disable
-    def forward(self, streams: Streams, weights: HeadWeights, document_ids: Tensor | None) -> Tensor:
-        """Map the streams of B sequences -> (B, S, V, P). document_ids: (B, S), rising along a sequence."""
-        ids = streams.a.new_zeros(streams.a.shape[:2], dtype=torch.int64) if document_ids is None else document_ids
-        reach = weights.q_conv.shape[1] - 1
-        before = F.pad(ids, (reach, 0), value=NO_DOCUMENT)
-        return _Recurrent.apply(self, before, *streams, *weights)
+    def forward(self, streams: Streams, weights: HeadWeights, mask: Tensor | None) -> Tensor:
+        """Map the streams of B sequences -> (B, S, V, P)."""
+        if mask is None:
+            batch, length = streams.a.shape[:2]
+            mask = streams.a.new_zeros(batch, self.reach + length, dtype=torch.int64)
+        return _Recurrent.apply(self, mask, *streams, *weights)
 
     def chunks(self, streams: Streams, weights: HeadWeights, ids: Tensor) -> "Chunks":
         """Return the chunks of sequences with the r tokens before them. ids: (B, r + S)."""
@@ -154,7 +161,8 @@ class _Recurrent(torch.autograd.Function):
     def forward(ctx: Any, core: DeltaCore, ids: Tensor, *inputs: Tensor) -> Tensor:
         ctx.core = core
         ctx.save_for_backward(ids, *inputs)
-        return whole_sequences(core, ids, inputs)
+        (out,) = computed_once(lambda: (whole_sequences(core, ids, inputs),))
+        return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -171,8 +179,7 @@ def whole_sequences(core: DeltaCore, ids: Tensor, inputs: Any) -> Tensor:
     inputs: the streams without the tokens before, then the weights. ids: (B, r + S).
     """
     streams, weights = Streams(*inputs[:5]), HeadWeights(*inputs[5:])
-    reach = weights.q_conv.shape[1] - 1
-    q, k, v = (F.pad(x, (0, 0, 0, 0, reach, 0)) for x in streams[:3])
+    q, k, v = (F.pad(x, (0, 0, 0, 0, core.reach, 0)) for x in streams[:3])
     chunks = core.chunks(streams._replace(q=q, k=k, v=v), weights, ids)
     states, _ = scan(chunks.transitions, chunks.additions, torch.zeros_like(chunks.additions[..., 0, :, :]))
     return chunks.results(states).to(streams.v.dtype)
