@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from tests.operations import Operations
 from tests.parallel.test_ring import DOCUMENTS, LENGTH, part_of
 from tests.workers import run
+from torchllm.facts.parts.gated_delta import DeltaSizes
 from torchllm.models.parts import gated_delta
-from torchllm.models.parts.gated_delta import DeltaCore, DeltaSizes, HeadWeights, Streams
+from torchllm.models.parts.gated_delta import DeltaCore, HeadWeights, Streams
 from torchllm.parallel.delta_sequence import RingDelta, UlyssesDelta
 from torchllm.parallel.recompute import save_products_and_rings
 
@@ -24,15 +25,7 @@ METHODS: dict[str, Any] = {"ring": RingDelta, "ulysses": UlyssesDelta}
 
 
 def sizes(key_heads: int) -> DeltaSizes:
-    return DeltaSizes(
-        hidden=8,
-        key_heads=key_heads,
-        value_heads=2 * key_heads,
-        key_width=WIDTH,
-        value_width=VALUE_WIDTH,
-        kernel=KERNEL,
-        norm_epsilon=1e-6,
-    )
+    return DeltaSizes(key_heads, 2 * key_heads, WIDTH, VALUE_WIDTH, KERNEL)
 
 
 def whole_inputs(key_heads: int) -> list[Tensor]:

@@ -74,6 +74,7 @@ class OfKinds(NamedTuple):
 # What several keys need, and the calls that apply several.
 EXPERTS = Needs("model.experts over 0")
 BALANCED = Needs(f'{EXPERTS.words} and model.balance_loss = "sequence" or "global"')
+DELTA = Needs('model.mixer = "gated_delta"')
 ROTARY = Needs('rotary positions, which model.family = "llama" has')
 SCALED = "model.rope_scaling_factor over 1"
 LLAMA3 = Needs(f'{SCALED} and model.rope_scaling = "llama3"')
@@ -208,7 +209,8 @@ class Model:
     block: str = ""
     """kind of the blocks, by the name under which a fork registers it; empty: torchllm's"""
     mixer: Annotated[str, BUILD] = "attention"
-    """how tokens see others in a block: attention, or the name under which a fork registers its own"""
+    """how tokens see others in a block: attention, gated_delta (Gated DeltaNet, a recurrence: Qwen3-Next), or the name
+    under which a fork registers its own"""
     hidden: Count = 256
     """width of the residual stream (D)"""
     heads: Count = 8
@@ -217,6 +219,18 @@ class Model:
     """key and value heads (K), a divisor of heads; 0: equal to heads"""
     head_dim: Natural = 0
     """width of one head (Q), even; 0: hidden / heads"""
+    delta_key_heads: Annotated[Natural, DELTA] = 0
+    """heads of the queries and keys of gated_delta, a divisor of delta_value_heads; 0: kv_heads"""
+    delta_value_heads: Annotated[Natural, DELTA] = 0
+    """heads of its values, each with a state of delta_key_dim x delta_value_dim numbers; 0: heads"""
+    delta_key_dim: Annotated[Natural, DELTA] = 0
+    """width of one of its keys; 0: that of a head"""
+    delta_value_dim: Annotated[Natural, DELTA] = 0
+    """width of one of its values; 0: that of a head"""
+    delta_conv: Annotated[int, Bound(at_least=2), DELTA] = 4
+    """tokens that the convolution of its queries, keys and values sees, the current one included"""
+    delta_negative: Annotated[bool, DELTA] = False
+    """let a token turn over what the state says of its key, not only forget it: negative eigenvalues (OLMo Hybrid)"""
     ffn: Count = 1024
     """width of the feed-forward layer (F)"""
     experts: Annotated[int, Bound(at_least=0, at_most=2**15 - 1)] = 0

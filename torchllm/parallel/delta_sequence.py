@@ -23,16 +23,36 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchllm.config import Model
+from torchllm.config.errors import UserError
+from torchllm.models.mixer import Mixer
 from torchllm.models.parts.gated_delta import Chunks, DeltaCore, HeadWeights, Streams, scan
+from torchllm.parallel.context import SharedSequences
 from torchllm.parallel.heads import to_heads, to_sequence
 from torchllm.parallel.pieces import NeighborPieces, in_sequence, joined, pieces_of
 from torchllm.parallel.ring import gather_from_ranks
+from torchllm.parallel.saved_results import computed_once
 from torchllm.runtime.phase import messages
-from torchllm.runtime.saved_results import computed_once
+
+
+def share_delta(mixer: Mixer, view: Model, shared: SharedSequences) -> None:
+    """Replace the core of a mixer. UserError if the convolution reaches over more than a piece of a ring."""
+    if shared.method == "ulysses":
+        mixer.core = UlyssesDelta(shared.mesh, mixer.core)
+        return
+    piece = shared.sequence_length // (2 * shared.mesh.size())
+    if piece < mixer.core.reach:
+        raise UserError(
+            f"parallel.cp: a piece of a sequence has {piece} tokens, and model.delta_conv = {view.delta_conv} reaches "
+            "further back: use fewer ranks, or longer sequences"
+        )
+    mixer.core = RingDelta(shared.mesh, mixer.core)
 
 
 class UlyssesDelta(nn.Module):
     """The core with all-to-alls around it: from a part of the sequence to a part of the heads, and back."""
+
+    window = 0
 
     def __init__(self, mesh: DeviceMesh, core: DeltaCore) -> None:
         super().__init__()
@@ -57,6 +77,10 @@ class UlyssesDelta(nn.Module):
 
 class RingDelta(nn.Module):
     """The core over two pieces per rank, with a scan over the pieces of all ranks."""
+
+    computes_once = True
+    """its results are marked with `computed_once`"""
+    window = 0
 
     def __init__(self, mesh: DeviceMesh, core: DeltaCore) -> None:
         super().__init__()

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchllm.parallel.saved_results import computed_once
 from torchllm.runtime.phase import messages
-from torchllm.runtime.saved_results import computed_once
 
 NO_DOCUMENT = -1
 """id of the tokens before the first piece of a sequence, which do not exist"""

@@ -15,7 +15,7 @@ rank's keys one document at most reaches the queries: the last keys and the firs
 three `Entries` per sequence, the keys before that document, the document and the queries after it, and no mask.
 
 Results are merged in float32. Saved for the backward: this rank's q, k, v, out and lse. Selective recomputation keeps
-out and lse as the results of one operation (`runtime/saved_results.py`), so that nothing is computed or sent again.
+out and lse as the results of one operation (`saved_results.py`), so that nothing is computed or sent again.
 """
 
 from collections.abc import Callable
@@ -29,8 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchllm.models.varlen_attention import document_offsets
 from torchllm.parallel.attention_kernels import BlockKernel, Entries, KeyMask, PartialAttention
+from torchllm.parallel.saved_results import computed_once
 from torchllm.runtime.phase import messages
-from torchllm.runtime.saved_results import computed_once
 
 Masks = tuple[KeyMask, ...]
 """the mask of each step of a ring"""
@@ -38,6 +38,9 @@ Masks = tuple[KeyMask, ...]
 
 class RingAttention(nn.Module):
     """An attention core over sequences that are sharded over `mesh` (one dimension), two pieces per rank."""
+
+    computes_once = True
+    """its results are marked with `computed_once`"""
 
     def __init__(self, mesh: DeviceMesh, kernel: BlockKernel) -> None:
         super().__init__()

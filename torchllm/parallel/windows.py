@@ -28,6 +28,9 @@ class WindowAttention(nn.Module):
     core: the plain one, whose window is at most one token longer than a piece.
     """
 
+    computes_once = True
+    """its results are marked with `computed_once`"""
+
     def __init__(self, mesh: DeviceMesh, core: Any) -> None:
         super().__init__()
         self.core = core

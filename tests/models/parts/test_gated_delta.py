@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from torchllm.config import Model
+from torchllm.facts.parts.gated_delta import DeltaSizes
 from torchllm.models.parts.gated_delta import (
     DeltaCore,
-    DeltaSizes,
     GatedDeltaNet,
     HeadWeights,
     Streams,
@@ -17,13 +18,14 @@ from torchllm.models.parts.gated_delta import (
 EXACT = 1e-12  # of the largest element, in float64: the same sums in another order
 BATCH, KEY_HEADS, VALUE_HEADS, KEY_WIDTH, VALUE_WIDTH, KERNEL = 2, 2, 4, 6, 5, 4
 
-SIZES = DeltaSizes(
+SIZES = DeltaSizes(KEY_HEADS, VALUE_HEADS, KEY_WIDTH, VALUE_WIDTH, KERNEL)
+MODEL = Model(
+    mixer="gated_delta",
     hidden=16,
-    key_heads=KEY_HEADS,
-    value_heads=VALUE_HEADS,
-    key_width=KEY_WIDTH,
-    value_width=VALUE_WIDTH,
-    kernel=KERNEL,
+    delta_key_heads=KEY_HEADS,
+    delta_value_heads=VALUE_HEADS,
+    delta_key_dim=KEY_WIDTH,
+    delta_value_dim=VALUE_WIDTH,
     norm_epsilon=1e-6,
 )
 
@@ -124,7 +126,7 @@ def test_chunks_are_the_recurrence_over_tokens(name: str, negative: bool) -> Non
 
 
 def mixer(dtype: torch.dtype = torch.float64) -> GatedDeltaNet:
-    module = GatedDeltaNet(SIZES)
+    module = GatedDeltaNet(MODEL)
     for seed, parameter in enumerate(module.parameters()):
         parameter.data = (random(*parameter.shape, seed=seed) * 0.5).to(dtype)
     return module
@@ -136,7 +138,7 @@ def published(module: GatedDeltaNet) -> torch.nn.Module:
     from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridGatedDeltaNet
 
     config = OlmoHybridConfig(
-        hidden_size=SIZES.hidden,
+        hidden_size=MODEL.hidden,
         linear_num_key_heads=KEY_HEADS,
         linear_num_value_heads=VALUE_HEADS,
         linear_key_head_dim=KEY_WIDTH,
@@ -146,10 +148,10 @@ def published(module: GatedDeltaNet) -> torch.nn.Module:
         num_hidden_layers=4,
     )
     theirs = OlmoHybridGatedDeltaNet(config, layer_idx=0)
-    theirs.o_norm.variance_epsilon = SIZES.norm_epsilon
+    theirs.o_norm.variance_epsilon = MODEL.norm_epsilon
     ours = module.state_dict()
-    convolutions = [ours.pop(f"recurrence.{name}_conv") for name in "qkv"]
-    weights = {name.removeprefix("recurrence."): weight for name, weight in ours.items()}
+    convolutions = [ours.pop(f"of_heads.{name}_conv") for name in "qkv"]
+    weights = {name.removeprefix("of_heads."): weight for name, weight in ours.items()}
     theirs.load_state_dict({**weights, "conv1d.weight": torch.cat(convolutions).unsqueeze(1)})
     return theirs
 
@@ -158,16 +160,16 @@ def published(module: GatedDeltaNet) -> torch.nn.Module:
 def test_the_module_is_the_published_one() -> None:
     """Theirs computes in float32."""
     module = mixer(torch.float32)
-    x = random(BATCH, 150, SIZES.hidden, seed=20).float()
-    torch.testing.assert_close(module(x, None), published(module)(x), rtol=0, atol=2e-6)
+    x = random(BATCH, 150, MODEL.hidden, seed=20).float()
+    torch.testing.assert_close(module(x, None, None), published(module)(x), rtol=0, atol=2e-6)
 
 
 def test_documents_are_as_if_alone() -> None:
     module = mixer()
     lengths = [2, 66, 1, 40]
-    x = random(1, sum(lengths), SIZES.hidden, seed=21)
-    together = module(x, module.recurrence.core.mask(documents_of(lengths).unsqueeze(0)))
-    alone = torch.cat([module(part, None) for part in x.split(lengths, dim=1)], dim=1)
+    x = random(1, sum(lengths), MODEL.hidden, seed=21)
+    together = module(x, None, module.core.mask(documents_of(lengths).unsqueeze(0)))
+    alone = torch.cat([module(part, None, None) for part in x.split(lengths, dim=1)], dim=1)
     torch.testing.assert_close(together, alone, rtol=0, atol=EXACT)
 
 
@@ -194,6 +196,6 @@ def test_the_backward_keeps_the_inputs_alone() -> None:
     inputs = [x.requires_grad_() for x in (*streams, *weights)]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         DeltaCore(SIZES)(Streams(*inputs[:5]), HeadWeights(*inputs[5:]), None)
-    ids, *others = kept
+    *others, ids = kept
     assert ids.dtype == torch.int64
     assert [x.data_ptr() for x in others] == [x.data_ptr() for x in inputs]

@@ -48,6 +48,7 @@ PART = BlockPart(
         _norm("q_width_norm", "width", "colwise", lambda view: view.heads * view.head_width),
         _norm("k_width_norm", "width", "colwise", lambda view: view.kv * view.head_width),
     ),
+    heads=lambda view: {"heads": view.heads, "kv_heads": view.kv},
     core_flops=lambda view, keys: 4 * view.heads * view.head_width * keys,
     context="torchllm.parallel.context:share_attention",
 )

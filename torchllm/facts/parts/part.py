@@ -19,8 +19,10 @@ Cut = Literal["vocab", "colwise", "rowwise", "whole", "whole_per_head", "whole_s
 """vocab: rows are tokens, over tp. colwise: output features over tp. rowwise: input features over tp. whole: on every
 tp rank. whole_per_head: on every tp rank, which uses it for its own heads, so that gradients are summed over tp.
 whole_summed: the same for a rank's own output features, or its own input features."""
-Start = Literal["normal", "residual", "ones", "zeros"]
-"""normal: standard deviation model.initial_std. residual: that / sqrt(2 L), for outputs to the residual stream."""
+Start = Literal["normal", "residual", "ones", "zeros", "decay", "time_step"]
+"""normal: standard deviation model.initial_std. residual: that / sqrt(2 L), for outputs to the residual stream. For
+recurrences, as Mamba-2 (arXiv 2405.21060): decay: logarithm of a uniform number from 0 to 16; time_step: the softplus
+of the number is between 0.001 and 0.1, its logarithm uniform."""
 Role = Literal["embedding", "position", "matrix", "router", "head", "adapter", "vector"]
 """embedding: of tokens; the head too where they are tied. position: learned positions. matrix: of attention, of the
 feed-forward layer and of experts, stacked. router: of experts. adapter: of LoRA. vector: weights and biases of norms,
@@ -89,6 +91,10 @@ class BlockPart:
     """products in the order of their use; None: those with the matrices among `parameters`"""
     needs_last_product: bool = False
     """whether a gradient needs the result of the last product, so that a recomputation computes it again"""
+    heads: Callable[[Model], dict[str, int]] = lambda view: {}
+    """numbers of heads, by key of [model], which tp must divide; ulysses shares those of the last key"""
+    problems: Callable[[Model], Iterable[tuple[str, str]]] = lambda view: ()
+    """keys of [model] that do not fit together, and why"""
     context: str | Callable[..., None] = ""
     """lets the ranks of cp share each sequence, given module, view and `parallel.context.SharedSequences`; empty: the
     mixer is refused with cp"""

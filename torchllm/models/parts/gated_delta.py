@@ -8,7 +8,8 @@ channel, and SiLU; q and k have length 1. At the first token of a document S is 
 
 The recurrence is computed in chunks of 64 tokens as matrix products (the UT transform: section 3.3 of the paper, and
 arXiv 2406.06484): a chunk's outputs, and the state after it, are linear in the state before it. State and chunks are
-float32. The backward computes them again: what is kept of the core for it are its inputs.
+float32. All of it is one operation to torch (`torch.library.custom_op`), and its backward another, which computes the
+chunks again: what is kept of the core for the backward are its inputs.
 
 Shapes: B batch, S sequence, K key heads, V value heads, a multiple of K, Q width of keys and queries, P width of
 values; N chunks of C tokens, R = V / K. Value head h reads key head h // R. r tokens before a sequence are those that
@@ -22,8 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchllm.models.layers import RMSNorm, gated, widened
-from torchllm.runtime.saved_results import computed_once
+from torchllm.config import Model
+from torchllm.facts.parts.gated_delta import DeltaSizes, delta_sizes
+from torchllm.models.layers import RMSNorm, Rotary, gated, widened
+from torchllm.models.mixer import Mixer
 
 CHUNK = 64
 """tokens that are computed at a time"""
@@ -31,23 +34,6 @@ NO_DOCUMENT = -1
 """id of the tokens before a sequence, which do not exist"""
 EPSILON = 1e-6
 """added to the squared length of keys and queries"""
-
-
-class DeltaSizes(NamedTuple):
-    """Sizes of a `GatedDeltaNet`."""
-
-    hidden: int
-    key_heads: int
-    value_heads: int
-    key_width: int
-    """Q, of each head"""
-    value_width: int
-    """P, of each head"""
-    kernel: int
-    """tokens that the convolution sees, the current one included: at least 2"""
-    norm_epsilon: float
-    negative_eigenvalues: bool = False
-    """beta up to 2 in place of 1: a token may turn over what the state says of its key (arXiv 2411.12537)"""
 
 
 class Streams(NamedTuple):
@@ -78,58 +64,58 @@ class HeadWeights(NamedTuple):
     """(V)"""
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(Mixer):
     """Projects to q, k, v, a and b, runs the recurrence, and norms and gates its results before o_proj."""
 
-    def __init__(self, sizes: DeltaSizes) -> None:
+    def __init__(self, model: Model) -> None:
         super().__init__()
-        keys, values = sizes.key_heads * sizes.key_width, sizes.value_heads * sizes.value_width
-        self.q_proj = nn.Linear(sizes.hidden, keys, bias=False)
-        self.k_proj = nn.Linear(sizes.hidden, keys, bias=False)
-        self.v_proj = nn.Linear(sizes.hidden, values, bias=False)
-        self.a_proj = nn.Linear(sizes.hidden, sizes.value_heads, bias=False)
-        self.b_proj = nn.Linear(sizes.hidden, sizes.value_heads, bias=False)
-        self.g_proj = nn.Linear(sizes.hidden, values, bias=False)
-        self.recurrence = Recurrence(sizes)
-        self.o_norm = RMSNorm(sizes.value_width, sizes.norm_epsilon)
-        self.o_proj = nn.Linear(values, sizes.hidden, bias=False)
-        self.gated: Callable[[Tensor, Tensor], Tensor] = gated
-        """replaceable: `parallel/compile.py`"""
-        self.key_width, self.value_width = sizes.key_width, sizes.value_width
+        self.sizes = delta_sizes(model)
+        sizes, hidden = self.sizes, model.hidden
+        self.q_proj = nn.Linear(hidden, sizes.keys, bias=False)
+        self.k_proj = nn.Linear(hidden, sizes.keys, bias=False)
+        self.v_proj = nn.Linear(hidden, sizes.values, bias=False)
+        self.a_proj = nn.Linear(hidden, sizes.value_heads, bias=False)
+        self.b_proj = nn.Linear(hidden, sizes.value_heads, bias=False)
+        self.of_heads = ParametersOfHeads(sizes)
+        self.core: Any = DeltaCore(sizes)
+        self.o_norm = RMSNorm(sizes.value_width, model.norm_epsilon)
+        self.g_proj = nn.Linear(hidden, sizes.values, bias=False)
+        self.o_proj = nn.Linear(sizes.values, hidden, bias=False)
 
-    def forward(self, x: Tensor, mask: Any) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
         """Let each token read the tokens before it in its document: x (B, S, D) -> (B, S, D)."""
-        of_keys, of_values = (-1, self.key_width), (-1, self.value_width)  # number of heads: this rank's
+        of_keys, of_values = (-1, self.sizes.key_width), (-1, self.sizes.value_width)  # number of heads: this rank's
         q, k = self.q_proj(x).unflatten(-1, of_keys), self.k_proj(x).unflatten(-1, of_keys)
         v = self.v_proj(x).unflatten(-1, of_values)
-        out = self.o_norm(self.recurrence(Streams(q, k, v, self.a_proj(x), self.b_proj(x)), mask))
+        out = self.core(Streams(q, k, v, self.a_proj(x), self.b_proj(x)), self.of_heads(), mask)
         gate = self.g_proj(x).unflatten(-1, of_values)
-        return self.o_proj(self.gated(gate, out).flatten(-2))
+        out = gated(gate, self.o_norm(out)).flatten(-2)
+        return self.o_proj(out)
 
 
-class Recurrence(nn.Module):
-    """The parameters of the heads, around a replaceable core (streams, weights, mask) -> (B, S, V, P)."""
+class ParametersOfHeads(nn.Module):
+    """The parameters of the heads that are no matrices."""
 
     def __init__(self, sizes: DeltaSizes) -> None:
         super().__init__()
-        keys, values = sizes.key_heads * sizes.key_width, sizes.value_heads * sizes.value_width
-        self.q_conv = nn.Parameter(torch.empty(keys, sizes.kernel))
-        self.k_conv = nn.Parameter(torch.empty(keys, sizes.kernel))
-        self.v_conv = nn.Parameter(torch.empty(values, sizes.kernel))
+        self.q_conv = nn.Parameter(torch.empty(sizes.keys, sizes.kernel))
+        self.k_conv = nn.Parameter(torch.empty(sizes.keys, sizes.kernel))
+        self.v_conv = nn.Parameter(torch.empty(sizes.values, sizes.kernel))
         self.A_log = nn.Parameter(torch.empty(sizes.value_heads))
         self.dt_bias = nn.Parameter(torch.empty(sizes.value_heads))
         self.local: Callable[[Tensor], Tensor] = lambda parameter: parameter
         """returns this rank's part of a parameter, a plain tensor: `parallel/added_parameters.py`"""
-        self.core: Any = DeltaCore(sizes)
 
-    def forward(self, streams: Streams, mask: Any) -> Tensor:
-        """Return what each value head reads of its state: (B, S, V, P). mask: as the core made it."""
+    def forward(self) -> HeadWeights:
+        """Return the parameters of this rank's heads."""
         parameters = self.q_conv, self.k_conv, self.v_conv, self.A_log, self.dt_bias
-        return self.core(streams, HeadWeights(*map(self.local, parameters)), mask)
+        return HeadWeights(*map(self.local, parameters))
 
 
 class DeltaCore(nn.Module):
     """Convolution and recurrence of whole sequences."""
+
+    window = 0
 
     def __init__(self, sizes: DeltaSizes) -> None:
         super().__init__()
@@ -141,48 +127,85 @@ class DeltaCore(nn.Module):
         """Return the ids of documents with those of the tokens before, (B, r + S). document_ids: rising, (B, S)."""
         return None if document_ids is None else F.pad(document_ids, (self.reach, 0), value=NO_DOCUMENT)
 
-    @torch.compiler.disable
     def forward(self, streams: Streams, weights: HeadWeights, mask: Tensor | None) -> Tensor:
         """Map the streams of B sequences -> (B, S, V, P)."""
         if mask is None:
             batch, length = streams.a.shape[:2]
             mask = streams.a.new_zeros(batch, self.reach + length, dtype=torch.int64)
-        return _Recurrent.apply(self, mask, *streams, *weights)
+        return gated_delta(*streams, *weights, mask, self.negative_eigenvalues)
 
     def chunks(self, streams: Streams, weights: HeadWeights, ids: Tensor) -> "Chunks":
         """Return the chunks of sequences with the r tokens before them. ids: (B, r + S)."""
         return chunks_of(streams, weights, ids, self.negative_eigenvalues)
 
 
-class _Recurrent(torch.autograd.Function):
-    """Maps streams and weights -> (B, S, V, P). Keeps them alone: the backward computes the chunks again."""
-
-    @staticmethod
-    def forward(ctx: Any, core: DeltaCore, ids: Tensor, *inputs: Tensor) -> Tensor:
-        ctx.core = core
-        ctx.save_for_backward(ids, *inputs)
-        (out,) = computed_once(lambda: (whole_sequences(core, ids, inputs),))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        ids, *kept = ctx.saved_tensors
-        with torch.enable_grad():
-            inputs = [tensor.detach().requires_grad_() for tensor in kept]
-            out = whole_sequences(ctx.core, ids, inputs)
-        return None, None, *torch.autograd.grad(out, inputs, gradient)
-
-
-def whole_sequences(core: DeltaCore, ids: Tensor, inputs: Any) -> Tensor:
+def whole_sequences(streams: Streams, weights: HeadWeights, ids: Tensor, negative_eigenvalues: bool) -> Tensor:
     """Return the results (B, S, V, P) of sequences that nothing is before: zeros, and a state of 0.
 
-    inputs: the streams without the tokens before, then the weights. ids: (B, r + S).
+    The streams are without the tokens before. ids: (B, r + S).
     """
-    streams, weights = Streams(*inputs[:5]), HeadWeights(*inputs[5:])
-    q, k, v = (F.pad(x, (0, 0, 0, 0, core.reach, 0)) for x in streams[:3])
-    chunks = core.chunks(streams._replace(q=q, k=k, v=v), weights, ids)
+    reach = weights.q_conv.shape[1] - 1
+    q, k, v = (F.pad(x, (0, 0, 0, 0, reach, 0)) for x in streams[:3])
+    chunks = chunks_of(streams._replace(q=q, k=k, v=v), weights, ids, negative_eigenvalues)
     states, _ = scan(chunks.transitions, chunks.additions, torch.zeros_like(chunks.additions[..., 0, :, :]))
     return chunks.results(states).to(streams.v.dtype)
+
+
+@torch.library.custom_op("torchllm::gated_delta", mutates_args=())
+def gated_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    q_conv: Tensor,
+    k_conv: Tensor,
+    v_conv: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    ids: Tensor,
+    negative_eigenvalues: bool,
+) -> Tensor:
+    """Return `whole_sequences` of `Streams` and `HeadWeights`: one operation to torch, which keeps its inputs alone."""
+    weights = HeadWeights(q_conv, k_conv, v_conv, A_log, dt_bias)
+    return whole_sequences(Streams(q, k, v, a, b), weights, ids, negative_eigenvalues).contiguous()
+
+
+@torch.library.custom_op("torchllm::gated_delta_gradients", mutates_args=())
+def gated_delta_gradients(
+    d_out: Tensor, streams: list[Tensor], weights: list[Tensor], ids: Tensor, negative_eigenvalues: bool
+) -> list[Tensor]:
+    """Return the gradients of all streams and weights of `gated_delta`, whose chunks are computed again."""
+
+    def compute(*inputs: Tensor) -> Tensor:
+        return whole_sequences(Streams(*inputs[:5]), HeadWeights(*inputs[5:]), ids, negative_eigenvalues)
+
+    gradients_of = torch.func.vjp(compute, *streams, *weights)[1]  # there is no autograd.grad inside of an operation
+    return [gradient.contiguous() for gradient in gradients_of(d_out)]
+
+
+@gated_delta.register_fake
+def _empty_result(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(v, memory_format=torch.contiguous_format)
+
+
+@gated_delta_gradients.register_fake
+def _empty_gradients(d_out: Tensor, streams: list[Tensor], weights: list[Tensor], *_: Any) -> list[Tensor]:
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (*streams, *weights)]
+
+
+def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.negative_eigenvalues = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    *inputs, ids = ctx.saved_tensors
+    gradients = gated_delta_gradients(d_out, inputs[:5], inputs[5:], ids, ctx.negative_eigenvalues)
+    return *gradients, None, None
+
+
+gated_delta.register_autograd(_backward, setup_context=_keep_inputs)
 
 
 class Chunks(NamedTuple):
@@ -236,11 +259,11 @@ def chunks_of(streams: Streams, weights: HeadWeights, ids: Tensor, negative_eige
     )
     documents = _documents(ids[:, -length - 1 :], size)
 
-    decay = log_decay.cumsum(-2)  # of each token since the chunk's begin, itself included
-    # exp of a number over 0 could be infinite: tokens that are not earlier, or of another document, come first.
-    between = (decay - decay.mT).masked_fill(~documents.visible, -torch.inf).exp()  # (B, K, R, N, C, C)
-    since_state = decay.exp() * documents.as_before
-    until_end = (decay[..., -1:, :] - decay).exp() * documents.as_last
+    # Summed from each token on: differences of the sums since the chunk's begin would lose the digits of small ones.
+    log_between = log_decay.expand(*log_decay.shape[:-1], size).tril(-1).cumsum(-2)
+    between = log_between.exp() * documents.visible  # (B, K, R, N, C, C)
+    since_state = log_decay.cumsum(-2).exp() * documents.as_before
+    until_end = between[..., -1:, :].mT
 
     overlaps = (k @ k.mT) * between * beta  # the diagonal and what is right of it are not read
     # What each token writes beside its key: values, minus what it reads of the state before the chunk.
@@ -283,23 +306,16 @@ class _Documents(NamedTuple):
     """whether the second token is not later, and of the first one's document: (B, 1, 1, N, C, C)"""
     as_before: Tensor
     """whether a token is of the document that the last token before the chunk has: (B, 1, 1, N, C, 1)"""
-    as_last: Tensor
-    """the same of the chunk's last token"""
 
 
 def _documents(ids: Tensor, size: int) -> _Documents:
     """Return the documents of chunks of `size` tokens. ids: (B, 1 + S), beginning with the token before."""
-    last = -(ids.shape[1] - 1) % size
-    of_chunks = F.pad(ids[:, 1:], (0, last))  # places of no token, given the last one's document
-    if last:
-        of_chunks[:, -last:] = ids[:, -1:]
-    of_chunks = of_chunks.unflatten(1, (-1, size))[:, None, None, :, :, None]  # (B, 1, 1, N, C, 1)
+    no_token = ids[:, -1:].expand(-1, -(ids.shape[1] - 1) % size)  # they are of the last token's document
+    of_chunks = torch.cat((ids[:, 1:], no_token), dim=1).unflatten(1, (-1, size))[
+        :, None, None, :, :, None
+    ]  # (B, 1, 1, N, C, 1)
     before = torch.cat((ids[:, None, None, :1, None], of_chunks[:, :, :, :-1, -1]), dim=3).unsqueeze(-2)
-    return _Documents(
-        visible=(of_chunks == of_chunks.mT).tril(),
-        as_before=of_chunks == before,
-        as_last=of_chunks == of_chunks[..., -1:, :],
-    )
+    return _Documents(visible=(of_chunks == of_chunks.mT).tril(), as_before=of_chunks == before)
 
 
 def _in_chunks(x: Tensor, heads: int, size: int) -> Tensor:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from torchllm.config.schema import Config, Data, Generate, Model, Run
+from torchllm.facts.parts.registry import mixer
 from torchllm.tools.config.degrees import layout_problems
 from torchllm.tools.config.idle import contradictions
 from torchllm.tools.config.read import ConfigError, config_error
@@ -105,6 +106,8 @@ def _model_problems(config: Config) -> Iterator[ConfigError]:
         yield config_error("model.block", f"{model.block!r} does not combine with {other}: remove one of the keys")
     if model.heads % model.kv:
         yield config_error("model.kv_heads", f"{model.kv} key-value heads do not divide {model.heads} heads")
+    for key, message in mixer(model).problems(model):
+        yield config_error(f"model.{key}", message)
     if model.features.learned_positions and length > model.max_sequence_length:
         yield config_error(
             "training.sequence_length", f"{length} is over model.max_sequence_length {model.max_sequence_length}"

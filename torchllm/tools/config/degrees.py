@@ -93,7 +93,12 @@ def _tensor_problems(config: Config) -> Iterator[ConfigError]:
     """Check that tp divides the model's sizes."""
     model = config.model
     parallel = config.parallel
-    widths = {"heads": model.heads, "kv_heads": model.kv, "ffn": model.ffn}
+    widths = {
+        key: size
+        for of_kind in config.of_kinds.values()
+        for key, size in mixer(of_kind.model).heads(of_kind.model).items()
+    }
+    widths["ffn"] = model.ffn
     if model.expert_ffn and parallel.ep == 1:
         widths["expert_ffn"] = model.expert_ffn
     for key, size in widths.items():
@@ -182,14 +187,16 @@ def _context_problems(config: Config) -> Iterator[ConfigError]:
     if length % pieces:
         why = " (two pieces per rank, so that causal work is even)" if is_ring else ""
         yield config_error("parallel.cp", f"training.sequence_length = {length} does not divide into {pieces}{why}")
-    heads = model.kv // parallel.tp
-    if not is_ring and heads % parallel.cp:
-        source = f" (model.kv_heads {model.kv} / tp {parallel.tp})" if parallel.tp > 1 else ""
-        yield config_error(
-            "parallel.cp",
-            f"ulysses gives each rank whole key-value heads, but {heads}{source} do not divide by {parallel.cp} ranks: "
-            f'set it to {math.gcd(heads, parallel.cp)}, or use parallel.cp_method = "ring"',
-        )
+    shared = dict(list(mixer(of_kind.model).heads(of_kind.model).items())[-1] for of_kind in config.of_kinds.values())
+    for key, whole in shared.items():
+        heads = whole // parallel.tp
+        if not is_ring and heads % parallel.cp:
+            source = f" (model.{key} {whole} / tp {parallel.tp})" if parallel.tp > 1 else ""
+            yield config_error(
+                "parallel.cp",
+                f"ulysses gives each rank whole key-value heads, but {heads}{source} do not divide by {parallel.cp} "
+                f'ranks: set it to {math.gcd(heads, parallel.cp)}, or use parallel.cp_method = "ring"',
+            )
     if is_ring and model.attention in ("flash", "flex"):
         yield config_error(
             "model.attention",

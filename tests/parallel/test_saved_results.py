@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from torchllm.parallel.recompute import save_products_and_rings
-from torchllm.runtime.saved_results import computed_once
+from torchllm.parallel.saved_results import computed_once
 
 results: list[Any] = []
 """references to the storages of what was computed"""
