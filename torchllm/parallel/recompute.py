@@ -53,7 +53,6 @@ _ATTENTION = (
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.higher_order.flex_attention,
-    torch.ops.torchllm.document_attention.default,
     VARLEN_ATTENTION,
 )
 _COLLECTIVES = (
@@ -151,7 +150,8 @@ _SAVERS = {
 
 
 def _save_results(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if operation in _WEIGHT_PRODUCTS or operation in _ATTENTION or operation in _COLLECTIVES:
+    is_core = operation in _ATTENTION or getattr(operation, "namespace", "") == "torchllm"  # a part's own operation
+    if is_core or operation in _WEIGHT_PRODUCTS or operation in _COLLECTIVES:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 

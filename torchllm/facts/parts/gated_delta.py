@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from torchllm.config import Model
-from torchllm.facts.parts.part import Part, PartParameter, Start, linear
+from torchllm.facts.parts.part import BlockPart, PartParameter, Start, linear
 
 
 class DeltaSizes(NamedTuple):
@@ -87,7 +87,7 @@ def _projection(name: str, outputs: Callable[[DeltaSizes], int]) -> tuple[PartPa
     return linear(f"self_attn.{name}", lambda view: (outputs(delta_sizes(view)), view.hidden), "colwise")
 
 
-PART = Part(
+PART = BlockPart(
     name="gated_delta",
     build="torchllm.models.parts.gated_delta:GatedDeltaNet",
     parameters=(

@@ -27,6 +27,7 @@ from torchllm.config import Model
 from torchllm.facts.parts.gated_delta import DeltaSizes, delta_sizes
 from torchllm.models.layers import RMSNorm, Rotary, gated, widened
 from torchllm.models.mixer import Mixer
+from torchllm.runtime.torch_compat import gradients_inside_operation
 
 CHUNK = 64
 """tokens that are computed at a time"""
@@ -176,12 +177,11 @@ def gated_delta_gradients(
     d_out: Tensor, streams: list[Tensor], weights: list[Tensor], ids: Tensor, negative_eigenvalues: bool
 ) -> list[Tensor]:
     """Return the gradients of all streams and weights of `gated_delta`, whose chunks are computed again."""
-
-    def compute(*inputs: Tensor) -> Tensor:
-        return whole_sequences(Streams(*inputs[:5]), HeadWeights(*inputs[5:]), ids, negative_eigenvalues)
-
-    gradients_of = torch.func.vjp(compute, *streams, *weights)[1]  # there is no autograd.grad inside of an operation
-    return [gradient.contiguous() for gradient in gradients_of(d_out)]
+    inputs = [x.detach().requires_grad_() for x in (*streams, *weights)]
+    with gradients_inside_operation():
+        out = whole_sequences(Streams(*inputs[:5]), HeadWeights(*inputs[5:]), ids, negative_eigenvalues)
+        gradients = torch.autograd.grad(out, inputs, d_out)
+    return [gradient.contiguous() for gradient in gradients]
 
 
 @gated_delta.register_fake
