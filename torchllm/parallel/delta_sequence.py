@@ -101,9 +101,8 @@ class RingDelta(nn.Module):
         parts = before.flatten(0, 1).split([x.shape[2] * x.shape[3] for x in convolved], dim=2)
         parts = [part.unflatten(2, x.shape[2:]) for part, x in zip(parts, convolved, strict=True)]
         parts += [pieces_of(x).flatten(0, 1) for x in others]  # of 2 B sequences
-        if mask is None:
-            mask = torch.zeros(parts[0].shape[:2], dtype=torch.int64, device=before.device)
-        out = _Scanned.apply(self, mask, *parts, *weights)
+        ids = self.core.documents_of(Streams(*parts)) if mask is None else mask
+        out = _Scanned.apply(self, ids, *parts, *weights)
         return joined(out.unflatten(0, (2, -1)))
 
     def gathered(self, of_pieces: Tensor) -> list[Tensor]:

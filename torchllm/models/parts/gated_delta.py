@@ -93,6 +93,12 @@ class GatedDeltaNet(Mixer):
         out = gated(gate, self.o_norm(out)).flatten(-2)
         return self.o_proj(out)
 
+    def cached_core(self, *, room: int, padding: Tensor | None) -> nn.Module:
+        """Return a core that caches the state. It needs neither room nor padding, which the mask hides."""
+        from torchllm.models.parts.cached_delta import CachedDelta  # of no use to trainings
+
+        return CachedDelta(self.core)
+
 
 class ParametersOfHeads(nn.Module):
     """The parameters of the heads that are no matrices."""
@@ -130,10 +136,13 @@ class DeltaCore(nn.Module):
 
     def forward(self, streams: Streams, weights: HeadWeights, mask: Tensor | None) -> Tensor:
         """Map the streams of B sequences -> (B, S, V, P)."""
-        if mask is None:
-            batch, length = streams.a.shape[:2]
-            mask = streams.a.new_zeros(batch, self.reach + length, dtype=torch.int64)
-        return gated_delta(*streams, *weights, mask, self.negative_eigenvalues)
+        ids = self.documents_of(streams) if mask is None else mask
+        return gated_delta(*streams, *weights, ids, self.negative_eigenvalues)
+
+    def documents_of(self, streams: Streams) -> Tensor:
+        """Return the ids of sequences of one document each, as `mask` does."""
+        batch, length = streams.a.shape[:2]
+        return streams.a.new_zeros(batch, self.reach + length, dtype=torch.int64)
 
     def chunks(self, streams: Streams, weights: HeadWeights, ids: Tensor) -> "Chunks":
         """Return the chunks of sequences with the r tokens before them. ids: (B, r + S)."""
