@@ -43,6 +43,7 @@ OF_MODEL = """
     rope_high_frequency_factor rope_beta_fast rope_beta_slow rope_truncate rope_attention_factor
     experts top_k expert_ffn shared_experts dense_layers router_score router_dtype router_renormalize router_scale
     router_z_loss balance_weight
+    delta_key_heads delta_value_heads delta_key_dim delta_value_dim delta_conv delta_negative
 """
 """keys of [model] that need no call, for build_model and initialize, which must be given [model], apply them"""
 
