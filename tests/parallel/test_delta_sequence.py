@@ -18,8 +18,8 @@ from tests.parallel.test_ring import DOCUMENTS, LENGTH, part_of
 from tests.parity import check
 from tests.workers import run
 from torchllm.facts.parts.gated_delta import DeltaSizes
-from torchllm.models.parts import gated_delta
-from torchllm.models.parts.gated_delta import DeltaCore, HeadWeights, Streams
+from torchllm.models.parts import delta_rule
+from torchllm.models.parts.delta_rule import DeltaCore, HeadWeights, Streams
 from torchllm.parallel.delta_sequence import RingDelta, UlyssesDelta
 from torchllm.parallel.recompute import save_products_and_rings
 from torchllm.tools.proof.layouts import Settings
@@ -53,7 +53,7 @@ def whole_inputs(key_heads: int) -> list[Tensor]:
 def forward_backward(core: Any, inputs: list[Tensor], documents: Tensor | None) -> list[Tensor]:
     """Return the results and the gradients of all inputs, in chunks of 5 tokens."""
     *inputs, d_out = [x.clone() for x in inputs]
-    with mock.patch.object(gated_delta, "CHUNK", 5):
+    with mock.patch.object(delta_rule, "CHUNK", 5):
         leaves = [x.requires_grad_() for x in inputs]
         out = core(Streams(*leaves[:5]), HeadWeights(*leaves[5:]), core.mask(documents))
         return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]

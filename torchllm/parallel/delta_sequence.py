@@ -1,4 +1,4 @@
-"""Gated DeltaNet over sequences that several ranks share: context parallelism of `models/parts/gated_delta.py`.
+"""Gated DeltaNet over sequences that several ranks share: context parallelism of `models/parts/delta_rule.py`.
 
 Shapes as there: V value heads with states (Q, P), K key heads, W = 2 K Q + V P channels of q, k and v, r tokens that
 the convolution reaches back. n ranks of cp.
@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchllm.config import Model
 from torchllm.config.errors import UserError
 from torchllm.models.mixer import Mixer
-from torchllm.models.parts.gated_delta import Chunks, DeltaCore, HeadWeights, Streams, scan
+from torchllm.models.parts.delta_rule import Chunks, DeltaCore, HeadWeights, Streams, scan
 from torchllm.parallel.context import SharedSequences
 from torchllm.parallel.heads import to_heads, to_sequence
 from torchllm.parallel.pieces import NeighborPieces, in_sequence, joined, pieces_of
@@ -153,7 +153,7 @@ class _Scanned(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ring: RingDelta, ids: Tensor, *inputs: Tensor) -> Tensor:
-        out, states = computed_once(lambda: ring_forward(ring, ids, inputs))
+        out, states = computed_once(lambda: scan_pieces(ring, ids, inputs))
         ctx.ring = ring
         ctx.save_for_backward(ids, states, *inputs)
         return out
@@ -161,10 +161,10 @@ class _Scanned(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         ids, states, *inputs = ctx.saved_tensors
-        return None, None, *ring_backward(ctx.ring, ids, states, inputs, d_out)
+        return None, None, *scan_pieces_back(ctx.ring, ids, states, inputs, d_out)
 
 
-def ring_forward(ring: RingDelta, ids: Tensor, inputs: Any) -> tuple[Tensor, Tensor]:
+def scan_pieces(ring: RingDelta, ids: Tensor, inputs: Any) -> tuple[Tensor, Tensor]:
     """Return the results of this rank's pieces, and the states before them."""
     pieces = PieceScan(ring.core, ids, inputs)
     before: list[Tensor] = []
@@ -177,7 +177,7 @@ def ring_forward(ring: RingDelta, ids: Tensor, inputs: Any) -> tuple[Tensor, Ten
     return pieces.results(states), states
 
 
-def ring_backward(ring: RingDelta, ids: Tensor, states: Tensor, inputs: Any, d_out: Tensor) -> tuple[Tensor, ...]:
+def scan_pieces_back(ring: RingDelta, ids: Tensor, states: Tensor, inputs: Any, d_out: Tensor) -> tuple[Tensor, ...]:
     """Return the gradients of the inputs, given that of the results and the states before this rank's pieces."""
     with torch.enable_grad():
         inputs = [x.detach().requires_grad_() for x in inputs]

@@ -1,1 +1,4 @@
-"""Mixers and feed-forward layers that few models have; a model imports only its own. Imports config, models."""
+"""Mixers that few models have: a model imports only its own.
+
+Those of most models are in the folder above. Imports: config, facts, runtime, models.
+"""

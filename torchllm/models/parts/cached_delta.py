@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchllm.models.parts.gated_delta import DeltaCore, HeadWeights, Streams, scan
+from torchllm.models.parts.delta_rule import DeltaCore, HeadWeights, Streams, scan
 
 
 class CachedDelta(nn.Module):
@@ -31,12 +31,12 @@ class CachedDelta(nn.Module):
         reach, length = self.core.reach, streams.a.shape[1]
         if self.ids is None:
             ids = self.core.documents_of(streams) if mask is None else mask
-            convolved = [F.pad(x, (0, 0, 0, 0, reach, 0)) for x in streams[:3]]
+            q, k, v = (F.pad(x, (0, 0, 0, 0, reach, 0)) for x in streams[:3])
         else:
             ids = torch.cat((self.ids, self.ids[:, -1:].expand(-1, length)), dim=1)
-            convolved = [torch.cat(parts, dim=1) for parts in zip(self.before, streams[:3], strict=True)]
-        chunks = self.core.chunks(Streams(*convolved, *streams[3:]), weights, ids)
+            q, k, v = (torch.cat(parts, dim=1) for parts in zip(self.before, streams[:3], strict=True))
+        chunks = self.core.chunks(streams._replace(q=q, k=k, v=v), weights, ids)
         state = torch.zeros_like(chunks.additions[..., 0, :, :]) if self.state is None else self.state
         states, self.state = scan(chunks.transitions, chunks.additions, state)
-        self.before, self.ids = tuple(x[:, -reach:] for x in convolved), ids[:, -reach:]
+        self.before, self.ids = tuple(x[:, -reach:] for x in (q, k, v)), ids[:, -reach:]
         return chunks.results(states).to(streams.v.dtype)
