@@ -61,10 +61,13 @@ def published(module: GatedDeltaNet) -> torch.nn.Module:
 
 @pytest.mark.exhaustive  # transformers is 4 s to import
 def test_the_module_is_the_published_one() -> None:
-    """Theirs computes in float32."""
+    """Both in float32. Theirs subtracts sums of log decays since a chunk's begin, which is exact for slow decays alone."""
     module = mixer(torch.float32)
+    module.of_heads.A_log.data -= 4.0
     x = random(BATCH, 150, MODEL.hidden, seed=20).float()
-    torch.testing.assert_close(module(x, None, None), published(module)(x), rtol=0, atol=2e-6)
+    expected = published(module)(x)
+    # either is within 7e-7 of the largest element of float64's
+    torch.testing.assert_close(module(x, None, None), expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
 
 
 def test_documents_are_as_if_alone() -> None:
