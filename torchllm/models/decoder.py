@@ -193,6 +193,7 @@ def build_model(model: Model, loss_chunk: int = 0, z_loss: float = 0.0) -> Decod
     applied("training.loss_chunk", loss_chunk)
     applied("training.z_loss", z_loss)
     applied("model.pattern", model.pattern)
+    applied("model.mixer", model.mixer)
     applied("model.kinds", model.kinds)
     decoder = Decoder(model, loss_chunk, z_loss)
     if model.frozen:
