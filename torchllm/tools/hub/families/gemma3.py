@@ -11,11 +11,29 @@ from torchllm.tools.hub.families.qwen3 import HEAD_NORMS
 
 GELU = RequiredField("hidden_activation", ("gelu_pytorch_tanh",), "another activation of the feed-forward layer")
 CAUSAL = RequiredField("use_bidirectional_attention", (False, None), "attention to later tokens")
+
+
+# Functions with names: a table is sent to the other ranks, and a lambda cannot be pickled.
+def scale_of(scalar: float) -> float:
+    """Return model.softmax_scale of query_pre_attn_scalar."""
+    return float(scalar**-0.5)
+
+
+def scalar_of(scale: float) -> int:
+    """Return query_pre_attn_scalar of model.softmax_scale."""
+    return round(scale**-2)
+
+
+def root(hidden: int) -> float:
+    """Return the factor of the embeddings of a model of this width."""
+    return float(hidden**0.5)
+
+
 SCALE = ConfigField(
     "query_pre_attn_scalar",
     "softmax_scale",
     256,
-    conversion=(lambda scalar: scalar**-0.5, lambda scale: round(scale**-2)),
+    conversion=(scale_of, scalar_of),
 )
 NORMS_AROUND = tuple(
     TensorRule(f"model.layers.{{}}.{norm}_layernorm.weight", (f"layers.{{}}.{norm}_layernorm.weight",))
@@ -59,5 +77,5 @@ GEMMA3 = HubFamily(
     heads_divide_hidden=True,
     rope_theta=1e6,
     window_rope_theta=10000.0,
-    derived={"embedding_multiplier": lambda hidden: hidden**0.5},
+    derived={"embedding_multiplier": root},
 )
