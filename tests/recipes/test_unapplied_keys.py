@@ -178,6 +178,7 @@ EVERYTHING = [  # that one run can have
 NOT_TRIED = {
     "run.dry_run": "trains nothing",
     "model.from_hf": "in test_initial_weights.py",
+    "model.mixer": "in tests/parallel/test_latent_attention.py; a pattern of kinds takes its place here",
     "compile.norm": "needs a compiler",
     "compile.block": "needs a compiler",
     "compile.loss": "needs a compiler",
