@@ -20,7 +20,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -33,10 +32,10 @@ from torchllm.models.attention_kernels import BlockKernel, block_kernel
 from torchllm.models.decoder import Decoder
 from torchllm.models.kernel_check import check_kernel
 from torchllm.models.mixer import Mixer
+from torchllm.parallel.heads import to_heads, to_sequence
 from torchllm.parallel.ring import RingAttention, gather_from_ranks
 from torchllm.parallel.shared_sequence import sum_over_sequence
 from torchllm.parallel.windows import WindowAttention
-from torchllm.runtime.torch_compat import all_to_all
 
 
 class SharedSequences(NamedTuple):
@@ -120,32 +119,6 @@ class UlyssesAttention(nn.Module):
 
         of_heads: further inputs of the core, (H) each, of which it gets those of its heads.
         """
-        q, k, v = self._gather_sequence(q, k, v)
+        q, k, v = to_heads((q, k, v), self.group)
         of_own_heads = [x.unflatten(0, (self.ranks, -1))[self.rank] for x in of_heads]
-        out = self.core(q, k, v, mask, *of_own_heads)  # (B, S, H / n, Q)
-        out = out.unflatten(1, (self.ranks, -1)).transpose(0, 1).contiguous()  # (n, B, S / n, H / n, Q)
-        out = _AllToAll.apply(out, self.group)
-        return out.permute(1, 2, 0, 3, 4).flatten(2, 3)
-
-    def _gather_sequence(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """Map (B, S / n, heads, Q) -> (B, S, heads / n, Q), all three in one all-to-all."""
-        heads_per_rank = [x.shape[2] // self.ranks for x in (q, k, v)]
-        heads_of_ranks = [x.unflatten(2, (self.ranks, -1)) for x in (q, k, v)]
-        x = torch.cat(heads_of_ranks, dim=3)  # (B, S / n, n, heads / n of q, k and v, Q)
-        x = x.permute(2, 0, 1, 3, 4).contiguous()  # (n, B, S / n, heads / n, Q)
-        x = _AllToAll.apply(x, self.group)
-        x = x.transpose(0, 1).flatten(1, 2)  # (B, S, heads / n, Q)
-        return x.split(heads_per_rank, dim=2)
-
-
-class _AllToAll(torch.autograd.Function):
-    """Maps (n, ...) -> (n, ...): element i of rank j becomes element j of rank i. Gradients go the same way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return all_to_all(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_to_all(gradient.contiguous(), ctx.group), None
+        return to_sequence(self.core(q, k, v, mask, *of_own_heads), self.group)
