@@ -46,6 +46,7 @@ OF_MODEL = """
     rope_interleaved sinks o_bias expert_biases
     experts top_k expert_ffn shared_experts dense_layers router_score router_dtype router_renormalize router_scale
     router_groups router_top_groups router_z_loss balance_weight
+    delta_key_heads delta_value_heads delta_key_dim delta_value_dim delta_conv delta_negative
 """
 """keys of [model] that need no call, for build_model and initialize, which must be given [model], apply them"""
 

@@ -30,6 +30,8 @@ LATENT = {
 ULYSSES = {"parallel.cp_method": "ulysses"}
 ROWWISE = {"float8.recipe": "rowwise"}
 KINDS = {"model.pattern": ("local", "full"), "model.kinds": Kinds(local={}, full={"window": 0})}
+DELTA = {"model.mixer": "gated_delta"}
+MIXED = {"model.pattern": ("r", "full"), "model.kinds": Kinds(r={"mixer": "gated_delta"}, full={})}
 FIVE = {"training.global_batch_size": 5, "training.micro_batch_size": 1}
 HEADERLESS = (Source(kind="nanogpt", path="a"),)
 PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
@@ -75,6 +77,13 @@ PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ({"parallel.tp": 3}, None, ["parallel.tp"] * 3),  # heads, kv_heads, ffn
     ({"parallel.tp": 4, "model.kv_heads": 2}, None, ["parallel.tp"]),
     ({"parallel.tp": 2, "model.vocab": 1}, None, ["parallel.tp"]),
+    ({**DELTA, "parallel.tp": 4, "model.delta_key_heads": 2}, None, ["parallel.tp"]),
+    ({**MIXED, "parallel.tp": 4, "model.delta_key_heads": 2}, None, ["parallel.tp"]),
+    ({**DELTA, "model.delta_key_heads": 3}, None, ["model.delta_key_heads"]),
+    ({"model.delta_key_heads": 2}, None, ["model.delta_key_heads"]),  # it needs the mixer
+    ({**DELTA, **ULYSSES, "parallel.cp": 4, "model.delta_key_heads": 2}, None, ["parallel.cp"]),
+    ({**MIXED, **ULYSSES, "parallel.cp": 4, "model.delta_key_heads": 2}, None, ["parallel.cp"]),
+    ({**DELTA, "parallel.cp": 4, "model.delta_key_heads": 2}, None, []),
     ({"parallel.pp": 2}, None, []),
     ({"parallel.cp": 4}, None, []),
     ({"parallel.cp": 4, "training.sequence_length": 12}, None, ["parallel.cp"]),  # not into 8 pieces

@@ -17,7 +17,7 @@ from tests.workers import run
 from torchllm.config import Compile, Float8, Model, Parallel, Recompute
 from torchllm.facts.parameters import canonical_name, rule_of
 from torchllm.models.decoder import Decoder, build_model
-from torchllm.parallel.initialize import _hash, fill, initialize, key_of, normal
+from torchllm.parallel.initialize import _hash, decay, fill, initialize, key_of, normal, time_step
 from torchllm.parallel.mesh import build_mesh
 from torchllm.parallel.parallelize import parallelize
 
@@ -171,3 +171,16 @@ def test_bits_are_those_of_the_first_version(monkeypatch: pytest.MonkeyPatch) ->
             std = model.initial_std / (math.sqrt(2 * model.layers) if start == "residual" else 1.0)
             expected = (first_numbers(value.numel(), key_of(seed, name)) * std).float()
             assert torch.equal(value.flatten(), expected), name
+
+
+def test_recurrences_start_with_the_decays_of_mamba() -> None:
+    """A from 0 to 16, uniform; the step from 0.001 to 0.1, its logarithm uniform: quarters of both are equally full."""
+    index, key = torch.arange(4_000), key_of(7, "A_log")
+    of_a = decay(index, key).exp()
+    assert torch.histc(of_a, 4, min=0.0, max=16.0).tolist() == pytest.approx([1_000] * 4, abs=120)
+    steps = torch.nn.functional.softplus(time_step(index, key_of(7, "dt_bias"))).log()
+    in_quarters = torch.histc(steps, 4, min=math.log(0.001), max=math.log(0.1))
+    assert in_quarters.tolist() == pytest.approx([1_000] * 4, abs=120)  # 4 deviations of a quarter's count
+    parameter = torch.empty(8)
+    fill(parameter, "layers.0.self_attn.of_heads.A_log", ODD, 7)
+    assert torch.equal(parameter, decay(index[:8], key_of(7, "layers.0.self_attn.of_heads.A_log")).float())

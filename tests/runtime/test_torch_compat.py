@@ -4,7 +4,7 @@ import gc
 import inspect
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd import DeviceType
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,6 +22,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleZ
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from tests.operations import Operations
 from tests.patience import until
 from tests.test_architecture import FILES, imports
 from tests.workers import run
@@ -153,6 +155,20 @@ def test_foreach_norm() -> None:
     assert (large.dtype, large.shape) == (torch.float64, ())
     assert large.item() == pytest.approx(1e7**0.5 * float(torch.tensor(0.1)), rel=1e-9)
     assert (small.item(), empty.item()) == (5.0, 0.0)
+
+
+@torch.library.custom_op("torchllm_tests::gradient_of_sine", mutates_args=())
+def gradient_of_sine(x: torch.Tensor) -> torch.Tensor:
+    x = x.detach().requires_grad_()
+    with torch_compat.gradients_inside_operation():
+        return torch.autograd.grad(F.pad(x, (1, 0)).sin().sum(), x)[0].clone()
+
+
+@pytest.mark.parametrize("mode", [nullcontext, Operations])
+def test_gradients_inside_operation(mode: Callable[[], Any]) -> None:
+    x = torch.arange(3.0, requires_grad=True)
+    with mode():
+        torch.testing.assert_close(gradient_of_sine(x), x.cos())
 
 
 def test_foreach_multiply() -> None:

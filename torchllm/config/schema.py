@@ -76,6 +76,7 @@ EXPERTS = Needs("model.experts over 0")
 BALANCED = Needs(f'{EXPERTS.words} and model.balance_loss = "sequence" or "global"')
 LLAMA = Needs('model.family = "llama"')
 ROTARY = Needs('rotary positions, which model.family = "llama" has')
+DELTA = Needs('model.mixer = "gated_delta"')
 LATENT = Needs('model.mixer = "latent_attention"')
 SCALED = "model.rope_scaling_factor over 1"
 LLAMA3 = Needs(f'{SCALED} and model.rope_scaling = "llama3"')
@@ -211,8 +212,8 @@ class Model:
     block: str = ""
     """kind of the blocks, by the name under which a fork registers it; empty: torchllm's"""
     mixer: Annotated[str, BUILD] = "attention"
-    """how tokens see others in a block: attention, latent_attention (DeepSeek-V3), or the name under which a fork
-    registers its own"""
+    """how tokens see others in a block: attention, latent_attention (DeepSeek-V3), gated_delta (a recurrence:
+    Qwen3-Next), or the name under which a fork registers its own"""
     hidden: Count = 256
     """width of the residual stream (D)"""
     heads: Count = 8
@@ -233,6 +234,18 @@ class Model:
     """features of a query or key, the last ones, that rotary positions turn; in keys they are the same for all heads"""
     v_head_dim: Annotated[Natural, LATENT] = 0
     """width of a head's values"""
+    delta_key_heads: Annotated[Natural, DELTA] = 0
+    """heads of the queries and keys of gated_delta, a divisor of delta_value_heads; 0: kv_heads"""
+    delta_value_heads: Annotated[Natural, DELTA] = 0
+    """heads of its values, each with a state of delta_key_dim x delta_value_dim numbers; 0: heads"""
+    delta_key_dim: Annotated[Natural, DELTA] = 0
+    """width of one of its keys; 0: that of a head"""
+    delta_value_dim: Annotated[Natural, DELTA] = 0
+    """width of one of its values; 0: that of a head"""
+    delta_conv: Annotated[int, Bound(at_least=2), DELTA] = 4
+    """tokens that the convolution of its queries, keys and values sees, the current one included"""
+    delta_negative: Annotated[bool, DELTA] = False
+    """let a token turn over what the state says of its key, not only forget it: negative eigenvalues (OLMo Hybrid)"""
     ffn: Count = 1024
     """width of the feed-forward layer (F)"""
     experts: Annotated[int, Bound(at_least=0, at_most=2**15 - 1)] = 0

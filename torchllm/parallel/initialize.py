@@ -85,7 +85,7 @@ def fill(parameter: Tensor, name: str, model: Model, seed: int) -> None:
         for first in range(0, run, most):
             part = some_runs[:, first : first + most]
             index = some_starts[:, None] + torch.arange(first, first + part.shape[1], device=local.device)
-            part.copy_(normal(index, key).mul_(std))
+            part.copy_(OF_RECURRENCES[start](index, key) if start in OF_RECURRENCES else normal(index, key).mul_(std))
 
 
 def key_of(seed: int, name: str) -> int:
@@ -101,8 +101,26 @@ def normal(index: Tensor, key: int) -> Tensor:
     and the rounding to float32 afterwards hides such a last bit.
     """
     tail = 0.5 * math.erfc(_CUT / math.sqrt(2.0))  # probability of a number below -3
-    uniform = _hash(index, key).to(torch.float64).add_(0.5).mul_(2.0**-53)
-    return torch.special.ndtri(uniform.mul_(1.0 - 2.0 * tail).add_(tail))
+    return torch.special.ndtri(uniform(index, key).mul_(1.0 - 2.0 * tail).add_(tail))
+
+
+def uniform(index: Tensor, key: int) -> Tensor:
+    """Return the index-th uniform numbers of the stream `key`, between 0 and 1: int64 -> float64, of any shape."""
+    return _hash(index, key).to(torch.float64).add_(0.5).mul_(2.0**-53)
+
+
+def decay(index: Tensor, key: int) -> Tensor:
+    """Return the logarithms of uniform numbers from 0 to 16, in the same way."""
+    return uniform(index, key).mul_(16.0).log_()
+
+
+def time_step(index: Tensor, key: int) -> Tensor:
+    """Return numbers whose softplus is from 0.001 to 0.1, the logarithm of that uniform, in the same way."""
+    softplus = uniform(index, key).mul_(math.log(100.0)).add_(math.log(0.001)).exp_()
+    return softplus.expm1_().log_()
+
+
+OF_RECURRENCES = {"decay": decay, "time_step": time_step}
 
 
 def _hash(index: Tensor, key: int) -> Tensor:

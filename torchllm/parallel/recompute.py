@@ -37,9 +37,7 @@ from torchllm.facts.flops import recompute_interval
 from torchllm.models.decoder import Block, BlockInputs, Decoder, run_blocks
 from torchllm.models.document_attention import ATTENTION_OPERATIONS
 from torchllm.models.experts import Router
-from torchllm.parallel.ring import RingAttention
 from torchllm.parallel.saved_results import SavedResults
-from torchllm.parallel.windows import WindowAttention
 from torchllm.runtime.torch_compat import PROFILER_MARKS, VARLEN_ATTENTION, checkpoint_wrapper
 
 _WEIGHT_PRODUCTS = (
@@ -82,7 +80,7 @@ def apply_recompute(stage: Decoder, config: Recompute, layers: int, compiles_blo
             for block in stage.layers.values():
                 _wrap(block, ["mlp"])
         case "selective" | "selective_half":
-            has_ring = any(isinstance(module, RingAttention | WindowAttention) for module in stage.modules())
+            has_ring = any(getattr(module, "computes_once", False) for module in stage.modules())
             saver = _SAVERS[config.mode, has_ring]
             for name, block in list(stage.layers.items()):
                 assert isinstance(block, Block)
@@ -149,7 +147,7 @@ _SAVERS = {
     ("selective_half", False): save_half_of_products,
     ("selective_half", True): save_half_of_products_and_rings,
 }
-"""makes the contexts, by mode and by whether the block has ring attention"""
+"""makes the contexts, by mode and by whether a core marks a result with `computed_once`, as ring attention does"""
 
 
 def _save_results(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -48,6 +48,9 @@ Masks = tuple[KeyMask, ...]
 class RingAttention(nn.Module):
     """An attention core over sequences that are sharded over `mesh` (one dimension), two pieces per rank."""
 
+    computes_once = True
+    """its results are marked with `computed_once`"""
+
     def __init__(self, mesh: DeviceMesh, kernel: BlockKernel) -> None:
         super().__init__()
         self.group = mesh.get_group()

@@ -7,6 +7,8 @@ test for each name, which fails when torch moves it.
 """
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -142,6 +144,16 @@ def begin_all_to_all(x: Tensor, sent: list[int], received: list[int], group: dis
 def end_all_to_all(x: Tensor) -> Tensor:
     """Wait for the result of `begin_all_to_all`. Not differentiable. Private: as `all_to_all`."""
     return torch.ops._c10d_functional.wait_tensor(x)
+
+
+@contextmanager
+def gradients_inside_operation() -> Iterator[None]:
+    """Let an operation of our own (`torch.library.custom_op`) use `torch.autograd.grad` inside.
+
+    Private: there torch excludes autograd, and `torch.func.vjp`, which works without, fails under a dispatch mode.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False), torch.enable_grad():
+        yield
 
 
 def foreach_norm(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:

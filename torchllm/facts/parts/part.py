@@ -19,9 +19,11 @@ Cut = Literal["vocab", "colwise", "rowwise", "whole", "whole_per_head", "whole_s
 """vocab: rows are tokens, over tp. colwise: output features over tp. rowwise: input features over tp. whole: on every
 tp rank. whole_per_head: on every tp rank, which uses it for its own heads, so that gradients are summed over tp.
 whole_summed: the same for a rank's own output features, or its own input features."""
-Start = Literal["normal", "residual", "ones", "zeros", "identity"]
+Start = Literal["normal", "residual", "ones", "zeros", "identity", "decay", "time_step"]
 """normal: standard deviation model.initial_std. residual: that / sqrt(2 L), for outputs to the residual stream.
-identity: of a norm that only normalizes: 1, or 0 with model.norm_offset."""
+identity: of a norm that only normalizes: 1, or 0 with model.norm_offset. For recurrences, as Mamba-2 (arXiv
+2405.21060): decay: logarithm of a uniform number from 0 to 16; time_step: the softplus of the number is between 0.001
+and 0.1, its logarithm uniform."""
 Role = Literal["embedding", "position", "matrix", "router", "head", "adapter", "vector"]
 """embedding: of tokens; the head too where they are tied. position: learned positions. matrix: of attention, of the
 feed-forward layer and of experts, stacked. router: of experts. adapter: of LoRA. vector: weights and biases of norms,
@@ -81,6 +83,11 @@ def hidden_width(view: Model) -> int:
     return view.hidden
 
 
+def heads_of_attention(view: Model) -> dict[str, int]:
+    """Return the numbers of heads, by key."""
+    return {"heads": view.heads, "kv_heads": view.kv}
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockPart:
     """A mixer or a feed-forward layer."""
@@ -99,6 +106,8 @@ class BlockPart:
     """whether a gradient needs the result of the last product, so that a recomputation computes it again"""
     problems: Callable[[Model], Iterable[tuple[str, str]]] = lambda view: ()
     """returns the keys of [model] whose values in a view the part does not have, each with the reason"""
+    heads: Callable[[Model], dict[str, int]] = heads_of_attention
+    """numbers of heads of a mixer, by key of [model], which tp must divide; ulysses shares those of the last key"""
     small_sizes: Callable[[Model], dict[str, int]] = lambda view: {}
     """keys of [model] and their values in a small copy of a view's model, with which `torchllm prove` trains"""
     gathered: Callable[[Model], int] = hidden_width

@@ -8,7 +8,7 @@ from torchllm.config import Model
 from torchllm.config.errors import UserError
 from torchllm.facts.parts.part import BlockPart, PartParameter, Shape, shapes_of
 
-MIXERS = ("attention", "latent_attention")
+MIXERS = ("attention", "gated_delta", "latent_attention")
 """values of model.mixer: files of this folder"""
 FEED_FORWARDS = ("dense", "experts")
 _LOADED: dict[str, BlockPart] = {}

@@ -96,7 +96,7 @@ def _tensor_problems(config: Config) -> Iterator[ConfigError]:
     widths = []
     for path, of_kind in config.of_kinds.items():
         view = of_kind.model
-        of_view = {"heads": view.heads, "kv_heads": view.kv, "ffn": view.ffn}
+        of_view = {**mixer(view).heads(view), "ffn": view.ffn}
         if view.expert_ffn and parallel.ep == 1:
             of_view["expert_ffn"] = view.expert_ffn
         widths += [(key_of_kind(config, path, name), width) for name, width in of_view.items()]
@@ -192,14 +192,18 @@ def _context_problems(config: Config) -> Iterator[ConfigError]:
         why = " (two pieces per rank, so that causal work is even)" if is_ring else ""
         yield config_error("parallel.cp", f"training.sequence_length = {length} does not divide into {pieces}{why}")
     of_kinds = {path: of_kind.model for path, of_kind in config.of_kinds.items()}
-    kv_heads = dict.fromkeys((key_of_kind(config, path, "kv_heads"), view.kv) for path, view in of_kinds.items())
-    most_ranks = math.gcd(parallel.cp, *[kv // parallel.tp for _, kv in kv_heads])
-    for key, kv in kv_heads:
-        heads = kv // parallel.tp
+    shared = dict.fromkeys(
+        (key_of_kind(config, path, name), heads)
+        for path, view in of_kinds.items()
+        for name, heads in list(mixer(view).heads(view).items())[-1:]
+    )
+    most_ranks = math.gcd(parallel.cp, *[heads // parallel.tp for _, heads in shared])
+    for key, of_all_ranks in shared:
+        heads = of_all_ranks // parallel.tp
         if not is_ring and heads % parallel.cp:
-            source = (
-                f" ({key} {kv} / tp {parallel.tp})" if parallel.tp > 1 else f" of {key}" * bool(config.model.pattern)
-            )
+            source = f" of {key}" * bool(config.model.pattern)
+            if parallel.tp > 1:
+                source = f" ({key} {of_all_ranks} / tp {parallel.tp})"
             yield config_error(
                 "parallel.cp",
                 f"ulysses gives each rank whole key-value heads, but {heads}{source} do not divide by {parallel.cp} "

@@ -1,0 +1,118 @@
+"""Gated DeltaNet (Yang, Kautz, Hatamizadeh 2024, arXiv 2412.06464): the mixer of Qwen3-Next, Qwen3.5 and OLMo Hybrid.
+
+Shapes: K key heads of width Q, V value heads of width P.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from torchllm.config import Model
+from torchllm.facts.parts.part import BlockPart, PartParameter, Start, linear
+
+
+class DeltaSizes(NamedTuple):
+    """Sizes of a mixer."""
+
+    key_heads: int
+    """K"""
+    value_heads: int
+    """V, a multiple of K"""
+    key_width: int
+    """Q, of each head"""
+    value_width: int
+    """P, of each head"""
+    kernel: int
+    """tokens that the convolution sees, the current one included: at least 2"""
+    negative_eigenvalues: bool = False
+    """beta up to 2 in place of 1: a token may turn over what the state says of its key (arXiv 2411.12537)"""
+
+    @property
+    def keys(self) -> int:
+        """Width of the keys of all heads, and of the queries."""
+        return self.key_heads * self.key_width
+
+    @property
+    def values(self) -> int:
+        """Width of the values of all heads."""
+        return self.value_heads * self.value_width
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+
+def delta_sizes(view: Model) -> DeltaSizes:
+    """Return the sizes of a view's mixer, resolved."""
+    return DeltaSizes(
+        key_heads=view.delta_key_heads or view.kv,
+        value_heads=view.delta_value_heads or view.heads,
+        key_width=view.delta_key_dim or view.head_width,
+        value_width=view.delta_value_dim or view.head_width,
+        kernel=view.delta_conv,
+        negative_eigenvalues=view.delta_negative,
+    )
+
+
+def _heads(view: Model) -> dict[str, int]:
+    sizes = delta_sizes(view)
+    return {"delta_value_heads": sizes.value_heads, "delta_key_heads": sizes.key_heads}
+
+
+def _problems(view: Model) -> Iterator[tuple[str, str]]:
+    sizes = delta_sizes(view)
+    if sizes.value_heads % sizes.key_heads:
+        yield "delta_key_heads", f"{sizes.key_heads} key heads do not divide {sizes.value_heads} value heads"
+
+
+def _core_flops(view: Model, keys: float) -> float:
+    """Return the FLOPs of the recurrence as its definition has it, whatever the chunks of a kernel, and convolution."""
+    sizes = delta_sizes(view)
+    read_twice_and_written = 6 * sizes.value_heads * sizes.key_width * sizes.value_width
+    return read_twice_and_written + 2 * sizes.kernel * sizes.channels
+
+
+def _of_heads(name: str, shape: Callable[[DeltaSizes], tuple[int, ...]], start: Start) -> PartParameter:
+    """Return a parameter of the heads that is no matrix."""
+    return PartParameter(
+        name=f"self_attn.of_heads.{name}",
+        shape=lambda view: shape(delta_sizes(view)),
+        cut="colwise",
+        start=start,
+        role="vector",
+    )
+
+
+def _projection(name: str, outputs: Callable[[DeltaSizes], int]) -> tuple[PartParameter, ...]:
+    return linear(f"self_attn.{name}", lambda view: (outputs(delta_sizes(view)), view.hidden), "colwise")
+
+
+PART = BlockPart(
+    name="gated_delta",
+    build="torchllm.models.parts.gated_delta:GatedDeltaNet",
+    parameters=(
+        *_projection("q_proj", lambda sizes: sizes.keys),
+        *_projection("k_proj", lambda sizes: sizes.keys),
+        *_projection("v_proj", lambda sizes: sizes.values),
+        *_projection("a_proj", lambda sizes: sizes.value_heads),
+        *_projection("b_proj", lambda sizes: sizes.value_heads),
+        _of_heads("q_conv", lambda sizes: (sizes.keys, sizes.kernel), "normal"),
+        _of_heads("k_conv", lambda sizes: (sizes.keys, sizes.kernel), "normal"),
+        _of_heads("v_conv", lambda sizes: (sizes.values, sizes.kernel), "normal"),
+        _of_heads("A_log", lambda sizes: (sizes.value_heads,), "decay"),
+        _of_heads("dt_bias", lambda sizes: (sizes.value_heads,), "time_step"),
+        PartParameter(
+            name="self_attn.o_norm.weight",
+            shape=lambda view: (delta_sizes(view).value_width,),
+            cut="whole_per_head",
+            start="ones",
+            role="vector",
+        ),
+        *_projection("g_proj", lambda sizes: sizes.values),
+        *linear("self_attn.o_proj", lambda view: (view.hidden, delta_sizes(view).values), "rowwise", to_residual=True),
+    ),
+    core_flops=_core_flops,
+    heads=_heads,
+    problems=_problems,
+    context="torchllm.parallel.delta_sequence:share_delta",
+)
