@@ -20,6 +20,7 @@ from tests.tools.proof.forks import Change, write_fork
 from torchllm.config import Config, Float8, Kinds, Model, Optimizer, Source, gradient_accumulation
 from torchllm.config.errors import UserError
 from torchllm.config.schema import MixtureStage
+from torchllm.facts.parts.gated_delta import DeltaSizes, delta_sizes
 from torchllm.tools.config.checks import problems
 from torchllm.tools.config.read import read_table
 from torchllm.tools.config.toml_files import read_files
@@ -544,6 +545,16 @@ def test_a_small_copy_keeps_latent_attention(tmp_path: Path) -> None:
             assert not problems(with_settings(Config(model=small), {"parallel.dp_shard": 1, "parallel.tp": tp}), tp)
         assert (small.latent_q_width > 0) == (q_width > 0)
         assert small.v_head_dim < small.head_width < 16
+
+
+def test_a_small_copy_has_few_heads_of_a_recurrence(tmp_path: Path) -> None:
+    kinds = Kinds(recurrent={"mixer": "gated_delta"}, full={})
+    model = Model(layers=48, hidden=2048, heads=16, kv_heads=2, head_dim=256, kinds=kinds)
+    model = replace(model, pattern=("recurrent", "recurrent", "recurrent", "full"))
+    model = replace(model, delta_key_heads=16, delta_value_heads=32, delta_key_dim=128, delta_value_dim=128)
+    small = shrink(Config(model=model), 4, 3, tmp_path).model
+    assert [view.mixer for view in small.views] == ["gated_delta"] * 3 + ["attention"]
+    assert delta_sizes(small.of_kind("recurrent")) == DeltaSizes(2, 8, 12, 12, kernel=4)
 
 
 KINDS = Kinds(

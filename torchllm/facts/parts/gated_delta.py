@@ -65,6 +65,11 @@ def _problems(view: Model) -> Iterator[tuple[str, str]]:
         yield "delta_key_heads", f"{sizes.key_heads} key heads do not divide {sizes.value_heads} value heads"
 
 
+def _small_sizes(view: Model) -> dict[str, int]:
+    """Return sizes for the small copy's own heads, of which keys and values have the shares of attention's."""
+    return dict.fromkeys(("delta_key_heads", "delta_value_heads", "delta_key_dim", "delta_value_dim"), 0)
+
+
 def _core_flops(view: Model, keys: float) -> float:
     """Return the FLOPs of the recurrence as its definition has it, whatever the chunks of a kernel, and convolution."""
     sizes = delta_sizes(view)
@@ -114,5 +119,6 @@ PART = BlockPart(
     core_flops=_core_flops,
     heads=_heads,
     problems=_problems,
+    small_sizes=_small_sizes,
     context="torchllm.parallel.delta_sequence:share_delta",
 )

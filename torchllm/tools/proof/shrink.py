@@ -95,7 +95,8 @@ def small_model(model: Model, ranks: int, float8: bool = False) -> Settings:
         "model.vocab_padding": -vocab % 8 if model.vocab_padding else 0,
         "model.max_sequence_length": 2 * LENGTH,
     }
-    settings |= {f"model.{key}": value for key, value in mixer(model).small_sizes(model).items()}
+    for view in [model, *map(model.of_kind, dict.fromkeys(model.pattern))]:
+        settings |= {f"model.{key}": value for key, value in mixer(view).small_sizes(view).items()}
     if model.experts:
         settings |= small_experts(model, layers)
     # Of those that a CPU has, with a backward, eager alone has soft caps.
