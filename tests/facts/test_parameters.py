@@ -36,6 +36,7 @@ MODELS = {
     "gpt-oss": replace(TINY, sinks=True, o_bias=True, experts=3, dense_layers=1, expert_biases=True),
     "deepseek": replace(TINY, **LATENT, latent_q_width=6),
     "moonlight": replace(TINY, **LATENT),
+    "qwen3-next": replace(TINY, mixer="gated_delta", delta_value_dim=6),
     "gpt": replace(TINY, family="gpt"),
     "gpt-tied": replace(TINY, family="gpt", tied_embeddings=True),
 }
