@@ -90,12 +90,13 @@ def test_rows_agree_with_what_the_parameters_are() -> None:
     """Vectors start at a constant, matrices at random; those of the blocks have a role of their own."""
     for parameter, value in (pair for model in MODELS.values() for pair in meta(model).named_parameters()):
         rule = rule_of(parameter)
-        matrix = value.dim() >= 2 and "bias" not in parameter  # those of experts are stacked
+        taps = parameter.endswith("_conv")  # of a convolution by channel
+        matrix = value.dim() >= 2 and "bias" not in parameter and not taps  # those of experts are stacked
         role_in_block = "router" if "router" in parameter else "matrix"
         assert (rule.role == "vector") == (not matrix), parameter
         assert (rule.role == role_in_block) == (matrix and parameter.startswith("layers.")), parameter
         assert rule.role == ROLES_OF_ENDS.get(parameter, rule.role), parameter
-        assert (rule.start in ("normal", "residual")) == (matrix or "sinks" in parameter), parameter
+        assert (rule.start in ("normal", "residual")) == (matrix or taps or "sinks" in parameter), parameter
         assert (rule.start == "residual") == bool(re.search(r"\b(o|down)_proj(\.weight)?$", parameter)), parameter
         is_norm = "norm" in parameter and parameter.endswith("weight")
         assert (rule.start in ("identity", "ones")) == is_norm, parameter

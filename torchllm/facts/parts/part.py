@@ -27,7 +27,7 @@ and 0.1, its logarithm uniform."""
 Role = Literal["embedding", "position", "matrix", "router", "head", "adapter", "vector"]
 """embedding: of tokens; the head too where they are tied. position: learned positions. matrix: of attention, of the
 feed-forward layer and of experts, stacked. router: of experts. adapter: of LoRA. vector: weights and biases of norms,
-biases of matrices."""
+biases of matrices, numbers of heads or channels."""
 
 
 class ParameterRule(NamedTuple):
