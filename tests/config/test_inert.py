@@ -201,6 +201,15 @@ def test_a_key_of_the_model_that_every_kind_has_by_itself_is_told(
     assert f"x.toml:2: model.window: {found.message}" in loaded(["x.toml"], capsys)
 
 
+def test_keys_of_attention_are_told_where_no_mixer_reads_them() -> None:
+    """An all-recurrent model; with one block of attention the same keys have an effect."""
+    keys = {"model.mixer": "gated_delta", "model.window": 5, "model.qk_norm": "head", "model.norm_epsilon": 1e-6}
+    assert [found.key for found in idle_keys(config_of(keys))] == ["model.qk_norm", "model.window"]
+    kinds = Kinds(a={"mixer": "gated_delta", "window": 8}, b={"mixer": "attention"})
+    mixed = {"model.pattern": ("a", "b"), "model.kinds": kinds, "model.qk_norm": "head"}
+    assert [found.key for found in idle_keys(config_of(mixed))] == ["model.kinds.a.window"]
+
+
 def test_a_key_that_waits_for_another_layout() -> None:
     for key, (value, idle, active) in WAITING.items():
         config = config_of({key: value, **idle})

@@ -77,7 +77,9 @@ def share_attention(attention: Mixer, view: Model, shared: SharedSequences) -> N
         attention.core = UlyssesAttention(shared.mesh, attention.core)
         return
     kernel = ring_kernel(view, shared.mesh.device_type, shared.dtype)
-    if type(attention.core) is not core_class(view) or attention.core.view != view:
+    plain, core = core_class(view)(view), attention.core
+    read = ("window", "scale", "softcap")  # what a ring takes of the core
+    if type(core) is not type(plain) or any(getattr(core, name) != getattr(plain, name) for name in read):
         raise UserError(
             f"parallel.cp_method: a ring would replace the attention core that model.block = {view.block!r} "
             'gives its blocks: use "ulysses"'

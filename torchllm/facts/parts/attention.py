@@ -71,6 +71,7 @@ PART = BlockPart(
         ),
     ),
     products_in_order=_products,
+    has_costs_of_attention=True,
     core_flops=lambda view, keys: 4 * view.heads * view.head_width * keys,
     context="torchllm.parallel.context:share_attention",
 )

@@ -116,6 +116,10 @@ PART = BlockPart(
         *_projection("g_proj", lambda sizes: sizes.values),
         *linear("self_attn.o_proj", lambda view: (view.hidden, delta_sizes(view).values), "rowwise", to_residual=True),
     ),
+    unread=(
+        *("attention", "qk_norm", "qkv_bias", "o_bias", "softmax_scale", "score_softcap", "attention_gate"),
+        *("window", "sinks", "rotary_fraction", "rope_theta", "rope_scaling_factor"),
+    ),
     core_flops=_core_flops,
     heads=_heads,
     problems=_problems,

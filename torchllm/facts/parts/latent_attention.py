@@ -110,6 +110,7 @@ PART = BlockPart(
     gathered=_gathered,
     kept=_kept,
     keeps_results=("q_a_proj", "kv_a_proj"),
+    has_costs_of_attention=True,
     core_flops=lambda view, keys: 2 * view.heads * (view.head_width + view.v_head_dim) * keys,
     context="torchllm.parallel.latent_attention:share_latents",
     styles="torchllm.parallel.latent_attention:styles",

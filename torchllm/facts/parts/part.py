@@ -115,6 +115,10 @@ class BlockPart:
     kept: Callable[[Model, int, int], float] = lambda view, tp, spread: 0.0
     """bytes per token that autograd keeps in 16 bits on one of `tp` ranks, beyond the part's input and the queries,
     keys, values and results of the heads. spread: ranks that each have a part of the sequence (sequence parallelism)"""
+    has_costs_of_attention: bool = False
+    """whether the planner may predict a mixer's time and memory as attention's; False: it refuses to plan the model"""
+    unread: tuple[str, ...] = ()
+    """keys of [model] for attention that a mixer does not read"""
     keeps_results: tuple[str, ...] = ()
     """layers whose results are kept, beyond those that are queries, keys or values"""
     context: str | Callable[..., None] = ""

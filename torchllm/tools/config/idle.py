@@ -38,6 +38,7 @@ from torchllm.config.schema import (
     OfKinds,
     Source,
 )
+from torchllm.facts.parts.registry import mixer
 from torchllm.tools.config.toml_files import parse_value
 
 IsMet = Callable[[Config], bool]
@@ -75,6 +76,14 @@ def _keys_of_no_block(model: Model) -> Iterator[IdleKey]:
     for key in KIND_KEYS:
         if kinds and getattr(model, key) != getattr(Model, key) and all(key in keys for keys in kinds):
             yield IdleKey(f"model.{key}", "needs a kind in model.pattern that does not set it")
+    mixers = {view.mixer: set(mixer(view).unread) for view in model.views}
+    for key in sorted(set.intersection(*mixers.values())):
+        if getattr(model, key) != getattr(Model, key):
+            yield IdleKey(f"model.{key}", f"needs a block whose mixer reads it, which {' and '.join(mixers)} does not")
+    for kind in dict.fromkeys(model.pattern):
+        view = model.of_kind(kind)
+        for key in sorted({*mixer(view).unread} & {*model.kinds.get(kind, {})}):
+            yield IdleKey(f"model.kinds.{kind}.{key}", f"needs a mixer that reads it, which {view.mixer} does not")
 
 
 def keys_of_other_recipes(config: Config, is_finetuning: bool) -> list[IdleKey]:

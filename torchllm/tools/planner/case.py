@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from torchllm.config import Model, Optimizer, Parallel, Recompute, TrainedParameters, Training
+from torchllm.config.errors import UserError
 from torchllm.facts.flops import ALL_TRAINED
 from torchllm.tools.planner import comms
 from torchllm.tools.planner.cluster import Hardware
 from torchllm.tools.planner.compute import Kernels, Piece, kernel_of_attention
 from torchllm.tools.planner.experts import IMBALANCE
-from torchllm.tools.planner.parameters import different_views
+from torchllm.tools.planner.parameters import different_views, why_not_costed
 from torchllm.tools.planner.software import Software
 
 PP, REPLICATE, SHARD, CP, TP = range(5)
@@ -33,6 +34,11 @@ class Case:
     """`software` is `optimizer_states.with_optimizer_states` of it"""
     imbalance: float = IMBALANCE
     """with experts: rows of the busiest rank's experts, divided by the average over ranks"""
+
+    def __post_init__(self) -> None:
+        """UserError if the model has blocks whose costs are not known."""
+        if reason := why_not_costed(self.model):
+            raise UserError(reason)
 
     @property
     def data_ranks(self) -> int:

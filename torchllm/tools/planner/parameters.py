@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torchllm.config import Model, Recompute
 from torchllm.facts.flops import head_size, recompute_interval
 from torchllm.facts.parameters import rule_of
-from torchllm.facts.parts.registry import norm_shapes
+from torchllm.facts.parts.registry import mixer, norm_shapes
 from torchllm.facts.shapes import block_shapes, parameter_shapes
 from torchllm.tools.planner.compute import Piece
 from torchllm.tools.planner.experts import expert_parameters
@@ -51,6 +51,16 @@ def sum_over_blocks(views: tuple[int, ...], numbers: Sequence[float]) -> float:
 def different_views(model: Model) -> tuple[Model, ...]:
     """Return the views of the blocks, each once, in the order of their first blocks."""
     return tuple(dict.fromkeys(model.views))
+
+
+@lru_cache(maxsize=1024)
+def why_not_costed(model: Model) -> str:
+    """Return why a model cannot be planned: the mixer of some blocks has costs that are not known; "" if it can."""
+    unknown = {view.mixer for view in different_views(model) if not mixer(view).has_costs_of_attention}
+    if not unknown:
+        return ""
+    names = ", ".join(sorted(unknown))
+    return f"model.mixer: the planner does not know what {names} costs: --run.dry_run=true counts memory and messages"
 
 
 @lru_cache(maxsize=1024)

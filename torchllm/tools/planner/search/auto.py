@@ -17,6 +17,7 @@ from torchllm.tools.planner.evidence.stacks import STACKS
 from torchllm.tools.planner.evidence.validity import memory_limit
 from torchllm.tools.planner.frozen_weights import with_frozen_weights
 from torchllm.tools.planner.optimizer_states import with_optimizer_states
+from torchllm.tools.planner.parameters import why_not_costed
 from torchllm.tools.planner.predict import Prediction, predict
 from torchllm.tools.planner.search.advice import Advice, advise
 from torchllm.tools.planner.search.explain import GIB, divides_nowhere, fits_nowhere
@@ -99,6 +100,8 @@ def planned(config: Config) -> Prediction | None:
 
 def why_unplanned(config: Config) -> str:
     """Return why a run whose layout is resolved cannot be predicted; "" if it can."""
+    if reason := why_not_costed(config.model):
+        return reason
     unknown_machine = "no cluster file describes this machine"
     try:
         name = _cluster_of_run(config)
