@@ -140,8 +140,10 @@ def test_a_published_model_is_written_as_toml_from_its_config_alone(
 
 
 def test_a_model_that_is_not_supported_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "config.json").write_text('{"model_type": "gemma2"}')
-    assert "config.json: model_type: 'gemma2' has softcapped scores" in refused(capsys, "model", str(folder))
+    (folder / "config.json").write_text('{"model_type": "falcon_h1", "mamba_d_state": 16}')
+    said = refused(capsys, "model", str(folder))
+    assert "config.json: model_type: 'falcon_h1' is not supported; supported are llama, " in said
+    assert "config.json: missing: Mamba (mamba_d_state = 16)\n" in said
     assert refused(capsys, "model") == "torchllm: usage: torchllm model FOLDER_OR_HUB_ID\n"
 
 

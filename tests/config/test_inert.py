@@ -27,6 +27,7 @@ YARN: Settings = {"model.rope_scaling_factor": 8.0, "model.rope_scaling": "yarn"
 LINEAR: Settings = {"model.rope_scaling_factor": 8.0, "model.rope_scaling": "linear"}
 EXPERTS: Settings = {"model.experts": 8}
 LATENT: Settings = {"model.mixer": "latent_attention"}
+DELTA: Settings = {"model.mixer": "gated_delta"}
 HEADERLESS = (Source(kind="nanogpt", path="a"),)
 CONTRADICTED: dict[
     str, tuple[Any, Settings, Settings]
@@ -55,6 +56,12 @@ CONTRADICTED: dict[
     "model.activation": ("gelu_tanh", {"model.family": "gpt"}, {}),
     "model.o_bias": (True, {"model.family": "gpt"}, {}),
     "model.expert_biases": (True, {}, EXPERTS),
+    "model.delta_key_heads": (2, {}, DELTA),
+    "model.delta_value_heads": (2, {}, DELTA),
+    "model.delta_key_dim": (16, {}, DELTA),
+    "model.delta_value_dim": (16, {}, DELTA),
+    "model.delta_conv": (3, {}, DELTA),
+    "model.delta_negative": (True, {}, DELTA),
     "model.top_k": (1, {}, EXPERTS),
     "model.expert_ffn": (64, {}, EXPERTS),
     "model.upcycle": (True, EXPERTS, {**EXPERTS, "checkpoint.initial": "dense"}),

@@ -37,6 +37,7 @@ def reference_varlen(
     max_k: int,
     *,
     window_size: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
     """Compute what `torch.nn.attention.varlen.varlen_attn` does, one sequence after the other, by eager attention."""
@@ -45,7 +46,7 @@ def reference_varlen(
     assert torch.equal(cu_seq_q, cu_seq_k)
     assert enable_gqa == (ANNOUNCES_GROUPS and query.shape[1] != key.shape[1])
     out = torch.full_like(query, torch.nan)  # a token outside all sequences gets no result
-    eager = EagerAttention(Model())
+    eager = EagerAttention(Model(softmax_scale=scale or 0.0))
     begin = 0
     for end in cu_seq_q.tolist()[1:]:
         assert end - begin <= min(max_q, max_k)

@@ -425,6 +425,10 @@ class Model:
         """Features of all query heads."""
         return self.heads * self.head_width
 
+    def heads_of_attention(self) -> dict[str, int]:
+        """Return the numbers of heads, by key."""
+        return {"heads": self.heads, "kv_heads": self.kv}
+
     def freezes(self, name: str) -> bool:
         """Return whether `frozen` matches the canonical name of a parameter."""
         return self.frozen != "" and re.fullmatch(self.frozen, name) is not None

@@ -71,5 +71,5 @@ def test_a_wrong_mixer_is_refused(changes: dict[str, Any], message: str) -> None
 
 
 def test_an_unknown_mixer_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(UserError, match="model.mixer: 'short_conv' is none of attention, .*set RECIPE to its file"):
+    with pytest.raises(UserError, match=r"model.mixer: 'short_conv' is none of attention, .*set RECIPE to its file"):
         parameter_count(Model(mixer="short_conv"))

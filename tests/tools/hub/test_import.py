@@ -49,7 +49,12 @@ AXES: dict[str, Settings] = {
     "zero1": {"parallel.dp_shard": 2, "parallel.zero_stage": 1},
     "zero2": {"parallel.dp_shard": 2, "parallel.zero_stage": 2},
 }
-MORE = {"tied": {"tie_word_embeddings": True}, "uneven": {"vocab_size": 97}, "stacked": {"stacks": True}}
+MORE = {
+    "tied": {"tie_word_embeddings": True},
+    "uneven": {"vocab_size": 97},
+    "stacked": {"stacks": True},
+    "small scores": {"query_pre_attn_scalar": 144},
+}
 """forms of the published model: changes of its config.json"""
 
 
@@ -320,7 +325,9 @@ def train_with_transformers(hub_model: Any, config: Config) -> list[float]:
     return losses
 
 
-TRAINED = [("qwen3", ("fsdp",), ""), ("llama31", ("tp",), "uneven"), ("gemma3", ("1f1b", "tp"), "")]
+# With larger scores, Gemma 3's norms of 1 + w make 20 steps chaotic: transformers' own losses in float32 and float64
+# then differ by 0.1; with small ones by 3e-6.
+TRAINED = [("qwen3", ("fsdp",), ""), ("llama31", ("tp",), "uneven"), ("gemma3", ("1f1b", "tp"), "small scores")]
 MORE_TRAINED = [
     ("olmo3", ("1f1b",), ""),
     ("gemma2", ("sp",), "uneven"),

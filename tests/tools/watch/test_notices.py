@@ -113,7 +113,8 @@ def test_a_run_in_float8_says_what_its_utilization_is_a_share_of() -> None:
 
 def _events(folder: Path) -> tuple[list[str], list[str]]:
     """What `run.on_event` was called with in twelve logged steps, and the warnings."""
-    config = tiny({"model.experts": 4, "model.top_k": 1, "model.router_renormalize": False, "run.on_event": "tell me"})
+    experts = {"model.layers": 2, "model.experts": 4, "model.top_k": 1, "model.router_renormalize": False}
+    config = tiny({**experts, "run.on_event": "tell me"})
     calls: list[str] = []
 
     def call(*arguments: object) -> None:

@@ -83,11 +83,6 @@ def hidden_width(view: Model) -> int:
     return view.hidden
 
 
-def heads_of_attention(view: Model) -> dict[str, int]:
-    """Return the numbers of heads, by key."""
-    return {"heads": view.heads, "kv_heads": view.kv}
-
-
 @dataclass(frozen=True, kw_only=True)
 class BlockPart:
     """A mixer or a feed-forward layer."""
@@ -104,9 +99,9 @@ class BlockPart:
     """products in the order of their use; None: those with the matrices among `parameters`"""
     needs_last_product: bool = False
     """whether a gradient needs the result of the last product, so that a recomputation computes it again"""
-    problems: Callable[[Model], Iterable[tuple[str, str]]] = lambda view: ()
+    problems: Callable[[Model], Iterable[tuple[str, str]]] | None = None
     """returns the keys of [model] whose values in a view the part does not have, each with the reason"""
-    heads: Callable[[Model], dict[str, int]] = heads_of_attention
+    heads: Callable[[Model], dict[str, int]] = Model.heads_of_attention
     """numbers of heads of a mixer, by key of [model], which tp must divide; ulysses shares those of the last key"""
     small_sizes: Callable[[Model], dict[str, int]] = lambda view: {}
     """keys of [model] and their values in a small copy of a view's model, with which `torchllm prove` trains"""

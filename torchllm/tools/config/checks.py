@@ -106,8 +106,9 @@ def _model_problems(config: Config) -> Iterator[ConfigError]:
             f"{model.rotary_fraction} of a head of {model.head_width} features are {model.rotary_width}: rotary "
             "positions turn pairs of features",
         )
-    for key, message in mixer(model).problems(model):
-        yield config_error(f"model.{key}", message)
+    if problems := mixer(model).problems:
+        for key, message in problems(model):
+            yield config_error(f"model.{key}", message)
     if model.block and (config.lora.is_on or model.from_hf):
         other = "lora.rank" if config.lora.is_on else "model.from_hf"
         yield config_error("model.block", f"{model.block!r} does not combine with {other}: remove one of the keys")
