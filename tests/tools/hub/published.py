@@ -185,6 +185,20 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3Config",
         SIZES | LATENTS | {"rope_interleave": False, "rope_parameters": YARN | {"beta_fast": 1.0, "beta_slow": 1.0}},
     ),
+    "glm4-moe-lite": ("Glm4MoeLiteConfig", SIZES | LATENTS | {"q_lora_rank": 20, "n_group": 1, "topk_group": 1}),
+    "hy-v3": (
+        "HYV3Config",
+        SIZES
+        | NO_ENDS
+        | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "num_shared_experts": 2}
+        | {"head_dim": 12, "mlp_layer_types": ["dense", "dense", "sparse", "sparse"]},
+    ),
+    "seed-oss": (
+        "SeedOssConfig",
+        SIZES
+        | NO_ENDS
+        | {"head_dim": 10, "attention_out_bias": True, "attention_dropout": 0.0, "residual_dropout": 0.0},
+    ),
     "gpt2": ("GPT2Config", {"n_layer": 4, "n_embd": 32, "n_head": 4, "vocab_size": 96, "n_positions": 64}),
 }
 """name -> class of transformers, and its arguments"""

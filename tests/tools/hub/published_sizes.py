@@ -40,4 +40,8 @@ PUBLISHED = {
         228_689_748_992,
         11_030_537_216,
     ),
+    "glm4.7_flash": PublishedModel(  # zai-org/GLM-4.7-Flash
+        {"model_type": "glm4_moe_lite", "rope_theta": 1e6, "topk_method": "noaux_tc"}, 29_943_390_976, 3_896_763_136
+    ),
+    "hy3": PublishedModel({"model_type": "hy_v3"}, 295_033_528_320, 20_675_715_072),  # tencent/Hy3-preview
 }

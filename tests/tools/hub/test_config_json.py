@@ -68,7 +68,9 @@ def test_each_field_may_be_missing() -> None:
             content = dict(content_of(name))
             content.pop(field, None)  # some classes have no head_dim
             if field in ("num_hidden_layers", "sliding_window"):
-                content |= dict.fromkeys({"layer_types", "no_rope_layers"} & content.keys())  # one per layer
+                content |= dict.fromkeys(
+                    {"layer_types", "mlp_layer_types", "no_rope_layers"} & content.keys()
+                )  # one per layer
             if model_of(content) != model_of(as_json(type(config)(**content))):
                 wrong.append((name, field))
     assert not wrong

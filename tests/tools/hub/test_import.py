@@ -191,7 +191,7 @@ def one_process(config: Config) -> Decoder:
     return model
 
 
-STACKED = ("mixtral", "glm4-moe", "minimax-m2", "deepseek-v3")
+STACKED = ("mixtral", "glm4-moe", "minimax-m2", "deepseek-v3", "glm4-moe-lite", "hy-v3")
 LOGITS = [(name, "") for name in CONFIGS] + [(name, "stacked") for name in STACKED]
 MORE_LOGITS = [(name, "tied") for name in CONFIGS] + [(name, "stacked") for name in ("qwen3-moe", "olmoe")]
 
@@ -343,6 +343,9 @@ MORE_TRAINED = [
     ("qwen2", ("fsdp", "sp"), "uneven"),
     ("gpt-oss", ("fsdp",), ""),
     ("gpt-oss-linear", ("tp",), "uneven"),
+    ("glm4-moe-lite", ("tp",), ""),
+    ("hy-v3", ("fsdp", "sp"), ""),
+    ("seed-oss", ("tp",), "uneven"),
 ]
 
 

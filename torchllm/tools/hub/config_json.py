@@ -290,6 +290,8 @@ def known_fields(family: HubFamily) -> set[str]:
         names |= set(NO_ROPE_FIELDS)
     if family.has_sparse_step:
         names |= set(SPARSE_STEP_FIELDS)
+    if family.has_mlp_layer_types:
+        names.add("mlp_layer_types")
     return names
 
 
@@ -363,6 +365,8 @@ def _read_experts(content: Mapping[str, Any], family: HubFamily, read: ReadConfi
             read.report(_name_in(content, config_field), "is 0, but all models of this type have some")
     if family.has_sparse_step and "layers" in read.values:
         read.values["dense_layers"] = _read_dense_layers(content, read.values["layers"], read)
+    if family.has_mlp_layer_types and "layers" in read.values:
+        read.values["dense_layers"] = _read_mlp_layer_types(content, read)
     if read.values.get("dense_layers", 0) >= read.values.get("layers", math.inf):
         read.report(read.fixed["dense_layers"], "leaves no block with experts")
     has_dense_width = any(config_field.key == "ffn" for config_field in family.fields)
@@ -392,6 +396,21 @@ def _read_dense_layers(content: Mapping[str, Any], layers: int, read: ReadConfig
     if sparse and sparse[0] != dense_layers:
         read.report(name, f"is {content[name]!r}: a block without experts after one with experts is not supported")
     return dense_layers
+
+
+def _read_mlp_layer_types(content: Mapping[str, Any], read: ReadConfig) -> int:
+    """Return how many of the first blocks have no experts; report it if that is so of others."""
+    types = content.get("mlp_layer_types")
+    dense, layers = read.values.get("dense_layers", 0), read.values["layers"]
+    if types is None:
+        return dense
+    first = types.count("dense") if isinstance(types, list) else 0
+    if types != ["dense"] * first + ["sparse"] * (layers - first):
+        read.report("mlp_layer_types", f'must be {layers} words, "dense" for the first blocks, then "sparse"')
+    elif content.get("first_k_dense_replace", first) != first:
+        read.report("mlp_layer_types", f"has {first} dense blocks, but first_k_dense_replace is {dense}")
+    read.fixed["dense_layers"] = "mlp_layer_types"
+    return first
 
 
 def _read_blocks(content: Mapping[str, Any], family: HubFamily, read: ReadConfig) -> None:
@@ -532,6 +551,8 @@ def _write_fields(model: Model, family: HubFamily) -> dict[str, Any]:
             "decoder_sparse_step": 1,
             "mlp_only_layers": sorted({*range(model.layers)} - {*model.sparse_blocks}),
         }
+    if family.has_mlp_layer_types:
+        written["mlp_layer_types"] = ["sparse" if view.experts else "dense" for view in model.views]
     return written
 
 

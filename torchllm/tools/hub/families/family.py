@@ -64,6 +64,11 @@ class ConfigField(NamedTuple):
         return (*self.written_names, *self.aliases)
 
 
+def with_defaults(fields: Iterable[ConfigField], **defaults: Any) -> tuple[ConfigField, ...]:
+    """Return fields with other defaults, by key of [model]."""
+    return tuple(each._replace(default=defaults.get(each.key, each.default)) for each in fields)
+
+
 class RequiredField(NamedTuple):
     """A field of config.json that must have one of some values, because the model here has no other form."""
 
@@ -186,6 +191,8 @@ class HubFamily:
     """keys of [model] that follow from hidden_size"""
     has_sparse_step: bool = False
     """which blocks have experts is said by decoder_sparse_step and mlp_only_layers (Qwen)"""
+    has_mlp_layer_types: bool = False
+    """which blocks have experts is said by mlp_layer_types (GLM-4.7-Flash, HY 3)"""
     has_prediction_blocks: bool = False
     """files may hold blocks after the last one, which predict the tokens after the next: they are not read"""
     has_scaled_scores: bool = False

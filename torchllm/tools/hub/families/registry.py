@@ -5,9 +5,11 @@ from torchllm.tools.hub.families.family import HubFamily
 from torchllm.tools.hub.families.gemma2 import GEMMA2
 from torchllm.tools.hub.families.gemma3 import GEMMA3
 from torchllm.tools.hub.families.glm4_moe import GLM4_MOE
+from torchllm.tools.hub.families.glm4_moe_lite import GLM4_MOE_LITE
 from torchllm.tools.hub.families.gpt2 import GPT2
 from torchllm.tools.hub.families.gpt_oss import GPT_OSS
 from torchllm.tools.hub.families.granite import GRANITE
+from torchllm.tools.hub.families.hy_v3 import HY_V3
 from torchllm.tools.hub.families.llama import LLAMA
 from torchllm.tools.hub.families.minimax_m2 import MINIMAX_M2
 from torchllm.tools.hub.families.mistral import MINISTRAL, MISTRAL
@@ -18,14 +20,15 @@ from torchllm.tools.hub.families.olmoe import OLMOE
 from torchllm.tools.hub.families.qwen2 import QWEN2
 from torchllm.tools.hub.families.qwen3 import QWEN3
 from torchllm.tools.hub.families.qwen3_moe import QWEN3_MOE
+from torchllm.tools.hub.families.seed_oss import SEED_OSS
 from torchllm.tools.hub.families.smollm3 import SMOLLM3
 
 HUB_FAMILIES: dict[str, HubFamily] = {
     family.model_type: family
     for family in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3, MINISTRAL),
-        *(GEMMA2, GEMMA3, GRANITE),
-        *(GPT2, MIXTRAL, QWEN3_MOE, OLMOE, GLM4_MOE, DEEPSEEK_V3, MINIMAX_M2, GPT_OSS),
+        *(GEMMA2, GEMMA3, GRANITE, SEED_OSS),
+        *(GPT2, MIXTRAL, QWEN3_MOE, OLMOE, GLM4_MOE, DEEPSEEK_V3, GLM4_MOE_LITE, MINIMAX_M2, HY_V3, GPT_OSS),
     )
 }
 """by the model_type of config.json; a model is exported as the first that fits"""
