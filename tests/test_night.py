@@ -42,6 +42,7 @@ def run(folder: Path, record: Path, seconds: float = 3600) -> None:
     )
 
 
+@pytest.mark.exhaustive
 def test_a_night_goes_on_where_it_stopped(tmp_path: Path) -> None:
     (tmp_path / "cases.py").write_text(CASES)
     record = tmp_path / "record.jsonl"

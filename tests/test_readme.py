@@ -47,6 +47,7 @@ def place_of_the_measured_best(cluster: str) -> int:
     return ranking.index(fastest) + 1
 
 
+@pytest.mark.exhaustive
 def test_calibration_is_as_shown(tmp_path: Path) -> None:
     fitted = tmp_path / "fitted.toml"
     assert len(read_rows(ROWS)) == 72

@@ -52,7 +52,12 @@ CASES: dict[str, tuple[str, Settings]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+AT_NIGHT = ("all but the head", "cp", "sp", "prefix of experts")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive) if name in AT_NIGHT else name for name in CASES]
+)
 def test_the_others_train_as_in_one_process(name: str) -> None:
     frozen, layout = CASES[name]
     check({"model.frozen": frozen, **layout}, ragged=True)

@@ -37,6 +37,7 @@ def exported(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.exhaustive
 def test_importing_the_package_imports_no_torch() -> None:
     program = "import sys, torchllm; print('torch' in sys.modules, torchllm.load.__name__, 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -188,7 +188,7 @@ def back(core, inputs, output):
 @pytest.mark.parametrize(
     ("convert", "finding"),
     [
-        ("x.float()", ""),
+        pytest.param("x.float()", "", marks=pytest.mark.exhaustive),
         (
             "x.to(torch.zeros((), dtype=torch.float32))",
             r"rounding is not known, for in float64 the recipe still rounds to float32 \(.*fork.py:\d+\)$",

@@ -212,6 +212,7 @@ def test_a_damaged_record_at_the_end_is_a_warning(
     assert helper.helper is None
 
 
+@pytest.mark.exhaustive
 def test_a_tracker_that_blocks_stops_neither_the_steps_nor_the_end_and_is_sent_the_rest_by_command(
     tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
