@@ -30,6 +30,7 @@ def test_it_is_what_pretrain_logged(
     assert abs(evaluate.main(alone(trained, *arguments, "--evaluate.sequences=1")) - loss) > 1e-3
 
 
+@pytest.mark.exhaustive
 def test_a_run_with_low_rank_updates_is_what_pretrain_logged(tmp_path: Path) -> None:
     """Its frozen weights, which no checkpoint holds, are made again."""
     assert pretrain(2, tmp_path, "--lora.rank=4", *LARGE, "--parallel.tp=2", "--parallel.dp_shard=1") == ["", ""]

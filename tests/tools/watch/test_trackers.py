@@ -198,6 +198,7 @@ def test_a_tracker_that_raises_loses_no_record(
     ]
 
 
+@pytest.mark.exhaustive
 def test_a_damaged_record_at_the_end_is_a_warning(
     tmp_path: Path, calls: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -238,6 +239,7 @@ def test_a_tracker_that_blocks_stops_neither_the_steps_nor_the_end_and_is_sent_t
     assert logged(read_calls(calls)) == [1, 2, 3]
 
 
+@pytest.mark.exhaustive
 def test_a_helper_ends_with_a_run_that_is_killed(tmp_path: Path, calls: Path) -> None:
     folder = run_folder(tmp_path / "run", "trackio")
     write_steps(folder, range(1, 3))

@@ -10,6 +10,7 @@ from torchllm.tools.config.read import ConfigError, read_table
 from torchllm.tools.planner.search.size import amount, main, sized_config
 
 
+@pytest.mark.exhaustive
 def test_the_model_has_the_asked_size() -> None:
     for parameters in [10e6, 125e6, 1e9, 7e9, 70e9]:
         config = sized_config(
