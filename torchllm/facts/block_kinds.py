@@ -60,9 +60,14 @@ def register_block(kind: BlockKind) -> None:
     _KINDS[kind.name] = kind
 
 
+def is_registered(model: Model) -> bool:
+    """Return whether the kind of a model's blocks is registered, or the library's."""
+    return model.block in _KINDS
+
+
 def block_kind(model: Model) -> BlockKind:
     """Return the kind of a model's blocks. UserError if it is not registered."""
-    if model.block not in _KINDS:
+    if not is_registered(model):
         raise UserError(
             f"model.block: {model.block!r} is not registered: start the fork that calls register_block for it, or set "
             "RECIPE to its file"

@@ -14,7 +14,8 @@ _CHOICES = {"cut": {*get_args(Cut)} - {"vocab"}, "start": {*get_args(Start)}, "r
 def register_mixer(part: BlockPart) -> None:
     """Let `model.mixer` name a part of a fork. Call it where the module is imported, above `load_configs`.
 
-    UserError if its name or the name of a parameter is taken, a value is unknown, or a parameter is not in self_attn.
+    UserError if its name or the name of a parameter is taken, a value is unknown, or a parameter is not in a module of
+    self_attn.
     """
     if part.name in ("", *MIXERS):
         raise UserError(f"register_mixer: {part.name!r} is one of the library's mixers: give yours another name")
@@ -22,6 +23,8 @@ def register_mixer(part: BlockPart) -> None:
     for parameter in part.parameters:
         if not parameter.name.startswith("self_attn."):
             raise UserError(f"{where}: {parameter.name!r} must begin with self_attn., the place of a mixer")
+        if parameter.name.count(".") == 1:  # tensor parallelism gathers the input of self_attn itself
+            raise UserError(f"{where}: {parameter.name!r} needs a module of its own, as self_attn.taps.weight")
     add_parameters(where, part.parameters)
     MIXERS_OF_FORKS[part.name] = part
 

@@ -30,6 +30,13 @@ feed-forward layer and of experts, stacked. router: of experts. adapter: of LoRA
 biases of matrices, numbers of heads or channels."""
 
 
+KEYS_OF_ATTENTION = (
+    *("attention", "qk_norm", "qkv_bias", "o_bias", "softmax_scale", "score_softcap", "attention_gate"),
+    *("window", "sinks", "rotary_fraction", "rope_theta", "rope_scaling_factor"),
+)
+"""keys of [model] that a mixer without attention's scores and rotary positions does not read"""
+
+
 class ParameterRule(NamedTuple):
     """How one kind of parameter is cut, starts and is optimized."""
 
