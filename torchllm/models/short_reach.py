@@ -20,7 +20,7 @@ class ShortReach(nn.Module):
     """
 
     reach: int
-    """r: tokens before its own that a token reads"""
+    """r: tokens before its own that a token reads, at least 1"""
     window = 0
 
     def mask(self, document_ids: Tensor | None, document_limit: int = 0) -> Tensor | None:

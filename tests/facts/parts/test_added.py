@@ -22,7 +22,7 @@ def square(view: Model) -> tuple[int, int]:
 
 
 TAPS = PartParameter(
-    name="self_attn.taps", shape=lambda view: (view.hidden, 3), cut="colwise", start="normal", role="vector"
+    name="self_attn.taps.weight", shape=lambda view: (view.hidden, 3), cut="colwise", start="normal", role="vector"
 )
 MIXER = BlockPart(
     name="short_conv",
@@ -51,7 +51,7 @@ def test_a_mixer_of_a_fork_has_sizes_rules_and_flops() -> None:
     attention = 4 * model.hidden**2
     mine = 2 * model.hidden**2 + 3 * model.hidden
     assert parameter_count(model) == parameter_count(replace(model, mixer="attention")) - attention + mine
-    assert rule_of("layers.3.self_attn.taps") == TAPS.rule
+    assert rule_of("layers.3.self_attn.taps.weight") == TAPS.rule
     assert rule_of("layers.3.self_attn.out_proj.weight").start == "residual"
     assert block_flops(model, 0, 64) == 2 * (2 * model.hidden**2 + 3 * model.hidden * model.ffn) + 6 * model.hidden
 
@@ -61,6 +61,7 @@ def test_a_mixer_of_a_fork_has_sizes_rules_and_flops() -> None:
     [
         ({"name": "attention"}, "'attention' is one of the library's mixers"),
         ({"parameters": (replace(TAPS, name="taps"),)}, "'taps' must begin with self_attn., the place of a mixer"),
+        ({"parameters": (replace(TAPS, name="self_attn.taps"),)}, "'self_attn.taps' needs a module of its own"),
         ({"parameters": (replace(TAPS, cut="columns"),)}, "has cut 'columns', not one of colwise, "),
         ({"parameters": (replace(TAPS, name="self_attn.q_proj.weight"),)}, "is a parameter of other blocks: rename it"),
     ],
