@@ -69,7 +69,7 @@ class UlyssesReach(UlyssesAttention):
     """The core with all-to-alls around it: from a part of the sequence to a part of the channels, and back."""
 
     @torch.compiler.disable
-    def forward(self, x: Tensor, mask: Tensor | None, *of_channels: Tensor) -> Tensor:  # type: ignore[override]  # one tensor
+    def forward(self, x: Tensor, mask: Tensor | None, *of_channels: Tensor) -> Tensor:
         """Map this rank's part of B sequences, (B, S / n, C, ...) -> (B, S / n, C, ...)."""
         (x,) = to_heads((x,), self.group)
         of_own = [parameter.unflatten(0, (self.ranks, -1))[self.rank] for parameter in of_channels]
