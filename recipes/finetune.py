@@ -162,16 +162,19 @@ def set_steps(config: Config, data: TrainLoader) -> Config:
 
 
 def main(config: Config, *candidates: Config) -> None:
-    """Train. candidates: other layouts, to be measured against `config` first (`parallel.layout = "tune"`)."""
+    """Train, or with `run.dry_run` say what a step takes.
+
+    candidates: other layouts, to be measured against `config` first (`parallel.layout = "tune"`).
+    """
+    if config.run.dry_run:
+        from torchllm.recipe import dry_run
+
+        dry_run(config)
+        return
     runtime = start_runtime(config.run, [config, *candidates])
     supervise(train, [config, *candidates], runtime)  # train, and again if the run changes its own config
     runtime.close()
 
 
 if __name__ == "__main__":
-    if CONFIGS[0].run.dry_run:
-        from torchllm.recipe import dry_run
-
-        dry_run(CONFIGS[0])
-    else:
-        main(*CONFIGS)
+    main(*CONFIGS)

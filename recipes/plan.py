@@ -56,7 +56,7 @@ from torchllm.tools.planner.search.first_runs import first_runs
 from torchllm.tools.planner.search.layouts import Job, layout_of
 from torchllm.tools.planner.search.price import NO_PURCHASE, Purchase, failures_line
 from torchllm.tools.planner.search.search import Found, Objective, Ranked, search
-from torchllm.tools.proof.recipe import find_block, lines_on_fork, schema_of_fork
+from torchllm.tools.proof.recipe import find_parts, lines_on_fork, schema_of_fork
 from torchllm.tools.resources import find_config, name_base, resource
 
 MODELS = resource("train_configs/models")
@@ -494,7 +494,7 @@ def read_model(name: str) -> PlannedModel:
     problems += lines_on_fork(schema, layer.table)
     if problems:
         raise UserError("\n".join(problems))
-    find_block(config.model)
+    find_parts(config.model)
     return PlannedModel(Path(file).stem, file, layer, config)
 
 

@@ -147,7 +147,7 @@ GUIDES = re.findall(
 def test_every_page_is_in_the_navigation_and_a_guide_begins_with_its_use_and_a_command() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text().split("nav:")[1]
     assert sorted(re.findall(r"\w+\.md", navigation)) == [page.name for page in DOCS]
-    assert len(GUIDES) == 12
+    assert len(GUIDES) == 13
     for name in GUIDES:
         text = (ROOT / "docs" / name).read_text()
         assert re.match(r"# .+\n\nAfter this page [^\n]+(\n[^\n]+)?\.\n\n(<!-- .* -->\n)?```", text), name

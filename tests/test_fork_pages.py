@@ -30,7 +30,7 @@ from torchllm.tools.hub.config_json import NoFamily, family_to_export
 from torchllm.tools.planner.parameters import StageSize, stage_parameters
 from torchllm.tools.proof.layouts import Settings
 from torchllm.tools.proof.prove import ProofOptions, Prover
-from torchllm.tools.proof.recipe import find_block, import_recipe
+from torchllm.tools.proof.recipe import find_parts, import_recipe
 
 DEBUG = str(ROOT / "train_configs/debug.toml")
 OPTIMIZER = "    optimizer = build_optimizer(stages, config.optimizer)\n"
@@ -129,7 +129,7 @@ def gated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The page's own fork, as RECIPE names it, and registered by it."""
     file = block_fork(tmp_path / "page.py", {})
     monkeypatch.setenv("RECIPE", str(file))
-    find_block(GATED)
+    find_parts(GATED)
     return file
 
 
@@ -173,7 +173,7 @@ def test_what_it_does_not_combine_with_is_refused(other: str, capsys: pytest.Cap
 def test_a_block_that_is_not_registered_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RECIPE", raising=False)
     unknown = replace(PLAIN, block="unknown")
-    for use in (find_block, parameter_count):
+    for use in (find_parts, parameter_count):
         with pytest.raises(UserError, match=r"model.block: 'unknown' is not registered.*RECIPE"):
             use(unknown)
 

@@ -30,8 +30,12 @@ HOMES = {
     "register_block": "torchllm.facts.block_kinds",
     "BlockPart": "torchllm.facts.parts.part",
     "PartParameter": "torchllm.facts.parts.part",
+    "linear": "torchllm.facts.parts.part",
+    "KEYS_OF_ATTENTION": "torchllm.facts.parts.part",
     "register_mixer": "torchllm.facts.parts.added",
     "Mixer": "torchllm.models.mixer",
+    "ShortReach": "torchllm.models.short_reach",
+    "CachedReach": "torchllm.models.short_reach",
     "build_model": "torchllm.models.decoder",
     "cast_parameters": "torchllm.models.decoder",
     "add_low_rank_updates": "torchllm.models.decoder",
@@ -88,8 +92,10 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from torchllm.facts.block_kinds import BlockKind as BlockKind
     from torchllm.facts.block_kinds import register_block as register_block
     from torchllm.facts.parts.added import register_mixer as register_mixer
+    from torchllm.facts.parts.part import KEYS_OF_ATTENTION as KEYS_OF_ATTENTION
     from torchllm.facts.parts.part import BlockPart as BlockPart
     from torchllm.facts.parts.part import PartParameter as PartParameter
+    from torchllm.facts.parts.part import linear as linear
     from torchllm.metrics.monitor import Monitor as Monitor
     from torchllm.metrics.observer import Observer as Observer
     from torchllm.models.decoder import add_low_rank_updates as add_low_rank_updates
@@ -97,6 +103,8 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from torchllm.models.decoder import cast_parameters as cast_parameters
     from torchllm.models.head import IGNORED as IGNORED
     from torchllm.models.mixer import Mixer as Mixer
+    from torchllm.models.short_reach import CachedReach as CachedReach
+    from torchllm.models.short_reach import ShortReach as ShortReach
     from torchllm.optim.average import WeightAverage as WeightAverage
     from torchllm.optim.expert_balance import ExpertBalance as ExpertBalance
     from torchllm.optim.grad_norm import clip_grad_norm as clip_grad_norm

@@ -9,7 +9,7 @@ from typing import Any
 
 from torchllm.config import Model
 from torchllm.config.errors import UserError
-from torchllm.facts.parts.added import add_parameters
+from torchllm.facts.parts.added import add_parameters, check_shapes
 from torchllm.facts.parts.part import PartParameter, Shape, shapes_of
 
 AddedParameter = PartParameter
@@ -60,9 +60,14 @@ def register_block(kind: BlockKind) -> None:
     _KINDS[kind.name] = kind
 
 
+def is_registered(model: Model) -> bool:
+    """Return whether the kind of a model's blocks is registered, or the library's."""
+    return model.block in _KINDS
+
+
 def block_kind(model: Model) -> BlockKind:
     """Return the kind of a model's blocks. UserError if it is not registered."""
-    if model.block not in _KINDS:
+    if not is_registered(model):
         raise UserError(
             f"model.block: {model.block!r} is not registered: start the fork that calls register_block for it, or set "
             "RECIPE to its file"
@@ -75,11 +80,7 @@ def changed_block(block: Any, model: Model, index: int) -> Any:
     kind = block_kind(model)
     expected = _shapes(block) | kind.shapes(model)
     changed = kind.build(block, model, index)
-    shapes = _shapes(changed)
-    for name in sorted(shapes.keys() | expected.keys()):
-        if shapes.get(name) != expected.get(name):
-            built, registered = shapes.get(name, "missing"), expected.get(name, "missing")
-            raise UserError(f"block {kind.name!r}: {name}: {built} in the block, {registered} in its registration")
+    check_shapes(f"block {kind.name!r}", _shapes(changed), expected)
     return changed
 
 

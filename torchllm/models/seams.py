@@ -23,7 +23,7 @@ SEAMS = (
     Seam("forward", "nn.Linear", ("weight_gradients.py",)),
     Seam("kernel", "RMSNorm", ("tensor.py", "compile.py", "fused_norm.py")),
     Seam("merge", "RingAttention", ("compile.py",)),
-    Seam("core", "Mixer", ("context.py", "delta_sequence.py", "continue_texts.py")),
+    Seam("core", "Mixer", ("context.py", "delta_sequence.py", "short_reach.py", "continue_texts.py")),
     Seam("attend", "Block", ("recompute.py", "compile.py")),
     Seam("run_blocks", "Decoder", ("recompute.py",)),
     Seam("cross_entropy", "Head", ("tensor.py", "compile.py", "fsdp.py")),

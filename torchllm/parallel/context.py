@@ -80,9 +80,9 @@ def share_attention(attention: Mixer, view: Model, shared: SharedSequences) -> N
     plain, core = core_class(view)(view), attention.core
     read = ("window", "scale", "softcap")  # what a ring takes of the core
     if type(core) is not type(plain) or any(getattr(core, name) != getattr(plain, name) for name in read):
+        giver = f"model.block = {view.block!r}" if view.block else f"model.mixer = {view.mixer!r}"
         raise UserError(
-            f"parallel.cp_method: a ring would replace the attention core that model.block = {view.block!r} "
-            'gives its blocks: use "ulysses"'
+            f'parallel.cp_method: a ring would replace the attention core that {giver} gives its blocks: use "ulysses"'
         )
     if view.window_within(shared.sequence_length) < shared.sequence_length:
         attention.core = WindowAttention(shared.mesh, attention.core)

@@ -26,9 +26,9 @@ def to_heads(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor
 
 
 def to_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Map (B, S, heads / n, Q) -> (B, S / n, heads, Q)."""
-    x = x.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1).contiguous()  # (n, B, S / n, heads / n, Q)
-    return _AllToAll.apply(x, group).permute(1, 2, 0, 3, 4).flatten(2, 3)
+    """Map (B, S, heads / n, ...) -> (B, S / n, heads, ...)."""
+    x = x.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1).contiguous()  # (n, B, S / n, heads / n, ...)
+    return _AllToAll.apply(x, group).movedim(0, 2).flatten(2, 3)
 
 
 class _AllToAll(torch.autograd.Function):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from torchllm.config import Model
-from torchllm.facts.parts.part import BlockPart, PartParameter, Start, linear
+from torchllm.facts.parts.part import KEYS_OF_ATTENTION, BlockPart, PartParameter, Start, linear
 
 
 class DeltaSizes(NamedTuple):
@@ -116,10 +116,7 @@ PART = BlockPart(
         *_projection("g_proj", lambda sizes: sizes.values),
         *linear("self_attn.o_proj", lambda view: (view.hidden, delta_sizes(view).values), "rowwise", to_residual=True),
     ),
-    unread=(
-        *("attention", "qk_norm", "qkv_bias", "o_bias", "softmax_scale", "score_softcap", "attention_gate"),
-        *("window", "sinks", "rotary_fraction", "rope_theta", "rope_scaling_factor"),
-    ),
+    unread=KEYS_OF_ATTENTION,
     core_flops=_core_flops,
     heads=_heads,
     problems=_problems,

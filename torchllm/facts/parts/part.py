@@ -30,6 +30,13 @@ feed-forward layer and of experts, stacked. router: of experts. adapter: of LoRA
 biases of matrices, numbers of heads or channels."""
 
 
+KEYS_OF_ATTENTION = (
+    *("attention", "qk_norm", "qkv_bias", "o_bias", "softmax_scale", "score_softcap", "attention_gate"),
+    *("window", "sinks", "rotary_fraction", "rope_theta", "rope_scaling_factor"),
+)
+"""keys of [model] that a mixer without attention's scores and rotary positions does not read"""
+
+
 class ParameterRule(NamedTuple):
     """How one kind of parameter is cut, starts and is optimized."""
 
@@ -102,7 +109,8 @@ class BlockPart:
     problems: Callable[[Model], Iterable[tuple[str, str]]] | None = None
     """returns the keys of [model] whose values in a view the part does not have, each with the reason"""
     heads: Callable[[Model], dict[str, int]] = Model.heads_of_attention
-    """numbers of heads of a mixer, by key of [model], which tp must divide; ulysses shares those of the last key"""
+    """numbers of heads, or channels, of a mixer, by key of [model], which tp must divide; ulysses shares those of the
+    last key"""
     small_sizes: Callable[[Model], dict[str, int]] = lambda view: {}
     """keys of [model] and their values in a small copy of a view's model, with which `torchllm prove` trains"""
     gathered: Callable[[Model], int] = hidden_width

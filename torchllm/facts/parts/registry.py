@@ -34,13 +34,20 @@ def mixer(view: Model) -> BlockPart:
     """Return the mixer of a view's blocks. UserError if there is none of this name."""
     if view.mixer in MIXERS_OF_FORKS:
         return MIXERS_OF_FORKS[view.mixer]
-    if view.mixer not in MIXERS:
-        known = ", ".join((*MIXERS, *MIXERS_OF_FORKS))
-        raise UserError(
-            f"model.mixer: {view.mixer!r} is none of {known}: if a fork registers it, start the fork, or set RECIPE to "
-            "its file"
-        )
+    if problem := problem_of_mixer(view):
+        raise UserError(f"model.mixer: {problem}")
     return _of_library(view.mixer)
+
+
+def problem_of_mixer(view: Model) -> str:
+    """Return what is wrong with the name of a view's mixer; empty: it is the library's, or registered."""
+    known = (*MIXERS, *MIXERS_OF_FORKS)
+    if view.mixer in known:
+        return ""
+    return (
+        f"{view.mixer!r} is none of {', '.join(known)}: if a fork registers it, start the fork, or set RECIPE to its "
+        "file"
+    )
 
 
 def feed_forward(view: Model) -> BlockPart:

@@ -13,14 +13,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from torchllm.config.applied_keys import note_origins
 from torchllm.config.environment import HANDED
 from torchllm.config.schema import Config
 from torchllm.config.toml import dotted, shown
+from torchllm.facts.parts.registry import problem_of_mixer
 from torchllm.tools.config.checks import problems_of_use, setting_problems
-from torchllm.tools.config.degrees import describe_batch, layout_problems, resolve_degrees
+from torchllm.tools.config.degrees import describe_batch, key_of_kind, layout_problems, resolve_degrees
 from torchllm.tools.config.draft import Arguments, Draft
 from torchllm.tools.config.environment import (
     PER_RANK,
@@ -37,12 +38,25 @@ from torchllm.tools.config.idle import contradictions, idle_keys
 C = TypeVar("C", bound=Config)
 
 
+def refuse_unknown_mixers(draft: Draft[Any]) -> None:
+    """SystemExit(2), with the errors so far, if no mixer has the name that a kind of blocks gives: nothing is known."""
+    unknown = {}
+    for path, of_kind in draft.config.of_kinds.items():
+        if problem := problem_of_mixer(of_kind.model):
+            unknown[key_of_kind(draft.config, path, "mixer")] = problem
+    for key, problem in unknown.items():
+        draft.report(tuple(key.split(".")), problem)
+    if unknown:
+        refuse(draft.errors)
+
+
 def finish(draft: Draft[C], alternatives: Sequence[C] = ()) -> C:
     """Check the values against each other and return the config with its degrees and its run folder.
 
     alternatives: other layouts, to be handed to the ranks, too.
     SystemExit(2) after printing all errors if there are any; SystemExit(0) after the output of --check.
     """
+    refuse_unknown_mixers(draft)
     _cut_schedule(draft)
     if draft.ranks is not None and draft.ranks.most_nodes is not None:
         _try_node_counts(draft, draft.ranks, draft.ranks.most_nodes)

@@ -21,11 +21,12 @@ from torchllm.config import Config, Model
 from torchllm.config.errors import UserError
 from torchllm.config.schema import OPTIONS
 from torchllm.config.toml import shown
+from torchllm.facts.parts.registry import problem_of_mixer
 from torchllm.tools.config.degrees import Obstacle, obstacle_to_compiled_blocks, rank_remedy
 from torchllm.tools.config.draft import Draft, parse_arguments, read_draft
 from torchllm.tools.config.environment import refuse, system_errors_on_one_line
 from torchllm.tools.config.idle import describe_idle_keys, keys_of_other_recipes
-from torchllm.tools.config.refuse import finish
+from torchllm.tools.config.refuse import finish, refuse_unknown_mixers
 from torchllm.tools.launch.compiler import AMD_DRIVER, count_gpus, lack_of_gpu_compiler
 
 if TYPE_CHECKING:
@@ -271,17 +272,20 @@ def load_sizes(arguments: Sequence[str], schema: type[Any] = Config) -> Any:
 
 
 def _resolve_model(draft: Draft[Any], *, reads_weights: bool = True) -> None:
-    """Import the fork that `model.block` needs, and fill in [model] from the published model of `model.from_hf`.
+    """Import the fork that blocks and mixers need, and fill in [model] from the published model of `model.from_hf`.
 
-    reads_weights: the recipe needs the weights, too, unless it is a dry run.
+    reads_weights: the recipe needs the weights, too, unless it is a dry run. SystemExit(2) if there is no such mixer.
     """
-    if draft.config.model.block:
-        from torchllm.tools.proof.recipe import find_block  # of no use to other runs
+    model = draft.config.model
+    if model.block or any(map(problem_of_mixer, model.views)):
+        from torchllm.tools.proof.recipe import find_parts  # of no use to other runs
 
         try:
-            find_block(draft.config.model)
+            find_parts(model)
         except UserError as error:
-            draft.report(("model", "block"), str(error).removeprefix("model.block: "))
+            if not str(error).startswith("model.mixer"):  # which is refused below
+                draft.report(("model", "block"), str(error).removeprefix("model.block: "))
+    refuse_unknown_mixers(draft)
     if draft.config.model.from_hf and draft.is_readable:
         from torchllm.tools.hub.resolve import resolve_published_model
 

@@ -1,4 +1,4 @@
-"""Import the fork that RECIPE names: its `train`, its config and its kinds of blocks."""
+"""Import the fork that RECIPE names: its `train`, its config, its kinds of blocks and its mixers."""
 
 import importlib.util
 import os
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from torchllm.config import Config, Model
 from torchllm.config.errors import UserError
-from torchllm.facts.block_kinds import block_kind
+from torchllm.facts.block_kinds import block_kind, is_registered
+from torchllm.facts.parts.registry import mixer, problem_of_mixer
 
 if TYPE_CHECKING:
     from torchllm.tools.proof.record import RecipeTrain
@@ -83,18 +84,17 @@ def lines_on_fork(schema: type[Any], table: Mapping[str, Any]) -> list[str]:
     return [f"{', '.join(unknown)}: if a fork has it, set RECIPE to the fork's file"]
 
 
-def find_block(model: Model) -> None:
-    """Import the recipe that RECIPE names if `model.block` is of a fork that this process has not imported.
+def find_parts(model: Model) -> None:
+    """Import the recipe that RECIPE names if a block or a mixer is of a fork that this process has not imported.
 
-    UserError if it is not registered then.
+    UserError if `model.block` or a mixer is not registered then.
     """
-    try:
-        block_kind(model)
-    except UserError:
-        if not os.environ.get("RECIPE"):
-            raise
-        import_fork(Path(os.environ["RECIPE"]).resolve())
-        block_kind(model)
+    file = os.environ.get("RECIPE")
+    if file and (not is_registered(model) or any(map(problem_of_mixer, model.views))):
+        import_fork(Path(file).resolve())
+    block_kind(model)
+    for view in model.views:
+        mixer(view)
 
 
 def find_schema(file: Path, names: dict[str, Any]) -> type[Any]:
