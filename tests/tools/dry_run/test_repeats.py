@@ -158,7 +158,7 @@ LAYOUTS: dict[str, Settings] = {
     "experts after a dense block": {**EXPERTS, "parallel.ep": 4},
     "experts, routers with their blocks": {**EXPERTS, "parallel.ep": 4, "model.router_dtype": "compute"},
     "experts, all recomputed": {**EXPERTS, "recompute.mode": "full", "training.global_batch_size": 12},
-    "pipeline": {"model.layers": 10, "parallel.pp": 2, "training.global_batch_size": 2},
+    "two stages": {"model.layers": 10, "parallel.pp": 2, "training.global_batch_size": 2},
     "experts, ZeRO 1": {**EXPERTS, "parallel.zero_stage": 1, "recompute.mode": "selective"},
 }
 BY_DEFAULT: dict[str, Settings] = {
