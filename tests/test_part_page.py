@@ -81,8 +81,10 @@ def prover(fork: Path, module: ModuleType) -> Prover:
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param({**SP, **RING}, id="sp, ring"),
+        pytest.param(SP, id="sp"),
+        pytest.param(RING, id="ring"),
         pytest.param({"parallel.pp": 2, **FULL}, id="pp, recomputed"),
+        pytest.param({**SP, **RING}, id="sp, ring", marks=pytest.mark.exhaustive),
         pytest.param({"parallel.tp": 2, **ULYSSES}, id="tp, ulysses", marks=pytest.mark.exhaustive),
         pytest.param({"parallel.pp": 2, **RING}, id="pp, ring", marks=pytest.mark.exhaustive),
         pytest.param({"parallel.tp": 2, "parallel.pp": 2}, id="tp, pp", marks=pytest.mark.exhaustive),
