@@ -148,10 +148,7 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
 
 
 def main(config: Config, *candidates: Config) -> None:
-    """Train, or with `run.dry_run` say what a step takes.
-
-    candidates: other layouts, to be measured against `config` first (`parallel.layout = "tune"`).
-    """
+    """Train, or dry-run. candidates: other layouts, to be measured with `config` first (`parallel.layout = "tune"`)."""
     if config.run.dry_run:
         from torchllm.recipe import dry_run
 
