@@ -25,6 +25,9 @@ LATENTS = GLM_EXPERTS | {
     **{"routed_scaling_factor": 2.5, "bos_token_id": None, "eos_token_id": None},
 }
 """latent attention, and a router within groups of experts"""
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6}
+QWEN_EXPERTS = EXPERTS | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 1024}
+"""widths that divide, and are divided by, the defaults of the class: each may be missing"""
 LLAMA3_SCALING = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -42,7 +45,7 @@ YARN = {
     "beta_slow": 0.5,
     "attention_factor": 1.3,
 }
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 OLMO3_ROPE = {FULL: YARN | {"rope_theta": 500000.0}, SLIDING: {"rope_type": "default", "rope_theta": 500000.0}}
 GEMMA_ROPE = {
     FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
@@ -184,6 +187,34 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi-k2": (
         "DeepseekV3Config",
         SIZES | LATENTS | {"rope_interleave": False, "rope_parameters": YARN | {"beta_fast": 1.0, "beta_slow": 1.0}},
+    ),
+    "qwen3-next": ("Qwen3NextConfig", SIZES | DELTA | QWEN_EXPERTS | {"head_dim": 16}),
+    "qwen3-next-dense": (
+        "Qwen3NextConfig",
+        SIZES
+        | DELTA
+        | QWEN_EXPERTS
+        | {"head_dim": 8, "linear_num_key_heads": 3, "linear_num_value_heads": 3, "mlp_only_layers": [0]}
+        | {"layer_types": [LINEAR, FULL, FULL, LINEAR], "norm_topk_prob": False, "linear_conv_kernel_dim": 3}
+        | {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}},
+    ),
+    "qwen3.5": ("Qwen3_5TextConfig", SIZES | DELTA | {"head_dim": 16}),
+    "qwen3.5-groups": (
+        "Qwen3_5TextConfig",
+        SIZES
+        | DELTA
+        | {"head_dim": 8, "linear_num_key_heads": 1, "linear_conv_kernel_dim": 2, "linear_value_head_dim": 10}
+        | {"layer_types": [FULL, LINEAR, LINEAR, FULL]}
+        | {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}},
+    ),
+    "qwen3.5-moe": ("Qwen3_5MoeTextConfig", SIZES | DELTA | QWEN_EXPERTS | {"head_dim": 16}),
+    "qwen3.5-moe-narrow": (
+        "Qwen3_5MoeTextConfig",
+        SIZES
+        | DELTA
+        | QWEN_EXPERTS
+        | {"head_dim": 8, "shared_expert_intermediate_size": 512, "linear_num_key_heads": 4}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.75}},
     ),
     "gpt2": ("GPT2Config", {"n_layer": 4, "n_embd": 32, "n_head": 4, "vocab_size": 96, "n_positions": 64}),
 }
