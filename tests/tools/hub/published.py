@@ -17,6 +17,7 @@ SIZES = {
     "vocab_size": 96,
     "max_position_embeddings": 64,
 }
+ALL_SPARSE = {key: value for key, value in SIZES.items() if key != "intermediate_size"}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3}
 GLM_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12}
 LATENTS = GLM_EXPERTS | {
@@ -25,9 +26,12 @@ LATENTS = GLM_EXPERTS | {
     **{"routed_scaling_factor": 2.5, "bos_token_id": None, "eos_token_id": None},
 }
 """latent attention, and a router within groups of experts"""
-DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 16}
 QWEN_EXPERTS = EXPERTS | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 1024}
 """widths that divide, and are divided by, the defaults of the class: each may be missing"""
+SMALLER = {".A_log": 3.0} | dict.fromkeys(("_norm.weight", "layernorm.weight", "model.norm.weight"), 1.0)
+"""what the weights of models with Gated DeltaNet have less: norms of 1 + w around 1, and slower decays. Otherwise
+float32 is 1e-4 from float64 after 150 tokens, here and in transformers, whose decays are differences of sums"""
 LLAMA3_SCALING = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -207,10 +211,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": [FULL, LINEAR, LINEAR, FULL]}
         | {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}},
     ),
-    "qwen3.5-moe": ("Qwen3_5MoeTextConfig", SIZES | DELTA | QWEN_EXPERTS | {"head_dim": 16}),
+    "qwen3.5-moe": ("Qwen3_5MoeTextConfig", ALL_SPARSE | DELTA | QWEN_EXPERTS | {"head_dim": 16}),
     "qwen3.5-moe-narrow": (
         "Qwen3_5MoeTextConfig",
-        SIZES
+        ALL_SPARSE
         | DELTA
         | QWEN_EXPERTS
         | {"head_dim": 8, "shared_expert_intermediate_size": 512, "linear_num_key_heads": 4}
@@ -247,6 +251,11 @@ TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """models of text and more, as in CONFIGS"""
+VISION_OF_QWEN = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
+for name, text in (("qwen3_5", "qwen3.5"), ("qwen3_5_moe", "qwen3.5-moe")):
+    kind, fields = CONFIGS[text]
+    fields = fields | {"model_type": f"{name}_text", "tie_word_embeddings": False}
+    TEXT_PARTS[name] = kind.replace("Text", ""), {"vision_config": VISION_OF_QWEN, "text_config": fields}
 
 
 def hub_config(name: str) -> Any:
@@ -283,6 +292,9 @@ def save_published(
                 parameter.normal_(std=0.2)
             else:
                 parameter.normal_(mean=1.0, std=0.2)
+        for key, parameter in model.named_parameters():
+            if hasattr(config.get_text_config(), "linear_num_key_heads"):
+                parameter.sub_(next((shift for end, shift in SMALLER.items() if key.endswith(end)), 0.0))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.2)

@@ -87,7 +87,7 @@ def test_what_is_written_is_read_alike_by_transformers_and_here() -> None:
 def test_both_spellings_are_read_and_written() -> None:
     """transformers 4 has rope_theta and rope_scaling, transformers 5 rope_parameters."""
     for name, model in models():
-        written = write_config_json(model, family_to_export(model))
+        written = write_config_json(model, family_to_export(model, hub_config(name).model_type))
         for spelling in (("rope_theta", "rope_scaling"), ("rope_parameters",)):
             content = {key: value for key, value in written.items() if key not in spelling}
             assert model_of(content) == model, (name, spelling)

@@ -191,7 +191,7 @@ def one_process(config: Config) -> Decoder:
     return model
 
 
-STACKED = ("mixtral", "glm4-moe", "minimax-m2", "deepseek-v3")
+STACKED = ("mixtral", "glm4-moe", "minimax-m2", "deepseek-v3", "qwen3-next", "qwen3.5-moe")
 LOGITS = [(name, "") for name in CONFIGS] + [(name, "stacked") for name in STACKED]
 MORE_LOGITS = [(name, "tied") for name in CONFIGS] + [(name, "stacked") for name in ("qwen3-moe", "olmoe")]
 
@@ -210,6 +210,19 @@ def test_logits_are_those_of_transformers(published: list[tuple[str, str]], tmp_
             ours = model(tokens, torch.arange(LENGTH + 1).expand(SEQUENCES, LENGTH + 1))
         errors[name, form] = error_of_logits(ours.numpy(), theirs.numpy())
     assert {published: error for published, error in errors.items() if not error <= 1e-5} == {}
+
+
+@pytest.mark.quick
+def test_logits_of_a_text_of_several_chunks_are_those_of_transformers(tmp_path: Path) -> None:
+    """Gated DeltaNet computes 64 tokens at a time."""
+    tokens = torch.randint(0, TOKENS, (3, 150), generator=torch.Generator().manual_seed(1))
+    for name in ("qwen3-next", "qwen3-next-dense", "qwen3.5", "qwen3.5-groups", "qwen3.5-moe", "qwen3.5-moe-narrow"):
+        hub_model = save_published(name, tmp_path / name)
+        model = one_process(config_of(tmp_path / name, {}))
+        with torch.no_grad():
+            theirs = hub_model(tokens).logits
+            ours = model(tokens, torch.arange(150).expand(3, 150))
+        assert error_of_logits(ours.numpy(), theirs.numpy()) <= 1e-5, name
 
 
 @pytest.mark.parametrize(

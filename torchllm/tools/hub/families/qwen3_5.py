@@ -28,7 +28,10 @@ TENSORS = (
     delta_tensor("in_proj_a.weight", "a_proj.weight"),
     *BLOCK_TENSORS,
 )
-IGNORED = ("full_attention_interval", "mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
+IGNORED = (
+    *("full_attention_interval", "number_of_conv_states"),
+    *("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+)
 SIZES = llama.decoder_fields(
     vocab=248320, ffn=12288, kv_heads=4, length=32768, head_dim=256, layers=32, hidden=4096, heads=16
 )
