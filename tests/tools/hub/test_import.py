@@ -89,6 +89,10 @@ MORE_LAYOUTS = [
     ("mixtral", ("hsdp", "zero1"), "tied"),
     ("deepseek-v3", ("sp", "zero1"), ""),
     ("moonlight", ("cp", "v"), "tied"),
+    ("qwen3-next-dense", ("cp", "v"), ""),
+    ("qwen3.5", ("cp", "sp"), "tied"),
+    ("qwen3.5-groups", ("fsdp", "1f1b"), "uneven"),
+    ("qwen3.5-moe", ("sp", "zero1"), "stacked"),
 ]
 
 
@@ -253,6 +257,7 @@ SPARSE_LAYOUTS: list[tuple[str, Settings, str]] = [
     ("glm4-moe", {"parallel.pp": 2, "parallel.dp_shard": 2}, "stacked"),
     ("gpt-oss", {"parallel.tp": 2, "parallel.pp": 2}, ""),
     ("moonlight", {"parallel.pp": 2, "parallel.dp_shard": 2}, ""),
+    ("qwen3-next", {"parallel.dp_shard": 4}, ""),  # 2 key heads, of whose rows a rank has a half
 ]
 
 
@@ -316,7 +321,10 @@ def train_on_layout(config: Config) -> list[float]:
 def train_with_transformers(hub_model: Any, config: Config) -> list[float]:
     """Take the same steps with transformers' model and torch's AdamW, in the usual loop."""
     settings = config.optimizer
-    is_vector = {name: x.dim() == 1 or name.endswith("_bias") for name, x in hub_model.named_parameters()}  # or stacked
+    # Biases may be stacked, and taps of convolutions are no matrices here.
+    is_vector = {
+        name: x.dim() == 1 or name.endswith(("_bias", "conv1d.weight")) for name, x in hub_model.named_parameters()
+    }
     decayed = [parameter for name, parameter in hub_model.named_parameters() if not is_vector[name]]
     others = [parameter for name, parameter in hub_model.named_parameters() if is_vector[name]]
     optimizer = torch.optim.AdamW(
@@ -356,6 +364,11 @@ MORE_TRAINED = [
     ("qwen2", ("fsdp", "sp"), "uneven"),
     ("gpt-oss", ("fsdp",), ""),
     ("gpt-oss-linear", ("tp",), "uneven"),
+    ("qwen3-next", ("tp",), ""),
+    ("qwen3-next-dense", ("1f1b",), "uneven"),
+    ("qwen3.5", ("cp",), ""),
+    ("qwen3.5-groups", ("fsdp",), ""),
+    ("qwen3.5-moe", ("sp",), "uneven"),
 ]
 
 
