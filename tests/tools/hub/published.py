@@ -31,8 +31,8 @@ DELTA |= {"rms_norm_eps": 1e-2}
 """Gated DeltaNet. With an epsilon of 1e-6 its norm makes narrow results that are small by chance large: transformers'
 own losses then differ by 1e-4 after 20 steps from weights that differ by 1e-7, with this one by 4e-7"""
 SMALLER = {".A_log": 3.0} | dict.fromkeys(("_norm.weight", "layernorm.weight", "model.norm.weight"), 1.0)
-"""what weights of models with Gated DeltaNet have less, so that 1 + w is around 1, and decays are slower: of faster ones
-transformers' differences of sums in float32 lose digits, 6e-5 of the logits after 150 tokens"""
+"""what weights of models with Gated DeltaNet have less, so that 1 + w is around 1, and decays are slower: of faster
+ones transformers' differences of sums in float32 lose digits, 6e-5 of the logits after 150 tokens"""
 QWEN_EXPERTS = EXPERTS | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 1024}
 """widths that divide, and are divided by, the defaults of the class: each may be missing"""
 LLAMA3_SCALING = {

@@ -57,7 +57,7 @@ def is_other_activation(value: Any, fields: Fields) -> bool:
 
 
 def has_other_layers(value: Any, fields: Fields) -> bool:
-    """Return whether a block is of a type that is not here: linear attention that is no Gated DeltaNet, by its heads."""
+    """Return whether a block is of a type that is not here; linear attention is here if its heads are DeltaNet's."""
     return bool(_others(value, (*LAYER_TYPES, LINEAR) if "linear_num_key_heads" in fields else LAYER_TYPES))
 
 

@@ -243,8 +243,8 @@ def block_products(model: Model, piece: Piece, kernels: Kernels, trained: Traine
     layers |= {**added, last[0]: BlockProduct(width.hidden, keeps_sums)}
     of_ffn = dict.fromkeys(("gate_proj", "up_proj"), BlockProduct(width.ffn, width.ffn))
     of_ffn["down_proj"] = BlockProduct(width.hidden, keeps_sums)
-    for product in feed_forward(model).products(model):
-        layers[product.layer] = of_ffn.get(product.layer, BlockProduct(0.0))
+    for shape in feed_forward(model).products(model):
+        layers[shape.layer] = of_ffn.get(shape.layer, BlockProduct(0.0))
     products = []
     for name, product in layers.items():
         if rank := trained.rank_of(name):

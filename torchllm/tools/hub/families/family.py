@@ -302,9 +302,7 @@ def stored_shapes(model: Model) -> dict[str, Shape]:
     return shapes
 
 
-def _build(
-    rule: TensorRule, names: list[str], block: str, shapes: dict[str, Shape], groups: int
-) -> list[StoredTensor]:
+def _build(rule: TensorRule, names: list[str], block: str, shapes: dict[str, Shape], groups: int) -> list[StoredTensor]:
     """Return the tensors of a rule for one block. groups: of rows, in turns."""
     shape = shapes[names[0]]
     if ".experts." not in names[0]:

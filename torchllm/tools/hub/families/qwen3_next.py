@@ -10,7 +10,15 @@ from typing import Any
 from torchllm.config import Model
 from torchllm.facts.parts.gated_delta import delta_sizes
 from torchllm.tools.hub.families import llama
-from torchllm.tools.hub.families.family import FULL, LINEAR, ConfigField, HubFamily, RequiredField, TensorRule
+from torchllm.tools.hub.families.family import (
+    FULL,
+    LINEAR,
+    ConfigField,
+    FieldError,
+    HubFamily,
+    RequiredField,
+    TensorRule,
+)
 from torchllm.tools.hub.families.mixtral import ROUTER_TRAINING_FIELDS, STACKED_TENSORS
 from torchllm.tools.hub.families.qwen3 import HEAD_NORMS
 from torchllm.tools.hub.families.qwen3_moe import EXPERT_TENSORS
@@ -25,13 +33,15 @@ def key_heads(view: Model) -> int:
 
 
 def one_of_four_is_full(fields: Mapping[str, Any], have_rope: Sequence[bool]) -> list[str]:
-    """Return layer_types: every fourth block, or what full_attention_interval says, has attention."""
+    """Return layer_types: every fourth block has attention, or as full_attention_interval says. Raises FieldError."""
     interval = fields.get("full_attention_interval", 4)
+    if type(interval) is not int or interval < 1:
+        raise FieldError(f"full_attention_interval: must be a whole number of at least 1, not {interval!r}")
     return [LINEAR if (index + 1) % interval else FULL for index in range(len(have_rope))]
 
 
 def delta_tensor(key: str, *names: str, by_key_head: bool = False, is_convolution: bool = False) -> TensorRule:
-    """Return a tensor of Gated DeltaNet. by_key_head: it has the rows of all names for a key head, then for the next."""
+    """Return a tensor of Gated DeltaNet. by_key_head: it has the rows of all names for a key head, then the next."""
     groups = key_heads if by_key_head else None
     own = tuple(MIXER + name for name in names)
     place = f"model.layers.{{}}.linear_attn.{key}"
