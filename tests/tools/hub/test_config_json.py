@@ -489,7 +489,6 @@ EXPORTED_AS = {
         SPARSE, router_score="sigmoid", router_bias=True, shared_experts=2, dense_layers=1, rotary_fraction=0.5
     ),
     "qwen3_next": replace(SPARSE, **QWEN, shared_experts=1, shared_gate=True, expert_ffn=96, router_renormalize=False),
-    "qwen3_5_moe_text": replace(SPARSE, **QWEN, shared_experts=1, shared_gate=True),
     "gpt_oss": replace(
         SPARSE, sinks=True, qkv_bias=True, o_bias=True, expert_biases=True, activation="clamped_silu", window=9
     ),
