@@ -268,6 +268,8 @@ class TinySpace(LayoutSpace):
         keys |= MODEL_PARTS[layout.get(PARTS)]
         if layout.get(PARTS) == "Gemma 3" and layout.get("model.attention") == "eager":
             keys["model.score_softcap"] = 0.3
+        if layout.get(PARTS) == "Qwen3-Next" and keys.get("model.shared_experts"):
+            keys["model.shared_gate"] = True
         keys.pop(MIXER, None)
         keys |= MIXERS[layout.get(MIXER)]
         if (pattern := keys.pop(KINDS, None)) is not None:

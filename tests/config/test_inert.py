@@ -67,6 +67,7 @@ CONTRADICTED: dict[
     "model.upcycle": (True, EXPERTS, {**EXPERTS, "checkpoint.initial": "dense"}),
     "model.upcycle_noise": (0.1, EXPERTS, {**EXPERTS, "checkpoint.initial": "dense", "model.upcycle": True}),
     "model.shared_experts": (1, {}, EXPERTS),
+    "model.shared_gate": (True, EXPERTS, {**EXPERTS, "model.shared_experts": 1}),
     "model.dense_layers": (1, {}, EXPERTS),
     "model.router_score": ("sigmoid", {}, EXPERTS),
     "model.router_dtype": ("compute", {}, EXPERTS),

@@ -34,6 +34,7 @@ SMALL["norms after"] = replace(SMALL["llama"], norm_position="after", qk_norm="w
 SMALL["norms on both sides, gates"] = replace(SMALL["llama"], norm_position="both", attention_gate="head")
 SMALL["experts"] = replace(SMALL["llama"], experts=6, top_k=2, expert_ffn=16, dense_layers=2)
 SMALL["shared experts"] = replace(SMALL["experts"], top_k=3, shared_experts=2, dense_layers=1)
+SMALL["shared experts with a gate"] = replace(SMALL["shared experts"], shared_gate=True)
 SMALL["kinds"] = replace(
     SMALL["experts"], pattern=("a", "b"), kinds=Kinds(a={"rotary_fraction": 0.0}, b={"rope_theta": 5.0})
 )

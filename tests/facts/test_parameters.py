@@ -30,7 +30,7 @@ MODELS = {
     "llama-qk-norm": replace(TINY, qk_norm="head"),
     "olmo": replace(TINY, qk_norm="width", norm_position="after"),
     "qwen2": replace(TINY, qkv_bias=True),
-    "experts": replace(TINY, experts=3, expert_ffn=8, shared_experts=2, dense_layers=1),
+    "experts": replace(TINY, experts=3, expert_ffn=8, shared_experts=2, shared_gate=True, dense_layers=1),
     "gemma": replace(TINY, norm_position="both", norm_offset=True, attention_gate="element"),
     "gpt-gated": replace(TINY, family="gpt", attention_gate="head"),
     "gpt-oss": replace(TINY, sinks=True, o_bias=True, experts=3, dense_layers=1, expert_biases=True),

@@ -23,6 +23,7 @@ VARIANTS = {
     "Mixtral": MODEL,
     "OLMoE": replace(MODEL, router_renormalize=False, top_k=4),
     "GLM-4.5": replace(MODEL, router_score="sigmoid", router_scale=2.5, shared_experts=2),
+    "Qwen3-Next": replace(MODEL, shared_experts=1, shared_gate=True),
     "one of six": replace(MODEL, top_k=1, router_renormalize=False),
     "all of six": replace(MODEL, top_k=6),
     "with a bias": replace(MODEL, router_score="sigmoid", router_bias=True),
@@ -52,7 +53,13 @@ def one_token(layer: MixtureOfExperts, model: Model, token: Tensor) -> Tensor:
         gate = experts.gate_proj[index] @ token
         up = experts.up_proj[index] @ token
         result = result + model.router_scale * weight * (experts.down_proj[index] @ (F.silu(gate) * up))
-    return result if layer.shared is None else result + layer.shared(token)
+    if layer.shared is None:
+        return result
+    gate, up, down = layer.shared.gate_proj.weight, layer.shared.up_proj.weight, layer.shared.down_proj.weight
+    shared = down @ (F.silu(gate @ token) * (up @ token))
+    if layer.shared.result_gate is not None:
+        shared = torch.sigmoid(layer.shared.result_gate.weight @ token) * shared
+    return result + shared
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -24,6 +24,7 @@ EXPERTS: Settings = {
     "model.top_k": 2,
     "model.expert_ffn": 32,
     "model.shared_experts": 1,
+    "model.shared_gate": True,
     "model.dense_layers": 1,
 }
 BIAS: Settings = {"model.router_bias": True, "model.router_bias_rate": 0.03, "model.router_score": "sigmoid"}

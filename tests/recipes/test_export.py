@@ -19,7 +19,7 @@ from recipes import export
 from tests.recipes.saved_run import SIZES, save_run
 from tests.tools.hub.published import CONFIGS, as_json, save_published
 from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint
-from torchllm.config import Config, Generate, Model
+from torchllm.config import Config, Generate, Kinds, Model
 from torchllm.config.errors import UserError
 from torchllm.config.schema import Lora
 from torchllm.models.decoder import Decoder
@@ -47,6 +47,16 @@ MODELS = {
         router_bias=True,
         router_scale=2.5,
         rotary_fraction=0.5,
+        **SIZES,
+    ),
+    "qwen3.5": Model(
+        qk_norm="head",
+        norm_offset=True,
+        attention_gate="element",
+        rotary_fraction=0.5,
+        delta_key_heads=2,
+        pattern=("delta", "full"),
+        kinds=Kinds(delta={"mixer": "gated_delta"}, full={}),
         **SIZES,
     ),
     "gpt2 not tied": Model(family="gpt", **SIZES),

@@ -262,6 +262,8 @@ class Model:
     """each expert adds this multiple of its random initial weights to its copy"""
     shared_experts: Annotated[Natural, EXPERTS] = 0
     """experts that every token uses in addition to its top_k; they are one layer, shared_experts times as wide"""
+    shared_gate: Annotated[bool, Needs("model.shared_experts over 0")] = False
+    """the result of the shared experts is multiplied by the sigmoid of a number per token (Qwen3-Next)"""
     dense_layers: Annotated[Natural, EXPERTS] = 0
     """first blocks that have one feed-forward layer of width ffn instead of experts"""
     router_score: Annotated[Literal["softmax", "sigmoid"], EXPERTS] = "softmax"
@@ -536,6 +538,7 @@ def without_experts(model: Model) -> Model:
     of_experts: dict[str, Any] = {
         "experts": 0,
         "shared_experts": 0,
+        "shared_gate": False,
         "expert_ffn": 0,
         "expert_biases": False,
         "router_bias": False,

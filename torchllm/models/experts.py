@@ -402,8 +402,11 @@ class SharedExperts(SwiGLU):
 
     def __init__(self, model: Model) -> None:
         super().__init__(model, model.shared_experts * model.expert_width)
+        self.result_gate = ResultGate(model) if model.shared_gate else None
         self.all_tokens: Callable[[Tensor], Tensor] = lambda x: x
         """replaceable: the hidden states of all tokens, if this rank has a part of them"""
+        self.for_own_features: Callable[[Tensor], Tensor] = lambda x: x
+        """replaceable: the same as a plain tensor, whose gradient is of this rank's features alone"""
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform each token, both parts at once: (B, S, D) -> (B, S, D)."""
@@ -415,8 +418,28 @@ class SharedExperts(SwiGLU):
         return Begun(x, self.gate_proj(x))
 
     def end(self, begun: Begun) -> Tensor:
-        """Compute the other two products, and return the output: (B, S, D)."""
-        return self.down_proj(self.gated(begun.gate, self.up_proj(begun.x)))
+        """Compute the other two products, and return the output: (B, S, D).
+
+        A gate multiplies the input of the last one, which has the same result, and tp sums its gradient like any.
+        """
+        inner = self.gated(begun.gate, self.up_proj(begun.x))
+        if self.result_gate is not None:
+            inner = inner * self.result_gate(self.for_own_features(begun.x))
+        return self.down_proj(inner)
+
+
+class ResultGate(nn.Module):
+    """A number from 0 to 1 for each token, by which the result of the shared experts is multiplied."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, model.hidden))
+        self.local: Callable[[Tensor], Tensor] = lambda weight: weight
+        """replaceable: the part of a sharded weight that is on this rank"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the gates of tokens: (B, S, D) -> (B, S, 1)."""
+        return F.linear(x, self.local(self.weight)).sigmoid()
 
 
 class MixtureOfExperts(nn.Module):

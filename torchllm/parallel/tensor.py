@@ -276,7 +276,12 @@ class SharedExpertsOfAllTokens(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, SharedExperts)
         module.all_tokens = self._gathered
+        module.for_own_features = self._plain
         return module
+
+    def _plain(self, x: Tensor) -> Tensor:
+        assert isinstance(x, DTensor)
+        return x.to_local(grad_placements=[Partial()])
 
     def _gathered(self, x: Tensor) -> Tensor:
         assert isinstance(x, DTensor)

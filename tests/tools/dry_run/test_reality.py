@@ -59,6 +59,7 @@ LAYOUTS: dict[str, Settings] = {
         "model.experts": 8,
         "model.top_k": 2,
         "model.shared_experts": 1,
+        "model.shared_gate": True,
         "model.dense_layers": 1,
     },
     "experts cut by hidden states": {

@@ -35,6 +35,19 @@ MODELS = {
         kinds=Kinds(local={"window": 7}, full={}),
     ),
     "gate": Model(**SIZES, attention_gate="element", softmax_scale=0.5, residual_multiplier=0.5),
+    "Qwen3-Next": Model(
+        **SIZES,
+        kv_heads=2,
+        qk_norm="head",
+        norm_offset=True,
+        attention_gate="element",
+        rotary_fraction=0.5,
+        pattern=("delta", "full"),
+        kinds=Kinds(delta={"mixer": "gated_delta"}, full={}),
+        experts=6,
+        shared_experts=1,
+        shared_gate=True,
+    ),
     "learned positions": Model(family="gpt", tied_embeddings=True, **SIZES),
     "experts by sigmoid scores": Model(
         experts=6, router_score="sigmoid", router_bias=True, qk_norm="width", rotary_fraction=0.5, **SIZES

@@ -17,6 +17,7 @@ SIZES = {
     "vocab_size": 96,
     "max_position_embeddings": 64,
 }
+ALL_SPARSE = {key: value for key, value in SIZES.items() if key != "intermediate_size"}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3}
 GLM_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12}
 LATENTS = GLM_EXPERTS | {
@@ -25,6 +26,15 @@ LATENTS = GLM_EXPERTS | {
     **{"routed_scaling_factor": 2.5, "bos_token_id": None, "eos_token_id": None},
 }
 """latent attention, and a router within groups of experts"""
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 16}
+DELTA |= {"rms_norm_eps": 1e-2}
+"""Gated DeltaNet. With an epsilon of 1e-6 its norm makes narrow results that are small by chance large: transformers'
+own losses then differ by 1e-4 after 20 steps from weights that differ by 1e-7, with this one by 4e-7"""
+SMALLER = {".A_log": 3.0} | dict.fromkeys(("_norm.weight", "layernorm.weight", "model.norm.weight"), 1.0)
+"""what weights of models with Gated DeltaNet have less, so that 1 + w is around 1, and decays are slower: of faster
+ones transformers' differences of sums in float32 lose digits, 6e-5 of the logits after 150 tokens"""
+QWEN_EXPERTS = EXPERTS | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 1024}
+"""widths that divide, and are divided by, the defaults of the class: each may be missing"""
 LLAMA3_SCALING = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -42,7 +52,7 @@ YARN = {
     "beta_slow": 0.5,
     "attention_factor": 1.3,
 }
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 OLMO3_ROPE = {FULL: YARN | {"rope_theta": 500000.0}, SLIDING: {"rope_type": "default", "rope_theta": 500000.0}}
 GEMMA_ROPE = {
     FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
@@ -199,6 +209,34 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | NO_ENDS
         | {"head_dim": 10, "attention_out_bias": True, "attention_dropout": 0.0, "residual_dropout": 0.0},
     ),
+    "qwen3-next": ("Qwen3NextConfig", SIZES | DELTA | QWEN_EXPERTS | {"head_dim": 16}),
+    "qwen3-next-dense": (
+        "Qwen3NextConfig",
+        SIZES
+        | DELTA
+        | QWEN_EXPERTS
+        | {"head_dim": 8, "linear_num_key_heads": 3, "linear_num_value_heads": 3, "mlp_only_layers": [0]}
+        | {"layer_types": [LINEAR, FULL, FULL, LINEAR], "norm_topk_prob": False, "linear_conv_kernel_dim": 3}
+        | {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}},
+    ),
+    "qwen3.5": ("Qwen3_5TextConfig", SIZES | DELTA | {"head_dim": 16}),
+    "qwen3.5-groups": (
+        "Qwen3_5TextConfig",
+        SIZES
+        | DELTA
+        | {"head_dim": 8, "linear_num_key_heads": 1, "linear_conv_kernel_dim": 2, "linear_value_head_dim": 10}
+        | {"layer_types": [FULL, LINEAR, LINEAR, FULL]}
+        | {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}},
+    ),
+    "qwen3.5-moe": ("Qwen3_5MoeTextConfig", ALL_SPARSE | DELTA | QWEN_EXPERTS | {"head_dim": 16}),
+    "qwen3.5-moe-narrow": (
+        "Qwen3_5MoeTextConfig",
+        ALL_SPARSE
+        | DELTA
+        | QWEN_EXPERTS
+        | {"head_dim": 8, "shared_expert_intermediate_size": 512, "linear_num_key_heads": 4}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.75}},
+    ),
     "gpt2": ("GPT2Config", {"n_layer": 4, "n_embd": 32, "n_head": 4, "vocab_size": 96, "n_positions": 64}),
 }
 """name -> class of transformers, and its arguments"""
@@ -230,6 +268,11 @@ TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """models of text and more, as in CONFIGS"""
+VISION_OF_QWEN = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
+for name, text in (("qwen3_5", "qwen3.5"), ("qwen3_5_moe", "qwen3.5-moe")):
+    kind, fields = CONFIGS[text]
+    fields = fields | {"model_type": f"{name}_text", "tie_word_embeddings": False}
+    TEXT_PARTS[name] = kind.replace("Text", ""), {"vision_config": VISION_OF_QWEN, "text_config": fields}
 
 
 def hub_config(name: str) -> Any:
@@ -266,6 +309,9 @@ def save_published(
                 parameter.normal_(std=0.2)
             else:
                 parameter.normal_(mean=1.0, std=0.2)
+        for key, parameter in model.named_parameters():
+            if hasattr(config.get_text_config(), "linear_num_key_heads"):
+                parameter.sub_(next((shift for end, shift in SMALLER.items() if key.endswith(end)), 0.0))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.2)

@@ -12,6 +12,17 @@ YARN = {
 }
 
 
+QWEN3_5 = {"max_position_embeddings": 262144, "attn_output_gate": True, "mamba_ssm_dtype": "float32"}
+QWEN3_5 |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "mlp_only_layers": []}
+QWEN3_5["rope_parameters"] = {
+    "rope_type": "default",
+    "rope_theta": 10000000,
+    "partial_rotary_factor": 0.25,
+    "mrope_interleaved": True,
+    "mrope_section": [11, 11, 10],
+}
+
+
 class PublishedModel(NamedTuple):
     fields: dict[str, Any]
     """of its config.json, without those that the default of its class says"""
@@ -44,4 +55,35 @@ PUBLISHED = {
         {"model_type": "glm4_moe_lite", "rope_theta": 1e6, "topk_method": "noaux_tc"}, 29_943_390_976, 3_896_763_136
     ),
     "hy3": PublishedModel({"model_type": "hy_v3"}, 295_033_528_320, 20_675_715_072),  # tencent/Hy3-preview
+    # Qwen/Qwen3-Next-80B-A3B-Instruct; of its 81,324,862,720 on the hub 1,650,471,424 are of the tensors mtp.*
+    "qwen3_next_80b_a3b": PublishedModel(
+        {"model_type": "qwen3_next", "intermediate_size": 5120, "max_position_embeddings": 262144, "rope_theta": 1e7}
+        | {"rope_scaling": None, "partial_rotary_factor": 0.25, "full_attention_interval": 4, "mlp_only_layers": []}
+        | {
+            "decoder_sparse_step": 1,
+            "norm_topk_prob": True,
+            "use_sliding_window": False,
+            "router_aux_loss_coef": 0.001,
+        },
+        79_674_391_296,
+        3_874_929_408,
+    ),
+    "qwen3.5_9b": PublishedModel(  # Qwen/Qwen3.5-9B
+        QWEN3_5 | {"model_type": "qwen3_5_text"},
+        8_953_803_264,
+        8_953_803_264,
+    ),
+    # Qwen/Qwen3.5-27B; of 27,781,427,952 of its form on the hub 424,699,392 are of mtp.*, 460,730,096 of the eyes
+    "qwen3.5_27b": PublishedModel(
+        QWEN3_5
+        | {"model_type": "qwen3_5_text", "num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 17408}
+        | {"num_attention_heads": 24, "num_key_value_heads": 4, "linear_num_value_heads": 48},
+        26_895_998_464,
+        26_895_998_464,
+    ),
+    "qwen3.5_35b_a3b": PublishedModel(  # Qwen/Qwen3.5-35B-A3B
+        QWEN3_5 | {"model_type": "qwen3_5_moe_text", "router_aux_loss_coef": 0.001},
+        34_660_610_688,
+        3_454_988_928,
+    ),
 }

@@ -89,7 +89,7 @@ def test_what_is_written_is_read_alike_by_transformers_and_here() -> None:
 def test_both_spellings_are_read_and_written() -> None:
     """transformers 4 has rope_theta and rope_scaling, transformers 5 rope_parameters."""
     for name, model in models():
-        written = write_config_json(model, family_to_export(model))
+        written = write_config_json(model, family_to_export(model, hub_config(name).model_type))
         for spelling in (("rope_theta", "rope_scaling"), ("rope_parameters",)):
             content = {key: value for key, value in written.items() if key not in spelling}
             assert model_of(content) == model, (name, spelling)
@@ -117,6 +117,8 @@ SAID_ELSEWHERE: list[tuple[str, dict[str, Any]]] = [
     ("gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "layer_types": None}),
     ("gemma2", {"layer_types": None}),
     ("qwen2-windows", {"layer_types": None, "max_window_layers": 1}),
+    ("qwen3-next", {"rope_theta": 1e6, "layer_types": None, "full_attention_interval": 2}),
+    ("qwen3.5", {"rope_scaling": {"mrope_section": [1, 1, 0], "mrope_interleaved": True}, "layer_types": None}),
     ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 2}),
     ("smollm3-windows", {"layer_types": None}),
     ("gpt2", {"num_attention_heads": 8, "num_hidden_layers": 3, "hidden_size": 64, "max_position_embeddings": 16}),
@@ -267,6 +269,18 @@ REFUSED = {
         ({"moe_intermediate_size": 0}, "moe_intermediate_size: must be at least 1, not 0"),
         ({"use_sliding_window": True}, "use_sliding_window: is True: a sliding window together with experts"),
     ],
+    "qwen3-next": [
+        (
+            {"layer_types": [FULL, SLIDING] * 2},
+            "layer_types: sliding_attention needs a sliding_window, but there is none",
+        ),
+        ({"layer_types": None, "full_attention_interval": 0}, "full_attention_interval: must be a whole number of at"),
+        ({"shared_expert_intermediate_size": 24}, "shared_expert_intermediate_size: is 24, no multiple of moe_interm"),
+        ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size: is 0, but all models of this type"),
+        ({"use_sliding_window": True}, "use_sliding_window: is True: a sliding window"),
+    ],
+    "qwen3.5": [({"attn_output_gate": False}, "attn_output_gate: is False: attention without a gate")],
+    "qwen3.5-moe": [({"mlp_only_layers": [1]}, "mlp_only_layers: is [1]: blocks without experts")],
     "glm4-moe": [
         (
             {"partial_rotary_factor": 0.25},
@@ -324,6 +338,10 @@ KINDS = {
     "olmo3-linear": {
         "pattern": ("full", "window", "window"),
         "kinds": {"full": {"rope_scaling": "linear", "rope_scaling_factor": 2.0}, "window": {"window": 5}},
+    },
+    "qwen3-next": {
+        "pattern": ("linear", "linear", "linear", "full"),
+        "kinds": {"linear": {"mixer": "gated_delta"}, "full": {}},
     },
     "smollm3": {
         "pattern": ("rope", "rope", "rope", "no_rope"),
@@ -463,6 +481,8 @@ def test_a_llama_whose_heads_do_not_divide_its_width_is_exported_as_mistral() ->
 
 
 SPARSE = Model(experts=8)
+QWEN: dict[str, Any] = {"qk_norm": "head", "norm_offset": True, "attention_gate": "element", "rotary_fraction": 0.25}
+QWEN |= {"pattern": ("delta", "full"), "kinds": Kinds(delta={"mixer": "gated_delta"}, full={})}
 EXPORTED_AS = {
     "mixtral": SPARSE,
     "qwen3_moe": replace(SPARSE, qk_norm="head", dense_layers=2, expert_ffn=96, router_renormalize=False),
@@ -470,6 +490,7 @@ EXPORTED_AS = {
     "glm4_moe": replace(
         SPARSE, router_score="sigmoid", router_bias=True, shared_experts=2, dense_layers=1, rotary_fraction=0.5
     ),
+    "qwen3_next": replace(SPARSE, **QWEN, shared_experts=1, shared_gate=True, expert_ffn=96, router_renormalize=False),
     "gpt_oss": replace(
         SPARSE, sinks=True, qkv_bias=True, o_bias=True, expert_biases=True, activation="clamped_silu", window=9
     ),
@@ -492,6 +513,8 @@ NOT_EXPORTED = [
     (replace(EXPORTED_AS["glm4_moe"], qk_norm="width"), "'glm4_moe' cannot have model.qk_norm = 'width'"),
     (replace(SPARSE, router_score="sigmoid"), "'mixtral' cannot have model.router_score = 'sigmoid'"),
     (replace(SPARSE, qk_norm="width", head_dim=64), "'olmoe' cannot have model.head_dim = 64"),
+    (replace(EXPORTED_AS["qwen3_next"], shared_gate=False), "'qwen3_next' cannot have model.shared_gate = False"),
+    (Model(**QWEN | {"attention_gate": "head"}), "'qwen3_5_text' cannot have model.attention_gate = 'head'"),
     (replace(EXPORTED_AS["gpt_oss"], sinks=False), "'gpt_oss' cannot have model.sinks = False"),
     (replace(SPARSE, qk_norm="head", window=64), "'qwen3_moe' cannot have model.window = 64"),
     (

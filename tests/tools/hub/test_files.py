@@ -207,12 +207,19 @@ def test_buffers_of_old_versions_are_ignored(folder: Path) -> None:
 
 
 def test_a_block_that_predicts_the_token_after_the_next_is_not_read(tmp_path: Path) -> None:
-    """Published files of GLM-4.5 hold it as the block after the last one; of other types it is an error."""
-    more = {"model.layers.4.eh_proj.weight": torch.ones(4), "model.layers.4.shared_head.head.weight": torch.ones(4)}
-    for name, expected in (("glm4-moe", 0), ("qwen3-moe", 2)):
+    """Files of GLM-4.5 hold it as the block after the last one, those of Qwen as mtp; of other types it is an error."""
+    after_last = {"model.layers.4.eh_proj.weight": torch.ones(4), "model.layers.4.shared_head.weight": torch.ones(4)}
+    beside = {"mtp.fc.weight": torch.ones(4), "mtp.layers.0.mlp.gate.weight": torch.ones(4)}
+    for name, more, expected in (
+        ("glm4-moe", after_last, 0),
+        ("qwen3-next", beside, 0),
+        ("qwen3.5", beside, 0),
+        ("qwen3-moe", after_last, 2),
+        ("qwen3", beside, 2),
+    ):
         folder = tmp_path / name
         save_published(name, folder, max_shard_size="40KB")
-        with_tensors(lambda tensors: tensors.update(more))(folder)
+        with_tensors(lambda tensors, more=more: tensors.update(more))(folder)
         assert len(problems_of(folder)) == expected
 
 

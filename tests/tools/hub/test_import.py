@@ -90,6 +90,10 @@ MORE_LAYOUTS = [
     ("mixtral", ("hsdp", "zero1"), "tied"),
     ("deepseek-v3", ("sp", "zero1"), ""),
     ("moonlight", ("cp", "v"), "tied"),
+    ("qwen3-next-dense", ("cp", "v"), ""),
+    ("qwen3.5", ("cp", "sp"), "tied"),
+    ("qwen3.5-groups", ("fsdp", "1f1b"), "uneven"),
+    ("qwen3.5-moe", ("sp", "zero1"), "stacked"),
 ]
 
 
@@ -194,7 +198,7 @@ def one_process(config: Config) -> Decoder:
     return model
 
 
-STACKED = ("mixtral", "glm4-moe", "minimax-m2", "deepseek-v3", "glm4-moe-lite", "hy-v3")
+STACKED = ("mixtral", "glm4-moe", "minimax-m2", "deepseek-v3", "glm4-moe-lite", "hy-v3", "qwen3-next", "qwen3.5-moe")
 LOGITS = [(name, "") for name in CONFIGS] + [(name, "stacked") for name in STACKED]
 MORE_LOGITS = [(name, "tied") for name in CONFIGS] + [(name, "stacked") for name in ("qwen3-moe", "olmoe")]
 
@@ -213,6 +217,19 @@ def test_logits_are_those_of_transformers(published: list[tuple[str, str]], tmp_
             ours = model(tokens, torch.arange(LENGTH + 1).expand(SEQUENCES, LENGTH + 1))
         errors[name, form] = error_of_logits(ours.numpy(), theirs.numpy())
     assert {published: error for published, error in errors.items() if not error <= 1e-5} == {}
+
+
+@pytest.mark.quick
+def test_logits_of_a_text_of_several_chunks_are_those_of_transformers(tmp_path: Path) -> None:
+    """Gated DeltaNet computes 64 tokens at a time."""
+    tokens = torch.randint(0, TOKENS, (3, 150), generator=torch.Generator().manual_seed(1))
+    for name in ("qwen3-next", "qwen3-next-dense", "qwen3.5", "qwen3.5-groups", "qwen3.5-moe", "qwen3.5-moe-narrow"):
+        hub_model = save_published(name, tmp_path / name)
+        model = one_process(config_of(tmp_path / name, {}))
+        with torch.no_grad():
+            theirs = hub_model(tokens).logits
+            ours = model(tokens, torch.arange(150).expand(3, 150))
+        assert error_of_logits(ours.numpy(), theirs.numpy()) <= 1e-5, name
 
 
 @pytest.mark.parametrize(
@@ -243,6 +260,7 @@ SPARSE_LAYOUTS: list[tuple[str, Settings, str]] = [
     ("glm4-moe", {"parallel.pp": 2, "parallel.dp_shard": 2}, "stacked"),
     ("gpt-oss", {"parallel.tp": 2, "parallel.pp": 2}, ""),
     ("moonlight", {"parallel.pp": 2, "parallel.dp_shard": 2}, ""),
+    ("qwen3-next", {"parallel.dp_shard": 4}, ""),  # 2 key heads, of whose rows a rank has a half
 ]
 
 
@@ -306,7 +324,10 @@ def train_on_layout(config: Config) -> list[float]:
 def train_with_transformers(hub_model: Any, config: Config) -> list[float]:
     """Take the same steps with transformers' model and torch's AdamW, in the usual loop."""
     settings = config.optimizer
-    is_vector = {name: x.dim() == 1 or name.endswith("_bias") for name, x in hub_model.named_parameters()}  # or stacked
+    # Biases may be stacked, and taps of convolutions are no matrices here.
+    is_vector = {
+        name: x.dim() == 1 or name.endswith(("_bias", "conv1d.weight")) for name, x in hub_model.named_parameters()
+    }
     decayed = [parameter for name, parameter in hub_model.named_parameters() if not is_vector[name]]
     others = [parameter for name, parameter in hub_model.named_parameters() if is_vector[name]]
     optimizer = torch.optim.AdamW(
@@ -351,6 +372,11 @@ MORE_TRAINED = [
     ("glm4-moe-lite", ("tp",), ""),
     ("hy-v3", ("fsdp", "sp"), ""),
     ("seed-oss", ("tp",), "uneven"),
+    ("qwen3-next", ("tp",), ""),
+    ("qwen3-next-dense", ("1f1b",), "uneven"),
+    ("qwen3.5", ("cp",), ""),
+    ("qwen3.5-groups", ("fsdp",), ""),
+    ("qwen3.5-moe", ("sp",), "uneven"),
 ]
 
 

@@ -17,6 +17,11 @@ def _has_shared(view: Model) -> bool:
     return view.shared_experts > 0
 
 
+def _kept(view: Model, tp: int, spread: int) -> float:
+    """Return the bytes of the shared experts' activations before the gate multiplies them."""
+    return 2.0 * view.shared_experts * view.expert_width / tp if view.shared_gate else 0.0
+
+
 def _stacked(name: str, cut: Cut, start: Start) -> PartParameter:
     """Return the matrices of all experts; cut: colwise, (E, F, D), or rowwise, (E, D, F)."""
 
@@ -42,7 +47,8 @@ def _bias(name: str, cut: Cut, shape: Callable[[Model], Shape], of_experts: bool
 
 
 def _products(view: Model) -> list[WeightProduct]:
-    """Return router, gate of the shared experts, gate, up, down of the routed ones, and up, down of the shared ones.
+    """Return router, gate of the shared experts, gate, up, down of the routed ones, and up, gate of the result, down of
+    the shared ones.
 
     Each matrix of the routed experts is one product with those of a token's experts.
     """
@@ -53,7 +59,7 @@ def _products(view: Model) -> list[WeightProduct]:
     ]
     shared = [
         product_of(name, shapes[name])
-        for name in (f"mlp.shared.{matrix}_proj.weight" for matrix in ("gate", "up", "down"))
+        for name in (f"mlp.shared.{layer}.weight" for layer in ("gate_proj", "up_proj", "result_gate", "down_proj"))
         if name in shapes
     ]
     router = product_of("mlp.routed.router.weight", shapes["mlp.routed.router.weight"])
@@ -80,6 +86,13 @@ PART = BlockPart(
         _bias("experts.down_bias", "whole_summed", lambda view: (view.experts, view.hidden)),
         *linear("mlp.shared.gate_proj", _shared_shape, "colwise", is_there=_has_shared),
         *linear("mlp.shared.up_proj", _shared_shape, "colwise", is_there=_has_shared),
+        PartParameter(
+            name="mlp.shared.result_gate.weight",
+            shape=lambda view: (1, view.hidden) if view.shared_gate and _has_shared(view) else None,
+            cut="whole_summed",
+            start="normal",
+            role="router",
+        ),
         *linear(
             "mlp.shared.down_proj",
             lambda view: _shared_shape(view)[::-1],
@@ -90,4 +103,5 @@ PART = BlockPart(
     ),
     products_in_order=_products,
     needs_last_product=True,
+    kept=_kept,
 )

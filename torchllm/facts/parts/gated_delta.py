@@ -59,6 +59,11 @@ def _heads(view: Model) -> dict[str, int]:
     return {"delta_value_heads": sizes.value_heads, "delta_key_heads": sizes.key_heads}
 
 
+def _resolved(view: Model) -> dict[str, int]:
+    sizes = delta_sizes(view)
+    return _heads(view) | {"delta_key_dim": sizes.key_width, "delta_value_dim": sizes.value_width}
+
+
 def _problems(view: Model) -> Iterator[tuple[str, str]]:
     sizes = delta_sizes(view)
     if sizes.value_heads % sizes.key_heads:
@@ -119,6 +124,7 @@ PART = BlockPart(
     unread=KEYS_OF_ATTENTION,
     core_flops=_core_flops,
     heads=_heads,
+    resolved=_resolved,
     problems=_problems,
     small_sizes=_small_sizes,
     context="torchllm.parallel.delta_sequence:share_delta",

@@ -26,8 +26,8 @@ identity: of a norm that only normalizes: 1, or 0 with model.norm_offset. For re
 and 0.1, its logarithm uniform."""
 Role = Literal["embedding", "position", "matrix", "router", "head", "adapter", "vector"]
 """embedding: of tokens; the head too where they are tied. position: learned positions. matrix: of attention, of the
-feed-forward layer and of experts, stacked. router: of experts. adapter: of LoRA. vector: weights and biases of norms,
-biases of matrices, numbers of heads or channels."""
+feed-forward layer and of experts, stacked. router: of experts, and the gate of shared ones.
+adapter: of LoRA. vector: weights and biases of norms, biases of matrices, numbers of heads or channels."""
 
 
 KEYS_OF_ATTENTION = (
@@ -111,13 +111,16 @@ class BlockPart:
     heads: Callable[[Model], dict[str, int]] = Model.heads_of_attention
     """numbers of heads, or channels, of a mixer, by key of [model], which tp must divide; ulysses shares those of the
     last key"""
+    resolved: Callable[[Model], dict[str, int]] = lambda view: {}
+    """keys of [model] whose 0 leaves a size of a mixer to other keys, and the sizes; without kv_heads and head_dim"""
     small_sizes: Callable[[Model], dict[str, int]] = lambda view: {}
     """keys of [model] and their values in a small copy of a view's model, with which `torchllm prove` trains"""
     gathered: Callable[[Model], int] = hidden_width
     """numbers per token that the ranks of tp gather before the heads, or whose gradients they sum: hidden states"""
     kept: Callable[[Model, int, int], float] = lambda view, tp, spread: 0.0
     """bytes per token that autograd keeps in 16 bits on one of `tp` ranks, beyond the part's input and the queries,
-    keys, values and results of the heads. spread: ranks that each have a part of the sequence (sequence parallelism)"""
+    keys, values and results of the heads, or what SwiGLU keeps. spread: ranks that each have a part of the sequence
+    (sequence parallelism)"""
     has_costs_of_attention: bool = False
     """whether the planner may predict a mixer's time and memory as attention's; False: it refuses to plan the model"""
     unread: tuple[str, ...] = ()

@@ -59,11 +59,12 @@ def published_weights(model: Model, seed: int, recorded: Mapping[str, Any] | Non
     weights = HubWeights(model)
     config, files = weights.open(folder)
     check_same_source(weights.key, weights.record(config, files), recorded)
-    shapes, published_shapes = parameter_shapes(model), parameter_shapes(replace(config.model, tied_embeddings=False))
+    published = replace(config.model, tied_embeddings=False)
+    shapes, published_shapes = parameter_shapes(model), parameter_shapes(published)
     read_seeded = seeded_weights(model, seed)
 
     def read(name: str) -> Tensor:
-        tensors = files.family.tensors_of(name, published_shapes)
+        tensors = files.family.tensors_of(name, published_shapes, published)
         # Random numbers take longer than reading, so they are drawn only where some of them stay.
         is_padded = shapes[name] != published_shapes[name]
         weight = read_seeded(name) if is_padded else torch.empty(shapes[name])
@@ -143,7 +144,7 @@ def write_adapter(
     tensors = []
     for name, factor in updates.items():
         layer, letter = name.removesuffix(".weight").rsplit(".", 1)
-        (stored,) = family.tensors_of(f"{layer}.weight", shapes)
+        (stored,) = family.tensors_of(f"{layer}.weight", shapes, config.model)
         matrix = stored.key.removesuffix(".weight")
         part = StoredPart(name, first_row=0, rows=len(factor))
         tensors.append(StoredTensor(f"{PEFT_PREFIX}{matrix}.{letter}.weight", tuple(factor.shape), False, (part,)))

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torchllm.config import Model
+from torchllm.facts.parts.registry import mixer
 from torchllm.tools.hub.families.family import FULL, LAYER_TYPES, SLIDING, FieldError, HubFamily
 from torchllm.tools.hub.rope import FRACTION, write_rope, write_rope_by_type
 
@@ -15,14 +16,15 @@ class BlockForm(NamedTuple):
     """The form of one block, as config.json says it."""
 
     layer_type: str
-    """FULL or SLIDING"""
+    """FULL, SLIDING, or one of the family's `mixers`"""
     has_rope: bool
     """whether it has rotary positions"""
 
     @property
     def words(self) -> tuple[str, str]:
-        """The words in the name of a kind for its rotary positions, and for its window."""
-        return "rope" if self.has_rope else "no_rope", "window" if self.layer_type == SLIDING else "full"
+        """The words in the name of a kind for its rotary positions, and for its window or its mixer."""
+        word = "window" if self.layer_type == SLIDING else self.layer_type.removesuffix("_attention")
+        return "rope" if self.has_rope else "no_rope", word
 
 
 def read_blocks(fields: Fields, family: HubFamily, layers: int, window: Any) -> list[BlockForm]:
@@ -42,8 +44,9 @@ def read_blocks(fields: Fields, family: HubFamily, layers: int, window: Any) -> 
 
 def _check_layer_types(types: Any, layers: int, family: HubFamily, window: Any) -> None:
     """Raise FieldError if layer_types is wrong, or not supported in the family."""
-    if not isinstance(types, list) or len(types) != layers or not all(kind in LAYER_TYPES for kind in types):
-        known = " or ".join(LAYER_TYPES)
+    allowed = (*LAYER_TYPES, *family.mixers)
+    if not isinstance(types, list) or len(types) != layers or not all(kind in allowed for kind in types):
+        known = " or ".join(allowed)
         raise FieldError(f"layer_types: must be {known} for each of num_hidden_layers blocks, not {types!r}")
     if family.default_layer_types is not None:
         return
@@ -108,8 +111,10 @@ def _shortest_period(names: Sequence[str]) -> list[str]:
 def write_blocks(model: Model, family: HubFamily) -> dict[str, Any]:
     """Return the fields of config.json for the windows and the rotary positions of a model's blocks."""
     views = model.views
-    types = [SLIDING if view.window else FULL for view in views]
-    with_rope = next((view for view in views if view.has_rotary_positions), model)
+    types_of_mixers = {name: layer_type for layer_type, name in family.mixers.items()}
+    types = [types_of_mixers.get(view.mixer, SLIDING if view.window else FULL) for view in views]
+    turned = [view for view in views if view.has_rotary_positions and "rope_theta" not in mixer(view).unread]
+    with_rope = next(iter(turned), model)
     written: dict[str, Any] = {}
     if family.has_rope_by_type:
         written |= write_rope_by_type(dict(zip(types, views, strict=True)), family)

@@ -9,12 +9,14 @@ from typing import Any
 from torchllm.config import Config, Model
 from torchllm.config.errors import UserError
 from torchllm.config.schema import KIND_KEYS, OPTIONS, ROPE_KEYS
+from torchllm.facts.parts.registry import mixer
 from torchllm.tools.config.checks import problems_of_use
 from torchllm.tools.config.read import ConfigError, read_table
 from torchllm.tools.hub.blocks import BlockForm, keys_of_blocks, read_blocks, write_blocks
 from torchllm.tools.hub.families.family import (
     FULL,
     LAYER_TYPES,
+    SLIDING,
     ConfigField,
     FieldError,
     HubFamily,
@@ -119,6 +121,7 @@ PLAIN_FEATURES = {
     "router_top_groups": 1,
     "experts": 0,
     "shared_experts": 0,
+    "shared_gate": False,
     "dense_layers": 0,
     "router_score": "softmax",
     "router_bias": False,
@@ -128,6 +131,7 @@ EXPERT_KEYS = (
     "top_k",
     "expert_ffn",
     "shared_experts",
+    "shared_gate",
     "dense_layers",
     "router_score",
     "router_renormalize",
@@ -363,6 +367,8 @@ def _read_experts(content: Mapping[str, Any], family: HubFamily, read: ReadConfi
     for config_field in family.fields:
         if config_field.key in ("experts", "shared_experts") and read.values.get(config_field.key) == 0:
             read.report(_name_in(content, config_field), "is 0, but all models of this type have some")
+    if family.has_shared_width and {"shared_experts", "expert_ffn"} <= read.values.keys():
+        read.values["shared_experts"] = _read_shared_experts(read)
     if family.has_sparse_step and "layers" in read.values:
         read.values["dense_layers"] = _read_dense_layers(content, read.values["layers"], read)
     if family.has_mlp_layer_types and "layers" in read.values:
@@ -373,6 +379,15 @@ def _read_experts(content: Mapping[str, Any], family: HubFamily, read: ReadConfi
     if not has_dense_width and "expert_ffn" in read.values:
         read.values |= {"ffn": read.values["expert_ffn"], "expert_ffn": 0}
         read.fixed["ffn"] = read.fixed["expert_ffn"]
+
+
+def _read_shared_experts(read: ReadConfig) -> int:
+    """Return the number of shared experts, whose width was read; report it if it is no whole one."""
+    width, of_one = read.values["shared_experts"], read.values["expert_ffn"]
+    if of_one and width % of_one:
+        reason = f"is {width}, no multiple of {read.fixed['expert_ffn']} = {of_one}, not supported"
+        read.report(read.fixed["shared_experts"], reason)
+    return width // max(1, of_one)
 
 
 def _read_dense_layers(content: Mapping[str, Any], layers: int, read: ReadConfig) -> int:
@@ -425,7 +440,11 @@ def _read_blocks(content: Mapping[str, Any], family: HubFamily, read: ReadConfig
         read.problems.append(str(error))
     keys: dict[BlockForm, dict[str, Any]] = {}
     for block in dict.fromkeys(blocks):
-        keys[block] = {"window": 0 if block.layer_type == FULL else window}
+        keys[block] = {"window": window if block.layer_type == SLIDING else 0}
+        if block.layer_type in family.mixers:
+            keys[block]["mixer"] = family.mixers[block.layer_type]
+        elif family.mixers:
+            keys[block]["mixer"] = read.values["mixer"]
         if family.has_rotary_positions:
             keys[block] |= _read_rotary_positions(content, block, family, read)
     read.values |= keys_of_blocks(blocks, keys)
@@ -530,6 +549,8 @@ def _write_fields(model: Model, family: HubFamily) -> dict[str, Any]:
     resolved = form_of(model) | {"window": max(view.window for view in model.views)}
     if len(model.sparse_blocks) == model.layers:
         resolved["ffn"] = model.ffn
+    if family.has_shared_width:
+        resolved["shared_experts"] *= resolved["expert_ffn"]
     resolved["softmax_scale"] = model.softmax_scale or model.head_width**-0.5
     written: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     written |= family.constant_fields
@@ -565,7 +586,7 @@ def form_of(model: Model) -> dict[str, Any]:
     defaults = {item.name: item.default for item in fields(model)}
     values = {name: getattr(model, name) for name in defaults if name not in FREE_KEYS}
     of_views = [_form_of_block(view) for view in model.views]
-    for key in set(KIND_KEYS) - FREE_KEYS:
+    for key in {*KIND_KEYS, *(key for of_view in of_views for key in of_view)} - FREE_KEYS:
         of_blocks = tuple(of_view[key] for of_view in of_views if key in of_view)
         values[key] = of_blocks if len(set(of_blocks)) > 1 else next(iter(of_blocks), defaults[key])
     if model.softmax_scale == model.head_width**-0.5:
@@ -581,8 +602,9 @@ def form_of(model: Model) -> dict[str, Any]:
 def _form_of_block(view: Model) -> dict[str, Any]:
     """Return the keys that say something of a block, of those that kinds may have; see `form_of`."""
     keys = {*KIND_KEYS} - {*ROPE_KEYS} | rope_keys(view)
-    keys -= {"ffn"} if view.experts else {"expert_ffn"}
+    keys -= {"ffn", *mixer(view).unread} if view.experts else {"expert_ffn", *mixer(view).unread}
     form = {key: getattr(view, key) for key in keys} | {"kv_heads": view.kv, "head_dim": view.head_width}
+    form |= mixer(view).resolved(view)
     return form | {"expert_ffn": view.expert_width} if view.experts else form
 
 

@@ -58,12 +58,13 @@ def read_hub_weights(
     they are. The tensors have been checked (`check_tensors`). Raises HubFileError if a file is shorter than it was.
     """
     parts = {key.removeprefix(WEIGHTS): part for key, part in to_fill(stages).items()}
-    shapes = stored_shapes(replace(config.model, tied_embeddings=False))
+    model = replace(config.model, tied_embeddings=False)
+    shapes = stored_shapes(model)
     with ThreadPoolExecutor(THREADS, thread_name_prefix="hf-read") as pool:
         reads = []
         for name, part in parts.items():
             if name in shapes:
-                stored = files.family.tensors_of(name, shapes)
+                stored = files.family.tensors_of(name, shapes, model)
                 reads.append(pool.submit(fill_part, files, stored, name, part))
         bytes_read = sum(read.result() for read in reads)
     fill_tied_copies(stages)
@@ -145,14 +146,16 @@ def plan_read(stored: StoredTensor, place: StoredPart, part: Part) -> PartRead |
         local, offset, size = local[index], offset[1:], size[1:]
     if local.dim() == 1:
         local = local.unsqueeze(1)
-    first_row = offset[0]
-    rows = min(size[0], place.rows - first_row)  # the embedding may have more rows than the file
+    first_row = max(offset[0], place.first_own_row)
+    # The embedding may have more rows than the file.
+    rows = min(offset[0] + size[0], place.first_own_row + place.rows) - first_row
     if rows <= 0 or local.numel() == 0:
         return None
     first_column = place.first_column + (offset[1] if len(offset) == 2 else 0)
     columns = local.shape[1]
-    local = local[:rows]
-    begin, reached = place.first_row + first_row * place.step, (rows - 1) * place.step + 1
+    local = local[first_row - offset[0] :][:rows]
+    begin = place.first_row + (first_row - place.first_own_row) * place.step
+    reached = (rows - 1) * place.step + 1
     if stored.is_transposed:
         return PartRead(Box(first_column, columns, begin, reached), local, True, place.step)
     return PartRead(Box(begin, reached, first_column, columns), local, False, place.step)

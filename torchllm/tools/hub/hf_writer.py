@@ -116,12 +116,12 @@ def write_weights(
 
 
 class PartReader:
-    """Reads the parts of tensors from weights. A stack, which has a part for each expert, is kept until another weight
-    is read."""
+    """Reads the parts of tensors from weights. A weight of several parts, such as a stack, which has one for each
+    expert, is kept until another is read."""
 
     def __init__(self, weights: ReadWeight) -> None:
         self.weights = weights
-        self._stack: Tensor | None = None
+        self._kept: Tensor | None = None
         self._name = ""
 
     def read(self, part: StoredPart) -> Tensor:
@@ -129,20 +129,23 @@ class PartReader:
 
         Raises CheckpointError if there is another number of experts, and the errors of the weights.
         """
-        if not part.experts:
-            self._stack = None
+        if not part.experts and part.groups == 1:
+            self._kept = None
             weight = self.weights(part.name)
             is_padded = len(weight) > part.rows and rule_of(part.name).cut == "vocab"
             return weight[: part.rows] if is_padded else weight
-        if self._stack is None or self._name != part.name:
-            self._stack = None  # before the next one is read
-            self._stack, self._name = self.weights(part.name), part.name
-            if len(self._stack) != part.experts:
-                raise CheckpointError(
-                    f"{part.name}: has {part.experts} experts by the config, {len(self._stack)} in the checkpoint: use "
-                    "the config of the checkpoint"
-                )
-        return self._stack[part.expert]
+        if self._kept is None or self._name != part.name:
+            self._kept = None  # before the next one is read
+            self._kept, self._name = self.weights(part.name), part.name
+        if not part.experts:
+            is_whole = len(self._kept) == part.rows * part.groups
+            return self._kept[part.first_own_row :][: part.rows] if is_whole else self._kept
+        if len(self._kept) != part.experts:
+            raise CheckpointError(
+                f"{part.name}: has {part.experts} experts by the config, {len(self._kept)} in the checkpoint: use "
+                "the config of the checkpoint"
+            )
+        return self._kept[part.expert]
 
 
 def stored_form(tensor: StoredTensor, reader: PartReader) -> Tensor:
@@ -150,29 +153,28 @@ def stored_form(tensor: StoredTensor, reader: PartReader) -> Tensor:
 
     Raises CheckpointError if the weights have other shapes than the config says, and the errors of the reader.
     """
-    if len(tensor.parts) > 1 and tensor.parts[0].experts:
-        return _stacked_form(tensor, reader)
-    parts = [reader.read(part) for part in tensor.parts]
-    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if len(tensor.parts) > 1:
+        return _form_of_parts(tensor, reader)
+    whole = reader.read(tensor.parts[0])
     if tensor.is_transposed:
         whole = whole.t()
     _check_shape(tensor, tensor.shape, whole)
     return whole
 
 
-def _stacked_form(tensor: StoredTensor, reader: PartReader) -> Tensor:
-    """Return a tensor that holds the matrices, or the vectors, of all experts."""
+def _form_of_parts(tensor: StoredTensor, reader: PartReader) -> Tensor:
+    """Return a tensor that holds several parameters, or the matrices, or the vectors, of all experts."""
     whole: Tensor | None = None
-    for part in sorted(tensor.parts, key=lambda part: part.name):  # the reader keeps one stack
+    for part in sorted(tensor.parts, key=lambda part: part.name):  # the reader keeps one weight
         matrix = reader.read(part)
-        if tensor.is_vector:
+        if matrix.dim() == 1:
             matrix = matrix.unsqueeze(1)
         if whole is None:
             whole = matrix.new_empty(tensor.shape)
         rows = slice(part.first_row, part.first_row + (part.rows - 1) * part.step + 1, part.step)
         place = whole.view(-1, tensor.columns)
         if tensor.is_transposed:
-            columns = tensor.shape[1]
+            columns = tensor.shape[-2]
             place = place[part.first_column : part.first_column + columns, rows].t()
         else:
             place = place[rows]

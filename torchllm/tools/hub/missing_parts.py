@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
-from torchllm.tools.hub.families.family import LAYER_TYPES
+from torchllm.tools.hub.families.family import LAYER_TYPES, LINEAR
 from torchllm.tools.hub.families.text_part import TEXT_CONFIG
 from torchllm.tools.hub.rope import SCALING_FIELDS, SPELLINGS
 
@@ -57,7 +57,8 @@ def is_other_activation(value: Any, fields: Fields) -> bool:
 
 
 def has_other_layers(value: Any, fields: Fields) -> bool:
-    return bool(_others(value, LAYER_TYPES))
+    """Return whether a block is of a type that is not here; linear attention is here if its heads are DeltaNet's."""
+    return bool(_others(value, (*LAYER_TYPES, LINEAR) if "linear_num_key_heads" in fields else LAYER_TYPES))
 
 
 def has_other_rope(value: Any, fields: Fields) -> bool:
@@ -94,7 +95,7 @@ class MissingPart(NamedTuple):
 
 PARTS = (
     MissingPart("sparse attention", r"index(er)?_.*"),
-    MissingPart("linear attention", r"linear_(conv|key|num|value|head|attn|allow)_.*|kda_.*"),
+    MissingPart("another linear attention", r"linear_(attn_\w+|num_heads|head_dim)|kda_.*"),
     MissingPart("Mamba", r"(mamba|ssm)_.*|state_size|time_step_\w+|n_mamba_heads"),
     MissingPart("hyper-connections", r"m?hc_.*"),
     MissingPart("per-layer embeddings", r".*_per_layer_input|ple_.*"),
@@ -119,7 +120,6 @@ PARTS = (
     MissingPart("ALiBi positions", r"alibi"),
     MissingPart("rotary positions of another kind", "|".join(SPELLINGS), has_other_rope),
     MissingPart("embeddings of segments", r"type_vocab_size"),
-    MissingPart("shared experts with a gate", r"shared_expert_intermediate_size"),
     MissingPart(
         "another activation", r"(mlp_)?hidden_act(ivation)?|activation(_function|_type)?|afn", is_other_activation
     ),

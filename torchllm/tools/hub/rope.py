@@ -46,8 +46,9 @@ SCALING_FIELDS: dict[str, dict[str, tuple[str, Any]]] = {
     },
 }
 """rope_type -> its fields, each with the key of [model] that says the same, and its default in transformers"""
-TABLE_FIELDS = {"rope_type", "type", "rope_theta", FRACTION, ORIGINAL_LENGTH}
-"""fields that the tables of all types may have"""
+TABLE_FIELDS = {"rope_type", "type", "rope_theta", FRACTION, ORIGINAL_LENGTH, "mrope_section", "mrope_interleaved"}
+"""fields that the tables of all types may have; mrope: which features turn by the places in a picture, which in text
+are the positions"""
 YARN_SCALES = ("mscale", "mscale_all_dim")
 """fields of YaRN's table for transformers' computation of attention_factor"""
 

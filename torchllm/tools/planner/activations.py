@@ -16,7 +16,7 @@ from torchllm.config import Model, TrainedParameters
 from torchllm.facts.block_kinds import block_kind
 from torchllm.facts.flops import ALL_TRAINED, matrices
 from torchllm.facts.parts.part import hidden_width
-from torchllm.facts.parts.registry import mixer
+from torchllm.facts.parts.registry import feed_forward, mixer
 from torchllm.tools.planner.compute import Kernels, Piece, added_matrices, dense_width, mixer_products, whole_on_rank
 from torchllm.tools.planner.experts import RoutedActivations, expert_parameters, routed_activations, unfused_gate_bytes
 from torchllm.tools.planner.software import Software
@@ -160,6 +160,7 @@ def stored_per_token(
     inner = 4.0 * width.ffn
     if model.features.gated_ffn:
         inner = (6.0 + (0.0 if kernels.compiled else unfused_gate_bytes(model))) * width.ffn
+    inner += feed_forward(model).kept(model, piece.tp, piece.spread)
     if not trained.needs_input_of("down_proj"):
         inner -= 2.0 * width.ffn
     reads_attention = trained.needs_input_of("q_proj", "k_proj", "v_proj")
@@ -240,16 +241,10 @@ def block_products(model: Model, piece: Piece, kernels: Kernels, trained: Traine
     kept = {"q_proj": keeps_q, "k_proj": keeps_qk, "v_proj": True, **dict.fromkeys(part.keeps_results, True)}
     layers = {name: BlockProduct(shape.outputs, shape.outputs * kept.get(name, False)) for name, shape in before}
     layers |= {**added, last[0]: BlockProduct(width.hidden, keeps_sums)}
-    if model.experts:
-        layers["router"] = BlockProduct(0.0)
-    if width.ffn and model.features.gated_ffn:
-        layers["gate_proj"] = BlockProduct(width.ffn, width.ffn)
-    if model.experts:
-        for matrix in ("gate", "up", "down"):
-            layers[f"routed {matrix}"] = BlockProduct(0.0)
-    if width.ffn:
-        layers["up_proj"] = BlockProduct(width.ffn, width.ffn)
-        layers["down_proj"] = BlockProduct(width.hidden, keeps_sums)
+    of_ffn = dict.fromkeys(("gate_proj", "up_proj"), BlockProduct(width.ffn, width.ffn))
+    of_ffn["down_proj"] = BlockProduct(width.hidden, keeps_sums)
+    for shape in feed_forward(model).products(model):
+        layers[shape.layer] = of_ffn.get(shape.layer, BlockProduct(0.0))
     products = []
     for name, product in layers.items():
         if rank := trained.rank_of(name):

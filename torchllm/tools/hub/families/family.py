@@ -15,6 +15,8 @@ from torchllm.facts.shapes import Shape, parameter_shapes
 
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 """entries of layer_types: blocks without the window, and with it"""
+LINEAR = "linear_attention"
+"""entry of layer_types: blocks with another mixer, see `HubFamily.mixers`"""
 STACKED_EXPERTS = ".experts.gate_up_proj"
 """ends of the keys of stacked experts: one tensor for all experts of a block"""
 
@@ -96,6 +98,13 @@ class TensorRule(NamedTuple):
     """whatever the type of the other tensors is, because last digits count"""
     alternates: bool = False
     """the rows of several names lie not one after the other but in turns: the first of each, then the second of each"""
+    groups: Callable[[Model], int] | None = None
+    """returns the number of groups of rows, given the view of the block: the rows of several names lie in turns, the
+    first group of each, then the second of each. None: one after the other"""
+    mixer: str = ""
+    """model.mixer of the blocks that have the tensor: mixers may share a name. Before the rules of all; empty: all"""
+    is_convolution: bool = False
+    """the file has a dimension of 1 before the last (torch's Conv1d of channels)"""
 
 
 class StoredPart(NamedTuple):
@@ -114,6 +123,15 @@ class StoredPart(NamedTuple):
     """where its columns begin in the tensor, seen as a matrix (not transposed), in a stack of transposed matrices"""
     step: int = 1
     """rows of the tensor from one of its rows to the next"""
+    group: int = 0
+    """index of the group of its rows"""
+    groups: int = 1
+    """of equal size, into which its rows are cut"""
+
+    @property
+    def first_own_row(self) -> int:
+        """The parameter's first row that is here."""
+        return self.group * self.rows
 
 
 class StoredTensor(NamedTuple):
@@ -178,6 +196,8 @@ class HubFamily:
     None: all blocks have the window, or none"""
     type_of_kinds: str = ""
     """the model_type as which transformers reads a config.json whose layer_types differ (Mistral)"""
+    mixers: Mapping[str, str] = field(default_factory=dict)
+    """model.mixer of blocks by further entries of layer_types"""
     has_window_fields: bool = False
     """a sliding_window is off unless use_sliding_window is true (Qwen, SmolLM3)"""
     has_no_rope_layers: bool = False
@@ -189,12 +209,15 @@ class HubFamily:
     None: such a block has rope_theta as all others"""
     derived: Mapping[str, Callable[[int], Any]] = field(default_factory=dict)
     """keys of [model] that follow from hidden_size"""
+    has_shared_width: bool = False
+    """the field of model.shared_experts has their width in place of their number (Qwen)"""
     has_sparse_step: bool = False
     """which blocks have experts is said by decoder_sparse_step and mlp_only_layers (Qwen)"""
     has_mlp_layer_types: bool = False
     """which blocks have experts is said by mlp_layer_types (GLM-4.7-Flash, HY 3)"""
     has_prediction_blocks: bool = False
-    """files may hold blocks after the last one, which predict the tokens after the next: they are not read"""
+    """files may hold blocks after the last one, or tensors mtp.*, which predict the tokens after the next: they are not
+    read"""
     has_scaled_scores: bool = False
     """mscale_all_dim of YaRN's table is about the scores too (DeepSeek-V3)"""
     names_own_code: bool = False
@@ -239,8 +262,8 @@ class HubFamily:
 
     def is_of_prediction_block(self, key: str, layers: int) -> bool:
         """Return whether a tensor of a file with `layers` blocks is of a further one."""
-        block = re.match(r"layers\.(\d+)\.", key.removeprefix(self.prefix))
-        return self.has_prediction_blocks and block is not None and int(block[1]) >= layers
+        block = re.match(r"(mtp)\.|layers\.(\d+)\.", key.removeprefix(self.prefix))
+        return self.has_prediction_blocks and block is not None and (block[1] is not None or int(block[2]) >= layers)
 
     def with_table_of(self, keys: Iterable[str]) -> "HubFamily":
         """Return the family with the table that the keys of a file follow: experts of a block are stacked, or not."""
@@ -256,22 +279,23 @@ class HubFamily:
         shapes = stored_shapes(model)
         yielded: set[str] = set()
         for name in shapes:
-            for stored in self.tensors_of(name, shapes):
+            for stored in self.tensors_of(name, shapes, model):
                 if stored.key not in yielded:
                     yielded.add(stored.key)
                     yield stored
 
-    def tensors_of(self, name: str, shapes: dict[str, Shape]) -> list[StoredTensor]:
+    def tensors_of(self, name: str, shapes: dict[str, Shape], model: Model) -> list[StoredTensor]:
         """Return the tensors of a file that hold a parameter: one, or one for each expert of a stacked parameter.
 
         shapes: `stored_shapes` of the model. Raises UnmappedParameter if there is none.
         """
         block = re.search(r"\d+", name)
         index = block[0] if block else ""
+        view = model.of_block(int(index)) if block else model
         for rule in self.tensors:
             names = [pattern.format(index) for pattern in rule.names]
-            if name in names:
-                return _build(rule, names, index, shapes)
+            if name in names and rule.mixer in ("", view.mixer):
+                return _build(rule, names, index, shapes, rule.groups(view) if rule.groups else 1)
         raise UnmappedParameter(f"models of type {self.model_type!r} have no tensor for {name}")
 
 
@@ -285,12 +309,12 @@ def stored_shapes(model: Model) -> dict[str, Shape]:
     return shapes
 
 
-def _build(rule: TensorRule, names: list[str], block: str, shapes: dict[str, Shape]) -> list[StoredTensor]:
-    """Return the tensors of a rule for one block."""
+def _build(rule: TensorRule, names: list[str], block: str, shapes: dict[str, Shape], groups: int) -> list[StoredTensor]:
+    """Return the tensors of a rule for one block. groups: of rows, in turns."""
     shape = shapes[names[0]]
     if ".experts." not in names[0]:
-        parts = _parts_of_tensor(names, shapes)
-        whole = (parts[-1].first_row + parts[-1].rows, *shape[1:])
+        parts = _parts_of_tensor(names, shapes, groups)
+        whole = (parts[-1].first_row + parts[-1].rows, *((1,) if rule.is_convolution else ()), *shape[1:])
         stored_shape = whole[::-1] if rule.is_transposed else whole
         return [StoredTensor(rule.key.format(block), stored_shape, rule.is_transposed, parts, rule.is_float32)]
     experts, _, *columns = shape
@@ -309,13 +333,15 @@ def _build(rule: TensorRule, names: list[str], block: str, shapes: dict[str, Sha
     return tensors
 
 
-def _parts_of_tensor(names: list[str], shapes: dict[str, Shape]) -> tuple[StoredPart, ...]:
-    """Return the places of parameters that lie one after the other in a tensor."""
+def _parts_of_tensor(names: list[str], shapes: dict[str, Shape], groups: int) -> tuple[StoredPart, ...]:
+    """Return the places of parameters that lie one after the other in a tensor, group by group."""
     parts = []
     first_row = 0
-    for name in names:
-        parts.append(StoredPart(name, first_row, shapes[name][0]))
-        first_row += shapes[name][0]
+    for group in range(groups):
+        for name in names:
+            rows = shapes[name][0] // groups
+            parts.append(StoredPart(name, first_row, rows, group=group, groups=groups))
+            first_row += rows
     return tuple(parts)
 
 

@@ -19,7 +19,9 @@ from torchllm.tools.hub.families.olmo3 import OLMO3
 from torchllm.tools.hub.families.olmoe import OLMOE
 from torchllm.tools.hub.families.qwen2 import QWEN2
 from torchllm.tools.hub.families.qwen3 import QWEN3
+from torchllm.tools.hub.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from torchllm.tools.hub.families.qwen3_moe import QWEN3_MOE
+from torchllm.tools.hub.families.qwen3_next import QWEN3_NEXT
 from torchllm.tools.hub.families.seed_oss import SEED_OSS
 from torchllm.tools.hub.families.smollm3 import SMOLLM3
 
@@ -29,6 +31,7 @@ HUB_FAMILIES: dict[str, HubFamily] = {
         *(LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3, MINISTRAL),
         *(GEMMA2, GEMMA3, GRANITE, SEED_OSS),
         *(GPT2, MIXTRAL, QWEN3_MOE, OLMOE, GLM4_MOE, DEEPSEEK_V3, GLM4_MOE_LITE, MINIMAX_M2, HY_V3, GPT_OSS),
+        *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE),
     )
 }
 """by the model_type of config.json; a model is exported as the first that fits"""

@@ -56,5 +56,7 @@ class TextPart(NamedTuple):
 TEXT_PARTS = {
     "llava": TextPart("LlavaForConditionalGeneration"),
     "mistral3": TextPart("Mistral3ForConditionalGeneration", is_tied=True),
+    "qwen3_5": TextPart("Qwen3_5ForConditionalGeneration", is_tied=False),
+    "qwen3_5_moe": TextPart("Qwen3_5MoeForConditionalGeneration", is_tied=False),
 }
 """by model_type of the whole model"""
