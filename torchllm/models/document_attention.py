@@ -11,7 +11,7 @@ selective recomputation saves its result as it does for any attention kernel.
 Shapes: B batch, S sequence, H heads, K key-value heads, Q head width. q and out are (B, S, H, Q), k and v (B, S, K, Q).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -136,3 +136,5 @@ document_attention.register_autograd(_backward, setup_context=_save_inputs)
 
 ATTENTION_OPERATIONS = {torch.ops.torchllm.document_attention.default}
 """operations whose results selective recomputation keeps; the file of another one adds it"""
+BODIES: dict[Any, Callable[..., Any]] = {}
+"""what operations call that hold much more meanwhile than their results: the dry run counts what is inside of them"""

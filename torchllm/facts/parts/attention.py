@@ -3,7 +3,17 @@
 from collections.abc import Callable
 
 from torchllm.config import Model
-from torchllm.facts.parts.part import BlockPart, Cut, PartParameter, Shape, WeightProduct, linear, product_of
+from torchllm.facts.parts.part import (
+    BlockPart,
+    Cut,
+    MixerCosts,
+    PartParameter,
+    Place,
+    Shape,
+    WeightProduct,
+    linear,
+    product_of,
+)
 
 
 def _query_shape(view: Model) -> Shape:
@@ -35,6 +45,25 @@ def _products(view: Model) -> list[WeightProduct]:
     before = [f"self_attn.{layer}.weight" for layer in ("q_proj", "k_proj", "v_proj", "head_gate")]
     output = product_of("self_attn.o_proj.weight", shapes["self_attn.o_proj.weight"])._replace(cut="rowwise")
     return [*(product_of(name, shapes[name]) for name in before if name in shapes), output]
+
+
+def costs(view: Model, place: Place) -> MixerCosts:
+    """Return what softmax attention costs, whatever its queries, keys and values are made of."""
+    queries = view.heads * view.head_width / place.tp
+    keys = view.kv * view.head_width / place.tp
+    has_ulysses = place.cp > 1 and not place.ring
+    return MixerCosts(
+        inputs=queries + 2 * keys,
+        results=queries,
+        kept=2.0 * queries * has_ulysses,  # the results in both arrangements
+        keeps_results=("v_proj",),
+        heads=view.heads / place.tp,
+        turned=(queries + keys) * view.has_rotary_positions,
+        copied=queries + keys,
+        normed=(queries + keys) * (view.qk_norm != "none"),
+        gated=queries * (view.attention_gate != "none"),
+        turns=2 * keys,
+    )
 
 
 PART = BlockPart(
@@ -71,7 +100,7 @@ PART = BlockPart(
         ),
     ),
     products_in_order=_products,
-    has_costs_of_attention=True,
+    costs=costs,
     core_flops=lambda view, keys: 4 * view.heads * view.head_width * keys,
     context="torchllm.parallel.context:share_attention",
 )

@@ -17,7 +17,7 @@ def _has_shared(view: Model) -> bool:
     return view.shared_experts > 0
 
 
-def _kept(view: Model, tp: int, spread: int) -> float:
+def _kept(view: Model, tp: int) -> float:
     """Return the bytes of the shared experts' activations before the gate multiplies them."""
     return 2.0 * view.shared_experts * view.expert_width / tp if view.shared_gate else 0.0
 

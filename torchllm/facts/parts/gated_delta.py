@@ -7,7 +7,19 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from torchllm.config import Model
-from torchllm.facts.parts.part import KEYS_OF_ATTENTION, BlockPart, PartParameter, Start, linear
+from torchllm.facts.parts.part import (
+    KEYS_OF_ATTENTION,
+    BlockPart,
+    MixerCosts,
+    PartParameter,
+    PerPass,
+    Place,
+    Start,
+    linear,
+)
+
+CHUNK = 64
+"""tokens that are computed at a time"""
 
 
 class DeltaSizes(NamedTuple):
@@ -82,6 +94,44 @@ def _core_flops(view: Model, keys: float) -> float:
     return read_twice_and_written + 2 * sizes.kernel * sizes.channels
 
 
+def _costs(view: Model, place: Place) -> MixerCosts:
+    """Return the costs of `models/parts/delta_rule.py`; in a ring, of `parallel/delta_sequence.py`.
+
+    The core is an operation whose backward computes the chunks again. What they hold and move is a number times each
+    width: fitted to traces of the core of heads from 64 to 256 wide, within 3 % (`tests/facts/parts`).
+    """
+    sizes = delta_sizes(view)
+    heads, keys, values, channels = (
+        n / place.tp for n in (sizes.value_heads, sizes.keys, sizes.values, sizes.channels)
+    )
+    of_states = heads * sizes.key_width * (sizes.key_width + sizes.value_width)
+
+    def float32(of_queries: float, of_values: float, of_chunks: float, states: float, of_keys: float) -> float:
+        """Return the bytes of these multiples of value heads' queries, values and scores, of states, and of keys."""
+        of_heads = heads * (of_queries * sizes.key_width + of_chunks * CHUNK) + of_values * values
+        return 4.0 * (of_heads + states * of_states / CHUNK + of_keys * keys)
+
+    pieces = 2 if place.ring else 1 / place.cp  # of the sequence of this rank's tokens, or of its heads
+    scanned = 2 * place.ring / place.length  # pieces of a ring, per token
+    chunks = -(-place.length // (pieces * CHUNK))
+    return MixerCosts(
+        inputs=channels + 2 * heads,
+        results=values,
+        # The gate, its SiLU, the normed and the gated result; the state before each piece.
+        kept=6.0 * values + 4.0 * scanned * heads * sizes.key_width * sizes.value_width,
+        keeps_results=("g_proj",) if place.cp > 1 else ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj"),
+        normed=values,
+        gated=values,
+        working=float32(4, 12, 5, 6 if place.ring else 2.5, 24),
+        moved=PerPass(
+            float32(13, 47, 17, 17 if place.ring else 7, 96), float32(60, 131, 66, 42 if place.ring else 20, 264)
+        ),
+        kernels=PerPass(69 + 12 * sizes.kernel + 2 * chunks, 188 + 30 * sizes.kernel + 5 * chunks),
+        sent=scanned * (sizes.kernel - 1) * channels,
+        gathered=2 * scanned * of_states,  # in float32
+    )
+
+
 def _of_heads(name: str, shape: Callable[[DeltaSizes], tuple[int, ...]], start: Start) -> PartParameter:
     """Return a parameter of the heads that is no matrix."""
     return PartParameter(
@@ -123,6 +173,7 @@ PART = BlockPart(
     ),
     unread=KEYS_OF_ATTENTION,
     core_flops=_core_flops,
+    costs=_costs,
     heads=_heads,
     resolved=_resolved,
     problems=_problems,

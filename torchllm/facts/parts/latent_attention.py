@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchllm.config import Model
-from torchllm.facts.parts.part import BlockPart, PartParameter, linear
+from torchllm.facts.parts import attention
+from torchllm.facts.parts.part import BlockPart, MixerCosts, PartParameter, Place, linear
 
 
 def _has_q_latent(view: Model) -> bool:
@@ -36,13 +37,17 @@ def _gathered(view: Model) -> int:
     return (view.latent_q_width or view.hidden) + view.latent_kv_width + view.rope_head_dim
 
 
-def _kept(view: Model, tp: int, spread: int) -> float:
-    """Return the bytes of the inputs of norms and projections, and of the heads' results without the zeros in them."""
+def _costs(view: Model, place: Place) -> MixerCosts:
+    """Return attention's costs, and the inputs of norms and projections; values have zeros behind them in the core."""
     latent = view.latent_kv_width + view.rope_head_dim
-    before_norms = (view.latent_q_width + latent) / spread
+    before_norms = (view.latent_q_width + latent) / place.spread
     # With tp they are one tensor; else the turned features are a part of the keys, and hidden states are kept anyway.
-    inputs = _gathered(view) if tp > 1 else view.latent_q_width + view.latent_kv_width
-    return 2.0 * (before_norms + inputs + view.heads * view.v_head_dim / tp)
+    inputs = _gathered(view) if place.tp > 1 else view.latent_q_width + view.latent_kv_width
+    of_attention = attention.costs(view, place)
+    kept = 2.0 * (before_norms + inputs + view.heads * view.v_head_dim / place.tp)
+    return of_attention._replace(
+        kept=of_attention.kept + kept, keeps_results=("q_a_proj", "kv_a_proj"), latents=_gathered(view)
+    )
 
 
 def _problems(view: Model) -> Iterator[tuple[str, str]]:
@@ -107,10 +112,7 @@ PART = BlockPart(
     ),
     problems=_problems,
     small_sizes=_small_sizes,
-    gathered=_gathered,
-    kept=_kept,
-    keeps_results=("q_a_proj", "kv_a_proj"),
-    has_costs_of_attention=True,
+    costs=_costs,
     core_flops=lambda view, keys: 2 * view.heads * (view.head_width + view.v_head_dim) * keys,
     context="torchllm.parallel.latent_attention:share_latents",
     styles="torchllm.parallel.latent_attention:styles",

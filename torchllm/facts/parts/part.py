@@ -85,9 +85,70 @@ class WeightProduct(NamedTuple):
         return self.outputs * self.inputs * self.times
 
 
-def hidden_width(view: Model) -> int:
-    """Return the numbers of a token's hidden states."""
-    return view.hidden
+class Place(NamedTuple):
+    """The share of a block's computation that one rank has."""
+
+    tp: int
+    """ranks that share the heads"""
+    spread: int
+    """ranks that share the tokens between the matrices: tp with sequence parallelism, else 1"""
+    length: int
+    """tokens of a sequence on this rank"""
+    cp: int = 1
+    """ranks that share each sequence"""
+    ring: bool = False
+    """whether they do as a ring; else they exchange heads (ulysses)"""
+
+
+class PerPass(NamedTuple):
+    """A number of the forward, and the same of the backward."""
+
+    forward: float
+    backward: float
+
+    def of(self, backward: bool) -> float:
+        """Return the number of one pass."""
+        return self.backward if backward else self.forward
+
+
+class MixerCosts(NamedTuple):
+    """What a mixer costs a rank: numbers (of 16 bits) and bytes, per token of the rank.
+
+    The planner adds what follows from the products: their time, their inputs.
+    """
+
+    inputs: float
+    """numbers that the core reads, kept for the backward; ulysses exchanges them"""
+    results: float
+    """numbers of the core's results, kept for what follows; ulysses exchanges them"""
+    kept: float = 0.0
+    """further bytes that autograd keeps, and the input of the last product unless that is the core's result"""
+    keeps_results: tuple[str, ...] = ()
+    """layers whose results are kept as they are"""
+    latents: float = 0.0
+    """numbers that the ranks of tp gather before the heads, or whose gradients they sum; 0: the hidden states"""
+    heads: float = 0.0
+    """heads of model.head_width that score every key which a query sees; 0: the core is no attention"""
+    turned: float = 0.0
+    """numbers that rotary positions turn: queries and keys"""
+    copied: float = 0.0
+    """numbers that are copied twice on their way to the core: queries and keys"""
+    normed: float = 0.0
+    """numbers of norms inside the mixer, each with a norm of `kept` inputs"""
+    gated: float = 0.0
+    """numbers that a gate multiplies"""
+    working: float = 0.0
+    """bytes that the backward of the core holds at its peak beyond what is kept; of attention the planner knows them"""
+    moved: PerPass = PerPass(0.0, 0.0)
+    """bytes that the core's kernels read and write, of attention without its scores"""
+    kernels: PerPass = PerPass(0.0, 0.0)
+    """kernels of the core for a micro batch, of attention without those of its scores"""
+    turns: float = 0.0
+    """numbers that a rank of a ring passes on cp - 1 times while it computes: keys and values"""
+    sent: float = 0.0
+    """numbers that a rank of a ring sends to its neighbors once, and their gradients back"""
+    gathered: float = 0.0
+    """numbers that a rank of a ring sends to all others once per pass"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,18 +176,12 @@ class BlockPart:
     """keys of [model] whose 0 leaves a size of a mixer to other keys, and the sizes; without kv_heads and head_dim"""
     small_sizes: Callable[[Model], dict[str, int]] = lambda view: {}
     """keys of [model] and their values in a small copy of a view's model, with which `torchllm prove` trains"""
-    gathered: Callable[[Model], int] = hidden_width
-    """numbers per token that the ranks of tp gather before the heads, or whose gradients they sum: hidden states"""
-    kept: Callable[[Model, int, int], float] = lambda view, tp, spread: 0.0
-    """bytes per token that autograd keeps in 16 bits on one of `tp` ranks, beyond the part's input and the queries,
-    keys, values and results of the heads, or what SwiGLU keeps. spread: ranks that each have a part of the sequence
-    (sequence parallelism)"""
-    has_costs_of_attention: bool = False
-    """whether the planner may predict a mixer's time and memory as attention's; False: it refuses to plan the model"""
+    costs: Callable[[Model, Place], MixerCosts] | None = None
+    """of a mixer: what it costs one rank; None: not known, and the planner refuses to plan the model"""
+    kept: Callable[[Model, int], float] = lambda view, tp: 0.0
+    """of a feed-forward layer: bytes per token that autograd keeps on one of `tp` ranks, beyond what SwiGLU keeps"""
     unread: tuple[str, ...] = ()
     """keys of [model] for attention that a mixer does not read"""
-    keeps_results: tuple[str, ...] = ()
-    """layers whose results are kept, beyond those that are queries, keys or values"""
     context: str | Callable[..., None] = ""
     """lets the ranks of cp share each sequence, given module, view and `parallel.context.SharedSequences`; empty: the
     mixer is refused with cp"""

@@ -22,13 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchllm.facts.parts.gated_delta import DeltaSizes
-from torchllm.models.document_attention import ATTENTION_OPERATIONS
+from torchllm.facts.parts.gated_delta import CHUNK, DeltaSizes
+from torchllm.models.document_attention import ATTENTION_OPERATIONS, BODIES
 from torchllm.models.layers import widened
 from torchllm.runtime.torch_compat import gradients_inside_operation
 
-CHUNK = 64
-"""tokens that are computed at a time"""
 NO_DOCUMENT = -1
 """id of the tokens before a sequence, which do not exist"""
 EPSILON = 1e-6
@@ -105,8 +103,7 @@ def whole_sequences(streams: Streams, weights: HeadWeights, ids: Tensor, negativ
     return chunks.results(states).to(streams.v.dtype)
 
 
-@torch.library.custom_op("torchllm::gated_delta", mutates_args=())
-def gated_delta(
+def _gated_delta(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -125,8 +122,7 @@ def gated_delta(
     return whole_sequences(Streams(q, k, v, a, b), weights, ids, negative_eigenvalues).contiguous()
 
 
-@torch.library.custom_op("torchllm::gated_delta_gradients", mutates_args=())
-def gated_delta_gradients(
+def _gated_delta_gradients(
     d_out: Tensor, streams: list[Tensor], weights: list[Tensor], ids: Tensor, negative_eigenvalues: bool
 ) -> list[Tensor]:
     """Return the gradients of all streams and weights of `gated_delta`, whose chunks are computed again."""
@@ -135,6 +131,12 @@ def gated_delta_gradients(
         out = whole_sequences(Streams(*inputs[:5]), HeadWeights(*inputs[5:]), ids, negative_eigenvalues)
         gradients = torch.autograd.grad(out, inputs, d_out)
     return [gradient.contiguous() for gradient in gradients]
+
+
+gated_delta = torch.library.custom_op("torchllm::gated_delta", _gated_delta, mutates_args=())
+gated_delta_gradients = torch.library.custom_op(
+    "torchllm::gated_delta_gradients", _gated_delta_gradients, mutates_args=()
+)
 
 
 @gated_delta.register_fake
@@ -160,6 +162,8 @@ def _backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
 
 gated_delta.register_autograd(_backward, setup_context=_keep_inputs)
 ATTENTION_OPERATIONS.add(torch.ops.torchllm.gated_delta.default)
+BODIES[torch.ops.torchllm.gated_delta.default] = _gated_delta
+BODIES[torch.ops.torchllm.gated_delta_gradients.default] = _gated_delta_gradients
 
 
 class Chunks(NamedTuple):

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchllm.models.document_attention import BODIES
 from torchllm.parallel.local_tensor import local_tensor
 from torchllm.runtime.torch_compat import FakeTensor, FakeTensorMode, TorchDispatchMode
 from torchllm.tools.mesh_axes import MeshAxis
@@ -99,7 +100,11 @@ class Tracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in (FakeTensor, Tensor, nn.Parameter) for kind in types):
             return NotImplemented  # DTensors and tensors in flight: their inner operations are dispatched here too
-        out = func(*args, **(kwargs or {}))
+        if func in BODIES:
+            with self:
+                out = BODIES[func](*args)
+        else:
+            out = func(*args, **(kwargs or {}))
         self.now += 1
         name, namespace = func.__name__.partition(".")[0], func.namespace
         if namespace == "profiler":

@@ -15,9 +15,17 @@ from typing import NamedTuple
 from torchllm.config import Model, TrainedParameters
 from torchllm.facts.block_kinds import block_kind
 from torchllm.facts.flops import ALL_TRAINED, matrices
-from torchllm.facts.parts.part import hidden_width
-from torchllm.facts.parts.registry import feed_forward, mixer
-from torchllm.tools.planner.compute import Kernels, Piece, added_matrices, dense_width, mixer_products, whole_on_rank
+from torchllm.facts.parts.part import MixerCosts
+from torchllm.facts.parts.registry import feed_forward
+from torchllm.tools.planner.compute import (
+    Kernels,
+    Piece,
+    added_matrices,
+    dense_width,
+    mixer_costs,
+    mixer_products,
+    whole_on_rank,
+)
 from torchllm.tools.planner.experts import RoutedActivations, expert_parameters, routed_activations, unfused_gate_bytes
 from torchllm.tools.planner.software import Software
 
@@ -84,24 +92,14 @@ class Widths(NamedTuple):
     """D: of hidden states that tp leaves whole"""
     local: float
     """D, over the ranks among which sequence parallelism spreads the tokens"""
-    query: float
-    """H Q: all query heads of a rank; also the number of features of attention's result"""
-    key: float
-    """K Q: keys, or values"""
     ffn: float
     """F: of the feed-forward layer that every token uses; 0 in a sparse block without shared experts"""
-    heads: float
-    """H"""
 
     @classmethod
     def of(cls, model: Model, piece: Piece) -> "Widths":
         """Return the widths of a block. model: a view."""
         local = model.hidden / piece.spread
-        heads = model.heads / piece.tp
-        query = heads * model.head_width
-        key = model.kv * model.head_width / piece.tp
-        ffn = dense_width(model) / piece.tp
-        return cls(float(model.hidden), local, query, key, ffn, heads)
+        return cls(float(model.hidden), local, dense_width(model) / piece.tp)
 
     @property
     def has_ffn(self) -> float:
@@ -133,8 +131,8 @@ class StoredParts(NamedTuple):
     """sigmoid of attention's gate, and the gated result"""
     dropped: float
     """masks of dropout"""
-    exchanged: float
-    """attention's result in the other arrangement of an all-to-all"""
+    before: float
+    """queries, keys and values of the tokens before a window's piece"""
     core: float
     inner: float
     """between the products of the feed-forward layer"""
@@ -145,60 +143,57 @@ class StoredParts(NamedTuple):
 
 
 def stored_per_token(
-    model: Model, piece: Piece, kernels: Kernels, software: Software, trained: TrainedParameters, ulysses: bool
+    model: Model, piece: Piece, kernels: Kernels, software: Software, trained: TrainedParameters, tokens_before: float
 ) -> StoredParts:
     """Return the bytes that one block keeps, without routed experts."""
     width = Widths.of(model, piece)
     feeds = 2.0 * width.local
     if software.keeps_gathered:
         feeds = 2.0 * width.hidden
-    part = mixer(model)
+    costs = mixer_costs(model, piece)
     norm = _norm_bytes(keeps_input_of_norm(model, kernels)) * width.local
-    qk_norms = 0.0
-    if model.qk_norm != "none":
-        qk_norms = _norm_bytes(keeps_input_of_qk_norm(model, piece, kernels)) * (width.query + width.key)
+    qk_norms = _norm_bytes(keeps_input_of_qk_norm(model, piece, kernels)) * costs.normed
     inner = 4.0 * width.ffn
     if model.features.gated_ffn:
         inner = (6.0 + (0.0 if kernels.compiled else unfused_gate_bytes(model))) * width.ffn
-    inner += feed_forward(model).kept(model, piece.tp, piece.spread)
+    inner += feed_forward(model).kept(model, piece.tp)
     if not trained.needs_input_of("down_proj"):
         inner -= 2.0 * width.ffn
     reads_attention = trained.needs_input_of("q_proj", "k_proj", "v_proj")
     reads_ffn = width.ffn > 0 and trained.needs_input_of("gate_proj", "up_proj")
     dropped = width.local * software.dropout  # a mask of a byte
     low_rank = 2.0 * trained.rank * len(trained.targets)
-    exchanged = 2.0 * width.query * ulysses
     scores = core(model, piece, kernels, software)
     return StoredParts(
         norm=norm,
         norms=norm * model.norms_per_part,
-        feeds_attention=(feeds if part.gathered is hidden_width else 2.0 * width.local) * reads_attention,
+        feeds_attention=(2.0 * width.local if costs.latents else feeds) * reads_attention,
         feeds_ffn=feeds * reads_ffn,
         qk_norms=qk_norms,
-        gate=gate_of_attention(model, width, trained),
+        gate=gate_of_attention(model, costs, trained),
         dropped=dropped,
-        exchanged=exchanged,
+        before=2.0 * tokens_before * costs.inputs,
         core=scores,
         inner=inner,
         low_rank=low_rank,
-        added=block_kind(model).stored(model, piece.tp) + part.kept(model, piece.tp, piece.spread),
+        added=block_kind(model).stored(model, piece.tp) + costs.kept,
     )
 
 
-def attention_bytes(width: Widths, stored: StoredParts) -> float:
+def attention_bytes(costs: MixerCosts, stored: StoredParts) -> float:
     """Return the bytes per token of attention and its norm: q, k, v and the result in 16 bits, and the rest."""
-    heads = 4 * (width.query + width.key)
+    heads = 2 * (costs.inputs + costs.results)
     norms = stored.norms + stored.dropped + stored.qk_norms + stored.gate
     products = stored.feeds_attention + stored.low_rank
-    return heads + norms + products + stored.exchanged + stored.core + stored.added
+    return heads + norms + products + stored.before + stored.core + stored.added
 
 
-def gate_of_attention(model: Model, width: Widths, trained: TrainedParameters) -> float:
+def gate_of_attention(model: Model, costs: MixerCosts, trained: TrainedParameters) -> float:
     """Return the bytes per token that the gate of attention's results keeps: its sigmoid, and the input of o_proj."""
     if model.attention_gate == "none":
         return 0.0
-    gates = width.query if model.attention_gate == "element" else width.heads
-    return 2.0 * gates + 2.0 * width.query * trained.needs_input_of("o_proj")
+    gates = costs.gated if model.attention_gate == "element" else costs.heads
+    return 2.0 * gates + 2.0 * costs.gated * trained.needs_input_of("o_proj")
 
 
 def fuses_norm(model: Model, kernels: Kernels) -> bool:
@@ -234,11 +229,11 @@ def block_products(model: Model, piece: Piece, kernels: Kernels, trained: Traine
     keeps_qk = model.qk_norm != "none" and keeps_input_of_qk_norm(model, piece, kernels)
     keeps_sums = width.local * (model.has_norms_after and keeps_input_of_norm(model, kernels))
     queries = model.query_outputs / piece.tp
-    keeps_q = keeps_qk and queries == width.query  # else of a copy, without the gate
+    costs = mixer_costs(model, piece)
+    keeps_q = keeps_qk and queries == costs.results  # else of a copy, without the gate
     added = {f"added {n}": BlockProduct(shape.outputs) for n, shape in enumerate(added_matrices(model, piece.tp))}
-    part = mixer(model)
     *before, last = mixer_products(model, piece.tp).items()
-    kept = {"q_proj": keeps_q, "k_proj": keeps_qk, "v_proj": True, **dict.fromkeys(part.keeps_results, True)}
+    kept = {"q_proj": keeps_q, "k_proj": keeps_qk, **dict.fromkeys(costs.keeps_results, True)}
     layers = {name: BlockProduct(shape.outputs, shape.outputs * kept.get(name, False)) for name, shape in before}
     layers |= {**added, last[0]: BlockProduct(width.hidden, keeps_sums)}
     of_ffn = dict.fromkeys(("gate_proj", "up_proj"), BlockProduct(width.ffn, width.ffn))
@@ -271,23 +266,23 @@ def selected_products(products: Sequence[BlockProduct]) -> Selected:
     )
 
 
-def saved_collectives(model: Model, piece: Piece, software: Software, ulysses: bool) -> Selected:
+def saved_collectives(model: Model, piece: Piece, software: Software) -> Selected:
     """Return the results of collectives that selective recomputation keeps.
 
     Under tensor parallelism they can make it keep more than no recomputation does.
     """
-    width = Widths.of(model, piece)
+    width, costs, place = Widths.of(model, piece), mixer_costs(model, piece), piece.place
     if not software.saves_collectives:
         return Selected(0.0, 0.0)
     saved = shared = 0.0
     if piece.spread > 1:  # gathered before attention and the feed-forward layer, scattered after them
-        gathered = 2 * (width.hidden + mixer(model).gathered(model))
+        gathered = 2 * (width.hidden + (costs.latents or width.hidden))
         saved = gathered + 4 * width.local
         shared = gathered * software.keeps_gathered
     elif piece.tp > 1:  # summed over the ranks
         saved = 4 * width.hidden
-    if ulysses:  # q, k, v and the result of attention
-        saved += 4 * (width.query + width.key)
+    if place.cp > 1 and not place.ring:  # q, k, v and the result of attention
+        saved += 2 * (costs.inputs + costs.results)
     return Selected(saved, shared)
 
 
@@ -298,29 +293,25 @@ def block_activations(
     kernels: Kernels,
     software: Software,
     trained: TrainedParameters = ALL_TRAINED,
-    ulysses: bool = False,
     tokens_before: float = 0.0,
 ) -> BlockActivations:
     """Return the activations of one block. Cached: many layouts share it.
 
-    model: a view. ulysses: whether context parallelism exchanges heads, whose results are kept. tokens_before: of
-    `Case`.
+    model: a view. tokens_before: of `Case`.
     """
-    width = Widths.of(model, piece)
-    stored = stored_per_token(model, piece, kernels, software, trained, ulysses)
-    before = 2.0 * tokens_before * (width.query + 2 * width.key)  # queries, keys and values of attention
-    stored = stored._replace(exchanged=stored.exchanged + before)
+    width, costs = Widths.of(model, piece), mixer_costs(model, piece)
+    stored = stored_per_token(model, piece, kernels, software, trained, tokens_before)
     routed = routed_activations(model, piece, kernels)
-    attention = attention_bytes(width, stored)
+    attention = attention_bytes(costs, stored)
 
     products = block_products(model, piece, kernels, trained)
     every_second = selected_products(products[1::2])
     selected = selected_products(products)
     if software.keeps_every_other:
         selected = selected_products(products[::2])
-    collectives = saved_collectives(model, piece, software, ulysses)
+    collectives = saved_collectives(model, piece, software)
     # attention's own result, and the float32 sums of its kernel
-    of_attention = 2 * width.query + 4 * width.heads
+    of_attention = 2 * costs.results + 4 * costs.heads
     always = 2 * width.local + of_attention + collectives.saved
     always_shared = of_attention + collectives.shared
 
@@ -399,7 +390,7 @@ def backward_phases(
 
     deferred: bytes that the whole block keeps if gradients of weights are put off; 0 if it keeps none.
     """
-    width = Widths.of(model, piece)
+    width, costs = Widths.of(model, piece), mixer_costs(model, piece)
     weights = block_weights(model, piece)
     own_unit = weights.experts if piece.ep > 1 else 0.0  # reduced and freed before the rest of the block
     of_ffn = weights.ffn + weights.experts - own_unit
@@ -407,7 +398,7 @@ def backward_phases(
     per_feature = 4.0 if fuses_norm(model, kernels) else 20.0
     of_norm = per_feature * width.local + 2 * width.hidden
     freed_by_ffn = stored.inner + stored.feeds_ffn
-    whole = attention_bytes(width, stored) + stored.norms + stored.dropped + freed_by_ffn
+    whole = attention_bytes(costs, stored) + stored.norms + stored.dropped + freed_by_ffn
     second_norm = Phase(
         working=piece.tokens * (of_norm - freed_by_ffn) - routed.whole,
         gradients=of_ffn,
@@ -424,10 +415,12 @@ def backward_phases(
         working = piece.tokens * at_gates - routed.whole
         of_down = weights.down + weights.experts - own_unit
         phases.append(second_norm._replace(working=working, gradients=of_down, deferred=0.0))
-    if stored.core > 4.0 * width.heads:  # matrices of scores have gradients as large
-        of_scores = SCORES * width.heads * piece.keys
+    of_core = costs.working
+    if stored.core > 4.0 * costs.heads:  # matrices of scores have gradients as large
+        of_core += SCORES * costs.heads * piece.keys
+    if of_core:
         freed = freed_by_ffn + stored.norms
-        working = piece.tokens * (of_scores - freed) - routed.whole
+        working = piece.tokens * (of_core - freed) - routed.whole
         phases.append(second_norm._replace(working=working))
     return [*phases, first_norm, reduction]
 
@@ -461,7 +454,7 @@ def core(model: Model, piece: Piece, kernels: Kernels, software: Software) -> fl
     result (Korthikanti et al., 5 a s / h); a plain one keeps it in float32 and in 16 bits. A flash kernel keeps a
     float32 per head and token.
     """
-    heads = model.heads / piece.tp
+    heads = mixer_costs(model, piece).heads
     if kernels.attention not in ("eager", "fused_softmax"):
         return 4.0 * heads
     per_score = software.fused_scores if kernels.attention == "fused_softmax" else software.eager_scores

@@ -10,7 +10,7 @@ from torchllm.tools.planner import comms
 from torchllm.tools.planner.cluster import Hardware
 from torchllm.tools.planner.compute import Kernels, Piece, kernel_of_attention
 from torchllm.tools.planner.experts import IMBALANCE
-from torchllm.tools.planner.parameters import different_views, why_not_costed
+from torchllm.tools.planner.parameters import as_read, different_views, why_not_costed
 from torchllm.tools.planner.software import Software
 
 PP, REPLICATE, SHARD, CP, TP = range(5)
@@ -79,6 +79,7 @@ class Case:
             spread,
             parallel.ep if self.model.experts else 1,
             self.imbalance,
+            parallel.cp > 1 and parallel.cp_method == "ring",
         )
 
     @property
@@ -99,6 +100,7 @@ class Case:
         return tuple(map(self._of_view, different_views(self.model)))
 
     def _of_view(self, view: Model) -> "Case":
+        view = as_read(view)
         if view.attention == self.model.attention:
             return replace(self, model=view)
         kernels = self.kernels._replace(attention=kernel_of_attention(view, self.software))

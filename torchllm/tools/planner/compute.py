@@ -4,11 +4,13 @@ A matrix product takes the longer of two times: its operations at the rate that 
 of the memory. Elementwise work takes the time of its bytes. Waiting for other GPUs is in `comms` and `predict`.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from torchllm.config import Model, Recompute
 from torchllm.facts.block_kinds import block_kind
 from torchllm.facts.flops import MatrixShape, half_of_products, matrices, product_sizes
+from torchllm.facts.parts.part import MixerCosts, PerPass, Place
 from torchllm.facts.parts.registry import mixer
 from torchllm.tools.planner.cluster import Hardware
 from torchllm.tools.planner.software import AttentionKernel, Constants, Software
@@ -69,17 +71,6 @@ class BackwardSeconds(NamedTuple):
     """gradient of the weights"""
 
 
-class PerPass(NamedTuple):
-    """A number of the forward, and the same of the backward."""
-
-    forward: float
-    backward: float
-
-    def of(self, backward: bool) -> float:
-        """Return the number of one pass."""
-        return self.backward if backward else self.forward
-
-
 class Kernels(NamedTuple):
     """Which kernels the run uses."""
 
@@ -94,7 +85,7 @@ class Kernels(NamedTuple):
 
     def fuses_qk_norm(self, model: Model, tp: int) -> bool:
         """Return whether norms of q and k are one kernel each; with a width split over ranks only if compiled."""
-        return self.compiled or (self.fused_norm and (model.qk_norm == "head" or tp == 1))
+        return self.compiled or (self.fused_norm and (model.qk_norm != "width" or tp == 1))
 
 
 class Piece(NamedTuple):
@@ -112,6 +103,23 @@ class Piece(NamedTuple):
     """ranks that share the experts of a sparse block"""
     imbalance: float = 1.0
     """rows of the busiest rank's experts, divided by the average over ranks"""
+    ring: bool = False
+    """whether the ranks of cp share each sequence as a ring"""
+
+    @property
+    def place(self) -> Place:
+        """What a mixer's costs depend on."""
+        length = self.tokens // self.sequences
+        return Place(self.tp, self.spread, length, self.keys // length, self.ring)
+
+
+@lru_cache(maxsize=1024)
+def mixer_costs(model: Model, piece: Piece) -> MixerCosts:
+    """Return what the mixer of a view costs a rank. ValueError if that is not known: `parameters.why_not_costed`."""
+    costs = mixer(model).costs
+    if costs is None:
+        raise ValueError(f"the costs of {model.mixer} are not known")
+    return costs(model, piece.place)
 
 
 def kernel_of_attention(model: Model, software: Software) -> AttentionKernel:
@@ -296,23 +304,28 @@ DROPOUT_BYTES = 5.0
 def attention(
     model: Model, piece: Piece, kernels: Kernels, software: Software, hardware: Hardware, backward: bool
 ) -> Seconds:
-    """Return the time of scores, softmax and their product with the values, of this rank's heads.
+    """Return the time of a mixer's core: scores, softmax and their product with the values, of this rank's heads.
 
     Flash kernels compute the pairs that causal mask and window leave, half of all without a window, and in the backward
     5 products for the forward's 2 (Dao et al., arXiv 2205.14135 and 2307.08691); the others compute all, and move every
-    score through memory several times, counted here in bytes.
+    score through memory several times, counted here in bytes. What a core does besides scores is counted in bytes too.
     """
+    costs = mixer_costs(model, piece)
+    moved = piece.tokens * costs.moved.of(backward) * software.constants.traffic
+    besides = Seconds(elementwise=memory_seconds(moved, hardware), kernels=costs.kernels.of(backward))
+    if not costs.heads:
+        return besides
     if kernels.attention in ("eager", "fused_softmax"):
-        return _attention_in_memory(model, piece, kernels, software, hardware, backward)
+        return _attention_in_memory(model, piece, kernels, software, hardware, backward).plus(besides)
     window = model.window_within(piece.keys)
     keys_seen = window * (1.0 - window / (2 * piece.keys))  # on average: the first queries have fewer before them
-    operations = ATTENTION_PRODUCTS * MULTIPLY_ADD * piece.tokens * keys_seen * model.heads / piece.tp
+    operations = ATTENTION_PRODUCTS * MULTIPLY_ADD * piece.tokens * keys_seen * costs.heads
     operations *= model.head_width
     rate = getattr(hardware.attention, kernels.attention) * window / (window + SHORT)
     rate *= min(1.0, NARROW + (1 - NARROW) * model.head_width / WIDE_HEAD)
     if backward:
         operations *= FLASH_BACKWARD_OPERATIONS / BACKWARD_RATE
-    return Seconds(attention=operations / rate, kernels=FLASH_KERNELS.of(backward))
+    return Seconds(attention=operations / rate, kernels=FLASH_KERNELS.of(backward)).plus(besides)
 
 
 def _attention_in_memory(
@@ -324,7 +337,7 @@ def _attention_in_memory(
     else:
         bytes_per_score, count = FUSED_SOFTMAX_BYTES.of(backward), FUSED_SOFTMAX_KERNELS.of(backward)
     bytes_per_score += DROPOUT_BYTES * software.dropout
-    scores = piece.tokens * piece.keys * model.heads / piece.tp
+    scores = piece.tokens * piece.keys * mixer_costs(model, piece).heads
     operations = ATTENTION_PRODUCTS * MULTIPLY_ADD * scores * model.head_width
     if backward:
         operations *= 2  # the gradients of both factors
@@ -373,34 +386,24 @@ def elementwise(
         residual += DROPOUT_BYTES * software.dropout
     between_products = 2 * (model.norms_per_part * norm + residual) * model.hidden / piece.spread
 
-    qk_bytes = _rotary_bytes(model, is_fused)
-    has_qk_norm = model.qk_norm != "none"
-    is_qk_norm_fused = kernels.fuses_qk_norm(model, piece.tp)
-    if has_qk_norm:
-        qk_bytes += (FUSED_NORM if is_qk_norm_fused else plain_norm).of(backward)
-    qk_width = (model.heads + model.kv) * model.head_width / piece.tp
+    costs = mixer_costs(model, piece)
+    rotary = ROTARY_BYTES_FUSED if is_fused else ROTARY_BYTES
+    is_inner_norm_fused = kernels.fuses_qk_norm(model, piece.tp)
+    inner_norm = (FUSED_NORM if is_inner_norm_fused else plain_norm).of(backward)
+    gating = (GATED_BYTES_FUSED if is_fused else GATED_BYTES).of(backward)
+    of_mixer = rotary * costs.turned + inner_norm * costs.normed + COPY_BYTES * costs.copied + gating * costs.gated
 
     activation = _activation_bytes(model, is_fused).of(backward)
     ffn_width = dense_width(model) / piece.tp
-    bytes_per_token = between_products + qk_bytes * qk_width + COPY_BYTES * qk_width + activation * ffn_width
-    if model.attention_gate != "none":
-        gating = (GATED_BYTES_FUSED if is_fused else GATED_BYTES).of(backward)
-        bytes_per_token += gating * model.heads * model.head_width / piece.tp
+    bytes_per_token = between_products + of_mixer + activation * ffn_width
     moved = piece.tokens * bytes_per_token * software.constants.traffic
 
-    count = float(kernel_count(model, is_fused, is_norm_plain, software.dropout))
-    if has_qk_norm and not kernels.compiled:
-        count += 2 if is_qk_norm_fused else PLAIN_QK_NORM_KERNELS
+    count = float(kernel_count(model, costs, is_fused, is_norm_plain, software.dropout))
+    if costs.normed and not kernels.compiled:
+        count += 2 if is_inner_norm_fused else PLAIN_QK_NORM_KERNELS
     if backward:
         count *= BACKWARD_KERNELS
     return Seconds(elementwise=memory_seconds(moved, hardware), kernels=count)
-
-
-def _rotary_bytes(model: Model, is_fused: bool) -> float:
-    """Return the bytes per element of q and k that their rotation moves."""
-    if not model.has_rotary_positions:
-        return 0.0
-    return ROTARY_BYTES_FUSED if is_fused else ROTARY_BYTES
 
 
 def _activation_bytes(model: Model, is_fused: bool) -> PerPass:
@@ -410,18 +413,18 @@ def _activation_bytes(model: Model, is_fused: bool) -> PerPass:
     return GATED_BYTES_FUSED if is_fused else GATED_BYTES
 
 
-def kernel_count(model: Model, fused: bool, unfused_norm: bool, dropout: bool) -> int:
+def kernel_count(model: Model, costs: MixerCosts, fused: bool, unfused_norm: bool, dropout: bool) -> int:
     """Return the elementwise kernels of a block's forward: norms, residuals, rotary positions, activation, copies."""
     norms = 2 * model.norms_per_part * (PLAIN_NORM_KERNELS if unfused_norm else 1)
     gate = 0
-    if model.attention_gate != "none":
+    if costs.gated:
         gate = 1 if fused else 2
     residuals = 2
-    copies = 2
+    copies = 2 if costs.copied else 0
     if dropout and not fused:
         residuals += 2
     rotary = 1 if fused else ROTARY_KERNELS
-    if not model.has_rotary_positions:
+    if not costs.turned:
         rotary = 0
     activation = 1
     if model.features.gated_ffn and not fused:

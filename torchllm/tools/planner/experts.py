@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchllm.config import Model
+from torchllm.facts.parts.part import PerPass
 from torchllm.tools.planner import comms
 from torchllm.tools.planner.cluster import Hardware
 from torchllm.tools.planner.compute import (
@@ -23,7 +24,6 @@ from torchllm.tools.planner.compute import (
     TILE,
     BackwardSeconds,
     Kernels,
-    PerPass,
     Piece,
     Seconds,
     gradient_traffic,

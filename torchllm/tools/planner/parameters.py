@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -38,6 +39,7 @@ class StageSize(NamedTuple):
         return sum_over_blocks(self.views, numbers)
 
 
+DEFAULTS = Model()
 ONE_BLOCK = StageSize((0,), first=False, last=False)
 """a block of a model whose blocks are all like it"""
 
@@ -54,9 +56,15 @@ def different_views(model: Model) -> tuple[Model, ...]:
 
 
 @lru_cache(maxsize=1024)
+def as_read(view: Model) -> Model:
+    """Return a view with the defaults of the keys that its mixer does not read."""
+    return replace(view, **{key: getattr(DEFAULTS, key) for key in mixer(view).unread})
+
+
+@lru_cache(maxsize=1024)
 def why_not_costed(model: Model) -> str:
     """Return why a model cannot be planned: the mixer of some blocks has costs that are not known; "" if it can."""
-    unknown = {view.mixer for view in different_views(model) if not mixer(view).has_costs_of_attention}
+    unknown = {view.mixer for view in different_views(model) if mixer(view).costs is None}
     if not unknown:
         return ""
     names = ", ".join(sorted(unknown))

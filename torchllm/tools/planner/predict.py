@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 from torchllm.config import PipelineSchedule
 from torchllm.facts.flops import flops_per_token, half_of_products, matrices, recompute_interval
+from torchllm.facts.parts.registry import mixer
 from torchllm.facts.stages import balanced_split, stage_of_rank, stages_of_ranks
 from torchllm.tools.planner import comms
 from torchllm.tools.planner.case import CP, REPLICATE, SHARD, Case
-from torchllm.tools.planner.compute import memory_seconds
+from torchllm.tools.planner.compute import memory_seconds, mixer_costs
 from torchllm.tools.planner.experts import expert_parameters, expert_shards
 from torchllm.tools.planner.memory import rank_memory
 from torchllm.tools.planner.moments import of_rank
@@ -204,8 +205,9 @@ def _recomputed_flops(case: Case) -> float:
     """
     model = case.model
     sizes = matrices(model, layer=0)
-    width = model.heads * model.head_width
-    core = 4 * width * model.window_within(case.training.sequence_length)
+    keys = model.window_within(case.training.sequence_length)
+    width = mixer_costs(model, case.piece).heads * case.piece.tp * model.head_width
+    core = 4 * width * keys if width else mixer(model).core_flops(model, keys)
     block = 2 * (sizes.attention + sizes.ffn) + core
     match case.recompute.mode:
         case "full" | "segment":

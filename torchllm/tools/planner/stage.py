@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchllm.config import Recompute
-from torchllm.facts.parts.registry import mixer
 from torchllm.tools.planner.case import CP, PP, SHARD, TP, Case
 from torchllm.tools.planner.compute import (
     DEFAULT_INTERVAL,
@@ -19,6 +18,7 @@ from torchllm.tools.planner.compute import (
     elementwise,
     embedding_seconds,
     head_seconds,
+    mixer_costs,
     recomputed,
 )
 from torchllm.tools.planner.experts import (
@@ -260,7 +260,8 @@ def tensor_parallel(case: Case, products: float, input_gradients: float, weight_
     hidden = ELEMENT_BYTES * case.piece.tokens * case.model.hidden
     gathering = over_tp.gather(hidden)
     summing = 2 * gathering if has_sp else over_tp.reduce(hidden)
-    before_heads = ELEMENT_BYTES * case.piece.tokens * mixer(case.model).gathered(case.model)  # by most, hidden states
+    latents = mixer_costs(case.model, case.piece).latents
+    before_heads = ELEMENT_BYTES * case.piece.tokens * latents if latents else hidden
     others = over_tp.gather(before_heads) - gathering if has_sp else over_tp.reduce(before_heads) - summing
 
     forward = parts * (summing + constants.wait) + others * has_sp
@@ -329,34 +330,58 @@ ALL_TO_ALLS = 4
 """all-to-alls of Ulysses per pass: of queries, keys, values and results (arXiv 2309.14509)"""
 
 
+class SentOverContext(NamedTuple):
+    """Bytes that a mixer of a rank gives to other ranks of cp in a forward, and as many in a backward."""
+
+    exchanged: float
+    """by all-to-alls, its own part included"""
+    turned: float
+    """to the next rank of a ring, cp - 1 times; in the backward twice as many"""
+    to_neighbors: float
+    gathered: float
+    """to all others"""
+
+
+def sent_over_context(case: Case) -> SentOverContext:
+    """Return the bytes that the mixer of a view sends over cp."""
+    costs = mixer_costs(case.model, case.piece)
+    of_numbers = ELEMENT_BYTES * case.piece.tokens
+    if not case.piece.ring:
+        return SentOverContext(of_numbers * (costs.inputs + costs.results), 0.0, 0.0, 0.0)
+    return SentOverContext(0.0, *(of_numbers * numbers for numbers in (costs.turns, costs.sent, costs.gathered)))
+
+
 def context_parallel(case: Case, core: float) -> PassSeconds:
     """Return the seconds of a block's exchanges over cp, forward and backward; `core`: seconds of its attention.
 
     Ring: keys and values go round while attention computes on those before; their gradients with them in the backward.
     A shorter window: the keys and values that it reaches go to both neighbors, and queries before each piece are
-    computed too (`parallel/windows.py`). Ulysses: all-to-alls of queries, keys, values and results, which wait.
+    computed too (`parallel/windows.py`). Ulysses: all-to-alls of queries, keys, values and results, which wait. Other
+    mixers may gather states, and send the last tokens of pieces to the next ones: both wait.
     """
-    model, parallel = case.model, case.parallel
+    parallel = case.parallel
     if parallel.cp == 1:
         return NO_WAIT
     over_cp = case.group([CP])
     share = case.software.constants.exposed
-    head_bytes = ELEMENT_BYTES * case.piece.tokens * 2  # of two heads: q and result, or k and v
+    sent = sent_over_context(case)
     if parallel.cp_method == "ulysses":
-        sent = head_bytes * (model.heads + model.kv) * model.head_width / parallel.tp
-        exchange = over_cp.exchange(sent)
+        exchange = over_cp.exchange(sent.exchanged)
         exchange += (ALL_TO_ALLS - 1) * over_cp.latency  # `exchange` has the latency of one
         return PassSeconds(exchange, exchange)
-    keys_and_values = head_bytes * model.kv * model.head_width / parallel.tp
+    keys_and_values = sent.turned
     if case.tokens_before:
         exchange = over_cp.send(case.tokens_before * keys_and_values)
         more = core * case.tokens_before / 2  # the first of these queries have few keys
         return PassSeconds(exchange + more, exchange + FLASH_BACKWARD_OPERATIONS * more)
-    turns = parallel.cp - 1
+    waiting = over_cp.gather(parallel.cp * sent.gathered) if sent.gathered else 0.0
+    waiting += over_cp.send(sent.to_neighbors) if sent.to_neighbors else 0.0
+    repeated = waiting * repeated_share(case.recompute, of_ffn=0.0)
+    turns = parallel.cp - 1 if keys_and_values else 0
     core_per_turn = core / parallel.cp
     forward_turn = exposed(over_cp.send(keys_and_values), core_per_turn, share)
     backward_turn = exposed(over_cp.send(2 * keys_and_values), FLASH_BACKWARD_OPERATIONS * core_per_turn, share)
-    return PassSeconds(turns * forward_turn, turns * backward_turn)
+    return PassSeconds(turns * forward_turn + waiting, turns * backward_turn + waiting, repeated)
 
 
 def sharded_weights(case: Case, forward: float, backward: float) -> PassSeconds:
