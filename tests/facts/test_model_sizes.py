@@ -79,7 +79,9 @@ GLM = {"glm4.5": (358_337_791_296, 32), "glm4.5_air": (110_468_824_832, 12)}
 # transformers' class without the block that predicts (arXiv 2412.19437: 671B, 37B). Moonlight: without embedding and
 # head, as printed (arXiv 2502.16982, table 4: 15.29B, 2.24B).
 LATENT = {"deepseek_v3": (671_026_419_200, 37.55), "moonlight_16b_a3b": (15_289_021_568, 2.24)}
-FILES = [*EXACT, *GPT, *SPARSE, *GLM, *LATENT]
+# The files of Qwen's hub without the tensors of the block that predicts, and of its image encoder.
+RECURRENT = {"qwen3_next_80b_a3b": (79_674_391_296, 3.9), "qwen3.5_9b": (8_953_803_264, 9.0)}
+FILES = [*EXACT, *GPT, *SPARSE, *GLM, *LATENT, *RECURRENT]
 
 
 def load(name: str) -> Model:
@@ -98,7 +100,7 @@ def test_gpts_of_narayanan() -> None:
 
 
 def test_published_counts_of_experts() -> None:
-    for name, (parameters, active_billions) in SPARSE.items():
+    for name, (parameters, active_billions) in (SPARSE | RECURRENT).items():
         model = load(name)
         assert parameter_count(model) == parameters, name
         assert round(active_parameter_count(model) / 1e9, 1) == active_billions, name

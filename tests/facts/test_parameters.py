@@ -92,7 +92,7 @@ def test_rows_agree_with_what_the_parameters_are() -> None:
         rule = rule_of(parameter)
         taps = parameter.endswith("_conv")  # of a convolution by channel
         matrix = value.dim() >= 2 and "bias" not in parameter and not taps  # those of experts are stacked
-        role_in_block = "router" if "router" in parameter else "matrix"
+        role_in_block = "router" if re.search("router|result_gate", parameter) else "matrix"
         assert (rule.role == "vector") == (not matrix), parameter
         assert (rule.role == role_in_block) == (matrix and parameter.startswith("layers.")), parameter
         assert rule.role == ROLES_OF_ENDS.get(parameter, rule.role), parameter

@@ -44,5 +44,6 @@ SEAMS = (
     Seam("hidden_states", "RoutedExperts", ("tensor.py",)),
     Seam("combine", "RoutedExperts", ("compile.py",)),
     Seam("all_tokens", "SharedExperts", ("tensor.py",)),
+    Seam("for_own_features", "SharedExperts", ("tensor.py",)),
     Seam("add_update", "UpdatedLinear", ("tensor.py",)),
 )

@@ -73,7 +73,7 @@ PUBLISHED = {
         8_953_803_264,
         8_953_803_264,
     ),
-    # Qwen/Qwen3.5-27B; of 27,781,427,952 of its form on the hub 424,699,392 are of mtp.*, 460,730,096 of the eyes
+    # Qwen/Qwen3.5-27B; of 27,781,427,952 of its form on the hub 424,699,392 are of mtp.*, 460,730,096 of an encoder
     "qwen3.5_27b": PublishedModel(
         QWEN3_5
         | {"model_type": "qwen3_5_text", "num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 17408}

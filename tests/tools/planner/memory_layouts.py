@@ -177,9 +177,9 @@ TOYS = ("debug", "moe_debug")
 def models_like(name: str) -> tuple[str, ...]:
     """Return the models that hold the same kinds of tensors: they differ in sizes."""
 
-    def kind(name: str) -> tuple[bool, str, bool, str]:
+    def kind(name: str) -> tuple[bool, str, bool, frozenset[str]]:
         model = read_model(name)
-        return bool(model.experts), model.family, model.tied_embeddings, model.mixer
+        return bool(model.experts), model.family, model.tied_embeddings, frozenset(view.mixer for view in model.views)
 
     return tuple(other for other in NAMES if other not in TOYS and kind(other) == kind(name))
 

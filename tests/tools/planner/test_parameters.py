@@ -4,22 +4,25 @@ from dataclasses import replace
 
 import pytest
 
+from tests.facts.parts.test_added import MIXER
 from tests.facts.test_model_sizes import load
 from tests.tools.planner.test_predict import case
 from torchllm import config as c
 from torchllm.config.errors import UserError
 from torchllm.facts.flops import parameter_count
+from torchllm.facts.parts.registry import MIXERS_OF_FORKS
 from torchllm.tools.planner.parameters import different_views, sizes_of_split, stage_parameters
 
 
-def test_a_mixer_with_unknown_costs_is_not_planned_as_another() -> None:
-    of_kinds: dict[str, dict[str, str]] = {"a": {"mixer": "gated_delta"}, "b": {}}
-    for mixer, kinds in (("gated_delta", {}), ("attention", of_kinds)):
+def test_a_mixer_with_unknown_costs_is_not_planned_as_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MIXERS_OF_FORKS, "short_conv", MIXER)
+    of_kinds: dict[str, dict[str, str]] = {"a": {"mixer": "short_conv"}, "b": {}}
+    for mixer, kinds in (("short_conv", {}), ("attention", of_kinds)):
         pattern = tuple(kinds)
         model = c.Model(layers=2, mixer=mixer, pattern=pattern, kinds=c.Kinds(kinds))
-        with pytest.raises(UserError, match="the planner does not know what gated_delta costs"):
+        with pytest.raises(UserError, match="the planner does not know what short_conv costs"):
             case(model=model)
-    assert case(model=c.Model(layers=2)).model.layers == 2
+    assert case(model=c.Model(layers=2, mixer="gated_delta")).model.layers == 2
 
 
 def test_stages_hold_all_parameters() -> None:
