@@ -122,7 +122,7 @@ def _costs(view: Model, place: Place) -> MixerCosts:
         keeps_results=("g_proj",) if place.cp > 1 else ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj"),
         normed=values,
         gated=values,
-        working=float32(4, 12, 5, 6 if place.ring else 2.5, 24),
+        working=float32(4, 12, 5, 5.6 if place.ring else 2.3, 24) - 8.0 * values,  # the gate's, freed before
         moved=PerPass(
             float32(13, 47, 17, 17 if place.ring else 7, 96), float32(60, 131, 66, 42 if place.ring else 20, 264)
         ),
