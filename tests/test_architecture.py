@@ -387,7 +387,7 @@ def test_what_a_reader_has_to_read_does_not_grow() -> None:
     """Lower a limit with the size; raise one only with a reason."""
     minimal, pretrain = (size_of(imported_files(ROOT / "recipes" / name)) for name in ("minimal.py", "pretrain.py"))
     assert minimal.files <= 57  # one of 40 lines describes errors of the system, two register what tools read
-    assert minimal.lines <= 7_187  # 29 of them are docstrings of folders, 280 what parts of blocks declare
+    assert minimal.lines <= 7_251  # 29 of them are docstrings of folders, 344 what parts of blocks declare
     assert pretrain.files <= 123
     assert pretrain.lines <= 15_307
     # with {facts,models}/frozen.py, facts/block_kinds.py and parallel/added_parameters.py,

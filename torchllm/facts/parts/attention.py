@@ -8,7 +8,7 @@ from torchllm.facts.parts.part import (
     Cut,
     MixerCosts,
     PartParameter,
-    Place,
+    RankShare,
     Shape,
     WeightProduct,
     linear,
@@ -47,7 +47,7 @@ def _products(view: Model) -> list[WeightProduct]:
     return [*(product_of(name, shapes[name]) for name in before if name in shapes), output]
 
 
-def costs(view: Model, place: Place) -> MixerCosts:
+def costs(view: Model, place: RankShare) -> MixerCosts:
     """Return what softmax attention costs, whatever its queries, keys and values are made of."""
     queries = view.heads * view.head_width / place.tp
     keys = view.kv * view.head_width / place.tp

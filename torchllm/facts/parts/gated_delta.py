@@ -13,7 +13,7 @@ from torchllm.facts.parts.part import (
     MixerCosts,
     PartParameter,
     PerPass,
-    Place,
+    RankShare,
     Start,
     linear,
 )
@@ -94,7 +94,7 @@ def _core_flops(view: Model, keys: float) -> float:
     return read_twice_and_written + 2 * sizes.kernel * sizes.channels
 
 
-def _costs(view: Model, place: Place) -> MixerCosts:
+def _costs(view: Model, place: RankShare) -> MixerCosts:
     """Return the costs of `models/parts/delta_rule.py`; in a ring, of `parallel/delta_sequence.py`.
 
     The core is an operation whose backward computes the chunks again. What they hold and move is a number times each

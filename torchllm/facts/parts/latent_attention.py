@@ -5,7 +5,7 @@ from typing import Any
 
 from torchllm.config import Model
 from torchllm.facts.parts import attention
-from torchllm.facts.parts.part import BlockPart, MixerCosts, PartParameter, Place, linear
+from torchllm.facts.parts.part import BlockPart, MixerCosts, PartParameter, RankShare, linear
 
 
 def _has_q_latent(view: Model) -> bool:
@@ -37,7 +37,7 @@ def _gathered(view: Model) -> int:
     return (view.latent_q_width or view.hidden) + view.latent_kv_width + view.rope_head_dim
 
 
-def _costs(view: Model, place: Place) -> MixerCosts:
+def _costs(view: Model, place: RankShare) -> MixerCosts:
     """Return attention's costs, and the inputs of norms and projections; values have zeros behind them in the core."""
     latent = view.latent_kv_width + view.rope_head_dim
     before_norms = (view.latent_q_width + latent) / place.spread

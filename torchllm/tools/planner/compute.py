@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torchllm.config import Model, Recompute
 from torchllm.facts.block_kinds import block_kind
 from torchllm.facts.flops import MatrixShape, half_of_products, matrices, product_sizes
-from torchllm.facts.parts.part import MixerCosts, PerPass, Place
+from torchllm.facts.parts.part import MixerCosts, PerPass, RankShare
 from torchllm.facts.parts.registry import mixer
 from torchllm.tools.planner.cluster import Hardware
 from torchllm.tools.planner.software import AttentionKernel, Constants, Software
@@ -107,10 +107,10 @@ class Piece(NamedTuple):
     """whether the ranks of cp share each sequence as a ring"""
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RankShare:
         """What a mixer's costs depend on."""
         length = self.tokens // self.sequences
-        return Place(self.tp, self.spread, length, self.keys // length, self.ring)
+        return RankShare(self.tp, self.spread, length, self.keys // length, self.ring)
 
 
 @lru_cache(maxsize=1024)
