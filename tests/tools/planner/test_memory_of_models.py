@@ -15,7 +15,6 @@ import pytest
 
 from tests.tools.planner.memory_layouts import (
     NAMES,
-    RECOMPUTE,
     TOYS,
     Choice,
     Compared,
@@ -105,16 +104,3 @@ AT_NIGHT = ("buffers of two blocks", "tied root stays gathered; gradients of wei
 def test_terms_of_a_peak(term: str) -> None:
     choice, largest = TERMS[term]
     assert max(abs(rank.difference) for rank in compare(choice)) <= largest
-
-
-NOT_A_PIPELINE = ("pp 1", "ZeRO 3", "micro batches", "whole logits", "no mask", "all weights")
-
-
-@pytest.mark.parametrize("cp", [pytest.param("cp 1", marks=pytest.mark.exhaustive), "ring 2"])
-@pytest.mark.parametrize("tp", [pytest.param("tp 1", marks=pytest.mark.exhaustive), "tp 2, sp"])
-@pytest.mark.parametrize(
-    "recompute", ["none", *(pytest.param(mode, marks=pytest.mark.exhaustive) for mode in RECOMPUTE if mode != "none")]
-)
-def test_a_recurrence_holds_what_is_planned(recompute: str, tp: str, cp: str) -> None:
-    (rank,) = compare(Choice("qwen3.5_9b", (recompute, tp, cp, *NOT_A_PIPELINE)))
-    assert abs(rank.difference) <= 0.03

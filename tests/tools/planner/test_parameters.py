@@ -4,25 +4,30 @@ from dataclasses import replace
 
 import pytest
 
-from tests.facts.parts.test_added import MIXER
 from tests.facts.test_model_sizes import load
 from tests.tools.planner.test_predict import case
 from torchllm import config as c
 from torchllm.config.errors import UserError
 from torchllm.facts.flops import parameter_count
+from torchllm.facts.parts.attention import PART
 from torchllm.facts.parts.registry import MIXERS_OF_FORKS
-from torchllm.tools.planner.parameters import different_views, sizes_of_split, stage_parameters
+from torchllm.tools.planner.parameters import different_views, sizes_of_split, stage_parameters, why_not_costed
+from torchllm.tools.planner.predict import predict
 
 
 def test_a_mixer_with_unknown_costs_is_not_planned_as_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MIXERS_OF_FORKS, "short_conv", MIXER)
-    of_kinds: dict[str, dict[str, str]] = {"a": {"mixer": "short_conv"}, "b": {}}
-    for mixer, kinds in (("short_conv", {}), ("attention", of_kinds)):
+    of_kinds: dict[str, dict[str, str]] = {"a": {"mixer": "mine"}, "b": {}}
+    monkeypatch.setitem(MIXERS_OF_FORKS, "mine", replace(PART, name="mine", costs=None))
+    for mixer, kinds in (("mine", {}), ("attention", of_kinds)):
         pattern = tuple(kinds)
         model = c.Model(layers=2, mixer=mixer, pattern=pattern, kinds=c.Kinds(kinds))
-        with pytest.raises(UserError, match="the planner does not know what short_conv costs"):
+        why_not_costed.cache_clear()
+        with pytest.raises(UserError, match="the planner does not know what mine costs"):
             case(model=model)
-    assert case(model=c.Model(layers=2, mixer="gated_delta")).model.layers == 2
+    monkeypatch.setitem(MIXERS_OF_FORKS, "mine", replace(PART, name="mine"))
+    why_not_costed.cache_clear()
+    assert predict(case(model=c.Model(layers=2, mixer="mine"))) == predict(case(model=c.Model(layers=2)))
+    why_not_costed.cache_clear()
 
 
 def test_stages_hold_all_parameters() -> None:

@@ -138,7 +138,8 @@ class MixerCosts(NamedTuple):
     gated: float = 0.0
     """numbers that a gate multiplies"""
     working: float = 0.0
-    """bytes that the backward of the core holds at its peak beyond what is kept; of attention the planner knows them"""
+    """bytes that the core's backward holds at its peak, minus those kept that are freed by then; of attention 0: its
+    scores are known"""
     moved: PerPass = PerPass(0.0, 0.0)
     """bytes that the core's kernels read and write, of attention without its scores"""
     kernels: PerPass = PerPass(0.0, 0.0)
