@@ -1,6 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): the mixer of DeepSeek-V3 and Kimi K2."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from torchllm.config import Model
@@ -45,8 +46,8 @@ def _costs(view: Model, place: RankShare) -> MixerCosts:
     inputs = _gathered(view) if place.tp > 1 else view.latent_q_width + view.latent_kv_width
     of_attention = attention.costs(view, place)
     kept = 2.0 * (before_norms + inputs + view.heads * view.v_head_dim / place.tp)
-    return of_attention._replace(
-        kept=of_attention.kept + kept, keeps_results=("q_a_proj", "kv_a_proj"), latents=_gathered(view)
+    return replace(
+        of_attention, kept=of_attention.kept + kept, keeps_results=("q_a_proj", "kv_a_proj"), latents=_gathered(view)
     )
 
 

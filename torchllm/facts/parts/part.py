@@ -111,7 +111,8 @@ class PerPass(NamedTuple):
         return self.backward if backward else self.forward
 
 
-class MixerCosts(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class MixerCosts:
     """What a mixer costs a rank: numbers (of 16 bits) and bytes, per token of the rank.
 
     The planner adds what follows from the products: their time, their inputs.
