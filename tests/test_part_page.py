@@ -14,12 +14,15 @@ import torch
 
 from tests import workers
 from tests.test_docs import ROOT
+from tests.tools.planner.test_predict import case
 from torchllm.config import Kinds, Model
 from torchllm.facts.flops import block_flops, parameter_count
+from torchllm.facts.parts.part import RankShare
 from torchllm.facts.parts.registry import ADDED_PARAMETERS, MIXERS_OF_FORKS
 from torchllm.models.decoder import build_model
 from torchllm.tools.front.resolve import load_model, load_sizes
 from torchllm.tools.generate.continue_texts import caching
+from torchllm.tools.planner.predict import predict
 from torchllm.tools.proof.layouts import Settings
 from torchllm.tools.proof.prove import ProofOptions, Prover
 from torchllm.tools.proof.recipe import MODULE, import_fork
@@ -170,6 +173,27 @@ def test_its_size_and_flops_are_counted() -> None:
     plain = replace(MODEL, pattern=(), kinds=Kinds())
     assert parameter_count(MODEL) - parameter_count(plain) == conv + taps - attention
     assert block_flops(MODEL, 2, 32) == 2 * (conv + 3 * 16 * 24) + 2 * taps
+
+
+def test_its_costs_are_what_autograd_keeps_and_the_planner_takes(module: ModuleType) -> None:
+    mixer = short_conv(module, 16).bfloat16()
+    x = torch.randn(1, 64, 16, dtype=torch.bfloat16, requires_grad=True)
+    others = {tensor.untyped_storage().data_ptr() for tensor in (x, *mixer.parameters())}
+    kept: dict[tuple[int, int], int] = {}
+
+    def note(saved: torch.Tensor) -> torch.Tensor:
+        place = saved.untyped_storage().data_ptr()
+        if place not in others:
+            kept[place, saved.storage_offset()] = saved.nbytes
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
+        out = mixer(x, None, None)  # which keeps what is noted
+    costs_of = MIXERS_OF_FORKS["short_conv"].costs
+    assert costs_of is not None
+    costs = costs_of(MODEL.of_kind("conv"), RankShare(tp=1, spread=1, length=64))
+    assert sum(kept.values()) == 64 * (2 * (costs.inputs + costs.results) + costs.kept), out.shape
+    assert predict(case(model=replace(MODEL, vocab=64))).step > 0
 
 
 @pytest.mark.usefixtures("module")

@@ -111,6 +111,9 @@ class PerPass(NamedTuple):
         return self.backward if backward else self.forward
 
 
+NOTHING = PerPass(0.0, 0.0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MixerCosts:
     """What a mixer costs a rank: numbers (of 16 bits) and bytes, per token of the rank.
@@ -141,9 +144,9 @@ class MixerCosts:
     working: float = 0.0
     """bytes that the core's backward holds at its peak, minus those kept that are freed by then; of attention 0: its
     scores are known"""
-    moved: PerPass = PerPass(0.0, 0.0)
+    moved: PerPass = NOTHING
     """bytes that the core's kernels read and write, of attention without its scores"""
-    kernels: PerPass = PerPass(0.0, 0.0)
+    kernels: PerPass = NOTHING
     """kernels of the core for a micro batch, of attention without those of its scores"""
     turns: float = 0.0
     """numbers that a rank of a ring passes on cp - 1 times while it computes: keys and values"""
