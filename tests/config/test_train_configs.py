@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,12 +94,14 @@ def test_files_and_their_resolved_configs_load_without_a_line(
 
 @pytest.mark.parametrize("file", left_for_the_night(MODELS, *MODELS_BY_DEFAULT), ids=name_of)
 def test_model_dry_runs(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one rank, with two of its blocks; they are alike, or the first is dense and the second has experts."""
+    """On one rank, with two blocks, or one of each place in the pattern; with experts, the first may be dense."""
     monkeypatch.setenv("NPROC", "1")
-    two_blocks = ["--model.layers=2", "--training.global_batch_size=1", "--training.sequence_length=256"]
-    if "dense_layers" in file.read_text():
-        two_blocks.append("--model.dense_layers=1")
-    config = load_config([str(file), *two_blocks, "--run.dry_run=true", "--cluster.name=dgx_h100"])
+    text = file.read_text()
+    blocks = max(2, len(tomllib.loads(text)["model"].get("pattern", ())))
+    few_blocks = [f"--model.layers={blocks}", "--training.global_batch_size=1", "--training.sequence_length=256"]
+    if "dense_layers" in text:
+        few_blocks.append("--model.dense_layers=1")
+    config = load_config([str(file), *few_blocks, "--run.dry_run=true", "--cluster.name=dgx_h100"])
     (kind,) = examine(config).kinds
     assert kind.memory["parameters"] == 4 * parameter_count(config.model)
     assert kind.memory["optimizer"] >= 2 * kind.memory["parameters"]
