@@ -84,6 +84,13 @@ def _nothing(*_: Any) -> None:
     pass
 
 
+def _trains_always(recipe: Any, rank: int) -> None:
+    def main(config: Any) -> None:
+        recipe.supervise(recipe.train, [config], recipe.start_runtime(config.run, [config]))
+
+    recipe.main = main
+
+
 FORKS = {  # what a fork of recipes/pretrain.py lacks, what the command line asks for, the key that is refused
     "initial weights": (without("Checkpointer", initial=None), [], "--checkpoint.initial: is "),
     "average, not updated": (instead("WeightAverage", Unfollowed), EMA, "--optimizer.ema_decay: is 0.9"),
@@ -104,7 +111,7 @@ FORKS = {  # what a fork of recipes/pretrain.py lacks, what the command line ask
         ["--lora.rank=4"],
         "--lora.rank: is 4, but this recipe does not apply it: call add_low_rank_updates(model, config, dtype)",
     ),
-    "dry run": (None, ["--run.dry_run=true", "--parallel.dp_shard=1"], "--run.dry_run: is true"),
+    "dry run": (_trains_always, ["--run.dry_run=true", "--parallel.dp_shard=1"], "--run.dry_run: is true"),
 }
 
 
