@@ -125,6 +125,7 @@ def test_what_a_rank_sends_in_a_ring_by_axis() -> None:
         with Tracker(None, axis_of_group(mesh)) as tracker:
             dist.all_reduce(whole, group=tp)
             dist.all_gather_into_tensor(whole, part, group=tp)
+            dist.all_gather([torch.empty(64) for _ in range(4)], part, group=tp)
             dist.reduce_scatter_tensor(torch.ones(128), whole, group=shard)
             dist.all_to_all_single(torch.empty(256), whole, group=tp)
             dist.broadcast(whole, 0, group=shard)
@@ -139,7 +140,7 @@ def test_what_a_rank_sends_in_a_ring_by_axis() -> None:
         found[one.axis, one.kind] += one.bytes
     assert found == {
         ("tp", "all_reduce"): 2 * 3 / 4 * KIB,
-        ("tp", "all_gather"): 2 * 3 / 4 * KIB,
+        ("tp", "all_gather"): 3 * 3 / 4 * KIB,
         ("tp", "reduce_scatter"): 3 / 4 * KIB,
         ("tp", "all_to_all"): 3 / 4 * KIB,
         ("tp", "send"): KIB,

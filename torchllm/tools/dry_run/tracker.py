@@ -245,7 +245,8 @@ class Tracker(TorchDispatchMode):
                 f"{dist.get_process_group_ranks(group)}. Add the group to `axis_of_group` "
                 "(torchllm/tools/mesh_axes.py), so that the dry run can count its messages"
             )
-        whole = max(tensor.nbytes for tensor in _tensors((args, out)))
+        # An argument may be a list, with a tensor for each rank.
+        whole = max(sum(tensor.nbytes for tensor in _tensors((argument,))) for argument in (*args, out))
         self.sent.append(Sent(self.now, axis.name, kind, whole * RING[kind](axis.size)))
 
 
