@@ -21,7 +21,7 @@ from torchllm.tools.proof.layouts import with_settings
 COPIES = tuple(str(ROOT / "torchllm" / folder) for folder in ("config", "tools/config", "tools/front"))
 """they copy, check or write whole sections: what they read is not used"""
 ELSEWHERE = {
-    "run.restarts run.stopped_exit_status run.dry_run run.lower_ranks parallel.layout": "run_train.sh and its check",
+    "run.restarts run.stopped_exit_status run.lower_ranks parallel.layout": "run_train.sh and its check",
     "cluster.name": "the planner and the dry run: it describes the machines",
     "generate.after_training": "run_train.sh",
     "generate.prompt generate.prompts_file generate.samples generate.output generate.tokens generate.temperature "
