@@ -59,6 +59,15 @@ def test_a_mesh_is_refused_with_its_reason() -> None:
     assert not job.refusal(DegreeMesh(3, 2, 1, 2))
 
 
+def test_heads_of_a_recurrence_are_those_that_ranks_share() -> None:
+    """tp divides attention's heads, which the model has not."""
+    job = make_job(replace(SMALL, mixer="gated_delta", delta_key_heads=2, delta_value_heads=4))
+    assert job.refusal(DegreeMesh(1, 2, 1, 4)) == "tp does not divide model.delta_key_heads = 2"
+    assert not job.refusal(DegreeMesh(1, 4, 1, 2))
+    assert job.context_methods(DegreeMesh(1, 4, 2, 1)) == ["ring", "ulysses"]
+    assert job.context_methods(DegreeMesh(1, 2, 2, 2)) == ["ring"]
+
+
 def job_of_model(model: str, gpus: int, length: int, batch: int) -> Job:
     """Return a job of a model of train_configs/models on H100."""
     config = read_model(model).config

@@ -28,6 +28,7 @@ from torchllm.config import (
 )
 from torchllm.config.schema import RecomputeMode
 from torchllm.facts.flops import ALL_TRAINED
+from torchllm.facts.parts.registry import mixer
 from torchllm.tools.config.degrees import BLOCK_MODES, obstacle_to_compiled_blocks, window_reaches_too_far
 from torchllm.tools.config.float8_sizes import FLOAT8_MULTIPLE, takes_float8_tokens, unfit_for_float8
 from torchllm.tools.planner.case import Case
@@ -248,7 +249,7 @@ class Job:
         """Return why the mesh has no valid layout, as `tools.config.checks` would say; empty if it has some."""
         model, tp = self.model, mesh.tp
         for view in different_views(model):
-            for name, size in (("heads", view.heads), ("kv_heads", view.kv), ("ffn", view.ffn)):
+            for name, size in {**mixer(view).heads(view), "ffn": view.ffn}.items():
                 if size % tp:
                     return f"tp does not divide model.{name} = {size}"
             unfit_width = next(unfit_for_float8(view, tp), "")
@@ -285,9 +286,12 @@ class Job:
         views = different_views(self.model)
         has_long_window = any(window_reaches_too_far(view, length, cp) for view in views)
         has_ring = not any(view.attention in ("flash", "flex") for view in views)
+        shared_heads = [list(mixer(view).heads(view).values())[-1] // mesh.tp for view in views]
+        if not all(mixer(view).context for view in views):
+            return []
         if length % (2 * cp) == 0 and has_ring and not has_long_window:
             methods.append("ring")
-        if length % cp == 0 and not any(view.kv // mesh.tp % cp for view in views):
+        if length % cp == 0 and not any(heads % cp for heads in shared_heads):
             methods.append("ulysses")
         return self.allowed("cp_method", methods)
 
