@@ -9,7 +9,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from tests.parity import CPU, Settings, build, tiny
-from tests.tools.hub.published import save_published
+from tests.tools.hub.published import content_of, save_published
+from tests.tools.hub.test_config_json import model_of
 from tests.workers import run
 from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.checkpoint.manifest import CheckpointError, Manifest, read_manifest
@@ -26,8 +27,10 @@ from torchllm.tools.hub.adapter import (
     published_weights,
     read_updates,
     seeded_weights,
+    write_adapter,
 )
 from torchllm.tools.hub.by_key import ReadWeight, WeightReader
+from torchllm.tools.hub.families.registry import HUB_FAMILIES
 from torchllm.tools.hub.files import read_hub_config
 from torchllm.tools.hub.initial import initial_weights
 from torchllm.tools.hub.published_weights import HubWeights
@@ -181,3 +184,15 @@ def test_the_config_of_an_adapter_is_what_peft_needs() -> None:
             "task_type": "CAUSAL_LM",
             "use_rslora": False,
         }, base
+
+
+def test_updates_of_a_matrix_that_files_join_with_others_are_refused(tmp_path: Path) -> None:
+    """Those of q would have the key of those of k and of v."""
+    family = HUB_FAMILIES["qwen3_5_text"]
+    config = Config(model=model_of(content_of("qwen3.5")), lora=Lora(rank=3))
+    factor = torch.zeros(3, config.model.hidden)
+    message = "layers.0.self_attn.q_proj: files of type 'qwen3_5_text' have it in one matrix with others, .*in_proj_qkv"
+    with pytest.raises(UserError, match=message):
+        write_adapter(tmp_path, config, family, {"layers.0.self_attn.q_proj.lora_A.weight": factor}, "")
+    assert not list(tmp_path.iterdir())
+    write_adapter(tmp_path, config, family, {"layers.3.self_attn.k_proj.lora_A.weight": factor}, "")

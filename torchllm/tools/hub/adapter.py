@@ -24,7 +24,7 @@ from torchllm.models.lora import merge_update
 from torchllm.parallel.initialize import fill
 from torchllm.tools.config.changes import check_frozen_weights
 from torchllm.tools.hub.by_key import ReadWeight, WeightReader
-from torchllm.tools.hub.families.family import HubFamily, StoredPart, StoredTensor
+from torchllm.tools.hub.families.family import HubFamily, StoredPart, StoredTensor, UnmappedParameter
 from torchllm.tools.hub.hf_reader import fill_part
 from torchllm.tools.hub.hf_writer import write_json, write_safetensors
 from torchllm.tools.hub.hub import find_hub_model, is_hub_id
@@ -138,13 +138,18 @@ def write_adapter(
     """Write low-rank updates into a folder that exists, as `peft.PeftModel.from_pretrained` reads them.
 
     family: of the model that they belong to. base: its folder or hub id; may be empty, because a user of the adapter
-    names the model too. Raises UnmappedParameter if the family has no matrix for one of them, and OSError.
+    names the model too. Raises UnmappedParameter if the family has no matrix for one of them alone, and OSError.
     """
     shapes = parameter_shapes(config.model)
     tensors = []
     for name, factor in updates.items():
         layer, letter = name.removesuffix(".weight").rsplit(".", 1)
         (stored,) = family.tensors_of(f"{layer}.weight", shapes, config.model)
+        if len(stored.parts) > 1:
+            raise UnmappedParameter(
+                f"{layer}: files of type {family.model_type!r} have it in one matrix with others, {stored.key}, so "
+                "that no adapter can have its updates: export the merged weights, without export.adapter"
+            )
         matrix = stored.key.removesuffix(".weight")
         part = StoredPart(name, first_row=0, rows=len(factor))
         tensors.append(StoredTensor(f"{PEFT_PREFIX}{matrix}.{letter}.weight", tuple(factor.shape), False, (part,)))
