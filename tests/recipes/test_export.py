@@ -182,6 +182,8 @@ def test_a_published_model_comes_back_bitwise(name: str, tmp_path: Path) -> None
     published = tmp_path / "published"
     config = save_published(name, published).config
     model = replace(read_hub_config(published).model, from_hf=str(published))
+    if model.score_softcap:
+        model = replace(model, attention="eager")  # sdpa has none
     record: dict[str, Any] = {}
 
     def fill(decoder: Decoder) -> None:
