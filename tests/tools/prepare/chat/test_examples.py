@@ -3,7 +3,7 @@
 import errno
 import json
 import os
-from datetime import date
+from datetime import date, datetime, tzinfo
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,8 @@ THINKING = [
     user("two"),
     assistant("<think>\n3\n</think>\n\nthree"),
 ]
-TODAY = date.today()
+BEGUN = date.today()
+TODAY = date(2026, 11, 27)
 TOOLS = [{"type": "function", "function": {"name": "fox", "parameters": {"type": "object", "properties": {}}}}]
 PREFIXES = ["llama3", "qwen25", "gemma", "olmo2", "mistral", "generation", "bare"]
 """families whose whole conversation is one example"""
@@ -74,6 +75,19 @@ def trained(made: ConversationExamples, folder: Path) -> list[list[str]]:
                 stretches[-1].append(int(ids[index]))
         texts.append([tokenizer.decode(stretch) for stretch in stretches])
     return texts
+
+
+class Today(datetime):
+    """The clock of transformers: it would write another date than ours at midnight."""
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> "Today":
+        return cls(TODAY.year, TODAY.month, TODAY.day)
+
+
+@pytest.fixture(autouse=True)
+def _today(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Today)
 
 
 def test_a_conversation_has_the_ids_that_transformers_gives_it(tmp_path: Path) -> None:
@@ -268,7 +282,7 @@ def test_the_date_is_that_of_the_preparation(tmp_path: Path) -> None:
     assert preparation_day(tmp_path) == date(2024, 7, 26)
     new = tmp_path / "new"
     new.mkdir()
-    assert preparation_day(new) in (TODAY, date.today())
+    assert preparation_day(new) in (BEGUN, date.today())
     assert preparation_day(new) == preparation_day(new)
     assert [path.name for path in new.iterdir()] == [DAY_FILE]
     chat = format_of(FAMILIES["llama3"], tmp_path, preparation_day(tmp_path))
@@ -281,7 +295,7 @@ def test_the_day_is_noted_without_hard_links(tmp_path: Path, monkeypatch: pytest
     for code in (errno.EPERM, errno.EOPNOTSUPP):
         monkeypatch.setattr(os, "link", Mock(side_effect=OSError(code, "no hard links")))
         (tmp_path / DAY_FILE).unlink(missing_ok=True)
-        assert preparation_day(tmp_path) in (TODAY, date.today())
+        assert preparation_day(tmp_path) in (BEGUN, date.today())
         assert [path.name for path in tmp_path.iterdir()] == [DAY_FILE]
 
 
