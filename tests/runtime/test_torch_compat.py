@@ -505,3 +505,19 @@ def test_dump_memory() -> None:
 def test_free_gather_buffer() -> None:
     """That the buffer is freed is held by tests/tools/planner/test_memory.py."""
     assert list(inspect.signature(FSDPModule._set_unshard_async_op).parameters) == ["self", "async_op"]
+
+
+def recorded_collectives() -> list[str]:
+    """Return what a profile has of two asynchronous all-reduces, the second unrecorded."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        dist.all_reduce(torch.ones(1), async_op=True).wait()
+        with torch_compat.unrecorded():
+            dist.all_reduce(torch.ones(1), async_op=True).wait()
+        torch.ones(1).exp()
+    return [event.name for event in profiled_events(profiler) if "all_reduce" in event.name or "exp" in event.name]
+
+
+def test_unrecorded() -> None:
+    for names in run(recorded_collectives, 2):
+        assert [name for name in names if name.startswith("gloo")] == ["gloo:all_reduce"]
+        assert "aten::exp" in names

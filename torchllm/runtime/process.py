@@ -24,6 +24,7 @@ from torchllm.runtime.heartbeat import beat, heartbeat
 from torchllm.runtime.stop import STOP, STOPPED, StopSource, write_marker
 from torchllm.runtime.terminal import drop_unwritten_output
 from torchllm.runtime.tolerance import Tolerance
+from torchllm.runtime.torch_compat import unrecorded
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +115,8 @@ class Runtime:
     def _start_vote(self, *wishes: bool) -> "_Vote":
         step = heartbeat().step
         flags = torch.tensor([*wishes, step, -step])
-        return _Vote(flags, dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.host_group, async_op=True))
+        with unrecorded():  # it is under way when the profile of a step ends
+            return _Vote(flags, dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.host_group, async_op=True))
 
     def end_votes(self) -> None:
         """Wait for the current votes, which must end before their process group is destroyed."""

@@ -45,6 +45,20 @@ VARLEN_GRADIENTS = torch.ops.aten._flash_attention_backward
 """its gradients, from any out and lse; private; autograd takes those of one call's keys, a ring those of all keys"""
 
 
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Keep operations out of the profiler, also when they run later, in another thread, as gloo's do.
+
+    Private. A profiler that is stopped frees the records of all threads: a worker of gloo that begins its operation
+    just then writes into freed memory, and the process ends with "malloc(): unsorted double linked list corrupted".
+    """
+    torch._C._autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._enable_record_function(True)
+
+
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, window: int = 0, scale: float | None = None
 ) -> Tensor:
