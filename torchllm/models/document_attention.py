@@ -137,4 +137,4 @@ document_attention.register_autograd(_backward, setup_context=_save_inputs)
 ATTENTION_OPERATIONS = {torch.ops.torchllm.document_attention.default}
 """operations whose results selective recomputation keeps; the file of another one adds it"""
 BODIES: dict[Any, Callable[..., Any]] = {}
-"""what operations call that hold much more meanwhile than their results: the dry run counts what is inside of them"""
+"""functions behind operations that hold much more memory while they run than their results: the dry run traces them"""

@@ -27,7 +27,7 @@ from torchllm.config import Model
 from torchllm.config.errors import UserError
 from torchllm.models.mixer import Mixer
 from torchllm.models.parts.delta_rule import Chunks, DeltaCore, HeadWeights, Streams, scan
-from torchllm.parallel.context import SharedSequences
+from torchllm.parallel.context import SharedSequences, UlyssesAttention
 from torchllm.parallel.heads import to_heads, to_sequence
 from torchllm.parallel.pieces import NeighborPieces, in_sequence, joined, pieces_of
 from torchllm.parallel.ring import gather_from_ranks
@@ -49,23 +49,10 @@ def share_delta(mixer: Mixer, view: Model, shared: SharedSequences) -> None:
     mixer.core = RingDelta(shared.mesh, mixer.core)
 
 
-class UlyssesDelta(nn.Module):
+class UlyssesDelta(UlyssesAttention):
     """The core with all-to-alls around it: from a part of the sequence to a part of the heads, and back."""
 
     window = 0
-
-    def __init__(self, mesh: DeviceMesh, core: DeltaCore) -> None:
-        super().__init__()
-        self.group = mesh.get_group()
-        self.rank = mesh.get_local_rank()
-        self.ranks = mesh.size()
-        self.core = core
-
-    def mask(self, document_ids: Tensor | None, document_limit: int = 0) -> Tensor | None:
-        """Return the core's mask of whole sequences, from this rank's document ids (B, S / n)."""
-        if document_ids is None:
-            return None
-        return self.core.mask(torch.cat(gather_from_ranks(document_ids, self.group), dim=1))
 
     @torch.compiler.disable
     def forward(self, streams: Streams, weights: HeadWeights, mask: Tensor | None) -> Tensor:

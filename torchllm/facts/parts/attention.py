@@ -47,17 +47,17 @@ def _products(view: Model) -> list[WeightProduct]:
     return [*(product_of(name, shapes[name]) for name in before if name in shapes), output]
 
 
-def costs(view: Model, place: RankShare) -> MixerCosts:
+def costs(view: Model, share: RankShare) -> MixerCosts:
     """Return what softmax attention costs, whatever its queries, keys and values are made of."""
-    queries = view.heads * view.head_width / place.tp
-    keys = view.kv * view.head_width / place.tp
-    has_ulysses = place.cp > 1 and not place.ring
+    queries = view.heads * view.head_width / share.tp
+    keys = view.kv * view.head_width / share.tp
+    has_ulysses = share.cp > 1 and not share.ring
     return MixerCosts(
         inputs=queries + 2 * keys,
         results=queries,
         kept=2.0 * queries * has_ulysses,  # the results in both arrangements
         keeps_results=("v_proj",),
-        heads=view.heads / place.tp,
+        heads=view.heads / share.tp,
         turned=(queries + keys) * view.has_rotary_positions,
         copied=queries + keys,
         normed=(queries + keys) * (view.qk_norm != "none"),

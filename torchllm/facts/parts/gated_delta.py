@@ -94,7 +94,7 @@ def _core_flops(view: Model, keys: float) -> float:
     return read_twice_and_written + 2 * sizes.kernel * sizes.channels
 
 
-def _costs(view: Model, place: RankShare) -> MixerCosts:
+def _costs(view: Model, share: RankShare) -> MixerCosts:
     """Return the costs of `models/parts/delta_rule.py`; in a ring, of `parallel/delta_sequence.py`.
 
     The core is an operation whose backward computes the chunks again. What they hold and move is a number times each
@@ -102,7 +102,7 @@ def _costs(view: Model, place: RankShare) -> MixerCosts:
     """
     sizes = delta_sizes(view)
     heads, keys, values, channels = (
-        n / place.tp for n in (sizes.value_heads, sizes.keys, sizes.values, sizes.channels)
+        n / share.tp for n in (sizes.value_heads, sizes.keys, sizes.values, sizes.channels)
     )
     of_states = heads * sizes.key_width * (sizes.key_width + sizes.value_width)
 
@@ -111,20 +111,20 @@ def _costs(view: Model, place: RankShare) -> MixerCosts:
         of_heads = heads * (of_queries * sizes.key_width + of_chunks * CHUNK) + of_values * values
         return 4.0 * (of_heads + states * of_states / CHUNK + of_keys * keys)
 
-    pieces = 2 if place.ring else 1 / place.cp  # of the sequence of this rank's tokens, or of its heads
-    scanned = 2 * place.ring / place.length  # pieces of a ring, per token
-    chunks = -(-place.length // (pieces * CHUNK))
+    pieces = 2 if share.ring else 1 / share.cp  # of the sequence of this rank's tokens, or of its heads
+    scanned = 2 * share.ring / share.length  # pieces of a ring, per token
+    chunks = -(-share.length // (pieces * CHUNK))
     return MixerCosts(
         inputs=channels + 2 * heads,
         results=values,
         # The gate, its SiLU, the normed and the gated result; the state before each piece.
         kept=6.0 * values + 4.0 * scanned * heads * sizes.key_width * sizes.value_width,
-        keeps_results=("g_proj",) if place.cp > 1 else ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj"),
+        keeps_results=("g_proj",) if share.cp > 1 else ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj"),
         normed=values,
         gated=values,
-        working=float32(4, 12, 5, 5.6 if place.ring else 2.3, 24) - 8.0 * values,  # the gate's, freed before
+        working=float32(4, 12, 5, 5.6 if share.ring else 2.3, 24) - 8.0 * values,  # the gate's, freed before
         moved=PerPass(
-            float32(13, 47, 17, 17 if place.ring else 7, 96), float32(60, 131, 66, 42 if place.ring else 20, 264)
+            float32(13, 47, 17, 17 if share.ring else 7, 96), float32(60, 131, 66, 42 if share.ring else 20, 264)
         ),
         kernels=PerPass(69 + 12 * sizes.kernel + 2 * chunks, 188 + 30 * sizes.kernel + 5 * chunks),
         sent=scanned * (sizes.kernel - 1) * channels,

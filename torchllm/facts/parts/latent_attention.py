@@ -38,14 +38,14 @@ def _gathered(view: Model) -> int:
     return (view.latent_q_width or view.hidden) + view.latent_kv_width + view.rope_head_dim
 
 
-def _costs(view: Model, place: RankShare) -> MixerCosts:
+def _costs(view: Model, share: RankShare) -> MixerCosts:
     """Return attention's costs, and the inputs of norms and projections; values have zeros behind them in the core."""
     latent = view.latent_kv_width + view.rope_head_dim
-    before_norms = (view.latent_q_width + latent) / place.spread
+    before_norms = (view.latent_q_width + latent) / share.spread
     # With tp they are one tensor; else the turned features are a part of the keys, and hidden states are kept anyway.
-    inputs = _gathered(view) if place.tp > 1 else view.latent_q_width + view.latent_kv_width
-    of_attention = attention.costs(view, place)
-    kept = 2.0 * (before_norms + inputs + view.heads * view.v_head_dim / place.tp)
+    inputs = _gathered(view) if share.tp > 1 else view.latent_q_width + view.latent_kv_width
+    of_attention = attention.costs(view, share)
+    kept = 2.0 * (before_norms + inputs + view.heads * view.v_head_dim / share.tp)
     return replace(
         of_attention, kept=of_attention.kept + kept, keeps_results=("q_a_proj", "kv_a_proj"), latents=_gathered(view)
     )

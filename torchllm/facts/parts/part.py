@@ -138,7 +138,7 @@ class MixerCosts:
     copied: float = 0.0
     """numbers that are copied twice on their way to the core: queries and keys"""
     normed: float = 0.0
-    """numbers of norms inside the mixer, each with a norm of `kept` inputs"""
+    """numbers that norms inside the mixer read, such as those of queries and keys"""
     gated: float = 0.0
     """numbers that a gate multiplies"""
     working: float = 0.0

@@ -100,11 +100,12 @@ class Tracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in (FakeTensor, Tensor, nn.Parameter) for kind in types):
             return NotImplemented  # DTensors and tensors in flight: their inner operations are dispatched here too
+        kwargs = kwargs or {}
         if func in BODIES:
             with self:
-                out = BODIES[func](*args)
+                out = BODIES[func](*args, **kwargs)
         else:
-            out = func(*args, **(kwargs or {}))
+            out = func(*args, **kwargs)
         self.now += 1
         name, namespace = func.__name__.partition(".")[0], func.namespace
         if namespace == "profiler":
@@ -118,7 +119,7 @@ class Tracker(TorchDispatchMode):
             self._pass_on(args[0], out)
             return out
         kind = FSDP.get(name, "")
-        for tensor in _tensors((out, (kwargs or {}).get("out"))):
+        for tensor in _tensors((out, kwargs.get("out"))):
             self._hold(tensor, kind)
             if name in ("split_with_sizes_copy", "copy_", "cat"):  # how FSDP fills gathered weights
                 storage = tensor.untyped_storage()
@@ -128,7 +129,7 @@ class Tracker(TorchDispatchMode):
             for tensor in _tensors(args):
                 self._hold(tensor, "buffers")
         if "c10d" in namespace:
-            self._note_sent(name, (*args, *(kwargs or {}).values()), out)
+            self._note_sent(name, (*args, *kwargs.values()), out)
         return out
 
     def mark(self, name: str) -> None:

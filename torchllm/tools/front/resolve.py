@@ -278,13 +278,14 @@ def _resolve_model(draft: Draft[Any], *, reads_weights: bool = True) -> None:
     """
     model = draft.config.model
     if model.block or any(map(problem_of_mixer, model.views)):
-        from torchllm.tools.proof.recipe import find_parts  # of no use to other runs
+        from torchllm.facts.block_kinds import block_kind  # these are of no use to other runs
+        from torchllm.tools.proof.recipe import import_parts
 
         try:
-            find_parts(model)
+            import_parts(model)
+            block_kind(model)
         except UserError as error:
-            if not str(error).startswith("model.mixer"):  # which is refused below
-                draft.report(("model", "block"), str(error).removeprefix("model.block: "))
+            draft.report(("model", "block"), str(error).removeprefix("model.block: "))
     refuse_unknown_mixers(draft)
     if draft.config.model.from_hf and draft.is_readable:
         from torchllm.tools.hub.resolve import resolve_published_model

@@ -271,7 +271,7 @@ def saved_collectives(model: Model, piece: Piece, software: Software) -> Selecte
 
     Under tensor parallelism they can make it keep more than no recomputation does.
     """
-    width, costs, place = Widths.of(model, piece), mixer_costs(model, piece), piece.place
+    width, costs, share = Widths.of(model, piece), mixer_costs(model, piece), piece.share
     if not software.saves_collectives:
         return Selected(0.0, 0.0)
     saved = shared = 0.0
@@ -281,7 +281,7 @@ def saved_collectives(model: Model, piece: Piece, software: Software) -> Selecte
         shared = gathered * software.keeps_gathered
     elif piece.tp > 1:  # summed over the ranks
         saved = 4 * width.hidden
-    if place.cp > 1 and not place.ring:  # q, k, v and the result of attention
+    if share.cp > 1 and not share.ring:  # q, k, v and the result of attention
         saved += 2 * (costs.inputs + costs.results)
     return Selected(saved, shared)
 

@@ -107,7 +107,7 @@ class Piece(NamedTuple):
     """whether the ranks of cp share each sequence as a ring"""
 
     @property
-    def place(self) -> RankShare:
+    def share(self) -> RankShare:
         """What a mixer's costs depend on."""
         length = self.tokens // self.sequences
         return RankShare(self.tp, self.spread, length, self.keys // length, self.ring)
@@ -119,7 +119,7 @@ def mixer_costs(model: Model, piece: Piece) -> MixerCosts:
     costs = mixer(model).costs
     if costs is None:
         raise ValueError(f"the costs of {model.mixer} are not known")
-    return costs(model, piece.place)
+    return costs(model, piece.share)
 
 
 def kernel_of_attention(model: Model, software: Software) -> AttentionKernel:

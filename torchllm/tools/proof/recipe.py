@@ -84,14 +84,16 @@ def lines_on_fork(schema: type[Any], table: Mapping[str, Any]) -> list[str]:
     return [f"{', '.join(unknown)}: if a fork has it, set RECIPE to the fork's file"]
 
 
-def find_parts(model: Model) -> None:
-    """Import the recipe that RECIPE names if a block or a mixer is of a fork that this process has not imported.
-
-    UserError if `model.block` or a mixer is not registered then.
-    """
+def import_parts(model: Model) -> None:
+    """Import the recipe that RECIPE names if a block or a mixer is of a fork that this process has not imported."""
     file = os.environ.get("RECIPE")
     if file and (not is_registered(model) or any(map(problem_of_mixer, model.views))):
         import_fork(Path(file).resolve())
+
+
+def find_parts(model: Model) -> None:
+    """Do what `import_parts` does. UserError if `model.block` or a mixer is not registered then."""
+    import_parts(model)
     block_kind(model)
     for view in model.views:
         mixer(view)

@@ -11,6 +11,8 @@ import pytest
 from recipes.plan import read_model
 from tests.tools.planner.test_comms import cluster
 from torchllm.config import Model, Training
+from torchllm.facts.parts.attention import PART
+from torchllm.facts.parts.registry import MIXERS_OF_FORKS
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.parameters import StageSize
 from torchllm.tools.planner.peak import Memory
@@ -66,6 +68,14 @@ def test_heads_of_a_recurrence_are_those_that_ranks_share() -> None:
     assert not job.refusal(DegreeMesh(1, 4, 1, 2))
     assert job.context_methods(DegreeMesh(1, 4, 2, 1)) == ["ring", "ulysses"]
     assert job.context_methods(DegreeMesh(1, 2, 2, 2)) == ["ring"]
+
+
+def test_a_mixer_that_cannot_share_a_sequence_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MIXERS_OF_FORKS, "mine", replace(PART, name="mine", context=""))
+    job = make_job(replace(SMALL, mixer="mine"))
+    reason = "blocks with model.mixer = 'mine' cannot share a sequence with other ranks"
+    assert job.refusal(DegreeMesh(1, 4, 2, 1)) == reason
+    assert not job.refusal(DegreeMesh(1, 4, 1, 2))
 
 
 def job_of_model(model: str, gpus: int, length: int, batch: int) -> Job:

@@ -102,7 +102,7 @@ class TensorRule(NamedTuple):
     """returns the number of groups of rows, given the view of the block: the rows of several names lie in turns, the
     first group of each, then the second of each. None: one after the other"""
     mixer: str = ""
-    """model.mixer of the blocks that have the tensor: mixers may share a name. Before the rules of all; empty: all"""
+    """model.mixer of the blocks that the rule is for; empty: all. Mixers share names, and the first rule counts"""
     is_convolution: bool = False
     """the file has a dimension of 1 before the last (torch's Conv1d of channels)"""
 

@@ -262,6 +262,9 @@ class Job:
         batch = self.training.global_batch_size
         if batch % mesh.data:
             return f"the data-parallel ranks do not divide the batch of {batch} sequences"
+        lacking = [view.mixer for view in different_views(model) if not mixer(view).context]
+        if mesh.cp > 1 and lacking:
+            return f"blocks with model.mixer = {lacking[0]!r} cannot share a sequence with other ranks"
         if not self.context_methods(mesh):
             return f"cp divides neither the sequence of {self.training.sequence_length} tokens nor the heads"
         has_pieces = next(self.pieces(mesh), None) is not None
@@ -287,8 +290,6 @@ class Job:
         has_long_window = any(window_reaches_too_far(view, length, cp) for view in views)
         has_ring = not any(view.attention in ("flash", "flex") for view in views)
         shared_heads = [list(mixer(view).heads(view).values())[-1] // mesh.tp for view in views]
-        if not all(mixer(view).context for view in views):
-            return []
         if length % (2 * cp) == 0 and has_ring and not has_long_window:
             methods.append("ring")
         if length % cp == 0 and not any(heads % cp for heads in shared_heads):
