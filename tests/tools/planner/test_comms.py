@@ -2,6 +2,8 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
+from random import Random
 from typing import Any, NamedTuple
 
 import pytest
@@ -112,3 +114,46 @@ def test_nvlink_that_joins_nodes_is_one_link() -> None:
     assert eight.on_node == 8
     assert eight.bandwidth == port
     assert eight.exchange(8e9) == pytest.approx(7e9 / port, rel=1e-3)
+
+
+def racks_of(gpus: int) -> Hardware:
+    """Return GB200 with NVLink among so many GPUs; 4: within trays alone."""
+    hardware = cluster("gb200_nvl72")
+    tray, rack, network = hardware.links
+    network = replace(network, gpus=4096 * gpus)
+    return replace(hardware, links=(tray, replace(rack, gpus=gpus), network) if gpus > tray.gpus else (tray, network))
+
+
+def test_a_larger_rack_never_makes_a_group_slower() -> None:
+    """Meshes at random, of any numbers: a job need not use all GPUs of a rack."""
+    random = Random(0)
+    racks = [racks_of(gpus) for gpus in (4, 8, 64, 72, 144)]
+    compared = 0
+    while compared < 1000:
+        shape = [random.choice((1, 1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)) for _ in AXES]
+        count = random.choice((1, 1, 2))
+        first = random.randrange(len(shape) + 1 - count)
+        if math.prod(shape) > 16_384:
+            continue
+        compared += 1
+        groups = [group(shape, range(first, first + count), rack, fall=0.2) for rack in racks]
+        for smaller, larger in pairwise(groups):
+            for seconds in (Group.gather, Group.reduce, Group.exchange, Group.send):
+                assert seconds(larger, 1e9) <= seconds(smaller, 1e9) * (1 + 1e-9), (shape, first, count)
+
+
+def test_a_job_uses_as_many_gpus_of_a_rack_as_keep_its_groups_together() -> None:
+    rack = cluster("gb200_nvl72")
+    assert rack.used((8, 1, 32, 1, 1)) == 64  # pp 8: stages of 32 ranks, two in a rack
+    assert rack.used((1, 1, 9, 1, 32)) == 64
+    assert rack.used((1, 1, 36, 1, 8)) == 72
+    assert rack.used((1, 1, 9, 1, 8)) == 72  # all in one rack
+    assert dgx_a100().used((4, 1, 6, 1, 3)) == 8
+
+
+def test_the_node_with_the_fewest_members_of_a_group_counts() -> None:
+    """Groups of 12 on nodes of 8 GPUs: on one of a group's two nodes are 4, which send over their 4 cards."""
+    hardware = dgx_a100()
+    ranks = AxisOfMesh("tp", dp_shard=4, tp=12).group(hardware)
+    assert ranks.on_node == 4
+    assert ranks.bandwidth == pytest.approx(4 * link_rate(hardware.links[1]))

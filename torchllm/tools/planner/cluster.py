@@ -93,14 +93,40 @@ class Hardware:
         """Whether it is a GPU: a cluster file may also describe a CPU."""
         return self.gpu != "CPU"
 
+    @property
+    def domain(self) -> int:
+        """GPUs that reach each other at the rate of the innermost link: those of a node, or of a rack of nodes."""
+        return max(link.gpus for link in self.links if link.bandwidth >= self.links[0].bandwidth)
+
+    def used(self, shape: Sequence[int]) -> int:
+        """Return how many GPUs of each domain a job uses: all, or fewer, if its groups then leave fewer domains.
+
+        Of 72 GPUs in a rack a job with groups of 32 uses 64. shape: as in `link_among`.
+        """
+        return _used(self.domain, self.gpus_per_node, tuple(shape))
+
     def link_among(self, shape: Sequence[int], dimensions: Sequence[int]) -> Link | None:
         """Return the slowest link over which groups of ranks communicate; None if a group exceeds the cluster.
 
         shape: of the mesh of all ranks, numbered row by row; dimensions: axes that the ranks of a group differ in.
         """
-        spans = tuple(link.gpus for link in self.links)
-        index = _link_among(spans, tuple(shape), tuple(dimensions))
+        domain, used = self.domain, self.used(shape)
+        spans = [link.gpus if link.gpus < domain else link.gpus // domain * used for link in self.links]
+        index = _link_among(tuple(spans), tuple(shape), tuple(dimensions))
         return None if index is None else self.links[index]
+
+
+@lru_cache(maxsize=65536)
+def _used(domain: int, gpus_per_node: int, shape: tuple[int, ...]) -> int:
+    """Return `Hardware.used`: whole nodes, so that as few neighboring ranks as possible are in different domains.
+
+    Inner axes count first. Groups of P neighboring ranks on u GPUs per domain leave gcd(P, u) ranks together at least.
+    """
+    neighbors = [math.prod(shape[axis:]) for axis in reversed(range(len(shape)))]
+    if neighbors[-1] <= domain:
+        return domain
+    choices = range(gpus_per_node, domain + 1, gpus_per_node)
+    return max(choices, key=lambda used: ([math.gcd(ranks, used) for ranks in neighbors], used))
 
 
 @lru_cache(maxsize=65536)

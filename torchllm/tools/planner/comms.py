@@ -1,7 +1,7 @@
 """Predict the seconds of collectives over the links that they cross. No torch.
 
 A ring of n ranks passes n - 1 pieces per gather or reduction, twice that per all-reduce. Several members of a group
-on one node send over one network card each; the other cards are used by other groups.
+on one node, or in one rack that NVLink joins, send over one network card each; the others are used by other groups.
 """
 
 import math
@@ -16,6 +16,7 @@ class Group(NamedTuple):
 
     size: int
     on_node: int
+    """how many of them are on one node, or in one rack that NVLink joins: where they are fewest"""
     bandwidth: float
     """bytes per second that a rank sends"""
     latency: float
@@ -93,26 +94,28 @@ def group(
     if is_in_node or link.bandwidth >= inner.bandwidth:  # NVLink may join several nodes
         return Group(size, size, card, link.latency)
 
-    on_node = _members_on_node(shape, dimensions, size, hardware.gpus_per_node)
-    nodes = size / on_node
-    cards = 1 if one_card else on_node
-    latencies = nodes * link.latency + (size - nodes) * inner.latency  # of the hops of a ring
+    together, fewest = _members_together(shape, dimensions, size, hardware.used(shape))
+    domains = size / together
+    cards = 1 if one_card else fewest
+    latencies = domains * link.latency + (size - domains) * inner.latency  # of the hops of a ring
     return Group(
         size,
-        on_node,
+        fewest,
         bandwidth=min(card * cards, inner.bandwidth * inner.efficiency),
         latency=latencies / size,
         card=card,
-        collective_share=_share_of_rate(nodes, link, fall),
+        collective_share=_share_of_rate(domains, link, fall),
     )
 
 
-def _members_on_node(shape: Sequence[int], dimensions: Sequence[int], size: int, gpus_per_node: int) -> int:
-    """Return how many ranks of a group of `size` are on one node: their numbers are a stride apart."""
+def _members_together(shape: Sequence[int], dimensions: Sequence[int], size: int, domain: int) -> tuple[int, int]:
+    """Return how many ranks of a group of `size` are on the GPUs of a domain: usually, and where it has the fewest.
+
+    Their numbers are a stride apart. A group that is no multiple or divisor of the domain ends within one.
+    """
     stride = math.prod(shape[max(dimensions) + 1 :])
-    if stride >= gpus_per_node:
-        return 1
-    return max(1, min(size, gpus_per_node // stride))
+    usual = max(1, min(size, domain // stride))
+    return usual, max(1, math.gcd(size * stride, domain) // stride)
 
 
 def _share_of_rate(nodes: float, link: Link, fall: float) -> float:
