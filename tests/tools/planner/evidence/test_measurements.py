@@ -82,7 +82,7 @@ NOT_READ: list[tuple[dict[str, str], str]] = [
     ({"qk_norm": "some"}, "qk_norm = 'some' is not one of none, head, width"),
     # batch and degrees
     ({"micro_batch": ""}, "micro_batch is missing"),
-    ({"micro_batch": "0"}, "does not divide by micro batch 0"),
+    ({"micro_batch": "0"}, "micro_batch = 0: there is nothing to predict"),
     ({"micro_batch": "4", "global_batch_seqs": "30"}, "global_batch_seqs 30 does not divide by micro batch 4 x dp 8"),
     ({"global_batch_seqs": "", "step_time_s": "1"}, "global_batch_seqs and grad_accum are missing"),
     ({"dp": "", "tp": ""}, "tp is missing"),
@@ -109,6 +109,13 @@ NOT_READ: list[tuple[dict[str, str], str]] = [
     (QWEN3_30B | {"dp": "4", "tp": "2", "ep": "2", "etp": "2"}, "etp 2 with ep 2 and tp 2"),
     (QWEN3_30B | {"dp": "4", "tp": "2", "ep": "1", "etp": "1"}, "etp 1 with ep 1 and tp 2"),
     (QWEN3_30B | {"dp": "4", "tp": "2", "ep": "16"}, "ep 16 does not divide 8 ranks"),
+    # what the trainer refuses
+    ({"layers": "0"}, "layers = 0: there is nothing to predict"),
+    ({"gpus": "0"}, "gpus = 0: there is nothing to predict"),
+    ({"heads": "7"}, "model.heads: "),
+    ({"kv_heads": "3"}, "model.kv_heads: 3 key-value heads do not divide"),
+    ({"cp": "5", "gpus": "40"}, "parallel.cp: training.sequence_length = 2048 does not divide into 10"),
+    ({"pp": "128", "dp": "1", "gpus": "128", "global_batch_seqs": "512"}, "parallel.pp: 128 stages need a block each"),
 ]
 """changes of the usual row, and why there is no case"""
 

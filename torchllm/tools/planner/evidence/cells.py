@@ -49,6 +49,13 @@ class Cells:
             raise ValueError(f"{column} = {text} is not a whole number")
         return int(value)
 
+    def count(self, column: str) -> int:
+        """Return a whole number over 0. ValueError naming the column if the cell has none."""
+        number = self.number(column)
+        if not number:
+            raise ValueError(f"{column} = 0: there is nothing to predict")
+        return number
+
     def number_or(self, column: str, default: int) -> int:
         """Return a whole number, or `default` if the cell is empty."""
         return self.number(column) if self.text(column) else default

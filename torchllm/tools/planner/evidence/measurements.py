@@ -12,8 +12,10 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
-from torchllm.config import Model
+from torchllm.config import Compile, Config, Model
 from torchllm.config.errors import UserError
+from torchllm.config.schema import SCHEDULES
+from torchllm.tools.config.checks import conflicts
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.cluster import FOLDER, Hardware, read_cluster, unknown_cluster
 from torchllm.tools.planner.evidence.cells import Cells, with_assumptions
@@ -39,6 +41,8 @@ CLUSTER_OF_GPU = (
 """GPU -> the cluster it is usually in, for rows whose cluster is unknown"""
 DISPATCHERS = ("alltoall", "deepep", "hybridep")
 """how rows travel to their experts; the last two send a token to a node, and to a rank, once"""
+ELSEWHERE = ("model.vocab", "parallel.pp", "model.router_renormalize")
+"""keys whose values torchllm may refuse and others have: they pad the vocabulary, and a stage may have an end alone"""
 CLUSTER_ALIASES = {
     "DGX-H100": "dgx_h100",
     "DGX-B200": "hgx_b200",
@@ -115,7 +119,19 @@ def _case(cells: Cells) -> Case:
     training = training_of(cells, parallel)
     recompute, software = recompute_of(cells, software)
     kernels = measured_kernels(cells, software)
+    _refuse(Config(model=model, training=training, parallel=parallel, recompute=recompute))
     return Case(model, training, parallel, recompute, kernels, hardware, software, imbalance=_imbalance(cells, model))
+
+
+def _refuse(config: Config) -> None:
+    """Raise ValueError if torchllm refuses the model or the layout of a row, whatever the row's framework does."""
+    parallel, nothing = config.parallel, Compile(norm=False, block=False, loss=False)
+    if parallel.schedule not in SCHEDULES:  # of another framework
+        parallel = replace(parallel, schedule="1F1B")
+    config = replace(config, parallel=parallel, compile=nothing)
+    for problem in conflicts(config, parallel.ranks):
+        if problem.key not in ELSEWHERE or parallel.stages > 2 * config.model.layers:
+            raise ValueError(f"{problem.key}: {problem.message}")
 
 
 def _imbalance(cells: Cells, model: Model) -> float:

@@ -77,7 +77,7 @@ def training_of(cells: Cells, parallel: Parallel) -> Training:
     return Training(
         micro_batch_size=micro_batch,
         global_batch_size=sequences,
-        sequence_length=cells.number("seq_len"),
+        sequence_length=cells.count("seq_len"),
         loss_chunk=cells.number_or("loss_chunk", 0),
     )
 
@@ -86,7 +86,7 @@ def _micro_batch(cells: Cells, data_ranks: int) -> int:
     """Return the sequences of a micro batch: the row's own, or computed from the batch."""
     follows_from_batch = cells.text("global_batch_seqs") and cells.text("grad_accum")
     if cells.text("micro_batch") or not follows_from_batch:
-        return cells.number("micro_batch")
+        return cells.count("micro_batch")
     accumulation = max(1, cells.number("grad_accum"))
     return cells.number("global_batch_seqs") // (data_ranks * accumulation)
 
@@ -94,7 +94,7 @@ def _micro_batch(cells: Cells, data_ranks: int) -> int:
 def _accumulation(cells: Cells, parallel: Parallel) -> int:
     """Return the micro batches of a step. Memory does not depend on them once the pipeline is full; a time does."""
     if cells.text("grad_accum"):
-        return cells.number("grad_accum")
+        return cells.count("grad_accum")
     if cells.text("step_time_s"):
         raise ValueError("global_batch_seqs and grad_accum are missing")
     if parallel.pp > 1:
@@ -104,7 +104,7 @@ def _accumulation(cells: Cells, parallel: Parallel) -> int:
 
 def _degrees(cells: Cells) -> Degrees:
     """Return the degrees of a row. ValueError if they are missing, zero, or do not multiply to its GPUs."""
-    gpus = cells.number("gpus")
+    gpus = cells.count("gpus")
     pp = cells.number_or("pp", 1)
     cp = cells.number_or("cp", 1)
     tp = cells.number_or("tp", 1)

@@ -54,15 +54,15 @@ def _sizes(cells: Cells, software: Software) -> dict[str, Any]:
         vocab = software.default_vocab
         cells.assume(f"vocab {vocab:,}")
     sizes: dict[str, Any] = {
-        "layers": cells.number("layers"),
-        "hidden": cells.number("hidden"),
-        "heads": cells.number("heads"),
+        "layers": cells.count("layers"),
+        "hidden": cells.count("hidden"),
+        "heads": cells.count("heads"),
         "kv_heads": cells.number_or("kv_heads", 0),
         "head_dim": cells.number_or("head_dim", head_dim_in_note(cells.text("note"))),
         "qkv_bias": cells.is_set("qkv_bias"),
         "window": cells.number_or("window", 0),
         "vocab": vocab,
-        "max_sequence_length": cells.number("seq_len"),
+        "max_sequence_length": cells.count("seq_len"),
     }
     for key in ("qk_norm", "norm_position"):
         value = cells.text(key) or getattr(Model(), key)
@@ -85,8 +85,8 @@ def _experts(cells: Cells) -> dict[str, int]:
     dense = cells.number_or("dense_layers", 0)
     ffn = cells.number("ffn") if dense else cells.number_or("ffn", width)
     return {
-        "experts": cells.number("experts"),
-        "top_k": cells.number("top_k"),
+        "experts": cells.count("experts"),
+        "top_k": cells.count("top_k"),
         "expert_ffn": width,
         "shared_experts": cells.number_or("shared_experts", 0),
         "dense_layers": dense,
