@@ -24,6 +24,7 @@ from tests.hollow.test_experts import EP, FSDP, PENALTIES, TP
 COMPILED: Settings = {"compile.block": True, "compile.loss": True}
 ODD: Settings = {
     "model.hidden": 264,
+    "model.head_dim": 24,
     "model.ffn": 410,
     "model.vocab": 259,
     "training.sequence_length": 250,

@@ -40,6 +40,7 @@ FUNCTIONS = {"rsqrt", "sqrt", "exp", "exp2", "log", "log2", "sin", "cos", "erf",
 """of CUDA's libdevice that Triton has by the same name"""
 CPU = "device('cpu')"
 REPLACED = (
+    ("class <lambda>(", "class GraphModule("),
     ("torch.bfloat16", "torch.float32"),
     ("torch.float16", "torch.float32"),
     ("device(type='cuda', index=0)", CPU),
@@ -49,6 +50,8 @@ REPLACED = (
     ("torch.cuda.set_device(0)", "pass"),
     ("from torch._C import _cuda_getCurrentRawStream as get_raw_stream", "get_raw_stream = int"),
     ("async_compile = AsyncCompile()", "async_compile = COMPILER"),
+    ("torch.cuda.default_generators[0].graphsafe_get_state()", "None"),
+    ("torch.ops.higher_order.graphsafe_run_with_rng_state", "STAND_IN.without_state"),
     ("torch.ops._c10d_functional.", "STAND_IN."),
     ("torch.ops.torch_attn.", "STAND_IN."),
     ("torch.ops.aten._scaled_dot_product", "STAND_IN._scaled_dot_product"),
@@ -88,6 +91,10 @@ class StandIn:
 
     def __getattr__(self, name: str) -> Any:
         return SimpleNamespace(default=functools.partial(self._call, name))
+
+    def without_state(self, operation: Callable[..., Any], *args: Any, rng_state: None, **kwargs: Any) -> Any:
+        """Call an operation that has no dropout."""
+        return operation(*args, **kwargs)
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         first = args[0]
@@ -190,6 +197,8 @@ class Interpreted:
         if lacking:
             raise NotRunError(f"the interpreter has no {', '.join(sorted(lacking))}")
         function = re.sub(r"libdevice\.tanh\(", "_tanh(", function)
+        # Inductor's differ for nan alone, and the interpreter would combine numbers one by one.
+        function = re.sub(r"triton_helpers\.(max|min)2\(", r"tl.\1(", function)
         function = re.sub(r"(?:libdevice|tl_math)\.(\w+)", r"tl.\1", function)
         return (
             "import triton\nimport triton.language as tl\n"
