@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 SOURCES = Path(__file__).parent / "stand_in"
+SITE = Path(__file__).parent / "site"
 BUILDS = ROOT / ".cache" / "hollow"
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 
@@ -103,10 +104,10 @@ def environment(machine: Machine, messages: Path) -> dict[str, str]:
         "HOLLOW_FOLDER": str(messages),
         "LD_PRELOAD": str(libraries / "libcuda.so.1"),
         "LD_LIBRARY_PATH": _before("LD_LIBRARY_PATH", libraries),
-        "PYTHONPATH": _before("PYTHONPATH", ROOT),
+        "PYTHONPATH": f"{SITE}:{_before('PYTHONPATH', ROOT)}",
         "PYTHON": sys.executable,
         "PATH": _before("PATH", Path(sys.executable).parent),
-        # cuDNN's attention needs a GPU while it chooses a kernel; all others choose theirs without.
+        # cuDNN's attention needs a GPU while it chooses a kernel; all others choose theirs without. See site/.
         "TORCH_CUDNN_SDPA_DEPRIORITIZED": os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1"),
     }
 

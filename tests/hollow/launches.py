@@ -1,4 +1,4 @@
-"""Counts a step of every layout on the hollow GPU, for the table in launches.json.
+"""Counts a step of every layout on the hollow GPU, for the tables in launches_*.json, one per release of torch.
 
 python -m tests.hollow.launches              print what differs from the table
 python -m tests.hollow.launches --write      write the table
@@ -11,13 +11,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from tests.hollow.bed import H100, ROOT, Machine, environment
 from tests.hollow.layouts import Arguments, layouts
 
-TABLE = Path(__file__).parent / "launches.json"
+RELEASE = ".".join(version("torch").split(".")[:2])
+TABLE = Path(__file__).parent / f"launches_{RELEASE}.json"
+VERSIONS = "versions"
+"""of the packages that the rest of a table was measured with, in its place of a layout"""
 TOLERANCE = 1.02
 """times the launches of the table"""
 COLUMNS = ("launches", "memsets", "copies", "collectives")
@@ -60,12 +64,16 @@ def row(report: Report) -> dict[str, int]:
 
 
 def read_table() -> dict[str, dict[str, int]]:
-    return json.loads(TABLE.read_text())
+    """Return the installed torch's table, without its versions. FileNotFoundError: none was written (--write)."""
+    table = json.loads(TABLE.read_text())
+    del table[VERSIONS]
+    return table
 
 
 def as_text(rows: Mapping[str, dict[str, int]]) -> str:
     """Return the table as JSON with a line per layout, so that a change shows as one."""
-    lines = [f"  {json.dumps(name)}: {json.dumps(columns)}" for name, columns in rows.items()]
+    head = {VERSIONS: {package: version(package) for package in ("torch", "triton")}}
+    lines = [f"  {json.dumps(name)}: {json.dumps(columns)}" for name, columns in {**head, **rows}.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 

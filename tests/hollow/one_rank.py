@@ -74,6 +74,9 @@ def join_absent_ranks(rank: int, ranks: int) -> None:
     """Make NCCL process groups of a job whose other ranks do not exist."""
     _stores.append(AbsentRanks())
     dist.init_process_group("cuda:nccl", store=_stores[-1], rank=rank, world_size=ranks)
+    assert dist.group.WORLD is not None
+    # From torch 2.15 on a group with a device makes others of its communicator, whose sizes NCCL's ranks agree on.
+    dist.group.WORLD.bound_device_id = None
 
 
 @dataclass

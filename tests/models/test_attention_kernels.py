@@ -239,9 +239,10 @@ class CudaStandIn(TorchDispatchMode):
         self.refuse(q)
         return eager_backward(d_out, q, k, v, out, as_if_contiguous(lse), KeyMask(causal=causal), scale)
 
-    def _varlen_attn(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
-        *entries, longest_query, longest_key, causal, scale, window = rest[:7]
-        assert window == [-1, 0 if causal else -1]
+    def _flash_attention_forward(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Any:
+        *entries, longest_query, longest_key, dropout, causal, _ = rest
+        scale = options["scale"]
+        assert (dropout, options.keys()) == (0.0, {"scale"})
         self.refuse(q)
         out, lse = torch.full_like(q, math.nan), q.new_full(q.shape[1::-1], math.nan, dtype=wide(q))
         for queries, keys in all_ranges(entries, longest_query, longest_key):
@@ -249,7 +250,7 @@ class CudaStandIn(TorchDispatchMode):
             if not is_empty(queries) and not is_empty(keys):
                 part = eager(*(as_block(x) for x in (q[queries], k[keys], v[keys])), KeyMask(causal), scale)
                 out[queries], lse[:, queries] = part.out[0].transpose(0, 1), part.lse[0]
-        return out, lse, UNUSED
+        return out, lse, UNUSED, UNUSED, UNUSED
 
     def _flash_attention_backward(
         self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, **options: Any

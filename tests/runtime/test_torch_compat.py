@@ -31,7 +31,6 @@ from torchllm.runtime.torch_compat import (
     TorchDispatchMode,
     checkpoint_wrapper,
     flatten_mesh,
-    group_option,
     join_meshes,
     local_region,
     varlen_attention,
@@ -98,15 +97,17 @@ def test_varlen_attention(kv_heads: int) -> None:
     assert out.requires_grad
 
 
-def test_group_option() -> None:
-    """See also `test_varlen_attention`."""
-    q, k = torch.empty(10, 4, 8), torch.empty(10, 2, 8)
-    assert group_option(q, k) in ({}, {"enable_gqa": True})
-    assert group_option(q, q) in ({}, {"enable_gqa": False})
+def test_VARLEN_FLASH() -> None:
+    """It takes what a ring hands over; numbers by a stand-in in tests/parallel/test_ring.py, real ones in tests/gpu."""
+    with torch.device("meta"):
+        q, k, offsets = torch.empty(10, 4, 8), torch.empty(6, 2, 8), torch.empty(4, dtype=torch.int32)
+    options = {"scale": 0.5, "window_size_left": 4, "window_size_right": 0}
+    out, lse, *_ = torch_compat.VARLEN_FLASH(q, k, k, offsets, offsets, 7, 5, 0.0, True, False, **options)
+    assert (out.shape, lse.shape) == (q.shape, (4, 10))
 
 
 def test_VARLEN_GRADIENTS() -> None:
-    """It takes what a ring hands over; numbers by a stand-in in tests/parallel/test_ring.py, by itself in tests/gpu."""
+    """As `VARLEN_FLASH`."""
     with torch.device("meta"):
         q, k, lse = torch.empty(10, 4, 8), torch.empty(6, 2, 8), torch.empty(4, 10)
         state, offsets = torch.empty(2, dtype=torch.uint64), torch.empty(4, dtype=torch.int32)

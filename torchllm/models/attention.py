@@ -8,6 +8,7 @@ block. Parallelism replaces the core (context parallel) or gives it fewer heads 
 (`cached_attention.py`). Cores with sinks (`sinks.py`) take the sinks as a fifth input.
 """
 
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -181,12 +182,20 @@ class ScaledDotProductAttention(Core):
 class FlashAttention(Core):
     """Calls the kernel of FlashAttention 3 (package flash_attn_interface), else of flash-attn.
 
-    It is causal only, so the config refuses it with document masks. UserError if neither package is installed.
+    It is causal only, so the config refuses it with document masks. UserError if neither package is installed, or if
+    flash-attn's kernels for AMD's GPUs would leave out a window or a soft cap.
     """
 
     def __init__(self, view: Model) -> None:
         super().__init__(view)
         self.kernel = _flash_attention_3() or _flash_attention_2()
+        backend = sys.modules.get(self.kernel.__module__)
+        if (view.window or view.score_softcap) and getattr(backend, "USE_TRITON_ROCM", False):
+            # FOOTGUN: seen in 2.8.3, whose Triton kernels take both arguments and read neither.
+            raise UserError(
+                'model.attention = "flash": with FLASH_ATTENTION_TRITON_AMD_ENABLE=TRUE flash-attn ignores windows and '
+                'soft caps of scores. Use "flex"; without model.score_softcap "sdpa" does as well'
+            )
         window_size = (view.window - 1, 0) if view.window else (-1, -1)
         """tokens that a query sees before and behind its own; -1: all"""
         self.options: dict[str, Any] = {"causal": True, "window_size": window_size, "softmax_scale": self.scale}

@@ -29,11 +29,10 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from torchllm.config import Model
 from torchllm.models.layers import soft_capped, widened
-from torchllm.runtime.torch_compat import VARLEN_GRADIENTS, FakeTensor, group_option
+from torchllm.runtime.torch_compat import VARLEN_FLASH, VARLEN_GRADIENTS, FakeTensor
 
 WIDTH_UNIT = 8
 """the CUDA kernels take head widths that are multiples of this: 16 bytes of a 16-bit type"""
@@ -282,10 +281,8 @@ class CudaKernels(_EntryByEntry):
         if mask.entries is None or not _takes_flash(q):
             return super().forward(q, kv, mask)
         q_tokens, (k, v) = _tokens(q), _tokens(kv)
-        arguments = *mask.entries, q.shape[2], kv.shape[3]
-        window = (mask.window - 1, 0 if mask.causal else -1)
-        options = {"scale": self.scale_of(q), "window_size": window, **group_option(q_tokens, k)}
-        out, lse = varlen_attn(q_tokens, k, v, *arguments, return_aux=AuxRequest(lse=True), **options)
+        arguments = *mask.entries, q.shape[2], kv.shape[3], 0.0, mask.causal, False
+        out, lse, *_ = VARLEN_FLASH(q_tokens, k, v, *arguments, scale=self.scale_of(q), **_window(mask))
         # of a query without keys FlashAttention 2 returns +inf, 3 returns -inf
         lse = lse.nan_to_num_(nan=math.nan, posinf=-math.inf, neginf=-math.inf)
         return PartialAttention(_of_sequences(out, q), lse.unflatten(1, (len(q), -1)).transpose(0, 1))
@@ -296,8 +293,7 @@ class CudaKernels(_EntryByEntry):
         lse = attention.lse.transpose(0, 1).flatten(1).contiguous()  # FOOTGUN: as in `_backward`
         inputs = _tokens(d_out), _tokens(q), *_tokens(kv), _tokens(attention.out), lse
         arguments = *mask.entries, q.shape[2], kv.shape[3], 0.0, mask.causal
-        window = {"window_size_left": mask.window - 1, "window_size_right": 0} if mask.window else {}
-        gradients = VARLEN_GRADIENTS(*inputs, *arguments, *_no_dropout(q), scale=self.scale_of(q), **window)
+        gradients = VARLEN_GRADIENTS(*inputs, *arguments, *_no_dropout(q), scale=self.scale_of(q), **_window(mask))
         return Gradients(*(_of_sequences(x, q) for x in gradients))
 
     def _forward(self, q: Tensor, kv: Tensor, mask: KeyMask) -> PartialAttention:
@@ -363,6 +359,11 @@ def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor]:
     """Return seed and offset of flash attention's dropout, which are not read."""
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return state, state[0]
+
+
+def _window(mask: KeyMask) -> dict[str, int]:
+    """Return the arguments of varlen flash attention for the mask's window."""
+    return {"window_size_left": mask.window - 1, "window_size_right": 0} if mask.window else {}
 
 
 def _tokens(x: Tensor) -> Tensor:

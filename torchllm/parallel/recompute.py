@@ -38,7 +38,7 @@ from torchllm.models.decoder import Block, BlockInputs, Decoder, run_blocks
 from torchllm.models.document_attention import ATTENTION_OPERATIONS
 from torchllm.models.experts import Router
 from torchllm.parallel.saved_results import SavedResults
-from torchllm.runtime.torch_compat import PROFILER_MARKS, VARLEN_ATTENTION, checkpoint_wrapper
+from torchllm.runtime.torch_compat import PROFILER_MARKS, VARLEN_ATTENTION, VARLEN_FLASH, checkpoint_wrapper
 
 _WEIGHT_PRODUCTS = (
     torch.ops.aten.mm.default,
@@ -55,6 +55,7 @@ _ATTENTION = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.higher_order.flex_attention,
     VARLEN_ATTENTION,
+    VARLEN_FLASH.default,
 )
 _COLLECTIVES = (
     torch.ops._c10d_functional.all_gather_into_tensor.default,

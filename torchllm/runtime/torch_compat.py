@@ -41,6 +41,10 @@ recomputation of a block with a unit inside must ignore them"""
 VARLEN_ATTENTION = torch.ops.torch_attn._varlen_attn.default
 """the operation that `torch.nn.attention.varlen.varlen_attn` calls; private; selective recomputation looks for it"""
 
+VARLEN_FLASH = torch.ops.aten._flash_attention_forward
+"""attention within sequences by torch's flash kernel; private; from 2.15 on `varlen_attn` may take cuDNN's instead, and
+the next operation reads flash attention's log-sum-exp alone"""
+
 VARLEN_GRADIENTS = torch.ops.aten._flash_attention_backward
 """its gradients, from any out and lse; private; autograd takes those of one call's keys, a ring those of all keys"""
 
@@ -67,13 +71,13 @@ def varlen_attention(
     offsets: start of each sequence, and end of the last one, (N + 1,) int32. longest: upper bound of their length.
     window: number of tokens that a token sees, itself included; 0: all before it. scale: of scores; None: 1 / sqrt(Q).
     """
-    options = {"window_size": (window - 1, 0), "scale": scale, **group_option(q, k)}  # -1: no limit
+    options = {"window_size": (window - 1, 0), "scale": scale, **_group_option(q, k)}  # -1: no limit
     out = varlen_attn(q, k, v, offsets, offsets, longest, longest, **options)
     assert isinstance(out, Tensor)  # without unused results
     return out
 
 
-def group_option(q: Tensor, k: Tensor) -> dict[str, Any]:
+def _group_option(q: Tensor, k: Tensor) -> dict[str, Any]:
     """Return the argument of varlen attention for grouped query heads: from torch 2.12 on; 2.11 detects them."""
     return {"enable_gqa": q.shape[1] != k.shape[1]} if "enable_gqa" in _VARLEN_PARAMETERS else {}
 

@@ -49,6 +49,11 @@ EXPORTED CUresult cuCtxGetCurrent(CUcontext* context) {
     return CUDA_SUCCESS;
 }
 
+EXPORTED CUresult cuCtxGetDevice(CUdevice* device) {
+    cudaGetDevice(device);
+    return CUDA_SUCCESS;
+}
+
 EXPORTED CUresult cuCtxSetCurrent(CUcontext) { return CUDA_SUCCESS; }
 EXPORTED CUresult cuCtxPushCurrent_v2(CUcontext) { return CUDA_SUCCESS; }
 EXPORTED CUresult cuCtxPopCurrent_v2(CUcontext*) { return CUDA_SUCCESS; }
@@ -80,6 +85,13 @@ EXPORTED CUresult cuGetErrorName(CUresult, const char** text) { return cuGetErro
 EXPORTED CUresult cuPointerGetAttribute(void* value, CUpointer_attribute attribute, CUdeviceptr pointer) {
     if (attribute == CU_POINTER_ATTRIBUTE_DEVICE_POINTER) *static_cast<CUdeviceptr*>(value) = pointer;
     else *static_cast<int*>(value) = 0;
+    return CUDA_SUCCESS;
+}
+
+EXPORTED CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status) {
+    cudaStreamCaptureStatus of_runtime;
+    cudaStreamIsCapturing(stream, &of_runtime);
+    *status = static_cast<CUstreamCaptureStatus>(of_runtime);
     return CUDA_SUCCESS;
 }
 

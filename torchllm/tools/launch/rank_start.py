@@ -257,6 +257,7 @@ def _set_torch_up(run: Run, device: torch.device) -> None:
     if run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is not deterministic without it
         torch.use_deterministic_algorithms(True)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # torch 2.15's varlen attention would take it all the same
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     if run.collect_garbage_interval:
