@@ -1,5 +1,6 @@
-"""Mixers that are not attention: memory of Gated DeltaNet, by the planner and by the dry run."""
+"""What mixers hold and send, by the planner and by the dry run: memory of Gated DeltaNet, messages of every kind."""
 
+import math
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -8,7 +9,12 @@ import pytest
 import torchllm.config as c
 from tests.tools.dry_run import preload
 from tests.tools.planner.memory_layouts import GPU, planned_memory, read_model
+from tests.tools.planner.test_predict import case
+from torchllm.facts.parts.registry import parameter_of_block, shapes_of_view
 from torchllm.tools.dry_run.run import examine
+from torchllm.tools.planner.case import Case
+from torchllm.tools.planner.comms import Group
+from torchllm.tools.planner.stage import context_parallel, tensor_parallel
 
 MODEL = replace(
     read_model("qwen3_1.7b"),
@@ -59,3 +65,80 @@ def test_memory_in_all_layouts() -> None:
     print(errors)
     assert max(map(abs, errors.values())) <= WORST
     assert sum(map(abs, errors.values())) <= MEAN * len(errors)
+
+
+KINDS = c.Kinds(
+    full={"qk_norm": "head"},
+    local={"window": 17, "sinks": True},
+    delta={"mixer": "gated_delta", "delta_value_heads": 8},
+    latent={
+        **{"mixer": "latent_attention", "kv_heads": 0, "latent_kv_width": 24, "latent_q_width": 20},
+        **{"nope_head_dim": 8, "rope_head_dim": 4, "v_head_dim": 6},
+    },
+)
+EVERY_KIND = c.Model(layers=4, hidden=64, heads=8, kv_heads=4, ffn=64, vocab=64, pattern=tuple(KINDS), kinds=KINDS)
+SHARED: dict[str, dict[str, Any]] = {
+    "ring of four": {"cp": 4},
+    "ring of two": {"cp": 2},
+    "ulysses": {"cp": 2, "cp_method": "ulysses"},
+    "tp": {"tp": 2},
+    "tp, sp": {"tp": 2, "sequence_parallel": True},
+    "tp, sp, ring": {"tp": 2, "sequence_parallel": True, "cp": 2},
+}
+
+
+def traced_bytes(model: c.Model, layout: dict[str, Any]) -> dict[str, float]:
+    """Return what a rank sends over cp and tp, by axis."""
+    preload()
+    parallel = c.Parallel(dp_replicate=1, dp_shard=2, **layout)
+    training = c.Training(sequence_length=256, dtype="bfloat16", micro_batch_size=1, global_batch_size=2)
+    (kind,) = examine(c.Config(model=model, parallel=parallel, training=training, cluster=GPU)).kinds
+    axes = dict.fromkeys(("cp", "tp"), 0.0)
+    for (axis, _), total in kind.sent.items():
+        if axis in axes:
+            axes[axis] += total.bytes
+    return axes
+
+
+def planned_bytes(layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Return the seconds of a period's collectives where a byte takes one and nothing else takes any, by axis."""
+    settings = {"dp_shard": 2, "sequence_length": 256, "global_batch_size": 2, "micro_batch_size": 1, **layout}
+    whole = case(model=EVERY_KIND, **settings)
+    waitless = replace(whole.software.constants, wait=0.0, exposed=1.0)
+    whole = replace(whole, software=replace(whole.software, constants=waitless))
+
+    def bytes_as_seconds(of: Case, dimensions: list[int]) -> Group:
+        (size,) = (of.mesh[dimension] for dimension in dimensions)
+        return Group(size, size, 1.0, 0.0)
+
+    monkeypatch.setattr(Case, "group", bytes_as_seconds)
+    over_cp = [context_parallel(view, core=0.0) for view in whole.of_views]
+    over_tp = [tensor_parallel(view, 0.0, 0.0, 0.0) for view in whole.of_views]
+    return {
+        axis: sum(x.forward + x.backward for x in passes) for axis, passes in {"cp": over_cp, "tp": over_tp}.items()
+    }
+
+
+def omitted_bytes(layout: dict[str, Any]) -> float:
+    """Return what the planner omits: gradients of vectors that a rank uses for its heads, or its part of sequences."""
+    cuts = {"whole_per_head"} | ({"whole"} if "sequence_parallel" in layout else set())
+    bytes_of_vectors = 0.0
+    for view in (EVERY_KIND.of_block(block) for block in range(EVERY_KIND.layers)):
+        for name, shape in shapes_of_view(view).items():
+            parameter = parameter_of_block(name)
+            assert parameter is not None
+            if parameter.cut in cuts and parameter.role == "vector":
+                bytes_of_vectors += 2.0 * math.prod(shape)
+    return bytes_of_vectors * 2 * (layout["tp"] - 1) / layout["tp"] if "tp" in layout else 0.0
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "ring of four" else pytest.param(name, marks=pytest.mark.exhaustive) for name in SHARED]
+)
+def test_messages_are_what_the_dry_run_traces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one more period: the ends of a model send too. In a ring the busiest rank counts, which is not the first."""
+    layout = SHARED[name]
+    once, twice = (traced_bytes(replace(EVERY_KIND, layers=layers), layout) for layers in (4, 8))
+    planned = planned_bytes(layout, monkeypatch)
+    planned["tp"] += omitted_bytes(layout)
+    assert {axis: twice[axis] - once[axis] for axis in once} == planned

@@ -127,7 +127,7 @@ def _costs(view: Model, share: RankShare) -> MixerCosts:
             float32(13, 47, 17, 17 if share.ring else 7, 96), float32(60, 131, 66, 42 if share.ring else 20, 264)
         ),
         kernels=PerPass(69 + 12 * sizes.kernel + 2 * chunks, 188 + 30 * sizes.kernel + 5 * chunks),
-        sent=scanned * (sizes.kernel - 1) * channels,
+        sent=share.pieces_sent / share.length * (sizes.kernel - 1) * channels,
         gathered=2 * scanned * of_states,  # in float32
     )
 

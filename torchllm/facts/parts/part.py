@@ -99,6 +99,14 @@ class RankShare(NamedTuple):
     ring: bool = False
     """whether they do as a ring; else they exchange heads (ulysses)"""
 
+    @property
+    def pieces_sent(self) -> int:
+        """Pieces of a sequence whose last tokens the busiest rank of a ring sends to its neighbors.
+
+        The first rank has the last piece too, and the last rank's pieces follow each other: both send one.
+        """
+        return min(2, self.cp - 1) if self.ring else 0
+
 
 class PerPass(NamedTuple):
     """A number of the forward, and the same of the backward."""
@@ -151,7 +159,7 @@ class MixerCosts:
     turns: float = 0.0
     """numbers that a rank of a ring passes on cp - 1 times while it computes: keys and values"""
     sent: float = 0.0
-    """numbers that a rank of a ring sends to its neighbors once, and their gradients back"""
+    """numbers that the busiest rank of a ring sends to its neighbors once, and their gradients back"""
     gathered: float = 0.0
     """numbers that a rank of a ring sends to all others once per pass"""
 

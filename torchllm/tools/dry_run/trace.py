@@ -123,7 +123,9 @@ def trace(
     gpu: bool = False,
     all_blocks: bool = False,
 ) -> Traced:
-    """Trace a step of the first of the ranks that hold the stages of `pp_rank`. config: resolved.
+    """Trace a step of one of the ranks that hold the stages of `pp_rank`. config: resolved.
+
+    It is the first of them, or the second of those that share a sequence: the first and the last send less in a ring.
 
     micro_batches: number in the traced step, not above the config's. pp: ranks of the traced pipeline, not above the
     config's. traced_rank: the pipeline rank that is traced. gpu: count the tensors of a GPU's kernels, where a CPU's
@@ -131,7 +133,8 @@ def trace(
     """
     config, parallel = traceable(config), config.parallel
     ranks = parallel.ranks
-    with fake_ranks(pp_rank * (ranks // parallel.pp), ranks):
+    busiest = parallel.tp if parallel.cp > 2 else 0
+    with fake_ranks(pp_rank * (ranks // parallel.pp) + busiest, ranks):
         mesh = build_mesh(parallel, CPU)
         part = _part(mesh, parallel, pp, traced_rank) if pp < parallel.pp else (mesh, parallel)
         repeats = None if all_blocks else find_repeats(config, pp_rank)

@@ -192,8 +192,13 @@ def mixer_products(model: Model, tp: int) -> dict[str, MatrixShape]:
 
 def whole_on_rank(model: Model, tp: int) -> float:
     """Return the elements of a mixer's matrices that one of `tp` ranks has beyond an equal part of all of them."""
-    whole = sum(product.elements for product in mixer(model).products(model) if product.cut == "whole")
+    whole = whole_matrices(model)
     return whole - whole / tp
+
+
+def whole_matrices(model: Model) -> int:
+    """Return the elements of a mixer's matrices that every rank of tp has whole."""
+    return sum(product.elements for product in mixer(model).products(model) if product.cut == "whole")
 
 
 def products(model: Model, tp: int) -> list[MatrixShape]:

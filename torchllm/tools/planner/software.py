@@ -141,6 +141,8 @@ class Software:
     """True: bias, activation, dropout and residual are fused into one kernel each"""
     fuses_permutations: bool = False
     """True: separate kernels put the rows of experts in order, and add them up"""
+    ring_gradients: float = 4.0
+    """a gradient of keys and values, as it goes round a ring"""
     sends_tokens_once: bool = False
     """True: a token goes to another node, and to another rank, once, however many of its experts are there (DeepEP,
     HybridEP); False: once per expert"""

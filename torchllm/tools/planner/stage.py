@@ -20,6 +20,7 @@ from torchllm.tools.planner.compute import (
     head_seconds,
     mixer_costs,
     recomputed,
+    whole_matrices,
 )
 from torchllm.tools.planner.experts import (
     exchange_seconds,
@@ -246,7 +247,8 @@ def tensor_parallel(case: Case, products: float, input_gradients: float, weight_
     Two all-reduces of the hidden states per pass (Narayanan et al., arXiv 2104.04473, section 3.2), or with sequence
     parallelism gathers and scatters of the same bytes (Korthikanti et al., arXiv 2205.05198, section 4.2.2). Nothing
     hides them, but the backward's where a framework computes the weights' gradients meanwhile, and both passes' where
-    it computes products in pieces. Norms of q and k over the whole width all-reduce a float32 per token each.
+    it computes products in pieces. Norms of q and k over the whole width all-reduce a float32 per token each. Matrices
+    that every rank has whole get gradients from each rank's part of the sequence: they are all-reduced.
 
     products, input_gradients, weight_gradients: seconds of the block's products in the forward and of its gradients.
     """
@@ -273,6 +275,8 @@ def tensor_parallel(case: Case, products: float, input_gradients: float, weight_
         backward += summing + constants.wait
     if has_sp and not software.keeps_gathered:  # the inputs of the products, once more
         backward += parts * (gathering + constants.wait)
+    if has_sp and (whole := whole_matrices(case.model)):
+        backward += over_tp.reduce(ELEMENT_BYTES * whole) + constants.wait
 
     if software.overlaps_products:
         forward = exposed(forward, products, constants.exposed)
@@ -336,7 +340,7 @@ class SentOverContext(NamedTuple):
     exchanged: float
     """by all-to-alls, its own part included"""
     turned: float
-    """to the next rank of a ring, cp - 1 times; in the backward twice as many"""
+    """to the next rank of a ring, cp - 1 times; in the backward with their gradients"""
     to_neighbors: float
     gathered: float
     """to all others"""
@@ -348,6 +352,9 @@ def sent_over_context(case: Case) -> SentOverContext:
     of_numbers = ELEMENT_BYTES * case.piece.tokens
     if not case.piece.ring:
         return SentOverContext(of_numbers * (costs.inputs + costs.results), 0.0, 0.0, 0.0)
+    if case.tokens_before:  # both pieces send the keys and values that windows reach
+        before = of_numbers * costs.turns * case.tokens_before
+        return SentOverContext(0.0, 0.0, before * case.piece.share.pieces_sent / 2, 0.0)
     return SentOverContext(0.0, *(of_numbers * numbers for numbers in (costs.turns, costs.sent, costs.gathered)))
 
 
@@ -369,18 +376,19 @@ def context_parallel(case: Case, core: float) -> PassSeconds:
         exchange = over_cp.exchange(sent.exchanged)
         exchange += (ALL_TO_ALLS - 1) * over_cp.latency  # `exchange` has the latency of one
         return PassSeconds(exchange, exchange)
-    keys_and_values = sent.turned
     if case.tokens_before:
-        exchange = over_cp.send(case.tokens_before * keys_and_values)
+        exchange = over_cp.send(sent.to_neighbors)
         more = core * case.tokens_before / 2  # the first of these queries have few keys
         return PassSeconds(exchange + more, exchange + FLASH_BACKWARD_OPERATIONS * more)
+    keys_and_values = sent.turned
     waiting = over_cp.gather(parallel.cp * sent.gathered) if sent.gathered else 0.0
     waiting += over_cp.send(sent.to_neighbors) if sent.to_neighbors else 0.0
     repeated = waiting * repeated_share(case.recompute, of_ffn=0.0)
     turns = parallel.cp - 1 if keys_and_values else 0
     core_per_turn = core / parallel.cp
     forward_turn = exposed(over_cp.send(keys_and_values), core_per_turn, share)
-    backward_turn = exposed(over_cp.send(2 * keys_and_values), FLASH_BACKWARD_OPERATIONS * core_per_turn, share)
+    and_gradients = keys_and_values * (1 + case.software.ring_gradients / ELEMENT_BYTES)
+    backward_turn = exposed(over_cp.send(and_gradients), FLASH_BACKWARD_OPERATIONS * core_per_turn, share)
     return PassSeconds(turns * forward_turn + waiting, turns * backward_turn + waiting, repeated)
 
 

@@ -17,6 +17,7 @@ class Megatron(Software):
     states: float = 12.0
     fsdp: bool = False
     temporary_gradients: float = 0.0  # products add to the gradient in place
+    ring_gradients: float = 2.0
     logits_backward: float = 8.0  # the softmax becomes its gradient in place
     # core/tensor_parallel/cross_entropy.py: float32 copy (6), maximum (4), difference (8), target (4), exponential (8)
     loss_forward: float = 30.0
