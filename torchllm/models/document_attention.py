@@ -54,8 +54,7 @@ def query_blocks(document_ids: Tensor, window: int) -> Iterator[QueryBlock]:
         yield QueryBlock(queries, keys, visible)
 
 
-@torch.library.custom_op("torchllm::document_attention", mutates_args=())
-def document_attention(
+def _document_attention(
     q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor, window: int = 0, scale: float | None = None
 ) -> Tensor:
     """Let each token attend to the tokens of its document that are not later, the last `window` of them if over 0.
@@ -66,6 +65,9 @@ def document_attention(
     for queries, keys, visible in query_blocks(document_ids, window):
         out[:, queries] = _attend(q[:, queries], k[:, keys], v[:, keys], visible, scale)
     return out
+
+
+document_attention = torch.library.custom_op("torchllm::document_attention", _document_attention, mutates_args=())
 
 
 @document_attention.register_fake
@@ -136,5 +138,5 @@ document_attention.register_autograd(_backward, setup_context=_save_inputs)
 
 ATTENTION_OPERATIONS = {torch.ops.torchllm.document_attention.default}
 """operations whose results selective recomputation keeps; the file of another one adds it"""
-BODIES: dict[Any, Callable[..., Any]] = {}
-"""functions behind operations that hold much more memory while they run than their results: the dry run traces them"""
+BODIES: dict[Any, Callable[..., Any]] = {torch.ops.torchllm.document_attention.default: _document_attention}
+"""functions behind operations that hold more memory while they run than their results: the dry run traces them"""

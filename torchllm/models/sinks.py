@@ -27,7 +27,7 @@ from torchllm.models.attention_kernels import (
     gradient_of_sinks,
     with_sinks,
 )
-from torchllm.models.document_attention import ATTENTION_OPERATIONS, query_blocks
+from torchllm.models.document_attention import ATTENTION_OPERATIONS, BODIES, query_blocks
 from torchllm.models.kernel_check import check_kernel
 from torchllm.models.varlen_attention import Documents, one_document, takes_varlen
 
@@ -94,8 +94,7 @@ def _blocks(ids: Tensor | None, offsets: Tensor | None, window: int) -> Iterator
             yield _Block(queries, keys, KeyMask(visible=visible))
 
 
-@torch.library.custom_op("torchllm::sink_attention", mutates_args=())
-def sink_attention(
+def _sink_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -119,8 +118,7 @@ def sink_attention(
     return out.to(q.dtype).transpose(1, 2).contiguous(), lse.contiguous()
 
 
-@torch.library.custom_op("torchllm::sink_attention_gradients", mutates_args=())
-def sink_attention_gradients(
+def _sink_attention_gradients(
     d_out: Tensor,
     q: Tensor,
     k: Tensor,
@@ -151,6 +149,12 @@ def sink_attention_gradients(
     return dq.transpose(1, 2).contiguous(), dk.to(k.dtype), dv.to(v.dtype), d_sinks
 
 
+sink_attention = torch.library.custom_op("torchllm::sink_attention", _sink_attention, mutates_args=())
+sink_attention_gradients = torch.library.custom_op(
+    "torchllm::sink_attention_gradients", _sink_attention_gradients, mutates_args=()
+)
+
+
 @sink_attention.register_fake
 def _empty_results(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     batch, length, heads = q.shape[:3]
@@ -177,6 +181,8 @@ def _backward(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 
 sink_attention.register_autograd(_backward, setup_context=_save)
 ATTENTION_OPERATIONS.add(torch.ops.torchllm.sink_attention.default)
+BODIES[torch.ops.torchllm.sink_attention.default] = _sink_attention
+BODIES[torch.ops.torchllm.sink_attention_gradients.default] = _sink_attention_gradients
 
 
 def _kernel(q: Tensor, k: Tensor, scale: float | None) -> BlockKernel:

@@ -11,7 +11,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from multiprocessing.sharedctypes import Synchronized
 from typing import Any
@@ -40,6 +40,7 @@ from torchllm.parallel.parallelize import build_forward_backward, parallelize
 from torchllm.parallel.pipeline import Pipeline
 from torchllm.runtime.torch_compat import FakeTensorMode
 from torchllm.tools.dry_run.fused_norm import use_fused_norms
+from torchllm.tools.dry_run.gpu_attention import gpu_attention
 from torchllm.tools.dry_run.memory import memory_per_micro_batch, saved_by_forwards, spans
 from torchllm.tools.dry_run.repeats import (
     OTHERS,
@@ -134,7 +135,7 @@ def trace(
     config, parallel = traceable(config), config.parallel
     ranks = parallel.ranks
     busiest = parallel.tp if parallel.cp > 2 else 0
-    with fake_ranks(pp_rank * (ranks // parallel.pp) + busiest, ranks):
+    with fake_ranks(pp_rank * (ranks // parallel.pp) + busiest, ranks), gpu_attention() if gpu else nullcontext():
         mesh = build_mesh(parallel, CPU)
         part = _part(mesh, parallel, pp, traced_rank) if pp < parallel.pp else (mesh, parallel)
         repeats = None if all_blocks else find_repeats(config, pp_rank)
@@ -326,7 +327,7 @@ def _watch(stage: Decoder, position: int, tracker: Tracker, columns: int, marks:
 def _batch(shape: tuple[int, int], documents: bool) -> Batch:
     """Return a micro batch of any content; its tensors are of `shape` (B, S / n), on one of n cp ranks."""
     tokens, labels, positions, ids = (torch.empty(shape, dtype=torch.int64) for _ in range(4))
-    return Batch(tokens, labels, positions, ids if documents else None)
+    return Batch(tokens, labels, positions, ids, len(ids)) if documents else Batch(tokens, labels, positions, None)
 
 
 def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
