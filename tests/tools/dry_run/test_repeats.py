@@ -158,11 +158,28 @@ LAYOUTS: dict[str, Settings] = {
     "experts after a dense block": {**EXPERTS, "parallel.ep": 4},
     "experts, routers with their blocks": {**EXPERTS, "parallel.ep": 4, "model.router_dtype": "compute"},
     "experts, all recomputed": {**EXPERTS, "recompute.mode": "full", "training.global_batch_size": 12},
+    "experts in a pipeline": {**EXPERTS, "parallel.pp": 2, "parallel.split": (8, 8), "model.layers": 16},
+    "experts in a pipeline, by rank, ZeRO 1": {
+        **{**EXPERTS, "parallel.pp": 2, "parallel.ep": 4, "parallel.zero_stage": 1},
+        **{"model.layers": 18, "recompute.mode": "full", "training.global_batch_size": 16},
+    },
+    "experts, tp": {**EXPERTS, "parallel.tp": 2},
+    "experts by rank, tp with sp, two ahead": {
+        **{**EXPERTS, "parallel.tp": 2, "parallel.sequence_parallel": True, "parallel.ep": 4, "model.layers": 13},
+        **{"parallel.prefetch": 2, "recompute.mode": "full"},
+    },
+    "experts, tp, pipeline": {
+        **{**EXPERTS, "parallel.pp": 2, "parallel.tp": 2, "parallel.sequence_parallel": True, "model.layers": 16},
+        **{"parallel.split": (8, 8), "parallel.dp_shard": 2},
+    },
     "two stages": {"model.layers": 10, "parallel.pp": 2, "training.global_batch_size": 2},
     "experts, ZeRO 1": {**EXPERTS, "parallel.zero_stage": 1, "recompute.mode": "selective"},
 }
 BY_DEFAULT: dict[str, Settings] = {
-    "experts": {"model.experts": 4, "model.layers": 6, "parallel.dp_shard": 2, "training.global_batch_size": 2},
+    "experts": {
+        **{"model.experts": 4, "model.layers": 6, "training.global_batch_size": 2},
+        **{"parallel.dp_shard": 2, "parallel.tp": 2},
+    },
     "kinds": {**KINDS, "model.layers": 12},
 }
 
@@ -181,12 +198,13 @@ def test_few_blocks_of_every_layout_stand_for_all(name: str) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("file", MODELS, ids=lambda file: file.stem)
 def test_few_blocks_of_every_model_stand_for_all(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its sizes, with six blocks after one that is dense where the model has such."""
+    """Of its sizes, with three periods between both ends, after a block that is dense where the model has such."""
     monkeypatch.setenv("NPROC", "8")
     arguments = ["--training.sequence_length=256", "--training.global_batch_size=16", "--parallel.dp_shard=8"]
     config = load_config([str(file), *arguments, "--run.dry_run=true", "--cluster.name=dgx_h100"])
     dense = min(config.model.dense_layers, 1)
-    check(replace(config, model=replace(config.model, layers=6 + dense, dense_layers=dense)))
+    layers = 3 * max(1, len(config.model.pattern)) + 3 + dense
+    check(replace(config, model=replace(config.model, layers=layers, dense_layers=dense)))
 
 
 def part(number: int, bytes_kept: int, sent: float = 8.0) -> _Part:
@@ -223,12 +241,13 @@ def test_all_blocks_run_where_something_is_done_for_several_at_once() -> None:
     several: list[Settings] = [
         {"parallel.pp": 2, "parallel.schedule": "Interleaved1F1B"},
         {"recompute.mode": "segment"},
-        {"model.experts": 4, "parallel.pp": 2},
-        {"model.experts": 4, "parallel.tp": 2},
     ]
     for settings in (*several, {"model.layers": 4}):
         assert find_repeats(tiny({"model.layers": 64, **settings})) is None
     assert find_repeats(tiny({"model.layers": 64})) == Repeats(1, 1, 60)
+    for layout in ({"parallel.tp": 2}, {"parallel.tp": 2, "parallel.pp": 2, "parallel.split": (64, 64)}):
+        sparse = tiny({"model.experts": 4, "model.layers": 64 * len(layout.get("parallel.split", (64,))), **layout})
+        assert find_repeats(sparse) == Repeats(2, 1, 59)
     assert find_repeats(tiny({**KINDS, "model.layers": 10})) is None  # no third period between the ends
     assert find_repeats(tiny({**KINDS, "model.layers": 11})) == Repeats(1, 3, 1)
     assert find_repeats(tiny({**KINDS, "model.layers": 64, "recompute.mode": "every_k"})) == Repeats(1, 6, 8)

@@ -10,16 +10,20 @@ their routers are in the unit of all routers, so that its messages are whole.
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from torchllm.config import Config, Model
 from torchllm.facts.flops import recompute_interval
 from torchllm.facts.stages import balanced_split
 from torchllm.models.decoder import Decoder
+from torchllm.models.experts import Router
+from torchllm.parallel.fsdp import fsdp_modules
 from torchllm.tools.dry_run.memory import Bytes, Span, larger_of_each, plus, spans
 from torchllm.tools.dry_run.tracker import BlockBegins, Tracker
 
@@ -52,12 +56,9 @@ class NotEqualError(Exception):
 def find_repeats(config: Config, pp_rank: int = 0) -> Repeats | None:
     """Return the blocks of a pipeline rank that few can stand for; None if all must be traced. config: resolved."""
     model, parallel, recompute = config.model, config.parallel, config.recompute
-    # FSDP gathers the routers of a stage as one unit; those of blocks that are left out are added on one stage only,
-    # and not for tensor parallelism, which changes a router inside its block.
-    lacks_routers = joins_the_routers(model) and (parallel.pp > 1 or parallel.tp > 1)
     # Of several stages on a rank none has many blocks. A segment recomputes several. Blocks of a fork may differ by
     # their index.
-    if lacks_routers or parallel.stages > parallel.pp or recompute.mode == "segment" or model.block:
+    if parallel.stages > parallel.pp or recompute.mode == "segment" or model.block:
         return None
     blocks = blocks_of_stages(config)
     start = sum(blocks[:pp_rank])
@@ -65,6 +66,8 @@ def find_repeats(config: Config, pp_rank: int = 0) -> Repeats | None:
     interval = recompute_interval(recompute, model.layers) if recompute.mode == "every_k" else 1
     period = math.lcm(interval, len(model.pattern) or 1)
     end = max(1, parallel.prefetch)  # blocks that gather others, or are gathered, than those between the ends
+    if model.experts and parallel.ep > 1:
+        end += 1  # a block has two units: buffers are as in others one block later
     first = end + max(start, model.dense_layers if model.experts else 0)
     if joins_the_routers(model):
         first += 1  # the buffer of the block before them is freed one block later than others
@@ -96,40 +99,31 @@ def check_parameters(model: Decoder, repeats: Repeats) -> None:
             raise NotEqualError(f"the parameters of block {number} differ from those of earlier blocks")
 
 
-def keep(model: Decoder, numbers: Sequence[int]) -> None:
-    """Delete all other blocks of a model, which is not parallelized yet."""
-    for name in list(model.layers):
-        if int(name) not in numbers:
-            del model.layers[name]
+def take_out(stage: Decoder, numbers: Sequence[int], ahead: int) -> Decoder:
+    """Return some blocks of a parallelized stage as a stage without ends; `stage` keeps the others.
 
-
-def without_ends(model: Decoder) -> Decoder:
-    """Return the model without embedding, norm and head, in place."""
-    model.embeds = False
-    model.embed_tokens = model.embed_positions = model.norm = model.lm_head = None
-    return model
-
-
-@contextmanager
-def shared_routers(stage: Decoder, others: Decoder) -> Iterator[list[nn.Module]]:
-    """Have `parallelize` make one unit of the routers of both models, within a `with` block. Yield those of `others`.
-
-    stage: on one pipeline rank; afterwards each model has its own routers again.
+    ahead: blocks that FSDP gathers ahead. Those before and behind the gap gather each other, as if there were none.
     """
-    if not joins_the_routers(stage.model):
-        yield []
-        return
-    from torchllm.models.experts import RoutedExperts
+    with torch.device("meta"):
+        taken = Decoder(replace(stage.model, layers=1, pattern=()), 0, 0.0)
+    taken.model, taken.embeds = stage.model, False
+    taken.embed_tokens = taken.embed_positions = taken.norm = taken.lm_head = None
+    gap = list(stage.layers).index(str(numbers[0]))
+    taken.layers = nn.ModuleDict({str(number): stage.layers.pop(str(number)) for number in numbers})
+    units = [_units_of(block) for block in stage.layers.values()]
+    if units[gap]:
+        for place in range(gap - ahead, gap):
+            outer, *inner = units[place]
+            outer.set_modules_to_forward_prefetch(sum(units[place + 1 : place + 1 + ahead], inner))
+        for place in range(gap, gap + ahead):
+            before = units[place - ahead : place]
+            units[place][0].set_modules_to_backward_prefetch(sum(before[::-1], units[place]))
+    return taken
 
-    holders = [module for module in others.modules() if isinstance(module, RoutedExperts)]
-    routers = nn.ModuleList(holder.router for holder in holders)
-    stage.routers_of_others = routers
-    for holder in holders:
-        del holder.router
-    yield list(routers)
-    del stage.routers_of_others
-    for holder, router in zip(holders, routers, strict=True):
-        holder.add_module("router", router)
+
+def _units_of(block: nn.Module) -> list[FSDPModule]:
+    """Return the units of FSDP in a block, its own first, without the routers, which are in a unit of the stage."""
+    return [unit for unit in fsdp_modules(block) if not isinstance(unit, Router)]
 
 
 def watch_blocks(stage: Decoder, tracker: Tracker, repeats: Repeats, routers: Sequence[nn.Module]) -> None:
@@ -170,17 +164,18 @@ def watch_blocks(stage: Decoder, tracker: Tracker, repeats: Repeats, routers: Se
 @torch.no_grad()
 def give_gradients(modules: Sequence[nn.Module], like: Decoder) -> None:
     """Give modules that are not run what a backward leaves: gradients, and sums of the routers as in `like`."""
+    if like.model.experts:
+        own = next(module for module in reversed(list(like.modules())) if isinstance(module, Router))
+        for router in (inner for module in modules for inner in module.modules() if isinstance(inner, Router)):
+            if own.sums is not None:
+                router.sums = torch.empty_like(own.sums)
+            for parameter, of_own in zip(router.parameters(), own.parameters(), strict=True):
+                if parameter.grad is None and isinstance(of_own.grad, DTensor):  # FSDP sums parts of a sum over tp
+                    part = torch.empty_like(of_own.grad.to_local())
+                    parameter.grad = DTensor.from_local(part, of_own.grad.device_mesh, of_own.grad.placements)
     for parameter in (parameter for module in modules for parameter in module.parameters()):
         if parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.empty_like(parameter)
-    if not like.model.experts:
-        return
-    from torchllm.models.experts import Router
-
-    sums = next(module.sums for module in reversed(list(like.modules())) if isinstance(module, Router))
-    for router in (inner for module in modules for inner in module.modules() if isinstance(inner, Router)):
-        if sums is not None:
-            router.sums = torch.empty_like(sums)
 
 
 def check_between_steps(tracker: Tracker, blocks: Sequence[BlockBegins], repeats: Repeats) -> None:

@@ -7,7 +7,6 @@ A long pipeline is traced as a short one around this rank's own stages, a step o
 (`run.plan_trace`), and many equal blocks as few (`repeats.py`); `replay.py` puts the whole step together from it.
 """
 
-import copy
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
@@ -50,11 +49,10 @@ from torchllm.tools.dry_run.repeats import (
     check_parameters,
     find_repeats,
     give_gradients,
-    keep,
+    joins_the_routers,
     repeated_spans,
-    shared_routers,
+    take_out,
     watch_blocks,
-    without_ends,
 )
 from torchllm.tools.dry_run.replay import Traced, action_keys
 from torchllm.tools.dry_run.tracker import Tracker
@@ -171,18 +169,15 @@ def _trace(
     training, (line, parallel) = config.training, part
     with torch.device("meta"):
         model = build_model(config.model, training.loss_chunk, training.z_loss)
-    others: list[Decoder] = []  # blocks that are not run
-    routers: list[nn.Module] = []  # of these
-    if repeats is None:
-        stages = _build_stages(config, dtype, gpu, mesh, model)
-    else:
+    if repeats is not None:
         check_parameters(model, repeats)
-        rest = without_ends(copy.deepcopy(model))
-        keep(rest, repeats.others)
-        keep(model, sorted(set(range(config.model.layers)) - set(repeats.others)))
-        with shared_routers(model, rest) as routers:
-            others = _build_stages(config, dtype, gpu, mesh, rest)
-            stages = _build_stages(config, dtype, gpu, mesh, model)
+    stages = _build_stages(config, dtype, gpu, mesh, model)
+    others: list[Decoder] = []  # blocks that are not run
+    routers: list[nn.Module] = []  # of these, in the unit of all routers
+    if repeats is not None:
+        others = [take_out(stages[0], repeats.others, parallel.prefetch)]
+        if joins_the_routers(config.model):
+            routers = [routed.router for routed in routed_experts(others[0])]
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         materialize([*stages, *others], CPU)
         optimizer = build_optimizer([*stages, *others], config.optimizer)
@@ -214,7 +209,8 @@ def _trace(
             step(1, batches)
             blocks = tracker.blocks
             tracker.restart()
-            tracker.claim((p for stage in step.stages for p in stage.parameters()), "parameters")
+            for stage in step.stages:
+                tracker.claim((*stage.parameters(), *stage.buffers()), "parameters")
             tracker.claim((*_state(optimizer), *average.tensors.values()), "optimizer")
             tracker.claim((x for batch in batches for x in batch if isinstance(x, Tensor)), "inputs")
             if repeats is not None:
