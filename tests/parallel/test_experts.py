@@ -49,6 +49,7 @@ BALANCED: dict[str, Settings] = {
     ("layout", "balance"),
     [
         ({**BIAS, **TENSOR}, "sequence"),
+        ({**TWO, "parallel.tp": 2}, "bias"),  # without sequence parallelism other gradients are sums over tp
         (PIPELINE, "global"),
         pytest.param({**FSDP2, "model.router_dtype": "compute", "parallel.ep": 2}, "sequence", marks=exhaustive),
     ],
