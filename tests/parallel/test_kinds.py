@@ -3,10 +3,21 @@
 Kinds by hand, block for block: tests/models/test_decoder.py. Compiled ones: test_compile.py. Others: the lattice.
 """
 
-import pytest
+from functools import partial
+from unittest import mock
 
-from tests.parity import Settings, check
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.parity import Settings, check, tiny
 from torchllm.config import Kinds
+from torchllm.models.decoder import Decoder, build_model
+from torchllm.parallel.context import apply_context_parallel
+from torchllm.parallel.ring import RingAttention
+from torchllm.parallel.tensor import apply_tensor_parallel
+from torchllm.parallel.windows import WindowAttention
+from torchllm.tools.dry_run.trace import fake_ranks
 
 KINDS: Settings = {
     "model.pattern": ("local", "local", "mid", "full"),  # a stage has other kinds by its own indices
@@ -98,3 +109,34 @@ def test_a_layout_trains_the_same_kinds(settings: Settings) -> None:
 @pytest.mark.parametrize("settings", LAYOUTS.values(), ids=LAYOUTS)
 def test_another_layout_trains_the_same_kinds(settings: Settings) -> None:
     check({**KINDS, **settings}, ragged=True)
+
+
+def later_stage(settings: Settings, first: int) -> Decoder:
+    """Return a stage whose blocks begin with number `first`, and are of other kinds by their places in it."""
+    with torch.device("meta"):
+        stage = build_model(tiny(settings).model)
+    for number in range(first):
+        del stage.layers[str(number)]
+    return stage
+
+
+def test_cores_of_a_later_stage_are_shared_as_its_kinds_want() -> None:
+    mesh = mock.Mock(device_type="cpu")
+    mesh.size.return_value = 2
+    stage = later_stage(KINDS, first=2)
+    apply_context_parallel(stage, mesh, "ring", torch.float32, 64)
+    mid, full = (block.self_attn.core for block in stage.layers.values())
+    assert isinstance(mid, WindowAttention)
+    assert mid.neighbors.reach == 12 - 1
+    assert isinstance(full, RingAttention)
+
+
+def test_mixers_of_a_later_stage_are_cut_as_their_kinds_say() -> None:
+    latent = {"latent_kv_width": 24, "nope_head_dim": 8, "rope_head_dim": 4, "v_head_dim": 6, "kv_heads": 0}
+    kinds = Kinds(plain={}, latent={"mixer": "latent_attention", **latent})
+    settings = {"model.pattern": ("plain", "latent", "plain", "latent"), "model.kinds": kinds}
+    stage = later_stage({**settings, "model.layers": 4}, first=1)
+    with fake_ranks(0, 2):
+        apply_tensor_parallel(stage, init_device_mesh("cpu", (2,)), True, shares_experts=False)
+    for block in (stage.layers["1"], stage.layers["3"]):
+        assert isinstance(block.self_attn.for_own_heads, partial)  # latents are gathered, not hidden states
