@@ -140,16 +140,16 @@ LAYOUTS: dict[str, Settings] = {
     "kinds, eager attention": {**KINDS, "model.layers": 13, "model.attention": "eager"},
     "kinds, selective, documents": {
         **KINDS,
-        "model.layers": 11,
+        "model.layers": 13,
         "recompute.mode": "selective",
         "data.document_mask": True,
     },
-    "kinds, every other block recomputed": {**KINDS, "model.layers": 21, "recompute.mode": "every_k"},
+    "kinds, every other block recomputed": {**KINDS, "model.layers": 22, "recompute.mode": "every_k"},
     "kinds in a pipeline, recomputed": {
         **KINDS,
         "parallel.pp": 2,
-        "parallel.split": (13, 11),  # the second stage begins with the second kind
-        "model.layers": 24,
+        "parallel.split": (13, 13),  # the second stage begins with the second block of a kind
+        "model.layers": 26,
         "recompute.mode": "full",
     },
     "kinds and experts": {**EXPERTS, **KINDS, "model.layers": 15, "parallel.ep": 2, "model.dense_layers": 1},
@@ -180,7 +180,7 @@ BY_DEFAULT: dict[str, Settings] = {
         **{"model.experts": 4, "model.layers": 6, "training.global_batch_size": 2},
         **{"parallel.dp_shard": 2, "parallel.tp": 2},
     },
-    "kinds": {**KINDS, "model.layers": 12},
+    "kinds": {**KINDS, "model.layers": 13},
 }
 
 
@@ -198,12 +198,12 @@ def test_few_blocks_of_every_layout_stand_for_all(name: str) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("file", MODELS, ids=lambda file: file.stem)
 def test_few_blocks_of_every_model_stand_for_all(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its sizes, with three periods between both ends, after a block that is dense where the model has such."""
+    """Of its sizes, with four periods between both ends, after a block that is dense where the model has such."""
     monkeypatch.setenv("NPROC", "8")
     arguments = ["--training.sequence_length=256", "--training.global_batch_size=16", "--parallel.dp_shard=8"]
     config = load_config([str(file), *arguments, "--run.dry_run=true", "--cluster.name=dgx_h100"])
     dense = min(config.model.dense_layers, 1)
-    layers = 3 * max(1, len(config.model.pattern)) + 3 + dense
+    layers = 4 * max(1, len(config.model.pattern)) + 3 + dense
     check(replace(config, model=replace(config.model, layers=layers, dense_layers=dense)))
 
 
@@ -248,9 +248,9 @@ def test_all_blocks_run_where_something_is_done_for_several_at_once() -> None:
     for layout in ({"parallel.tp": 2}, {"parallel.tp": 2, "parallel.pp": 2, "parallel.split": (64, 64)}):
         sparse = tiny({"model.experts": 4, "model.layers": 64 * len(layout.get("parallel.split", (64,))), **layout})
         assert find_repeats(sparse) == Repeats(2, 1, 59)
-    assert find_repeats(tiny({**KINDS, "model.layers": 10})) is None  # no third period between the ends
-    assert find_repeats(tiny({**KINDS, "model.layers": 11})) == Repeats(1, 3, 1)
-    assert find_repeats(tiny({**KINDS, "model.layers": 64, "recompute.mode": "every_k"})) == Repeats(1, 6, 8)
+    assert find_repeats(tiny({**KINDS, "model.layers": 12})) is None  # no third period between the ends
+    assert find_repeats(tiny({**KINDS, "model.layers": 13})) == Repeats(3, 3, 1)
+    assert find_repeats(tiny({**KINDS, "model.layers": 64, "recompute.mode": "every_k"})) == Repeats(3, 6, 8)
     assert find_repeats(tiny({"model.layers": 64, "parallel.pp": 2, "parallel.split": (34, 30)}), 1) == Repeats(
         35, 1, 26
     )

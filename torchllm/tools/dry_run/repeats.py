@@ -71,6 +71,9 @@ def find_repeats(config: Config, pp_rank: int = 0) -> Repeats | None:
     first = end + max(start, model.dense_layers if model.experts else 0)
     if joins_the_routers(model):
         first += 1  # the buffer of the block before them is freed one block later than others
+    # Blocks of a kind share a mask and rotary angles, which are freed with the first of them.
+    kinds = [model.kind_of(number) for number in range(start, stop)]
+    first = max(first, start + max(map(kinds.index, kinds)) + 1)
     left_out = (stop - end - first) // period - 2
     return Repeats(first, period, left_out) if left_out > 0 else None
 
