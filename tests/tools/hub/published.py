@@ -120,6 +120,27 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"head_dim": 12, "sliding_window": 9, "query_pre_attn_scalar": 10, "tie_word_embeddings": True}
         | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 3.0},
     ),
+    "gemma4": (
+        "Gemma4TextConfig",
+        SIZES
+        | NO_ENDS
+        | {"num_hidden_layers": 7, "head_dim": 12, "global_head_dim": 16, "sliding_window": 9}
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "final_logit_softcapping": 3.0}
+        | {"hidden_size_per_layer_input": 0, "num_key_value_heads": 4, "rms_norm_eps": 1e-2},  # as DELTA
+    ),
+    "gemma4-values": (
+        "Gemma4TextConfig",
+        SIZES
+        | NO_ENDS
+        | {"head_dim": 8, "global_head_dim": 20, "sliding_window": 5, "layer_types": [FULL, SLIDING, SLIDING, FULL]}
+        | {"hidden_size_per_layer_input": 0, "tie_word_embeddings": False}
+        | {
+            "rope_parameters": {
+                FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.5, "factor": 4.0, "rope_theta": 1e4},
+                SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+            }
+        },
+    ),
     "granite": (
         "GraniteConfig",
         SIZES
@@ -240,6 +261,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", {"n_layer": 4, "n_embd": 32, "n_head": 4, "vocab_size": 96, "n_positions": 64}),
 }
 """name -> class of transformers, and its arguments"""
+SUPPORTED_DEFAULTS = {"gemma4_text": {"hidden_size_per_layer_input": 0}}
+"""by model_type: fields without which a default config is not supported"""
 VISION = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -313,8 +336,8 @@ def save_published(
             if hasattr(config.get_text_config(), "linear_num_key_heads"):
                 parameter.sub_(next((shift for end, shift in SMALLER.items() if key.endswith(end)), 0.0))
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.normal_(std=0.2)
+            if name.endswith(("e_score_correction_bias", "layer_scalar")):
+                buffer.normal_(mean=name.endswith("layer_scalar"), std=0.2)
     model = model.to(getattr(torch, dtype))
     model.save_pretrained(folder, max_shard_size=max_shard_size, **({"save_original_format": False} if stacks else {}))
     return model.float()

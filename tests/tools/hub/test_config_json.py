@@ -16,7 +16,17 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RotaryEmbeddingConfigMixin
 
 from tests.facts.test_model_sizes import load
-from tests.tools.hub.published import CONFIGS, FULL, LLAMA3_SCALING, SLIDING, YARN, as_json, content_of, hub_config
+from tests.tools.hub.published import (
+    CONFIGS,
+    FULL,
+    LLAMA3_SCALING,
+    SLIDING,
+    SUPPORTED_DEFAULTS,
+    YARN,
+    as_json,
+    content_of,
+    hub_config,
+)
 from tests.tools.hub.published_sizes import PUBLISHED
 from torchllm.config import Kinds, Model
 from torchllm.facts.flops import active_parameter_count, parameter_count
@@ -54,8 +64,9 @@ def models() -> Iterator[tuple[str, Model]]:
 def test_a_missing_field_is_the_default_of_its_class() -> None:
     wrong = []
     for model_type in HUB_FAMILIES:
-        default = transformers.AutoConfig.for_model(model_type)
-        if model_of({"model_type": model_type}) != model_of(as_json(default)):
+        supported = SUPPORTED_DEFAULTS.get(model_type, {})
+        default = transformers.AutoConfig.for_model(model_type, **supported)
+        if model_of({"model_type": model_type, **supported}) != model_of(as_json(default)):
             wrong.append(model_type)
     assert not wrong
 
@@ -71,6 +82,7 @@ def test_each_field_may_be_missing() -> None:
                 content |= dict.fromkeys(
                     {"layer_types", "mlp_layer_types", "no_rope_layers"} & content.keys()
                 )  # one per layer
+                content.pop("per_layer_config", None)
             if model_of(content) != model_of(as_json(type(config)(**content))):
                 wrong.append((name, field))
     assert not wrong
@@ -90,7 +102,8 @@ def test_both_spellings_are_read_and_written() -> None:
     """transformers 4 has rope_theta and rope_scaling, transformers 5 rope_parameters."""
     for name, model in models():
         written = write_config_json(model, family_to_export(model, hub_config(name).model_type))
-        for spelling in (("rope_theta", "rope_scaling"), ("rope_parameters",)):
+        has_no_old = HUB_FAMILIES[hub_config(name).model_type].has_no_old_rope
+        for spelling in (("rope_theta", "rope_scaling"), ("rope_parameters",))[: 1 if has_no_old else 2]:
             content = {key: value for key, value in written.items() if key not in spelling}
             assert model_of(content) == model, (name, spelling)
 
@@ -173,7 +186,7 @@ def test_each_field_that_transformers_reads_is_known_or_refused() -> None:
 
 def test_each_field_of_a_rope_table_that_transformers_reads_is_known() -> None:
     reader = re.compile(r"""rope_parameters(?:_dict)?(?:\[|\.get\(|\.setdefault\()["'](\w+)["']""")
-    for kind in ("linear", "llama3", "yarn"):
+    for kind in ("linear", "llama3", "yarn", "proportional"):
         readers = (ROPE_INIT_FUNCTIONS[kind], RotaryEmbeddingConfigMixin.standardize_rope_params)
         sources = [inspect.getsource(read) for read in readers]
         fields = {field for source in sources for field in reader.findall(source)}
@@ -246,6 +259,16 @@ REFUSED = {
         ({"hidden_activation": "gelu"}, "hidden_activation: is 'gelu': another activation"),
         ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: must be over 0, not 0"),
         ({"final_logit_softcapping": 0.0}, "final_logit_softcapping: must be over 0, not 0.0"),
+    ],
+    "gemma4": [
+        ({"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input: is 8: embeddings in each block, as in E2B"),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers: is 2: keys and values shared by blocks"),
+        ({"per_layer_config": {"5": {"head_dim": 8}}}, "per_layer_config: other fields than those of all full blocks"),
+        (
+            {"per_layer_config": {"5": {"hidden_size": 8}, "6": {"hidden_size": 8}}},
+            "per_layer_config: other fields than those of all full blocks",
+        ),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention: is 'all': attention to later tokens"),
     ],
     "smollm3": [
         ({"no_rope_layers": [1, 1]}, "no_rope_layers: must be 0 or 1 for each of num_hidden_layers blocks, not [1, 1]"),

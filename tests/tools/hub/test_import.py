@@ -84,6 +84,8 @@ MORE_LAYOUTS = [
     ("qwen2", ("zero2",), ""),
     ("gemma3", ("cp", "sp"), ""),
     ("gemma2", ("v",), "uneven"),
+    ("gemma4", ("cp", "sp"), "uneven"),
+    ("gemma4-values", ("v",), "tied"),
     ("granite", ("fsdp", "tp"), "tied"),
     ("mistral-nemo", ("sp", "v"), "uneven"),
     ("llama31", ("tp", "zero1"), ""),
@@ -357,6 +359,8 @@ MORE_TRAINED = [
     ("gemma3", ("1f1b", "tp"), "small scores"),
     ("olmo3", ("1f1b",), ""),
     ("gemma2", ("sp",), "uneven"),
+    ("gemma4", ("tp",), "uneven"),
+    ("gemma4-values", ("1f1b",), ""),
     ("granite", ("fsdp",), "whole logits"),  # of divided ones the loss hardly moves in 20 steps
     ("smollm3-windows", ("cp",), ""),
     ("ministral", ("v",), "uneven"),

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torchllm.config import FAMILIES, Model
 from torchllm.config.errors import UserError
+from torchllm.facts.parts.registry import buffer_shapes
 from torchllm.facts.shapes import Shape, parameter_shapes
 
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -79,6 +80,12 @@ class RequiredField(NamedTuple):
     """allowed; the first is written at an export"""
     feature: str
     """the feature that another value would ask for, for the error: "biases of the attention's matrices" """
+    default: Any = None
+    """value if a file lacks it; None: the first of `values`"""
+
+    def value_in(self, content: Mapping[str, Any]) -> Any:
+        """Return the value that a config.json says."""
+        return content.get(self.name, self.values[0] if self.default is None else self.default)
 
 
 class TensorRule(NamedTuple):
@@ -176,6 +183,10 @@ class HubFamily:
     features: dict[str, Any]
     """keys of [model] that all models of the family share"""
     fields: tuple[ConfigField, ...]
+    full_fields: tuple[ConfigField, ...] = field(default=(), kw_only=True)
+    """fields of the blocks with full attention alone; a null says nothing"""
+    prepared: Callable[[Mapping[str, Any]], dict[str, Any]] = field(default=dict, kw_only=True)
+    """returns the fields of a config.json in the one spelling that the table reads; raises FieldError"""
     required: tuple[RequiredField, ...]
     """which an export writes"""
     tensors: tuple[TensorRule, ...]
@@ -204,6 +215,8 @@ class HubFamily:
     """which blocks have no rotary positions is said by no_rope_layers and no_rope_layer_interval (SmolLM3)"""
     has_rope_by_type: bool = False
     """rope_parameters has a table for each of layer_types, and rope_scaling is of full_attention alone (OLMo 3)"""
+    has_no_old_rope: bool = False
+    """rotary positions are in rope_parameters alone: transformers 4 does not know the family (Gemma 4)"""
     window_rope_theta: float | None = None
     """base of the rotary frequencies in blocks with a window where config.json has no rope_local_base_freq (Gemma 3);
     None: such a block has rope_theta as all others"""
@@ -249,7 +262,7 @@ class HubFamily:
     @property
     def field_names(self) -> set[str]:
         """The fields of config.json that are keys of [model]."""
-        return {name for config_field in self.fields for name in config_field.names}
+        return {name for config_field in (*self.fields, *self.full_fields) for name in config_field.names}
 
     @property
     def has_experts(self) -> bool:
@@ -302,10 +315,8 @@ class HubFamily:
 def stored_shapes(model: Model) -> dict[str, Shape]:
     """Return the shapes of all stored tensors of a model: parameters and buffers."""
     shapes = parameter_shapes(model)
-    if model.router_bias:
-        for index in range(model.layers):
-            if model.of_block(index).experts:
-                shapes[f"layers.{index}.mlp.routed.router.bias"] = (model.experts,)
+    for index, view in enumerate(model.views):
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in buffer_shapes(view).items()}
     return shapes
 
 

@@ -4,6 +4,7 @@ from torchllm.tools.hub.families.deepseek_v3 import DEEPSEEK_V3
 from torchllm.tools.hub.families.family import HubFamily
 from torchllm.tools.hub.families.gemma2 import GEMMA2
 from torchllm.tools.hub.families.gemma3 import GEMMA3
+from torchllm.tools.hub.families.gemma4 import GEMMA4
 from torchllm.tools.hub.families.glm4_moe import GLM4_MOE
 from torchllm.tools.hub.families.glm4_moe_lite import GLM4_MOE_LITE
 from torchllm.tools.hub.families.gpt2 import GPT2
@@ -29,7 +30,7 @@ HUB_FAMILIES: dict[str, HubFamily] = {
     family.model_type: family
     for family in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3, MINISTRAL),
-        *(GEMMA2, GEMMA3, GRANITE, SEED_OSS),
+        *(GEMMA2, GEMMA3, GEMMA4, GRANITE, SEED_OSS),
         *(GPT2, MIXTRAL, QWEN3_MOE, OLMOE, GLM4_MOE, DEEPSEEK_V3, GLM4_MOE_LITE, MINIMAX_M2, HY_V3, GPT_OSS),
         *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE),
     )
