@@ -155,6 +155,7 @@ def test_proportional_angles_are_those_of_whole_heads_of_which_a_share_turns() -
         scaled = replace(model, rope_scaling_factor=factor)
         expected = [100.0 ** (-2 * pair / 20) / factor if pair < 3 else 0.0 for pair in range(10)]
         torch.testing.assert_close(rotary_frequencies(scaled, torch.device("cpu")), torch.tensor(expected))
+    assert replace(model, rotary_fraction=0.5).rotary_settings != model.rotary_settings  # by which blocks share angles
     x = torch.randn(1, 5, 2, 20, generator=torch.Generator().manual_seed(0))
     turned = rotate(x, rotary_angles(model, torch.arange(5).unsqueeze(0)))
     still = [3, 4, 5, 6, 7, 8, 9, 13, 14, 15, 16, 17, 18, 19]

@@ -244,6 +244,8 @@ class Model:
     """width of one of its values; 0: that of a head"""
     delta_conv: Annotated[int, Bound(at_least=2), DELTA] = 4
     """tokens that the convolution of its queries, keys and values sees, the current one included"""
+    delta_norm_epsilon: Annotated[NonNegative, DELTA] = 0.0
+    """norm_epsilon of the norm of its results; 0: the same"""
     delta_negative: Annotated[bool, DELTA] = False
     """let a token turn over what the state says of its key, not only forget it: negative eigenvalues (OLMo Hybrid)"""
     ffn: Count = 1024

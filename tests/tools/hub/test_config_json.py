@@ -260,7 +260,7 @@ REFUSED = {
         ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: must be over 0, not 0"),
         ({"final_logit_softcapping": 0.0}, "final_logit_softcapping: must be over 0, not 0.0"),
     ],
-    "gemma4": [
+    "gemma4-dense": [
         ({"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input: is 8: embeddings in each block, as in E2B"),
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers: is 2: keys and values shared by blocks"),
         ({"per_layer_config": {"5": {"head_dim": 8}}}, "per_layer_config: other fields than those of all full blocks"),
@@ -611,6 +611,10 @@ def test_first_blocks_without_experts_are_those_of_transformers() -> None:
         assert sparse == [index >= dense_layers for index in range(4)], change
 
 
+KEYS_OF_OTHER_FORMS = (".linear_attn.conv1d.weight",)
+"""of families whose files transformers 5.24 writes in another form than the published one: OLMo Hybrid"""
+
+
 def test_the_table_names_every_tensor_of_transformers_model_with_its_shape(tmp_path: Path) -> None:
     """Those of the modules, in which transformers 5 stacks experts, and those of the files that it writes of them."""
     for name, model in models():
@@ -623,7 +627,7 @@ def test_the_table_names_every_tensor_of_transformers_model_with_its_shape(tmp_p
         header = read_header(tmp_path / name / WHOLE_MODEL)
         of_file = {key: tensor.shape for key, tensor in header.tensors.items()}
         family = HUB_FAMILIES[config.model_type]
-        for saved in (of_modules, of_file):
+        for saved in (of_modules, of_file)[: 1 if family.module_key in KEYS_OF_OTHER_FORMS else 2]:
             stored = {tensor.key: tensor.shape for tensor in family.with_table_of(saved).stored_tensors(model)}
             assert stored == saved, name
 

@@ -450,6 +450,7 @@ def _read_blocks(content: Mapping[str, Any], family: HubFamily, read: ReadConfig
             keys[block]["mixer"] = family.mixers[block.layer_type]
         elif family.mixers:
             keys[block]["mixer"] = read.values["mixer"]
+        keys[block] |= family.of_types.get(block.layer_type, {})
         if block.layer_type == FULL:
             keys[block] |= _read_full_fields(content, family, read)
         if family.has_rotary_positions:

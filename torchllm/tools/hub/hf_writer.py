@@ -153,7 +153,7 @@ def stored_form(tensor: StoredTensor, reader: PartReader) -> Tensor:
 
     Raises CheckpointError if the weights have other shapes than the config says, and the errors of the reader.
     """
-    if len(tensor.parts) > 1:
+    if len(tensor.parts) > 1 or len(tensor.shape) > 2:
         return _form_of_parts(tensor, reader)
     whole = reader.read(tensor.parts[0])
     if tensor.is_transposed:
@@ -163,7 +163,7 @@ def stored_form(tensor: StoredTensor, reader: PartReader) -> Tensor:
 
 
 def _form_of_parts(tensor: StoredTensor, reader: PartReader) -> Tensor:
-    """Return a tensor that holds several parameters, or the matrices, or the vectors, of all experts."""
+    """Return a tensor that holds several parameters, the matrices, or vectors, of all experts, or a convolution."""
     whole: Tensor | None = None
     for part in sorted(tensor.parts, key=lambda part: part.name):  # the reader keeps one weight
         matrix = reader.read(part)

@@ -264,6 +264,17 @@ def rope_keys(model: Model) -> set[str]:
     return keys
 
 
+def has_null_theta(fields: Fields) -> bool:
+    """Return whether a config.json has a base of rotary positions, and it is null."""
+    places = (fields, *_tables(fields).values())
+    return any("rope_theta" in place and place["rope_theta"] is None for place in places)
+
+
+def write_no_rope() -> dict[str, Any]:
+    """Return the fields of a model without rotary positions."""
+    return {"rope_theta": None, "rope_scaling": None, "rope_parameters": {"rope_theta": None, "rope_type": "default"}}
+
+
 def write_rope(model: Model) -> dict[str, Any]:
     """Return the fields of a model's rotary positions in both spellings."""
     scaling: dict[str, Any] = {}

@@ -193,6 +193,8 @@ class HubFamily:
     stacked_tensors: tuple[TensorRule, ...] = ()
     """of files with stacked experts: transformers 5 can save its modules as they are. They are read and never written,
     because transformers 4 and others do not know them"""
+    module_key: str = field(default=STACKED_EXPERTS, kw_only=True)
+    """end of the keys by which such files are known"""
     prefix: str = "model."
     """prefix of the file's keys, except the head's; some published files lack it"""
     ignored_tensors: str = r"(?!)"
@@ -209,6 +211,10 @@ class HubFamily:
     """the model_type as which transformers reads a config.json whose layer_types differ (Mistral)"""
     mixers: Mapping[str, str] = field(default_factory=dict)
     """model.mixer of blocks by further entries of layer_types"""
+    of_types: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """further keys of [model] that all blocks of an entry of layer_types share"""
+    has_optional_rope: bool = False
+    """a rope_theta of null says that there are no rotary positions (OLMo Hybrid)"""
     has_window_fields: bool = False
     """a sliding_window is off unless use_sliding_window is true (Qwen, SmolLM3)"""
     has_no_rope_layers: bool = False
@@ -279,8 +285,8 @@ class HubFamily:
         return self.has_prediction_blocks and block is not None and (block[1] is not None or int(block[2]) >= layers)
 
     def with_table_of(self, keys: Iterable[str]) -> "HubFamily":
-        """Return the family with the table that the keys of a file follow: experts of a block are stacked, or not."""
-        if any(key.endswith(STACKED_EXPERTS) for key in keys) and self.stacked_tensors:
+        """Return the family with the table that the keys of a file follow: that of transformers' modules, or not."""
+        if any(key.endswith(self.module_key) for key in keys) and self.stacked_tensors:
             return replace(self, tensors=self.stacked_tensors)
         return self
 

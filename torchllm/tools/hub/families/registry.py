@@ -17,6 +17,7 @@ from torchllm.tools.hub.families.mistral import MINISTRAL, MISTRAL
 from torchllm.tools.hub.families.mixtral import MIXTRAL
 from torchllm.tools.hub.families.olmo2 import OLMO2
 from torchllm.tools.hub.families.olmo3 import OLMO3
+from torchllm.tools.hub.families.olmo_hybrid import OLMO_HYBRID
 from torchllm.tools.hub.families.olmoe import OLMOE
 from torchllm.tools.hub.families.qwen2 import QWEN2
 from torchllm.tools.hub.families.qwen3 import QWEN3
@@ -32,7 +33,7 @@ HUB_FAMILIES: dict[str, HubFamily] = {
         *(LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3, MINISTRAL),
         *(GEMMA2, GEMMA3, GEMMA4, GRANITE, SEED_OSS),
         *(GPT2, MIXTRAL, QWEN3_MOE, OLMOE, GLM4_MOE, DEEPSEEK_V3, GLM4_MOE_LITE, MINIMAX_M2, HY_V3, GPT_OSS),
-        *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE),
+        *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, OLMO_HYBRID),
     )
 }
 """by the model_type of config.json; a model is exported as the first that fits"""
