@@ -144,6 +144,7 @@ MODEL_PARTS: dict[str | None, Settings] = {
     },
     "Qwen3-Next": {"model.attention_gate": "element", "model.norm_offset": True},
     "gates of heads": {"model.attention_gate": "head"},
+    "ERNIE 4.5": {"model.rope_interleaved": True},
     "Gemma 4": {
         **{"model.v_norm": True, "model.keys_as_values": True, "model.softmax_scale": 0.5},
         **{"model.rope_proportional": True, "model.rotary_fraction": 0.5},
@@ -306,7 +307,9 @@ class TinySpace(LayoutSpace):
 
 def needs_llama(settings: Settings) -> bool:
     """Return whether only a model of Llama's family has some settings."""
-    return not settings.keys().isdisjoint({"model.norm_offset", "model.activation", "model.rope_proportional"})
+    return not settings.keys().isdisjoint(
+        {"model.norm_offset", "model.activation", "model.rope_proportional", "model.rope_interleaved"}
+    )
 
 
 def kinds_of(layout: Layout) -> Kinds:

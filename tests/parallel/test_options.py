@@ -37,6 +37,8 @@ GEMMA4: Settings = {
 GATED: Settings = {
     "model.qk_norm": "head",
     "model.attention_gate": "element",
+    "model.rope_interleaved": True,
+    "model.rotary_fraction": 0.5,
     "model.norm_offset": True,
     "model.residual_multiplier": 0.4,
     "model.logit_divisor": 2.0,

@@ -377,7 +377,7 @@ class Model:
     rope_proportional: Annotated[bool, ROTARY] = False
     """angles are those of whole heads, and rotary_fraction is the share of them, the fastest, that turn: the first
     features of each half of a head (Gemma 4)"""
-    rope_interleaved: Annotated[bool, LATENT] = False
+    rope_interleaved: Annotated[bool, ROTARY] = False
     """rotary positions turn pairs of neighboring features, instead of those that are half of their width apart"""
     norm_epsilon: Positive = 1e-5
     """added to the variance in the normalization layers"""

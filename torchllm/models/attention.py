@@ -20,7 +20,7 @@ from torchllm.config import Model
 from torchllm.config.errors import UserError
 from torchllm.facts.parts.part import found
 from torchllm.models.document_attention import document_attention, fused_attention, visible_keys
-from torchllm.models.layers import RMSNorm, Rotary, rotate, soft_capped, widened
+from torchllm.models.layers import RMSNorm, Rotary, neighbors_apart, rotate, soft_capped, widened
 from torchllm.models.mixer import Mixer
 from torchllm.models.varlen_attention import (
     Documents,
@@ -60,6 +60,7 @@ class Attention(Mixer):
         self.v_norm: nn.Module | None = None
         if model.v_norm:
             self.v_norm = RMSNorm(model.head_width, model.norm_epsilon, has_weight=False)
+        self.is_interleaved = model.rope_interleaved
         self.sinks: nn.Module | None = None
         if model.sinks:
             self.sinks = found("torchllm.models.sinks:Sinks")(model.heads)  # few models have them
@@ -89,6 +90,8 @@ class Attention(Mixer):
         if self.v_norm is not None:
             v = self.v_norm(v)
         if rotary is not None:
+            if self.is_interleaved:
+                q, k = (neighbors_apart(x, rotary[0].shape[-1]) for x in (q, k))
             q, k = rotate(q, rotary), rotate(k, rotary)
         of_heads = () if self.sinks is None else (self.sinks(),)
         out: Tensor = self.core(q, k, v, mask, *of_heads).flatten(-2)

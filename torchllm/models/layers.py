@@ -243,12 +243,13 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     return torch.cat((_Rotation.apply(x[..., :width], *rotary), x[..., width:]), dim=-1)
 
 
-def neighbors_apart(x: Tensor) -> Tensor:
-    """Return x (..., R) with the features of even indices before the others, so that `rotate` turns neighbors.
+def neighbors_apart(x: Tensor, width: int) -> Tensor:
+    """Return x (..., Q) whose first `width` features have those of even indices first: `rotate` so turns neighbors.
 
     Scores do not change: queries and keys have the same order.
     """
-    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    apart = x[..., :width].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return apart if width == x.shape[-1] else torch.cat((apart, x[..., width:]), dim=-1)
 
 
 class _Rotation(torch.autograd.Function):

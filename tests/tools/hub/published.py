@@ -230,6 +230,22 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | NO_ENDS
         | {"head_dim": 10, "attention_out_bias": True, "attention_dropout": 0.0, "residual_dropout": 0.0},
     ),
+    "ernie4.5": ("Ernie4_5Config", SIZES | NO_ENDS | {"head_dim": 12, "tie_word_embeddings": True}),
+    "ernie4.5-yarn": (
+        "Ernie4_5Config",
+        SIZES | NO_ENDS | {"head_dim": None, "rope_parameters": YARN, "tie_word_embeddings": False},
+    ),
+    "qwen2-moe": (
+        "Qwen2MoeConfig",
+        SIZES | QWEN_EXPERTS | {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 1408},
+    ),
+    "qwen2-moe-dense": (
+        "Qwen2MoeConfig",
+        SIZES
+        | QWEN_EXPERTS
+        | {"moe_intermediate_size": 88, "shared_expert_intermediate_size": 1408, "mlp_only_layers": [0]}
+        | {"qkv_bias": False, "norm_topk_prob": True, "rope_parameters": YARN},
+    ),
     "qwen3-next": ("Qwen3NextConfig", SIZES | DELTA | QWEN_EXPERTS | {"head_dim": 16}),
     "qwen3-next-dense": (
         "Qwen3NextConfig",

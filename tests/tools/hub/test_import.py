@@ -97,6 +97,8 @@ MORE_LAYOUTS = [
     ("qwen3.5-groups", ("fsdp", "1f1b"), "uneven"),
     ("qwen3.5-moe", ("sp", "zero1"), "stacked"),
     ("olmo-hybrid", ("v", "tp"), "tied"),
+    ("qwen2-moe", ("sp", "zero1"), "stacked"),
+    ("ernie4.5", ("cp", "tp"), "uneven"),
     ("olmo-hybrid-nope", ("cp", "fsdp"), "uneven"),
 ]
 
@@ -385,6 +387,10 @@ MORE_TRAINED = [
     ("qwen3.5-groups", ("fsdp",), ""),
     ("qwen3.5-moe", ("sp",), "uneven"),
     ("olmo-hybrid", ("sp",), ""),
+    ("qwen2-moe", ("tp",), "uneven"),
+    ("qwen2-moe-dense", ("1f1b",), ""),
+    ("ernie4.5", ("sp",), "uneven"),
+    ("ernie4.5-yarn", ("cp",), ""),
     ("olmo-hybrid-nope", ("1f1b",), "uneven"),
 ]
 
