@@ -235,6 +235,17 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Ernie4_5Config",
         SIZES | NO_ENDS | {"head_dim": None, "rope_parameters": YARN, "tie_word_embeddings": False},
     ),
+    "ernie4.5-moe": (
+        "Ernie4_5_MoeConfig",
+        SIZES | NO_ENDS | {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 12, "moe_num_shared_experts": 1},
+    ),
+    "ernie4.5-moe-yarn": (
+        "Ernie4_5_MoeConfig",
+        SIZES
+        | NO_ENDS
+        | {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 20, "moe_layer_start_index": 2}
+        | {"rope_parameters": YARN, "tie_word_embeddings": False},
+    ),
     "qwen2-moe": (
         "Qwen2MoeConfig",
         SIZES | QWEN_EXPERTS | {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 1408},

@@ -76,6 +76,8 @@ PUBLISHED = {
         57_408_658_944,
         14_249_270_784,
     ),
+    # baidu/ERNIE-4.5-21B-A3B-PT, without the biases of routers and the tensors mtp_*
+    "ernie4.5_21b_a3b": PublishedModel({"model_type": "ernie4_5_moe"}, 21_825_436_160, 3_352_148_480),
     "ernie4.5_0.3b": PublishedModel({"model_type": "ernie4_5"}, 360_748_032, 360_748_032),  # baidu/ERNIE-4.5-0.3B-PT
     "qwen3.5_9b": PublishedModel(  # Qwen/Qwen3.5-9B
         QWEN3_5 | {"model_type": "qwen3_5_text"},

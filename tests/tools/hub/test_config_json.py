@@ -82,7 +82,8 @@ def test_each_field_may_be_missing() -> None:
                 content |= dict.fromkeys(
                     {"layer_types", "mlp_layer_types", "no_rope_layers"} & content.keys()
                 )  # one per layer
-                content.pop("per_layer_config", None)
+                for of_layers in ("per_layer_config", "moe_layer_end_index"):
+                    content.pop(of_layers, None)
             if model_of(content) != model_of(as_json(type(config)(**content))):
                 wrong.append((name, field))
     assert not wrong
@@ -269,6 +270,15 @@ REFUSED = {
             "per_layer_config: other fields than those of all full blocks",
         ),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention: is 'all': attention to later tokens"),
+    ],
+    "ernie4.5-moe": [
+        ({"moe_layer_end_index": 2}, "moe_layer_end_index: is 2: dense blocks after those with experts"),
+        ({"moe_layer_interval": 2}, "moe_layer_interval: is 2: dense blocks after those with experts"),
+        ({"use_bias": True}, "use_bias: is True: biases of all matrices"),
+    ],
+    "olmo-hybrid": [
+        ({"layer_types": ["linear_attention"] * 4}, "layer_types: must have blocks of both types"),
+        ({"attention_bias": True}, "attention_bias: is True: biases"),
     ],
     "smollm3": [
         ({"no_rope_layers": [1, 1]}, "no_rope_layers: must be 0 or 1 for each of num_hidden_layers blocks, not [1, 1]"),

@@ -99,6 +99,7 @@ MORE_LAYOUTS = [
     ("olmo-hybrid", ("v", "tp"), "tied"),
     ("qwen2-moe", ("sp", "zero1"), "stacked"),
     ("ernie4.5", ("cp", "tp"), "uneven"),
+    ("ernie4.5-moe", ("sp", "zero1"), "stacked"),
     ("olmo-hybrid-nope", ("cp", "fsdp"), "uneven"),
 ]
 
@@ -391,6 +392,8 @@ MORE_TRAINED = [
     ("qwen2-moe-dense", ("1f1b",), ""),
     ("ernie4.5", ("sp",), "uneven"),
     ("ernie4.5-yarn", ("cp",), ""),
+    ("ernie4.5-moe", ("tp",), "uneven"),
+    ("ernie4.5-moe-yarn", ("fsdp",), ""),
     ("olmo-hybrid-nope", ("1f1b",), "uneven"),
 ]
 

@@ -153,17 +153,19 @@ def stored_form(tensor: StoredTensor, reader: PartReader) -> Tensor:
 
     Raises CheckpointError if the weights have other shapes than the config says, and the errors of the reader.
     """
-    if len(tensor.parts) > 1 or len(tensor.shape) > 2:
+    if len(tensor.parts) > 1:
         return _form_of_parts(tensor, reader)
     whole = reader.read(tensor.parts[0])
     if tensor.is_transposed:
         whole = whole.t()
+    if tuple(size for size in tensor.shape if size > 1) == tuple(size for size in whole.shape if size > 1):
+        whole = whole.reshape(tensor.shape)  # a convolution, or a row
     _check_shape(tensor, tensor.shape, whole)
     return whole
 
 
 def _form_of_parts(tensor: StoredTensor, reader: PartReader) -> Tensor:
-    """Return a tensor that holds several parameters, the matrices, or vectors, of all experts, or a convolution."""
+    """Return a tensor that holds several parameters, or the matrices, or the vectors, of all experts."""
     whole: Tensor | None = None
     for part in sorted(tensor.parts, key=lambda part: part.name):  # the reader keeps one weight
         matrix = reader.read(part)

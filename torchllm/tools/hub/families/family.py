@@ -112,6 +112,8 @@ class TensorRule(NamedTuple):
     """model.mixer of the blocks that the rule is for; empty: all. Mixers share names, and the first rule counts"""
     is_convolution: bool = False
     """the file has a dimension of 1 before the last (torch's Conv1d of channels)"""
+    is_row: bool = False
+    """the file has a vector as a matrix of one row (ERNIE 4.5)"""
 
 
 class StoredPart(NamedTuple):
@@ -332,8 +334,9 @@ def _build(rule: TensorRule, names: list[str], block: str, shapes: dict[str, Sha
     if ".experts." not in names[0]:
         parts = _parts_of_tensor(names, shapes, groups)
         whole = (parts[-1].first_row + parts[-1].rows, *((1,) if rule.is_convolution else ()), *shape[1:])
-        stored_shape = whole[::-1] if rule.is_transposed else whole
-        return [StoredTensor(rule.key.format(block), stored_shape, rule.is_transposed, parts, rule.is_float32)]
+        stored_shape = (1, *whole) if rule.is_row else whole[::-1] if rule.is_transposed else whole
+        key, is_vector = rule.key.format(block), rule.is_row
+        return [StoredTensor(key, stored_shape, rule.is_transposed, parts, rule.is_float32, is_vector)]
     experts, _, *columns = shape
     parts = _parts_of_stack(names, shapes, rule)
     if "{expert}" not in rule.key:

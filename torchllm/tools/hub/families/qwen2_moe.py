@@ -1,5 +1,5 @@
-"""Qwen1.5-MoE and Qwen2-MoE (Qwen Team 2024, arXiv 2407.10671), as Qwen2-57B-A14B: Qwen2's form with experts, and shared
-ones with a gate.
+"""Qwen1.5-MoE and Qwen2-MoE (Qwen Team 2024, arXiv 2407.10671), as Qwen2-57B-A14B: Qwen2's form with experts, and
+shared ones with a gate.
 """
 
 from torchllm.tools.hub.families.family import ConfigField, HubFamily, RequiredField

@@ -1,7 +1,7 @@
 """The families that can be read and written. No torch."""
 
 from torchllm.tools.hub.families.deepseek_v3 import DEEPSEEK_V3
-from torchllm.tools.hub.families.ernie4_5 import ERNIE4_5
+from torchllm.tools.hub.families.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from torchllm.tools.hub.families.family import HubFamily
 from torchllm.tools.hub.families.gemma2 import GEMMA2
 from torchllm.tools.hub.families.gemma3 import GEMMA3
@@ -34,7 +34,8 @@ HUB_FAMILIES: dict[str, HubFamily] = {
     for family in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3, MINISTRAL),
         *(GEMMA2, GEMMA3, GEMMA4, GRANITE, SEED_OSS, ERNIE4_5),
-        *(GPT2, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, DEEPSEEK_V3, GLM4_MOE_LITE, MINIMAX_M2, HY_V3, GPT_OSS),
+        *(GPT2, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, DEEPSEEK_V3, GLM4_MOE_LITE),
+        *(MINIMAX_M2, HY_V3, GPT_OSS, ERNIE4_5_MOE),
         *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, OLMO_HYBRID),
     )
 }
