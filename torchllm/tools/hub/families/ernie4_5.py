@@ -62,8 +62,15 @@ ERNIE4_5_MOE = replace(
     features=ERNIE4_5.features | {"router_bias": True, "router_renormalize": True, "router_scale": 1.0},
     fields=(
         *decoder_fields(
-            **{"vocab": 103424, "ffn": 12288, "kv_heads": 4, "length": 131072, "epsilon": 1e-5},
-            **{"layers": 28, "hidden": 2560, "heads": 20, "tied": True},
+            vocab=103424,
+            ffn=12288,
+            kv_heads=4,
+            length=131072,
+            epsilon=1e-5,
+            layers=28,
+            hidden=2560,
+            heads=20,
+            tied=True,
         ),
         ConfigField("moe_num_experts", "experts", 64, aliases=("num_experts",)),
         ConfigField("moe_k", "top_k", 6, is_fixed=False, aliases=("num_experts_per_tok",)),
