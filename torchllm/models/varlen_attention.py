@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import activate_flash_attention_impl
 
-from torchllm.facts.parts.attention import WIDEST_HEAD
+from torchllm.facts.parts.part import WIDEST_HEAD
 from torchllm.runtime.torch_compat import varlen_attention
 
 TOKENS_PER_DOCUMENT = 128

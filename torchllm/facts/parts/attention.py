@@ -15,9 +15,6 @@ from torchllm.facts.parts.part import (
     product_of,
 )
 
-WIDEST_HEAD = 256
-"""largest width of a head in flash attention"""
-
 
 def _query_shape(view: Model) -> Shape:
     return view.query_outputs, view.hidden

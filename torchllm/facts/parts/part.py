@@ -30,6 +30,8 @@ feed-forward layer and of experts, stacked. router: of experts, and the gate of 
 adapter: of LoRA. vector: weights and biases of norms, biases of matrices, numbers of heads or channels."""
 
 
+WIDEST_HEAD = 256
+"""largest width of a head in flash attention"""
 KEYS_OF_ATTENTION = (
     *("attention", "qk_norm", "qkv_bias", "o_bias", "softmax_scale", "score_softcap", "attention_gate"),
     *("window", "sinks", "v_norm", "keys_as_values", "rotary_fraction", "rope_proportional", "rope_theta"),

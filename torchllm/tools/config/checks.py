@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from torchllm.config.schema import Config, Data, Generate, Model, Run
-from torchllm.facts.parts.attention import WIDEST_HEAD
+from torchllm.facts.parts.part import WIDEST_HEAD
 from torchllm.facts.parts.registry import mixer
 from torchllm.tools.config.degrees import key_of_kind, layout_problems
 from torchllm.tools.config.idle import contradictions
