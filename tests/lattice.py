@@ -144,11 +144,6 @@ MODEL_PARTS: dict[str | None, Settings] = {
     },
     "Qwen3-Next": {"model.attention_gate": "element", "model.norm_offset": True},
     "gates of heads": {"model.attention_gate": "head"},
-    "ERNIE 4.5": {"model.rope_interleaved": True},
-    "Gemma 4": {
-        **{"model.v_norm": True, "model.keys_as_values": True, "model.softmax_scale": 0.5},
-        **{"model.rope_proportional": True, "model.rotary_fraction": 0.5},
-    },
 }
 """settings of parts that no layout depends on, by the model that has them; None: none"""
 MIXER = "model.mixer"
@@ -273,8 +268,6 @@ class TinySpace(LayoutSpace):
         keys |= MODEL_PARTS[layout.get(PARTS)]
         if layout.get(PARTS) == "Gemma 3" and layout.get("model.attention") == "eager":
             keys["model.score_softcap"] = 0.3
-        if layout.get(PARTS) == "Gemma 4" and layout.get("model.norm_position") == "both":
-            keys["model.block_scale"] = True
         if layout.get(PARTS) == "Qwen3-Next" and keys.get("model.shared_experts"):
             keys["model.shared_gate"] = True
         keys.pop(MIXER, None)
@@ -307,9 +300,7 @@ class TinySpace(LayoutSpace):
 
 def needs_llama(settings: Settings) -> bool:
     """Return whether only a model of Llama's family has some settings."""
-    return not settings.keys().isdisjoint(
-        {"model.norm_offset", "model.activation", "model.rope_proportional", "model.rope_interleaved"}
-    )
+    return not settings.keys().isdisjoint({"model.norm_offset", "model.activation"})
 
 
 def kinds_of(layout: Layout) -> Kinds:
