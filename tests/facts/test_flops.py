@@ -47,6 +47,12 @@ SMALL["other shapes"] = replace(
         wide={"kv_heads": 6, "expert_ffn": 24},
     ),
 )
+SMALL["keys as values"] = replace(
+    SMALL["llama"],
+    v_norm=True,
+    pattern=("a", "b"),
+    kinds=Kinds(a={}, b={"head_dim": 12, "kv_heads": 3, "keys_as_values": True}),
+)
 SMALL["gate per element"] = replace(SMALL["gpt"], attention_gate="element")
 SMALL["experts, norms after"] = replace(SMALL["shared experts"], norm_position="after", dense_layers=0)
 RECOMPUTES = [

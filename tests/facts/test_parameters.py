@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 import torch
 
-from torchllm.config import Compile, Model, Recompute
+from torchllm.config import Compile, Kinds, Model, Recompute
 from torchllm.config.schema import Lora, RecomputeMode
 from torchllm.facts.parameters import END_RULES, canonical_name, is_low_rank_factor, rule_of
 from torchllm.facts.parts.registry import FEED_FORWARDS, MIXERS
@@ -32,6 +32,12 @@ MODELS = {
     "qwen2": replace(TINY, qkv_bias=True),
     "experts": replace(TINY, experts=3, expert_ffn=8, shared_experts=2, shared_gate=True, dense_layers=1),
     "gemma": replace(TINY, norm_position="both", norm_offset=True, attention_gate="element"),
+    "gemma4": replace(
+        TINY,
+        **{"norm_position": "both", "block_scale": True, "v_norm": True},
+        pattern=("window", "full"),
+        kinds=Kinds(window={"window": 4}, full={"keys_as_values": True, "head_dim": 6}),
+    ),
     "gpt-gated": replace(TINY, family="gpt", attention_gate="head"),
     "gpt-oss": replace(TINY, sinks=True, o_bias=True, experts=3, dense_layers=1, expert_biases=True),
     "deepseek": replace(TINY, **LATENT, latent_q_width=6),

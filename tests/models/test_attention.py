@@ -18,7 +18,7 @@ from torchllm.config import Model
 from torchllm.config.errors import UserError
 from torchllm.models import attention
 from torchllm.models.attention import CORES, Attention, EagerAttention, build_attention
-from torchllm.models.layers import rotary_angles
+from torchllm.models.layers import rotary_angles, rotate
 
 pytestmark = pytest.mark.quick
 BATCH, LENGTH, WIDTH = 2, 13, 8
@@ -220,6 +220,20 @@ def test_attention_module_around_its_core(family: Literal["llama", "gpt"], biase
     assert torch.equal(k[:, 0], plain_k[:, 0])
     assert not torch.allclose(k[:, 5], plain_k[:, 5])
     torch.testing.assert_close(out, module.o_proj(q.flatten(-2) * 2))
+
+
+def test_values_are_normed_projections_of_keys() -> None:
+    """Of keys before their norm and rotary positions, as Gemma 4 has them."""
+    model = Model(hidden=24, heads=6, kv_heads=2, head_dim=8, attention="eager", qk_norm="head", v_norm=True)
+    module: Any = filled(Attention(replace(model, keys_as_values=True)))
+    x = inputs(BATCH, LENGTH, 24)
+    rotary = rotary_angles(model, torch.arange(LENGTH).expand(BATCH, LENGTH))
+    with mock.patch.object(module.core, "forward", side_effect=lambda q, k, v, mask: q) as core:
+        module(x, rotary, None)
+    _, k, v, _ = core.call_args.args
+    plain = module.k_proj(x).view(BATCH, LENGTH, 2, 8)
+    torch.testing.assert_close(v, plain / (plain.square().mean(-1, keepdim=True) + model.norm_epsilon).sqrt())
+    torch.testing.assert_close(k, rotate(module.k_norm(plain), rotary))
 
 
 @pytest.mark.parametrize("gate", ["element", "head"])

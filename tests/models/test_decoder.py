@@ -39,6 +39,15 @@ GEMMA = replace(
     logit_softcap=3.0,
     tied_embeddings=True,
 )
+GEMMA4 = replace(
+    LLAMA,
+    qk_norm="head",
+    v_norm=True,
+    norm_position="both",
+    block_scale=True,
+    pattern=("local", "full"),
+    kinds=Kinds(local={"window": 5}, full={"head_dim": 12, "kv_heads": 1, "keys_as_values": True}),
+)
 GRANITE = replace(LLAMA, residual_multiplier=0.22, logit_divisor=6.0, embedding_multiplier=12.0, softmax_scale=0.5)
 FAMILIES = {
     "llama": LLAMA,
@@ -49,6 +58,7 @@ FAMILIES = {
     "mistral": MISTRAL,
     "kinds": OF_KINDS,
     "gemma": GEMMA,
+    "gemma4": GEMMA4,
     "granite": GRANITE,
     "gated": replace(QWEN, attention_gate="element"),
     "gated heads": replace(LLAMA, attention_gate="head"),

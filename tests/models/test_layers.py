@@ -148,6 +148,21 @@ def test_a_part_of_each_head_is_turned_as_a_narrower_head_is() -> None:
 NO_KERNELS = (torch.ops.aten.new_empty.default, torch.ops.aten.detach.default)
 
 
+def test_proportional_angles_are_those_of_whole_heads_of_which_a_share_turns() -> None:
+    """Gemma 4: the fastest pairs (i, i + 10) of a head of 20 features; the others stay as they are."""
+    model = Model(head_dim=20, rope_theta=100.0, rope_proportional=True, rotary_fraction=0.3, rope_scaling="linear")
+    for factor in (1.0, 4.0):
+        scaled = replace(model, rope_scaling_factor=factor)
+        expected = [100.0 ** (-2 * pair / 20) / factor if pair < 3 else 0.0 for pair in range(10)]
+        torch.testing.assert_close(rotary_frequencies(scaled, torch.device("cpu")), torch.tensor(expected))
+    assert replace(model, rotary_fraction=0.5).rotary_settings != model.rotary_settings  # by which blocks share angles
+    x = torch.randn(1, 5, 2, 20, generator=torch.Generator().manual_seed(0))
+    turned = rotate(x, rotary_angles(model, torch.arange(5).unsqueeze(0)))
+    still = [3, 4, 5, 6, 7, 8, 9, 13, 14, 15, 16, 17, 18, 19]
+    assert torch.equal(turned[..., still], x[..., still])
+    assert not torch.isclose(turned[:, 1:, :, [0, 1, 2, 10, 11, 12]], x[:, 1:, :, [0, 1, 2, 10, 11, 12]]).all(-1).any()
+
+
 def test_rotation_takes_four_kernels_in_each_direction() -> None:
     x = inputs(1, 8, 2, 16).bfloat16().requires_grad_()
     rotary = rotary_angles(Model(hidden=32, heads=2), torch.arange(8).unsqueeze(0))

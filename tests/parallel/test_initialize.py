@@ -112,6 +112,15 @@ def count_random_numbers() -> tuple[int, int]:
     return count, sum(parameter.numel() for parameter in parameters)
 
 
+def test_a_buffer_starts_as_declared() -> None:
+    model = Model(layers=1, hidden=16, heads=2, norm_position="both", block_scale=True, experts=2, router_bias=True)
+    with torch.device("meta"):
+        decoder = build_model(model)
+    initialize([decoder], model, torch.device("cpu"), seed=0)
+    values = {name: buffer.unique().item() for name, buffer in decoder.named_buffers()}
+    assert values == {"layers.0.layer_scalar": 1.0, "layers.0.mlp.routed.router.bias": 0.0}
+
+
 def test_a_rank_makes_only_its_shard() -> None:
     drawn, whole = zip(*run(count_random_numbers, 4), strict=True)
     assert sum(drawn) == whole[0]

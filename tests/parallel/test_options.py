@@ -22,9 +22,23 @@ GEMMA: Settings = {
 }
 GEMMA2: Settings = GEMMA | {"model.qk_norm": "width", "model.attention": "eager", "model.score_softcap": 0.3}
 """scores of a fresh model are small: so is a cap that shows"""
+GEMMA4: Settings = {
+    **{"model.qk_norm": "head", "model.v_norm": True, "model.norm_position": "both", "model.block_scale": True},
+    **{"model.softmax_scale": 1.0, "model.activation": "gelu_tanh", "model.norm_epsilon": 1e-2},
+    "model.pattern": ("local", "full"),
+    "model.kinds": Kinds(
+        local={"window": 7},
+        full={
+            **{"keys_as_values": True, "kv_heads": 2, "head_dim": 12, "rope_theta": 500.0},
+            **{"rope_proportional": True, "rotary_fraction": 0.5},
+        },
+    ),
+}
 GATED: Settings = {
     "model.qk_norm": "head",
     "model.attention_gate": "element",
+    "model.rope_interleaved": True,
+    "model.rotary_fraction": 0.5,
     "model.norm_offset": True,
     "model.residual_multiplier": 0.4,
     "model.logit_divisor": 2.0,
@@ -37,6 +51,7 @@ RING: Settings = {"parallel.cp": 2, "data.document_mask": True}
 BY_DEFAULT: dict[str, Settings] = {
     "Gemma 3, sequence parallel": GEMMA | SP,
     "Gemma 2, a ring": GEMMA2 | RING,
+    "Gemma 4, sequence parallel": GEMMA4 | SP,
     "gate per element, sequence parallel, z-loss in chunks": (
         GATED | SP | {"training.z_loss": 0.02, "training.loss_chunk": 20}
     ),
@@ -45,6 +60,12 @@ LAYOUTS: dict[str, Settings] = {
     "Gemma 3, split backward of segments": GEMMA | ZBV,
     "Gemma 3, a ring": GEMMA | RING,
     "Gemma 3, Ulysses, chunks": GEMMA | ULYSSES | {"training.loss_chunk": 20},
+    "Gemma 4, a ring": GEMMA4 | RING,
+    "Gemma 4, Ulysses, half of the products": GEMMA4 | ULYSSES | {"recompute.mode": "selective_half"},
+    "Gemma 4, split backward of segments": GEMMA4 | ZBV,
+    "Gemma 4, gates, values of keys with biases": (
+        GEMMA4 | {"parallel.tp": 2, "model.attention_gate": "element", "model.qkv_bias": True}
+    ),
     "Gemma 2, tensor parallel, chunks, z-loss": (
         GEMMA2 | {"parallel.tp": 2, "training.loss_chunk": 20, "training.z_loss": 0.02}
     ),

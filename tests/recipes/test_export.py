@@ -59,6 +59,35 @@ MODELS = {
         kinds=Kinds(delta={"mixer": "gated_delta"}, full={}),
         **SIZES,
     ),
+    "gemma 4": Model(
+        **(SIZES | {"heads": 4}),
+        kv_heads=2,
+        qk_norm="head",
+        v_norm=True,
+        norm_position="both",
+        block_scale=True,
+        activation="gelu_tanh",
+        softmax_scale=1.0,
+        embedding_multiplier=SIZES["hidden"] ** 0.5,
+        pattern=("local", "full"),
+        kinds=Kinds(
+            local={"window": 9},
+            full={
+                **{"head_dim": 12, "kv_heads": 1, "keys_as_values": True},
+                **{"rope_proportional": True, "rotary_fraction": 0.5, "rope_theta": 500.0},
+            },
+        ),
+    ),
+    "olmo hybrid": Model(
+        qk_norm="width",
+        delta_value_dim=12,
+        delta_negative=True,
+        delta_norm_epsilon=1e-5,
+        rotary_fraction=0.0,
+        pattern=("delta", "full"),
+        kinds=Kinds(delta={"mixer": "gated_delta"}, full={"norm_position": "after"}),
+        **SIZES,
+    ),
     "gpt2 not tied": Model(family="gpt", **SIZES),
 }
 
@@ -180,7 +209,8 @@ def test_a_published_model_comes_back_bitwise(name: str, tmp_path: Path) -> None
     if transformers.__version__ < "5" and "rope_parameters" in CONFIGS[name][1]:
         pytest.skip("transformers 4 cannot make this model: it does not know rope_parameters")
     published = tmp_path / "published"
-    config = save_published(name, published).config
+    hub_model = save_published(name, published)
+    config = hub_model.config
     model = replace(read_hub_config(published).model, from_hf=str(published))
     if model.score_softcap:
         model = replace(model, attention="eager")  # sdpa has none
@@ -191,14 +221,16 @@ def test_a_published_model_comes_back_bitwise(name: str, tmp_path: Path) -> None
 
     (decoder,) = save_run(tmp_path / "run", model, record=record, fill=fill).values()
     folder = exported(tmp_path / "run")
+    exported_model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     before, after = load_file(published / "model.safetensors"), load_file(folder / "model.safetensors")
+    if name.startswith("olmo-hybrid"):  # transformers 5.24 writes it in another form than the published one
+        before, after = hub_model.state_dict(), exported_model.state_dict()
     assert before.keys() == after.keys()
     for key, tensor in before.items():
         assert torch.equal(tensor, after[key]), key
     found = transformers.AutoConfig.from_pretrained(folder)
     assert type(found) is type(config)
     assert as_json(found)["architectures"] == as_json(config)["architectures"]
-    exported_model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens = torch.randint(96, (1, 48), generator=torch.Generator().manual_seed(0))
     expected = logits_of(decoder, tokens)
     with torch.no_grad():

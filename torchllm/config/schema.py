@@ -244,6 +244,8 @@ class Model:
     """width of one of its values; 0: that of a head"""
     delta_conv: Annotated[int, Bound(at_least=2), DELTA] = 4
     """tokens that the convolution of its queries, keys and values sees, the current one included"""
+    delta_norm_epsilon: Annotated[NonNegative, DELTA] = 0.0
+    """norm_epsilon of the norm of its results; 0: the same"""
     delta_negative: Annotated[bool, DELTA] = False
     """let a token turn over what the state says of its key, not only forget it: negative eigenvalues (OLMo Hybrid)"""
     ffn: Count = 1024
@@ -309,12 +311,18 @@ class Model:
     qk_norm: Literal["none", "head", "width"] = "none"
     """RMSNorm of queries and keys before the rotary positions; head: each head separately, one weight (Q) for all heads
     (Qwen3); width: all heads as one vector, weights (H Q) and (K Q) (OLMo 2)"""
+    v_norm: bool = False
+    """RMSNorm of each head of the values, without weight (Gemma 4)"""
+    keys_as_values: bool = False
+    """values are the projections of keys, before norms and rotary positions: there is no v_proj (Gemma 4)"""
     norm_position: Literal["before", "after", "both"] = "before"
     """where a block's norms are; before: of the input of attention and of the feed-forward layer; after: of their
     results, before these are added to the residual stream (OLMo 2); both (Gemma 2)"""
     norm_offset: Annotated[bool, LLAMA] = False
     """weights of RMSNorm, those of queries and keys too, are added to 1: they start at 0, and weight decay pulls them
     to 1 (Gemma)"""
+    block_scale: Annotated[bool, Needs('model.norm_position = "both"')] = False
+    """what leaves a block is multiplied by a number, which is 1 or published, and is not trained (Gemma 4)"""
     activation: Annotated[Literal["silu", "gelu_tanh", "clamped_silu"], LLAMA] = "silu"
     """function of the gate in a feed-forward layer, and in an expert; gelu_tanh: the tanh form of GELU (Gemma);
     clamped_silu: x * sigmoid(1.702 x), of x up to 7, and 1 is added to the other factor, from -7 to 7 (gpt-oss)"""
@@ -366,7 +374,10 @@ class Model:
     """yarn: round the pairs of features between which the scaling rises to whole numbers, outward"""
     rope_attention_factor: Annotated[NonNegative, YARN] = 0.0
     """yarn: queries and keys are multiplied by it; 0: 0.1 ln(rope_scaling_factor) + 1"""
-    rope_interleaved: Annotated[bool, LATENT] = False
+    rope_proportional: Annotated[bool, ROTARY] = False
+    """angles are those of whole heads, and rotary_fraction is the share of them, the fastest, that turn: the first
+    features of each half of a head (Gemma 4)"""
+    rope_interleaved: Annotated[bool, ROTARY] = False
     """rotary positions turn pairs of neighboring features, instead of those that are half of their width apart"""
     norm_epsilon: Positive = 1e-5
     """added to the variance in the normalization layers"""
@@ -487,12 +498,13 @@ class Model:
     @property
     def has_rotary_positions(self) -> bool:
         """Whether rotary positions turn queries and keys."""
-        return not self.features.learned_positions and self.rotary_width > 0
+        return not self.features.learned_positions and self.turned_width > 0
 
     @property
     def rotary_settings(self) -> tuple[Any, ...]:
         """The values of the keys that decide the angles of rotary positions; empty: there are none."""
-        return (self.rotary_width, *[getattr(self, key) for key in ROPE_KEYS]) if self.has_rotary_positions else ()
+        widths = self.turned_width, self.rotary_width
+        return (*widths, *[getattr(self, key) for key in ROPE_KEYS]) if self.has_rotary_positions else ()
 
     @property
     def yarn_attention_factor(self) -> float:
@@ -500,9 +512,19 @@ class Model:
         return self.rope_attention_factor or 0.1 * math.log(self.rope_scaling_factor) + 1.0
 
     @property
-    def rotary_width(self) -> int:
+    def turned_width(self) -> int:
         """Features of a head that rotary positions turn."""
         return self.rope_head_dim or int(self.head_width * self.rotary_fraction)
+
+    @property
+    def rotary_width(self) -> int:
+        """Features of a head that have angles, of which some may be 0."""
+        return self.head_width if self.rope_proportional else self.turned_width
+
+    @property
+    def block_form(self) -> str:
+        """The form of a block: where its norms are, or "scaled"."""
+        return "scaled" if self.block_scale else self.norm_position
 
     @property
     def expert_width(self) -> int:
@@ -514,12 +536,12 @@ ROPE_KEYS = tuple(name for name in Model.__dataclass_fields__ if name.startswith
 OPTIONS = (
     *("qkv_bias", "qk_norm", "norm_position", "norm_offset", "activation", "softmax_scale", "score_softcap"),
     *("attention_gate", "embedding_multiplier", "residual_multiplier", "logit_divisor", "logit_softcap"),
-    *("sinks", "o_bias", "expert_biases"),
+    *("sinks", "o_bias", "expert_biases", "v_norm", "keys_as_values", "block_scale"),
 )
 """keys of [model] for parts that Llama's blocks and ends lack: with their defaults it has none"""
 KIND_KEYS = (
     *("window", "mixer", "attention", "heads", "kv_heads", "head_dim", "qk_norm", "qkv_bias", "sinks"),
-    *("norm_position", "norm_epsilon", "ffn", "experts", "expert_ffn", "rotary_fraction"),
+    *("keys_as_values", "norm_position", "norm_epsilon", "ffn", "experts", "expert_ffn", "rotary_fraction"),
     *ROPE_KEYS,
 )
 """keys of [model] that a kind of blocks may have; `experts` is 0 or the model's number"""

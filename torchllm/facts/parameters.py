@@ -11,7 +11,7 @@ Shapes: D hidden, V vocabulary, S positions, r rank of LoRA.
 import re
 
 from torchllm.facts.parts.part import ParameterRule
-from torchllm.facts.parts.registry import parameter_of_block
+from torchllm.facts.parts.registry import buffer_start, parameter_of_block
 
 END_RULES = {
     "embed_tokens.weight": ParameterRule("vocab", "normal", "embedding"),  # (V, D)
@@ -54,3 +54,8 @@ def rule_of(name: str) -> ParameterRule:
     if parameter is None:
         raise KeyError(f"no part of torchllm/facts/parts declares the parameter {name!r}")
     return parameter.rule
+
+
+def start_of_buffer(name: str) -> float:
+    """Return the initial value of a buffer's elements, by its canonical name."""
+    return buffer_start(_BLOCK.sub("", name, count=1))

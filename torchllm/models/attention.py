@@ -20,7 +20,7 @@ from torchllm.config import Model
 from torchllm.config.errors import UserError
 from torchllm.facts.parts.part import found
 from torchllm.models.document_attention import document_attention, fused_attention, visible_keys
-from torchllm.models.layers import RMSNorm, Rotary, rotate, soft_capped, widened
+from torchllm.models.layers import RMSNorm, Rotary, neighbors_apart, rotate, soft_capped, widened
 from torchllm.models.mixer import Mixer
 from torchllm.models.varlen_attention import (
     Documents,
@@ -43,7 +43,9 @@ class Attention(Mixer):
         q_width, kv_width = model.heads * model.head_width, model.kv * model.head_width
         self.q_proj = nn.Linear(model.hidden, model.query_outputs, bias=model.has_qkv_bias)
         self.k_proj = nn.Linear(model.hidden, kv_width, bias=model.has_qkv_bias)
-        self.v_proj = nn.Linear(model.hidden, kv_width, bias=model.has_qkv_bias)
+        self.v_proj: nn.Module | None = None
+        if not model.keys_as_values:
+            self.v_proj = nn.Linear(model.hidden, kv_width, bias=model.has_qkv_bias)
         self.o_proj = nn.Linear(q_width, model.hidden, bias=model.has_o_bias)
         self.q_norm: nn.Module | None = None
         self.k_norm: nn.Module | None = None
@@ -55,6 +57,10 @@ class Attention(Mixer):
         elif model.qk_norm == "width":  # other names, because these weights are sharded over tp with the heads
             self.q_width_norm = RMSNorm(q_width, model.norm_epsilon, model.norm_offset)
             self.k_width_norm = RMSNorm(kv_width, model.norm_epsilon, model.norm_offset)
+        self.v_norm: nn.Module | None = None
+        if model.v_norm:
+            self.v_norm = RMSNorm(model.head_width, model.norm_epsilon, has_weight=False)
+        self.is_interleaved = model.rope_interleaved
         self.sinks: nn.Module | None = None
         if model.sinks:
             self.sinks = found("torchllm.models.sinks:Sinks")(model.heads)  # few models have them
@@ -66,7 +72,12 @@ class Attention(Mixer):
 
     def heads(self, x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
         """Return the results of all heads, the input of o_proj: x (B, S, D) -> (B, S, H Q)."""
-        return self.attend(self.q_proj(x), self.k_proj(x), self.v_proj(x), rotary, mask)
+        return self.attend(self.q_proj(x), *self.keys_and_values(x), rotary, mask)
+
+    def keys_and_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the projections of keys and of values, one tensor if they share it: x (B, S, D) -> (B, S, K Q)."""
+        k = self.k_proj(x)
+        return k, k if self.v_proj is None else self.v_proj(x)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
         """Return the results of all heads from the projections: q (B, S, H Q), k and v (B, S, K Q) -> (B, S, H Q)."""
@@ -76,7 +87,11 @@ class Attention(Mixer):
         q, k, v = q.unflatten(-1, heads), k.unflatten(-1, heads), v.unflatten(-1, heads)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.v_norm is not None:
+            v = self.v_norm(v)
         if rotary is not None:
+            if self.is_interleaved:
+                q, k = (neighbors_apart(x, rotary[0].shape[-1]) for x in (q, k))
             q, k = rotate(q, rotary), rotate(k, rotary)
         of_heads = () if self.sinks is None else (self.sinks(),)
         out: Tensor = self.core(q, k, v, mask, *of_heads).flatten(-2)

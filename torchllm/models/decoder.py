@@ -52,14 +52,15 @@ BLOCKS = {
     "before": "torchllm.models.decoder:Block",
     "after": "torchllm.models.norms_after:NormAfterBlock",
     "both": "torchllm.models.norms_after:NormsAroundBlock",
+    "scaled": "torchllm.models.norms_after:ScaledBlock",
 }
-"""class of the blocks, by `model.norm_position`; a run imports its own"""
+"""class of the blocks, by `Model.block_form`; a run imports its own"""
 
 
 def build_block(model: Model, index: int) -> nn.Module:
     """Return a block with uninitialized weights, of its kind and as `model.block` says."""
     view = model.of_block(index)
-    block: nn.Module = found(BLOCKS[view.norm_position])(view)
+    block: nn.Module = found(BLOCKS[view.block_form])(view)
     if model.block:
         from torchllm.facts.block_kinds import changed_block  # of no use to other models
 

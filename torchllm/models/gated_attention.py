@@ -17,7 +17,7 @@ class ElementGatedAttention(Attention):
 
     def heads(self, x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
         q, gate = self.q_proj(x).unflatten(-1, (-1, 2, self.head_width)).unbind(-2)
-        out = self.attend(q.flatten(-2), self.k_proj(x), self.v_proj(x), rotary, mask)
+        out = self.attend(q.flatten(-2), *self.keys_and_values(x), rotary, mask)
         return out * gate.sigmoid().flatten(-2)
 
 

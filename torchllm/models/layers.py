@@ -37,10 +37,10 @@ class RMSNorm(nn.Module):
     `kernel` is replaceable: compiled it is one fused pass over x.
     """
 
-    def __init__(self, width: int, epsilon: float, has_offset: bool = False) -> None:
+    def __init__(self, width: int, epsilon: float, has_offset: bool = False, has_weight: bool = True) -> None:
         """has_offset: the weight is added to 1 (`model.norm_offset`)."""
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
+        self.weight = nn.Parameter(torch.empty(width)) if has_weight else None
         self.epsilon = epsilon
         self.has_offset = has_offset
         self.kernel: Callable[..., Tensor] = found(OFFSET_RMS_NORM) if has_offset else rms_norm
@@ -72,8 +72,8 @@ def build_norm(model: Model) -> nn.Module:
     return LayerNorm(model.hidden, model.norm_epsilon)
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Return x / rms(x) * weight: x (..., width), weight (width) -> (..., width)."""
+def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+    """Return x / rms(x) * weight: x (..., width), weight (width), or None for 1 -> (..., width)."""
     return F.rms_norm(x, (x.shape[-1],), weight, epsilon)
 
 
@@ -156,8 +156,16 @@ def rotary_frequencies(model: Model, device: torch.device) -> Tensor:
     """Return the angle per position, in radians, of each pair of features that is turned, (R / 2) float32.
 
     Angles follow RoFormer (Su et al. 2021, arXiv 2104.09864); `rope_scaling` slows them down for contexts that are
-    `rope_scaling_factor` times longer.
+    `rope_scaling_factor` times longer. With `rope_proportional` those of the slowest pairs are 0.
     """
+    frequencies = _scaled_frequencies(model, device)
+    if model.rope_proportional:
+        frequencies[model.turned_width // 2 :] = 0.0
+    return frequencies
+
+
+def _scaled_frequencies(model: Model, device: torch.device) -> Tensor:
+    """Return the frequencies of all pairs of features that have angles, (R / 2) float32."""
     exponents = torch.arange(0, model.rotary_width, 2, device=device, dtype=torch.float32) / model.rotary_width
     unscaled = 1.0 / model.rope_theta**exponents
     scaled = unscaled / model.rope_scaling_factor
@@ -235,12 +243,13 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     return torch.cat((_Rotation.apply(x[..., :width], *rotary), x[..., width:]), dim=-1)
 
 
-def neighbors_apart(x: Tensor) -> Tensor:
-    """Return x (..., R) with the features of even indices before the others, so that `rotate` turns neighbors.
+def neighbors_apart(x: Tensor, width: int) -> Tensor:
+    """Return x (..., Q) whose first `width` features have those of even indices first: `rotate` so turns neighbors.
 
     Scores do not change: queries and keys have the same order.
     """
-    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    apart = x[..., :width].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return apart if width == x.shape[-1] else torch.cat((apart, x[..., width:]), dim=-1)
 
 
 class _Rotation(torch.autograd.Function):

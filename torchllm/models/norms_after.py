@@ -45,3 +45,17 @@ class NormAfterBlock(NormsAroundBlock):
         """Return the residual stream after attention, (B, S, D), twice: there is no norm before the feed-forward."""
         x = torch.add(x, self.post_attention_layernorm(self.self_attn(x, rotary, mask)), alpha=self.multiplier)
         return x, x
+
+
+class ScaledBlock(NormsAroundBlock):
+    """Multiplies what leaves the block by a number that is not trained (Gemma 4)."""
+
+    layer_scalar: Tensor
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self.register_buffer("layer_scalar", torch.ones(1))
+
+    def forward(self, x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:
+        """Run the block on the residual stream: x (B, S, D) -> (B, S, D). mask: as the attention core made it."""
+        return super().forward(x, rotary, mask) * self.layer_scalar.to(x.dtype)

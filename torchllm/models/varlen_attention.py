@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import activate_flash_attention_impl
 
+from torchllm.facts.parts.part import WIDEST_HEAD
 from torchllm.runtime.torch_compat import varlen_attention
 
 TOKENS_PER_DOCUMENT = 128
 """a micro batch has room for tokens / this documents, so that the shape rarely changes: each new shape recompiles a
 compiled block"""
-WIDEST_HEAD = 256
-"""largest head width of flash attention"""
 
 
 class Documents(NamedTuple):

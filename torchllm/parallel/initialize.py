@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchllm.config import Model
-from torchllm.facts.parameters import canonical_name, rule_of
+from torchllm.facts.parameters import canonical_name, rule_of, start_of_buffer
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.local_tensor import local_tensor
 from torchllm.runtime.torch_compat import local_region
@@ -47,13 +47,13 @@ def materialize(stages: Sequence[Decoder], device: torch.device) -> None:
 
 @torch.no_grad()
 def fill_all(stages: Sequence[Decoder], model: Model, seed: int) -> None:
-    """Write this rank's part of the initial value of every parameter of stages that have memory; buffers are 0."""
+    """Write this rank's part of the initial value of every parameter and buffer of stages that have memory."""
     for stage in stages:
         for name, parameter in stage.named_parameters():
             fill(parameter, canonical_name(name), model, seed)
-        for buffer in stage.buffers():
+        for name, buffer in stage.named_buffers():
             local = buffer.to_local() if isinstance(buffer, DTensor) else buffer
-            local.zero_()
+            local.fill_(start_of_buffer(canonical_name(name)))
 
 
 def fill(parameter: Tensor, name: str, model: Model, seed: int) -> None:

@@ -170,6 +170,7 @@ class WidthParallelNorm(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, RMSNorm)
+        assert module.weight is not None
         weight = distribute_tensor(module.weight, device_mesh, [Shard(0)])
         module.register_parameter("weight", nn.Parameter(weight))
         module.kernel = partial(width_parallel_rms_norm, mesh=device_mesh, has_offset=module.has_offset)

@@ -34,6 +34,19 @@ MODELS = {
         pattern=("local", "full"),
         kinds=Kinds(local={"window": 7}, full={}),
     ),
+    "Gemma 4": Model(
+        **SIZES,
+        kv_heads=2,
+        norm_position="both",
+        v_norm=True,
+        block_scale=True,
+        softmax_scale=1.0,
+        pattern=("local", "full"),
+        kinds=Kinds(
+            local={"window": 7},
+            full={"head_dim": 12, "keys_as_values": True, "rope_proportional": True, "rotary_fraction": 0.5},
+        ),
+    ),
     "gate": Model(**SIZES, attention_gate="element", softmax_scale=0.5, residual_multiplier=0.5),
     "Qwen3-Next": Model(
         **SIZES,

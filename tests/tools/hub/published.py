@@ -120,6 +120,27 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"head_dim": 12, "sliding_window": 9, "query_pre_attn_scalar": 10, "tie_word_embeddings": True}
         | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 3.0},
     ),
+    "gemma4-dense": (
+        "Gemma4TextConfig",
+        SIZES
+        | NO_ENDS
+        | {"num_hidden_layers": 7, "head_dim": 12, "global_head_dim": 16, "sliding_window": 9}
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "final_logit_softcapping": 3.0}
+        | {"hidden_size_per_layer_input": 0, "num_key_value_heads": 4, "rms_norm_eps": 1e-2},  # as DELTA
+    ),
+    "gemma4-values": (
+        "Gemma4TextConfig",
+        SIZES
+        | NO_ENDS
+        | {"head_dim": 8, "global_head_dim": 20, "sliding_window": 5, "layer_types": [FULL, SLIDING, SLIDING, FULL]}
+        | {"hidden_size_per_layer_input": 0, "tie_word_embeddings": False}
+        | {
+            "rope_parameters": {
+                FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.5, "factor": 4.0, "rope_theta": 1e4},
+                SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+            }
+        },
+    ),
     "granite": (
         "GraniteConfig",
         SIZES
@@ -209,6 +230,33 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | NO_ENDS
         | {"head_dim": 10, "attention_out_bias": True, "attention_dropout": 0.0, "residual_dropout": 0.0},
     ),
+    "ernie4.5": ("Ernie4_5Config", SIZES | NO_ENDS | {"head_dim": 12, "tie_word_embeddings": True}),
+    "ernie4.5-yarn": (
+        "Ernie4_5Config",
+        SIZES | NO_ENDS | {"head_dim": None, "rope_parameters": YARN, "tie_word_embeddings": False},
+    ),
+    "ernie4.5-moe": (
+        "Ernie4_5_MoeConfig",
+        SIZES | NO_ENDS | {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 12, "moe_num_shared_experts": 1},
+    ),
+    "ernie4.5-moe-yarn": (
+        "Ernie4_5_MoeConfig",
+        SIZES
+        | NO_ENDS
+        | {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 20, "moe_layer_start_index": 2}
+        | {"rope_parameters": YARN, "tie_word_embeddings": False},
+    ),
+    "qwen2-moe": (
+        "Qwen2MoeConfig",
+        SIZES | QWEN_EXPERTS | {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 1408},
+    ),
+    "qwen2-moe-dense": (
+        "Qwen2MoeConfig",
+        SIZES
+        | QWEN_EXPERTS
+        | {"moe_intermediate_size": 88, "shared_expert_intermediate_size": 1408, "mlp_only_layers": [0]}
+        | {"qkv_bias": False, "norm_topk_prob": True, "rope_parameters": YARN},
+    ),
     "qwen3-next": ("Qwen3NextConfig", SIZES | DELTA | QWEN_EXPERTS | {"head_dim": 16}),
     "qwen3-next-dense": (
         "Qwen3NextConfig",
@@ -237,9 +285,21 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"head_dim": 8, "shared_expert_intermediate_size": 512, "linear_num_key_heads": 4}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.75}},
     ),
+    "olmo-hybrid": ("OlmoHybridConfig", SIZES | NO_ENDS | DELTA),
+    "olmo-hybrid-nope": (
+        "OlmoHybridConfig",
+        SIZES
+        | NO_ENDS
+        | {"linear_key_head_dim": 8, "linear_allow_neg_eigval": False, "linear_conv_kernel_dim": 3}
+        | {"layer_types": [FULL, LINEAR, LINEAR, FULL], "rms_norm_eps": 1e-2}
+        | {"rope_parameters": {"rope_theta": None, "rope_type": "default"}},
+    ),
     "gpt2": ("GPT2Config", {"n_layer": 4, "n_embd": 32, "n_head": 4, "vocab_size": 96, "n_positions": 64}),
 }
 """name -> class of transformers, and its arguments"""
+SUPPORTED_DEFAULTS: dict[str, dict[str, Any]] = {"gemma4_text": {"hidden_size_per_layer_input": 0}}
+SUPPORTED_DEFAULTS["gemma4"] = {"text_config": SUPPORTED_DEFAULTS["gemma4_text"]}
+"""by model_type: fields without which a default config is not supported"""
 VISION = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -268,6 +328,13 @@ TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """models of text and more, as in CONFIGS"""
+TEXT_PARTS["gemma4"] = (
+    "Gemma4Config",
+    {
+        "vision_config": VISION | {"num_key_value_heads": 2, "head_dim": 8},
+        "text_config": CONFIGS["gemma4-dense"][1] | {"model_type": "gemma4_text", "pad_token_id": 0},
+    },
+)
 VISION_OF_QWEN = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
 for name, text in (("qwen3_5", "qwen3.5"), ("qwen3_5_moe", "qwen3.5-moe")):
     kind, fields = CONFIGS[text]
@@ -311,10 +378,12 @@ def save_published(
                 parameter.normal_(mean=1.0, std=0.2)
         for key, parameter in model.named_parameters():
             if hasattr(config.get_text_config(), "linear_num_key_heads"):
-                parameter.sub_(next((shift for end, shift in SMALLER.items() if key.endswith(end)), 0.0))
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.normal_(std=0.2)
+                smaller = SMALLER if "qwen" in name else {".A_log": 3.0}
+                parameter.sub_(next((shift for end, shift in smaller.items() if key.endswith(end)), 0.0))
+        for key, buffer in model.named_buffers():
+            if key.endswith(("e_score_correction_bias", "layer_scalar")):
+                buffer.normal_(mean=key.endswith("layer_scalar"), std=0.2)
+    stacks |= name.startswith("olmo-hybrid")  # the others of transformers 5.24 are not those that are published
     model = model.to(getattr(torch, dtype))
     model.save_pretrained(folder, max_shard_size=max_shard_size, **({"save_original_format": False} if stacks else {}))
     return model.float()

@@ -68,6 +68,17 @@ PUBLISHED = {
         79_674_391_296,
         3_874_929_408,
     ),
+    "qwen1.5_moe_a2.7b": PublishedModel({"model_type": "qwen2_moe"}, 14_315_784_192, 2_689_173_504),
+    "qwen2_57b_a14b": PublishedModel(  # Qwen/Qwen2-57B-A14B
+        {"model_type": "qwen2_moe", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
+        | {"num_attention_heads": 28, "num_key_value_heads": 4, "num_experts": 64, "num_experts_per_tok": 8}
+        | {"moe_intermediate_size": 2560, "shared_expert_intermediate_size": 20480, "rope_theta": 1e6},
+        57_408_658_944,
+        14_249_270_784,
+    ),
+    # baidu/ERNIE-4.5-21B-A3B-PT, without the biases of routers and the tensors mtp_*
+    "ernie4.5_21b_a3b": PublishedModel({"model_type": "ernie4_5_moe"}, 21_825_436_160, 3_352_148_480),
+    "ernie4.5_0.3b": PublishedModel({"model_type": "ernie4_5"}, 360_748_032, 360_748_032),  # baidu/ERNIE-4.5-0.3B-PT
     "qwen3.5_9b": PublishedModel(  # Qwen/Qwen3.5-9B
         QWEN3_5 | {"model_type": "qwen3_5_text"},
         8_953_803_264,

@@ -84,6 +84,8 @@ MORE_LAYOUTS = [
     ("qwen2", ("zero2",), ""),
     ("gemma3", ("cp", "sp"), ""),
     ("gemma2", ("v",), "uneven"),
+    ("gemma4-dense", ("cp", "sp"), "uneven"),
+    ("gemma4-values", ("v",), "tied"),
     ("granite", ("fsdp", "tp"), "tied"),
     ("mistral-nemo", ("sp", "v"), "uneven"),
     ("llama31", ("tp", "zero1"), ""),
@@ -94,6 +96,11 @@ MORE_LAYOUTS = [
     ("qwen3.5", ("cp", "sp"), "tied"),
     ("qwen3.5-groups", ("fsdp", "1f1b"), "uneven"),
     ("qwen3.5-moe", ("sp", "zero1"), "stacked"),
+    ("olmo-hybrid", ("v", "tp"), "tied"),
+    ("qwen2-moe", ("sp", "zero1"), "stacked"),
+    ("ernie4.5", ("cp", "tp"), "uneven"),
+    ("ernie4.5-moe", ("sp", "zero1"), "stacked"),
+    ("olmo-hybrid-nope", ("cp", "fsdp"), "uneven"),
 ]
 
 
@@ -223,7 +230,8 @@ def test_logits_are_those_of_transformers(published: list[tuple[str, str]], tmp_
 def test_logits_of_a_text_of_several_chunks_are_those_of_transformers(tmp_path: Path) -> None:
     """Gated DeltaNet computes 64 tokens at a time."""
     tokens = torch.randint(0, TOKENS, (3, 150), generator=torch.Generator().manual_seed(1))
-    for name in ("qwen3-next", "qwen3-next-dense", "qwen3.5", "qwen3.5-groups", "qwen3.5-moe", "qwen3.5-moe-narrow"):
+    of_qwen = ("qwen3-next", "qwen3-next-dense", "qwen3.5", "qwen3.5-groups", "qwen3.5-moe", "qwen3.5-moe-narrow")
+    for name in (*of_qwen, "olmo-hybrid", "olmo-hybrid-nope"):
         hub_model = save_published(name, tmp_path / name)
         model = one_process(config_of(tmp_path / name, {}))
         with torch.no_grad():
@@ -357,6 +365,8 @@ MORE_TRAINED = [
     ("gemma3", ("1f1b", "tp"), "small scores"),
     ("olmo3", ("1f1b",), ""),
     ("gemma2", ("sp",), "uneven"),
+    ("gemma4-dense", ("tp",), "uneven"),
+    ("gemma4-values", ("1f1b",), ""),
     ("granite", ("fsdp",), "whole logits"),  # of divided ones the loss hardly moves in 20 steps
     ("smollm3-windows", ("cp",), ""),
     ("ministral", ("v",), "uneven"),
@@ -377,6 +387,14 @@ MORE_TRAINED = [
     ("qwen3.5", ("cp",), ""),
     ("qwen3.5-groups", ("fsdp",), ""),
     ("qwen3.5-moe", ("sp",), "uneven"),
+    ("olmo-hybrid", ("sp",), ""),
+    ("qwen2-moe", ("tp",), "uneven"),
+    ("qwen2-moe-dense", ("1f1b",), ""),
+    ("ernie4.5", ("sp",), "uneven"),
+    ("ernie4.5-yarn", ("cp",), ""),
+    ("ernie4.5-moe", ("tp",), "uneven"),
+    ("ernie4.5-moe-yarn", ("fsdp",), ""),
+    ("olmo-hybrid-nope", ("1f1b",), "uneven"),
 ]
 
 

@@ -46,6 +46,12 @@ def load(name: str) -> Model:
     return replace(view, attention="sdpa", score_softcap=0.0) if view.attention == "flex" else view
 
 
+def test_a_norm_without_weight_keeps_less_than_others() -> None:
+    """Of Gemma 4's blocks with a window, whose values are 0.8 of their hidden states."""
+    view = test_model_sizes.load("gemma4_31b").of_block(0)
+    assert planned_bytes(view, MIDDLE) == pytest.approx(traced_bytes(view, MIDDLE), rel=0.002)
+
+
 def build_stage(model: Model, stage: StageSize) -> Decoder:
     """Return one block with the ends that a stage has, in bfloat16, without memory."""
     with torch.device("meta"):

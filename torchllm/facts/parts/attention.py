@@ -52,15 +52,19 @@ def costs(view: Model, share: RankShare) -> MixerCosts:
     queries = view.heads * view.head_width / share.tp
     keys = view.kv * view.head_width / share.tp
     has_ulysses = share.cp > 1 and not share.ring
+    is_normed = view.qk_norm != "none"
+    of_values = "k_proj" if view.keys_as_values else "v_proj"
     return MixerCosts(
         inputs=queries + 2 * keys,
         results=queries,
         kept=2.0 * queries * has_ulysses,  # the results in both arrangements
-        keeps_results=("v_proj",),
+        keeps_results=() if view.v_norm else (of_values,),
         heads=view.heads / share.tp,
         turned=(queries + keys) * view.has_rotary_positions,
-        copied=queries + keys,
-        normed=(queries + keys) * (view.qk_norm != "none"),
+        copied=(queries + keys) * (1.5 if view.rope_interleaved else 1.0),
+        normed=(queries + keys) * is_normed,
+        normed_without_weight=keys * view.v_norm,
+        normed_results=("q_proj", "k_proj") * is_normed + (of_values,) * view.v_norm,
         gated=queries * (view.attention_gate != "none"),
         turns=2 * keys,
     )
@@ -72,7 +76,9 @@ PART = BlockPart(
     parameters=(
         *linear("self_attn.q_proj", _query_shape, "colwise", has_bias=_has_bias),
         *linear("self_attn.k_proj", _key_shape, "colwise", has_bias=_has_bias),
-        *linear("self_attn.v_proj", _key_shape, "colwise", has_bias=_has_bias),
+        *linear(
+            "self_attn.v_proj", _key_shape, "colwise", has_bias=_has_bias, is_there=lambda view: not view.keys_as_values
+        ),
         *linear(
             "self_attn.o_proj",
             lambda view: (view.hidden, view.heads * view.head_width),

@@ -6,7 +6,17 @@ Matrices of routed experts are stacked: (E, F, D) and (E, D, F). Shared experts 
 from collections.abc import Callable
 
 from torchllm.config import Model
-from torchllm.facts.parts.part import BlockPart, Cut, PartParameter, Shape, Start, WeightProduct, linear, product_of
+from torchllm.facts.parts.part import (
+    BlockPart,
+    Cut,
+    PartBuffer,
+    PartParameter,
+    Shape,
+    Start,
+    WeightProduct,
+    linear,
+    product_of,
+)
 
 
 def _shared_shape(view: Model) -> Shape:
@@ -100,6 +110,9 @@ PART = BlockPart(
             start="normal",
             role="router",
         ),
+    ),
+    buffers=(
+        PartBuffer("mlp.routed.router.bias", lambda view: (view.experts,) if view.router_bias else None, start=0.0),
     ),
     products_in_order=_products,
     needs_last_product=True,

@@ -82,6 +82,9 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "o_bias": (False,),
     "sinks": (False,),
     "attention_gate": ("none",),
+    "v_norm": (False,),
+    "keys_as_values": (False,),
+    "rope_proportional": (False,),
     "rotary_fraction": (1.0,),
     "window": (0,),
 }

@@ -30,9 +30,12 @@ feed-forward layer and of experts, stacked. router: of experts, and the gate of 
 adapter: of LoRA. vector: weights and biases of norms, biases of matrices, numbers of heads or channels."""
 
 
+WIDEST_HEAD = 256
+"""largest width of a head in flash attention"""
 KEYS_OF_ATTENTION = (
     *("attention", "qk_norm", "qkv_bias", "o_bias", "softmax_scale", "score_softcap", "attention_gate"),
-    *("window", "sinks", "rotary_fraction", "rope_theta", "rope_scaling_factor"),
+    *("window", "sinks", "v_norm", "keys_as_values", "rotary_fraction", "rope_proportional", "rope_theta"),
+    "rope_scaling_factor",
 )
 """keys of [model] that a mixer without attention's scores and rotary positions does not read"""
 
@@ -65,6 +68,17 @@ class PartParameter:
     def rule(self) -> ParameterRule:
         """How it is cut, starts and is optimized."""
         return ParameterRule(self.cut, self.start, self.role)
+
+
+class PartBuffer(NamedTuple):
+    """A tensor of a block that is stored with its parameters, and that no optimizer trains."""
+
+    name: str
+    """within the block"""
+    shape: Callable[[Model], Shape | None]
+    """of a view; None: its blocks do not have it"""
+    start: float
+    """value of all elements"""
 
 
 class WeightProduct(NamedTuple):
@@ -147,6 +161,10 @@ class MixerCosts:
     """numbers that are copied twice on their way to the core: queries and keys"""
     normed: float = 0.0
     """numbers that norms inside the mixer read, such as those of queries and keys"""
+    normed_without_weight: float = 0.0
+    """numbers that norms without weight read"""
+    normed_results: tuple[str, ...] = ()
+    """layers whose results these norms read"""
     gated: float = 0.0
     """numbers that a gate multiplies"""
     working: float = 0.0
@@ -176,6 +194,7 @@ class BlockPart:
     """in the order of their use"""
     core_flops: Callable[[Model, float], float] = lambda view, keys: 0.0
     """FLOPs of one token's forward beyond its products with weights; keys: that a query sees, on average"""
+    buffers: tuple[PartBuffer, ...] = ()
     products_in_order: Callable[[Model], list[WeightProduct]] | None = None
     """products in the order of their use; None: those with the matrices among `parameters`"""
     needs_last_product: bool = False

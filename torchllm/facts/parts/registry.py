@@ -6,7 +6,7 @@ from importlib import import_module
 
 from torchllm.config import Model
 from torchllm.config.errors import UserError
-from torchllm.facts.parts.part import BlockPart, PartParameter, Shape, shapes_of
+from torchllm.facts.parts.part import BlockPart, PartBuffer, PartParameter, Shape, shapes_of
 
 MIXERS = ("attention", "gated_delta", "latent_attention")
 """values of model.mixer: files of this folder"""
@@ -28,6 +28,10 @@ NORMS = {
     ),
 }
 """norms of a block before its mixer, between mixer and feed-forward layer, and after it, by model.norm_position"""
+
+
+BUFFERS = (PartBuffer("layer_scalar", lambda view: (1,) if view.block_scale else None, start=1.0),)
+"""of a block, beside those of its parts"""
 
 
 def mixer(view: Model) -> BlockPart:
@@ -83,6 +87,18 @@ def shapes_of_view(view: Model) -> dict[str, Shape]:
     shapes = norm_shapes(view, *before) | mixer(view).shapes(view)
     shapes |= norm_shapes(view, *between) | feed_forward(view).shapes(view)
     return shapes | norm_shapes(view, *after)
+
+
+def buffer_shapes(view: Model) -> dict[str, Shape]:
+    """Return the shapes of the buffers of a block of a view, by name within it."""
+    declared = (*BUFFERS, *mixer(view).buffers, *feed_forward(view).buffers)
+    return {buffer.name: shape for buffer in declared if (shape := buffer.shape(view)) is not None}
+
+
+def buffer_start(name: str) -> float:
+    """Return the initial value of a block's buffer, by its name within the block; of a fork's it is 0."""
+    declared = (*BUFFERS, *(buffer for part in _LOADED.values() for buffer in part.buffers))
+    return next((buffer.start for buffer in declared if buffer.name == name), 0.0)
 
 
 def norm_shapes(view: Model, *names: str) -> dict[str, Shape]:

@@ -30,7 +30,7 @@ class GatedDeltaNet(Mixer):
         self.b_proj = nn.Linear(hidden, sizes.value_heads, bias=False)
         self.of_heads = ParametersOfHeads(sizes)
         self.core: Any = DeltaCore(sizes)
-        self.o_norm = RMSNorm(sizes.value_width, model.norm_epsilon)
+        self.o_norm = RMSNorm(sizes.value_width, model.delta_norm_epsilon or model.norm_epsilon)
         self.g_proj = nn.Linear(hidden, sizes.values, bias=False)
         self.o_proj = nn.Linear(sizes.values, hidden, bias=False)
 

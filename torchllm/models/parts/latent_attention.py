@@ -70,7 +70,7 @@ class LatentAttention(Mixer):
         q_nope, q_rope = q.split(self.q_widths, dim=-1)
         key_rope = latents.key_rope.unsqueeze(2)  # (B, S, 1, R)
         if self.is_interleaved:
-            q_rope, key_rope = neighbors_apart(q_rope), neighbors_apart(key_rope)
+            q_rope, key_rope = (neighbors_apart(x, x.shape[-1]) for x in (q_rope, key_rope))
         q = torch.cat((q_nope, rotate(q_rope, rotary)), dim=-1)
         key_rope = rotate(key_rope, rotary)
         return self.o_proj(self.core(q, latents.kv, key_rope, mask).flatten(-2))

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from torchllm.config.schema import Config, Data, Generate, Model, Run
+from torchllm.facts.parts.part import WIDEST_HEAD
 from torchllm.facts.parts.registry import mixer
 from torchllm.tools.config.degrees import key_of_kind, layout_problems
 from torchllm.tools.config.idle import contradictions
@@ -99,11 +100,11 @@ def _model_problems(config: Config) -> Iterator[ConfigError]:
     elif not model.features.learned_positions and model.head_width % 2:
         yield config_error("model.head_dim", f"rotary positions need an even head width, not {model.head_width}")
     elif not model.features.learned_positions and (
-        model.rotary_width % 2 or (model.rotary_fraction and not model.rotary_width)
+        model.turned_width % 2 or (model.rotary_fraction and not model.turned_width)
     ):
         yield config_error(
             "model.rotary_fraction",
-            f"{model.rotary_fraction} of a head of {model.head_width} features are {model.rotary_width}: rotary "
+            f"{model.rotary_fraction} of a head of {model.head_width} features are {model.turned_width}: rotary "
             "positions turn pairs of features",
         )
     if problems := mixer(model).problems:
@@ -129,6 +130,10 @@ def _model_problems(config: Config) -> Iterator[ConfigError]:
     if model.sinks and model.attention == "flex":
         yield config_error(
             "model.attention", "flex has no backward on a CPU, where sinks are proven: use sdpa, or eager"
+        )
+    if model.attention == "flash" and model.head_width > WIDEST_HEAD:
+        yield config_error(
+            "model.attention", f"flash has heads of up to {WIDEST_HEAD} features, not {model.head_width}: use sdpa"
         )
     if model.attention == "flash" and config.data.document_mask:
         yield config_error(

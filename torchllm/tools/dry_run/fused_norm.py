@@ -20,8 +20,8 @@ def use_fused_norms(model: Decoder) -> None:
             module.kernel = _fused_rms_norm
 
 
-def _fused_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Return a tensor like x (..., width); weight: (width)."""
+def _fused_rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+    """Return a tensor like x (..., width); weight: (width), or None."""
     return _FusedRMSNorm.apply(x, weight)
 
 
@@ -33,12 +33,12 @@ class _FusedRMSNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor | None) -> Tensor:
         scales = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-        ctx.save_for_backward(x, weight, scales)
+        ctx.save_for_backward(x, weight, scales)  # type: ignore[arg-type]  # a tensor may be None
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
         x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torchllm.config import Model
 from torchllm.facts.parts.registry import mixer
 from torchllm.tools.hub.families.family import FULL, LAYER_TYPES, SLIDING, FieldError, HubFamily
-from torchllm.tools.hub.rope import FRACTION, write_rope, write_rope_by_type
+from torchllm.tools.hub.rope import FRACTION, has_null_theta, write_no_rope, write_rope, write_rope_by_type
 
 Fields = Mapping[str, Any]
 """of config.json"""
@@ -29,7 +29,9 @@ class BlockForm(NamedTuple):
 
 def read_blocks(fields: Fields, family: HubFamily, layers: int, window: Any) -> list[BlockForm]:
     """Return the form of each block. window: of the blocks that have one; 0: none has. Raises FieldError."""
-    have_rope = _read_no_rope_layers(fields, layers) if family.has_no_rope_layers else [True] * layers
+    have_rope = [not (family.has_optional_rope and has_null_theta(fields))] * layers
+    if family.has_no_rope_layers:
+        have_rope = _read_no_rope_layers(fields, layers)
     types = fields.get("layer_types")
     if types is not None:
         _check_layer_types(types, layers, family, window)
@@ -119,7 +121,7 @@ def write_blocks(model: Model, family: HubFamily) -> dict[str, Any]:
     if family.has_rope_by_type:
         written |= write_rope_by_type(dict(zip(types, views, strict=True)), family)
     elif family.has_rotary_positions:
-        written |= write_rope(with_rope)
+        written |= write_rope(with_rope) if turned else write_no_rope()
     if family.rotary_fraction is not None:
         written[FRACTION] = with_rope.rotary_fraction
         written["rope_parameters"][FRACTION] = with_rope.rotary_fraction

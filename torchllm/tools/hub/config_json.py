@@ -213,6 +213,11 @@ def read_config_json(content: Mapping[str, Any]) -> ReadConfig:
         _report_unsupported(content, read)
         return read
     _check_architecture(content, read.family, read)
+    try:
+        content = read.family.prepared(content)
+    except FieldError as error:
+        read.problems.append(str(error))
+        return read
     if read.family.type_of_kinds and _has_kinds(content):
         read.family = HUB_FAMILIES[read.family.type_of_kinds]
     if read.family.has_window_fields and not content.get("use_sliding_window", False):
@@ -316,7 +321,7 @@ def _check_architecture(content: Mapping[str, Any], family: HubFamily, read: Rea
 def _check_required(content: Mapping[str, Any], family: HubFamily, read: ReadConfig) -> None:
     """Report fields that ask for an unsupported feature."""
     for required in _required_fields(family):
-        value = content.get(required.name, required.values[0])
+        value = required.value_in(content)
         if value not in required.values:
             read.report(required.name, f"is {value!r}: {required.feature}, not supported")
 
@@ -445,11 +450,25 @@ def _read_blocks(content: Mapping[str, Any], family: HubFamily, read: ReadConfig
             keys[block]["mixer"] = family.mixers[block.layer_type]
         elif family.mixers:
             keys[block]["mixer"] = read.values["mixer"]
+        keys[block] |= family.of_types.get(block.layer_type, {})
+        if block.layer_type == FULL:
+            keys[block] |= _read_full_fields(content, family, read)
         if family.has_rotary_positions:
             keys[block] |= _read_rotary_positions(content, block, family, read)
     read.values |= keys_of_blocks(blocks, keys)
     if family.has_scaled_scores and not read.problems:
         read.values["softmax_scale"] = read_softmax_scale(content, Model(**read.values).head_width)
+
+
+def _read_full_fields(content: Mapping[str, Any], family: HubFamily, read: ReadConfig) -> dict[str, Any]:
+    """Return the keys of [model] of the blocks with full attention, by the fields that are theirs alone."""
+    found = {}
+    for config_field in family.full_fields:
+        read.fixed[config_field.key] = config_field.name
+        value = _read_field(content, config_field, read)
+        if value is not None:
+            found[config_field.key] = value
+    return found
 
 
 def _read_rotary_positions(
@@ -459,16 +478,16 @@ def _read_rotary_positions(
     try:
         if family.has_rope_by_type:
             content = rope_of_type(content, block.layer_type, family)
-        fraction = read_rotary_fraction(content, family.rotary_fraction, _share_of_width(content, family, read))
         if family.rope_scaling and not (content.get("rope_parameters") or content.get("rope_scaling")):
             content = {**content, "rope_scaling": family.rope_scaling}
+        fraction = read_rotary_fraction(content, family.rotary_fraction, _share_of_width(content, family, read))
         length = read.values.get("max_sequence_length")  # also where it is a default
         rope = read_rope({**content, LENGTH: length}, family.rope_theta)
     except FieldError as error:
         if str(error) not in read.problems:  # else another block has it, too
             read.problems.append(str(error))
         return {}
-    return rope | {"rotary_fraction": fraction if block.has_rope else 0.0}
+    return {"rotary_fraction": fraction if block.has_rope else 0.0} | rope
 
 
 def _share_of_width(content: Mapping[str, Any], family: HubFamily, read: ReadConfig) -> dict[str, float]:
@@ -554,10 +573,12 @@ def _write_fields(model: Model, family: HubFamily) -> dict[str, Any]:
     resolved["softmax_scale"] = model.softmax_scale or model.head_width**-0.5
     written: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     written |= family.constant_fields
-    for config_field in family.fields:
+    for config_field in (*family.fields, *family.full_fields):
         value = resolved[config_field.key]
         if isinstance(value, tuple):  # blocks differ: `write_config_json` says so where it reads one value again
-            value = value[0]
+            is_of_full = config_field in family.full_fields
+            of_blocks = [view for view in model.views if family.full_fields and (view.window == 0) == is_of_full]
+            value = form_of(of_blocks[0])[config_field.key] if of_blocks else value[0]
         if config_field.key in ZERO_MEANS_NULL and value == 0:
             value = None
         written |= dict.fromkeys(config_field.written_names, config_field.spelling_of(value))

@@ -158,6 +158,8 @@ def stored_form(tensor: StoredTensor, reader: PartReader) -> Tensor:
     whole = reader.read(tensor.parts[0])
     if tensor.is_transposed:
         whole = whole.t()
+    if tuple(size for size in tensor.shape if size > 1) == tuple(size for size in whole.shape if size > 1):
+        whole = whole.reshape(tensor.shape)  # a convolution, or a row
     _check_shape(tensor, tensor.shape, whole)
     return whole
 

@@ -57,8 +57,13 @@ def is_other_activation(value: Any, fields: Fields) -> bool:
 
 
 def has_other_layers(value: Any, fields: Fields) -> bool:
-    """Return whether a block is of a type that is not here; linear attention is here if its heads are DeltaNet's."""
-    return bool(_others(value, (*LAYER_TYPES, LINEAR) if "linear_num_key_heads" in fields else LAYER_TYPES))
+    """Return whether a block is of a type that is not here."""
+    return bool(_others(value, _layer_types(fields)))
+
+
+def _layer_types(fields: Fields) -> tuple[str, ...]:
+    """Return the types of blocks that are here; linear attention is if its heads are DeltaNet's."""
+    return (*LAYER_TYPES, LINEAR) if "linear_num_key_heads" in fields else LAYER_TYPES
 
 
 def has_other_rope(value: Any, fields: Fields) -> bool:
@@ -100,7 +105,6 @@ PARTS = (
     MissingPart("hyper-connections", r"m?hc_.*"),
     MissingPart("per-layer embeddings", r".*_per_layer_input|ple_.*"),
     MissingPart("keys and values shared by blocks", r"num_kv_shared_layers"),
-    MissingPart("keys as values", r"attention_k_eq_v"),
     MissingPart("blocks of other types", r"layer_types|layers?_block_types?|block_types", has_other_layers),
     MissingPart("convolutions", r"conv_(L_cache|kernel.*)|conv1d_width|short_conv_.*"),
     MissingPart("blocks that repeat", r"loop_.*|.*_cycles|n_recurrent_.*|total_ut_steps"),
@@ -147,7 +151,7 @@ def missing_parts(content: Fields, known: AbstractSet[str], place: str = "") -> 
         asked = [part for part in PARTS if re.fullmatch(part.fields, name)]
         for part in asked:
             if part.test(value, content):
-                found.setdefault(part.name, []).append(place + _said(name, value))
+                found.setdefault(part.name, []).append(place + _said(name, value, content))
         if not asked and name not in known and is_on(value, content):
             unread.append(place + name)
     if isinstance(content.get(TEXT_CONFIG), Mapping):
@@ -176,10 +180,10 @@ def lines_of_missing(content: Fields, known: AbstractSet[str]) -> list[str]:
     return lines
 
 
-def _said(name: str, value: Any) -> str:
+def _said(name: str, value: Any, fields: Fields) -> str:
     """Return a field with its value, if that is short; of several types of blocks the first that is not here."""
     if isinstance(value, list):
-        value = next(iter(_others(value, LAYER_TYPES)), "")
+        value = next(iter(_others(value, _layer_types(fields))), "")
     elif isinstance(value, Mapping):
         value = next(iter(_others(_rope_types(value), ROPE_TYPES)), "") if name in SPELLINGS else ""
     text = str(value)

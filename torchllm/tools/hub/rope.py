@@ -24,6 +24,8 @@ LENGTH = "max_position_embeddings"
 """a field of config.json: the longest text, which is the original one where there is no other"""
 WINDOW_THETA = "rope_local_base_freq"
 """a field of config.json: the base of the rotary frequencies in blocks with a window (Gemma 3)"""
+PROPORTIONAL = "proportional"
+"""rope_type of the angles of whole heads, of which a share turn (Gemma 4); its factor is that of "linear" """
 REQUIRED = object()
 """stands for the default of a field that must be there"""
 SCALING_FIELDS: dict[str, dict[str, tuple[str, Any]]] = {
@@ -44,6 +46,10 @@ SCALING_FIELDS: dict[str, dict[str, tuple[str, Any]]] = {
         "truncate": ("rope_truncate", True),
         "attention_factor": ("rope_attention_factor", 0.0),
     },
+    PROPORTIONAL: {
+        "factor": ("rope_scaling_factor", 1.0),
+        FRACTION: ("rotary_fraction", 1.0),
+    },
 }
 """rope_type -> its fields, each with the key of [model] that says the same, and its default in transformers"""
 TABLE_FIELDS = {"rope_type", "type", "rope_theta", FRACTION, ORIGINAL_LENGTH, "mrope_section", "mrope_interleaved"}
@@ -61,7 +67,8 @@ def read_rotary_fraction(fields: Fields, default: float | None, other: Mapping[s
     """
     if default is not None and fields.get(FRACTION, default) is None:  # for transformers it is then 1
         raise FieldError(f"{FRACTION}: is null, which says nothing")
-    found = _find(fields, FRACTION, SPELLINGS) | dict(other)
+    tables = [name for name in SPELLINGS if _kind(fields.get(name) or {}) != PROPORTIONAL]  # which say it otherwise
+    found = _find(fields, FRACTION, tables) | dict(other)
     for name, value in found.items():
         if default is None and value != 1:
             raise FieldError(f"{name}: rotary positions of a part of each head are not supported in this type")
@@ -185,16 +192,22 @@ def _read_scaling(fields: Fields, name: str) -> dict[str, Any]:
         values["rope_attention_factor"] = _attention_factor(scaling)
         if scaling.get("attention_factor") == 0:  # [model] cannot say so: its 0 leaves the factor open
             raise FieldError(f"{name}.attention_factor: is 0: queries and keys without positions, not supported")
+    proportional: dict[str, Any] = {}
+    if kind == PROPORTIONAL:
+        proportional = {"rope_proportional": True, "rotary_fraction": values.pop("rotary_fraction")}
+        values["rope_scaling"] = "linear"
     if values["rope_scaling_factor"] != 1:
-        return values
+        return values | proportional
     attention_factor = values.get("rope_attention_factor", 0)
     if attention_factor not in (0, 1):
         raise FieldError(f"{name}.attention_factor: is {attention_factor}, with a factor of 1: not supported")
-    return {}  # it scales nothing
+    return proportional  # it scales nothing
 
 
-def _kind(scaling: Fields) -> str:
-    """Return the rope_type of a table."""
+def _kind(scaling: Any) -> str:
+    """Return the rope_type of a table; of what is none that of a model without one."""
+    if not isinstance(scaling, Mapping):
+        return "default"
     return str(scaling.get("rope_type", scaling.get("type", "default")))
 
 
@@ -245,10 +258,21 @@ def rope_keys(model: Model) -> set[str]:
     """Return the keys rope_* of [model] that its rotary positions depend on."""
     if not model.has_rotary_positions:
         return set()
-    keys = {"rope_theta", "rope_scaling_factor", "rope_head_dim", "rope_interleaved"}
+    keys = {"rope_theta", "rope_scaling_factor", "rope_head_dim", "rope_interleaved", "rope_proportional"}
     if model.rope_scaling_factor > 1.0:
         keys |= {"rope_scaling", *(key for key, _ in SCALING_FIELDS[model.rope_scaling].values())}
     return keys
+
+
+def has_null_theta(fields: Fields) -> bool:
+    """Return whether a config.json has a base of rotary positions, and it is null."""
+    places = (fields, *_tables(fields).values())
+    return any("rope_theta" in place and place["rope_theta"] is None for place in places)
+
+
+def write_no_rope() -> dict[str, Any]:
+    """Return the fields of a model without rotary positions."""
+    return {"rope_theta": None, "rope_scaling": None, "rope_parameters": {"rope_theta": None, "rope_type": "default"}}
 
 
 def write_rope(model: Model) -> dict[str, Any]:
@@ -260,6 +284,9 @@ def write_rope(model: Model) -> dict[str, Any]:
             scaling[field] = getattr(model, key)
         if not scaling.get("attention_factor", True):  # 0: computed from the factor, here and there
             del scaling["attention_factor"]
+    if model.rope_proportional and model.rope_scaling in ("linear", Model.rope_scaling):
+        factor = {"factor": model.rope_scaling_factor} if model.rope_scaling_factor > 1.0 else {}
+        scaling = {"rope_type": PROPORTIONAL, FRACTION: model.rotary_fraction, **factor}
     parameters = {"rope_theta": model.rope_theta, "rope_type": "default"} | scaling
     return {"rope_theta": model.rope_theta, "rope_scaling": scaling or None, "rope_parameters": parameters}
 
@@ -267,6 +294,8 @@ def write_rope(model: Model) -> dict[str, Any]:
 def write_rope_by_type(views: Mapping[str, Model], family: HubFamily) -> dict[str, Any]:
     """Return the fields of a model whose blocks of each layer type have the rotary positions of a view."""
     tables = {layer_type: write_rope(view)["rope_parameters"] for layer_type, view in views.items()}
+    if family.has_no_old_rope:
+        return {"rope_parameters": tables}
     of_full = views.get(FULL) or next(iter(views.values()))
     written = write_rope(of_full) | {"rope_parameters": tables}
     if family.window_rope_theta is not None and SLIDING in views:

@@ -153,6 +153,7 @@ def stored_per_token(
     costs = mixer_costs(model, piece)
     norm = _norm_bytes(keeps_input_of_norm(model, kernels)) * width.local
     qk_norms = _norm_bytes(keeps_input_of_qk_norm(model, piece, kernels)) * costs.normed
+    qk_norms += (2.0 if kernels.fuses_qk_norm(model, piece.tp) else 4.0) * costs.normed_without_weight
     inner = 4.0 * width.ffn
     if model.features.gated_ffn:
         inner = (6.0 + (0.0 if kernels.compiled else unfused_gate_bytes(model))) * width.ffn
@@ -226,14 +227,15 @@ def block_products(model: Model, piece: Piece, kernels: Kernels, trained: Traine
     A x and, of the others, the sum.
     """
     width = Widths.of(model, piece)
-    keeps_qk = model.qk_norm != "none" and keeps_input_of_qk_norm(model, piece, kernels)
+    keeps_normed = keeps_input_of_qk_norm(model, piece, kernels)
     keeps_sums = width.local * (model.has_norms_after and keeps_input_of_norm(model, kernels))
     queries = model.query_outputs / piece.tp
     costs = mixer_costs(model, piece)
-    keeps_q = keeps_qk and queries == costs.results  # else of a copy, without the gate
     added = {f"added {n}": BlockProduct(shape.outputs) for n, shape in enumerate(added_matrices(model, piece.tp))}
     *before, last = mixer_products(model, piece.tp).items()
-    kept = {"q_proj": keeps_q, "k_proj": keeps_qk, **dict.fromkeys(costs.keeps_results, True)}
+    kept = dict.fromkeys(costs.normed_results, keeps_normed) | dict.fromkeys(costs.keeps_results, True)
+    if queries != costs.results:  # the norm's input is a copy, without the gate
+        kept["q_proj"] = False
     layers = {name: BlockProduct(shape.outputs, shape.outputs * kept.get(name, False)) for name, shape in before}
     layers |= {**added, last[0]: BlockProduct(width.hidden, keeps_sums)}
     of_ffn = dict.fromkeys(("gate_proj", "up_proj"), BlockProduct(width.ffn, width.ffn))

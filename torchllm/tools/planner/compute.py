@@ -396,7 +396,8 @@ def elementwise(
     is_inner_norm_fused = kernels.fuses_qk_norm(model, piece.tp)
     inner_norm = (FUSED_NORM if is_inner_norm_fused else plain_norm).of(backward)
     gating = (GATED_BYTES_FUSED if is_fused else GATED_BYTES).of(backward)
-    of_mixer = rotary * costs.turned + inner_norm * costs.normed + COPY_BYTES * costs.copied + gating * costs.gated
+    normed = costs.normed + costs.normed_without_weight
+    of_mixer = rotary * costs.turned + inner_norm * normed + COPY_BYTES * costs.copied + gating * costs.gated
 
     activation = _activation_bytes(model, is_fused).of(backward)
     ffn_width = dense_width(model) / piece.tp
@@ -404,7 +405,7 @@ def elementwise(
     moved = piece.tokens * bytes_per_token * software.constants.traffic
 
     count = float(kernel_count(model, costs, is_fused, is_norm_plain, software.dropout))
-    if costs.normed and not kernels.compiled:
+    if normed and not kernels.compiled:
         count += 2 if is_inner_norm_fused else PLAIN_QK_NORM_KERNELS
     if backward:
         count *= BACKWARD_KERNELS

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torchllm.config import FAMILIES, Model
 from torchllm.config.errors import UserError
+from torchllm.facts.parts.registry import buffer_shapes
 from torchllm.facts.shapes import Shape, parameter_shapes
 
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -79,6 +80,12 @@ class RequiredField(NamedTuple):
     """allowed; the first is written at an export"""
     feature: str
     """the feature that another value would ask for, for the error: "biases of the attention's matrices" """
+    default: Any = None
+    """value if a file lacks it; None: the first of `values`"""
+
+    def value_in(self, content: Mapping[str, Any]) -> Any:
+        """Return the value that a config.json says."""
+        return content.get(self.name, self.values[0] if self.default is None else self.default)
 
 
 class TensorRule(NamedTuple):
@@ -105,6 +112,8 @@ class TensorRule(NamedTuple):
     """model.mixer of the blocks that the rule is for; empty: all. Mixers share names, and the first rule counts"""
     is_convolution: bool = False
     """the file has a dimension of 1 before the last (torch's Conv1d of channels)"""
+    is_row: bool = False
+    """the file has a vector as a matrix of one row (ERNIE 4.5)"""
 
 
 class StoredPart(NamedTuple):
@@ -176,12 +185,18 @@ class HubFamily:
     features: dict[str, Any]
     """keys of [model] that all models of the family share"""
     fields: tuple[ConfigField, ...]
+    full_fields: tuple[ConfigField, ...] = field(default=(), kw_only=True)
+    """fields of the blocks with full attention alone; a null says nothing"""
+    prepared: Callable[[Mapping[str, Any]], dict[str, Any]] = field(default=dict, kw_only=True)
+    """returns the fields of a config.json in the one spelling that the table reads; raises FieldError"""
     required: tuple[RequiredField, ...]
     """which an export writes"""
     tensors: tuple[TensorRule, ...]
     stacked_tensors: tuple[TensorRule, ...] = ()
     """of files with stacked experts: transformers 5 can save its modules as they are. They are read and never written,
     because transformers 4 and others do not know them"""
+    module_key: str = field(default=STACKED_EXPERTS, kw_only=True)
+    """end of the keys by which such files are known"""
     prefix: str = "model."
     """prefix of the file's keys, except the head's; some published files lack it"""
     ignored_tensors: str = r"(?!)"
@@ -198,12 +213,18 @@ class HubFamily:
     """the model_type as which transformers reads a config.json whose layer_types differ (Mistral)"""
     mixers: Mapping[str, str] = field(default_factory=dict)
     """model.mixer of blocks by further entries of layer_types"""
+    of_types: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """further keys of [model] that all blocks of an entry of layer_types share"""
+    has_optional_rope: bool = False
+    """a rope_theta of null says that there are no rotary positions (OLMo Hybrid)"""
     has_window_fields: bool = False
     """a sliding_window is off unless use_sliding_window is true (Qwen, SmolLM3)"""
     has_no_rope_layers: bool = False
     """which blocks have no rotary positions is said by no_rope_layers and no_rope_layer_interval (SmolLM3)"""
     has_rope_by_type: bool = False
     """rope_parameters has a table for each of layer_types, and rope_scaling is of full_attention alone (OLMo 3)"""
+    has_no_old_rope: bool = False
+    """rotary positions are in rope_parameters alone: transformers 4 does not know the family (Gemma 4)"""
     window_rope_theta: float | None = None
     """base of the rotary frequencies in blocks with a window where config.json has no rope_local_base_freq (Gemma 3);
     None: such a block has rope_theta as all others"""
@@ -249,7 +270,7 @@ class HubFamily:
     @property
     def field_names(self) -> set[str]:
         """The fields of config.json that are keys of [model]."""
-        return {name for config_field in self.fields for name in config_field.names}
+        return {name for config_field in (*self.fields, *self.full_fields) for name in config_field.names}
 
     @property
     def has_experts(self) -> bool:
@@ -266,8 +287,8 @@ class HubFamily:
         return self.has_prediction_blocks and block is not None and (block[1] is not None or int(block[2]) >= layers)
 
     def with_table_of(self, keys: Iterable[str]) -> "HubFamily":
-        """Return the family with the table that the keys of a file follow: experts of a block are stacked, or not."""
-        if any(key.endswith(STACKED_EXPERTS) for key in keys) and self.stacked_tensors:
+        """Return the family with the table that the keys of a file follow: that of transformers' modules, or not."""
+        if any(key.endswith(self.module_key) for key in keys) and self.stacked_tensors:
             return replace(self, tensors=self.stacked_tensors)
         return self
 
@@ -302,10 +323,8 @@ class HubFamily:
 def stored_shapes(model: Model) -> dict[str, Shape]:
     """Return the shapes of all stored tensors of a model: parameters and buffers."""
     shapes = parameter_shapes(model)
-    if model.router_bias:
-        for index in range(model.layers):
-            if model.of_block(index).experts:
-                shapes[f"layers.{index}.mlp.routed.router.bias"] = (model.experts,)
+    for index, view in enumerate(model.views):
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in buffer_shapes(view).items()}
     return shapes
 
 
@@ -315,8 +334,9 @@ def _build(rule: TensorRule, names: list[str], block: str, shapes: dict[str, Sha
     if ".experts." not in names[0]:
         parts = _parts_of_tensor(names, shapes, groups)
         whole = (parts[-1].first_row + parts[-1].rows, *((1,) if rule.is_convolution else ()), *shape[1:])
-        stored_shape = whole[::-1] if rule.is_transposed else whole
-        return [StoredTensor(rule.key.format(block), stored_shape, rule.is_transposed, parts, rule.is_float32)]
+        stored_shape = (1, *whole) if rule.is_row else whole[::-1] if rule.is_transposed else whole
+        key, is_vector = rule.key.format(block), rule.is_row
+        return [StoredTensor(key, stored_shape, rule.is_transposed, parts, rule.is_float32, is_vector)]
     experts, _, *columns = shape
     parts = _parts_of_stack(names, shapes, rule)
     if "{expert}" not in rule.key:

@@ -54,6 +54,7 @@ class TextPart(NamedTuple):
 
 
 TEXT_PARTS = {
+    "gemma4": TextPart("Gemma4ForConditionalGeneration", is_tied=True),
     "llava": TextPart("LlavaForConditionalGeneration"),
     "mistral3": TextPart("Mistral3ForConditionalGeneration", is_tied=True),
     "qwen3_5": TextPart("Qwen3_5ForConditionalGeneration", is_tied=False),
