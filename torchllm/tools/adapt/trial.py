@@ -55,7 +55,8 @@ def synthetic_batches(config: Config, mesh: Mesh, device: torch.device) -> list[
     training = config.training
     micro_batches, size = gradient_accumulation(training, mesh.data_size), training.micro_batch_size
     source, pieces = RandomDocuments(config.model.vocab), sequence_pieces(mesh)
-    reader = SequenceReader([source], training.sequence_length, config.data.document_mask, pieces)
+    length, depth = training.sequence_length, config.model.mtp_depth
+    reader = SequenceReader([source], length, config.data.document_mask, pieces, depth)
     first = mesh.data_rank * micro_batches * size
     values = reader.read("train", [Location(0, 0, first + number) for number in range(micro_batches * size)])
     return reader.packed_batches(torch.from_numpy(values), micro_batches, size).unpack(device)

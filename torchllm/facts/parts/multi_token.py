@@ -1,0 +1,18 @@
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): what its blocks have besides those of others.
+
+Declared as a part of the mixer (`registry.mixer`), which is behind it. Names are those of transformers' `MtpLayer`.
+"""
+
+from torchllm.facts.parts.part import BlockPart, linear
+from torchllm.facts.parts.registry import norm
+
+PART = BlockPart(
+    name="multi_token",
+    build="torchllm.models.multi_token:predicting",
+    parameters=(
+        *norm("enorm"),
+        *norm("hnorm"),
+        *linear("eh_proj", lambda view: (view.hidden, 2 * view.hidden), "rowwise"),
+        *norm("post_norm"),
+    ),
+)
