@@ -66,7 +66,8 @@ class RandomDocuments(Synthetic):
     """Random tokens with a document's begin at every 1,024th, on average."""
 
     def window(self, split: Split, number: int, length: int, piece: range | None = None) -> Window:
-        whole = super().window(split, number, length)
-        begins = np.random.default_rng(number).random(length + 1) < 1 / 1024
+        piece = piece or range(length)
+        whole = super().window(split, number, length, range(max(length, piece.stop)))
+        begins = np.random.default_rng(number).random(len(whole.ids)) < 1 / 1024
         begins[0] = True
-        return piece_of(whole._replace(begins=np.flatnonzero(begins)), piece or range(length))
+        return piece_of(whole._replace(begins=np.flatnonzero(begins)), piece)
