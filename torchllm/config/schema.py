@@ -559,7 +559,7 @@ ROPE_KEYS = tuple(name for name in Model.__dataclass_fields__ if name.startswith
 OPTIONS = (
     *("qkv_bias", "qk_norm", "norm_position", "norm_offset", "activation", "softmax_scale", "score_softcap"),
     *("attention_gate", "embedding_multiplier", "residual_multiplier", "logit_divisor", "logit_softcap"),
-    *("sinks", "o_bias", "expert_biases", "v_norm", "keys_as_values", "block_scale"),
+    *("sinks", "o_bias", "expert_biases", "v_norm", "keys_as_values", "block_scale", "mtp_depth"),
 )
 """keys of [model] for parts that Llama's blocks and ends lack: with their defaults it has none"""
 KIND_KEYS = (
