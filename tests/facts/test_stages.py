@@ -36,7 +36,7 @@ def stage_costs(model: Model, split: tuple[int, ...], sequence_length: int) -> t
     costs = []
     for start, end in pairwise(accumulate(split, initial=0)):
         costs.append(sum(block_flops(model, layer, sequence_length) for layer in range(start, end)))
-    first, last = end_costs(model)
+    first, last = end_costs(model, sequence_length)
     costs[0] += first
     costs[-1] += last
     return tuple(costs)
@@ -107,7 +107,7 @@ def test_ranks_of_several_stages_share_dense_and_sparse_blocks(schedule: Pipelin
 
 def test_a_head_of_128k_words_weighs_two_blocks_of_an_8b_model() -> None:
     model = load_config([str(ROOT / "train_configs" / "models" / "llama3_8b.toml"), "--parallel.dp_shard=1"]).model
-    assert 1.5 < end_costs(model)[1] / block_flops(model, 0, 8192) < 2.5
+    assert 1.5 < end_costs(model, 8192)[1] / block_flops(model, 0, 8192) < 2.5
     assert balanced_split(model, Parallel(pp=4), 8192) == (8, 8, 9, 7)
 
 

@@ -3,8 +3,17 @@
 Declared as a part of the mixer (`registry.mixer`), which is behind it. Names are those of transformers' `MtpLayer`.
 """
 
-from torchllm.facts.parts.part import BlockPart, linear
+from torchllm.config import Model
+from torchllm.facts.parts.part import BlockPart, MixerCosts, RankShare, linear
 from torchllm.facts.parts.registry import norm
+
+
+def costs(view: Model, share: RankShare) -> MixerCosts:
+    """Return what three norms cost, and the input of the projection."""
+    return MixerCosts(
+        inputs=0.0, results=0.0, kept=4.0 * view.hidden / share.tp, normed=3.0 * view.hidden / share.spread
+    )
+
 
 PART = BlockPart(
     name="multi_token",
@@ -15,4 +24,5 @@ PART = BlockPart(
         *linear("eh_proj", lambda view: (view.hidden, 2 * view.hidden), "rowwise"),
         *norm("post_norm"),
     ),
+    costs=costs,
 )

@@ -7,7 +7,7 @@ from importlib import import_module
 
 from torchllm.config import Model
 from torchllm.config.errors import UserError
-from torchllm.facts.parts.part import BlockPart, PartBuffer, PartParameter, Shape, shapes_of
+from torchllm.facts.parts.part import BlockPart, MixerCosts, PartBuffer, PartParameter, RankShare, Shape, shapes_of
 
 MIXERS = ("attention", "gated_delta", "latent_attention")
 """values of model.mixer: files of this folder"""
@@ -48,11 +48,19 @@ def mixer(view: Model) -> BlockPart:
 
 @cache
 def joined(before: BlockPart, part: BlockPart) -> BlockPart:
-    """Return a part with the parameters and products of another one before its own."""
+    """Return a part with what another one has before it: its parameters, its products, what it keeps and norms."""
+
+    def costs(view: Model, share: RankShare) -> MixerCosts:
+        assert before.costs is not None
+        assert part.costs is not None
+        more, own = before.costs(view, share), part.costs(view, share)
+        return replace(own, kept=own.kept + more.kept, normed=own.normed + more.normed)
+
     return replace(
         part,
         parameters=before.parameters + part.parameters,
         products_in_order=lambda view: before.products(view) + part.products(view),
+        costs=part.costs and costs,
     )
 
 
