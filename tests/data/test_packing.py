@@ -63,7 +63,12 @@ pieces_strategy = st.sampled_from(
 
 @settings(derandomize=True, deadline=None)
 @given(
-    documents_strategy, st.integers(1, 12), st.integers(1, 3), pieces_strategy, st.booleans(), st.sampled_from([0, 1, 3])
+    documents_strategy,
+    st.integers(1, 12),
+    st.integers(1, 3),
+    pieces_strategy,
+    st.booleans(),
+    st.sampled_from([0, 1, 3]),
 )
 def test_packing_is_its_definition_token_by_token(
     documents: list[list[int]], length: int, micro_batch_size: int, pieces: SequencePieces, mask: bool, depth: int

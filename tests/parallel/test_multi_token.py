@@ -28,7 +28,11 @@ LAYOUTS: dict[str, Settings] = {
     "a tied embedding over tp": {**SP, "model.tied_embeddings": True},
     "a tied embedding over a pipeline": {"parallel.pp": 2, "model.tied_embeddings": True, **CHUNKS},
     "a split backward": {"parallel.pp": 2, **SP, "parallel.schedule": "ZBVZeroBubble", "training.micro_batch_size": 2},
-    "a split backward of segments": {"parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble", "recompute.mode": "segment"},
+    "a split backward of segments": {
+        "parallel.pp": 2,
+        "parallel.schedule": "ZBVZeroBubble",
+        "recompute.mode": "segment",
+    },
     "scattered and gathered": {"parallel.pp": 2, "parallel.tp": 2},
     "a loop of stages, experts": {
         **{"parallel.pp": 2, "parallel.schedule": "Interleaved1F1B", "parallel.virtual_stages": 2},

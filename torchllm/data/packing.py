@@ -121,22 +121,21 @@ class PackedBatches:
         tokens = self._by_micro_batch(ids[:, :length].long())
         begins = rest[3 * windows :].long() if self.document_mask else rest.long()
         labels = self._by_micro_batch(_labels(ids, begins, is_target, length))
-        ahead: Sequence[Tensor | None] = [None] * self.micro_batches
+        ahead: list[Tensor | None] = [None] * self.micro_batches
         if self.depth:
             of_windows = _ahead(ids, begins, is_target, length).unflatten(0, (*labels.shape[:2], len(self.pieces)))
-            ahead = of_windows.movedim(2, -2).flatten(-2).unbind()
+            ahead = [*of_windows.movedim(2, -2).flatten(-2)]
         if not self.document_mask:
             pieces = [torch.arange(piece.start, piece.stop, device=device) for piece in self.pieces]
             positions = torch.cat(pieces).expand(self.micro_batch_size, -1)  # in the memory of one sequence
-            of_batches = zip(tokens, labels, ahead, strict=True)
-            return [Batch(x, y, positions, None, ahead=further) for x, y, further in of_batches]
+            return [Batch(*fields, positions, None, 0, x) for *fields, x in zip(tokens, labels, ahead, strict=True)]
         first_tokens = rest[: 2 * windows].view(2, windows, 1)
         positions, document_ids = _within_documents(first_tokens, begins, width, length)
         of_documents = self._by_micro_batch(positions), self._by_micro_batch(document_ids)
         documents = self.values[windows * (width + 2) : windows * (width + 3)]  # on the host: nothing waits
         limit = int(documents.view(self.micro_batches, -1).sum(1).max())
-        of_batches = zip(tokens, labels, *of_documents, ahead, strict=True)
-        return [Batch(*fields, limit, further) for *fields, further in of_batches]
+        fields_of_batches = zip(tokens, labels, *of_documents, strict=True)
+        return [Batch(*fields, limit, x) for fields, x in zip(fields_of_batches, ahead, strict=True)]
 
     def _by_micro_batch(self, x: Tensor) -> Tensor:
         """Map (M x B x P, L) -> (M, B, P x L)."""

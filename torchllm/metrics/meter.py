@@ -8,8 +8,8 @@ not finite. A profiled step has a line of its own: breakdown/PART, the part's sh
     validation_loss    the same over the held-out sequences; only in steps with an evaluation
     z_loss             training.z_loss times the mean squared log-sum-exp of the target tokens' logits, which the loss
                        does not contain; only with that key
-    mtp_loss           nats per target token, the mean of the tokens further ahead, which the loss does not contain; only
-                       with model.mtp_depth
+    mtp_loss           nats per target token, the mean of the tokens further ahead, which the loss does not contain;
+                       only with model.mtp_depth
     grad_norm          global norm of this step's gradient, before clipping
     learning_rate      learning rate of this step
     tokens             input tokens consumed since step 1 of the run, resumed or not

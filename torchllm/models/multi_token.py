@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchllm.config import Model
+from torchllm.config.errors import UserError
 from torchllm.models.decoder import Decoder
 from torchllm.models.layers import Rotary, build_norm
 
@@ -22,7 +23,7 @@ class _Predicting(nn.Module):
     """Extends a class of blocks, which comes after it: `predicting`."""
 
     def __init__(self, model: Model) -> None:
-        super().__init__(model)  # type: ignore[call-arg]  # the block's
+        super().__init__(model)
         self.enorm = build_norm(model)
         self.hnorm = build_norm(model)
         self.eh_proj = nn.Linear(2 * model.hidden, model.hidden, bias=False)
@@ -31,7 +32,7 @@ class _Predicting(nn.Module):
     def forward(self, x: Tensor, rotary: Rotary | None, mask: Any, embeddings: Tensor) -> Tensor:
         """Return the states of the next depth: x, those before, and embeddings of tokens ahead, (B, S, D) each."""
         x = self.eh_proj(torch.cat((self.enorm(embeddings), self.hnorm(x)), dim=-1))
-        states: Tensor = self.post_norm(super().forward(x, rotary, mask))  # type: ignore[misc]  # the block's
+        states: Tensor = self.post_norm(super().forward(x, rotary, mask))
         return states
 
 
@@ -57,11 +58,14 @@ class PredictingDecoder(Decoder):
         tokens: list[Tensor] = []
         targets: list[Tensor] = []
         if self.lm_head is not None and labels is not None:
-            assert ahead is not None, "model.mtp_depth needs `Batch.ahead`"
+            if ahead is None:
+                raise UserError(
+                    "model.mtp_depth: the batches have no tokens further ahead: set it to 0, or `Batch.ahead`"
+                )
             of_depths, of_labels = ahead.unbind(1)
             tokens, targets = list(of_depths.unbind(1)), list(of_labels.unbind(1))
         ids = [x, *tokens] if self.embeds else tokens
-        embeddings = self.embed(torch.cat(ids)).chunk(len(ids)) if ids else ()  # one look-up: FSDP gathers once
+        embeddings = [*self.embed(torch.cat(ids)).chunk(len(ids))] if ids else []  # one look-up: FSDP gathers once
         if self.embeds:
             x, *embeddings = embeddings
             x = self.begin(x, positions)

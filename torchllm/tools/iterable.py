@@ -223,8 +223,6 @@ class IterableLoader:
         reads the trained examples again and skips them.
         """
         applied("data.document_mask", data.document_mask)
-        if model.mtp_depth:
-            raise DataError("model.mtp_depth: an iterable gives no tokens further ahead: set it to 0, or read data.sources")
         self.skipped: dict[str, int] = {}
         self._training, self._ranks, self._document_mask = training, ranks, data.document_mask
         self._pieces = ranks.pieces.positions(training.sequence_length)

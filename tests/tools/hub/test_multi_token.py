@@ -1,4 +1,4 @@
-"""Published blocks of multi-token prediction: the logits of transformers' `MtpModel`, and files that come out bitwise."""
+"""Published blocks of multi-token prediction: the logits of transformers' `MtpModel`, and files as they went in."""
 
 import json
 from dataclasses import replace
@@ -11,12 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
-from tests.parity import CPU
 from tests.tools.hub.published import save_published
 from tests.tools.hub.test_import import LENGTH, SEQUENCES, TOKENS, config_of, error_of_logits, one_process
 from torchllm.config import Config
 from torchllm.facts.parameters import canonical_name
-from torchllm.models.head import IGNORED
 from torchllm.tools.hub.families.registry import HUB_FAMILIES
 from torchllm.tools.hub.files import WHOLE_MODEL, check_tensors, find_hub_files, read_hub_config
 from torchllm.tools.hub.hf_writer import write_weights
