@@ -8,7 +8,7 @@ from torchllm.facts.parts.part import BlockPart, MixerCosts, RankShare, linear
 from torchllm.facts.parts.registry import norm
 
 
-def costs(view: Model, share: RankShare) -> MixerCosts:
+def costs_of_norms(view: Model, share: RankShare) -> MixerCosts:
     """Return what three norms cost, and the input of the projection."""
     return MixerCosts(
         inputs=0.0, results=0.0, kept=4.0 * view.hidden / share.tp, normed=3.0 * view.hidden / share.spread
@@ -24,5 +24,5 @@ PART = BlockPart(
         *linear("eh_proj", lambda view: (view.hidden, 2 * view.hidden), "rowwise"),
         *norm("post_norm"),
     ),
-    costs=costs,
+    costs=costs_of_norms,
 )

@@ -43,11 +43,11 @@ def mixer(view: Model) -> BlockPart:
     if problem := problem_of_mixer(view):
         raise UserError(f"model.mixer: {problem}")
     part = MIXERS_OF_FORKS.get(view.mixer) or _of_library(view.mixer)
-    return joined(_of_library(MTP), part) if view.is_mtp else part
+    return with_part_before(_of_library(MTP), part) if view.is_mtp else part
 
 
 @cache
-def joined(before: BlockPart, part: BlockPart) -> BlockPart:
+def with_part_before(before: BlockPart, part: BlockPart) -> BlockPart:
     """Return a part with what another one has before it: its parameters, its products, what it keeps and norms."""
 
     def costs(view: Model, share: RankShare) -> MixerCosts:
