@@ -142,3 +142,11 @@ def test_ranks_hold_what_torch_expects() -> None:
         style = "v" if schedule in ("ZBVZeroBubble", "DualPipeV") and pp > 1 else "loop"
         theirs = generate_rank_to_stage_mapping(pp, parallel.stages, style)
         assert {rank: list(stage_of_rank(parallel, rank)) for rank in range(pp)} == theirs, schedule
+
+
+def test_the_blocks_of_multi_token_prediction_are_on_the_last_stage() -> None:
+    """Each costs a block and a head there."""
+    deep = replace(LARGE_HEAD, mtp_depth=2)
+    assert end_costs(deep, 32)[1] > end_costs(LARGE_HEAD, 32)[1] + 2 * block_flops(LARGE_HEAD, 0, 32)
+    assert end_costs(deep, 32)[0] == end_costs(LARGE_HEAD, 32)[0]
+    assert sum(balanced_split(deep, Parallel(pp=2), 32)) == LARGE_HEAD.layers

@@ -128,7 +128,7 @@ class PackedBatches:
         if not self.document_mask:
             pieces = [torch.arange(piece.start, piece.stop, device=device) for piece in self.pieces]
             positions = torch.cat(pieces).expand(self.micro_batch_size, -1)  # in the memory of one sequence
-            return [Batch(*fields, positions, None, 0, x) for *fields, x in zip(tokens, labels, ahead, strict=True)]
+            return [Batch(x, y, positions, None, 0, z) for x, y, z in zip(tokens, labels, ahead, strict=True)]
         first_tokens = rest[: 2 * windows].view(2, windows, 1)
         positions, document_ids = _within_documents(first_tokens, begins, width, length)
         of_documents = self._by_micro_batch(positions), self._by_micro_batch(document_ids)
