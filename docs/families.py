@@ -67,7 +67,8 @@ def main() -> None:
             "parts": ", ".join(parts(family)),
             "may have": ", ".join(choices(family)),
             "sizes": ", ".join(sizes[model_type]),
-            "left out": "blocks that predict further tokens" * family.has_prediction_blocks,
+            "left out": "blocks that predict further tokens"
+            * (family.has_prediction_blocks and "num_nextn_predict_layers" not in family.field_names),
         }
         print(model_type)
         for name, text in rows.items():

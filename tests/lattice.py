@@ -191,6 +191,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     EXPERTS: tuple(MIXTURES),
     "data.document_mask": (False, True),
     "lora.rank": (0, 3),
+    "model.mtp_depth": (0, 2),
     "training.z_loss": (0.0, 0.02),
     MOMENTUM: (None, 0.0, 0.9),
 }
@@ -233,6 +234,8 @@ class TinySpace(LayoutSpace):
                 return ()
             case "lora.rank":
                 matters = layout.get(EXPERTS) is None and layout["model.family"] == "llama"
+            case "model.mtp_depth":
+                matters = not layout.get("lora.rank")
             case "model.mixer":
                 matters = not features.learned_positions
             case "model.experts":  # experts are SwiGLU layers

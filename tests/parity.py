@@ -76,11 +76,16 @@ def step_batch(config: Config, step: int, ragged: bool) -> Batch:
         has_target = torch.rand(shape, generator=generator) < share_of_targets
         labels = labels.masked_fill(~has_target, -100)
     position = torch.arange(length).expand(shape)
-    if not config.data.document_mask:
-        return Batch(tokens, labels, position, None)
-    border = torch.randint(1, length, (sequences, 1), generator=generator)
-    position_in_document = torch.where(position < border, position, position - border)
-    return Batch(tokens, labels, position_in_document, (position >= border).long())
+    batch = Batch(tokens, labels, position, None)
+    if config.data.document_mask:
+        border = torch.randint(1, length, (sequences, 1), generator=generator)
+        position_in_document = torch.where(position < border, position, position - border)
+        batch = Batch(tokens, labels, position_in_document, (position >= border).long())
+    if depth := config.model.mtp_depth:
+        ahead = torch.randint(config.model.vocab, (sequences, 2, depth, length), generator=generator)
+        ahead[:, 1] = ahead[:, 1].where(labels[:, None] != -100, -100)
+        batch = batch._replace(ahead=ahead)
+    return batch
 
 
 @functools.lru_cache(maxsize=4)
@@ -156,7 +161,7 @@ def decided(config: Config, ragged: bool) -> Config:
 
 def _plain_loss(model: Decoder, batch: Batch) -> Tensor:
     count = int((batch.labels != -100).sum())
-    return model(batch.tokens, batch.positions, batch.document_ids, batch.labels) / count
+    return model(batch.tokens, batch.positions, batch.document_ids, batch.labels, 0, batch.ahead) / count
 
 
 def _plain_optimizer(parameters: dict[str, Any], config: c.Optimizer) -> torch.optim.Optimizer:
@@ -254,7 +259,8 @@ def whole_gradients(stages: list[Decoder]) -> dict[str, np.ndarray]:
 
 def rows_of(batch: Batch, rows: slice) -> Batch:
     documents = None if batch.document_ids is None else batch.document_ids[rows]
-    return Batch(batch.tokens[rows], batch.labels[rows], batch.positions[rows], documents)
+    ahead = None if batch.ahead is None else batch.ahead[rows]
+    return Batch(batch.tokens[rows], batch.labels[rows], batch.positions[rows], documents, ahead=ahead)
 
 
 def part_of_sequence(batch: Batch, mesh: Mesh) -> Batch:
@@ -262,11 +268,12 @@ def part_of_sequence(batch: Batch, mesh: Mesh) -> Batch:
     pieces = sequence_pieces(mesh)
 
     def part(x: Tensor) -> Tensor:
-        chunks = x.chunk(pieces.total, dim=1)
-        return torch.cat([chunks[index] for index in pieces.indices], dim=1)
+        chunks = x.chunk(pieces.total, dim=-1)
+        return torch.cat([chunks[index] for index in pieces.indices], dim=-1)
 
     documents = None if batch.document_ids is None else part(batch.document_ids)
-    return Batch(part(batch.tokens), part(batch.labels), part(batch.positions), documents)
+    ahead = None if batch.ahead is None else part(batch.ahead)
+    return Batch(part(batch.tokens), part(batch.labels), part(batch.positions), documents, ahead=ahead)
 
 
 def my_batches(config: Config, mesh: Mesh, step: int, ragged: bool) -> list[Batch]:

@@ -81,6 +81,7 @@ CONTRADICTED: dict[
     "model.router_bias": (True, {}, EXPERTS),
     "model.router_bias_rate": (0.1, EXPERTS, {**EXPERTS, "model.router_bias": True}),
     "model.balance_loss": ("global", {}, EXPERTS),
+    "model.mtp_weight": (0.1, {}, {"model.mtp_depth": 1}),
     "model.balance_weight": (0.1, EXPERTS, {**EXPERTS, "model.balance_loss": "sequence"}),
     "model.router_z_loss": (1e-3, {}, EXPERTS),
     "parallel.ep": (2, {}, {"model.experts": 4, "parallel.dp_shard": 2}),

@@ -288,11 +288,24 @@ def test_the_documents_of_long_shards_are_found(tmp_path: Path) -> None:
     shard.close()
 
 
+def test_tokens_behind_the_stream_are_of_another_document(folder: Path) -> None:
+    """Those further ahead of the last sequence, of any split: none is of the other split."""
+    corpus = Corpus(folder)
+    for split in SPLITS:
+        tokens = corpus.tokens(split)
+        window = corpus.window(split, 0, tokens - 1, range(tokens + 2))
+        assert (len(window.ids), window.ids[tokens:].tolist()) == (tokens + 3, [0, 0, 0])
+        assert window.begins[-1] == tokens
+        assert np.array_equal(window.ids[:tokens], corpus.window(split, 0, tokens - 1).ids)
+
+
 def test_synthetic_is_a_function_of_split_and_number() -> None:
     source = Synthetic(1000)
     ids, begins, *_ = source.window("train", 2**39, 512)
     assert ids.shape == (513,)
     assert begins.tolist() == [0]
+    longer = source.window("train", 2**39, 512, range(514))
+    assert (len(longer.ids), np.array_equal(longer.ids[:513], ids)) == (515, True)
     piece = source.window("train", 2**39, 512, range(128, 256))
     assert np.array_equal(piece.ids, ids[128:257])
     assert (piece.begins.tolist(), piece.document, piece.position) == ([], 0, 128)

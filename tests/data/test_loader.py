@@ -659,15 +659,17 @@ def counted_reads() -> Iterator[list[int]]:
         yield sizes
 
 
-@pytest.mark.parametrize(("method", "mask"), [("ring", True), ("ulysses", False), ("ulysses", True)])
-def test_ranks_that_share_a_sequence_read_only_their_pieces(tmp_path: Path, method: str, mask: bool) -> None:
+@pytest.mark.parametrize(("method", "mask", "depth"), [("ring", True, 2), ("ulysses", False, 1), ("ulysses", True, 0)])
+def test_ranks_that_share_a_sequence_read_only_their_pieces(
+    tmp_path: Path, method: str, mask: bool, depth: int
+) -> None:
     corpus = write_corpus_of(write_documents(tmp_path, 600, size=2000), tmp_path / "c", shard_mib=0.25)
     training = Training(micro_batch_size=1, global_batch_size=2, sequence_length=2**17)
     data = Data(sources=(Source(kind="tokens"),), workers=0, document_mask=mask)
 
     def read(pieces: SequencePieces) -> tuple[list[Batch], int]:
         """A step, and the bytes read for it."""
-        loader = TrainLoader([corpus], data, training, 0, DataRanks(pieces=pieces))
+        loader = TrainLoader([corpus], data, training, 0, DataRanks(pieces=pieces), depth=depth)
         with counted_reads() as sizes:
             return next_batches(loader), sum(sizes)
 
@@ -679,15 +681,15 @@ def test_ranks_that_share_a_sequence_read_only_their_pieces(tmp_path: Path, meth
                 for field, expected_field in zip(batch, expected, strict=True):
                     assert (field is None) == (expected_field is None)
                     if isinstance(field, Tensor) and isinstance(expected_field, Tensor):
-                        chunks = expected_field.chunk(pieces.total, dim=1)
-                        assert torch.equal(field, torch.cat([chunks[index] for index in pieces.indices], dim=1))
+                        chunks = expected_field.chunk(pieces.total, dim=-1)
+                        assert torch.equal(field, torch.cat([chunks[index] for index in pieces.indices], dim=-1))
                 if mask:
                     assert expected.document_ids is not None
                     assert batch.document_ids is not None
                     seen = expected.document_ids if pieces.attends_whole else batch.document_ids
                     assert seen.unique().numel() <= batch.document_limit <= expected.document_limit
             reads = 2 * (len(pieces.indices) + (mask and pieces.attends_whole))
-            tokens = 2 * 2**17 // ranks + reads  # after each piece the token that follows it
+            tokens = 2 * 2**17 // ranks + reads * (1 + depth)  # after each piece those that follow it
             assert 0 < bytes_read - 2 * tokens < reads * 12_000  # the boundaries of documents in it and next to it
 
 

@@ -44,9 +44,9 @@ def expected_positions(sequence: list[Token], document_mask: bool) -> list[int]:
     return positions
 
 
-def window_of(sequence: list[Token], following: Token, piece: range) -> Window:
-    """A piece of a sequence and the token that follows it. following: the token after the sequence."""
-    tokens = [*sequence, following][piece.start : piece.stop + 1]
+def window_of(sequence: list[Token], following: list[Token], piece: range) -> Window:
+    """A piece of a sequence and the token that follows it. following: the tokens after the sequence."""
+    tokens = [*sequence, *following][piece.start : piece.stop + 1]
     return Window(
         ids=np.array([token.token for token in tokens], dtype=np.uint16),
         begins=np.array([index for index, token in enumerate(tokens) if token.index == 0], dtype=np.int64),
@@ -62,13 +62,20 @@ pieces_strategy = st.sampled_from(
 
 
 @settings(derandomize=True, deadline=None)
-@given(documents_strategy, st.integers(1, 12), st.integers(1, 3), pieces_strategy, st.booleans())
+@given(
+    documents_strategy,
+    st.integers(1, 12),
+    st.integers(1, 3),
+    pieces_strategy,
+    st.booleans(),
+    st.sampled_from([0, 1, 3]),
+)
 def test_packing_is_its_definition_token_by_token(
-    documents: list[list[int]], length: int, micro_batch_size: int, pieces: SequencePieces, mask: bool
+    documents: list[list[int]], length: int, micro_batch_size: int, pieces: SequencePieces, mask: bool, depth: int
 ) -> None:
     stream = stream_of(documents)
     length *= pieces.total
-    sequences = [stream[first : first + length] for first in range(0, len(stream) - length, length)]
+    sequences = [stream[first : first + length] for first in range(0, len(stream) - length - depth, length)]
     micro_batches = len(sequences) // micro_batch_size
     sequences = sequences[: micro_batches * micro_batch_size]
     if not sequences:
@@ -76,10 +83,12 @@ def test_packing_is_its_definition_token_by_token(
     ranges = pieces.positions(length)
     windows = []
     for number, sequence in enumerate(sequences):
-        windows += [window_of(sequence, stream[(number + 1) * length], piece) for piece in ranges]
+        end = (number + 1) * length
+        read = [range(piece.start, piece.stop + depth) for piece in ranges]
+        windows += [window_of(sequence, stream[end : end + 1 + depth], piece) for piece in read]
     values = torch.from_numpy(pack_windows(windows, mask))
     assert values.dtype == torch.int32
-    batches = PackedBatches(values, micro_batches, micro_batch_size, ranges, mask).unpack(CPU)
+    batches = PackedBatches(values, micro_batches, micro_batch_size, ranges, mask, depth=depth).unpack(CPU)
 
     assert len(batches) == micro_batches
     own = [position for piece in ranges for position in piece]
@@ -95,6 +104,15 @@ def test_packing_is_its_definition_token_by_token(
             assert batch.document_ids[row].tolist() == [token.document - sequence[0].document for token in tokens]
         else:
             assert batch.document_ids is None
+        for ahead in range(1, depth + 1):
+            assert batch.ahead is not None
+            later = [stream[number * length + position + ahead] for position in own]
+            labels = [stream[number * length + position + ahead + 1] for position in own]
+            assert batch.ahead[row, 0, ahead - 1].tolist() == [token.token for token in later]
+            pairs = zip(tokens, labels, strict=True)
+            expected = [label.token if label.document == token.document else IGNORED for token, label in pairs]
+            assert batch.ahead[row, 1, ahead - 1].tolist() == expected
+        assert batch.ahead is None or depth
     most = 0
     for batch in batches:
         for field in (batch.tokens, batch.labels, batch.positions, batch.document_ids):
@@ -105,7 +123,7 @@ def test_packing_is_its_definition_token_by_token(
             most = max(most, int((batch.document_ids.diff(dim=1) != 0).sum()) + micro_batch_size)
     windows_per_batch = micro_batch_size * len(ranges)
     for batch in batches:
-        assert most <= batch.document_limit <= (most + 2 * windows_per_batch if mask else 0)
+        assert most <= batch.document_limit <= (most + (2 + depth) * windows_per_batch if mask else 0)
 
 
 def test_a_token_that_is_no_target_keeps_its_id_and_is_no_label() -> None:
@@ -115,6 +133,9 @@ def test_a_token_that_is_no_target_keeps_its_id_and_is_no_label() -> None:
     (batch,) = PackedBatches(values, 1, 1, [range(4)], document_mask=False, has_targets=True).unpack(CPU)
     assert batch.tokens.tolist() == [[0, 7, 300, 2]]
     assert batch.labels.tolist() == [[IGNORED, 300, 2, IGNORED]]
+    (batch,) = PackedBatches(values, 1, 1, [range(2)], document_mask=False, has_targets=True, depth=2).unpack(CPU)
+    assert batch.ahead is not None
+    assert batch.ahead.tolist() == [[[[7, 300], [300, 2]], [[300, 2], [2, IGNORED]]]]
 
 
 def test_the_limit_of_documents_counts_every_begin_in_a_micro_batch() -> None:

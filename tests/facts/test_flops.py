@@ -270,3 +270,12 @@ def test_latent_attention_counts_the_true_width_of_values() -> None:
     projections = 32 * 20 + 20 * 4 * 16 + 32 * (12 + 6) + 12 * 4 * (10 + 8) + 4 * 8 * 32
     scores, results = 4 * 16 * 100, 4 * 8 * 100
     assert block_flops(model, 0, 100) == 2 * (projections + scores + results + 3 * 32 * 40)
+
+
+@pytest.mark.quick
+def test_each_depth_of_multi_token_prediction_is_a_block_a_projection_and_a_head() -> None:
+    length, hidden = 64, LLAMA.hidden
+    plain, deep = LLAMA, replace(LLAMA, mtp_depth=2)
+    more = deep.mtp_depth * (block_flops(LLAMA, 0, length) + 2 * 2 * hidden * hidden + 2 * head_size(LLAMA))
+    norms = 6 * deep.mtp_depth * 5 * hidden  # which PaLM counts as parameters: those of a block, and three
+    assert flops_per_token(deep, length) - flops_per_token(plain, length) == 3 * more + norms

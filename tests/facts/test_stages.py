@@ -36,7 +36,7 @@ def stage_costs(model: Model, split: tuple[int, ...], sequence_length: int) -> t
     costs = []
     for start, end in pairwise(accumulate(split, initial=0)):
         costs.append(sum(block_flops(model, layer, sequence_length) for layer in range(start, end)))
-    first, last = end_costs(model)
+    first, last = end_costs(model, sequence_length)
     costs[0] += first
     costs[-1] += last
     return tuple(costs)
@@ -107,7 +107,7 @@ def test_ranks_of_several_stages_share_dense_and_sparse_blocks(schedule: Pipelin
 
 def test_a_head_of_128k_words_weighs_two_blocks_of_an_8b_model() -> None:
     model = load_config([str(ROOT / "train_configs" / "models" / "llama3_8b.toml"), "--parallel.dp_shard=1"]).model
-    assert 1.5 < end_costs(model)[1] / block_flops(model, 0, 8192) < 2.5
+    assert 1.5 < end_costs(model, 8192)[1] / block_flops(model, 0, 8192) < 2.5
     assert balanced_split(model, Parallel(pp=4), 8192) == (8, 8, 9, 7)
 
 
@@ -142,3 +142,12 @@ def test_ranks_hold_what_torch_expects() -> None:
         style = "v" if schedule in ("ZBVZeroBubble", "DualPipeV") and pp > 1 else "loop"
         theirs = generate_rank_to_stage_mapping(pp, parallel.stages, style)
         assert {rank: list(stage_of_rank(parallel, rank)) for rank in range(pp)} == theirs, schedule
+
+
+def test_the_blocks_of_multi_token_prediction_are_on_the_last_stage() -> None:
+    """Each costs a block and a head there."""
+    deep = replace(LARGE_HEAD, mtp_depth=2)
+    head = end_costs(LARGE_HEAD, 32)[1] - 4 * LARGE_HEAD.hidden  # without the final norm, which they share
+    assert end_costs(deep, 32)[1] - end_costs(LARGE_HEAD, 32)[1] == 2 * (head + block_flops(deep, deep.layers, 32))
+    assert end_costs(deep, 32)[0] == end_costs(LARGE_HEAD, 32)[0]
+    assert sum(balanced_split(deep, Parallel(pp=2), 32)) == LARGE_HEAD.layers

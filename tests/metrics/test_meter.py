@@ -202,10 +202,12 @@ def test_evaluated_and_forced_steps_are_logged_once(clock: Clock) -> None:
 def test_every_key_is_described_on_its_page_and_has_its_curve(clock: Clock) -> None:
     meter = make(RecordingSink(), peak=None)
     clock.now += 1
-    record = meter.log(1, result(math.nan)._replace(z_loss=torch.tensor(0.25)), validation_loss=1.0)
+    record = meter.log(
+        1, result(math.nan)._replace(z_loss=torch.tensor(0.25), mtp_loss=torch.tensor(0.5)), validation_loss=1.0
+    )
     assert record is not None
     assert (record["mfu"], record["mfu_unmasked"], record["hfu"]) == (None, None, None)  # of an unknown device
-    assert record["z_loss"] == 0.25
+    assert (record["z_loss"], record["mtp_loss"]) == (0.25, 0.5)
     keys = record.keys() | {"memory_reserved_gib", "allocation_retries"}  # these two are of a GPU
     assert keys - {"step"} == TensorBoard.TAGS.keys()
     experts = ExpertLoads([[1, 2]], 0.5, {"balance_loss": 0.1, "router_z_loss": 0.1}).as_record()

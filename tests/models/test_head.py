@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.operations import Operations
 from torchllm.config import Model, Parallel, Training
 from torchllm.facts.flops import recomputes_logits
-from torchllm.models.head import IGNORED, Head, cross_entropy_sum, take_squares
+from torchllm.models.head import IGNORED, Head, cross_entropy_sum, take_sum
 
 pytestmark = pytest.mark.quick
 MODEL = Model(hidden=16, heads=2, vocab=37)
@@ -174,11 +174,11 @@ def test_z_loss_is_in_the_gradients_and_beside_the_loss(chunk: int, recomputes: 
         torch.testing.assert_close(got, exact.float(), rtol=1e-5, atol=1e-5)
     stage = nn.Module()
     stage.lm_head = module
-    taken = take_squares([nn.Module(), stage])
+    taken = take_sum([nn.Module(), stage], "squares")
     assert taken is not None
     assert taken.item() == pytest.approx(squares.item(), rel=1e-6)
     assert not taken.requires_grad
-    assert take_squares([stage]) is None  # they are taken
+    assert take_sum([stage], "squares") is None  # they are taken
 
 
 @pytest.mark.parametrize("recomputes", [False, True])

@@ -77,6 +77,7 @@ BALANCED = Needs(f'{EXPERTS.words} and model.balance_loss = "sequence" or "globa
 LLAMA = Needs('model.family = "llama"')
 ROTARY = Needs('rotary positions, which model.family = "llama" has')
 DELTA = Needs('model.mixer = "gated_delta"')
+MTP = Needs("model.mtp_depth over 0")
 LATENT = Needs('model.mixer = "latent_attention"')
 SCALED = "model.rope_scaling_factor over 1"
 LLAMA3 = Needs(f'{SCALED} and model.rope_scaling = "llama3"')
@@ -384,6 +385,12 @@ class Model:
     initial_std: Positive = 0.02
     """standard deviation of the initial matrices, truncated at three times that; divided by sqrt(2 L) for the matrices
     whose output is added to the residual stream"""
+    mtp_depth: Annotated[Natural, BUILD] = 0
+    """multi-token prediction: blocks (D) after the last one, each of which predicts a token that is one further ahead
+    (DeepSeek-V3); they train the model, and generation does not run them; 0: none"""
+    mtp_weight: Annotated[Positive, MTP] = 0.3
+    """weight of the mean loss of the mtp_depth further tokens in the gradients; the loss that is printed is that of the
+    next token alone"""
     frozen: Annotated[str, BUILD] = ""
     """regular expression of the parameters that are not trained; it must match their whole names, which are those of
     Hugging Face's Llama without "model.", e.g. 'embed_tokens.*|layers\\.[01]\\..*'; empty: all are trained"""
@@ -406,22 +413,38 @@ class Model:
 
         Code of a single block takes a view, and code of the whole model adds up over views.
         """
-        if not self.pattern and not self.dense_layers:
+        if not self.pattern and not self.dense_layers and not self.mtp_depth:
             return self
-        return _view(self, self.kind_of(index), has_experts=index >= self.dense_layers)
+        is_mtp = index >= self.layers
+        return _view(self, self.kind_of(index), has_experts=index >= self.dense_layers, is_mtp=is_mtp)
 
     def of_kind(self, name: str) -> "Model":
         """Return the model whose blocks are all of one kind; with experts all have them, unless the kind has none."""
-        return _view(self, name, has_experts=True)
+        return _view(self, name, has_experts=True, is_mtp=False)
 
     def kind_of(self, index: int) -> str:
         """Return the name of the kind of a block, by its index; "" if the model has no pattern."""
-        return self.pattern[index % len(self.pattern)] if self.pattern else ""
+        return self.pattern[min(index, self.layers - 1) % len(self.pattern)] if self.pattern else ""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in all: `layers`, and behind them those of multi-token prediction, which are as the last one."""
+        return self.layers + self.mtp_depth
+
+    @property
+    def embeds_at_both_ends(self) -> bool:
+        """Whether the last stage of a pipeline has the embedding too: as the head, or for tokens further ahead."""
+        return self.tied_embeddings or self.mtp_depth > 0
+
+    @property
+    def is_mtp(self) -> bool:
+        """Whether a view is of a block of multi-token prediction: it has no other blocks."""
+        return self.layers == 0
 
     @property
     def views(self) -> tuple["Model", ...]:
         """The view of each block, first to last."""
-        return tuple(self.of_block(index) for index in range(self.layers))
+        return tuple(self.of_block(index) for index in range(self.blocks))
 
     @property
     def sparse_blocks(self) -> tuple[int, ...]:
@@ -536,7 +559,7 @@ ROPE_KEYS = tuple(name for name in Model.__dataclass_fields__ if name.startswith
 OPTIONS = (
     *("qkv_bias", "qk_norm", "norm_position", "norm_offset", "activation", "softmax_scale", "score_softcap"),
     *("attention_gate", "embedding_multiplier", "residual_multiplier", "logit_divisor", "logit_softcap"),
-    *("sinks", "o_bias", "expert_biases", "v_norm", "keys_as_values", "block_scale"),
+    *("sinks", "o_bias", "expert_biases", "v_norm", "keys_as_values", "block_scale", "mtp_depth"),
 )
 """keys of [model] for parts that Llama's blocks and ends lack: with their defaults it has none"""
 KIND_KEYS = (
@@ -548,10 +571,12 @@ KIND_KEYS = (
 
 
 @lru_cache(maxsize=1024)
-def _view(model: Model, kind: str, has_experts: bool) -> Model:
+def _view(model: Model, kind: str, has_experts: bool, is_mtp: bool) -> Model:
     """Return `model.of_block` of a block with this kind, "" if the model has none."""
     keys: Mapping[str, Any] = model.kinds.get(kind, {})  # `checks.py` reports a kind without a table
-    view = replace(model, pattern=(), kinds=Kinds(), dense_layers=0, **keys)
+    view = replace(model, pattern=(), kinds=Kinds(), dense_layers=0, mtp_depth=int(is_mtp), **keys)
+    if is_mtp:
+        view = replace(view, layers=0)
     return view if has_experts and view.experts else without_experts(view)
 
 

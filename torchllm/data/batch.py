@@ -17,3 +17,6 @@ class Batch(NamedTuple):
     """number of the document that a token belongs to, rising along the sequence; None without data.document_mask"""
     document_limit: int = 0
     """upper bound of the number of documents that attention sees here, summed over the sequences; 0: unknown"""
+    ahead: Tensor | None = None
+    """(B, 2, D, S): the token that is k after each position, and the one k + 1 after it as label, for k from 1 to
+    D = model.mtp_depth; None: D is 0"""

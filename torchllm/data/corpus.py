@@ -81,7 +81,7 @@ class SequenceSource(Protocol):
     def window(self, split: Split, number: int, length: int, piece: range | None = None) -> Window:
         """Return sequence `number` of `length` tokens, or a piece of it, with the following token.
 
-        piece: positions in the sequence, without gaps; None: all.
+        piece: positions in the sequence, without gaps, and those behind it (`SequenceReader`); None: all.
         """
 
     def describe(self) -> str:
@@ -192,16 +192,17 @@ class ShardStream(ABC):
         piece = piece or range(length)
         first = number * length
         end = min(piece.stop + 1, length) if self.is_packed else piece.stop + 1
+        end = min(end, self.tokens(split) - first)
         ids, begins, targets = [], [], []
         for part in self._parts(split, first + piece.start, first + end):
             ids.append(part.shard.read_ids(part.first, part.end))
             begins.append(part.shard.read_begins(part.first, part.end) + (part.offset - first - piece.start))
             if self.is_packed:
                 targets.append(part.shard.read_targets(part.first, part.end))
-        if end == piece.stop:  # the last token of a packed sequence: the next token belongs to another one
-            ids.append(np.zeros(1, dtype=ids[0].dtype))
-            begins.append(np.array([len(piece)]))
-            targets.append(np.zeros(1, dtype=np.bool_))
+        if missing := piece.stop + 1 - end:  # behind a packed sequence, or the stream: of another document
+            ids.append(np.zeros(missing, dtype=ids[0].dtype))
+            begins.append(np.array([end - piece.start]))
+            targets.append(np.zeros(missing, dtype=np.bool_))
         document, document_begin = 0, 0
         if piece.start > 0:
             for part in self._parts(split, first + 1, first + piece.start + 1):
@@ -368,6 +369,7 @@ class Synthetic:
         """Return sequence `number` or a piece of it: always the same tokens for the same split, number and length."""
         piece = piece or range(length)
         random = np.random.Generator(np.random.Philox(key=[SPLITS.index(split), number]))
-        ids = random.integers(self.vocab, size=length + 1, dtype=np.uint32)[piece.start : piece.stop + 1]
+        size = max(length, piece.stop) + 1  # the first ones do not depend on it
+        ids = random.integers(self.vocab, size=size, dtype=np.uint32)[piece.start : piece.stop + 1]
         begins = np.zeros(1 if piece.start == 0 else 0, dtype=np.int64)
         return Window(ids, begins, position=piece.start)

@@ -62,18 +62,26 @@ def build_loader(
     open_again = partial(open_sources, data, training, model, ranks, finetune)
     opened = open_again()
     counts_epochs = finetune is not None and finetune.epochs > 0
-    return TrainLoader(opened.sources, data, training, seed, ranks, opened.verification, counts_epochs, open_again)
+    verification, depth = opened.verification, model.mtp_depth
+    return TrainLoader(opened.sources, data, training, seed, ranks, verification, counts_epochs, open_again, depth)
 
 
 class SequenceReader:
-    """Reads this rank's pieces of sequences of the sources and packs them."""
+    """Reads this rank's pieces of sequences of the sources and packs them.
 
-    def __init__(self, sources: list[SequenceSource], length: int, document_mask: bool, pieces: SequencePieces) -> None:
+    depth: tokens further ahead that each piece has behind the one that follows it (model.mtp_depth).
+    """
+
+    def __init__(
+        self, sources: list[SequenceSource], length: int, document_mask: bool, pieces: SequencePieces, depth: int
+    ) -> None:
         self.sources = sources
         self.length = length
         self.document_mask = document_mask
         self.attends_whole = pieces.attends_whole
         self.pieces = pieces.positions(length)
+        self.depth = depth
+        self.read_pieces = [range(piece.start, piece.stop + depth) for piece in self.pieces]
         self.has_targets = any(isinstance(source, Corpus) and source.header.sequence_length for source in sources)
 
     def read(self, split: Split, locations: Sequence[Location]) -> Packed:
@@ -81,7 +89,7 @@ class SequenceReader:
         windows, documents = [], []
         for location in locations:
             source = self.sources[location.source]
-            windows += [source.window(split, location.number, self.length, piece) for piece in self.pieces]
+            windows += [source.window(split, location.number, self.length, piece) for piece in self.read_pieces]
             if self.attends_whole and self.document_mask:
                 last_token = range(self.length - 1, self.length)
                 documents.append(1 + source.window(split, location.number, self.length, last_token).document)
@@ -89,7 +97,8 @@ class SequenceReader:
 
     def packed_batches(self, values: torch.Tensor, micro_batches: int, micro_batch_size: int) -> PackedBatches:
         """Return the sequences of `values`, a result of `read`, as `micro_batches` micro batches."""
-        return PackedBatches(values, micro_batches, micro_batch_size, self.pieces, self.document_mask, self.has_targets)
+        settings = self.pieces, self.document_mask, self.has_targets, self.depth
+        return PackedBatches(values, micro_batches, micro_batch_size, *settings)
 
 
 class _Steps(torch.utils.data.Dataset[Packed | DataError]):
@@ -139,12 +148,15 @@ class TrainLoader:
         verification: "Verification | None" = None,
         counts_epochs: bool = False,
         open_again: Callable[[Sequence[str]], OpenedSources] | None = None,
+        depth: int = 0,
     ) -> None:
         """Start at sequence 0 of `sources`, the opened data.sources. `verification` runs in the background.
 
         counts_epochs: the run has the same number of epochs of each source, unless weights are chosen. open_again:
         opens the sources by the fingerprints that a checkpoint of an earlier version recorded; None: they are the same.
+        depth: of `Batch.ahead`.
         """
+        self._depth = depth
         self.on_damage: Callable[[int, str], None] = lambda first_step, reason: None
         """callback before damaged data ends the run: first step that trained on it, and the damage"""
         self._verification = verification
@@ -184,7 +196,7 @@ class TrainLoader:
                 skipped.update(source.header.skipped)
         self.skipped: dict[str, int] = dict(skipped)
         """number of records skipped by data.on_bad_record = "skip", by error"""
-        self._reader = SequenceReader(sources, length, self._data.document_mask, self._ranks.pieces)
+        self._reader = SequenceReader(sources, length, self._data.document_mask, self._ranks.pieces, self._depth)
         self._sizes = sizes
         self._mixture = mixed_by_size(self._data, sizes) if self._counts_epochs else self._data
         """settings with the sources' weights in training; `data` has the weights for held-out sequences"""

@@ -60,9 +60,9 @@ class DataRanks:
 
 
 def pack_windows(windows: Sequence[Window], document_mask: bool, documents: Sequence[int] | None = None) -> Packed:
-    """Return windows, each of L tokens and the following token, in one array (n,).
+    """Return windows, each of L tokens, the following token and D further ones, in one array (n,).
 
-    It holds the tokens (N, L + 1) of N windows, as ~id if a token is not trained; with `document_mask` the position
+    It holds the tokens (N, L + 1 + D) of N windows, as ~id if a token is not trained; with `document_mask` the position
     (N,) and then the document (N,) of the first token of each, and the number of documents (N,) that attention sees;
     and the indices of all other tokens that begin a document. documents: that number; None: the documents of a window.
     """
@@ -98,6 +98,8 @@ class PackedBatches:
     document_mask: bool
     has_targets: bool = False
     """some tokens are not trained"""
+    depth: int = 0
+    """D, tokens further ahead of `Batch.ahead`"""
 
     def unpack(self, device: torch.device) -> list[Batch]:
         """Return the M micro batches on a device; every tensor is (B, P x L). From pinned memory it is asynchronous.
@@ -107,7 +109,8 @@ class PackedBatches:
         sequence from 0. A token that is not trained is no label.
         """
         windows = self.micro_batches * self.micro_batch_size * len(self.pieces)
-        width = len(self.pieces[0]) + 1
+        length = len(self.pieces[0])
+        width = length + 1 + self.depth
         values = self.values.to(device, non_blocking=True)
         ids = values[: windows * width].view(windows, width)
         rest = values[windows * width :]
@@ -115,41 +118,64 @@ class PackedBatches:
         if self.has_targets:
             is_target = ids >= 0
             ids = torch.where(is_target, ids, ~ids)
-        tokens = self._by_micro_batch(ids[:, :-1].long())
+        tokens = self._by_micro_batch(ids[:, :length].long())
+        begins = rest[3 * windows :].long() if self.document_mask else rest.long()
+        labels = self._by_micro_batch(_labels(ids, begins, is_target, length))
+        ahead: list[Tensor | None] = [None] * self.micro_batches
+        if self.depth:
+            of_windows = _ahead(ids, begins, is_target, length).unflatten(0, (*labels.shape[:2], len(self.pieces)))
+            ahead = [*of_windows.movedim(2, -2).flatten(-2)]
         if not self.document_mask:
-            labels = self._by_micro_batch(_labels(ids, rest.long(), is_target))
             pieces = [torch.arange(piece.start, piece.stop, device=device) for piece in self.pieces]
             positions = torch.cat(pieces).expand(self.micro_batch_size, -1)  # in the memory of one sequence
-            return [Batch(*fields, positions, None) for fields in zip(tokens, labels, strict=True)]
+            return [Batch(x, y, positions, None, 0, z) for x, y, z in zip(tokens, labels, ahead, strict=True)]
         first_tokens = rest[: 2 * windows].view(2, windows, 1)
-        begins = rest[3 * windows :].long()
-        labels = self._by_micro_batch(_labels(ids, begins, is_target))
-        positions, document_ids = _within_documents(first_tokens, begins, width)
+        positions, document_ids = _within_documents(first_tokens, begins, width, length)
         of_documents = self._by_micro_batch(positions), self._by_micro_batch(document_ids)
         documents = self.values[windows * (width + 2) : windows * (width + 3)]  # on the host: nothing waits
         limit = int(documents.view(self.micro_batches, -1).sum(1).max())
-        return [Batch(*fields, limit) for fields in zip(tokens, labels, *of_documents, strict=True)]
+        fields_of_batches = zip(tokens, labels, *of_documents, strict=True)
+        return [Batch(*fields, limit, x) for fields, x in zip(fields_of_batches, ahead, strict=True)]
 
     def _by_micro_batch(self, x: Tensor) -> Tensor:
         """Map (M x B x P, L) -> (M, B, P x L)."""
         return x.reshape(self.micro_batches, self.micro_batch_size, -1)
 
 
-def _labels(ids: Tensor, begins: Tensor, is_target: Tensor | None) -> Tensor:
-    """Return the labels (N, L) of windows of ids (N, L + 1).
+def _labels(ids: Tensor, begins: Tensor, is_target: Tensor | None, length: int) -> Tensor:
+    """Return the labels (N, L) of windows of ids (N, L + 1 + D).
 
-    begins: indices of the ids that begin a document. is_target: (N, L + 1), whether an id is trained; None: all are.
+    begins: indices of the ids that begin a document. is_target: (N, L + 1 + D), whether an id is trained; None: all
+    are. length: L.
     """
     labels = ids[:, 1:].long().contiguous()
     if is_target is not None:
         labels.masked_fill_(~is_target[:, 1:], IGNORED)
     rows = begins // ids.shape[1]
     labels.view(-1).index_fill_(0, begins - rows - 1, IGNORED)  # labels of a row start at its second id
-    return labels
+    return labels[:, :length]
 
 
-def _within_documents(first_tokens: Tensor, begins: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return positions and document ids, both (N, L), of the tokens of windows of L + 1 = `width` ids.
+def _ahead(ids: Tensor, begins: Tensor, is_target: Tensor | None, length: int) -> Tensor:
+    """Return the tokens and labels further ahead of windows of ids (N, L + 1 + D), as `Batch.ahead`: (N, 2, D, L).
+
+    The arguments are those of `_labels`. A label is ignored if a document begins between its position and itself.
+    """
+    depths = range(1, ids.shape[1] - length)
+    begins_here = torch.zeros_like(ids, dtype=torch.long).view(-1).index_fill_(0, begins, 1).view(ids.shape)
+    document = begins_here.cumsum(1)
+    is_label = torch.ones_like(ids, dtype=torch.bool) if is_target is None else is_target
+    labels = []
+    for depth in depths:
+        there = slice(depth + 1, depth + 1 + length)
+        has_label = is_label[:, there] & (document[:, there] == document[:, :length])
+        labels.append(ids[:, there].long().where(has_label, IGNORED))
+    tokens = [ids[:, depth : depth + length].long() for depth in depths]
+    return torch.stack((torch.stack(tokens, 1), torch.stack(labels, 1)), 1)
+
+
+def _within_documents(first_tokens: Tensor, begins: Tensor, width: int, length: int) -> tuple[Tensor, Tensor]:
+    """Return positions and document ids, both (N, L), of the first L = `length` tokens of windows of `width` ids.
 
     first_tokens: positions and document ids of the windows' first tokens, (2, N, 1). begins: indices of the ids that
     begin a document.
@@ -157,8 +183,8 @@ def _within_documents(first_tokens: Tensor, begins: Tensor, width: int) -> tuple
     first_positions, first_documents = first_tokens
     windows = len(first_positions)
     is_begin = torch.zeros(windows * width, dtype=torch.bool, device=begins.device)
-    is_begin = is_begin.index_fill_(0, begins, True).view(windows, width)[:, :-1]
-    index = torch.arange(width - 1, device=begins.device)
+    is_begin = is_begin.index_fill_(0, begins, True).view(windows, width)[:, :length]
+    index = torch.arange(length, device=begins.device)
     # The document of the first token may begin before the window, at a negative index.
     document_begins = torch.where(is_begin, index, -first_positions).cummax(1).values
     return index - document_begins, first_documents + is_begin.cumsum(1)

@@ -33,7 +33,7 @@ class Matrices(NamedTuple):
     """feed-forward layer; with experts the router, the experts that a token uses, and the shared ones"""
     down: int
     """the block's last product, included in `ffn`, if no gradient needs its result: output projection of the
-    feed-forward layer; 0 with experts, whose weighted sum needs it"""
+    feed-forward layer; 0 with experts, whose weighted sum needs it, and before the norm of multi-token prediction"""
 
 
 @lru_cache(maxsize=1024)
@@ -44,7 +44,7 @@ def matrices(model: Model, layer: int) -> Matrices:
     return Matrices(
         attention=sum(of_mixer),
         ffn=sum(product.elements for product in of_ffn),
-        down=0 if feed_forward(view).needs_last_product else of_ffn[-1].elements,
+        down=0 if feed_forward(view).needs_last_product or view.is_mtp else of_ffn[-1].elements,
     )
 
 
@@ -89,7 +89,7 @@ def half_of_products(model: Model, layer: int) -> int:
     """
     sizes = product_sizes(model, layer)
     view = model.of_block(layer)
-    is_last_needed = view.has_norms_after or feed_forward(view).needs_last_product
+    is_last_needed = view.has_norms_after or view.is_mtp or feed_forward(view).needs_last_product
     return sum(sizes[::2] if is_last_needed else sizes[:-1:2])
 
 
@@ -137,7 +137,7 @@ def trained_parameter_count(model: Model, trained: TrainedParameters) -> int:
 def flops_per_token(
     model: Model, sequence_length: int, pairs: float | None = None, trained: TrainedParameters = ALL_TRAINED
 ) -> float:
-    """Return the model FLOPs of one token (PaLM, appendix B), N being the parameters that it uses.
+    """Return the model FLOPs of one token (PaLM, appendix B), N being the parameters that it uses, each as often.
 
     pairs: keys that a query sees, on average over queries and the features of blocks' heads; None: all S, as PaLM
     counts, or a whole window.
@@ -146,9 +146,10 @@ def flops_per_token(
     """
     of_blocks = [core_flops(view, sequence_length, pairs) for view in model.views]
     attention = 3 * sum(of_blocks)
+    parameters = active_parameter_count(model) + model.mtp_depth * head_size(model)  # which each depth uses again
     if trained.only_updates:
-        return 4 * active_parameter_count(model) + 6 * trained_parameter_count(model, trained) + attention
-    flops = 6 * active_parameter_count(model) + attention
+        return 4 * parameters + 6 * trained_parameter_count(model, trained) + attention
+    flops = 6 * parameters + attention
     if model.frozen:
         from torchllm.facts.frozen import flops_without_gradients  # of no use to other runs
 
@@ -199,7 +200,7 @@ def recomputed_flops_per_token(
         from torchllm.facts.frozen import first_recomputed_block
 
         first = first_recomputed_block(model, recompute.mode, interval)
-    layers = range(first, model.layers)
+    layers = range(first, model.blocks)
     sizes = [matrices(model, layer) for layer in layers]
     blocks = [block_flops(model, layer, sequence_length) for layer in layers]
     views = model.views[first:]
@@ -210,7 +211,7 @@ def recomputed_flops_per_token(
         case "full":
             recomputed = sum(blocks) - sum(last)
         case "segment":
-            ends = [min(start + interval, model.layers) - 1 for start in layers[::interval]]
+            ends = [min(start + interval, model.layers) - 1 for start in range(first, model.layers, interval)]
             recomputed = sum(blocks) - sum(last[end - first] for end in ends)
         case "every_k":
             recomputed = sum(blocks[::interval]) - sum(last[::interval])
@@ -218,7 +219,7 @@ def recomputed_flops_per_token(
             recomputed = sum(2 * (size.ffn - size.down) for size in sizes)
         case "selective_half":
             recomputed = sum(2 * half_of_products(model, layer) for layer in layers)
-    return recomputed + (2 * head_size(model) if has_logits_again else 0)
+    return recomputed + (2 * (1 + model.mtp_depth) * head_size(model) if has_logits_again else 0)
 
 
 def recompute_interval(recompute: Recompute, layers: int) -> int:

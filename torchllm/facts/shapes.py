@@ -13,7 +13,7 @@ def parameter_shapes(model: Model) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {"embed_tokens.weight": (model.vocab_rows, model.hidden)}
     if model.features.learned_positions:
         shapes["embed_positions.weight"] = (model.max_sequence_length, model.hidden)
-    for index in range(model.layers):
+    for index in range(model.blocks):
         for name, shape in block_shapes(model, index).items():
             shapes[f"layers.{index}.{name}"] = shape
     shapes |= registry.norm_shapes(model, "norm")

@@ -36,17 +36,18 @@ def _stages_of_ranks(pp: int, schedule: PipelineSchedule, stages_per_rank: int) 
     return tuple(stage_of_rank(parallel, rank) for rank in range(pp))
 
 
-def end_costs(model: Model) -> tuple[int, int]:
-    """Return the operations of one token before the first block and after the last.
+def end_costs(model: Model, sequence_length: int) -> tuple[int, int]:
+    """Return the operations of one token before the first block and after the last of `model.layers`.
 
     The embedding multiplies nothing: D elements are copied. After the blocks come the norm (about 4 D), the head's
     product (2 D V) and the softmax (about 5 V). A vocabulary of 128k costs as much as two blocks of an 8B model, or
-    half a block of a 405B model.
+    half a block of a 405B model. Multi-token prediction has a block and one more head for each further token.
     """
     norm = 4 * model.hidden
     head = 2 * head_size(model)
     softmax = 5 * model.vocab
-    return model.hidden, norm + head + softmax
+    further = sum(block_flops(model, index, sequence_length) for index in range(model.layers, model.blocks))
+    return model.hidden, norm + (1 + model.mtp_depth) * (head + softmax) + further
 
 
 def balanced_split(model: Model, parallel: Parallel, sequence_length: int) -> tuple[int, ...]:
@@ -59,7 +60,7 @@ def balanced_split(model: Model, parallel: Parallel, sequence_length: int) -> tu
     """
     if parallel.split:
         return parallel.split
-    return _balanced(_block_costs(model, sequence_length), end_costs(model), stages_of_ranks(parallel))
+    return _balanced(_block_costs(model, sequence_length), end_costs(model, sequence_length), stages_of_ranks(parallel))
 
 
 @lru_cache(maxsize=1024)

@@ -8,6 +8,8 @@ not finite. A profiled step has a line of its own: breakdown/PART, the part's sh
     validation_loss    the same over the held-out sequences; only in steps with an evaluation
     z_loss             training.z_loss times the mean squared log-sum-exp of the target tokens' logits, which the loss
                        does not contain; only with that key
+    mtp_loss           nats per target token, the mean of the tokens further ahead, which the loss does not contain;
+                       only with model.mtp_depth
     grad_norm          global norm of this step's gradient, before clipping
     learning_rate      learning rate of this step
     tokens             input tokens consumed since step 1 of the run, resumed or not
@@ -234,12 +236,12 @@ class Meter:
 
     def _record(self, step: int, result: "StepResult") -> Record:
         # One transfer for all values: this is where a logged step waits for the device, so the clock is read after it.
-        z_losses = [] if result.z_loss is None else [result.z_loss]
-        tensors = [result.loss, result.grad_norm, result.skipped, self.pairs, self.targets, *z_losses]
+        others = {name: loss for name in ("z_loss", "mtp_loss") if (loss := getattr(result, name)) is not None}
+        tensors = [result.loss, result.grad_norm, result.skipped, self.pairs, self.targets, *others.values()]
         scalars = torch.stack([tensor.double() for tensor in tensors])
         routing = [] if result.routing is None else [result.routing.packed().to(scalars.device)]
         values = torch.cat((scalars, *routing)).tolist()
-        loss, grad_norm, skipped, pairs, targets, *z_loss = values[: len(tensors)]
+        loss, grad_norm, skipped, pairs, targets, *other_losses = values[: len(tensors)]
         seconds = time.perf_counter() - self.interval_started - self.paused_seconds
         length = self.training.sequence_length
         tokens = self.steps * self.training.global_batch_size * length
@@ -262,8 +264,7 @@ class Meter:
             "memory_gib": memory_gib(self.device),
             "skipped_steps": int(skipped),
         }
-        if z_loss:
-            record["z_loss"] = z_loss[0]
+        record |= dict(zip(others, other_losses, strict=True))
         if result.routing is not None:
             from torchllm.metrics.expert_load import unpack  # few models have experts
 

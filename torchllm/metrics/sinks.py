@@ -216,6 +216,7 @@ class TensorBoard:
         "grad_norm": "update/grad_norm",
         "learning_rate": "update/learning_rate",
         "z_loss": "update/z_loss",
+        "mtp_loss": "update/mtp_loss",
         "memory_reserved_gib": "system/memory_reserved_gib",
         "allocation_retries": "system/allocation_retries",
         "skipped_steps": "update/skipped_steps",

@@ -5,7 +5,7 @@ global index, a pipeline stage may lack either end, positions and document ids a
 replaceable (attention core, norm kernel, cross entropy, `run_blocks`).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -60,7 +60,10 @@ BLOCKS = {
 def build_block(model: Model, index: int) -> nn.Module:
     """Return a block with uninitialized weights, of its kind and as `model.block` says."""
     view = model.of_block(index)
-    block: nn.Module = found(BLOCKS[view.block_form])(view)
+    of_class = found(BLOCKS[view.block_form])
+    if view.is_mtp:
+        of_class = found("torchllm.models.multi_token:predicting")(of_class)
+    block: nn.Module = of_class(view)
     if model.block:
         from torchllm.facts.block_kinds import changed_block  # of no use to other models
 
@@ -83,7 +86,7 @@ class BlockInputs(NamedTuple):
     """as the attention core made it"""
 
 
-def run_blocks(blocks: Iterable[tuple[nn.Module, BlockInputs]], x: Tensor) -> Tensor:
+def run_blocks(blocks: Iterable[tuple[nn.Module, Sequence[Any]]], x: Tensor) -> Tensor:
     """Run the blocks one after the other: x (B, S, D) -> (B, S, D)."""
     for block, inputs in blocks:
         x = block(x, *inputs)
@@ -103,7 +106,7 @@ class Decoder(nn.Module):
         self.embed_positions: nn.Module | None = None
         if model.features.learned_positions:
             self.embed_positions = nn.Embedding(model.max_sequence_length, model.hidden)
-        self.layers = nn.ModuleDict({str(index): build_block(model, index) for index in range(model.layers)})
+        self.layers = nn.ModuleDict({str(index): build_block(model, index) for index in range(model.blocks)})
         self.norm: nn.Module | None = build_norm(model)
         self.lm_head: Head | None = Head(model, loss_chunk, z_loss)
         self.run_blocks: Callable[..., Tensor] = run_blocks
@@ -124,25 +127,37 @@ class Decoder(nn.Module):
         document_ids: Tensor | None = None,
         labels: Tensor | None = None,
         document_limit: int = 0,
+        ahead: Tensor | None = None,
     ) -> Tensor:
         """Return the sum of the loss, (); without labels logits (B, S, V); without a head hidden states (B, S, D).
 
         x: tokens (B, S), or hidden states (B, S, D) on a stage without the embedding. positions, document_ids, labels:
-        (B, S). document_ids None: a token sees all tokens before it. document_limit: `Batch.document_limit`.
+        (B, S). document_ids None: a token sees all tokens before it. document_limit: `Batch.document_limit`. ahead:
+        `Batch.ahead`, for `multi_token.py`.
         """
-        if self.embeds and self.embed_tokens is not None:
-            x = self.embed_tokens(x)
-            if self.model.embedding_multiplier != 1:
-                x = x * x.new_full((), self.model.embedding_multiplier)  # which rounds it, as published models do
-            if self.embed_positions is not None:
-                x = x + self.embed_positions(positions)
-            if self.model.experts and torch.is_grad_enabled() and not x.requires_grad:
-                x = x.detach().requires_grad_()  # with frozen embeddings: routers count tokens in their backward pass
+        if self.embeds:
+            x = self.begin(self.embed(x), positions)
         inputs = self.inputs_of_blocks(positions, document_ids, document_limit)
         x = self.run_blocks(list(zip(self.layers.values(), inputs, strict=True)), x)
         if self.norm is None or self.lm_head is None:
             return x
         return self.lm_head(self.norm(x), labels)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings of tokens: (B, S) -> (B, S, D)."""
+        assert self.embed_tokens is not None
+        x: Tensor = self.embed_tokens(tokens)
+        if self.model.embedding_multiplier != 1:
+            x = x * x.new_full((), self.model.embedding_multiplier)  # which rounds it, as published models do
+        return x
+
+    def begin(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Return the input of the first block, given the embeddings (B, S, D)."""
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(positions)
+        if self.model.experts and torch.is_grad_enabled() and not x.requires_grad:
+            x = x.detach().requires_grad_()  # with frozen embeddings: routers count tokens in their backward pass
+        return x
 
     def inputs_of_blocks(
         self, positions: Tensor, document_ids: Tensor | None, document_limit: int
@@ -196,7 +211,9 @@ def build_model(model: Model, loss_chunk: int = 0, z_loss: float = 0.0) -> Decod
     applied("model.pattern", model.pattern)
     applied("model.mixer", model.mixer)
     applied("model.kinds", model.kinds)
-    decoder = Decoder(model, loss_chunk, z_loss)
+    applied("model.mtp_depth", model.mtp_depth)
+    of_class = found("torchllm.models.multi_token:PredictingDecoder") if model.mtp_depth else Decoder
+    decoder: Decoder = of_class(model, loss_chunk, z_loss)
     if model.frozen:
         from torchllm.models.frozen import freeze  # of no use to other runs
 

@@ -7,7 +7,7 @@ wrong.
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -76,30 +76,44 @@ class Head(nn.Module):
         self.chunk = chunk
         self.z_loss = z_loss
         self.squares: Tensor | None = None
-        """with z_loss: sum of the squared log-sum-exps of the forward passes since `take_squares`, float32 ()"""
+        """with z_loss: sum of the squared log-sum-exps of the forward passes since `take_sum`, float32 ()"""
+        self.mtp_weight = model.mtp_weight
+        self.ahead: Tensor | None = None
+        """with model.mtp_depth: sum of the mean loss of the tokens further ahead, in the same way"""
         self.recomputes_logits = False
         """with a chunk: compute the logits again in the backward pass, instead of all gradients in the forward pass.
         For pipeline schedules that defer the weight's gradient, or run many forward passes before a backward pass:
         each forward would keep a gradient as large as the weight"""
 
-    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, labels: Tensor | None = None, depth: int = 0) -> Tensor:
         """Return the sum of the loss in nats, () float32; with labels None, the logits (B, S, V) of all tokens.
 
-        hidden: (B, S, D). labels: (B, S).
+        hidden: (B, S, D). labels: (B, S). depth: both have the same of so many tokens further ahead behind them,
+        ((1 + depth) B, ...), whose mean loss is in the gradients, times `mtp_weight`, and not in the result.
         """
         if self.divisor != 1:
             hidden = hidden / self.divisor  # smaller than the logits
         if labels is None:
             return soft_capped(logits_of_tokens(self.project(hidden), self.vocab), self.softcap)
-        sums = self._sums(hidden.flatten(0, 1), labels.flatten())
+        of_depths = zip(hidden.chunk(1 + depth), labels.chunk(1 + depth), strict=True) if depth else [(hidden, labels)]
+        sums, *further = [self._sums(rows.flatten(0, 1), targets.flatten()) for rows, targets in of_depths]
+        loss, squares = self._with_penalty(sums)
+        if squares is not None:
+            self.squares = squares if self.squares is None else self.squares + squares
+        if not further:
+            return loss
+        mean = torch.stack([self._with_penalty(sums).loss for sums in further]).mean()
+        self.ahead = mean.detach() if self.ahead is None else self.ahead + mean.detach()
+        return _with_gradient(loss, self.mtp_weight * mean)
+
+    def _with_penalty(self, sums: Tensor) -> "_Loss":
+        """Return the loss, whose gradient includes that of its z-loss. sums: as `cross_entropy` returns them."""
         if not self.z_loss:
-            return sums
+            return _Loss(sums, None)
         loss, squares = sums
         if not torch.is_grad_enabled():
-            return loss
-        self.squares = squares.detach() if self.squares is None else self.squares + squares.detach()
-        penalty = self.z_loss * squares
-        return loss + (penalty - penalty.detach())  # the value of the loss, the gradient of both
+            return _Loss(loss, None)
+        return _Loss(_with_gradient(loss, self.z_loss * squares), squares.detach())
 
     def _sums(self, rows: Tensor, targets: Tensor) -> Tensor:
         """Return the result of `cross_entropy` over all rows (N, D) and targets (N)."""
@@ -121,17 +135,29 @@ class Head(nn.Module):
         return F.linear(rows, self.weight)
 
 
-def take_squares(stages: Iterable[nn.Module]) -> Tensor | None:
-    """Return the sum of squared log-sum-exps of the heads in these stages, float32 (), and reset it.
+class _Loss(NamedTuple):
+    """A loss, () float32, and with a z-loss the sum of the squared log-sum-exps."""
 
-    None if there is no head, or no z-loss.
+    loss: Tensor
+    squares: Tensor | None
+
+
+def _with_gradient(loss: Tensor, other: Tensor) -> Tensor:
+    """Return the value of the loss, with the gradient of both."""
+    return loss + (other - other.detach())
+
+
+def take_sum(stages: Iterable[nn.Module], name: Literal["squares", "ahead"]) -> Tensor | None:
+    """Return a sum of the heads in these stages, `Head.squares` or `Head.ahead`, float32 (), and reset it.
+
+    None if there is no head, or none of its forward passes has the sum.
     """
     for stage in stages:
         head = getattr(stage, "lm_head", None)
-        if head is not None and head.squares is not None:
-            squares: Tensor = head.squares
-            head.squares = None
-            return squares
+        if head is not None and getattr(head, name) is not None:
+            total: Tensor = getattr(head, name)
+            setattr(head, name, None)
+            return total
     return None
 
 

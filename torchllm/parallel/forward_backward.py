@@ -60,4 +60,4 @@ class OneStage:
 
 def forward_stage(stage: Decoder, x: Tensor, batch: Batch) -> Tensor:
     """Run a stage on tokens (B, S), or on the hidden states (B, S, D) of the stage before it."""
-    return stage(x, batch.positions, batch.document_ids, batch.labels, batch.document_limit)
+    return stage(x, batch.positions, batch.document_ids, batch.labels, batch.document_limit, batch.ahead)

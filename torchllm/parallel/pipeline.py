@@ -59,7 +59,8 @@ def _cut_stage(model: Decoder, index: int, blocks: Sequence[int]) -> Decoder:
     is_first = index == 0
     is_last = index == len(blocks) - 1
     first_block = sum(blocks[:index])
-    own_blocks = range(first_block, first_block + blocks[index])
+    end = model.model.blocks if is_last else first_block + blocks[index]
+    own_blocks = range(first_block, end)
     for name in list(stage.layers):
         if int(name) not in own_blocks:
             del stage.layers[name]
@@ -69,8 +70,8 @@ def _cut_stage(model: Decoder, index: int, blocks: Sequence[int]) -> Decoder:
     if not is_first:
         stage.embeds = False
         stage.embed_positions = None
-        # The last stage of a tied model keeps the embedding, since its head uses the same weight.
-        if not (is_last and model.model.tied_embeddings):
+        # The last stage of a tied model keeps the embedding, since its head uses the same weight; or it embeds labels.
+        if not (is_last and model.model.embeds_at_both_ends):
             stage.embed_tokens = None
     return stage
 
@@ -126,7 +127,7 @@ class Pipeline:
 
         self.tied_weights: list[TiedWeight] = []  # collected now, while the weights are sharded
         for stage in stages:
-            if stage.model.tied_embeddings and isinstance(stage.embed_tokens, nn.Embedding):
+            if stage.model.embeds_at_both_ends and isinstance(stage.embed_tokens, nn.Embedding):
                 self.tied_weights.append(TiedWeight(stage.embed_tokens.weight, on_first_stage=stage.embeds))
         if effective_zero_stage(parallel) == 3:
             for stage in stages:
@@ -193,6 +194,8 @@ class Pipeline:
         keywords: dict[str, Tensor | int] = {"positions": batch.positions, "labels": batch.labels}
         if batch.document_ids is not None:
             keywords |= {"document_ids": batch.document_ids, "document_limit": batch.document_limit}
+        if batch.ahead is not None:
+            keywords["ahead"] = batch.ahead
         self.schedule.step(
             *inputs,
             target=batch.labels if self.last in self.indices else None,
@@ -231,12 +234,14 @@ class Pipeline:
 def _join(batches: Sequence[Batch]) -> Batch:
     """Return micro batches as one batch, with the document_limit of one micro batch."""
     documents = [batch.document_ids for batch in batches if batch.document_ids is not None]
+    ahead = [batch.ahead for batch in batches if batch.ahead is not None]
     return Batch(
         tokens=torch.cat([batch.tokens for batch in batches]),
         labels=torch.cat([batch.labels for batch in batches]),
         positions=torch.cat([batch.positions for batch in batches]),
         document_ids=torch.cat(documents) if documents else None,
         document_limit=max(batch.document_limit for batch in batches),
+        ahead=torch.cat(ahead) if ahead else None,
     )
 
 

@@ -34,7 +34,7 @@ from torch.utils.checkpoint import (
 
 from torchllm.config import Recompute
 from torchllm.facts.flops import recompute_interval
-from torchllm.models.decoder import Block, BlockInputs, Decoder, run_blocks
+from torchllm.models.decoder import Block, Decoder, run_blocks
 from torchllm.models.document_attention import ATTENTION_OPERATIONS
 from torchllm.models.experts import Router
 from torchllm.parallel.saved_results import SavedResults
@@ -221,7 +221,7 @@ class Segments:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def __call__(self, blocks: Sequence[tuple[nn.Module, BlockInputs]], x: Tensor) -> Tensor:
+    def __call__(self, blocks: Sequence[tuple[nn.Module, Sequence[Any]]], x: Tensor) -> Tensor:
         for first in range(0, len(blocks), self.size):
             segment = blocks[first : first + self.size]
             x = checkpoint(run_blocks, segment, x, use_reentrant=False, preserve_rng_state=False)

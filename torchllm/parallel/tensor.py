@@ -103,6 +103,8 @@ def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: b
             continue
         elif isinstance(module, Router | Experts):
             continue  # cut by the style of `routed`
+        elif name.endswith(".eh_proj"):  # of whole features, that a rank multiplies some of
+            plan[name] = RowwiseParallel(input_layouts=hidden, output_layouts=hidden)
         elif name.endswith(".mlp.shared.down_proj"):
             plan[name] = RowwiseParallel(output_layouts=sums_of_rank, use_local_output=False)
         elif parameters := dict(module.named_parameters(recurse=False)):

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from inspect import signature
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torchllm.config.applied_keys import applied, refuse_unchecked_step
 from torchllm.config.errors import UserError
 from torchllm.data.batch import Batch
 from torchllm.models.decoder import Decoder
-from torchllm.models.head import IGNORED, take_squares
+from torchllm.models.head import IGNORED, take_sum
 from torchllm.optim.expert_balance import ExpertBalance, StepRouting
 from torchllm.optim.grad_norm import clip, squared_norm
 from torchllm.optim.optimizer import apply_if_finite, set_mode
@@ -46,14 +46,16 @@ class StepResult(NamedTuple):
     """training.z_loss times the mean squared log-sum-exp of the target tokens' logits, float32 (); None: z_loss is 0"""
     routing: StepRouting | None = None
     """routing statistics of all ranks; None: there are no experts"""
+    mtp_loss: Tensor | None = None
+    """mean loss of the tokens further ahead, per target token, float32 (); None: model.mtp_depth is 0"""
 
 
 class _OverAllRanks(NamedTuple):
     """Results of a step's backward passes, see `StepResult`."""
 
     grad_norm: Tensor
-    loss: Tensor
-    z_loss: Tensor | None
+    losses: dict[str, Tensor]
+    """`loss`, `z_loss` and `mtp_loss` of `StepResult`, those that there are"""
     routing_sums: Tensor | None
     """for `ExpertBalance.finish_step`; None: there are no experts"""
 
@@ -89,6 +91,12 @@ class TrainStep:
         self.mesh = mesh
         self.training = training
         self.device = device
+        self.sums_of_head: list[tuple[str, Literal["squares", "ahead"], float]] = []
+        """sums of the head that are logged, each with its name and factor"""
+        if training.z_loss:
+            self.sums_of_head.append(("z_loss", "squares", training.z_loss))
+        if stages[0].model.mtp_depth:
+            self.sums_of_head.append(("mtp_loss", "ahead", 1.0))
         self.expert_balance = ExpertBalance(stages, training)
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         self.skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
@@ -102,7 +110,8 @@ class TrainStep:
         tokens, pairs = self._count(batches)
         with phase("forward_backward"):  # a step without a target has gradients of 0, not nan
             loss = self.forward_backward(batches, 1.0 / tokens.clamp(min=1))
-        norm, loss, z_loss, routing_sums = self._over_all_ranks(loss, tokens)
+        norm, losses, routing_sums = self._over_all_ranks(loss, tokens)
+        loss = losses["loss"]
         # Both: a gradient may overflow behind a finite loss, and one rank of tp alone may have a loss that is nan.
         finite = torch.isfinite(norm) & torch.isfinite(loss)
         clip(self.stages, norm, self.training.max_grad_norm)
@@ -118,26 +127,34 @@ class TrainStep:
         self.skipped = self.skipped + ~finite
         self.skipped_in_a_row = (self.skipped_in_a_row + 1) * ~finite
         self.longest_run = torch.maximum(self.longest_run, self.skipped_in_a_row)
-        return StepResult(loss, norm, tokens, pairs, learning_rate, self.skipped, self.longest_run, z_loss, routing)
+        return StepResult(
+            grad_norm=norm,
+            tokens=tokens,
+            pairs=pairs,
+            learning_rate=learning_rate,
+            skipped=self.skipped,
+            consecutive=self.longest_run,
+            routing=routing,
+            **losses,
+        )
 
     def _over_all_ranks(self, loss: Tensor, tokens: Tensor) -> _OverAllRanks:
         """Return the results of all ranks, by one message; `loss`: this rank's part.
 
         Losses are also summed over tp ranks, although they have equal values: a nan on one of them must stop all.
         """
-        parts = [squared_norm(self.stages, self.device), loss.double()]
-        if self.training.z_loss:
-            squares = take_squares(self.stages)
-            z_loss = torch.zeros_like(loss) if squares is None else self.training.z_loss * squares / tokens.clamp(min=1)
-            parts.append(z_loss.double())
-        sums = torch.stack(parts)
+        parts = {"norm": squared_norm(self.stages, self.device), "loss": loss.double()}
+        for name, in_head, factor in self.sums_of_head:
+            total = take_sum(self.stages, in_head)
+            parts[name] = (torch.zeros_like(loss) if total is None else factor * total / tokens.clamp(min=1)).double()
+        sums = torch.stack([*parts.values()])
         routed = self.expert_balance.take_sums(self.device)
         if routed is not None:
             sums = torch.cat((sums, routed.flatten()))
         dist.all_reduce(sums)
-        loss, *z_losses = sums[1 : len(parts)].float() / self.mesh.tp.size()
+        losses = dict(zip([*parts][1:], sums[1 : len(parts)].float() / self.mesh.tp.size(), strict=True))
         routing_sums = None if routed is None else sums[len(parts) :]
-        return _OverAllRanks(sums[0].sqrt(), loss, z_losses[0] if z_losses else None, routing_sums)
+        return _OverAllRanks(sums[0].sqrt(), losses, routing_sums)
 
     def _count(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
         """Return the target tokens, int64 (), and the pairs of `StepResult` of the micro batches of all ranks.

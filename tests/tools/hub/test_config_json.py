@@ -638,7 +638,8 @@ def test_the_table_names_every_tensor_of_transformers_model_with_its_shape(tmp_p
         of_file = {key: tensor.shape for key, tensor in header.tensors.items()}
         family = HUB_FAMILIES[config.model_type]
         for saved in (of_modules, of_file)[: 1 if family.module_key in KEYS_OF_OTHER_FORMS else 2]:
-            stored = {tensor.key: tensor.shape for tensor in family.with_table_of(saved).stored_tensors(model)}
+            table = family.with_table_of(saved)  # transformers' classes lack the blocks of multi-token prediction
+            stored = {tensor.key: tensor.shape for tensor in table.stored_tensors(replace(model, mtp_depth=0))}
             assert stored == saved, name
 
 
@@ -653,5 +654,6 @@ def test_a_released_config_says_what_the_file_of_its_sizes_says() -> None:
         name = file.stem
         read = read_config_json(json.loads(file.read_text()))
         assert (read.problems, read.unknown_fields) == ([], [])
-        assert form_of(Model(**read.values)) == form_of(load(name)), name
+        expected = form_of(load(name)) | {"mtp_depth": read.values["mtp_depth"]}  # which a run chooses by itself
+        assert form_of(Model(**read.values)) == expected, name
         assert why_no_family(load(name)) == []

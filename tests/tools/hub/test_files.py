@@ -207,11 +207,14 @@ def test_buffers_of_old_versions_are_ignored(folder: Path) -> None:
 
 
 def test_a_block_that_predicts_the_token_after_the_next_is_not_read(tmp_path: Path) -> None:
-    """Files of GLM-4.5 hold it as the block after the last one, those of Qwen as mtp; of other types it is an error."""
+    """Files of Hy3 hold it as the block after the last one, those of Qwen as mtp; of other types it is an error.
+
+    That of GLM-4.5 is read: test_multi_token.py.
+    """
     after_last = {"model.layers.4.eh_proj.weight": torch.ones(4), "model.layers.4.shared_head.weight": torch.ones(4)}
     beside = {"mtp.fc.weight": torch.ones(4), "mtp.layers.0.mlp.gate.weight": torch.ones(4)}
     for name, more, expected in (
-        ("glm4-moe", after_last, 0),
+        ("hy-v3", after_last, 0),
         ("qwen3-next", beside, 0),
         ("qwen3.5", beside, 0),
         ("qwen3-moe", after_last, 2),

@@ -250,12 +250,17 @@ def test_labels_are_the_targets_on_every_piece_of_a_sequence(tmp_path: Path) -> 
         parts = pieces.positions(LENGTH)
         windows = []
         for number in range(4):
-            windows += [corpus.window("train", number, LENGTH, part) for part in parts]
-        packed = PackedBatches(torch.from_numpy(pack_windows(windows, True)), 1, 4, parts, True, has_targets=True)
+            read = [range(part.start, part.stop + 2) for part in parts]  # two tokens further ahead
+            windows += [corpus.window("train", number, LENGTH, part) for part in read]
+        values = torch.from_numpy(pack_windows(windows, True))
+        packed = PackedBatches(values, 1, 4, parts, True, has_targets=True, depth=2)
         batches += packed.unpack(torch.device("cpu"))
     whole, cut = batches
-    for name in ("tokens", "labels", "positions", "document_ids"):
+    for name in ("tokens", "labels", "positions", "document_ids", "ahead"):
         assert torch.equal(getattr(whole, name), getattr(cut, name)), name
+    assert whole.ahead is not None
+    for depth, ahead in enumerate((whole.labels, *whole.ahead[:, 1].unbind(1))):
+        assert (ahead[:, LENGTH - 1 - depth :] == IGNORED).all()  # the next sequence is of others
     assert whole.document_ids is not None
     for row in range(4):
         window = corpus.window("train", row, LENGTH)

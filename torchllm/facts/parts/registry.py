@@ -1,16 +1,19 @@
 """Which parts a block has: the library's, by file, and those that a fork registers. No torch."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 
 from torchllm.config import Model
 from torchllm.config.errors import UserError
-from torchllm.facts.parts.part import BlockPart, PartBuffer, PartParameter, Shape, shapes_of
+from torchllm.facts.parts.part import BlockPart, MixerCosts, PartBuffer, PartParameter, RankShare, Shape, shapes_of
 
 MIXERS = ("attention", "gated_delta", "latent_attention")
 """values of model.mixer: files of this folder"""
 FEED_FORWARDS = ("dense", "experts")
+MTP = "multi_token"
+"""what a block of multi-token prediction has before its mixer and at its end"""
 _LOADED: dict[str, BlockPart] = {}
 """parts of the library that this process has asked for, by name"""
 MIXERS_OF_FORKS: dict[str, BlockPart] = {}
@@ -35,12 +38,30 @@ BUFFERS = (PartBuffer("layer_scalar", lambda view: (1,) if view.block_scale else
 
 
 def mixer(view: Model) -> BlockPart:
-    """Return the mixer of a view's blocks. UserError if there is none of this name."""
-    if view.mixer in MIXERS_OF_FORKS:
-        return MIXERS_OF_FORKS[view.mixer]
+    """Return the mixer of a view's blocks, in one of multi-token prediction with its input. UserError if there is none
+    of this name."""
     if problem := problem_of_mixer(view):
         raise UserError(f"model.mixer: {problem}")
-    return _of_library(view.mixer)
+    part = MIXERS_OF_FORKS.get(view.mixer) or _of_library(view.mixer)
+    return with_part_before(_of_library(MTP), part) if view.is_mtp else part
+
+
+@cache
+def with_part_before(before: BlockPart, part: BlockPart) -> BlockPart:
+    """Return a part with what another one has before it: its parameters, its products, what it keeps and norms."""
+
+    def costs(view: Model, share: RankShare) -> MixerCosts:
+        assert before.costs is not None
+        assert part.costs is not None
+        more, own = before.costs(view, share), part.costs(view, share)
+        return replace(own, kept=own.kept + more.kept, normed=own.normed + more.normed)
+
+    return replace(
+        part,
+        parameters=before.parameters + part.parameters,
+        products_in_order=lambda view: before.products(view) + part.products(view),
+        costs=part.costs and costs,
+    )
 
 
 def problem_of_mixer(view: Model) -> str:
@@ -66,7 +87,7 @@ def _of_library(name: str) -> BlockPart:
     return _LOADED[name]
 
 
-def _norm(name: str) -> tuple[PartParameter, PartParameter]:
+def norm(name: str) -> tuple[PartParameter, PartParameter]:
     """Return weight and bias of a norm of the residual stream; an RMSNorm has no bias."""
     weight = PartParameter(
         name=f"{name}.weight", shape=lambda view: (view.hidden,), cut="whole", start="identity", role="vector"
@@ -103,7 +124,7 @@ def buffer_start(name: str) -> float:
 
 def norm_shapes(view: Model, *names: str) -> dict[str, Shape]:
     """Return the shapes of some norms of the residual stream."""
-    return shapes_of((parameter for name in names for parameter in _norm(name)), view)
+    return shapes_of((parameter for name in names for parameter in norm(name)), view)
 
 
 def parameter_of_block(name: str) -> PartParameter | None:
@@ -116,11 +137,11 @@ def _declared() -> Iterator[Sequence[PartParameter]]:
     yield _of_norms()
     yield from (part.parameters for part in _LOADED.values())
     yield from ADDED_PARAMETERS.values()
-    yield from (_of_library(name).parameters for name in (*MIXERS, *FEED_FORWARDS) if name not in _LOADED)
+    yield from (_of_library(name).parameters for name in (*MIXERS, *FEED_FORWARDS, MTP) if name not in _LOADED)
 
 
 @cache
 def _of_norms() -> tuple[PartParameter, ...]:
     """Return the parameters of all norms of the residual stream."""
     names = dict.fromkeys(name for places in NORMS.values() for place in places for name in place)
-    return tuple(parameter for name in names for parameter in _norm(name))
+    return tuple(parameter for name in names for parameter in norm(name))

@@ -48,7 +48,7 @@ def with_next_split(config: Config, times: ForwardTimes, rebalancer: Rebalancer)
     """Return the config with the next split of the blocks that the measured times ask for; None: keep the split."""
     length = config.training.sequence_length
     split = balanced_split(config.model, config.parallel, length)
-    embedding, head = end_costs(config.model)
+    embedding, head = end_costs(config.model, length)
     blocks = [block_flops(config.model, layer, length) for layer in range(config.model.layers)]
     following = rebalancer.next_split(split, times, Costs(embedding, blocks, head))
     if following is None:

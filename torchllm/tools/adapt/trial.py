@@ -55,7 +55,8 @@ def synthetic_batches(config: Config, mesh: Mesh, device: torch.device) -> list[
     training = config.training
     micro_batches, size = gradient_accumulation(training, mesh.data_size), training.micro_batch_size
     source, pieces = RandomDocuments(config.model.vocab), sequence_pieces(mesh)
-    reader = SequenceReader([source], training.sequence_length, config.data.document_mask, pieces)
+    length, depth = training.sequence_length, config.model.mtp_depth
+    reader = SequenceReader([source], length, config.data.document_mask, pieces, depth)
     first = mesh.data_rank * micro_batches * size
     values = reader.read("train", [Location(0, 0, first + number) for number in range(micro_batches * size)])
     return reader.packed_batches(torch.from_numpy(values), micro_batches, size).unpack(device)
@@ -65,7 +66,8 @@ class RandomDocuments(Synthetic):
     """Random tokens with a document's begin at every 1,024th, on average."""
 
     def window(self, split: Split, number: int, length: int, piece: range | None = None) -> Window:
-        whole = super().window(split, number, length)
-        begins = np.random.default_rng(number).random(length + 1) < 1 / 1024
+        piece = piece or range(length)
+        whole = super().window(split, number, length, range(max(length, piece.stop)))
+        begins = np.random.default_rng(number).random(len(whole.ids)) < 1 / 1024
         begins[0] = True
-        return piece_of(whole._replace(begins=np.flatnonzero(begins)), piece or range(length))
+        return piece_of(whole._replace(begins=np.flatnonzero(begins)), piece)

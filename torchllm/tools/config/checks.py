@@ -231,6 +231,11 @@ def _lora_problems(config: Config) -> Iterator[ConfigError]:
         yield config_error(
             "model.frozen", f"lora.rank = {lora.rank} freezes all weights already, and trains their updates: remove it"
         )
+    if model.mtp_depth:
+        yield config_error(
+            "lora.rank",
+            "has no low-rank updates of blocks of multi-token prediction: set model.mtp_depth = 0, or it to 0",
+        )
     if model.features.learned_positions:
         yield config_error(
             "lora.rank",

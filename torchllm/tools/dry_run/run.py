@@ -126,10 +126,11 @@ def rank_kinds(config: Config) -> list[list[int]]:
     every = recompute_interval(config.recompute, config.model.layers)
 
     def kind_of_stage(stage: int) -> StageKind:
-        numbers = range(first_blocks[stage], first_blocks[stage + 1])
+        is_last = stage == parallel.stages - 1
+        numbers = range(first_blocks[stage], config.model.blocks if is_last else first_blocks[stage + 1])
         recomputed = tuple(config.recompute.mode == "every_k" and number % every == 0 for number in numbers)
         views = tuple(config.model.of_block(number) for number in numbers)
-        return StageKind(stage == 0, stage == parallel.stages - 1, recomputed, views)
+        return StageKind(stage == 0, is_last, recomputed, views)
 
     ranks_of_kind: dict[object, list[int]] = {}
     for rank in range(parallel.pp):

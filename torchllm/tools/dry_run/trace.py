@@ -204,7 +204,7 @@ def _trace(
             watched = _Watched(forward_backward, tracker, others)
             step = TrainStep([*stages, *others], watched, optimizer, rate, mesh, fewer, CPU)
             shape = (training.micro_batch_size, training.sequence_length // parallel.cp)
-            batches = [_batch(shape, config.data.document_mask) for _ in range(micro_batches)]
+            batches = [_batch(shape, config.data.document_mask, config.model.mtp_depth) for _ in range(micro_batches)]
             built = tracker.now
             step(1, batches)
             blocks = tracker.blocks
@@ -320,10 +320,13 @@ def _watch(stage: Decoder, position: int, tracker: Tracker, columns: int, marks:
         stage.lm_head.register_forward_hook(out_of_head)
 
 
-def _batch(shape: tuple[int, int], documents: bool) -> Batch:
+def _batch(shape: tuple[int, int], documents: bool, depth: int) -> Batch:
     """Return a micro batch of any content; its tensors are of `shape` (B, S / n), on one of n cp ranks."""
     tokens, labels, positions, ids = (torch.empty(shape, dtype=torch.int64) for _ in range(4))
-    return Batch(tokens, labels, positions, ids, len(ids)) if documents else Batch(tokens, labels, positions, None)
+    sequences, length = shape
+    ahead = torch.empty(sequences, 2, depth, length, dtype=torch.int64) if depth else None
+    batch = Batch(tokens, labels, positions, None, ahead=ahead)
+    return batch._replace(document_ids=ids, document_limit=len(ids)) if documents else batch
 
 
 def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

@@ -112,7 +112,7 @@ def _shortest_period(names: Sequence[str]) -> list[str]:
 
 def write_blocks(model: Model, family: HubFamily) -> dict[str, Any]:
     """Return the fields of config.json for the windows and the rotary positions of a model's blocks."""
-    views = model.views
+    views = model.views[: model.layers]
     types_of_mixers = {name: layer_type for layer_type, name in family.mixers.items()}
     types = [types_of_mixers.get(view.mixer, SLIDING if view.window else FULL) for view in views]
     turned = [view for view in views if view.has_rotary_positions and "rope_theta" not in mixer(view).unread]

@@ -158,6 +158,7 @@ FREE_KEYS = {
     "balance_loss",
     "balance_weight",
     "router_z_loss",
+    "mtp_weight",
 }
 """keys of [model] that no config.json knows: they say how a model is trained or run, not its form, or as pattern and
 kinds how it is written"""
@@ -346,6 +347,8 @@ def _read_fields(content: Mapping[str, Any], family: HubFamily, read: ReadConfig
             read.values[config_field.key] = config_field.value_of(value)
         if config_field.is_fixed:
             read.fixed[config_field.key] = config_field.name
+        else:
+            read.fixed.pop(config_field.key, None)
     for key, value_of in family.derived.items():
         read.fixed[key] = "model_type"
         if "hidden" in read.values and type(read.values["hidden"]) is int:  # else another problem is about it
@@ -566,7 +569,7 @@ def _said(model: Model, key: str) -> str:
 def _write_fields(model: Model, family: HubFamily) -> dict[str, Any]:
     """Return the fields of config.json that say what [model] says, and those that a family's models share."""
     resolved = form_of(model) | {"window": max(view.window for view in model.views)}
-    if len(model.sparse_blocks) == model.layers:
+    if len(model.sparse_blocks) == model.blocks:
         resolved["ffn"] = model.ffn
     if family.has_shared_width:
         resolved["shared_experts"] *= resolved["expert_ffn"]
@@ -594,7 +597,7 @@ def _write_fields(model: Model, family: HubFamily) -> dict[str, Any]:
             "mlp_only_layers": sorted({*range(model.layers)} - {*model.sparse_blocks}),
         }
     if family.has_mlp_layer_types:
-        written["mlp_layer_types"] = ["sparse" if view.experts else "dense" for view in model.views]
+        written["mlp_layer_types"] = ["sparse" if view.experts else "dense" for view in model.views[: model.layers]]
     return written
 
 
@@ -606,7 +609,7 @@ def form_of(model: Model) -> dict[str, Any]:
     """
     defaults = {item.name: item.default for item in fields(model)}
     values = {name: getattr(model, name) for name in defaults if name not in FREE_KEYS}
-    of_views = [_form_of_block(view) for view in model.views]
+    of_views = [_form_of_block(view) for view in model.views[: model.layers]]
     for key in {*KIND_KEYS, *(key for of_view in of_views for key in of_view)} - FREE_KEYS:
         of_blocks = tuple(of_view[key] for of_view in of_views if key in of_view)
         values[key] = of_blocks if len(set(of_blocks)) > 1 else next(iter(of_blocks), defaults[key])
@@ -614,7 +617,7 @@ def form_of(model: Model) -> dict[str, Any]:
         values["softmax_scale"] = 0.0
     if not model.experts:
         return values | {key: defaults[key] for key in EXPERT_KEYS}
-    dense = model.layers - len(model.sparse_blocks)
+    dense = model.blocks - len(model.sparse_blocks)
     if model.sparse_blocks[:1] in ((), (dense,)):  # no block without experts after one with experts
         values |= {"experts": model.experts, "dense_layers": dense}
     return values

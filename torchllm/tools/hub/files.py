@@ -55,7 +55,7 @@ class HubConfig(NamedTuple):
     def key_of(self, key: str) -> str | None:
         """Return the key that the family's table has for a key of a file; None if the tensor is left out."""
         of_text = key if self.read.text_part is None else self.read.text_part.key_of(key)
-        if of_text is None or self.family.is_of_prediction_block(of_text, self.read.values["layers"]):
+        if of_text is None or self.family.is_of_prediction_block(of_text, self.model.blocks):
             return None
         has_prefix = of_text.startswith(self.family.prefix) or of_text == HEAD
         return of_text if has_prefix else self.family.prefix + of_text
@@ -74,7 +74,24 @@ def read_hub_config(folder: Path) -> HubConfig:
         check_combination(table, read)
     if read.problems:
         raise HubFileError("\n".join(f"{path}: {problem}" for problem in read.problems))
-    return HubConfig(path, read, hashlib.sha256(content).hexdigest())
+    config = HubConfig(path, read, hashlib.sha256(content).hexdigest())
+    if config.model.mtp_depth and not _has_prediction_blocks(config):
+        read.values["mtp_depth"] = 0
+    return config
+
+
+def _has_prediction_blocks(config: HubConfig) -> bool:
+    """Return whether the weights have blocks that predict further tokens; transformers writes files without them.
+
+    True if no weights can be read.
+    """
+    folder = config.path.parent
+    try:
+        places = _places(folder)
+        keys = read_header(folder / WHOLE_MODEL).tensors if "" in places else places
+    except HubFileError:
+        return True
+    return any(config.family.is_of_prediction_block(key, config.model.layers) for key in keys)
 
 
 def _read(path: Path) -> bytes:
@@ -223,13 +240,14 @@ def check_tensors(files: HubFiles, config: HubConfig, model: Model, *, is_tying_
     if problems:  # the set of missing tensors is not known then
         return problems
     expected = set()
-    stored_model = replace(config.model, tied_embeddings=model.tied_embeddings)
+    stored_model = replace(config.model, tied_embeddings=model.tied_embeddings, mtp_depth=model.mtp_depth)
     for stored in family.stored_tensors(stored_model):
         for piece in files.quantization.storage_of(stored, files.tensors).pieces:
             expected.add(piece.key)
             problems += _check_piece(files, piece)
     for key, tensor in files.tensors.items():
-        if key not in expected and key != HEAD and not family.ignores(key):
+        is_unused = family.ignores(key) or family.is_of_prediction_block(key, stored_model.blocks)
+        if key not in expected and key != HEAD and not is_unused:
             problems.append(f"{files.folder / tensor.file}: {key}: no part of a model of type {family.model_type!r}")
     if model.tied_embeddings and not is_tying_chosen and not problems:
         problems += _check_superfluous_head(files, family, stored_model)

@@ -84,7 +84,8 @@ def sizes_of_split(model: Model, split: Sequence[int], recompute: Recompute) -> 
     first = first_recomputed = 0
     for stage, blocks in enumerate(split):
         is_last = stage == len(split) - 1
-        sizes.append(StageSize(views[first : first + blocks], stage == 0, is_last, first_recomputed))
+        end = model.blocks if is_last else first + blocks
+        sizes.append(StageSize(views[first:end], stage == 0, is_last, first_recomputed))
         first += blocks
         if recompute.mode == "every_k":  # every k-th block of the model, wherever stages begin
             first_recomputed = (first_recomputed - blocks) % recompute_interval(recompute, model.layers)
@@ -128,8 +129,13 @@ def stage_parameters(model: Model, stage: StageSize, tp: int, vocab_parallel: bo
         count += table + positions * model.hidden
     if stage.last:
         is_first_too = model.tied_embeddings and stage.first
-        count += _norm_parameters(model) + table * (not is_first_too)
+        count += _norm_parameters(model) + table * (not is_first_too) + table * has_copy_of_embedding(model, stage)
     return count
+
+
+def has_copy_of_embedding(model: Model, stage: StageSize) -> bool:
+    """Return whether the last stage of a pipeline embeds tokens further ahead, by an embedding that is not the head."""
+    return stage.last and not stage.first and model.mtp_depth > 0 and not model.tied_embeddings
 
 
 def trained_share(model: Model, parts: str | tuple[str, ...] = "") -> float:
@@ -150,10 +156,10 @@ def trained_share_of_stage(model: Model, stage: StageSize) -> float:
     """
     if not model.frozen:
         return 1.0
-    blocks = range(model.layers - stage.blocks + 1)  # the first block that the stage may have
+    blocks = range(model.blocks - stage.blocks + 1)  # the first block that the stage may have
     firsts = blocks[:1] if stage.first else blocks[-1:] if stage.last else blocks
     ends = ("embed_",) * stage.first + ("norm.", "lm_head.") * stage.last
-    ends += ("embed_tokens.",) * (stage.last and model.tied_embeddings)
+    ends += ("embed_tokens.",) * (stage.last and model.embeds_at_both_ends)
     stages = [(*ends, *(f"layers.{layer}." for layer in range(first, first + stage.blocks))) for first in firsts]
     return max(trained_share(model, parts) for parts in stages)
 

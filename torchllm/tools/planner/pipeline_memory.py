@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from torchllm.tools.planner.moments import STAGES_AHEAD
-from torchllm.tools.planner.parameters import ShardedParameters, StageSize
+from torchllm.tools.planner.parameters import ShardedParameters, StageSize, has_copy_of_embedding
 from torchllm.tools.planner.peak import Memory, Peak
 from torchllm.tools.planner.rank import Rank
 from torchllm.tools.planner.stage_memory import Stage
@@ -36,7 +36,7 @@ class Units(NamedTuple):
 def units_of_stage(rank: Rank, stage: StageSize) -> Iterator[Units]:
     """Yield the units of a stage, in the order of their reductions."""
     table = ShardedParameters(rank.table, rank.table / rank.shards)
-    if stage.first or (stage.last and not rank.head):
+    if stage.first or (stage.last and not rank.head) or has_copy_of_embedding(rank.model, stage):
         yield Units(table, 1, has_one_matrix=True)
     for view, alike in groupby(stage.views):
         block, number = rank.blocks[view], len(list(alike))

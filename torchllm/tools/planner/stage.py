@@ -443,19 +443,21 @@ def end_times(case: Case, size: StageSize, over_tp: float) -> EndTimes:
     trains_head = not model.freezes("embed_tokens.weight" if model.tied_embeddings else "lm_head.weight")
     if size.first:
         embedding = embedding_seconds(model, piece, software, hardware)
-        forward += embedding.look_up.total(constants) + over_tp
-        tensor_parallel_seconds += over_tp
+        look_ups = 1 + model.mtp_depth * size.last
+        forward += look_ups * (embedding.look_up.total(constants) + over_tp)
+        tensor_parallel_seconds += look_ups * over_tp
         if trains_ends and not model.freezes("embed_tokens.weight"):
             weight_gradient += embedding.gradient.total(constants)
     if size.last:
         head = head_seconds(model, piece, case.kernels, software, hardware)
-        forward += head.forward.total(constants)
-        input_gradient += head.inputs.total(constants)
+        predictions = 1 + model.mtp_depth
+        forward += predictions * head.forward.total(constants)
+        input_gradient += predictions * head.inputs.total(constants)
         if trains_ends and trains_head:
-            weight_gradient += head.weights.total(constants)
+            weight_gradient += predictions * head.weights.total(constants)
         if software.vocab_parallel:
-            input_gradient += over_tp
-            tensor_parallel_seconds += over_tp
+            input_gradient += predictions * over_tp
+            tensor_parallel_seconds += predictions * over_tp
         if software.whole_logits:
             logit_bytes = ELEMENT_BYTES * piece.tokens * model.vocab
             forward += case.group([TP]).gather(logit_bytes)

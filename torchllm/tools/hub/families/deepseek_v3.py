@@ -1,11 +1,11 @@
 """DeepSeek-V3 (DeepSeek-AI 2024, arXiv 2412.19437) and the models that are published in its form: Moonlight, Kimi K2.
 
 Latent attention, and a router of sigmoid scores with a bias per expert, within groups of experts. Files may hold one
-block more, which predicts the token after the next and is not read here.
+block more, which predicts the token after the next (model.mtp_depth).
 """
 
 from torchllm.tools.hub.families.family import ConfigField, HubFamily, RequiredField, TensorRule
-from torchllm.tools.hub.families.glm4_moe import MIXTURE_FIELDS, MIXTURE_TENSORS
+from torchllm.tools.hub.families.glm4_moe import MIXTURE_FIELDS, MIXTURE_TENSORS, MTP_COPIES, MTP_DEPTH, MTP_TENSORS
 from torchllm.tools.hub.families.llama import ATTENTION, ENDS, NO_ATTENTION_BIAS, NORMS_BEFORE, SILU, decoder_fields
 from torchllm.tools.hub.families.mixtral import ROUTER_TRAINING_FIELDS, STACKED_TENSORS
 from torchllm.tools.hub.families.qwen3_moe import EXPERT_TENSORS
@@ -22,6 +22,7 @@ OTHER_TENSORS = (
     *(TensorRule(f"{ATTENTION}{key}.weight", (f"layers.{{}}.self_attn.{name}.weight",)) for name, key in NAMES.items()),
     *NORMS_BEFORE,
     *MIXTURE_TENSORS,
+    *MTP_TENSORS,
 )
 SIZES = decoder_fields(
     vocab=129280, ffn=18432, kv_heads=128, length=4096, epsilon=1e-6, layers=61, hidden=7168, heads=128
@@ -41,6 +42,7 @@ DEEPSEEK_V3 = HubFamily(
         ConfigField("v_head_dim", "v_head_dim", 128),
         ConfigField("rope_interleave", "rope_interleaved", True),
         *MIXTURE_FIELDS,
+        MTP_DEPTH,
         ConfigField("n_routed_experts", "experts", 256, other_names=("num_local_experts",)),
         ConfigField("moe_intermediate_size", "expert_ffn", 2048),
         ConfigField("first_k_dense_replace", "dense_layers", 3),
@@ -56,12 +58,12 @@ DEEPSEEK_V3 = HubFamily(
     ),
     tensors=(*OTHER_TENSORS, *EXPERT_TENSORS),
     stacked_tensors=(*OTHER_TENSORS, *STACKED_TENSORS),
+    ignored_tensors=MTP_COPIES,
     ignored_fields=(
         *ROUTER_TRAINING_FIELDS,
-        *("num_mtp_layers", "head_dim", "qk_head_dim", "pretraining_tp", "ep_size", "aux_loss_alpha", "seq_aux"),
+        *("head_dim", "qk_head_dim", "pretraining_tp", "ep_size", "aux_loss_alpha", "seq_aux"),
     ),
     has_prediction_blocks=True,
     has_scaled_scores=True,
     names_own_code=True,
-    constant_fields={"num_nextn_predict_layers": 0},
 )

@@ -237,8 +237,8 @@ class HubFamily:
     has_mlp_layer_types: bool = False
     """which blocks have experts is said by mlp_layer_types (GLM-4.7-Flash, HY 3)"""
     has_prediction_blocks: bool = False
-    """files may hold blocks after the last one, or tensors mtp.*, which predict the tokens after the next: they are not
-    read"""
+    """files may hold blocks after the last one, or tensors mtp.*, which predict the tokens after the next: those that
+    model.mtp_depth does not count are not read"""
     has_scaled_scores: bool = False
     """mscale_all_dim of YaRN's table is about the scores too (DeepSeek-V3)"""
     names_own_code: bool = False
@@ -282,7 +282,7 @@ class HubFamily:
         return re.fullmatch(self.ignored_tensors, key.removeprefix(self.prefix)) is not None
 
     def is_of_prediction_block(self, key: str, layers: int) -> bool:
-        """Return whether a tensor of a file with `layers` blocks is of a further one."""
+        """Return whether a tensor of a file is of a block behind the first `layers`, which predicts further tokens."""
         block = re.match(r"(mtp)\.|layers\.(\d+)\.", key.removeprefix(self.prefix))
         return self.has_prediction_blocks and block is not None and (block[1] is not None or int(block[2]) >= layers)
 

@@ -1,7 +1,7 @@
 """GLM-4.5 and GLM-4.5-Air (GLM-4.5 Team 2025, arXiv 2508.06471): a router of sigmoid scores with a bias per expert,
 shared experts, dense first blocks, and rotary positions of a half of each head.
 
-A published file holds one block more, which predicts the token after the next and is not read here.
+A published file holds one block more, which predicts the token after the next (model.mtp_depth).
 """
 
 from torchllm.tools.hub.families.family import ConfigField, HubFamily, RequiredField, TensorRule
@@ -27,7 +27,14 @@ MIXTURE_TENSORS = (
     TensorRule(MLP + "shared_experts.down_proj.weight", ("layers.{}.mlp.shared.down_proj.weight",)),
 )
 """of dense blocks, shared experts and the bias of routers"""
-OTHER_TENSORS = (*ENDS, *ATTENTION_TENSORS, *QKV_BIASES, *HEAD_NORMS, *NORMS_BEFORE, *MIXTURE_TENSORS)
+MTP_TENSORS = tuple(
+    TensorRule(f"model.layers.{{}}.{key}.weight", (f"layers.{{}}.{name}.weight",))
+    for key, name in {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head.norm": "post_norm"}.items()
+)
+MTP_COPIES = r"layers\.\d+\.(embed_tokens|shared_head\.head)\.weight"
+"""copies of embedding and head in the blocks of multi-token prediction: no class of transformers reads them"""
+MTP_DEPTH = ConfigField("num_nextn_predict_layers", "mtp_depth", 1, is_fixed=False, aliases=("num_mtp_layers",))
+OTHER_TENSORS = (*ENDS, *ATTENTION_TENSORS, *QKV_BIASES, *HEAD_NORMS, *NORMS_BEFORE, *MIXTURE_TENSORS, *MTP_TENSORS)
 MIXTURE_FIELDS = (
     ConfigField("num_experts_per_tok", "top_k", 8, is_fixed=False),
     ConfigField("n_shared_experts", "shared_experts", 1),
@@ -46,6 +53,7 @@ GLM4_MOE = HubFamily(
         ConfigField("use_qk_norm", "qk_norm", False, spellings=((False, "none"), (True, "head"))),
         ConfigField("n_routed_experts", "experts", 128, other_names=("num_local_experts",)),
         *MIXTURE_FIELDS,
+        MTP_DEPTH,
         ConfigField("moe_intermediate_size", "expert_ffn", 1408),
         ConfigField("first_k_dense_replace", "dense_layers", 1),
         ConfigField("routed_scaling_factor", "router_scale", 1.0, is_fixed=False),
@@ -57,8 +65,8 @@ GLM4_MOE = HubFamily(
     ),
     tensors=(*OTHER_TENSORS, *EXPERT_TENSORS),
     stacked_tensors=(*OTHER_TENSORS, *STACKED_TENSORS),
-    ignored_fields=(*ROUTER_TRAINING_FIELDS, "num_mtp_layers"),
+    ignored_tensors=MTP_COPIES,
+    ignored_fields=ROUTER_TRAINING_FIELDS,
     has_prediction_blocks=True,
-    constant_fields={"num_nextn_predict_layers": 0},
     rotary_fraction=0.5,
 )

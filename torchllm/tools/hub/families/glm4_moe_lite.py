@@ -16,7 +16,7 @@ GLM4_MOE_LITE = replace(
         **{"latent_q_width": 768, "nope_head_dim": 192, "v_head_dim": 256},
         **{"experts": 64, "top_k": 4, "shared_experts": 1, "expert_ffn": 1536, "dense_layers": 1},
         **{"router_scale": 1.8, "router_groups": 1, "router_top_groups": 1},
-        **{"max_sequence_length": 202752, "norm_epsilon": 1e-5},
+        **{"mtp_depth": 0, "max_sequence_length": 202752, "norm_epsilon": 1e-5},
     ),
     names_own_code=False,
     has_mlp_layer_types=True,

@@ -1,0 +1,28 @@
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): what its blocks have besides those of others.
+
+Declared as a part of the mixer (`registry.mixer`), which is behind it. Names are those of transformers' `MtpLayer`.
+"""
+
+from torchllm.config import Model
+from torchllm.facts.parts.part import BlockPart, MixerCosts, RankShare, linear
+from torchllm.facts.parts.registry import norm
+
+
+def costs_of_norms(view: Model, share: RankShare) -> MixerCosts:
+    """Return what three norms cost, and the input of the projection."""
+    return MixerCosts(
+        inputs=0.0, results=0.0, kept=4.0 * view.hidden / share.tp, normed=3.0 * view.hidden / share.spread
+    )
+
+
+PART = BlockPart(
+    name="multi_token",
+    build="torchllm.models.multi_token:predicting",
+    parameters=(
+        *norm("enorm"),
+        *norm("hnorm"),
+        *linear("eh_proj", lambda view: (view.hidden, 2 * view.hidden), "rowwise"),
+        *norm("post_norm"),
+    ),
+    costs=costs_of_norms,
+)
