@@ -68,8 +68,8 @@ def errors(settings: dict[str, Any]) -> list[float]:
 def refused() -> list[str]:
     """Return which of `IGNORED` the library refuses."""
     from torchllm.config import Model
-    from torchllm.models.attention import CORES
     from torchllm.config.errors import UserError
+    from torchllm.models.attention import CORES
 
     found = []
     for name, settings in IGNORED.items():

@@ -189,15 +189,13 @@ def test_flash_is_called_causally_with_unexpanded_heads(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("keys", [{"window": 4}, {"score_softcap": 1.5}])
-def test_flash_with_kernels_that_ignore_a_key_is_refused(
-    keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flash_with_kernels_that_ignore_a_key_is_refused(keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The package's Triton kernels, for AMD's GPUs; tests/hollow compares those of the real package."""
     fake = types.ModuleType("flash_attn")
     exec("def flash_attn_func(*qkv, **options): ...\nUSE_TRITON_ROCM = True", fake.__dict__)
     monkeypatch.setitem(sys.modules, "flash_attn", fake)
     assert CORES["flash"](Model())
-    with pytest.raises(UserError, match='"flash": .* flash-attn ignores windows and soft caps'):
+    with pytest.raises(UserError, match=r'"flash": .* flash-attn ignores windows and soft caps'):
         CORES["flash"](Model(**keys))
 
 
