@@ -186,6 +186,7 @@ NOT_TRIED = {
     "run.dry_run": "trains nothing",
     "model.from_hf": "in test_initial_weights.py",
     "model.mixer": "in tests/parallel/test_latent_attention.py; a pattern of kinds takes its place here",
+    "model.mtp_depth": "in tests/parallel/test_multi_token.py; the weights that it begins from have no such blocks",
     "compile.norm": "needs a compiler",
     "compile.block": "needs a compiler",
     "compile.loss": "needs a compiler",

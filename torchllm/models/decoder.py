@@ -135,7 +135,7 @@ class Decoder(nn.Module):
         (B, S). document_ids None: a token sees all tokens before it. document_limit: `Batch.document_limit`. ahead:
         `Batch.ahead`, for `multi_token.py`.
         """
-        if self.embeds:
+        if self.embeds and self.embed_tokens is not None:
             x = self.begin(self.embed(x), positions)
         inputs = self.inputs_of_blocks(positions, document_ids, document_limit)
         x = self.run_blocks(list(zip(self.layers.values(), inputs, strict=True)), x)

@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound=Config)
 
-BEYOND_LLAMA = (*OPTIONS, "family", "pattern", "block", "mixer", "experts", "rotary_fraction")
+BEYOND_LLAMA = (
+    *(*OPTIONS, "family", "pattern", "block", "mixer", "experts"),
+    *("rotary_fraction", "rope_interleaved", "rope_proportional"),
+)
 """keys of [model]: with their defaults it is a Llama, or with a window a Mistral, which can be exported"""
 TUNED = 4
 """layouts that parallel.layout = "tune" measures"""
