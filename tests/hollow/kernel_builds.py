@@ -142,11 +142,11 @@ def as_text(builds: Sequence[Build]) -> str:
 
 def kernels_of(graphs: Iterable[Graph]) -> dict[str, str]:
     """Return the distinct kernels of graphs: the sources by a name that no other has."""
-    sources: dict[str, str] = {}
-    for graph in graphs:
-        for kernel in graph.kernels():
-            name = f"{kernel.name[:80]}_{kernel.key}"
-            sources[name] = kernel.source.replace(kernel.name, name)
+    kernels = {kernel.key: kernel for graph in graphs for kernel in graph.kernels()}
+    sources = {}
+    for kernel in kernels.values():
+        name = f"{kernel.name[:80]}_{kernel.key}"
+        sources[name] = kernel.source.replace(kernel.name, name)
     return sources
 
 

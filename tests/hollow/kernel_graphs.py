@@ -118,7 +118,8 @@ def _run(arguments: Arguments, debug: Path) -> None:
     with tempfile.TemporaryDirectory() as messages:
         variables = {
             **environment(H100, Path(messages)),
-            "TORCH_COMPILE_DEBUG": "1",  # which also keeps inductor from taking graphs out of its cache
+            "TORCH_COMPILE_DEBUG": "1",
+            "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",  # a graph that it has is not written
             "TORCH_COMPILE_DEBUG_DIR": str(debug),
             "TRITON_INTERPRET": "0",
         }

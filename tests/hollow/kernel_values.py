@@ -7,7 +7,8 @@
 Triton's interpreter runs a kernel's source on CPU tensors. Its bfloat16 is not usable, so all 16-bit tensors are
 float32 here, in the kernel and in the graph: what a kernel computes is compared, not how it rounds. Each result that a
 kernel stores is compared with the result of its operation in the graph, and so are the results of the whole graph.
-Attention and collectives are no Triton kernels: here they return fixed numbers, the same for both sides.
+Attention and collectives are no Triton kernels: attention returns fixed numbers, the same for both sides, and all
+ranks have the same numbers.
 """
 
 import ast
@@ -24,6 +25,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.attention.varlen  # registers its operations
 from torch import Tensor
 
 from tests.hollow.bed import missing
@@ -87,7 +89,7 @@ def numbers(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, na
 
 
 class StandIn:
-    """Operations that are no Triton kernels: each returns fixed numbers of the right shapes."""
+    """Operations that are no Triton kernels: collectives of two or more ranks that have the same, or fixed numbers."""
 
     def __getattr__(self, name: str) -> Any:
         return SimpleNamespace(default=functools.partial(self._call, name))
@@ -102,17 +104,17 @@ class StandIn:
             case "wait_tensor":
                 return first
             case "all_reduce":
-                values = numbers(first.shape, first.stride(), first.dtype, "all_reduce")
-                return first.copy_(values) if name.endswith("_") else values
+                values = first if args[1] == "max" else 2 * first
+                return first.copy_(values) if name.endswith("_") else values.clone()
             case "all_gather_into_tensor":
-                shape = [first.shape[0] * args[1], *first.shape[1:]]
+                return torch.cat([first] * args[1])
             case "reduce_scatter_tensor":
-                shape = [first.shape[0] // args[2], *first.shape[1:]]
+                return args[2] * first.chunk(args[2])[0].contiguous()
             case "all_to_all_single":
                 shape = [sum(args[1]), *first.shape[1:]]
+                return numbers(shape, torch.empty(shape, device="meta").stride(), first.dtype, name)
             case _:
                 return self._as_on_a_gpu(name, args, kwargs)
-        return numbers(shape, torch.empty(shape, device="meta").stride(), first.dtype, name)
 
     def _as_on_a_gpu(self, name: str, args: Any, kwargs: Any) -> Any:
         """Return numbers with the shapes and strides of the results of an attention kernel for GPUs."""
@@ -131,7 +133,7 @@ class StandIn:
 
 
 def _fake_on_gpu(tensor: Tensor) -> Tensor:
-    dtype = torch.bfloat16 if tensor.dim() == 4 and tensor.dtype == torch.float32 else tensor.dtype
+    dtype = torch.bfloat16 if tensor.dim() >= 3 and tensor.dtype == torch.float32 else tensor.dtype
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cuda")
 
 
@@ -193,10 +195,11 @@ class Interpreted:
     def _source(self) -> str:
         """Return the kernel's function alone, with functions that the interpreter has. NotRunError: it lacks one."""
         _, _, function = self.kernel.source.partition("@triton.jit\n")
-        lacking = set(re.findall(r"libdevice\.(\w+)", function)) - FUNCTIONS - {"tanh"}
+        function = function.replace("tl.bfloat16", "tl.float32")
+        lacking = set(re.findall(r"libdevice\.(\w+)", function)) - FUNCTIONS - {"tanh", "isnan", "log1p"}
         if lacking:
             raise NotRunError(f"the interpreter has no {', '.join(sorted(lacking))}")
-        function = re.sub(r"libdevice\.tanh\(", "_tanh(", function)
+        function = re.sub(r"libdevice\.(tanh|isnan|log1p)\(", r"_\1(", function)
         # Inductor's differ for nan alone, and the interpreter would combine numbers one by one.
         function = re.sub(r"triton_helpers\.(max|min)2\(", r"tl.\1(", function)
         function = re.sub(r"(?:libdevice|tl_math)\.(\w+)", r"tl.\1", function)
@@ -204,6 +207,8 @@ class Interpreted:
             "import triton\nimport triton.language as tl\n"
             "from torch._inductor.runtime import triton_helpers\n\n"
             "@triton.jit\ndef _tanh(x):\n    return 2 * tl.sigmoid(2 * x) - 1\n\n"
+            "@triton.jit\ndef _isnan(x):\n    return x != x\n\n"
+            "@triton.jit\ndef _log1p(x):\n    return tl.log(1 + x)\n\n"
             f"@triton.jit\n{function}"
         )
 
@@ -227,6 +232,8 @@ class Interpreted:
         blocks = {name: BLOCKS.get(name, 1) for name in types if name.isupper()}
         if not reduces and "YBLOCK" not in blocks:
             blocks["XBLOCK"] = POINTWISE
+        if given["xnumel"] == 1:
+            blocks["XBLOCK"] = 1  # as inductor does, which then has no mask
         grid = GridExpr.from_meta(self.meta["inductor_meta"], blocks).eval_slow({**given, **blocks})
         self.function[grid](*args, **blocks)
         mutated = self.meta["inductor_meta"].get("mutated_arg_names", [])
@@ -287,28 +294,51 @@ def difference(found: Tensor, expected: Tensor) -> float:
     if torch.equal(found, expected) or not found.numel():
         return 0.0
     largest = max(float(expected.nan_to_num(0, 0, 0).abs().max()), 1e-30)
-    worst = (found - expected).abs().max()
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    worst = (found - expected).abs().masked_fill_(same, 0).max()
     return float("inf") if worst.isnan() else float(worst) / largest
+
+
+class _Stored(NamedTuple):
+    """What a kernel has stored in one of its arguments."""
+
+    place: Tensor
+    candidates: list[Tensor]
+    """results of its operations with that number of elements"""
+    error: float
+    """smallest difference to one of them, right after the launch"""
+
+
+def _nearest(place: Tensor, candidates: Sequence[Tensor]) -> float:
+    return min(difference(place, value) for value in candidates)
 
 
 def compare(graph: Graph) -> list[Result]:
     """Return what came of each kernel of a graph."""
     expected, values = run_operations(graph, inputs_of(graph))
-    errors: dict[str, list[float]] = {kernel.name: [] for kernel in graph.kernels()}
-    called: set[str] = set()
+    kernels = graph.kernels()
+    stored: dict[str, list[_Stored]] = {kernel.name: [] for kernel in kernels}
 
     def check(kernel: Kernel, written: list[Tensor]) -> None:
-        known = [values[name] for name in kernel.outputs if name in values and kernel.name not in called]
-        called.add(kernel.name)
-        for result in written:
-            candidates = [value for value in known if value.numel() == result.numel()]
+        """Compare at the first launch, whose operations are known."""
+        if stored[kernel.name]:
+            return
+        known = [values[name] for name in kernel.outputs if name in values]
+        for place in written:
+            candidates = [value for value in known if value.numel() == place.numel()]
             if candidates:
-                errors[kernel.name].append(min(difference(result, value) for value in candidates))
+                stored[kernel.name].append(_Stored(place, candidates, _nearest(place, candidates)))
 
     try:
         results = run_code(graph, inputs_of(graph), check)
     except NotRunError as reason:
-        return [Result(name, graph.case, 0.0, 0, str(reason)) for name in errors]
+        return [Result(kernel.name, graph.case, 0.0, 0, str(reason)) for kernel in kernels]
+    errors = {}
+    for kernel in kernels:
+        # Some results are whole only after a later kernel or collective has worked on them in place.
+        found = sorted(min(one.error, _nearest(one.place, one.candidates)) for one in stored[kernel.name])
+        parts = sum(name not in values for name in kernel.outputs)  # of sums: the next kernel's result shows them
+        errors[kernel.name] = found[: max(len(found) - parts, 0)]
     whole = 0.0
     for found, value in zip(results, expected, strict=True):
         if isinstance(found, Tensor):
