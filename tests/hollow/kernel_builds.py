@@ -84,7 +84,7 @@ def build(file: Path, name: str, target: str) -> Build:
         source = ASTSource(tuner.fn, meta["signature"], constants, meta["configs"][0])
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         made = compile(source, GPUTarget(backend, architecture, threads), options)
-    except Exception as error:
+    except Exception as error:  # whatever a compiler raises is why the kernel does not build
         return Build(name, target, error=f"{type(error).__name__}: {str(error).splitlines()[-1][:200]}")
     usage = _nvidia_usage(made.asm["cubin"]) if backend == "cuda" else _amd_usage(made.asm["amdgcn"])
     return Build(name, target, *usage, made.metadata.shared)

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from tests.hollow.bed import missing
 from tests.hollow.kernel_graphs import Graph, Kernel, graphs_of
+from torchllm.runtime.torch_compat import FakeTensorMode
 
 TOLERANCE = 2e-5
 """of the largest number: float32 sums of 10,000 numbers in another order"""
@@ -119,7 +120,7 @@ class StandIn:
     def _as_on_a_gpu(self, name: str, args: Any, kwargs: Any) -> Any:
         """Return numbers with the shapes and strides of the results of an attention kernel for GPUs."""
         space = torch.ops.torch_attn if hasattr(torch.ops.torch_attn, name) else torch.ops.aten
-        with torch._subclasses.FakeTensorMode():
+        with FakeTensorMode():
             on_gpu = torch.utils._pytree.tree_map_only(Tensor, _fake_on_gpu, (args, kwargs))
             results = getattr(space, name).default(*on_gpu[0], **on_gpu[1])
 

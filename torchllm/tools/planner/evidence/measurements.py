@@ -43,6 +43,8 @@ DISPATCHERS = ("alltoall", "deepep", "hybridep")
 """how rows travel to their experts; the last two send a token to a node, and to a rank, once"""
 ELSEWHERE = ("model.vocab", "parallel.pp", "model.router_renormalize")
 """keys whose values torchllm may refuse and others have: they pad the vocabulary, and a stage may have an end alone"""
+ENDS = 2
+"""of a model: its embedding and its head"""
 CLUSTER_ALIASES = {
     "DGX-H100": "dgx_h100",
     "DGX-B200": "hgx_b200",
@@ -130,7 +132,7 @@ def _refuse(config: Config) -> None:
         parallel = replace(parallel, schedule="1F1B")
     config = replace(config, parallel=parallel, compile=nothing)
     for problem in conflicts(config, parallel.ranks):
-        if problem.key not in ELSEWHERE or parallel.stages > 2 * config.model.layers:
+        if problem.key not in ELSEWHERE or parallel.stages > config.model.layers + ENDS:
             raise ValueError(f"{problem.key}: {problem.message}")
 
 
