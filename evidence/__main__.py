@@ -3,7 +3,6 @@
     python -m evidence score [CSV ...]                      errors of predictions
     python -m evidence leave-out fold|framework [CSV ...]   errors on models, or frameworks, that were not fitted to
     python -m evidence intervals [CSV ...]                  how many steps lie in their 90 % intervals
-    python -m evidence first-runs [CSV ...]                 the six runs named first, against random sixes
     python -m evidence picks [CSV ...]                      the picked layout against the fastest
     python -m evidence fit FOLDER ...                       the constants that all frameworks share, and their speeds
     python -m evidence residuals FOLDER ... -o FOLDER       errors by class, the basis of the planner's intervals
@@ -22,7 +21,6 @@ from evidence.folds import fitted_constants
 from evidence.hagemann import convert_hagemann
 from evidence.pack import pack_rows, published_measurements
 from evidence.picks import score_picks
-from evidence.trial_runs import score_first_runs
 from evidence.write_residuals import write_residuals
 from torchllm.config.errors import UserError
 from torchllm.tools.planner.evidence.score import score_files
@@ -30,7 +28,6 @@ from torchllm.tools.planner.evidence.score import score_files
 SCORES = {
     "score": lambda files, as_json: score_files(files, as_json, ""),
     "intervals": score_intervals,
-    "first-runs": score_first_runs,
     "picks": score_picks,
 }
 """commands that take files of measurements alone"""

@@ -5,6 +5,9 @@
     python recipes/plan.py rank ... --gpus 64,128,256        print a scaling table as well
     python recipes/plan.py rank ... --write my_run.toml      write a config; ./run_train.sh my_run.toml starts it
     python recipes/plan.py rank ... --tokens 1e12 --price-per-gpu-hour 2.5 --mtbf-hours 20     days and price
+    python recipes/plan.py rank ... --gpus '<=100'           the number up to 100 that trains fastest
+    python recipes/plan.py rank ... --parallel.pp=1 --max parallel.tp=4      with a key set, and another bounded
+    python recipes/plan.py rank ... --write-sweep FOLDER     the runs to measure: recipes/sweep FOLDER, then calibrate
     python recipes/plan.py explain my_run.toml               compare this layout with the one that rank takes
     python recipes/plan.py predict layouts.csv -o predicted.csv
     python recipes/plan.py score measured.csv ...            errors; of published runs: python -m evidence
@@ -16,7 +19,6 @@ train_configs/clusters or a TOML file.
 """
 
 import argparse
-import difflib
 import gc
 import json
 import math
@@ -26,18 +28,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from shlex import quote
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
-from torchllm.config import Config, Training
+from torchllm import __version__
 from torchllm.config.errors import UserError
-from torchllm.config.toml import KeyPath, toml_value
+from torchllm.facts.flops import parameter_count
 from torchllm.tools.config.checks import conflicts
 from torchllm.tools.config.degrees import resolve_degrees
-from torchllm.tools.config.read import ConfigError, read_table
-from torchllm.tools.config.toml_files import Layer, read_files
-from torchllm.tools.planner.cluster import Hardware, read_cluster, unknown_cluster
-from torchllm.tools.planner.evidence.validity import UNMEASURED_LIMIT, is_measured, judge
+from torchllm.tools.planner.evidence.validity import UNMEASURED_LIMIT, judge
 from torchllm.tools.planner.experts import IMBALANCE
 from torchllm.tools.planner.search.advice import Advice, advice_lines, advise, pick
 from torchllm.tools.planner.search.compare import compare
@@ -54,36 +52,11 @@ from torchllm.tools.planner.search.explain import (
 )
 from torchllm.tools.planner.search.first_runs import first_runs
 from torchllm.tools.planner.search.layouts import Job, layout_of
+from torchllm.tools.planner.search.numbers import fastest_number, wasted_gpus
 from torchllm.tools.planner.search.price import NO_PURCHASE, Purchase, failures_line
+from torchllm.tools.planner.search.question import PlannedModel, Restrictions, read_hardware, read_model
 from torchllm.tools.planner.search.search import Found, Objective, Ranked, search
-from torchllm.tools.proof.recipe import find_parts, lines_on_fork, schema_of_fork
-from torchllm.tools.resources import find_config, name_base, resource
-
-MODELS = resource("train_configs/models")
-DEFAULT_DATA = [
-    "",
-    "# Python's standard library as bytes, to try the layout. Put your corpus and tokenizer in its place.",
-    "[data]",
-    'tokenizer = "bytes"',
-    "",
-    "[[data.sources]]",
-    'kind = "stdlib"',
-]
-"""section of a written run whose model's file names no data"""
-
-
-class PlannedModel(NamedTuple):
-    """The model that --model names, and the run that its file describes."""
-
-    name: str
-    file: str
-    layer: Layer
-    """the file merged over its bases"""
-    config: Config
-
-    def origin(self, path: KeyPath) -> str:
-        """Return where a key was written, "base.toml:3"; the file if it is written nowhere."""
-        return self.layer.origins.get(path, self.file)
+from torchllm.tools.planner.search.written import write_run, write_sweep
 
 
 class SearchResult(NamedTuple):
@@ -112,7 +85,11 @@ class SearchResult(NamedTuple):
 
 def main(arguments: Sequence[str]) -> None:
     """Run one subcommand. Raises UserError, OSError or ValueError for wrong input."""
-    options = plan_parser().parse_args(arguments)
+    parser = plan_parser()
+    options, others = parser.parse_known_args(arguments)
+    if others and "most" not in options:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    options.restrictions = Restrictions.parse(others, getattr(options, "most", []))
     options.run(options)
 
 
@@ -127,6 +104,7 @@ def plan_parser() -> argparse.ArgumentParser:
     explain.add_argument("--model", help="a name in train_configs/models, or a TOML file (default: the run's)")
     explain.add_argument("--cluster", help="a name in train_configs/clusters, or a TOML file (default: the run's)")
     explain.add_argument("--gpus", type=count, help="number of GPUs (default: the product of the run's degrees)")
+    add_bounds(explain)
     explain.set_defaults(run=run_explain)
 
     predict = commands.add_parser("predict", help="predict the layouts of a CSV file, one per row")
@@ -138,6 +116,7 @@ def plan_parser() -> argparse.ArgumentParser:
     score.add_argument("sources", metavar="CSV", nargs="+")
     score.add_argument("--json", action="store_true", help="print JSON; errors are fractions")
     score.add_argument("--cluster", default="", help="cluster of the measurements (default: each row's own)")
+    add_bounds(score)
     score.set_defaults(run=run_score)
 
     calibrate = commands.add_parser("calibrate", help="fit a cluster's software constants to measurements")
@@ -149,11 +128,28 @@ def plan_parser() -> argparse.ArgumentParser:
     return top
 
 
+def add_bounds(command: argparse.ArgumentParser) -> None:
+    """Add the bounds of keys; the command takes overrides, too."""
+    command.add_argument(
+        "--max",
+        action="append",
+        default=[],
+        dest="most",
+        metavar="KEY=NUMBER",
+        help="largest value of a key: parallel.tp=8; --parallel.tp=8 sets it",
+    )
+
+
 def add_rank(rank: argparse.ArgumentParser) -> None:
     """Add the options of `rank`."""
     rank.add_argument("--model", required=True, help="a name in train_configs/models, or a TOML file")
     rank.add_argument("--cluster", required=True, help="a name in train_configs/clusters, or a TOML file")
-    rank.add_argument("--gpus", required=True, type=counts, help="number of GPUs; 64,128,256 prints a scaling table")
+    rank.add_argument(
+        "--gpus",
+        required=True,
+        type=counts,
+        help="number of GPUs; 64,128,256 prints a scaling table; '<=100': the number up to 100 that trains fastest",
+    )
     rank.add_argument("--sequence-length", type=count, help="tokens per sequence (default: the model file's)")
     rank.add_argument("--global-batch-size", type=count, help="sequences per step (default: the model file's)")
     rank.add_argument(
@@ -177,8 +173,10 @@ def add_rank(rank: argparse.ArgumentParser) -> None:
     )
     rank.add_argument("--json", action="store_true", help="print JSON; sizes are in GiB, times in seconds")
     rank.add_argument("--write", metavar="TOML", help="write a config with the first pick")
+    rank.add_argument("--write-sweep", metavar="FOLDER", help="write the runs to measure first, for recipes/sweep")
     rank.add_argument("--accept-risk", action="store_true", help="write a layout that may run out of memory, too")
     rank.add_argument("--plot", metavar="PNG", help="draw step times by term, and MFU over memory; needs matplotlib")
+    add_bounds(rank)
     rank.set_defaults(run=run_rank)
 
 
@@ -208,58 +206,70 @@ def positive(text: str) -> float:
     return value
 
 
-def counts(text: str) -> list[int]:
-    """Parse whole numbers separated by commas; return them ascending, without duplicates."""
-    return sorted({count(word) for word in text.split(",")})
+class GpuCounts(NamedTuple):
+    """The value of --gpus."""
+
+    numbers: list[int]
+    """ascending, without duplicates"""
+    is_limit: bool = False
+    """smaller numbers are as welcome"""
+
+
+def counts(text: str) -> GpuCounts:
+    """Parse whole numbers separated by commas, or "<=" and one number."""
+    if text.startswith("<="):
+        return GpuCounts([count(text[2:])], is_limit=True)
+    return GpuCounts(sorted({count(word) for word in text.split(",")}))
 
 
 def run_rank(options: argparse.Namespace) -> None:
     """Search the best layouts; print, write and plot them as the options say."""
-    model = read_model(options.model)
+    model = read_model(options.model, options.restrictions)
     hardware = read_hardware(options.cluster)
     purchase = planned_purchase(options)
-    training = Training(
+    training = replace(
+        model.config.training,
         sequence_length=planned_size("sequence_length", options, model),
         global_batch_size=planned_size("global_batch_size", options, model),
-        loss_chunk=model.config.training.loss_chunk,
     )
     if options.imbalance is not None and not model.config.model.experts:
         raise UserError(f"--imbalance: {model.file} has no experts: remove it")
-    results = []
-    for gpus in options.gpus:
-        job = Job(
-            model.config.model,
-            training,
-            hardware,
-            gpus,
-            trained=model.config.trained,
-            imbalance=options.imbalance or IMBALANCE,
-        )
-        outcome = search_layouts(job, options.objective)
-        advice = advise(job, outcome) if options.objective != "memory" else None
-        results.append(SearchResult(job, outcome, advice))
+    jobs = []
+    for gpus in options.gpus.numbers:
+        job = replace(model.job(hardware, gpus), training=training, imbalance=options.imbalance or IMBALANCE)
+        jobs.append(fastest_number(job) if options.gpus.is_limit else job)
+    results = [plan(job, options.objective) for job in jobs]
     if options.objective == "gpu_hours":
         results.sort(key=lambda result: result.gpu_seconds)
     elif options.objective == "tokens_per_second":
         results.sort(key=lambda result: result.step_seconds)
 
+    lines = heading(model, options.cluster, results[0].job)
     if options.json:
         print(json.dumps([ranking_json(model, result, purchase) for result in results], indent=2))
     else:
         if len(results) > 1:
             firsts = [(result.job, result.first) for result in results]
             print_lines(*scaling(firsts, purchase), "")
-        print_lines(*heading(model, options.cluster, results[0].job))
+        print_lines(*lines)
         print_ranking(results[0], purchase)
+    job, first = results[0].job, results[0].first
     if options.write:
         refuse_risk(results[0], options.accept_risk)
-        write_run(Path(options.write), model, options.cluster, results[0], purchase.tokens)
+        write_run(Path(options.write), model, options.cluster, job, first, purchase.tokens)
+    if options.write_sweep:
+        runs = first_runs(job, results[0].advice or advise(job, results[0].outcome))
+        write_sweep(Path(options.write_sweep), model, options.cluster, job, first, runs)
     if options.plot:
-        from torchllm.tools.planner.search.plot import plot
+        from torchllm.tools.planner.search.plot import plot as draw
 
-        plot(
-            results[0].job, results[0].outcome, options.plot, "\n".join(heading(model, options.cluster, results[0].job))
-        )
+        draw(job, results[0].outcome, options.plot, "\n".join(lines))
+
+
+def plan(job: Job, objective: Objective) -> SearchResult:
+    """Search, and choose."""
+    outcome = search_layouts(job, objective)
+    return SearchResult(job, outcome, advise(job, outcome) if objective != "memory" else None)
 
 
 def planned_purchase(options: argparse.Namespace) -> Purchase:
@@ -281,11 +291,13 @@ def planned_purchase(options: argparse.Namespace) -> Purchase:
 def planned_size(key: str, options: argparse.Namespace, model: PlannedModel) -> int:
     """Return a batch size from the command line, else from the model's file. UserError if neither has it."""
     option: int | None = getattr(options, key)
+    flag = "--" + key.replace("_", "-")
+    if option is not None and f"training.{key}" in options.restrictions.overrides:
+        raise UserError(f"{flag} and --training.{key} are the same key: remove one")
     if option is not None:
         return option
     written = model.layer.table.get("training", {})
     if key not in written:
-        flag = "--" + key.replace("_", "-")
         raise UserError(f"{flag} is missing: {model.file} has no training.{key}")
     size: int = getattr(model.config.training, key)
     return size
@@ -306,10 +318,12 @@ def search_layouts(job: Job, objective: Objective) -> Found:
 
 def heading(model: PlannedModel, cluster: str, job: Job) -> list[str]:
     """Describe the job to plan: model, machines and batch."""
-    training = job.training
+    training, shape = job.training, job.model
     tokens = training.sequence_length * training.global_batch_size
     lines = [
         f"{model.name} on {job.gpus} x {job.hardware.gpu} ({Path(cluster).stem})",
+        f"{parameter_count(shape) / 1e9:.4g}B parameters: {shape.layers} blocks of {shape.hidden:,}, vocabulary of "
+        f"{shape.vocab:,}; torchllm {__version__}, {job.optimizer.name}",
         f"sequences of {training.sequence_length:,} tokens, {training.global_batch_size:,} per step "
         f"({tokens:,} tokens)",
     ]
@@ -332,8 +346,8 @@ def print_ranking(result: SearchResult, purchase: Purchase) -> None:
     if failures_line(purchase):
         print_lines("", failures_line(purchase))
     if result.advice:
-        print_lines("", *advice_lines(result.advice))
-        if not result.advice.is_measured:
+        print_lines("", *advice_lines(result.advice), *wasted_gpus(job, result.first))
+        if not (result.advice.is_measured and result.advice.is_known):
             print_lines("", *to_be_measured(job, result.advice))
     print_lines("", *why(job, result.first))
     near_misses = list(misses(job, outcome))
@@ -344,12 +358,11 @@ def print_ranking(result: SearchResult, purchase: Purchase) -> None:
 
 def to_be_measured(job: Job, advice: Advice) -> list[str]:
     """Describe the runs that would tell most about this job on these machines."""
-    runs = first_runs(job, advice)
-    lines = [
-        f"Not measured on {job.hardware.gpu}, so no pick is above {UNMEASURED_LIMIT:.0%} of its memory.",
-        "Run 5 to 10 layouts, then `plan.py calibrate`; of the layouts that fit, these should tell most:",
-    ]
-    return [*lines, *(f"    {ranked.layout.text()}" for ranked in runs)]
+    lines = []
+    if not advice.is_measured:
+        lines.append(f"Not measured on {job.hardware.gpu}, so no pick is above {UNMEASURED_LIMIT:.0%} of its memory.")
+    lines.append("Run these first (--write-sweep FOLDER writes them), then `plan.py calibrate`:")
+    return [*lines, *(f"    {ranked.layout.text()}" for ranked in first_runs(job, advice))]
 
 
 def refuse_risk(result: SearchResult, is_accepted: bool) -> None:
@@ -381,6 +394,7 @@ def ranking_json(model: PlannedModel, result: SearchResult, purchase: Purchase) 
         "picks": picks_json(result, purchase),
         "why": why(job, result.first),
         "verdict": verdict._asdict(),
+        "more_tokens_per_second": list(wasted_gpus(job, result.first)),
         "near_misses": near_misses,
         "rejected": dict(outcome.rejected),
         "refused_meshes": dict(outcome.refused),
@@ -399,120 +413,10 @@ def picks_json(result: SearchResult, purchase: Purchase) -> list[dict[str, objec
     return picks
 
 
-def write_run(target: Path, model: PlannedModel, cluster: str, result: SearchResult, tokens: float) -> None:
-    """Write a config with the first pick, based on the model's file; `tokens`: of the whole training, 0 if unknown."""
-    job, layout = result.job, result.first.layout
-    run = job.config(model.config, layout)
-    training: dict[str, int] = {}
-    if tokens:
-        tokens_per_step = job.training.global_batch_size * job.training.sequence_length
-        training["steps"] = max(1, round(tokens / tokens_per_step))
-    for key in ("micro_batch_size", "global_batch_size", "sequence_length"):
-        training[key] = getattr(run.training, key)
-    layout_keys = [key for key in layout._fields if key not in ("micro_batch_size", "recompute")]
-    parallel = {key: getattr(run.parallel, key) for key in [*layout_keys, "scatter_gather"]}
-    compile = {key: getattr(run.compile, key) for key in ("norm", "block", "loss")}
-
-    lines = header(target, result)
-    lines.append(f"base = {toml_value(name_base(model.file, str(target.parent)))}")
-    lines += toml_section("cluster", {"name": cluster_name(cluster)})
-    lines += toml_section("training", training)
-    lines += toml_section("parallel", parallel)
-    lines += toml_section("recompute", {"mode": run.recompute.mode})
-    lines += toml_section("compile", compile)
-    if "data" not in model.layer.table:
-        lines += DEFAULT_DATA
-    target.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    notes = []
-    written = read_table(Config, read_files(str(target), []).table, [])
-    for problem in conflicts(written, job.gpus):
-        notes.append(f"--check refuses {problem.key}: {problem.message}")
-    if notes:
-        lines = [f"# {note}" for note in notes] + lines
-        target.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    if "data" not in model.layer.table:
-        notes.append(
-            "[data] is Python's standard library as bytes, to try the layout. Put your corpus and tokenizer there."
-        )
-    print(f"wrote {target}", *(f"{target}: {note}" for note in notes), sep="\n", file=sys.stderr)
-
-
-def header(target: Path, result: SearchResult) -> list[str]:
-    """Return the comment on top of a written config: the layout, the launch command and the prediction."""
-    job = result.job
-    nodes = -(-job.gpus // job.hardware.gpus_per_node)
-    config, folder = quote(str(target)), quote(f"/shared/{target.stem}")
-    launch = f"NPROC={job.gpus} ./run_train.sh {config}"
-    if nodes > 1:
-        launch = f"srun --nodes={nodes} ./run_train.sh {config} --run.folder={folder}"
-    figures = layout_figures(job, result.first)
-    lines = [
-        f"# {result.first.layout.text()}, planned for {job.gpus} x {job.hardware.gpu}.",
-        "#",
-        f"#   {launch}",
-        "#",
-        f"# Predicted: {figures['step_seconds']:.4g} s per step, {figures['tokens_per_second']:,.0f} tokens/s, "
-        f"MFU {figures['mfu']:.1%}, {figures['memory_gib']:.1f} GiB per GPU.",
-    ]
-    if not is_measured(job.case(result.first.layout)):
-        lines.append("# not measured on this GPU")
-    return lines
-
-
-def toml_section(name: str, values: dict[str, Any]) -> list[str]:
-    """Return the lines of one TOML table, an empty line first."""
-    lines = ["", f"[{name}]"]
-    for key, value in values.items():
-        lines.append(f"{key} = {toml_value(value)}")
-    return lines
-
-
-def cluster_name(cluster: str) -> str:
-    """Return the value of `cluster.name` for --cluster: a name stays, a file becomes an absolute path."""
-    if not cluster.endswith(".toml"):
-        return cluster
-    return str(Path(find_config(cluster)).resolve())
-
-
-def read_model(name: str) -> PlannedModel:
-    """Read the model that --model names. Raises UserError if it is wrong."""
-    file = find_config(name)
-    if not file.endswith(".toml"):
-        file = str(MODELS / f"{name}.toml")
-    if not Path(file).is_file():
-        names = sorted(path.stem for path in MODELS.glob("*.toml"))
-        close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-        hint = f"did you mean {close[0]}?" if close else "or name a TOML file"
-        raise UserError(f"--model {name} is not in train_configs/models ({', '.join(names)}); {hint}")
-    problems: list[str] = []
-    faults: list[ConfigError] = []
-    layer = read_files(file, problems)
-    schema = schema_of_fork(Config)
-    config = read_table(schema, layer.table, faults)
-    for fault in faults:
-        problems.append(f"{layer.origins.get(fault.path, file)}: {fault.key}: {fault.message}")
-    problems += lines_on_fork(schema, layer.table)
-    if problems:
-        raise UserError("\n".join(problems))
-    find_parts(config.model)
-    return PlannedModel(Path(file).stem, file, layer, config)
-
-
-def read_hardware(name: str) -> Hardware:
-    """Read the cluster that --cluster names. Raises UserError if it is wrong."""
-    if unknown := unknown_cluster(name):
-        raise UserError(f"--cluster {unknown}")
-    problems: list[str] = []
-    hardware = read_cluster(name, problems)
-    if hardware is None:
-        raise UserError("\n".join(problems))
-    return hardware
-
-
 def run_explain(options: argparse.Namespace) -> None:
     """Compare a run's layout with the one that the plan takes."""
-    run = read_model(options.layout)
-    model = read_model(options.model) if options.model else run
+    run = read_model(options.layout, options.restrictions)
+    model = read_model(options.model, options.restrictions) if options.model else run
     cluster = options.cluster or run.config.cluster.name
     if not cluster:
         raise UserError(f"--cluster is missing: {run.file} has no cluster.name")
@@ -527,7 +431,13 @@ def run_explain(options: argparse.Namespace) -> None:
         raise UserError("\n".join(lines))
     gpus = parallel.ranks
     job = Job(
-        config.model, config.training, read_hardware(cluster), gpus, trained=config.trained, optimizer=config.optimizer
+        config.model,
+        config.training,
+        read_hardware(cluster),
+        gpus,
+        trained=config.trained,
+        optimizer=config.optimizer,
+        most=options.restrictions.most,
     )
     layout = layout_of(config)
     outcome = search_layouts(job, "tokens_per_second")
@@ -545,7 +455,7 @@ def run_score(options: argparse.Namespace) -> None:
     """Print the errors of predictions against measurements."""
     from torchllm.tools.planner.evidence.score import score_files
 
-    print(score_files(options.sources, options.json, options.cluster))
+    print(score_files(options.sources, options.json, options.cluster, options.restrictions.admit))
 
 
 def run_calibrate(options: argparse.Namespace) -> None:

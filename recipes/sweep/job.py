@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import statistics
@@ -111,7 +112,7 @@ def layout_cells(config: Config, processes: int) -> dict[str, str]:
 
 
 def measure_layout(
-    config: str, overrides: Overrides, processes: int, steps: int, timeout: float, folder: Path
+    config: str, overrides: Overrides, processes: int, steps: int, timeout: float, folder: Path, launcher: str = ""
 ) -> dict[str, str]:
     """Run a layout's job in `folder`, which is deleted before and after. Return its row, whatever the job comes to."""
     row = dict.fromkeys(COLUMNS, "")
@@ -126,7 +127,7 @@ def measure_layout(
     folder.mkdir(parents=True)
     run_folder = folder / "run"
     arguments = [config, *overrides, *MEASURING, f"--training.steps={steps}", f"--run.folder={run_folder}"]
-    exit_status = run_job(arguments, processes, timeout, folder / "log")
+    exit_status = run_job(arguments, processes, timeout, folder / "log", launcher)
     log = (folder / "log").read_text(errors="replace")
     ran = resolve_layout(str(run_folder / "config.toml"), (), processes)
     if ran.config is not None:  # it holds the job's values for keys that were "auto"
@@ -144,13 +145,14 @@ def measure_layout(
     return row
 
 
-def run_job(arguments: list[str], processes: int, timeout: float | None, log: Path) -> int | None:
+def run_job(arguments: list[str], processes: int, timeout: float | None, log: Path, launcher: str = "") -> int | None:
     """Start run_train.sh and wait for it. Return its exit status, or None if it ran longer than `timeout` seconds.
 
-    Without a timeout it may run as long as it takes.
+    Without a timeout it may run as long as it takes. launcher: starts it on each node, with a process per GPU.
     """
-    command = ["bash", str(resource("run_train.sh")), *arguments]
-    return run_command(command, {"NPROC": str(processes), "PYTHON": sys.executable}, timeout, log)
+    command = [*shlex.split(launcher), "bash", str(resource("run_train.sh")), *arguments]
+    number = {} if launcher else {"NPROC": str(processes)}
+    return run_command(command, {"PYTHON": sys.executable, **number}, timeout, log)
 
 
 def run_command(command: list[str], environment: Mapping[str, str], timeout: float | None, log: Path) -> int | None:

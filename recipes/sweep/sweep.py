@@ -1,11 +1,12 @@
 """Measure layouts, one job each: the study of Hagemann et al. 2023 (arXiv 2311.05610) as one command.
 
     python recipes/sweep SWEEP.toml [--output=FOLDER] [--planner-top=K] [--dry-run]
+    python recipes/sweep FOLDER                 sweep.toml of a folder that plan.py rank --write-sweep wrote
 
 SWEEP.toml names a run and lists values for some of its keys; all combinations are measured (train_configs/sweeps has an
-example). Degrees of -1 and gradient accumulation follow from the rest. run_train.sh runs every layout for `sweep.steps`
-steps; the first is not counted. A layout that is invalid, runs out of memory or time, or crashes gets a row
-with the reason; the sweep goes on.
+example), and the runs that it lists one by one. Degrees of -1 and gradient accumulation follow from the rest.
+run_train.sh runs every layout for `sweep.steps` steps; the first is not counted. A layout that is invalid, runs out of
+memory or time, or crashes gets a row with the reason; the sweep goes on.
 
 FOLDER/results.csv has one row per layout, in the columns that `recipes/plan.py score` and `calibrate` read; results.md
 is a table, *.png are figures. The same command continues a sweep that was ended. --planner-top measures the K layouts
@@ -46,19 +47,31 @@ class SweepAxis:
 
 
 @dataclass(frozen=True)
+class SweepRun:
+    """One layout."""
+
+    overrides: tuple[str, ...] = ()
+    """as on the command line: --parallel.tp=2"""
+
+
+@dataclass(frozen=True)
 class Sweep:
     """The layouts to measure, and for how long."""
 
     config: str = ""
     """the run's TOML, relative to this file"""
     processes: Count = 1
-    """ranks of every layout, all on this node"""
+    """ranks of every layout, all on this node if there is no launcher"""
+    launcher: str = ""
+    """command that starts run_train.sh on the nodes of a job, which share the results' folder: srun --nodes=8"""
     steps: Count = 10
     """steps of each layout; the first is not counted"""
     timeout: Positive = 600.0
     """seconds after which a layout is given up"""
     axes: tuple[SweepAxis, ...] = ()
     """one [[sweep.axes]] table each"""
+    runs: tuple[SweepRun, ...] = ()
+    """one [[sweep.runs]] table each"""
 
 
 @dataclass(frozen=True)
@@ -90,20 +103,22 @@ def read_sweep(file: str) -> Sweep:
 
 
 def combinations(sweep: Sweep) -> list[Overrides]:
-    """Return every combination of the axes' values."""
+    """Return every combination of the axes' values, and the runs; the run itself if there is neither."""
     options_of_axes = []
     for axis in sweep.axes:
         options_of_axes.append([f"--{axis.key}={value}" for value in axis.values])
-    return list(itertools.product(*options_of_axes))
+    runs = [run.overrides for run in sweep.runs]
+    return [*itertools.product(*options_of_axes), *runs] if options_of_axes or not runs else runs
 
 
 def main(arguments: list[str]) -> None:
     """Measure layouts that are not in results.csv yet, then write the summary."""
     options = sweep_parser().parse_args(arguments)
-    sweep_file = find_config(options.sweep)
+    is_folder = Path(options.sweep).is_dir()
+    sweep_file = find_config(str(Path(options.sweep) / "sweep.toml") if is_folder else options.sweep)
     sweep = read_sweep(sweep_file)
     config = os.path.normpath(Path(sweep_file).parent / sweep.config)
-    folder = Path(options.output or f"runs/sweep-{Path(sweep_file).stem}")
+    folder = Path(options.output or (options.sweep if is_folder else f"runs/sweep-{Path(sweep_file).stem}"))
     results = folder / "results.csv"
     measured = {row["layout"] for row in read_results(results)}
     layouts = combinations(sweep)
@@ -129,7 +144,7 @@ def main(arguments: list[str]) -> None:
 def sweep_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sweep", metavar="SWEEP.toml")
+    parser.add_argument("sweep", metavar="SWEEP.toml", help="or the folder of a sweep.toml, which gets the results")
     parser.add_argument("--output", default="", metavar="FOLDER", help="results (default: runs/sweep-NAME)")
     parser.add_argument(
         "--planner-top", type=int, metavar="K", help="measure the planner's best K layouts and some of the others"
@@ -154,7 +169,9 @@ def measure_all(sweep: Sweep, config: str, layouts: Sequence[Overrides], results
     jobs = 0  # an invalid layout takes no time
     for number, overrides in enumerate(layouts, start=1):
         try:
-            row = measure_layout(config, overrides, sweep.processes, sweep.steps, sweep.timeout, results.parent / "job")
+            row = measure_layout(
+                config, overrides, sweep.processes, sweep.steps, sweep.timeout, results.parent / "job", sweep.launcher
+            )
         except KeyboardInterrupt:
             remaining = len(layouts) - number + 1
             print(f"interrupted; the same command continues with the remaining {remaining}", file=sys.stderr)

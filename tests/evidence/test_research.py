@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from evidence import trial_runs
 from evidence.coverage import (
     TITLES,
     CheckedStep,
@@ -25,13 +24,9 @@ from evidence.cross_validation import (
     left_out_residuals,
     step_errors,
 )
-from evidence.folds import timed_rows
 from evidence.picks import picks, score_picks
-from evidence.trial_runs import error_of_rest, named_runs
 from tests.tools.planner.evidence.tables import case_of, named, with_cells, write_rows
 from tests.tools.planner.evidence.test_calibrate import made
-from torchllm.tools.planner.evidence.calibrate import mean_error, problem_of
-from torchllm.tools.planner.evidence.fit import Timed, log_error
 from torchllm.tools.planner.evidence.measurements import MeasuredRow, read_row
 from torchllm.tools.planner.evidence.step_errors import EVERY_STEP, KNOWLEDGE
 from torchllm.tools.planner.peak import counted
@@ -179,30 +174,7 @@ def test_the_regret_is_that_of_the_layout_predicted_fastest() -> None:
 # -- first runs
 
 
-def slow_runs() -> list[Timed]:
-    """Runs of one machine that is slower than the constants that are known."""
-    rows = named(made(speed=0.85, wait=2.9e-4), "ours/slow")
-    return trial_runs.runs_at(timed_rows(rows), {"ours": 0.0})
-
-
-def test_the_rest_is_predicted_from_the_chosen_runs() -> None:
-    runs = slow_runs()
-    start = problem_of(runs).middle
-    assert mean_error(log_error(run, start) for run in runs) > 0.05
-    assert error_of_rest(runs, [0, 4, 9]) < 0.05
-    first, *usual = runs
-    assert error_of_rest([first._replace(seconds=10 * first.seconds), *usual], [4, 9]) > 0.05  # it is of the rest
-
-
-def test_runs_are_named_before_any_is_measured() -> None:
-    runs = slow_runs()
-    assert named_runs(runs) == named_runs([run._replace(seconds=1.0) for run in runs])
-    assert len(set(named_runs(runs))) == trial_runs.RUNS
-
-
-def test_each_judgment_is_a_table_and_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial_runs, "RANDOM_CHOICES", 2)
-    monkeypatch.setattr(trial_runs, "ENOUGH_ROWS", 18)
+def test_each_judgment_is_a_table_and_json(tmp_path: Path) -> None:
     rows = in_group(made(), "ours/large", "even") + named(made()[:5], "ours/small")
     files = [write_rows(tmp_path / "rows.csv", rows)]
     heading, *folds = cross_validate(files, "fold", as_json=False).splitlines()
@@ -215,6 +187,3 @@ def test_each_judgment_is_a_table_and_json(tmp_path: Path, monkeypatch: pytest.M
     assert json.loads(score_intervals(files, as_json=True))["fold"][0]["rows"] == 23
     assert score_picks(files, as_json=False).splitlines()[1].split()[0] == "even"
     assert json.loads(score_picks(files, as_json=True))[0]["rows"] == 18
-    (trial,) = json.loads(trial_runs.score_first_runs(files, as_json=True))
-    assert trial["fold"] == "ours/large"
-    assert "better on " in trial_runs.score_first_runs(files, as_json=False)

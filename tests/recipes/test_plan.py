@@ -4,25 +4,30 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from recipes.plan import main, read_hardware
+from recipes.plan import main
+from recipes.sweep.sweep import main as sweep
 from torchllm.config.errors import UserError
 from torchllm.tools.config.load import load_config
 from torchllm.tools.planner.search import plot
+from torchllm.tools.planner.search.question import read_hardware, read_model
 
 ROOT = Path(__file__).parents[2]
 RANK = ["rank", "--model", "llama_13b", "--cluster", "dgx_a100", "--gpus", "16"]
 RANK += ["--sequence-length", "2048", "--global-batch-size", "512"]
+SMALL = ["rank", "--model=llama3_1b", "--cluster=dgx_h100", "--sequence-length=2048", "--global-batch-size=64"]
 
 
 def test_rank_says_the_ten_best_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     main([*RANK, "--tokens", "1e12"])
     output = capsys.readouterr().out
-    heading, batch, ranking, *_ = output.splitlines()
+    heading, sizes, batch, ranking, *_ = output.splitlines()
+    assert sizes.startswith("14B parameters: 40 blocks of 5,120, vocabulary of 128,000; torchllm ")
     assert heading == "llama_13b on 16 x A100-SXM4-80GB (dgx_a100)"
     assert batch == "sequences of 2,048 tokens, 512 per step (1,048,576 tokens)"
     assert ranking.startswith("The best 10 of ")
@@ -32,6 +37,7 @@ def test_rank_says_the_ten_best_and_why(capsys: pytest.CaptureFixture[str]) -> N
     assert "Rejected:" in output
     for title in ("the simple one", "the fastest we would bet on", "the fastest if the model is right"):
         assert f"\n{title}: " in output
+    assert "\nTake the first: " in output
     assert "\nNot measured on A100-SXM4-80GB, so no pick is above 90% of its memory." in output
 
 
@@ -55,6 +61,83 @@ def test_the_written_run_is_one_that_the_config_accepts(
     assert f"srun --nodes=2 ./run_train.sh {file}" in header
     assert f"{first['step_seconds']:.4g} s per step" in header
     assert "# not measured on this GPU" in header.splitlines()
+
+
+def test_keys_of_the_command_line_are_set_or_bounded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As every recipe takes them; with a key that no layout has, it is the run's and is written."""
+    file = tmp_path / "mine.toml"
+    words = ["--parallel.pp=2", "--max", "parallel.tp=2", "--max=training.micro_batch_size=1", "--model.vocab=50304"]
+    main([*SMALL, "--gpus=8", *words, "--optimizer.name=muon", "--json", "--write", str(file)])
+    [plan] = json.loads(capsys.readouterr().out)
+    layouts = [ranked["layout"] for ranked in plan["best"]]
+    assert len(layouts) == 10
+    assert {layout["pp"] for layout in layouts} == {2}
+    assert {layout["tp"] for layout in layouts} <= {1, 2}
+    assert {layout["micro_batch_size"] for layout in layouts} == {1}
+    written = read_model(str(file)).config
+    assert (written.model.vocab, written.optimizer.name) == (50304, "muon")
+    with pytest.raises(UserError, match=r"no valid layout on 8 GPUs: no mesh has the degrees that are set"):
+        main([*SMALL, "--gpus=8", "--parallel.pp=3"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--parallel.pq=1"], r"^--parallel.pq: unknown key; did you mean parallel\.\w+\?$"),
+        (["--parallel.pp=two"], r"^--parallel.pp: "),
+        (["--max=model.layers=2"], r"^--max model.layers=2: must be KEY=NUMBER, and KEY one of training.micro_batch_"),
+        (["--training.sequence_length=1"], r"^--sequence-length and --training.sequence_length are the same key"),
+        (["other.toml"], r"^other.toml: unknown argument; overrides are --section.key=value"),
+    ],
+)
+def test_wrong_keys_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        main([*RANK, *words])
+
+
+def test_explain_and_score_take_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.toml"
+    main([*SMALL, "--gpus=8", "--write", str(file)])
+    capsys.readouterr()
+    main(["explain", str(file), "--parallel.tp=4", "--parallel.dp_shard=2", "--parallel.dp_replicate=1"])
+    assert "yours: dp_shard 2, tp 4" in capsys.readouterr().out
+    rows = str(ROOT / "docs" / "sweep" / "results.csv")
+    counts = []
+    for words in ([], ["--parallel.tp=2"], ["--max=parallel.tp=2"]):
+        main(["score", rows, "--json", *words])
+        [summary] = json.loads(capsys.readouterr().out).values()
+        counts.append(summary["timed"])
+    whole, exact, bounded = counts
+    assert 0 < exact < bounded < whole
+
+
+def test_the_best_number_of_gpus_up_to_a_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    fixed = ["--recompute.mode=none", "--parallel.schedule=1F1B", "--parallel.cp=1"]  # a search of a second
+    main([*SMALL, *fixed, "--gpus=<=20", "--json"])
+    [plan] = json.loads(capsys.readouterr().out)
+    assert plan["gpus"] == 16
+    main([*SMALL, *fixed, "--gpus=20"])
+    assert "\nFewer GPUs train faster: 16 make " in capsys.readouterr().out
+
+
+def test_the_runs_to_measure_are_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([*SMALL, "--gpus=16", "--write-sweep", str(tmp_path)])
+    sweep(["--dry-run", str(tmp_path)])
+    named, _, listed = capsys.readouterr().out.partition("\nRejected:")
+    lines = [line for line in listed.splitlines() if line.startswith(("--", " ("))]
+    assert len(lines) == 6
+    assert all(re.search(r"\(predicted [\d.]+ s, ", line) for line in lines), lines
+    assert len(set(lines)) == 6
+    assert tomllib.loads((tmp_path / "sweep.toml").read_text())["sweep"]["launcher"].startswith("srun --nodes=2 ")
+    assert "(--write-sweep FOLDER writes them), then `plan.py calibrate`:" in named
+
+
+def test_a_wide_interval_is_no_advice(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchllm.tools.planner.search.advice.WIDEST", 1.1)
+    main([*SMALL, "--gpus=8"])
+    output = capsys.readouterr().out
+    assert "Take the first" not in output
+    assert "\nWhich is the fastest is not known: the first's step is known to a factor of " in output
 
 
 def test_a_layout_that_may_not_fit_is_written_only_if_the_risk_is_accepted(
@@ -149,7 +232,7 @@ def test_sizes_and_data_may_be_in_the_models_file(
     Path("mine.toml").write_text(f"base = {str(base)!r}\n{sizes}[[data.sources]]\nkind = 'text'\npath = 'a.txt'\n")
     main(["rank", "--model=mine.toml", "--cluster=dgx_a100", "--gpus=8", "--write=again.toml"])
     printed = capsys.readouterr()
-    assert printed.out.splitlines()[1] == "sequences of 1,024 tokens, 64 per step (65,536 tokens)"
+    assert printed.out.splitlines()[2] == "sequences of 1,024 tokens, 64 per step (65,536 tokens)"
     assert printed.err == "wrote again.toml\n"
     (source,) = load_config(["again.toml", "--run.dry_run=true"]).data.sources
     assert source.path == "a.txt"
@@ -208,7 +291,8 @@ def test_a_plot(tmp_path: Path) -> None:
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     title = draw.call_args.args[2]
     heading = "llama_13b on 16 x A100-SXM4-80GB (dgx_a100)"
-    assert title == f"{heading}\nsequences of 2,048 tokens, 512 per step (1,048,576 tokens)"
+    assert title.startswith(f"{heading}\n")
+    assert title.endswith("\nsequences of 2,048 tokens, 512 per step (1,048,576 tokens)")
 
 
 def test_it_starts_without_torch_and_numpy() -> None:

@@ -6,7 +6,6 @@ from functools import cache
 
 import pytest
 
-from recipes.plan import read_hardware, read_model
 from torchllm.config import Training
 from torchllm.tools.planner.evidence.residuals import ANY, LEVELS, RowClass, Spread
 from torchllm.tools.planner.evidence.validity import UNMEASURED_LIMIT, judge, memory_limit
@@ -25,6 +24,7 @@ from torchllm.tools.planner.search.advice import (
 from torchllm.tools.planner.search.compare import compare, why_not
 from torchllm.tools.planner.search.first_runs import first_runs, layouts_that_fit
 from torchllm.tools.planner.search.layouts import Job, Layout
+from torchllm.tools.planner.search.question import read_hardware, read_model
 from torchllm.tools.planner.search.search import Found, Ranked, search
 
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from recipes.plan import read_hardware, read_model
 from torchllm.config import Model, Parallel, Recompute, Training
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.compute import Kernels
 from torchllm.tools.planner.evidence.stacks import STACKS
 from torchllm.tools.planner.predict import Prediction, predict
 from torchllm.tools.planner.search.layouts import Job, Layout
+from torchllm.tools.planner.search.question import read_hardware, read_model
 from torchllm.tools.planner.search.search import search
 
 HAGEMANN = [("llama_13b", 2048), ("llama_13b", 8192), ("llama_30b", 2048), ("llama_30b", 8192), ("llama_65b", 2048)]

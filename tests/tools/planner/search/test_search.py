@@ -8,7 +8,6 @@ from itertools import product
 
 import pytest
 
-from recipes.plan import read_model
 from tests.tools.planner.test_comms import cluster
 from torchllm.config import Model, Training
 from torchllm.facts.parts.attention import PART
@@ -19,6 +18,7 @@ from torchllm.tools.planner.peak import Memory
 from torchllm.tools.planner.predict import Pipeline, Prediction, memory_of, pipeline_seconds, predict
 from torchllm.tools.planner.search.bounds import Bounds, at_least
 from torchllm.tools.planner.search.layouts import DegreeMesh, Job, Layout
+from torchllm.tools.planner.search.question import read_model
 from torchllm.tools.planner.search.search import mesh_of, search, sharded
 
 SMALL = Model(layers=6, hidden=512, heads=8, kv_heads=4, ffn=1536, vocab=1024)

@@ -9,11 +9,12 @@ import csv
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from statistics import mean, median
 from typing import Any, Literal, NamedTuple
 
+from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.evidence.layer import layer_seconds
 from torchllm.tools.planner.evidence.measurements import MeasuredRow, read_rows
 from torchllm.tools.planner.evidence.validity import Verdict, judge
@@ -109,14 +110,18 @@ def _predicted(scored: Scored) -> dict[str, str]:
     return dict(zip(PREDICTED, values, strict=True))
 
 
-def score_files(files: Sequence[str], as_json: bool, cluster: str = "") -> str:
+def score_files(
+    files: Sequence[str], as_json: bool, cluster: str = "", admit: Callable[[Case], bool] = lambda case: True
+) -> str:
     """Return the errors of every data set and every group in it, as text. Errors as `read_rows`.
 
-    cluster: replaces the cluster of all rows. Layouts that a sweep found invalid are ignored.
+    cluster: replaces the cluster of all rows. Layouts that a sweep found invalid are ignored, and those that `admit`
+    does not take.
     """
     rows = []
     for file in files:
         rows += [row for row in read_rows(file, cluster) if row.cells.get("status") != "invalid"]
+    rows = [row for row in rows if row.case is None or admit(row.case)]
     scored = score_rows(rows)
     sets = {}
     for name, of_set in _by(scored, "dataset").items():

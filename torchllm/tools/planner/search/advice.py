@@ -29,7 +29,8 @@ AS_FAST = 0.02
 """share of the fastest layout's step time that is below any prediction's error"""
 SMALL_LOSS = 0.03
 """expected loss that is worth a simpler layout, if it may also be no loss"""
-
+WIDEST = 4.0
+"""slowest over fastest step of an interval, beyond which a prediction is no advice"""
 
 TRIES, STEP_DOWN = 8, 0.01
 """searches for a layout within the limit of its own memory, and the share of memory that each search takes away"""
@@ -84,6 +85,12 @@ class Advice(NamedTuple):
     def first(self) -> Ranked:
         """The layout to take."""
         return self.simple.ranked
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the step of the layout to take is known well enough to advise it."""
+        low, high = self.simple.seconds
+        return high <= WIDEST * low
 
     @property
     def picks(self) -> tuple[Pick, Pick, Pick]:
@@ -242,5 +249,12 @@ def advice_lines(advice: Advice) -> Iterator[str]:
             continue
         shown[layout] = choice
         yield from pick_lines(choice, advice.first)
-    yield f"Take the first: {advice.reason}."
+    if advice.is_known:
+        yield f"Take the first: {advice.reason}."
+    else:
+        low, high = advice.simple.seconds
+        yield (
+            f"Which is the fastest is not known: the first's step is known to a factor of {high / low:.0f} only. "
+            "Measure the first two runs below before you decide (--write-sweep writes them)."
+        )
     yield f"Intervals: {advice.evidence}."

@@ -307,6 +307,7 @@ def _short_enough_sequence(job: Job) -> int:
 def divides_nowhere(job: Job, outcome: Found) -> str:
     """Return why there is no layout at all, and the next smaller number of GPUs that has one."""
     reasons = "; ".join(reason for reason, _ in outcome.refused.most_common(3))
+    reasons = reasons or "no mesh has the degrees that are set"
     gpus = job.gpus - 1
     while gpus > 1 and not _has_layout(replace(job, gpus=gpus)):
         gpus -= 1

@@ -1,17 +1,15 @@
 """Which runs of a job to measure first, where its framework has not been measured on its GPU. No torch.
 
-They are the runs that are expected to lower the error of the job's other runs most in `plan.py calibrate`
-(`evidence/design.py`). Candidates are the fastest layout of each level of simplicity, and those that differ from the
-first pick in one setting; all leave room in memory. `python -m evidence first-runs` compares such a choice with random
-ones, on published runs.
+The first pick, and then whatever differs most from all that are chosen: the layout whose step is made of other terms
+tells most about the constants that `plan.py calibrate` fits. With experts the second run has another kind of expert
+parallelism (ep 1, or above), which predictions know least. Candidates are the fastest layout of each level of
+simplicity, and those that differ from the first pick in one setting; all leave room in memory.
 """
 
-from torchllm.tools.planner.evidence.calibrate import problem_of, run_of
-from torchllm.tools.planner.evidence.design import candidates_of, most_telling
-from torchllm.tools.planner.evidence.fit import Timed, linearize
-from torchllm.tools.planner.evidence.step_errors import shares_of
-from torchllm.tools.planner.evidence.validity import memory_limit, step_deviation
-from torchllm.tools.planner.predict import predict
+from collections.abc import Sequence
+
+from torchllm.tools.planner.evidence.validity import memory_limit
+from torchllm.tools.planner.predict import Prediction, predict
 from torchllm.tools.planner.search.advice import Advice
 from torchllm.tools.planner.search.explain import one_change
 from torchllm.tools.planner.search.layouts import Job
@@ -22,27 +20,35 @@ RUNS = 6
 
 def first_runs(job: Job, advice: Advice, count: int = RUNS) -> list[Ranked]:
     """Return the `count` layouts to measure first, fewer if fewer fit."""
-    layouts = {ranked.layout: ranked for ranked in layouts_that_fit(job, advice)}
-    runs: list[Timed] = []
-    shares, deviations = [], []
-    for ranked in layouts.values():
-        case = job.case(ranked.layout)
-        runs.append(run_of(case, ranked.prediction.step, len(runs)))
-        shares.append(shares_of(case, ranked.prediction))
-        deviations.append(step_deviation(case, ranked.prediction))
-    problem = problem_of(runs)
-    candidates = candidates_of(linearize(runs, problem.middle), shares, deviations)
-    ranks = list(layouts.values())
-    return [ranks[index] for index in most_telling(candidates, problem, count)]
+    remaining = layouts_that_fit(job, advice)
+    chosen = [remaining.pop(0)]
+    others = [ranked for ranked in remaining if (ranked.layout.ep > 1) != (chosen[0].layout.ep > 1)]
+    if others:
+        chosen.append(min(others, key=lambda ranked: ranked.prediction.step))
+        remaining.remove(chosen[1])
+    while remaining and len(chosen) < count:
+        steps = [ranked.prediction for ranked in chosen]
+        distances = [distance(ranked.prediction, steps) for ranked in remaining]
+        chosen.append(remaining.pop(distances.index(max(distances))))
+    return chosen
+
+
+def distance(step: Prediction, steps: Sequence[Prediction]) -> float:
+    """Return how much the terms of a step, as shares of it, differ from the closest of other steps: 0 to 2."""
+    return min(
+        sum(abs(step.terms.get(term, 0.0) / step.step - other.terms.get(term, 0.0) / other.step) for term in names)
+        for other in steps
+        for names in [step.terms | other.terms]
+    )
 
 
 def layouts_that_fit(job: Job, advice: Advice) -> list[Ranked]:
-    """Return the layouts to choose from, the first pick among them."""
-    candidates = list(advice.candidates)
+    """Return the different layouts to choose from, the first pick first."""
+    candidates = {ranked.layout: ranked for ranked in [advice.first, *advice.candidates]}
     for layouts in one_change(job, advice.first.layout):
         for layout in layouts:
             case = job.case(layout)
             prediction = predict(case)
             if prediction.memory.total <= memory_limit(case):
-                candidates.append(Ranked(layout, prediction))
-    return candidates
+                candidates.setdefault(layout, Ranked(layout, prediction))
+    return list(candidates.values())

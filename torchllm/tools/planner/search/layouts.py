@@ -151,6 +151,8 @@ class Job:
     optimizer: Optimizer = field(default_factory=Optimizer)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """fields of `Layout` that the run sets; all others are searched"""
+    most: Mapping[str, int] = field(default_factory=dict)
+    """the largest value of some fields of `Layout` that are searched"""
     imbalance: float = IMBALANCE
     """with experts: rows of the busiest rank's experts, divided by the average over ranks"""
 
@@ -162,8 +164,9 @@ class Job:
         return with_frozen_weights(software, self.model, self.trained)
 
     def allowed(self, key: str, values: list[Any]) -> list[Any]:
-        """Return the `values` that agree with `fixed`."""
-        return [value for value in values if self.fixed.get(key, value) == value]
+        """Return the `values` that agree with `fixed` and `most`."""
+        values = [value for value in values if self.fixed.get(key, value) == value]
+        return [value for value in values if value <= self.most[key]] if key in self.most else values
 
     def compile_of(self, layout: Layout) -> Compile:
         """Return the parts that torch.compile compiles in this layout: whole blocks, or smaller parts."""
@@ -319,13 +322,13 @@ class Job:
                 yield size
 
     def needs_context_parallelism(self, mesh: DegreeMesh, micro_batch_size: int) -> bool:
-        """Return whether no layout with fewer cp ranks gives each rank the same work; True if the run sets these keys.
+        """Return whether no layout with fewer cp ranks gives each rank the same work; True if the run restricts that.
 
         Let n > 1 divide both cp and the micro batch. With cp / n ranks, 1 / n of the sequences in a micro batch and n
         times the data ranks, a rank has the same number of tokens and shares its weights with the same number of ranks,
         but sends less over cp, or nothing.
         """
-        if {"cp", "dp_shard", "micro_batch_size"} & self.fixed.keys():
+        if {"cp", "dp_shard", "micro_batch_size"} & (self.fixed.keys() | self.most.keys()):
             return True
         return math.gcd(mesh.cp, micro_batch_size) == 1
 
@@ -381,7 +384,7 @@ class Job:
         shardings = []
         for shard in self.allowed("dp_shard", divisors(mesh.data)):
             replicate = mesh.data // shard
-            if self.fixed.get("dp_replicate", replicate) != replicate:
+            if not self.allowed("dp_replicate", [replicate]):
                 continue
             for stage in self._zero_stages(mesh, replicate, shard):
                 for ep in self.expert_degrees(mesh, shard, stage):
