@@ -52,11 +52,17 @@ from torchllm.tools.planner.search.explain import (
 )
 from torchllm.tools.planner.search.first_runs import first_runs
 from torchllm.tools.planner.search.layouts import Job, layout_of
-from torchllm.tools.planner.search.numbers import fastest_number, wasted_gpus
+from torchllm.tools.planner.search.numbers import fastest_number, roomy, wasted_gpus
 from torchllm.tools.planner.search.price import NO_PURCHASE, Purchase, failures_line
 from torchllm.tools.planner.search.question import PlannedModel, Restrictions, read_hardware, read_model
-from torchllm.tools.planner.search.search import Found, Objective, Ranked, search
+from torchllm.tools.planner.search.search import Found, Objective, Ranked, Search, search
 from torchllm.tools.planner.search.written import write_run, write_sweep
+
+
+LOSS_CHUNK = 1024
+"""tokens whose logits exist at a time, if the plan computes the loss in chunks"""
+WORTH_CHUNKS = 0.01
+"""share of a step that chunks must save"""
 
 
 class SearchResult(NamedTuple):
@@ -238,7 +244,8 @@ def run_rank(options: argparse.Namespace) -> None:
     for gpus in options.gpus.numbers:
         job = replace(model.job(hardware, gpus), training=training, imbalance=options.imbalance or IMBALANCE)
         jobs.append(fastest_number(job) if options.gpus.is_limit else job)
-    results = [plan(job, options.objective) for job in jobs]
+    is_open = "loss_chunk" not in model.layer.table.get("training", {})
+    results = [plan(job, options.objective, is_open) for job in jobs]
     if options.objective == "gpu_hours":
         results.sort(key=lambda result: result.gpu_seconds)
     elif options.objective == "tokens_per_second":
@@ -266,10 +273,22 @@ def run_rank(options: argparse.Namespace) -> None:
         draw(job, results[0].outcome, options.plot, "\n".join(lines))
 
 
-def plan(job: Job, objective: Objective) -> SearchResult:
-    """Search, and choose."""
-    outcome = search_layouts(job, objective)
-    return SearchResult(job, outcome, advise(job, outcome) if objective != "memory" else None)
+def plan(job: Job, objective: Objective, chunk_is_open: bool) -> SearchResult:
+    """Search, and choose; with the loss in chunks if that is open and lets a faster layout into the memory."""
+    chunked = replace(job, training=replace(job.training, loss_chunk=LOSS_CHUNK))
+    try:
+        outcome = search_layouts(job, objective)
+    except UserError:
+        if not chunk_is_open:
+            raise
+        return plan(chunked, objective, chunk_is_open=False)
+    result = SearchResult(job, outcome, advise(job, outcome) if objective != "memory" else None)
+    if chunk_is_open and outcome.misses and result.advice:
+        enough = (1 - WORTH_CHUNKS) * result.step_seconds
+        if Search(roomy(chunked, result.first), count=1, below=enough).find_best().best:
+            other = plan(chunked, objective, chunk_is_open=False)
+            return min(result, other, key=lambda result: result.step_seconds)
+    return result
 
 
 def planned_purchase(options: argparse.Namespace) -> Purchase:
@@ -327,6 +346,8 @@ def heading(model: PlannedModel, cluster: str, job: Job) -> list[str]:
         f"sequences of {training.sequence_length:,} tokens, {training.global_batch_size:,} per step "
         f"({tokens:,} tokens)",
     ]
+    if training.loss_chunk:
+        lines.append(f"logits of {training.loss_chunk:,} tokens at a time (training.loss_chunk)")
     if job.model.experts:
         lines.append(f"experts of the busiest rank get {job.imbalance:g} times the mean number of rows (--imbalance)")
     return lines
@@ -388,6 +409,7 @@ def ranking_json(model: PlannedModel, result: SearchResult, purchase: Purchase) 
         "model": model.name,
         "sequence_length": job.training.sequence_length,
         "global_batch_size": job.training.global_batch_size,
+        "loss_chunk": job.training.loss_chunk,
         "gpus": job.gpus,
         "layouts": outcome.layouts,
         "best": [layout_figures(job, ranked, purchase) for ranked in outcome.best],

@@ -128,7 +128,15 @@ def test_a_run_warns_of_tp_off_the_node_too() -> None:
 
 ASSUMED: dict[str, tuple[Settings, str]] = {
     "a missing kernel": ({"model.attention": "flash"}, "attention sdpa in place of flash"),
-    "compilation": ({"compile.loss": True}, "nothing compiled"),
+    "a compiled loss off a GPU": ({"compile.loss": True}, "nothing compiled"),
+    "a compiled loss that tp cuts": (
+        {"compile.loss": True, "parallel.tp": 2, "cluster.name": "dgx_h100"},
+        "nothing compiled",
+    ),
+    "compiled blocks": (
+        {"compile.loss": True, "compile.block": True, "cluster.name": "dgx_h100"},
+        "the loss as compiled, the rest not",
+    ),
     "the type": ({"training.dtype": "float32"}, "computation in float32;"),
 }
 

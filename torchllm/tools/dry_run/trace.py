@@ -38,6 +38,7 @@ from torchllm.parallel.mesh import Mesh, build_mesh
 from torchllm.parallel.parallelize import build_forward_backward, parallelize
 from torchllm.parallel.pipeline import Pipeline
 from torchllm.runtime.torch_compat import FakeTensorMode
+from torchllm.tools.dry_run.compiled_loss import use_compiled_loss
 from torchllm.tools.dry_run.fused_norm import use_fused_norms
 from torchllm.tools.dry_run.gpu_attention import gpu_attention
 from torchllm.tools.dry_run.memory import memory_per_micro_batch, saved_by_forwards, spans
@@ -100,6 +101,11 @@ def traceable(config: Config) -> Config:
     return replace(config, compile=Compile(norm=False, block=False, loss=False))
 
 
+def counts_compiled_loss(config: Config) -> bool:
+    """Return whether the trace of a GPU counts the loss as compiled: of a head that is whole on each rank."""
+    return config.compile.loss is True and config.parallel.tp == 1
+
+
 @contextmanager
 def fake_ranks(rank: int, ranks: int) -> Iterator[None]:
     """Provide, within a `with` block, a process group of any size that sends nothing."""
@@ -130,6 +136,7 @@ def trace(
     config's. traced_rank: the pipeline rank that is traced. gpu: count the tensors of a GPU's kernels, where a CPU's
     hold more. all_blocks: run every block, where few would do.
     """
+    compiled_loss = gpu and counts_compiled_loss(config)
     config, parallel = traceable(config), config.parallel
     ranks = parallel.ranks
     busiest = parallel.tp if parallel.cp > 2 else 0
@@ -138,10 +145,10 @@ def trace(
         part = _part(mesh, parallel, pp, traced_rank) if pp < parallel.pp else (mesh, parallel)
         repeats = None if all_blocks else find_repeats(config, pp_rank)
         try:
-            return _trace(config, dtype, gpu, mesh, part, micro_batches, repeats)
+            return _trace(config, dtype, gpu, compiled_loss, mesh, part, micro_batches, repeats)
         except NotEqualError as difference:
             log.info("tracing all blocks: %s", difference)
-            return _trace(config, dtype, gpu, mesh, part, micro_batches, None)
+            return _trace(config, dtype, gpu, compiled_loss, mesh, part, micro_batches, None)
 
 
 def _build_stages(config: Config, dtype: torch.dtype, gpu: bool, mesh: Mesh, model: Decoder) -> list[Decoder]:
@@ -161,6 +168,7 @@ def _trace(
     config: Config,
     dtype: torch.dtype,
     gpu: bool,
+    compiled_loss: bool,
     mesh: Mesh,
     part: tuple[Mesh, Parallel],
     micro_batches: int,
@@ -171,6 +179,8 @@ def _trace(
         model = build_model(config.model, training.loss_chunk, training.z_loss)
     if repeats is not None:
         check_parameters(model, repeats)
+    if compiled_loss:
+        use_compiled_loss(model)
     stages = _build_stages(config, dtype, gpu, mesh, model)
     others: list[Decoder] = []  # blocks that are not run
     routers: list[nn.Module] = []  # of these, in the unit of all routers

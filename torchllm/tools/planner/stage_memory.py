@@ -234,12 +234,14 @@ def _loss_backward(
             # autograd's sum of chunks so far, one's own, the new sum
             yield Memory(gathered=of_loss, temporary=previous + 3 * of_weight + rank.hidden_states)
         yield Memory(gathered=of_loss, temporary=previous + of_chunks, logits=logits)
+        yield Memory(gathered=of_loss, temporary=previous + of_weight, logits=_loss(rank, 2.0))  # their 16-bit gradient
     if rank.reduces_sums and not rank.is_frozen:  # the sum is copied to be sent; the result is a second buffer
         sent = rank.software.gradients * rank.head * (1 + 1 / rank.shards)
         freed = rank.per_step * rank.head
         yield Memory(gathered=-freed, temporary=sent, logits=-memory.logits, activations=-memory.of_head)
     elif rank.software.fsdp and rank.parallel.pp == 1 and not rank.is_frozen:
         of_weight += rank.software.gradients * rank.head
+        previous = 0.0  # FSDP frees it before it copies the next gradients
     gathered -= rank.per_use * rank.head  # freed before its gradient is reduced
     activations = deferred - memory.of_head
     yield Memory(gathered=gathered, temporary=previous + of_weight, logits=-memory.logits, activations=activations)

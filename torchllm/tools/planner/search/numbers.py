@@ -48,22 +48,27 @@ def wasted_gpus(job: Job, first: Ranked) -> Iterator[str]:
 
     first: the first pick; others are searched in as much memory as it may use.
     """
-    roomy = replace(job, hardware=replace(job.hardware, memory=memory_limit(job.case(first.layout))))
+    limited = roomy(job, first)
     rate = tokens_per_second(job, first)
     fewer = []
     for gpus in fewer_gpus(job.gpus, job.hardware.gpus_per_node):
-        fewer += candidates(replace(roomy, gpus=gpus), rate)
+        fewer += candidates(replace(limited, gpus=gpus), rate)
     if fewer:
         best, ranked = max(fewer, key=lambda found: tokens_per_second(*found))
         yield f"Fewer GPUs train faster: {best.gpus} make {_gain(best, ranked, rate)}"
     batches = []
     for size in better_batches(job.training.global_batch_size, job.gpus):
         training = replace(job.training, global_batch_size=size)
-        batches += candidates(replace(roomy, training=training), rate * (1 + WORTH_A_LINE))
+        batches += candidates(replace(limited, training=training), rate * (1 + WORTH_A_LINE))
     if batches:
         best, ranked = max(batches, key=lambda found: tokens_per_second(*found))
         size = best.training.global_batch_size
         yield f"A batch that divides better: {size} sequences make {_gain(best, ranked, rate)}"
+
+
+def roomy(job: Job, first: Ranked) -> Job:
+    """Return the job with as much memory as the first pick may use."""
+    return replace(job, hardware=replace(job.hardware, memory=memory_limit(job.case(first.layout))))
 
 
 def _gain(job: Job, ranked: Ranked, rate: float) -> str:
