@@ -14,7 +14,7 @@ LARGE = {
         *("--parallel.dp_replicate=2", "--model.layers=8", "--training.global_batch_size=64"),
     ),
 }
-PARTS = 16
+PARTS = 96
 layouts = functools.cache(all_layouts)
 
 

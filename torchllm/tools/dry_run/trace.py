@@ -145,10 +145,10 @@ def trace(
         part = _part(mesh, parallel, pp, traced_rank) if pp < parallel.pp else (mesh, parallel)
         repeats = None if all_blocks else find_repeats(config, pp_rank)
         try:
-            return _trace(config, dtype, gpu, compiled_loss, mesh, part, micro_batches, repeats)
+            return _trace(config, dtype, gpu, mesh, part, micro_batches, repeats, compiled_loss)
         except NotEqualError as difference:
             log.info("tracing all blocks: %s", difference)
-            return _trace(config, dtype, gpu, compiled_loss, mesh, part, micro_batches, None)
+            return _trace(config, dtype, gpu, mesh, part, micro_batches, None, compiled_loss)
 
 
 def _build_stages(config: Config, dtype: torch.dtype, gpu: bool, mesh: Mesh, model: Decoder) -> list[Decoder]:
@@ -168,11 +168,11 @@ def _trace(
     config: Config,
     dtype: torch.dtype,
     gpu: bool,
-    compiled_loss: bool,
     mesh: Mesh,
     part: tuple[Mesh, Parallel],
     micro_batches: int,
     repeats: Repeats | None,
+    compiled_loss: bool = False,
 ) -> Traced:
     training, (line, parallel) = config.training, part
     with torch.device("meta"):
