@@ -27,10 +27,12 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, get_args
 
 from torchllm import __version__
+from torchllm.config import Config
 from torchllm.config.errors import UserError
 from torchllm.facts.flops import parameter_count
 from torchllm.tools.config.checks import conflicts
@@ -57,7 +59,7 @@ from torchllm.tools.planner.search.price import NO_PURCHASE, Purchase, failures_
 from torchllm.tools.planner.search.question import PlannedModel, Restrictions, read_hardware, read_model
 from torchllm.tools.planner.search.search import Found, Objective, Ranked, Search, search
 from torchllm.tools.planner.search.written import write_run, write_sweep
-
+from torchllm.tools.proof.recipe import find_parts, lines_on_fork, schema_of_fork
 
 LOSS_CHUNK = 1024
 """tokens whose logits exist at a time, if the plan computes the loss in chunks"""
@@ -230,7 +232,7 @@ def counts(text: str) -> GpuCounts:
 
 def run_rank(options: argparse.Namespace) -> None:
     """Search the best layouts; print, write and plot them as the options say."""
-    model = read_model(options.model, options.restrictions)
+    model = read_of_fork(options.model, options.restrictions)
     hardware = read_hardware(options.cluster)
     purchase = planned_purchase(options)
     training = replace(
@@ -435,10 +437,18 @@ def picks_json(result: SearchResult, purchase: Purchase) -> list[dict[str, objec
     return picks
 
 
+def read_of_fork(name: str, restrictions: Restrictions) -> PlannedModel:
+    """Read the model that --model names, which may have keys and parts of the fork that RECIPE names."""
+    schema = schema_of_fork(Config)
+    model = read_model(name, restrictions, schema, partial(lines_on_fork, schema))
+    find_parts(model.config.model)
+    return model
+
+
 def run_explain(options: argparse.Namespace) -> None:
     """Compare a run's layout with the one that the plan takes."""
-    run = read_model(options.layout, options.restrictions)
-    model = read_model(options.model, options.restrictions) if options.model else run
+    run = read_of_fork(options.layout, options.restrictions)
+    model = read_of_fork(options.model, options.restrictions) if options.model else run
     cluster = options.cluster or run.config.cluster.name
     if not cluster:
         raise UserError(f"--cluster is missing: {run.file} has no cluster.name")

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,6 @@ from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.cluster import Hardware, read_cluster, unknown_cluster
 from torchllm.tools.planner.search.auto import job_of
 from torchllm.tools.planner.search.layouts import Job
-from torchllm.tools.proof.recipe import find_parts, lines_on_fork, schema_of_fork
 from torchllm.tools.resources import find_config, resource
 
 MODELS = resource("train_configs/models")
@@ -97,8 +96,16 @@ class PlannedModel(NamedTuple):
         return job
 
 
-def read_model(name: str, restrictions: Restrictions | None = None) -> PlannedModel:
-    """Read the model that --model names. Raises UserError if it, or a key of the command line, is wrong."""
+def read_model(
+    name: str,
+    restrictions: Restrictions | None = None,
+    schema: type[Config] = Config,
+    further_problems: Callable[[dict[str, Any]], list[str]] = lambda table: [],
+) -> PlannedModel:
+    """Read the model that --model names. Raises UserError if it, or a key of the command line, is wrong.
+
+    schema: of the recipe. further_problems: what a fork says of the file's table.
+    """
     restrictions = restrictions or Restrictions()
     file = find_config(name)
     if not file.endswith(".toml"):
@@ -111,7 +118,6 @@ def read_model(name: str, restrictions: Restrictions | None = None) -> PlannedMo
     problems: list[str] = []
     faults: list[ConfigError] = []
     layer = read_files(file, problems)
-    schema = schema_of_fork(Config)
     for key, text in restrictions.overrides.items():
         override(layer, schema, tuple(key.split(".")), text, problems)
     config = read_table(schema, layer.table, faults)
@@ -119,10 +125,9 @@ def read_model(name: str, restrictions: Restrictions | None = None) -> PlannedMo
         origin = layer.origins.get(fault.path, file)
         key = "" if origin.startswith("--") else f"{fault.key}: "
         problems.append(f"{origin}: {key}{fault.message}")
-    problems += lines_on_fork(schema, layer.table)
+    problems += further_problems(layer.table)
     if problems:
         raise UserError("\n".join(problems))
-    find_parts(config.model)
     return PlannedModel(Path(file).stem, file, layer, config, restrictions)
 
 
