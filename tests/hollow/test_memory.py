@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.hollow.memory import WITHIN, Choice, peaks
+from tests.hollow.layouts import as_arguments
+from tests.hollow.memory import CONFIGS, WITHIN, Choice, peaks
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -17,3 +18,12 @@ CHOICES = (
 def test_the_dry_run_predicts_the_peak_of_a_real_step(choice: Choice) -> None:
     for peak in peaks(choice.arguments, choice.ranks_per_stage):
         assert abs(peak.difference) <= WITHIN, peak
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_the_dry_run_counts_a_compiled_loss(mode: str) -> None:
+    """To half a per cent: inductor's kernels keep the logits in 16 bits, and no float32 copy of them."""
+    settings = Choice("8b", mode, "tp 1", "cp 1", "pp 1").settings
+    settings |= {"compile.loss": True, "training.loss_chunk": 0}
+    for peak in peaks(as_arguments(CONFIGS["8b"], settings), 8):
+        assert abs(peak.difference) <= 0.005, peak
