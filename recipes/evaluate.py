@@ -57,11 +57,12 @@ from torchllm.recipe import (
 from torchllm.runtime.signs_of_life import signs_of_life
 from torchllm.tools.hub.weights import AVERAGED_WEIGHTS
 from torchllm.tools.watch.tasks import run_tasks, values_of, write_task_results
+from torchllm.train.evaluate import HeldOutLoss
 
 log = logging.getLogger("torchllm")
 
 
-def main(config: Config) -> float:
+def main(config: Config) -> HeldOutLoss:
     """Print and return the mean loss over the held-out sequences, in nats per target token."""
     report_errors()
     device = choose_device(config.run.device, local_rank=0)
@@ -82,7 +83,7 @@ def main(config: Config) -> float:
     return loss
 
 
-def evaluate_sharded(config: Config) -> float:
+def evaluate_sharded(config: Config) -> HeldOutLoss:
     """Print and return the same mean loss, computed by all ranks, each with its part of the weights and sequences."""
     runtime = start_runtime(config.run, [config], reads_only=True)
     device = runtime.device
@@ -141,9 +142,10 @@ def log_evaluation(manifest: Manifest, sequences: int) -> None:
         log.warning("the run was trained on data of its recipe's own: these sequences are of data.sources")
 
 
-def print_loss(step: int, loss: float) -> None:
-    """Print the loss and its perplexity."""
-    print(f"step {step}  validation loss {loss:.4f} nats/token  perplexity {math.exp(loss):.3f}")
+def print_loss(step: int, loss: HeldOutLoss) -> None:
+    """Print the loss, its perplexity and, where there is text, its bits per byte."""
+    bits = "" if loss.bits_per_byte is None else f"  {loss.bits_per_byte:.4f} bits/byte"
+    print(f"step {step}  validation loss {loss:.4f} nats/token  perplexity {math.exp(loss):.3f}{bits}")
 
 
 if __name__ == "__main__":

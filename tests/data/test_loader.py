@@ -734,6 +734,19 @@ def test_too_little_and_too_much_data_are_errors(tmp_path: Path, monkeypatch: py
         loader.validation_batches(1, CPU)
 
 
+def test_held_out_labels_have_the_bytes_of_their_text(tmp_path: Path) -> None:
+    loader = real(tmp_path, write_documents(tmp_path, 50), length=16, validation_fraction=0.2)
+    last, rest = 0, loader.validation_sequences(1000) % 2
+    assert rest == 1
+    for batch in loader.validation_batches(1000, CPU):
+        assert batch.label_bytes is not None
+        assert torch.equal(batch.label_bytes, ((batch.labels >= 0) & (batch.labels < 256)).int())
+        last = int(batch.label_bytes[1].sum())
+    assert last == 0  # a row that fills up the batch
+    (batch,) = real(tmp_path, Source(kind="synthetic")).validation_batches(2, CPU)
+    assert batch.label_bytes is None
+
+
 def test_tokens_must_fit_the_model(tmp_path: Path) -> None:
     real(tmp_path, write_documents(tmp_path, 50))
     (folder,) = (tmp_path / "cache").glob("jsonl-*")

@@ -147,6 +147,51 @@ def json_file(tmp_path: Path) -> Path:
     return tmp_path / "tokenizer.json"
 
 
+def test_tokenizers_of_bytes_count_the_bytes_of_a_text(json_file: Path, tmp_path: Path) -> None:
+    """So that any two of them count the same ones over whole documents."""
+    ours = [load_tokenizer("bytes"), load_tokenizer(LLAMA3), load_tokenizer(CL100K, "cl100k")]
+    for tokenizer in [*ours, load_tokenizer(str(json_file))]:
+        for text, ids in zip(SAMPLES, tokenizer.encode_documents(SAMPLES), strict=True):
+            assert tokenizer.byte_lengths[ids].sum() == len(text.encode())
+        special = [*([] if tokenizer.begin is None else [tokenizer.begin]), tokenizer.end]
+        assert not tokenizer.byte_lengths[special].any()
+        assert tokenizer.byte_lengths.shape == (tokenizer.vocab,)
+        assert len(describe_documents(tokenizer)) == 1  # they are exact
+
+
+@pytest.mark.parametrize(
+    ("decoder", "tokens", "counted"),
+    [  # "▁" is 3 bytes of UTF-8 and stands for 1
+        ([{"type": "ByteFallback"}, {"type": "Fuse"}], "▁a <0xC3> <0xA9> ▁▁é", 8),
+        ([{"type": "Metaspace", "replacement": "_", "prepend_scheme": "always", "split": True}], "_a _é", 5),
+        ([{"type": "WordPiece", "prefix": "##", "cleanup": True}], "a ##é b", 6),
+        ([{"type": "BPEDecoder", "suffix": "</w>"}], "a é</w> b</w>", 6),
+        ([], "a é", 3),
+    ],
+)
+def test_bytes_of_other_tokens_are_those_of_the_decoded_text(
+    decoder: list[dict[str, object]], tokens: str, counted: int, tmp_path: Path
+) -> None:
+    words = ["<unk>", "</s>", *tokens.split(), "added"]
+    added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    content = {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": 1, "content": "</s>", "special": True, **added},
+            {"id": len(words) - 1, "content": "added", "special": False, **added},
+        ],
+        "decoder": {"type": "Sequence", "decoders": decoder},
+        "model": {"type": "WordLevel", "vocab": {word: id_ for id_, word in enumerate(words)}, "unk_token": "<unk>"},
+    }
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(content))
+    tokenizer = load_tokenizer(str(path))
+    sizes = tokenizer.byte_lengths
+    assert sizes[2:-1].sum() == counted
+    assert (sizes[0], sizes[1], sizes[-1]) == (0, 0, 5)
+    assert "those of a sample have -" in describe_documents(tokenizer)[-1]  # its words are unknown
+
+
 def load_configured(json_file: Path, config: dict[str, object], added: str | None = None) -> Tokenizer:
     """Load a tokenizer with a tokenizer_config.json, and a post-processor that puts `added` before a text."""
     json_file.with_name("tokenizer_config.json").write_text(json.dumps(config))

@@ -21,17 +21,18 @@ def test_console_without_a_terminal_writes_one_plain_line(tmp_path: Path) -> Non
     stream = io.StringIO()
     sink = Console(1000, stream=stream)
     sink.write(40, RECORD)
-    sink.write(50, RECORD | {"mfu": None, "validation_loss": 2.5, "loss": float("nan")} | OF_A_FORK)
+    sink.write(50, RECORD | {"mfu": None, "loss": float("nan")} | VALIDATION | OF_A_FORK)
     sink.close()
     first, second = stream.getvalue().splitlines()
     assert first == (
         "step   40/1000  loss 2.3457  gradient 0.812  rate 3.00e-04  12,346 tokens/s  MFU 31.2%  1.23 GiB  left 0:08:00"
     )
-    assert "loss nan  validation 2.5000" in second
+    assert "loss nan  validation 2.5000  0.7500 bits/byte" in second
     assert "MFU" not in second
     assert second.endswith("  average/keep 0.5")
 
 
+VALIDATION = {"validation_loss": 2.5, "validation_bits_per_byte": 0.75}
 OF_A_FORK = {"average/keep": 0.5, "gpu/watts": 300.0, "breakdown/data": 0.1}
 """only the first is shown"""
 

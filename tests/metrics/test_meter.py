@@ -17,6 +17,7 @@ from torchllm.metrics.meter import Meter, memory_gib, peak_flops, read_gpu
 from torchllm.metrics.sinks import Record, TensorBoard
 from torchllm.optim.expert_balance import StepRouting
 from torchllm.tools.launch.lease import LeaseLost
+from torchllm.train.evaluate import HeldOutLoss
 from torchllm.train.step import StepResult
 
 MODEL = Model(layers=2, hidden=32, heads=4, ffn=64, vocab=50)
@@ -202,12 +203,15 @@ def test_evaluated_and_forced_steps_are_logged_once(clock: Clock) -> None:
 def test_every_key_is_described_on_its_page_and_has_its_curve(clock: Clock) -> None:
     meter = make(RecordingSink(), peak=None)
     clock.now += 1
+    evaluated = HeldOutLoss(1.0)
+    evaluated.bits_per_byte = 0.5
     record = meter.log(
-        1, result(math.nan)._replace(z_loss=torch.tensor(0.25), mtp_loss=torch.tensor(0.5)), validation_loss=1.0
+        1, result(math.nan)._replace(z_loss=torch.tensor(0.25), mtp_loss=torch.tensor(0.5)), validation_loss=evaluated
     )
     assert record is not None
     assert (record["mfu"], record["mfu_unmasked"], record["hfu"]) == (None, None, None)  # of an unknown device
     assert (record["z_loss"], record["mtp_loss"]) == (0.25, 0.5)
+    assert (record["validation_loss"], record["validation_bits_per_byte"]) == (1.0, 0.5)
     keys = record.keys() | {"memory_reserved_gib", "allocation_retries"}  # these two are of a GPU
     assert keys - {"step"} == TensorBoard.TAGS.keys()
     experts = ExpertLoads([[1, 2]], 0.5, {"balance_loss": 0.1, "router_z_loss": 0.1}).as_record()

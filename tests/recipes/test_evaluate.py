@@ -25,8 +25,10 @@ def test_it_is_what_pretrain_logged(
     loss = evaluate.main(config)
     assert loss == pytest.approx(logged[step], rel=1e-6)  # a float64 sum of float32 losses, over 1 rank instead of 2
     perplexity = math.exp(loss)
-    line = f"step {step}  validation loss {loss:.4f} nats/token  perplexity {perplexity:.3f}\n"
-    assert capsys.readouterr().out == line
+    line = f"step {step}  validation loss {loss:.4f} nats/token  perplexity {perplexity:.3f}"
+    bits = {record["step"]: record.get("validation_bits_per_byte") for record in metrics(trained)}[step]
+    assert loss.bits_per_byte == pytest.approx(bits, rel=1e-6)
+    assert capsys.readouterr().out == f"{line}  {bits:.4f} bits/byte\n"
     assert abs(evaluate.main(alone(trained, *arguments, "--evaluate.sequences=1")) - loss) > 1e-3
 
 

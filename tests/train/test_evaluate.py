@@ -1,4 +1,4 @@
-"""Validation loss: the token-weighted mean over all ranks and batches, and nothing left behind."""
+"""Validation loss and bits per byte: the token-weighted mean over all ranks and batches, and nothing left behind."""
 
 import math
 from collections.abc import Sequence
@@ -23,6 +23,7 @@ LAYOUTS: dict[str, Settings] = {
     "fsdp2, last block freed": {"parallel.dp_shard": 2, "parallel.keep_last_block": False},
     "tp2+sp": {"parallel.tp": 2, "parallel.sequence_parallel": True},
     "pp2, zero bubble": {"parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble", "model.layers": 4},
+    "cp2, chunks, z-loss": {"parallel.cp": 2, "training.loss_chunk": 5, "training.z_loss": 1e-3},
 }
 """the lattice compares the validation loss of the others"""
 
@@ -34,18 +35,29 @@ def plain(config: Config) -> Decoder:
     return model
 
 
-def expected_loss(config: Config) -> float:
-    """float64, token by token."""
+BYTES = torch.arange(96) % 5
+"""bytes of each id; every fifth is a special token"""
+
+
+def with_bytes(batch: Batch) -> Batch:
+    return batch._replace(label_bytes=BYTES[batch.labels.clamp(min=0)].where(batch.labels != -100, 0))
+
+
+def expected_loss(config: Config) -> list[float]:
+    """The loss and the bits per byte, in float64, token by token."""
     batch = step_batch(config, 1, ragged=True)
     with torch.no_grad():
         logits = plain(config)(batch.tokens, batch.positions, batch.document_ids).double()
     labels = batch.labels.flatten().tolist()
-    losses = []
+    losses, bits, size = [], [], 0
     for row, label in zip(logits.flatten(0, 1), labels, strict=True):
         if label != -100:
             log_probabilities = row.log_softmax(0)
             losses.append(-float(log_probabilities[label]))
-    return math.fsum(losses) / len(losses)
+            size += int(BYTES[label])
+            if BYTES[label]:
+                bits.append(losses[-1] / math.log(2))
+    return [math.fsum(losses) / len(losses), math.fsum(bits) / size]
 
 
 def test_one_process_takes_the_mean_over_tokens_not_over_batches() -> None:
@@ -54,9 +66,23 @@ def test_one_process_takes_the_mean_over_tokens_not_over_batches() -> None:
     batches = [rows_of(batch, slice(index, index + 1)) for index in range(len(batch.tokens))]
     assert (batches[0].labels == -100).all()  # a batch without any target
     model = plain(config)
-    loss = evaluate(OneStage([model], config.parallel), batches, CPU)
-    assert loss == pytest.approx(expected_loss(config), rel=1e-6)
+    loss = evaluate(OneStage([model], config.parallel), map(with_bytes, batches), CPU)
+    assert [loss, loss.bits_per_byte] == pytest.approx(expected_loss(config), rel=1e-6)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_uniform_model_over_bytes_has_8_bits_per_byte() -> None:
+    config = tiny({**SMALL, "model.vocab": 256})
+    batch = step_batch(config, 1, ragged=True)
+    model = plain(config)
+    assert model.lm_head is not None
+    torch.nn.init.zeros_(model.lm_head.weight)
+    one_stage = OneStage([model], config.parallel)
+    bytes_of_labels = (batch.labels != -100).int()
+    loss = evaluate(one_stage, [batch._replace(label_bytes=bytes_of_labels)], CPU)
+    assert loss.bits_per_byte == pytest.approx(8.0, rel=1e-6)  # float32
+    assert evaluate(one_stage, [batch], CPU).bits_per_byte is None  # its bytes are unknown
+    assert evaluate(one_stage, [batch._replace(label_bytes=0 * bytes_of_labels)], CPU).bits_per_byte is None
 
 
 class KnownLosses:
@@ -79,8 +105,8 @@ def test_losses_and_tokens_are_summed_in_float64() -> None:
     assert evaluate(KnownLosses(), batches, CPU) == sum(losses) / len(losses)
 
 
-def evaluate_layout(settings: Settings) -> float:
-    """Return the loss on this rank, which trains on as if it had not been evaluated."""
+def evaluate_layout(settings: Settings) -> list[float | None]:
+    """Return the loss and the bits per byte on this rank, which trains on as if it had not been evaluated."""
     trainer = Trainer(tiny({**SMALL, **settings}))
     stage, batches = trainer.stages[0], trainer.batches(1, ragged=True)
 
@@ -90,14 +116,14 @@ def evaluate_layout(settings: Settings) -> float:
         return [gradient.to_local().numpy().tobytes() for gradient in gradients([stage])]
 
     expected = gradients_of_a_step()
-    loss = evaluate(trainer.forward_backward, batches, CPU, trainer.mesh)
+    loss = evaluate(trainer.forward_backward, map(with_bytes, batches), CPU, trainer.mesh)
     # what FSDP gathers in a forward without a backward is no parameter
     assert all(isinstance(parameter, DTensor) for parameter in stage.parameters()), settings
     assert gradients_of_a_step() == expected != [], settings
-    return loss
+    return [loss, loss.bits_per_byte]
 
 
-def evaluate_layouts(layouts: dict[str, Settings]) -> dict[str, float]:
+def evaluate_layouts(layouts: dict[str, Settings]) -> dict[str, list[float | None]]:
     losses = {name: evaluate_layout(settings) for name, settings in layouts.items()}
     dist.barrier()
     return losses
@@ -105,7 +131,9 @@ def evaluate_layouts(layouts: dict[str, Settings]) -> dict[str, float]:
 
 def check_evaluations(ranks: int, layouts: dict[str, Settings]) -> None:
     expected = {name: expected_loss(tiny({**SMALL, **settings})) for name, settings in layouts.items()}
-    assert run(evaluate_layouts, ranks, layouts) == [pytest.approx(expected, rel=1e-6)] * ranks
+    for evaluated in run(evaluate_layouts, ranks, layouts):
+        for name, figures in expected.items():
+            assert evaluated[name] == pytest.approx(figures, rel=1e-6), name
 
 
 def test_a_layout_evaluates_the_same_model_and_trains_on() -> None:

@@ -20,3 +20,6 @@ class Batch(NamedTuple):
     ahead: Tensor | None = None
     """(B, 2, D, S): the token that is k after each position, and the one k + 1 after it as label, for k from 1 to
     D = model.mtp_depth; None: D is 0"""
+    label_bytes: Tensor | None = None
+    """held-out sequences: bytes of the text that each label stands for, 0 for a special token and where there is no
+    label; None: in training, or unknown"""

@@ -35,6 +35,7 @@ from torchllm.data.packing import DataRanks as DataRanks
 from torchllm.data.readers import name_source
 from torchllm.data.shard import Split
 from torchllm.data.stages import Progress, continue_stages, mixed_by_size, plan_stages, stages_from_state
+from torchllm.data.tokenizer import load_tokenizer
 from torchllm.runtime.parent import end_with_starter
 from torchllm.runtime.signs_of_life import show_progress
 
@@ -157,6 +158,8 @@ class TrainLoader:
         depth: of `Batch.ahead`.
         """
         self._depth = depth
+        self._byte_lengths: torch.Tensor | None = None
+        """bytes of each id, on the device of the held-out batches; None: not needed so far, or there is no text"""
         self.on_damage: Callable[[int, str], None] = lambda first_step, reason: None
         """callback before damaged data ends the run: first step that trained on it, and the damage"""
         self._verification = verification
@@ -421,7 +424,16 @@ class TrainLoader:
             values = torch.from_numpy(self._reader.read("validation", share + padding))
             (batch,) = self._reader.packed_batches(values, 1, size).unpack(device)
             batch.labels[len(share) :] = IGNORED
-            yield batch
+            yield batch._replace(label_bytes=self._bytes_of(batch.labels))
+
+    def _bytes_of(self, labels: torch.Tensor) -> torch.Tensor | None:
+        """Return `Batch.label_bytes`; None without text."""
+        if all(source.kind == "synthetic" for source in self._data.sources):
+            return None
+        if self._byte_lengths is None:
+            tokenizer = load_tokenizer(self._data.tokenizer, self._data.pattern)
+            self._byte_lengths = torch.from_numpy(tokenizer.byte_lengths).to(labels.device)
+        return self._byte_lengths[labels.clamp(min=0)].where(labels != IGNORED, 0)
 
     def steps_of_epochs(self, epochs: float) -> int:
         """Return the number of steps, at least 1, for `epochs` passes over the data (with weights, on average).

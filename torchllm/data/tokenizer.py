@@ -3,7 +3,9 @@
 A document is never trusted: text that looks like a special token ("<|end_of_text|>") is encoded as ordinary text.
 """
 
+import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -17,11 +19,14 @@ from torchllm.data.error import DataError
 from torchllm.data.registry import TOKENIZERS
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
+ByteLengths = npt.NDArray[np.int32]
+"""(vocab,), bytes of UTF-8 that each id stands for in a text; 0 for a special token, and an id without a token"""
 Pattern = Literal["llama3", "cl100k", "gpt2", "o200k"]
 
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 LARGEST_TOKENIZER = 1 << 30
 """bytes of a tokenizer's file"""
+_SAMPLE = "The cat's 2 naïve friends\n\tsaid:  «Hello, World!» (東京, 1999.5 km)\n" * 8
 
 
 class Tokenizer(Protocol):
@@ -54,6 +59,28 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids; special tokens by their names; U+FFFD for ids without a token and invalid UTF-8."""
+
+    @property
+    def byte_lengths(self) -> ByteLengths:
+        """Return the bytes of each id, computed once."""
+
+
+def byte_lengths_of(encoding: tiktoken.Encoding) -> ByteLengths:
+    """Return the bytes of each id of an encoding."""
+    lengths = np.zeros(encoding.n_vocab, dtype=np.int32)
+    for token in range(encoding.n_vocab):
+        if not encoding.is_special_token(token):
+            with suppress(KeyError):  # the ids may have gaps
+                lengths[token] = len(encoding.decode_single_token_bytes(token))
+    return lengths
+
+
+def bits_per_byte(nats: float, size: int) -> float:
+    """Return the loss in bits per byte of a text of `size` bytes, comparable between tokenizers.
+
+    nats: the loss of the tokens that stand for these bytes (`Tokenizer.byte_lengths`), without special tokens.
+    """
+    return nats / math.log(2) / size
 
 
 def decode_ids(encoding: tiktoken.Encoding, ids: Sequence[int]) -> str:
@@ -94,11 +121,20 @@ def load_tokenizer(name: str, pattern: Pattern = "llama3", threads: int = 1) -> 
 
 
 def describe_documents(tokenizer: Tokenizer) -> list[str]:
-    """Return a line about the ids before and after a document, and lines about ignored settings."""
+    """Return a line about the ids before and after a document, and lines about ignored settings and inexact bytes."""
     end = f"{tokenizer.decode([tokenizer.end])} ({tokenizer.end})"
     begins = [f"{tokenizer.decode([token])} ({token})" for token in tokenizer.begins[tokenizer.fingerprint]]
     before = " ".join(begins) or "nothing"
-    return [f"data.tokenizer: before a document {before}, after it {end}", *tokenizer.notes]
+    lines = [f"data.tokenizer: before a document {before}, after it {end}", *tokenizer.notes]
+    (ids,) = tokenizer.encode_documents([_SAMPLE])
+    counted, size = int(tokenizer.byte_lengths[ids].sum()), len(_SAMPLE.encode())
+    if counted != size:
+        difference = f"{counted / size - 1:+.1%}"
+        lines.append(
+            "data.tokenizer: its tokens are not exactly the bytes of a text: those of a sample have "
+            f"{difference} bytes, and validation bits per byte are about as far off"
+        )
+    return lines
 
 
 class ByteTokenizer:
@@ -133,3 +169,7 @@ class ByteTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return decode_ids(self.encoding, ids)
+
+    @cached_property
+    def byte_lengths(self) -> ByteLengths:
+        return byte_lengths_of(self.encoding)

@@ -29,8 +29,8 @@ class Console:
         self.stream = stream or sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # it is open as long as the process
         self.tolerance = Tolerance(_name_of_output(self.stream))
         self.bar: tqdm[None] | None = None
-        self.validation: float | None = None
-        """the latest validation loss: the bar shows it until the next one"""
+        self.validation: list[str] = []
+        """words of the latest validation loss: the bar shows it until the next one"""
         if self.stream.isatty():
             with self.tolerance.attempt():
                 self._open_bar(start)
@@ -74,12 +74,11 @@ class Console:
                 self._draw(self.bar, step, record)
 
     def _draw(self, bar: "tqdm[None]", step: int, record: Record) -> None:
-        self.validation = record.get("validation_loss", self.validation)
+        self.validation = _validation(record) or self.validation
         loss, rate = _number(record.get("loss"), ".4f"), _number(record.get("learning_rate"), ".2e")
         tokens_per_second, *mfu = _speed(record)
         words = [f"loss {loss}", f"rate {rate}", tokens_per_second]
-        if self.validation is not None:
-            words.append(f"validation {_number(self.validation, '.4f')}")
+        words += self.validation
         bar.set_postfix_str("  ".join([*words, *mfu, *_load(record), *_extra(record)]), refresh=False)
         bar.update(step - bar.n)
         bar.refresh()
@@ -87,8 +86,7 @@ class Console:
     def _line(self, step: int, record: Record) -> str:
         width = len(str(self.steps))
         words = [f"step {step:{width}d}/{self.steps}", f"loss {_number(record.get('loss'), '.4f')}"]
-        if "validation_loss" in record:
-            words.append(f"validation {_number(record['validation_loss'], '.4f')}")
+        words.extend(_validation(record))
         words.append(f"gradient {_number(record.get('grad_norm'), '.3f')}")
         words.append(f"rate {_number(record.get('learning_rate'), '.2e')}")
         words.extend(_load(record))
@@ -105,6 +103,16 @@ class Console:
         if self.bar is not None:
             with self.tolerance.attempt():
                 self.bar.close()
+
+
+def _validation(record: Record) -> list[str]:
+    """Return the loss of an evaluation, [] without one."""
+    if "validation_loss" not in record:
+        return []
+    words = [f"validation {_number(record['validation_loss'], '.4f')}"]
+    if "validation_bits_per_byte" in record:
+        words.append(f"{_number(record['validation_bits_per_byte'], '.4f')} bits/byte")
+    return words
 
 
 def _speed(record: Record) -> list[str]:

@@ -6,6 +6,9 @@ not finite. A profiled step has a line of its own: breakdown/PART, the part's sh
     step               the step, from 1
     loss               nats per target token, the mean over all target tokens of this step on all ranks
     validation_loss    the same over the held-out sequences; only in steps with an evaluation
+    validation_bits_per_byte
+                       the loss of the held-out tokens that stand for text, without special tokens, in bits per byte of
+                       it: comparable between tokenizers; with validation_loss, unless the sources are random tokens
     z_loss             training.z_loss times the mean squared log-sum-exp of the target tokens' logits, which the loss
                        does not contain; only with that key
     mtp_loss           nats per target token, the mean of the tokens further ahead, which the loss does not contain;
@@ -198,6 +201,9 @@ class Meter:
         record = self._record(step, result)
         if validation_loss is not None:
             record["validation_loss"] = validation_loss
+            bits = getattr(validation_loss, "bits_per_byte", None)  # a fork may give a loss of its own
+            if bits is not None:
+                record["validation_bits_per_byte"] = bits
         for key, value in (extra or {}).items():
             if key in record:
                 raise ValueError(f"the record has {key} already: choose another name")

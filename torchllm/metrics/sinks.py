@@ -204,6 +204,7 @@ class TensorBoard:
     TAGS: Mapping[str, str] = {
         "loss": "at_a_glance/1_loss",
         "validation_loss": "at_a_glance/2_validation_loss",
+        "validation_bits_per_byte": "at_a_glance/5_validation_bits_per_byte",
         "tokens_per_second": "at_a_glance/3_tokens_per_second",
         "targets_per_second": "performance/targets_per_second",
         "memory_gib": "at_a_glance/4_memory_gib",

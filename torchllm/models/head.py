@@ -80,6 +80,10 @@ class Head(nn.Module):
         self.mtp_weight = model.mtp_weight
         self.ahead: Tensor | None = None
         """with model.mtp_depth: sum of the mean loss of the tokens further ahead, in the same way"""
+        self.text_labels: Tensor | None = None
+        """in an evaluation: labels (B, S) of the next forward pass without those of special tokens, and ..."""
+        self.text_loss: Tensor | None = None
+        """... the sum of the loss over these, () float32"""
         self.recomputes_logits = False
         """with a chunk: compute the logits again in the backward pass, instead of all gradients in the forward pass.
         For pipeline schedules that defer the weight's gradient, or run many forward passes before a backward pass:
@@ -98,6 +102,9 @@ class Head(nn.Module):
         of_depths = zip(hidden.chunk(1 + depth), labels.chunk(1 + depth), strict=True) if depth else [(hidden, labels)]
         sums, *further = [self._sums(rows.flatten(0, 1), targets.flatten()) for rows, targets in of_depths]
         loss, squares = self._with_penalty(sums)
+        if self.text_labels is not None:
+            self.text_loss = self._with_penalty(self._sums(hidden.flatten(0, 1), self.text_labels.flatten())).loss
+            self.text_labels = None
         if squares is not None:
             self.squares = squares if self.squares is None else self.squares + squares
         if not further:

@@ -4,8 +4,10 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torchllm.data.batch import Batch
+from torchllm.data.tokenizer import bits_per_byte
 from torchllm.models.head import IGNORED
 from torchllm.optim.average import average_in_place_if_due
 from torchllm.parallel.forward_backward import ForwardBackward
@@ -15,9 +17,16 @@ from torchllm.runtime.heartbeat import beat, during
 from torchllm.runtime.stop import GivenUp, should_give_up
 
 
+class HeldOutLoss(float):
+    """The mean loss over all target tokens, in nats, special tokens included."""
+
+    bits_per_byte: float | None = None
+    """the loss of the tokens that stand for text, per byte of it; None: unknown, as of random tokens"""
+
+
 def evaluate(
     forward_backward: ForwardBackward, batches: Iterable[Batch], device: torch.device, mesh: Mesh | None = None
-) -> float:
+) -> HeldOutLoss:
     """Return the mean loss in nats over all target tokens of `batches` on all ranks; mesh None: of this process alone.
 
     Every rank must have the same number of batches. The average of the weights is evaluated if `evaluate.ema` is true.
@@ -29,16 +38,21 @@ def evaluate(
 
 def _evaluate(
     forward_backward: ForwardBackward, batches: Iterable[Batch], device: torch.device, mesh: Mesh | None
-) -> float:
-    loss, tokens = torch.zeros(2, dtype=torch.float64, device=device)  # float32 counts up to 2^24 tokens
+) -> HeldOutLoss:
+    losses = torch.zeros(2, dtype=torch.float64, device=device)
+    """of all targets, and of those that stand for text"""
+    counts = torch.zeros(2, dtype=torch.float64, device=device)  # float32 counts up to 2^24 tokens
+    """targets, and bytes that they stand for"""
     is_given_up = False
     for batch in batches:
         beat("batch")
         is_given_up = mesh is not None and should_give_up()
         if is_given_up:
             break
-        loss += forward_backward.loss_sum(batch)
-        tokens += (batch.labels != IGNORED).sum()
+        losses += _loss_sums(forward_backward, batch)
+        counts[0] += (batch.labels != IGNORED).sum()
+        if batch.label_bytes is not None:
+            counts[1] += batch.label_bytes.sum()
     for stage in forward_backward.stages:
         for module in fsdp_modules(stage):
             # FOOTGUN: a forward without a backward leaves its last units gathered, and their gathered weights are not
@@ -47,7 +61,27 @@ def _evaluate(
     if is_given_up:
         raise GivenUp
     if mesh is not None:
-        dist.all_reduce(loss)  # over pp too, where only the last stage has a loss; all tp ranks have the same one
-        loss /= mesh.tp.size()
-        dist.all_reduce(tokens, group=mesh.loss_group)
-    return float(loss / tokens)
+        dist.all_reduce(losses)  # over pp too, where only the last stage has a loss; all tp ranks have the same one
+        losses /= mesh.tp.size()
+        dist.all_reduce(counts, group=mesh.loss_group)
+    loss = HeldOutLoss(losses[0] / counts[0])
+    if counts[1]:
+        loss.bits_per_byte = bits_per_byte(float(losses[1]), int(counts[1]))
+    return loss
+
+
+def _loss_sums(forward_backward: ForwardBackward, batch: Batch) -> Tensor:
+    """Return the sums of the loss over all labels, and over those of text (0 if unknown), (2) float64.
+
+    The second takes the output projection again, of the same hidden states.
+    """
+    heads = [stage.lm_head for stage in forward_backward.stages if stage.lm_head is not None]
+    if batch.label_bytes is not None:
+        for head in heads:
+            head.text_labels = batch.labels.where(batch.label_bytes > 0, IGNORED)
+    loss = forward_backward.loss_sum(batch)
+    of_text = torch.zeros_like(loss)
+    for head in heads:
+        if head.text_loss is not None:
+            of_text, head.text_loss = head.text_loss, None
+    return torch.stack((loss, of_text)).double()

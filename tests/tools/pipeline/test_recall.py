@@ -17,7 +17,15 @@ from tests.launched import clean
 from tests.tiny_run import ROOT
 from torchllm.models.head import IGNORED
 from torchllm.tools.pipeline.docstrings import Pair
-from torchllm.tools.pipeline.recall import BATCH, Answer, Figures, ask, bits_per_byte, conversation_lines, figure_lines
+from torchllm.tools.pipeline.recall import (
+    BATCH,
+    Answer,
+    Figures,
+    ask,
+    bits_of_answers,
+    conversation_lines,
+    figure_lines,
+)
 from torchllm.tools.pipeline.stages import read_stage_records
 from torchllm.tools.prepare.chat.examples import Example
 from torchllm.tools.prepare.chat.template import Conversation
@@ -37,7 +45,7 @@ def test_every_question_is_asked_once_and_compared_letter_by_letter() -> None:
     assert [answer.is_right for answer in asked] == [True] * 160 + [False]
 
 
-def test_bits_per_byte_count_the_answer_without_its_end() -> None:
+def test_bits_of_answers_count_the_answer_without_its_end() -> None:
     """A model whose every token of an answer costs as many nats as its id says."""
 
     def model(ids: Tensor, positions: Tensor, documents: None, labels: Tensor) -> Tensor:
@@ -50,9 +58,10 @@ def test_bits_per_byte_count_the_answer_without_its_end() -> None:
         ids, is_target = np.array([5, 6, 7, 1, 2, 9, 4]), np.array([False, False, False, True, True, True, False])
         return SimpleNamespace(examples=[Example(ids, is_target)])
 
-    pairs = [Pair("a", "é"), Pair("b", "xyz")]  # 2 and 3 bytes
-    bits = bits_per_byte(SimpleNamespace(model=model), SimpleNamespace(examples=examples), pairs)
-    assert bits == pytest.approx(2 * (1 + 2) / math.log(2) / 5)
+    pairs = [Pair("a", "é"), Pair("b", "xyz")]
+    with_bytes = SimpleNamespace(model=model, tokenizer=SimpleNamespace(byte_lengths=np.array([9, 1, 3, *[9] * 7])))
+    bits = bits_of_answers(with_bytes, SimpleNamespace(examples=examples), pairs)
+    assert bits == pytest.approx(2 * (1 + 2) / math.log(2) / (2 * (1 + 3)))
 
 
 def test_the_conversation_has_right_answers_and_says_which_is_wrong() -> None:

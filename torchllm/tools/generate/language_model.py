@@ -4,7 +4,6 @@ model = torchllm.load("runs/mine")
 model.generate(["def add(", "import "], temperature=0.0)
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +16,7 @@ from torchllm.checkpoint.manifest import Manifest
 from torchllm.checkpoint.state import WEIGHTS
 from torchllm.config import Config
 from torchllm.config.errors import UserError
-from torchllm.data.tokenizer import Tokenizer, load_tokenizer
+from torchllm.data.tokenizer import Tokenizer, bits_per_byte, load_tokenizer
 from torchllm.models.decoder import Decoder, add_low_rank_updates, build_model, cast_parameters
 from torchllm.parallel.initialize import materialize
 from torchllm.runtime.device import choose_device, compute_dtype
@@ -120,8 +119,8 @@ class LanguageModel:
 
     def bits_per_byte(self, texts: Sequence[str]) -> list[float]:
         """Return each text's loss in bits per byte of UTF-8, comparable between tokenizers."""
-        losses = self._nats(texts)
-        return [nats / math.log(2) / len(text.encode()) for text, (nats, _) in zip(texts, losses, strict=True)]
+        sizes = self.tokenizer.byte_lengths
+        return [bits_per_byte(nats, int(sizes[ids].sum())) for nats, ids in self._nats(texts)]
 
     @cached_property
     def chat_format(self) -> ChatFormat:

@@ -8,7 +8,6 @@ and conversation.txt.
 
 import json
 import logging
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from torchllm.data.packing import IGNORED
+from torchllm.data.tokenizer import bits_per_byte
 from torchllm.runtime.signs_of_life import show_progress, signs_of_life
 from torchllm.runtime.terminal import LogHandler
 from torchllm.tools.generate.language_model import LanguageModel, load
@@ -60,7 +60,7 @@ def ask(model: LanguageModel, pairs: Sequence[Pair]) -> list[Answer]:
 
 
 @torch.no_grad()
-def bits_per_byte(model: LanguageModel, chat: ChatFormat, pairs: Sequence[Pair]) -> float:
+def bits_of_answers(model: LanguageModel, chat: ChatFormat, pairs: Sequence[Pair]) -> float:
     """Return the bits per byte of UTF-8 of the answers, each after its question in the form of `chat`.
 
     The token that ends an answer is not counted: pretraining never saw it.
@@ -74,8 +74,8 @@ def bits_per_byte(model: LanguageModel, chat: ChatFormat, pairs: Sequence[Pair])
         labels[0, is_target[0].nonzero()[-1]] = IGNORED
         positions = torch.arange(ids.shape[1] - 1).unsqueeze(0)
         nats += model.model(ids[:, :-1].long(), positions, None, labels[:, 1:]).item()
-        size += len(pair.answer.encode())
-    return nats / math.log(2) / size
+        size += int(model.tokenizer.byte_lengths[labels[labels != IGNORED].numpy()].sum())
+    return bits_per_byte(nats, size)
 
 
 def conversation_lines(trained: Sequence[Answer], held_out: Sequence[Answer]) -> list[str]:
@@ -114,8 +114,8 @@ def main() -> None:
     figures = Figures(
         recalled=sum(answer.is_right for answer in trained),
         trained=len(train),
-        bits_before=bits_per_byte(before, chat, held_out),
-        bits_after=bits_per_byte(after, chat, held_out),
+        bits_before=bits_of_answers(before, chat, held_out),
+        bits_after=bits_of_answers(after, chat, held_out),
         held_out=len(held_out),
     )
     lines = conversation_lines(trained, unseen)

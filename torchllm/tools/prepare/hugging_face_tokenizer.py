@@ -3,19 +3,26 @@
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import islice, takewhile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from torchllm.data.error import DataError
-from torchllm.data.tokenizer import BEGIN, END, Ids
+from torchllm.data.tokenizer import BEGIN, END, ByteLengths, Ids
 from torchllm.tools.prepare.chat.tokenizer_config import TOKENIZER_CONFIG, read_tokenizer_config, special_tokens_of
 from torchllm.tools.prepare.pieces import CONTEXT, cut_places
 
 _BEGIN_NAMES = (BEGIN, "<s>", "<bos>", "[BOS]", "<|startoftext|>")
 _END_NAMES = (END, "</s>", "<eos>", "[EOS]", "<|endoftext|>")
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+"""token of a byte (SentencePiece's byte fallback)"""
+_BLANK = "\u2581"
+"""a blank in SentencePiece's tokens"""
 _PLACES_TRIED = 16
 """places to try with a tokenizer.json before giving up; words around a place to try as a text"""
 
@@ -148,3 +155,31 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.encoding.decode(list(ids), skip_special_tokens=False)
+
+    @cached_property
+    def byte_lengths(self) -> ByteLengths:
+        """Return the bytes of each id, as far as the decoder can tell them without a text around the id."""
+        decoder = json.loads(self.encoding.to_str())["decoder"] or {}
+        decoders = {step["type"]: step for step in decoder.get("decoders", [decoder]) if step}
+        lengths = np.zeros(self.vocab, dtype=np.int32)
+        for token, id_ in self.encoding.get_vocab(with_added_tokens=False).items():
+            if id_ != self.unknown:
+                lengths[id_] = _token_bytes(token, decoders)
+        for id_, added in self.encoding.get_added_tokens_decoder().items():
+            lengths[id_] = 0 if added.special else len(added.content.encode())
+        return lengths
+
+
+def _token_bytes(token: str, decoders: Mapping[str, Mapping[str, Any]]) -> int:
+    """Return how many bytes of a text a token stands for; decoders: steps of tokenizer.json's decoder, by type."""
+    if "ByteLevel" in decoders:  # a letter for each byte
+        return len(token)
+    if "ByteFallback" in decoders and _BYTE.fullmatch(token):
+        return 1
+    if "WordPiece" in decoders:  # the begin of a word stands for the blank before it
+        prefix = decoders["WordPiece"]["prefix"]
+        return len(token.removeprefix(prefix).encode()) + (not token.startswith(prefix))
+    suffix = decoders.get("BPEDecoder", {}).get("suffix", "")
+    blank = decoders.get("Metaspace", {}).get("replacement", _BLANK)
+    text = token.removesuffix(suffix) + " " if suffix and token.endswith(suffix) else token
+    return len(text.replace(blank, " ").encode())

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import tiktoken
 from tiktoken.load import load_tiktoken_bpe
 
 from torchllm.data.error import DataError
-from torchllm.data.tokenizer import BEGIN, END, Ids, Pattern, decode_ids
+from torchllm.data.tokenizer import BEGIN, END, ByteLengths, Ids, Pattern, byte_lengths_of, decode_ids
 from torchllm.tools.prepare.pieces import cut_places
 
 _LONG_PIECE = 10_000
@@ -165,3 +166,7 @@ class TiktokenTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return decode_ids(self.encoding, ids)
+
+    @cached_property
+    def byte_lengths(self) -> ByteLengths:
+        return byte_lengths_of(self.encoding)

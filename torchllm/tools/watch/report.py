@@ -60,6 +60,7 @@ LATEST = {
     "tokens": ("tokens", ","),
     "loss": ("loss", ".4f"),
     "validation_loss": ("validation loss", ".4f"),
+    "validation_bits_per_byte": ("bits per byte", ".4f"),
     "tokens_per_second": ("tokens/s", ",.0f"),
     "mfu": ("MFU", ".1%"),
     "memory_gib": ("GiB", ".2f"),
