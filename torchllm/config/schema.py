@@ -674,6 +674,9 @@ class Data:
     """one [[data.stage]] table per part of the training, in order; empty: the weights of the sources throughout"""
     document_mask: bool = False
     """attend only within a document, and count positions from its start"""
+    packing: Literal["concatenate", "best_fit"] = "concatenate"
+    """how texts become sequences; concatenate: one after another, cut wherever a sequence ends; best_fit: whole, cut
+    only if longer than a sequence, with a little padding that is not trained"""
     validation_fraction: Annotated[float, Bound(at_least=0.0, at_most=0.5)] = 0.01
     """share of the documents (of few: the last of all tokens) that is held out for evaluation and never trained on"""
     on_bad_record: Annotated[Literal["error", "skip"], Needs(OWN_TEXT, "idle")] = "error"

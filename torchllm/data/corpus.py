@@ -245,6 +245,8 @@ class Corpus(ShardStream):
         self.fingerprint = self.header.fingerprint
         super().__init__({split: self._description.columns[split].tokens for split in SPLITS})
         record = record_path(records, self.folder, self.fingerprint) if records is not None else None
+        self.documents = {split: self._description.columns[split].documents for split in SPLITS}
+        """documents of each shard of each split"""
         self._verified = VerifiedFiles(record, len(SPLITS) * self.header.shards)
         self._checked_blocks: dict[tuple[ShardSplit, int], npt.NDArray[np.bool_]] = {}
         """blocks that this process has checked, of files that are not recorded as verified; by shard and ctime"""
@@ -315,6 +317,12 @@ class Corpus(ShardStream):
         find_checksums = partial(self._checksums, split, number)
         path = shard_path(self.folder, number, split)
         return OpenShard(path, self._size(split, number), self.header.max_token, find_checksums)
+
+    def shard(self, split: Split, number: int) -> OpenShard:
+        """Return a shard that is not empty, open until enough others have been used."""
+        shard = _open_shard(self, split, number)
+        assert isinstance(shard, OpenShard)
+        return shard
 
     def _checksums(self, split: Split, number: int, changed_ns: int) -> Checksums | None:
         """Return the checks of a shard's file with this ctime; None if it is verified."""

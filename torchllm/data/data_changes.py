@@ -28,6 +28,9 @@ def data_differences(
     saved_tokenizers, tokenizers = saved["tokenizer"], current["tokenizer"]
     if saved_tokenizers and tokenizers and saved_tokenizers != tokenizers:  # synthetic sources have none
         differences.append(_tokenizer_difference(saved_settings.get("tokenizer"), data.tokenizer))
+    saved_packing, packing = (fingerprint.get("packing", "concatenate") for fingerprint in (saved, current))
+    if saved_packing != packing:
+        differences.append(f'data.packing: "{saved_packing}" in the checkpoint, "{packing}" now')
     for key in ("sequence_length", "seed"):
         if saved[key] != current[key]:
             differences.append(f"{key}: {saved[key]} in the checkpoint, {current[key]} now")

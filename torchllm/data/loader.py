@@ -83,7 +83,7 @@ class SequenceReader:
         self.pieces = pieces.positions(length)
         self.depth = depth
         self.read_pieces = [range(piece.start, piece.stop + depth) for piece in self.pieces]
-        self.has_targets = any(isinstance(source, Corpus) and source.header.sequence_length for source in sources)
+        self.has_targets = any(isinstance(source, Corpus) and source.is_packed for source in sources)
 
     def read(self, split: Split, locations: Sequence[Location]) -> Packed:
         """Return this rank's pieces of these sequences, in order, in one array."""
@@ -211,6 +211,8 @@ class TrainLoader:
             "sequence_length": length,
             "seed": self._seed,
         }
+        if self._data.packing != "concatenate":
+            self._fingerprint["packing"] = self._data.packing
 
     def next_step(self) -> PackedBatches:
         """Return the micro batches of this rank in the next optimizer step.

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from torchllm.config import Data, Finetune, Model, Training
+from torchllm.config import Data, Finetune, Model, Source, Training
 from torchllm.config.applied_keys import config_in_use
 from torchllm.config.schema import RAW_KINDS
 from torchllm.data.corpus import SequenceSource, ShardStream
@@ -109,14 +109,25 @@ def _prepare(data: Data, settings: ReaderSettings, recorded: Sequence[str]) -> l
     for index, source in enumerate(data.sources):
         fingerprint = recorded[index] if index < len(recorded) else ""
         folders.append(reader_of(source.kind).prepare(source, settings, fingerprint))
+        if data.packing == "best_fit":
+            _open_source(source, folders[-1], settings)  # counts the sequences
     return folders
+
+
+def _open_source(source: Source, folder: str, settings: ReaderSettings) -> SequenceSource:
+    sequences = reader_of(source.kind).open(source, folder, settings)
+    if settings.data.packing == "concatenate":
+        return sequences
+    from torchllm.data.best_fit import pack  # most runs need none
+
+    return pack(source, sequences, settings.data, settings.sequence_length)
 
 
 def _open(folders: Sequence[str], data: Data, settings: ReaderSettings) -> list[SequenceSource]:
     """Open all sources; `folders`: of `_prepare`. Raises DataError if a source has no training sequence."""
     opened = []
     for source, folder in zip(data.sources, folders, strict=True):
-        sequences = reader_of(source.kind).open(source, folder, settings)
+        sequences = _open_source(source, folder, settings)
         if not sequences.count("train", settings.sequence_length):
             raise DataError(
                 f"data.sources: {source.path or source.kind!r} is shorter than one sequence of "

@@ -140,7 +140,7 @@ class OpenShard(ReadableShard):
         return DamagedFile(self._file.file.path, fault)
 
     def read_begins(self, first: int, end: int) -> Begins:
-        begins = self._documents(
+        begins = self.read_documents(
             int(self._index[first // INDEX_STRIDE]),
             int(self._index[-(-end // INDEX_STRIDE)]),
         )
@@ -158,16 +158,15 @@ class OpenShard(ReadableShard):
         earlier, document = self._documents_before(first), self._documents_before(end)
         if earlier == document:
             return DocumentsInRange(0, -1)
-        return DocumentsInRange(document - earlier, int(self._documents(document - 1, document)[0]))
+        return DocumentsInRange(document - earlier, int(self.read_documents(document - 1, document)[0]))
 
     def _documents_before(self, token: int) -> int:
         """Return the number of documents of the shard that begin before a token; reads boundaries near it."""
         first = int(self._index[token // INDEX_STRIDE])
         end = int(self._index[-(-token // INDEX_STRIDE)])
-        return first + int(np.searchsorted(self._documents(first, end), token))
+        return first + int(np.searchsorted(self.read_documents(first, end), token))
 
-    def _documents(self, first: int, end: int) -> Begins:
-        """Return the first tokens of the documents first <= i < end."""
+    def read_documents(self, first: int, end: int) -> Begins:
         return self._file.read("<i8", end - first, self._size.begins_offset + 8 * first)
 
     def close(self) -> None:

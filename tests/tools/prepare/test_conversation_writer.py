@@ -26,7 +26,7 @@ from torchllm.tools.prepare.build import choose_split, write_corpus
 from torchllm.tools.prepare.cache import cached_folder, plan_corpus
 from torchllm.tools.prepare.chat.plan import chat_format
 from torchllm.tools.prepare.chat.template import Conversation
-from torchllm.tools.prepare.conversation_writer import pack_examples, preparation_day
+from torchllm.tools.prepare.conversation_writer import preparation_day
 from torchllm.tools.prepare.counts import describe_corpus
 from torchllm.tools.prepare.plan import CorpusPlan
 
@@ -390,34 +390,3 @@ def test_a_run_goes_on_with_calls_as_an_earlier_version_wrote_them(
         resumed = Corpus(Path(reader_of("jsonl").prepare(source, reads, recorded.fingerprint)))
         assert resumed.fingerprint == recorded.fingerprint, name
         assert ("the run goes on with the files and tokens that its corpus" in caplog.text) == (name == "calls"), name
-
-
-class Counted(int):
-    """A number of tokens that counts how often it is compared."""
-
-    comparisons = 0
-
-    def __eq__(self, other: object) -> bool:
-        Counted.comparisons += 1
-        return int(self) == other
-
-    def __hash__(self) -> int:
-        return int(self)
-
-    def __sub__(self, other: int) -> "Counted":
-        return Counted(int(self) - other)
-
-
-def test_packing_fills_sequences_and_takes_log_n_comparisons_per_example() -> None:
-    random = np.random.default_rng(0)
-    per_example = []
-    for count in (64, 1024):
-        lengths = random.integers(1, 600, count).tolist()
-        Counted.comparisons = 0
-        sequences = pack_examples(lengths, Counted(1000))
-        per_example.append(Counted.comparisons / count)
-        assert sorted(index for sequence in sequences for index in sequence) == list(range(count))
-        assert all(sum(lengths[index] for index in sequence) <= 1000 for sequence in sequences)
-        assert len(sequences) <= 1.1 * sum(lengths) / 1000 + 1
-    assert 0 < per_example[1] < 3 * per_example[0]
-    assert pack_examples([5, 3, 2, 5], 5) == [[0], [3], [1, 2]]

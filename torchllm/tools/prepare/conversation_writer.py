@@ -7,14 +7,14 @@ The header's `counts` count conversations by outcome; their keys are the names b
 """
 
 import json
-from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from datetime import date
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
 import numpy as np
 
+from torchllm.data.best_fit import PACKED_TOGETHER, best_fit
 from torchllm.data.tokenizer import Tokenizer
 from torchllm.runtime.heartbeat import beat
 from torchllm.tools.prepare.chat.calls import drop_absent_keys
@@ -45,19 +45,8 @@ from torchllm.tools.prepare.tokenize_shard import UNTOKENIZED, ShardWriter, is_o
 
 DAY_FILE = "prepared_on.txt"
 """of a corpus folder: the first day of its preparation, as 2026-11-23"""
-_PACKED_TOGETHER = 4096
-"""examples that are in memory and share sequences"""
 _SHORTEST_LENGTH = 64
 """upper limit of the first bin of lengths that examples are counted in, in tokens"""
-
-
-class _Bin(NamedTuple):
-    """A sequence with room."""
-
-    room: int
-    """in tokens"""
-    number: int
-    """among the sequences"""
 
 
 def preparation_day(folder: Path) -> date:
@@ -67,32 +56,6 @@ def preparation_day(folder: Path) -> date:
     the first notes it in the folder.
     """
     return date.fromisoformat(first_noted(folder / DAY_FILE, date.today().isoformat))
-
-
-def pack_examples(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return the examples in each sequence of `capacity` tokens, by their index; none is longer than that.
-
-    Best fit decreasing: the longest example first, each into the fullest sequence with room for it, else into a new one
-    (Ding et al. 2024, Fewer Truncations Improve Language Modeling, arXiv 2404.10830, section 3.2). It takes O(n log n)
-    comparisons for n examples, and depends on the lengths alone.
-    """
-    by_length = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    sequences: list[list[int]] = []
-    bins: list[_Bin] = []
-    """ascending"""
-    for index in by_length:
-        length = lengths[index]
-        position = bisect_left(bins, _Bin(length, -1))
-        if position < len(bins):
-            chosen = bins.pop(position)
-        else:
-            chosen = _Bin(capacity, len(sequences))
-            sequences.append([])
-        sequences[chosen.number].append(index)
-        room = chosen.room - length
-        if room:
-            insort(bins, _Bin(room, chosen.number))
-    return sequences
 
 
 def make_examples(record: TextRecord, chat: ChatFormat, drops_absent_keys: bool) -> ConversationExamples | TextRecord:
@@ -175,7 +138,7 @@ class ConversationWriter(ShardWriter):
         kept = sum([self._add(split, example) for example in made.examples])
         if kept:
             self._sizes.append(kept)
-        if len(self._waiting[split]) >= _PACKED_TOGETHER:
+        if len(self._waiting[split]) >= PACKED_TOGETHER:
             self._pack(split)
 
     def _add(self, split: ShardFileWriter, example: Example) -> bool:
@@ -199,7 +162,7 @@ class ConversationWriter(ShardWriter):
     def _pack(self, split: ShardFileWriter) -> None:
         """Write the examples that wait."""
         examples = self._waiting[split]
-        for numbers in pack_examples([len(example.ids) for example in examples], self._length):
+        for numbers in best_fit([len(example.ids) for example in examples], self._length):
             room = self._length
             for number in numbers:
                 ids, is_target = examples[number]
