@@ -6,8 +6,8 @@
 
     python recipes/evaluate.py RUN_FOLDER/config.toml --evaluate.tasks=arc_easy,FOLDER
 
-With `evaluate.tasks` the model is exported into a temporary folder, and lm-evaluation-harness (extra lm-eval) evaluates
-it in `export.dtype` on one device; values go to RUN_FOLDER/evaluations and to TensorBoard.
+With `evaluate.tasks` lm-evaluation-harness (extra lm-eval) evaluates the model, on one device; values go to
+RUN_FOLDER/evaluations and to TensorBoard.
 
 The newest checkpoint of the run folder that verifies is used, unless another is named; with --evaluate.ema=true the
 moving average of the weights in it. On several ranks [parallel] works as in training, and its layout may differ from
@@ -27,7 +27,7 @@ if __name__ == "__main__":
 
 import logging
 import math
-import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -46,7 +46,6 @@ from torchllm.recipe import (
     choose_device,
     compute_dtype,
     evaluate,
-    export_model,
     load_weights_of_run,
     materialize,
     parallelize,
@@ -55,6 +54,7 @@ from torchllm.recipe import (
     start_runtime,
 )
 from torchllm.runtime.signs_of_life import signs_of_life
+from torchllm.tools.generate.language_model import language_model
 from torchllm.tools.hub.weights import AVERAGED_WEIGHTS
 from torchllm.tools.watch.tasks import run_tasks, values_of, write_task_results
 from torchllm.train.evaluate import HeldOutLoss
@@ -121,14 +121,14 @@ def evaluate_sharded(config: Config) -> HeldOutLoss:
 def evaluate_tasks(config: Config) -> Path:
     """Evaluate the model on `evaluate.tasks`, print the results, and return the file with them."""
     report_errors()
-    device = choose_device(config.run.device, local_rank=0)
     run_folder = Path(config.run.folder)
-    with tempfile.TemporaryDirectory(prefix=".export-", dir=run_folder) as temporary:
-        exported = export_model(config, Path(temporary) / "model", ema=config.evaluate.ema)
-        (step, *_) = exported.facts.steps
-        log.info("step %d: evaluating on %s", step, ", ".join(config.evaluate.tasks))
-        batch_size = config.training.micro_batch_size
-        results = run_tasks(exported.folder, config.evaluate.tasks, device, config.export.dtype, batch_size)
+    model = language_model(replace(config, generate=replace(config.generate, ema=config.evaluate.ema)))
+    assert model.manifest is not None  # of a run
+    step = model.manifest.step
+    log.info("step %d: evaluating on %s", step, ", ".join(config.evaluate.tasks))
+    from torchllm.tools.generate.harness_model import HarnessModel  # imports the harness
+
+    results = run_tasks(HarnessModel(model, config.training.micro_batch_size), config.evaluate.tasks)
     path = write_task_results(run_folder, step, results)
     for value in values_of(results):
         print(f"step {step}  {value.task}  {value.metric} {value.value:.4f}")

@@ -5,6 +5,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +21,9 @@ from torchllm.config import Config, Model
 from torchllm.config.schema import Lora
 from torchllm.tools.front.preflight import inspect_evaluation
 from torchllm.tools.front.resolve import load_run
+from torchllm.tools.generate.language_model import language_model
 from torchllm.tools.hub.export import export_model
-from torchllm.tools.watch.tasks import run_tasks, values_of
+from torchllm.tools.watch.tasks import run_tasks, task_names, values_of
 
 TASK = """\
 task: tiny_choice
@@ -99,11 +102,79 @@ def test_documents_are_scored_as_transformers_does(
         right += int(torch.tensor(expected).argmax()) == document["answer"]
     assert accuracy == pytest.approx(right / len(DOCUMENTS))
 
-    harness = run_tasks(folder, [str(task_folder)], torch.device("cpu"), "float32", batch_size=3)
+    harness = run_hf(folder, task_folder)
     assert [value.value for value in values_of(harness)] == pytest.approx([accuracy])
     for sample, line in zip(harness["samples"]["tiny_choice"], map(json.loads, lines), strict=True):
         theirs = [float(pair[0]) for pair in sample["filtered_resps"]]
         assert theirs == pytest.approx([float(pair[0]) for pair in line["scored"]], abs=1e-4)
+
+
+def run_hf(folder: Path, task_folder: Path) -> dict[str, Any]:
+    """Return what the harness gives with its own model of an exported folder."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    results: dict[str, Any] = lm_eval.simple_evaluate(
+        "hf",
+        {"pretrained": str(folder), "dtype": "float32"},
+        task_names([str(task_folder)]),
+        batch_size=3,
+        device="cpu",
+        task_manager=TaskManager(include_defaults=False),
+        log_samples=True,
+    )
+    return results
+
+
+MORE_TASKS = {
+    "no_context": ("multiple_choice", '""', "acc", 'doc_to_choice: "{{choices}}"'),
+    "long": ("multiple_choice", '"{{question * 30}}"', "acc", 'doc_to_choice: "{{choices}}"'),
+    "continued": (
+        "generate_until",
+        '"{{question}}"',
+        "exact_match",
+        "generation_kwargs: {until: [h, d], max_gen_toks: 12}",
+    ),
+}
+"""name -> what the harness asks for, text, metric and the rest"""
+
+
+def test_texts_are_rated_and_continued_as_the_harness_does(task_folder: Path, tmp_path: Path) -> None:
+    """Without a context, over the end of the model's context, and as continuations."""
+    pytest.importorskip("lm_eval")
+    head = (task_folder / "tiny_choice.yaml").read_text().split("output_type")[0]
+    (task_folder / "tiny_choice.yaml").unlink()
+    for name, (kind, text, metric, rest) in MORE_TASKS.items():
+        lines = [head.replace("tiny_choice", name) + f"output_type: {kind}", "test_split: test", f"doc_to_text: {text}"]
+        lines += ['doc_to_target: "{{answer}}"', rest, f"metric_list: [{{metric: {metric}}}]"]
+        (task_folder / f"{name}.yaml").write_text("\n".join(lines))
+    run = tmp_path / "run"
+    save_run(run, Model(kv_heads=2, **(SIZES | {"max_sequence_length": 128})), steps=(3,))
+    config = config_of(run, f"--evaluate.tasks={task_folder}")
+    from torchllm.tools.generate.harness_model import HarnessModel
+
+    model = HarnessModel(language_model(config), batch_size=3)
+    folder = export_model(config, tmp_path / "model").folder
+    ours, theirs = run_tasks(model, config.evaluate.tasks)["samples"], run_hf(folder, task_folder)["samples"]
+    assert ours.keys() == theirs.keys() == MORE_TASKS.keys()
+    for name, samples in ours.items():
+        for sample, expected in zip(samples, theirs[name], strict=True):
+            if name == "continued":
+                assert sample["resps"] == expected["resps"]
+                continue
+            for rated, other in zip(sample["filtered_resps"], expected["filtered_resps"], strict=True):
+                assert float(rated[0]) == pytest.approx(float(other[0]), abs=1e-4)
+                assert str(rated[1]) == str(other[1])
+
+    exported = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    long = [*(DOCUMENTS[0]["question"] * 40).encode()][:300]  # 128 tokens, 128 and 44
+    windows = [([256], long[:128]), (long[127:128], long[128:256]), (long[171:256], long[256:])]
+    expected = [
+        log_likelihood(exported, [256], [*b"abc"]),
+        sum(log_likelihood(exported, *window) for window in windows),
+    ]
+    requests = [SimpleNamespace(args=("abc",)), SimpleNamespace(args=(bytes(long).decode(),))]
+    assert model.loglikelihood_rolling(requests) == pytest.approx(expected, abs=1e-3)  # of 300 tokens
 
 
 def wait_for_text(file: Path, text: str) -> None:

@@ -89,7 +89,6 @@ GATHERED = Needs("parallel.pp and parallel.tp over 1, without parallel.sequence_
 SHARDED = "parallel.dp_shard x cp over 1 and parallel.zero_stage"
 LORA = "lora.rank over 0"
 TASKS = Needs("evaluate.tasks_interval over 0, or recipes/evaluate.py", "elsewhere")
-LATER = Needs("evaluate.tasks_interval over 0, or recipes/export.py, after the training", "elsewhere")
 EVALUATED = Needs("evaluate.interval or evaluate.tasks_interval over 0, or recipes/evaluate.py", "elsewhere")
 FREE = "that neither model.frozen nor lora.rank freezes"
 DECAY = "optimizer.weight_decay and a learning rate over 0"
@@ -1103,7 +1102,7 @@ class Export:
     key_notes: ClassVar = (Needs("recipes/export.py, after the training", "elsewhere"),)
     folder: FilePath = ""
     """folder of the model, which must not exist yet"""
-    dtype: Annotated[Literal["float32", "bfloat16"], LATER] = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     """type of the written weights: each is rounded once, from the float32 weights of the checkpoint"""
     ema: bool = False
     """export the moving average of the weights (optimizer.ema_decay) instead of the weights"""

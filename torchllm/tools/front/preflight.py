@@ -187,7 +187,7 @@ def inspect_export(config: Config) -> Inspection:
 
 
 def inspect_evaluation(config: Config) -> Inspection:
-    """Check the inputs of an evaluation: checkpoint and tokenizer; for tasks also harness and export."""
+    """Check the inputs of an evaluation: checkpoint and tokenizer; for tasks also the harness."""
     inspection = inspect_used_model(config)
     _inspect_kernels(config, inspection, trains=False)
     if not config.evaluate.tasks:
@@ -201,7 +201,6 @@ def inspect_evaluation(config: Config) -> Inspection:
             inspection.report("evaluate.tasks", f"the folder {task!r} has no .yaml file")
     if reason := why_unwritable(Path(config.run.folder)):
         inspection.report("run.folder", f"{config.run.folder!r} cannot be written: {reason}")
-    _inspect_exported_model(config, inspection)
     return inspection
 
 

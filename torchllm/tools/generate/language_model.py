@@ -73,7 +73,7 @@ class LanguageModel:
         """
         check_texts(prompts)
         ids = self._encode(prompts)
-        starts = [[*self._begin, *text] or [self.tokenizer.end] for text in ids]  # the start of a new document
+        starts = [[*self.begin, *text] or [self.tokenizer.end] for text in ids]  # the start of a new document
         new = self._continue(starts, self._ends, tokens, temperature, top_k, seed, batch_size)
         return [self.tokenizer.decode(text + more) for text, more in zip(ids, new, strict=True)]
 
@@ -136,7 +136,7 @@ class LanguageModel:
         return chat_format(config.data.tokenizer, plan)
 
     @cached_property
-    def _begin(self) -> list[int]:
+    def begin(self) -> list[int]:
         """The ids before each text."""
         data = self.manifest.data if self.manifest is not None else {}
         return begin_of_text(self.tokenizer, data.get("fingerprint", {}).get("tokenizer", ()))
@@ -197,7 +197,7 @@ class LanguageModel:
                 raise UserError(
                     f"text {index} has {len(ids)} tokens: from 1 to {self.config.longest_text} are possible"
                 )
-            row = torch.tensor([[*(self._begin or [self.tokenizer.end]), *ids]], device=device)
+            row = torch.tensor([[*(self.begin or [self.tokenizer.end]), *ids]], device=device)
             positions = torch.arange(len(ids), device=device).unsqueeze(0)
             losses.append((self.model(row[:, :-1], positions, None, row[:, 1:]).item(), ids))
         return losses

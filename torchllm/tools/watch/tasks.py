@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness on an exported model: run them, and write their results. Extra: lm-eval.
+"""Tasks of lm-evaluation-harness: run them, and write their results. Extra: lm-eval.
 
 RUN_FOLDER/evaluations/step-00000100.json               values per task, versions
 RUN_FOLDER/evaluations/step-00000100.documents.jsonl    per document what was scored: log-likelihoods, or texts
@@ -10,8 +10,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from torchllm.config.errors import UserError
 
@@ -43,12 +41,10 @@ def task_names(tasks: Sequence[str]) -> list[str]:
     return names
 
 
-def run_tasks(
-    folder: Path, tasks: Sequence[str], device: torch.device, dtype: str, batch_size: int = 1
-) -> dict[str, Any]:
-    """Return what the harness gives for the exported model in a folder, as its `simple_evaluate` does.
+def run_tasks(model: Any, tasks: Sequence[str]) -> dict[str, Any]:
+    """Return what the harness gives for a model of its (`lm_eval.api.model.LM`), as its `simple_evaluate` does.
 
-    dtype: in which the model computes. Raises UserError if the package or a task is missing.
+    Raises UserError if the package or a task is missing.
     """
     try:
         import lm_eval
@@ -61,10 +57,7 @@ def run_tasks(
     unknown = [name for name in names if not name.endswith(".yaml") and not manager.match_tasks([name])]
     if unknown:
         raise UserError(f"evaluate.tasks: lm-eval {lm_eval.__version__} has no task {', '.join(unknown)}")
-    model = {"pretrained": str(folder), "dtype": dtype}
-    results: dict[str, Any] = lm_eval.simple_evaluate(
-        "hf", model, names, batch_size=batch_size, device=str(device), task_manager=manager, log_samples=True
-    )
+    results: dict[str, Any] = lm_eval.simple_evaluate(model, tasks=names, task_manager=manager, log_samples=True)
     results["lm_eval_version"] = lm_eval.__version__
     return results
 
