@@ -31,7 +31,7 @@ from torchllm.parallel.mesh import Mesh, build_mesh, sequence_pieces
 from torchllm.parallel.parallelize import build_forward_backward, parallelize
 from torchllm.runtime.device import compute_dtype
 from torchllm.runtime.process import Runtime
-from torchllm.tools.proof.compare import FLOAT32, ErrorBounds, bfloat16_bounds, compare_trainings
+from torchllm.tools.proof.compare import FLOAT32, bfloat16_bounds, compare_trainings
 from torchllm.tools.proof.forced_routing import LEAST_GAP, ChoiceRecord, Choices, RouterUse
 from torchllm.tools.proof.gather import gather_whole
 from torchllm.tools.proof.layouts import Settings, with_settings
@@ -352,19 +352,19 @@ def check_bfloat16(config: Config, ragged: bool) -> float:
     """
     exact = reference_of(with_settings(config, {"training.steps": 1}), ragged)
     rounded = with_settings(config, {"training.steps": 1, "training.dtype": "bfloat16"})
-    trained = run(train_config, world_size(config), rounded, ragged, exact.choices)[0]
-    own = one_process(rounded, config.training.micro_batch_size)
-    agreement = compare_trainings(trained, exact, _bounds_of_one_process(own, exact, ragged))
+    own = _own(one_process(rounded, config.training.micro_batch_size), exact, ragged)
+    trained = run(train_config, world_size(config), rounded, ragged, own.choices)[0]
+    agreement = compare_trainings(trained, exact, bfloat16_bounds(own, exact))
     assert agreement.verdict == "right", "\n".join(agreement.findings) or agreement.reason
     return agreement.error
 
 
-_BOUNDS: dict[tuple[Config, bool], ErrorBounds] = {}
+_OWN: dict[tuple[Config, bool], Trained] = {}
 
 
-def _bounds_of_one_process(config: Config, exact: Trained, ragged: bool) -> ErrorBounds:
-    """Return how far a layout may be from one process in float32, by what one process in bfloat16 is."""
+def _own(config: Config, exact: Trained, ragged: bool) -> Trained:
+    """Return what one process computes in bfloat16, with the experts of `exact`, which is in float32."""
     key = (config, ragged)
-    if key not in _BOUNDS:
-        _BOUNDS[key] = bfloat16_bounds(run(train_config, 1, config, ragged, exact.choices)[0], exact)
-    return _BOUNDS[key]
+    if key not in _OWN:
+        _OWN[key] = run(train_config, 1, config, ragged, exact.choices)[0]
+    return _OWN[key]

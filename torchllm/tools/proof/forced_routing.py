@@ -5,13 +5,16 @@ another layout. A gradient of an expert then lacks a whole token, and no bound t
 of one process in float32 are recorded, and the routers that are compared with it are made to choose alike; what they
 compute with their choices is their own.
 
-A token is found again by what its router gets: rounding moves that by a hundredth, and another token is far away.
+One process in bfloat16 has the tokens in the same order, and is made to choose alike by that. In a layout a token is
+found again by what its router gets, among what the routers of that process got: the same rounding of nearly the same
+numbers. FOOTGUN: in float32 two tokens with one id may be nearer to each other than to themselves in bfloat16.
 
 In float32 layouts choose for themselves, for what they get differs in the last digits only. But of a few thousand
 choices one may hang on these: a model with such a choice is no measure of layouts, and `gap` tells it.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -97,7 +100,8 @@ def gap(router: Router, x: Tensor) -> float:
     standard deviations: of the logits, whose order without a bias is that of the scores, or of score + bias. Infinite
     where all experts are chosen.
     """
-    preferences = x @ router.local(router.weight).T
+    weight = router.local(router.weight)
+    preferences = x.to(weight.dtype) @ weight.T
     if router.bias is not None or router.groups > 1:
         preferences = router.preferences(router.score(preferences))
     smallest = _least_difference(router.candidates(preferences), router.top_k)
@@ -118,10 +122,13 @@ def _least_difference(scores: Tensor, count: int) -> float:
     return float((ordered[..., count - 1] - ordered[..., count]).min())
 
 
-def force_choices(stages: Sequence[nn.Module], choices: Mapping[RouterUse, Choices]) -> None:
-    """Make the routers of a rank's stages choose what `choices` has for the same tokens, from now on."""
+def force_choices(stages: Sequence[nn.Module], choices: Mapping[RouterUse, Choices], in_order: bool = False) -> None:
+    """Make the routers of a rank's stages choose what `choices` has for the same tokens, from now on.
+
+    in_order: the tokens come in the order of `choices`, as in one process.
+    """
     for name, router in routers_of(stages).items():
-        forced = ForcedChoices(name, choices)
+        forced = ForcedChoices(name, choices, in_order)
         router.register_forward_pre_hook(forced.find)
         router.preferences = forced.preferences  # type: ignore[method-assign]  # whatever the scores are
 
@@ -129,9 +136,11 @@ def force_choices(stages: Sequence[nn.Module], choices: Mapping[RouterUse, Choic
 class ForcedChoices:
     """Makes a router choose as another one did."""
 
-    def __init__(self, name: str, choices: Mapping[RouterUse, Choices]) -> None:
+    def __init__(self, name: str, choices: Mapping[RouterUse, Choices], in_order: bool) -> None:
         self.name = name
         self.choices = choices
+        self.position: Counter[RouterUse] | None = Counter() if in_order else None
+        """number of tokens so far"""
         self.experts: Tensor | None = None
         """of the forward pass that is under way, (B, S, K)"""
 
@@ -140,10 +149,17 @@ class ForcedChoices:
 
         Raises UserError if a token is none of those that are recorded.
         """
-        choices = self.choices[RouterUse(self.name, torch.is_grad_enabled())]
+        use = RouterUse(self.name, torch.is_grad_enabled())
+        choices = self.choices[use]
         x = inputs[0].detach().float()
-        distances = torch.cdist(x.flatten(0, -2), choices.inputs)
-        nearest, index = distances.min(dim=-1)
+        if self.position is not None:
+            first = self.position[use]
+            self.position[use] = end = first + x.shape[:-1].numel()
+            choices = Choices(choices.inputs[first:end], choices.experts[first:end])
+            nearest = (x.flatten(0, -2) - choices.inputs).norm(dim=-1)
+            index = torch.arange(end - first)
+        else:
+            nearest, index = torch.cdist(x.flatten(0, -2), choices.inputs).min(dim=-1)
         if not (nearest <= NEAREST * x.flatten(0, -2).norm(dim=-1)).all():
             raise UserError(f"{self.name}: gets a token that one process in float32 does not have")
         self.experts = choices.experts[index].view(*x.shape[:-1], -1)

@@ -327,7 +327,7 @@ class Prover:
         expected = self.expected(alone, in_float64)
         recording = Recording(self.steps, weights=expected.weights, in_float64=in_float64)
         if self.is_bfloat16:
-            recording = Recording(self.steps, expected.choices)
+            recording = Recording(self.steps, self.own(config, expected).choices)
         try:
             if saving is not None:
                 folder = {"run.folder": tempfile.mkdtemp(dir=self.folder)}
@@ -378,9 +378,13 @@ class Prover:
 
     def bfloat16_bounds(self, config: Config, expected: Trained) -> ErrorBounds:
         """Return how far a layout in bfloat16 may be from one process in float32."""
-        alone = one_process(config, config.training.micro_batch_size)
-        own = self.train_alone(alone, Recording(self.steps, expected.choices))
+        own = self.own(config, expected)
         return float8_bounds(own, expected) if config.float8.is_on else bfloat16_bounds(own, expected)
+
+    def own(self, config: Config, expected: Trained) -> Trained:
+        """Return what one process computes in bfloat16, with the experts of `expected`."""
+        alone = one_process(config, config.training.micro_batch_size)
+        return self.train_alone(alone, Recording(self.steps, expected.choices))
 
     def train_alone(self, config: Config, recording: Recording) -> Trained:
         """Train in one process, once for each config. UserError if that fails."""

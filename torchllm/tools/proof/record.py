@@ -138,9 +138,10 @@ class Recorder:
             for name, parameter in stage.named_parameters():
                 self.parameters.append((canonical_name(name), parameter))
         self.max_grad_norm = config.training.max_grad_norm
+        is_alone = dist.get_world_size() == 1
         if self.recording.choices:
-            force_choices(stages, self.recording.choices)
-        elif dist.get_world_size() == 1:
+            force_choices(stages, self.recording.choices, in_order=is_alone)
+        if is_alone:
             self.choice_record = ChoiceRecord(stages)
 
     def before_update(self, *optimizer_and_arguments: object) -> None:
