@@ -34,7 +34,7 @@ class RoundedAdamW(ShardedAdamW):
     def __init__(self, groups: list[Group], config: OptimizerConfig, stages: Sequence[nn.Module]) -> None:
         self.seed = config_in_use().run.seed
         named = [item for stage in stages for item in stage.named_parameters()]
-        self.names = {parameter: canonical_name(name) for name, parameter in named}
+        self.names: dict[Tensor, str] = {parameter: canonical_name(name) for name, parameter in named}
         super().__init__(groups, config)
 
     def add_param_group(self, param_group: Group) -> None:
