@@ -16,7 +16,8 @@ from tests.parity import build, whole
 from tests.workers import run
 from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.checkpoint.state import optimizer_tensors
-from torchllm.config import Checkpoint, Config, Optimizer, Parallel
+from torchllm.config import Checkpoint, Config, Optimizer, Parallel, Run
+from torchllm.config.applied_keys import new_training
 from torchllm.facts.parameters import canonical_name
 from torchllm.models.decoder import Decoder
 from torchllm.optim.optimizer import apply_if_finite, build_optimizer
@@ -136,3 +137,17 @@ def test_a_run_may_change_the_dtype_and_says_so(tmp_path: Path, caplog: pytest.L
             states.append(optimizer_tensors([model], optimizer))
         for key, value in states[0].items():
             assert torch.equal(value.to(states[1][key].dtype), states[1][key]), key
+
+
+def test_bits_depend_on_the_seed_of_the_run() -> None:
+    moments = []
+    for seed in (0, 0, 1):
+        model = plain()
+        with new_training(Config(run=Run(seed=seed))):
+            optimizer = build_optimizer([model], ROUNDED)
+        for step in range(2):
+            give_gradients([model], step)
+            optimizer.step()
+        moments.append(optimizer_tensors([model], optimizer)["optimizer.embed_tokens.weight.exp_avg"])
+    assert torch.equal(moments[0], moments[1])
+    assert not torch.equal(moments[0], moments[2])
