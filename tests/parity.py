@@ -245,6 +245,8 @@ def fill_updates(stages: list[Decoder], config: Config) -> None:
 def whole(tensor: Tensor) -> np.ndarray:
     """Return a tensor, gathered. Call it on all ranks that hold a part."""
     gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if gathered.dtype == torch.bfloat16:  # which numpy lacks
+        gathered = gathered.float()
     return gathered.detach().numpy().copy()
 
 

@@ -34,6 +34,7 @@ FROZEN: Settings = {"model.frozen": r"embed_tokens.*|layers\.[01]\..*"}
 LORA: Settings = {"lora.rank": 2}
 SETTINGS: dict[str, Settings] = {
     "adamw": {},
+    "adamw, bfloat16": {"optimizer.state_dtype": "bfloat16"},
     "adamw, average, frozen": AVERAGE | FROZEN,
     "sgd": SGD,
     "sgd, average": SGD | AVERAGE,

@@ -17,7 +17,7 @@ from tests.workers import run
 from torchllm.config import Compile, Float8, Model, Parallel, Recompute
 from torchllm.facts.parameters import canonical_name, rule_of
 from torchllm.models.decoder import Decoder, build_model
-from torchllm.parallel.initialize import _hash, decay, fill, initialize, key_of, normal, time_step
+from torchllm.parallel.initialize import decay, fill, hashed, initialize, key_of, normal, time_step
 from torchllm.parallel.mesh import build_mesh
 from torchllm.parallel.parallelize import parallelize
 
@@ -155,7 +155,7 @@ def test_hash_is_splitmix64_also_where_its_state_wraps_around_64_bits() -> None:
     assert first_hash(1, 3, 1234567).tolist() == published
     for first, key in ((1, 1234567), (1, -1), (1, 2**63 - 1), (2**40, 3)):  # a trillion parameters in
         expected = (first_hash(first, 100, key) >> np.uint64(11)).tolist()
-        assert _hash(torch.arange(first, first + 100), key).tolist() == expected
+        assert hashed(torch.arange(first, first + 100), key).tolist() == expected
     # keys of the first version
     assert (key_of(7, "norm.weight"), key_of(8, "norm.weight")) == (2580432156499654688, 1989731788108351751)
 

@@ -5,6 +5,7 @@ before torch unpickles it with `weights_only`: no code is run. `plan.py` writes 
 """
 
 import io
+import logging
 import math
 import os
 import threading
@@ -30,11 +31,13 @@ from torchllm.checkpoint.manifest import (
     read_manifest,
 )
 from torchllm.checkpoint.plan import JobParts, gather_parts, rank_parts, tensors_by_key
-from torchllm.checkpoint.state import EXTRA, Part
+from torchllm.checkpoint.state import EXTRA, OPTIMIZER, Part
 from torchllm.checkpoint.verify import check_files, check_sizes, read_content
 
 if TYPE_CHECKING:
     from torchllm.checkpoint.read_plan import Message, PackedBox, PieceRead
+
+log = logging.getLogger(__name__)
 
 LISTED = 20
 """most differences between a checkpoint and the model that an error lists"""
@@ -106,7 +109,8 @@ def load_tensors(
     """Fill `parts`: over all ranks, exactly the tensors of the checkpoint whose key begins with `prefix`.
 
     Tensors of random generators and of a fork may be missing in `parts`, and keys in `left`. cast: round floating-point
-    values to the dtype of `parts` if it differs from the checkpoint, one tensor at a time.
+    values to the dtype of `parts` if it differs from the checkpoint, one tensor at a time; those of the optimizer's
+    state always are.
 
     Raises CheckpointError on all ranks if keys, shapes or dtypes differ: then nothing is changed. Raises
     DamagedCheckpoint on all ranks if a piece that is read is damaged: then some parts are filled.
@@ -132,6 +136,7 @@ def _refuse_differences(
     saved = {key: entry for key, entry in stored.index.tensors.items() if key.startswith(prefix)}
     tensors = tensors_by_key(job.inventories)
     lines: list[str] = []
+    converted: list[str] = []
     unused = [key for key in saved if key not in tensors and not key.startswith(("rng.", EXTRA))]
     if unused:  # on all ranks
         is_left = gather_rows(group, torch.tensor([key in left for key in unused])).any(dim=0)
@@ -144,6 +149,8 @@ def _refuse_differences(
         can_cast = isinstance(stored_dtype, torch.dtype) and stored_dtype.is_floating_point and dtype.is_floating_point
         if saved[key].grid.shape != entry.shape:
             lines.append(f"{key}: {saved[key].grid.shape} in the checkpoint, {entry.shape} here")
+        elif stored_dtype != dtype and can_cast and key.startswith(OPTIMIZER):  # the run has changed its state_dtype
+            converted.append(f"torch.{saved[key].dtype} to {dtype}")
         elif stored_dtype != dtype and not (cast and can_cast):
             lines.append(f"{key}: torch.{saved[key].dtype} in the checkpoint, {dtype} here")
     if lines:
@@ -151,6 +158,10 @@ def _refuse_differences(
         raise CheckpointError(
             f"{stored.folder} is of another model or optimizer; use its config, or begin a new run.folder from its "
             f"weights alone by checkpoint.initial:\n  {text}"
+        )
+    if converted and rank_of(group) == 0:
+        log.warning(
+            "%s: %d tensors of the optimizer's state are converted: %s", stored.folder, len(converted), converted[0]
         )
 
 

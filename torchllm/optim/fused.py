@@ -42,13 +42,13 @@ class ShardedAdamW(torch.optim.AdamW):
             update_by_adamw(group, self.state, self.found_inf)
 
 
-def start_adamw(group: Group, state: dict[Tensor, Any]) -> None:
-    """Give every parameter of a group the state of AdamW, zeros."""
+def start_adamw(group: Group, state: dict[Tensor, Any], dtype: torch.dtype | None = None) -> None:
+    """Give every parameter of a group the state of AdamW, zeros. dtype: of the moments; None: as the parameter."""
     for parameter in group["params"]:
         state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
+            "exp_avg": torch.zeros_like(parameter, dtype=dtype),
+            "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype),
         }
 
 

@@ -76,6 +76,10 @@ def build_optimizer(stages: Sequence[nn.Module], config: OptimizerConfig) -> tor
         from torchllm.optim.muon import Muon  # of no use to other runs
 
         optimizer = Muon(groups, config)
+    elif config.state_dtype == "bfloat16":
+        from torchllm.optim.rounded import RoundedAdamW
+
+        optimizer = RoundedAdamW(groups, config, stages)
     else:
         optimizer = ShardedAdamW(groups, config)
     if any(is_gathered_as_float8(parameter) for stage in stages for parameter in stage.parameters()):

@@ -9,7 +9,7 @@ deviations.
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -58,7 +58,6 @@ def fill_all(stages: Sequence[Decoder], model: Model, seed: int) -> None:
 
 def fill(parameter: Tensor, name: str, model: Model, seed: int) -> None:
     """Write this rank's part of the initial value of a parameter. name: canonical; KeyError if it has no row."""
-    shape, offset = local_region(parameter)
     local = local_tensor(parameter)
     start = rule_of(name).start
     if start == "identity":
@@ -66,26 +65,37 @@ def fill(parameter: Tensor, name: str, model: Model, seed: int) -> None:
     if start in ("ones", "zeros"):
         local.fill_(float(start == "ones"))
         return
-    if local.numel() == 0:
-        return
     std = model.initial_std
     if start == "residual":
         std = std / math.sqrt(2 * model.layers)
     key = key_of(seed, name)
+    for index, part in with_indices(parameter, local):
+        part.copy_(OF_RECURRENCES[start](index, key) if start in OF_RECURRENCES else normal(index, key).mul_(std))
+
+
+def with_indices(parameter: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield indices of elements in the whole parameter, int64 (n, m), and these elements of `tensors`, as views.
+
+    tensors: contiguous, each this rank's part of the parameter or of a tensor that is cut like it.
+    """
+    shape, offset = local_region(parameter)
+    if 0 in shape:
+        return
+    device = tensors[0].device
     # Elements that follow each other in the shard do so in the whole, up to the end of the last dimension that is cut.
     cut = max((i for i in range(len(shape)) if shape[i] != parameter.shape[i]), default=0)
     run = math.prod(shape[cut:])
-    starts = torch.zeros(1, dtype=torch.int64, device=local.device)  # of the runs: indices in the whole parameter
+    starts = torch.zeros(1, dtype=torch.int64, device=device)  # of the runs: indices in the whole parameter
     for i, whole in enumerate(parameter.shape):
-        places = torch.arange(shape[i] if i < cut else 1, device=local.device) + offset[i]
+        places = torch.arange(shape[i] if i < cut else 1, device=device) + offset[i]
         starts = (starts[:, None] * whole + places).view(-1)
-    most = _ELEMENTS_IN_CACHE if local.device.type == "cpu" else _ELEMENTS_AT_A_TIME
+    most = _ELEMENTS_IN_CACHE if device.type == "cpu" else _ELEMENTS_AT_A_TIME
     rows = max(1, most // run)
-    for some_runs, some_starts in zip(local.view(-1, run).split(rows), starts.split(rows), strict=True):
+    runs = [tensor.view(-1, run).split(rows) for tensor in tensors]
+    for some_starts, *some_runs in zip(starts.split(rows), *runs, strict=True):
         for first in range(0, run, most):
-            part = some_runs[:, first : first + most]
-            index = some_starts[:, None] + torch.arange(first, first + part.shape[1], device=local.device)
-            part.copy_(OF_RECURRENCES[start](index, key) if start in OF_RECURRENCES else normal(index, key).mul_(std))
+            index = some_starts[:, None] + torch.arange(first, min(run, first + most), device=device)
+            yield index, *(of_tensor[:, first : first + most] for of_tensor in some_runs)
 
 
 def key_of(seed: int, name: str) -> int:
@@ -106,7 +116,7 @@ def normal(index: Tensor, key: int) -> Tensor:
 
 def uniform(index: Tensor, key: int) -> Tensor:
     """Return the index-th uniform numbers of the stream `key`, between 0 and 1: int64 -> float64, of any shape."""
-    return _hash(index, key).to(torch.float64).add_(0.5).mul_(2.0**-53)
+    return hashed(index, key).to(torch.float64).add_(0.5).mul_(2.0**-53)
 
 
 def decay(index: Tensor, key: int) -> Tensor:
@@ -123,7 +133,7 @@ def time_step(index: Tensor, key: int) -> Tensor:
 OF_RECURRENCES = {"decay": decay, "time_step": time_step}
 
 
-def _hash(index: Tensor, key: int) -> Tensor:
+def hashed(index: Tensor, key: int | Tensor) -> Tensor:
     """Return the top 53 bits of SplitMix64's output for the state key + index * golden ratio.
 
     The constants are SplitMix64's, as signed integers: int64 products wrap around as unsigned ones do.

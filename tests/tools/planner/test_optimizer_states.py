@@ -36,9 +36,9 @@ def held_bytes(model: Decoder, settings: Optimizer) -> int:
 
 
 def test_states_are_those_that_exist() -> None:
-    for name in ["adamw", "sgd", "muon"]:
+    for name, state_dtype in [("adamw", "float32"), ("adamw", "bfloat16"), ("sgd", "float32"), ("muon", "float32")]:
         for ema_decay, momentum, sizes in product([0.0, 0.9], [0.0, 0.9], [DENSE, SPARSE]):
-            settings = Optimizer(name=name, momentum=momentum, ema_decay=ema_decay)
+            settings = Optimizer(name=name, state_dtype=state_dtype, momentum=momentum, ema_decay=ema_decay)
             software = with_optimizer_states(STACKS["torchllm"], sizes, settings)
             model = build_model(sizes)
             planned = software.states * parameter_count(model)

@@ -27,6 +27,8 @@ def with_optimizer_states(software: Software, model: Model, optimizer: Optimizer
                 elements_beyond = 3 * (view.experts - view.top_k) * view.expert_width - view.experts
                 in_matrices += model.hidden * elements_beyond
         entries = -in_matrices / parameter_count(model)
+    if optimizer.state_dtype == "bfloat16":  # two moments of half the size
+        entries = -1.0
     if optimizer.ema_decay:
         entries += 1.0
     return replace(software, states=software.states + ENTRY * entries)

@@ -1,0 +1,72 @@
+"""AdamW with its moments in bfloat16, rounded stochastically.
+
+A float32 becomes one of the two nearest bfloat16, up with a probability equal to its distance from the lower one: 16
+random bits are added to its bits, of which the lower 16 are then cut off. The mean of many roundings is the float32
+(Gupta et al. 2015, arXiv 1502.02551), while the nearest bfloat16 would lose every change of less than 2⁻⁹ of the
+value: a second moment with beta2 = 0.999 would hardly move.
+
+The random bits are a hash of (seed, step, canonical parameter name, global element index), as in
+`parallel/initialize.py`: every layout rounds equally, and so does a run that is resumed. A step that is not applied
+rounds values that bfloat16 has, and so changes no bit.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from torchllm.config import Optimizer as OptimizerConfig
+from torchllm.config.applied_keys import config_in_use
+from torchllm.facts.parameters import canonical_name
+from torchllm.optim.fused import Group, ShardedAdamW, start_adamw, update_by_adamw
+from torchllm.parallel.initialize import hashed, key_of, with_indices
+from torchllm.parallel.local_tensor import local_tensor
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class RoundedAdamW(ShardedAdamW):
+    """torch's fused AdamW over this rank's shards, with moments in bfloat16 between the steps.
+
+    A step needs float32 copies of the two moments of one parameter at a time.
+    """
+
+    def __init__(self, groups: list[Group], config: OptimizerConfig, stages: Sequence[nn.Module]) -> None:
+        self.seed = config_in_use().run.seed
+        named = [item for stage in stages for item in stage.named_parameters()]
+        self.names: dict[Tensor, str] = {parameter: canonical_name(name) for name, parameter in named}
+        super().__init__(groups, config)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group with its state; torch's constructor adds every group by this."""
+        torch.optim.AdamW.add_param_group(self, param_group)
+        start_adamw(self.param_groups[-1], self.state, torch.bfloat16)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # takes no closure
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(group, parameter)
+
+    def _update(self, group: Group, parameter: Tensor) -> None:
+        """Update a parameter by float32 copies of its moments, and round these."""
+        state = self.state[parameter]
+        exact = {name: local_tensor(state[name]).float() for name in MOMENTS}
+        update_by_adamw({**group, "params": [parameter]}, {parameter: state | exact}, self.found_inf)
+        for name in MOMENTS:
+            key = key_of(self.seed, f"{self.names[parameter]}.{name}")
+            round_stochastically(parameter, exact[name], local_tensor(state[name]), key, state["step"])
+
+
+def round_stochastically(parameter: Tensor, exact: Tensor, rounded: Tensor, key: int, step: Tensor) -> None:
+    """Write float32 numbers into a bfloat16 tensor: this rank's parts of tensors that are cut like the parameter.
+
+    key: of the stream of random bits. step: number of the step, (), on the device.
+    """
+    key_of_step = hashed(step.long(), key)
+    for index, values, target in with_indices(parameter, exact, rounded):
+        noise = hashed(index, key_of_step).bitwise_and_(0xFFFF).int()
+        # The lower half is 0 then, so that the conversion to bfloat16 is exact.
+        target.copy_((values.view(torch.int32) + noise).bitwise_and_(-0x10000).view(torch.float32))
