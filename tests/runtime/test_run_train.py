@@ -483,7 +483,7 @@ def test_the_main_job(start: Callable[..., Started], tmp_path: Path, monkeypatch
     assert whole.wait() == 0, whole.err.read_text()
     lines = whole.out.read_text().splitlines()
     for number, line in enumerate(lines[:STEPS], start=1):
-        evaluated = r"validation [\d.]+  " if number in (4, 8) else ""
+        evaluated = r"validation [\d.]+  [\d.]+ bits/byte  " if number in (4, 8) else ""
         record = rf"step {number}/{STEPS}  loss [\d.]+  {evaluated}gradient .* left \d+:\d\d:\d\d"
         assert re.fullmatch(record, line), line
     assert lines[STEPS] == f"--- step {STEPS}, up to 20 tokens at temperature 0.8 ---"
