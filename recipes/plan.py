@@ -56,7 +56,7 @@ from torchllm.tools.planner.search.first_runs import first_runs
 from torchllm.tools.planner.search.layouts import Job, layout_of
 from torchllm.tools.planner.search.numbers import fastest_number, roomy, wasted_gpus
 from torchllm.tools.planner.search.price import NO_PURCHASE, Purchase, failures_line
-from torchllm.tools.planner.search.question import PlannedModel, Restrictions, read_hardware, read_model
+from torchllm.tools.planner.search.question import BOUNDED, PlannedModel, Restrictions, read_hardware, read_model
 from torchllm.tools.planner.search.search import Found, Objective, Ranked, Search, search
 from torchllm.tools.planner.search.written import write_run, write_sweep
 from torchllm.tools.proof.recipe import find_parts, lines_on_fork, schema_of_fork
@@ -472,6 +472,9 @@ def run_explain(options: argparse.Namespace) -> None:
         most=options.restrictions.most,
     )
     layout = layout_of(config)
+    for name, most in options.restrictions.most.items():
+        if getattr(layout, name) > most:
+            raise UserError(f"--max {BOUNDED[name]}={most}: the run has {getattr(layout, name)}")
     outcome = search_layouts(job, "tokens_per_second")
     print_lines(*heading(model, cluster, job), *compare(job, layout, advise(job, outcome)))
 
@@ -487,7 +490,7 @@ def run_score(options: argparse.Namespace) -> None:
     """Print the errors of predictions against measurements."""
     from torchllm.tools.planner.evidence.score import score_files
 
-    print(score_files(options.sources, options.json, options.cluster, options.restrictions.admit))
+    print(score_files(options.sources, options.json, options.cluster, options.restrictions.of_measurements()))
 
 
 def run_calibrate(options: argparse.Namespace) -> None:

@@ -87,6 +87,9 @@ def test_keys_of_the_command_line_are_set_or_bounded(tmp_path: Path, capsys: pyt
         (["--parallel.pp=two"], r"^--parallel.pp: "),
         (["--max=model.layers=2"], r"^--max model.layers=2: must be KEY=NUMBER, and KEY one of training.micro_batch_"),
         (["--training.sequence_length=1"], r"^--sequence-length and --training.sequence_length are the same key"),
+        (["--check"], r"^--check: unknown argument"),
+        (["--cluster.name=dgx_h100"], r"^--cluster.name: give --cluster"),
+        (["--data.sources.0.path=x"], r"^--data.sources.0.path: an element of an array has no effect on a plan"),
         (["other.toml"], r"^other.toml: unknown argument; overrides are --section.key=value"),
     ],
 )
@@ -101,7 +104,15 @@ def test_explain_and_score_take_keys(tmp_path: Path, capsys: pytest.CaptureFixtu
     capsys.readouterr()
     main(["explain", str(file), "--parallel.tp=4", "--parallel.dp_shard=2", "--parallel.dp_replicate=1"])
     assert "yours: dp_shard 2, tp 4" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"^--max parallel.tp=1: the run has 4$"):
+        main(["explain", str(file), "--parallel.tp=4", "--parallel.dp_shard=2", "--max=parallel.tp=1"])
     rows = str(ROOT / "docs" / "sweep" / "results.csv")
+    for word, message in (
+        ("--parallel.pq=1", "--parallel.pq: unknown key"),
+        ("--data.seed=1", "--data.seed: rows are"),
+    ):
+        with pytest.raises(UserError, match=rf"^{message}"):
+            main(["score", rows, word])
     counts = []
     for words in ([], ["--parallel.tp=2"], ["--max=parallel.tp=2"]):
         main(["score", rows, "--json", *words])

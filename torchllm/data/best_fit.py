@@ -119,6 +119,7 @@ class BestFitCorpus(Corpus):
             own, counts = np.split(counts, [self._first_groups[split][-1]])
             self._first_sequences[split] = np.concatenate([[0], np.cumsum(own)])
 
+    # A worker of the loader opens the corpus anew. The base class returns its own arguments, of another type.
     def __reduce__(self) -> tuple[Callable[..., "BestFitCorpus"], tuple[Path, Path | None, int, Path]]:  # type: ignore[override]
         return BestFitCorpus, (self.folder, self._records, self._length, self._cache)
 

@@ -24,6 +24,8 @@ BOUNDED = {"micro_batch_size": "training.micro_batch_size"} | {
     name: f"parallel.{name}" for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "virtual_stages")
 }
 """fields of `Layout` that --max takes, and their keys"""
+MEASURED = ("model", "training", "parallel", "recompute")
+"""sections of a config that a measurement has"""
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,13 @@ class Restrictions:
         """
         errors: list[str] = []
         arguments = parse_arguments(words, errors)
-        if arguments.file:
-            errors.append(f"{arguments.file}: unknown argument; overrides are --section.key=value")
+        if arguments.file or arguments.check:
+            errors.append(f"{arguments.file or '--check'}: unknown argument; overrides are --section.key=value")
+        if "cluster.name" in arguments.overrides:
+            errors.append("--cluster.name: give --cluster, which is written as this key")
+        for key in arguments.overrides:
+            if any(part.isdecimal() for part in key.split(".")):
+                errors.append(f"--{key}: an element of an array has no effect on a plan: set it in the run's file")
         fields = {key: name for name, key in BOUNDED.items()}
         most = {}
         for bound in bounds:
@@ -57,20 +64,38 @@ class Restrictions:
             raise UserError("\n".join(errors))
         return cls(arguments.overrides, most)
 
-    def admit(self, case: Case) -> bool:
-        """Return whether a measured run has these values, and keeps the bounds."""
+    def of_measurements(self) -> Callable[[Case], bool]:
+        """Return a function that tells whether a measured run has these values, and keeps the bounds.
+
+        UserError for a key that a measurement does not say.
+        """
         layer = Layer({}, {})
+        problems: list[str] = []
         for key, text in self.overrides.items():
-            override(layer, Config, tuple(key.split(".")), text, [])
+            section, *names = key.split(".")
+            if section not in MEASURED or len(names) != 1:
+                problems.append(f"--{key}: rows are chosen by keys of {', '.join(MEASURED)}: section.key")
+            else:
+                override(layer, Config, (section, *names), text, problems)
+        faults: list[ConfigError] = []
+        read_table(Config, layer.table, faults)
+        problems += [f"--{fault.key}: {fault.message}" for fault in faults]
+        if problems:
+            raise UserError("\n".join(problems))
         wanted = {(section, key): value for section, keys in layer.table.items() for key, value in keys.items()}
-        if any(_value(case, *path) != value for path, value in wanted.items()):
-            return False
-        return all(_value(case, *BOUNDED[name].split(".")) <= most for name, most in self.most.items())
+
+        def admits(case: Case) -> bool:
+            has_values = all(_value(case, *path) == value for path, value in wanted.items())
+            return has_values and all(
+                _value(case, *BOUNDED[name].split(".")) <= most for name, most in self.most.items()
+            )
+
+        return admits
 
 
 def _value(case: Case, section: str, key: str) -> Any:
-    """Return the value of a key in a measured run; None if a measurement does not say it."""
-    return getattr(getattr(case, section, None), key, None)
+    """Return the value of a key in a measured run."""
+    return getattr(getattr(case, section), key)
 
 
 class PlannedModel(NamedTuple):
