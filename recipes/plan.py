@@ -278,12 +278,10 @@ def run_rank(options: argparse.Namespace) -> None:
 def plan(job: Job, objective: Objective, chunk_is_open: bool) -> SearchResult:
     """Search, and choose; with the loss in chunks if that is open and lets a faster layout into the memory."""
     chunked = replace(job, training=replace(job.training, loss_chunk=LOSS_CHUNK))
-    try:
-        outcome = search_layouts(job, objective)
-    except UserError:
-        if not chunk_is_open:
-            raise
+    outcome = search_layouts(job, objective)
+    if chunk_is_open and outcome.layouts and not outcome.best:
         return plan(chunked, objective, chunk_is_open=False)
+    refuse_none(job, outcome)
     result = SearchResult(job, outcome, advise(job, outcome) if objective != "memory" else None)
     if chunk_is_open and outcome.misses and result.advice:
         enough = (1 - WORTH_CHUNKS) * result.step_seconds
@@ -325,16 +323,19 @@ def planned_size(key: str, options: argparse.Namespace, model: PlannedModel) -> 
 
 
 def search_layouts(job: Job, objective: Objective) -> Found:
-    """Search, and return the result. Raises UserError with reason and remedy if there is no layout."""
+    """Search, and return the result. Raises UserError if the cluster is too small."""
     cluster_size = job.hardware.links[-1].gpus
     if job.gpus > cluster_size:
         raise UserError(f"--gpus {job.gpus}: the cluster has {cluster_size}")
-    outcome = search(job, objective=objective)
+    return search(job, objective=objective)
+
+
+def refuse_none(job: Job, outcome: Found) -> None:
+    """Raise UserError with reason and remedy if there is no layout."""
     if not outcome.layouts:
         raise UserError(divides_nowhere(job, outcome))
     if not outcome.best:
         raise UserError(fits_nowhere(job, outcome))
-    return outcome
 
 
 def heading(model: PlannedModel, cluster: str, job: Job) -> list[str]:
@@ -476,6 +477,7 @@ def run_explain(options: argparse.Namespace) -> None:
         if getattr(layout, name) > most:
             raise UserError(f"--max {BOUNDED[name]}={most}: the run has {getattr(layout, name)}")
     outcome = search_layouts(job, "tokens_per_second")
+    refuse_none(job, outcome)
     print_lines(*heading(model, cluster, job), *compare(job, layout, advise(job, outcome)))
 
 

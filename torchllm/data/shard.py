@@ -167,6 +167,7 @@ class OpenShard(ReadableShard):
         return first + int(np.searchsorted(self.read_documents(first, end), token))
 
     def read_documents(self, first: int, end: int) -> Begins:
+        """Return the first tokens of the documents first <= i < end."""
         return self._file.read("<i8", end - first, self._size.begins_offset + 8 * first)
 
     def close(self) -> None:
