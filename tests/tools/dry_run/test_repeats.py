@@ -67,7 +67,7 @@ def check(config: Config) -> None:
 
 EXPERTS: Settings = {
     "parallel.dp_shard": 4,
-    "model.layers": 7,
+    "model.layers": 9,
     "model.dense_layers": 1,
     "model.experts": 8,
     "model.shared_experts": 1,
