@@ -143,9 +143,15 @@ def log_evaluation(manifest: Manifest, sequences: int) -> None:
 
 
 def print_loss(step: int, loss: HeldOutLoss) -> None:
-    """Print the loss, its perplexity and, where there is text, its bits per byte."""
+    """Print the loss, its perplexity and, where there is text, its bits per byte; and those of each source."""
+    print(f"step {step}  validation loss {_describe(loss)}")
+    for name, of_source in loss.by_source.items():
+        print(f"  {name}: {_describe(of_source)}")
+
+
+def _describe(loss: HeldOutLoss) -> str:
     bits = "" if loss.bits_per_byte is None else f"  {loss.bits_per_byte:.4f} bits/byte"
-    print(f"step {step}  validation loss {loss:.4f} nats/token  perplexity {math.exp(loss):.3f}{bits}")
+    return f"{loss:.4f} nats/token  perplexity {math.exp(loss):.3f}{bits}"
 
 
 if __name__ == "__main__":

@@ -91,30 +91,29 @@ def main(config: PrepareConfig) -> None:
             show(plan, tokenizer, config.prepare.show)
         return
     processes = config.prepare.processes or usable_cores()
-    tables = []
-    for index, source in enumerate(config.data.sources):
-        table = source
-        if index in plans:
+    tables = {}
+    for index, (key, source) in enumerate(config.data.all_sources.items()):
+        tables[key] = source
+        if key in plans:
             folder = root / folder_name(index, source)
-            print_corpus(folder, prepare(plans[index], load, folder, processes, config.data.max_bad_share))
-            table = Source(kind="tokens", path=str(folder), weight=source.weight)
-        tables.append(table)
+            print_corpus(folder, prepare(plans[key], load, folder, processes, config.data.max_bad_share))
+            tables[key] = Source(kind="tokens", path=str(folder), weight=source.weight)
     print("\nTo train on it:\n")
     print(f"[data]\ntokenizer = {json.dumps(config.data.tokenizer)}")
-    for table in tables:
+    for key, table in tables.items():
         path = f"path = {json.dumps(table.path)}\n" if table.path else ""
-        print(f'\n[[data.sources]]\nkind = "{table.kind}"\n{path}weight = {table.weight}')
+        print(f'\n[[{key.rpartition(".")[0]}]]\nkind = "{table.kind}"\n{path}weight = {table.weight}')
 
 
-def plan_sources(config: PrepareConfig, tokenizer: Tokenizer, root: Path) -> dict[int, CorpusPlan]:
-    """Return the plan of each raw source, by its place in the config. Raises DataError for a wrong source."""
+def plan_sources(config: PrepareConfig, tokenizer: Tokenizer, root: Path) -> dict[str, CorpusPlan]:
+    """Return the plan of each raw source, by its key in the config. Raises DataError for a wrong source."""
     plans = {}
     length = config.training.sequence_length
     settings = ReaderSettings(config.data, config.model.vocab, tokenizer, config.finetune, length)
     pins = root / "revisions" if config.prepare.folder else None
-    for index, source in enumerate(config.data.sources):
+    for key, source in config.data.all_sources.items():
         if source.kind in RAW_KINDS:
-            plans[index] = plan_corpus(source, settings, config.prepare.shard_mib, pins)
+            plans[key] = plan_corpus(source, settings, config.prepare.shard_mib, pins)
     return plans
 
 

@@ -529,7 +529,7 @@ def test_no_room_for_workers_names_the_place_and_the_key(monkeypatch: pytest.Mon
 
 def test_an_evaluation_says_how_many_of_its_sequences_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[Callable[[], str]] = []
-    monkeypatch.setattr("torchllm.data.loader.show_progress", shown.append)
+    monkeypatch.setattr("torchllm.data.held_out.show_progress", shown.append)
     loader = numbered_loader([5], 1, 2, micro_batch=2, held_out=[9])
     assert len(list(loader.validation_batches(9, CPU))) == 3
     assert [text() for text in shown] == ["0 of 9 sequences", "4 of 9 sequences", "8 of 9 sequences"]
@@ -538,20 +538,21 @@ def test_an_evaluation_says_how_many_of_its_sequences_are_done(monkeypatch: pyte
 def validation_stream(
     ranks: int, micro_batch: int, seed: int, count: int, held_out: list[int]
 ) -> list[tuple[int, ...]]:
-    """The first `count` held-out sequences that count, in the order of micro batches and ranks."""
+    """The first `count` held-out sequences that count, by source, in the order of micro batches and ranks."""
     by_rank = []
     for rank in range(ranks):
         loader = numbered_loader([5, 5], rank, ranks, micro_batch, seed=seed, held_out=held_out)
         by_rank.append(list(loader.validation_batches(count, CPU)))
     stream = []
-    ignored = False
+    ignored = set()
     for batches in zip(*by_rank, strict=True):  # every rank has the same number of batches
+        assert len({batch.source for batch in batches}) == 1
         for batch in batches:
             for sequence, labels in zip(sequences_of(batch), batch.labels, strict=True):
                 if (labels == -100).all():
-                    ignored = True
+                    ignored.add(batch.source)
                 else:
-                    assert not ignored  # ignored sequences are at the end
+                    assert batch.source not in ignored  # ignored sequences are at the end of a source
                     stream.append(sequence)
     return stream
 
@@ -745,6 +746,25 @@ def test_held_out_labels_have_the_bytes_of_their_text(tmp_path: Path) -> None:
     assert last == 0  # a row that fills up the batch
     (batch,) = real(tmp_path, Source(kind="synthetic")).validation_batches(2, CPU)
     assert batch.label_bytes is None
+
+
+def test_sources_to_evaluate_on_are_read_whole_in_place_of_what_is_held_out(tmp_path: Path) -> None:
+    for letter in "ab":
+        (tmp_path / f"{letter} b.jsonl").write_text(f'{{"text": "{letter * 30}"}}\n' * 20)
+    (tmp_path / "short.jsonl").write_text('{"text": "a"}\n')
+    a, b, short = (Source(kind="jsonl", path=str(tmp_path / f"{name}.jsonl")) for name in ("a b", "b b", "short"))
+    source = write_documents(tmp_path, 50)
+    loader = real(tmp_path, source, length=16, validation=(a, b), validation_fraction=0.2)
+    assert loader.state() == real(tmp_path, source, length=16, validation_fraction=0.2).state()  # a run may change them
+    assert loader.describe_sources(1)[1] == f"data.validation.0 (jsonl {a.path!r}): 38 sequences to evaluate on"
+    seen: dict[str, Counter[int]] = {"a_b.jsonl": Counter(), "b_b.jsonl": Counter()}
+    for batch in loader.validation_batches(10**6, CPU):
+        seen[batch.source].update(batch.tokens[(batch.labels != -100).any(1)].flatten().tolist())
+    for letter, tokens in zip("ab", seen.values(), strict=True):
+        assert 20 * 32 - 2 * 17 <= tokens.total() <= 20 * 32  # each split ends with a part of a sequence
+        assert set(tokens) == {ord(letter), 256, 257}
+    with pytest.raises(DataError, match=r"data\.validation: '.*short.jsonl' is shorter than one sequence"):
+        real(tmp_path, source, length=16, validation=(a, short))
 
 
 def test_tokens_must_fit_the_model(tmp_path: Path) -> None:

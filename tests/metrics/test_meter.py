@@ -205,6 +205,7 @@ def test_every_key_is_described_on_its_page_and_has_its_curve(clock: Clock) -> N
     clock.now += 1
     evaluated = HeldOutLoss(1.0)
     evaluated.bits_per_byte = 0.5
+    evaluated.by_source = {"wiki": HeldOutLoss(2.0)}
     record = meter.log(
         1, result(math.nan)._replace(z_loss=torch.tensor(0.25), mtp_loss=torch.tensor(0.5)), validation_loss=evaluated
     )
@@ -212,6 +213,7 @@ def test_every_key_is_described_on_its_page_and_has_its_curve(clock: Clock) -> N
     assert (record["mfu"], record["mfu_unmasked"], record["hfu"]) == (None, None, None)  # of an unknown device
     assert (record["z_loss"], record["mtp_loss"]) == (0.25, 0.5)
     assert (record["validation_loss"], record["validation_bits_per_byte"]) == (1.0, 0.5)
+    assert record.pop("validation_loss/wiki") == 2.0
     keys = record.keys() | {"memory_reserved_gib", "allocation_retries"}  # these two are of a GPU
     assert keys - {"step"} == TensorBoard.TAGS.keys()
     experts = ExpertLoads([[1, 2]], 0.5, {"balance_loss": 0.1, "router_z_loss": 0.1}).as_record()

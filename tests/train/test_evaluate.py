@@ -71,6 +71,22 @@ def test_one_process_takes_the_mean_over_tokens_not_over_batches() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_each_source_has_its_loss() -> None:
+    config = tiny(SMALL)
+    batch = step_batch(config, 1, ragged=True)
+    rows = [with_bytes(rows_of(batch, slice(index, index + 1))) for index in range(len(batch.tokens))]
+    last = len(rows) - 1  # the first has no target
+    named = [row._replace(source="ab"[index == last]) for index, row in enumerate(rows)]
+    one_stage = OneStage([plain(config)], config.parallel)
+    loss = evaluate(one_stage, named, CPU)
+    for name, own in (("a", rows[:last]), ("b", rows[last:])):
+        alone = evaluate(one_stage, own, CPU)
+        of_source = loss.by_source[name]
+        assert [of_source, of_source.bits_per_byte] == pytest.approx([alone, alone.bits_per_byte], rel=1e-12)
+        assert not alone.by_source
+    assert [loss, loss.bits_per_byte] == pytest.approx(expected_loss(config), rel=1e-6)
+
+
 def test_a_uniform_model_over_bytes_has_8_bits_per_byte() -> None:
     config = tiny({**SMALL, "model.vocab": 256})
     batch = step_batch(config, 1, ragged=True)

@@ -636,7 +636,7 @@ class Source:
     revision: Annotated[str, OfKinds(("hub",))] = ""
     """commit, branch or tag of a hub data set; empty: its newest commit when it is first read"""
     weight: Positive = 1.0
-    """share of the training sequences, relative to the other sources; with [[data.stage]], of those held out only"""
+    """share of the sequences, relative to the other sources; with [[data.stage]], of those held out only"""
 
 
 @dataclass(frozen=True)
@@ -656,6 +656,8 @@ class Data:
     key_notes: ClassVar = (AppliedBy("build_loader(config.data, ...)", is_replaceable=True),)
     sources: tuple[Source, ...] = (Source(),)
     """one [[data.sources]] table per source"""
+    validation: tuple[Source, ...] = ()
+    """one [[data.validation]] table per source to evaluate on, all of it and in place of what sources hold out"""
     tokenizer: Annotated[str, IsPath(names=("bytes",))] = "bytes"
     """bytes, a tiktoken rank file (Llama 3's tokenizer.model), or a Hugging Face tokenizer.json"""
     pattern: Annotated[
@@ -689,6 +691,12 @@ class Data:
     """folder for tokenized raw sources; empty: torchllm in the user's cache folder"""
     max_raw_mib: Annotated[Positive, Needs("a source of raw text", "idle")] = 256.0
     """raw sources larger than this many MiB are refused: tokenize them once with recipes/prepare.py"""
+
+    @property
+    def all_sources(self) -> dict[str, Source]:
+        """Every source by its key: data.sources.0, and data.validation.0."""
+        named = {f"data.sources.{index}": source for index, source in enumerate(self.sources)}
+        return named | {f"data.validation.{index}": source for index, source in enumerate(self.validation)}
 
 
 @dataclass(frozen=True)

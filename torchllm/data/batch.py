@@ -23,3 +23,5 @@ class Batch(NamedTuple):
     label_bytes: Tensor | None = None
     """held-out sequences: bytes of the text that each label stands for, 0 for a special token and where there is no
     label; None: in training, or unknown"""
+    source: str = ""
+    """held-out sequences: name of their source, equal on all ranks"""

@@ -45,7 +45,7 @@ def _source_differences(
     saved, current: [fingerprint, weight] of each. saved_settings: the table of each; [] if that is not known.
     """
     saved_names = [describe_source(settings["kind"], settings["path"]) for settings in saved_settings]
-    names = [name_source(index, settings) for index, settings in enumerate(data.sources)]
+    names = [name_source(f"data.sources.{index}", source) for index, source in enumerate(data.sources)]
     lines = []
     for index in range(min(len(saved), len(current))):  # the number of sources may have changed
         (saved_fingerprint, saved_weight), (fingerprint, weight) = saved[index], current[index]

@@ -28,16 +28,15 @@ from torchllm.data.checked_file import DamagedFile
 from torchllm.data.corpus import Corpus, SequenceSource, Synthetic, close_shards
 from torchllm.data.corpus_header import CorpusHeader
 from torchllm.data.error import DataError
+from torchllm.data.held_out import HeldOut
 from torchllm.data.open_sources import OpenedSources, open_sources
 from torchllm.data.order import DataOrder, Location, PlannedStage, rounded_shares
-from torchllm.data.packing import IGNORED, Packed, PackedBatches, SequencePieces, pack_windows
 from torchllm.data.packing import DataRanks as DataRanks
+from torchllm.data.packing import Packed, PackedBatches
 from torchllm.data.readers import name_source
-from torchllm.data.shard import Split
+from torchllm.data.sequence_reader import SequenceReader
 from torchllm.data.stages import Progress, continue_stages, mixed_by_size, plan_stages, stages_from_state
-from torchllm.data.tokenizer import load_tokenizer
 from torchllm.runtime.parent import end_with_starter
-from torchllm.runtime.signs_of_life import show_progress
 
 if TYPE_CHECKING:
     from torchllm.data.verification import Verification
@@ -64,42 +63,9 @@ def build_loader(
     opened = open_again()
     counts_epochs = finetune is not None and finetune.epochs > 0
     verification, depth = opened.verification, model.mtp_depth
-    return TrainLoader(opened.sources, data, training, seed, ranks, verification, counts_epochs, open_again, depth)
-
-
-class SequenceReader:
-    """Reads this rank's pieces of sequences of the sources and packs them.
-
-    depth: tokens further ahead that each piece has behind the one that follows it (model.mtp_depth).
-    """
-
-    def __init__(
-        self, sources: list[SequenceSource], length: int, document_mask: bool, pieces: SequencePieces, depth: int
-    ) -> None:
-        self.sources = sources
-        self.length = length
-        self.document_mask = document_mask
-        self.attends_whole = pieces.attends_whole
-        self.pieces = pieces.positions(length)
-        self.depth = depth
-        self.read_pieces = [range(piece.start, piece.stop + depth) for piece in self.pieces]
-        self.has_targets = any(isinstance(source, Corpus) and source.is_packed for source in sources)
-
-    def read(self, split: Split, locations: Sequence[Location]) -> Packed:
-        """Return this rank's pieces of these sequences, in order, in one array."""
-        windows, documents = [], []
-        for location in locations:
-            source = self.sources[location.source]
-            windows += [source.window(split, location.number, self.length, piece) for piece in self.read_pieces]
-            if self.attends_whole and self.document_mask:
-                last_token = range(self.length - 1, self.length)
-                documents.append(1 + source.window(split, location.number, self.length, last_token).document)
-        return pack_windows(windows, self.document_mask, documents)
-
-    def packed_batches(self, values: torch.Tensor, micro_batches: int, micro_batch_size: int) -> PackedBatches:
-        """Return the sequences of `values`, a result of `read`, as `micro_batches` micro batches."""
-        settings = self.pieces, self.document_mask, self.has_targets, self.depth
-        return PackedBatches(values, micro_batches, micro_batch_size, *settings)
+    return TrainLoader(
+        opened.sources, data, training, seed, ranks, verification, counts_epochs, open_again, depth, opened.validation
+    )
 
 
 class _Steps(torch.utils.data.Dataset[Packed | DataError]):
@@ -150,16 +116,16 @@ class TrainLoader:
         counts_epochs: bool = False,
         open_again: Callable[[Sequence[str]], OpenedSources] | None = None,
         depth: int = 0,
+        validation: Sequence[SequenceSource] = (),
     ) -> None:
         """Start at sequence 0 of `sources`, the opened data.sources. `verification` runs in the background.
 
         counts_epochs: the run has the same number of epochs of each source, unless weights are chosen. open_again:
         opens the sources by the fingerprints that a checkpoint of an earlier version recorded; None: they are the same.
-        depth: of `Batch.ahead`.
+        depth: of `Batch.ahead`. validation: the opened data.validation.
         """
         self._depth = depth
-        self._byte_lengths: torch.Tensor | None = None
-        """bytes of each id, on the device of the held-out batches; None: not needed so far, or there is no text"""
+        self._validation = validation
         self.on_damage: Callable[[int, str], None] = lambda first_step, reason: None
         """callback before damaged data ends the run: first step that trained on it, and the damage"""
         self._verification = verification
@@ -169,7 +135,7 @@ class TrainLoader:
         self._workers = data.workers
         self._ranks = ranks
         self._seed = seed
-        self._names = [name_source(index, settings) for index, settings in enumerate(data.sources)]
+        self._names = [name_source(f"data.sources.{index}", source) for index, source in enumerate(data.sources)]
         self._weights = [settings.weight for settings in data.sources]
         self._consumed = 0
         self._steps = 0
@@ -182,24 +148,23 @@ class TrainLoader:
     def _read_from(self, sources: list[SequenceSource]) -> None:
         """Read the sequences of `sources` from now on."""
         self._sources = sources
-        self._held_out: dict[int, int] = {}
-        """held-out sequences of each source that has any, by its index"""
-        self._held_out_locations: list[Location] = []
-        """cache of the first held-out sequences, which never change; grows with the requests of evaluations"""
         length = self._training.sequence_length
         sizes, fingerprints, tokenizers = [], [], set()
         skipped: Counter[str] = Counter()
-        for index, (weight, source) in enumerate(zip(self._weights, sources, strict=True)):
+        for weight, source in zip(self._weights, sources, strict=True):
             sizes.append(source.count("train", length))
-            if count := source.count("validation", length):
-                self._held_out[index] = count
             fingerprints.append([source.fingerprint, weight])
             if isinstance(source, Corpus):
                 tokenizers.add(source.header.tokenizer)
                 skipped.update(source.header.skipped)
         self.skipped: dict[str, int] = dict(skipped)
         """number of records skipped by data.on_bad_record = "skip", by error"""
-        self._reader = SequenceReader(sources, length, self._data.document_mask, self._ranks.pieces, self._depth)
+        settings = length, self._data.document_mask, self._ranks.pieces, self._depth
+        self._reader = SequenceReader(sources, *settings)
+        evaluated = self._validation or sources
+        self._held_out = HeldOut(
+            evaluated, self._data, self._training, self._ranks, SequenceReader(evaluated, *settings)
+        )
         self._sizes = sizes
         self._mixture = mixed_by_size(self._data, sizes) if self._counts_epochs else self._data
         """settings with the sources' weights in training; `data` has the weights for held-out sequences"""
@@ -370,6 +335,7 @@ class TrainLoader:
             self.close()
             opened = self._open_again(recorded)
             self._verification = opened.verification
+            self._validation = opened.validation
             self._read_from(opened.sources)
 
     def close(self) -> None:
@@ -388,7 +354,7 @@ class TrainLoader:
 
     def validation_sequences(self, sequences: int) -> int:
         """Return `sequences`, or the number of held-out sequences if it is smaller. Raises DataError if it is 0."""
-        available = min(sequences, sum(self._held_out.values()))
+        available = min(sequences, self._held_out.sequences)
         if not available:
             raise DataError(
                 "nothing is held out to evaluate on, or less than a sequence: set evaluate.interval = 0 or, in a new "
@@ -398,44 +364,11 @@ class TrainLoader:
         return available
 
     def validation_batches(self, sequences: int, device: torch.device) -> Iterator[Batch]:
-        """Yield this rank's share of the first `sequences` held-out sequences, the same for every seed and layout.
+        """Yield this rank's share of the first `sequences` held-out sequences, see `HeldOut.batches`.
 
-        Every rank gets the same number of batches (of training.micro_batch_size), so that all take part in each
-        collective: the last batches are filled up with ignored labels. Raises DataError if nothing is held out.
+        Raises DataError if nothing is held out.
         """
-        locations = self._first_held_out(self.validation_sequences(sequences))
-        return self._held_out_batches(locations, device)
-
-    def _first_held_out(self, count: int) -> list[Location]:
-        """Return the first `count` held-out sequences, mixed by the sources' weights."""
-        if count > len(self._held_out_locations):
-            indices = list(self._held_out)
-            weights = [self._weights[index] for index in indices]
-            order = DataOrder("validation", list(self._held_out.values()), weights)
-            first = order.first_epoch(count)
-            self._held_out_locations = [location._replace(source=indices[location.source]) for location in first]
-        return self._held_out_locations[:count]
-
-    def _held_out_batches(self, locations: list[Location], device: torch.device) -> Iterator[Batch]:
-        size = self._training.micro_batch_size
-        for batch_of_rank_0 in range(0, len(locations), size * self._ranks.size):
-            start = batch_of_rank_0 + self._ranks.rank * size
-            share = locations[start : start + size]
-            show_progress(f"{batch_of_rank_0:,} of {len(locations):,} sequences".format)
-            padding = locations[:1] * (size - len(share))
-            values = torch.from_numpy(self._reader.read("validation", share + padding))
-            (batch,) = self._reader.packed_batches(values, 1, size).unpack(device)
-            batch.labels[len(share) :] = IGNORED
-            yield batch._replace(label_bytes=self._bytes_of(batch.labels))
-
-    def _bytes_of(self, labels: torch.Tensor) -> torch.Tensor | None:
-        """Return `Batch.label_bytes`; None without text."""
-        if all(source.kind == "synthetic" for source in self._data.sources):
-            return None
-        if self._byte_lengths is None:
-            tokenizer = load_tokenizer(self._data.tokenizer, self._data.pattern)
-            self._byte_lengths = torch.from_numpy(tokenizer.byte_lengths).to(labels.device)
-        return self._byte_lengths[labels.clamp(min=0)].where(labels != IGNORED, 0)
+        return self._held_out.batches(self.validation_sequences(sequences), device)
 
     def steps_of_epochs(self, epochs: float) -> int:
         """Return the number of steps, at least 1, for `epochs` passes over the data (with weights, on average).
@@ -457,6 +390,7 @@ class TrainLoader:
             lines.append(f"{self._names[index]}: {source.describe()}; {epochs:.3g} epochs in {steps} steps")
         if len(self._names) > _LISTED:
             lines.append(f"and {len(self._names) - _LISTED} other sources")
+        lines += self._held_out.describe()
         first_step = 1
         for stage in self._stages[:-1]:
             lines.append(f"steps {first_step} to {stage.until}: {self._describe_shares(stage.end - 1)}")

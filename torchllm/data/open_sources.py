@@ -13,6 +13,7 @@ from torchllm.data.corpus import SequenceSource, ShardStream
 from torchllm.data.error import DataError
 from torchllm.data.packing import DataRanks
 from torchllm.data.readers import ReaderSettings, reader_of, recorded_sources
+from torchllm.data.shard import Split
 from torchllm.data.tokenizer import describe_documents, load_tokenizer
 
 if TYPE_CHECKING:
@@ -24,9 +25,12 @@ T = TypeVar("T")
 
 
 class OpenedSources(NamedTuple):
-    """The sources of data.sources, in their order."""
+    """The sources of a run, in their order."""
 
     sources: list[SequenceSource]
+    """of data.sources"""
+    validation: list[SequenceSource]
+    """of data.validation"""
     verification: "Verification | None"
     """on the rank that prepares for its node"""
 
@@ -39,13 +43,13 @@ def open_sources(
     finetune: Finetune | None,
     recorded: Sequence[str] = (),
 ) -> OpenedSources:
-    """Prepare and open the sources of data.sources; DataError if not all ranks read the same data.
+    """Prepare and open the sources of a run; DataError if not all ranks read the same data.
 
     recorded: fingerprints of the sources of a resumed run; empty: those in the run folder's newest checkpoint, if any.
     """
 
     def prepare() -> tuple[ReaderSettings, str]:
-        needs_tokenizer = any(source.kind != "synthetic" for source in data.sources)
+        needs_tokenizer = any(source.kind != "synthetic" for source in data.all_sources.values())
         tokenizer = load_tokenizer(data.tokenizer, data.pattern) if needs_tokenizer else None
         settings = ReaderSettings(data, model.vocab, tokenizer, finetune, training.sequence_length)
         return settings, json.dumps(_prepare(data, settings, recorded)) if ranks.prepares else ""
@@ -55,19 +59,22 @@ def open_sources(
     preparing_ranks = [rank for rank, answer in enumerate(answers) if answer]
 
     def open_all() -> tuple[OpenedSources, str]:
-        sources = _open(folders, data, settings)
+        opened = _open(folders, data, settings)
+        sources, validation = opened[: len(data.sources)], opened[len(data.sources) :]
         verification = None
         if ranks.prepares:
             from torchllm.data.verification import Verification  # a process per node verifies
 
-            corpora = [source for source in sources if isinstance(source, ShardStream)]
+            corpora = [source for source in opened if isinstance(source, ShardStream)]
             verification = Verification(corpora, preparing_ranks.index(ranks.preparing_rank), len(preparing_ranks))
             verification.begin()
-        return OpenedSources(sources, verification), hashlib.sha256(_fingerprints(sources).encode()).hexdigest()
+        return OpenedSources(sources, validation, verification), hashlib.sha256(
+            _fingerprints(opened).encode()
+        ).hexdigest()
 
     opened, hashes = _on_all_ranks(ranks, open_all)
     if len(set(hashes)) > 1:
-        different = dict.fromkeys(ranks.gather_texts(_fingerprints(opened.sources)))
+        different = dict.fromkeys(ranks.gather_texts(_fingerprints([*opened.sources, *opened.validation])))
         listed = " / ".join(map(str, different))
         raise DataError(f"data.sources: not all ranks read the same data, fingerprints {listed}")
     return opened
@@ -102,12 +109,14 @@ def _on_all_ranks(ranks: DataRanks, action: Callable[[], tuple[T, str]]) -> tupl
 def _prepare(data: Data, settings: ReaderSettings, recorded: Sequence[str]) -> list[str]:
     """Return the folder that `SourceReader.prepare` made for each source. recorded: as in `open_sources`."""
     recorded = recorded or recorded_sources(config_in_use())
-    if settings.tokenizer is not None and not recorded and any(source.kind in RAW_KINDS for source in data.sources):
+    sources = data.all_sources.values()
+    if settings.tokenizer is not None and not recorded and any(source.kind in RAW_KINDS for source in sources):
         for line in describe_documents(settings.tokenizer):
             log.info("%s", line)
     folders = []
-    for index, source in enumerate(data.sources):
-        fingerprint = recorded[index] if index < len(recorded) else ""
+    for index, (key, source) in enumerate(data.all_sources.items()):
+        is_recorded = key.startswith("data.sources") and index < len(recorded)
+        fingerprint = recorded[index] if is_recorded else ""
         folders.append(reader_of(source.kind).prepare(source, settings, fingerprint))
         if data.packing == "best_fit":
             _open_source(source, folders[-1], settings)  # counts the sequences
@@ -124,13 +133,14 @@ def _open_source(source: Source, folder: str, settings: ReaderSettings) -> Seque
 
 
 def _open(folders: Sequence[str], data: Data, settings: ReaderSettings) -> list[SequenceSource]:
-    """Open all sources; `folders`: of `_prepare`. Raises DataError if a source has no training sequence."""
+    """Open all sources; `folders`: of `_prepare`. Raises DataError if a source has no sequence to train on, or none."""
     opened = []
-    for source, folder in zip(data.sources, folders, strict=True):
+    for (key, source), folder in zip(data.all_sources.items(), folders, strict=True):
         sequences = _open_source(source, folder, settings)
-        if not sequences.count("train", settings.sequence_length):
+        splits: tuple[Split, ...] = ("train",) if key.startswith("data.sources") else ("train", "validation")
+        if not any(sequences.count(split, settings.sequence_length) for split in splits):
             raise DataError(
-                f"data.sources: {source.path or source.kind!r} is shorter than one sequence of "
+                f"{key.rpartition('.')[0]}: {source.path or source.kind!r} is shorter than one sequence of "
                 f"training.sequence_length = {settings.sequence_length} tokens: lower it, or read more text"
             )
         opened.append(sequences)

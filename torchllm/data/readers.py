@@ -76,9 +76,9 @@ def reader_of(kind: str) -> SourceReader:
     return reader
 
 
-def name_source(index: int, source: Source) -> str:
+def name_source(key: str, source: Source) -> str:
     """Return the name of a source in errors: data.sources.0 (text 'a/*.txt')."""
-    return f"data.sources.{index} ({describe_source(source.kind, source.path)})"
+    return f"{key} ({describe_source(source.kind, source.path)})"
 
 
 def describe_source(kind: str, path: str) -> str:

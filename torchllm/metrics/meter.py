@@ -9,6 +9,8 @@ not finite. A profiled step has a line of its own: breakdown/PART, the part's sh
     validation_bits_per_byte
                        the loss of the held-out tokens that stand for text, without special tokens, in bits per byte of
                        it: comparable between tokenizers; with validation_loss, unless the sources are random tokens
+    validation_loss/SOURCE, validation_bits_per_byte/SOURCE
+                       both of each source, if several are evaluated on
     z_loss             training.z_loss times the mean squared log-sum-exp of the target tokens' logits, which the loss
                        does not contain; only with that key
     mtp_loss           nats per target token, the mean of the tokens further ahead, which the loss does not contain;
@@ -200,10 +202,12 @@ class Meter:
             return None
         record = self._record(step, result)
         if validation_loss is not None:
-            record["validation_loss"] = validation_loss
-            bits = getattr(validation_loss, "bits_per_byte", None)  # a fork may give a loss of its own
-            if bits is not None:
-                record["validation_bits_per_byte"] = bits
+            by_source = getattr(validation_loss, "by_source", {})  # a fork may give another kind of loss
+            for name, loss in {"": validation_loss, **{f"/{name}": loss for name, loss in by_source.items()}}.items():
+                record[f"validation_loss{name}"] = loss
+                bits = getattr(loss, "bits_per_byte", None)
+                if bits is not None:
+                    record[f"validation_bits_per_byte{name}"] = bits
         for key, value in (extra or {}).items():
             if key in record:
                 raise ValueError(f"the record has {key} already: choose another name")

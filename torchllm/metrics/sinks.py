@@ -224,7 +224,13 @@ class TensorBoard:
     }
     """key of a record -> name of its curve"""
 
-    GROUPS: Mapping[str, str] = {"breakdown": "time_share", "experts": "experts", "gpu": "system"}
+    GROUPS: Mapping[str, str] = {
+        "breakdown": "time_share",
+        "experts": "experts",
+        "gpu": "system",
+        "validation_bits_per_byte": "validation_bits_per_byte",
+        "validation_loss": "validation_loss",
+    }
     """keys with a slash: what stands before it -> group of the curve"""
 
     LAYOUT: Mapping[str, Mapping[str, Sequence[str | Sequence[str]]]] = {

@@ -1,6 +1,8 @@
 """Loss on held-out sequences."""
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,8 @@ class HeldOutLoss(float):
 
     bits_per_byte: float | None = None
     """the loss of the tokens that stand for text, per byte of it; None: unknown, as of random tokens"""
+    by_source: Mapping[str, "HeldOutLoss"] = MappingProxyType({})
+    """the same of each source, by its name; empty: there is one"""
 
 
 def evaluate(
@@ -39,16 +43,16 @@ def evaluate(
 def _evaluate(
     forward_backward: ForwardBackward, batches: Iterable[Batch], device: torch.device, mesh: Mesh | None
 ) -> HeldOutLoss:
-    losses = torch.zeros(2, dtype=torch.float64, device=device)
-    """of all targets, and of those that stand for text"""
-    counts = torch.zeros(2, dtype=torch.float64, device=device)  # float32 counts up to 2^24 tokens
-    """targets, and bytes that they stand for"""
+    # float64, as float32 counts up to 2^24 tokens
+    sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros(2, 2, dtype=torch.float64, device=device))
+    """by source: the loss of all targets and of those that stand for text; targets, and bytes that they stand for"""
     is_given_up = False
     for batch in batches:
         beat("batch")
         is_given_up = mesh is not None and should_give_up()
         if is_given_up:
             break
+        losses, counts = sums[batch.source]
         losses += _loss_sums(forward_backward, batch)
         counts[0] += (batch.labels != IGNORED).sum()
         if batch.label_bytes is not None:
@@ -60,10 +64,19 @@ def _evaluate(
             module.reshard()
     if is_given_up:
         raise GivenUp
+    losses, counts = torch.stack([*sums.values()], dim=1)  # (sources, 2) each; all ranks have the same sources
     if mesh is not None:
         dist.all_reduce(losses)  # over pp too, where only the last stage has a loss; all tp ranks have the same one
         losses /= mesh.tp.size()
         dist.all_reduce(counts, group=mesh.loss_group)
+    loss = _mean(losses.sum(0), counts.sum(0))
+    if len(sums) > 1:
+        loss.by_source = dict(zip(sums, map(_mean, losses, counts), strict=True))
+    return loss
+
+
+def _mean(losses: Tensor, counts: Tensor) -> HeldOutLoss:
+    """Return the loss of sums as `_evaluate` makes them, (2) each."""
     loss = HeldOutLoss(losses[0] / counts[0])
     if counts[1]:
         loss.bits_per_byte = bits_per_byte(float(losses[1]), int(counts[1]))

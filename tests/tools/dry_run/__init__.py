@@ -5,12 +5,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from torchllm.tools.dry_run.apart import in_processes
+
 
 def apart(function: Callable[..., Any], *arguments: Any) -> Any:
     """`function(*arguments)` in a new process: DTensor's caches must not meet the groups of another layout."""
     preload()
-    with multiprocessing.get_context("forkserver").Pool(1) as pool:
-        return pool.apply(partial(function, *arguments))
+    context = multiprocessing.get_context("forkserver")
+    ((_, result),) = in_processes(context, partial(_call, function), [arguments], at_once=1)
+    return result
+
+
+def _call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    return function(*arguments)
 
 
 def preload() -> None:

@@ -120,6 +120,14 @@ LACKS = {
         "--data.sources.0.path: 'SHARDS' is shorter than one sequence of training.sequence_length = 2048 tokens",
         prepare,
     ),
+    "text to evaluate on": Lack(
+        ["--data.validation.0.kind=text", "--data.validation.0.path=word.txt"],
+        "--data.validation.0.path: no file matches 'word.txt' (kind 'text')",
+    ),
+    "a text to evaluate on of one sequence": Lack(
+        ["--data.validation.0.kind=text", "--data.validation.0.path=words.txt", "--training.sequence_length=2048"],
+        "tokens: it has 1,102 to evaluate on; set that to 1101 or less, or read more text",
+    ),
     "tokenizer": Lack(["--data.tokenizer=gpt2"], "--data.tokenizer: there is no file 'gpt2'"),
     "vocabulary": Lack(
         [*TEXT_SOURCE, "--data.tokenizer=ranks", "--model.vocab=555"],

@@ -264,23 +264,24 @@ def _lora_problems(config: Config) -> Iterator[ConfigError]:
 def _data_problems(config: Config) -> Iterator[ConfigError]:
     if not config.data.sources:
         yield config_error("data.sources", "is empty: name at least one [[data.sources]]")
-    for index, source in enumerate(config.data.sources):
+    for key, source in config.data.all_sources.items():
         needs_path = source.kind not in ("stdlib", "synthetic")
         if needs_path and not source.path:
-            yield config_error(f"data.sources.{index}.path", f"a source of kind {source.kind!r} needs a path")
+            yield config_error(f"{key}.path", f"a source of kind {source.kind!r} needs a path")
         if source.kind == "csv" and not re.fullmatch(r'[^"\r\n]?', source.delimiter):
-            yield config_error(f"data.sources.{index}.delimiter", "of csv must be one character, no quote or line end")
+            yield config_error(f"{key}.delimiter", "of csv must be one character, no quote or line end")
         if source.messages_key and not config.data.document_mask:
             yield config_error(
                 "data.document_mask",
-                f"data.sources.{index} holds conversations, and several are packed into a sequence: set it to true, or "
+                f"{key} holds conversations, and several are packed into a sequence: set it to true, or "
                 "each would attend to the conversations before it",
             )
-    if any(source.kind == "nanogpt" for source in config.data.sources):
+    if any(source.kind == "nanogpt" for source in config.data.all_sources.values()):
         yield from _nanogpt_problems(config.data)
     yield from _mixture_problems(config.data, config.training.steps)
-    if config.evaluate.interval and not config.data.validation_fraction:
-        yield config_error("evaluate.interval", "nothing is held out: set data.validation_fraction")
+    if config.evaluate.interval and not config.data.validation_fraction and not config.data.validation:
+        cure = "set data.validation_fraction, or name a source in [[data.validation]]"
+        yield config_error("evaluate.interval", f"nothing is held out: {cure}")
 
 
 def _nanogpt_problems(data: Data) -> Iterator[ConfigError]:

@@ -12,7 +12,7 @@ which a resolved file keeps although it has no degree of -1 left.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
@@ -62,7 +62,7 @@ class IdleKey(NamedTuple):
 def contradictions(config: Config) -> list[IdleKey]:
     """Return the keys that have no effect because another key rules them out."""
     unmet = [idle_key._replace(remedy="; or remove it") for idle_key in _unmet(config, "error")]
-    return [*unmet, *_unused_source_keys(config.data.sources)]
+    return [*unmet, *_unused_source_keys(config.data.all_sources)]
 
 
 def idle_keys(config: Config) -> list[IdleKey]:
@@ -142,12 +142,12 @@ def conditions(section: type, kind: str) -> dict[str, str]:
     return found
 
 
-def _unused_source_keys(sources: Sequence[Source]) -> Iterator[IdleKey]:
-    for index, source in enumerate(sources):
+def _unused_source_keys(sources: Mapping[str, Source]) -> Iterator[IdleKey]:
+    for key, source in sources.items():
         for name, annotated in field_types(Source).items():
             for used_by in notes_on(annotated, OfKinds):
                 if getattr(source, name) != getattr(Source, name) and source.kind not in used_by.kinds:
-                    yield IdleKey(f"data.sources.{index}.{name}", f"needs another kind than {source.kind!r}")
+                    yield IdleKey(f"{key}.{name}", f"needs another kind than {source.kind!r}")
 
 
 @cache
@@ -201,7 +201,7 @@ def _has_rotary_positions(config: Config) -> bool:
 
 def _reads(*kinds: str) -> IsMet:
     """Return whether a source of a config is of one of these kinds."""
-    return lambda config: any(source.kind in kinds for source in config.data.sources)
+    return lambda config: any(source.kind in kinds for source in config.data.all_sources.values())
 
 
 def _upcycles(config: Config) -> bool:

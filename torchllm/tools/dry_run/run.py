@@ -13,7 +13,7 @@ import signal
 from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +25,7 @@ from torchllm.runtime.device import compute_dtype
 from torchllm.runtime.error_report import report_errors
 from torchllm.runtime.host_limits import usable_cores
 from torchllm.runtime.signs_of_life import show_progress, signs_of_life
+from torchllm.tools.dry_run.apart import in_processes
 from torchllm.tools.dry_run.repeats import blocks_of_stages, find_repeats
 from torchllm.tools.dry_run.replay import Key, ReplayedStep, Traced, action_keys, replay
 from torchllm.tools.dry_run.report import RankKind, Report, as_json, as_text
@@ -82,13 +83,13 @@ def examine(config: Config, start_method: str = "forkserver") -> Report:
     traced_blocks = processes.Value("L", 0)
     blocks = sum(TRACED_STEPS * plan.micro_batches * _traced_blocks(config, plan.rank) for plan in plans)
     show_progress(lambda: f"block {min(traced_blocks.value, blocks)} of {blocks}, of {kinds}")
-    traces = []
-    with processes.Pool(min(len(plans), usable_cores()), count_blocks, (traced_blocks,), maxtasksperchild=1) as pool:
-        for traced in pool.imap(partial(_trace, config, dtype, gpu), plans):
-            traces.append(traced)
-            if len(plans) > 1:
-                log.info("traced %d of %s", len(traces), kinds)
-    rank_reports = [_highest(parallel, plan, traced, count) for plan, traced in zip(plans, traces, strict=True)]
+    traces: dict[int, Traced] = {}
+    trace_plan = partial(_trace, config, dtype, gpu, traced_blocks)
+    for index, traced in in_processes(processes, trace_plan, plans, usable_cores()):
+        traces[index] = traced
+        if len(plans) > 1:
+            log.info("traced %d of %s", len(traces), kinds)
+    rank_reports = [_highest(parallel, plan, traces[index], count) for index, plan in enumerate(plans)]
     with fake_ranks(0, parallel.ranks):
         mesh = build_mesh(parallel, CPU)
         axes = list(axis_of_group(mesh).values())
@@ -102,7 +103,8 @@ def _traced_blocks(config: Config, pp_rank: int) -> int:
     return of_rank - len(repeats.others) if repeats else of_rank
 
 
-def _trace(config: Config, dtype: torch.dtype, gpu: bool, plan: TracePlan) -> Traced:
+def _trace(config: Config, dtype: torch.dtype, gpu: bool, traced_blocks: Any, plan: TracePlan) -> Traced:
+    count_blocks(traced_blocks)
     return trace(config, dtype, plan.rank, plan.micro_batches, plan.pp, plan.traced_rank, gpu)
 
 

@@ -355,11 +355,11 @@ class _DataInspector:
         self.config = config
         self.data = config.data
         self.inspection = inspection
-        has_random_tokens = any(source.kind == "synthetic" for source in config.data.sources)
-        self.held_out = None if has_random_tokens else 0
+        has_random_tokens = any(source.kind == "synthetic" for source in config.data.all_sources.values())
+        self.held_out = None if has_random_tokens or self.data.validation else 0
         """held-out sequences of all sources; None: unknown, or of no matter"""
-        self.tokens: dict[int, int] = {}
-        """tokens of sources, by their index"""
+        self.tokens: dict[str, int] = {}
+        """tokens of sources that hold some out, by their keys"""
 
     def inspect(self) -> None:
         """Look at all that data.sources needs."""
@@ -377,8 +377,8 @@ class _DataInspector:
         if tokenizer is not None and is_tokenized_here and tokenizer.vocab > self.config.model.vocab:
             self._report_vocab(tokenizer.vocab)
             tokenizer = None
-        for index, source in sources:
-            self._inspect_source(index, source, tokenizer)
+        for key, source in sources:
+            self._inspect_source(key, source, tokenizer)
         if self.config.evaluate.interval and self.held_out == 0:
             self.inspection.report("evaluate.interval", self._nothing_held_out())
 
@@ -408,14 +408,14 @@ class _DataInspector:
             self.inspection.report("data.tokenizer", f"{self.data.tokenizer} cannot be read: {error!r}")
         return None
 
-    def _sources_of_text(self) -> Iterator[tuple[int, Source]]:
-        """Yield the sources of text or of its tokens, with their indices; a missing path is an error already."""
-        for index, source in enumerate(self.data.sources):
-            is_wrong = any(key.startswith(f"data.sources.{index}.") for key in self.wrong)
+    def _sources_of_text(self) -> Iterator[tuple[str, Source]]:
+        """Yield the sources of text or of its tokens, with their keys; a missing path is an error already."""
+        for key, source in self.data.all_sources.items():
+            is_wrong = any(wrong.startswith(f"{key}.") for wrong in self.wrong)
             if (source.path or source.kind == "stdlib") and not is_wrong:
-                yield index, source
+                yield key, source
 
-    def _is_python_itself(self, sources: list[tuple[int, Source]]) -> bool:
+    def _is_python_itself(self, sources: list[tuple[str, Source]]) -> bool:
         """Return whether no file of the data can be missing: the text is the library of the running Python."""
         is_stdlib = all(source.kind == "stdlib" for _, source in sources)
         return is_stdlib and self.data.tokenizer == "bytes" and not why_unwritable(cache_root(self.data))
@@ -427,25 +427,25 @@ class _DataInspector:
             f"it to {needed} or more",
         )
 
-    def _inspect_source(self, index: int, source: Source, tokenizer: "Tokenizer | None") -> None:
+    def _inspect_source(self, key: str, source: Source, tokenizer: "Tokenizer | None") -> None:
         """Look at a source. tokenizer None: it is missing, or of no use with this model."""
         try:
             if source.kind == "tokens":
-                self._inspect_shards(index, source, tokenizer)
+                self._inspect_shards(key, source, tokenizer)
             elif source.kind in IN_PLACE_KINDS:
-                self._inspect_token_files(index, source, tokenizer)
+                self._inspect_token_files(key, source, tokenizer)
             else:
-                self._inspect_raw_source(index, source, tokenizer)
+                self._inspect_raw_source(key, source, tokenizer)
         except (UserError, OSError) as error:
             self.held_out = None
-            key, _, message = str(error).partition(": ")
-            is_of_source = key != "data.cache"
+            place, _, message = str(error).partition(": ")
+            is_of_source = place != "data.cache"
             self.inspection.report(
-                f"data.sources.{index}.path" if is_of_source else key,
+                f"{key}.path" if is_of_source else place,
                 str(error).removeprefix("data.sources: ") if is_of_source else message,
             )
 
-    def _inspect_shards(self, index: int, source: Source, tokenizer: "Tokenizer | None") -> None:
+    def _inspect_shards(self, key: str, source: Source, tokenizer: "Tokenizer | None") -> None:
         """Check a corpus of token shards: the size of every file. Raises DataError."""
         from torchllm.data.corpus import Corpus
         from torchllm.data.readers import open_corpus
@@ -453,24 +453,24 @@ class _DataInspector:
         settings = None if tokenizer is None else self._reader_settings(tokenizer)
         corpus = Corpus(source.path) if settings is None else open_corpus(source.path, settings)
         corpus.check()
-        self._count_sequences(index, corpus)
+        self._count_sequences(key, corpus)
 
-    def _inspect_token_files(self, index: int, source: Source, tokenizer: "Tokenizer | None") -> None:
+    def _inspect_token_files(self, key: str, source: Source, tokenizer: "Tokenizer | None") -> None:
         """Look at the token files of another program. Raises DataError."""
         from torchllm.data.readers import reader_of
 
         self._inspect_cache_folder()
         if tokenizer is not None and (source.kind != "nanogpt" or self.data.dtype):  # else the config is refused
             reader, settings = reader_of(source.kind), self._reader_settings(tokenizer)
-            folder = reader.prepare(source, settings, self._recorded(index))
-            self._count_sequences(index, reader.open(source, folder, settings))
+            folder = reader.prepare(source, settings, self._recorded(key))
+            self._count_sequences(key, reader.open(source, folder, settings))
 
-    def _recorded(self, index: int) -> str:
+    def _recorded(self, key: str) -> str:
         """Return the fingerprint of a source in the checkpoint that the run goes on from; "" if there is none."""
         from torchllm.data.readers import recorded_sources
 
-        recorded = recorded_sources(self.config)
-        return recorded[index] if index < len(recorded) else ""
+        keys = [f"data.sources.{index}" for index in range(len(self.data.sources))]
+        return dict(zip(keys, recorded_sources(self.config), strict=False)).get(key, "")
 
     def _reader_settings(self, tokenizer: "Tokenizer") -> "ReaderSettings":
         from torchllm.data.readers import ReaderSettings
@@ -478,29 +478,32 @@ class _DataInspector:
         length = self.config.training.sequence_length
         return ReaderSettings(self.data, self.config.model.vocab, tokenizer, self.config.finetune, length)
 
-    def _count_sequences(self, index: int, corpus: "SequenceSource") -> None:
-        """Count the held-out sequences of a corpus. Raises UserError if it is too short to train on."""
+    def _count_sequences(self, key: str, corpus: "SequenceSource") -> None:
+        """Count the held-out sequences of a corpus. Raises UserError if it is too short to train or to evaluate on."""
         from torchllm.data.corpus import ShardStream
+        from torchllm.data.shard import SPLITS, Split
 
         assert isinstance(corpus, ShardStream)
         length = self.config.training.sequence_length
-        if not corpus.count("train", length):
-            self._refuse_short(index, corpus.tokens("train"))
+        splits: tuple[Split, ...] = ("train",) if key.startswith("data.sources") else SPLITS
+        if not any(corpus.count(split, length) for split in splits):
+            self._refuse_short(key, sum(corpus.tokens(split) for split in splits))
         if not corpus.is_packed:  # of conversations, the last are held out, whatever the share
-            self.tokens[index] = corpus.tokens("train") + corpus.tokens("validation")
+            self.tokens[key] = corpus.tokens("train") + corpus.tokens("validation")
         if self.held_out is not None:
             self.held_out += corpus.count("validation", length)
 
-    def _refuse_short(self, index: int, tokens: int) -> NoReturn:
-        """Raise the error of a source that has less than a sequence to train on."""
-        source, length = self.data.sources[index], self.config.training.sequence_length
+    def _refuse_short(self, key: str, tokens: int) -> NoReturn:
+        """Raise the error of a source that has less than a sequence to train on, or to evaluate on."""
+        use = "train" if key.startswith("data.sources") else "evaluate"
+        source, length = self.data.all_sources[key], self.config.training.sequence_length
         shorter = f"set that to {tokens - 1} or less, or " if tokens > 1 else ""
         raise UserError(
             f"{source.path or source.kind!r} is shorter than one sequence of training.sequence_length = {length} "
-            f"tokens: it has {tokens:,} to train on; {shorter}read more text"
+            f"tokens: it has {tokens:,} to {use} on; {shorter}read more text"
         )
 
-    def _inspect_raw_source(self, index: int, source: Source, tokenizer: "Tokenizer | None") -> None:
+    def _inspect_raw_source(self, key: str, source: Source, tokenizer: "Tokenizer | None") -> None:
         """Look at the files of a source that is tokenized when the run starts, or at its shards if it has been."""
         from torchllm.data.readers import open_corpus
         from torchllm.tools.prepare.cache import cached_folder, find_cached, is_cached, plan_corpus, refuse_large_source
@@ -509,9 +512,9 @@ class _DataInspector:
 
         if source.kind == "hub":
             self.held_out = None
-            self.inspection.unchecked.append(f"data.sources.{index} ({source.path}): the hub needs the network")
+            self.inspection.unchecked.append(f"{key} ({source.path}): the hub needs the network")
             return
-        recorded = self._recorded(index)
+        recorded = self._recorded(key)
         if tokenizer is None:
             self.held_out = None
             if not recorded:
@@ -526,20 +529,18 @@ class _DataInspector:
                     with suppress(DataError):  # a damaged corpus in the cache is made again
                         corpus = open_corpus(str(folder), settings)
                         if recorded in ("", corpus.fingerprint):
-                            self._count_sequences(index, corpus)
+                            self._count_sequences(key, corpus)
                             return
         self._inspect_cache_folder()
         if recorded:
             self.held_out = None
         else:
             refuse_large_source(plan, self.data)
-            self._look_at_text(index, plan)
+            self._look_at_text(key, plan)
         if source.kind != "stdlib":
-            self.inspection.unchecked.append(
-                f"data.sources.{index} ({source.path}): its text is read when the run starts"
-            )
+            self.inspection.unchecked.append(f"{key} ({source.path}): its text is read when the run starts")
 
-    def _look_at_text(self, index: int, plan: "CorpusPlan") -> None:
+    def _look_at_text(self, key: str, plan: "CorpusPlan") -> None:
         """Look at the first documents of a source, and at its number of tokens where a byte is one.
 
         Raises UserError if they are of another kind, or too short.
@@ -552,12 +553,13 @@ class _DataInspector:
         if is_of_bytes and choose_split(plan).last_tokens:
             tokens = sum(file.size + _BEGIN_AND_END for file in plan.files if file.size)
             held_out = int(tokens * plan.validation_fraction)
+            used = tokens - held_out if key.startswith("data.sources") else tokens
             length = self.config.training.sequence_length
-            is_short = held_out <= length or tokens - held_out <= length
+            is_short = held_out <= length or used <= length
             if is_short and not any(compression_of_file(file.path) for file in plan.files):
-                self.tokens[index] = tokens
-                if tokens - held_out <= length:
-                    self._refuse_short(index, tokens - held_out)
+                self.tokens[key] = tokens
+                if used <= length:
+                    self._refuse_short(key, used)
                 return
         self.held_out = None
 

@@ -35,7 +35,7 @@ def prepare_recorded(
                 log.info(
                     "%s: the run goes on with the files and tokens that its corpus recorded; a new run would choose or "
                     "hold out others, put another token before a document, write tool calls otherwise, or refuse them",
-                    name_source(settings.data.sources.index(source), source),
+                    name_source(f"data.sources.{settings.data.sources.index(source)}", source),
                 )
                 return earlier
     if refusal is not None:

@@ -204,6 +204,7 @@ def documents_as_data(config: Config, folder: Path) -> Settings:
     """Return the settings of data that `write_documents` has written."""
     return {
         "data.sources": (Source(kind="jsonl", path=str(documents_file(folder))),),
+        "data.validation": (),
         "data.stage": (),
         "data.tokenizer": "bytes",
         "data.pattern": "llama3",
