@@ -88,16 +88,21 @@ def numbered_loader(
     held_out: Sequence[int] = (),
     stages: Sequence[MixtureStage] = (),
     counts_epochs: bool = False,
+    max_epochs: Sequence[float] = (),
+    steps: int = 10**6,
 ) -> TrainLoader:
     """The loader of one rank over numbered sources of these sizes; weights are 1 and nothing is held out by default."""
     training = Training(
         micro_batch_size=micro_batch,
         global_batch_size=micro_batch * accumulation * ranks,
         sequence_length=LENGTH,
+        steps=steps,
     )
     weights = weights or [1.0] * len(sizes)
+    max_epochs = max_epochs or [0.0] * len(sizes)
     held_out = held_out or [0] * len(sizes)
-    settings = tuple(Source(kind="synthetic", weight=weight) for weight in weights)
+    each = zip(weights, max_epochs, strict=True)
+    settings = tuple(Source(kind="synthetic", weight=weight, max_epochs=limit) for weight, limit in each)
     data = Data(sources=settings, workers=workers, stage=tuple(stages))
     sources: list[SequenceSource] = []
     for source, (size, validation) in enumerate(zip(sizes, held_out, strict=True)):
@@ -584,6 +589,53 @@ def test_epochs_go_through_each_source_equally_often(sizes: Sequence[int], epoch
         seen[loader._order.locate(n).source] += 1
     assert [seen[source] for source in range(len(sizes))] == [epochs * size for size in sizes]
     assert 0 <= sequences - epochs * sum(sizes) < 4
+
+
+def test_a_source_leaves_the_mixture_after_its_epochs() -> None:
+    sizes, weights, limits = (10, 40, 7), (2.0, 1.0, 1.0), (2.5, 0.0, 1.0)
+    unlimited = [numbered_loader(sizes, weights=weights)._order.locate(n) for n in range(200)]
+    order = numbered_loader(sizes, weights=weights, max_epochs=limits)._order
+    found = [order.locate(n) for n in range(200)]
+    last = [max(n for n in range(200) if found[n].source == source) for source in (0, 2)]
+    assert found[: min(last) + 1] == unlimited[: min(last) + 1]
+    assert Counter(location.source for location in found) == {0: 25, 1: 168, 2: 7}
+    passes = [(location.epoch, location.number) for location in found if location.source == 1]
+    assert len(set(passes)) == 168  # its own order goes on
+    between = Counter(location.source for location in found[min(last) + 1 : max(last) + 1])
+    assert set(between) == {0, 1}
+    assert abs(between[0] - 2 * between[1]) <= 2  # by their weights
+
+    stages = [MixtureStage(until=3, weights=(1.0, 0.0)), MixtureStage(weights=(1.0, 1.0))]
+    staged = numbered_loader((10, 10), stages=stages, max_epochs=(0.5, 0.0), accumulation=1)
+    assert [staged._order.locate(n).source for n in range(12)] == [0, 0, 0, 0, 1, 0, 1, 1, 1, 1, 1, 1]
+
+
+def test_a_run_ends_where_all_sources_have_had_their_epochs() -> None:
+    loader = numbered_loader((10, 5), max_epochs=(2.0, 1.0), accumulation=4, steps=7)
+    with pytest.raises(DataError, match=r"after step 6 of training.steps = 7: raise max_epochs, or set .* = 6"):
+        loader.next_step()
+    loader = numbered_loader((10, 5), max_epochs=(2.0, 1.0), accumulation=4, steps=6)
+    lines = loader.describe_sources(6)
+    assert lines[2] == "data.sources.1 (synthetic): leaves in step 3, after 1 epochs"
+    seen = Counter(sequence[0] for _ in range(6) for batch in next_batches(loader) for sequence in sequences_of(batch))
+    assert seen == {0: 19, 1: 5}
+    with pytest.raises(DataError, match="after step 6"):
+        loader.next_step()
+
+
+def test_a_resumed_run_may_change_epochs_that_no_source_has_reached() -> None:
+    loader = numbered_loader((10, 5), max_epochs=(0.0, 2.0))
+    for _ in range(12):
+        loader.next_step()
+    state = json.loads(json.dumps(loader.state()))
+    ahead = [sequences_of(batch) for _ in range(20) for batch in next_batches(loader)]
+    resumed = numbered_loader((10, 5), max_epochs=(0.0, 2.0))
+    resumed.load_state(state)
+    assert [sequences_of(batch) for _ in range(20) for batch in next_batches(resumed)] == ahead
+    numbered_loader((10, 5), max_epochs=(0.0, 3.0)).load_state(state)
+    for limits in ((0.0, 1.0), (0.5, 2.0)):
+        with pytest.raises(DataError, match=r"max_epochs \[0.0, 2.0\] in the checkpoint, .* now: one was reached"):
+            numbered_loader((10, 5), max_epochs=limits).load_state(state)
 
 
 def test_a_loader_that_is_told_of_epochs_mixes_by_size(tmp_path: Path) -> None:

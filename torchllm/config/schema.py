@@ -637,6 +637,8 @@ class Source:
     """commit, branch or tag of a hub data set; empty: its newest commit when it is first read"""
     weight: Positive = 1.0
     """share of the sequences, relative to the other sources; with [[data.stage]], of those held out only"""
+    max_epochs: NonNegative = 0.0
+    """passes over the source, then it leaves the mixture; 0: as many as the training takes"""
 
 
 @dataclass(frozen=True)

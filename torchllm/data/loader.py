@@ -35,7 +35,15 @@ from torchllm.data.packing import DataRanks as DataRanks
 from torchllm.data.packing import Packed, PackedBatches
 from torchllm.data.readers import name_source
 from torchllm.data.sequence_reader import SequenceReader
-from torchllm.data.stages import Progress, continue_stages, mixed_by_size, plan_stages, stages_from_state
+from torchllm.data.stages import (
+    Progress,
+    continue_stages,
+    limit_epochs,
+    mixed_by_size,
+    past_mixtures,
+    plan_stages,
+    stages_from_state,
+)
 from torchllm.runtime.parent import end_with_starter
 
 if TYPE_CHECKING:
@@ -137,6 +145,7 @@ class TrainLoader:
         self._seed = seed
         self._names = [name_source(f"data.sources.{index}", source) for index, source in enumerate(data.sources)]
         self._weights = [settings.weight for settings in data.sources]
+        self._max_epochs = [settings.max_epochs for settings in data.sources]
         self._consumed = 0
         self._steps = 0
         self._proven = 0
@@ -168,8 +177,7 @@ class TrainLoader:
         self._sizes = sizes
         self._mixture = mixed_by_size(self._data, sizes) if self._counts_epochs else self._data
         """settings with the sources' weights in training; `data` has the weights for held-out sequences"""
-        self._stages = plan_stages(self._mixture, self._training.global_batch_size)
-        self._order = DataOrder(self._seed, sizes, self._stages[-1].weights, self._stages[:-1])
+        self._order_by(plan_stages(self._mixture, self._training.global_batch_size))
         self._fingerprint: dict[str, Any] = {
             "sources": fingerprints,
             "tokenizer": sorted(tokenizers),
@@ -178,6 +186,26 @@ class TrainLoader:
         }
         if self._data.packing != "concatenate":
             self._fingerprint["packing"] = self._data.packing
+        if any(self._max_epochs):
+            self._fingerprint["max_epochs"] = self._max_epochs
+
+    def _order_by(self, stages: list[PlannedStage]) -> None:
+        """Draw the sequences by these stages."""
+        self._stages = stages
+        self._limited = limit_epochs(stages, self._sizes, self._max_epochs)
+        *before, last = self._limited.stages
+        self._order = DataOrder(self._seed, self._sizes, last.weights, before)
+
+    def _check_epochs_left(self, steps: int) -> None:
+        """Raise DataError if all sources will have had their max_epochs before step number `steps` is complete."""
+        if not self._limited.end:
+            return
+        possible = self._steps + (self._limited.end - self._consumed) // self._training.global_batch_size
+        if possible < steps:
+            raise DataError(
+                f"data.sources: all have had their max_epochs after step {possible} of training.steps = "
+                f"{self._training.steps}: raise max_epochs, or set training.steps = {possible}"
+            )
 
     def next_step(self) -> PackedBatches:
         """Return the micro batches of this rank in the next optimizer step.
@@ -185,14 +213,18 @@ class TrainLoader:
         Raises DataError if a file of the data turns out damaged, after calling `on_damage`.
         """
         if self._batches is None:
+            if not self._counts_epochs:  # else training.steps is not known here
+                self._check_epochs_left(self._training.steps)
             self._batches = self._start()
+        self._check_epochs_left(self._steps + 1)
         self._check_verification()
         item = next(self._batches)
         if isinstance(item, DataError):
             raise self._with_steps(item)
         values = torch.as_tensor(item)
-        if self._consumed in [stage.end for stage in self._stages[:-1]]:
-            log.info("data: from step %d on %s", self._steps + 1, self._describe_shares(self._consumed))
+        batch = range(self._consumed, self._consumed + self._training.global_batch_size)
+        if any(stage.end in batch for stage in self._limited.stages[:-1]):
+            log.info("data: from step %d on %s", self._steps + 1, self._describe_shares(batch[-1]))
         self._consumed += self._training.global_batch_size
         self._steps += 1
         accumulation = gradient_accumulation(self._training, self._ranks.size)
@@ -302,15 +334,25 @@ class TrainLoader:
 
         differences = data_differences(state["fingerprint"], current, settings, self._data)
         if not differences:  # otherwise the stages may differ because the weights of the sources differ
-            differences = continued.differences
+            differences = continued.differences or self._limits_that_differ(continued.stages, state)
         if differences:
             listed = "\n  ".join(differences)
             raise DataError(f"the checkpoint was trained on other data:\n  {listed}")
         self.close()
         self._consumed = progress.sequences
         self._steps = self._proven = progress.steps
-        self._stages = continued.stages
-        self._order = DataOrder(self._seed, self._sizes, self._stages[-1].weights, self._stages[:-1])
+        self._order_by(continued.stages)
+
+    def _limits_that_differ(self, stages: Sequence[PlannedStage], state: Mapping[str, Any]) -> list[str]:
+        """Return a line if another max_epochs would change the sequences of the run that saved a state."""
+        saved = state["fingerprint"].get("max_epochs", [])
+        saved = [*saved, *[0.0] * (len(self._sizes) - len(saved))]
+        mixtures = []
+        for limits in (saved, self._max_epochs):
+            mixtures.append(past_mixtures(limit_epochs(stages, self._sizes, limits).stages, state["sequences"]))
+        if mixtures[0] == mixtures[1]:
+            return []
+        return [f"data.sources: max_epochs {saved} in the checkpoint, {self._max_epochs} now: one was reached by then"]
 
     def _mixture_as_in(self, saved: Sequence[PlannedStage]) -> Data:
         """Return settings with the weights of a checkpoint if the run has chosen none: equal ones, or by size.
@@ -395,6 +437,10 @@ class TrainLoader:
         for stage in self._stages[:-1]:
             lines.append(f"steps {first_step} to {stage.until}: {self._describe_shares(stage.end - 1)}")
             first_step = stage.until + 1
+        for index, end in self._limited.used_up:
+            if self._consumed < end < sequences:
+                step = self._steps + -(-(end - self._consumed) // self._training.global_batch_size)
+                lines.append(f"{self._names[index]}: leaves in step {step}, after {self._max_epochs[index]:g} epochs")
         if first_step > 1:
             lines.append(f"from step {first_step} on: {self._describe_shares(self._stages[-2].end)}")
         return lines
@@ -406,7 +452,7 @@ class TrainLoader:
 
     def _describe_shares(self, n: int) -> str:
         """Describe the shares of the sources at the n-th sequence, and their epochs so far."""
-        stage = next(stage for stage in self._stages if not stage.end or n < stage.end)
+        stage = next(stage for stage in self._limited.stages if not stage.end or n < stage.end)
         total = sum(stage.weights)
         listed = []
         for index, weight in enumerate(stage.weights[:_LISTED]):

@@ -163,6 +163,12 @@ class Mixture:
         entries = self._entries[source]
         return blocks * len(entries) + bisect_left(entries, rest)
 
+    def end_of(self, source: int, uses: int) -> int:
+        """Return the number of entries up to the `uses`-th of a source that is drawn, counted from 1."""
+        index = self.index(source, uses - 1)
+        assert index is not None
+        return index + 1
+
     def index(self, source: int, use: int) -> int | None:
         """Return the index of a source's entry number `use`, from 0; None if it has no entries."""
         entries = self._entries[source]

@@ -5,13 +5,14 @@ the global batch stays the same. A checkpoint has both for each stage, so that a
 batch keeps the sequences of past stages, and ends later stages at their step.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 from torchllm.config import Data, MixtureStage, Source
-from torchllm.data.order import PlannedStage, mixture_shares
+from torchllm.data.order import Mixture, PlannedStage, mixture_shares
 
 DEFAULT_WEIGHT = Source().weight
 
@@ -37,6 +38,57 @@ def mixed_by_size(data: Data, sizes: Sequence[int]) -> Data:
         return data
     weighed = [replace(source, weight=float(size)) for source, size in zip(data.sources, sizes, strict=True)]
     return replace(data, sources=tuple(weighed))
+
+
+class UsedUp(NamedTuple):
+    """A source that has had its epochs."""
+
+    source: int
+    end: int
+    """number of the run's sequences until then"""
+
+
+class LimitedStages(NamedTuple):
+    """The stages of a run, cut where a source has had its epochs."""
+
+    stages: list[PlannedStage]
+    used_up: list[UsedUp]
+    end: int
+    """number of the run's sequences until all sources of a stage have had their epochs; 0: never"""
+
+
+def limit_epochs(stages: Sequence[PlannedStage], sizes: Sequence[int], max_epochs: Sequence[float]) -> LimitedStages:
+    """Cut stages where a source has had `max_epochs` (0: any number) of its `sizes` sequences.
+
+    The other sources go on with their weights. Where none is left, all go on as if there were no limit.
+    """
+    limits = [max(1, math.floor(size * epochs)) for size, epochs in zip(sizes, max_epochs, strict=True)]
+    cut: list[PlannedStage] = []
+    used_up: list[UsedUp] = []
+    left = [True] * len(sizes)
+    used = [0] * len(sizes)
+    first = 0
+    for stage in stages:
+        while not stage.end or first < stage.end:
+            weights = tuple(weight * is_left for weight, is_left in zip(stage.weights, left, strict=True))
+            if not any(weights):
+                return LimitedStages([*cut, stages[-1]._replace(end=0)], used_up, first)
+            mixture = Mixture(weights)
+            ends = [stage.end] if stage.end else []
+            for source, limit in enumerate(limits):
+                if max_epochs[source] and weights[source]:
+                    ends.append(first + mixture.end_of(source, limit - used[source]))
+            end = min(ends, default=0)
+            cut.append(PlannedStage(stage.until if end == stage.end else 0, end, weights))
+            if not end:
+                return LimitedStages(cut, used_up, 0)
+            used = [count + mixture.uses(source, end - first) for source, count in enumerate(used)]
+            first = end
+            for source, limit in enumerate(limits):
+                if max_epochs[source] and left[source] and used[source] >= limit:
+                    left[source] = False
+                    used_up.append(UsedUp(source, end))
+    raise AssertionError("the last stage has no end")
 
 
 def plan_stages(data: Data, global_batch_size: int) -> list[PlannedStage]:
@@ -66,7 +118,7 @@ def continue_stages(
                 )
                 continue
         stages.append(PlannedStage(stage.until if end else 0, end, stage.weights))
-    if not differences and _past(saved, sequences) != _past(stages, sequences):
+    if not differences and past_mixtures(saved, sequences) != past_mixtures(stages, sequences):
         differences.append(
             f"data.stage: up to step {steps} the sources were mixed {describe_stages(saved)} in the checkpoint, "
             f"{describe_stages(stages)} now"
@@ -74,7 +126,7 @@ def continue_stages(
     return ContinuedStages(stages, differences)
 
 
-def _past(stages: Iterable[PlannedStage], sequences: int) -> list[tuple[int, list[Fraction]]]:
+def past_mixtures(stages: Iterable[PlannedStage], sequences: int) -> list[tuple[int, list[Fraction]]]:
     """Return the mixture of the first `sequences` sequences of a run: ends of stages, and shares of the sources."""
     past = []
     end = 0

@@ -71,7 +71,7 @@ def plan_corpus(
     last_begin, named_begin = tokenizer.earlier_fingerprints
     by_rules = {Rules.NOW: tokenizer.fingerprint, Rules.FIRST: named_begin}
     return CorpusPlan(
-        source=replace(source, weight=1.0),
+        source=replace(source, weight=1.0, max_epochs=0.0),
         files=[*files.train, *files.held_out],
         held_out=len(files.held_out),
         revision=revision,
