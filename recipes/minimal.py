@@ -44,7 +44,9 @@ def main(config: Config) -> list[float]:
     device = choose_device(config.run.device, local_rank=0)
     dtype = compute_dtype(config.training, device)
     with torch.device("meta"):
-        model = build_model(config.model, config.training.loss_chunk, config.training.z_loss)
+        model = build_model(
+            config.model, config.training.loss_chunk, config.training.z_loss, config.training.weights_dtype
+        )
     add_low_rank_updates(model, config, torch.float32)
     initialize([model], config.model, device, config.run.seed)
 

@@ -53,7 +53,9 @@ def train(config: Config, runtime: Runtime, monitor: Monitor) -> None:
 
     mesh = build_mesh(config.parallel, device)
     with torch.device("meta"):
-        model = build_model(config.model, config.training.loss_chunk, config.training.z_loss)
+        model = build_model(
+            config.model, config.training.loss_chunk, config.training.z_loss, config.training.weights_dtype
+        )
     add_low_rank_updates(model, config, dtype)  # no-op by default
     stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, config.float8, dtype, length)
     initialize(stages, config.model, device, config.run.seed)  # after sharding: a rank makes only its shards

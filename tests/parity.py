@@ -208,7 +208,9 @@ def build(config: Config, dtype: torch.dtype = torch.float32) -> tuple[Mesh, lis
     """Return, on every rank of a layout, the mesh and the parallelized, initialized stages."""
     mesh = build_mesh(config.parallel, CPU)
     with torch.device("meta"):
-        model = build_model(config.model, config.training.loss_chunk, config.training.z_loss)
+        model = build_model(
+            config.model, config.training.loss_chunk, config.training.z_loss, config.training.weights_dtype
+        )
     apply_lora(model, config.lora, dtype)
     length = config.training.sequence_length
     stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, config.float8, dtype, length)

@@ -97,7 +97,9 @@ def bare_loop(config: Config, runtime: Runtime, mesh: Mesh, batches: Sequence[Ba
 def bare_model(config: Config, runtime: Runtime, mesh: Mesh) -> Decoder:
     """Return the initialized model, with FSDP2 around it on several ranks."""
     with torch.device("meta"):
-        model = build_model(config.model, config.training.loss_chunk, config.training.z_loss)
+        model = build_model(
+            config.model, config.training.loss_chunk, config.training.z_loss, config.training.weights_dtype
+        )
     apply_recompute(model, config.recompute, config.model.layers)
     apply_compile(model, config.compile)
     if runtime.world_size > 1:

@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -37,9 +37,9 @@ SKIPPED = 2  # index of a step that is not finite
 DECAYED = ("embed_tokens.weight", "lm_head.weight", "_proj.weight")
 
 
-def plain(model: Model = MODEL) -> Decoder:
+def plain(model: Model = MODEL, weights_dtype: Literal["float32", "bfloat16"] = "float32") -> Decoder:
     with torch.device("meta"):
-        decoder = build_model(model)
+        decoder = build_model(model, weights_dtype=weights_dtype)
     initialize([decoder], model, CPU, seed=0)
     return decoder
 
@@ -54,7 +54,7 @@ def give_gradients(stages: Iterable[nn.Module], step: int, factor: float = 1.0) 
     """Give every parameter this rank's part of a gradient that no layout changes."""
     for stage in stages:
         for name, parameter in stage.named_parameters():
-            values = gradient(canonical_name(name), parameter.shape, step) * factor
+            values = (gradient(canonical_name(name), parameter.shape, step) * factor).to(parameter.dtype)
             parameter.grad = shard_like(parameter, values) if isinstance(parameter, DTensor) else values
 
 

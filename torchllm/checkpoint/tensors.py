@@ -31,7 +31,7 @@ from torchllm.checkpoint.manifest import (
     read_manifest,
 )
 from torchllm.checkpoint.plan import JobParts, gather_parts, rank_parts, tensors_by_key
-from torchllm.checkpoint.state import EXTRA, OPTIMIZER, Part
+from torchllm.checkpoint.state import EXTRA, OPTIMIZER, WEIGHTS, Part
 from torchllm.checkpoint.verify import check_files, check_sizes, read_content
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _refuse_differences(
         can_cast = isinstance(stored_dtype, torch.dtype) and stored_dtype.is_floating_point and dtype.is_floating_point
         if saved[key].grid.shape != entry.shape:
             lines.append(f"{key}: {saved[key].grid.shape} in the checkpoint, {entry.shape} here")
-        elif stored_dtype != dtype and can_cast and key.startswith(OPTIMIZER):  # the run has changed its state_dtype
+        elif stored_dtype != dtype and can_cast and key.startswith((WEIGHTS, OPTIMIZER)):  # the run changes them
             converted.append(f"torch.{saved[key].dtype} to {dtype}")
         elif stored_dtype != dtype and not (cast and can_cast):
             lines.append(f"{key}: torch.{saved[key].dtype} in the checkpoint, {dtype} here")
@@ -161,7 +161,7 @@ def _refuse_differences(
         )
     if converted and rank_of(group) == 0:
         log.warning(
-            "%s: %d tensors of the optimizer's state are converted: %s", stored.folder, len(converted), converted[0]
+            "%s: %d tensors are converted to this run's dtypes: %s", stored.folder, len(converted), converted[0]
         )
 
 

@@ -93,7 +93,9 @@ EVALUATED = Needs("evaluate.interval or evaluate.tasks_interval over 0, or recip
 FREE = "that neither model.frozen nor lora.rank freezes"
 DECAY = "optimizer.weight_decay and a learning rate over 0"
 OWN_HEAD = "model.tied_embeddings = false"
-BUILD = AppliedBy("build_model(config.model, config.training.loss_chunk, config.training.z_loss)")
+BUILD = AppliedBy(
+    "build_model(config.model, config.training.loss_chunk, config.training.z_loss, config.training.weights_dtype)"
+)
 PARALLELIZE = AppliedBy("parallelize(...) with config.recompute, config.compile and config.float8")
 INITIAL = AppliedBy("Checkpointer(..., initial=initial_weights(config)) and its resume()")
 BALANCE = AppliedBy("ExpertBalance(stages, config.training), which TrainStep has")
@@ -714,7 +716,10 @@ class Training:
     sequence_length: Count = 2048
     """tokens in a sequence (S)"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """type of the computation; weights and reductions stay float32; auto: bfloat16 on a GPU, float32 on a CPU"""
+    """type of the computation; reductions stay float32; auto: bfloat16 on a GPU, float32 on a CPU"""
+    weights_dtype: Annotated[Literal["float32", "bfloat16"], Needs('optimizer.name = "adamw"'), BUILD] = "float32"
+    """type of the weights and their gradients; bfloat16: half their memory, and AdamW rounds the weights at random
+    without bias; routers stay float32"""
     max_grad_norm: NonNegative = 1.0
     """gradients with a larger global norm are scaled down to this one; 0: never"""
     on_nonfinite: Annotated[Literal["skip", "stop"], HEALTH] = "skip"

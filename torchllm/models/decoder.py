@@ -6,7 +6,7 @@ replaceable (attention core, norm kernel, cross entropy, `run_blocks`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -200,20 +200,29 @@ def mask_of(core: Any, positions: Tensor, document_ids: Tensor | None, document_
     return causal_block_mask(positions.shape[1], positions.device, core.window)
 
 
-def build_model(model: Model, loss_chunk: int = 0, z_loss: float = 0.0) -> Decoder:
+def build_model(
+    model: Model,
+    loss_chunk: int = 0,
+    z_loss: float = 0.0,
+    weights_dtype: Literal["float32", "bfloat16"] = "float32",
+) -> Decoder:
     """Return the decoder with uninitialized weights; under `torch.device("meta")` it takes no memory.
 
     loss_chunk: number of tokens whose logits exist at a time; 0: all of a micro batch. z_loss: weight of the squared
-    log-sum-exp of the logits in the gradients; 0: none.
+    log-sum-exp of the logits in the gradients; 0: none. weights_dtype: bfloat16 is not that of routers, see
+    `cast_parameters`.
     """
     applied("training.loss_chunk", loss_chunk)
     applied("training.z_loss", z_loss)
+    applied("training.weights_dtype", weights_dtype)
     applied("model.pattern", model.pattern)
     applied("model.mixer", model.mixer)
     applied("model.kinds", model.kinds)
     applied("model.mtp_depth", model.mtp_depth)
     of_class = found("torchllm.models.multi_token:PredictingDecoder") if model.mtp_depth else Decoder
     decoder: Decoder = of_class(model, loss_chunk, z_loss)
+    if weights_dtype == "bfloat16":
+        cast_parameters(decoder, torch.bfloat16)
     if model.frozen:
         from torchllm.models.frozen import freeze  # of no use to other runs
 
@@ -234,7 +243,7 @@ def add_low_rank_updates(model: Decoder, config: Config, dtype: torch.dtype) -> 
 
 
 def cast_parameters(model: Decoder, dtype: torch.dtype) -> None:
-    """Cast a model for inference to the dtype of the computation, in place. Call it before it has weights.
+    """Cast a model to another dtype, in place. Call it before it has weights.
 
     Routers keep the dtype that they have in training, since it decides the choice of experts: a router's bias is
     float32, and so are its weights unless model.router_dtype says otherwise.

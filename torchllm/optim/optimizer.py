@@ -76,7 +76,7 @@ def build_optimizer(stages: Sequence[nn.Module], config: OptimizerConfig) -> tor
         from torchllm.optim.muon import Muon  # of no use to other runs
 
         optimizer = Muon(groups, config)
-    elif config.state_dtype == "bfloat16":
+    elif config.state_dtype == "bfloat16" or torch.bfloat16 in {p.dtype for group in groups for p in group["params"]}:
         from torchllm.optim.rounded import RoundedAdamW
 
         optimizer = RoundedAdamW(groups, config, stages)

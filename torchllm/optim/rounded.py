@@ -1,9 +1,9 @@
-"""AdamW with its moments in bfloat16, rounded stochastically.
+"""AdamW with weights, moments or both in bfloat16, rounded stochastically.
 
 A float32 becomes one of the two nearest bfloat16, up with a probability equal to its distance from the lower one: 16
 random bits are added to its bits, of which the lower 16 are then cut off. The mean of many roundings is the float32
 (Gupta et al. 2015, arXiv 1502.02551), while the nearest bfloat16 would lose every change of less than 2⁻⁹ of the
-value: a second moment with beta2 = 0.999 would hardly move.
+value: a second moment with beta2 = 0.999 would hardly move, nor would a weight at the end of a schedule.
 
 The random bits are a hash of (seed, step, canonical parameter name, global element index), as in
 `parallel/initialize.py`: every layout rounds equally, and so does a run that is resumed. A step that is not applied
@@ -26,13 +26,14 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class RoundedAdamW(ShardedAdamW):
-    """torch's fused AdamW over this rank's shards, with moments in bfloat16 between the steps.
+    """torch's fused AdamW over this rank's shards, with weights or moments in bfloat16 between the steps.
 
-    A step needs float32 copies of the two moments of one parameter at a time.
+    A step needs float32 copies of them, and of a bfloat16 gradient, of one parameter at a time.
     """
 
     def __init__(self, groups: list[Group], config: OptimizerConfig, stages: Sequence[nn.Module]) -> None:
         self.seed = config_in_use().run.seed
+        self.state_dtype: torch.dtype = getattr(torch, config.state_dtype)
         named = [item for stage in stages for item in stage.named_parameters()]
         self.names: dict[Tensor, str] = {parameter: canonical_name(name) for name, parameter in named}
         super().__init__(groups, config)
@@ -40,7 +41,7 @@ class RoundedAdamW(ShardedAdamW):
     def add_param_group(self, param_group: Group) -> None:
         """Add a group with its state; torch's constructor adds every group by this."""
         torch.optim.AdamW.add_param_group(self, param_group)
-        start_adamw(self.param_groups[-1], self.state, torch.bfloat16)
+        start_adamw(self.param_groups[-1], self.state, self.state_dtype)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # takes no closure
@@ -51,13 +52,17 @@ class RoundedAdamW(ShardedAdamW):
                     self._update(group, parameter)
 
     def _update(self, group: Group, parameter: Tensor) -> None:
-        """Update a parameter by float32 copies of its moments, and round these."""
+        """Update float32 copies of a parameter and its moments, and round those that are stored in bfloat16."""
         state = self.state[parameter]
-        exact = {name: local_tensor(state[name]).float() for name in MOMENTS}
-        update_by_adamw({**group, "params": [parameter]}, {parameter: state | exact}, self.found_inf)
-        for name in MOMENTS:
-            key = key_of(self.seed, f"{self.names[parameter]}.{name}")
-            round_stochastically(parameter, exact[name], local_tensor(state[name]), key, state["step"])
+        stored = {"weight": local_tensor(parameter), **{name: local_tensor(state[name]) for name in MOMENTS}}
+        exact = {name: tensor.float() for name, tensor in stored.items()}  # a float32 tensor is no copy
+        weight = exact["weight"].detach()
+        weight.grad = local_tensor(parameter.grad).float()
+        update_by_adamw({**group, "params": [weight]}, {weight: state | exact}, self.found_inf)
+        for name, tensor in stored.items():
+            if tensor.dtype == torch.bfloat16:
+                key = key_of(self.seed, f"{self.names[parameter]}.{name}")
+                round_stochastically(parameter, exact[name], tensor, key, state["step"])
 
 
 def round_stochastically(parameter: Tensor, exact: Tensor, rounded: Tensor, key: int, step: Tensor) -> None:

@@ -53,11 +53,12 @@ def apply_fsdp(
 ) -> None:
     """Shard a stage in place, its root last.
 
-    mesh: one dimension (shard) or two (replicate, shard). dtype: of the computation; weights and reductions stay
-    float32. expert_mesh: the same, of experts that are shared by rank; None without expert parallelism.
+    mesh: one dimension (shard) or two (replicate, shard). dtype: of the computation; reductions stay float32, and the
+    gradients become the weights' dtype. expert_mesh: the same, of experts that are shared by rank; None without expert
+    parallelism.
     """
     policy = MixedPrecisionPolicy(
-        param_dtype=None if dtype == torch.get_default_dtype() else dtype,
+        param_dtype=dtype,
         reduce_dtype=torch.promote_types(dtype, torch.float32),
         cast_forward_inputs=False,  # float inputs are hidden states, cast already, and angles, which stay float32
     )

@@ -39,7 +39,7 @@ def parallelize(
 ) -> list[Decoder]:
     """Return this rank's stages of a model built on the meta device, sharded and wrapped, still without memory.
 
-    dtype: of the computation; weights and gradient reductions are float32. sequence_length: in tokens; it decides how
+    dtype: of the computation; gradient reductions are float32. sequence_length: in tokens; it decides how
     much a block costs compared with the head when stages are balanced, and which windows are shorter.
     """
     applied("recompute", recompute)
@@ -95,7 +95,8 @@ def parallelize(
             log_layout("compile norm %s, block %s, loss %s", compile.norm, compile.block is True, compile.loss is True)
 
         # On one rank without mixed precision FSDP would only copy and run hooks: 40 % of a small step.
-        if mesh.world.size() > 1 or dtype != torch.get_default_dtype():
+        in_default = all(weight.dtype == torch.get_default_dtype() for weight in stage.parameters())
+        if mesh.world.size() > 1 or dtype != torch.get_default_dtype() or not in_default:
             apply_fsdp(stage, mesh.fsdp, parallel, dtype, mesh.expert_fsdp)
             log_layout("FSDP, ZeRO stage %d, over %s", effective_zero_stage(parallel), mesh.describe())
     return stages

@@ -38,7 +38,7 @@ def build_trial(config: Config, runtime: Runtime, mesh: Mesh) -> Trial:
     dtype = compute_dtype(training, device)
     length = training.sequence_length
     with torch.device("meta"):
-        model = build_model(config.model, training.loss_chunk, training.z_loss)
+        model = build_model(config.model, training.loss_chunk, training.z_loss, training.weights_dtype)
     add_low_rank_updates(model, config, dtype)
     stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, config.float8, dtype, length)
     initialize(stages, config.model, device, config.run.seed)

@@ -36,6 +36,7 @@ def setting_problems(config: Config) -> list[ConfigError]:
     return [
         *problems_of_use(config),
         *_router_problems(config.model),
+        *_weights_problems(config),
         *_float8_problems(config),
         *_schedule_problems(config),
         *_recompute_problems(config),
@@ -212,6 +213,20 @@ def _router_problems(model: Model) -> Iterator[ConfigError]:
             "model.router_renormalize",
             "with top_k = 1 the one score is divided by itself, and the router learns nothing: set it to false",
         )
+
+
+def _weights_problems(config: Config) -> Iterator[ConfigError]:
+    """Check what goes with weights in bfloat16."""
+    if config.training.weights_dtype == "float32":
+        return
+    others = {
+        "optimizer.ema_decay": (config.optimizer.ema_decay > 0, "an average moves by less than bfloat16 can tell"),
+        "float8.recipe": (config.float8.is_on, "float8 is rounded from float32 weights"),
+        "lora.rank": (config.lora.is_on, "updates are float32, and the weights are frozen"),
+    }
+    for key, (is_on, reason) in others.items():
+        if is_on:
+            yield config_error("training.weights_dtype", f'is "bfloat16", and {key} is set, but {reason}: remove one')
 
 
 def _float8_problems(config: Config) -> Iterator[ConfigError]:

@@ -176,7 +176,7 @@ def _trace(
 ) -> Traced:
     training, (line, parallel) = config.training, part
     with torch.device("meta"):
-        model = build_model(config.model, training.loss_chunk, training.z_loss)
+        model = build_model(config.model, training.loss_chunk, training.z_loss, training.weights_dtype)
     if repeats is not None:
         check_parameters(model, repeats)
     if compiled_loss:
