@@ -93,6 +93,7 @@ CONTRADICTED: dict[
     "optimizer.beta1": (0.8, {"optimizer.name": "sgd"}, {}),
     "optimizer.beta2": (0.8, {"optimizer.name": "sgd"}, {}),
     "optimizer.epsilon": (1e-6, {"optimizer.name": "sgd"}, {}),
+    "training.weights_dtype": ("bfloat16", {"optimizer.name": "muon"}, {}),
     "optimizer.state_dtype": ("bfloat16", {"optimizer.name": "muon"}, {}),
     "optimizer.momentum": (0.9, {}, {"optimizer.name": "sgd"}),
     "optimizer.muon_momentum": (0.9, {"optimizer.name": "sgd"}, {"optimizer.name": "muon"}),

@@ -41,6 +41,15 @@ ONE_LINE: dict[str, tuple[str, str]] = {
         'x.toml:2: float8.recipe: must be one of "none", "rowwise", "rowwise_with_gw_hp", "tensorwise", not '
         '"mxfp8": MXFP8 needs a GPU with sm_100, such as B200, and cannot be tested without one',
     ),
+    "weights in bfloat16 with an average of them": (
+        '[training]\nweights_dtype = "bfloat16"\n[optimizer]\nema_decay = 0.9',
+        'x.toml:2: training.weights_dtype: is "bfloat16", and optimizer.ema_decay is set, but an average moves by less '
+        "than bfloat16 can tell: remove one",
+    ),
+    "epochs of a source to evaluate on": (
+        '[[data.validation]]\nkind = "text"\npath = "a.txt"\nmax_epochs = 1.0',
+        "x.toml:4: data.validation.0.max_epochs: limits training, and this source is evaluated on: leave it out",
+    ),
     "string for a bool": ('[compile]\nnorm = "false"', 'x.toml:2: compile.norm: must be true or false, not "false"'),
     "bool for a number": (
         "[optimizer]\nlearning_rate = true",

@@ -146,10 +146,11 @@ def _refuse_differences(
             lines.append(f"{key}: missing in the checkpoint")
             continue
         stored_dtype, dtype = getattr(torch, saved[key].dtype, None), getattr(torch, entry.dtype)
+        may_change = {stored_dtype, dtype} == {torch.float32, torch.bfloat16}  # by weights_dtype and state_dtype
         can_cast = isinstance(stored_dtype, torch.dtype) and stored_dtype.is_floating_point and dtype.is_floating_point
         if saved[key].grid.shape != entry.shape:
             lines.append(f"{key}: {saved[key].grid.shape} in the checkpoint, {entry.shape} here")
-        elif stored_dtype != dtype and can_cast and key.startswith((WEIGHTS, OPTIMIZER)):  # the run changes them
+        elif may_change and key.startswith((WEIGHTS, OPTIMIZER)):
             converted.append(f"torch.{saved[key].dtype} to {dtype}")
         elif stored_dtype != dtype and not (cast and can_cast):
             lines.append(f"{key}: torch.{saved[key].dtype} in the checkpoint, {dtype} here")
