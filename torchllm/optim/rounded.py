@@ -49,15 +49,15 @@ class RoundedAdamW(ShardedAdamW):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(group, parameter)
+                    self._update(group, parameter, parameter.grad)
 
-    def _update(self, group: Group, parameter: Tensor) -> None:
+    def _update(self, group: Group, parameter: Tensor, gradient: Tensor) -> None:
         """Update float32 copies of a parameter and its moments, and round those that are stored in bfloat16."""
         state = self.state[parameter]
         stored = {"weight": local_tensor(parameter), **{name: local_tensor(state[name]) for name in MOMENTS}}
         exact = {name: tensor.float() for name, tensor in stored.items()}  # a float32 tensor is no copy
         weight = exact["weight"].detach()
-        weight.grad = local_tensor(parameter.grad).float()
+        weight.grad = local_tensor(gradient).float()
         update_by_adamw({**group, "params": [weight]}, {weight: state | exact}, self.found_inf)
         for name, tensor in stored.items():
             if tensor.dtype == torch.bfloat16:

@@ -165,7 +165,7 @@ class Prover:
         self.recipe, self.pool, self.seed, self.folder, self.kept = recipe, pool, options.seed, folder, kept
         self.is_bfloat16 = options.dtype == "bfloat16"
         self.steps = BFLOAT16_STEPS if self.is_bfloat16 else FLOAT32_STEPS
-        fixed = {"training.dtype": options.dtype, "run.seed": options.seed}
+        fixed = {"training.dtype": options.dtype, "training.weights_dtype": "float32", "run.seed": options.seed}
         if not self.is_bfloat16:  # in float32 the layout is proven; float8 is a rounding of bfloat16
             fixed["float8.recipe"] = "none"
         self.base = with_settings(shrink(config, options.ranks, self.steps, folder, kept), fixed)
