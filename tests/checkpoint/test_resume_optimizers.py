@@ -23,13 +23,14 @@ from torchllm.parallel.local_tensor import local_tensor
 
 SAVED = 2
 """step of the checkpoint"""
-SHARDED: Settings = {"parallel.dp_shard": 2, "parallel.zero_stage": 3}
-PIPELINED: Settings = {"parallel.pp": 2, "parallel.schedule": "1F1B"}
+SMALL: Settings = {"model.layers": 2, "training.micro_batch_size": 2}
+SHARDED: Settings = {**SMALL, "parallel.dp_shard": 2, "parallel.zero_stage": 3}
+PIPELINED: Settings = {**SMALL, "parallel.pp": 2, "parallel.schedule": "1F1B"}
 SGD: Settings = {"optimizer.name": "sgd", "optimizer.learning_rate": 0.1}
 MOMENTUM: Settings = SGD | {"optimizer.momentum": 0.9}
 MUON: Settings = {"optimizer.name": "muon"}
 AVERAGE: Settings = {"optimizer.ema_decay": 0.5}
-FROZEN: Settings = {"model.frozen": r"embed_tokens.*|layers\.[01]\..*"}
+FROZEN: Settings = {"model.frozen": r"embed_tokens.*|layers\.0\..*"}
 """all of the first rank of a pipeline"""
 LORA: Settings = {"lora.rank": 2}
 SETTINGS: dict[str, Settings] = {

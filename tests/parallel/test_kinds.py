@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.parity import Settings, check, tiny
+from tests.parity import FEW, Settings, check, tiny
 from torchllm.config import Kinds
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.parallel.context import apply_context_parallel
@@ -91,7 +91,7 @@ OTHER_LAYOUTS: dict[str, Settings] = {
 
 @pytest.mark.parametrize("settings", SHAPES_BY_DEFAULT.values(), ids=SHAPES_BY_DEFAULT)
 def test_a_layout_trains_kinds_of_other_shapes(settings: Settings) -> None:
-    check({**OTHER_SHAPES, **settings}, ragged=True)
+    check({**FEW, **OTHER_SHAPES, **settings}, ragged=True)
 
 
 @pytest.mark.exhaustive
@@ -102,7 +102,7 @@ def test_another_layout_trains_kinds_of_other_shapes(settings: Settings) -> None
 
 @pytest.mark.parametrize("settings", BY_DEFAULT.values(), ids=BY_DEFAULT)
 def test_a_layout_trains_the_same_kinds(settings: Settings) -> None:
-    check({**KINDS, **settings}, ragged=True)
+    check({**FEW, **KINDS, **settings}, ragged=True)
 
 
 @pytest.mark.exhaustive

@@ -6,7 +6,7 @@ With experts within groups, as DeepSeek-V3 has them, where a layout has `MIXTURE
 import pytest
 
 from tests.parallel.trace import Collective, traced
-from tests.parity import Settings, check
+from tests.parity import SHORT, Settings, check
 from tests.workers import run
 
 LATENT: Settings = {
@@ -41,7 +41,7 @@ SP: Settings = {**TP, "parallel.sequence_parallel": True}
 PP: Settings = {"parallel.pp": 2}
 BY_DEFAULT: dict[str, Settings] = {
     "tensor parallel": {**TP, **DOCUMENTS},
-    "sequence parallel": {**SP, "training.micro_batch_size": 2},
+    "sequence parallel": SP,
 }
 LAYOUTS: dict[str, Settings] = {
     "tensor parallel without a latent of queries": {**TP, **NO_Q_LATENT},
@@ -68,7 +68,7 @@ LAYOUTS: dict[str, Settings] = {
 
 @pytest.mark.parametrize("settings", BY_DEFAULT.values(), ids=BY_DEFAULT)
 def test_a_layout_trains_the_same_latents(settings: Settings) -> None:
-    check({**LATENT, **settings}, ragged=True)
+    check({**SHORT, **LATENT, **settings}, ragged=True)
 
 
 @pytest.mark.exhaustive

@@ -5,7 +5,7 @@ Values of one process, and tokens and labels ahead: tests/models/test_multi_toke
 
 import pytest
 
-from tests.parity import Settings, check
+from tests.parity import SHORT, Settings, check
 from torchllm.config import Kinds
 
 DEPTHS: Settings = {"model.mtp_depth": 2, "model.mtp_weight": 0.7}
@@ -17,7 +17,7 @@ DOCUMENTS: Settings = {"data.document_mask": True}
 SP: Settings = {"parallel.tp": 2, "parallel.sequence_parallel": True}
 CHUNKS: Settings = {"training.loss_chunk": 24, "training.z_loss": 0.02}
 BY_DEFAULT: dict[str, Settings] = {
-    "tensor and sequence parallel": {**SP, "training.micro_batch_size": 2, **DOCUMENTS},
+    "tensor and sequence parallel": {**SP, **DOCUMENTS},
     "pipeline": {"parallel.pp": 2},
     "ring": {"parallel.cp": 2, **DOCUMENTS},
     "FSDP": {"parallel.dp_shard": 2, **CHUNKS},
@@ -58,7 +58,7 @@ LAYOUTS: dict[str, Settings] = {
 
 @pytest.mark.parametrize("settings", BY_DEFAULT.values(), ids=BY_DEFAULT)
 def test_a_layout_trains_the_same(settings: Settings) -> None:
-    check({**DEPTHS, **settings}, ragged=True)
+    check({**SHORT, **DEPTHS, **settings}, ragged=True)
 
 
 @pytest.mark.exhaustive

@@ -5,7 +5,7 @@ The formulas: tests/models. The numbers of published models that have them: test
 
 import pytest
 
-from tests.parity import Settings, check
+from tests.parity import SHORT, Settings, check
 from torchllm.config import Kinds
 
 GEMMA: Settings = {
@@ -79,7 +79,7 @@ LAYOUTS: dict[str, Settings] = {
 
 @pytest.mark.parametrize("settings", BY_DEFAULT.values(), ids=BY_DEFAULT)
 def test_a_layout_trains_the_same_model(settings: Settings) -> None:
-    check(settings, ragged=True)
+    check(SHORT | settings, ragged=True)
 
 
 @pytest.mark.exhaustive
