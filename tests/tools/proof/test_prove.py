@@ -85,7 +85,7 @@ FOUND = {
     "a ten-thousandth of an auxiliary loss per micro batch": ("micro_batch_size=1", OTHER_BATCH),
 }
 """by which technique a mistake is found, and what is said of it"""
-QUICKLY_FOUND = ("mean over local sequences", "loss of a chunk", "trust ratio of local norms")
+QUICKLY_FOUND = ("mean over local sequences", "trust ratio of local norms")
 
 
 def prove_fork(fork: Path, name: str, mixture: bool = False) -> ProvenLayout:
