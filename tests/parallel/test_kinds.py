@@ -49,18 +49,6 @@ BY_DEFAULT: dict[str, Settings] = {
     },
     "Ulysses": {"parallel.cp": 2, "parallel.cp_method": "ulysses", **DOCUMENTS},
 }
-LAYOUTS: dict[str, Settings] = {
-    "pipeline": {"parallel.pp": 2},
-    "FSDP of segments": {"parallel.dp_shard": 2, "recompute.mode": "segment", "recompute.k": 2, **DOCUMENTS},
-    "full recomputation of eager attention": {
-        "parallel.dp_shard": 2,
-        "recompute.mode": "full",
-        "model.attention": "eager",
-        **DOCUMENTS,
-    },
-}
-
-
 SHAPES_BY_DEFAULT: dict[str, Settings] = {
     "tensor and sequence parallel": {"parallel.tp": 2, "parallel.sequence_parallel": True},
     "experts over a pipeline": {
@@ -103,12 +91,6 @@ def test_another_layout_trains_kinds_of_other_shapes(settings: Settings) -> None
 @pytest.mark.parametrize("settings", BY_DEFAULT.values(), ids=BY_DEFAULT)
 def test_a_layout_trains_the_same_kinds(settings: Settings) -> None:
     check({**FEW, **KINDS, **settings}, ragged=True)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("settings", LAYOUTS.values(), ids=LAYOUTS)
-def test_another_layout_trains_the_same_kinds(settings: Settings) -> None:
-    check({**KINDS, **settings}, ragged=True)
 
 
 def later_stage(settings: Settings, first: int) -> Decoder:
