@@ -21,6 +21,7 @@ from torchllm.optim.average import WeightAverage
 from torchllm.optim.optimizer import build_optimizer, parameter_groups
 from torchllm.parallel.local_tensor import local_tensor
 
+exhaustive = pytest.mark.exhaustive
 SAVED = 2
 """step of the checkpoint"""
 SMALL: Settings = {"model.layers": 2, "training.micro_batch_size": 2}
@@ -46,6 +47,11 @@ SETTINGS: dict[str, Settings] = {
     "muon": MUON,
     "muon, average, frozen": MUON | AVERAGE | FROZEN,
 }
+BY_DEFAULT = (
+    *("adamw", "adamw, bfloat16", "adamw, average, frozen", "sgd, updates"),
+    *("sgd, momentum, average, frozen", "muon, average, frozen"),
+)
+"""each optimizer, and each other state beside one"""
 
 
 class ReadsFoundInf(torch.optim.Optimizer):
@@ -150,7 +156,9 @@ def save_and_resume(settings: Settings, optimizer: str, folder: Path, asynchrono
     assert elsewhere.take(SAVED + 1, SAVED + 2) == pytest.approx(losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name", [name if name in BY_DEFAULT else pytest.param(name, marks=exhaustive) for name in SETTINGS]
+)
 def test_an_optimizer_of_the_library_goes_on(name: str, tmp_path: Path) -> None:
     run(save_and_resume, 2, SETTINGS[name], "", tmp_path, False)
 
