@@ -51,7 +51,7 @@ BY_DEFAULT = (
     *("adamw", "adamw, bfloat16", "adamw, average, frozen", "sgd, updates"),
     *("sgd, momentum, average, frozen", "muon, average, frozen"),
 )
-"""each optimizer, and each other state beside one"""
+"""each optimizer, and each other state with one"""
 
 
 class ReadsFoundInf(torch.optim.Optimizer):
