@@ -42,6 +42,10 @@ from torchllm.train.step import TrainStep
 
 STEPS = 3
 CPU = torch.device("cpu")
+FEW: Settings = {"training.micro_batch_size": 2, "training.steps": 2}
+SHORT: Settings = {**FEW, "model.layers": 2}
+"""of cases that run by default: a third of the work of `tiny`, with several blocks, micro batches and steps all the
+same"""
 HELD_OUT = 1_000
 """number of the step whose batch is evaluated on"""
 

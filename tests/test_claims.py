@@ -100,13 +100,6 @@ def test_absolute_promises_are_listed() -> None:
     assert gone == []
 
 
-def test_a_new_absolute_promise_is_found() -> None:
-    assert unlisted("It never fails. Resume on any layout.", ["It never fails"]) == [
-        "It never fails. Resume on any layout."
-    ]
-    assert unlisted("limit (0: never); a finite number of exactness", []) == []
-
-
 @pytest.mark.parametrize("held_by", sorted({test for listed in PROMISES.values() for test in listed.values()}))
 def test_the_tests_that_hold_promises_exist(held_by: str) -> None:
     file, _, name = held_by.partition("::")

@@ -263,6 +263,7 @@ def test_fork_of_the_tutorial_trains(tmp_path: Path) -> None:
     assert losses[0] > 25  # cross entropy is near ln(264) = 5.6 at first, and log(Z)^2 near its square
 
 
+@pytest.mark.exhaustive  # by default its loss is computed, and other forks are proven: test_fork_pages.py
 def test_fork_of_the_tutorial_trains_the_same_model_with_tensor_parallelism(tmp_path: Path) -> None:
     """By `torchllm prove`."""
     fork = z_loss_fork(tmp_path)

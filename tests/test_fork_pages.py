@@ -110,7 +110,7 @@ LAYOUTS: dict[str, Settings] = {
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.exhaustive] if name == "sp" else []) for name in LAYOUTS]
+    "layout", [pytest.param(name, marks=[] if name == "tp" else [pytest.mark.exhaustive]) for name in LAYOUTS]
 )
 def test_a_gate_and_scales_of_a_fork_train_the_same_model(layout: str, scaled: Prover) -> None:
     asked = scaled.layout_like(LAYOUTS[layout])

@@ -172,6 +172,7 @@ def test_a_recipe_and_a_config_are_copied_and_started(installation: Installation
     assert "NPROC=1" in installation.run("./run_train.sh", "--check")
 
 
+@pytest.mark.exhaustive  # that the wheel holds their files is tested above
 def test_an_installed_package_has_the_benchmarks(installation: Installation) -> None:
     imports = ", ".join(f"benchmark.{name}" for name in sorted(BENCHMARKS))
     recipes = "from torchllm.tools.resources import resource; import sys; sys.path.insert(0, str(resource('recipes')))"

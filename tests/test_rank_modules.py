@@ -6,14 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from torchllm.config.environment import HANDED
 from torchllm.data.loader import DataRanks, build_loader
 from torchllm.tools.config.load import load_config
 from torchllm.tools.config.refuse import hand_over
-
-pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[1]
 MOST = 166

@@ -49,13 +49,6 @@ def test_the_list_of_texts_has_errors_help_and_shell_messages() -> None:
     assert any(text.startswith("peak learning rate") for text in help_texts)
 
 
-def test_a_foreign_word_is_found() -> None:
-    assert foreign_words("tokens a rank, for want of memory") == [
-        "'for want of': say 'without, because of too little'",
-        "'tokens a rank': say 'per'",
-    ]
-
-
 def test_users_read_plain_english() -> None:
     wrong = [f"{place}: {word}" for place, text in texts() for word in foreign_words(text)]
     assert wrong == []

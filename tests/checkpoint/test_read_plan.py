@@ -13,8 +13,6 @@ from torchllm.checkpoint.index import Region
 from torchllm.checkpoint.plan import InventoryEntry, JobParts, make_index, region_numbers
 from torchllm.checkpoint.read_plan import Message, PackedBox, ReadPlan, plan_reads
 
-pytestmark = pytest.mark.quick
-
 
 def random_regions(generator: random.Random, shape: tuple[int, ...], ranks: int) -> list[Region]:
     """Parts of `ranks` ranks that make a whole tensor: cells of a random grid, each on one rank or more."""

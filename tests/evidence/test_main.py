@@ -8,8 +8,6 @@ from evidence.__main__ import main
 from tests.tools.planner.evidence.tables import write_rows
 from tests.tools.planner.evidence.test_calibrate import made
 
-pytestmark = pytest.mark.quick
-
 
 @pytest.mark.parametrize(
     ("command", "printed"),

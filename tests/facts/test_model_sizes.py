@@ -13,8 +13,6 @@ from torchllm.facts.flops import active_parameter_count, parameter_count
 from torchllm.models.decoder import build_model
 from torchllm.tools.config.read import read_table
 
-pytestmark = pytest.mark.quick
-
 FOLDER = Path(__file__).parents[2] / "train_configs" / "models"
 
 # Exact figures: those of the released checkpoints (Llama 2, 3.1, 3.2, Qwen2.5, Qwen3, OLMo 2, Mistral); for Hagemann

@@ -86,7 +86,6 @@ one, whose tensors have another number of dimensions), weighted sum, and router 
 LAYOUTS: dict[str, tuple[Settings, int]] = {
     "block, sp": ({**TWO, **BLOCK, **SP2}, 1),
     "norm and loss, fsdp": ({**TWO, **NORM, **LOSS, **FSDP2}, 0),
-    "full, fsdp": ({**TWO, **BLOCK, **FSDP2, "recompute.mode": "full"}, 0),
     "experts": ({**EXPERTS, **EP2}, PARTS),
 }
 """and how many graphs there are; 0: any number"""
@@ -95,6 +94,7 @@ AT_NIGHT: dict[str, tuple[Settings, int]] = {
     "norms of queries and keys": ({**TWO, **NORM, **BLOCK, "parallel.tp": 2, "model.qk_norm": "width"}, 0),
     "low-rank updates": ({**TWO, **BLOCK, **SP2, "lora.rank": 3, "lora.alpha": 12.0}, 0),
     "gpt with documents and chunks": ({**TWO, **BLOCK, **LOSS, **SP2, **GPT}, 0),
+    "full, fsdp": ({**TWO, **BLOCK, **FSDP2, "recompute.mode": "full"}, 0),
     "ffn, fsdp": ({**TWO, **BLOCK, **FSDP2, "recompute.mode": "ffn"}, 0),
     # what is recomputed is in the graph, on a CPU as well: full recomputes plain attention, selective none
     "full, sp": ({**TWO, **BLOCK, **SP2, "recompute.mode": "full", "model.attention": "eager"}, 0),

@@ -15,7 +15,7 @@ from tests.operations import Operations
 from tests.parallel.test_context import DOCUMENTS as WITH_DOCUMENTS
 from tests.parallel.test_context import RING2, ULYSSES2
 from tests.parallel.test_ring import DOCUMENTS, LENGTH, part_of
-from tests.parity import check
+from tests.parity import FEW, check
 from tests.workers import run
 from torchllm.facts.parts.gated_delta import DeltaSizes
 from torchllm.models.parts import delta_rule
@@ -202,7 +202,7 @@ MIXED: Settings = {
     "layout", [{**RING2, **WITH_DOCUMENTS}, {"parallel.tp": 2, "parallel.sequence_parallel": True}], ids=str
 )
 def test_layouts_train_the_same_model(layout: Settings) -> None:
-    check({**MIXED, **layout})
+    check({**FEW, **MIXED, **layout})
 
 
 @pytest.mark.exhaustive

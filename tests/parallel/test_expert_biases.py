@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.parity import Settings, check
+from tests.parity import FEW, Settings, check
 
 WITH_BIASES: Settings = {
     "model.layers": 2,
@@ -18,7 +18,7 @@ WITH_BIASES: Settings = {
 
 
 def test_a_bias_after_a_sum_over_tp_is_added_once() -> None:
-    check({**WITH_BIASES, "parallel.tp": 2})
+    check({**FEW, **WITH_BIASES, "parallel.tp": 2})
 
 
 @pytest.mark.exhaustive

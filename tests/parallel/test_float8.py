@@ -157,6 +157,7 @@ def test_gathers_in_8_bits_add_no_error_to_that_of_one_process() -> None:
     assert check_bfloat16(tiny(GATHERED), ragged=True) > 0.03
 
 
+@exhaustive
 def test_tensor_parallel_weights_are_gathered_in_16_bits() -> None:
     _, _, after = run(collectives_of_two_steps, 4, {**GATHERED, "parallel.tp": 2})[0]
     assert {collective.dtype for collective in after if collective.kind == "gather"} == {torch.bfloat16}

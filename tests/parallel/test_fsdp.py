@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.parallel.trace import Collective, Trace, module_named, traced
-from tests.parity import Settings, Trainer, build, check, tiny
+from tests.parity import FEW, Settings, Trainer, build, check, tiny
 from tests.workers import run
 from torchllm.config import Parallel
 from torchllm.models.decoder import Decoder, build_model
@@ -254,4 +254,4 @@ def test_a_step_of_two_ranks_is_that_of_one_process() -> None:
 
 def test_a_gather_too_many_is_never_used() -> None:
     """Recomputing a segment prefetches past its end; what it gathers in vain must not live on as stale weights."""
-    check({"parallel.dp_shard": 2, "recompute.mode": "segment", "parallel.prefetch": 3})
+    check({**FEW, "parallel.dp_shard": 2, "recompute.mode": "segment", "parallel.prefetch": 3})

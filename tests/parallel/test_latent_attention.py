@@ -1,12 +1,13 @@
 """Latent attention under each technique: gradients equal one process, and latents are sent instead of hidden states.
 
-With experts within groups, as DeepSeek-V3 has them, where a layout has `MIXTURE`.
+With experts within groups, as DeepSeek-V3 has them, where a layout has `MIXTURE`. Others: the lattice, whose sample has
+each pair of a setting and a mixer.
 """
 
 import pytest
 
 from tests.parallel.trace import Collective, traced
-from tests.parity import Settings, check
+from tests.parity import SHORT, Settings, check
 from tests.workers import run
 
 LATENT: Settings = {
@@ -41,24 +42,11 @@ SP: Settings = {**TP, "parallel.sequence_parallel": True}
 PP: Settings = {"parallel.pp": 2}
 BY_DEFAULT: dict[str, Settings] = {
     "tensor parallel": {**TP, **DOCUMENTS},
-    "sequence parallel": {**SP, "training.micro_batch_size": 2},
+    "sequence parallel": SP,
 }
 LAYOUTS: dict[str, Settings] = {
-    "tensor parallel without a latent of queries": {**TP, **NO_Q_LATENT},
-    "sequence parallel without a latent of queries": {**SP, **NO_Q_LATENT, "model.attention": "eager"},
-    "four ranks of sequence parallel": {**SP, "parallel.tp": 4, **MIXTURE, **DOCUMENTS},
-    "pipeline": {**PP, **NO_Q_LATENT},
-    "a split backward": {**PP, **SP, "parallel.schedule": "ZBVZeroBubble", "training.micro_batch_size": 2},
-    "Ulysses": {"parallel.cp": 2, "parallel.cp_method": "ulysses", **DOCUMENTS},
-    "Ulysses and tensor parallel": {"parallel.cp": 2, "parallel.cp_method": "ulysses", **TP},
-    "ring": {"parallel.cp": 2, **DOCUMENTS},
-    "ring and sequence parallel": {"parallel.cp": 2, **SP, "recompute.mode": "selective"},
-    "FSDP": {"parallel.dp_shard": 2, **MIXTURE, **NO_Q_LATENT},
     "expert parallel": {"parallel.dp_shard": 2, "parallel.ep": 2, **MIXTURE, **DOCUMENTS},
     "expert and sequence parallel": {"parallel.dp_shard": 2, **SP, "parallel.ep": 4, **MIXTURE},
-    "full recomputation": {**SP, "recompute.mode": "full"},
-    "selective recomputation": {**TP, "recompute.mode": "selective"},
-    "recomputation of every second product": {**SP, "recompute.mode": "selective_half", **MIXTURE},
     "compiled blocks": {**SP, "compile.block": True},
     "compiled blocks of FSDP": {"parallel.dp_shard": 2, "compile.block": True, **MIXTURE, "model.attention": "eager"},
     "compiled norms": {**TP, "compile.norm": True},
@@ -68,7 +56,7 @@ LAYOUTS: dict[str, Settings] = {
 
 @pytest.mark.parametrize("settings", BY_DEFAULT.values(), ids=BY_DEFAULT)
 def test_a_layout_trains_the_same_latents(settings: Settings) -> None:
-    check({**LATENT, **settings}, ragged=True)
+    check({**SHORT, **LATENT, **settings}, ragged=True)
 
 
 @pytest.mark.exhaustive

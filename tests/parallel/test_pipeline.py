@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.parallel.trace import Collective, traced
-from tests.parity import Settings, Trainer, build, check, tiny, whole_gradients
+from tests.parity import FEW, Settings, Trainer, build, check, tiny, whole_gradients
 from tests.workers import run
 from torchllm.facts.parameters import canonical_name
 from torchllm.runtime.heartbeat import heartbeat
@@ -77,7 +77,7 @@ def test_a_large_vocabulary_counts_as_blocks_and_the_split_is_printed() -> None:
 def test_split_backward_of_weights_that_are_freed_after_the_forward() -> None:
     """With which torch's own split loses gradients: see test_weight_gradients.py."""
     settings = {**PP2, "parallel.dp_shard": 2, "parallel.zero_stage": 3}
-    check({**settings, "parallel.schedule": "ZBVZeroBubble", "recompute.mode": "full"}, ragged=True)
+    check({**FEW, **settings, "parallel.schedule": "ZBVZeroBubble", "recompute.mode": "full"}, ragged=True)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.models.test_sinks import by_definition
 from tests.parallel.test_context import DOCUMENTS as WITH_DOCUMENTS
 from tests.parallel.test_ring import DOCUMENTS, HEADS, LENGTH, inputs_of, part_of, whole_inputs
-from tests.parity import Settings, check
+from tests.parity import SHORT, Settings, check
 from tests.workers import run
 from torchllm.config import Model
 from torchllm.models.attention import core_class
@@ -95,7 +95,7 @@ def test_ulysses_takes_the_sinks_of_its_heads() -> None:
     ids=str,
 )
 def test_a_layout_trains_the_same_model(layout: Settings) -> None:
-    check({**WITH_SINKS, **WITH_DOCUMENTS, "model.layers": 2, **layout})
+    check({**SHORT, **WITH_SINKS, **WITH_DOCUMENTS, **layout})
 
 
 @pytest.mark.exhaustive

@@ -17,7 +17,7 @@ from tests.parallel.test_ring import (
     part_of,
     whole_inputs,
 )
-from tests.parity import Settings, check
+from tests.parity import FEW, Settings, check
 from tests.workers import run
 from torchllm.config import Model
 from torchllm.models.attention import CORES, EagerAttention
@@ -69,7 +69,7 @@ def test_the_reference_has_the_window() -> None:
 
 @pytest.mark.parametrize("documents", [{}, WITH_DOCUMENTS], ids=["", "documents"])
 def test_kinds_with_and_without_windows_train_the_same_model(documents: Settings) -> None:
-    check({**WINDOWED, **documents})
+    check({**FEW, **WINDOWED, **documents})
 
 
 @pytest.mark.exhaustive

@@ -20,6 +20,9 @@ from torchllm.tools.planner.search.question import read_hardware, read_model
 ROOT = Path(__file__).parents[2]
 RANK = ["rank", "--model", "llama_13b", "--cluster", "dgx_a100", "--gpus", "16"]
 RANK += ["--sequence-length", "2048", "--global-batch-size", "512"]
+FIXED = ["--recompute.mode=none", "--parallel.schedule=1F1B", "--parallel.cp=1"]
+"""keys that make a search one of a second"""
+FEW = [*RANK, *FIXED]
 SMALL = ["rank", "--model=llama3_1b", "--cluster=dgx_h100", "--sequence-length=2048", "--global-batch-size=64"]
 
 
@@ -123,11 +126,10 @@ def test_explain_and_score_take_keys(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_the_best_number_of_gpus_up_to_a_limit(capsys: pytest.CaptureFixture[str]) -> None:
-    fixed = ["--recompute.mode=none", "--parallel.schedule=1F1B", "--parallel.cp=1"]  # a search of a second
-    main([*SMALL, *fixed, "--gpus=<=20", "--json"])
+    main([*SMALL, *FIXED, "--gpus=<=20", "--json"])
     [plan] = json.loads(capsys.readouterr().out)
     assert plan["gpus"] == 16
-    main([*SMALL, *fixed, "--gpus=20"])
+    main([*SMALL, *FIXED, "--gpus=20"])
     assert "\nFewer GPUs train faster: 16 make " in capsys.readouterr().out
 
 
@@ -158,23 +160,23 @@ def test_a_layout_that_may_not_fit_is_written_only_if_the_risk_is_accepted(
     monkeypatch.setattr("torchllm.tools.planner.evidence.validity.out_of_memory", lambda case, memory: 0.3)
     file = tmp_path / "mine.toml"
     with pytest.raises(UserError, match=r"^--write: .* runs out of memory in 30 of 100 cases .* --accept-risk"):
-        main([*RANK, "--write", str(file)])
+        main([*FEW, "--write", str(file)])
     assert not file.exists()
-    main([*RANK, "--write", str(file), "--accept-risk"])
+    main([*FEW, "--write", str(file), "--accept-risk"])
     assert file.exists()
 
 
 def test_days_and_price(capsys: pytest.CaptureFixture[str]) -> None:
-    main([*RANK, "--json", "--tokens", "1e12"])
+    main([*FEW, "--json", "--tokens", "1e12"])
     [plain] = json.loads(capsys.readouterr().out)
     main(
-        [*RANK, "--json", "--tokens", "1e12", "--price-per-gpu-hour", "2", "--mtbf-hours", "10", "--save-minutes", "60"]
+        [*FEW, "--json", "--tokens", "1e12", "--price-per-gpu-hour", "2", "--mtbf-hours", "10", "--save-minutes", "60"]
     )
     [priced] = json.loads(capsys.readouterr().out)
     plain, priced = plain["picks"][0], priced["picks"][0]
     assert priced["days"] == pytest.approx(plain["days"] / (1 - (0.5 + 10 / 60) / 10))
     assert priced["dollars"] == pytest.approx(2 * priced["gpu_hours"])
-    main([*RANK, "--tokens", "1e12", "--mtbf-hours", "20"])
+    main([*FEW, "--tokens", "1e12", "--mtbf-hours", "20"])
     assert "Days and price include failures: one per 20 hours loses 0.42 hours" in capsys.readouterr().out
 
 
@@ -241,20 +243,21 @@ def test_sizes_and_data_may_be_in_the_models_file(
     base = ROOT / "train_configs/models/llama_13b.toml"
     sizes = "[schedule]\nwarmup_steps = 50\n[training]\nsequence_length = 1024\nglobal_batch_size = 64\n"
     Path("mine.toml").write_text(f"base = {str(base)!r}\n{sizes}[[data.sources]]\nkind = 'text'\npath = 'a.txt'\n")
-    main(["rank", "--model=mine.toml", "--cluster=dgx_a100", "--gpus=8", "--write=again.toml"])
+    words = ["rank", "--model=mine.toml", "--cluster=dgx_a100", "--gpus=8", *FIXED]
+    main([*words, "--write=again.toml"])
     printed = capsys.readouterr()
     assert printed.out.splitlines()[2] == "sequences of 1,024 tokens, 64 per step (65,536 tokens)"
     assert printed.err == "wrote again.toml\n"
     (source,) = load_config(["again.toml", "--run.dry_run=true"]).data.sources
     assert source.path == "a.txt"
-    main(["rank", "--model=mine.toml", "--cluster=dgx_a100", "--gpus=8", "--write=few_steps", "--tokens=1e6"])
+    main([*words, "--write=few_steps", "--tokens=1e6"])
     refused = "--check refuses schedule.warmup_steps: 50 is over training.steps 15"
     assert capsys.readouterr().err == f"wrote few_steps\nfew_steps: {refused}\n"
     assert Path("few_steps").read_text().startswith(f"# {refused}\n# ")
 
 
 def test_several_numbers_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [word if word != "16" else "8,16" for word in RANK]
+    words = [word if word != "16" else "8,16" for word in FEW]
     main(words)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:3]] == ["GPUs", "8", "16"]
@@ -298,7 +301,7 @@ def test_what_is_wrong_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 def test_a_plot(tmp_path: Path) -> None:
     """Its title names model, GPUs and batch."""
     with mock.patch.object(plot, "draw", wraps=plot.draw) as draw:
-        main([*RANK, "--plot", str(tmp_path / "plan.png")])
+        main([*FEW, "--plot", str(tmp_path / "plan.png")])
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     title = draw.call_args.args[2]
     heading = "llama_13b on 16 x A100-SXM4-80GB (dgx_a100)"

@@ -90,7 +90,11 @@ def test_a_signal_to_one_rank_during_evaluation_stops_all_with_a_checkpoint(trai
 
 @pytest.mark.parametrize(
     ("recipe", "interval", "saved"),
-    [("recipes.pretrain", 3, 3), ("recipes.pretrain", STEPS, STEPS), ("tests.forks.d223729.pretrain", 3, 4)],
+    [
+        ("recipes.pretrain", 3, 3),
+        ("recipes.pretrain", STEPS, STEPS),
+        pytest.param("tests.forks.d223729.pretrain", 3, 4, marks=pytest.mark.exhaustive),
+    ],
     ids=["in the middle", "in the last step", "in a fork"],
 )
 def test_an_evaluation_that_would_keep_a_stop_waiting_is_given_up(

@@ -10,8 +10,6 @@ from torchllm.tools.adapt.balance import MAX_SPLITS, Costs, Rebalancer, best_par
 from torchllm.tools.adapt.balance import better_split as better_split_of_times
 from torchllm.tools.watch.stage_times import ForwardTimes
 
-pytestmark = pytest.mark.quick
-
 
 def better_split(
     split: tuple[int, ...], stage_seconds: tuple[float, ...], head: int, noise: float = 0.0

@@ -135,7 +135,7 @@ def test_a_layout_that_ended_a_job_is_not_tried_again(tmp_path: Path) -> None:
 
 
 def test_a_run_of_two_ranks_tunes_itself_and_trains(tmp_path: Path) -> None:
-    tuned = ["--parallel.layout=tune", f"--data.cache={tmp_path / 'cache'}", "--training.steps=4"]
+    tuned = ["--parallel.layout=tune", f"--data.cache={tmp_path / 'cache'}", "--training.steps=4", "--model.layers=2"]
     assert pretrain(2, tmp_path / "run", *tuned) == ["", ""]
     assert 'layout = "manual"' in (tmp_path / "run/config.toml").read_text()
     [times] = json.loads((tmp_path / "cache/tuned.json").read_text()).values()

@@ -180,7 +180,7 @@ BY_DEFAULT: dict[str, Settings] = {
         **{"model.experts": 4, "model.layers": 6, "training.global_batch_size": 2},
         **{"parallel.dp_shard": 2, "parallel.tp": 2},
     },
-    "kinds": {**KINDS, "model.layers": 13},
+    "kinds": {**KINDS, "model.pattern": ("local", "full"), "model.layers": 9},
 }
 
 

@@ -15,8 +15,6 @@ from torchllm.tools.launch.lease import DONE, RELEASED, Owner
 from torchllm.tools.launch.process_identity import this_process
 from torchllm.tools.launch.spare_node import ASKED, COMPLETE, FAILED, wait_for_job
 
-pytestmark = pytest.mark.quick
-
 START_TIMEOUT = 900.0
 
 OWNER = owner(**{**vars(this_process()), "boot": "another host's"}, job="7", count="0000000000")

@@ -16,6 +16,8 @@ from torchllm.tools.launch.stop_requests import STOP_SIGNALS, StopRequests
 @pytest.fixture(autouse=True)
 def _process_as_it_was() -> Iterator[None]:
     with process_as_it_was():
+        for number in STOP_SIGNALS:  # under nohup a test process ignores SIGHUP, and so would all that is tested
+            signal.signal(number, signal.SIG_DFL)
         yield
 
 

@@ -78,8 +78,10 @@ def test_a_held_out_sentence_that_training_has_is_dropped() -> None:
 
 
 def test_the_files_are_the_same_each_time(library: LibraryCorpus, tmp_path: Path) -> None:
+    some = list(standard_library())[::10]
     for folder in ("one", "two"):
-        write_library(library if folder == "one" else build_library(standard_library()), tmp_path / folder)
+        write_library(build_library(some), tmp_path / folder)
     for name in (TEXT, TRAIN, HELD_OUT):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-    assert read_pairs(tmp_path / "one" / TRAIN) == library.train
+    write_library(library, tmp_path / "all")
+    assert read_pairs(tmp_path / "all" / TRAIN) == library.train

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from tests.tools.dry_run import preload
 from tests.tools.planner.test_comms import cluster
 from torchllm import config as c
-from torchllm.config.schema import Lora
+from torchllm.config.schema import Lora, RecomputeMode
 from torchllm.tools.config.checks import problems
 from torchllm.tools.config.read import read_table
 from torchllm.tools.dry_run.run import examine
@@ -217,6 +217,33 @@ def planned_memory(config: c.Config, rank: int = 0, fused_norm: bool = True, com
     hardware = cluster("dgx_h100")  # bytes do not depend on it
     case = Case(model, training, parallel, config.recompute, kernels, hardware, software, config.trained, imbalance=1.0)
     return memory_of(case, stage_sizes(case), rank)
+
+
+def peak_errors(
+    model: c.Model,
+    layout: dict[str, Any],
+    mode: RecomputeMode,
+    chunk: int = 0,
+    micro_batches: int = 4,
+    document_mask: bool = False,
+) -> dict[int, float]:
+    """Return the planned peak over the traced one, minus 1, by pipeline rank.
+
+    layout: of [parallel]. chunk: tokens of the loss. Micro batches have one sequence of 4,096 tokens.
+    """
+    preload()
+    parallel = c.Parallel(dp_replicate=1, **layout)
+    training = c.Training(
+        sequence_length=4096,
+        dtype="bfloat16",
+        micro_batch_size=1,
+        global_batch_size=micro_batches * parallel.data_ranks,
+        loss_chunk=chunk,
+    )
+    recompute, data = c.Recompute(mode=mode), c.Data(document_mask=document_mask)
+    config = c.Config(model=model, parallel=parallel, training=training, recompute=recompute, data=data, cluster=GPU)
+    kinds = examine(config).kinds
+    return {kind.shown: planned_memory(config, kind.shown).live / sum(kind.memory.values()) - 1 for kind in kinds}
 
 
 class Compared(NamedTuple):

@@ -6,10 +6,8 @@ from typing import Any, get_args
 import pytest
 
 import torchllm.config as c
-from tests.tools.dry_run import preload
-from tests.tools.planner.memory_layouts import GPU, planned_memory, read_model
+from tests.tools.planner.memory_layouts import peak_errors, read_model
 from tests.tools.planner.test_predict import case
-from torchllm.tools.dry_run.run import examine
 from torchllm.tools.planner.parameters import different_views, sizes_of_split
 from torchllm.tools.planner.predict import hardware_flops, predict, stage_sizes
 from torchllm.tools.planner.stage import cost_of_block, stage_cost
@@ -69,22 +67,10 @@ def test_memory_is_what_the_dry_run_traces(layout: dict[str, Any]) -> None:
 
 def errors_of(model: c.Model, layout: dict[str, Any]) -> dict[tuple[str, int], float]:
     """Return the relative error of the planned peak of each kind of ranks, by recompute.mode and the shown rank."""
-    preload()
-    parallel = c.Parallel(dp_replicate=1, **layout)
     errors = {}
-    training = c.Training(sequence_length=4096, dtype="bfloat16", global_batch_size=4 * parallel.data_ranks)
     for mode in get_args(c.Recompute.__annotations__["mode"]):
-        config = c.Config(
-            model=model,
-            parallel=parallel,
-            training=replace(training, micro_batch_size=1),
-            recompute=c.Recompute(mode=mode),
-            data=c.Data(document_mask=True),
-            cluster=GPU,
-        )
-        for kind in examine(config).kinds:
-            planned = planned_memory(config, kind.shown).live
-            errors[mode, kind.shown] = planned / sum(kind.memory.values()) - 1
+        of_ranks = peak_errors(model, layout, mode, document_mask=True)
+        errors |= {(mode, rank): error for rank, error in of_ranks.items()}
     return errors
 
 

@@ -130,7 +130,6 @@ BY_DEFAULT = (
     "8B, loss in chunks",
     "GPT, tied",
     "1B, tied, summed over micro batches",
-    "Qwen3, sequence parallel, selective",
     "OLMo 2, norms after, selective",
     "13B, every other block, pipeline",
     "GLM-4.5 Air, one dense block, shared expert",

@@ -8,7 +8,7 @@ import pytest
 
 import torchllm.config as c
 from tests.tools.dry_run import preload
-from tests.tools.planner.memory_layouts import GPU, planned_memory, read_model
+from tests.tools.planner.memory_layouts import GPU, peak_errors, read_model
 from tests.tools.planner.test_predict import case
 from torchllm.facts.parts.registry import parameter_of_block, shapes_of_view
 from torchllm.tools.dry_run.run import examine
@@ -39,18 +39,8 @@ LAYOUTS: list[dict[str, Any]] = [
 
 def error_of(layout: dict[str, Any], mode: Any) -> float:
     """Return the planned peak over the traced one, minus 1: the core's backward is the peak, with logits in chunks."""
-    preload()
-    parallel = c.Parallel(dp_replicate=1, **layout)
-    training = c.Training(
-        sequence_length=4096,
-        dtype="bfloat16",
-        micro_batch_size=1,
-        global_batch_size=parallel.data_ranks,
-        loss_chunk=256,
-    )
-    config = c.Config(model=MODEL, parallel=parallel, training=training, recompute=c.Recompute(mode=mode), cluster=GPU)
-    (kind,) = examine(config).kinds
-    return planned_memory(config).live / sum(kind.memory.values()) - 1
+    (error,) = peak_errors(MODEL, layout, mode, micro_batches=1, chunk=256).values()
+    return error
 
 
 def test_memory_of_a_recurrence_is_what_the_dry_run_traces() -> None:

@@ -6,10 +6,8 @@ from typing import Any
 import pytest
 
 import torchllm.config as c
-from tests.tools.dry_run import preload
-from tests.tools.planner.memory_layouts import GPU, planned_memory, read_model
+from tests.tools.planner.memory_layouts import peak_errors, read_model
 from tests.tools.planner.test_predict import case
-from torchllm.tools.dry_run.run import examine
 from torchllm.tools.planner.predict import predict
 
 MODEL = replace(read_model("llama3_1b"), layers=6, tied_embeddings=False, mtp_depth=1)
@@ -30,30 +28,13 @@ WORST, MEAN = 0.04, 0.01
 """found: 2.7 % of the last rank of a split backward, else at most 0.9 %"""
 
 
-def errors_of(model: c.Model, layout: dict[str, Any], mode: c.RecomputeMode, chunk: int) -> dict[int, float]:
-    """Return the planned peak over the traced one, minus 1, by pipeline rank."""
-    preload()
-    parallel = c.Parallel(dp_replicate=1, **layout)
-    training = c.Training(
-        sequence_length=4096,
-        dtype="bfloat16",
-        micro_batch_size=1,
-        global_batch_size=4 * parallel.data_ranks,
-        loss_chunk=chunk,
-    )
-    recompute = c.Recompute(mode=mode)
-    config = c.Config(model=model, parallel=parallel, training=training, recompute=recompute, cluster=GPU)
-    kinds = examine(config).kinds
-    return {kind.shown: planned_memory(config, kind.shown).live / sum(kind.memory.values()) - 1 for kind in kinds}
-
-
 def test_memory_is_what_the_dry_run_traces() -> None:
-    assert max(map(abs, errors_of(*LAYOUTS[0]).values())) < 0.005
+    assert max(map(abs, peak_errors(*LAYOUTS[0]).values())) < 0.005
 
 
 @pytest.mark.exhaustive
 def test_memory_in_all_layouts() -> None:
-    errors = {(str(row[1:]), rank): error for row in LAYOUTS for rank, error in errors_of(*row).items()}
+    errors = {(str(row[1:]), rank): error for row in LAYOUTS for rank, error in peak_errors(*row).items()}
     assert max(map(abs, errors.values())) <= WORST
     assert sum(map(abs, errors.values())) <= MEAN * len(errors)
 

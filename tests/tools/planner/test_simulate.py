@@ -7,8 +7,6 @@ from torchllm.config import SCHEDULES, Parallel
 from torchllm.tools.planner.schedules import Action, Entry, orders
 from torchllm.tools.planner.simulate import Simulated, StageTimes, simulate
 
-pytestmark = pytest.mark.quick
-
 SPLIT = [name for name, kind in SCHEDULES.items() if kind.splits_backward]
 WHOLE = [name for name, kind in SCHEDULES.items() if not kind.splits_backward]
 INTERLEAVED = [name for name, kind in SCHEDULES.items() if kind.most_stages == math.inf]

@@ -187,11 +187,15 @@ def test_work_grows_with_the_collectives_and_not_with_their_square(on_gpu: bool)
 
 @pytest.mark.exhaustive
 def test_a_rank_waits_for_rows_of_experts_that_another_computes() -> None:
-    """Rank 1's experts take 0.2 s longer."""
+    """Rank 1's experts take `LATE` longer: more than a loaded machine delays either rank."""
     waiting, working = run(_slow_experts, 2)
-    assert waiting["exposed ep"] > 0.15
-    assert working.get("exposed ep", 0.0) < 0.1
-    assert working["forward"] > 0.2
+    assert waiting["exposed ep"] > 0.75 * LATE
+    assert working.get("exposed ep", 0.0) < 0.5 * LATE
+    assert working["forward"] > LATE
+
+
+LATE = 1.0
+"""seconds"""
 
 
 def _slow_experts() -> dict[str, float]:
@@ -204,7 +208,7 @@ def _slow_experts() -> dict[str, float]:
     forward = Experts.forward
 
     def late_forward(module: Experts, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.2 * dist.get_rank())
+        time.sleep(LATE * dist.get_rank())
         return forward(module, rows, ends)
 
     dist.barrier()

@@ -19,10 +19,9 @@ import pytest
 from tests.launched import ends
 from tests.patience import patience, text_with, until
 from tests.tiny_run import DEBUG, ROOT, SMALL, changed, metrics
-from torchllm.config import Config, Data, Metrics, Run, Source, write_config
+from torchllm.config import Config, Metrics, Run, write_config
 from torchllm.metrics.sinks import JsonLines, Record
 from torchllm.tools.config.by_key import values_by_key
-from torchllm.tools.config.checks import problems
 from torchllm.tools.front.preflight import inspect_training
 from torchllm.tools.watch import trackers
 from torchllm.tools.watch.send_records import Sender
@@ -265,19 +264,6 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: 
     found = {problem.key: problem.message for problem in inspect_training(config).problems}
     assert found["metrics.wandb"] == "the package wandb is missing: pip install 'torchllm[wandb]'"
     assert "pip install 'torchllm[mlflow]'" in found["metrics.mlflow"]
-
-
-def test_a_config_with_a_secret_is_sent_to_no_tracker() -> None:
-    for path, is_secret in [
-        ("https://bee:honey@hub.example/corpus", True),
-        ("hf_" + "a1B2" * 8, True),
-        ("https://hub.example:80/c", False),
-    ]:
-        config = replace(Config(), data=Data(sources=(Source(kind="text", path=path),)))
-        assert not [problem for problem in problems(config, 1) if "uploads the config" in problem.message], path
-        sending = replace(config, metrics=Metrics(trackio="bees"))
-        found = [problem.key for problem in problems(sending, 1) if "metrics.trackio uploads the config" in problem[1]]
-        assert found == (["data.sources.0.path"] if is_secret else []), path
 
 
 def leveldb_records(log: bytes) -> Iterator[bytes]:
