@@ -5,6 +5,7 @@ that is drawn (`torchllm/tools/proof/sample.py`) gets some. The tests compare th
 
     python -m tests.lattice FILE.toml                         # a layout that failed, from the TOML of its message
     python -m tests.lattice draw --count=50 --seed=1          # others, in float32 and in bfloat16
+    python -m tests.lattice draw --count=50 --resumed         # pairs: saved in one layout, resumed in another
     python -m tests.lattice draw --count=all-meshes --report=FILE          # every mesh x schedule x cp method x sp
     python -m tests.lattice draw --count=all-expert-meshes --report=FILE   # x ep, of a mixture of experts
     python -m tests.lattice sample                            # writes lattice_sample.json anew, for another setting
@@ -25,7 +26,7 @@ import numpy as np
 import torch
 
 from tests import workers
-from tests.parity import STEPS, check_bfloat16, check_config, tiny
+from tests.parity import STEPS, check_bfloat16, check_config, check_resumed, tiny
 from torchllm import config as c
 from torchllm.config import FAMILIES, Config, Kinds
 from torchllm.config.write import dump_toml
@@ -52,6 +53,8 @@ MESH = (*AXES, "parallel.schedule", "parallel.cp_method", "parallel.sequence_par
 """what `every_mesh` combines in full"""
 FIRST = 16
 """layouts of the sample that have every setting"""
+OF_LAYOUTS = ("parallel.", "recompute.", "training.micro_batch_size", "training.loss_chunk")
+"""keys in which the layouts of one run may differ"""
 ALL_MESHES, ALL_EXPERT_MESHES = "all-meshes", "all-expert-meshes"
 
 MOMENTUM = "optimizer.momentum"
@@ -109,6 +112,23 @@ MIXTURES: dict[str | None, Settings] = {
         "model.router_groups": 4,
         "model.router_top_groups": 2,
     },
+    "gpt-oss": {
+        "model.experts": 8,
+        "model.top_k": 2,
+        "model.expert_ffn": 48,
+        "model.expert_biases": True,
+        "model.activation": "clamped_silu",
+    },
+    "Gemma 4": {
+        "model.experts": 8,
+        "model.top_k": 3,
+        "model.expert_ffn": 48,
+        "model.dense_beside": True,
+        "model.norm_position": "both",
+        "model.qk_norm": "head",
+        "model.balance_loss": "sequence",
+        "model.balance_weight": 0.3,
+    },
     "GLM-4.5, ep 4": {
         "model.experts": 8,
         "model.top_k": 3,
@@ -144,6 +164,8 @@ MODEL_PARTS: dict[str | None, Settings] = {
     },
     "Qwen3-Next": {"model.attention_gate": "element", "model.norm_offset": True},
     "gates of heads": {"model.attention_gate": "head"},
+    "gpt-oss": {"model.sinks": True, "model.o_bias": True},
+    "Gemma 4": {"model.v_norm": True, "model.softmax_scale": 1.0, "model.activation": "gelu_tanh"},
 }
 """settings of parts that no layout depends on, by the model that has them; None: none"""
 MIXER = "model.mixer"
@@ -155,17 +177,47 @@ LATENT: Settings = {
     "model.rope_head_dim": 4,
     "model.v_head_dim": 6,
     "model.rope_interleaved": True,
+    "model.latent_norm_epsilon": 1e-4,
 }
 MIXERS: dict[str | None, Settings] = {
     None: {},
     "DeepSeek-V3": {**LATENT, "model.latent_q_width": 20, "model.softmax_scale": 0.4},
     "Moonlight": LATENT,
+    "OLMo Hybrid": {
+        "model.mixer": "gated_delta",
+        "model.delta_key_heads": 4,
+        "model.delta_value_heads": 8,
+        "model.delta_key_dim": 6,
+        "model.delta_value_dim": 10,
+        "model.delta_conv": 3,
+        "model.delta_norm_epsilon": 1e-4,
+        "model.delta_negative": True,
+    },
 }
 """settings of a mixer, by the model that is built so; None: attention"""
-OF_ATTENTION = ("kv_heads", "head_dim", "qkv_bias", "norm_position", "qk_norm", "window", "pattern")
-"""keys of [model] that other mixers do not have, or not here"""
+OF_ATTENTION = ("kv_heads", "head_dim", "qkv_bias", "norm_position", "qk_norm", "window", "pattern", "lora.rank")
+UNREAD = dict.fromkeys(MIXERS, OF_ATTENTION) | {None: (), "OLMo Hybrid": (*OF_ATTENTION, "attention", "rope_scaling")}
+"""keys of [model], and others, that a mixer does not have, or not here"""
 KINDS = "model.pattern"
 """None: all blocks are as [model] says, else they are of the kinds of `kinds_of`"""
+HYBRID = "linear linear shared full"
+ROPE_SCALINGS: dict[str | None, Settings] = {
+    None: {},
+    "linear": {},
+    "llama3": {
+        "model.rope_original_length": 16,
+        "model.rope_low_frequency_factor": 0.5,
+        "model.rope_high_frequency_factor": 3.0,
+    },
+    "yarn": {
+        "model.rope_original_length": 16,
+        "model.rope_beta_fast": 8.0,
+        "model.rope_beta_slow": 0.5,
+        "model.rope_truncate": False,
+        "model.rope_attention_factor": 1.2,
+    },
+}
+"""further settings of a scaling of rotary frequencies"""
 
 LAYOUT: dict[str, tuple[Any, ...]] = {
     **degrees(MOST_RANKS),
@@ -187,10 +239,12 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "model.window": (0, 13),  # 13: of sequences of 48 tokens, of 35 and of 56, and a part of what a cp rank has
     ROPE_SCALING: (None, "llama3", "linear", "yarn"),
     "model.vocab": (96, 97),  # 97: shards of unequal size
-    KINDS: (None, "local local mid full"),  # a stage has other kinds by its own indices
+    "model.vocab_padding": (0, 7),
+    KINDS: (None, "local local mid full", HYBRID),  # a stage has other kinds by its own indices
     EXPERTS: tuple(MIXTURES),
     "data.document_mask": (False, True),
     "lora.rank": (0, 3),
+    "model.frozen": ("", r"embed_tokens.*|layers\.[02]\..*"),
     "model.mtp_depth": (0, 2),
     "training.z_loss": (0.0, 0.02),
     MOMENTUM: (None, 0.0, 0.9),
@@ -228,14 +282,17 @@ class TinySpace(LayoutSpace):
         if not key.startswith(("model.", "lora.")) or key == "model.family":
             return super().choices(key, layout)
         values, features = self.settings[key], FAMILIES[layout["model.family"]]
-        matters = layout.get(MIXER) is None or key.removeprefix("model.") not in (*OF_ATTENTION, "lora.rank")
+        matters = key.removeprefix("model.") not in UNREAD.get(layout.get(MIXER), ())
+        is_llama = layout["model.family"] == "llama"
         match key:
             case _ if not matters:
                 return ()
             case "lora.rank":
-                matters = layout.get(EXPERTS) is None and layout["model.family"] == "llama"
-            case "model.mtp_depth":
+                matters = layout.get(EXPERTS) is None and is_llama and layout.get(KINDS) != HYBRID
+            case "model.mtp_depth" | "model.frozen":
                 matters = not layout.get("lora.rank")
+            case "model.pattern" if not is_llama:
+                values = tuple(name for name in values if name != HYBRID)
             case "model.mixer":
                 matters = not features.learned_positions
             case "model.experts":  # experts are SwiGLU layers
@@ -244,8 +301,12 @@ class TinySpace(LayoutSpace):
                 # experts are one number in float32: which are chosen is rounding, unless they go by their logits.
                 if layout.get("model.norm_position") == "after":
                     values = tuple(name for name in values if "model.router_bias" not in MIXTURES[name])
-            case "model.softmax_scale" if layout["model.family"] != "llama":
+                if layout.get(MIXER) is not None:
+                    values = tuple(name for name in values if "model.qk_norm" not in MIXTURES[name])
+            case "model.softmax_scale" if not is_llama:
                 values = tuple(name for name in values if not needs_llama(MODEL_PARTS[name]))
+            case "model.softmax_scale" if layout.get(MIXER) is not None:
+                values = (None, "Gemma 3", "Granite")
             case "model.rope_scaling":
                 matters = not features.learned_positions
             case "model.qkv_bias":
@@ -273,13 +334,18 @@ class TinySpace(LayoutSpace):
             keys["model.score_softcap"] = 0.3
         if layout.get(PARTS) == "Qwen3-Next" and keys.get("model.shared_experts"):
             keys["model.shared_gate"] = True
+        if layout.get(PARTS) == "Gemma 4" and layout.get("model.norm_position") == "both":
+            keys["model.block_scale"] = True
+        if keys.get("model.mtp_depth"):
+            keys["model.mtp_weight"] = 0.7
         keys.pop(MIXER, None)
         keys |= MIXERS[layout.get(MIXER)]
         if (pattern := keys.pop(KINDS, None)) is not None:
             keys |= {KINDS: tuple(pattern.split()), "model.kinds": kinds_of(layout)}
         if keys.pop(ROPE_SCALING, None) is not None:
-            keys |= {ROPE_SCALING: layout[ROPE_SCALING], "model.rope_scaling_factor": 4.0}
-        if layout.get("model.norm_position") in ("after", "both"):
+            scaling = layout[ROPE_SCALING]
+            keys |= {ROPE_SCALING: scaling, "model.rope_scaling_factor": 4.0, **ROPE_SCALINGS[scaling]}
+        if keys.get("model.norm_position") in ("after", "both"):
             # A fresh model's attention and feed-forward layer return numbers so small that norms after them would
             # multiply rounding by hundreds: this is more than their variance.
             keys["model.norm_epsilon"] = 1e-2
@@ -303,15 +369,19 @@ class TinySpace(LayoutSpace):
 
 def needs_llama(settings: Settings) -> bool:
     """Return whether only a model of Llama's family has some settings."""
-    return not settings.keys().isdisjoint({"model.norm_offset", "model.activation"})
+    return not settings.keys().isdisjoint({"model.norm_offset", "model.activation", "model.o_bias"})
 
 
 def kinds_of(layout: Layout) -> Kinds:
-    """Return three kinds of blocks: two with windows, of which one has other rotary positions and one has none.
+    """Return three kinds of blocks: two with windows, of which one has other rotary positions and one has none; or, of
+    a hybrid, two with attention, of which one has keys as values and other heads.
 
     Without rotary positions a bias of keys adds one number to all scores of a query, so that its gradient would be
     rounding: some features have them then.
     """
+    if layout[KINDS] == HYBRID:
+        shared: Settings = {"keys_as_values": True, "head_dim": 12, "rotary_fraction": 0.5, "rope_proportional": True}
+        return Kinds(linear={"mixer": "gated_delta"}, shared=shared, full={})
     local: Settings = {"window": 7}
     mid: Settings = {"window": 12}
     if not FAMILIES[layout["model.family"]].learned_positions:
@@ -440,6 +510,22 @@ def experts_at_random(count: int, seed: int) -> list[Layout]:
     return draw_at_random(EXPERT_SPACE, expert_lattice(), count, seed)
 
 
+def resumed_at_random(count: int, seed: int) -> list[tuple[Layout, Layout]]:
+    """Return pairs of layouts of one model: of a run that is saved, and of one that goes on with its checkpoint."""
+    layouts = lattice()
+    random = np.random.default_rng(seed)
+    pairs: list[tuple[Layout, Layout]] = []
+    for resumed in draw_at_random(SPACE, layouts, count, seed):
+        options = {key: value for key, value in resumed.items() if not key.startswith(OF_LAYOUTS)}
+        while True:
+            of_layout = layouts[random.integers(len(layouts))]
+            saved = of_layout | options | {MICRO_BATCH: 1}
+            if SPACE.is_valid(saved) and SPACE.config(saved).model == SPACE.config(resumed).model:
+                pairs.append((saved, resumed))
+                break
+    return pairs
+
+
 class Failed(AssertionError):
     """A layout trains another model, or fails. The text has the reason, and the TOML and command to reproduce it."""
 
@@ -458,6 +544,14 @@ def compare_bfloat16(layout: Layout, space: LayoutSpace = SPACE) -> float:
         return check_bfloat16(space.config(layout), ragged=True)
     except Exception as error:
         raise Failed(describe_failure(layout, error, space)) from error
+
+
+def compare_resumed(saved: Layout, resumed: Layout) -> float:
+    """Take a step in one layout and the others in another one, and compare these with one process."""
+    try:
+        return check_resumed(SPACE.config(saved), SPACE.config(resumed), ragged=True)
+    except Exception as error:
+        raise Failed(f"saved in {describe_layout(saved)}, then\n{describe_failure(resumed, error, SPACE)}") from error
 
 
 def describe_failure(layout: Layout, error: Exception, space: LayoutSpace = SPACE) -> str:
@@ -501,7 +595,21 @@ def record_of(layout: Layout, space: LayoutSpace) -> dict[str, Any]:
     return {**record, "seconds": time.monotonic() - started}
 
 
+def draw_resumed(count: int, seed: int) -> int:
+    failed = 0
+    for saved, resumed in resumed_at_random(count, seed):
+        try:
+            print(f"{compare_resumed(saved, resumed)} {describe_layout(saved)}; {describe_layout(resumed)}", flush=True)
+        except Failed as failure:
+            failed += 1
+            print(failure, flush=True)
+    print(f"{count} pairs of layouts, {failed} failed")
+    return failed
+
+
 def draw(arguments: argparse.Namespace) -> int:
+    if arguments.resumed:
+        return draw_resumed(int(arguments.count), arguments.seed)
     from tests.lattice_report import read
 
     done = [record["layout"] for record in read(arguments.report) if "error" in record]
@@ -538,6 +646,7 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.lattice draw")
     parser.add_argument("--count", default="20", help=f"a number, {ALL_MESHES} or {ALL_EXPERT_MESHES}")
     parser.add_argument("--seed", type=int, default=0, help="another seed draws other layouts")
+    parser.add_argument("--resumed", action="store_true", help="runs that are saved in another layout")
     parser.add_argument("--report", default="", help="file that gets a line of JSON per layout; goes on with it")
     return 1 if draw(parser.parse_args(words[1:])) else 0
 

@@ -7,16 +7,20 @@ normalization, norm, clipping and torch's plain optimizer.
 import dataclasses
 import functools
 import math
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.workers import run
 from torchllm import config as c
+from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.config import Config
 from torchllm.data.batch import Batch
 from torchllm.facts.parameters import canonical_name, rule_of
@@ -234,6 +238,20 @@ class Trainer:
         rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)
         self.step = TrainStep(self.stages, self.forward_backward, self.optimizer, rate, self.mesh, config.training, CPU)
 
+    def checkpoints(self) -> Checkpointer:
+        """Return what saves this run to its folder, and resumes it from there."""
+        extra_state = self.step.expert_balance.tensors
+        options: dict[str, Any] = {"host_group": dist.group.WORLD, "extra_state": extra_state}
+        return Checkpointer(
+            self.config.checkpoint, Path(self.config.run.folder), self.stages, self.optimizer, **options
+        )
+
+    def resume(self) -> int:
+        """Go on from the newest checkpoint of the run's folder; returns its step."""
+        manifest = self.checkpoints().resume()
+        assert manifest is not None
+        return manifest.step
+
     def batches(self, step: int, ragged: bool = False) -> list[Batch]:
         """Return this rank's micro batches of a step."""
         return my_batches(self.config, self.mesh, step, ragged)
@@ -308,8 +326,9 @@ def even_recipe(config: Config, runtime: Runtime, monitor: Any) -> None:
 def _recipe(config: Config, monitor: Any, ragged: bool) -> None:
     """Take the steps of a config on this rank, and evaluate after the last one if the config evaluates at all."""
     trainer = Trainer(config, compute_dtype(config.training, CPU))
-    monitor.begin(config, trainer.mesh, trainer.stages, None, 0)
-    for step in range(1, config.training.steps + 1):
+    start = trainer.resume() if config.run.folder else 0
+    monitor.begin(config, trainer.mesh, trainer.stages, None, start)
+    for step in range(start + 1, config.training.steps + 1):
         result = trainer.step(step, trainer.batches(step, ragged))
         validation_loss = None
         if config.evaluate.interval and step == config.training.steps:
@@ -350,6 +369,28 @@ def check_config(config: Config, ragged: bool) -> float:
         config = decided(config, ragged)
     trained = run(train_config, world_size(config), config, ragged)[0]
     return compare(trained, reference_of(config, ragged))
+
+
+def check_resumed(saved: Config, resumed: Config, ragged: bool) -> float:
+    """Take the first step in one layout and the others in another one, from its checkpoint, and compare these with one
+    process that took all; returns the worst gradient error."""
+    if resumed.model.experts:
+        resumed = decided(resumed, ragged)
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"run.folder": folder, "run.seed": resumed.run.seed}
+        run(take_first_step, world_size(saved), with_settings(saved, settings), ragged)
+        trained = run(train_config, world_size(resumed), with_settings(resumed, settings), ragged)[0]
+    assert trained.start == 1
+    return compare(trained, reference_of(resumed, ragged))
+
+
+def take_first_step(config: Config, ragged: bool) -> None:
+    """Take the first step of a config on this rank, and save it."""
+    trainer = Trainer(config)
+    trainer.step(1, trainer.batches(1, ragged))
+    checkpoints = trainer.checkpoints()
+    checkpoints.save(1, {})
+    checkpoints.close()
 
 
 def check_bfloat16(config: Config, ragged: bool) -> float:

@@ -1,5 +1,6 @@
 """A run that changes its layout at every checkpoint is the run that never stopped."""
 
+import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.lattice import compare_resumed, resumed_at_random
 from tests.parity import CPU, Settings, Trainer, tiny, whole, world_size
 from tests.workers import run
 from torchllm.checkpoint.checkpointer import Checkpointer
@@ -120,3 +122,18 @@ def test_a_run_that_changes_its_layout_at_every_step(tmp_path: Path, hops: list[
             assert hop.losses == pytest.approx([uninterrupted.losses[index]], rel=1e-5)
             assert hop.saved == by_rank[0].saved != saved
         saved = by_rank[0].saved
+
+
+PAIRS = 20
+
+
+@functools.cache
+def pairs_at_random() -> list[tuple[Settings, Settings]]:
+    return resumed_at_random(PAIRS, seed=1)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("index", range(PAIRS))
+def test_a_run_resumes_in_another_layout_that_is_drawn(index: int) -> None:
+    """Of a model with the parts that the lattice draws."""
+    compare_resumed(*pairs_at_random()[index])

@@ -72,6 +72,8 @@ SPARSE = {
     "gpt_oss_20b": (20_914_757_184, 4.2),
     "gpt_oss_120b": (116_829_156_672, 5.7),
 }
+# All parameters that transformers' class has, and billions of those that a token uses, as the card prints them.
+SPARSE["gemma4_26b_a4b"] = (25_233_141_760, 3.8)
 # All parameters in the files of zai-org/GLM-4.5 and GLM-4.5-Air, and billions of parameters that a token uses, as the
 # authors round them (arXiv 2508.06471, table 1: 32B and 12B).
 GLM = {"glm4.5": (358_337_791_296, 32), "glm4.5_air": (110_468_824_832, 12)}

@@ -38,6 +38,9 @@ MODELS = {
         pattern=("window", "full"),
         kinds=Kinds(window={"window": 4}, full={"keys_as_values": True, "head_dim": 6}),
     ),
+    "gemma4-experts": replace(
+        TINY, **{"experts": 3, "expert_ffn": 8, "dense_beside": True, "norm_position": "both", "dense_layers": 1}
+    ),
     "gpt-gated": replace(TINY, family="gpt", attention_gate="head"),
     "gpt-oss": replace(TINY, sinks=True, o_bias=True, experts=3, dense_layers=1, expert_biases=True),
     "deepseek": replace(TINY, **LATENT, latent_q_width=6),
@@ -105,6 +108,7 @@ def test_rows_agree_with_what_the_parameters_are() -> None:
         assert (rule.start in ("normal", "residual")) == (matrix or taps or "sinks" in parameter), parameter
         assert (rule.start == "residual") == bool(re.search(r"\b(o|down)_proj(\.weight)?$", parameter)), parameter
         is_norm = "norm" in parameter and parameter.endswith("weight")
+        is_norm |= parameter.endswith("_scale")  # of what a router norms, and of experts
         assert (rule.start in ("identity", "ones")) == is_norm, parameter
 
 

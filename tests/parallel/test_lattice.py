@@ -6,6 +6,7 @@
 import functools
 import json
 from collections.abc import Iterable, Sequence
+from typing import get_args
 
 import pytest
 import torch
@@ -37,6 +38,8 @@ from tests.lattice import (
 from tests.lattice_report import BEGIN, END, PAGE, RESULTS, markdown_table
 from tests.parity import Settings, check, check_bfloat16, tiny
 from tests.workers import run
+from torchllm.config import Model
+from torchllm.config.field_types import field_types, plain_type
 from torchllm.runtime.torch_compat import local_region
 from torchllm.tools.config.checks import problems
 from torchllm.tools.proof.layouts import AXES, MICRO_BATCH, LayoutSpace, describe_layout
@@ -58,6 +61,31 @@ def test_the_first_layouts_of_the_sample_have_every_setting() -> None:
     of_degrees = {(axis, degree) for axis in AXES for degree in (1, 2, 3)}
     without_effect = {pair for pair in expected if pair[0] in (*AXES, MICRO_BATCH, "parallel.ep")}
     assert found == (expected - without_effect) | of_degrees | {(MICRO_BATCH, True), (MICRO_BATCH, False)}
+
+
+UNDRAWN = {
+    **dict.fromkeys(("from_hf", "upcycle", "upcycle_noise"), "where weights come from: tests/tools/hub"),
+    "block": "of forks: tests/tools/proof/test_prove.py",
+    **dict.fromkeys(("hidden", "max_sequence_length"), "sizes without further cases"),
+    "initial_std": "of the start alone: tests/parallel/test_initialize.py",
+}
+"""keys of [model] that have one value in all layouts, and why"""
+UNDRAWN_CHOICES = {("attention", "flash"), ("attention", "flex")}
+"""values of keys that have a list of them: those without a backward on a CPU"""
+
+
+def test_the_sample_changes_every_key_of_the_model() -> None:
+    """Not drawn are data.packing and optimizer.state_dtype: the tests make the batches, and compare with torch's AdamW.
+    tests/data/test_best_fit.py and tests/optim/test_rounded.py have their layouts."""
+    models = [SPACE.config(layout).model for layout in (*sample().first, *sample().rest)]
+    views = {view for model in models for view in (model, *model.views)}
+    drawn = {name: {repr(getattr(view, name)) for view in views} for name in field_types(Model)}
+    assert {name for name, values in drawn.items() if len(values) == 1} == UNDRAWN.keys()
+    missing = set()
+    for name, annotated in field_types(Model).items():
+        choices = [value for value in get_args(plain_type(annotated)[0]) if isinstance(value, str)]
+        missing |= {(name, choice) for choice in choices if repr(choice) not in drawn[name]}
+    assert missing == UNDRAWN_CHOICES
 
 
 @pytest.mark.parametrize("index", range(FIRST))

@@ -34,6 +34,10 @@ GEMMA4: Settings = {
         },
     ),
 }
+GEMMA4_EXPERTS: Settings = GEMMA4 | {
+    **{"model.dense_beside": True, "model.experts": 8, "model.top_k": 3, "model.expert_ffn": 40},
+    **{"model.router_z_loss": 0.1, "model.balance_loss": "global", "model.balance_weight": 0.3},
+}
 GATED: Settings = {
     "model.qk_norm": "head",
     "model.attention_gate": "element",
@@ -50,12 +54,27 @@ RING: Settings = {"parallel.cp": 2, "data.document_mask": True}
 BY_DEFAULT: dict[str, Settings] = {
     "Gemma 3, sequence parallel": GEMMA | SP,
     "Gemma 2, a ring": GEMMA2 | RING,
-    "Gemma 4, sequence parallel": GEMMA4 | SP,
+    "Gemma 4 with experts, sequence parallel": GEMMA4_EXPERTS | SP,
     "gate per element, sequence parallel, z-loss in chunks": (
         GATED | SP | {"training.z_loss": 0.02, "training.loss_chunk": 20}
     ),
 }
 LAYOUTS: dict[str, Settings] = {
+    "Gemma 4 with experts, tensor parallel": GEMMA4_EXPERTS | {"parallel.tp": 2, "recompute.mode": "selective"},
+    "Gemma 4 with experts, over FSDP": (
+        GEMMA4_EXPERTS | {"parallel.dp_shard": 2, "parallel.ep": 2, "recompute.mode": "ffn"}
+    ),
+    "Gemma 4 with experts, over tp and sp": GEMMA4_EXPERTS | SP | {"parallel.ep": 2, "training.micro_batch_size": 2},
+    "Gemma 4 with experts, over tp": GEMMA4_EXPERTS | {"parallel.tp": 2, "parallel.ep": 2},
+    "Gemma 4 with experts, compiled": (
+        GEMMA4_EXPERTS
+        | {"model.pattern": (), "model.kinds": Kinds()}
+        | {"parallel.tp": 2, "recompute.mode": "selective", "compile.block": True}
+    ),
+    "Gemma 4 with experts, split backward of segments": GEMMA4_EXPERTS | ZBV,
+    "Gemma 4 with experts, Ulysses, half of the products": (
+        GEMMA4_EXPERTS | ULYSSES | {"recompute.mode": "selective_half", "model.mtp_depth": 1}
+    ),
     "Gemma 4, a ring": GEMMA4 | RING,
     "Gemma 4, Ulysses, half of the products": GEMMA4 | ULYSSES | {"recompute.mode": "selective_half"},
     "Gemma 4, split backward of segments": GEMMA4 | ZBV,

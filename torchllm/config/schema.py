@@ -268,6 +268,9 @@ class Model:
     """experts that every token uses in addition to its top_k; they are one layer, shared_experts times as wide"""
     shared_gate: Annotated[bool, Needs("model.shared_experts over 0")] = False
     """the result of the shared experts is multiplied by the sigmoid of a number per token (Qwen3-Next)"""
+    dense_beside: Annotated[bool, Needs(f'{EXPERTS.words} and model.norm_position = "both"')] = False
+    """sparse blocks have a dense layer of width ffn beside the experts: both read the residual stream, each between two
+    norms, and are added; the router reads it normed and scaled, and each expert has a factor (Gemma 4)"""
     dense_layers: Annotated[Natural, EXPERTS] = 0
     """first blocks that have one feed-forward layer of width ffn instead of experts"""
     router_score: Annotated[Literal["softmax", "sigmoid"], EXPERTS] = "softmax"
@@ -561,6 +564,7 @@ OPTIONS = (
     *("qkv_bias", "qk_norm", "norm_position", "norm_offset", "activation", "softmax_scale", "score_softcap"),
     *("attention_gate", "embedding_multiplier", "residual_multiplier", "logit_divisor", "logit_softcap"),
     *("sinks", "o_bias", "expert_biases", "v_norm", "keys_as_values", "block_scale", "mtp_depth"),
+    "dense_beside",
 )
 """keys of [model] for parts that Llama's blocks and ends lack: with their defaults it has none"""
 KIND_KEYS = (
@@ -587,6 +591,7 @@ def without_experts(model: Model) -> Model:
         "experts": 0,
         "shared_experts": 0,
         "shared_gate": False,
+        "dense_beside": False,
         "expert_ffn": 0,
         "expert_biases": False,
         "router_bias": False,

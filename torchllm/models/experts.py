@@ -95,10 +95,13 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Routing:
         """Route each token: (B, S, D) -> K experts and their weights, (B S, K)."""
-        logit_bias = None if self.logit_bias is None else self.local(self.logit_bias)
-        experts, weights, logits = self.choose(x, self.local(self.weight), logit_bias)
+        experts, weights, logits = self.choose(x, *self.own_parameters())
         weights = RecordRouting.apply(weights, logits, experts, self)
         return Routing(experts.flatten(0, -2), weights.flatten(0, -2))
+
+    def own_parameters(self) -> tuple[Any, ...]:
+        """Return what `choose` gets besides the tokens: weights (E, D), and the bias of the logits (E), or None."""
+        return self.local(self.weight), None if self.logit_bias is None else self.local(self.logit_bias)
 
     def choose(self, x: Tensor, weight: Tensor, logit_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return experts and weights of each token of x (B, S, D), (B, S, K), and the logits, (B, S, E)."""

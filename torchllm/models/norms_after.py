@@ -3,9 +3,10 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchllm.config import Model
+from torchllm.facts.parts.registry import feed_forward
 from torchllm.models.decoder import Block
 from torchllm.models.layers import Rotary, build_norm
 
@@ -19,7 +20,7 @@ class NormsAroundBlock(Block):
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
-        self.pre_feedforward_layernorm = build_norm(model)
+        self.pre_feedforward_layernorm = nn.Identity() if feed_forward(model).norms_input else build_norm(model)
         self.post_feedforward_layernorm = build_norm(model)
 
     def forward(self, x: Tensor, rotary: Rotary | None, mask: Any) -> Tensor:

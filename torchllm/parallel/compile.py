@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchllm.config import Compile, Model, Recompute
 from torchllm.models.decoder import Block, Decoder
-from torchllm.models.experts import Experts, MixtureOfExperts, RoutedExperts, Router
+from torchllm.models.experts import Experts, RoutedExperts, Router
 from torchllm.models.layers import RMSNorm, SwiGLU
 from torchllm.parallel.ring import RingAttention
 
@@ -35,7 +35,7 @@ def apply_compile(stage: Decoder, config: Compile, recomputes_outside: bool = Fa
                 module.merge = torch.compile(module.merge)
         for name, block in list(stage.layers.items()):
             (plain,) = (module for module in block.modules() if isinstance(module, Block))
-            if any(isinstance(module, MixtureOfExperts) for module in plain.modules()):
+            if any(isinstance(module, RoutedExperts) for module in plain.modules()):
                 _compile_parts(plain)
             elif recomputes_outside and block is not plain:
                 plain.compile()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torchllm.parallel.context import SharedSequences
 
 
-def styles(attention: nn.Module, hidden: Placement) -> dict[str, ParallelStyle]:
+def styles(attention: nn.Module, hidden: Placement, shares_experts: bool) -> dict[str, ParallelStyle]:
     """Return the style of each module inside a latent attention, and of itself, by name.
 
     hidden: placement of hidden states (B, S, D).

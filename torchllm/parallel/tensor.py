@@ -38,7 +38,7 @@ from torch.distributed.tensor.parallel import (
 
 from torchllm.facts.parameters import canonical_name, rule_of
 from torchllm.facts.parts.part import Cut, found
-from torchllm.facts.parts.registry import mixer
+from torchllm.facts.parts.registry import feed_forward, mixer
 from torchllm.models.decoder import Decoder
 from torchllm.models.experts import Experts, MixtureOfExperts, RoutedExperts, Router, SharedExperts
 from torchllm.models.head import IGNORED, Head
@@ -64,17 +64,9 @@ def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: b
     gather_mlp = PrepareModuleInput(
         input_layouts=(hidden,), desired_input_layouts=(Replicate(),), use_local_output=False
     )
-    # One gather for router, experts and shared experts too, and one reduction of the sum of their results. With
-    # expert parallelism the routed experts need neither, so shared experts, which all tokens use, have their own.
-    routed: ParallelStyle = ExpertsByTokens(hidden) if shares_experts else ExpertsByFeatures()
-    tokens_of_rank: Placement = hidden if shares_experts else Replicate()
+    # Shared experts, which all tokens use, are summed with the routed ones, or by themselves with expert parallelism.
     sums_of_rank: Placement = hidden if shares_experts else Partial()
-    mixture = PrepareModuleInputOutput(
-        input_layouts=(hidden,),
-        desired_input_layouts=(tokens_of_rank,),
-        output_layouts=(sums_of_rank,),
-        desired_output_layouts=(hidden,),
-    )
+    mixture, routed = style_of_mixture(hidden, shares_experts), style_of_routed(hidden, shares_experts)
     styles: dict[tuple[str, type[nn.Module]], Callable[[], ParallelStyle]] = {
         ("vocab", nn.Embedding): lambda: VocabParallelEmbedding(hidden),
         ("vocab", Head): lambda: VocabParallelHead(hidden),
@@ -88,13 +80,15 @@ def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: b
     }
     plan: dict[str, ParallelStyle] = {}
     done: list[str] = []
-    """prefixes of modules whose styles cut all that is inside: low-rank updates, and mixers that have their own"""
+    """prefixes of modules whose styles cut all that is inside: low-rank updates, and parts that have their own"""
     for index, block in stage.layers.items():
-        if styles_of_mixer := mixer(stage.model.of_block(int(index))).styles:
-            prefix = f"layers.{index}.self_attn."
-            for name, style_inside in found(styles_of_mixer)(block.self_attn, hidden).items():
-                plan[(prefix + name).removesuffix(".")] = style_inside
-            done.append(prefix)
+        view = stage.model.of_block(int(index))
+        for place, part in (("self_attn", mixer(view)), ("mlp", feed_forward(view))):
+            if part.styles:
+                prefix = f"layers.{index}.{place}."
+                styles_inside = found(part.styles)(block.get_submodule(place), hidden, shares_experts)
+                plan |= {(prefix + name).removesuffix("."): style for name, style in styles_inside.items()}
+                done.append(prefix)
     for name, module in stage.named_modules():
         if isinstance(module, UpdatedLinear):
             plan[name] = LowRankUpdate(rule_of(canonical_name(f"{name}.weight")).cut, hidden)
@@ -131,6 +125,25 @@ def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: b
     for name in frozen:  # a style may have made a new parameter, which is trained
         stage.get_parameter(name).requires_grad_(False)
     stage.tie_embeddings()
+
+
+def style_of_mixture(hidden: Placement, shares_experts: bool) -> ParallelStyle:
+    """Return what is around router and experts: one gather of their input, and one reduction of the sum of results.
+
+    With expert parallelism routed experts need neither.
+    """
+    sums_of_rank: Placement = hidden if shares_experts else Partial()
+    return PrepareModuleInputOutput(
+        input_layouts=(hidden,),
+        desired_input_layouts=(hidden if shares_experts else Replicate(),),
+        output_layouts=(sums_of_rank,),
+        desired_output_layouts=(hidden,),
+    )
+
+
+def style_of_routed(hidden: Placement, shares_experts: bool) -> ParallelStyle:
+    """Return the style of routed experts, of which each rank has some (`shares_experts`) or a part of each."""
+    return ExpertsByTokens(hidden) if shares_experts else ExpertsByFeatures()
 
 
 class WholeNorm(ParallelStyle):

@@ -128,6 +128,15 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "final_logit_softcapping": 3.0}
         | {"hidden_size_per_layer_input": 0, "num_key_value_heads": 4, "rms_norm_eps": 1e-2},  # as DELTA
     ),
+    "gemma4-experts": (
+        "Gemma4TextConfig",
+        SIZES
+        | NO_ENDS
+        | {"head_dim": 12, "global_head_dim": 16, "sliding_window": 9, "attention_k_eq_v": True}
+        | {"num_global_key_value_heads": 2, "num_key_value_heads": 4, "hidden_size_per_layer_input": 0}
+        | {"rms_norm_eps": 1e-2}  # as DELTA
+        | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 40},
+    ),
     "gemma4-values": (
         "Gemma4TextConfig",
         SIZES

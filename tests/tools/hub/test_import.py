@@ -86,6 +86,7 @@ MORE_LAYOUTS = [
     ("gemma2", ("v",), "uneven"),
     ("gemma4-dense", ("cp", "sp"), "uneven"),
     ("gemma4-values", ("v",), "tied"),
+    ("gemma4-experts", ("v", "sp"), "uneven"),
     ("granite", ("fsdp", "tp"), "tied"),
     ("mistral-nemo", ("sp", "v"), "uneven"),
     ("llama31", ("tp", "zero1"), ""),
@@ -367,6 +368,7 @@ MORE_TRAINED = [
     ("gemma2", ("sp",), "uneven"),
     ("gemma4-dense", ("tp",), "uneven"),
     ("gemma4-values", ("1f1b",), ""),
+    ("gemma4-experts", ("tp",), "uneven"),
     ("granite", ("fsdp",), "whole logits"),  # of divided ones the loss hardly moves in 20 steps
     ("smollm3-windows", ("cp",), ""),
     ("ministral", ("v",), "uneven"),

@@ -212,14 +212,21 @@ class BlockPart:
     """of a mixer: what it costs one rank; None: not known, and the planner refuses to plan the model"""
     kept: Callable[[Model, int], float] = lambda view, tp: 0.0
     """of a feed-forward layer: bytes per token that autograd keeps on one of `tp` ranks, beyond what SwiGLU keeps"""
+    norms_input: bool = False
+    """of a feed-forward layer: whether it has the norm of its input itself, so that a block has none before it"""
+    norms: int = 0
+    """norms of hidden states inside a feed-forward layer, beyond those of a block"""
+    sums: int = 1
+    """of a feed-forward layer: sums of hidden states over tp"""
     unread: tuple[str, ...] = ()
     """keys of [model] for attention that a mixer does not read"""
     context: str | Callable[..., None] = ""
     """lets the ranks of cp share each sequence, given module, view and `parallel.context.SharedSequences`; empty: the
     mixer is refused with cp"""
     styles: str | Callable[..., dict[str, Any]] = ""
-    """returns the styles of tensor parallelism of the modules inside, by name, given the module and the placement of
-    hidden states; empty: the input is gathered, and the parameters say the rest by their cuts"""
+    """returns the styles of tensor parallelism of the modules inside, by name, given the module, the placement of
+    hidden states and whether ranks share the experts; empty: the input is gathered, and the parameters say the rest by
+    their cuts"""
 
     def shapes(self, view: Model) -> dict[str, Shape]:
         """Return the shapes of the parameters that a view has, by name within the block."""

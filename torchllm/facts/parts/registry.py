@@ -11,7 +11,7 @@ from torchllm.facts.parts.part import BlockPart, MixerCosts, PartBuffer, PartPar
 
 MIXERS = ("attention", "gated_delta", "latent_attention")
 """values of model.mixer: files of this folder"""
-FEED_FORWARDS = ("dense", "experts")
+FEED_FORWARDS = ("dense", "experts", "experts_beside")
 MTP = "multi_token"
 """what a block of multi-token prediction has before its mixer and at its end"""
 _LOADED: dict[str, BlockPart] = {}
@@ -77,7 +77,9 @@ def problem_of_mixer(view: Model) -> str:
 
 def feed_forward(view: Model) -> BlockPart:
     """Return the feed-forward layer of a view's blocks."""
-    return _of_library("experts" if view.experts else "dense")
+    if not view.experts:
+        return _of_library("dense")
+    return _of_library("experts_beside" if view.dense_beside else "experts")
 
 
 def _of_library(name: str) -> BlockPart:
@@ -105,6 +107,8 @@ def norm(name: str) -> tuple[PartParameter, PartParameter]:
 def shapes_of_view(view: Model) -> dict[str, Shape]:
     """Return the shapes of the parameters of a block of a view, by name within it, without a fork's additions."""
     before, between, after = NORMS[view.norm_position]
+    if feed_forward(view).norms_input:
+        after = after[1:]
     shapes = norm_shapes(view, *before) | mixer(view).shapes(view)
     shapes |= norm_shapes(view, *between) | feed_forward(view).shapes(view)
     return shapes | norm_shapes(view, *after)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from torchllm.config.schema import Config, Data, Generate, Model, Run
 from torchllm.facts.parts.part import WIDEST_HEAD
-from torchllm.facts.parts.registry import mixer
+from torchllm.facts.parts.registry import feed_forward, mixer
 from torchllm.tools.config.degrees import key_of_kind, layout_problems
 from torchllm.tools.config.idle import contradictions
 from torchllm.tools.config.read import ConfigError, config_error
@@ -108,8 +108,8 @@ def _model_problems(config: Config) -> Iterator[ConfigError]:
             f"{model.rotary_fraction} of a head of {model.head_width} features are {model.turned_width}: rotary "
             "positions turn pairs of features",
         )
-    if problems := mixer(model).problems:
-        for key, message in problems(model):
+    for part in (mixer(model), feed_forward(model)):
+        for key, message in part.problems(model) if part.problems else ():
             yield config_error(f"model.{key}", message)
     if model.block and (config.lora.is_on or model.from_hf):
         other = "lora.rank" if config.lora.is_on else "model.from_hf"

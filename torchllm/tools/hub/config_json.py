@@ -132,6 +132,7 @@ EXPERT_KEYS = (
     "expert_ffn",
     "shared_experts",
     "shared_gate",
+    "dense_beside",
     "dense_layers",
     "router_score",
     "router_renormalize",
@@ -332,6 +333,8 @@ def _read_fields(content: Mapping[str, Any], family: HubFamily, read: ReadConfig
     read.values |= PLAIN_FEATURES | family.features
     read.fixed |= dict.fromkeys([*PLAIN_FEATURES, "family"], "model_type")
     for config_field in family.fields:
+        if config_field.needs and not read.values.get(config_field.needs):
+            continue
         value = _read_field(content, config_field, read)
         if value is None and config_field.key == "ffn" and family.computes_ffn:
             hidden = read.values.get("hidden")
@@ -373,7 +376,8 @@ def _read_field(content: Mapping[str, Any], config_field: ConfigField, read: Rea
 def _read_experts(content: Mapping[str, Any], family: HubFamily, read: ReadConfig) -> None:
     """Read which blocks have experts, and the expert width of a family whose blocks all have experts."""
     for config_field in family.fields:
-        if config_field.key in ("experts", "shared_experts") and read.values.get(config_field.key) == 0:
+        is_one_of = config_field.key in ("experts", "shared_experts") and not config_field.needs
+        if is_one_of and read.values.get(config_field.key) == 0:
             read.report(_name_in(content, config_field), "is 0, but all models of this type have some")
     if family.has_shared_width and {"shared_experts", "expert_ffn"} <= read.values.keys():
         read.values["shared_experts"] = _read_shared_experts(read)
@@ -582,7 +586,8 @@ def _write_fields(model: Model, family: HubFamily) -> dict[str, Any]:
             is_of_full = config_field in family.full_fields
             of_blocks = [view for view in model.views if family.full_fields and (view.window == 0) == is_of_full]
             value = form_of(of_blocks[0])[config_field.key] if of_blocks else value[0]
-        if config_field.key in ZERO_MEANS_NULL and value == 0:
+        is_absent = config_field.needs != "" and not resolved[config_field.needs]
+        if is_absent or (config_field.key in ZERO_MEANS_NULL and value == 0):
             value = None
         written |= dict.fromkeys(config_field.written_names, config_field.spelling_of(value))
     for required in family.required:
@@ -626,7 +631,7 @@ def form_of(model: Model) -> dict[str, Any]:
 def _form_of_block(view: Model) -> dict[str, Any]:
     """Return the keys that say something of a block, of those that kinds may have; see `form_of`."""
     keys = {*KIND_KEYS} - {*ROPE_KEYS} | rope_keys(view)
-    keys -= {"ffn", *mixer(view).unread} if view.experts else {"expert_ffn", *mixer(view).unread}
+    keys -= {"expert_ffn" if not view.experts else "" if view.dense_beside else "ffn", *mixer(view).unread}
     form = {key: getattr(view, key) for key in keys} | {"kv_heads": view.kv, "head_dim": view.head_width}
     form |= mixer(view).resolved(view)
     return form | {"expert_ffn": view.expert_width} if view.experts else form
@@ -658,6 +663,6 @@ def why_no_family(model: Model) -> list[NoFamily]:
 
     The list is empty if it can be exported as one of them.
     """
-    families = [family for family in HUB_FAMILIES.values() if family.has_experts == (model.experts > 0)]
+    families = [family for family in HUB_FAMILIES.values() if family.may_have(model.experts > 0)]
     reasons = [reason for family in families if (reason := why_unfit(model, family)) is not None]
     return sorted(reasons, key=lambda reason: len(reason.keys)) if len(reasons) == len(families) else []

@@ -157,7 +157,7 @@ def stored_per_token(
     inner = 4.0 * width.ffn
     if model.features.gated_ffn:
         inner = (6.0 + (0.0 if kernels.compiled else unfused_gate_bytes(model))) * width.ffn
-    inner += feed_forward(model).kept(model, piece.tp)
+    inner += feed_forward(model).kept(model, piece.tp) + norm * feed_forward(model).norms
     if not trained.needs_input_of("down_proj"):
         inner -= 2.0 * width.ffn
     reads_attention = trained.needs_input_of("q_proj", "k_proj", "v_proj")
@@ -274,15 +274,16 @@ def saved_collectives(model: Model, piece: Piece, software: Software) -> Selecte
     Under tensor parallelism they can make it keep more than no recomputation does.
     """
     width, costs, share = Widths.of(model, piece), mixer_costs(model, piece), piece.share
+    sums = feed_forward(model).sums
     if not software.saves_collectives:
         return Selected(0.0, 0.0)
     saved = shared = 0.0
     if piece.spread > 1:  # gathered before attention and the feed-forward layer, scattered after them
-        gathered = 2 * (width.hidden + (costs.latents or width.hidden))
-        saved = gathered + 4 * width.local
+        gathered = 2 * (sums * width.hidden + (costs.latents or width.hidden))
+        saved = gathered + 2 * (1 + sums) * width.local
         shared = gathered * software.keeps_gathered
     elif piece.tp > 1:  # summed over the ranks
-        saved = 4 * width.hidden
+        saved = 2 * (1 + sums) * width.hidden
     if share.cp > 1 and not share.ring:  # q, k, v and the result of attention
         saved += 2 * (costs.inputs + costs.results)
     return Selected(saved, shared)

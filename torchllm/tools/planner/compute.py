@@ -11,7 +11,7 @@ from torchllm.config import Model, Recompute
 from torchllm.facts.block_kinds import block_kind
 from torchllm.facts.flops import MatrixShape, half_of_products, matrices, product_sizes
 from torchllm.facts.parts.part import MixerCosts, PerPass, RankShare
-from torchllm.facts.parts.registry import mixer
+from torchllm.facts.parts.registry import feed_forward, mixer
 from torchllm.tools.planner.cluster import Hardware
 from torchllm.tools.planner.software import AttentionKernel, Constants, Software
 
@@ -163,9 +163,10 @@ def matmul_seconds(m: int, n: int, k: int, hardware: Hardware, float8: float = 0
 def dense_width(model: Model) -> int:
     """Return the width of a block's feed-forward layer that every token uses.
 
-    Of a sparse block that is the width of all shared experts together; 0 if it has none.
+    Of a sparse block that is the width of all shared experts together, or of a layer beside them; 0 if it has neither.
     """
-    return model.shared_experts * model.expert_width if model.experts else model.ffn
+    of_all = (shape.outputs for shape in feed_forward(model).products(model) if shape.layer == "up_proj")
+    return next(of_all, 0)
 
 
 def added_matrices(model: Model, tp: int) -> list[MatrixShape]:
@@ -389,7 +390,8 @@ def elementwise(
     residual = RESIDUAL_BYTES
     if not is_fused:  # cuBLAS adds a bias as it writes the product
         residual += DROPOUT_BYTES * software.dropout
-    between_products = 2 * (model.norms_per_part * norm + residual) * model.hidden / piece.spread
+    norms = 2 * model.norms_per_part + feed_forward(model).norms
+    between_products = (norms * norm + 2 * residual) * model.hidden / piece.spread
 
     costs = mixer_costs(model, piece)
     rotary = ROTARY_BYTES_FUSED if is_fused else ROTARY_BYTES
@@ -421,7 +423,8 @@ def _activation_bytes(model: Model, is_fused: bool) -> PerPass:
 
 def kernel_count(model: Model, costs: MixerCosts, fused: bool, unfused_norm: bool, dropout: bool) -> int:
     """Return the elementwise kernels of a block's forward: norms, residuals, rotary positions, activation, copies."""
-    norms = 2 * model.norms_per_part * (PLAIN_NORM_KERNELS if unfused_norm else 1)
+    norms = 2 * model.norms_per_part + feed_forward(model).norms
+    norms *= PLAIN_NORM_KERNELS if unfused_norm else 1
     gate = 0
     if costs.gated:
         gate = 1 if fused else 2

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchllm.config import Recompute
+from torchllm.facts.parts.registry import feed_forward
 from torchllm.tools.planner.case import CP, PP, SHARD, TP, Case
 from torchllm.tools.planner.compute import (
     DEFAULT_INTERVAL,
@@ -15,6 +16,7 @@ from torchllm.tools.planner.compute import (
     attention,
     block_backward,
     block_forward,
+    dense_width,
     elementwise,
     embedding_seconds,
     head_seconds,
@@ -292,7 +294,9 @@ def summed_parts(case: Case) -> float:
     With ep a rank routes its own part of the sequence: sequence parallelism leaves it that part, else the results are
     gathered, which is half of a sum. Shared experts are cut by tp, and sum.
     """
-    if case.piece.ep == 1 or case.model.shared_experts:
+    if case.piece.ep == 1:
+        return 1.0 + feed_forward(case.model).sums
+    if dense_width(case.model):
         return 2.0
     if case.parallel.sequence_parallel:
         return 1.0

@@ -40,6 +40,8 @@ class ConfigField(NamedTuple):
     """further names of it (transformers' attribute_map), which are read and never written"""
     spellings: tuple[tuple[Any, Any], ...] = ()
     """pairs of a value in config.json and its value in [model], where they differ"""
+    needs: str = ""
+    """key of [model] of a field before this one: if it is false, the model lacks this one, and null is written"""
     conversion: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = None
     """functions from a number in config.json to that in [model], and back; None: it is the same"""
 
@@ -276,6 +278,11 @@ class HubFamily:
     def has_experts(self) -> bool:
         """Whether the family's models are mixtures of experts."""
         return any(config_field.key == "experts" for config_field in self.fields)
+
+    def may_have(self, experts: bool) -> bool:
+        """Return whether models of the family may have experts; or, if not `experts`, whether they may have none."""
+        always = any(config_field.key == "experts" and not config_field.needs for config_field in self.fields)
+        return self.has_experts if experts else not always
 
     def ignores(self, key: str) -> bool:
         """Return whether a tensor is a buffer that no model needs, though files have it."""

@@ -1,5 +1,6 @@
-"""Gemma 4 (Gemma Team 2026), the language model of 31B: Gemma 3's form with norms of values, and blocks without a
-window that have wider heads, keys as values, and positions that turn a share of each head.
+"""Gemma 4 (Gemma Team 2026), the language models of 31B and 26B-A4B: Gemma 3's form with norms of values, and blocks
+without a window that have wider heads, keys as values, and positions that turn a share of each head. 26B-A4B has
+experts beside the dense layers.
 
 Published files are of models of text and pictures (`text_part.py`). E2B and E4B have embeddings in each block.
 """
@@ -41,12 +42,29 @@ def one_of_six_and_the_last_are_full(fields: Mapping[str, Any], have_rope: Seque
     return [SLIDING if (index + 1) % 6 else FULL for index in range(len(have_rope) - 1)] + [FULL]
 
 
+BESIDE_TENSORS = tuple(
+    Rule("model.layers.{}." + name, tuple("layers.{}.mlp." + own for own in owns))
+    for name, *owns in (
+        *((f"mlp.{layer}_proj.weight", f"dense.{layer}_proj.weight") for layer in ("gate", "up", "down")),
+        ("pre_feedforward_layernorm.weight", "dense_input_norm.weight"),
+        ("post_feedforward_layernorm_1.weight", "dense_norm.weight"),
+        ("pre_feedforward_layernorm_2.weight", "routed.input_norm.weight"),
+        ("post_feedforward_layernorm_2.weight", "routed_norm.weight"),
+        ("router.proj.weight", "routed.router.weight"),
+        ("router.scale", "routed.router.input_scale"),
+        ("router.per_expert_scale", "routed.router.expert_scale"),
+        ("experts.gate_up_proj", "routed.experts.gate_proj", "routed.experts.up_proj"),
+        ("experts.down_proj", "routed.experts.down_proj"),
+    )
+)
+"""of experts beside a dense layer"""
+
 GEMMA4 = HubFamily(
     model_type="gemma4_text",
     architecture="Gemma4ForCausalLM",
     features={
         **{"family": "llama", "norm_position": "both", "activation": "gelu_tanh", "qk_norm": "head", "v_norm": True},
-        **{"softmax_scale": 1.0, "block_scale": True},
+        **{"softmax_scale": 1.0, "block_scale": True, "router_scale": 1.0},
     },
     fields=(
         *decoder_fields(
@@ -54,6 +72,10 @@ GEMMA4 = HubFamily(
         ),
         ConfigField("sliding_window", "window", 512, is_fixed=False),
         ConfigField("final_logit_softcapping", "logit_softcap", None),
+        ConfigField("enable_moe_block", "dense_beside", False),
+        ConfigField("num_experts", "experts", None, needs="dense_beside"),
+        ConfigField("top_k_experts", "top_k", None, is_fixed=False, needs="dense_beside"),
+        ConfigField("moe_intermediate_size", "expert_ffn", None, needs="dense_beside"),
     ),
     full_fields=(
         ConfigField("global_head_dim", "head_dim", 512),
@@ -66,7 +88,6 @@ GEMMA4 = HubFamily(
         RequiredField("use_bidirectional_attention", (None, "vision"), "attention to later tokens"),
         RequiredField("hidden_size_per_layer_input", (0, None), "embeddings in each block, as in E2B and E4B", 256),
         RequiredField("num_kv_shared_layers", (0,), "keys and values shared by blocks, as in E2B and E4B"),
-        RequiredField("enable_moe_block", (False,), "experts beside a dense layer, as in 26B-A4B"),
     ),
     unwritten=(
         RequiredField("rope_theta", (None,), "rotary positions outside of rope_parameters"),
@@ -76,10 +97,11 @@ GEMMA4 = HubFamily(
     tensors=(
         *(*DECODER_TENSORS, *HEAD_NORMS, *NORMS_AROUND),
         Rule("model.layers.{}.layer_scalar", ("layers.{}.layer_scalar",)),
+        *BESIDE_TENSORS,
     ),
     ignored_fields=(
-        *("use_double_wide_mlp", "vocab_size_per_layer_input", "num_experts", "top_k_experts", "moe_intermediate_size"),
-        *("output_router_logits", "serialize_explicit_per_layer_config"),
+        *("use_double_wide_mlp", "vocab_size_per_layer_input", "output_router_logits"),
+        "serialize_explicit_per_layer_config",
     ),
     default_layer_types=one_of_six_and_the_last_are_full,
     has_rope_by_type=True,
