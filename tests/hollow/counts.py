@@ -12,7 +12,7 @@ class Counted(NamedTuple):
     """Everything of one kind and name since the last reset."""
 
     kind: str
-    """launch, sync, copy, memset, collective, communicator, allocation, event, wait or missing"""
+    """launch, sync, copy, memset, collective, communicator, allocation, event, wait, missing; of captures node and obstacle"""
     name: str
     """of the kernel (mangled), function or direction"""
     times: int

@@ -103,6 +103,8 @@ class RankReport:
     compilations: int
     """graphs that Dynamo compiled in the last step"""
     kernels: dict[str, int] = field(default_factory=dict)
+    forbidden: dict[str, int] = field(default_factory=dict)
+    """calls of all steps that a capture forbids"""
 
 
 def prepare() -> None:
@@ -129,7 +131,7 @@ def measure(config: Config, rank: int) -> RankReport:
     """Take steps as `rank` of the ranks of a resolved config, and report the last one."""
     step, batches = build(config, rank)
     numbers = count(1)
-    return report(lambda: step(next(numbers), batches))
+    return report(lambda: step(next(numbers), batches), STEPS + config.compile.graphs)  # the third is captured
 
 
 def share_rows(stages: Sequence[Decoder]) -> None:
@@ -145,10 +147,11 @@ def _read_and_share(sent: Tensor, received: Tensor, rows: int) -> Splits:
     return even_splits(sent, received, rows)
 
 
-def report(take_step: Callable[[], object]) -> RankReport:
-    """Take `STEPS` steps and report the last one."""
-    for _ in range(STEPS - 1):
+def report(take_step: Callable[[], object], steps: int = STEPS) -> RankReport:
+    """Take steps and report the last one."""
+    for _ in range(steps - 1):
         take_step()
+    forbidden = counts.names(counts.read(), "obstacle")
     compiled = _graphs()
     torch.cuda.reset_peak_memory_stats()
     counts.reset()
@@ -166,6 +169,7 @@ def report(take_step: Callable[[], object]) -> RankReport:
         graph_breaks=sum(_dynamo("graph_break").values()),
         compilations=_graphs() - compiled,
         kernels=counts.names(counted, "launch"),
+        forbidden={**forbidden, **counts.names(counted, "obstacle")},
     )
 
 

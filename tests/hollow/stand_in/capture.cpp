@@ -201,8 +201,9 @@ EXPORTED cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event,
         Lock lock(mutex);
         captured = is_captured(stream);
         of_capture = event->capture && current && event->capture == current->id;
-        if (of_capture) merge(current->streams[stream], event->before); // a stream that waits for captured work is captured
+        if (of_capture && stream) merge(current->streams[stream], event->before); // so it is captured, too
     }
+    if (of_capture && !stream) hollow::obstacle("cudaStreamWaitEvent: the default stream, which cannot be captured");
     if (captured && !of_capture && flags != cudaEventWaitExternal)
         hollow::obstacle("cudaStreamWaitEvent: an event from before the capture");
     if (!captured && event->capture && !of_capture) hollow::obstacle("cudaStreamWaitEvent: an event of a capture that is over");

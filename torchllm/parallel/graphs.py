@@ -1,0 +1,80 @@
+"""CUDA graphs (`compile.graphs`): forward and backward of a step are captured once, and then launched as one.
+
+The host launches thousands of kernels in a step, each in some microseconds; where kernels are as short, the GPU waits for
+it. A graph has them all, with the addresses that they read and write, and its launch is one call. So its inputs are copied
+to where it reads them, and its gradients are each time at the same place. What a step has in memory at its peak, the graph
+has for good, in a pool of torch's allocator: what follows a step (update, evaluation) comes on top of it.
+
+The first steps run as they would without: they compile, make communicators, and choose kernels, which a capture forbids.
+A capture runs nothing; its graph is then replayed. What the host does during a forward pass, it does not do in a replay,
+so `graph_problems` in tools/config/checks.py refuses what needs the host. No layout was replayed on a GPU yet;
+`python -m tests.hollow.capture` shows that each can be captured.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchllm.config.errors import UserError
+from torchllm.data.batch import Batch
+from torchllm.models.head import SUMS, take_sum
+from torchllm.parallel.forward_backward import OneStage
+
+WARM_UP = 2
+"""steps before the capture: optimizer and allocator are settled in the second"""
+
+
+class Graphed:
+    """A `ForwardBackward` whose steps, after the first, are replays of one of them."""
+
+    def __init__(self, plain: OneStage, device: torch.device) -> None:
+        if device.type != "cuda" or torch.__version__ < "2.13":
+            raise UserError(
+                f"compile.graphs: needs a GPU and torch 2.13 or later, and this is {device.type} with torch "
+                f"{torch.__version__}: set it to false"
+            )
+        self.plain = plain
+        self.stages = plain.stages
+        self.loss_sum = plain.loss_sum
+        self.steps = 0
+        """that ran without a graph"""
+
+    def __call__(self, batches: Sequence[Batch], scale: Tensor) -> Tensor:
+        """See `ForwardBackward`; the next call overwrites the result."""
+        if self.steps < WARM_UP:
+            self.steps += 1
+            return self.plain(batches, scale)
+        if self.steps == WARM_UP:
+            self.steps += 1
+            self._capture(batches, scale)
+        inputs = [*_tensors(batches), scale]
+        shapes = [x.shape for x in inputs]
+        if shapes != [x.shape for x in self.inputs]:
+            raise UserError("compile.graphs: a step's micro batches have other shapes than before: set it to false")
+        torch._foreach_copy_(self.inputs, inputs)
+        self.graph.replay()
+        for parameter, gradient in self.gradients:
+            parameter.grad = gradient
+        (model,) = self.stages
+        for name, total in self.sums.items():
+            setattr(model.lm_head, name, total)
+        return self.loss
+
+    def _capture(self, batches: Sequence[Batch], scale: Tensor) -> None:
+        """Record what a step does. Parameters have no gradients yet, so that the graph makes them new."""
+        own = [Batch(*(x.clone() if isinstance(x, Tensor) else x for x in batch)) for batch in batches]
+        own_scale = scale.clone()
+        self.inputs = [*_tensors(own), own_scale]
+        self.graph = torch.cuda.CUDAGraph()
+        # Other threads (a save, the data) may wait for the GPU meanwhile; "global" would end the capture.
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.loss = self.plain(own, own_scale)
+        parameters = [parameter for stage in self.stages for parameter in stage.parameters()]
+        self.gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+        totals = {name: take_sum(self.stages, name) for name in SUMS}
+        self.sums = {name: total for name, total in totals.items() if total is not None}
+
+
+def _tensors(batches: Sequence[Batch]) -> list[Tensor]:
+    return [x for batch in batches for x in batch if isinstance(x, Tensor)]
