@@ -96,8 +96,10 @@ def _listener(call: bytes) -> None:
 def capture(config: Config, rank: int) -> CaptureReport:
     """Take steps as `rank` of the ranks of a resolved config, then capture one's forward and backward."""
     step, batches = one_rank.build(config, rank)
-    for number in range(1, one_rank.STEPS):
-        step(number, batches)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for number in range(1, one_rank.STEPS):
+            step(number, batches)
     run = step.forward_backward
     scale = torch.ones((), device=step.device)
     torch.cuda.empty_cache()
@@ -107,7 +109,7 @@ def capture(config: Config, rank: int) -> CaptureReport:
     graph = torch.cuda.CUDAGraph()
     stopped = ""
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=stream):
             run(batches, scale)
     except RuntimeError as error:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]

@@ -20,6 +20,7 @@ from torchllm.config.errors import UserError
 from torchllm.data.batch import Batch
 from torchllm.models.head import SUMS, take_sum
 from torchllm.parallel.forward_backward import OneStage
+from torchllm.parallel.fsdp import fsdp_modules
 
 WARM_UP = 2
 """steps before the capture: optimizer and allocator are settled in the second"""
@@ -39,12 +40,24 @@ class Graphed:
         self.loss_sum = plain.loss_sum
         self.steps = 0
         """that ran without a graph"""
+        self.stream = torch.cuda.Stream()
+        """of warm-up and capture: autograd remembers the stream of a parameter's first use, and the default stream cannot be
+        captured"""
 
     def __call__(self, batches: Sequence[Batch], scale: Tensor) -> Tensor:
         """See `ForwardBackward`; the next call overwrites the result."""
         if self.steps < WARM_UP:
             self.steps += 1
-            return self.plain(batches, scale)
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                loss = self.plain(batches, scale)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return loss
+        # FOOTGUN: an evaluation leaves some units gathered, and the next backward frees them. A replay does not: the norm
+        # would look for gradients in the gathered weights, and the next evaluation would take these old weights.
+        (model,) = self.stages
+        for unit in fsdp_modules(model):
+            unit.reshard()
         if self.steps == WARM_UP:
             self.steps += 1
             self._capture(batches, scale)
@@ -56,7 +69,6 @@ class Graphed:
         self.graph.replay()
         for parameter, gradient in self.gradients:
             parameter.grad = gradient
-        (model,) = self.stages
         for name, total in self.sums.items():
             setattr(model.lm_head, name, total)
         return self.loss
@@ -68,7 +80,7 @@ class Graphed:
         self.inputs = [*_tensors(own), own_scale]
         self.graph = torch.cuda.CUDAGraph()
         # Other threads (a save, the data) may wait for the GPU meanwhile; "global" would end the capture.
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
             self.loss = self.plain(own, own_scale)
         parameters = [parameter for stage in self.stages for parameter in stage.parameters()]
         self.gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]

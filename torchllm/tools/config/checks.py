@@ -243,7 +243,10 @@ def graph_problems(config: Config) -> Iterator[ConfigError]:
     """Check what a CUDA graph of a step cannot have: shapes that change, and what the host does in each step."""
     causes = {
         "parallel.pp": (config.parallel.pp != 1, "the stages of a pipeline are not captured"),
-        "model.experts": (config.model.experts, "experts get other numbers of tokens in each step, which the host notes"),
+        "model.experts": (
+            config.model.experts,
+            "experts get other numbers of tokens in each step, which the host notes",
+        ),
         "data.document_mask": (config.data.document_mask, "each micro batch has another number of documents"),
         "float8.recipe": (config.float8.is_on, "the scales of float8 weights are made anew in each step"),
         "run.device": (config.run.device == "cpu", "a CPU has no CUDA graphs"),
