@@ -1,4 +1,4 @@
-"""Captures forward and backward of every layout's step into a CUDA graph on the hollow GPU, and names what a capture forbids.
+"""Captures forward and backward of every layout's step as a CUDA graph, on the hollow GPU, and names what forbids it.
 
     python -m tests.hollow.capture                            a table in Markdown, of all layouts
     python -m tests.hollow.capture "zero 3, compile" ep       of some

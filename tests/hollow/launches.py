@@ -33,7 +33,10 @@ Report = dict[str, Any]
 def measure(
     cases: Mapping[str, Arguments], machine: Machine = H100, module: str = "tests.hollow.one_rank", **variables: str
 ) -> dict[str, Report]:
-    """Return the report of one rank's step of each case, by its name. module: that measures; variables: of the environment."""
+    """Return the report of one rank's step of each case, by its name.
+
+    module: the one that measures. variables: of the environment.
+    """
     with tempfile.TemporaryDirectory() as messages:
         done = subprocess.run(
             [sys.executable, "-m", module, "--cases"],

@@ -1,5 +1,5 @@
-"""Steps as CUDA graphs, with a stand-in for graphs on a CPU: what a step computes is noted, and computed again on the same
-memory. `tests/hollow/test_capture.py` has CUDA's rules, `tests/gpu/test_graphs.py` the real thing.
+"""Steps as CUDA graphs, with a stand-in for graphs on a CPU: what a step computes is noted, and computed again on the
+same memory. `tests/hollow/test_capture.py` has CUDA's rules, `tests/gpu/test_graphs.py` the real thing.
 """
 
 import traceback

@@ -1,14 +1,14 @@
 """CUDA graphs (`compile.graphs`): forward and backward of a step are captured once, and then launched as one.
 
-The host launches thousands of kernels in a step, each in some microseconds; where kernels are as short, the GPU waits for
-it. A graph has them all, with the addresses that they read and write, and its launch is one call. So its inputs are copied
-to where it reads them, and its gradients are each time at the same place. What a step has in memory at its peak, the graph
-has for good, in a pool of torch's allocator: what follows a step (update, evaluation) comes on top of it.
+The host launches thousands of kernels in a step, each in some microseconds; where kernels are as short, the GPU waits
+for it. A graph has them all, with the addresses that they read and write, and its launch is one call. So its inputs are
+copied to where it reads them, and its gradients are each time at the same place. The memory that a step has at its
+peak, the graph keeps, in a pool of torch's allocator: what follows a backward (update, evaluation) comes on top of it.
 
-The first steps run as they would without: they compile, make communicators, and choose kernels, which a capture forbids.
-A capture runs nothing; its graph is then replayed. What the host does during a forward pass, it does not do in a replay,
-so `graph_problems` in tools/config/checks.py refuses what needs the host. No layout was replayed on a GPU yet;
-`python -m tests.hollow.capture` shows that each can be captured.
+The first steps run as they would without: they compile, make communicators, and choose kernels, which a capture
+forbids. A capture runs nothing; its graph is then replayed. What the host does during a forward pass, it does not do in
+a replay, so `graph_problems` in tools/config/checks.py refuses what needs the host. No layout was replayed on a GPU
+yet; `python -m tests.hollow.capture` shows which can be captured.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class Graphed:
         self.steps = 0
         """that ran without a graph"""
         self.stream = torch.cuda.Stream()
-        """of warm-up and capture: autograd remembers the stream of a parameter's first use, and the default stream cannot be
+        """of warm-up and capture: autograd remembers the stream of a parameter's use, and the default one cannot be
         captured"""
 
     def __call__(self, batches: Sequence[Batch], scale: Tensor) -> Tensor:
@@ -53,8 +53,8 @@ class Graphed:
                 loss = self.plain(batches, scale)
             torch.cuda.current_stream().wait_stream(self.stream)
             return loss
-        # FOOTGUN: an evaluation leaves some units gathered, and the next backward frees them. A replay does not: the norm
-        # would look for gradients in the gathered weights, and the next evaluation would take these old weights.
+        # FOOTGUN: an evaluation leaves some units gathered, and the next backward frees them. A replay does not: the
+        # norm would look for gradients in the gathered weights, and the next evaluation would take these old weights.
         (model,) = self.stages
         for unit in fsdp_modules(model):
             unit.reshard()

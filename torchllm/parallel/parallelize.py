@@ -106,7 +106,10 @@ def parallelize(
 def build_forward_backward(
     stages: Sequence[Decoder], mesh: Mesh, parallel: Parallel, training: Training, dtype: torch.dtype
 ) -> ForwardBackward:
-    """Return the plain forward and backward, the captured one, or the pipelined one. dtype: of the hidden states that are sent."""
+    """Return the plain forward and backward, the captured one (`compile.graphs`), or the pipelined one.
+
+    dtype: of the hidden states that are sent.
+    """
     if mesh.pp.size() == 1:
         plain = OneStage(stages, parallel)
         if not stages[0].is_graphed:
