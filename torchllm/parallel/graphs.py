@@ -12,6 +12,7 @@ yet; `python -m tests.hollow.capture` shows which can be captured.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,7 +66,8 @@ class Graphed:
         shapes = [x.shape for x in inputs]
         if shapes != [x.shape for x in self.inputs]:
             raise UserError("compile.graphs: a step's micro batches have other shapes than before: set it to false")
-        torch._foreach_copy_(self.inputs, inputs)
+        for place, x in zip(self.inputs, inputs, strict=True):
+            place.copy_(x)
         self.graph.replay()
         for parameter, gradient in self.gradients:
             parameter.grad = gradient
@@ -75,7 +77,10 @@ class Graphed:
 
     def _capture(self, batches: Sequence[Batch], scale: Tensor) -> None:
         """Record what a step does. Parameters have no gradients yet, so that the graph makes them new."""
-        own = [Batch(*(x.clone() if isinstance(x, Tensor) else x for x in batch)) for batch in batches]
+        own = []
+        for batch in batches:
+            copies: dict[str, Any] = {name: x.clone() for name, x in batch._asdict().items() if isinstance(x, Tensor)}
+            own.append(batch._replace(**copies))
         own_scale = scale.clone()
         self.inputs = [*_tensors(own), own_scale]
         self.graph = torch.cuda.CUDAGraph()
