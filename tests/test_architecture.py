@@ -224,6 +224,7 @@ SET_ON_MODULES = {
     "embed_positions": "a stage has no such end",
     "embed_tokens": "as above",
     "embeds": "as above",
+    "is_graphed": "whether a step is a CUDA graph",
     "lm_head": "as above",
     "norm": "as above",
     "grad": "of a tied embedding, or one that was deferred",
