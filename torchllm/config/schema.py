@@ -922,7 +922,7 @@ class Compile:
     """the cross entropy; auto: on a GPU with a compiler"""
     graphs: bool = False
     """forward and backward of a step as one CUDA graph, launched at once, for GPUs that wait for their host; its memory
-    stays between steps; was captured on a stand-in for a GPU, and never replayed on one"""
+    stays between steps; was captured on a stand-in for a GPU, and not yet replayed on one"""
 
     @property
     def compiles_anything(self) -> bool:
