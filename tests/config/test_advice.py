@@ -89,6 +89,16 @@ ADVICE = [
             {"float8.recipe": "none"},
         ],
     ),
+    *(
+        Advice({"compile.graphs": True, **keys}, "compile.graphs", [{"compile.graphs": False}, cure], ranks)
+        for keys, cure, ranks in (
+            ({"data.document_mask": True}, {"data.document_mask": False}, 1),
+            ({"model.experts": 4, "model.top_k": 2}, {"model.experts": 0}, 1),
+            ({**ROWWISE}, {"float8.recipe": "none"}, 1),
+            ({"run.device": "cpu"}, {"run.device": "auto"}, 1),
+            ({"parallel.pp": 2, "parallel.dp_shard": -1}, {"parallel.pp": 1}, 2),
+        )
+    ),
     Advice({"lora.rank": 4, "model.frozen": ["x"]}, "model.frozen", [{"model.frozen": []}]),
     Advice({"lora.rank": 4, "model.family": "gpt"}, "lora.rank", [{"lora.rank": 0}, {"model.family": "llama"}]),
     Advice({"lora.rank": 4, **ROWWISE}, "float8.recipe", [{"lora.rank": 0}, {"float8.recipe": "none"}]),

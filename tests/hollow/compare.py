@@ -3,8 +3,8 @@
     PYTHONPATH=FOLDER_OF_TORCHTITAN python -m tests.hollow.compare
 
 Llama 3 8B, one rank of 8, micro batches of 8,192 tokens in bfloat16, no chunks of the loss, expandable segments,
-FlexAttention with documents in both, and without CUDA graphs, which the stand-in cannot capture. Prints a table in
-Markdown; without torchtitan (`pip install torchtitan==0.3.0`) only this library's half of it. Exit status 1 where a
+FlexAttention with documents in both, and without CUDA graphs. Prints a table in Markdown; without torchtitan
+(`pip install torchtitan==0.3.0`) only this library's half of it. Exit status 1 where a
 goal of `GOALS` is missed.
 """
 

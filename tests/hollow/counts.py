@@ -12,7 +12,8 @@ class Counted(NamedTuple):
     """Everything of one kind and name since the last reset."""
 
     kind: str
-    """launch, sync, copy, memset, collective, communicator, allocation, event, wait or missing"""
+    """launch, sync, copy, memset, collective, communicator, allocation, event, wait or missing; of captures: node
+    or obstacle"""
     name: str
     """of the kernel (mangled), function or direction"""
     times: int

@@ -14,6 +14,7 @@ import os
 import sys
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ OPERATIONS = (
     "_flash_attn_forward",
     "_flash_attn_backward",
     "_flash_attn_varlen_forward",
-    "_flash_attn_varlen_backward",
+    "_flash_attn_varlen_backward",  # within documents, which the library leaves to torch's flash attention
 )
 CASES: dict[str, dict[str, Any]] = {
     "as many heads": {"heads": 4, "kv_heads": 4},
@@ -32,6 +33,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 IGNORED: dict[str, dict[str, Any]] = {"window": {"window": 17}, "score_softcap": {"score_softcap": 0.5}}
 """keys of [model] that these kernels take and ignore, so that the library refuses them"""
+DOCUMENTS = (13, 1, 40, 16)
+"""tokens of documents that follow each other"""
 LENGTH, WIDTH = 70, 32
 """tokens, of which no block of a kernel is a divisor, and width of a head"""
 
@@ -65,6 +68,30 @@ def errors(settings: dict[str, Any]) -> list[float]:
     return [float((a.double() - b).abs().max() / b.abs().max()) for a, b in zip(*detached, strict=True)]
 
 
+def errors_of_documents(heads: int, kv_heads: int) -> list[float]:
+    """Return the same of the package's attention within documents, which no core of the library calls."""
+    from flash_attn import flash_attn_varlen_func
+
+    from torchllm.config import Model
+    from torchllm.models.attention import CORES
+
+    model = Model(hidden=heads * WIDTH, heads=heads, kv_heads=kv_heads)
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, sum(DOCUMENTS), count, WIDTH, requires_grad=True) for count in (heads, kv_heads, kv_heads)]
+    gradient = torch.randn(inputs[0].shape)
+    begins = torch.tensor([0, *accumulate(DOCUMENTS)], dtype=torch.int32)
+    longest = max(DOCUMENTS)
+    out = flash_attn_varlen_func(*(x[0] for x in inputs), begins, begins, longest, longest, causal=True)[None]
+    found = [out, *torch.autograd.grad(out, inputs, gradient)]
+    core = CORES["eager"](model)
+    documents = torch.arange(len(DOCUMENTS)).repeat_interleave(torch.tensor(DOCUMENTS))[None]
+    typed = [x.detach().double().requires_grad_() for x in inputs]
+    expected = core(*typed, core.mask(documents))
+    expected = [expected, *torch.autograd.grad(expected, typed, gradient.double())]
+    with torch.no_grad():
+        return [float((a.double() - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True)]
+
+
 def refused() -> list[str]:
     """Return which of `IGNORED` the library refuses."""
     from torchllm.config import Model
@@ -84,6 +111,7 @@ def main() -> None:
     """Print as JSON the errors of each case, and what is refused."""
     run_on_cpu()
     found = {name: errors(CASES[name]) for name in CASES}
+    found |= {f"documents, {kv_heads} key-value heads": errors_of_documents(4, kv_heads) for kv_heads in (4, 2)}
     print(json.dumps({"flash_attn": version("flash_attn"), "errors": found, "refused": refused()}))
 
 

@@ -30,11 +30,16 @@ Report = dict[str, Any]
 """a `one_rank.RankReport`, or {"error": text}"""
 
 
-def measure(cases: Mapping[str, Arguments], machine: Machine = H100, **variables: str) -> dict[str, Report]:
-    """Return the report of one rank's step of each case, by its name. variables: of the environment."""
+def measure(
+    cases: Mapping[str, Arguments], machine: Machine = H100, module: str = "tests.hollow.one_rank", **variables: str
+) -> dict[str, Report]:
+    """Return the report of one rank's step of each case, by its name.
+
+    module: the one that measures. variables: of the environment.
+    """
     with tempfile.TemporaryDirectory() as messages:
         done = subprocess.run(
-            [sys.executable, "-m", "tests.hollow.one_rank", "--cases"],
+            [sys.executable, "-m", module, "--cases"],
             input=json.dumps(list(cases.values())),
             env={**environment(machine, Path(messages)), **variables},
             cwd=ROOT,

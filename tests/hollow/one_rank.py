@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tests.hollow import counts
 from torchllm.config import Config
+from torchllm.data.batch import Batch
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.expert import ExchangeDispatch, Splits, read_splits, routed_experts
 from torchllm.parallel.mesh import build_mesh
@@ -32,7 +33,10 @@ from torchllm.tools.adapt.trial import build_trial, synthetic_batches
 from torchllm.tools.config.load import load_config
 from torchllm.tools.dry_run.trace import even_splits
 from torchllm.tools.torch_names import skip_pipeline_vote
+from torchllm.train.step import TrainStep
 
+Measure = Callable[[Config, int], Any]
+"""returns a dataclass for a resolved config and a rank"""
 STEPS = 3
 """to take; the last one counts: the first compiles, and allocates what stays"""
 GIB = 2**30
@@ -99,6 +103,8 @@ class RankReport:
     compilations: int
     """graphs that Dynamo compiled in the last step"""
     kernels: dict[str, int] = field(default_factory=dict)
+    forbidden: dict[str, int] = field(default_factory=dict)
+    """calls of all steps that a capture forbids"""
 
 
 def prepare() -> None:
@@ -107,8 +113,8 @@ def prepare() -> None:
     torch.set_float32_matmul_precision("high")
 
 
-def measure(config: Config, rank: int) -> RankReport:
-    """Take steps as `rank` of the ranks of a resolved config, and report the last one."""
+def build(config: Config, rank: int) -> tuple[TrainStep, list[Batch]]:
+    """Return the step of `rank` of the ranks of a resolved config, and micro batches for it."""
     prepare()
     join_absent_ranks(rank, config.parallel.ranks)
     device = torch.device("cuda", 0)
@@ -118,9 +124,14 @@ def measure(config: Config, rank: int) -> RankReport:
     forward_backward = trial.step.forward_backward
     if isinstance(forward_backward, Pipeline):
         skip_pipeline_vote(forward_backward.schedule)
-    batches = synthetic_batches(config, mesh, device)
+    return trial.step, synthetic_batches(config, mesh, device)
+
+
+def measure(config: Config, rank: int) -> RankReport:
+    """Take steps as `rank` of the ranks of a resolved config, and report the last one."""
+    step, batches = build(config, rank)
     numbers = count(1)
-    return report(lambda: trial.step(next(numbers), batches))
+    return report(lambda: step(next(numbers), batches), STEPS + config.compile.graphs)  # the third is captured
 
 
 def share_rows(stages: Sequence[Decoder]) -> None:
@@ -136,12 +147,15 @@ def _read_and_share(sent: Tensor, received: Tensor, rows: int) -> Splits:
     return even_splits(sent, received, rows)
 
 
-def report(take_step: Callable[[], object]) -> RankReport:
-    """Take `STEPS` steps and report the last one."""
+def report(take_step: Callable[[], object], steps: int = STEPS) -> RankReport:
+    """Take steps and report the last one; the peak is of all from the third on."""
     for _ in range(STEPS - 1):
         take_step()
-    compiled = _graphs()
     torch.cuda.reset_peak_memory_stats()
+    for _ in range(steps - STEPS):  # in which a graph is captured
+        take_step()
+    forbidden = counts.names(counts.read(), "obstacle")
+    compiled = _graphs()
     counts.reset()
     take_step()
     counted = counts.read()
@@ -157,6 +171,7 @@ def report(take_step: Callable[[], object]) -> RankReport:
         graph_breaks=sum(_dynamo("graph_break").values()),
         compilations=_graphs() - compiled,
         kernels=counts.names(counted, "launch"),
+        forbidden={**forbidden, **counts.names(counted, "obstacle")},
     )
 
 
@@ -170,14 +185,11 @@ def _graphs() -> int:
     return _dynamo("stats").get("unique_graphs", 0)
 
 
-def measure_arguments(arguments: list[str], rank: int = 0) -> RankReport:
-    """Measure the config that the arguments of a command line name. Its degrees must be given."""
-    resolved_as_for_a_dry_run = "--run.dry_run=true"  # the number of ranks is the product of the degrees
-    return measure(load_config([*arguments, resolved_as_for_a_dry_run]), rank)
+def run_forked(arguments: list[str], measure: Measure) -> dict[str, Any]:
+    """Measure in a forked process; return the report as a dict, or {"error": ...}.
 
-
-def run_forked(arguments: list[str]) -> dict[str, Any]:
-    """Measure in a forked process; return the report as a dict, or {"error": ...}."""
+    arguments: a command line with its degrees; --rank=N in front: of that rank.
+    """
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -186,7 +198,8 @@ def run_forked(arguments: list[str]) -> dict[str, Any]:
             rank = 0
             if arguments and arguments[0].startswith("--rank="):
                 rank = int(arguments.pop(0).removeprefix("--rank="))
-            result = asdict(measure_arguments(arguments, rank))
+            resolved_as_for_a_dry_run = "--run.dry_run=true"  # the number of ranks is the product of the degrees
+            result = asdict(measure(load_config([*arguments, resolved_as_for_a_dry_run]), rank))
         except BaseException:
             result = {"error": traceback.format_exc()}
         with os.fdopen(writer, "w") as pipe:
@@ -199,13 +212,13 @@ def run_forked(arguments: list[str]) -> dict[str, Any]:
     return json.loads(text) if text else {"error": f"the process ended with status {status}"}
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: list[str], measure: Measure = measure) -> None:
     """Print the report of one config, or of those of the standard input."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     cases = json.load(sys.stdin) if arguments == ["--cases"] else [arguments]
     for case in cases:
-        print(json.dumps(run_forked(list(case))), flush=True)
+        print(json.dumps(run_forked(list(case), measure)), flush=True)
 
 
 if __name__ == "__main__":

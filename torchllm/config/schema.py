@@ -925,6 +925,9 @@ class Compile:
     """each block (compiled once, as all blocks are equal); auto: on a GPU with a compiler, if the layout allows it"""
     loss: Switch = "auto"
     """the cross entropy; auto: on a GPU with a compiler"""
+    graphs: bool = False
+    """forward and backward of a step as one CUDA graph, launched at once, for GPUs that wait for their host; its memory
+    stays between steps; was captured on a stand-in for a GPU, and not yet replayed on one"""
 
     @property
     def compiles_anything(self) -> bool:

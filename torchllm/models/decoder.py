@@ -110,6 +110,8 @@ class Decoder(nn.Module):
         self.norm: nn.Module | None = build_norm(model)
         self.lm_head: Head | None = Head(model, loss_chunk, z_loss)
         self.run_blocks: Callable[..., Tensor] = run_blocks
+        self.is_graphed = False
+        """whether a step's forward and backward are one CUDA graph: `parallel/graphs.py`"""
         self.tie_embeddings()
 
     def tie_embeddings(self) -> None:

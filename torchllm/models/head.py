@@ -7,7 +7,7 @@ wrong.
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,9 @@ from torchllm.models.layers import soft_capped, widened
 
 IGNORED = -100
 """label of a position that has no target"""
+Sum = Literal["squares", "ahead"]
+SUMS: tuple[Sum, ...] = get_args(Sum)
+"""attributes of a head that sum over forward passes"""
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, vocab: int | None = None) -> Tensor:
@@ -154,7 +157,7 @@ def _with_gradient(loss: Tensor, other: Tensor) -> Tensor:
     return loss + (other - other.detach())
 
 
-def take_sum(stages: Iterable[nn.Module], name: Literal["squares", "ahead"]) -> Tensor | None:
+def take_sum(stages: Iterable[nn.Module], name: Sum) -> Tensor | None:
     """Return a sum of the heads in these stages, `Head.squares` or `Head.ahead`, float32 (), and reset it.
 
     None if there is no head, or none of its forward passes has the sum.

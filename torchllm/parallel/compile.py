@@ -62,8 +62,11 @@ def _compile_parts(block: Block) -> None:
             module.combine = torch.compile(module.combine)
 
 
-def must_recompute_outside(recompute: Recompute, model: Model, tp: DeviceMesh) -> bool:
+def must_recompute_outside(recompute: Recompute, model: Model, tp: DeviceMesh, graphs: bool) -> bool:
     """Return whether the recomputation of blocks must stay outside their graphs. tp: one dimension, the tp ranks.
+
+    graphs: `compile.graphs`. Where a compiled graph recomputes fused attention it saves the state of a random generator
+    (unused here) that torch has made for it, and that a CUDA graph does not know.
 
     FOOTGUN: on a CPU torch 2.13 (not 2.11 or 2.15) fails at a graph that recomputes fused attention and contains
     tensor-parallel collectives ("expected all tensors_saved_with_vc_check to be Tensors"). It saves the random state of
@@ -71,4 +74,4 @@ def must_recompute_outside(recompute: Recompute, model: Model, tp: DeviceMesh) -
     graph.
     """
     recomputes_attention = recompute.mode in ("full", "every_k") and "sdpa" in model.attention_kernels
-    return recomputes_attention and tp.size() > 1 and tp.device_type == "cpu"
+    return recomputes_attention and (graphs or (tp.size() > 1 and tp.device_type == "cpu"))

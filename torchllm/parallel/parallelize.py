@@ -88,10 +88,11 @@ def parallelize(
             apply_recompute(stage, recompute, layers, compiles_blocks=compile.block is True)
             log_layout("recompute %s", recompute.mode)
 
+        stage.is_graphed = compile.graphs
         if compile.compiles_anything:
             from torchllm.parallel.compile import apply_compile, must_recompute_outside
 
-            apply_compile(stage, compile, must_recompute_outside(recompute, stage.model, mesh.tp))
+            apply_compile(stage, compile, must_recompute_outside(recompute, stage.model, mesh.tp, compile.graphs))
             log_layout("compile norm %s, block %s, loss %s", compile.norm, compile.block is True, compile.loss is True)
 
         # On one rank without mixed precision FSDP would only copy and run hooks: 40 % of a small step.
@@ -105,9 +106,17 @@ def parallelize(
 def build_forward_backward(
     stages: Sequence[Decoder], mesh: Mesh, parallel: Parallel, training: Training, dtype: torch.dtype
 ) -> ForwardBackward:
-    """Return the plain forward and backward, or the pipelined one. dtype: of the hidden states that are sent."""
+    """Return the plain forward and backward, the captured one (`compile.graphs`), or the pipelined one.
+
+    dtype: of the hidden states that are sent.
+    """
     if mesh.pp.size() == 1:
-        return OneStage(stages, parallel)
+        plain = OneStage(stages, parallel)
+        if not stages[0].is_graphed:
+            return plain
+        from torchllm.parallel.graphs import Graphed
+
+        return Graphed(plain, torch.device(mesh.world.device_type))
     from torchllm.parallel.pipeline import Pipeline
 
     return Pipeline(stages, mesh, parallel, training, dtype)

@@ -1,10 +1,13 @@
-// cuBLAS and cuBLASLt: each product is one launch. No function looks at its arguments but those that return something.
+// cuBLAS and cuBLASLt: each product is one launch. No function looks at its arguments but those that return something, and
+// at streams: torch sets a handle's stream before it uses it, in each thread.
 #include "hollow.h"
 
-#define PRODUCT(function)                  \
-    EXPORTED int function(...) {           \
-        hollow::launch_named(#function);   \
-        return 0;                          \
+static thread_local const void* stream_of_thread = nullptr;
+
+#define PRODUCT(function)                                  \
+    EXPORTED int function(...) {                           \
+        hollow::launch_named(#function, stream_of_thread); \
+        return 0;                                          \
     }
 
 PRODUCT(cublasGemmEx)
@@ -26,7 +29,12 @@ EXPORTED int cublasCreate_v2(void** handle) {
 }
 
 EXPORTED int cublasDestroy_v2(void*) { return 0; }
-EXPORTED int cublasSetStream_v2(void*, void*) { return 0; }
+
+EXPORTED int cublasSetStream_v2(void*, void* stream) {
+    stream_of_thread = stream;
+    return 0;
+}
+
 EXPORTED int cublasSetWorkspace_v2(void*, void*, size_t) { return 0; }
 EXPORTED int cublasSetMathMode(void*, int) { return 0; }
 EXPORTED int cublasSetPointerMode_v2(void*, int) { return 0; }
@@ -44,7 +52,11 @@ EXPORTED int cublasGetPointerMode_v2(void*, int* mode) {
 
 // -- cuBLASLt, with which torch adds biases and multiplies float8
 
-PRODUCT(cublasLtMatmul)
+EXPORTED int cublasLtMatmul(void*, void*, void*, void*, void*, void*, void*, void*, void*, void*, void*, void*, void*, void*,
+                            size_t, void* stream) {
+    hollow::launch_named("cublasLtMatmul", stream);
+    return 0;
+}
 
 struct Heuristic { // cublasLtMatmulHeuristicResult_t; its header needs CUDA's compiler
     uint64_t algorithm[8];

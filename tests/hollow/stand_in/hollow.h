@@ -37,6 +37,15 @@ void wait_while_stuck();
 
 void count(const char* kind, const std::string& name, size_t bytes = 0);
 
+// capture.cpp: stream capture, and what it forbids. Streams and events are those of the runtime.
+
+void work(const void* stream, const char* kind, const std::string& name, size_t bytes = 0); // counted; a node if captured
+bool is_capturing(const void* stream);
+void read_again(const void* pinned, size_t bytes); // by each replay, at this address: the bytes must stay as they are
+void obstacle(const std::string& call);           // what a capture forbids: counted, and told to the listener
+void unsafe_call(const char* call);               // an obstacle while a capture is under way that forbids it
+void unsafe_call(const char* call, const void* stream); // the same, and always if the stream is captured
+
 // memory.cpp: address space without pages, and the few bytes in it that are known
 
 constexpr size_t REMEMBERED = 64; // bytes of the longest piece of device memory whose contents are known
@@ -48,6 +57,7 @@ void give_capacity(size_t bytes);
 void add_address_range(void* address, size_t bytes);
 void remove_address_range(void* address);
 bool is_on_device(const void* address);
+bool is_pinned(const void* address); // on the host
 
 void remember(const void* address, const std::string& contents);
 bool recall(const void* address, size_t bytes, std::string* contents); // false: not known
@@ -63,7 +73,7 @@ std::string receive_message(const std::string& file); // waits for it
 // kernels.cpp: names of kernels by their handle, and their launches
 
 void name_kernel(const void* handle, const std::string& name);
-void launch(const void* handle, void** arguments);
-void launch_named(const std::string& name); // of a library that is hollow as a whole
+void launch(const void* handle, void** arguments, const void* stream);
+void launch_named(const std::string& name, const void* stream); // of a library that is hollow as a whole
 
 } // namespace hollow

@@ -65,14 +65,14 @@ void name_kernel(const void* handle, const std::string& name) {
     names()[handle] = name;
 }
 
-void launch(const void* handle, void** arguments) {
+void launch(const void* handle, void** arguments, const void* stream) {
     std::string name = name_of(handle);
-    count("launch", name);
+    work(stream, "launch", name);
     if (!compute(name, arguments)) forget_all();
 }
 
-void launch_named(const std::string& name) {
-    count("launch", name);
+void launch_named(const std::string& name, const void* stream) {
+    work(stream, "launch", name);
     forget_all();
 }
 
@@ -124,18 +124,19 @@ EXPORTED cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* stub) {
     return cudaSuccess;
 }
 
-EXPORTED cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void** arguments, size_t, cudaStream_t) {
-    hollow::launch(kernel, arguments);
+EXPORTED cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void** arguments, size_t,
+                                      cudaStream_t stream) {
+    hollow::launch(kernel, arguments, stream);
     return cudaSuccess;
 }
 
-EXPORTED cudaError_t cudaLaunchKernel(const void* stub, dim3, dim3, void** arguments, size_t, cudaStream_t) {
-    hollow::launch(stub, arguments);
+EXPORTED cudaError_t cudaLaunchKernel(const void* stub, dim3, dim3, void** arguments, size_t, cudaStream_t stream) {
+    hollow::launch(stub, arguments, stream);
     return cudaSuccess;
 }
 
-EXPORTED cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void* stub, void** arguments) {
-    hollow::launch(stub, arguments);
+EXPORTED cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* how, const void* stub, void** arguments) {
+    hollow::launch(stub, arguments, how->stream);
     return cudaSuccess;
 }
 
@@ -178,6 +179,7 @@ EXPORTED cudaError_t cudaLibraryUnload(cudaLibrary_t) { return cudaSuccess; }
 // -- the driver: Triton loads what ptxas has made, and torch what NVRTC has made
 
 EXPORTED CUresult cuModuleLoad(CUmodule* module, const char*) {
+    hollow::unsafe_call("cuModuleLoad");
     *module = reinterpret_cast<CUmodule>(1);
     return CUDA_SUCCESS;
 }
@@ -205,19 +207,19 @@ EXPORTED CUresult cuFuncSetAttribute(CUfunction, CUfunction_attribute, int) { re
 EXPORTED CUresult cuFuncSetCacheConfig(CUfunction, CUfunc_cache) { return CUDA_SUCCESS; }
 
 EXPORTED CUresult cuLaunchKernel(CUfunction function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
-                                 CUstream, void** arguments, void**) {
-    hollow::launch(function, arguments);
+                                 CUstream stream, void** arguments, void**) {
+    hollow::launch(function, arguments, stream);
     return CUDA_SUCCESS;
 }
 
-EXPORTED CUresult cuLaunchKernelEx(const CUlaunchConfig*, CUfunction function, void** arguments, void**) {
-    hollow::launch(function, arguments);
+EXPORTED CUresult cuLaunchKernelEx(const CUlaunchConfig* how, CUfunction function, void** arguments, void**) {
+    hollow::launch(function, arguments, how->hStream);
     return CUDA_SUCCESS;
 }
 
 EXPORTED CUresult cuLaunchCooperativeKernel(CUfunction function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
-                                            unsigned, CUstream, void** arguments) {
-    hollow::launch(function, arguments);
+                                            unsigned, CUstream stream, void** arguments) {
+    hollow::launch(function, arguments, stream);
     return CUDA_SUCCESS;
 }
 

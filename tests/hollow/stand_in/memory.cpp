@@ -69,17 +69,24 @@ void clear_host(void* target, size_t bytes) {
 
 size_t short_enough(size_t bytes) { return bytes <= hollow::REMEMBERED ? bytes : 0; }
 
-void copy(void* target, const void* source, size_t bytes) {
+void copy(void* target, const void* source, size_t bytes, const void* stream) {
     bool to_device = hollow::is_on_device(target), from_device = hollow::is_on_device(source);
+    if (hollow::is_capturing(stream)) {
+        if (from_device && !to_device) hollow::obstacle("cudaMemcpyAsync to the host");
+        else if (to_device && !from_device) {
+            if (hollow::is_pinned(source)) hollow::read_again(source, bytes);
+            else hollow::obstacle("cudaMemcpyAsync from pageable memory");
+        }
+    }
     std::string contents;
     if (to_device && from_device) {
-        hollow::count("copy", "on the device", bytes);
+        hollow::work(stream, "copy", "on the device", bytes);
         if (hollow::recall(source, bytes, &contents)) hollow::remember(target, contents);
     } else if (to_device) {
-        hollow::count("copy", "to the device", bytes);
+        hollow::work(stream, "copy", "to the device", bytes);
         hollow::remember(target, std::string(static_cast<const char*>(source), short_enough(bytes)));
     } else if (from_device) {
-        hollow::count("copy", "to the host", bytes);
+        hollow::work(stream, "copy", "to the host", bytes);
         if (hollow::recall(source, bytes, &contents)) memcpy(target, contents.data(), bytes);
         else clear_host(target, bytes);
     } else {
@@ -132,6 +139,7 @@ void release(void* address) {
 }
 
 bool is_on_device(const void* address) { return is_in(device_ranges, address); }
+bool is_pinned(const void* address) { return is_in(host_ranges, address) || is_in(registered_ranges, address); }
 
 void remember(const void* address, const std::string& contents) {
     std::lock_guard<std::mutex> lock(mutex);
@@ -171,6 +179,7 @@ void forget_all() {
 // -- the runtime's functions
 
 EXPORTED cudaError_t cudaMalloc(void** address, size_t bytes) {
+    hollow::unsafe_call("cudaMalloc"); // torch's allocator is exempt: it calls this in mode relaxed
     *address = hollow::allocate(bytes);
     return *address ? cudaSuccess : cudaErrorMemoryAllocation;
 }
@@ -178,6 +187,7 @@ EXPORTED cudaError_t cudaMalloc(void** address, size_t bytes) {
 EXPORTED cudaError_t cudaMallocAsync(void** address, size_t bytes, cudaStream_t) { return cudaMalloc(address, bytes); }
 
 EXPORTED cudaError_t cudaFree(void* address) {
+    hollow::unsafe_call("cudaFree");
     hollow::release(address);
     return cudaSuccess;
 }
@@ -192,6 +202,7 @@ EXPORTED cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
 }
 
 EXPORTED cudaError_t cudaHostAlloc(void** address, size_t bytes, unsigned) {
+    hollow::unsafe_call("cudaHostAlloc");
     *address = map_pages(bytes, PROT_READ | PROT_WRITE);
     if (!*address) return cudaErrorMemoryAllocation;
     std::lock_guard<std::mutex> lock(mutex);
@@ -200,6 +211,7 @@ EXPORTED cudaError_t cudaHostAlloc(void** address, size_t bytes, unsigned) {
 }
 
 EXPORTED cudaError_t cudaFreeHost(void* address) {
+    hollow::unsafe_call("cudaFreeHost");
     unmap(host_ranges, address);
     return cudaSuccess;
 }
@@ -220,38 +232,42 @@ EXPORTED cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes,
     memset(attributes, 0, sizeof *attributes);
     cudaGetDevice(&attributes->device);
     if (is_in(device_ranges, address)) attributes->type = cudaMemoryTypeDevice;
-    else if (is_in(host_ranges, address) || is_in(registered_ranges, address)) attributes->type = cudaMemoryTypeHost;
+    else if (hollow::is_pinned(address)) attributes->type = cudaMemoryTypeHost;
     else attributes->type = cudaMemoryTypeUnregistered;
     attributes->devicePointer = attributes->hostPointer = const_cast<void*>(address);
     return cudaSuccess;
 }
 
-EXPORTED cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t bytes, cudaMemcpyKind, cudaStream_t) {
-    copy(target, source, bytes);
+EXPORTED cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+    copy(target, source, bytes, stream);
     return cudaSuccess;
 }
 
 EXPORTED cudaError_t cudaMemcpy(void* target, const void* source, size_t bytes, cudaMemcpyKind) {
+    hollow::unsafe_call("cudaMemcpy");
     hollow::count("sync", "cudaMemcpy");
     hollow::wait_while_stuck();
-    copy(target, source, bytes);
+    copy(target, source, bytes, nullptr);
     return cudaSuccess;
 }
 
-EXPORTED cudaError_t cudaMemcpyPeerAsync(void* target, int, const void* source, int, size_t bytes, cudaStream_t) {
-    copy(target, source, bytes);
+EXPORTED cudaError_t cudaMemcpyPeerAsync(void* target, int, const void* source, int, size_t bytes, cudaStream_t stream) {
+    copy(target, source, bytes, stream);
     return cudaSuccess;
 }
 
 EXPORTED cudaError_t cudaMemcpyToSymbol(const void*, const void*, size_t, size_t, cudaMemcpyKind) { return cudaSuccess; }
 
-EXPORTED cudaError_t cudaMemsetAsync(void* target, int value, size_t bytes, cudaStream_t) {
-    hollow::count("memset", "cudaMemsetAsync", bytes);
+EXPORTED cudaError_t cudaMemsetAsync(void* target, int value, size_t bytes, cudaStream_t stream) {
+    hollow::work(stream, "memset", "cudaMemsetAsync", bytes);
     hollow::remember(target, std::string(short_enough(bytes), char(value)));
     return cudaSuccess;
 }
 
-EXPORTED cudaError_t cudaMemset(void* target, int value, size_t bytes) { return cudaMemsetAsync(target, value, bytes, nullptr); }
+EXPORTED cudaError_t cudaMemset(void* target, int value, size_t bytes) {
+    hollow::unsafe_call("cudaMemset");
+    return cudaMemsetAsync(target, value, bytes, nullptr);
+}
 
 EXPORTED cudaError_t cudaGetSymbolAddress(void** address, const void*) {
     static char constants[4096]; // read by kernels alone

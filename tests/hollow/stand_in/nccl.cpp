@@ -39,8 +39,8 @@ static size_t bytes_of(size_t count, ncclDataType_t type) {
     }
 }
 
-static ncclResult_t collective(const char* name, size_t bytes) {
-    hollow::count("collective", name, bytes);
+static ncclResult_t collective(const char* name, size_t bytes, cudaStream_t stream) {
+    hollow::work(stream, "collective", name, bytes);
     hollow::forget_all();
     return ncclSuccess;
 }
@@ -53,6 +53,7 @@ EXPORTED ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
 }
 
 EXPORTED ncclResult_t ncclCommInitRank(ncclComm_t* communicator, int size, ncclUniqueId id, int rank) {
+    hollow::unsafe_call("ncclCommInitRank");
     hollow::count("communicator", "ncclCommInitRank");
     *communicator = new ncclComm{hexadecimal(id), rank, size, {}, {}, {}};
     return ncclSuccess;
@@ -120,48 +121,48 @@ EXPORTED ncclResult_t ncclRedOpDestroy(ncclRedOp_t, ncclComm_t) { return ncclSuc
 
 // torch 2.15's pipelines vote by a minimum of one int32: all ranks are taken to have what this one has.
 EXPORTED ncclResult_t ncclAllReduce(const void* sent, void* result, size_t count, ncclDataType_t type,
-                                    ncclRedOp_t operation, ncclComm_t, cudaStream_t) {
+                                    ncclRedOp_t operation, ncclComm_t, cudaStream_t stream) {
     std::string contents;
     bool known = operation == ncclMin && hollow::recall(sent, bytes_of(count, type), &contents);
-    collective("ncclAllReduce", bytes_of(count, type));
+    collective("ncclAllReduce", bytes_of(count, type), stream);
     if (known) hollow::remember(result, contents);
     return ncclSuccess;
 }
 
 EXPORTED ncclResult_t ncclAllGather(const void*, void*, size_t count, ncclDataType_t type, ncclComm_t communicator,
-                                    cudaStream_t) {
-    return collective("ncclAllGather", bytes_of(count, type) * communicator->size);
+                                    cudaStream_t stream) {
+    return collective("ncclAllGather", bytes_of(count, type) * communicator->size, stream);
 }
 
 EXPORTED ncclResult_t ncclReduceScatter(const void*, void*, size_t count, ncclDataType_t type, ncclRedOp_t,
-                                        ncclComm_t communicator, cudaStream_t) {
-    return collective("ncclReduceScatter", bytes_of(count, type) * communicator->size);
+                                        ncclComm_t communicator, cudaStream_t stream) {
+    return collective("ncclReduceScatter", bytes_of(count, type) * communicator->size, stream);
 }
 
 EXPORTED ncclResult_t ncclAlltoAll(const void*, void*, size_t count, ncclDataType_t type, ncclComm_t communicator,
-                                   cudaStream_t) {
-    return collective("ncclAlltoAll", bytes_of(count, type) * communicator->size);
+                                   cudaStream_t stream) {
+    return collective("ncclAlltoAll", bytes_of(count, type) * communicator->size, stream);
 }
 
-EXPORTED ncclResult_t ncclBroadcast(const void*, void*, size_t count, ncclDataType_t type, int, ncclComm_t, cudaStream_t) {
-    return collective("ncclBroadcast", bytes_of(count, type));
+EXPORTED ncclResult_t ncclBroadcast(const void*, void*, size_t count, ncclDataType_t type, int, ncclComm_t, cudaStream_t stream) {
+    return collective("ncclBroadcast", bytes_of(count, type), stream);
 }
 
-EXPORTED ncclResult_t ncclBcast(void*, size_t count, ncclDataType_t type, int, ncclComm_t, cudaStream_t) {
-    return collective("ncclBroadcast", bytes_of(count, type));
+EXPORTED ncclResult_t ncclBcast(void*, size_t count, ncclDataType_t type, int, ncclComm_t, cudaStream_t stream) {
+    return collective("ncclBroadcast", bytes_of(count, type), stream);
 }
 
 EXPORTED ncclResult_t ncclReduce(const void*, void*, size_t count, ncclDataType_t type, ncclRedOp_t, int, ncclComm_t,
-                                 cudaStream_t) {
-    return collective("ncclReduce", bytes_of(count, type));
+                                 cudaStream_t stream) {
+    return collective("ncclReduce", bytes_of(count, type), stream);
 }
 
 // -- messages
 
 EXPORTED ncclResult_t ncclSend(const void* buffer, size_t count, ncclDataType_t type, int receiver, ncclComm_t communicator,
-                               cudaStream_t) {
+                               cudaStream_t stream) {
     size_t bytes = bytes_of(count, type);
-    hollow::count("collective", "ncclSend", bytes);
+    hollow::work(stream, "collective", "ncclSend", bytes);
     if (bytes > hollow::REMEMBERED) return ncclSuccess;
     std::lock_guard<std::mutex> lock(communicator->mutex);
     long number = communicator->sent[receiver]++;
@@ -172,9 +173,9 @@ EXPORTED ncclResult_t ncclSend(const void* buffer, size_t count, ncclDataType_t 
 }
 
 EXPORTED ncclResult_t ncclRecv(void* buffer, size_t count, ncclDataType_t type, int sender, ncclComm_t communicator,
-                               cudaStream_t) {
+                               cudaStream_t stream) {
     size_t bytes = bytes_of(count, type);
-    hollow::count("collective", "ncclRecv", bytes);
+    hollow::work(stream, "collective", "ncclRecv", bytes);
     if (bytes > hollow::REMEMBERED) return ncclSuccess;
     std::lock_guard<std::mutex> lock(communicator->mutex);
     long number = communicator->received[sender]++;

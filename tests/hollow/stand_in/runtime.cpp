@@ -1,10 +1,9 @@
-// The CUDA runtime: devices, streams and events. Streams have nothing to do, so every event is over when it is recorded.
+// The CUDA runtime: devices and streams. Streams have nothing to do; events and captures are in capture.cpp.
 #include "hollow.h"
 
 #include <cuda_runtime_api.h>
 
 #include <atomic>
-#include <chrono>
 #include <cstdio>
 #include <cstring>
 
@@ -97,6 +96,7 @@ EXPORTED cudaError_t cudaProfilerStart() { return cudaSuccess; }
 EXPORTED cudaError_t cudaProfilerStop() { return cudaSuccess; }
 
 EXPORTED cudaError_t cudaDeviceSynchronize() {
+    hollow::unsafe_call("cudaDeviceSynchronize");
     hollow::count("sync", "cudaDeviceSynchronize");
     hollow::wait_while_stuck();
     return cudaSuccess;
@@ -118,87 +118,30 @@ EXPORTED cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
 EXPORTED cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
 EXPORTED cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 
-EXPORTED cudaError_t cudaStreamSynchronize(cudaStream_t) {
+EXPORTED cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    hollow::unsafe_call("cudaStreamSynchronize", stream);
     hollow::count("sync", "cudaStreamSynchronize");
     hollow::wait_while_stuck();
     return cudaSuccess;
 }
 
-EXPORTED cudaError_t cudaStreamQuery(cudaStream_t) { return hollow::is_stuck() ? cudaErrorNotReady : cudaSuccess; }
+EXPORTED cudaError_t cudaStreamQuery(cudaStream_t stream) {
+    hollow::unsafe_call("cudaStreamQuery", stream);
+    return hollow::is_stuck() ? cudaErrorNotReady : cudaSuccess;
+}
 
 EXPORTED cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) {
     *priority = 0;
     return cudaSuccess;
 }
 
-EXPORTED cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) {
-    hollow::count("wait", "cudaStreamWaitEvent"); // of the stream, not of the host
-    return cudaSuccess;
-}
-
 EXPORTED cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void* argument, unsigned) {
+    if (hollow::is_capturing(stream)) hollow::obstacle("cudaStreamAddCallback");
     function(stream, cudaSuccess, argument);
     return cudaSuccess;
 }
 
 EXPORTED cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t function, void* argument) {
     function(argument);
-    return cudaSuccess;
-}
-
-// CUDA graphs are not captured here; torch asks before most of its work whether one is.
-
-EXPORTED cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-    *status = cudaStreamCaptureStatusNone;
-    return cudaSuccess;
-}
-
-EXPORTED cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id,
-                                              cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
-    *status = cudaStreamCaptureStatusNone;
-    if (id) *id = 0;
-    return cudaSuccess;
-}
-
-EXPORTED cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
-
-// -- events
-
-struct CUevent_st {
-    std::chrono::steady_clock::time_point recorded;
-};
-
-EXPORTED cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
-    *event = new CUevent_st;
-    return cudaSuccess;
-}
-
-EXPORTED cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
-
-EXPORTED cudaError_t cudaEventDestroy(cudaEvent_t event) {
-    delete event;
-    return cudaSuccess;
-}
-
-EXPORTED cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t, unsigned) {
-    hollow::count("event", "cudaEventRecord");
-    event->recorded = std::chrono::steady_clock::now();
-    return cudaSuccess;
-}
-
-EXPORTED cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-    return cudaEventRecordWithFlags(event, stream, 0);
-}
-
-EXPORTED cudaError_t cudaEventQuery(cudaEvent_t) { return hollow::is_stuck() ? cudaErrorNotReady : cudaSuccess; }
-
-EXPORTED cudaError_t cudaEventSynchronize(cudaEvent_t) {
-    hollow::count("sync", "cudaEventSynchronize");
-    hollow::wait_while_stuck();
-    return cudaSuccess;
-}
-
-EXPORTED cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end) {
-    *milliseconds = std::chrono::duration<float, std::milli>(end->recorded - start->recorded).count();
     return cudaSuccess;
 }

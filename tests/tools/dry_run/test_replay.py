@@ -1,5 +1,6 @@
 """A step put together from a short one equals the step traced whole."""
 
+from collections import Counter
 from multiprocessing import get_context
 
 import pytest
@@ -8,8 +9,8 @@ import torch
 from tests.parity import Settings, tiny
 from tests.tools.dry_run import preload
 from torchllm.config import SCHEDULES, Kinds, gradient_accumulation
-from torchllm.tools.dry_run.memory import PURPOSES, largest
-from torchllm.tools.dry_run.replay import action_keys, replay
+from torchllm.tools.dry_run.memory import PURPOSES, PerMicroBatch, Span, largest
+from torchllm.tools.dry_run.replay import Traced, action_keys, replay
 from torchllm.tools.dry_run.run import _keys, plan_trace, rank_kinds
 from torchllm.tools.dry_run.trace import trace
 
@@ -147,3 +148,18 @@ def test_ranks_are_of_one_kind_when_their_stages_are_alike() -> None:
     assert rank_kinds(tiny(eight)) == [[0], [1, 2, 3, 4, 5, 6], [7]]
     odd = {**kinds, "model.layers": 18, "parallel.pp": 6, "parallel.split": (3,) * 6}
     assert rank_kinds(tiny(odd)) == [[0], [1, 3], [2, 4], [5]]
+
+
+def test_a_graph_keeps_what_its_actions_had() -> None:
+    """The update of a captured step comes on top of the pool; else it takes the place of the activations."""
+    held, peak, update = (
+        Counter(parameters=10),
+        Counter(parameters=10, activations=7),
+        Counter(parameters=10, temporary=3),
+    )
+    spans = [Span("begin", held, held, held, held, []), Span("0F0", held, held, peak, peak, [])]
+    spans.append(Span("tail", held, held, update, update, []))
+    keys = action_keys(["0F0"], [0])
+    traced = Traced(spans, keys, 1, PerMicroBatch(Counter(), Counter()), [])
+    assert sum(replay(traced, keys, 1).peak.values()) == 17
+    assert sum(replay(traced, keys, 1, graphs=True).peak.values()) == 20

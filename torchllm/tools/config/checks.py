@@ -38,6 +38,7 @@ def setting_problems(config: Config) -> list[ConfigError]:
         *_router_problems(config.model),
         *_weights_problems(config),
         *_float8_problems(config),
+        *graph_problems(config),
         *_schedule_problems(config),
         *_recompute_problems(config),
         *_checkpoint_problems(config),
@@ -236,6 +237,23 @@ def _float8_problems(config: Config) -> Iterator[ConfigError]:
         yield config_error(
             "training.dtype", f'float8.recipe = "{config.float8.recipe}" rounds factors that are bfloat16: use bfloat16'
         )
+
+
+def graph_problems(config: Config) -> Iterator[ConfigError]:
+    """Check what a CUDA graph of a step cannot have: shapes that change, and what the host does in each step."""
+    causes = {
+        "parallel.pp": (config.parallel.pp != 1, "the stages of a pipeline are not captured"),
+        "model.experts": (
+            config.model.experts,
+            "experts get other numbers of tokens in each step, which the host notes",
+        ),
+        "data.document_mask": (config.data.document_mask, "each micro batch has another number of documents"),
+        "float8.recipe": (config.float8.is_on, "the scales of float8 weights are made anew in each step"),
+        "run.device": (config.run.device == "cpu", "a CPU has no CUDA graphs"),
+    }
+    for key, (is_set, why) in causes.items():
+        if config.compile.graphs and is_set:
+            yield config_error("compile.graphs", f"{why}: set it to false, or change {key}")
 
 
 def _lora_problems(config: Config) -> Iterator[ConfigError]:

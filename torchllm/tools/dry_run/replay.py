@@ -133,10 +133,10 @@ def _action_kinds(actions: Sequence[tuple[int, str]]) -> Iterator[ActionKind]:
         done[stage, kind] += 1
 
 
-def replay(traced: Traced, order: Sequence[Key], micro_batches: int) -> ReplayedStep:
+def replay(traced: Traced, order: Sequence[Key], micro_batches: int, graphs: bool = False) -> ReplayedStep:
     """Return a step of `micro_batches` whose actions are `order`, put together from a traced step.
 
-    KeyError if an action is of no traced kind.
+    KeyError if an action is of no traced kind. graphs: `compile.graphs`: all that the actions had at their peak stays.
     """
     begin, *actions, tail = traced.spans
     span_of_key = dict(zip(traced.keys, actions, strict=True))
@@ -152,7 +152,7 @@ def replay(traced: Traced, order: Sequence[Key], micro_batches: int) -> Replayed
         level = plus(level, span.above_start(span.end))
     # Not the sum over the actions: the last one also frees buffers of earlier ones, e.g. messages in torch 2.15.
     level = plus(tail.start, during_tail, missing)
-    peaks.append(plus(level, tail.above_start(tail.peak)))
+    peaks.append(plus(largest(peaks) if graphs else level, tail.above_start(tail.peak)))
     sent = _sum_of_sent([begin, *(span_of_key[key] for key in order), tail])
     return ReplayedStep(largest(peaks), highest, level, sent)
 

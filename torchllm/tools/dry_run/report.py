@@ -239,6 +239,8 @@ def assumptions(report: Report) -> Iterator[str]:
     has_loss = report.gpu and counts_compiled_loss(config)
     if config.compile.block is True or (config.compile.loss is True and not has_loss):
         yield f"{'the loss as compiled, the rest not' if has_loss else 'nothing compiled'}: compiled blocks keep less"
+    if config.compile.graphs:
+        yield "the CUDA graph's pool stays after backward; not counted: an evaluation, which comes on top of it"
     yield "not counted: the allocator's gaps, buffers of the communication library, CUDA's own: some GiB on a GPU"
     yield "sent: in rings, each collective once round"
     if config.parallel.ep > 1:

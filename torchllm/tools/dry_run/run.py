@@ -89,7 +89,8 @@ def examine(config: Config, start_method: str = "forkserver") -> Report:
         traces[index] = traced
         if len(plans) > 1:
             log.info("traced %d of %s", len(traces), kinds)
-    rank_reports = [_highest(parallel, plan, traces[index], count) for index, plan in enumerate(plans)]
+    graphs = config.compile.graphs
+    rank_reports = [_highest(parallel, plan, traces[index], count, graphs) for index, plan in enumerate(plans)]
     with fake_ranks(0, parallel.ranks):
         mesh = build_mesh(parallel, CPU)
         axes = list(axis_of_group(mesh).values())
@@ -191,13 +192,13 @@ def _keys(parallel: Parallel, micro_batches: int, rank: int) -> list[Key]:
     return action_keys(_orders(parallel, micro_batches)[rank], stage_of_rank(parallel, rank))
 
 
-def _highest(parallel: Parallel, plan: TracePlan, traced: Traced, micro_batches: int) -> RankKind:
+def _highest(parallel: Parallel, plan: TracePlan, traced: Traced, micro_batches: int, graphs: bool) -> RankKind:
     """Return the step with the highest peak among the ranks whose actions are all in the trace."""
     steps: dict[int, ReplayedStep] = {}
     for rank in plan.ranks:
         order = _keys(parallel, micro_batches, rank)
         if set(order) <= set(traced.keys):
-            steps[rank] = replay(traced, order, micro_batches)
+            steps[rank] = replay(traced, order, micro_batches, graphs)
     rank = max(steps, key=lambda rank: sum(steps[rank].peak.values()))
     step = steps[rank]
     return RankKind(
