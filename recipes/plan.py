@@ -1,4 +1,4 @@
-"""Find the fastest layout of a model before renting a GPU, and compare such predictions with measurements.
+"""Find the fastest layout of a model before renting a GPU, and fit such predictions to measurements.
 
     python recipes/plan.py rank --model llama_65b --cluster dgx_a100 --gpus 64 \\
         --sequence-length 2048 --global-batch-size 2048
@@ -9,10 +9,7 @@
     python recipes/plan.py rank ... --parallel.pp=1 --max parallel.tp=4      with a key set, and another bounded
     python recipes/plan.py rank ... --write-sweep FOLDER     the runs to measure: recipes/sweep FOLDER, then calibrate
     python recipes/plan.py explain my_run.toml               compare this layout with the one that rank takes
-    python recipes/plan.py predict layouts.csv -o predicted.csv
-    python recipes/plan.py score measured.csv ...            errors; of published runs: python -m evidence
-    python recipes/plan.py calibrate measured.csv -o my_cluster.toml
-    python recipes/plan.py score measured.csv --cluster my_cluster.toml
+    python recipes/plan.py calibrate measured.csv -o my_cluster.toml     fit a cluster's constants to a sweep
 
 It needs neither torch nor a GPU. A model is a name in train_configs/models or a TOML file; a cluster is a name in
 train_configs/clusters or a TOML file.
@@ -37,7 +34,6 @@ from torchllm.config.errors import UserError
 from torchllm.facts.flops import parameter_count
 from torchllm.tools.config.checks import conflicts
 from torchllm.tools.config.degrees import resolve_degrees
-from torchllm.tools.planner.evidence.validity import UNMEASURED_LIMIT, judge
 from torchllm.tools.planner.experts import IMBALANCE
 from torchllm.tools.planner.search.advice import Advice, advice_lines, advise, pick
 from torchllm.tools.planner.search.compare import compare
@@ -59,6 +55,7 @@ from torchllm.tools.planner.search.price import NO_PURCHASE, Purchase, failures_
 from torchllm.tools.planner.search.question import BOUNDED, PlannedModel, Restrictions, read_hardware, read_model
 from torchllm.tools.planner.search.search import Found, Objective, Ranked, Search, search
 from torchllm.tools.planner.search.written import write_run, write_sweep
+from torchllm.tools.planner.validity import UNMEASURED_LIMIT, judge
 from torchllm.tools.proof.recipe import find_parts, lines_on_fork, schema_of_fork
 
 LOSS_CHUNK = 1024
@@ -104,7 +101,7 @@ def main(arguments: Sequence[str]) -> None:
 def plan_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = top.add_subparsers(required=True, metavar="rank | explain | predict | score | calibrate")
+    commands = top.add_subparsers(required=True, metavar="rank | explain | calibrate")
     add_rank(commands.add_parser("rank", help="rank the layouts of a model on a cluster"))
 
     explain = commands.add_parser("explain", help="say why the plan takes another layout than a run's")
@@ -114,18 +111,6 @@ def plan_parser() -> argparse.ArgumentParser:
     explain.add_argument("--gpus", type=count, help="number of GPUs (default: the product of the run's degrees)")
     add_bounds(explain)
     explain.set_defaults(run=run_explain)
-
-    predict = commands.add_parser("predict", help="predict the layouts of a CSV file, one per row")
-    predict.add_argument("source", metavar="CSV")
-    predict.add_argument("-o", "--output", required=True, metavar="CSV")
-    predict.set_defaults(run=run_predict)
-
-    score = commands.add_parser("score", help="compare predictions with measurements")
-    score.add_argument("sources", metavar="CSV", nargs="+")
-    score.add_argument("--json", action="store_true", help="print JSON; errors are fractions")
-    score.add_argument("--cluster", default="", help="cluster of the measurements (default: each row's own)")
-    add_bounds(score)
-    score.set_defaults(run=run_score)
 
     calibrate = commands.add_parser("calibrate", help="fit a cluster's software constants to measurements")
     calibrate.add_argument("source", metavar="CSV")
@@ -481,23 +466,9 @@ def run_explain(options: argparse.Namespace) -> None:
     print_lines(*heading(model, cluster, job), *compare(job, layout, advise(job, outcome)))
 
 
-def run_predict(options: argparse.Namespace) -> None:
-    """Predict one layout per row."""
-    from torchllm.tools.planner.evidence.score import predict_file
-
-    print(predict_file(options.source, options.output))
-
-
-def run_score(options: argparse.Namespace) -> None:
-    """Print the errors of predictions against measurements."""
-    from torchllm.tools.planner.evidence.score import score_files
-
-    print(score_files(options.sources, options.json, options.cluster, options.restrictions.of_measurements()))
-
-
 def run_calibrate(options: argparse.Namespace) -> None:
     """Fit constants and write them to a cluster file."""
-    from torchllm.tools.planner.evidence.calibrate import calibrate_file
+    from torchllm.tools.planner.calibration.calibrate import calibrate_file
 
     print(calibrate_file(options.source, options.output, options.cluster))
 

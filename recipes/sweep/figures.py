@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchllm.tools.planner.evidence.calibrate import calibrate
-from torchllm.tools.planner.evidence.fit import with_constants
-from torchllm.tools.planner.evidence.measurements import read_row
-from torchllm.tools.planner.evidence.score import score_rows
+from torchllm.tools.planner.calibration.calibrate import calibrate
+from torchllm.tools.planner.calibration.fit import with_constants
+from torchllm.tools.planner.calibration.rows import read_row
+from torchllm.tools.planner.predict import predict
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -210,21 +210,14 @@ def compare_predictions(rows: Sequence[ResultRow], fitted: bool = False) -> list
 
     `fitted`: by a planner whose constants `calibrate` has fitted to these rows.
     """
-    readable = []
-    for row in rows:
-        if row["status"] == "ok":
-            measured = read_row(row)
-            if measured.case is not None:
-                readable.append(measured)
-    if fitted and readable:
-        constants = calibrate(readable).constants
-        readable = [row._replace(case=with_constants(row.case, constants)) for row in readable if row.case is not None]
+    readable = [read_row(row) for row in rows if row["status"] == "ok"]
+    readable = [row for row in readable if row.case is not None]
+    constants = calibrate(readable).constants if fitted and readable else None
     comparisons = []
-    for scored in score_rows(readable):
-        assert scored.prediction is not None
-        assert scored.row.case is not None
-        cells = scored.row.cells
-        kind = f"tp {scored.row.case.parallel.tp}, recompute {cells['act_ckpt']}"
-        predicted = scored.prediction.step / float(cells["global_batch_seqs"])
-        comparisons.append(Comparison(seconds_per_sequence(cells), predicted, kind))
+    for row in readable:
+        assert row.case is not None
+        case = with_constants(row.case, constants) if constants else row.case
+        kind = f"tp {case.parallel.tp}, recompute {row.cells['act_ckpt']}"
+        predicted = predict(case).step / case.training.global_batch_size
+        comparisons.append(Comparison(seconds_per_sequence(row.cells), predicted, kind))
     return comparisons

@@ -27,7 +27,7 @@ from recipes.sweep.sweep import (
 )
 from tests.patience import patience
 from tests.tiny_run import ROOT, SMALL
-from torchllm.tools.planner.evidence.measurements import read_row
+from torchllm.tools.planner.calibration.rows import read_row
 from torchllm.tools.planner.search.auto import planned
 
 DEBUG = str(ROOT / "train_configs" / "debug.toml")

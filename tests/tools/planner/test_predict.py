@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evidence.stacks import STACKS
 from tests.tools.planner.test_comms import dgx_a100
 from torchllm.config import Model, Parallel, Recompute, Training
 from torchllm.tools.planner.case import CP, SHARD, TP, Case
 from torchllm.tools.planner.compute import Kernels
-from torchllm.tools.planner.evidence.stacks import STACKS
 from torchllm.tools.planner.parameters import StageSize
 from torchllm.tools.planner.predict import hardware_flops, pipeline_seconds, predict
 from torchllm.tools.planner.schedules import orders

@@ -8,12 +8,12 @@ from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
-from torchllm.tools.planner.evidence.validity import judge
 from torchllm.tools.planner.predict import Prediction, predict
 from torchllm.tools.planner.search.bounds import at_least
 from torchllm.tools.planner.search.layouts import MODES, DegreeMesh, Job, Layout
 from torchllm.tools.planner.search.price import NO_PURCHASE, Purchase, bill
 from torchllm.tools.planner.search.search import Found, Ranked, mesh_of, search, sharded
+from torchllm.tools.planner.validity import judge
 
 GIB = 2**30
 FURTHER = (2, 4, 8, 16, 32)

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torchllm.config.errors import UserError
-from torchllm.tools.planner.evidence.validity import judge
 from torchllm.tools.planner.search.explain import GIB
 from torchllm.tools.planner.search.layouts import Job
 from torchllm.tools.planner.search.search import CloudPoint, Found, Ranked
+from torchllm.tools.planner.validity import judge
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,11 +1,14 @@
 """What tests on rows of measurements share: their cases, and tables of them as files."""
 
 import csv
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+from evidence.measurements import MeasuredRow, read_row
+from tests.tools.planner.calibration import sweeps
+from tests.tools.planner.calibration.sweeps import write_cells
 from torchllm.tools.planner.case import Case
-from torchllm.tools.planner.evidence.measurements import MeasuredRow
 
 
 def case_of(row: MeasuredRow) -> Case:
@@ -16,18 +19,6 @@ def case_of(row: MeasuredRow) -> Case:
 def with_cells(row: MeasuredRow, **cells: str) -> MeasuredRow:
     """Return the row with other cells; its case stays."""
     return row._replace(cells=row.cells | cells)
-
-
-def write_cells(file: Path, rows: Sequence[Mapping[str, str]]) -> str:
-    """Write a table with the columns of all rows, empty where a row has none; return the file's name."""
-    columns: dict[str, None] = {}
-    for cells in rows:
-        columns |= dict.fromkeys(cells)
-    with file.open("w", newline="") as opened:
-        writer = csv.DictWriter(opened, list(columns), restval="")
-        writer.writeheader()
-        writer.writerows(rows)
-    return str(file)
 
 
 def write_rows(file: Path, rows: Iterable[MeasuredRow]) -> str:
@@ -42,3 +33,8 @@ def read_table(file: Path) -> list[dict[str, str]]:
 
 def named(rows: list[MeasuredRow], fold: str) -> list[MeasuredRow]:
     return [with_cells(row, fold=fold) for row in rows]
+
+
+def made(**options: Any) -> list[MeasuredRow]:
+    """A sweep whose times are those of other constants, as rows of evidence."""
+    return [read_row(row.cells) for row in sweeps.made(**options)]

@@ -1,6 +1,6 @@
 """Fit the constants of one machine to a few runs on it. No torch.
 
-Only constants of a machine are fitted (`planner.software.OF_A_MACHINE`): the speed of its kernels, the part that does
+Only constants of a machine are fitted (`fit.OF_A_MACHINE`): the speed of its kernels, the part that does
 not overlap, the waiting for messages, the slowdown of collectives over nodes. Priors decide where rows are silent.
 The reported error is of rows that were not fitted: each is left out in turn, or each twentieth of more than twenty.
 """
@@ -13,12 +13,23 @@ from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
+from torchllm.tools.planner.calibration.fit import (
+    OF_A_MACHINE,
+    UNITS,
+    FitProblem,
+    Linear,
+    Point,
+    Timed,
+    constants_at,
+    fit,
+    left_out,
+    log_error,
+)
+from torchllm.tools.planner.calibration.rows import OwnRow, read_rows
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.cluster import FOLDER
-from torchllm.tools.planner.evidence.fit import FitProblem, Linear, Point, Timed, constants_at, fit, left_out, log_error
-from torchllm.tools.planner.evidence.measurements import MeasuredRow, cluster_of_row, read_rows
 from torchllm.tools.planner.predict import predict
-from torchllm.tools.planner.software import OF_A_MACHINE, UNITS, Constants
+from torchllm.tools.planner.software import Constants
 from torchllm.tools.resources import find_config, name_base
 
 MACHINE = "machine"
@@ -41,14 +52,15 @@ class Calibrated(NamedTuple):
     """mean error of steps that were left out of a fit; None of a single run, without which nothing can be fitted"""
 
 
-def calibrate(rows: Sequence[MeasuredRow]) -> Calibrated:
+def calibrate(rows: Sequence[OwnRow]) -> Calibrated:
     """Return the fitted constants. ValueError if no row is timed."""
     timed: list[Timed] = []
     for row in rows:
         if row.case is not None and row.seconds:
             timed.append(run_of(row.case, row.seconds, len(timed)))
     if not timed:
-        raise ValueError("no row has a step time that can be predicted")
+        problems = "; ".join(dict.fromkeys(row.problem for row in rows if row.problem))
+        raise ValueError(f"no row has a step time that can be predicted{problems and f' ({problems})'}")
     problem = problem_of(timed)
     near = fit_machine(problem)
     start = timed[0].case.software.constants
@@ -107,7 +119,7 @@ def mean_error(logs: Iterable[float]) -> float:
     return mean(abs(math.expm1(log)) for log in logs)
 
 
-def fitted_allocator(rows: Sequence[MeasuredRow]) -> float | None:
+def fitted_allocator(rows: Sequence[OwnRow]) -> float | None:
     """Return the ratio of reserved to used bytes in the middle of the rows; None if they have no peaks."""
     ratios = []
     for row in rows:
@@ -125,13 +137,13 @@ def fitted_allocator(rows: Sequence[MeasuredRow]) -> float | None:
 def calibrate_file(source: str, target: str, cluster: str) -> str:
     """Fit constants to a CSV file and write a cluster file with them, based on `cluster`. Return a line on the errors.
 
-    cluster: a name or a file; empty: the one that most rows name, or whose GPU they have. OSError or ValueError if
+    cluster: a name or a file; empty: the one that most rows name. OSError or ValueError if
     there is no such file or cluster, or no row is timed.
     """
     rows = read_rows(source, cluster)
     calibrated = calibrate(rows)
     if not cluster:
-        names = Counter(cluster_of_row(row.cells) for row in rows if row.case is not None)
+        names = Counter(row.cells["cluster"] for row in rows if row.case is not None)
         cluster = names.most_common(1)[0][0]
     base = Path(find_config(cluster)) if cluster.endswith(".toml") else FOLDER / f"{cluster}.toml"
     errors = f"mean error of a step {calibrated.uncalibrated:.1%} before, "

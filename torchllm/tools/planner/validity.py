@@ -1,26 +1,26 @@
 """Say how far a prediction can be trusted: an interval of its step, and the risk of running out of memory. No torch.
 
-They come from published rows that the constants were not fitted to: the error of a step depends on the shares of its
-terms (`evidence/step_errors.py`), the error of its memory on rows of similar layouts (`evidence/residuals.py`).
+They come from rows that the constants were not fitted to: the error of a step depends on the shares of its terms
+(`step_errors.py`), the error of its memory is that of torchllm's peaks (`residuals.py`).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torchllm.tools.planner.case import Case
-from torchllm.tools.planner.evidence.residuals import (
+from torchllm.tools.planner.peak import Memory
+from torchllm.tools.planner.predict import Prediction
+from torchllm.tools.planner.residuals import (
     ANY,
     LEVELS,
     RowClass,
     Spread,
-    classes_of,
     classes_of_pair,
-    own_class,
-    read_outcomes,
     read_spreads,
 )
-from torchllm.tools.planner.evidence.step_errors import (
+from torchllm.tools.planner.software import Constants
+from torchllm.tools.planner.step_errors import (
     RARELY_MEASURED,
     ErrorModels,
     StepInterval,
@@ -28,9 +28,6 @@ from torchllm.tools.planner.evidence.step_errors import (
     read_error_models,
     shares_of,
 )
-from torchllm.tools.planner.peak import Memory
-from torchllm.tools.planner.predict import Prediction
-from torchllm.tools.planner.software import Constants
 
 ENOUGH_ROWS, ENOUGH_FOLDS = 15, 3
 """rows and folds that a class needs for quantiles without a broader class; the range of 15 rows
@@ -56,7 +53,7 @@ class Verdict(NamedTuple):
 
 def judge(case: Case, prediction: Prediction) -> Verdict:
     """Return how far a prediction can be trusted."""
-    interval = step_interval(case, prediction)
+    interval = interval_from(read_error_models(), case, shares_of(case, prediction))
     low, high = interval.bounds
     seconds = (prediction.step * math.exp(low), prediction.step * math.exp(high))
     risk = out_of_memory(case, prediction.memory)
@@ -68,22 +65,13 @@ def judge(case: Case, prediction: Prediction) -> Verdict:
 
 def is_measured(case: Case) -> bool:
     """Return whether this framework was measured on this GPU: by others, or by you, who calibrated the cluster file."""
-    return is_calibrated(case) or ("step time", "framework", own_class(case)) in read_spreads()
+    own = RowClass("torchllm", ANY, generation(case.hardware.gpu))
+    return is_calibrated(case) or ("step time", "framework", own) in read_spreads()
 
 
 def is_calibrated(case: Case) -> bool:
     """Return whether you fitted the constants of the cluster file to runs of yours."""
     return case.software.name == "torchllm" and case.hardware.constants != Constants()
-
-
-def step_interval(case: Case, prediction: Prediction) -> StepInterval:
-    """Return the interval of the error of a predicted step."""
-    return interval_from(read_error_models(), case, shares_of(case, prediction))
-
-
-def step_deviation(case: Case, prediction: Prediction) -> float:
-    """Return the deviation of the error of a predicted step, as a logarithm."""
-    return step_interval(case, prediction).deviation
 
 
 def interval_from(models: ErrorModels, case: Case, shares: Mapping[str, float]) -> StepInterval:
@@ -100,11 +88,9 @@ def described(case: Case, interval: StepInterval) -> str:
     """Return the source of an interval, and the properties of the case that are rare in it."""
     gpu = generation(case.hardware.gpu)
     text = f"from {interval.rows:,} steps of {interval.folds} models"
-    if interval.factor != 1:
-        text += f", {case.software.name}'s {interval.factor:.2g} times as far off as others'"
     remarks = []
     if not is_measured(case):
-        remarks.append(f"{case.software.name} is not measured on {gpu}")
+        remarks.append(f"torchllm is not measured on {gpu}")
     if interval.widest == RARELY_MEASURED:
         remarks.append(f"few models are measured on {gpu}")
     else:
@@ -112,36 +98,23 @@ def described(case: Case, interval: StepInterval) -> str:
     return f"{text} ({', '.join(remarks)})"
 
 
-def spread_of(case: Case, quantity: str) -> Spread:
-    """Return the residuals of rows like a case: of the closest class with rows enough.
-
-    A closer class with too few rows widens the residuals of the broader one.
-    """
-    return _closest(quantity, is_measured(case), list(classes_of(case)))
-
-
 def spread_of_pair(simple: Case, complex: Case) -> Spread:
-    """Return the slowdown of layouts like the complex one against layouts like the simple, relative to predictions."""
-    return _closest("ratio of two layouts", is_measured(complex), list(classes_of_pair(simple, complex)))
+    """Return the slowdown of layouts like the complex one against layouts like the simple, relative to predictions.
 
-
-def _closest(quantity: str, is_measured: bool, classes: Sequence[RowClass]) -> Spread:
-    """Return the residuals of the first of some classes that has rows enough, widened by those before it.
-
-    is_measured: take residuals of rows of whose framework other folds were fitted to, where the table has some.
+    The residuals are of the first class of the pair that has rows enough, widened by those before it. Where torchllm is
+    measured, they are of rows of whose framework other folds were fitted to.
     """
     table = read_spreads()
-    has_folds = any((quantity, "fold", row_class) in table for row_class in classes)
-    knowledge = "fold" if is_measured and has_folds else "framework"
+    knowledge = "fold" if is_measured(complex) else "framework"
     closest: Spread | None = None
-    for row_class in classes:
-        spread = table.get((quantity, knowledge, row_class))
+    for row_class in classes_of_pair(simple, complex):
+        spread = table.get(("ratio of two layouts", knowledge, row_class))
         if spread is None:
             continue
         closest = spread if closest is None else _widened(spread, closest)
         if spread.rows >= ENOUGH_ROWS and spread.folds >= ENOUGH_FOLDS:
             return closest
-    assert closest is not None, f"residuals.csv has no row of {quantity} for all frameworks"
+    assert closest is not None, "residuals.csv has no row of two layouts of any framework"
     return closest
 
 
@@ -159,12 +132,7 @@ def _widened(broad: Spread, narrow: Spread) -> Spread:
 
 def out_of_memory(case: Case, memory: Memory) -> float:
     """Return the probability of running out of memory."""
-    share = memory.total / case.hardware.memory
-    for outcome in read_outcomes():
-        is_alike = outcome.framework == case.software.name and outcome.share_from <= share < outcome.share_to
-        if is_alike and outcome.rows:
-            return outcome.risk
-    return peaks_of(case).share_above(1 - share)
+    return peaks().share_above(1 - memory.total / case.hardware.memory)
 
 
 def largest_memory_limit(case: Case) -> float:
@@ -177,20 +145,18 @@ def memory_limit(case: Case) -> float:
 
     Where the framework has not been measured on this GPU, it is at most `UNMEASURED_LIMIT` of the memory.
     """
-    _, high = peaks_of(case).interval
+    _, high = peaks().interval
     return min(case.hardware.memory * (1 - max(high, 0.0)), largest_memory_limit(case))
 
 
-def peaks_of(case: Case) -> Spread:
-    """Return the residuals of peak memory.
+def peaks() -> Spread:
+    """Return the residuals of torchllm's peak memory.
 
-    For torchllm they are true peaks of its layouts on a GPU without a chip (tests/hollow): the bytes of tensors do not
-    depend on the machine. The allocator's overhead differs between versions; its size is known from repeated
-    measurements of a layout by others.
+    They are of true peaks of its layouts on a GPU without a chip (tests/hollow): the bytes of tensors do not depend on
+    the machine. The allocator's overhead differs between versions; its size is known from repeated measurements of a
+    layout by others.
     """
-    tensors = read_spreads().get(("peak memory", "framework", RowClass(case.software.name, ANY, ANY)))
-    if case.software.name != "torchllm" or tensors is None:
-        return spread_of(case, "peak memory")
+    tensors = read_spreads()["peak memory", "framework", RowClass("torchllm", ANY, ANY)]
     versions = read_spreads()["repeated peak", "framework", RowClass(ANY, ANY, "H100")]
     quantiles = [held + added for held, added in zip(tensors.quantiles, versions.quantiles, strict=True)]
     return tensors._replace(quantiles=tuple(quantiles))

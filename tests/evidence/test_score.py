@@ -6,37 +6,13 @@ from typing import Any
 
 import pytest
 
-from tests.tools.planner.evidence.tables import case_of, read_table, write_cells
-from torchllm.tools.planner.evidence.measurements import MeasuredRow, read_row
-from torchllm.tools.planner.evidence.score import predict_file, regret, score_files, score_rows
+from evidence.measurements import MeasuredRow, read_row
+from evidence.score import regret, score_files, score_rows
+from tests.evidence.tables import case_of
+from tests.tools.planner.calibration.sweeps import ROW, write_cells
+from torchllm.config.errors import UserError
 from torchllm.tools.planner.predict import predict
-
-ROW = {
-    "dataset": "made up",
-    "stack": "torchllm",
-    "group": "one",
-    "model": "Llama 1B",
-    "layers": "16",
-    "hidden": "2048",
-    "heads": "16",
-    "ffn": "5632",
-    "vocab": "32000",
-    "tied_emb": "0",
-    "seq_len": "2048",
-    "cluster": "dgx_a100",
-    "gpu": "A100-80GB",
-    "gpus": "8",
-    "dp": "8",
-    "tp": "1",
-    "pp": "1",
-    "micro_batch": "1",
-    "global_batch_seqs": "64",
-    "zero_stage": "3",
-    "act_ckpt": "none",
-    "attn_impl": "flash2",
-    "precision": "bf16",
-    "status": "ok",
-}
+from torchllm.tools.planner.search.question import Restrictions
 
 
 def row(factor: float | None, **cells: str) -> MeasuredRow:
@@ -91,6 +67,15 @@ def test_each_row_is_of_one_class(three_classes: str) -> None:
     assert "assumed: act_ckpt = none (1 rows)" in text
 
 
+def test_rows_are_chosen_by_keys(tmp_path: Path) -> None:
+    file = table(tmp_path / "rows.csv", [row(1.0), row(1.0, tp="2", dp="4"), row(1.0, tp="4", dp="2")])
+    for words, most, rows in [(["--parallel.tp=2"], [], 1), ([], ["parallel.tp=2"], 2)]:
+        scores = json.loads(score_files([file], True, "", Restrictions.parse(words, most)))
+        assert scores["made up"]["rows"] == rows
+    with pytest.raises(UserError, match="rows are chosen by keys of model"):
+        score_files([file], True, "", Restrictions.parse(["--run.seed=1"], []))
+
+
 def test_regret_is_of_the_layout_that_would_be_chosen() -> None:
     """Micro batch 2 is predicted faster than 1 with full recomputation; measured, it is slower."""
     chosen = row(3.0, micro_batch="2")
@@ -108,23 +93,3 @@ def test_a_choice_that_ran_out_of_memory_is_said() -> None:
     slower = row(1.0, act_ckpt="full")
     slowest = row(1.1, act_ckpt="full", micro_batch="2")
     assert regret(score_rows([chosen, slower, slowest])) == {"chosen_ran_out_of_memory": True}
-
-
-def test_predictions_are_written_beside_what_was_there(tmp_path: Path) -> None:
-    source = table(tmp_path / "in.csv", [row(1.0, mystery="kept")], ({**ROW, "heads": ""},))
-    target = tmp_path / "out.csv"
-    printed = predict_file(source, str(target))
-    first, second = read_table(target)
-    assert first["mystery"] == "kept"
-    seconds = float(first["predicted_step_time_s"])
-    assert seconds == pytest.approx(float(first["step_time_s"]), rel=1e-5)
-    assert float(first["predicted_low_s"]) < seconds
-    assert seconds < float(first["predicted_high_s"])
-    assert 0 < float(first["predicted_mfu_pct"]) < 100
-    assert float(first["predicted_memory_gib"]) > 0
-    assert first["predicted_fits"] == "1"
-    assert first["predicted_verdict"] == "fits"
-    assert "(torchllm is not measured on A100" in first["predicted_note"]
-    assert second["predicted_step_time_s"] == ""
-    assert second["predicted_note"] == "heads is missing"
-    assert "unscored: heads is missing (1 rows)" in printed

@@ -2,17 +2,16 @@
 
 from collections.abc import Sequence
 
+import pytest
+
+import evidence.measurements
 import torchllm
 from tests.parity import Settings, tiny
-from tests.tools.planner.evidence.tables import case_of
+from tests.tools.planner.calibration import sweeps
 from torchllm.config import Model
+from torchllm.tools.planner.calibration.rows import COLUMNS, measurement_of, read_row
 from torchllm.tools.planner.case import Case
-from torchllm.tools.planner.evidence.cells import COLUMNS, Cells
-from torchllm.tools.planner.evidence.measurements import read_row
-from torchllm.tools.planner.evidence.row_layout import parallel_of
-from torchllm.tools.planner.evidence.row_model import model_of
-from torchllm.tools.planner.evidence.rows import measurement_of
-from torchllm.tools.planner.evidence.stacks import STACKS
+from torchllm.tools.planner.predict import predict
 
 LAYOUTS: dict[str, Settings] = {
     "HSDP": {"parallel.dp_replicate": 2, "parallel.dp_shard": 2, "parallel.zero_stage": 3},
@@ -33,7 +32,9 @@ BATCH = ("micro_batch_size", "global_batch_size", "sequence_length")
 
 
 def read_on_cpu(cells: dict[str, str]) -> Case:
-    return case_of(read_row({**cells, "cluster": "this_cpu"}))
+    row = read_row({**cells, "cluster": "this_cpu"})
+    assert row.case is not None, row.problem
+    return row.case
 
 
 def assert_equal_fields(section: object, expected: object, names: Sequence[str]) -> None:
@@ -58,11 +59,22 @@ def test_a_row_is_the_layout() -> None:
         assert case.recompute.mode == config.recompute.mode, name
 
 
-def test_a_row_of_blocks_of_several_kinds_is_not_taken_for_another_model() -> None:
+def test_a_row_that_the_columns_cannot_describe_is_not_read_as_another_one() -> None:
     kinds: Settings = {"model.pattern": ("local", "full"), "model.kinds": {"local": {"window": 8}, "full": {}}}
-    row = read_row({**measurement_of(tiny(kinds), 1), "cluster": "this_cpu"})
-    assert row.case is None
-    assert row.problem == "window = 'by the kind of a block' is not a number"
+    plain = measurement_of(tiny({}), 1) | {"cluster": "this_cpu"}
+    for cells, problem in (
+        (measurement_of(tiny(kinds), 1), "model.window: must be a whole number of at least 0, not"),
+        (plain | {"precision": "float8 rowwise"}, "precision 'float8 rowwise': a plan is of products in 16 bits"),
+        (plain | {"stack": "nemo"}, "stack 'nemo': rows of other frameworks are for python -m evidence score"),
+        (plain | {"stack": ""}, "no layout that was measured"),
+        (plain | {"gpus": "2"}, "parallel.pp: "),
+        (plain | {"hidden": "x"}, "model.hidden: "),
+        (plain | {"cluster": "this_gpu"}, '"this_gpu" is not in train_configs/clusters'),
+        (plain | {"cluster": ""}, "the row names no cluster"),
+    ):
+        row = read_row(cells)
+        assert row.case is None, problem
+        assert row.problem.startswith(problem)
 
 
 def test_a_mixture_of_experts_is_in_the_columns() -> None:
@@ -75,16 +87,13 @@ def test_a_mixture_of_experts_is_in_the_columns() -> None:
     expected |= {"ep": "2", "etp": "1", "tp_overlap": "none"}
     assert expected.items() <= cells.items()
     assert cells.keys() <= set(COLUMNS)
-    row = Cells(cells, [])
-    model = model_of(row, STACKS["torchllm"])
-    for key, value in sizes.items():
-        assert getattr(model, key) == value, key
-    parallel = parallel_of(row, model, STACKS["torchllm"])
-    assert parallel.ep == 2
+    case = read_on_cpu(cells)
+    assert_equal_fields(case.model, tiny(settings).model, list(sizes))
+    assert case.parallel.ep == 2
 
 
 def test_a_table_without_columns_for_parts_of_the_model_is_read() -> None:
-    """Measurements taken before there were columns for them, and published tables."""
+    """Measurements taken before there were columns for them."""
     config = tiny({})
     cells = measurement_of(config, 1)
     assert cells.keys() <= set(COLUMNS)
@@ -96,3 +105,11 @@ def test_a_table_without_columns_for_parts_of_the_model_is_read() -> None:
     model = read_on_cpu(cells).model
     assert model.head_width == config.model.hidden // config.model.heads
     assert_equal_fields(model, Model(), ["qkv_bias", "qk_norm", "norm_position", "window"])
+
+
+def test_the_reader_of_the_evidence_predicts_a_row_as_this_one_does() -> None:
+    for row in sweeps.made():
+        other = evidence.measurements.read_row(row.cells | {"rmsnorm_kernel": "1"})  # as all GPUs have it
+        assert row.case is not None
+        assert other.case is not None
+        assert predict(other.case).step == pytest.approx(predict(row.case).step)

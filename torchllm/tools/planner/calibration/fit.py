@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.predict import predict
-from torchllm.tools.planner.software import PRIORS, Constants, Prior
+from torchllm.tools.planner.software import Constants
 
 SHARED = ("launch", "host", "traffic", "exposed", "wait", "message", "fall")
 """constants that are the same for all frameworks"""
@@ -31,6 +31,43 @@ ELSEWHERE = 5.0
 """factor by which priors are wider for a CPU than for a GPU"""
 ROUNDS = 12
 """most rounds of a fit"""
+
+
+class Prior(NamedTuple):
+    """The knowledge of a constant before the fit."""
+
+    middle: float
+    low: float
+    high: float
+    """physical bounds: no fit leaves them"""
+    unit: str
+    spread: float
+    """natural logarithm of a plausible factor between the constant and the middle"""
+
+
+PRIORS = {
+    "launch": Prior(5e-6, 3e-6, 1.5e-5, "s", 0.5),
+    "host": Prior(5e-5, 5e-6, 1.5e-4, "s", 0.7),
+    "traffic": Prior(1.2, 1.0, 2.0, "x", 0.2),
+    "exposed": Prior(0.5, 0.05, 1.0, "x", 1.0),
+    "wait": Prior(3e-5, 3e-6, 3e-4, "s", 1.0),
+    "message": Prior(5e-5, 3e-6, 5e-4, "s", 1.5),
+    "fall": Prior(0.05, 0.01, 1.0, "x", 0.7),
+    "speed": Prior(1.0, 0.7, 1.3, "x", 0.1),
+    "allocator": Prior(1.17, 1.0, 1.5, "x", 0.1),
+}
+"""for each of the constants; unit x: a ratio.
+
+launch: time that CUDA needs between two kernels. host: PyTorch needs some 10 us for an operation that is not
+compiled, and a kernel that the formulas count stands for several. traffic: no kernel moves less than its operands
+once. wait: a collective's ramp too, and its slowest rank; no table of them was found, so that the prior is wide.
+message: from one kernel's launch to a host that waits for each message. fall: a full fat tree does not fall; a
+network that does, like EFA, has its own in the cluster file.
+"""
+UNITS = {name: prior.unit for name, prior in PRIORS.items()}
+"""unit of each constant; x: a ratio"""
+OF_A_MACHINE = ("speed", "exposed", "wait", "message", "fall")
+"""constants that a few runs on one machine tell"""
 
 
 class Timed(NamedTuple):

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 from evidence.folds import fitted_constants, joint_problem, timed_rows
-from tests.tools.planner.evidence.tables import named, write_rows
-from tests.tools.planner.evidence.test_calibrate import made
-from torchllm.tools.planner.evidence.fit import SHARED, FitProblem, Point, Timed, fit, scatter
-from torchllm.tools.planner.evidence.stacks import STACKS
-from torchllm.tools.planner.software import OF_A_MACHINE, PRIORS, Constants
+from evidence.stacks import STACKS
+from tests.evidence.tables import made, named, write_rows
+from torchllm.tools.planner.calibration.fit import OF_A_MACHINE, PRIORS, SHARED, FitProblem, Point, Timed, fit, scatter
+from torchllm.tools.planner.software import Constants
 
 
 def our_rows(**constants: float) -> list[Timed]:

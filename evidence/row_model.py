@@ -3,9 +3,9 @@
 import re
 from typing import Any, get_args
 
+from evidence.cells import Cells
 from torchllm.config import FAMILIES, Model
 from torchllm.facts.flops import parameter_count
-from torchllm.tools.planner.evidence.cells import Cells
 from torchllm.tools.planner.software import Software
 
 UNITS = {"M": 1e6, "B": 1e9, "T": 1e12}

@@ -1,10 +1,10 @@
-"""The errors of predictions on rows that the constants were not fitted to: the tables that advice is computed from.
+"""The errors of predictions on rows that the constants were not fitted to, by class of rows. No torch.
 
-step_errors.csv is the error model of steps (`step_errors`). residuals.csv has quantiles of classes of rows: of peak
-memory, and of the measured slowdown of one layout against another of its job, relative to the prediction.
-out_of_memory.csv counts which layouts ran out of memory. A residual is log(measured / predicted) of a step time, and
-(measured - predicted) / the GPU's memory of a peak: the allocator's overhead does not grow with the tensors. A class is
-a framework (its name, its kind, or any), the axes that the layout uses, and a generation of GPUs. No torch.
+residuals.csv has quantiles: of torchllm's peaks of memory, and of the measured slowdown of one layout against another
+of its job, relative to the prediction. A residual is log(measured / predicted) of a step time, and (measured -
+predicted) / the GPU's memory of a peak: the allocator's overhead does not grow with the tensors. A class is a
+framework, the axes that a layout adds to another, and a generation of GPUs. `python -m evidence residuals` of a
+checkout writes the table.
 """
 
 import csv
@@ -17,9 +17,6 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 from torchllm.tools.planner.case import Case
-from torchllm.tools.planner.evidence.step_errors import (
-    generation,
-)
 
 TABLE = Path(__file__).with_name("residuals.csv")
 LEVELS = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)
@@ -28,7 +25,8 @@ ANY = "any"
 AXES = ("tp", "pp", "cp", "ep")
 SAME = "the same"
 """axes that a layout adds to another one that has them all"""
-NATIVE, MEGATRON = "torch-native", "Megatron-like"
+NATIVE = "torch-native"
+"""frameworks whose weights are sharded as by torch's FSDP"""
 GAUSS_95 = NormalDist().inv_cdf(0.95)
 SMALLEST_DEVIATION = 1e-3
 """distance of an edge of the interval from the median, where they coincide"""
@@ -38,16 +36,11 @@ class RowClass(NamedTuple):
     """Properties that rows have in common."""
 
     framework: str
-    """its name, its kind (`NATIVE`, `MEGATRON`) or `ANY`"""
+    """torchllm, `NATIVE` or `ANY`"""
     axes: str
-    """axes of more than one rank, joined by +; of two layouts, those that only the second uses; "data only" or `ANY`"""
+    """of two layouts, the axes that only the second uses, after a +; `SAME` or `ANY`"""
     gpu: str
     """generation (A100, H100), or `ANY`"""
-
-    def __str__(self) -> str:
-        frameworks = "all frameworks" if self.framework == ANY else self.framework
-        axes = "" if self.axes == ANY else f" with {self.axes}"
-        return f"{frameworks}{axes}" + ("" if self.gpu == ANY else f" on {self.gpu}")
 
 
 class Spread(NamedTuple):
@@ -100,52 +93,16 @@ class Spread(NamedTuple):
         return total
 
 
-def axes_of(case: Case) -> str:
-    """Return the axes that a layout uses besides data parallelism; experts count as an axis, they change as much."""
-    parallel = case.parallel
-    used = [axis for axis in AXES if getattr(parallel, axis) > 1]
-    if case.model.experts:
-        used.append("experts")
-    return "+".join(used) or "data only"
-
-
-def kind_of(case: Case) -> str:
-    """Return the kind of a case's framework: its weights are sharded as by torch's FSDP, or copied as Megatron's."""
-    return NATIVE if case.software.fsdp else MEGATRON
-
-
-def classes_of(case: Case) -> Iterator[RowClass]:
-    """Yield the classes of a case, the one most like it first.
-
-    The axes count most: rows of the same framework without these axes do not inform it.
-    """
-    frameworks = (case.software.name, kind_of(case), ANY)
-    gpus = (generation(case.hardware.gpu), ANY)
-    for framework, gpu in product(frameworks, gpus):
-        yield RowClass(framework, axes_of(case), gpu)
-    yield RowClass(ANY, ANY, ANY)
-
-
-def own_class(case: Case) -> RowClass:
-    """Return the class of all rows of this framework on this GPU."""
-    return RowClass(case.software.name, ANY, generation(case.hardware.gpu))
-
-
 def classes_of_pair(simple: Case, complex: Case) -> Iterator[RowClass]:
     """Yield the classes of the step from one layout to another: which axes the second one has and the first has not."""
-    frameworks = (kind_of(complex), ANY)
-    additions = (added_axes(simple, complex), ANY)
-    for framework, axes in product(frameworks, additions):
+    for framework, axes in product((NATIVE, ANY), (added_axes(simple, complex), ANY)):
         yield RowClass(framework, axes, ANY)
 
 
 def added_axes(simple: Case, complex: Case) -> str:
     """Return the axes that the complex layout uses and the simple one does not."""
-    simple_axes = axes_of(simple).split("+")
-    added = []
-    for axis in axes_of(complex).split("+"):
-        if axis in AXES and axis not in simple_axes:
-            added.append(axis)
+    first, second = simple.parallel, complex.parallel
+    added = [axis for axis in AXES if getattr(second, axis) > 1 >= getattr(first, axis)]
     return "+" + "+".join(added) if added else SAME
 
 
@@ -164,34 +121,4 @@ def read_spreads() -> dict[tuple[str, str, RowClass], Spread]:
             rows, folds = int(cells["rows"]), int(cells["folds"])
             spread = Spread(cells["quantity"], cells["left_out"], row_class, rows, folds, quantiles)
             table[spread.quantity, spread.left_out, row_class] = spread
-    return table
-
-
-class Outcomes(NamedTuple):
-    """Number of layouts that ran out of memory, among those of a framework with this predicted share of memory."""
-
-    framework: str
-    share_from: float
-    share_to: float
-    rows: int
-    ran_out: int
-
-    @property
-    def risk(self) -> float:
-        """Probability of running out of memory, by Laplace's rule of succession."""
-        return (self.ran_out + 1) / (self.rows + 2)
-
-
-OUTCOMES = Path(__file__).with_name("out_of_memory.csv")
-
-
-@lru_cache(maxsize=1)
-def read_outcomes() -> list[Outcomes]:
-    """Return the outcomes that come with torchllm."""
-    table = []
-    with OUTCOMES.open(newline="") as opened:
-        for cells in csv.DictReader(opened):
-            share_from, share_to = float(cells["share_from"]), float(cells["share_to"])
-            rows, ran_out = int(cells["rows"]), int(cells["ran_out"])
-            table.append(Outcomes(cells["framework"], share_from, share_to, rows, ran_out))
     return table

@@ -4,9 +4,9 @@ import re
 from dataclasses import replace
 from typing import NamedTuple, get_args
 
+from evidence.cells import Cells
 from torchllm.config import Recompute
 from torchllm.tools.planner.compute import Kernels
-from torchllm.tools.planner.evidence.cells import Cells
 from torchllm.tools.planner.software import AttentionKernel, Software
 
 ATTENTION = {

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from tests.tools.planner.evidence.tables import case_of
-from tests.tools.planner.evidence.test_score import ROW
+from evidence.cells import Cells
+from evidence.measurements import CLUSTER_ALIASES, CLUSTER_OF_GPU, read_row, read_rows
+from evidence.row_layout import even_split
+from evidence.stacks import KINDS, OTHER_NAMES, STACKS, stack_of
+from tests.evidence.tables import case_of
+from tests.tools.planner.calibration.sweeps import ROW
 from torchllm.facts.flops import parameter_count
 from torchllm.tools.planner.cluster import FOLDER
-from torchllm.tools.planner.evidence.cells import Cells
-from torchllm.tools.planner.evidence.measurements import CLUSTER_ALIASES, CLUSTER_OF_GPU, read_row, read_rows
-from torchllm.tools.planner.evidence.row_layout import even_split
-from torchllm.tools.planner.evidence.stacks import KINDS, OTHER_NAMES, STACKS, stack_of
 
 QWEN3_30B = ROW | {
     "layers": "48",

@@ -10,22 +10,25 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
+from evidence.cells import Cells, with_assumptions
+from evidence.row_kernels import measured_kernels, recompute_of
+from evidence.row_layout import parallel_of, training_of
+from evidence.row_model import model_of
+from evidence.stacks import STACKS, stack_of
 from torchllm.config import Compile, Config, Model
 from torchllm.config.errors import UserError
 from torchllm.config.schema import SCHEDULES
 from torchllm.tools.config.checks import conflicts
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.cluster import FOLDER, Hardware, read_cluster, unknown_cluster
-from torchllm.tools.planner.evidence.cells import Cells, with_assumptions
-from torchllm.tools.planner.evidence.row_kernels import measured_kernels, recompute_of
-from torchllm.tools.planner.evidence.row_layout import parallel_of, training_of
-from torchllm.tools.planner.evidence.row_model import model_of
-from torchllm.tools.planner.evidence.stacks import STACKS, stack_of
 from torchllm.tools.planner.experts import IMBALANCE
 from torchllm.tools.planner.software import Software
 
+CLUSTERS = Path(__file__).parent / "clusters"
+"""machines that published rows are from; those that users plan for are in train_configs/clusters"""
 CLUSTER_OF_GPU = (
     (r"A100.*40", "mosaic_a100_40gb"),
     (r"A100|A800", "dgx_a100"),
@@ -183,12 +186,18 @@ def cluster_of_row(cells: dict[str, str]) -> str:
     """Return the cluster file of a row: the one it names, or its GPU's. ValueError if neither is known."""
     name, gpu = cells.get("cluster", ""), cells.get("gpu", "")
     name = CLUSTER_ALIASES.get(name, name)
-    if name.endswith(".toml") or (FOLDER / f"{name}.toml").is_file():
+    if name.endswith(".toml") or file_of_cluster(name):
         return name
     for pattern, cluster in CLUSTER_OF_GPU:
         if re.search(pattern, gpu or name, re.IGNORECASE):
             return cluster
     raise ValueError(f"cluster {name!r} has no file in train_configs/clusters, and GPU {gpu!r} is unknown")
+
+
+def file_of_cluster(name: str) -> Path | None:
+    """Return the file of a cluster: one that users plan for, or one that only rows of the evidence are from."""
+    files = (folder / f"{name}.toml" for folder in (FOLDER, CLUSTERS))
+    return next((file for file in files if file.is_file()), None)
 
 
 def _hardware(cells: Cells) -> Hardware:
@@ -207,7 +216,7 @@ def _hardware(cells: Cells) -> Hardware:
 def _read_cluster(name: str) -> Hardware:
     """Return a cluster by name or file. ValueError if it has no file, or a wrong one."""
     problems: list[str] = []
-    hardware = read_cluster(name, problems)
+    hardware = read_cluster(str(file_of_cluster(name) or name), problems)
     if hardware is None:
         raise ValueError("; ".join(problems))
     return hardware

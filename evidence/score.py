@@ -5,7 +5,6 @@ ratio. Among layouts with equal predictions, the one measured slowest counts as 
 and every line counts all three: scored, scored under a stated assumption, unscored with the reason.
 """
 
-import csv
 import json
 import math
 from collections import Counter
@@ -14,16 +13,24 @@ from dataclasses import fields
 from statistics import mean, median
 from typing import Any, Literal, NamedTuple
 
+from evidence.layer import layer_seconds
+from evidence.measurements import MeasuredRow, read_rows
+from torchllm.config import Config
+from torchllm.config.errors import UserError
+from torchllm.tools.config.draft import override
+from torchllm.tools.config.read import ConfigError, read_table
+from torchllm.tools.config.toml_files import Layer
+from torchllm.tools.planner.calibration.fit import UNITS
 from torchllm.tools.planner.case import Case
-from torchllm.tools.planner.evidence.layer import layer_seconds
-from torchllm.tools.planner.evidence.measurements import MeasuredRow, read_rows
-from torchllm.tools.planner.evidence.validity import Verdict, judge
 from torchllm.tools.planner.peak import counted
 from torchllm.tools.planner.predict import Prediction, predict
-from torchllm.tools.planner.software import UNITS, Constants
+from torchllm.tools.planner.search.question import BOUNDED, Restrictions
+from torchllm.tools.planner.software import Constants
 
 RowClass = Literal["scored", "assumed", "unscored"]
 """scored; scored under a stated assumption; unscored, with the reason"""
+MEASURED = ("model", "training", "parallel", "recompute")
+"""sections of a config that a measurement has"""
 CLASSES: tuple[RowClass, ...] = ("scored", "assumed", "unscored")
 UNDER = {"scored": "nothing assumed", "assumed": "under a stated assumption"}
 """names of the lines that have the errors of one class alone"""
@@ -34,7 +41,6 @@ class Scored(NamedTuple):
 
     row: MeasuredRow
     prediction: Prediction | None
-    verdict: Verdict | None
 
     @property
     def error(self) -> float | None:
@@ -63,61 +69,52 @@ class Scored(NamedTuple):
 
 def score_rows(rows: Iterable[MeasuredRow]) -> list[Scored]:
     """Predict each row."""
-    scored = []
-    for row in rows:
-        if row.case is None:
-            scored.append(Scored(row, None, None))
+    return [Scored(row, None if row.case is None else predict(row.case)) for row in rows]
+
+
+def admitted(restrictions: Restrictions) -> Callable[[Case], bool]:
+    """Return a function that tells whether a measured run has the values of some keys, and keeps the bounds of others.
+
+    UserError for a key that a measurement does not say.
+    """
+    layer = Layer({}, {})
+    problems: list[str] = []
+    for key, text in restrictions.overrides.items():
+        section, *names = key.split(".")
+        if section not in MEASURED or len(names) != 1:
+            problems.append(f"--{key}: rows are chosen by keys of {', '.join(MEASURED)}: section.key")
         else:
-            prediction = predict(row.case)
-            scored.append(Scored(row, prediction, judge(row.case, prediction)))
-    return scored
+            override(layer, Config, (section, *names), text, problems)
+    faults: list[ConfigError] = []
+    read_table(Config, layer.table, faults)
+    problems += [f"--{fault.key}: {fault.message}" for fault in faults]
+    if problems:
+        raise UserError("\n".join(problems))
+    wanted = {(section, key): value for section, keys in layer.table.items() for key, value in keys.items()}
+
+    def admits(case: Case) -> bool:
+        has_values = all(_value(case, *path) == value for path, value in wanted.items())
+        return has_values and all(
+            _value(case, *BOUNDED[name].split(".")) <= most for name, most in restrictions.most.items()
+        )
+
+    return admits
 
 
-def predict_file(source: str, target: str) -> str:
-    """Write a table of layouts with their predictions; return the assumptions, as text. Errors as `read_rows`."""
-    scored = score_rows(read_rows(source))
-    columns: dict[str, None] = {}
-    for row in scored:
-        columns |= dict.fromkeys(row.row.cells)
-    columns |= dict.fromkeys(PREDICTED)
-    with open(target, "w", newline="") as opened:
-        writer = csv.DictWriter(opened, list(columns), restval="", lineterminator="\n")
-        writer.writeheader()
-        for row in scored:
-            writer.writerow({**row.row.cells, **_predicted(row)})
-    return "\n".join(_remarks(scored))
-
-
-PREDICTED = tuple(
-    f"predicted_{name}"
-    for name in ("step_time_s", "low_s", "high_s", "mfu_pct", "hfu_pct", "memory_gib", "fits", "verdict", "note")
-)
-"""columns that `predict_file` adds: the step and its interval, utilization, memory, 1 if it fits, how surely, and what
-was assumed or why there is no prediction"""
-
-
-def _predicted(scored: Scored) -> dict[str, str]:
-    row, prediction, verdict = scored.row, scored.prediction, scored.verdict
-    if row.case is None or prediction is None or verdict is None:
-        return {"predicted_note": row.problem}
-    low, high = verdict.seconds
-    gib = counted(prediction.memory, row.case.software) / 2**30
-    note = "; ".join([verdict.evidence, *row.assumed])
-    values = [f"{seconds:.6g}" for seconds in (prediction.step, low, high)]
-    values += [f"{100 * share:.2f}" for share in (prediction.mfu, prediction.hfu)]
-    values += [f"{gib:.1f}", str(int(prediction.fits))]
-    values += [verdict.fits, note]
-    return dict(zip(PREDICTED, values, strict=True))
+def _value(case: Case, section: str, key: str) -> Any:
+    """Return the value of a key in a measured run."""
+    return getattr(getattr(case, section), key)
 
 
 def score_files(
-    files: Sequence[str], as_json: bool, cluster: str = "", admit: Callable[[Case], bool] = lambda case: True
+    files: Sequence[str], as_json: bool, cluster: str = "", restrictions: Restrictions | None = None
 ) -> str:
     """Return the errors of every data set and every group in it, as text. Errors as `read_rows`.
 
-    cluster: replaces the cluster of all rows. Layouts that a sweep found invalid are ignored, and those that `admit`
-    does not take.
+    cluster: replaces the cluster of all rows. Layouts that a sweep found invalid are ignored, and those outside of
+    the restrictions.
     """
+    admit = admitted(restrictions or Restrictions())
     rows = []
     for file in files:
         rows += [row for row in read_rows(file, cluster) if row.cells.get("status") != "invalid"]

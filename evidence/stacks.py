@@ -1,4 +1,4 @@
-"""The frameworks whose measurements are published: facts of each, and a speed fitted by `evidence`. No torch.
+"""The frameworks whose measurements are published: facts of each, and a fitted speed. No torch.
 
 A framework is a class of facts, one per line: its differences from its base class, in the end from
 torchllm. `STACKS` has them by name, with the fitted constants.
@@ -6,7 +6,7 @@ torchllm. `STACKS` has them by name, with the fitted constants.
 
 from dataclasses import dataclass, replace
 
-from torchllm.tools.planner.software import AttentionKernel, Constants, Software
+from torchllm.tools.planner.software import TORCHLLM, AttentionKernel, Constants, Software
 
 
 @dataclass(frozen=True)
@@ -232,14 +232,6 @@ class PrimeRl(Software):
     attention: AttentionKernel = "flash2"
 
 
-@dataclass(frozen=True)
-class Torchllm(Software):
-    """This repository."""
-
-    overlaps_reduction: bool = True
-    saves_collectives: bool = True
-
-
 FACTS: dict[str, Software] = {
     "megatron-2021": Megatron2021(),
     "megatron-2022": Megatron2022(),
@@ -256,7 +248,7 @@ FACTS: dict[str, Software] = {
     "fms-fsdp": FmsFsdp(),
     "internevo": InternEvo(),
     "prime-rl": PrimeRl(),
-    "torchllm": Torchllm(),
+    "torchllm": TORCHLLM,
 }
 SPEEDS = {
     "megatron-2021": 0.945,

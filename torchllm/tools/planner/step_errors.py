@@ -46,8 +46,6 @@ class StepInterval(NamedTuple):
     deviation: float
     rows: int
     folds: int
-    factor: float
-    """size of the framework's errors relative to other frameworks; 1 if it was not measured"""
     widest: str
     """source that adds most to the variance"""
 
@@ -81,7 +79,7 @@ class ErrorModel(NamedTuple):
         deviation = factor * math.sqrt(sum(parts.values()))
         half = self.covering * deviation
         widest = max(parts, key=parts.__getitem__)
-        return StepInterval(half, deviation, self.rows, self.folds, factor, widest)
+        return StepInterval(half, deviation, self.rows, self.folds, widest)
 
     def sources(self, shares: Mapping[str, float], gpu: str) -> dict[str, float]:
         """Return the shares with one for the GPU, if hardly any fold is of its generation."""

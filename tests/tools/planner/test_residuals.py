@@ -6,17 +6,17 @@ import pytest
 
 from evidence.write_residuals import SHOWN_FROM
 from tests.tools.planner.test_predict import case
-from torchllm.tools.planner.evidence.residuals import (
+from torchllm.tools.planner.residuals import (
     ANY,
     LEVELS,
-    MEGATRON,
     NATIVE,
     RowClass,
     Spread,
     added_axes,
-    classes_of,
+    classes_of_pair,
     read_spreads,
 )
+from torchllm.tools.planner.step_errors import KNOWLEDGE
 
 EVEN = tuple(2 * level - 1 for level in LEVELS)
 """quantiles of values spread evenly from -1 to 1"""
@@ -24,17 +24,11 @@ EVERYTHING = RowClass(ANY, ANY, ANY)
 RATIO = "ratio of two layouts"
 
 
-def test_classes_have_the_same_axes_first() -> None:
-    first, *rest, last = classes_of(case(tp=2, pp=2))
-    assert first == RowClass("torchllm", "tp+pp", "A100")
-    assert RowClass(NATIVE, "tp+pp", ANY) in rest
-    assert all(row_class.axes == "tp+pp" for row_class in rest)
+def test_pairs_have_the_added_axes_first() -> None:
+    first, *_, last = classes_of_pair(case(), case(tp=2, pp=2))
+    assert first == RowClass(NATIVE, "+tp+pp", ANY)
     assert last == EVERYTHING
-    classes = list(classes_of(case(stack="megatron-2021")))
-    assert classes[0].axes == "data only"
-    assert RowClass(MEGATRON, "data only", ANY) in classes
     sparse = replace(case(), model=replace(case().model, experts=8))
-    assert {row_class.axes for row_class in classes_of(sparse)} == {"experts", ANY}
     expert_parallel = replace(sparse, parallel=replace(sparse.parallel, ep=2))
     assert added_axes(sparse, expert_parallel) == "+ep"
     assert added_axes(case(tp=2), case(tp=4)) == "the same"
@@ -57,8 +51,8 @@ def test_the_share_above() -> None:
 
 def test_what_ships_has_a_class_for_everything_and_none_of_few_rows() -> None:
     table = read_spreads()
-    for quantity in ("peak memory", RATIO):
-        assert (quantity, "framework", EVERYTHING) in table
+    for knowledge in KNOWLEDGE:
+        assert (RATIO, knowledge, EVERYTHING) in table
     for spread in table.values():
         assert spread.rows >= SHOWN_FROM
         assert list(spread.quantiles) == sorted(spread.quantiles)

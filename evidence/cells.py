@@ -1,4 +1,4 @@
-"""The columns of a table of measurements, and one row of it: its cells, and assumptions for the empty ones.
+"""One row of a table of measurements: its cells, and assumptions for the empty ones.
 
 No torch.
 """
@@ -7,17 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_COLUMN_LINES = (
-    "dataset stack group model n_params layers hidden heads kv_heads head_dim qkv_bias qk_norm norm_position window",
-    "ffn experts top_k moe_ffn shared_experts dense_layers vocab tied_emb seq_len",
-    "cluster gpu gpus dp dp_replicate dp_shard tp pp cp ep etp cp_method schedule interleave_v micro_batch grad_accum",
-    "global_batch_seqs zero_stage seq_parallel tp_overlap dispatcher act_ckpt loss_chunk attn_impl",
-    "rmsnorm_kernel compile compile_loss precision",
-    "status step_time_s tokens_per_s_per_gpu peak_memory_gib mfu_pct hfu_pct",
-    "fold software assumed note source",
-)
-COLUMNS = tuple(" ".join(_COLUMN_LINES).split())
-"""the columns of a row; an empty cell is one that the source does not say"""
+from torchllm.tools.planner.calibration.rows import COLUMNS
 
 ASSUMPTION = re.compile(r"(\w+)\s*=\s*(.*?)\s*(?=[;,\s]\s*\w+\s*=|;?\s*$)")
 """one "column=value" of the column `assumed`; several are separated by semicolons, commas or blanks"""
