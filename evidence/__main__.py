@@ -9,6 +9,7 @@
     python -m evidence fit FOLDER ...                       the constants that all frameworks share, and their speeds
     python -m evidence residuals FOLDER ... -o FOLDER       errors by class, the basis of the planner's intervals
     python -m evidence pack CSV -o FOLDER                   rows of a sweep of yours, ready for a pull request
+    python -m evidence figures results.csv -o FOLDER        a sweep of yours as bars by setting, and predicted times
     python -m evidence hagemann FOLDER -o CSV               sheets of Hagemann et al. 2023, downloaded, as a table
 
 Without CSV files the measurements of evidence/data are taken; evidence/data/SOURCES.md says where they are from.
@@ -19,6 +20,7 @@ import sys
 
 from evidence.coverage import score_intervals
 from evidence.cross_validation import cross_validate
+from evidence.figures import write_figures
 from evidence.folds import fitted_constants
 from evidence.hagemann import convert_hagemann
 from evidence.pack import pack_rows, published_measurements
@@ -33,7 +35,7 @@ SCORES = {
     "picks": score_picks,
 }
 """commands that take files of measurements alone"""
-WRITERS = {"residuals": write_residuals, "pack": pack_rows, "hagemann": convert_hagemann}
+WRITERS = {"residuals": write_residuals, "pack": pack_rows, "figures": write_figures, "hagemann": convert_hagemann}
 """commands that write `--output`"""
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from evidence.fit_step_errors import StepError
 from evidence.folds import fold_of, framework_of_fold, joint_problem, timed_rows
 from evidence.measurements import MeasuredRow, read_rows
+from evidence.peak import counted
 from torchllm.tools.planner.calibration.fit import (
     Linear,
     Point,
@@ -25,7 +26,6 @@ from torchllm.tools.planner.calibration.fit import (
     with_constants,
 )
 from torchllm.tools.planner.case import Case
-from torchllm.tools.planner.peak import counted
 from torchllm.tools.planner.predict import predict
 from torchllm.tools.planner.software import Constants
 from torchllm.tools.planner.step_errors import KNOWLEDGE, Knowledge, generation, shares_of

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from evidence.layer import layer_seconds
 from evidence.measurements import MeasuredRow, read_rows
+from evidence.peak import counted
 from torchllm.config import Config
 from torchllm.config.errors import UserError
 from torchllm.tools.config.draft import override
@@ -22,7 +23,6 @@ from torchllm.tools.config.read import ConfigError, read_table
 from torchllm.tools.config.toml_files import Layer
 from torchllm.tools.planner.calibration.fit import UNITS
 from torchllm.tools.planner.case import Case
-from torchllm.tools.planner.peak import counted
 from torchllm.tools.planner.predict import Prediction, predict
 from torchllm.tools.planner.search.question import BOUNDED, Restrictions
 from torchllm.tools.planner.software import Constants

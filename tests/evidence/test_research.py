@@ -25,9 +25,9 @@ from evidence.cross_validation import (
     step_errors,
 )
 from evidence.measurements import MeasuredRow, read_row
+from evidence.peak import counted
 from evidence.picks import picks, score_picks
 from tests.evidence.tables import case_of, made, named, with_cells, write_rows
-from torchllm.tools.planner.peak import counted
 from torchllm.tools.planner.predict import predict
 from torchllm.tools.planner.step_errors import EVERY_STEP, KNOWLEDGE
 

@@ -123,7 +123,7 @@ def fitted_allocator(rows: Sequence[OwnRow]) -> float | None:
     """Return the ratio of reserved to used bytes in the middle of the rows; None if they have no peaks."""
     ratios = []
     for row in rows:
-        if row.case is None or not row.cells.get("peak_memory_gib") or row.case.software.peaks_allocated:
+        if row.case is None or not row.cells.get("peak_memory_gib"):
             continue
         memory = predict(row.case).memory
         peak = float(row.cells["peak_memory_gib"]) * 2**30

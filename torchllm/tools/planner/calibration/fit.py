@@ -13,6 +13,8 @@ from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
+import numpy as np
+
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.predict import predict
 from torchllm.tools.planner.software import Constants
@@ -216,49 +218,12 @@ def best_changes(
 ) -> Point:
     """Return the changes of the constants that minimize the weighted squares of errors and distances from priors."""
     names = list(point)
-    matrix = information(problem, near.slopes, names, weights)
-    right = []
-    for name in names:
-        distance = problem.middle[name] - point[name]
-        pull = sum_of_products(weights, near.slopes[name], errors)
-        right.append(problem.trust(name) * distance - pull)
-    return dict(zip(names, solve(matrix, right), strict=True))
-
-
-def information(
-    problem: FitProblem, slopes: dict[str, list[float]], names: Sequence[str], weights: Sequence[float]
-) -> list[list[float]]:
-    """Return the information of rows and priors: the inverse of the constants' covariance."""
-    matrix: list[list[float]] = []
-    for name in names:
-        row = [sum_of_products(weights, slopes[name], slopes[column]) for column in names]
-        row[len(matrix)] += problem.trust(name)
-        matrix.append(row)
-    return matrix
-
-
-def sum_of_products(first: Sequence[float], second: Sequence[float], third: Sequence[float]) -> float:
-    """Return the sum of the products of three values each."""
-    triples = zip(first, second, third, strict=True)
-    return sum(x * y * z for x, y, z in triples)
-
-
-def solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Solve equations of a positive definite matrix by elimination."""
-    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
-    for step, pivot in enumerate(rows):
-        for row in rows[step + 1 :]:
-            factor = row[step] / pivot[step]
-            for column in range(step, len(pivot)):
-                row[column] -= factor * pivot[column]
-    solution = [0.0] * len(rows)
-    for step in reversed(range(len(rows))):
-        row = rows[step]
-        value = row[-1]
-        for column in range(step + 1, len(rows)):
-            value -= row[column] * solution[column]
-        solution[step] = value / row[step]
-    return solution
+    slopes = np.array([near.slopes[name] for name in names])
+    trust = np.array([problem.trust(name) for name in names])
+    distances = np.array([problem.middle[name] - point[name] for name in names])
+    information = (slopes * weights) @ slopes.T + np.diag(trust)
+    pull = slopes @ (np.array(weights) * errors)
+    return dict(zip(names, np.linalg.solve(information, trust * distances - pull).tolist(), strict=True))
 
 
 def fit(problem: FitProblem, start: Point | None = None) -> Linear:

@@ -1,9 +1,9 @@
-"""`benchmark titan`: which steps it compares. The comparison itself needs a GPU and torchtitan."""
+"""`evidence/benchmark titan`: which steps it compares. The comparison itself needs a GPU and torchtitan."""
 
 import pytest
 import torch
 
-from recipes.benchmark import titan
+from evidence.benchmark import titan
 from tests.tiny_run import DEBUG
 from torchllm.config import Config
 from torchllm.tools.config.load import load_config

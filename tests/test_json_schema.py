@@ -5,18 +5,19 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tests.test_docs import load_script
 from tests.tiny_run import ROOT
 from torchllm.config import Config
 from torchllm.config.schema import KIND_KEYS
-from torchllm.tools.front.json_schema import json_schema
 
 pytestmark = pytest.mark.quick
+json_schema = load_script("json_schema").json_schema
 
 
 def test_the_committed_file_is_current() -> None:
     committed = (ROOT / "docs/config.schema.json").read_text()
     assert committed == json.dumps(json_schema(), indent=2) + "\n", (
-        "regenerate it: python -P -m torchllm.tools.front.json_schema > docs/config.schema.json"
+        "regenerate it: python docs/json_schema.py > docs/config.schema.json"
     )
 
 

@@ -1,10 +1,11 @@
-"""Summarize a sweep: a Markdown table, and the figures of Hagemann et al. 2023 (arXiv 2311.05610, figures 1 to 5).
+"""Draw a sweep as the figures of Hagemann et al. 2023 (arXiv 2311.05610, figures 1 to 5). It needs matplotlib.
 
 Each figure compares the values of one setting: for every value, the MFU of the best layout that has it, whatever its
 other settings (or its speed, where no peak is known). One more figure shows predicted over measured times, before and
-after the planner's constants are fitted to the sweep. Without matplotlib there are no figures.
+after the planner's constants are fitted to the sweep.
 """
 
+import csv
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
@@ -18,6 +19,7 @@ from torchllm.tools.planner.predict import predict
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
 
 ResultRow = dict[str, str]
 
@@ -61,11 +63,12 @@ class Comparison(NamedTuple):
     """the settings that a figure tells apart by color"""
 
 
-def summarize(rows: Sequence[ResultRow], folder: Path) -> list[Path]:
-    """Write results.md and the figures; return the files written."""
-    table = folder / "results.md"
-    table.write_text(results_table(rows))
-    return [table, *draw_figures(rows, folder)]
+def write_figures(source: str, folder: str) -> str:
+    """Draw the figures of a sweep's results.csv into a folder; return the files written. OSError if it is missing."""
+    with open(source, newline="") as opened:
+        rows = list(csv.DictReader(opened))
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return "\n".join(str(file) for file in draw_figures(rows, Path(folder)))
 
 
 def fastest_first(rows: Sequence[ResultRow]) -> list[ResultRow]:
@@ -76,23 +79,6 @@ def fastest_first(rows: Sequence[ResultRow]) -> list[ResultRow]:
 def seconds_per_sequence(row: ResultRow) -> float:
     """Return the measured time of a step over its sequences."""
     return float(row["step_time_s"]) / float(row["global_batch_seqs"])
-
-
-def results_table(rows: Sequence[ResultRow]) -> str:
-    """Return the measured layouts, fastest first, then how many were not measured and an example of each reason."""
-    lines = ["| step s | spread | MFU | GiB | layout |", "|--:|--:|--:|--:|---|"]
-    for row in fastest_first(rows):
-        mfu = f"{row['mfu_pct']} %" if row["mfu_pct"] else "-"
-        memory = row["peak_memory_gib"] or "-"
-        lines.append(f"| {row['step_time_s']} | {row['spread_pct']} % | {mfu} | {memory} | `{row['layout']}` |")
-    lines += ["", "| status | layouts | for example |", "|---|--:|---|"]
-    rows_of_status: dict[str, list[ResultRow]] = {}
-    for row in rows:
-        rows_of_status.setdefault(row["status"], []).append(row)
-    for status, alike in sorted(rows_of_status.items()):
-        if status != "ok":
-            lines.append(f"| {status} | {len(alike)} | `{alike[0]['layout']}`: {alike[0]['note']} |")
-    return "\n".join(lines) + "\n"
 
 
 def best_by_setting(rows: Sequence[ResultRow], columns: Sequence[str]) -> dict[str, ResultRow]:
@@ -114,10 +100,6 @@ def describe_value(row: ResultRow, column: str) -> str:
 
 def draw_figures(rows: Sequence[ResultRow], folder: Path) -> list[Path]:
     """Draw a figure for every setting that has two values or more, and the planner's. Return the files written."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError:
-        return []
     files = []
     for name, (columns, title) in FIGURES.items():
         best = best_by_setting(rows, columns.split())

@@ -1,4 +1,4 @@
-"""`benchmark first_hour`: each judgment sees a planted fault, and the command goes on where it was ended."""
+"""the first hour: each judgment sees a planted fault, and the command goes on where it was ended."""
 
 import copy
 import json
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from sweep.job import resolve_layout
 
-from recipes.benchmark.first_hour import (
+from evidence.first_hour.first_hour import (
     ERROR,
     FAILED,
     PASSED,
@@ -25,14 +25,14 @@ from recipes.benchmark.first_hour import (
     run_stage,
     write_records,
 )
-from recipes.benchmark.first_hour_jobs import Figures, Jobs, Machine, StageFailed
-from recipes.benchmark.first_hour_stages import (
+from evidence.first_hour.jobs import Figures, Jobs, Machine, StageFailed
+from evidence.first_hour.stages import (
     MEMORY_MODES,
     STAGES,
     FirstHourStage,
     memory_layout,
 )
-from tests.tiny_run import DEBUG, ROOT
+from tests.tiny_run import DEBUG
 from torchllm.config.errors import UserError
 
 H100 = Machine(("NVIDIA H100 80GB HBM3",) * 8, "2.13.0", "13.0", "580.65")
@@ -184,7 +184,7 @@ def test_the_page_has_every_figure() -> None:
 
 
 def first_hour(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "recipes" / "benchmark"), "first_hour", f"--run.folder={folder}", *options]
+    command = [sys.executable, "-m", "evidence.first_hour", f"--run.folder={folder}", *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=1800)
 
 

@@ -6,16 +6,15 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from benchmark.tools import Tables, Work, ratio_row, scratch, seconds_of
 
 from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.parallel.mesh import build_mesh
 from torchllm.runtime.process import Runtime
 from torchllm.tools.adapt.trial import build_trial, synthetic_batches
 
-from .tools import Tables, Work, ratio_row, scratch, seconds_of
-
 if TYPE_CHECKING:
-    from .settings import BenchmarkConfig
+    from benchmark.settings import BenchmarkConfig
 
 
 class Round(NamedTuple):

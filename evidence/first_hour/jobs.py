@@ -1,4 +1,4 @@
-"""The jobs of `benchmark first_hour`: runs, benchmarks and measured layouts, each within the time of its stage."""
+"""The jobs of the first hour: runs, benchmarks and measured layouts, each within the time of its stage."""
 
 import json
 import shutil
@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sweep.job import Overrides, measure_layout, run_command, run_job
+
+from evidence.benchmark import NAMES
+from torchllm.tools.resources import resource
 
 Figures = dict[str, Any]
 """figures of a stage by title, as JSON has them: a number, a text, a list of numbers, or a list of rows"""
@@ -87,7 +90,7 @@ class Jobs:
         return [record["loss"] for record in self.train(run, *overrides, ranks=ranks)]
 
     def benchmark(self, name: str, *arguments: str, ranks: int = 1) -> dict[str, list[dict[str, Any]]]:
-        """Return the tables of another benchmark of this recipe, rows by title. StageFailed if it fails.
+        """Return the tables of a benchmark, rows by title. StageFailed if it fails.
 
         arguments: a config, if not the small run's, and overrides.
         """
@@ -95,7 +98,8 @@ class Jobs:
         command = [sys.executable]
         if ranks > 1:
             command += ["-P", "-m", "torchllm.tools.launch.launch", f"--nproc-per-node={ranks}"]
-        command += [str(Path(__file__).parent), name, *arguments]
+        folder = Path(__file__).parents[1] / "benchmark" if name in NAMES else resource("recipes/benchmark")
+        command += [str(folder), name, *arguments]
         command += ["--benchmark.json=true", f"--run.folder={self.folder / 'benchmark'}"]
         self._check(f"benchmark {name}", run_command(command, {}, self.seconds_left(), log), log)
         for line in log.read_text(errors="replace").splitlines():

@@ -1,6 +1,6 @@
-"""benchmark first_hour: the checks of a machine before a long run on it, the most valuable first.
+"""The checks of a machine before a long run on it, the most valuable first.
 
-It needs no network. Each stage (first_hour_stages.py) answers one question about this machine, with jobs on one
+It needs no network. Each stage (stages.py) answers one question about this machine, with jobs on one
 GPU and on all; without a GPU it is a rehearsal on two CPU processes with a tiny model. The result of a stage is one
 line of RUN_FOLDER/first_hour.jsonl. The same command continues after an interruption, and tries failed stages again;
 --benchmark.only=losses,resume takes these stages alone, also again.
@@ -18,17 +18,14 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from benchmark.tools import format_cell, format_table
+
+from evidence.first_hour.jobs import Figures, Jobs, Machine, StageFailed
+from evidence.first_hour.stages import STAGES, FirstHourStage
 from torchllm.config.errors import UserError
 from torchllm.runtime.error_report import report_errors
-
-from .first_hour_jobs import Figures, Jobs, Machine, StageFailed
-from .first_hour_stages import STAGES, FirstHourStage
-from .tools import format_cell, format_table
-
-if TYPE_CHECKING:
-    from .settings import BenchmarkConfig
 
 STAGE_SECONDS = 480
 """after which a stage is ended"""
@@ -44,18 +41,21 @@ print(json.dumps({"gpus": gpus, "torch": torch.__version__, "cuda": torch.versio
 """asks torch for this machine's GPUs in another process: this one must not take memory on any"""
 
 
-def first_hour(config: "BenchmarkConfig", config_file: str) -> None:
-    """Run the stages that are due, one after the other. SystemExit(1) if one ended with FAIL or error."""
+def first_hour(run_folder: str, config_file: str, only: str) -> None:
+    """Run the stages that are due, or `only` these, one after the other.
+
+    SystemExit(1) if one ended with FAIL or error.
+    """
     report_errors()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: the running job is ended too
     os.environ.pop("WORLD_SIZE", None)  # this process is not a rank; the jobs have their own
-    folder = Path(config.run.folder)
+    folder = Path(run_folder)
     folder.mkdir(parents=True, exist_ok=True)
     results = folder / "first_hour.jsonl"
     records = read_records(results)
     machine = find_machine()
-    stages = chosen_stages(config.benchmark.only)
-    if not config.benchmark.only:
+    stages = chosen_stages(only)
+    if not only:
         stages = due_stages(stages, records, machine)
     print(f"{machine.describe()}\n{len(stages)} stages to go; results in {results}", flush=True)
     for stage in stages:
@@ -165,7 +165,7 @@ def format_page(records: Sequence[Record]) -> str:
         problems = "; ".join(record["problems"])
         outcome = f"{record['outcome']}: {problems}" if problems else record["outcome"]
         rows.append({"stage": record["stage"], "question": questions[record["stage"]], "outcome": outcome})
-    parts = ["# The first hour", "", "`python recipes/benchmark first_hour`", "", format_table(rows)]
+    parts = ["# The first hour", "", "`python -m evidence.first_hour`", "", format_table(rows)]
     for record in records:
         heading = f"{machine_of(record).describe()}, {record['date']}, {record['seconds']:,.0f} s."
         parts += ["", f"## {record['stage']}", "", questions[record["stage"]], "", heading]

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from benchmark.step import compare_steps
+from benchmark.tools import Tables, Work
 
 from torchllm.config import Config, Features, Model
 from torchllm.config.errors import UserError
@@ -18,11 +20,8 @@ from torchllm.runtime.device import compute_dtype
 from torchllm.runtime.process import Runtime
 from torchllm.tools.adapt.trial import synthetic_batches
 
-from .step import compare_steps
-from .tools import Tables, Work
-
 if TYPE_CHECKING:
-    from .settings import BenchmarkConfig
+    from benchmark.settings import BenchmarkConfig
 
 LLAMA = Features(norm="rms", gated_ffn=True, biases=False, learned_positions=False)
 """features of torchtitan's model"""

@@ -1,6 +1,6 @@
 """Print the JSON schema of a run's TOML file, which editors use to complete and check keys.
 
-    python -P -m torchllm.tools.front.json_schema > docs/config.schema.json
+    python docs/json_schema.py > docs/config.schema.json
 
 Editors that use Taplo or Tombi (VS Code's "Even Better TOML", for example) read the name of the schema from a comment
 at the top of a TOML file: `#:schema ../docs/config.schema.json`, a path relative to that file, or a URL.

@@ -1,4 +1,4 @@
-"""The stages of `benchmark first_hour`: each answers one question, and knows a wrong answer.
+"""The stages of the first hour: each answers one question, and knows a wrong answer.
 
 A stage's `measure` starts jobs and returns their figures; its `problems` judges these, without a machine, so that each
 judgment can be tested with a planted fault. A stage whose jobs fail raises StageFailed.
@@ -11,9 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from evidence.first_hour.jobs import MOST_RANKS, Figures, Jobs, Machine
 from torchllm.tools.resources import resource
-
-from .first_hour_jobs import MOST_RANKS, Figures, Jobs, Machine
 
 STEPS = 40
 """of the runs whose losses are compared"""
@@ -31,7 +30,7 @@ SHARE_OF_PEAK = 0.70
 """of the data sheet's FLOP/s that the largest bfloat16 products must reach: an H100 reaches 0.80"""
 MEMORY_DIFFERENCE = 0.05
 """of the peak of a step from that on the hollow GPU, relative; the dry run is within 1.1 % of that one"""
-HOLLOW_PEAKS = Path(__file__).with_name("first_hour_peaks.csv")
+HOLLOW_PEAKS = Path(__file__).with_name("peaks.csv")
 """peaks of the same steps on the hollow GPU (docs/hollow_gpu.md), by tests/hollow/first_hour_peaks.py"""
 MEMORY_MODES = ("none", "full")
 """of recomputation, whose peaks are compared"""
