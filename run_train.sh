@@ -263,12 +263,12 @@ if [ "$sample" = 1 ]; then
     generate=("$python" "$here/recipes/generate.py" "$folder/config.toml" --checkpoint.resume=auto)
     text=$("${generate[@]}" </dev/null) || status=$? # a chat would read the standard input
     [ -z "$text" ] || say "$text"
-    { echo "$text" >"$folder/sample.txt"; } 2>/dev/null || true # for the report
+    { echo "$text" >"$folder/sample.txt"; } 2>/dev/null || true
 fi
 if [ -e "$folder/metrics.jsonl" ]; then
     name=$(printf %q "$folder")
     say "the run is in $name; next, for example:
-  torchllm report $name
+  tensorboard --logdir $name/tensorboard
   torchllm generate $name" >&2
 fi
 exit "$status"

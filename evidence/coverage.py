@@ -14,9 +14,9 @@ from typing import NamedTuple
 from evidence.cross_validation import Residual, left_out_residuals, step_errors
 from evidence.fit_step_errors import COVERED, StepError, fit_error_models
 from evidence.folds import framework_of_fold
-from torchllm.tools.planner.evidence.measurements import MeasuredRow, read_rows
-from torchllm.tools.planner.evidence.step_errors import KNOWLEDGE, Knowledge
-from torchllm.tools.planner.evidence.validity import interval_from
+from evidence.measurements import MeasuredRow, read_rows
+from torchllm.tools.planner.step_errors import KNOWLEDGE, Knowledge
+from torchllm.tools.planner.validity import interval_from
 
 WIDEST = 1.5
 """half width of an interval over the mean error, up to which it says something"""

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from evidence.fit_step_errors import StepError
 from evidence.folds import fold_of, framework_of_fold, joint_problem, timed_rows
-from torchllm.tools.planner.case import Case
-from torchllm.tools.planner.evidence.fit import (
+from evidence.measurements import MeasuredRow, read_rows
+from evidence.peak import counted
+from torchllm.tools.planner.calibration.fit import (
     Linear,
     Point,
     Timed,
@@ -24,13 +25,10 @@ from torchllm.tools.planner.evidence.fit import (
     left_out_points,
     with_constants,
 )
-from torchllm.tools.planner.evidence.measurements import MeasuredRow, read_rows
-from torchllm.tools.planner.evidence.step_errors import KNOWLEDGE, Knowledge, generation, shares_of
-from torchllm.tools.planner.peak import counted
+from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.predict import predict
 from torchllm.tools.planner.software import Constants
-
-Knowledge = Knowledge
+from torchllm.tools.planner.step_errors import KNOWLEDGE, Knowledge, generation, shares_of
 
 
 class LeftOut(NamedTuple):
@@ -64,8 +62,6 @@ class Residual(NamedTuple):
     """share of the predicted step by source of errors"""
     peak: float | None
     """measured less predicted peak memory, as a share of the GPU's; None: not measured, or in float8"""
-    memory_share: float
-    """predicted memory, as a share of the GPU's"""
 
     @property
     def framework(self) -> str:
@@ -103,14 +99,13 @@ def residual_at(point: Point, row: MeasuredRow, case: Case, kind: Knowledge) -> 
     constants = constants_at(point, framework_of_fold(fold), case.software.constants)
     prediction = predict(with_constants(case, constants))
     memory = predict(with_constants(case, Constants())).memory
-    available = case.hardware.memory
     peak = None
     if row.cells.get("peak_memory_gib") and not row.out_of_memory and not case.kernels.float8:
         measured = float(row.cells["peak_memory_gib"]) * 2**30
-        peak = (measured - counted(memory, case.software)) / available
+        peak = (measured - counted(memory, case.software)) / case.hardware.memory
     time = math.log(row.seconds / prediction.step) if row.seconds else None
     is_fitted = bool(timed_rows([row]))
-    return Residual(row, case, fold, kind, time, is_fitted, shares_of(case, prediction), peak, memory.total / available)
+    return Residual(row, case, fold, kind, time, is_fitted, shares_of(case, prediction), peak)
 
 
 def step_errors(residuals: Iterable[Residual], kind: Knowledge) -> list[StepError]:

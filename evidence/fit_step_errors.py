@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import NormalDist, mean
 from typing import NamedTuple
 
-from torchllm.tools.planner.evidence.step_errors import HEADER, ErrorModel, ErrorModels, Knowledge, prior_deviation
+from torchllm.tools.planner.step_errors import HEADER, ErrorModel, ErrorModels, Knowledge, prior_deviation
 
 PRIOR_ROWS = 1.0
 """rows, each the first of its fold, as which the prior of a source counts"""

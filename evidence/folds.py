@@ -9,10 +9,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean
 
-from torchllm.tools.planner.evidence.fit import SHARED, FitProblem, Timed, fit
-from torchllm.tools.planner.evidence.measurements import MeasuredRow, read_rows
-from torchllm.tools.planner.evidence.stacks import is_known
-from torchllm.tools.planner.software import PRIORS
+from evidence.measurements import MeasuredRow, read_rows
+from evidence.stacks import is_known
+from torchllm.tools.planner.calibration.fit import PRIORS, SHARED, FitProblem, Timed, fit
 
 
 def timed_rows(rows: Iterable[MeasuredRow]) -> list[Timed]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-from torchllm.tools.planner.evidence.cells import COLUMNS
+from torchllm.tools.planner.calibration.rows import COLUMNS
 
 SHEET = re.compile(r"llama_(\d+B)_(.*_)?\d+_GPUs_.+")
 """name of a file, without its ending: the model, and whether sequences are long"""

@@ -3,10 +3,9 @@
 import csv
 from pathlib import Path
 
+from evidence.measurements import MeasuredRow, file_of_cluster, read_rows
 from torchllm import __version__
-from torchllm.tools.planner.cluster import FOLDER
-from torchllm.tools.planner.evidence.cells import COLUMNS
-from torchllm.tools.planner.evidence.measurements import MeasuredRow, read_rows
+from torchllm.tools.planner.calibration.rows import COLUMNS
 
 DATA = Path(__file__).parent / "data"
 """measurements that come with torchllm; data/SOURCES.md says where from"""
@@ -74,7 +73,7 @@ def row_problems(row: MeasuredRow) -> list[str]:
     status = row.cells.get("status", "")
     if not row.cells.get("gpu"):
         problems.append("gpu is missing")
-    if not (FOLDER / f"{cluster}.toml").is_file():
+    if not file_of_cluster(cluster):
         problems.append(f"cluster {cluster!r} has no file in train_configs/clusters: add yours to the pull request")
     if status not in ("ok", "oom"):
         problems.append(f"status {status!r}: only ok and oom say something about a layout")

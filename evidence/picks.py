@@ -10,9 +10,9 @@ from statistics import mean
 from typing import NamedTuple
 
 from evidence.folds import fold_of, framework_of_fold, joint_problem, timed_rows
-from torchllm.tools.planner.evidence.fit import Point, constants_at, fit, left_out_points, with_constants
-from torchllm.tools.planner.evidence.measurements import MeasuredRow, read_rows
-from torchllm.tools.planner.evidence.score import Scored, regret
+from evidence.measurements import MeasuredRow, read_rows
+from evidence.score import Scored, regret
+from torchllm.tools.planner.calibration.fit import Point, constants_at, fit, left_out_points, with_constants
 from torchllm.tools.planner.predict import predict
 
 
@@ -57,7 +57,7 @@ def scored_at(point: Point, row: MeasuredRow) -> Scored:
     assert row.case is not None
     framework = framework_of_fold(fold_of(row))
     case = with_constants(row.case, constants_at(point, framework, row.case.software.constants))
-    return Scored(row, predict(case), None)
+    return Scored(row, predict(case))
 
 
 def pick_of(group: str, scored: Sequence[Scored]) -> GroupPick | None:

@@ -1,48 +1,39 @@
 """Write the tables of `residuals.py` and `step_errors.py` from rows that the constants were not fitted to. No torch.
 
-`python -m evidence residuals FOLDER ...` writes three tables; none has the figure of a single row.
+`python -m evidence residuals FOLDER ...` writes two tables; none has the figure of a single row.
 """
 
 import csv
-import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import combinations, pairwise
+from itertools import combinations
 from pathlib import Path
 from statistics import median
 from typing import Literal, NamedTuple
 
 from evidence.cross_validation import Residual, left_out_residuals, step_errors
 from evidence.fit_step_errors import fit_error_models, write_error_models
+from evidence.measurements import MeasuredRow, read_rows
 from torchllm.tools.planner.case import Case
-from torchllm.tools.planner.evidence.measurements import MeasuredRow, read_rows
-from torchllm.tools.planner.evidence.residuals import (
+from torchllm.tools.planner.residuals import (
     ANY,
     LEVELS,
-    OUTCOMES,
     QUANTILES,
     SAME,
     TABLE,
-    Outcomes,
     RowClass,
     Spread,
     added_axes,
-    classes_of,
     classes_of_pair,
-    own_class,
 )
-from torchllm.tools.planner.evidence.step_errors import KNOWLEDGE, Knowledge, generation
-from torchllm.tools.planner.evidence.step_errors import TABLE as STEP_ERRORS
+from torchllm.tools.planner.step_errors import KNOWLEDGE, Knowledge, generation
+from torchllm.tools.planner.step_errors import TABLE as STEP_ERRORS
 
 Quantity = Literal["step time", "peak memory", "repeated peak", "ratio of two layouts"]
-"""step time: of a framework on a GPU; repeated peak: of one layout, with several versions of a framework; less their
-median"""
+"""step time: of torchllm on a GPU; peak memory: of torchllm; repeated peak: of one layout, with several versions of a
+framework; less their median"""
 SHOWN_FROM = 10
 """rows that a class needs to be in the table: with fewer, quantiles would be the rows themselves"""
 HEADER = ("quantity", "left_out", *RowClass._fields, "rows", "folds", *QUANTILES)
-OUTCOMES_FROM = 100
-"""rows that a framework needs to be in that table: with fewer, a line would be one row"""
-SHARES = (0.0, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.5, math.inf)
-"""borders of the shares of memory in out_of_memory.csv"""
 
 
 class Point(NamedTuple):
@@ -56,26 +47,23 @@ class Point(NamedTuple):
 
 
 def points(residuals: Sequence[Residual]) -> Iterator[Point]:
-    """Yield the residuals of step times and peaks, and of pairs of layouts of one job.
+    """Yield the residuals of torchllm's step times and peaks, and of pairs of layouts of one job.
 
     Rows that were not fitted, and those in float8, are no evidence of step times here.
     """
     evidence = []
     for residual in residuals:
-        if residual.peak is not None:
-            yield Point("peak memory", residual.left_out, peak_classes(residual.case), residual.fold, residual.peak)
-        if residual.time is not None and residual.is_fitted and not residual.case.kernels.float8:
+        left_out, fold, case = residual.left_out, residual.fold, residual.case
+        is_own = case.software.name == "torchllm"
+        if residual.peak is not None and is_own:
+            yield Point("peak memory", left_out, (RowClass("torchllm", ANY, ANY),), fold, residual.peak)
+        if residual.time is not None and residual.is_fitted and not case.kernels.float8:
             evidence.append(residual)
-            yield Point("step time", residual.left_out, (own_class(residual.case),), residual.fold, residual.time)
+            if is_own:
+                own = RowClass("torchllm", ANY, generation(case.hardware.gpu))
+                yield Point("step time", left_out, (own,), fold, residual.time)
     yield from repeated_peaks(residuals)
     yield from pairs(evidence)
-
-
-def peak_classes(case: Case) -> tuple[RowClass, ...]:
-    """Return the classes of a peak. torchllm's are measured on a GPU without a chip: they tell nothing about others."""
-    if case.software.name == "torchllm":
-        return (RowClass(case.software.name, ANY, ANY),)
-    return (*classes_of(case), own_class(case))
 
 
 def repeated_peaks(residuals: Iterable[Residual]) -> Iterator[Point]:
@@ -123,8 +111,10 @@ def pair(simple: Residual, complex: Residual) -> Point:
     """Return by how much the complex layout was slower than predicted from the simple one."""
     assert simple.time is not None
     assert complex.time is not None
-    classes = tuple(classes_of_pair(simple.case, complex.case))
-    return Point("ratio of two layouts", simple.left_out, classes, simple.fold, complex.time - simple.time)
+    classes = classes_of_pair(simple.case, complex.case)
+    if not complex.case.software.fsdp:
+        classes = (row_class for row_class in classes if row_class.framework == ANY)
+    return Point("ratio of two layouts", simple.left_out, tuple(classes), simple.fold, complex.time - simple.time)
 
 
 def spreads(residuals: Sequence[Residual]) -> list[Spread]:
@@ -164,32 +154,6 @@ def write_spreads(target: str, classes: Iterable[Spread]) -> None:
             writer.writerow([*kind, *counts, *quantiles])
 
 
-def outcomes(residuals: Iterable[Residual]) -> Iterator[Outcomes]:
-    """Yield the outcomes by framework and share of memory, with constants not fitted to the framework.
-
-    The activations of float8 layouts are not known well enough.
-    """
-    frameworks: dict[str, list[Residual]] = {}
-    for residual in residuals:
-        is_known = residual.row.out_of_memory is not None and not residual.case.kernels.float8
-        if residual.left_out == "framework" and is_known:
-            frameworks.setdefault(residual.case.software.name, []).append(residual)
-    for framework, members in sorted(frameworks.items()):
-        if len(members) < OUTCOMES_FROM or not any(residual.row.out_of_memory for residual in members):
-            continue
-        for low, high in pairwise(SHARES):
-            ran_out = [residual.row.out_of_memory for residual in members if low <= residual.memory_share < high]
-            yield Outcomes(framework, low, high, len(ran_out), ran_out.count(True))
-
-
-def write_outcomes(target: str, table: Iterable[Outcomes]) -> None:
-    """Write a table of outcomes."""
-    with open(target, "w", newline="") as opened:
-        writer = csv.writer(opened, lineterminator="\n")
-        writer.writerow(Outcomes._fields)
-        writer.writerows(table)
-
-
 def write_residuals(folders: Sequence[str], target: str) -> str:
     """Write the tables of all measurements in some folders into a folder; return a summary of the rows read."""
     rows: list[MeasuredRow] = []
@@ -206,7 +170,6 @@ def write_residuals(folders: Sequence[str], target: str) -> str:
     residuals = left_out_residuals(rows)
     classes = spreads(residuals)
     write_spreads(str(Path(target) / TABLE.name), classes)
-    write_outcomes(str(Path(target) / OUTCOMES.name), outcomes(residuals))
     errors = {kind: step_errors(residuals, kind) for kind in KNOWLEDGE}
     write_error_models(str(Path(target) / STEP_ERRORS.name), fit_error_models(errors))
     lines.append(f"{target}: {len(classes)} classes; errors of {len(errors['fold'])} steps")

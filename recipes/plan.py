@@ -1,18 +1,15 @@
-"""Find the fastest layout of a model before renting a GPU, and compare such predictions with measurements.
+"""Find the fastest layout of a model before renting a GPU, and fit such predictions to measurements.
 
     python recipes/plan.py rank --model llama_65b --cluster dgx_a100 --gpus 64 \\
         --sequence-length 2048 --global-batch-size 2048
     python recipes/plan.py rank ... --gpus 64,128,256        print a scaling table as well
     python recipes/plan.py rank ... --write my_run.toml      write a config; ./run_train.sh my_run.toml starts it
-    python recipes/plan.py rank ... --tokens 1e12 --price-per-gpu-hour 2.5 --mtbf-hours 20     days and price
+    python recipes/plan.py rank ... --tokens 1e12            days and GPU-hours of the whole training
     python recipes/plan.py rank ... --gpus '<=100'           the number up to 100 that trains fastest
     python recipes/plan.py rank ... --parallel.pp=1 --max parallel.tp=4      with a key set, and another bounded
     python recipes/plan.py rank ... --write-sweep FOLDER     the runs to measure: recipes/sweep FOLDER, then calibrate
     python recipes/plan.py explain my_run.toml               compare this layout with the one that rank takes
-    python recipes/plan.py predict layouts.csv -o predicted.csv
-    python recipes/plan.py score measured.csv ...            errors; of published runs: python -m evidence
-    python recipes/plan.py calibrate measured.csv -o my_cluster.toml
-    python recipes/plan.py score measured.csv --cluster my_cluster.toml
+    python recipes/plan.py calibrate measured.csv -o my_cluster.toml     fit a cluster's constants to a sweep
 
 It needs neither torch nor a GPU. A model is a name in train_configs/models or a TOML file; a cluster is a name in
 train_configs/clusters or a TOML file.
@@ -21,7 +18,6 @@ train_configs/clusters or a TOML file.
 import argparse
 import gc
 import json
-import math
 import re
 import signal
 import sys
@@ -37,7 +33,6 @@ from torchllm.config.errors import UserError
 from torchllm.facts.flops import parameter_count
 from torchllm.tools.config.checks import conflicts
 from torchllm.tools.config.degrees import resolve_degrees
-from torchllm.tools.planner.evidence.validity import UNMEASURED_LIMIT, judge
 from torchllm.tools.planner.experts import IMBALANCE
 from torchllm.tools.planner.search.advice import Advice, advice_lines, advise, pick
 from torchllm.tools.planner.search.compare import compare
@@ -55,10 +50,10 @@ from torchllm.tools.planner.search.explain import (
 from torchllm.tools.planner.search.first_runs import first_runs
 from torchllm.tools.planner.search.layouts import Job, layout_of
 from torchllm.tools.planner.search.numbers import fastest_number, roomy, wasted_gpus
-from torchllm.tools.planner.search.price import NO_PURCHASE, Purchase, failures_line
 from torchllm.tools.planner.search.question import BOUNDED, PlannedModel, Restrictions, read_hardware, read_model
 from torchllm.tools.planner.search.search import Found, Objective, Ranked, Search, search
 from torchllm.tools.planner.search.written import write_run, write_sweep
+from torchllm.tools.planner.validity import UNMEASURED_LIMIT, judge
 from torchllm.tools.proof.recipe import find_parts, lines_on_fork, schema_of_fork
 
 LOSS_CHUNK = 1024
@@ -104,7 +99,7 @@ def main(arguments: Sequence[str]) -> None:
 def plan_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = top.add_subparsers(required=True, metavar="rank | explain | predict | score | calibrate")
+    commands = top.add_subparsers(required=True, metavar="rank | explain | calibrate")
     add_rank(commands.add_parser("rank", help="rank the layouts of a model on a cluster"))
 
     explain = commands.add_parser("explain", help="say why the plan takes another layout than a run's")
@@ -114,18 +109,6 @@ def plan_parser() -> argparse.ArgumentParser:
     explain.add_argument("--gpus", type=count, help="number of GPUs (default: the product of the run's degrees)")
     add_bounds(explain)
     explain.set_defaults(run=run_explain)
-
-    predict = commands.add_parser("predict", help="predict the layouts of a CSV file, one per row")
-    predict.add_argument("source", metavar="CSV")
-    predict.add_argument("-o", "--output", required=True, metavar="CSV")
-    predict.set_defaults(run=run_predict)
-
-    score = commands.add_parser("score", help="compare predictions with measurements")
-    score.add_argument("sources", metavar="CSV", nargs="+")
-    score.add_argument("--json", action="store_true", help="print JSON; errors are fractions")
-    score.add_argument("--cluster", default="", help="cluster of the measurements (default: each row's own)")
-    add_bounds(score)
-    score.set_defaults(run=run_score)
 
     calibrate = commands.add_parser("calibrate", help="fit a cluster's software constants to measurements")
     calibrate.add_argument("source", metavar="CSV")
@@ -172,18 +155,10 @@ def add_rank(rank: argparse.ArgumentParser) -> None:
         help="criterion; memory: the least among layouts at most 5 %% slower than the fastest",
     )
     rank.add_argument("--tokens", type=positive, help="tokens of the whole training: adds days and GPU-hours")
-    rank.add_argument("--price-per-gpu-hour", type=positive, metavar="DOLLARS", help="adds the price; needs --tokens")
-    rank.add_argument(
-        "--mtbf-hours", type=positive, help="mean time between failures of the whole job: adds restarts; needs --tokens"
-    )
-    rank.add_argument(
-        "--save-minutes", type=positive, help="time between checkpoints (default: 30); needs --mtbf-hours"
-    )
     rank.add_argument("--json", action="store_true", help="print JSON; sizes are in GiB, times in seconds")
     rank.add_argument("--write", metavar="TOML", help="write a config with the first pick")
     rank.add_argument("--write-sweep", metavar="FOLDER", help="write the runs to measure first, for recipes/sweep")
     rank.add_argument("--accept-risk", action="store_true", help="write a layout that may run out of memory, too")
-    rank.add_argument("--plot", metavar="PNG", help="draw step times by term, and MFU over memory; needs matplotlib")
     add_bounds(rank)
     rank.set_defaults(run=run_rank)
 
@@ -234,7 +209,7 @@ def run_rank(options: argparse.Namespace) -> None:
     """Search the best layouts; print, write and plot them as the options say."""
     model = read_of_fork(options.model, options.restrictions)
     hardware = read_hardware(options.cluster)
-    purchase = planned_purchase(options)
+    tokens = options.tokens or 0.0
     training = replace(
         model.config.training,
         sequence_length=planned_size("sequence_length", options, model),
@@ -255,24 +230,20 @@ def run_rank(options: argparse.Namespace) -> None:
 
     lines = heading(model, options.cluster, results[0].job)
     if options.json:
-        print(json.dumps([ranking_json(model, result, purchase) for result in results], indent=2))
+        print(json.dumps([ranking_json(model, result, tokens) for result in results], indent=2))
     else:
         if len(results) > 1:
             firsts = [(result.job, result.first) for result in results]
-            print_lines(*scaling(firsts, purchase), "")
+            print_lines(*scaling(firsts, tokens), "")
         print_lines(*lines)
-        print_ranking(results[0], purchase)
+        print_ranking(results[0], tokens)
     job, first = results[0].job, results[0].first
     if options.write:
         refuse_risk(results[0], options.accept_risk)
-        write_run(Path(options.write), model, options.cluster, job, first, purchase.tokens)
+        write_run(Path(options.write), model, options.cluster, job, first, tokens)
     if options.write_sweep:
         runs = first_runs(job, results[0].advice or advise(job, results[0].outcome))
         write_sweep(Path(options.write_sweep), model, options.cluster, job, first, runs)
-    if options.plot:
-        from torchllm.tools.planner.search.plot import plot as draw
-
-        draw(job, results[0].outcome, options.plot, "\n".join(lines))
 
 
 def plan(job: Job, objective: Objective, chunk_is_open: bool) -> SearchResult:
@@ -289,22 +260,6 @@ def plan(job: Job, objective: Objective, chunk_is_open: bool) -> SearchResult:
             other = plan(chunked, objective, chunk_is_open=False)
             return min(result, other, key=lambda result: result.step_seconds)
     return result
-
-
-def planned_purchase(options: argparse.Namespace) -> Purchase:
-    """Return the options about the training and its price. UserError if an option would have no effect."""
-    for option, needed in (("price_per_gpu_hour", "tokens"), ("mtbf_hours", "tokens"), ("save_minutes", "mtbf_hours")):
-        if getattr(options, option) is not None and getattr(options, needed) is None:
-            flags = [f"--{name.replace('_', '-')}" for name in (option, needed)]
-            raise UserError(f"{flags[0]} changes nothing without {flags[1]}: add it")
-    purchase = Purchase(
-        tokens=options.tokens or 0.0,
-        dollars_per_gpu_hour=options.price_per_gpu_hour or 0.0,
-        hours_between_failures=options.mtbf_hours or math.inf,
-        save_minutes=options.save_minutes or NO_PURCHASE.save_minutes,
-    )
-    purchase.lost_share()  # refuses an endless chain of failures before the search
-    return purchase
 
 
 def planned_size(key: str, options: argparse.Namespace, model: PlannedModel) -> int:
@@ -361,14 +316,12 @@ def print_lines(*lines: str) -> None:
     print("\n".join(lines))
 
 
-def print_ranking(result: SearchResult, purchase: Purchase) -> None:
+def print_ranking(result: SearchResult, tokens: float) -> None:
     """Print the best layouts, the choice with its reasons, near misses, and why others were rejected."""
     job, outcome = result.job, result.outcome
     print_lines(
-        f"The best {len(outcome.best)} of {outcome.layouts:,} layouts:", *ranking_table(job, outcome.best, purchase)
+        f"The best {len(outcome.best)} of {outcome.layouts:,} layouts:", *ranking_table(job, outcome.best, tokens)
     )
-    if failures_line(purchase):
-        print_lines("", failures_line(purchase))
     if result.advice:
         print_lines("", *advice_lines(result.advice), *wasted_gpus(job, result.first))
         if not (result.advice.is_measured and result.advice.is_known):
@@ -399,13 +352,13 @@ def refuse_risk(result: SearchResult, is_accepted: bool) -> None:
         )
 
 
-def ranking_json(model: PlannedModel, result: SearchResult, purchase: Purchase) -> dict[str, object]:
+def ranking_json(model: PlannedModel, result: SearchResult, tokens: float) -> dict[str, object]:
     """Return the content of `print_ranking` as plain data."""
     job, outcome = result.job, result.outcome
     verdict = judge(job.case(result.first.layout), result.first.prediction)
     near_misses = []
     for miss in outcome.misses:
-        near_miss = layout_figures(job, Ranked(miss.layout, miss.prediction), purchase)
+        near_miss = layout_figures(job, Ranked(miss.layout, miss.prediction), tokens)
         near_miss["over_gib"] = miss.over / GIB
         near_misses.append(near_miss)
     return {
@@ -415,8 +368,8 @@ def ranking_json(model: PlannedModel, result: SearchResult, purchase: Purchase) 
         "loss_chunk": job.training.loss_chunk,
         "gpus": job.gpus,
         "layouts": outcome.layouts,
-        "best": [layout_figures(job, ranked, purchase) for ranked in outcome.best],
-        "picks": picks_json(result, purchase),
+        "best": [layout_figures(job, ranked, tokens) for ranked in outcome.best],
+        "picks": picks_json(result, tokens),
         "why": why(job, result.first),
         "verdict": verdict._asdict(),
         "more_tokens_per_second": list(wasted_gpus(job, result.first)),
@@ -426,13 +379,13 @@ def ranking_json(model: PlannedModel, result: SearchResult, purchase: Purchase) 
     }
 
 
-def picks_json(result: SearchResult, purchase: Purchase) -> list[dict[str, object]]:
+def picks_json(result: SearchResult, tokens: float) -> list[dict[str, object]]:
     """Return the three picks as plain data, the one to take first."""
     if result.advice is None:
         return []
     picks: list[dict[str, object]] = []
     for advised in result.advice.picks:
-        figures = layout_figures(result.job, advised.ranked, purchase)
+        figures = layout_figures(result.job, advised.ranked, tokens)
         picks.append({"title": advised.title, "seconds": advised.seconds, **figures})
     picks[0]["reason"] = result.advice.reason
     return picks
@@ -481,23 +434,9 @@ def run_explain(options: argparse.Namespace) -> None:
     print_lines(*heading(model, cluster, job), *compare(job, layout, advise(job, outcome)))
 
 
-def run_predict(options: argparse.Namespace) -> None:
-    """Predict one layout per row."""
-    from torchllm.tools.planner.evidence.score import predict_file
-
-    print(predict_file(options.source, options.output))
-
-
-def run_score(options: argparse.Namespace) -> None:
-    """Print the errors of predictions against measurements."""
-    from torchllm.tools.planner.evidence.score import score_files
-
-    print(score_files(options.sources, options.json, options.cluster, options.restrictions.of_measurements()))
-
-
 def run_calibrate(options: argparse.Namespace) -> None:
     """Fit constants and write them to a cluster file."""
-    from torchllm.tools.planner.evidence.calibrate import calibrate_file
+    from torchllm.tools.planner.calibration.calibrate import calibrate_file
 
     print(calibrate_file(options.source, options.output, options.cluster))
 

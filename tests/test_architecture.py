@@ -24,19 +24,19 @@ CORE = ["config", "facts", "runtime", "models", "data", "parallel", "optim", "tr
 TOOLS = [
     *("tools.resources", "tools.config", "tools.planner", "tools.iterable", "tools.mesh_axes", "tools.torch_names"),
     *("tools.launch", "tools.prepare", "tools.hub", "tools.dry_run", "tools.watch", "tools.adapt", "tools.proof"),
-    *("tools.front", "tools.generate", "tools.pipeline", "tools.bug_report"),
+    *("tools.front", "tools.generate", "tools.pipeline"),
 ]
 """They stand on the core, which imports none of them; each also imports only those above it."""
 ROOMS = [*CORE, *TOOLS, "recipe", "cli", "__main__", "recipes"]
 TORCH_FREE = {
     *("config", "facts", "tools.resources", "tools.config", "tools.planner"),
-    *("tools.front", "tools.bug_report", "recipe", "cli", "__main__"),
+    *("tools.front", "recipe", "cli", "__main__"),
 }
 TORCH_FREE_MODULES = {
     *("runtime.heartbeat", "tools.launch.launcher_notes", "tools.launch.lease"),
     "tools.launch.take_lease",
     *("tools.hub.config_json", "tools.hub.files", "tools.hub.model_card", "tools.hub.resolve"),
-    *("tools.pipeline.pipeline", "tools.pipeline.stages", "tools.watch.report", "tools.watch.runs"),
+    *("tools.pipeline.pipeline", "tools.pipeline.stages", "tools.watch.runs"),
 }
 """in rooms that import torch; a launcher or a check imports them before it"""
 
@@ -57,7 +57,6 @@ PRIVATE = {  # what only TORCH_COMPAT may do, and where else and why
         "_scaled_dot_product_efficient_attention": "as above",
         "_scaled_dot_product_efficient_attention_backward": "as above",
     },
-    "recipes/benchmark/titan.py": {"_build_llama3_layers": "torchtitan makes blocks of any size by no public name"},
     "torchllm/data/loader.py": {"_shutdown_workers": "torchdata has no public way to end its workers in time"},
 }
 TORCH_COMPAT = {

@@ -12,7 +12,6 @@ import pytest
 from tests.tiny_run import ROOT
 from torchllm import __version__, cli
 from torchllm.config import Model
-from torchllm.tools import bug_report
 from torchllm.tools.config.toml_files import read_files
 from torchllm.tools.hub.files import read_hub_config
 
@@ -96,22 +95,6 @@ def test_what_is_unknown_or_would_overwrite_is_refused(folder: Path, capsys: pyt
     (folder / "pretrain.py").write_text("mine")
     assert "pretrain.py exists already" in refused(capsys, "copy", "pretrain")
     assert (folder / "pretrain.py").read_text() == "mine"
-
-
-def test_env_has_the_facts_of_a_bug_report(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    lines = bug_report.report().splitlines()
-    subjects = [line.partition(":")[0] for line in lines]
-    assert subjects[:6] == ["torchllm", "Python", "system", "cores", "memory", "torch"]
-    assert {"GPUs", "torchdata", "flash-attn"} <= set(subjects)
-    assert "NCCL_DEBUG=INFO" in lines
-    if (ROOT / ".git").exists():
-        assert bug_report.commit().startswith(", commit ")
-    monkeypatch.setattr(bug_report, "HOME", folder)
-    assert bug_report.commit() == ""
-    monkeypatch.setitem(sys.modules, "torch", None)
-    (line,) = bug_report.torch_lines()
-    assert "importing it fails" in line
 
 
 def test_a_published_model_is_written_as_toml_from_its_config_alone(

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from evidence.measurements import read_rows
+from evidence.score import score_files, score_rows
 from torchllm.tools.config.load import load_config
+from torchllm.tools.planner.calibration.calibrate import calibrate_file
 from torchllm.tools.planner.cluster import read_cluster
-from torchllm.tools.planner.evidence.calibrate import calibrate_file
-from torchllm.tools.planner.evidence.measurements import read_rows
-from torchllm.tools.planner.evidence.score import score_files, score_rows
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -42,12 +42,8 @@ usage: torchllm COMMAND [ARGUMENTS]
       Print our config for one of torchtitan, transformers, Megatron-LM, nanochat or litgpt (docs/coming_from.md).
   torchllm pipeline train_configs/pipeline/laptop.toml [--check] [--set STAGE.section.key=value]
       Tokenizer, pretraining, fine-tuning, evaluation, export and a chat, one after another (docs/pipeline.md).
-  torchllm report RUN [RUN ...] [-o FILE]
-      Write one HTML page about runs: curves, where the time went, events, data, config.
   torchllm runs [FOLDER]
       List the runs in a folder, by default in runs/: state, step and last loss.
-  torchllm env
-      Print versions and hardware, for a bug report.
   torchllm RECIPE [ARGUMENTS]
       Run another recipe in one process: {recipes}.
 
@@ -56,7 +52,7 @@ A path train_configs/... that does not exist here is read from {home}.
 `torchllm train --help` and `torchllm RECIPE --help` list the options.
 """
 
-COMMANDS = ("train", "copy", "model", "convert", "size", "report", "runs", "pipeline", "env")
+COMMANDS = ("train", "copy", "model", "convert", "size", "runs", "pipeline")
 """besides the recipes"""
 
 
@@ -90,10 +86,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from torchllm.tools.planner.search.size import main as size
 
         size(rest)
-    elif command == "report":
-        from torchllm.tools.watch.report import main as report
-
-        report(rest)
     elif command == "runs":
         from torchllm.tools.watch.runs import main as runs
 
@@ -102,10 +94,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from torchllm.tools.pipeline.pipeline import main as pipeline
 
         pipeline(rest)
-    elif command == "env":
-        from torchllm.tools.bug_report import report as bug_report
-
-        print(bug_report())
     elif command in recipes():
         start([sys.executable, str(recipes()[command]), *rest])
     else:

@@ -1,5 +1,6 @@
-"""Measures on a GPU: a step beside other programs' and a bare loop, matrix products, checkpoints; and the first hour.
+"""Measures on a GPU: a step beside a bare loop's, and matrix products.
 
-What is measured is in the library. Imports: config, facts, runtime, models, data, parallel, checkpoint, metrics,
-tools/resources, tools/config, tools/launch, tools/adapt, tools/front.
+What compares with other programs, and the first hour, are in evidence/ of a checkout.
+Imports: config, facts, runtime, models, data, parallel, metrics, tools/resources, tools/config, tools/launch,
+tools/adapt, tools/front.
 """

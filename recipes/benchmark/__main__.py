@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).parents[1])  # Python put this folder there; the package `benchmark` is next to it
-from benchmark.settings import FIRST_HOUR, Request, read_arguments
+from benchmark.settings import Request, read_arguments
 
 if __name__ == "__main__":  # before torch is imported: a wrong config is an error in half a second
     REQUEST = read_arguments(sys.argv[1:])
@@ -17,14 +17,14 @@ from benchmark.tools import environment, print_tables
 from torchllm.tools.launch.rank_start import start_runtime
 
 
-def main(request: Request) -> None:
+def main(request: Request, package: str = "benchmark") -> None:
     """Run one benchmark; rank 0 prints."""
     name, config = request.name, request.config
     runtime = start_runtime(config.run, [config])
     signal.signal(signal.SIGINT, signal.default_int_handler)  # there is nothing to save
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     facts = environment(config, runtime)
-    module = importlib.import_module(f"benchmark.{name}")  # only this one: each needs other packages
+    module = importlib.import_module(f"{package}.{name}")  # only this one: each needs other packages
     tables = getattr(module, name)(config, runtime)
     if runtime.is_main and config.benchmark.json:
         print(json.dumps({"benchmark": name, "environment": facts, **tables}))
@@ -34,9 +34,4 @@ def main(request: Request) -> None:
 
 
 if __name__ == "__main__":
-    if REQUEST.name == FIRST_HOUR:
-        from benchmark.first_hour import first_hour
-
-        first_hour(REQUEST.config, REQUEST.config_file)
-    else:
-        main(REQUEST)
+    main(REQUEST)

@@ -1,4 +1,4 @@
-"""Measure this machine: torchllm against plain PyTorch and torchtitan, both sides in one run, and the device's peak.
+"""Measure this machine: torchllm against plain PyTorch, both sides in one run, and the device's peak.
 
     python recipes/benchmark NAME [CONFIG.toml] [--section.key=value ...]
     python -P -m torchllm.tools.launch.launch --nproc-per-node=2 recipes/benchmark NAME ...      on several ranks
@@ -7,11 +7,6 @@ NAME is one of
 
     matmul       rate of matrix products by size, and of this config's own matrices (HFU by size)
     step         a whole training step against a bare loop of the same model and kernels; tokens/s, MFU, HFU, memory
-    checkpoint   a synchronous save, and the time that an asynchronous one takes from training; it needs a large
-                 model and short steps: --model.hidden=1024 --model.ffn=4096 --training.global_batch_size=2
-    titan        a training step against torchtitan's of the same model; needs a GPU and torchtitan 0.3.0
-    first_hour   the checks of a machine before a long run on it, in stages of at most 8 minutes, and a page of
-                 results; on one process, which starts jobs on one GPU and on all
 
 The default config is train_configs/debug.toml. The two sides of a comparison take turns for `benchmark.rounds` rounds,
 so that other work on the machine slows both; figures are medians. --benchmark.json=true prints one JSON object.
@@ -27,17 +22,14 @@ from torchllm.tools.config.help import print_help
 from torchllm.tools.front.start import load_configs
 from torchllm.tools.resources import resource
 
-NAMES = ("matmul", "step", "checkpoint", "titan")
+NAMES = ("matmul", "step")
 """each is a function (config, runtime) of this name in the file NAME.py of this folder"""
-FIRST_HOUR = "first_hour"
-"""runs others, as processes"""
 
 
 class Request(NamedTuple):
     """The command line."""
 
     name: str
-    config_file: str
     config: "BenchmarkConfig"
 
 
@@ -46,7 +38,7 @@ class Place(Run):
     """Where the benchmark may write."""
 
     folder: str = "runs/benchmark"
-    """only its folder `scratch` is written to, and deleted; first_hour: its results are kept there too"""
+    """only its folder `scratch` is written to, and deleted"""
 
 
 @dataclass(frozen=True)
@@ -61,8 +53,6 @@ class Benchmark:
     """training steps before the measurement, while torch compiles and allocates"""
     seconds: Positive = 1.0
     """matmul: time for one size; squares that would take longer are skipped"""
-    only: str = ""
-    """first_hour: names of the stages to run, also again, with commas between; empty: all that have no answer yet"""
     json: bool = False
     """print one JSON object instead of tables"""
 
@@ -75,13 +65,12 @@ class BenchmarkConfig(Config):
     benchmark: Benchmark = field(default_factory=Benchmark)
 
 
-def read_arguments(arguments: list[str]) -> Request:
+def read_arguments(arguments: list[str], names: tuple[str, ...] = NAMES, usage: str = __doc__) -> Request:
     """Parse the command line. SystemExit(2) if there is no benchmark of this name."""
     name, *rest = arguments or [""]
     if name in ("--help", "-h"):
-        print_help(BenchmarkConfig, f"{__doc__}\n")
+        print_help(BenchmarkConfig, f"{usage}\n")
         raise SystemExit(0)
-    names = (*NAMES, FIRST_HOUR)
     if name not in names:
         print(f"benchmark: the first argument is one of {', '.join(names)}, not {name!r}", file=sys.stderr)
         raise SystemExit(2)
@@ -90,5 +79,4 @@ def read_arguments(arguments: list[str]) -> Request:
     if files[0] not in rest:
         rest.insert(0, files[0])
     os.environ.setdefault("WORLD_SIZE", "1")  # without torchrun this process is the only rank, whatever NPROC says
-    config = load_configs(rest, BenchmarkConfig)[0]
-    return Request(name, files[0], config)
+    return Request(name, load_configs(rest, BenchmarkConfig)[0])

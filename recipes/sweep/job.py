@@ -20,8 +20,8 @@ from torchllm.config.errors import UserError
 from torchllm.tools.config.idle import contradictions, idle_keys
 from torchllm.tools.front.start import load_configs
 from torchllm.tools.launch.compiler import first_gpu
-from torchllm.tools.planner.evidence.cells import COLUMNS as MEASURED_COLUMNS
-from torchllm.tools.planner.evidence.rows import measurement_of
+from torchllm.tools.planner.calibration.rows import COLUMNS as MEASURED_COLUMNS
+from torchllm.tools.planner.calibration.rows import measurement_of
 from torchllm.tools.planner.search.auto import cluster_with_gpu, planned
 from torchllm.tools.resources import resource
 

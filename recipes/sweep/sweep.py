@@ -8,8 +8,8 @@ example), and the runs that it lists one by one. Degrees of -1 and gradient accu
 run_train.sh runs every layout for `sweep.steps` steps; the first is not counted. A layout that is invalid, runs out of
 memory or time, or crashes gets a row with the reason; the sweep goes on.
 
-FOLDER/results.csv has one row per layout, in the columns that `recipes/plan.py score` and `calibrate` read; results.md
-is a table, *.png are figures. The same command continues a sweep that was ended. --planner-top measures the K layouts
+FOLDER/results.csv has one row per layout, in the columns that `recipes/plan.py calibrate` reads; results.md is a
+table. The same command continues a sweep that was ended. --planner-top measures the K layouts
 that the planner predicts to be fastest, and for calibration a quarter of that number spread over the others.
 --dry-run lists the layouts and their predictions.
 """
@@ -34,6 +34,9 @@ from torchllm.tools.planner.search.explain import GIB
 from torchllm.tools.resources import find_config
 
 from .job import COLUMNS, Overrides, measure_layout, resolve_layout
+
+ResultRow = dict[str, str]
+"""a row of results.csv"""
 
 
 @dataclass(frozen=True)
@@ -135,10 +138,27 @@ def main(arguments: list[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     print(f"{len(remaining)} layouts to measure, {len(measured)} in {results}", flush=True)
     measure_all(sweep, config, remaining, results)
-    from .figures import summarize
+    table = folder / "results.md"
+    table.write_text(results_table(read_results(results)))
+    print(table)
 
-    for file in summarize(read_results(results), folder):
-        print(file)
+
+def results_table(rows: Sequence[ResultRow]) -> str:
+    """Return the measured layouts, fastest first, then how many were not measured and an example of each reason."""
+    lines = ["| step s | spread | MFU | GiB | layout |", "|--:|--:|--:|--:|---|"]
+    timed = [row for row in rows if row["status"] == "ok"]
+    for row in sorted(timed, key=lambda row: float(row["step_time_s"]) / float(row["global_batch_seqs"])):
+        mfu = f"{row['mfu_pct']} %" if row["mfu_pct"] else "-"
+        memory = row["peak_memory_gib"] or "-"
+        lines.append(f"| {row['step_time_s']} | {row['spread_pct']} % | {mfu} | {memory} | `{row['layout']}` |")
+    lines += ["", "| status | layouts | for example |", "|---|--:|---|"]
+    rows_of_status: dict[str, list[ResultRow]] = {}
+    for row in rows:
+        rows_of_status.setdefault(row["status"], []).append(row)
+    for status, alike in sorted(rows_of_status.items()):
+        if status != "ok":
+            lines.append(f"| {status} | {len(alike)} | `{alike[0]['layout']}`: {alike[0]['note']} |")
+    return "\n".join(lines) + "\n"
 
 
 def sweep_parser() -> argparse.ArgumentParser:

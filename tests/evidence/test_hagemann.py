@@ -7,9 +7,9 @@ from xml.sax.saxutils import escape
 import pytest
 
 from evidence.hagemann import convert_hagemann, read_sheet
-from tests.tools.planner.evidence.tables import case_of, read_table
+from evidence.measurements import read_rows
+from tests.evidence.tables import case_of, read_table
 from torchllm.facts.flops import parameter_count
-from torchllm.tools.planner.evidence.measurements import read_rows
 
 ALL_RUNS = "llama_13B_bfloat16_64_GPUs_all_runs.xlsx"
 TITLES = [

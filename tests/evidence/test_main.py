@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from evidence.__main__ import main
-from tests.tools.planner.evidence.tables import write_rows
-from tests.tools.planner.evidence.test_calibrate import made
+from tests.evidence.tables import made, write_rows
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 import torchllm
+from evidence.measurements import read_rows
 from evidence.pack import DATA, pack_rows, published_measurements
-from tests.tools.planner.evidence.tables import read_table, write_cells
-from tests.tools.planner.evidence.test_score import ROW, row
-from torchllm.tools.planner.evidence.cells import COLUMNS
-from torchllm.tools.planner.evidence.measurements import read_rows
+from tests.evidence.tables import read_table
+from tests.evidence.test_score import row
+from tests.tools.planner.calibration.sweeps import ROW, write_cells
+from torchllm.tools.planner.calibration.rows import COLUMNS
 
 SWEPT = {**ROW, "dataset": "sweep", "source": "", "layout": "--parallel.tp=1"}
 INVALID = {**SWEPT, "status": "invalid"}

@@ -6,11 +6,11 @@ import json
 import re
 from typing import Any
 
+from evidence.measurements import MeasuredRow, read_rows
 from evidence.pack import DATA, published_measurements
+from evidence.score import score_files
+from tests.evidence.tables import case_of
 from tests.tiny_run import ROOT
-from tests.tools.planner.evidence.tables import case_of
-from torchllm.tools.planner.evidence.measurements import MeasuredRow, read_rows
-from torchllm.tools.planner.evidence.score import score_files
 from torchllm.tools.planner.predict import predict
 
 

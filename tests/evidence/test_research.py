@@ -24,13 +24,12 @@ from evidence.cross_validation import (
     left_out_residuals,
     step_errors,
 )
+from evidence.measurements import MeasuredRow, read_row
+from evidence.peak import counted
 from evidence.picks import picks, score_picks
-from tests.tools.planner.evidence.tables import case_of, named, with_cells, write_rows
-from tests.tools.planner.evidence.test_calibrate import made
-from torchllm.tools.planner.evidence.measurements import MeasuredRow, read_row
-from torchllm.tools.planner.evidence.step_errors import EVERY_STEP, KNOWLEDGE
-from torchllm.tools.planner.peak import counted
+from tests.evidence.tables import case_of, made, named, with_cells, write_rows
 from torchllm.tools.planner.predict import predict
+from torchllm.tools.planner.step_errors import EVERY_STEP, KNOWLEDGE
 
 # -- folds and frameworks that are left out
 

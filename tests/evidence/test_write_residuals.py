@@ -1,36 +1,31 @@
 """Which rows are evidence, the quantiles of their classes, and that the tables are read back."""
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from evidence.cross_validation import Residual
+from evidence.measurements import read_row
 from evidence.write_residuals import (
-    outcomes,
     repeated_peaks,
     spreads,
-    write_outcomes,
     write_residuals,
     write_spreads,
 )
-from tests.tools.planner.evidence.tables import case_of, write_cells
-from tests.tools.planner.evidence.test_score import ROW
-from torchllm.tools.planner.evidence import residuals
-from torchllm.tools.planner.evidence.measurements import read_row
-from torchllm.tools.planner.evidence.residuals import (
+from tests.evidence.tables import case_of
+from tests.tools.planner.calibration.sweeps import ROW, write_cells
+from torchllm.tools.planner import residuals
+from torchllm.tools.planner.residuals import (
     ANY,
     LEVELS,
     NATIVE,
     SAME,
-    Outcomes,
     RowClass,
     Spread,
-    read_outcomes,
     read_spreads,
 )
-from torchllm.tools.planner.evidence.step_errors import Knowledge
+from torchllm.tools.planner.step_errors import Knowledge
 
 HUNDREDTHS = [number / 100 for number in range(99)]
 RATIO = "ratio of two layouts"
@@ -42,9 +37,7 @@ def made(values: list[float], left_out: Knowledge = "framework", **cells: str) -
     made_up = []
     for number, value in enumerate(values):
         fold = f"fold {number % 3}"
-        residual = Residual(
-            row, case, fold, left_out, time=value, is_fitted=True, shares={}, peak=value, memory_share=0.5
-        )
+        residual = Residual(row, case, fold, left_out, time=value, is_fitted=True, shares={}, peak=value)
         made_up.append(residual)
     return made_up
 
@@ -62,12 +55,12 @@ def quantities(rows: list[Residual]) -> set[str]:
 
 
 def test_quantiles_of_a_class_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = made(HUNDREDTHS)
-    peaks = spreads_of(rows, "peak memory")[RowClass("torchtitan", "data only", "A100")]
+    rows = made(HUNDREDTHS, stack="torchllm")
+    peaks = spreads_of(rows, "peak memory")[RowClass("torchllm", ANY, ANY)]
     assert peaks.rows == 99
     assert peaks.folds == 3
     assert peaks.quantiles == pytest.approx([level - 0.01 for level in LEVELS])
-    times = spreads_of(rows, "step time")[RowClass("torchtitan", ANY, "A100")]
+    times = spreads_of(rows, "step time")[RowClass("torchllm", ANY, "A100")]
     assert times.quantiles == peaks.quantiles
     assert "step time" in quantities(rows[:10])
     assert "step time" not in quantities(rows[:9])  # too few to be shown
@@ -82,7 +75,7 @@ def test_quantiles_of_a_class_are_read_back(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_row_that_is_not_fitted_or_in_float8_is_no_evidence_of_times() -> None:
-    (residual,) = made([0.1])
+    (residual,) = made([0.1], stack="torchllm")
     kernels = residual.case.kernels._replace(float8=1.0)
     unfitted = residual._replace(is_fitted=False)
     float8 = residual._replace(case=replace(residual.case, kernels=kernels))
@@ -90,9 +83,11 @@ def test_a_row_that_is_not_fitted_or_in_float8_is_no_evidence_of_times() -> None
     assert quantities([float8] * 10) == {"peak memory", "repeated peak"}
 
 
-def test_peaks_of_torchllm_are_no_evidence_for_others() -> None:
-    classes = spreads_of(made([0.1] * 10, stack="torchllm"), "peak memory")
-    assert list(classes) == [RowClass("torchllm", ANY, ANY)]
+def test_peaks_and_steps_are_torchllms_and_pairs_of_kinds() -> None:
+    assert quantities(made([0.1] * 10)) == {"repeated peak", RATIO}
+    for stack, frameworks in (("torchtitan", {NATIVE, ANY}), ("nemo", {ANY})):
+        classes = spreads_of(made([0.1] * 10, stack=stack), RATIO)
+        assert {row_class.framework for row_class in classes} == frameworks
 
 
 def test_a_peak_that_is_repeated_is_compared_with_the_median() -> None:
@@ -118,27 +113,7 @@ def test_pairs_are_of_one_job() -> None:
     assert RowClass(NATIVE, SAME, ANY) not in ratios  # taking an axis away is no question of its own
 
 
-def test_outcomes_by_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fit = made([0.0] * 99)
-    (oom,) = made([0.0], status="oom", step_time_s="")
-    without_fold = made([0.0], left_out="fold")
-    table = list(outcomes([*fit, oom, *without_fold]))
-    (low,) = [outcome for outcome in table if outcome.rows]
-    assert low.framework == "torchtitan"
-    assert low.share_from == 0.0
-    assert low.rows == 100
-    assert low.ran_out == 1
-    assert low.risk == pytest.approx(2 / 102)
-    assert table[-1] == Outcomes("torchtitan", 1.5, math.inf, 0, 0)
-    assert list(outcomes(fit + fit)) == []  # nobody says what did not fit
-    assert list(outcomes([*fit[1:], oom])) == []  # too few
-    file = tmp_path / "outcomes.csv"
-    write_outcomes(str(file), table)
-    monkeypatch.setattr(residuals, "OUTCOMES", file)
-    assert read_outcomes.__wrapped__() == table
-
-
-def test_the_command_writes_three_tables(tmp_path: Path) -> None:
+def test_the_command_writes_the_tables(tmp_path: Path) -> None:
     folder, target = tmp_path / "measured", tmp_path / "tables"
     folder.mkdir()
     target.mkdir()
@@ -151,5 +126,5 @@ def test_the_command_writes_three_tables(tmp_path: Path) -> None:
     assert "skipped: " in printed
     assert "errors of 10 steps" in printed
     names = {file.name for file in target.iterdir()}
-    assert names == {"out_of_memory.csv", "residuals.csv", "step_errors.csv"}
+    assert names == {"residuals.csv", "step_errors.csv"}
     assert "fold,rows,,10" in (target / "step_errors.csv").read_text()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.hollow.memory import TABLE, Choice
 from torchllm.tools.config.load import load_config
-from torchllm.tools.planner.evidence.rows import measurement_of
+from torchllm.tools.planner.calibration.rows import measurement_of
 
 PEAKS = Path(__file__).parent / "evidence" / "peaks.csv"
 CLUSTER = "dgx_h100"

@@ -1,4 +1,4 @@
-"""Writes the peaks with which the stage `memory` of `benchmark first_hour` compares those of a GPU.
+"""Writes the peaks with which the stage `memory` of the first hour compares those of a GPU.
 
     PYTHONPATH=recipes python -m tests.hollow.first_hour_peaks
 
@@ -10,8 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from recipes.benchmark.first_hour_jobs import Jobs, Machine
-from recipes.benchmark.first_hour_stages import HOLLOW_PEAKS, MEMORY_MODES, memory_layout
+from evidence.first_hour.jobs import Jobs, Machine
+from evidence.first_hour.stages import HOLLOW_PEAKS, MEMORY_MODES, memory_layout
 from tests.hollow.launches import measure
 from tests.hollow.memory import HUGE
 

@@ -1,4 +1,4 @@
-"""`benchmark first_hour` on the hollow GPU: its jobs run to their end, and it sees that every number is zero."""
+"""the first hour on the hollow GPU: its jobs run to their end, and it sees that every number is zero."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ NUMBERS = ["losses", "resume"]
 
 
 def test_the_stages_that_compare_numbers_run_and_find_them_wrong(tmp_path: Path) -> None:
-    command = ["python", "recipes/benchmark", "first_hour", f"--benchmark.only={','.join(NUMBERS)}"]
+    command = ["python", "-m", "evidence.first_hour", f"--benchmark.only={','.join(NUMBERS)}"]
     done = run([*command, f"--run.folder={tmp_path}"], seconds=1200, OMP_NUM_THREADS="2")
     records = [json.loads(line) for line in (tmp_path / "first_hour.jsonl").read_text().splitlines()]
     outcomes = {record["stage"]: record["outcome"] for record in records}
@@ -23,7 +23,7 @@ def test_the_stages_that_compare_numbers_run_and_find_them_wrong(tmp_path: Path)
 
 
 def test_the_stages_of_large_models_run(tmp_path: Path) -> None:
-    command = ["python", "recipes/benchmark", "first_hour", "--benchmark.only=matmul,memory"]
+    command = ["python", "-m", "evidence.first_hour", "--benchmark.only=matmul,memory"]
     done = run([*command, f"--run.folder={tmp_path}"], seconds=1800)
     records = [json.loads(line) for line in (tmp_path / "first_hour.jsonl").read_text().splitlines()]
     outcomes = {record["stage"]: record["outcome"] for record in records}

@@ -2,7 +2,7 @@
 
     python -m tests.hollow python -m tests.hollow.titan_rank train_configs/llama3_8b_8gpu.toml --recompute.mode=full
 
-The step is that of `recipes/benchmark titan`: torchtitan's own trainer, with the model and the layout of a config.
+The step is that of `evidence/benchmark titan`: torchtitan's own trainer, with the model and the layout of a config.
 """
 
 import json
@@ -10,7 +10,7 @@ import os
 import sys
 from dataclasses import asdict
 
-from recipes.benchmark.titan import torchtitan_step
+from evidence.benchmark.titan import torchtitan_step
 from tests.hollow.one_rank import join_absent_ranks, prepare, report
 from torchllm.tools.config.load import load_config
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from evidence.benchmark import NAMES
 from tests.patience import patience
 from tests.tiny_run import ROOT, SMALL
 
@@ -20,7 +21,8 @@ def benchmark(*arguments: str, ranks: int = 0, seconds: float = 300) -> subproce
     command = [sys.executable]
     if ranks:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += [RECIPE, *arguments]
+    folder = ROOT / "evidence" / "benchmark" if arguments[0] in NAMES else RECIPE
+    command += [str(folder), *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}  # threads of processes beside each other wait for each other
     return subprocess.run(command, capture_output=True, text=True, timeout=patience(seconds), env=environment)
 
@@ -39,7 +41,7 @@ def measured(name: str, folder: Path, *overrides: str, ranks: int = 0) -> dict[s
 def test_a_wrong_name_lists_the_right_ones() -> None:
     done = benchmark("stpe")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "matmul, step, checkpoint, titan, first_hour" in done.stderr
+    assert "matmul, step" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

@@ -8,13 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.sweep.figures import (
-    FIGURES,
-    best_by_setting,
-    compare_predictions,
-    draw_figures,
-    results_table,
-)
+from evidence.figures import FIGURES, best_by_setting, compare_predictions, draw_figures
 from recipes.sweep.job import COLUMNS, cpu_cells, layout_cells, measure_layout, read_outcome, resolve_layout
 from recipes.sweep.sweep import (
     append,
@@ -24,10 +18,11 @@ from recipes.sweep.sweep import (
     promising,
     read_results,
     read_sweep,
+    results_table,
 )
 from tests.patience import patience
 from tests.tiny_run import ROOT, SMALL
-from torchllm.tools.planner.evidence.measurements import read_row
+from torchllm.tools.planner.calibration.rows import read_row
 from torchllm.tools.planner.search.auto import planned
 
 DEBUG = str(ROOT / "train_configs" / "debug.toml")

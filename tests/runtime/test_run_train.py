@@ -496,7 +496,7 @@ def test_the_main_job(start: Callable[..., Started], tmp_path: Path, monkeypatch
     assert errors[-4:] == [
         "a sample of the last checkpoint:",
         f"the run is in {folder}; next, for example:",
-        f"  torchllm report {folder}",
+        f"  tensorboard --logdir {folder}/tensorboard",
         f"  torchllm generate {folder}",
     ]
     assert (folder / "sample.txt").read_text().splitlines() == lines[STEPS:]

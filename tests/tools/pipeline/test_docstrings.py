@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from torchllm.tools.pipeline.docstrings import (
+from train_configs.pipeline.laptop.docstrings import (
     HELD_OUT,
     TEXT,
     TRAIN,

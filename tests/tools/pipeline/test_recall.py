@@ -16,19 +16,19 @@ from torch import Tensor
 from tests.launched import clean
 from tests.tiny_run import ROOT
 from torchllm.models.head import IGNORED
-from torchllm.tools.pipeline.docstrings import Pair
-from torchllm.tools.pipeline.recall import (
+from torchllm.tools.pipeline.stages import read_stage_records
+from torchllm.tools.prepare.chat.examples import Example
+from torchllm.tools.prepare.chat.template import Conversation
+from train_configs.pipeline.laptop.docstrings import (
     BATCH,
     Answer,
     Figures,
+    Pair,
     ask,
     bits_of_answers,
     conversation_lines,
     figure_lines,
 )
-from torchllm.tools.pipeline.stages import read_stage_records
-from torchllm.tools.prepare.chat.examples import Example
-from torchllm.tools.prepare.chat.template import Conversation
 
 PAIRS = [Pair(f"What does {name} do?", f"It is {name}.") for name in ("json.dumps", "random.choice", "a.b", "c.d")]
 
@@ -87,7 +87,7 @@ def test_the_figures_in_words() -> None:
 CORPUS = """
 import sys
 from pathlib import Path
-from torchllm.tools.pipeline.docstrings import build_library, standard_library, write_library
+from train_configs.pipeline.laptop.docstrings import build_library, standard_library, write_library
 modules = [module for module in standard_library() if module.name < "bd" or module.name.startswith("asyncio")]
 write_library(build_library(modules), Path(sys.argv[1]))
 """
@@ -98,7 +98,9 @@ def test_a_tiny_pipeline_from_nothing_to_a_model_that_answers(tmp_path: Path) ->
     """The laptop's stages on fewer modules and steps; a second call does nothing."""
     (tmp_path / "corpus.py").write_text(CORPUS)
     text = (ROOT / "train_configs/pipeline/laptop.toml").read_text()
-    text = text.replace("python -m torchllm.tools.pipeline.docstrings", "python corpus.py")
+    text = text.replace(
+        "python train_configs/pipeline/laptop/docstrings.py {folder}/corpus", "python corpus.py {folder}/corpus"
+    )
     (tmp_path / "small.toml").write_text(text)
     model = ["layers=1", "hidden=48", "vocab=512"]
     stages = ["tokenizer", "prepare", "pretrain", "finetune"]

@@ -22,10 +22,10 @@ from torchllm.tools.config.read import read_table
 from torchllm.tools.dry_run.run import examine
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.compute import Kernels
-from torchllm.tools.planner.evidence.stacks import STACKS
 from torchllm.tools.planner.frozen_weights import with_frozen_weights
 from torchllm.tools.planner.peak import Memory
 from torchllm.tools.planner.predict import memory_of, stage_sizes
+from torchllm.tools.planner.software import TORCHLLM
 
 MODELS = Path(__file__).parents[3] / "train_configs" / "models"
 NAMES = sorted(path.stem for path in MODELS.glob("*.toml"))
@@ -213,7 +213,7 @@ def planned_memory(config: c.Config, rank: int = 0, fused_norm: bool = True, com
     attention = "eager" if model.attention == "eager" else "flash2"
     fused_norm = fused_norm and not model.norm_offset  # of which a GPU has no kernel, either
     kernels = Kernels(attention, fused_norm=fused_norm, compiled_loss=compiled_loss)
-    software = with_frozen_weights(STACKS["torchllm"], model, config.trained)
+    software = with_frozen_weights(TORCHLLM, model, config.trained)
     hardware = cluster("dgx_h100")  # bytes do not depend on it
     case = Case(model, training, parallel, config.recompute, kernels, hardware, software, config.trained, imbalance=1.0)
     return memory_of(case, stage_sizes(case), rank)

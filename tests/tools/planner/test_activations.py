@@ -2,10 +2,10 @@
 
 import pytest
 
+from evidence.stacks import STACKS
 from torchllm import config as c
 from torchllm.tools.planner.activations import block_activations
 from torchllm.tools.planner.compute import Kernels, Piece
-from torchllm.tools.planner.evidence.stacks import STACKS
 
 
 def test_a_block_keeps_what_korthikanti_et_al_count() -> None:

@@ -20,12 +20,11 @@ from torchllm.tools.planner.compute import (
     matmul_seconds,
     recomputed,
 )
-from torchllm.tools.planner.evidence.stacks import STACKS
-from torchllm.tools.planner.software import AttentionKernel, Software
+from torchllm.tools.planner.software import TORCHLLM, AttentionKernel, Software
 
 a100 = functools.cache(dgx_a100)
 MODEL = Model(layers=4, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000)
-SOFTWARE = STACKS["torchllm"]
+SOFTWARE = TORCHLLM
 PIECE = Piece(1, 2048, 2048, 1, 1)
 PLAIN = Kernels()
 sizes = st.integers(64, 16384)

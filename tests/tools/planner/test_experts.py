@@ -14,7 +14,6 @@ from torchllm.tools.dry_run.run import examine
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.cluster import Hardware
 from torchllm.tools.planner.compute import Kernels, Piece, matmul_seconds
-from torchllm.tools.planner.evidence.stacks import STACKS
 from torchllm.tools.planner.experts import (
     RoutedRows,
     exchange_seconds,
@@ -26,7 +25,7 @@ from torchllm.tools.planner.experts import (
     routed_rows,
 )
 from torchllm.tools.planner.parameters import gathered_parameters, sizes_of_split
-from torchllm.tools.planner.software import Software
+from torchllm.tools.planner.software import TORCHLLM, Software
 from torchllm.tools.planner.stage import expert_parallel
 
 QWEN3, GLM, MIXTRAL = load("qwen3_30b_a3b"), load("glm4.5_air"), load("mixtral_8x7b")
@@ -40,7 +39,7 @@ def case(
     degrees.setdefault("dp_shard", 64)
     parallel = Parallel(**degrees)
     kernels = Kernels(fused_norm=True)
-    software = STACKS["torchllm"]
+    software = TORCHLLM
     return Case(model, training, parallel, Recompute(mode=mode), kernels, dgx_a100(), software, imbalance=imbalance)
 
 

@@ -25,9 +25,9 @@ from torchllm.tools.dry_run.memory import saved_by_forwards
 from torchllm.tools.dry_run.tracker import Tracker
 from torchllm.tools.planner.activations import block_activations
 from torchllm.tools.planner.compute import Kernels, Piece
-from torchllm.tools.planner.evidence.stacks import STACKS
 from torchllm.tools.planner.parameters import ShardedParameters, StageSize
 from torchllm.tools.planner.rank import BlockMemory, LogitBytes, Rank
+from torchllm.tools.planner.software import TORCHLLM
 from torchllm.tools.planner.stage_memory import stage_memory
 
 TOLERANCE = 0.03
@@ -36,7 +36,6 @@ LENGTH = 2048
 FILES = sorted(path.stem for path in Path(FOLDER).glob("*.toml"))
 WITH_SCORES = ["gpt_1.7b", "llama3_8b", "qwen3_0.6b", "qwen3_30b_a3b", "gemma2_9b", "gpt_oss_20b"]
 """of either family, with fewer key-value heads, with norms of queries and keys, with experts, with a soft cap"""
-TORCHLLM = STACKS["torchllm"]
 FIRST, MIDDLE, LAST = StageSize((0,), True, False), StageSize((0,), False, False), StageSize((0,), False, True)
 """pipeline stages of one block: with the embedding, without either end, with the head and the loss"""
 

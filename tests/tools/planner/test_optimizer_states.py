@@ -9,8 +9,8 @@ from torchllm.config import Model, Optimizer
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.optim.average import WeightAverage
 from torchllm.optim.optimizer import build_optimizer
-from torchllm.tools.planner.evidence.stacks import STACKS
 from torchllm.tools.planner.optimizer_states import with_optimizer_states
+from torchllm.tools.planner.software import TORCHLLM
 
 DENSE = Model(layers=2, hidden=32, heads=4, ffn=64, vocab=48)
 SPARSE = replace(DENSE, experts=4, top_k=2, expert_ffn=16, shared_experts=1, dense_layers=1)
@@ -39,7 +39,7 @@ def test_states_are_those_that_exist() -> None:
     for name, state_dtype in [("adamw", "float32"), ("adamw", "bfloat16"), ("sgd", "float32"), ("muon", "float32")]:
         for ema_decay, momentum, sizes in product([0.0, 0.9], [0.0, 0.9], [DENSE, SPARSE]):
             settings = Optimizer(name=name, state_dtype=state_dtype, momentum=momentum, ema_decay=ema_decay)
-            software = with_optimizer_states(STACKS["torchllm"], sizes, settings)
+            software = with_optimizer_states(TORCHLLM, sizes, settings)
             model = build_model(sizes)
             planned = software.states * parameter_count(model)
             assert planned == pytest.approx(held_bytes(model, settings), rel=1e-9), settings

@@ -130,8 +130,6 @@ def facts_of_run(config: Config, checkpoints: Sequence[WeightReader]) -> CardFac
         dtype=config.export.dtype,
         steps=[checkpoint.manifest.step for checkpoint in checkpoints],
         tokens=tokens_seen(newest),
-        run=newest.record.get("config", {}),
-        replaced=newest.record.get("replaced", ()),
         versions=newest.versions,
     )
 

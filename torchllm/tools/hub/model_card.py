@@ -2,17 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchllm import __version__
 from torchllm.config import Model, TrainedParameters
 from torchllm.facts.flops import parameter_count, trained_parameter_count
 
 Rows = list[tuple[str, str]]
-
-
-OWN = "the recipe's own"
-"""of a fork that has replaced what the config names"""
 
 
 class CardFacts(NamedTuple):
@@ -26,10 +22,6 @@ class CardFacts(NamedTuple):
     """of the checkpoints whose mean it is, the newest first"""
     tokens: int | None
     """seen until the newest step"""
-    run: Mapping[str, Any]
-    """the run's config, as the checkpoint has it"""
-    replaced: Sequence[str]
-    """keys of the config in whose place the run's recipe has its own: "optimizer.name" """
     versions: Mapping[str, str]
     """versions of the software that trained the run"""
     name: str = ""
@@ -96,9 +88,6 @@ def _use_of_adapter(facts: CardFacts) -> list[str]:
 def _rows(facts: CardFacts) -> Rows:
     """Return the facts that are known, each with its name."""
     model = facts.model
-    training = facts.run.get("training", {})
-    optimizer = facts.run.get("optimizer", {})
-    schedule = facts.run.get("schedule", {})
     parameters = f"{parameter_count(model):,}"
     updates = f"{trained_parameter_count(model, facts.trained):,}"
     rows = [
@@ -113,32 +102,6 @@ def _rows(facts: CardFacts) -> Rows:
     rows += facts.updates
     if facts.tokens is not None:
         rows.append(("training tokens", f"{facts.tokens:,}"))
-    if training:
-        rows.append(("sequence length", f"{training.get('sequence_length')}"))
-        rows.append(("global batch", f"{training.get('global_batch_size')} sequences"))
-    if "optimizer.name" in facts.replaced:
-        rows.append(("optimizer", OWN))
-    elif optimizer:
-        decay = optimizer.get("weight_decay")
-        rows.append(
-            ("optimizer", f"{optimizer.get('name')}, learning rate {optimizer.get('learning_rate')}, decay {decay}")
-        )
-    if "schedule.name" in facts.replaced:
-        rows.append(("schedule", OWN))
-    elif schedule:
-        rows.append(("schedule", f"{schedule.get('name')}, {schedule.get('warmup_steps')} warmup steps"))
-    sources = facts.run.get("data", {}).get("sources", [])
-    if "data.sources" in facts.replaced:
-        rows.append(("data", OWN))
-    elif sources:
-        rows.append(("data", ", ".join(_source(source) for source in sources)))
     if facts.versions:
         rows.append(("trained with", ", ".join(f"{name} {version}" for name, version in facts.versions.items())))
     return rows
-
-
-def _source(source: Mapping[str, Any]) -> str:
-    """Return the name of a source of text; of a path on the machine only the last part."""
-    path = str(source.get("path", ""))
-    name = path if source.get("kind") == "hub" else Path(path).name
-    return f"{source.get('kind')} {name}".strip()

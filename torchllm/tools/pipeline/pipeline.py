@@ -193,16 +193,21 @@ def command_line(command: str) -> tuple[list[str], dict[str, str]]:
     environment = dict(os.environ)
     while words and re.match("[A-Z_]+=", words[0]):
         name, _, value = words.pop(0).partition("=")
-        is_shipped = value.startswith("recipes/") and not Path(value).exists()
-        environment[name] = str(resource(value)) if is_shipped else value
+        environment[name] = shipped(value)
     if not words:
         raise UserError(f"{command}: no command")
     python = [sys.executable, "-P"]
     if words[0] == "torchllm":
         words = [*python, "-m", *words]
     elif words[0] == "python":
-        words = [*python, *words[1:]]
+        words = [*python, *map(shipped, words[1:])]
     return words, environment
+
+
+def shipped(word: str) -> str:
+    """Return the path of a recipe or script that comes with torchllm, if a word names one that is not here."""
+    is_shipped = re.match(r"(recipes|train_configs)/.*\.py$", word) and not Path(word).exists()
+    return str(resource(word)) if is_shipped else word
 
 
 def overview(pipeline: PipelineFile, stages: list[Planned]) -> list[str]:

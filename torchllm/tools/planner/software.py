@@ -1,35 +1,24 @@
 """Properties of training frameworks that a layout does not say, and the fitted constants. No torch.
 
-Facts are read from its source or paper. Constants are the same for every framework, model, sequence length and number
-of GPUs; those of a GPU or a network are in `train_configs/clusters/*.toml`, shared by all frameworks on it.
+torchllm's are `TORCHLLM`; those of frameworks that it is compared with are in evidence/stacks.py of a checkout.
+Constants are the same for every framework, model, sequence length and number of GPUs; those of a GPU or a network are
+in `train_configs/clusters/*.toml`, shared by all frameworks on it.
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 AttentionKernel = Literal["eager", "fused_softmax", "flash1", "flash2", "flash3"]
 """attention kernels: matrices of scores in memory; the same with scale, mask and softmax in one kernel; FlashAttention
 1 and 2; cuDNN's or FlashAttention 3"""
 
 
-class Prior(NamedTuple):
-    """The knowledge of a constant before the fit."""
-
-    middle: float
-    low: float
-    high: float
-    """physical bounds: no fit leaves them"""
-    unit: str
-    spread: float
-    """natural logarithm of a plausible factor between the constant and the middle"""
-
-
 @dataclass(frozen=True)
 class Constants:
     """Constants that no data sheet has. All frameworks share them, except for the speed and the allocator.
 
-    `python -m evidence fit FOLDER` fits them jointly to published measurements, within the
-    bounds of `PRIORS`; `recipes/plan.py calibrate` fits those in `OF_A_MACHINE` to a few runs on one machine.
+    `python -m evidence fit FOLDER` fits them jointly to published measurements; `recipes/plan.py calibrate` fits those
+    in `calibration.fit.OF_A_MACHINE` to a few runs on one machine.
     """
 
     launch: float = 8.5e-6
@@ -50,31 +39,6 @@ class Constants:
     """rate of a framework's kernels over that which the formulas expect"""
     allocator: float = 1.17
     """bytes reserved divided by bytes in use, for tensors that are allocated and freed within a step"""
-
-
-PRIORS = {
-    "launch": Prior(5e-6, 3e-6, 1.5e-5, "s", 0.5),
-    "host": Prior(5e-5, 5e-6, 1.5e-4, "s", 0.7),
-    "traffic": Prior(1.2, 1.0, 2.0, "x", 0.2),
-    "exposed": Prior(0.5, 0.05, 1.0, "x", 1.0),
-    "wait": Prior(3e-5, 3e-6, 3e-4, "s", 1.0),
-    "message": Prior(5e-5, 3e-6, 5e-4, "s", 1.5),
-    "fall": Prior(0.05, 0.01, 1.0, "x", 0.7),
-    "speed": Prior(1.0, 0.7, 1.3, "x", 0.1),
-    "allocator": Prior(1.17, 1.0, 1.5, "x", 0.1),
-}
-"""for each of the constants; unit x: a ratio.
-
-launch: time that CUDA needs between two kernels. host: PyTorch needs some 10 us for an operation that is not
-compiled, and a kernel that the formulas count stands for several. traffic: no kernel moves less than its operands
-once. wait: a collective's ramp too, and its slowest rank; no table of them was found, so that the prior is wide.
-message: from one kernel's launch to a host that waits for each message. fall: a full fat tree does not fall; a
-network that does, like EFA, has its own in the cluster file.
-"""
-UNITS = {name: prior.unit for name, prior in PRIORS.items()}
-"""unit of each constant; x: a ratio"""
-OF_A_MACHINE = ("speed", "exposed", "wait", "message", "fall")
-"""constants that a few runs on one machine tell"""
 
 
 @dataclass(frozen=True)
@@ -180,3 +144,7 @@ class Software:
     def sent_gradients(self) -> float:
         """Bytes of a gradient in a reduction."""
         return self.reduced or self.gradients
+
+
+TORCHLLM = Software(overlaps_reduction=True, saves_collectives=True)
+"""this repository"""

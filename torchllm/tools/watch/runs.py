@@ -22,7 +22,7 @@ State = Literal["running", "finished", "stopped", "failed"]
 
 
 def state_of_run(folder: Path) -> State:
-    """Return the state of a run, as its folder says: a report, too, asks this function.
+    """Return the state of a run, as its folder says.
 
     running: its job owns the folder, and has given a sign of life within `Timing.limit` seconds. finished: its job has
     ended without an error. stopped: so it has, because it was asked to stop. failed: its job has ended with an error,

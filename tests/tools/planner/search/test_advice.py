@@ -7,9 +7,8 @@ from functools import cache
 import pytest
 
 from torchllm.config import Training
-from torchllm.tools.planner.evidence.residuals import ANY, LEVELS, RowClass, Spread
-from torchllm.tools.planner.evidence.validity import UNMEASURED_LIMIT, judge, memory_limit
 from torchllm.tools.planner.predict import predict
+from torchllm.tools.planner.residuals import ANY, LEVELS, RowClass, Spread
 from torchllm.tools.planner.search import advice as module
 from torchllm.tools.planner.search.advice import (
     LEVELS_OF_SIMPLICITY,
@@ -26,6 +25,7 @@ from torchllm.tools.planner.search.first_runs import first_runs, layouts_that_fi
 from torchllm.tools.planner.search.layouts import Job, Layout
 from torchllm.tools.planner.search.question import read_hardware, read_model
 from torchllm.tools.planner.search.search import Found, Ranked, search
+from torchllm.tools.planner.validity import UNMEASURED_LIMIT, judge, memory_limit
 
 
 def job(model: str = "llama3_8b", gpus: int = 8, batch: int = 512, cluster: str = "dgx_h100") -> Job:

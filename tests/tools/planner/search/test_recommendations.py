@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from evidence.stacks import STACKS
 from torchllm.config import Model, Parallel, Recompute, Training
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.compute import Kernels
-from torchllm.tools.planner.evidence.stacks import STACKS
 from torchllm.tools.planner.predict import Prediction, predict
 from torchllm.tools.planner.search.layouts import Job, Layout
 from torchllm.tools.planner.search.question import read_hardware, read_model

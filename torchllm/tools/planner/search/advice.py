@@ -12,8 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from torchllm.tools.planner.evidence.residuals import Spread
-from torchllm.tools.planner.evidence.validity import (
+from torchllm.tools.planner.residuals import Spread
+from torchllm.tools.planner.search.bounds import Bounds
+from torchllm.tools.planner.search.layouts import Job, Layout
+from torchllm.tools.planner.search.search import Found, Ranked, Search, search
+from torchllm.tools.planner.validity import (
     RISK,
     is_measured,
     judge,
@@ -21,9 +24,6 @@ from torchllm.tools.planner.evidence.validity import (
     memory_limit,
     spread_of_pair,
 )
-from torchllm.tools.planner.search.bounds import Bounds
-from torchllm.tools.planner.search.layouts import Job, Layout
-from torchllm.tools.planner.search.search import Found, Ranked, Search, search
 
 AS_FAST = 0.02
 """share of the fastest layout's step time that is below any prediction's error"""

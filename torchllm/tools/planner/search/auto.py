@@ -13,8 +13,6 @@ from torchllm.config import Config
 from torchllm.config.errors import UserError
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.cluster import FOLDER, Hardware, read_cluster
-from torchllm.tools.planner.evidence.stacks import STACKS
-from torchllm.tools.planner.evidence.validity import memory_limit
 from torchllm.tools.planner.frozen_weights import with_frozen_weights
 from torchllm.tools.planner.optimizer_states import with_optimizer_states
 from torchllm.tools.planner.parameters import why_not_costed
@@ -23,6 +21,8 @@ from torchllm.tools.planner.search.advice import Advice, advise
 from torchllm.tools.planner.search.explain import GIB, divides_nowhere, fits_nowhere
 from torchllm.tools.planner.search.layouts import Job, Layout, kernels_of
 from torchllm.tools.planner.search.search import Ranked, search
+from torchllm.tools.planner.software import TORCHLLM
+from torchllm.tools.planner.validity import memory_limit
 
 C = TypeVar("C", bound=Config)
 DRIVER = Path("/proc/driver/nvidia/gpus")
@@ -123,7 +123,7 @@ def _cluster_of_run(config: Config) -> str:
 
 def case_of(config: Config, hardware: Hardware) -> Case:
     """Return a run as the planner sees it: torchllm, with the cluster's constants."""
-    software = replace(STACKS["torchllm"], constants=hardware.constants)
+    software = replace(TORCHLLM, constants=hardware.constants)
     software = with_optimizer_states(software, config.model, config.optimizer)
     software = with_frozen_weights(software, config.model, config.trained)
     kernels = kernels_of(config.model, config.compile, software, hardware)

@@ -6,7 +6,6 @@ No torch.
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from torchllm.tools.planner.evidence.validity import RISK, memory_limit
 from torchllm.tools.planner.predict import predict
 from torchllm.tools.planner.search.advice import (
     AS_FAST,
@@ -19,6 +18,7 @@ from torchllm.tools.planner.search.advice import (
 )
 from torchllm.tools.planner.search.layouts import Job, Layout
 from torchllm.tools.planner.search.search import Ranked
+from torchllm.tools.planner.validity import RISK, memory_limit
 
 GIB = 2**30
 

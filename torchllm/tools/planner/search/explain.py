@@ -8,12 +8,11 @@ from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
-from torchllm.tools.planner.evidence.validity import judge
 from torchllm.tools.planner.predict import Prediction, predict
 from torchllm.tools.planner.search.bounds import at_least
 from torchllm.tools.planner.search.layouts import MODES, DegreeMesh, Job, Layout
-from torchllm.tools.planner.search.price import NO_PURCHASE, Purchase, bill
 from torchllm.tools.planner.search.search import Found, Ranked, mesh_of, search, sharded
+from torchllm.tools.planner.validity import judge
 
 GIB = 2**30
 FURTHER = (2, 4, 8, 16, 32)
@@ -26,8 +25,8 @@ NO_DIFFERENCE = 0.0005
 """share of a step below which two layouts take the same time"""
 
 
-def layout_figures(job: Job, ranked: Ranked, purchase: Purchase = NO_PURCHASE) -> dict[str, Any]:
-    """Return the figures of one layout: seconds, GiB, shares of 1, dollars."""
+def layout_figures(job: Job, ranked: Ranked, tokens: float = 0.0) -> dict[str, Any]:
+    """Return the figures of one layout: seconds, GiB, shares of 1. tokens: of the whole training; 0: unknown."""
     prediction = ranked.prediction
     verdict = judge(job.case(ranked.layout), prediction)
     tokens_per_step = job.training.global_batch_size * job.training.sequence_length
@@ -46,53 +45,38 @@ def layout_figures(job: Job, ranked: Ranked, purchase: Purchase = NO_PURCHASE) -
         "terms": prediction.terms,
         "memory": memory_gib,
     }
-    if purchase.tokens:
-        training = bill(purchase, prediction.step, tokens_per_step, job.gpus)
-        figures |= {"days": training.days, "gpu_hours": training.gpu_hours}
-        if purchase.dollars_per_gpu_hour:
-            figures["dollars"] = training.dollars
+    if tokens:
+        hours = tokens / figures["tokens_per_second"] / 3600
+        figures |= {"days": hours / 24, "gpu_hours": hours * job.gpus}
     return figures
 
 
-def _budget_heading(purchase: Purchase) -> str:
-    """Return the titles of the columns of `_budget`."""
-    if not purchase.tokens:
-        return ""
-    heading = "   days   GPU-hours"
-    if purchase.dollars_per_gpu_hour:
-        heading += "           $"
-    return heading
+BUDGET = "   days   GPU-hours"
+"""titles of the columns of `_budget`"""
 
 
 def _budget(figures: dict[str, Any]) -> str:
     """Return the cost of the whole training; empty if its tokens are unknown."""
-    if "days" not in figures:
-        return ""
-    columns = f" {figures['days']:6.1f} {figures['gpu_hours']:11,.0f}"
-    if "dollars" in figures:
-        columns += f" {figures['dollars']:11,.0f}"
-    return columns
+    return f" {figures['days']:6.1f} {figures['gpu_hours']:11,.0f}" if "days" in figures else ""
 
 
-def ranking_table(job: Job, best: Sequence[Ranked], purchase: Purchase = NO_PURCHASE) -> Iterator[str]:
+def ranking_table(job: Job, best: Sequence[Ranked], tokens: float = 0.0) -> Iterator[str]:
     """Yield a heading, then two lines per layout: its cost and settings; the terms of its step, the largest first."""
-    budget = _budget_heading(purchase)
-    yield f"      step s    MFU    HFU    GiB           tokens/s  PFLOP/s{budget}  layout"
+    yield f"      step s    MFU    HFU    GiB           tokens/s  PFLOP/s{BUDGET if tokens else ''}  layout"
     for number, ranked in enumerate(best, start=1):
-        figures = layout_figures(job, ranked, purchase)
+        figures = layout_figures(job, ranked, tokens)
         cost = "{step_seconds:8.4g} {mfu:6.1%} {hfu:6.1%} {memory_gib:6.1f} {fits:7}".format_map(figures)
         rate = "{tokens_per_second:10,.0f} {petaflops:8.4g}".format_map(figures)
         yield f"{number:2}. {cost} {rate}{_budget(figures)}  {ranked.layout.text()}"
         yield " " * 13 + terms(ranked.prediction)
 
 
-def scaling(bests: Sequence[tuple[Job, Ranked]], purchase: Purchase = NO_PURCHASE) -> Iterator[str]:
+def scaling(bests: Sequence[tuple[Job, Ranked]], tokens: float = 0.0) -> Iterator[str]:
     """Yield a heading, then a line per number of GPUs. Scaling: tokens/s per GPU over the smallest number's."""
-    budget = _budget_heading(purchase)
-    yield f"  GPUs   step s    MFU    tokens/s  scaling{budget}  layout"
+    yield f"  GPUs   step s    MFU    tokens/s  scaling{BUDGET if tokens else ''}  layout"
     rate_of_smallest = 0.0
     for job, ranked in sorted(bests, key=lambda best: best[0].gpus):
-        figures = layout_figures(job, ranked, purchase)
+        figures = layout_figures(job, ranked, tokens)
         rate = figures["tokens_per_second"] / job.gpus
         rate_of_smallest = rate_of_smallest or rate
         columns = "{gpus:6} {step_seconds:8.4g} {mfu:6.1%} {tokens_per_second:11,.0f}".format_map(figures)

@@ -8,12 +8,12 @@ simplicity, and those that differ from the first pick in one setting; all leave 
 
 from collections.abc import Sequence
 
-from torchllm.tools.planner.evidence.validity import memory_limit
 from torchllm.tools.planner.predict import Prediction, predict
 from torchllm.tools.planner.search.advice import Advice
 from torchllm.tools.planner.search.explain import one_change
 from torchllm.tools.planner.search.layouts import Job
 from torchllm.tools.planner.search.search import Ranked
+from torchllm.tools.planner.validity import memory_limit
 
 RUNS = 6
 

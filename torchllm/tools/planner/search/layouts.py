@@ -34,12 +34,11 @@ from torchllm.tools.config.float8_sizes import FLOAT8_MULTIPLE, takes_float8_tok
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.cluster import Hardware
 from torchllm.tools.planner.compute import Kernels, kernel_of_attention
-from torchllm.tools.planner.evidence.stacks import STACKS
 from torchllm.tools.planner.experts import IMBALANCE
 from torchllm.tools.planner.frozen_weights import with_frozen_weights
 from torchllm.tools.planner.optimizer_states import with_optimizer_states
 from torchllm.tools.planner.parameters import different_views
-from torchllm.tools.planner.software import Software
+from torchllm.tools.planner.software import TORCHLLM, Software
 
 C = TypeVar("C", bound=Config)
 ContextMethod = Literal["ring", "ulysses"]
@@ -159,7 +158,7 @@ class Job:
     @cached_property
     def software(self) -> Software:
         """torchllm, with the constants of the cluster file."""
-        software = replace(STACKS["torchllm"], constants=self.hardware.constants)
+        software = replace(TORCHLLM, constants=self.hardware.constants)
         software = with_optimizer_states(software, self.model, self.optimizer)
         return with_frozen_weights(software, self.model, self.trained)
 

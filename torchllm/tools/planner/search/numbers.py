@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from torchllm.tools.planner.evidence.validity import memory_limit
 from torchllm.tools.planner.search.layouts import Job
 from torchllm.tools.planner.search.search import Ranked, Search
+from torchllm.tools.planner.validity import memory_limit
 
 FEWER = 16
 """numbers of whole nodes, below the given one, that are tried; none is below half of it"""

@@ -13,7 +13,6 @@ from torchllm.config.toml import KeyPath
 from torchllm.tools.config.draft import override, parse_arguments
 from torchllm.tools.config.read import ConfigError, read_table
 from torchllm.tools.config.toml_files import Layer, read_files
-from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.cluster import Hardware, read_cluster, unknown_cluster
 from torchllm.tools.planner.search.auto import job_of
 from torchllm.tools.planner.search.layouts import Job
@@ -24,8 +23,6 @@ BOUNDED = {"micro_batch_size": "training.micro_batch_size"} | {
     name: f"parallel.{name}" for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "virtual_stages")
 }
 """fields of `Layout` that --max takes, and their keys"""
-MEASURED = ("model", "training", "parallel", "recompute")
-"""sections of a config that a measurement has"""
 
 
 @dataclass(frozen=True)
@@ -63,39 +60,6 @@ class Restrictions:
         if errors:
             raise UserError("\n".join(errors))
         return cls(arguments.overrides, most)
-
-    def of_measurements(self) -> Callable[[Case], bool]:
-        """Return a function that tells whether a measured run has these values, and keeps the bounds.
-
-        UserError for a key that a measurement does not say.
-        """
-        layer = Layer({}, {})
-        problems: list[str] = []
-        for key, text in self.overrides.items():
-            section, *names = key.split(".")
-            if section not in MEASURED or len(names) != 1:
-                problems.append(f"--{key}: rows are chosen by keys of {', '.join(MEASURED)}: section.key")
-            else:
-                override(layer, Config, (section, *names), text, problems)
-        faults: list[ConfigError] = []
-        read_table(Config, layer.table, faults)
-        problems += [f"--{fault.key}: {fault.message}" for fault in faults]
-        if problems:
-            raise UserError("\n".join(problems))
-        wanted = {(section, key): value for section, keys in layer.table.items() for key, value in keys.items()}
-
-        def admits(case: Case) -> bool:
-            has_values = all(_value(case, *path) == value for path, value in wanted.items())
-            return has_values and all(
-                _value(case, *BOUNDED[name].split(".")) <= most for name, most in self.most.items()
-            )
-
-        return admits
-
-
-def _value(case: Case, section: str, key: str) -> Any:
-    """Return the value of a key in a measured run."""
-    return getattr(getattr(case, section), key)
 
 
 class PlannedModel(NamedTuple):

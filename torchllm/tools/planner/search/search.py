@@ -23,8 +23,6 @@ from torchllm.tools.planner.search.layouts import DegreeMesh, Job, Layout, Shard
 Objective = Literal["tokens_per_second", "gpu_hours", "memory"]
 """memory: the least among layouts that take at most `SLOWER` times as long as the fastest"""
 SLOWER = 1.05
-CLOUD = 4000
-"""number of layouts that are kept for a plot"""
 ROUNDING = 1e-12
 """relative rounding error of sums: a bound may exceed the exact value by it"""
 LOOKED_AT = 40
@@ -52,16 +50,6 @@ class Miss(NamedTuple):
     """missing bytes"""
 
 
-class CloudPoint(NamedTuple):
-    """A layout that was predicted, as a plot shows it."""
-
-    memory: float
-    """bytes"""
-    mfu: float
-    """upper bound"""
-    fits: bool
-
-
 @dataclass
 class Found:
     """The result of a search."""
@@ -78,8 +66,6 @@ class Found:
     """number of these that were rejected, by reason"""
     refused: Counter[str] = field(default_factory=Counter)
     """number of meshes (pp x data x cp x tp) without a valid layout, by reason"""
-    cloud: list[CloudPoint] = field(default_factory=list)
-    """layouts that were predicted one by one"""
     bounds: Bounds | None = None
     """intermediate results of the search, which make another search of the same job faster"""
 
@@ -270,8 +256,6 @@ class Search:
             self.reject(node.layout, over)
             return
         prediction = predict(self.job.case(node.layout), at_least)
-        if len(self.outcome.cloud) < CLOUD:
-            self.outcome.cloud.append(CloudPoint(prediction.memory.total, prediction.mfu, prediction.fits))
         if prediction.fits:
             self.push(prediction.step, node._replace(decide=self.simulate, prediction=prediction))
         else:

@@ -11,11 +11,11 @@ from torchllm.tools.config.checks import conflicts
 from torchllm.tools.config.idle import idle_keys
 from torchllm.tools.config.read import read_table
 from torchllm.tools.config.toml_files import read_files
-from torchllm.tools.planner.evidence.validity import is_measured
 from torchllm.tools.planner.search.explain import layout_figures
 from torchllm.tools.planner.search.layouts import Job, Layout
 from torchllm.tools.planner.search.question import PlannedModel
 from torchllm.tools.planner.search.search import Ranked
+from torchllm.tools.planner.validity import is_measured
 from torchllm.tools.resources import find_config, name_base
 
 DEFAULT_DATA = [
