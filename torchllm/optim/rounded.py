@@ -33,6 +33,8 @@ class RoundedAdamW(ShardedAdamW):
 
     def __init__(self, groups: list[Group], config: OptimizerConfig, stages: Sequence[nn.Module]) -> None:
         self.seed = config_in_use().run.seed
+        self.round = round_stochastically
+        """replaceable: a dry run has no numbers to round"""
         self.state_dtype: torch.dtype = getattr(torch, config.state_dtype)
         named = [item for stage in stages for item in stage.named_parameters()]
         self.names: dict[Tensor, str] = {parameter: canonical_name(name) for name, parameter in named}
@@ -62,7 +64,7 @@ class RoundedAdamW(ShardedAdamW):
         for name, tensor in stored.items():
             if tensor.dtype == torch.bfloat16:
                 key = key_of(self.seed, f"{self.names[parameter]}.{name}")
-                round_stochastically(parameter, exact[name], tensor, key, state["step"])
+                self.round(parameter, exact[name], tensor, key, state["step"])
 
 
 def round_stochastically(parameter: Tensor, exact: Tensor, rounded: Tensor, key: int, step: Tensor) -> None:

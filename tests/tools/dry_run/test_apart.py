@@ -13,6 +13,8 @@ from torchllm.tools.dry_run.apart import in_processes
 def square(number: int) -> int:
     if number == 3:
         raise KeyError("three")
+    if number == 8:
+        raise ValueError(lambda: "not to be pickled")
     if number == 4:
         os.kill(os.getpid(), signal.SIGKILL)
     return number * number
@@ -24,5 +26,7 @@ def test_results_errors_and_killed_processes_arrive() -> None:
     with pytest.raises(KeyError, match="three") as error:
         list(in_processes(context, square, [1, 3], at_once=2))
     assert "in square" in error.value.__notes__[0]
+    with pytest.raises(RuntimeError, match="ValueError: <function"):
+        list(in_processes(context, square, [8], at_once=1))
     with pytest.raises(UserError, match=r"was killed \(exit status -9\): if memory was short"):
         list(in_processes(context, square, [1, 4, 2], at_once=1))

@@ -37,11 +37,13 @@ LAYOUTS: dict[str, Settings] = {
         "parallel.sequence_parallel": True,
         "training.micro_batch_size": 2,
     },
-    "pipeline, HSDP, recompute": {
+    "pipeline, HSDP, recompute, all in 16 bits": {
         "parallel.pp": 2,
         "parallel.dp_replicate": 2,
         "parallel.dp_shard": 2,
         "recompute.mode": "full",
+        "training.weights_dtype": "bfloat16",
+        "optimizer.state_dtype": "bfloat16",
     },
     "interleaved pipeline, tensor parallel, ZeRO 1": {
         "parallel.pp": 2,
@@ -207,7 +209,7 @@ def foretold(settings: Settings, pp_rank: int) -> dict[str, Any]:
     }
 
 
-BY_DEFAULT = ("pipeline, HSDP, recompute",)
+BY_DEFAULT = ("pipeline, HSDP, recompute, all in 16 bits",)
 NAMES = [name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.exhaustive) for name in LAYOUTS]
 
 

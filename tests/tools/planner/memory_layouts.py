@@ -23,6 +23,7 @@ from torchllm.tools.dry_run.run import examine
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.compute import Kernels
 from torchllm.tools.planner.frozen_weights import with_frozen_weights
+from torchllm.tools.planner.optimizer_states import with_optimizer_states
 from torchllm.tools.planner.peak import Memory
 from torchllm.tools.planner.predict import memory_of, stage_sizes
 from torchllm.tools.planner.software import TORCHLLM
@@ -213,7 +214,8 @@ def planned_memory(config: c.Config, rank: int = 0, fused_norm: bool = True, com
     attention = "eager" if model.attention == "eager" else "flash2"
     fused_norm = fused_norm and not model.norm_offset  # of which a GPU has no kernel, either
     kernels = Kernels(attention, fused_norm=fused_norm, compiled_loss=compiled_loss)
-    software = with_frozen_weights(TORCHLLM, model, config.trained)
+    software = with_optimizer_states(TORCHLLM, model, training, config.optimizer)
+    software = with_frozen_weights(software, model, config.trained)
     hardware = cluster("dgx_h100")  # bytes do not depend on it
     case = Case(model, training, parallel, config.recompute, kernels, hardware, software, config.trained, imbalance=1.0)
     return memory_of(case, stage_sizes(case), rank)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -167,6 +167,23 @@ def test_memory_agrees_with_the_dry_run(name: str) -> None:
                 assert planned.logits == pytest.approx(traced["logits"], rel=0.003)
         if has_traced_sums(chosen) and report.micro_batches > 1:
             assert expected.gradients == pytest.approx(traced["gradients"], rel=1e-3)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dp_replicate", "zero_stage"), [(1, 1), (1, 3), (2, 3)])
+def test_memory_of_weights_in_bfloat16_agrees_with_the_dry_run(
+    dp_replicate: int, zero_stage: int, state_dtype: Literal["float32", "bfloat16"]
+) -> None:
+    config = layout("llama3_8b", 2, dp_replicate=dp_replicate, dp_shard=2, zero_stage=zero_stage)
+    training = replace(config.training, weights_dtype="bfloat16")
+    config = replace(config, training=training, optimizer=c.Optimizer(state_dtype=state_dtype), cluster=GPU)
+    preload()
+    (kind,) = examine(config).kinds
+    planned = planned_memory(config, kind.shown)
+    assert planned.weights == kind.memory["parameters"]
+    assert planned.optimizer == pytest.approx(kind.memory["optimizer"], rel=1e-5)
+    assert planned.live == pytest.approx(sum(kind.memory.values()), rel=0.002)
 
 
 WITH_COMPILED_LOSS = {

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from torchllm.config import Model, Optimizer
+from torchllm.config import Model, Optimizer, Training
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.optim.average import WeightAverage
 from torchllm.optim.optimizer import build_optimizer
@@ -39,7 +39,16 @@ def test_states_are_those_that_exist() -> None:
     for name, state_dtype in [("adamw", "float32"), ("adamw", "bfloat16"), ("sgd", "float32"), ("muon", "float32")]:
         for ema_decay, momentum, sizes in product([0.0, 0.9], [0.0, 0.9], [DENSE, SPARSE]):
             settings = Optimizer(name=name, state_dtype=state_dtype, momentum=momentum, ema_decay=ema_decay)
-            software = with_optimizer_states(TORCHLLM, sizes, settings)
+            software = with_optimizer_states(TORCHLLM, sizes, Training(), settings)
             model = build_model(sizes)
             planned = software.states * parameter_count(model)
             assert planned == pytest.approx(held_bytes(model, settings), rel=1e-9), settings
+
+
+def test_weights_in_bfloat16_are_those_that_exist() -> None:
+    """All but the routers', which are float32."""
+    training = Training(weights_dtype="bfloat16")
+    software = with_optimizer_states(TORCHLLM, DENSE, training, Optimizer(state_dtype="bfloat16"))
+    model = build_model(DENSE, weights_dtype="bfloat16")
+    assert software.shards * parameter_count(model) == sum(parameter.nbytes for parameter in model.parameters())
+    assert software.states == software.shards + 2 * 2

@@ -54,5 +54,9 @@ def _call(sender: Connection, function: Callable[..., Any], argument: Any) -> No
     try:
         sender.send((function(argument), None))
     except Exception as error:
-        error.add_note(traceback.format_exc())
-        sender.send((None, error))
+        text = traceback.format_exc()
+        error.add_note(text)
+        try:
+            sender.send((None, error))
+        except Exception:  # not every exception can be pickled
+            sender.send((None, RuntimeError(text)))

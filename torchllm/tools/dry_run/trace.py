@@ -191,6 +191,8 @@ def _trace(
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         materialize([*stages, *others], CPU)
         optimizer = build_optimizer([*stages, *others], config.optimizer)
+        if hasattr(optimizer, "round"):  # of bfloat16: in pieces of a few MiB, too many of them to trace
+            optimizer.round = lambda *tensors: None
         average = WeightAverage([*stages, *others], config.optimizer.ema_decay)
         average.follow(optimizer)
         tracker = Tracker(fake, axis_of_group(mesh) | axis_of_group(line), line.pp.get_group().group_name)

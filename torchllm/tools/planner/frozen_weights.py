@@ -37,6 +37,7 @@ def with_frozen_weights(software: Software, model: Model, trained: TrainedParame
         shards=FROZEN + software.shards * share,
         states=FROZEN + software.states * share,
         gradients=software.gradients * share,
+        kept=software.kept * share,
         temporary_gradients=software.temporary_gradients * share,
     )
 

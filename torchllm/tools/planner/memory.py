@@ -146,7 +146,8 @@ def standing_memory(rank: Rank) -> Memory:
         trained = sum(trained_share_of_stage(rank.model, stage) * rank.of_size[stage].shard for stage in rank.stages)
         gradients = 0.0  # of pipelines: whole once a stage has some, by moment
         if parallel.pp == 1 and rank.micro_batches > 1:
-            gradients = software.gradients * (shard if zero >= 2 else whole) * trained / shard
+            gradient = software.summed_gradients(zero, parallel.dp_replicate)
+            gradients = gradient * (shard if zero >= 2 else whole) * trained / shard
         held = sharded_states(software, shard, trained)
         return held.plus(Memory(gradients=gradients, gathered=rank.per_step * whole))
     weights = software.weights * (shard if zero >= 3 else whole)

@@ -5,7 +5,7 @@ They are a mean over the whole model, also for a pipeline's ends, whose tables M
 
 from dataclasses import replace
 
-from torchllm.config import Model, Optimizer
+from torchllm.config import Model, Optimizer, Training
 from torchllm.facts.flops import matrices, parameter_count
 from torchllm.tools.planner.software import Software
 
@@ -13,7 +13,7 @@ ENTRY = 4.0
 """bytes per parameter of one moment, or of the moving average"""
 
 
-def with_optimizer_states(software: Software, model: Model, optimizer: Optimizer) -> Software:
+def with_optimizer_states(software: Software, model: Model, training: Training, optimizer: Optimizer) -> Software:
     """Return torchllm's sizes per parameter for an optimizer. software: has AdamW's sizes, with two moments."""
     entries = 0.0
     if optimizer.name == "sgd":
@@ -31,4 +31,7 @@ def with_optimizer_states(software: Software, model: Model, optimizer: Optimizer
         entries = -1.0
     if optimizer.ema_decay:
         entries += 1.0
-    return replace(software, states=software.states + ENTRY * entries)
+    software = replace(software, states=software.states + ENTRY * entries)
+    if training.weights_dtype == "bfloat16":
+        software = replace(software, states=software.states - 2.0, shards=software.shards - 2.0, kept=2.0)
+    return software

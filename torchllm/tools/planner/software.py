@@ -52,6 +52,8 @@ class Software:
     """a gradient, as it is stored and reduced"""
     reduced: float = 0.0
     """a gradient, as it is sent in a reduction; 0: as it is stored"""
+    kept: float = 0.0
+    """a gradient's shard, after its reduction (fsdp); 0: as it is stored"""
     all_reduces: bool = False
     """True: under ZeRO 1 every rank gets all gradients; False: the gradients of its shard"""
     gathered: float = 2.0
@@ -139,6 +141,10 @@ class Software:
     default_vocab: int = 51200
     """rows of the embedding, if a measurement does not say: GPT-2's, made divisible"""
     constants: Constants = Constants()
+
+    def summed_gradients(self, zero: int, dp_replicate: int) -> float:
+        """Return the bytes of a gradient that is summed over micro batches: as it is kept, if it is reduced by then."""
+        return self.kept or self.gradients if zero >= 2 and dp_replicate == 1 else self.gradients
 
     @property
     def sent_gradients(self) -> float:

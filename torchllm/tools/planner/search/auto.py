@@ -124,7 +124,7 @@ def _cluster_of_run(config: Config) -> str:
 def case_of(config: Config, hardware: Hardware) -> Case:
     """Return a run as the planner sees it: torchllm, with the cluster's constants."""
     software = replace(TORCHLLM, constants=hardware.constants)
-    software = with_optimizer_states(software, config.model, config.optimizer)
+    software = with_optimizer_states(software, config.model, config.training, config.optimizer)
     software = with_frozen_weights(software, config.model, config.trained)
     kernels = kernels_of(config.model, config.compile, software, hardware)
     return Case(

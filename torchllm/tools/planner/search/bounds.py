@@ -356,7 +356,8 @@ class Bounds:
         if self._sums_gradients(layout):
             for size in stages:
                 trained = trained_share_of_stage(self.job.model, size)
-                standing += software.gradients * self.summed_gradients(layout, size) * trained
+                gradient = software.summed_gradients(layout.zero_stage, layout.dp_replicate)
+                standing += gradient * self.summed_gradients(layout, size) * trained
         return standing
 
     def states(self, layout: Layout, stages: Sequence[StageSize]) -> float:

@@ -159,7 +159,7 @@ class Job:
     def software(self) -> Software:
         """torchllm, with the constants of the cluster file."""
         software = replace(TORCHLLM, constants=self.hardware.constants)
-        software = with_optimizer_states(software, self.model, self.optimizer)
+        software = with_optimizer_states(software, self.model, self.training, self.optimizer)
         return with_frozen_weights(software, self.model, self.trained)
 
     def allowed(self, key: str, values: list[Any]) -> list[Any]:
