@@ -391,7 +391,7 @@ def test_what_a_reader_has_to_read_does_not_grow() -> None:
     assert pretrain.lines <= 16_120
     # with {facts,models}/frozen.py, facts/block_kinds.py and parallel/added_parameters.py,
     # which no recipe here imports, and checkpoint/read_plan.py, which loads import: bytes read once
-    assert size_of(core_files()).lines <= 21_380  # 240: kinds, rings; 490: declarations; 830: a recurrence
+    assert size_of(core_files()).lines <= 21_383  # 240: kinds, rings; 490: declarations; 830: a recurrence
     assert 5_000 < size_of(spine_files()).lines <= 6_855  # the schema says what a key needs
 
 

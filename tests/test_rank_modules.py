@@ -12,7 +12,7 @@ from torchllm.tools.config.load import load_config
 from torchllm.tools.config.refuse import hand_over
 
 ROOT = Path(__file__).parents[1]
-MOST = 166
+MOST = 167
 """modules over `BASE`; lower it with their number, raise it only with a reason"""
 UNUSED = (
     *("torch.distributed.checkpoint", "torch.distributed.pipelining", "torch.distributed.elastic"),

@@ -44,7 +44,8 @@ OF_MODEL = """
     rope_high_frequency_factor rope_beta_fast rope_beta_slow rope_truncate rope_attention_factor
     latent_q_width latent_kv_width latent_norm_epsilon nope_head_dim rope_head_dim v_head_dim
     rope_interleaved rope_proportional sinks o_bias expert_biases v_norm keys_as_values block_scale
-    experts top_k expert_ffn shared_experts shared_gate dense_layers router_score router_dtype router_renormalize
+    experts top_k expert_ffn shared_experts shared_gate dense_beside dense_layers router_score router_dtype
+    router_renormalize
     router_scale router_groups router_top_groups router_z_loss balance_weight mtp_weight
     delta_key_heads delta_value_heads delta_key_dim delta_value_dim delta_conv delta_negative delta_norm_epsilon
 """

@@ -93,6 +93,10 @@ CONTRADICTED: dict[
     "optimizer.beta1": (0.8, {"optimizer.name": "sgd"}, {}),
     "optimizer.beta2": (0.8, {"optimizer.name": "sgd"}, {}),
     "optimizer.epsilon": (1e-6, {"optimizer.name": "sgd"}, {}),
+    "model.dense_beside": (
+        *(True, {"model.experts": 4}),
+        {"model.experts": 4, "model.norm_position": "both"},
+    ),
     "training.weights_dtype": ("bfloat16", {"optimizer.name": "muon"}, {}),
     "optimizer.state_dtype": ("bfloat16", {"optimizer.name": "muon"}, {}),
     "optimizer.momentum": (0.9, {}, {"optimizer.name": "sgd"}),

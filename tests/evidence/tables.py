@@ -37,4 +37,4 @@ def named(rows: list[MeasuredRow], fold: str) -> list[MeasuredRow]:
 
 def made(**options: Any) -> list[MeasuredRow]:
     """A sweep whose times are those of other constants, as rows of evidence."""
-    return [read_row(row.cells) for row in sweeps.made(**options)]
+    return sweeps.made(read=read_row, **options)

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 
 from evidence.cells import Cells
-from evidence.measurements import CLUSTER_ALIASES, CLUSTER_OF_GPU, read_row, read_rows
+from evidence.measurements import CLUSTER_ALIASES, CLUSTER_OF_GPU, file_of_cluster, read_row, read_rows
 from evidence.row_layout import even_split
 from evidence.stacks import KINDS, OTHER_NAMES, STACKS, stack_of
 from tests.evidence.tables import case_of
 from tests.tools.planner.calibration.sweeps import ROW
 from torchllm.facts.flops import parameter_count
-from torchllm.tools.planner.cluster import FOLDER
 
 QWEN3_30B = ROW | {
     "layers": "48",
@@ -199,7 +198,7 @@ def test_every_other_name_is_that_of_a_stack_or_a_cluster() -> None:
     for name in [*STACKS, *OTHER_NAMES, *KINDS]:
         assert name == name.lower()
     for cluster in {cluster for _, cluster in CLUSTER_OF_GPU} | set(CLUSTER_ALIASES.values()):
-        assert (FOLDER / f"{cluster}.toml").is_file(), cluster
+        assert file_of_cluster(cluster), cluster
 
 
 def test_blocks_are_split_as_megatron_does() -> None:

@@ -33,7 +33,7 @@ def test_a_sweep_is_packed(tmp_path: Path) -> None:
     assert first["dataset"] == "mine"
     assert first["source"] == "recipes/sweep"
     assert first["software"] == torchllm.__version__
-    assert first["fold"] == "torchllm/llama 1b"
+    assert first["fold"] == "torchllm/llama"
     assert second["dataset"] == "made up"
     assert second["status"] == "oom"
     text = (folder / "README.md").read_text()

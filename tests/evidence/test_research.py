@@ -79,7 +79,6 @@ def test_a_residual_of_memory_is_a_share_of_the_gpu_and_in_float8_there_is_none(
     fuller = with_cells(row, peak_memory_gib=repr(peak / 2**30))
     residual, _ = left_out_residuals([fuller])
     assert residual.peak == pytest.approx(0.1)
-    assert residual.memory_share == pytest.approx(memory.total / capacity)
     float8 = replace(case, kernels=case.kernels._replace(float8=True))
     residual, _ = left_out_residuals([fuller._replace(case=float8)])
     assert residual.peak is None
@@ -98,7 +97,7 @@ def steps_with(fold: str, errors: list[float]) -> list[CheckedStep]:
         case = replace(usual, software=replace(usual.software, name="a"))
         for knowledge, error in product(KNOWLEDGE, errors_of_fold):
             time = error if knowledge == "fold" else 10 * error
-            residuals.append(Residual(row, case, name, knowledge, time, True, {EVERY_STEP: 1.0}, None, 0.5))
+            residuals.append(Residual(row, case, name, knowledge, time, True, {EVERY_STEP: 1.0}, None))
     return checked_steps(residuals, "fold")
 
 

@@ -47,7 +47,7 @@ def instead(name: str, value: Any) -> Callable[[Any, int], None]:
     return partial(_replace, name, value)
 
 
-def _build_without_penalty(model: Any, loss_chunk: int, z_loss: float) -> Any:
+def _build_without_penalty(model: Any, loss_chunk: int, *_: Any) -> Any:
     return build_model(model, loss_chunk)
 
 
@@ -183,6 +183,8 @@ NOT_TRIED = {
     "compile.norm": "needs a compiler",
     "compile.block": "needs a compiler",
     "compile.loss": "needs a compiler",
+    "compile.graphs": "needs a GPU",
+    "training.weights_dtype": "cannot go with an average of the weights: in tests/parallel/test_weights_dtype.py",
     "float8.recipe": "needs torchao",
     "finetune.epochs": "in test_finetune.py",
 }
@@ -217,6 +219,7 @@ def test_the_recipe_for_reading_refuses_what_it_lacks_and_names_what_it_leaves_o
     applied = [
         "training.loss_chunk",
         "training.z_loss",
+        "training.weights_dtype",
         *(key for key in REFUSED if key.startswith(("lora", "model."))),
     ]
     applied = [key for key in applied if key not in ("model.from_hf", "model.upcycle", "model.upcycle_noise")]

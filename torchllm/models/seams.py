@@ -26,6 +26,7 @@ SEAMS = (
     Seam("core", "Mixer", ("context.py", "delta_sequence.py", "short_reach.py", "continue_texts.py")),
     Seam("attend", "Block", ("recompute.py", "compile.py")),
     Seam("run_blocks", "Decoder", ("recompute.py",)),
+    Seam("is_graphed", "Decoder", ("parallelize.py",)),
     Seam("cross_entropy", "Head", ("tensor.py", "compile.py", "fsdp.py", "compiled_loss.py")),
     Seam("project", "Head", ("weight_gradients.py",)),
     Seam("for_own_heads", "LatentAttention", ("latent_attention.py",)),

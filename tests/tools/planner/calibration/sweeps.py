@@ -1,13 +1,14 @@
 """Rows of made-up sweeps, for tests of calibration and of the evidence."""
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from torchllm.tools.planner.calibration.fit import with_constants
-from torchllm.tools.planner.calibration.rows import OwnRow, read_row
+from torchllm.tools.planner.calibration.rows import read_row
 from torchllm.tools.planner.predict import predict
 
 ROW = {
@@ -40,8 +41,10 @@ LARGE = {"hidden": "5120", "heads": "40", "ffn": "13824"}
 """widths at which the device does not wait for the host, so that speeds and waits can be told"""
 
 
-def made(cluster: str = "dgx_a100", gpu: str = "A100-80GB", **constants: float) -> list[OwnRow]:
-    """A sweep whose times are those of other constants."""
+def made(
+    cluster: str = "dgx_a100", gpu: str = "A100-80GB", read: Callable[[Any], Any] = read_row, **constants: float
+) -> list[Any]:
+    """A sweep whose times are those of other constants, as rows that `read` makes of cells."""
     rows = []
     for micro_batch, tp, mode in product((1, 2, 4), (1, 2, 4), ("none", "full")):
         cells = {**ROW, **LARGE, "cluster": cluster, "gpu": gpu}
@@ -49,12 +52,12 @@ def made(cluster: str = "dgx_a100", gpu: str = "A100-80GB", **constants: float) 
         cells["tp"] = str(tp)
         cells["dp"] = str(8 // tp)
         cells["act_ckpt"] = mode
-        case = read_row(cells).case
+        case = read(cells).case
         assert case is not None
         changed = replace(case.software.constants, **constants)
         prediction = predict(with_constants(case, changed))
         cells["step_time_s"] = repr(prediction.step)
-        rows.append(read_row(cells))
+        rows.append(read(cells))
     return rows
 
 
