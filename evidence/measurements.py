@@ -5,7 +5,6 @@ facts (`stacks`, train_configs/clusters); others are assumed and named in `Measu
 invalid and says why: nothing is assumed that changes a prediction by more than a few percent.
 """
 
-import csv
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -22,8 +21,9 @@ from torchllm.config import Compile, Config, Model
 from torchllm.config.errors import UserError
 from torchllm.config.schema import SCHEDULES
 from torchllm.tools.config.checks import conflicts
+from torchllm.tools.planner.calibration.rows import read_cells
 from torchllm.tools.planner.case import Case
-from torchllm.tools.planner.cluster import FOLDER, Hardware, read_cluster, unknown_cluster
+from torchllm.tools.planner.cluster import FOLDER, Hardware, read_cluster
 from torchllm.tools.planner.experts import IMBALANCE
 from torchllm.tools.planner.software import Software
 
@@ -85,24 +85,8 @@ class MeasuredRow(NamedTuple):
 
 
 def read_rows(file: str, cluster: str = "") -> list[MeasuredRow]:
-    """Return the rows of a CSV file. OSError if there is no such file, ValueError if it is not a table of layouts.
-
-    cluster: replaces the cluster that the rows name; ValueError if there is none of this name.
-    """
-    if cluster and (unknown := unknown_cluster(cluster)):
-        raise ValueError(unknown)
-    with open(file, newline="") as opened:
-        reader = csv.DictReader(opened)
-        columns = set(reader.fieldnames or ())
-        if not columns >= {"hidden", "layers", "gpus"}:
-            raise ValueError(f"{file}: no columns hidden, layers and gpus: not a table of layouts")
-        rows = []
-        for line in reader:
-            cells = {column: (text or "").strip() for column, text in line.items() if column}
-            if cluster:
-                cells["cluster"] = cluster
-            rows.append(read_row(cells))
-        return rows
+    """Return the rows of a CSV file, see `calibration.rows.read_cells`."""
+    return [read_row(cells) for cells in read_cells(file, cluster)]
 
 
 def read_row(cells: dict[str, str]) -> MeasuredRow:

@@ -30,6 +30,7 @@ from torchllm.config import Config, gradient_accumulation
 from torchllm.parallel.mesh import build_mesh
 from torchllm.tools.config.load import load_config
 from torchllm.tools.dry_run import trace
+from torchllm.tools.dry_run.apart import in_processes
 from torchllm.tools.dry_run.tracker import Tracker, find_group
 
 WORKERS = 2
@@ -181,8 +182,9 @@ class Checked(NamedTuple):
 
 def messages_of(config: Config) -> list[list[Batch]]:
     """Return the messages of each rank. Each is traced in a process of its own, as `dry_run.examine` does."""
-    with multiprocessing.get_context("fork").Pool(WORKERS, maxtasksperchild=1) as pool:
-        return pool.map(partial(messages_of_rank, config), range(config.parallel.ranks), chunksize=1)
+    context, ranks = multiprocessing.get_context("fork"), range(config.parallel.ranks)
+    by_rank = dict(in_processes(context, partial(messages_of_rank, config), ranks, WORKERS))
+    return [by_rank[rank] for rank in ranks]
 
 
 def check(config: Config) -> Checked:

@@ -612,15 +612,21 @@ def test_a_source_leaves_the_mixture_after_its_epochs() -> None:
 
 def test_a_run_ends_where_all_sources_have_had_their_epochs() -> None:
     loader = numbered_loader((10, 5), max_epochs=(2.0, 1.0), accumulation=4, steps=7)
-    with pytest.raises(DataError, match=r"after step 6 of training.steps = 7: raise max_epochs, or set .* = 6"):
+    with pytest.raises(DataError, match=r"after step 6 of 7: raise max_epochs, or train 6 steps"):
         loader.next_step()
     loader = numbered_loader((10, 5), max_epochs=(2.0, 1.0), accumulation=4, steps=6)
     lines = loader.describe_sources(6)
     assert lines[2] == "data.sources.1 (synthetic): leaves in step 3, after 1 epochs"
     seen = Counter(sequence[0] for _ in range(6) for batch in next_batches(loader) for sequence in sequences_of(batch))
     assert seen == {0: 19, 1: 5}
-    with pytest.raises(DataError, match="after step 6"):
+    with pytest.raises(DataError, match="after step 6 of 7"):
         loader.next_step()
+    with pytest.raises(DataError, match=r"after step 0 of 9: raise max_epochs$"):
+        numbered_loader((2,), max_epochs=(1.0,), accumulation=4, steps=9).next_step()
+    by_epochs = numbered_loader((10, 5), max_epochs=(2.0, 2.0), accumulation=5, counts_epochs=True)
+    assert by_epochs.steps_of_epochs(2.0) == 6
+    with pytest.raises(DataError, match="after step 6 of 9"):
+        by_epochs.steps_of_epochs(3.0)
 
 
 def test_a_resumed_run_may_change_epochs_that_no_source_has_reached() -> None:

@@ -109,8 +109,8 @@ def load_tensors(
     """Fill `parts`: over all ranks, exactly the tensors of the checkpoint whose key begins with `prefix`.
 
     Tensors of random generators and of a fork may be missing in `parts`, and keys in `left`. cast: round floating-point
-    values to the dtype of `parts` if it differs from the checkpoint, one tensor at a time; those of the optimizer's
-    state always are.
+    values to the dtype of `parts` if it differs from the checkpoint, one tensor at a time; weights and the
+    optimizer's state that change between float32 and bfloat16 always are.
 
     Raises CheckpointError on all ranks if keys, shapes or dtypes differ: then nothing is changed. Raises
     DamagedCheckpoint on all ranks if a piece that is read is damaged: then some parts are filled.

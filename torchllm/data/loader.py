@@ -202,9 +202,9 @@ class TrainLoader:
             return
         possible = self._steps + (self._limited.end - self._consumed) // self._training.global_batch_size
         if possible < steps:
+            fewer = f", or train {possible} steps" if possible else ""
             raise DataError(
-                f"data.sources: all have had their max_epochs after step {possible} of training.steps = "
-                f"{self._training.steps}: raise max_epochs, or set training.steps = {possible}"
+                f"data.sources: all have had their max_epochs after step {possible} of {steps}: raise max_epochs{fewer}"
             )
 
     def next_step(self) -> PackedBatches:
@@ -213,7 +213,7 @@ class TrainLoader:
         Raises DataError if a file of the data turns out damaged, after calling `on_damage`.
         """
         if self._batches is None:
-            if not self._counts_epochs:  # else training.steps is not known here
+            if not self._counts_epochs:  # else `steps_of_epochs` has checked it
                 self._check_epochs_left(self._training.steps)
             self._batches = self._start()
         self._check_epochs_left(self._steps + 1)
@@ -415,13 +415,15 @@ class TrainLoader:
     def steps_of_epochs(self, epochs: float) -> int:
         """Return the number of steps, at least 1, for `epochs` passes over the data (with weights, on average).
 
-        Raises DataError if a source has no end.
+        Raises DataError if a source has no end, or if max_epochs end it before.
         """
         if any(isinstance(source, Synthetic) for source in self._sources):
             raise DataError("finetune.epochs: random tokens (data.sources of kind synthetic) have no end: set it to 0")
         applied("finetune.epochs", epochs)
         sequences = sum(source.count("train", self._training.sequence_length) for source in self._sources)
-        return max(1, math.ceil(epochs * sequences / self._training.global_batch_size))
+        steps = max(1, math.ceil(epochs * sequences / self._training.global_batch_size))
+        self._check_epochs_left(steps)
+        return steps
 
     def describe_sources(self, steps: int) -> list[str]:
         """Return a line per source, with its size and its epochs in a run of `steps` steps, and a line per stage."""

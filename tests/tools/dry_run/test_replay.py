@@ -1,13 +1,12 @@
 """A step put together from a short one equals the step traced whole."""
 
 from collections import Counter
-from multiprocessing import get_context
 
 import pytest
 import torch
 
 from tests.parity import Settings, tiny
-from tests.tools.dry_run import preload
+from tests.tools.dry_run import apart
 from torchllm.config import SCHEDULES, Kinds, gradient_accumulation
 from torchllm.tools.dry_run.memory import PURPOSES, PerMicroBatch, Span, largest
 from torchllm.tools.dry_run.replay import Traced, action_keys, replay
@@ -105,10 +104,8 @@ def test_a_step_put_together_is_the_step_traced_whole(name: str) -> None:
     count = gradient_accumulation(config.training, parallel.dp_shard)
     short = plan_trace(parallel, rank_kinds(config)[kind], count)
     assert short.micro_batches < count
-    preload()
-    with get_context("forkserver").Pool(2, maxtasksperchild=1) as pool:
-        arguments = [(short.rank, *short[2:]), (short.ranks[0], count, pp, short.ranks[0])]
-        few, whole = pool.starmap(trace, [(config, torch.float32, *a) for a in arguments], chunksize=1)
+    arguments = [(short.rank, *short[2:]), (short.ranks[0], count, pp, short.ranks[0])]
+    few, whole = (apart(trace, config, torch.float32, *of_trace) for of_trace in arguments)
     order = _keys(parallel, count, short.ranks[0])
     assert order == whole.keys
     put_together, truth = replay(few, order, count), replay(whole, order, count)

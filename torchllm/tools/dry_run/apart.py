@@ -13,10 +13,10 @@ from torchllm.config.errors import UserError
 def in_processes(
     context: BaseContext, function: Callable[..., Any], arguments: Sequence[Any], at_once: int
 ) -> Iterator[Any]:
-    """Yield `function(argument)` of each argument, each from a new process, as they end.
+    """Call `function` with each argument in a new process, and yield (index of the argument, result) as they end.
 
-    Yields pairs (index of the argument, result). at_once: processes that run at the same time. Raises the exception of
-    a call, and UserError if a process was killed, as by the system when memory is short.
+    at_once: processes that run at the same time. Raises the exception of a call, and UserError if a process was killed,
+    as by the system when memory is short.
     """
     left = deque(enumerate(arguments))
     running: dict[Connection, tuple[int, Any]] = {}
@@ -25,7 +25,8 @@ def in_processes(
             while left and len(running) < at_once:
                 index, argument = left.popleft()
                 receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(target=_call, args=(sender, function, argument))  # type: ignore[attr-defined]
+                call = sender, function, argument
+                process = context.Process(target=_call, args=call)  # type: ignore[attr-defined]  # subclasses have it
                 process.start()
                 sender.close()  # so that the receiver ends when the process does
                 running[receiver] = index, process

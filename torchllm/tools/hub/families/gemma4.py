@@ -42,20 +42,24 @@ def one_of_six_and_the_last_are_full(fields: Mapping[str, Any], have_rope: Seque
     return [SLIDING if (index + 1) % 6 else FULL for index in range(len(have_rope) - 1)] + [FULL]
 
 
-BESIDE_TENSORS = tuple(
-    Rule("model.layers.{}." + name, tuple("layers.{}.mlp." + own for own in owns))
-    for name, *owns in (
-        *((f"mlp.{layer}_proj.weight", f"dense.{layer}_proj.weight") for layer in ("gate", "up", "down")),
-        ("pre_feedforward_layernorm.weight", "dense_input_norm.weight"),
-        ("post_feedforward_layernorm_1.weight", "dense_norm.weight"),
-        ("pre_feedforward_layernorm_2.weight", "routed.input_norm.weight"),
-        ("post_feedforward_layernorm_2.weight", "routed_norm.weight"),
-        ("router.proj.weight", "routed.router.weight"),
-        ("router.scale", "routed.router.input_scale"),
-        ("router.per_expert_scale", "routed.router.expert_scale"),
-        ("experts.gate_up_proj", "routed.experts.gate_proj", "routed.experts.up_proj"),
-        ("experts.down_proj", "routed.experts.down_proj"),
-    )
+def beside(name: str, *parameters: str) -> Rule:
+    """Return the rule of a published tensor of a block, and of parameters of its feed-forward part."""
+    return Rule(f"model.layers.{{}}.{name}", tuple(f"layers.{{}}.mlp.{parameter}" for parameter in parameters))
+
+
+BESIDE_TENSORS = (
+    beside("mlp.gate_proj.weight", "dense.gate_proj.weight"),
+    beside("mlp.up_proj.weight", "dense.up_proj.weight"),
+    beside("mlp.down_proj.weight", "dense.down_proj.weight"),
+    beside("pre_feedforward_layernorm.weight", "dense_input_norm.weight"),
+    beside("post_feedforward_layernorm_1.weight", "dense_norm.weight"),
+    beside("pre_feedforward_layernorm_2.weight", "routed.input_norm.weight"),
+    beside("post_feedforward_layernorm_2.weight", "routed_norm.weight"),
+    beside("router.proj.weight", "routed.router.weight"),
+    beside("router.scale", "routed.router.input_scale"),
+    beside("router.per_expert_scale", "routed.router.expert_scale"),
+    beside("experts.gate_up_proj", "routed.experts.gate_proj", "routed.experts.up_proj"),
+    beside("experts.down_proj", "routed.experts.down_proj"),
 )
 """of experts beside a dense layer"""
 

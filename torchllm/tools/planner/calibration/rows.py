@@ -156,9 +156,14 @@ class OwnRow(NamedTuple):
 
 
 def read_rows(file: str, cluster: str = "") -> list[OwnRow]:
+    """Return the rows of a CSV file, see `read_cells`."""
+    return [read_row(cells) for cells in read_cells(file, cluster)]
+
+
+def read_cells(file: str, cluster: str) -> list[dict[str, str]]:
     """Return the rows of a CSV file. OSError if there is no such file, ValueError if it is not a table of layouts.
 
-    cluster: replaces the cluster that the rows name; ValueError if there is none of this name.
+    cluster: replaces the cluster that the rows name, unless it is empty; ValueError if there is none of this name.
     """
     if cluster and (unknown := unknown_cluster(cluster)):
         raise ValueError(unknown)
@@ -167,7 +172,7 @@ def read_rows(file: str, cluster: str = "") -> list[OwnRow]:
         if not set(reader.fieldnames or ()) >= {"hidden", "layers", "gpus"}:
             raise ValueError(f"{file}: no columns hidden, layers and gpus: not a table of layouts")
         rows = [{column: (text or "").strip() for column, text in line.items() if column} for line in reader]
-    return [read_row(cells | {"cluster": cluster} if cluster else cells) for cells in rows]
+    return [cells | {"cluster": cluster} if cluster else cells for cells in rows]
 
 
 def read_row(cells: dict[str, str]) -> OwnRow:
