@@ -66,10 +66,9 @@ LAYOUTS: dict[str, Settings] = {
     ),
     "Gemma 4 with experts, over tp and sp": GEMMA4_EXPERTS | SP | {"parallel.ep": 2, "training.micro_batch_size": 2},
     "Gemma 4 with experts, over tp": GEMMA4_EXPERTS | {"parallel.tp": 2, "parallel.ep": 2},
-    "Gemma 4 with experts, compiled": (
-        GEMMA4_EXPERTS
-        | {"model.pattern": (), "model.kinds": Kinds()}
-        | {"parallel.tp": 2, "recompute.mode": "selective", "compile.block": True}
+    "Gemma 4 with experts, compiled": GEMMA4_EXPERTS | {"parallel.tp": 2, "compile.block": True},
+    "Gemma 4 with experts, compiled, selective": (
+        GEMMA4_EXPERTS | {"parallel.tp": 2, "recompute.mode": "selective", "compile.block": True}
     ),
     "Gemma 4 with experts, split backward of segments": GEMMA4_EXPERTS | ZBV,
     "Gemma 4 with experts, Ulysses, half of the products": (

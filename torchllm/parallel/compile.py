@@ -30,33 +30,36 @@ def apply_compile(stage: Decoder, config: Compile, recomputes_outside: bool = Fa
             if isinstance(module, RMSNorm):
                 module.kernel = torch.compile(module.kernel)
     if config.block is True:
+        # Torch would take a number that differs between kinds, such as the width of heads, as one that varies at run
+        # time: slower kernels, and with tensor parallelism an error of its compiler.
+        dynamic = False if stage.model.pattern else None
         for module in stage.modules():
             if isinstance(module, RingAttention):
                 module.merge = torch.compile(module.merge)
         for name, block in list(stage.layers.items()):
             (plain,) = (module for module in block.modules() if isinstance(module, Block))
             if any(isinstance(module, RoutedExperts) for module in plain.modules()):
-                _compile_parts(plain)
+                _compile_parts(plain, dynamic)
             elif recomputes_outside and block is not plain:
-                plain.compile()
+                plain.compile(dynamic=dynamic)
             else:
-                stage.layers[name] = torch.compile(block)  # type: ignore[assignment]  # an OptimizedModule
+                stage.layers[name] = torch.compile(block, dynamic=dynamic)  # type: ignore[assignment]  # OptimizedModule
     if config.loss is True and stage.lm_head is not None:
         stage.lm_head.cross_entropy = torch.compile(stage.lm_head.cross_entropy)
 
 
-def _compile_parts(block: Block) -> None:
-    """Compile the compilable parts of a block with experts, in place.
+def _compile_parts(block: Block, dynamic: bool | None) -> None:
+    """Compile the compilable parts of a block with experts, in place. dynamic: as of `torch.compile`.
 
     FOOTGUN: the input of a compiled part must not be the result of a tensor-parallel collective outside of it: its
     gradient would be lost.
     """
-    block.attend = torch.compile(block.attend)  # type: ignore[method-assign]  # a seam
+    block.attend = torch.compile(block.attend, dynamic=dynamic)  # type: ignore[method-assign]  # a seam
     for module in block.mlp.modules():
         if isinstance(module, Experts | SwiGLU):
             module.gated = torch.compile(module.gated, dynamic=True)  # the number of rows changes with each step
         elif isinstance(module, Router):
-            module.choose = torch.compile(module.choose)  # type: ignore[method-assign]  # a seam
+            module.choose = torch.compile(module.choose, dynamic=dynamic)  # type: ignore[method-assign]  # a seam
             module.summarize = torch.compile(module.summarize)  # type: ignore[method-assign]  # a seam
         elif isinstance(module, RoutedExperts):
             module.combine = torch.compile(module.combine)
