@@ -170,15 +170,24 @@ def _serve(connection: Connection, rank: int, timeout: float) -> None:
             answer = (False, traceback.format_exc())
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
-        _forget_groups()
+        _forget_layout()
         connection.send(answer)
 
 
-def _forget_groups() -> None:
-    """DTensor caches keep process groups of earlier tests alive by name and fail on equal meshes: clear them."""
+def _forget_layout() -> None:
+    """Forget the process groups and the compiled graphs of a layout.
+
+    DTensor caches keep process groups alive by name and fail on equal meshes. Graphs of earlier layouts would count
+    towards the limit of recompilations, beyond which torch compiles no more: then a recomputation may take another
+    graph than its forward.
+    """
     import gc
+
+    import torch
 
     from torchllm.runtime.torch_compat import forget_meshes
 
     forget_meshes()
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
     gc.collect()
