@@ -36,6 +36,7 @@ LAYOUTS: dict[str, Settings] = {
     "frozen": {"parallel.pp": 2, "model.frozen": r"embed.*|layers\\.[024]\\..*", "recompute.mode": "full"},
     "compiled blocks": {"parallel.dp_shard": 2, "compile.block": True, "compile.loss": True},
     "compiled blocks over tp": {**SP, "compile.block": True},
+    "compiled parts of experts over tp": {**SP, **MIXTURE, "compile.block": True},
     "kinds of blocks": {"parallel.pp": 2, "model.pattern": ("a", "b"), "model.kinds": Kinds(a={"window": 7}, b={})},
 }
 

@@ -32,6 +32,7 @@ from torch.distributed.tensor.parallel import (
     ParallelStyle,
     PrepareModuleInput,
     PrepareModuleInputOutput,
+    PrepareModuleOutput,
     RowwiseParallel,
     parallelize_module,
 )
@@ -98,7 +99,7 @@ def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: b
         elif isinstance(module, Router | Experts):
             continue  # cut by the style of `routed`
         elif name.endswith(".eh_proj"):  # of whole features, that a rank multiplies some of
-            plan[name] = RowwiseParallel(input_layouts=hidden, output_layouts=hidden)
+            plan[name] = RowwiseOfWhole(hidden)
         elif name.endswith(".mlp.shared.down_proj"):
             plan[name] = RowwiseParallel(output_layouts=sums_of_rank, use_local_output=False)
         elif parameters := dict(module.named_parameters(recurse=False)):
@@ -174,6 +175,22 @@ class WholeNorm(ParallelStyle):
         if isinstance(argument, DTensor):
             return argument.to_local(grad_placements=[self.gradient])
         return argument
+
+
+class RowwiseOfWhole(ParallelStyle):
+    """A linear layer cut by input features, whose input has all of them on every rank.
+
+    FOOTGUN: torch's RowwiseParallel returns a sum that is still in flight; a compiled function that takes it as an
+    input fails in its backward.
+    """
+
+    def __init__(self, hidden: Placement) -> None:
+        self.hidden = hidden
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        partial_sums = RowwiseParallel(input_layouts=self.hidden, output_layouts=Partial(), use_local_output=False)
+        finished = PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=self.hidden)
+        return parallelize_module(parallelize_module(module, device_mesh, partial_sums), device_mesh, finished)
 
 
 class WidthParallelNorm(ParallelStyle):
