@@ -215,6 +215,7 @@ ROPE_SCALINGS: dict[str | None, Settings] = {
         "model.rope_beta_slow": 0.5,
         "model.rope_truncate": False,
         "model.rope_attention_factor": 1.2,
+        "model.rope_query_scale": 0.4,
     },
 }
 """further settings of a scaling of rotary frequencies"""

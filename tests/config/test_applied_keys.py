@@ -42,6 +42,7 @@ OF_MODEL = """
     softmax_scale score_softcap attention_gate embedding_multiplier residual_multiplier logit_divisor logit_softcap
     rope_theta rotary_fraction rope_scaling rope_scaling_factor rope_original_length rope_low_frequency_factor
     rope_high_frequency_factor rope_beta_fast rope_beta_slow rope_truncate rope_attention_factor
+    rope_query_scale
     latent_q_width latent_kv_width latent_norm_epsilon nope_head_dim rope_head_dim v_head_dim
     rope_interleaved rope_proportional sinks o_bias expert_biases v_norm keys_as_values block_scale
     experts top_k expert_ffn shared_experts shared_gate dense_beside dense_layers router_score router_dtype

@@ -44,6 +44,7 @@ CONTRADICTED: dict[
     "model.rope_beta_slow": (2.0, {"model.rope_scaling_factor": 8.0}, YARN),
     "model.rope_truncate": (False, {}, YARN),
     "model.rope_attention_factor": (1.5, LINEAR, YARN),
+    "model.rope_query_scale": (0.1, LINEAR, YARN),
     "model.qkv_bias": (True, {"model.family": "gpt"}, {}),
     "model.latent_kv_width": (16, {}, LATENT),
     "model.latent_q_width": (16, {}, LATENT),

@@ -180,7 +180,7 @@ def test_rotation_takes_four_kernels_in_each_direction() -> None:
 def test_the_gradient_of_a_rotation_is_that_of_its_products(dtype: torch.dtype) -> None:
     """Bit by bit what autograd makes of the formula, whose products and sums are in float32."""
     x = inputs(1, 8, 2, 16).to(dtype).requires_grad_()
-    cos, sin = rotary = rotary_angles(Model(hidden=32, heads=2), torch.arange(8).unsqueeze(0) + 4000)
+    cos, sin, _ = rotary = rotary_angles(Model(hidden=32, heads=2), torch.arange(8).unsqueeze(0) + 4000)
     wide = x.float()
     expected = (wide * cos + wide.roll(8, dims=-1) * sin).to(dtype)
     gradient = inputs(1, 8, 2, 16).flip(1).to(dtype)

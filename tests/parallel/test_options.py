@@ -38,6 +38,10 @@ GEMMA4_EXPERTS: Settings = GEMMA4 | {
     **{"model.dense_beside": True, "model.experts": 8, "model.top_k": 3, "model.expert_ffn": 40},
     **{"model.router_z_loss": 0.1, "model.balance_loss": "global", "model.balance_weight": 0.3},
 }
+MINISTRAL3: Settings = {
+    **{"model.rope_scaling": "yarn", "model.rope_scaling_factor": 4.0, "model.rope_original_length": 4},
+    "model.rope_query_scale": 0.7,
+}
 GATED: Settings = {
     "model.qk_norm": "head",
     "model.attention_gate": "element",
@@ -75,6 +79,9 @@ LAYOUTS: dict[str, Settings] = {
         GEMMA4_EXPERTS | ULYSSES | {"recompute.mode": "selective_half", "model.mtp_depth": 1}
     ),
     "Gemma 4, a ring": GEMMA4 | RING,
+    "Ministral 3, a ring": MINISTRAL3 | RING,
+    "Ministral 3, sequence parallel, compiled": MINISTRAL3 | SP | {"compile.block": True},
+    "Ministral 3, split backward of segments": MINISTRAL3 | ZBV,
     "Gemma 4, Ulysses, half of the products": GEMMA4 | ULYSSES | {"recompute.mode": "selective_half"},
     "Gemma 4, split backward of segments": GEMMA4 | ZBV,
     "Gemma 4, gates, values of keys with biases": (

@@ -379,6 +379,8 @@ class Model:
     """yarn: round the pairs of features between which the scaling rises to whole numbers, outward"""
     rope_attention_factor: Annotated[NonNegative, YARN] = 0.0
     """yarn: queries and keys are multiplied by it; 0: 0.1 ln(rope_scaling_factor) + 1"""
+    rope_query_scale: Annotated[NonNegative, YARN] = 0.0
+    """yarn: queries are multiplied by 1 + this * ln(1 + floor(position / rope_original_length)) (Ministral 3)"""
     rope_proportional: Annotated[bool, ROTARY] = False
     """angles are those of whole heads, and rotary_fraction is the share of them, the fastest, that turn: the first
     features of each half of a head (Gemma 4)"""

@@ -91,8 +91,10 @@ class Attention(Mixer):
             v = self.v_norm(v)
         if rotary is not None:
             if self.is_interleaved:
-                q, k = (neighbors_apart(x, rotary[0].shape[-1]) for x in (q, k))
+                q, k = (neighbors_apart(x, rotary.cos.shape[-1]) for x in (q, k))
             q, k = rotate(q, rotary), rotate(k, rotary)
+            if rotary.query_scale is not None:
+                q = q * rotary.query_scale.to(q.dtype)
         of_heads = () if self.sinks is None else (self.sinks(),)
         out: Tensor = self.core(q, k, v, mask, *of_heads).flatten(-2)
         return out

@@ -6,7 +6,7 @@ is this rank's part of the sequence; under tensor parallelism F and H are this r
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -148,8 +148,15 @@ class GELUFeedForward(nn.Module):
         return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
 
 
-Rotary = tuple[Tensor, Tensor]
-"""factors of the rotated features and of their partners, for `rotate`: each (B, S, 1, R) float32"""
+class Rotary(NamedTuple):
+    """Factors of rotary positions, float32."""
+
+    cos: Tensor
+    """of the rotated features, for `rotate`: (B, S, 1, R)"""
+    sin: Tensor
+    """of their partners, for `rotate`: (B, S, 1, R)"""
+    query_scale: Tensor | None = None
+    """of whole queries, (B, S, 1, 1); None: 1"""
 
 
 def rotary_frequencies(model: Model, device: torch.device) -> Tensor:
@@ -228,7 +235,11 @@ def rotary_angles(model: Model, positions: Tensor) -> Rotary:
     if model.rope_scaling == "yarn":
         factor = model.yarn_attention_factor
         cos, sin = cos * factor, sin * factor
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    rotary = Rotary(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
+    if not model.rope_query_scale:
+        return rotary
+    lengths = (positions // model.rope_original_length).float()
+    return rotary._replace(query_scale=(1.0 + model.rope_query_scale * lengths.log1p())[..., None, None])
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
@@ -237,10 +248,11 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     x (B, S, H, Q) -> (B, S, H, Q) in x's dtype. The first R features (R: width of the angles) are rotated, the others
     unchanged. The products are computed in float32, the dtype of the angles.
     """
-    width = rotary[0].shape[-1]
+    cos, sin, _ = rotary
+    width = cos.shape[-1]
     if width == x.shape[-1]:
-        return _Rotation.apply(x, *rotary)
-    return torch.cat((_Rotation.apply(x[..., :width], *rotary), x[..., width:]), dim=-1)
+        return _Rotation.apply(x, cos, sin)
+    return torch.cat((_Rotation.apply(x[..., :width], cos, sin), x[..., width:]), dim=-1)
 
 
 def neighbors_apart(x: Tensor, width: int) -> Tensor:

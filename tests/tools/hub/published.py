@@ -58,6 +58,7 @@ GEMMA_ROPE = {
     FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     SLIDING: {"rope_type": "default", "rope_theta": 100.0},
 }
+QUERY_SCALED = YARN | {"llama_4_scaling_beta": 0.7, "mscale": 1.0, "mscale_all_dim": 1.0}
 NO_ENDS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 """the ids of the class are over the vocabulary"""
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -79,6 +80,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "MinistralConfig",
         SIZES | {"head_dim": 6, "sliding_window": 9, "layer_types": [FULL, SLIDING] * 2},
     ),
+    "ministral3": ("Ministral3Config", SIZES | {"head_dim": 6, "rope_parameters": QUERY_SCALED}),
     "olmo3": ("Olmo3Config", SIZES | NO_ENDS | {"sliding_window": 9, "rope_parameters": OLMO3_ROPE}),
     "olmo3-linear": (
         "Olmo3Config",

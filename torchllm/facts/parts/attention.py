@@ -61,7 +61,7 @@ def costs(view: Model, share: RankShare) -> MixerCosts:
         keeps_results=() if view.v_norm else (of_values,),
         heads=view.heads / share.tp,
         turned=(queries + keys) * view.has_rotary_positions,
-        copied=(queries + keys) * (1.5 if view.rope_interleaved else 1.0),
+        copied=(queries + keys) * (1.5 if view.rope_interleaved else 1.0) + queries * (view.rope_query_scale > 0),
         normed=(queries + keys) * is_normed,
         normed_without_weight=keys * view.v_norm,
         normed_results=("q_proj", "k_proj") * is_normed + (of_values,) * view.v_norm,

@@ -85,6 +85,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "v_norm": (False,),
     "keys_as_values": (False,),
     "rope_proportional": (False,),
+    "rope_query_scale": (0.0,),
     "rotary_fraction": (1.0,),
     "window": (0,),
 }

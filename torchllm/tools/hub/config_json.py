@@ -31,6 +31,7 @@ from torchllm.tools.hub.rope import (
     FRACTION,
     LENGTH,
     ORIGINAL_LENGTH,
+    QUERY_SCALE,
     WINDOW_THETA,
     read_rope,
     read_rotary_fraction,
@@ -490,6 +491,8 @@ def _read_rotary_positions(
         fraction = read_rotary_fraction(content, family.rotary_fraction, _share_of_width(content, family, read))
         length = read.values.get("max_sequence_length")  # also where it is a default
         rope = read_rope({**content, LENGTH: length}, family.rope_theta)
+        if rope.get("rope_query_scale") and not family.scales_queries:
+            raise FieldError(f"{QUERY_SCALE}: queries scaled by position are not supported in this type")
     except FieldError as error:
         if str(error) not in read.problems:  # else another block has it, too
             read.problems.append(str(error))

@@ -70,10 +70,6 @@ def has_other_rope(value: Any, fields: Fields) -> bool:
     return bool(_others(_rope_types(value), ROPE_TYPES))
 
 
-def has_scaled_queries(value: Any, fields: Fields) -> bool:
-    return isinstance(value, Mapping) and is_on(value.get("llama_4_scaling_beta"), fields)
-
-
 def _rope_types(table: Any) -> list[Any]:
     """Return the rope_type of a table, or of the tables within it."""
     if not isinstance(table, Mapping):
@@ -116,7 +112,6 @@ PARTS = (
         is_not_one,
     ),
     MissingPart("a scale of scores by position", r"attn_temperature_tuning|log_scaling_\w+"),
-    MissingPart("a scale of scores by position", "|".join(SPELLINGS), has_scaled_queries),
     MissingPart("attention within chunks", r"attention_chunk_size"),
     MissingPart("attention to later tokens", r"use_bidirectional_attention"),
     MissingPart("attention to later tokens", r"is_causal", is_off),

@@ -26,6 +26,8 @@ WINDOW_THETA = "rope_local_base_freq"
 """a field of config.json: the base of the rotary frequencies in blocks with a window (Gemma 3)"""
 PROPORTIONAL = "proportional"
 """rope_type of the angles of whole heads, of which a share turn (Gemma 4); its factor is that of "linear" """
+QUERY_SCALE = "llama_4_scaling_beta"
+"""a field of YaRN's table that families with `scales_queries` read"""
 REQUIRED = object()
 """stands for the default of a field that must be there"""
 SCALING_FIELDS: dict[str, dict[str, tuple[str, Any]]] = {
@@ -45,6 +47,7 @@ SCALING_FIELDS: dict[str, dict[str, tuple[str, Any]]] = {
         "beta_slow": ("rope_beta_slow", 1.0),
         "truncate": ("rope_truncate", True),
         "attention_factor": ("rope_attention_factor", 0.0),
+        QUERY_SCALE: ("rope_query_scale", 0.0),
     },
     PROPORTIONAL: {
         "factor": ("rope_scaling_factor", 1.0),
@@ -201,6 +204,8 @@ def _read_scaling(fields: Fields, name: str) -> dict[str, Any]:
     attention_factor = values.get("rope_attention_factor", 0)
     if attention_factor not in (0, 1):
         raise FieldError(f"{name}.attention_factor: is {attention_factor}, with a factor of 1: not supported")
+    if values.get("rope_query_scale"):
+        raise FieldError(f"{name}.{QUERY_SCALE}: is {values['rope_query_scale']}, with a factor of 1: not supported")
     return proportional  # it scales nothing
 
 
@@ -280,10 +285,9 @@ def write_rope(model: Model) -> dict[str, Any]:
     scaling: dict[str, Any] = {}
     if model.rope_scaling_factor > 1.0:
         scaling = {"rope_type": model.rope_scaling}
-        for field, (key, _) in SCALING_FIELDS[model.rope_scaling].items():
-            scaling[field] = getattr(model, key)
-        if not scaling.get("attention_factor", True):  # 0: computed from the factor, here and there
-            del scaling["attention_factor"]
+        for field, (key, default) in SCALING_FIELDS[model.rope_scaling].items():
+            if getattr(model, key) != 0 or default != 0:  # 0: off, or computed from the factor, here and there
+                scaling[field] = getattr(model, key)
     if model.rope_proportional and model.rope_scaling in ("linear", Model.rope_scaling):
         factor = {"factor": model.rope_scaling_factor} if model.rope_scaling_factor > 1.0 else {}
         scaling = {"rope_type": PROPORTIONAL, FRACTION: model.rotary_fraction, **factor}

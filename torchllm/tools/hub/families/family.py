@@ -256,6 +256,8 @@ class HubFamily:
     """base of the rotary frequencies where config.json has none"""
     rope_scaling: Mapping[str, Any] = field(default_factory=dict)
     """rope_scaling of a config.json that has neither it nor rope_parameters (gpt-oss)"""
+    scales_queries: bool = False
+    """whether the class scales queries by their position"""
     heads_divide_hidden: bool = False
     """transformers refuses models whose heads do not divide their width, though it could run them"""
     tokenizer_pattern: str = ""
