@@ -6,8 +6,8 @@
 
     python recipes/evaluate.py RUN_FOLDER/config.toml --evaluate.tasks=arc_easy,FOLDER
 
-With `evaluate.tasks` lm-evaluation-harness (extra lm-eval) evaluates the model, on one device; values go to
-RUN_FOLDER/evaluations and to TensorBoard.
+With `evaluate.tasks` lm-evaluation-harness (extra lm-eval) evaluates the model; values go to RUN_FOLDER/evaluations and
+to TensorBoard.
 
 The newest checkpoint of the run folder that verifies is used, unless another is named; with --evaluate.ema=true the
 moving average of the weights in it. On several ranks [parallel] works as in training, and its layout may differ from
@@ -27,16 +27,21 @@ if __name__ == "__main__":
 
 import logging
 import math
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from torchllm.checkpoint.manifest import Manifest
 from torchllm.checkpoint.state import WEIGHTS
+from torchllm.data.tokenizer import load_tokenizer
+from torchllm.models.decoder import Decoder
+from torchllm.parallel.mesh import Mesh
 from torchllm.recipe import (
     DataRanks,
     OneStage,
+    Runtime,
     add_low_rank_updates,
     build_forward_backward,
     build_loader,
@@ -54,16 +59,28 @@ from torchllm.recipe import (
     start_runtime,
 )
 from torchllm.runtime.signs_of_life import signs_of_life
-from torchllm.tools.generate.language_model import language_model
+from torchllm.tools.continue_texts import begin_of_text
 from torchllm.tools.hub.weights import AVERAGED_WEIGHTS
-from torchllm.tools.watch.tasks import run_tasks, values_of, write_task_results
+from torchllm.tools.watch.tasks import Tasks, values_of, write_points, write_task_results
+from torchllm.tools.watch.text_ranks import TextRanks
 from torchllm.train.evaluate import HeldOutLoss
 
 log = logging.getLogger("torchllm")
 
 
-def main(config: Config) -> HeldOutLoss:
-    """Print and return the mean loss over the held-out sequences, in nats per target token."""
+class LoadedModel(NamedTuple):
+    """A checkpoint's model on this rank."""
+
+    stages: Sequence[Decoder]
+    device: torch.device
+    manifest: Manifest
+    mesh: Mesh | None = None
+    runtime: Runtime | None = None
+    """None, as the mesh: this process is alone"""
+
+
+def load_alone(config: Config) -> LoadedModel:
+    """Return the whole model on one device."""
     report_errors()
     device = choose_device(config.run.device, local_rank=0)
     with torch.device("meta"):
@@ -73,18 +90,11 @@ def main(config: Config) -> HeldOutLoss:
     cast_parameters(model, dtype)
     materialize([model], device)
     prefix = AVERAGED_WEIGHTS if config.evaluate.ema else WEIGHTS
-    manifest = load_weights_of_run(config, [model], prefix=prefix)
-    data = build_loader(config.data, config.training, config.model, config.run.seed, DataRanks(), config.finetune)
-    data.keep_sources_of(manifest.data)
-    log_evaluation(manifest, data.validation_sequences(config.evaluate.sequences))
-    held_out = data.validation_batches(config.evaluate.sequences, device)
-    loss = evaluate(OneStage([model], config.parallel), held_out, device)
-    print_loss(manifest.step, loss)
-    return loss
+    return LoadedModel([model], device, load_weights_of_run(config, [model], prefix=prefix))
 
 
-def evaluate_sharded(config: Config) -> HeldOutLoss:
-    """Print and return the same mean loss, computed by all ranks, each with its part of the weights and sequences."""
+def load_sharded(config: Config) -> LoadedModel:
+    """Return this rank's part of the model, in the layout of [parallel]."""
     runtime = start_runtime(config.run, [config], reads_only=True)
     device = runtime.device
     dtype = compute_dtype(config.training, device)
@@ -98,6 +108,26 @@ def evaluate_sharded(config: Config) -> HeldOutLoss:
     materialize(stages, device)
     prefix = AVERAGED_WEIGHTS if config.evaluate.ema else WEIGHTS
     manifest = load_weights_of_run(config, stages, group=runtime.host_group, prefix=prefix)
+    return LoadedModel(stages, device, manifest, mesh, runtime)
+
+
+def main(config: Config) -> HeldOutLoss:
+    """Print and return the mean loss over the held-out sequences, in nats per target token."""
+    stages, device, manifest, *_ = load_alone(config)
+    data = build_loader(config.data, config.training, config.model, config.run.seed, DataRanks(), config.finetune)
+    data.keep_sources_of(manifest.data)
+    log_evaluation(manifest, data.validation_sequences(config.evaluate.sequences))
+    held_out = data.validation_batches(config.evaluate.sequences, device)
+    loss = evaluate(OneStage(stages, config.parallel), held_out, device)
+    print_loss(manifest.step, loss)
+    return loss
+
+
+def evaluate_sharded(config: Config) -> HeldOutLoss:
+    """Print and return the same mean loss, computed by all ranks, each with its part of the weights and sequences."""
+    stages, device, manifest, mesh, runtime = load_sharded(config)
+    assert mesh is not None
+    assert runtime is not None
     ranks = DataRanks(
         mesh.data_rank,
         mesh.data_size,
@@ -110,6 +140,7 @@ def evaluate_sharded(config: Config) -> HeldOutLoss:
     data.keep_sources_of(manifest.data)
     log_evaluation(manifest, data.validation_sequences(config.evaluate.sequences))
     held_out = data.validation_batches(config.evaluate.sequences, device)
+    dtype = compute_dtype(config.training, device)
     forward_backward = build_forward_backward(stages, mesh, config.parallel, config.training, dtype)
     loss = evaluate(forward_backward, held_out, device, mesh)
     if runtime.is_main:
@@ -118,20 +149,27 @@ def evaluate_sharded(config: Config) -> HeldOutLoss:
     return loss
 
 
-def evaluate_tasks(config: Config) -> Path:
-    """Evaluate the model on `evaluate.tasks`, print the results, and return the file with them."""
-    report_errors()
-    run_folder = Path(config.run.folder)
-    model = language_model(replace(config, generate=replace(config.generate, ema=config.evaluate.ema)))
-    assert model.manifest is not None  # of a run
-    step = model.manifest.step
-    log.info("step %d: evaluating on %s", step, ", ".join(config.evaluate.tasks))
-    from torchllm.tools.generate.harness_model import HarnessModel  # imports the harness
-
-    results = run_tasks(HarnessModel(model, config.training.micro_batch_size), config.evaluate.tasks)
-    path = write_task_results(run_folder, step, results)
+def evaluate_tasks(config: Config, loaded: LoadedModel) -> Path | None:
+    """Evaluate the model on `evaluate.tasks`, print the results, and return the file with them; on rank 0."""
+    stages, device, manifest, mesh, runtime = loaded
+    ranks = TextRanks(stages, config, device, mesh, runtime.host_group if runtime is not None else None)
+    if runtime is not None and not runtime.is_main:
+        ranks.serve()
+        runtime.close()
+        return None
+    log.info("step %d: evaluating on %s", manifest.step, ", ".join(config.evaluate.tasks))
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.pattern)
+    begin = begin_of_text(tokenizer, manifest.data.get("fingerprint", {}).get("tokenizer", ()))
+    with ranks.lead():
+        tasks = Tasks(config.evaluate.tasks)
+        tasks.check_model(ranks, tokenizer)
+        results = tasks.evaluate(ranks, tokenizer, begin)
+    path = write_task_results(Path(config.run.folder), manifest.step, results)
+    write_points(Path(config.run.folder), manifest.step, results)
     for value in values_of(results):
-        print(f"step {step}  {value.task}  {value.metric} {value.value:.4f}")
+        print(f"step {manifest.step}  {value.task}  {value.metric} {value.value:.4f}")
+    if runtime is not None:
+        runtime.close()
     return path
 
 
@@ -157,7 +195,7 @@ def _describe(loss: HeldOutLoss) -> str:
 if __name__ == "__main__":
     with signs_of_life("evaluate"):
         if CONFIG.evaluate.tasks:
-            evaluate_tasks(CONFIG)
+            evaluate_tasks(CONFIG, load_alone(CONFIG) if ALONE else load_sharded(CONFIG))
         elif ALONE:
             main(CONFIG)
         else:

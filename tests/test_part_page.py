@@ -20,8 +20,8 @@ from torchllm.facts.flops import block_flops, parameter_count
 from torchllm.facts.parts.part import RankShare
 from torchllm.facts.parts.registry import ADDED_PARAMETERS, MIXERS_OF_FORKS
 from torchllm.models.decoder import build_model
+from torchllm.tools.continue_texts import caching
 from torchllm.tools.front.resolve import load_model, load_sizes
-from torchllm.tools.generate.continue_texts import caching
 from torchllm.tools.planner.predict import predict
 from torchllm.tools.proof.layouts import Settings
 from torchllm.tools.proof.prove import ProofOptions, Prover

@@ -20,7 +20,7 @@ from torchllm.config import Data, Source
 from torchllm.data.error import DataError
 from torchllm.data.readers import ReaderSettings
 from torchllm.data.tokenizer import ByteTokenizer, Pattern, Tokenizer, describe_documents, load_tokenizer
-from torchllm.tools.generate.language_model import begin_of_text
+from torchllm.tools.continue_texts import begin_of_text
 from torchllm.tools.prepare.cache import plan_corpus
 from torchllm.tools.prepare.chat.encoder import ChatEncoder
 from torchllm.tools.prepare.chat.marks import RenderedChat

@@ -4,7 +4,7 @@ from torchllm.config import Kinds, Model
 from torchllm.models.attention import CORES
 from torchllm.models.cached_attention import CachedAttention
 from torchllm.models.decoder import build_model
-from torchllm.tools.generate.continue_texts import caching
+from torchllm.tools.continue_texts import caching
 
 LENGTH, PROMPT = 12, 6
 

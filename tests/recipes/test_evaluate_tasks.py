@@ -1,9 +1,6 @@
 """recipes/evaluate.py on tasks of lm-evaluation-harness, without the network."""
 
 import json
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,16 +11,19 @@ import transformers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from recipes import evaluate
-from tests.patience import patience
+from tests import workers
 from tests.recipes.saved_run import SIZES, save_run
-from tests.tiny_run import DEBUG, ROOT, SMALL, STEPS
+from tests.recipes.warm import rank_of_torchrun
+from tests.tiny_run import free_port
 from torchllm.config import Config, Model
 from torchllm.config.schema import Lora
+from torchllm.data.tokenizer import load_tokenizer
+from torchllm.tools.config.load import load_config
 from torchllm.tools.front.preflight import inspect_evaluation
 from torchllm.tools.front.resolve import load_run
-from torchllm.tools.generate.language_model import language_model
 from torchllm.tools.hub.export import export_model
-from torchllm.tools.watch.tasks import run_tasks, task_names, values_of
+from torchllm.tools.watch.tasks import Tasks, task_names, values_of, write_points, write_task_results
+from torchllm.tools.watch.text_ranks import TextRanks
 
 TASK = """\
 task: tiny_choice
@@ -83,7 +83,7 @@ def test_documents_are_scored_as_transformers_does(
     run = tmp_path / "run"
     save_run(run, Model(kv_heads=2, **(SIZES | {"max_sequence_length": 128})), steps=(3,), lora=lora)
     config = config_of(run, f"--evaluate.tasks={task_folder}")
-    path = evaluate.evaluate_tasks(config)
+    path = evaluate.evaluate_tasks(config, evaluate.load_alone(config))
     assert path == run / "evaluations" / "step-00000003.json"
     results = json.loads(path.read_text())
     accuracy = results["results"]["tiny_choice"]["acc,none"]
@@ -139,23 +139,29 @@ MORE_TASKS = {
 """name -> what the harness asks for, text, metric and the rest"""
 
 
-def test_texts_are_rated_and_continued_as_the_harness_does(task_folder: Path, tmp_path: Path) -> None:
-    """Without a context, over the end of the model's context, and as continuations."""
-    pytest.importorskip("lm_eval")
+def write_more_tasks(task_folder: Path, *names: str) -> None:
     head = (task_folder / "tiny_choice.yaml").read_text().split("output_type")[0]
-    (task_folder / "tiny_choice.yaml").unlink()
-    for name, (kind, text, metric, rest) in MORE_TASKS.items():
+    for name in names:
+        kind, text, metric, rest = MORE_TASKS[name]
         lines = [head.replace("tiny_choice", name) + f"output_type: {kind}", "test_split: test", f"doc_to_text: {text}"]
         lines += ['doc_to_target: "{{answer}}"', rest, f"metric_list: [{{metric: {metric}}}]"]
         (task_folder / f"{name}.yaml").write_text("\n".join(lines))
+
+
+def test_texts_are_rated_and_continued_as_the_harness_does(task_folder: Path, tmp_path: Path) -> None:
+    """Without a context, over the end of the model's context, and as continuations."""
+    write_more_tasks(task_folder, *MORE_TASKS)
+    (task_folder / "tiny_choice.yaml").unlink()
     run = tmp_path / "run"
     save_run(run, Model(kv_heads=2, **(SIZES | {"max_sequence_length": 128})), steps=(3,))
     config = config_of(run, f"--evaluate.tasks={task_folder}")
-    from torchllm.tools.generate.harness_model import HarnessModel
-
-    model = HarnessModel(language_model(config), batch_size=3)
+    stages, device, *_ = evaluate.load_alone(config)
+    ranks, tokenizer = TextRanks(stages, config, device), load_tokenizer("bytes")
     folder = export_model(config, tmp_path / "model").folder
-    ours, theirs = run_tasks(model, config.evaluate.tasks)["samples"], run_hf(folder, task_folder)["samples"]
+    ours, theirs = (
+        Tasks(config.evaluate.tasks).evaluate(ranks, tokenizer, [256])["samples"],
+        run_hf(folder, task_folder)["samples"],
+    )
     assert ours.keys() == theirs.keys() == MORE_TASKS.keys()
     for name, samples in ours.items():
         for sample, expected in zip(samples, theirs[name], strict=True):
@@ -174,51 +180,63 @@ def test_texts_are_rated_and_continued_as_the_harness_does(task_folder: Path, tm
         sum(log_likelihood(exported, *window) for window in windows),
     ]
     requests = [SimpleNamespace(args=("abc",)), SimpleNamespace(args=(bytes(long).decode(),))]
-    assert model.loglikelihood_rolling(requests) == pytest.approx(expected, abs=1e-3)  # of 300 tokens
+    from torchllm.tools.watch.harness_model import HarnessModel
+
+    assert HarnessModel(ranks, tokenizer, [256]).loglikelihood_rolling(requests) == pytest.approx(
+        expected, abs=1e-3
+    )  # of 300 tokens
 
 
-def wait_for_text(file: Path, text: str) -> None:
-    """Wait until a process of a run has written a text."""
-    until = time.monotonic() + patience(300)
-    while text not in file.read_text():
-        assert time.monotonic() < until, file.read_text()
-        time.sleep(0.2)
+LAYOUTS = {
+    "fsdp": ["--parallel.dp_shard=2"],
+    "pp": ["--parallel.pp=2", "--parallel.dp_shard=1"],
+    "tp": ["--parallel.tp=2", "--parallel.sequence_parallel=true"],
+    "ring": ["--parallel.cp=2"],
+    "ulysses": ["--parallel.cp=2", "--parallel.cp_method=ulysses"],
+    "pp2 x tp2": ["--parallel.pp=2", "--parallel.tp=2"],
+}
 
 
-@pytest.mark.exhaustive
-def test_a_run_evaluates_its_checkpoint_beside_itself(task_folder: Path, tmp_path: Path) -> None:
+def scored_on_rank(arguments: list[str], port: int) -> None:
+    with rank_of_torchrun(port):
+        config = load_config(arguments)
+        evaluate.evaluate_tasks(config, evaluate.load_sharded(config))
+
+
+@pytest.mark.parametrize(
+    "layouts", [["fsdp", "pp"], pytest.param(["tp", "ring", "ulysses", "pp2 x tp2"], marks=pytest.mark.exhaustive)]
+)
+def test_ranks_score_together_as_transformers_does(layouts: list[str], task_folder: Path, tmp_path: Path) -> None:
+    """As many texts as no layout divides, of several lengths; continued where a rank has the whole model."""
+    write_more_tasks(task_folder, "no_context", "long")
     run = tmp_path / "run"
-    command = [sys.executable, "recipes/pretrain.py", DEBUG, *SMALL, f"--run.folder={run}", "--parallel.dp_shard=1"]
-    command += [f"--evaluate.tasks={task_folder}", f"--evaluate.tasks_interval={STEPS}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert f"evaluate.tasks: step {STEPS} is evaluated by process" in done.stdout + done.stderr
-    results_file = run / "evaluations" / f"step-{STEPS:08d}.json"
-    log_file = results_file.with_suffix(".log")
-    wait_for_text(log_file, f"step {STEPS}  tiny_choice  acc")  # is printed last
-    results = json.loads(results_file.read_text())
-    assert results["step"] == STEPS
-    assert results["documents"]["tiny_choice"]["effective"] == len(DOCUMENTS)
-    scored = results_file.with_suffix(".documents.jsonl").read_text()
-    accuracy = results["results"]["tiny_choice"]["acc,none"]
-    board = EventAccumulator(str(run / "tensorboard" / "tasks")).Reload()
-    (point,) = board.Scalars("tiny_choice/acc")
-    assert (point.step, point.value) == (STEPS, pytest.approx(accuracy))
-
-    evaluate.evaluate_tasks(config_of(run))  # the command of a user, which takes the same tasks from the run's config
-    assert json.loads(results_file.read_text())["results"] == results["results"]
-    assert results_file.with_suffix(".documents.jsonl").read_text() == scored
+    save_run(run, Model(kv_heads=2, **(SIZES | {"max_sequence_length": 128})), steps=(3,))
+    expected = run_hf(export_model(config_of(run), tmp_path / "model").folder, task_folder)
+    for layout in layouts:
+        words = [str(run / "config.toml"), "--run.device=cpu", f"--evaluate.tasks={task_folder}", *LAYOUTS[layout]]
+        workers.run(scored_on_rank, 4 if " x " in layout else 2, words, free_port())
+        file = run / "evaluations/step-00000003.json"
+        ours = json.loads(file.read_text())["results"]
+        for name in ours:
+            assert ours[name]["acc,none"] == expected["results"][name]["acc,none"], (layout, name)
+        documents = map(json.loads, file.with_suffix(".documents.jsonl").read_text().splitlines())
+        for document in documents:
+            theirs = expected["samples"][document["task"]][document["document"]]["filtered_resps"]
+            for pair, other in zip(document["scored"], theirs, strict=True):
+                assert float(pair[0]) == pytest.approx(float(other[0]), abs=1e-4), (layout, document)
+                assert str(pair[1]) == str(other[1])
+        file.unlink()
 
 
 def test_values_are_points_of_tensorboard(tmp_path: Path) -> None:
-    from torchllm.tools.watch.tasks import write_task_results
-
     for step, accuracy in ((8, 0.5), (4, 0.25)):  # an older checkpoint may be evaluated later
         table = {"acc,none": accuracy, "acc_stderr,none": 0.1, "alias": "easy", "f1,strict": 0.75}
-        write_task_results(tmp_path, step, {"results": {"easy": table}, "lm_eval_version": "0.4.13"})
+        results = {"results": {"easy": table}, "lm_eval_version": "0.4.13"}
+        write_task_results(tmp_path, step, results)
+        write_points(tmp_path, step, results)
     board = EventAccumulator(str(tmp_path / "tensorboard" / "tasks")).Reload()
-    assert board.Tags()["scalars"] == ["easy/acc", "easy/f1/strict"]
-    points = {point.step: point.value for point in board.Scalars("easy/acc")}
+    assert board.Tags()["scalars"] == ["tasks/easy/acc", "tasks/easy/f1/strict"]
+    points = {point.step: point.value for point in board.Scalars("tasks/easy/acc")}
     assert points == {4: 0.25, 8: 0.5}
     assert sorted(path.name for path in (tmp_path / "evaluations").glob("*.json")) == [
         "step-00000004.json",

@@ -23,9 +23,9 @@ from torchllm.config import Config, Generate, Kinds, Model
 from torchllm.config.errors import UserError
 from torchllm.config.schema import Lora
 from torchllm.models.decoder import Decoder
+from torchllm.tools.continue_texts import continue_texts
 from torchllm.tools.front.preflight import inspect_export
 from torchllm.tools.front.resolve import load_run
-from torchllm.tools.generate.continue_texts import continue_texts
 from torchllm.tools.hub.files import read_hub_config
 from torchllm.tools.hub.published_weights import HubWeights
 

@@ -11,7 +11,7 @@ from recipes import generate
 from tests.config.conftest import refusal
 from tests.recipes.saved_run import SIZES, save_run
 from tests.recipes.warm import alone
-from tests.tools.generate.test_continue_texts import decoder, recomputed
+from tests.tools.test_continue_texts import decoder, recomputed
 from torchllm.checkpoint.manifest import CheckpointError
 from torchllm.config import Model
 from torchllm.config.errors import UserError

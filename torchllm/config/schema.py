@@ -1073,8 +1073,8 @@ class Evaluate:
     tasks: Annotated[tuple[PathOrName, ...], TASKS] = ()
     """tasks of lm-evaluation-harness (extra lm-eval): their names, or folders with a YAML file per task"""
     tasks_interval: Annotated[Natural, Needs("evaluate.tasks")] = 0
-    """steps between evaluations of the tasks, each in a process next to rank 0, on CPUs; a multiple of
-    checkpoint.interval; 0: only recipes/evaluate.py does them"""
+    """steps between evaluations of the tasks, by all ranks, which do not train meanwhile; the last step is evaluated
+    too; 0: only recipes/evaluate.py does them"""
     ema: Annotated[bool, Needs("optimizer.ema_decay over 0"), EVALUATED] = False
     """evaluate the moving average of the weights (optimizer.ema_decay) instead of the weights"""
 

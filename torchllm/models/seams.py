@@ -27,7 +27,7 @@ SEAMS = (
     Seam("attend", "Block", ("recompute.py", "compile.py")),
     Seam("run_blocks", "Decoder", ("recompute.py",)),
     Seam("is_graphed", "Decoder", ("parallelize.py",)),
-    Seam("cross_entropy", "Head", ("tensor.py", "compile.py", "fsdp.py", "compiled_loss.py")),
+    Seam("cross_entropy", "Head", ("tensor.py", "compile.py", "fsdp.py", "compiled_loss.py", "text_ranks.py")),
     Seam("project", "Head", ("weight_gradients.py",)),
     Seam("for_own_heads", "LatentAttention", ("latent_attention.py",)),
     Seam("local", "Head", ("tensor.py",)),

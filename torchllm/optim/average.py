@@ -123,13 +123,18 @@ class WeightAverage:
             scale_gathered_weights(self.stages)
 
 
+def average_of(stages: Sequence[nn.Module]) -> WeightAverage | None:
+    """Return the average of the weights of these stages, if there is one."""
+    return next((average for average in _AVERAGES if average.stages == stages), None)
+
+
 @contextmanager
 def average_in_place_if_due(stages: Sequence[nn.Module]) -> Iterator[None]:
     """Return a context with the average of the weights in their place if `evaluate.ema` wants it and no recipe puts it.
 
     For recipes that lack `in_place_of_weights`: removed, or copied before the key.
     """
-    average = next((average for average in _AVERAGES if average.stages == stages), None) if wants_average() else None
+    average = average_of(stages) if wants_average() else None
     if average is None:
         yield
         return

@@ -108,22 +108,14 @@ class Pipeline:
         self.stages = stages
         self.indices = stage_of_rank(parallel, mesh.pp.get_local_rank())
         self.last = parallel.stages - 1
-        self.rank_of: dict[int, int] = {}
-        """pp rank that holds each stage"""
-        for rank in range(parallel.pp):
-            for index in stage_of_rank(parallel, rank):
-                self.rank_of[index] = rank
         self.group = mesh.pp.get_group()
         self.device = next(stages[0].parameters()).device
         self.scale: Tensor
         """of the losses of the current step"""
 
         self.input_shape = (training.micro_batch_size, training.sequence_length // parallel.cp)
-        batch, length = self.input_shape
-        if parallel.sequence_parallel or parallel.scatter_gather:
-            length = length // parallel.tp
-        self.hidden_shape = (batch, length, stages[0].model.hidden)
-        self.dtype = dtype
+        self.hidden_shape = hidden_shape(self.input_shape, stages[0].model.hidden, parallel)
+        self.mesh, self.parallel, self.dtype = mesh.pp, parallel, dtype
 
         self.tied_weights: list[TiedWeight] = []  # collected now, while the weights are sharded
         for stage in stages:
@@ -210,21 +202,8 @@ class Pipeline:
 
     @torch.no_grad()
     def loss_sum(self, batch: Batch) -> Tensor:
-        """See `ForwardBackward`. Forwards alone, one batch at a time: torch's `eval` fails on V-shaped schedules."""
-        loss = torch.zeros((), device=self.device)
-        hidden = batch.tokens
-        stages = dict(zip(self.indices, self.stages, strict=True))
-        for index in sorted(stages):
-            own_rank = self.rank_of[index]
-            if index > 0 and self.rank_of[index - 1] != own_rank:
-                hidden = self._hidden_states()
-                dist.recv(hidden, group=self.group, group_src=self.rank_of[index - 1])
-            hidden = forward_stage(stages[index], hidden, batch)
-            if index == self.last:
-                loss = hidden
-            elif self.rank_of[index + 1] != own_rank:
-                dist.send(hidden, group=self.group, group_dst=self.rank_of[index + 1])
-        return loss
+        """See `ForwardBackward`."""
+        return forward_in_turn(self.stages, self.mesh, self.parallel, self.dtype, batch)
 
     def _hidden_states(self) -> Tensor:
         """Return uninitialized memory for the tensors that stages send to each other."""
@@ -243,6 +222,41 @@ def _join(batches: Sequence[Batch]) -> Batch:
         document_limit=max(batch.document_limit for batch in batches),
         ahead=torch.cat(ahead) if ahead else None,
     )
+
+
+@torch.no_grad()
+def forward_in_turn(
+    stages: Sequence[Decoder], mesh: DeviceMesh, parallel: Parallel, dtype: torch.dtype, batch: Batch
+) -> Tensor:
+    """Return the loss sum of one batch, (), without gradients; 0 on a rank without the last stage.
+
+    Forwards alone, one batch at a time: torch's `eval` fails on V-shaped schedules. stages: of this rank. mesh: one
+    dimension, the pp ranks. dtype: of the hidden states that are sent. batch: of any shape, equal on the ranks.
+    """
+    rank_of = {index: rank for rank in range(parallel.pp) for index in stage_of_rank(parallel, rank)}
+    group, last = mesh.get_group(), parallel.stages - 1
+    loss = torch.zeros((), device=batch.tokens.device)
+    hidden = batch.tokens
+    own_rank = mesh.get_local_rank()
+    of_rank = dict(zip(stage_of_rank(parallel, own_rank), stages, strict=True))
+    for index in sorted(of_rank):
+        if index > 0 and rank_of[index - 1] != own_rank:
+            shape = hidden_shape(batch.tokens.shape, stages[0].model.hidden, parallel)
+            hidden = torch.empty(shape, dtype=dtype, device=batch.tokens.device)
+            dist.recv(hidden, group=group, group_src=rank_of[index - 1])
+        hidden = forward_stage(of_rank[index], hidden, batch)
+        if index == last:
+            loss = hidden
+        elif rank_of[index + 1] != own_rank:
+            dist.send(hidden, group=group, group_dst=rank_of[index + 1])
+    return loss
+
+
+def hidden_shape(tokens: Sequence[int], width: int, parallel: Parallel) -> tuple[int, int, int]:
+    """Return the shape of the hidden states that a rank sends. tokens: the shape (B, S) of its tokens."""
+    batch, length = tokens
+    cuts = parallel.tp if parallel.sequence_parallel or parallel.scatter_gather else 1
+    return batch, length // cuts, width
 
 
 class TiedWeight(NamedTuple):

@@ -7,7 +7,7 @@ from torchllm.config import Kinds, Model
 from torchllm.models.decoder import build_model
 from torchllm.models.mixer import Mixer
 from torchllm.models.parts.cached_delta import CachedDelta
-from torchllm.tools.generate.continue_texts import caching
+from torchllm.tools.continue_texts import caching
 
 LENGTH = 75  # more than a chunk
 KINDS = {"recurrent": {"mixer": "gated_delta"}, "full": {}}

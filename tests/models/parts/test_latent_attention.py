@@ -12,7 +12,7 @@ from torchllm.config import Model
 from torchllm.models.decoder import build_model
 from torchllm.models.layers import rotary_angles
 from torchllm.models.parts.latent_attention import LatentAttention
-from torchllm.tools.generate.continue_texts import caching
+from torchllm.tools.continue_texts import caching
 
 pytestmark = pytest.mark.quick
 LENGTH, PROMPT = 12, 6

@@ -33,6 +33,10 @@ def supervise(
     UserError, with advice, where this rank runs out of memory; `train` may raise others.
     """
     observers = [*standard_observers(configs[0], runtime), Adaptation(starved_seconds=starved_seconds)]
+    if configs[0].evaluate.tasks_interval:
+        from torchllm.tools.watch.task_evaluations import TaskEvaluations  # few runs ask for it
+
+        observers.insert(0, TaskEvaluations())  # outside of the steps that others time
     monitor = Monitor(runtime, observers)
     config: Config | None = configs[0]
     if len(configs) > 1:
@@ -67,10 +71,6 @@ def standard_observers(config: Config, runtime: Runtime) -> list[Observer]:
         from torchllm.tools.watch.trackers import TrackerHelper
 
         observers.append(TrackerHelper(runtime.folder, tracker))
-    if config.evaluate.tasks_interval:
-        from torchllm.tools.watch.task_processes import TaskProcesses
-
-        observers.append(TaskProcesses(runtime.folder, config.evaluate.tasks_interval))
     # Last: what the others take to begin is the start-up's.
     observers.append(Goodput(runtime.folder, logs_summary=logs_time))
     return observers

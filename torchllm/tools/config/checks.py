@@ -379,13 +379,6 @@ def _checkpoint_problems(config: Config) -> Iterator[ConfigError]:
             "checkpoint.keep_every",
             f"{checkpoint.keep_every} is no multiple of checkpoint.interval {checkpoint.interval}",
         )
-    tasks_interval = config.evaluate.tasks_interval
-    if tasks_interval and (not checkpoint.interval or tasks_interval % checkpoint.interval):
-        yield config_error(
-            "evaluate.tasks_interval",
-            f"{tasks_interval} is no multiple of checkpoint.interval {checkpoint.interval}: tasks are evaluated on "
-            "checkpoints",
-        )
 
 
 def _metrics_problems(config: Config) -> Iterator[ConfigError]:

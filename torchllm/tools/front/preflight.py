@@ -82,6 +82,8 @@ def inspect_training(
         _inspect_kernels(config, inspection, trains=True, is_elsewhere=is_elsewhere)
     if reads_sources:
         _DataInspector(config, inspection, wrong).inspect()
+    if config.evaluate.tasks_interval and not sections & {"evaluate", "data"}:
+        _inspect_tasks(config, inspection, is_elsewhere=is_elsewhere)
     if config.generate.after_training and config.generate.prompts_file and "generate" not in sections:
         _inspect_prompts(config, inspection)
     return inspection
@@ -190,18 +192,22 @@ def inspect_evaluation(config: Config) -> Inspection:
     """Check the inputs of an evaluation: checkpoint and tokenizer; for tasks also the harness."""
     inspection = inspect_used_model(config)
     _inspect_kernels(config, inspection, trains=False)
-    if not config.evaluate.tasks:
-        return inspection
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        inspection.report("evaluate.tasks", "are evaluated on one device: start recipes/evaluate.py without a launcher")
-    if find_spec("lm_eval") is None:
+    if config.evaluate.tasks:
+        _inspect_tasks(config, inspection)
+        if reason := why_unwritable(Path(config.run.folder)):
+            inspection.report("run.folder", f"{config.run.folder!r} cannot be written: {reason}")
+    return inspection
+
+
+def _inspect_tasks(config: Config, inspection: Inspection, *, is_elsewhere: bool = False) -> None:
+    """Check that the harness is there, the folders of tasks, and that the model knows text."""
+    if find_spec("lm_eval") is None and not is_elsewhere:
         inspection.report("evaluate.tasks", "need the package lm-eval: pip install 'torchllm[lm-eval]'")
     for task in config.evaluate.tasks:
         if os.path.isdir(task) and not list(Path(task).glob("*.yaml")):
             inspection.report("evaluate.tasks", f"the folder {task!r} has no .yaml file")
-    if reason := why_unwritable(Path(config.run.folder)):
-        inspection.report("run.folder", f"{config.run.folder!r} cannot be written: {reason}")
-    return inspection
+    if config.data.sources and all(source.kind == "synthetic" for source in config.data.sources):
+        inspection.report("evaluate.tasks", "are texts, and the model has no tokenizer: its data are random tokens")
 
 
 def _inspect_frozen_weights(config: Config, inspection: Inspection) -> None:

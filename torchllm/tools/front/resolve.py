@@ -332,7 +332,7 @@ def check_frozen(draft: Draft[Any]) -> None:
 
 
 def check_export(draft: Draft[Any]) -> None:
-    """Note that the trained model cannot be exported to Hugging Face, if so; report it if the run needs that."""
+    """Note that the trained model cannot be exported to Hugging Face, if so."""
     model = draft.config.model
     if draft.errors or all(getattr(model, key) == getattr(Model, key) for key in BEYOND_LLAMA):
         return
@@ -341,11 +341,7 @@ def check_export(draft: Draft[Any]) -> None:
     reasons = why_no_family(model)
     if not reasons:
         return
-    path = ("evaluate", "tasks")
-    if draft.config.evaluate.tasks:
-        draft.report(path, f"are evaluated on an exported model, and this one cannot be exported: {reasons[0]}")
-    else:
-        draft.notes.append(f"{draft.file}: [model] trains, but cannot be exported to Hugging Face: {reasons[0]}")
+    draft.notes.append(f"{draft.file}: [model] trains, but cannot be exported to Hugging Face: {reasons[0]}")
 
 
 def can_compile(draft: Draft[Any]) -> bool:

@@ -21,8 +21,8 @@ from torchllm.models.decoder import Decoder, add_low_rank_updates, build_model, 
 from torchllm.parallel.initialize import materialize
 from torchllm.runtime.device import choose_device, compute_dtype
 from torchllm.tools.config.checks import sampling_problems
+from torchllm.tools.continue_texts import begin_of_text, continue_texts
 from torchllm.tools.front.resolve import load_model
-from torchllm.tools.generate.continue_texts import continue_texts
 from torchllm.tools.hub.initial import initial_weights
 from torchllm.tools.hub.text_facts import published_ends
 from torchllm.tools.hub.weights import AVERAGED_WEIGHTS
@@ -30,15 +30,6 @@ from torchllm.tools.hub.weights_of_run import load_weights_of_run
 from torchllm.tools.prepare.chat.examples import ChatFormat
 from torchllm.tools.prepare.chat.plan import chat_format, chat_plan_of_run, plan_chat
 from torchllm.tools.prepare.chat.template import Conversation, Message, RefusedConversation
-
-
-def begin_of_text(tokenizer: Tokenizer, fingerprints: Sequence[str]) -> list[int]:
-    """Return the ids before a document in corpora of a tokenizer with these fingerprints, of any version.
-
-    Without a fingerprint of this tokenizer: the current ids.
-    """
-    known = [fingerprint for fingerprint in fingerprints if fingerprint in tokenizer.begins]
-    return list(tokenizer.begins[known[0] if known else tokenizer.fingerprint])
 
 
 @dataclass

@@ -12,9 +12,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchllm.config.errors import UserError
+from torchllm.data.tokenizer import Tokenizer
+from torchllm.tools.watch.text_ranks import TextRanks
 
 EVALUATIONS = "evaluations"
 """folder in the run folder"""
+FEWSHOT_SEED = 1234
+"""that of the harness's command"""
+DRAWS = 1000
+"""of bootstraps, for standard errors that have no formula"""
 
 
 class TaskValue(NamedTuple):
@@ -22,6 +28,11 @@ class TaskValue(NamedTuple):
     metric: str
     """acc, acc_norm, …; with the name of a filter after a slash, if it has one"""
     value: float
+
+    @property
+    def key(self) -> str:
+        """Its name in metrics.jsonl, TensorBoard and trackers."""
+        return f"tasks/{self.task}/{self.metric}"
 
 
 def task_names(tasks: Sequence[str]) -> list[str]:
@@ -41,25 +52,59 @@ def task_names(tasks: Sequence[str]) -> list[str]:
     return names
 
 
-def run_tasks(model: Any, tasks: Sequence[str]) -> dict[str, Any]:
-    """Return what the harness gives for a model of its (`lm_eval.api.model.LM`), as its `simple_evaluate` does.
+class Tasks:
+    """Tasks with their documents, which are loaded once."""
 
-    Raises UserError if the package or a task is missing.
-    """
-    try:
+    def __init__(self, tasks: Sequence[str]) -> None:
+        """Load them. Raises UserError if the package or a task is missing, or the harness cannot load one."""
+        try:
+            import lm_eval
+            from lm_eval.tasks import TaskManager
+        except ImportError as error:
+            raise UserError(f"evaluate.tasks: needs lm-eval: pip install 'torchllm[lm-eval]' ({error})") from error
+        names = task_names(tasks)
+        has_published = any(not name.endswith(".yaml") for name in names)
+        manager = TaskManager(include_defaults=has_published)  # thousands of files, which takes seconds
+        unknown = [name for name in names if not name.endswith(".yaml") and not manager.match_tasks([name])]
+        if unknown:
+            raise UserError(f"evaluate.tasks: lm-eval {lm_eval.__version__} has no task {', '.join(unknown)}")
+        try:
+            self.loaded = manager.load(names)
+        except Exception as error:
+            raise UserError(f"evaluate.tasks: lm-eval cannot load {', '.join(names)}: {error!r}") from error
+        for task in self.loaded["tasks"].values():
+            if task.get_config("num_fewshot") is None:
+                task.set_config("num_fewshot", 0)
+
+    def check_model(self, ranks: TextRanks, tokenizer: Tokenizer) -> None:
+        """Raise UserError if the model lacks ids of texts, or if a task needs answers and these ranks give none."""
+        vocab = ranks.config.model.vocab
+        if tokenizer.vocab > vocab:
+            raise UserError(
+                f"evaluate.tasks: data.tokenizer {tokenizer.name} has {tokenizer.vocab} ids, and model.vocab is "
+                f"{vocab}: name the tokenizer of the data"
+            )
+        reason = ranks.why_no_answers()
+        named = [name for name, task in self.loaded["tasks"].items() if task.OUTPUT_TYPE == "generate_until"]
+        if reason and named:
+            raise UserError(f"evaluate.tasks: {reason}, as {', '.join(named)} needs: leave it out")
+
+    def evaluate(self, ranks: TextRanks, tokenizer: Tokenizer, begin: list[int]) -> dict[str, Any]:
+        """Return what the harness's `evaluate` gives for the model that the ranks hold. Call it inside of `ranks.lead`.
+
+        begin: the ids before each text. Few-shot examples are the same each time.
+        """
         import lm_eval
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise UserError(f"evaluate.tasks: needs lm-eval: pip install 'torchllm[lm-eval]' ({error})") from error
-    names = task_names(tasks)
-    has_published = any(not name.endswith(".yaml") for name in names)
-    manager = TaskManager(include_defaults=has_published)  # thousands of files, which takes seconds
-    unknown = [name for name in names if not name.endswith(".yaml") and not manager.match_tasks([name])]
-    if unknown:
-        raise UserError(f"evaluate.tasks: lm-eval {lm_eval.__version__} has no task {', '.join(unknown)}")
-    results: dict[str, Any] = lm_eval.simple_evaluate(model, tasks=names, task_manager=manager, log_samples=True)
-    results["lm_eval_version"] = lm_eval.__version__
-    return results
+
+        from torchllm.tools.watch.harness_model import HarnessModel  # imports the harness
+
+        for task in self.loaded["tasks"].values():
+            task.set_fewshot_seed(FEWSHOT_SEED)
+        model = HarnessModel(ranks, tokenizer, begin)
+        os.environ["DISABLE_MULTIPROC"] = "1"  # of bootstraps: a rank forks no processes
+        results: dict[str, Any] = lm_eval.evaluate(model, self.loaded, bootstrap_iters=DRAWS, log_samples=True)
+        results["lm_eval_version"] = lm_eval.__version__
+        return results
 
 
 def values_of(results: Mapping[str, Any]) -> Iterator[TaskValue]:
@@ -72,7 +117,7 @@ def values_of(results: Mapping[str, Any]) -> Iterator[TaskValue]:
 
 
 def write_task_results(run_folder: Path, step: int, results: Mapping[str, Any]) -> Path:
-    """Write the results of a step's checkpoint into the run folder and as points for TensorBoard; return their file."""
+    """Write the results of a step into the run folder; return their file."""
     folder = run_folder / EVALUATIONS
     folder.mkdir(exist_ok=True)
     path = folder / f"step-{step:08d}.json"
@@ -87,7 +132,6 @@ def write_task_results(run_folder: Path, step: int, results: Mapping[str, Any]) 
     lines = [json.dumps(document) for document in _documents(results)]
     _replace(path.with_suffix(".documents.jsonl"), "".join(f"{line}\n" for line in lines))
     _replace(path, json.dumps(content, indent=2) + "\n")
-    _write_points(run_folder / "tensorboard" / "tasks", step, list(values_of(results)))
     return path
 
 
@@ -105,11 +149,14 @@ def _replace(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def _write_points(folder: Path, step: int, values: Sequence[TaskValue]) -> None:
-    """Write a file of points. In a folder of its own: TensorBoard follows only the newest file of a folder."""
+def write_points(run_folder: Path, step: int, results: Mapping[str, Any]) -> None:
+    """Write the values of a step's checkpoint as points for TensorBoard, under the names that a run gives them.
+
+    In a folder of their own: TensorBoard follows only the newest file of a folder.
+    """
     from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
-    writer = SummaryWriter(str(folder))
-    for value in values:
-        writer.add_scalar(f"{value.task}/{value.metric}", value.value, step)
+    writer = SummaryWriter(str(run_folder / "tensorboard" / "tasks"))
+    for value in values_of(results):
+        writer.add_scalar(value.key, value.value, step)
     writer.close()

@@ -1,6 +1,6 @@
 """Continue token ids with a model, several texts at a time."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -8,12 +8,22 @@ from torch import Tensor
 
 from torchllm.config import Generate
 from torchllm.config.errors import UserError
+from torchllm.data.tokenizer import Tokenizer
 from torchllm.models.decoder import Decoder
 from torchllm.models.mixer import Mixer
 from torchllm.runtime.signs_of_life import show_progress
 
 TOKENS_PER_WAIT = 16
 """a GPU is asked this often whether all texts have ended: each answer waits for it"""
+
+
+def begin_of_text(tokenizer: Tokenizer, fingerprints: Sequence[str]) -> list[int]:
+    """Return the ids before a document in corpora of a tokenizer with these fingerprints, of any version.
+
+    Without a fingerprint of this tokenizer: the current ids.
+    """
+    known = [fingerprint for fingerprint in fingerprints if fingerprint in tokenizer.begins]
+    return list(tokenizer.begins[known[0] if known else tokenizer.fingerprint])
 
 
 @torch.no_grad()
@@ -27,12 +37,15 @@ def continue_texts(
     longest: int,
     seed: int = 0,
     batch_size: int = 16,
+    all_ended: Callable[[Tensor], bool] = lambda has_ended: bool(has_ended.all()),
 ) -> list[list[int]]:
     """Return up to `settings.tokens` ids that follow each prompt, each id less than `vocab`.
 
     A text stops at an id of `ends`, which is its last, and when it has `longest` tokens. Text i is sampled with
     `seed` + i, so that it does not depend on the texts that are computed with it, `batch_size` at a time. UserError if
     a prompt is longer than that, or the model's logits are NaN.
+
+    all_ended: whether to stop early, given which texts of a batch have ended, (B); it may ask other ranks.
     """
     for index, prompt in enumerate(prompts):
         if len(prompt) > longest:
@@ -47,7 +60,9 @@ def continue_texts(
         generators = [torch.Generator(_device(model)).manual_seed(seed + index) for index in batch]
         batch_prompts = [list(prompts[index]) for index in batch]
         done = f"{start:,} of {len(order):,} texts" if len(order) > batch_size else ""
-        rows = _continue_batch(model, batch_prompts, settings, max(limits), vocab, ends, longest, generators, done)
+        rows = _continue_batch(
+            model, batch_prompts, settings, max(limits), vocab, ends, longest, generators, done, all_ended
+        )
         for index, row, limit in zip(batch, rows, limits, strict=True):
             length = next((length for length, token in enumerate(row, 1) if token in ends), limit)
             texts[index] = row[: min(length, limit)]
@@ -64,6 +79,7 @@ def _continue_batch(
     longest: int,
     generators: Sequence[torch.Generator],
     done: str,
+    all_ended: Callable[[Tensor], bool],
 ) -> list[list[int]]:
     """Return `count` ids that follow each prompt, fewer if all texts have ended; ids after an end mean nothing.
 
@@ -88,7 +104,7 @@ def _continue_batch(
             generated.append(sample_tokens(logits.float(), settings, generators))
             show_progress((done or f"{len(generated):,} of up to {count:,} tokens").format)
             has_ended |= torch.isin(generated[-1], end_ids)
-            if (device.type == "cpu" or len(generated) % TOKENS_PER_WAIT == 0) and bool(has_ended.all()):
+            if (device.type == "cpu" or len(generated) % TOKENS_PER_WAIT == 0) and all_ended(has_ended):
                 break
             # The cache has all keys and values before: only the new tokens go through the model.
             tokens, documents = generated[-1].unsqueeze(1), None

@@ -10,7 +10,7 @@ from torchllm.models.attention import CORES, EagerAttention
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.parallel.initialize import initialize
 from torchllm.runtime import signs_of_life
-from torchllm.tools.generate.continue_texts import continue_texts, sample_tokens
+from torchllm.tools.continue_texts import continue_texts, sample_tokens
 
 VOCAB = 258
 GREEDY = Generate(tokens=24, temperature=0.0)
