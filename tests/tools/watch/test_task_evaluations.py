@@ -1,109 +1,105 @@
-"""Evaluations that a run starts beside itself."""
+"""Tasks that a run evaluates while it trains, on its ranks, without the network."""
 
 import json
 import logging
-import shlex
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tests.patience import patience
-from torchllm.tools.watch import task_processes
-from torchllm.tools.watch.task_processes import TaskProcesses
+from recipes import evaluate
+from tests.recipes.test_evaluate_tasks import LAYOUTS, task_folder
+from tests.recipes.warm import Change, alone, pretrain, trained
+from tests.tiny_run import metrics, tensor_digests
 
-RECIPE = """\
-import json, os, sys
-step = sys.argv[2][-8:]
-if "fail" in os.environ:
-    sys.exit("no such task")
-with open(os.path.join(os.path.dirname(sys.argv[1]), "evaluations", step + ".seen"), "w") as file:
-    json.dump([sys.argv[2:], os.environ["CUDA_VISIBLE_DEVICES"], "RANK" in os.environ, os.nice(0)], file)
-"""
+__all__ = ["task_folder", "trained"]
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "evaluate.py").write_text(RECIPE)
-    monkeypatch.setattr(task_processes, "resource", lambda name: tmp_path / "evaluate.py")
-    monkeypatch.setenv("RANK", "0")
-    folder = tmp_path / "a run"
+def run_with_tasks(folder: Path, tasks: Path, *overrides: str, ranks: int = 2, change: Change | None = None) -> None:
+    words = [f"--evaluate.tasks={tasks}", "--evaluate.tasks_interval=4", "--metrics.log_interval=1", *overrides]
+    assert pretrain(ranks, folder, *words, change=change) == [""] * ranks
+
+
+def scored(folder: Path, step: int) -> list[list[list[Any]]]:
+    """Return what was scored of each document: per choice a log-likelihood, and whether it is the likeliest."""
+    lines = (folder / f"evaluations/step-{step:08d}.documents.jsonl").read_text().splitlines()
+    return [[[float(total), str(greedy)] for total, greedy in json.loads(line)["scored"]] for line in lines]
+
+
+def assert_scored_as_alone(folder: Path, tasks: Path, *overrides: str) -> None:
+    """Check the tasks of both checkpoints against one process that evaluates them."""
     for step in (4, 8):
-        publish(folder, step)
-    return folder
+        record = next(record for record in metrics(folder) if record["step"] == step and "loss" not in record)
+        ours = scored(folder, step)
+        config = alone(folder, f"--checkpoint.resume={folder}/checkpoints/step-{step:08d}", *overrides)
+        path = evaluate.evaluate_tasks(config, evaluate.load_alone(config))
+        assert path is not None
+        for pairs, others in zip(ours, scored(folder, step), strict=True):
+            for pair, other in zip(pairs, others, strict=True):
+                assert pair == [pytest.approx(other[0], abs=1e-4), other[1]]
+        assert record["tasks/tiny_choice/acc"] == json.loads(path.read_text())["results"]["tiny_choice"]["acc,none"]
 
 
-def publish(folder: Path, step: int) -> None:
-    (folder / f"checkpoints/step-{step:08d}").mkdir(parents=True)
-    (folder / f"checkpoints/step-{step:08d}/manifest.json").touch()
+def test_a_run_scores_as_one_process_and_trains_the_same(trained: Path, task_folder: Path, tmp_path: Path) -> None:
+    run_with_tasks(tmp_path / "run", task_folder)
+    assert_scored_as_alone(tmp_path / "run", task_folder)
+    assert tensor_digests(tmp_path / "run", 8) == tensor_digests(trained, 8)
 
 
-def processes_of(folder: Path, start: int) -> TaskProcesses:
-    """Return the processes of a run that evaluates every fourth step, and goes on from `start`."""
-    processes = TaskProcesses(folder, 4)
-    processes.begin(SimpleNamespace(start=start))  # type: ignore[arg-type]  # it reads no more
-    return processes
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "fsdp"])
+def test_each_layout_scores_as_one_process(layout: str, task_folder: Path, tmp_path: Path) -> None:
+    ranks = 4 if " x " in layout else 2
+    words = ["--training.micro_batch_size=8", "--parallel.dp_shard=1", *LAYOUTS[layout]]
+    run_with_tasks(tmp_path, task_folder, *words, ranks=ranks)
+    assert_scored_as_alone(tmp_path, task_folder)
 
 
-def end_step(processes: TaskProcesses, step: int) -> None:
-    with processes.step(step):
-        pass
+@pytest.mark.exhaustive
+def test_the_average_is_evaluated(task_folder: Path, tmp_path: Path) -> None:
+    run_with_tasks(tmp_path, task_folder, "--optimizer.ema_decay=0.5", "--evaluate.ema=true")
+    assert_scored_as_alone(tmp_path, task_folder)
+    averaged = scored(tmp_path, 8)
+    config = alone(tmp_path, "--evaluate.ema=false")
+    evaluate.evaluate_tasks(config, evaluate.load_alone(config))
+    assert abs(averaged[0][0][0] - scored(tmp_path, 8)[0][0][0]) > 1e-3
 
 
-def finish(processes: TaskProcesses) -> None:
-    assert processes.process is not None
-    processes.process.wait(patience(60))
+def break_harness(recipe: Any, rank: int) -> None:
+    """Let the harness fail once on rank 0, between the requests of the ranks and the results."""
+    import lm_eval
+
+    from torchllm.tools.watch import task_evaluations
+
+    plain = lm_eval.evaluate
+    calls = []
+
+    def evaluate_tasks(*arguments: Any, **settings: Any) -> Any:
+        calls.append(plain(*arguments, **settings))
+        if len(calls) == 1:
+            raise ValueError("no such metric")
+        return calls[-1]
+
+    lm_eval.evaluate = evaluate_tasks
+    lines: list[str] = []
+    task_evaluations.log = logging.Logger("tasks")  # the pool has no log
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    task_evaluations.log.addHandler(handler)
+    stop = task_evaluations.TaskEvaluations.end
+
+    def end(self: Any) -> None:
+        stop(self)
+        lm_eval.evaluate = plain
+        (self.run.runtime.folder / f"log-{rank}").write_text("\n".join(lines))
+
+    task_evaluations.TaskEvaluations.end = end
 
 
-def test_a_checkpoint_that_is_due_is_evaluated_once(run: Path) -> None:
-    processes = processes_of(run, 0)
-    end_step(processes, 3)
-    assert processes.process is None
-    end_step(processes, 4)
-    first = processes.process
-    finish(processes)
-    for step in (5, 6, 7):
-        end_step(processes, step)
-    assert processes.process is None
-    (seen,) = (run / "evaluations").glob("*.seen")
-    arguments = [f"--checkpoint.resume={run}/checkpoints/step-00000004", "--run.device=cpu"]
-    assert json.loads(seen.read_text()) == [arguments, "", False, 19]
-    assert first is not None
-    end_step(processes, 8)
-    finish(processes)
-    assert len(list((run / "evaluations").glob("*.seen"))) == 2
-
-
-def test_one_that_is_not_published_yet_is_waited_for(run: Path) -> None:
-    processes = processes_of(run, 8)
-    end_step(processes, 12)
-    assert processes.process is None
-    publish(run, 12)
-    end_step(processes, 13)
-    assert processes.process_step == 12
-    finish(processes)
-
-
-def test_one_is_skipped_while_another_runs_and_a_failure_ends_nothing(
-    run: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("fail", "1")
-    processes = processes_of(run, 0)
-    with caplog.at_level(logging.INFO):
-        end_step(processes, 4)
-        running, processes.process = processes.process, None
-        assert running is not None
-        running.wait(patience(60))
-        monkeypatch.setattr(running, "returncode", None)
-        monkeypatch.setattr(running, "poll", lambda: running.returncode)
-        processes.process = running
-        end_step(processes, 8)
-        words = [f"{run}/config.toml", f"--checkpoint.resume={run}/checkpoints/step-00000008"]
-        command = f"python recipes/evaluate.py {shlex.join(words)}"
-        assert f"evaluate.tasks: step 8 is skipped: step 4 is not done yet; later: {command}" in caplog.messages
-        running.returncode = 1
-        end_step(processes, 9)
-    log_file = run / "evaluations/step-00000004.log"
-    assert f"evaluate.tasks: step 4 failed: see {log_file}" in caplog.messages
-    assert log_file.read_text() == "no such task\n"
-    assert processes.process is None
+def test_a_failure_of_the_harness_ends_nothing(task_folder: Path, tmp_path: Path) -> None:
+    run_with_tasks(tmp_path, task_folder, change=break_harness)
+    first, second = (tmp_path / "log-0").read_text().splitlines()
+    assert first == "evaluate.tasks: step 4 is not evaluated, training goes on: ValueError('no such metric')"
+    assert second.startswith("step 8: tasks/tiny_choice/acc 0.")
+    assert (tmp_path / "log-1").read_text() == ""
+    assert [file.name for file in (tmp_path / "evaluations").glob("*.json")] == ["step-00000008.json"]

@@ -6,6 +6,7 @@ RUN_FOLDER/tensorboard/tasks/                           values as curves, at the
 """
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -62,6 +63,7 @@ class Tasks:
             from lm_eval.tasks import TaskManager
         except ImportError as error:
             raise UserError(f"evaluate.tasks: needs lm-eval: pip install 'torchllm[lm-eval]' ({error})") from error
+        logging.getLogger("lm_eval").setLevel(logging.WARNING)  # it logs each task, at each evaluation
         names = task_names(tasks)
         has_published = any(not name.endswith(".yaml") for name in names)
         manager = TaskManager(include_defaults=has_published)  # thousands of files, which takes seconds

@@ -142,8 +142,9 @@ class TextRanks:
                 with self._scoring(vocab) as scores:
                     self.loss_sum(batch)
                 if scores:
-                    scored_rows = (batch.labels != IGNORED).nonzero()[:, 0]
-                    sums.index_add_(0, torch.tensor(own, device=self.device)[scored_rows], torch.cat(scores).double())
+                    rows_of_scores = (batch.labels != IGNORED).nonzero()[:, 0]
+                    owners = torch.tensor(own, dtype=torch.int64, device=self.device)[rows_of_scores]
+                    sums.index_add_(0, owners, torch.cat(scores).double())
                 start += rows * self.data_size
         finally:
             self._reshard()
