@@ -23,6 +23,7 @@ CORE = ["config", "facts", "runtime", "models", "data", "parallel", "optim", "tr
 """What a fork reads and may change. Each room (a folder or a file of torchllm) imports only itself and rooms above."""
 TOOLS = [
     *("tools.resources", "tools.config", "tools.planner", "tools.iterable", "tools.mesh_axes", "tools.torch_names"),
+    "tools.continue_texts",
     *("tools.launch", "tools.prepare", "tools.hub", "tools.dry_run", "tools.watch", "tools.adapt", "tools.proof"),
     *("tools.front", "tools.generate", "tools.pipeline"),
 ]

@@ -151,11 +151,6 @@ PROBLEMS: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ({"model.experts": 4, "model.expert_ffn": 33, "parallel.tp": 2}, None, ["parallel.tp"]),
     ({"lora.rank": 4, "lora.targets": ("q_proj", "q_proj")}, None, ["lora.targets"]),
     ({"checkpoint.interval": 500, "checkpoint.keep_every": 700}, None, ["checkpoint.keep_every"]),
-    (
-        {"checkpoint.interval": 500, "evaluate.tasks": ("arc_easy",), "evaluate.tasks_interval": 700},
-        None,
-        ["evaluate.tasks_interval"],
-    ),
     ({"data.sources": ()}, None, ["data.sources"]),
     ({"data.sources": (Source(), Source(kind="text"))}, None, ["data.sources.1.path"]),
     ({"data.sources": (Source(path="a"),)}, None, ["data.sources.0.path"]),

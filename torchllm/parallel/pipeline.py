@@ -200,7 +200,6 @@ class Pipeline:
             return torch.zeros((), device=self.device)
         return torch.stack(losses).detach().sum()
 
-    @torch.no_grad()
     def loss_sum(self, batch: Batch) -> Tensor:
         """See `ForwardBackward`."""
         return forward_in_turn(self.stages, self.mesh, self.parallel, self.dtype, batch)
@@ -228,24 +227,22 @@ def _join(batches: Sequence[Batch]) -> Batch:
 def forward_in_turn(
     stages: Sequence[Decoder], mesh: DeviceMesh, parallel: Parallel, dtype: torch.dtype, batch: Batch
 ) -> Tensor:
-    """Return the loss sum of one batch, (), without gradients; 0 on a rank without the last stage.
+    """Return the loss sum of one batch, of any shape: float32 (), 0 on a rank without the last stage.
 
-    Forwards alone, one batch at a time: torch's `eval` fails on V-shaped schedules. stages: of this rank. mesh: one
-    dimension, the pp ranks. dtype: of the hidden states that are sent. batch: of any shape, equal on the ranks.
+    Forwards alone, one batch at a time: torch's `eval` fails on V-shaped schedules. mesh: one dimension, the pp ranks.
     """
     rank_of = {index: rank for rank in range(parallel.pp) for index in stage_of_rank(parallel, rank)}
-    group, last = mesh.get_group(), parallel.stages - 1
-    loss = torch.zeros((), device=batch.tokens.device)
+    group, own_rank = mesh.get_group(), mesh.get_local_rank()
     hidden = batch.tokens
-    own_rank = mesh.get_local_rank()
+    loss = torch.zeros((), device=hidden.device)
+    shape = hidden_shape(hidden.shape, stages[0].model.hidden, parallel)
     of_rank = dict(zip(stage_of_rank(parallel, own_rank), stages, strict=True))
     for index in sorted(of_rank):
         if index > 0 and rank_of[index - 1] != own_rank:
-            shape = hidden_shape(batch.tokens.shape, stages[0].model.hidden, parallel)
-            hidden = torch.empty(shape, dtype=dtype, device=batch.tokens.device)
+            hidden = torch.empty(shape, dtype=dtype, device=hidden.device)
             dist.recv(hidden, group=group, group_src=rank_of[index - 1])
         hidden = forward_stage(of_rank[index], hidden, batch)
-        if index == last:
+        if of_rank[index].lm_head is not None:
             loss = hidden
         elif rank_of[index + 1] != own_rank:
             dist.send(hidden, group=group, group_dst=rank_of[index + 1])
@@ -253,10 +250,9 @@ def forward_in_turn(
 
 
 def hidden_shape(tokens: Sequence[int], width: int, parallel: Parallel) -> tuple[int, int, int]:
-    """Return the shape of the hidden states that a rank sends. tokens: the shape (B, S) of its tokens."""
-    batch, length = tokens
+    """Return the shape of the hidden states that are sent for tokens of shape (B, S)."""
     cuts = parallel.tp if parallel.sequence_parallel or parallel.scatter_gather else 1
-    return batch, length // cuts, width
+    return tokens[0], tokens[1] // cuts, width
 
 
 class TiedWeight(NamedTuple):

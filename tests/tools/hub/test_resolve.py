@@ -310,10 +310,6 @@ def test_a_model_that_cannot_be_exported_is_told_before_it_is_trained(
     reason_of_kinds = "models of type 'llama' cannot have model.kinds.a.window = 8, model.kinds.b.window = 9"
     assert f"cannot be exported to Hugging Face: {reason_of_kinds}\n" in capsys.readouterr().err
     assert "model.pattern: 'c' has no table [model.kinds.c], which" in refused(capsys, "--model.pattern=c", STDLIB)[0]
-    os.environ["WORLD_SIZE"] = "1"
-    assert refused(capsys, *features, "--evaluate.tasks=arc_easy", "--parallel.dp_shard=1") == [
-        f"--evaluate.tasks: are evaluated on an exported model, and this one cannot be exported: {reason}"
-    ]
 
 
 def test_the_models_that_a_check_does_not_ask_about_can_be_exported() -> None:

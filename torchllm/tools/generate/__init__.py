@@ -1,5 +1,6 @@
 """Loads a trained model on one device, and generates text with a cache of keys and values.
 
 The command is recipes/generate.py.
-Imports: config, runtime, models, data, parallel, checkpoint, tools/config, tools/prepare, tools/hub, tools/front.
+Imports: config, runtime, models, data, parallel, checkpoint, tools/config,
+tools/continue_texts, tools/prepare, tools/hub, tools/front.
 """
