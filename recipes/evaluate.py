@@ -37,6 +37,7 @@ from torchllm.checkpoint.manifest import Manifest
 from torchllm.checkpoint.state import WEIGHTS
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.models.decoder import Decoder
+from torchllm.parallel.forward_backward import ForwardBackward
 from torchllm.parallel.mesh import Mesh
 from torchllm.recipe import (
     DataRanks,
@@ -69,107 +70,77 @@ log = logging.getLogger("torchllm")
 
 
 class LoadedModel(NamedTuple):
-    """A checkpoint's model on this rank."""
+    """This rank's part of a checkpoint's model; without a mesh all of it."""
 
     stages: Sequence[Decoder]
     device: torch.device
     manifest: Manifest
-    mesh: Mesh | None = None
-    runtime: Runtime | None = None
-    """None, as the mesh: this process is alone"""
+    mesh: Mesh | None
 
 
-def load_alone(config: Config) -> LoadedModel:
-    """Return the whole model on one device."""
-    report_errors()
-    device = choose_device(config.run.device, local_rank=0)
-    with torch.device("meta"):
-        model = build_model(config.model)
+def restore_model(config: Config, runtime: Runtime | None = None) -> LoadedModel:
+    """Return the model of a checkpoint: in the layout of [parallel], or, without a runtime, on one device."""
+    device = choose_device(config.run.device, local_rank=0) if runtime is None else runtime.device
     dtype = compute_dtype(config.training, device)
-    add_low_rank_updates(model, config, dtype)
-    cast_parameters(model, dtype)
-    materialize([model], device)
-    prefix = AVERAGED_WEIGHTS if config.evaluate.ema else WEIGHTS
-    return LoadedModel([model], device, load_weights_of_run(config, [model], prefix=prefix))
-
-
-def load_sharded(config: Config) -> LoadedModel:
-    """Return this rank's part of the model, in the layout of [parallel]."""
-    runtime = start_runtime(config.run, [config], reads_only=True)
-    device = runtime.device
-    dtype = compute_dtype(config.training, device)
-    mesh = build_mesh(config.parallel, device)
     with torch.device("meta"):
         model = build_model(config.model, config.training.loss_chunk)
     add_low_rank_updates(model, config, dtype)
     cast_parameters(model, dtype)
-    length = config.training.sequence_length
-    stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, Float8(), dtype, length)
+    stages, mesh, group = [model], None, None
+    if runtime is not None:
+        mesh, group, length = build_mesh(config.parallel, device), runtime.host_group, config.training.sequence_length
+        stages = parallelize(model, mesh, config.parallel, config.recompute, config.compile, Float8(), dtype, length)
     materialize(stages, device)
     prefix = AVERAGED_WEIGHTS if config.evaluate.ema else WEIGHTS
-    manifest = load_weights_of_run(config, stages, group=runtime.host_group, prefix=prefix)
-    return LoadedModel(stages, device, manifest, mesh, runtime)
+    return LoadedModel(stages, device, load_weights_of_run(config, stages, group=group, prefix=prefix), mesh)
 
 
-def main(config: Config) -> HeldOutLoss:
-    """Print and return the mean loss over the held-out sequences, in nats per target token."""
-    stages, device, manifest, *_ = load_alone(config)
-    data = build_loader(config.data, config.training, config.model, config.run.seed, DataRanks(), config.finetune)
-    data.keep_sources_of(manifest.data)
-    log_evaluation(manifest, data.validation_sequences(config.evaluate.sequences))
-    held_out = data.validation_batches(config.evaluate.sequences, device)
-    loss = evaluate(OneStage(stages, config.parallel), held_out, device)
-    print_loss(manifest.step, loss)
-    return loss
+def main(config: Config, runtime: Runtime | None = None) -> HeldOutLoss:
+    """Print and return the mean loss over the held-out sequences, in nats per target token.
 
-
-def evaluate_sharded(config: Config) -> HeldOutLoss:
-    """Print and return the same mean loss, computed by all ranks, each with its part of the weights and sequences."""
-    stages, device, manifest, mesh, runtime = load_sharded(config)
-    assert mesh is not None
-    assert runtime is not None
-    ranks = DataRanks(
-        mesh.data_rank,
-        mesh.data_size,
-        prepares=runtime.local_rank == 0,
-        gather_texts=runtime.gather_texts,
-        preparing_rank=runtime.first_rank_on_node,
-        pieces=sequence_pieces(mesh),
-    )
+    runtime: all ranks compute it, each with its part of the weights and sequences; None: this process alone.
+    """
+    stages, device, manifest, mesh = restore_model(config, runtime)
+    ranks = DataRanks()
+    forward_backward: ForwardBackward = OneStage(stages, config.parallel)
+    if runtime is not None and mesh is not None:
+        ranks = DataRanks(
+            mesh.data_rank,
+            mesh.data_size,
+            prepares=runtime.local_rank == 0,
+            gather_texts=runtime.gather_texts,
+            preparing_rank=runtime.first_rank_on_node,
+            pieces=sequence_pieces(mesh),
+        )
+        dtype = compute_dtype(config.training, device)
+        forward_backward = build_forward_backward(stages, mesh, config.parallel, config.training, dtype)
     data = build_loader(config.data, config.training, config.model, config.run.seed, ranks, config.finetune)
     data.keep_sources_of(manifest.data)
     log_evaluation(manifest, data.validation_sequences(config.evaluate.sequences))
-    held_out = data.validation_batches(config.evaluate.sequences, device)
-    dtype = compute_dtype(config.training, device)
-    forward_backward = build_forward_backward(stages, mesh, config.parallel, config.training, dtype)
-    loss = evaluate(forward_backward, held_out, device, mesh)
-    if runtime.is_main:
+    loss = evaluate(forward_backward, data.validation_batches(config.evaluate.sequences, device), device, mesh)
+    if runtime is None or runtime.is_main:
         print_loss(manifest.step, loss)
-    runtime.close()
     return loss
 
 
-def evaluate_tasks(config: Config, loaded: LoadedModel) -> Path | None:
-    """Evaluate the model on `evaluate.tasks`, print the results, and return the file with them; on rank 0."""
-    stages, device, manifest, mesh, runtime = loaded
-    ranks = TextRanks(stages, config, device, mesh, runtime.host_group if runtime is not None else None)
+def evaluate_tasks(config: Config, runtime: Runtime | None = None) -> Path | None:
+    """Evaluate the model on `evaluate.tasks`, print the results, and return the file with them; None on other ranks.
+
+    runtime: as of `main`.
+    """
+    stages, device, manifest, mesh = restore_model(config, runtime)
+    ranks = TextRanks(stages, config, device, mesh, None if runtime is None else runtime.host_group)
     if runtime is not None and not runtime.is_main:
         ranks.serve()
-        runtime.close()
         return None
     log.info("step %d: evaluating on %s", manifest.step, ", ".join(config.evaluate.tasks))
-    tokenizer = load_tokenizer(config.data.tokenizer, config.data.pattern)
-    begin = begin_of_text(tokenizer, manifest.data.get("fingerprint", {}).get("tokenizer", ()))
     with ranks.lead():
-        tasks = Tasks(config.evaluate.tasks)
-        tasks.check_model(ranks, tokenizer)
-        results = tasks.evaluate(ranks, tokenizer, begin)
+        tokenizer = load_tokenizer(config.data.tokenizer, config.data.pattern)
+        results = Tasks(config.evaluate.tasks).evaluate(ranks, tokenizer, begin_of_text(tokenizer, manifest.data))
     path = write_task_results(Path(config.run.folder), manifest.step, results)
     write_points(Path(config.run.folder), manifest.step, results)
     for value in values_of(results):
         print(f"step {manifest.step}  {value.task}  {value.metric} {value.value:.4f}")
-    if runtime is not None:
-        runtime.close()
     return path
 
 
@@ -193,10 +164,12 @@ def _describe(loss: HeldOutLoss) -> str:
 
 
 if __name__ == "__main__":
+    RUNTIME = None
+    if ALONE:
+        report_errors()
+    else:
+        RUNTIME = start_runtime(CONFIG.run, [CONFIG], reads_only=True)
     with signs_of_life("evaluate"):
-        if CONFIG.evaluate.tasks:
-            evaluate_tasks(CONFIG, load_alone(CONFIG) if ALONE else load_sharded(CONFIG))
-        elif ALONE:
-            main(CONFIG)
-        else:
-            evaluate_sharded(CONFIG)
+        (evaluate_tasks if CONFIG.evaluate.tasks else main)(CONFIG, RUNTIME)
+    if RUNTIME is not None:
+        RUNTIME.close()

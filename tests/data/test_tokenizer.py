@@ -219,7 +219,7 @@ def test_begin_is_what_transformers_puts_before_a_text(json_file: Path) -> None:
         expected = theirs("the theme").input_ids
         assert [*begin, *ids.tolist()] == expected[: len(begin) + len(ids)]
         assert begin == [theirs.convert_tokens_to_ids(name) for name in (added or "").split()]
-        assert begin_of_text(tokenizer, []) == begin
+        assert begin_of_text(tokenizer, {}) == begin
         assert [tokenizer.begin] == (begin or [None])[-1:]
         contradiction = add_bos_token is not None and add_bos_token != (added is not None)
         assert len(tokenizer.notes) == contradiction
@@ -235,8 +235,12 @@ def test_a_begin_that_is_the_end_is_not_put_before_a_document(json_file: Path) -
         f"tokenizer.json-2-2-{digest}": (2,),
     }
     assert tokenizer.earlier_fingerprints == (tokenizer.fingerprint, f"tokenizer.json-2-2-{digest}")
-    assert begin_of_text(tokenizer, [f"tokenizer.json-2-2-{digest}"]) == [2]
-    assert begin_of_text(tokenizer, [tokenizer.fingerprint]) == begin_of_text(tokenizer, []) == []
+    assert begin_of_text(tokenizer, {"fingerprint": {"tokenizer": [f"tokenizer.json-2-2-{digest}"]}}) == [2]
+    assert (
+        begin_of_text(tokenizer, {"fingerprint": {"tokenizer": [tokenizer.fingerprint]}})
+        == begin_of_text(tokenizer, {})
+        == []
+    )
 
 
 def test_earlier_versions_took_the_begin_that_a_config_names(json_file: Path) -> None:

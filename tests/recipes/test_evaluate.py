@@ -1,5 +1,7 @@
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -7,7 +9,11 @@ from recipes import evaluate, generate
 from tests import workers
 from tests.recipes.warm import alone, pretrain, rank_of_torchrun
 from tests.tiny_run import free_port, metrics
+from torchllm.config import Config
+from torchllm.recipe import Runtime, start_runtime
 from torchllm.tools.config.load import load_config
+
+Result = TypeVar("Result")
 
 LARGE = ["--training.micro_batch_size=8"]
 """fewer micro batches: ranks that share layers send many small messages for each"""
@@ -61,9 +67,17 @@ def test_tokens_go_to_the_experts_that_they_went_to_in_training(tmp_path: Path) 
     assert workers.run(evaluate_on_rank, 2, arguments, free_port()) == pytest.approx([logged] * 2, rel=1e-6)
 
 
+def on_ranks(work: Callable[[Config, Runtime], Result], config: Config) -> Result:
+    """Let the recipe's function work on ranks that torchrun has started."""
+    runtime = start_runtime(config.run, [config], reads_only=True)
+    result = work(config, runtime)
+    runtime.close()
+    return result
+
+
 def evaluate_on_rank(arguments: list[str], port: int) -> float:
     with rank_of_torchrun(port):
-        return evaluate.evaluate_sharded(load_config(arguments))
+        return on_ranks(evaluate.main, load_config(arguments))
 
 
 def test_stages_of_a_pipeline_evaluate_together(trained: Path) -> None:

@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from recipes import evaluate
 from tests import workers
 from tests.recipes.saved_run import SIZES, save_run
+from tests.recipes.test_evaluate import on_ranks
 from tests.recipes.warm import rank_of_torchrun
 from tests.tiny_run import free_port
 from torchllm.config import Config, Model
@@ -83,7 +84,7 @@ def test_documents_are_scored_as_transformers_does(
     run = tmp_path / "run"
     save_run(run, Model(kv_heads=2, **(SIZES | {"max_sequence_length": 128})), steps=(3,), lora=lora)
     config = config_of(run, f"--evaluate.tasks={task_folder}")
-    path = evaluate.evaluate_tasks(config, evaluate.load_alone(config))
+    path = evaluate.evaluate_tasks(config)
     assert path == run / "evaluations" / "step-00000003.json"
     results = json.loads(path.read_text())
     accuracy = results["results"]["tiny_choice"]["acc,none"]
@@ -155,7 +156,7 @@ def test_texts_are_rated_and_continued_as_the_harness_does(task_folder: Path, tm
     run = tmp_path / "run"
     save_run(run, Model(kv_heads=2, **(SIZES | {"max_sequence_length": 128})), steps=(3,))
     config = config_of(run, f"--evaluate.tasks={task_folder}")
-    stages, device, *_ = evaluate.load_alone(config)
+    stages, device, *_ = evaluate.restore_model(config)
     ranks, tokenizer = TextRanks(stages, config, device), load_tokenizer("bytes")
     folder = export_model(config, tmp_path / "model").folder
     ours, theirs = (
@@ -199,8 +200,7 @@ LAYOUTS = {
 
 def scored_on_rank(arguments: list[str], port: int) -> None:
     with rank_of_torchrun(port):
-        config = load_config(arguments)
-        evaluate.evaluate_tasks(config, evaluate.load_sharded(config))
+        on_ranks(evaluate.evaluate_tasks, load_config(arguments))
 
 
 @pytest.mark.parametrize(

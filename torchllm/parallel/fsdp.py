@@ -165,6 +165,17 @@ def fsdp_modules(stage: nn.Module) -> list[FSDPModule]:
     return [module for module in stage.modules() if isinstance(module, FSDPModule)]
 
 
+def free_gathered(stages: Iterable[nn.Module]) -> None:
+    """Free what forward passes without a backward have gathered.
+
+    FOOTGUN: they leave their last units gathered, whose weights are not the parameters that the optimizer and
+    checkpoints know.
+    """
+    for stage in stages:
+        for module in fsdp_modules(stage):
+            module.reshard()
+
+
 def effective_zero_stage(parallel: Parallel) -> int:
     """Return `parallel.zero`, but at most 1 if weights are not sharded.
 

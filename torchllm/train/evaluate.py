@@ -13,7 +13,7 @@ from torchllm.data.tokenizer import bits_per_byte
 from torchllm.models.head import IGNORED
 from torchllm.optim.average import average_in_place_if_due
 from torchllm.parallel.forward_backward import ForwardBackward
-from torchllm.parallel.fsdp import fsdp_modules
+from torchllm.parallel.fsdp import free_gathered
 from torchllm.parallel.mesh import Mesh
 from torchllm.runtime.heartbeat import beat, during
 from torchllm.runtime.stop import GivenUp, should_give_up
@@ -57,11 +57,7 @@ def _evaluate(
         counts[0] += (batch.labels != IGNORED).sum()
         if batch.label_bytes is not None:
             counts[1] += batch.label_bytes.sum()
-    for stage in forward_backward.stages:
-        for module in fsdp_modules(stage):
-            # FOOTGUN: a forward without a backward leaves its last units gathered, and their gathered weights are not
-            # the parameters that the optimizer and checkpoints know.
-            module.reshard()
+    free_gathered(forward_backward.stages)
     if is_given_up:
         raise GivenUp
     losses, counts = torch.stack([*sums.values()], dim=1)  # (sources, 2) each; all ranks have the same sources

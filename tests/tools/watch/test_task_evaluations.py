@@ -32,7 +32,7 @@ def assert_scored_as_alone(folder: Path, tasks: Path, *overrides: str) -> None:
         record = next(record for record in metrics(folder) if record["step"] == step and "loss" not in record)
         ours = scored(folder, step)
         config = alone(folder, f"--checkpoint.resume={folder}/checkpoints/step-{step:08d}", *overrides)
-        path = evaluate.evaluate_tasks(config, evaluate.load_alone(config))
+        path = evaluate.evaluate_tasks(config)
         assert path is not None
         for pairs, others in zip(ours, scored(folder, step), strict=True):
             for pair, other in zip(pairs, others, strict=True):
@@ -46,11 +46,24 @@ def test_a_run_scores_as_one_process_and_trains_the_same(trained: Path, task_fol
     assert tensor_digests(tmp_path / "run", 8) == tensor_digests(trained, 8)
 
 
+MORE = {
+    "experts": ["--parallel.dp_shard=2", "--parallel.ep=2", "--model.experts=4"],
+    "chunks": ["--parallel.dp_shard=2", "--training.loss_chunk=5", "--training.z_loss=0.001"],
+    "uneven vocabulary": ["--parallel.tp=2", "--model.vocab=265"],
+    "further tokens": ["--parallel.dp_shard=2", "--model.mtp_depth=1"],
+    "both ends": ["--parallel.pp=2", "--parallel.schedule=ZBVZeroBubble", "--model.layers=4"],
+    "windows": ["--parallel.cp=2", "--model.window=8"],
+    "compiled": ["--parallel.dp_shard=2", "--compile.block=true", "--compile.loss=true"],
+}
+"""what shares or changes the work of the head, of attention or of a stage"""
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "fsdp"])
-def test_each_layout_scores_as_one_process(layout: str, task_folder: Path, tmp_path: Path) -> None:
-    ranks = 4 if " x " in layout else 2
-    words = ["--training.micro_batch_size=8", "--parallel.dp_shard=1", *LAYOUTS[layout]]
+@pytest.mark.parametrize("name", [*MORE, *(name for name in LAYOUTS if name != "fsdp")])
+def test_each_layout_scores_as_one_process(name: str, task_folder: Path, tmp_path: Path) -> None:
+    layout = (LAYOUTS | MORE)[name]
+    ranks = 4 if " x " in name else 2
+    words = ["--training.micro_batch_size=8", "--parallel.dp_shard=1", *layout]
     run_with_tasks(tmp_path, task_folder, *words, ranks=ranks)
     assert_scored_as_alone(tmp_path, task_folder)
 
@@ -61,7 +74,7 @@ def test_the_average_is_evaluated(task_folder: Path, tmp_path: Path) -> None:
     assert_scored_as_alone(tmp_path, task_folder)
     averaged = scored(tmp_path, 8)
     config = alone(tmp_path, "--evaluate.ema=false")
-    evaluate.evaluate_tasks(config, evaluate.load_alone(config))
+    evaluate.evaluate_tasks(config)
     assert abs(averaged[0][0][0] - scored(tmp_path, 8)[0][0][0]) > 1e-3
 
 

@@ -129,8 +129,7 @@ class LanguageModel:
     @cached_property
     def begin(self) -> list[int]:
         """The ids before each text."""
-        data = self.manifest.data if self.manifest is not None else {}
-        return begin_of_text(self.tokenizer, data.get("fingerprint", {}).get("tokenizer", ()))
+        return begin_of_text(self.tokenizer, {} if self.manifest is None else self.manifest.data)
 
     @cached_property
     def _ends(self) -> set[int]:

@@ -68,8 +68,8 @@ class TaskEvaluations(Observer):
             return
         try:
             with self.ranks.lead(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-                fingerprints = run.data.state().get("fingerprint", {}).get("tokenizer", ())
-                results = tasks.evaluate(self.ranks, self.tokenizer, begin_of_text(self.tokenizer, fingerprints))
+                begin = begin_of_text(self.tokenizer, run.data.state())
+                results = tasks.evaluate(self.ranks, self.tokenizer, begin)
         except Exception as error:
             if self.ranks.is_at_work:
                 raise

@@ -94,7 +94,7 @@ class Tasks:
     def evaluate(self, ranks: TextRanks, tokenizer: Tokenizer, begin: list[int]) -> dict[str, Any]:
         """Return what the harness's `evaluate` gives for the model that the ranks hold. Call it inside of `ranks.lead`.
 
-        begin: the ids before each text. Few-shot examples are the same each time.
+        begin: the ids before each text. Few-shot examples are the same each time. UserError: see `check_model`.
         """
         import lm_eval
 
@@ -102,6 +102,7 @@ class Tasks:
 
         for task in self.loaded["tasks"].values():
             task.set_fewshot_seed(FEWSHOT_SEED)
+        self.check_model(ranks, tokenizer)
         model = HarnessModel(ranks, tokenizer, begin)
         os.environ["DISABLE_MULTIPROC"] = "1"  # of bootstraps: a rank forks no processes
         results: dict[str, Any] = lm_eval.evaluate(model, self.loaded, bootstrap_iters=DRAWS, log_samples=True)

@@ -24,7 +24,7 @@ from torchllm.models.decoder import Decoder
 from torchllm.models.head import IGNORED
 from torchllm.models.layers import widened
 from torchllm.parallel.forward_backward import OneStage
-from torchllm.parallel.fsdp import fsdp_modules
+from torchllm.parallel.fsdp import free_gathered
 from torchllm.parallel.mesh import Mesh, sequence_pieces
 from torchllm.runtime.device import compute_dtype
 from torchllm.runtime.heartbeat import beat
@@ -147,7 +147,7 @@ class TextRanks:
                     sums.index_add_(0, owners, torch.cat(scores).double())
                 start += rows * self.data_size
         finally:
-            self._reshard()
+            free_gathered(self.stages)
         if self.mesh is not None:
             dist.all_reduce(sums)  # over pp too, where only the last stage has scores; all tp ranks have the same ones
         return [(total / self.tp, missed == 0) for total, missed in sums.tolist()]
@@ -180,7 +180,7 @@ class TextRanks:
         Of each: its log-probability; and whether another token is likelier, 0 or 1. No scores without a head.
         """
         scores: list[Tensor] = []
-        head = self.stages[-1].lm_head
+        head = next((stage.lm_head for stage in self.stages if stage.lm_head is not None), None)
         if head is None:
             yield scores
             return
@@ -235,7 +235,7 @@ class TextRanks:
                         all_ended=self._all_ended,
                     )
         finally:
-            self._reshard()
+            free_gathered(self.stages)
         of_ranks = {self.data_rank: answers}
         if self.mesh is not None:
             gathered: list[Any] = [None] * self.mesh.world.size()
@@ -250,12 +250,6 @@ class TextRanks:
         if self.mesh is not None:
             dist.all_reduce(going)
         return not going
-
-    def _reshard(self) -> None:
-        """Free gathered weights, which the training takes for its own: see `train/evaluate.py`."""
-        for stage in self.stages:
-            for module in fsdp_modules(stage):
-                module.reshard()
 
 
 def _scores(logits: Tensor, labels: Tensor, vocab: int) -> Tensor:
