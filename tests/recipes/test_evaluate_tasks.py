@@ -16,11 +16,11 @@ from tests.recipes.saved_run import SIZES, save_run
 from tests.recipes.test_evaluate import on_ranks
 from tests.recipes.warm import rank_of_torchrun
 from tests.tiny_run import free_port
-from torchllm.config import Config, Model
+from torchllm.config import Config, Data, Evaluate, Model, Source
 from torchllm.config.schema import Lora
 from torchllm.data.tokenizer import load_tokenizer
 from torchllm.tools.config.load import load_config
-from torchllm.tools.front.preflight import inspect_evaluation
+from torchllm.tools.front.preflight import inspect_evaluation, inspect_training
 from torchllm.tools.front.resolve import load_run
 from torchllm.tools.hub.export import export_model
 from torchllm.tools.watch.tasks import Tasks, task_names, values_of, write_points, write_task_results
@@ -207,8 +207,8 @@ def scored_on_rank(arguments: list[str], port: int) -> None:
     "layouts", [["fsdp", "pp"], pytest.param(["tp", "ring", "ulysses", "pp2 x tp2"], marks=pytest.mark.exhaustive)]
 )
 def test_ranks_score_together_as_transformers_does(layouts: list[str], task_folder: Path, tmp_path: Path) -> None:
-    """As many texts as no layout divides, of several lengths; continued where a rank has the whole model."""
-    write_more_tasks(task_folder, "no_context", "long")
+    """As many texts as no layout divides, of several lengths; FSDP also continues some."""
+    write_more_tasks(task_folder, "no_context", "long", *(["continued"] if "fsdp" in layouts else []))
     run = tmp_path / "run"
     save_run(run, Model(kv_heads=2, **(SIZES | {"max_sequence_length": 128})), steps=(3,))
     expected = run_hf(export_model(config_of(run), tmp_path / "model").folder, task_folder)
@@ -216,16 +216,20 @@ def test_ranks_score_together_as_transformers_does(layouts: list[str], task_fold
         words = [str(run / "config.toml"), "--run.device=cpu", f"--evaluate.tasks={task_folder}", *LAYOUTS[layout]]
         workers.run(scored_on_rank, 4 if " x " in layout else 2, words, free_port())
         file = run / "evaluations/step-00000003.json"
-        ours = json.loads(file.read_text())["results"]
-        for name in ours:
-            assert ours[name]["acc,none"] == expected["results"][name]["acc,none"], (layout, name)
+        for name, values in json.loads(file.read_text())["results"].items():
+            metric = "exact_match,none" if name == "continued" else "acc,none"
+            assert values[metric] == expected["results"][name][metric], (layout, name)
         documents = map(json.loads, file.with_suffix(".documents.jsonl").read_text().splitlines())
         for document in documents:
             theirs = expected["samples"][document["task"]][document["document"]]["filtered_resps"]
+            if document["task"] == "continued":
+                assert document["scored"] == theirs
+                continue
             for pair, other in zip(document["scored"], theirs, strict=True):
                 assert float(pair[0]) == pytest.approx(float(other[0]), abs=1e-4), (layout, document)
                 assert str(pair[1]) == str(other[1])
         file.unlink()
+        (task_folder / "continued.yaml").unlink(missing_ok=True)  # of FSDP, which is the first
 
 
 def test_values_are_points_of_tensorboard(tmp_path: Path) -> None:
@@ -255,3 +259,8 @@ def test_what_is_missing_is_told_before_the_start(
     message = capsys.readouterr().err
     assert "--evaluate.tasks: need the package lm-eval: pip install 'torchllm[lm-eval]'" in message
     assert f"--evaluate.tasks: the folder '{tmp_path}' has no .yaml file" in message
+    data = Data(sources=(Source(kind="synthetic"),))
+    training = Config(data=data, evaluate=Evaluate(tasks=("arc_easy",), tasks_interval=4))
+    problems = [problem.message for problem in inspect_training(training).problems]
+    assert "need the package lm-eval: pip install 'torchllm[lm-eval]'" in problems
+    assert "are texts, and the model has no tokenizer: its data are random tokens" in problems

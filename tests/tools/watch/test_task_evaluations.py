@@ -1,14 +1,14 @@
 """Tasks that a run evaluates while it trains, on its ranks, without the network."""
 
 import json
-import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from recipes import evaluate
-from tests.recipes.test_evaluate_tasks import LAYOUTS, task_folder
+from tests.recipes.test_evaluate_tasks import LAYOUTS, task_folder, write_more_tasks
 from tests.recipes.warm import Change, alone, pretrain, trained
 from tests.tiny_run import metrics, tensor_digests
 
@@ -78,35 +78,56 @@ def test_the_average_is_evaluated(task_folder: Path, tmp_path: Path) -> None:
     assert abs(averaged[0][0][0] - scored(tmp_path, 8)[0][0][0]) > 1e-3
 
 
+@pytest.mark.parametrize(
+    ("task", "reason"),
+    [
+        ("continued", "no texts are continued with parallel.pp = 2, as continued needs: leave it out"),
+        ("broken", "lm-eval cannot load {folder}/broken.yaml"),
+        pytest.param("no_such", "has no task no_such", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused_before_the_first_step(
+    task: str, reason: str, task_folder: Path, tmp_path: Path
+) -> None:
+    write_more_tasks(task_folder, "continued")
+    (task_folder / "broken.yaml").write_text((task_folder / "continued.yaml").read_text().replace(".jsonl", ".no"))
+    name = task if task == "no_such" else str(task_folder / f"{task}.yaml")
+    words = [f"--evaluate.tasks={name}", "--evaluate.tasks_interval=4", "--training.micro_batch_size=8"]
+    problems = pretrain(2, tmp_path / "run", *words, "--parallel.pp=2", "--parallel.dp_shard=1")
+    assert len(set(problems)) == 1
+    assert f"evaluate.tasks: {reason.format(folder=task_folder)}" in problems[0].replace(" 0.4.13", "")
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
 def break_harness(recipe: Any, rank: int) -> None:
-    """Let the harness fail once on rank 0, between the requests of the ranks and the results."""
+    """Let the harness fail at its first evaluation, when the ranks have computed, and write down what is logged."""
     import lm_eval
 
     from torchllm.tools.watch import task_evaluations
 
-    plain = lm_eval.evaluate
-    calls = []
-
-    def evaluate_tasks(*arguments: Any, **settings: Any) -> Any:
-        calls.append(plain(*arguments, **settings))
-        if len(calls) == 1:
-            raise ValueError("no such metric")
-        return calls[-1]
-
-    lm_eval.evaluate = evaluate_tasks
+    plain, log, train = lm_eval.evaluate, task_evaluations.log, recipe.train
+    results: list[Any] = []
     lines: list[str] = []
-    task_evaluations.log = logging.Logger("tasks")  # the pool has no log
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    task_evaluations.log.addHandler(handler)
-    stop = task_evaluations.TaskEvaluations.end
 
-    def end(self: Any) -> None:
-        stop(self)
-        lm_eval.evaluate = plain
-        (self.run.runtime.folder / f"log-{rank}").write_text("\n".join(lines))
+    def evaluate_once(*arguments: Any, **settings: Any) -> Any:
+        results.append(plain(*arguments, **settings))
+        if len(results) == 1:
+            raise ValueError("no such metric")
+        return results[-1]
 
-    task_evaluations.TaskEvaluations.end = end
+    def note(message: str, *arguments: object) -> None:
+        lines.append(message % arguments)
+
+    def train_and_restore(config: Any, runtime: Any, monitor: Any) -> None:
+        lm_eval.evaluate = evaluate_once
+        task_evaluations.log = SimpleNamespace(info=note, warning=note)
+        try:
+            train(config, runtime, monitor)
+        finally:
+            lm_eval.evaluate, task_evaluations.log = plain, log
+        (runtime.folder / f"log-{rank}").write_text("\n".join(lines))
+
+    recipe.train = train_and_restore
 
 
 def test_a_failure_of_the_harness_ends_nothing(task_folder: Path, tmp_path: Path) -> None:
@@ -116,3 +137,26 @@ def test_a_failure_of_the_harness_ends_nothing(task_folder: Path, tmp_path: Path
     assert second.startswith("step 8: tasks/tiny_choice/acc 0.")
     assert (tmp_path / "log-1").read_text() == ""
     assert [file.name for file in (tmp_path / "evaluations").glob("*.json")] == ["step-00000008.json"]
+
+
+def stop_urgently(recipe: Any, rank: int) -> None:
+    """Let the run be asked to stop so long ago that no evaluation may go on."""
+    start = recipe.start_runtime
+
+    def start_runtime(*arguments: Any) -> Any:
+        runtime = start(*arguments)
+
+        def should_give_up() -> bool:
+            runtime.has_given_up = True
+            return True
+
+        runtime.should_give_up = should_give_up
+        return runtime
+
+    recipe.start_runtime = start_runtime
+
+
+def test_tasks_are_given_up_by_all_ranks_if_the_run_must_save(task_folder: Path, tmp_path: Path) -> None:
+    run_with_tasks(tmp_path, task_folder, "--evaluate.tasks_interval=1", "--evaluate.interval=0", change=stop_urgently)
+    assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+    assert not (tmp_path / "evaluations").exists()
