@@ -1,7 +1,8 @@
 """Turns the result of a step into a record, in logged steps only; between them nothing waits for the device.
 
 Keys of a record, which is one line of metrics.jsonl. "Interval": the steps since the last logged one. null: unknown, or
-not finite. A profiled step has a line of its own: breakdown/PART, the part's share of the step (`breakdown.py`).
+not finite. A profiled step has a line of its own: breakdown/PART, the part's share of the step (`breakdown.py`). So has
+an evaluation of tasks: tasks/TASK/METRIC.
 
     step               the step, from 1
     loss               nats per target token, the mean over all target tokens of this step on all ranks

@@ -122,13 +122,15 @@ def test_a_tracker_gets_each_record_once_and_a_resumed_run_continues_its_run(
     assert count_unsent(folder, tracker) == 0
 
 
-def test_a_steps_loss_and_its_profile_are_two_records(tmp_path: Path, calls: Path) -> None:
+def test_a_steps_loss_profile_and_tasks_are_three_records(tmp_path: Path, calls: Path) -> None:
     folder = run_folder(tmp_path / "run", "trackio")
     lines = JsonLines(folder / "metrics.jsonl")
     lines.write(1, record(1))
-    lines.write(1, {"step": 1, "breakdown/forward": 0.5})
+    others = [{"breakdown/forward": 0.5}, {"tasks/easy/acc": 0.25}]
+    for other in others:
+        lines.write(1, {"step": 1} | other)
     send(folder, "trackio")
-    assert [call[2] for call in read_calls(calls) if call[0] == "log"] == [{"loss": 0.5}, {"breakdown/forward": 0.5}]
+    assert [call[2] for call in read_calls(calls) if call[0] == "log"] == [{"loss": 0.5}, *others]
 
 
 @pytest.fixture

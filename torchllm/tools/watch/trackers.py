@@ -70,29 +70,30 @@ class ExperimentTracker(NamedTuple):
     """sends what was not sent yet, and ends the run"""
 
 
-def record_key(record: Mapping[str, Any]) -> tuple[int, bool]:
-    """Return what tells the records of a run apart: the step, and whether it is its loss or its profile."""
-    return record["step"], "loss" in record
+def record_key(record: Mapping[str, Any]) -> tuple[int, bool | str]:
+    """Return what tells the records of a run apart: the step, and "tasks", or whether it is its loss or its profile."""
+    of_tasks = any(key.startswith("tasks/") for key in record)
+    return record["step"], "tasks" if of_tasks else "loss" in record
 
 
 class SentRecords:
     """The records that a tracker's run was sent, in a file to which each is appended; and the name of that run.
 
-    A line is `["run", ID]`, after which a new run of the tracker begins, or `[step, has_loss, loss]`.
+    A line is `["run", ID]`, after which a new run of the tracker begins, or `[*record_key(record), loss]`.
     """
 
     def __init__(self, run_folder: Path, tracker: str) -> None:
         self.path = run_folder / FOLDER / f"{tracker}.jsonl"
         self.run_id = ""
         """empty: no run was begun"""
-        self.losses: dict[tuple[int, bool], float | None] = {}
+        self.losses: dict[tuple[int, bool | str], float | None] = {}
         for first, *rest in complete_lines(self.path):
             if first == "run":
                 [self.run_id] = rest
                 self.losses = {}
             else:
-                has_loss, loss = rest
-                self.losses[first, has_loss] = loss
+                kind, loss = rest
+                self.losses[first, kind] = loss
 
     def begin_run(self, run_id: str) -> None:
         """Note that all records are to be sent to a new run."""
@@ -102,9 +103,9 @@ class SentRecords:
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Note that a record was sent."""
-        step, has_loss = record_key(record)
-        self.losses[step, has_loss] = record.get("loss")
-        self._append([step, has_loss, record.get("loss")])
+        step, kind = record_key(record)
+        self.losses[step, kind] = record.get("loss")
+        self._append([step, kind, record.get("loss")])
 
     def _append(self, line: list[Any]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
