@@ -166,14 +166,12 @@ def fsdp_modules(stage: nn.Module) -> list[FSDPModule]:
 
 
 def free_gathered(stages: Iterable[nn.Module]) -> None:
-    """Free what forward passes without a backward have gathered.
+    """Free the units that a forward without a backward leaves gathered.
 
-    FOOTGUN: they leave their last units gathered, whose weights are not the parameters that the optimizer and
-    checkpoints know.
+    FOOTGUN: their gathered weights are not the parameters that the optimizer and checkpoints know.
     """
-    for stage in stages:
-        for module in fsdp_modules(stage):
-            module.reshard()
+    for unit in (unit for stage in stages for unit in fsdp_modules(stage)):
+        unit.reshard()
 
 
 def effective_zero_stage(parallel: Parallel) -> int:

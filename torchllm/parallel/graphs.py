@@ -21,7 +21,7 @@ from torchllm.config.errors import UserError
 from torchllm.data.batch import Batch
 from torchllm.models.head import SUMS, take_sum
 from torchllm.parallel.forward_backward import OneStage
-from torchllm.parallel.fsdp import fsdp_modules
+from torchllm.parallel.fsdp import free_gathered
 
 WARM_UP = 2
 """steps before the capture: optimizer and allocator are settled in the second"""
@@ -57,8 +57,7 @@ class Graphed:
         # FOOTGUN: an evaluation leaves some units gathered, and the next backward frees them. A replay does not: the
         # norm would look for gradients in the gathered weights, and the next evaluation would take these old weights.
         (model,) = self.stages
-        for unit in fsdp_modules(model):
-            unit.reshard()
+        free_gathered(self.stages)
         if self.steps == WARM_UP:
             self.steps += 1
             self._capture(batches, scale)

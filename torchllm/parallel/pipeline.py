@@ -19,6 +19,7 @@ Lamy-Poirier 2023; zero bubble, Qi et al. 2024; DualPipe, DeepSeek-AI 2024.
 import copy
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -114,8 +115,8 @@ class Pipeline:
         """of the losses of the current step"""
 
         self.input_shape = (training.micro_batch_size, training.sequence_length // parallel.cp)
-        self.hidden_shape = hidden_shape(self.input_shape, stages[0].model.hidden, parallel)
-        self.mesh, self.parallel, self.dtype = mesh.pp, parallel, dtype
+        self.hidden_states = partial(empty_hidden_states, self.input_shape, stages[0], parallel, dtype)
+        self.forward_in_turn = partial(forward_in_turn, stages, mesh.pp, parallel, dtype)
 
         self.tied_weights: list[TiedWeight] = []  # collected now, while the weights are sharded
         for stage in stages:
@@ -152,11 +153,11 @@ class Pipeline:
         if index == 0:
             input_example = torch.empty(self.input_shape, dtype=torch.int64, device=self.device)
         else:
-            input_example = self._hidden_states().requires_grad_()
+            input_example = self.hidden_states().requires_grad_()
         if index == self.last:
             output_example = torch.empty((), device=self.device).requires_grad_()
         else:
-            output_example = self._hidden_states().requires_grad_()
+            output_example = self.hidden_states().requires_grad_()
         return ConnectedStage(
             stage,
             index,
@@ -202,11 +203,7 @@ class Pipeline:
 
     def loss_sum(self, batch: Batch) -> Tensor:
         """See `ForwardBackward`."""
-        return forward_in_turn(self.stages, self.mesh, self.parallel, self.dtype, batch)
-
-    def _hidden_states(self) -> Tensor:
-        """Return uninitialized memory for the tensors that stages send to each other."""
-        return torch.empty(self.hidden_shape, dtype=self.dtype, device=self.device)
+        return self.forward_in_turn(batch)
 
 
 def _join(batches: Sequence[Batch]) -> Batch:
@@ -235,11 +232,10 @@ def forward_in_turn(
     group, own_rank = mesh.get_group(), mesh.get_local_rank()
     hidden = batch.tokens
     loss = torch.zeros((), device=hidden.device)
-    shape = hidden_shape(hidden.shape, stages[0].model.hidden, parallel)
     of_rank = dict(zip(stage_of_rank(parallel, own_rank), stages, strict=True))
     for index in sorted(of_rank):
         if index > 0 and rank_of[index - 1] != own_rank:
-            hidden = torch.empty(shape, dtype=dtype, device=hidden.device)
+            hidden = empty_hidden_states(batch.tokens.shape, stages[0], parallel, dtype)
             dist.recv(hidden, group=group, group_src=rank_of[index - 1])
         hidden = forward_stage(of_rank[index], hidden, batch)
         if of_rank[index].lm_head is not None:
@@ -249,10 +245,12 @@ def forward_in_turn(
     return loss
 
 
-def hidden_shape(tokens: Sequence[int], width: int, parallel: Parallel) -> tuple[int, int, int]:
-    """Return the shape of the hidden states that are sent for tokens of shape (B, S)."""
+def empty_hidden_states(tokens: Sequence[int], stage: Decoder, parallel: Parallel, dtype: torch.dtype) -> Tensor:
+    """Return uninitialized memory for what stages send to each other for tokens of shape (B, S)."""
+    batch, length = tokens
     cuts = parallel.tp if parallel.sequence_parallel or parallel.scatter_gather else 1
-    return tokens[0], tokens[1] // cuts, width
+    device = next(stage.parameters()).device
+    return torch.empty(batch, length // cuts, stage.model.hidden, dtype=dtype, device=device)
 
 
 class TiedWeight(NamedTuple):

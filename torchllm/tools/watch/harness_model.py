@@ -39,11 +39,6 @@ class HarnessModel(TemplateLM):
         (ids,) = self.codec.encode_documents([string])
         return [*([] if add_special_tokens is False else self.begin), *ids.tolist()]
 
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Scored]:
-        """Score continuations of contexts, without a progress bar in a run's log."""
-        scored: list[Scored] = super().loglikelihood(requests, disable_tqdm=True)
-        return scored
-
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[Scored]:

@@ -57,21 +57,21 @@ class Tasks:
     """Tasks with their documents, which are loaded once."""
 
     def __init__(self, tasks: Sequence[str]) -> None:
-        """Load them. Raises UserError if the package or a task is missing, or the harness cannot load one."""
+        """Load them. Raises UserError if one is unknown, or if the harness cannot be imported or load one."""
+        names = task_names(tasks)
+        has_published = any(not name.endswith(".yaml") for name in names)
         try:
             import lm_eval
             from lm_eval.tasks import TaskManager
-        except ImportError as error:
-            raise UserError(f"evaluate.tasks: needs lm-eval: pip install 'torchllm[lm-eval]' ({error})") from error
-        logging.getLogger("lm_eval").setLevel(logging.WARNING)  # it logs each task, at each evaluation
-        names = task_names(tasks)
-        has_published = any(not name.endswith(".yaml") for name in names)
-        manager = TaskManager(include_defaults=has_published)  # thousands of files, which takes seconds
-        unknown = [name for name in names if not name.endswith(".yaml") and not manager.match_tasks([name])]
-        if unknown:
-            raise UserError(f"evaluate.tasks: lm-eval {lm_eval.__version__} has no task {', '.join(unknown)}")
-        try:
+
+            logging.getLogger("lm_eval").setLevel(logging.WARNING)  # it logs each task, at each evaluation
+            manager = TaskManager(include_defaults=has_published)  # thousands of files, which takes seconds
+            unknown = [name for name in names if not name.endswith(".yaml") and not manager.match_tasks([name])]
+            if unknown:
+                raise UserError(f"evaluate.tasks: lm-eval {lm_eval.__version__} has no task {', '.join(unknown)}")
             self.loaded = manager.load(names)
+        except UserError:
+            raise
         except Exception as error:
             raise UserError(f"evaluate.tasks: lm-eval cannot load {', '.join(names)}: {error!r}") from error
         for task in self.loaded["tasks"].values():
