@@ -61,6 +61,7 @@ MORE = {
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [*MORE, *(name for name in LAYOUTS if name != "fsdp")])
 def test_each_layout_scores_as_one_process(name: str, task_folder: Path, tmp_path: Path) -> None:
+    write_more_tasks(task_folder, "no_context")  # of a few tokens
     layout = (LAYOUTS | MORE)[name]
     ranks = 4 if " x " in name else 2
     words = ["--training.micro_batch_size=8", "--parallel.dp_shard=1", *layout]
@@ -69,13 +70,18 @@ def test_each_layout_scores_as_one_process(name: str, task_folder: Path, tmp_pat
 
 
 @pytest.mark.exhaustive
-def test_the_average_is_evaluated(task_folder: Path, tmp_path: Path) -> None:
-    run_with_tasks(tmp_path, task_folder, "--optimizer.ema_decay=0.5", "--evaluate.ema=true")
-    assert_scored_as_alone(tmp_path, task_folder)
-    averaged = scored(tmp_path, 8)
-    config = alone(tmp_path, "--evaluate.ema=false")
+def test_the_average_is_evaluated_and_the_weights_are_trained(task_folder: Path, tmp_path: Path) -> None:
+    """No unit keeps the average, gathered, for the next step."""
+    averages = ["--optimizer.ema_decay=0.5", "--evaluate.ema=true", "--evaluate.interval=0"]
+    folder, other = tmp_path / "run", tmp_path / "other"
+    run_with_tasks(folder, task_folder, *averages)
+    assert pretrain(2, other, *averages[:1], "--evaluate.interval=0") == ["", ""]
+    assert tensor_digests(folder, 8) == tensor_digests(other, 8)
+    assert_scored_as_alone(folder, task_folder)
+    averaged = scored(folder, 8)
+    config = alone(folder, "--evaluate.ema=false")
     evaluate.evaluate_tasks(config)
-    assert abs(averaged[0][0][0] - scored(tmp_path, 8)[0][0][0]) > 1e-3
+    assert abs(averaged[0][0][0] - scored(folder, 8)[0][0][0]) > 1e-3
 
 
 @pytest.mark.parametrize(
