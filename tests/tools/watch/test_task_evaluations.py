@@ -89,7 +89,7 @@ def test_the_average_is_evaluated_and_the_weights_are_trained(task_folder: Path,
     [
         ("continued", "no texts are continued with parallel.pp = 2, as continued needs: leave it out"),
         ("broken", "lm-eval cannot load {folder}/broken.yaml"),
-        pytest.param("no_such", "has no task no_such", marks=pytest.mark.exhaustive),
+        pytest.param("no_such", "lm-eval has no task no_such", marks=pytest.mark.exhaustive),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused_before_the_first_step(
