@@ -86,6 +86,8 @@ OWN_TEXT = "a source of your own raw text"
 ADAMW = Needs('optimizer.name = "adamw" or "muon"')
 PIPELINE = Needs("parallel.pp over 1", "idle")
 GATHERED = Needs("parallel.pp and parallel.tp over 1, without parallel.sequence_parallel", "idle")
+KEEPING = 'a recompute.mode other than "full" or "segment", which keep no input of a product'
+REGATHERED = Needs(f"parallel.tp over 1 and parallel.sequence_parallel = true and {KEEPING}", "idle")
 SHARDED = "parallel.dp_shard x cp over 1 and parallel.zero_stage"
 LORA = "lora.rank over 0"
 TASKS = Needs("evaluate.tasks_interval over 0, or recipes/evaluate.py", "elsewhere")
@@ -856,6 +858,8 @@ class Parallel:
     ranks of dp_shard x cp x tp, so it is no factor of the number of ranks"""
     sequence_parallel: Annotated[bool, Needs("parallel.tp over 1", "idle")] = False
     """with tp: also split the sequence between the matrices (norms and residuals)"""
+    regather: Annotated[bool, REGATHERED] = False
+    """with sequence_parallel: keep a rank's part of the sequence before q and gate, and gather it again in the backward"""
     zero_stage: Annotated[int, Bound(at_least=-1, at_most=3), Needs("parallel.dp_shard x cp over 1", "idle")] = -1
     """3: weights are gathered for each use; 2: weights are gathered once per step, gradients reduced after each micro
     batch; 1: both once per step; 0: all weights on every rank (DDP); -1: 3, with pp 2"""

@@ -3,9 +3,9 @@
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from torchllm.parallel.tensor import WholeNorm, style_of_mixture, style_of_routed
+from torchllm.parallel.tensor import WholeInput, WholeNorm, style_of_mixture, style_of_routed
 
 
 def styles_of_beside(layer: nn.Module, hidden: Placement, shares_experts: bool) -> dict[str, ParallelStyle]:
@@ -19,9 +19,7 @@ def styles_of_beside(layer: nn.Module, hidden: Placement, shares_experts: bool) 
         "routed.input_norm": WholeNorm(Partial()),
         "routed_norm": WholeNorm(of_tokens),
         "dense_input_norm": WholeNorm(of_tokens),
-        "dense": PrepareModuleInput(
-            input_layouts=(hidden,), desired_input_layouts=(Replicate(),), use_local_output=False
-        ),
+        "dense": WholeInput(hidden),
         "dense.gate_proj": ColwiseParallel(),
         "dense.up_proj": ColwiseParallel(),
         "dense.down_proj": RowwiseParallel(output_layouts=hidden),

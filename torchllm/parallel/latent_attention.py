@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from torchllm.config import Model
 from torchllm.models.parts.latent_attention import LatentAttention, Latents
-from torchllm.parallel.tensor import WholeNorm
+from torchllm.parallel.tensor import WholeNorm, gathered
 
 if TYPE_CHECKING:
     from torchllm.parallel.context import SharedSequences
@@ -69,14 +69,15 @@ class LatentsOfAllTokens(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, LatentAttention)
-        module.for_own_heads = partial(self._whole, device_mesh)
+        module.gather = gathered  # type: ignore[assignment]  # a seam
+        module.for_own_heads = partial(self._whole, device_mesh, module)
         return module
 
-    def _whole(self, mesh: DeviceMesh, latents: Latents) -> Latents:
+    def _whole(self, mesh: DeviceMesh, module: LatentAttention, latents: Latents) -> Latents:
         """Gather all parts in one message; those that are projected to heads stay DTensors."""
         widths = [part.shape[-1] for part in latents]
         parts = DTensor.from_local(torch.cat(latents, dim=-1), mesh, [self.hidden], run_check=False)
-        q, kv, key_rope = parts.redistribute(placements=[Replicate()]).split(widths, dim=-1)
+        q, kv, key_rope = module.gather(parts).split(widths, dim=-1)  # type: ignore[operator]
         assert isinstance(key_rope, DTensor)
         return Latents(q, kv, key_rope.to_local(grad_placements=[self.gradient_of_keys]))
 

@@ -6,6 +6,7 @@ First the model is cut into pipeline stages. Then, to each stage:
   tensor parallel    needs plain parameters, but for the experts
   context parallel   its attention core gets this rank's heads under tensor parallelism
   recompute          wraps modules that both have changed
+  regather           leaves alone what is recomputed
   compile            sees the recomputation
   FSDP               outermost, so that its gathers stay out of the compiled graphs
 
@@ -87,6 +88,12 @@ def parallelize(
 
             apply_recompute(stage, recompute, layers, compiles_blocks=compile.block is True)
             log_layout("recompute %s", recompute.mode)
+
+        if parallel.regather and parallel.tp > 1 and parallel.sequence_parallel:
+            from torchllm.parallel.regather import apply_regather
+
+            apply_regather(stage)
+            log_layout("gathered inputs are gathered again")
 
         stage.is_graphed = compile.graphs
         if compile.compiles_anything:

@@ -30,7 +30,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
-    PrepareModuleInput,
     PrepareModuleInputOutput,
     PrepareModuleOutput,
     RowwiseParallel,
@@ -58,13 +57,6 @@ def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: b
     would silently become two weights; `tie_embeddings` makes them one again.
     """
     hidden: Placement = Shard(1) if sequence_parallel else Replicate()  # layout of (B, S, D) between the matrices
-    # One gather of the input for q, k and v together, and one reduction of the sum of their gradients.
-    gather_attention = PrepareModuleInput(
-        input_layouts=(hidden, None, None), desired_input_layouts=(Replicate(), None, None), use_local_output=False
-    )
-    gather_mlp = PrepareModuleInput(
-        input_layouts=(hidden,), desired_input_layouts=(Replicate(),), use_local_output=False
-    )
     # Shared experts, which all tokens use, are summed with the routed ones, or by themselves with expert parallelism.
     sums_of_rank: Placement = hidden if shares_experts else Partial()
     mixture, routed = style_of_mixture(hidden, shares_experts), style_of_routed(hidden, shares_experts)
@@ -111,16 +103,14 @@ def apply_tensor_parallel(stage: Decoder, mesh: DeviceMesh, sequence_parallel: b
                 from torchllm.parallel.added_parameters import AddedParameters  # of no use to other models
 
                 plan[name] = AddedParameters(name, set(cuts.values()), sequence_parallel)
-        elif name.endswith(".self_attn"):
-            plan[name] = gather_attention
         elif isinstance(module, MixtureOfExperts):
             plan[name] = mixture
         elif isinstance(module, SharedExperts):
             plan[name] = SharedExpertsOfAllTokens()
         elif isinstance(module, RoutedExperts):
             plan[name] = routed
-        elif name.endswith(".mlp"):
-            plan[name] = gather_mlp
+        elif name.endswith((".self_attn", ".mlp")):
+            plan[name] = WholeInput(hidden)
     frozen = [name for name, parameter in stage.named_parameters() if not parameter.requires_grad]
     parallelize_module(stage, mesh, plan)
     for name in frozen:  # a style may have made a new parameter, which is trained
@@ -133,13 +123,35 @@ def style_of_mixture(hidden: Placement, shares_experts: bool) -> ParallelStyle:
 
     With expert parallelism routed experts need neither.
     """
-    sums_of_rank: Placement = hidden if shares_experts else Partial()
-    return PrepareModuleInputOutput(
-        input_layouts=(hidden,),
-        desired_input_layouts=(hidden if shares_experts else Replicate(),),
-        output_layouts=(sums_of_rank,),
-        desired_output_layouts=(hidden,),
-    )
+    if shares_experts:
+        same: dict[str, Any] = {"input_layouts": (hidden,), "desired_input_layouts": (hidden,)}
+        return PrepareModuleInputOutput(**same, output_layouts=(hidden,), desired_output_layouts=(hidden,))
+    return WholeInput(hidden, PrepareModuleOutput(output_layouts=(Partial(),), desired_output_layouts=(hidden,)))
+
+
+def gathered(x: DTensor) -> DTensor:
+    """Return hidden states (B, S, D) that every rank has whole. The attribute `gather` of modules: `regather.py`."""
+    return x.redistribute(placements=[Replicate()])
+
+
+class WholeInput(ParallelStyle):
+    """Gives a module whole hidden states: one gather for q, k and v, and one reduction of the sum of their gradients.
+
+    of_output: style of the module's output; None: the modules inside have their own.
+    """
+
+    def __init__(self, hidden: Placement, of_output: ParallelStyle | None = None) -> None:
+        self.hidden = hidden
+        self.of_output = of_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.gather = gathered  # type: ignore[assignment]  # a seam
+        module.register_forward_pre_hook(partial(self._gather, device_mesh))
+        return self.of_output._apply(module, device_mesh) if self.of_output else module
+
+    def _gather(self, mesh: DeviceMesh, module: nn.Module, inputs: Any) -> Any:
+        x, *others = inputs
+        return module.gather(DTensor.from_local(x, mesh, [self.hidden], run_check=False)), *others  # type: ignore[operator]
 
 
 def style_of_routed(hidden: Placement, shares_experts: bool) -> ParallelStyle:
@@ -308,17 +320,14 @@ class SharedExpertsOfAllTokens(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, SharedExperts)
-        module.all_tokens = self._gathered
+        module.gather = gathered  # type: ignore[assignment]  # a seam
+        module.all_tokens = lambda x: module.gather(x)  # type: ignore[operator]
         module.for_own_features = self._plain
         return module
 
     def _plain(self, x: Tensor) -> Tensor:
         assert isinstance(x, DTensor)
         return x.to_local(grad_placements=[Partial()])
-
-    def _gathered(self, x: Tensor) -> Tensor:
-        assert isinstance(x, DTensor)
-        return x.redistribute(placements=[Replicate()])
 
 
 def _whole_router(gradient: Placement, weight: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as CheckpointWrapper
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper as checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -27,7 +28,8 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # Re-exported, since they have no public path:
-# - checkpoint_wrapper: makes a module recompute its forward in the backward pass, as a module, which FSDP needs.
+# - checkpoint_wrapper: makes a module recompute its forward in the backward pass, as a module, which FSDP needs;
+#   CheckpointWrapper is its class.
 # - FakeTensor, FakeTensorMode: tensors with shapes and devices but no memory, used by the dry run.
 # - TorchDispatchMode: a hook that sees every operation, of the backward pass too.
 
