@@ -15,6 +15,8 @@ LATENT: Settings = {}
 LAYOUTS: dict[str, Settings] = {
     "plain": {},
     "lora": {"lora.rank": 3, "lora.alpha": 12.0},
+    "selective": {"recompute.mode": "selective"},
+    "half": {"recompute.mode": "selective_half", "parallel.regather": False},
     "fsdp, documents, ffn": {"parallel.dp_shard": 2, "data.document_mask": True, "recompute.mode": "ffn"},
     "experts cut by tp": EXPERTS,
     "experts over ep": {**EXPERTS, "parallel.ep": 2},

@@ -52,6 +52,7 @@ def parallelize(
 
         stages = split_into_stages(model, mesh.pp, parallel, sequence_length)
     layers = model.model.layers
+    regathers = parallel.regather and parallel.tp > 1 and parallel.sequence_parallel
     for stage in stages:
         log_layout = log.info if stage is stages[0] else log.debug
         if float8.is_on:
@@ -86,10 +87,17 @@ def parallelize(
         if recompute.mode != "none":
             from torchllm.parallel.recompute import apply_recompute
 
-            apply_recompute(stage, recompute, layers, compiles_blocks=compile.block is True)
+            apply_recompute(
+                stage,
+                recompute,
+                layers,
+                compiles_blocks=compile.block is True,
+                sums_over_tp=parallel.tp > 1,
+                gathers_again=regathers,
+            )
             log_layout("recompute %s", recompute.mode)
 
-        if parallel.regather and parallel.tp > 1 and parallel.sequence_parallel:
+        if regathers:
             from torchllm.parallel.regather import apply_regather
 
             apply_regather(stage)

@@ -12,8 +12,12 @@ wait for their backward, e.g. with many micro batches in flight.
 
 `selective_half` saves every second of a block's products with weights, beginning with the second: of q, k, v, o, gate,
 up, down it computes q, v and gate again. torchtitan's selective recomputation begins with the first. For two products
-of the same input the choice does not matter. But o and down end in a sum over the tp ranks, whose result is saved: o
-would be recomputed although unused; and no gradient depends on the result of down: it would be saved although unused.
+of the same input the choice does not matter. But no gradient depends on the result of down: it would be saved although
+unused.
+
+Under tensor parallelism o and down are sums over the ranks, and the selective modes save the sums. A rank's part is
+neither saved nor computed again, and selective_half does not count it (`unkept_sums.py`). In a compiled block torch
+itself drops what no gradient depends on.
 """
 
 from collections import Counter
@@ -40,7 +44,8 @@ from torchllm.models.experts import Router
 from torchllm.parallel.saved_results import SavedResults
 from torchllm.runtime.torch_compat import PROFILER_MARKS, VARLEN_ATTENTION, VARLEN_FLASH, checkpoint_wrapper
 
-_WEIGHT_PRODUCTS = (
+Operations = tuple[Any, ...]
+WEIGHT_PRODUCTS = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.linear.default,
@@ -57,7 +62,7 @@ _ATTENTION = (
     VARLEN_ATTENTION,
     VARLEN_FLASH.default,
 )
-_COLLECTIVES = (
+_COLLECTIVES = (  # the gather first, which `gathers_again` leaves out
     torch.ops._c10d_functional.all_gather_into_tensor.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_reduce.default,
@@ -65,11 +70,19 @@ _COLLECTIVES = (
 )
 
 
-def apply_recompute(stage: Decoder, config: Recompute, layers: int, compiles_blocks: bool = False) -> None:
+def apply_recompute(
+    stage: Decoder,
+    config: Recompute,
+    layers: int,
+    compiles_blocks: bool = False,
+    sums_over_tp: bool = False,
+    gathers_again: bool = False,
+) -> None:
     """Wrap the modules that `config.mode` recomputes, in place.
 
     layers: blocks of the whole model, not of this stage; they set the default of `config.k`. compiles_blocks: blocks
-    will be compiled, those with experts in parts.
+    will be compiled, those with experts in parts. sums_over_tp: tensor parallelism sums products. gathers_again: the
+    selective modes gather again, too (`regather.py`).
     """
     match config.mode:
         case "full":
@@ -82,7 +95,12 @@ def apply_recompute(stage: Decoder, config: Recompute, layers: int, compiles_blo
                 _wrap(block, ["mlp"])
         case "selective" | "selective_half":
             has_ring = any(getattr(module, "computes_once", False) for module in stage.modules())
-            saver = _SAVERS[config.mode, has_ring]
+            collectives = _COLLECTIVES[1:] if gathers_again else _COLLECTIVES
+            saver = partial(_SAVERS[config.mode, has_ring], collectives)
+            if sums_over_tp and not compiles_blocks:
+                from torchllm.parallel.unkept_sums import without_sums  # of no use without tp
+
+                saver = partial(without_sums, saver)
             for name, block in list(stage.layers.items()):
                 assert isinstance(block, Block)
                 if not any(isinstance(module, Router) for module in block.modules()):
@@ -119,27 +137,27 @@ Policy = Callable[..., CheckpointPolicy]
 """decides for each operation whether its result is saved"""
 
 
-def save_products() -> Any:
-    """Return contexts that save matrix products, attention and collectives, and recompute the rest.
+def save_products(collectives: Operations = _COLLECTIVES) -> Any:
+    """Return contexts that save matrix products, attention and `collectives`, and recompute the rest.
 
     One is for the forward, one for the recomputation: `context_fn` of `torch.utils.checkpoint.checkpoint`.
     """
-    return create_selective_checkpoint_contexts(_save_results)
+    return create_selective_checkpoint_contexts(partial(_save_results, collectives))
 
 
-def save_half_of_products() -> Any:
+def save_half_of_products(collectives: Operations = _COLLECTIVES) -> Any:
     """Return the same contexts, but save only every second product with a weight."""
-    return create_selective_checkpoint_contexts(_EverySecondProduct())
+    return create_selective_checkpoint_contexts(_EverySecondProduct(collectives))
 
 
-def save_products_and_rings() -> Any:
+def save_products_and_rings(collectives: Operations = _COLLECTIVES) -> Any:
     """Return the contexts of `save_products`, but save a ring's attention as one result instead of n blocks."""
-    return _save_rings(_save_results)
+    return _save_rings(partial(_save_results, collectives))
 
 
-def save_half_of_products_and_rings() -> Any:
+def save_half_of_products_and_rings(collectives: Operations = _COLLECTIVES) -> Any:
     """Return the contexts of `save_half_of_products`, but save a ring's attention as one result."""
-    return _save_rings(_EverySecondProduct())
+    return _save_rings(_EverySecondProduct(collectives))
 
 
 _SAVERS = {
@@ -151,9 +169,11 @@ _SAVERS = {
 """makes the contexts, by mode and by whether a core marks a result with `computed_once`, as ring attention does"""
 
 
-def _save_results(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    is_product = operation in _WEIGHT_PRODUCTS or operation in _ATTENTION or operation in ATTENTION_OPERATIONS
-    if is_product or operation in _COLLECTIVES:
+def _save_results(
+    collectives: Operations, context: Any, operation: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    is_product = operation in WEIGHT_PRODUCTS or operation in _ATTENTION or operation in ATTENTION_OPERATIONS
+    if is_product or operation in collectives:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -161,16 +181,17 @@ def _save_results(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Ch
 class _EverySecondProduct:
     """The policy of one forward, and of its recomputation, that does not save the first, third, ... product."""
 
-    def __init__(self) -> None:
+    def __init__(self, collectives: Operations) -> None:
+        self.collectives = collectives
         self.products: Counter[bool] = Counter()
         """number of products so far in the forward (False) and, before torch 2.13, in the recomputation (True)"""
 
     def __call__(self, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if operation in _WEIGHT_PRODUCTS:
+        if operation in WEIGHT_PRODUCTS:
             self.products[context.is_recompute] += 1
             if self.products[context.is_recompute] % 2 == 1:
                 return CheckpointPolicy.PREFER_RECOMPUTE
-        return _save_results(context, operation)
+        return _save_results(self.collectives, context, operation)
 
 
 def _save_rings(outside: Policy) -> Any:

@@ -6,10 +6,12 @@ the backward gathers it again: once for all products of the same input, which is
 
 Nothing is sharded. Sent besides, per block: an all-gather of each such input in the backward.
 
-What recomputation computes again it gathers again anyway: it is left as it is. In a compiled block the kept tensors are
+What recomputation computes again it gathers again anyway, with its selective modes by `recompute.py`: it is left as it
+is. In a compiled block the kept tensors are
 those of torch's graph; there the gather is marked as what is recomputed, and the graph of the backward repeats it.
 """
 
+import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -78,7 +80,7 @@ class GathersAgain:
 
     def __init__(self, block: nn.Module) -> None:
         self.plain_forward = block.forward
-        self.inputs: list[tuple[Any, GatheredInput]] = []
+        self.inputs: list[tuple[weakref.ref[Any], GatheredInput]] = []
         """storage of each input that the forward under way has gathered"""
 
     def forward(self, *inputs: Any) -> Any:
@@ -97,14 +99,14 @@ class GathersAgain:
             return whole
         whole = gathered(part)
         with torch.no_grad():
-            self.inputs.append((whole.to_local().untyped_storage(), GatheredInput(part)))
+            self.inputs.append((weakref.ref(whole.to_local().untyped_storage()), GatheredInput(part)))
         return whole
 
     @torch.no_grad()
     def _keep(self, tensor: Tensor) -> Tensor | Kept:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         for storage, of in self.inputs:
-            if local.untyped_storage() is storage:
+            if local.untyped_storage() is storage():
                 like = (tensor.shape, tensor.stride(), tensor.placements) if isinstance(tensor, DTensor) else None
                 return Kept(of, local.shape, local.stride(), local.storage_offset(), like)
         return tensor

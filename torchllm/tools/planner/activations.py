@@ -323,7 +323,8 @@ def block_activations(
         added = sum(shape.outputs for shape in added_matrices(model, piece.tp))
         deferred = deferred_bytes(model, piece) + 2 * added
     tokens = piece.tokens
-    phases = backward_phases(model, piece, kernels, stored, routed, tokens * deferred)
+    again = 2.0 * width.hidden * software.regathers
+    phases = backward_phases(model, piece, kernels, stored, routed, tokens * deferred, again)
     return BlockActivations(
         norm=tokens * stored.norm,
         entry=tokens * 2 * width.local,
@@ -387,11 +388,18 @@ def block_weights(model: Model, piece: Piece) -> BlockWeights:
 
 
 def backward_phases(
-    model: Model, piece: Piece, kernels: Kernels, stored: StoredParts, routed: RoutedActivations, deferred: float
+    model: Model,
+    piece: Piece,
+    kernels: Kernels,
+    stored: StoredParts,
+    routed: RoutedActivations,
+    deferred: float,
+    again: float = 0.0,
 ) -> list[Phase]:
     """Return the moments of a block's backward; the reduction of its gradients is the last.
 
-    deferred: bytes that the whole block keeps if gradients of weights are put off; 0 if it keeps none.
+    deferred: bytes that the whole block keeps if gradients of weights are put off; 0 if it keeps none. again: bytes per
+    token of an input that is gathered again.
     """
     width, costs = Widths.of(model, piece), mixer_costs(model, piece)
     weights = block_weights(model, piece)
@@ -414,10 +422,13 @@ def backward_phases(
     reduction = first_norm._replace(reduced=unit, after_unit=False, freed=own_unit + unit)
     phases = [*routed_phases(model, piece, routed, weights.experts), second_norm]
     if width.ffn:
-        at_gates = 2 * width.hidden + gate_bytes(model, width)
+        at_gates = 2 * width.hidden + gate_bytes(model, width) + again
         working = piece.tokens * at_gates - routed.whole
         of_down = weights.down + weights.experts - own_unit
         phases.append(second_norm._replace(working=working, gradients=of_down, deferred=0.0))
+    if again:  # with the gradients of queries, keys and values
+        at_inputs = 2 * width.hidden + 2 * costs.inputs + again - freed_by_ffn - stored.norms
+        phases.append(second_norm._replace(working=piece.tokens * at_inputs - routed.whole))
     of_core = costs.working
     if stored.core > 4.0 * costs.heads:  # matrices of scores have gradients as large
         of_core += SCORES * costs.heads * piece.keys

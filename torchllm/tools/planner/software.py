@@ -5,8 +5,10 @@ Constants are the same for every framework, model, sequence length and number of
 in `train_configs/clusters/*.toml`, shared by all frameworks on it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+from torchllm.config import Parallel, Recompute
 
 AttentionKernel = Literal["eager", "fused_softmax", "flash1", "flash2", "flash3"]
 """attention kernels: matrices of scores in memory; the same with scale, mask and softmax in one kernel; FlashAttention
@@ -86,6 +88,8 @@ class Software:
     """bytes per logit that its backward moves: the gradient of the log-softmax (8), to 16 bits (6)"""
     keeps_gathered: bool = True
     """True: with sequence parallelism, gathered inputs are stored for the backward; False: they are gathered again"""
+    regathers: bool = False
+    """with that False: parallel.regather, whose recomputed parts gather anyway"""
     fused_scores: float = 2.0
     """bytes per score that a fused softmax stores: its result"""
     eager_scores: float = 6.0
@@ -145,6 +149,12 @@ class Software:
     def summed_gradients(self, zero: int, dp_replicate: int) -> float:
         """Return the bytes of a gradient that is summed over micro batches: as it is kept, if it is reduced by then."""
         return self.kept or self.gradients if zero >= 2 and dp_replicate == 1 else self.gradients
+
+    def under(self, parallel: Parallel, recompute: Recompute) -> "Software":
+        """Return the framework as it is in a layout with parallel.regather; no other key changes it."""
+        if not parallel.regather or recompute.mode in ("full", "segment"):
+            return self
+        return replace(self, keeps_gathered=False, regathers=True)
 
     @property
     def sent_gradients(self) -> float:

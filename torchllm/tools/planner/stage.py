@@ -254,7 +254,7 @@ def tensor_parallel(case: Case, products: float, input_gradients: float, weight_
 
     products, input_gradients, weight_gradients: seconds of the block's products in the forward and of its gradients.
     """
-    parallel, software = case.parallel, case.software
+    parallel, software = case.parallel, case.software.under(case.parallel, case.recompute)
     if parallel.tp == 1:
         return NO_WAIT
     constants = software.constants
@@ -275,7 +275,11 @@ def tensor_parallel(case: Case, products: float, input_gradients: float, weight_
     backward = forward + others * (not has_sp)
     if software.gate_apart and case.model.features.gated_ffn and not has_sp:
         backward += summing + constants.wait
-    if has_sp and not software.keeps_gathered:  # the inputs of the products, once more
+    if has_sp and software.regathers:
+        of_ffn = (gathering + constants.wait) * (1 - repeated_share(case.recompute, of_ffn=1.0))
+        backward += (gathering + others + constants.wait) * (1 - repeated_share(case.recompute, of_ffn=0.0))
+        backward += of_ffn * (dense_width(case.model) > 0)
+    elif has_sp and not software.keeps_gathered:  # the inputs of the products, once more
         backward += parts * (gathering + constants.wait)
     if has_sp and (whole := whole_matrices(case.model)):
         backward += over_tp.reduce(ELEMENT_BYTES * whole) + constants.wait

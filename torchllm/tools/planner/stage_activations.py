@@ -14,7 +14,9 @@ from torchllm.tools.planner.software import Software
 def activations_of_blocks(case: Case) -> tuple[BlockActivations, ...]:
     """Return the activations of a block of each of `case.of_views`."""
     return tuple(
-        block_activations(of.model, of.piece, of.kernels, of.software, of.trained, of.tokens_before)
+        block_activations(
+            of.model, of.piece, of.kernels, of.software.under(of.parallel, of.recompute), of.trained, of.tokens_before
+        )
         for of in case.of_views
     )
 
