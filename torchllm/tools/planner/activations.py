@@ -114,6 +114,8 @@ class BlockProduct(NamedTuple):
     """features of its result"""
     stored: float = 0.0
     """features of it that autograd keeps if nothing is recomputed"""
+    is_part: bool = False
+    """whether tp gives each rank a part of a sum, which selective recomputation does not keep (`unkept_sums.py`)"""
 
 
 class StoredParts(NamedTuple):
@@ -237,15 +239,17 @@ def block_products(model: Model, piece: Piece, kernels: Kernels, trained: Traine
     if queries != costs.results:  # the norm's input is a copy, without the gate
         kept["q_proj"] = False
     layers = {name: BlockProduct(shape.outputs, shape.outputs * kept.get(name, False)) for name, shape in before}
-    layers |= {**added, last[0]: BlockProduct(width.hidden, keeps_sums)}
+    is_cut = piece.tp > 1
+    layers |= {**added, last[0]: BlockProduct(width.hidden, keeps_sums, is_cut)}
     of_ffn = dict.fromkeys(("gate_proj", "up_proj"), BlockProduct(width.ffn, width.ffn))
-    of_ffn["down_proj"] = BlockProduct(width.hidden, keeps_sums)
+    of_ffn["down_proj"] = BlockProduct(width.hidden, keeps_sums, is_cut)
     for shape in feed_forward(model).products(model):
         layers[shape.layer] = of_ffn.get(shape.layer, BlockProduct(0.0))
     products = []
     for name, product in layers.items():
         if rank := trained.rank_of(name):
-            products += [BlockProduct(product.result), BlockProduct(rank, rank), BlockProduct(product.result)]
+            whole = BlockProduct(product.result)
+            products += [whole._replace(is_part=product.is_part), BlockProduct(rank, rank), whole]
         else:
             products.append(product)
     return products
@@ -271,7 +275,7 @@ def selected_products(products: Sequence[BlockProduct]) -> Selected:
 def saved_collectives(model: Model, piece: Piece, software: Software) -> Selected:
     """Return the results of collectives that selective recomputation keeps.
 
-    Under tensor parallelism they can make it keep more than no recomputation does.
+    Without `software.regathers` gathered inputs are among them, as without recomputation.
     """
     width, costs, share = Widths.of(model, piece), mixer_costs(model, piece), piece.share
     sums = feed_forward(model).sums
@@ -280,6 +284,7 @@ def saved_collectives(model: Model, piece: Piece, software: Software) -> Selecte
     saved = shared = 0.0
     if piece.spread > 1:  # gathered before attention and the feed-forward layer, scattered after them
         gathered = 2 * (sums * width.hidden + (costs.latents or width.hidden))
+        gathered *= not software.regathers
         saved = gathered + 2 * (1 + sums) * width.local
         shared = gathered * software.keeps_gathered
     elif piece.tp > 1:  # summed over the ranks
@@ -308,11 +313,15 @@ def block_activations(
     attention = attention_bytes(costs, stored)
 
     products = block_products(model, piece, kernels, trained)
+    collectives = saved_collectives(model, piece, software)
+    if software.saves_collectives:  # and with them the sums, whose parts are not kept
+        sums = selected_products([product for product in products if product.is_part])
+        collectives = collectives._replace(shared=collectives.shared + sums.shared)
+        products = [product for product in products if not product.is_part]
     every_second = selected_products(products[1::2])
     selected = selected_products(products)
     if software.keeps_every_other:
         selected = selected_products(products[::2])
-    collectives = saved_collectives(model, piece, software)
     # attention's own result, and the float32 sums of its kernel
     of_attention = 2 * costs.results + 4 * costs.heads
     always = 2 * width.local + of_attention + collectives.saved
@@ -323,7 +332,7 @@ def block_activations(
         added = sum(shape.outputs for shape in added_matrices(model, piece.tp))
         deferred = deferred_bytes(model, piece) + 2 * added
     tokens = piece.tokens
-    again = 2.0 * width.hidden * software.regathers
+    again = 2.0 * width.hidden * (software.regathers and not software.keeps_gathered)
     phases = backward_phases(model, piece, kernels, stored, routed, tokens * deferred, again)
     return BlockActivations(
         norm=tokens * stored.norm,

@@ -89,7 +89,7 @@ class Software:
     keeps_gathered: bool = True
     """True: with sequence parallelism, gathered inputs are stored for the backward; False: they are gathered again"""
     regathers: bool = False
-    """with that False: parallel.regather, whose recomputed parts gather anyway"""
+    """parallel.regather; with a selective recomputation `keeps_gathered` stays: what is recomputed is whole"""
     fused_scores: float = 2.0
     """bytes per score that a fused softmax stores: its result"""
     eager_scores: float = 6.0
@@ -154,7 +154,8 @@ class Software:
         """Return the framework as it is in a layout with parallel.regather; no other key changes it."""
         if not parallel.regather or recompute.mode in ("full", "segment"):
             return self
-        return replace(self, keeps_gathered=False, regathers=True)
+        is_selective = recompute.mode in ("selective", "selective_half")
+        return replace(self, keeps_gathered=is_selective, regathers=True)
 
     @property
     def sent_gradients(self) -> float:

@@ -278,7 +278,8 @@ def tensor_parallel(case: Case, products: float, input_gradients: float, weight_
     if has_sp and software.regathers:
         of_ffn = (gathering + constants.wait) * (1 - repeated_share(case.recompute, of_ffn=1.0))
         backward += (gathering + others + constants.wait) * (1 - repeated_share(case.recompute, of_ffn=0.0))
-        backward += of_ffn * (dense_width(case.model) > 0)
+        gathers_mixture = software.keeps_gathered and case.piece.ep == 1  # a recomputation has no choice
+        backward += of_ffn * (dense_width(case.model) > 0 or gathers_mixture)
     elif has_sp and not software.keeps_gathered:  # the inputs of the products, once more
         backward += parts * (gathering + constants.wait)
     if has_sp and (whole := whole_matrices(case.model)):
