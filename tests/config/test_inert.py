@@ -125,6 +125,7 @@ CONTRADICTED: dict[
 }
 """key -> a value, where it does nothing, where it does something"""
 PIPELINE: Settings = {"parallel.pp": 2}
+TENSOR: Settings = {"parallel.tp": 2, "parallel.sequence_parallel": True}
 TEXT = (Source(kind="text", path="a"),)
 SHARDS = (Source(kind="tokens", path="a"),)
 WAITING: dict[str, tuple[Any, Settings, Settings]] = {
@@ -135,6 +136,7 @@ WAITING: dict[str, tuple[Any, Settings, Settings]] = {
     "parallel.scatter_gather": (False, PIPELINE, {"parallel.pp": 2, "parallel.tp": 2}),
     "parallel.cp_method": ("ulysses", {}, {"parallel.cp": 2}),
     "parallel.sequence_parallel": (True, {}, {"parallel.tp": 2}),
+    "parallel.regather": (True, {**TENSOR, "recompute.mode": "full"}, {**TENSOR, "recompute.mode": "ffn"}),
     "parallel.zero_stage": (2, {"parallel.dp_replicate": 2}, {"parallel.dp_shard": 2}),
     "parallel.keep_last_block": (False, {"parallel.dp_shard": 2, "parallel.zero_stage": 2}, {"parallel.dp_shard": 2}),
     "parallel.prefetch": (0, {"parallel.dp_shard": 2, "parallel.zero_stage": 0}, {"parallel.cp": 2}),

@@ -46,6 +46,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "training.loss_chunk": (0, 20),  # 20 divides no micro batch's tokens
     "parallel.keep_last_block": (True, False),
     "parallel.prefetch": (1, 0, 2),
+    "parallel.regather": (False, True),
 }
 """settings that a layout may have besides, of which each layout that is drawn gets some"""
 
@@ -144,6 +145,9 @@ class LayoutSpace:
                 matters = layout.get("parallel.zero_stage") == 3
             case "parallel.prefetch":
                 matters = "parallel.zero_stage" in layout
+            case "parallel.regather":
+                recomputes_all = layout["recompute.mode"] in ("full", "segment")
+                matters = layout.get("parallel.sequence_parallel", False) and not recomputes_all
             case "recompute.k":
                 matters = layout["recompute.mode"] in ("segment", "every_k")
             case _ if key in AXES:

@@ -118,6 +118,7 @@ PLAIN: Settings = {
     "parallel.ep": 1,
     "parallel.keep_last_block": True,
     "parallel.prefetch": 1,
+    "parallel.regather": False,
     SPLIT: BALANCED,
     "recompute.mode": "none",
     "recompute.k": 0,

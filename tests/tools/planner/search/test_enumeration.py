@@ -198,8 +198,10 @@ def check_job(seed: int) -> None:
     outcome = Search(job).run()
     predictions = enumerate_layouts(job)
     method_without_cp = job.fixed.get("cp_method", "ring")
-    expected = without_twins(predictions, 10, method_without_cp)
     assert outcome.layouts == len(predictions)
+    predictions_once = predictions
+    predictions = predictions | dict(gathered_again(job, predictions))
+    expected = without_twins(predictions, 10, method_without_cp)
     steps = [ranked.prediction.step for ranked in outcome.best]
     expected_steps = [prediction.step for prediction in expected]
     assert steps == pytest.approx(expected_steps, rel=1e-9)
@@ -216,6 +218,7 @@ def check_job(seed: int) -> None:
         over = prediction.memory.total - job.hardware.memory
         assert not prediction.fits
         assert miss.over == pytest.approx(over)
+    predictions = predictions_once
     too_large = sum(not prediction.fits for prediction in predictions.values())
     assert outcome.rejected[MEMORY] <= too_large
     if 0 < len(expected) < 10:  # all were looked at, but those that cut sequences in vain
@@ -224,6 +227,14 @@ def check_job(seed: int) -> None:
     if not expected:
         assert outcome.rejected[MEMORY] == len(predictions)
         assert bool(outcome.closest_miss) == bool(predictions)
+
+
+def gathered_again(job: Job, predictions: dict[Layout, Prediction]) -> Iterator[tuple[Layout, Prediction]]:
+    """Yield the layouts that do not fit with inputs that are gathered again instead of kept, if they keep any."""
+    for layout, prediction in predictions.items():
+        if not prediction.fits and job.regather(layout) == [False, True]:
+            again = layout._replace(regather=True)
+            yield again, predict(job.case(again))
 
 
 def check_near_misses(job: Job, outcome: Found, predictions: dict[Layout, Prediction]) -> None:

@@ -206,6 +206,7 @@ class Bounds:
         """
         computes = layout.micro_batch_size, layout.recompute, self.job.compile_of(layout).block
         sends = layout.pp > 1, layout.cp, layout.cp_method, layout.tp, layout.sequence_parallel, layout.ep
+        sends += (layout.regather,)
         gathers = (layout.dp_shard, layout.zero_stage) if layout.zero_stage >= 2 else ()
         key = *computes, *sends, *gathers
         costs = self._costs.get(key)
@@ -396,7 +397,7 @@ class Bounds:
         """Return the bytes of a micro batch in the blocks of these stages, and maybe of others."""
         compiled = self.job.compile_of(layout).block
         tokens = layout.micro_batch_size, layout.cp, layout.cp_method, layout.sequence_parallel
-        key = *tokens, layout.tp, layout.ep, compiled, layout.recompute
+        key = *tokens, layout.tp, layout.ep, compiled, layout.recompute, layout.regather
         bytes_of_size = self._block_bytes.setdefault(key, {})
         missing = [size for size in stages if size not in bytes_of_size]
         if missing:
@@ -405,6 +406,12 @@ class Bounds:
             for size in missing:
                 bytes_of_size[size] = BlockBytes.of(case, size, of_blocks)
         return bytes_of_size
+
+    def freed_by_regather(self, layout: Layout) -> float:
+        """Return the largest share of a block's kept activations that gathering its inputs again frees."""
+        kept = self.block_bytes(layout, self._one_block)
+        again = self.block_bytes(layout._replace(regather=True), self._one_block)
+        return max(1 - again[block].kept / kept[block].kept for block in self._one_block)
 
     def micro_batches(self, layout: Layout) -> int:
         """Return the micro batches of a step on one data rank."""

@@ -64,6 +64,7 @@ class Layout(NamedTuple):
     sequence_parallel: bool = False
     cp_method: ContextMethod = "ring"
     ep: int = 1
+    regather: bool = False
 
     @property
     def data_ranks(self) -> int:
@@ -91,6 +92,8 @@ class Layout(NamedTuple):
             parts.append(self.cp_method)
         if self.sequence_parallel:
             parts.append("sp")
+        if self.regather:
+            parts.append("regather")
         if self.recompute != "none":
             parts.append(f"recompute {self.recompute}")
         return ", ".join(parts)
@@ -310,6 +313,12 @@ class Job:
         length = self.training.sequence_length // mesh.cp
         return length % mesh.tp == 0
 
+    def regather(self, layout: Layout) -> list[bool]:
+        """Return the values of regather: kept inputs first, and gathered ones where a layout keeps any."""
+        if not layout.sequence_parallel or layout.recompute in ("full", "segment"):
+            return [bool(self.fixed.get("regather", False))]
+        return self.allowed("regather", [False, True])
+
     def pieces(self, mesh: DegreeMesh) -> Iterator[int]:
         """Yield the micro batch sizes that leave a schedule enough micro batches."""
         sequences = self.training.global_batch_size // mesh.data
@@ -437,6 +446,7 @@ class Job:
             and layout.cp_method in self.context_methods(mesh)
             and layout.sequence_parallel in self.sequence_parallel(mesh)
             and layout.recompute in self.modes(mesh)
+            and layout.regather in self.regather(layout)
         )
 
     def count(self, mesh: DegreeMesh) -> int:

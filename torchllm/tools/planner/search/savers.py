@@ -65,6 +65,8 @@ def _changes(config: Config) -> Iterator[tuple[str, Config]]:
         yield _parallel(config, zero_stage=stage)
     if parallel.tp > 1 and not parallel.sequence_parallel:
         yield _parallel(config, sequence_parallel=True)
+    if parallel.tp > 1 and parallel.sequence_parallel and not parallel.regather:
+        yield _parallel(config, regather=True)
     if parallel.dp_shard % 2 == 0:
         for axis in ("tp", "pp", "cp"):
             doubled = {axis: 2 * getattr(parallel, axis)}

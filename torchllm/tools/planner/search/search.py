@@ -193,19 +193,25 @@ class Search:
 
     def decide_recomputation(self, node: Open) -> None:
         """Decide the mode of recomputation."""
-        mesh = mesh_of(node.start)
-        shardings = self.shardings(mesh, node.start.ep)
-        for mode in self.job.modes(mesh):
+        for mode in self.job.modes(mesh_of(node.start)):
             start = node.start._replace(recompute=mode)
-            smallest = sharded(start, shardings[-1])  # shared by most ranks
-            over = self.bounds.shared_memory(smallest) - self.capacity
-            if over > 0:
-                schedules = self.job.schedules(mesh, start.micro_batch_size)
-                schedule, virtual_stages = schedules[0]
-                smallest = smallest._replace(schedule=schedule, virtual_stages=virtual_stages)
-                self.reject(smallest, over, len(schedules) * len(shardings))
-            else:
-                self.push(self.bounds.shared(start), Open(start, start, self.decide_schedule))
+            self.open_mode(start._replace(regather=self.job.regather(start)[0]))
+
+    def open_mode(self, start: Layout) -> None:
+        """Put a start whose recomputation is decided into the queue, if some sharding of it may fit."""
+        mesh = mesh_of(start)
+        shardings = self.shardings(mesh, start.ep)
+        smallest = sharded(start, shardings[-1])  # shared by most ranks
+        over = self.bounds.shared_memory(smallest) - self.capacity
+        if over > 0:
+            schedules = self.job.schedules(mesh, start.micro_batch_size)
+            schedule, virtual_stages = schedules[0]
+            smallest = smallest._replace(schedule=schedule, virtual_stages=virtual_stages)
+            self.reject(smallest, over, len(schedules) * len(shardings))
+            if again := self.regathered(start, over):
+                self.open_mode(again)
+        else:
+            self.push(self.bounds.shared(start), Open(start, start, self.decide_schedule))
 
     def decide_schedule(self, node: Open) -> None:
         """Decide the pipeline's schedule."""
@@ -218,6 +224,7 @@ class Search:
             over = self.bounds.standing(smallest) + self.bounds.in_flight(layout) - self.capacity
             if over > 0:
                 self.reject(smallest, over, len(shardings))
+                self.gather_again(node._replace(layout=layout), over, self.decide_sharding)
             else:
                 seconds = self.bounds.scheduled(layout) + self.least_tail(mesh, node.start.ep)
                 self.push(seconds, node._replace(layout=layout, decide=self.decide_sharding))
@@ -240,6 +247,7 @@ class Search:
             over = self.bounds.standing(layout) + in_flight - self.capacity
             if over > 0:
                 self.reject(layout, over)
+                self.gather_again(node._replace(layout=layout), over, self.check_memory)
                 continue
             decide = self.add_gathers if sharding.zero_stage >= 2 else self.check_memory
             self.push(seconds + self.bounds.tail(layout), node._replace(layout=layout, decide=decide))
@@ -254,12 +262,32 @@ class Search:
         over = self.bounds.needed(node.layout) - self.capacity
         if over > 0:
             self.reject(node.layout, over)
+            self.gather_again(node, over, self.check_memory)
             return
         prediction = predict(self.job.case(node.layout), at_least)
         if prediction.fits:
             self.push(prediction.step, node._replace(decide=self.simulate, prediction=prediction))
         else:
-            self.reject(node.layout, prediction.memory.total - self.capacity)
+            over = prediction.memory.total - self.capacity
+            self.reject(node.layout, over)
+            self.gather_again(node, over, self.check_memory)
+
+    def gather_again(self, node: Open, over: float, decide: Callable[[Open], None]) -> None:
+        """Put the layout of a node into the queue with inputs that are gathered again: it is `over` bytes too large.
+
+        That frees memory and takes longer: where a layout fits without, it is not looked at.
+        """
+        if again := self.regathered(node.layout, over):
+            start = node.start._replace(regather=True)
+            seconds = self.bounds.scheduled(again)
+            self.push(seconds, node._replace(start=start, layout=again, decide=decide, prediction=None))
+
+    def regathered(self, layout: Layout, over: float) -> Layout | None:
+        """Return the layout with inputs that are gathered again; None if that is ruled out, or frees too little."""
+        if layout.regather or True not in self.job.regather(layout):
+            return None
+        is_enough = over <= self.bounds.freed_by_regather(layout) * (self.capacity + over)  # of all that it needs
+        return layout._replace(regather=True) if is_enough else None
 
     def simulate(self, node: Open) -> None:
         """Predict the layout in full."""
@@ -269,7 +297,8 @@ class Search:
 
     def reject(self, layout: Layout, over: float, count: int = 1) -> None:
         """Count `count` layouts that do not fit, and remember the closest miss of each kind."""
-        self.outcome.rejected[MEMORY] += count
+        if layout.regather == self.job.regather(layout)[0]:  # else it is counted without
+            self.outcome.rejected[MEMORY] += count
         kind = layout.pp, layout.cp, layout.tp, layout.micro_batch_size, layout.recompute
         closest = self._rejections.get(kind)
         if closest is None or over < closest.over:
