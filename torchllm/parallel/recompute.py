@@ -169,9 +169,7 @@ _SAVERS = {
 """makes the contexts, by mode and by whether a core marks a result with `computed_once`, as ring attention does"""
 
 
-def _save_results(
-    collectives: Operations, context: Any, operation: Any, *args: Any, **kwargs: Any
-) -> CheckpointPolicy:
+def _save_results(collectives: Operations, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     is_product = operation in WEIGHT_PRODUCTS or operation in _ATTENTION or operation in ATTENTION_OPERATIONS
     if is_product or operation in collectives:
         return CheckpointPolicy.MUST_SAVE
