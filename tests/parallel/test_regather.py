@@ -9,6 +9,7 @@ import torch
 from functorch.compile import min_cut_rematerialization_partition, nop
 from torch._dynamo.backends.common import aot_autograd
 
+from tests.operations import Operations
 from tests.parallel.test_compile import BLOCK, TRACED, check_compiled
 from tests.parallel.trace import Collective, traced
 from tests.parity import SHORT, Settings, Trainer, check, tiny
@@ -168,6 +169,21 @@ def test_no_recomputation_keeps_more_than_none(name: str) -> None:
     kept = kept_under(name)
     assert max(kept.values()) == kept["none"]
     assert kept["selective_half"] <= kept["selective"]
+
+
+def products_of_a_step(settings: Settings) -> int:
+    """Return the number of products of a step on this rank."""
+    trainer = Trainer(tiny(settings))
+    batches = trainer.batches(1)
+    with Operations() as operations:
+        trainer.forward_backward(batches, torch.tensor(1.0))
+    return operations.all.count(torch.ops.aten.mm.default)
+
+
+@pytest.mark.parametrize("layout", [SP, AGAIN], ids=["sp", "regather"])
+def test_selective_recomputation_computes_no_product_again(layout: Settings) -> None:
+    modes = ({"recompute.mode": mode} for mode in ("none", "selective"))
+    assert len({run(products_of_a_step, 2, {**LONG, **layout, **mode})[0] for mode in modes}) == 1
 
 
 def test_kept_is_a_ranks_part_of_each_input() -> None:

@@ -21,6 +21,8 @@ class Seam(NamedTuple):
 SEAMS = (
     Seam("forward", "nn.Embedding", ("tensor.py",)),
     Seam("forward", "nn.Linear", ("weight_gradients.py",)),
+    Seam("forward", "Block", ("regather.py",)),
+    Seam("gather", "a module whose input tp gathers", ("tensor.py", "latent_attention.py", "regather.py")),
     Seam("kernel", "RMSNorm", ("tensor.py", "compile.py", "fused_norm.py")),
     Seam("merge", "RingAttention", ("compile.py",)),
     Seam("core", "Mixer", ("context.py", "delta_sequence.py", "short_reach.py", "continue_texts.py")),

@@ -45,7 +45,7 @@ from torchllm.parallel.saved_results import SavedResults
 from torchllm.runtime.torch_compat import PROFILER_MARKS, VARLEN_ATTENTION, VARLEN_FLASH, checkpoint_wrapper
 
 Operations = tuple[Any, ...]
-WEIGHT_PRODUCTS = (
+_WEIGHT_PRODUCTS = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.linear.default,
@@ -100,7 +100,7 @@ def apply_recompute(
             if sums_over_tp and not compiles_blocks:
                 from torchllm.parallel.unkept_sums import without_sums  # of no use without tp
 
-                saver = partial(without_sums, saver)
+                saver = partial(without_sums, saver, _WEIGHT_PRODUCTS)
             for name, block in list(stage.layers.items()):
                 assert isinstance(block, Block)
                 if not any(isinstance(module, Router) for module in block.modules()):
@@ -170,7 +170,7 @@ _SAVERS = {
 
 
 def _save_results(collectives: Operations, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    is_product = operation in WEIGHT_PRODUCTS or operation in _ATTENTION or operation in ATTENTION_OPERATIONS
+    is_product = operation in _WEIGHT_PRODUCTS or operation in _ATTENTION or operation in ATTENTION_OPERATIONS
     if is_product or operation in collectives:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
@@ -185,7 +185,7 @@ class _EverySecondProduct:
         """number of products so far in the forward (False) and, before torch 2.13, in the recomputation (True)"""
 
     def __call__(self, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if operation in WEIGHT_PRODUCTS:
+        if operation in _WEIGHT_PRODUCTS:
             self.products[context.is_recompute] += 1
             if self.products[context.is_recompute] % 2 == 1:
                 return CheckpointPolicy.PREFER_RECOMPUTE

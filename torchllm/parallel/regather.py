@@ -36,7 +36,7 @@ def apply_regather(stage: Decoder) -> None:
         for module in gathering:
             module.gather = of_block.gather  # type: ignore[assignment]  # a seam
         if gathering:
-            block.forward = of_block.forward  # type: ignore[method-assign, assignment]  # a seam
+            block.forward = of_block.forward  # a seam
 
 
 def _kept(module: nn.Module) -> Iterator[nn.Module]:
@@ -54,7 +54,7 @@ class GatheredInput:
     """
 
     def __init__(self, part: DTensor) -> None:
-        self.part = part.detach()
+        self.part: Any = part.detach()  # a DTensor
         self.whole: Tensor | None = None
 
     def local(self) -> Tensor:
@@ -70,7 +70,7 @@ class Kept(NamedTuple):
     input: GatheredInput
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
     like: tuple[torch.Size, tuple[int, ...], tuple[Placement, ...]] | None
     """shape, stride and placements of the whole DTensor; None: a plain tensor"""
 

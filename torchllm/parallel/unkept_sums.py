@@ -13,18 +13,22 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
-from torchllm.parallel.recompute import WEIGHT_PRODUCTS
 from torchllm.runtime.torch_compat import TorchDispatchMode
-
 
 EMPTY = torch.ops.aten.empty_like.default
 
 
-def without_sums(saver: Callable[[], Any]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of `saver`, for the forward and for the recomputation, which never see a part of a sum."""
+def without_sums(
+    saver: Callable[[], Any], products: tuple[Any, ...]
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts of `saver`, for the forward and for the recomputation, which never see a part of a sum.
+
+    products: operations whose results may be parts.
+    """
     forward, recomputation = saver()
     parts: list[DTensor] = []
-    return _within(forward, Products(parts, computes=True)), _within(recomputation, Products(parts, computes=False))
+    in_forward, in_recomputation = (Products(products, parts, computes) for computes in (True, False))
+    return _within(forward, in_forward), _within(recomputation, in_recomputation)
 
 
 @contextmanager
@@ -36,17 +40,18 @@ def _within(mode: AbstractContextManager[Any], inner: AbstractContextManager[Any
 class Products(TorchDispatchMode):
     """Takes the products that are parts of sums to itself, in a forward or in its recomputation.
 
-    parts: what stands for their results, in order. computes: whether this is the forward.
+    products: operations that may be. parts: what stands for their results, in order. computes: whether this is the
+    forward.
     """
 
-    def __init__(self, parts: list[DTensor], computes: bool) -> None:
+    def __init__(self, products: tuple[Any, ...], parts: list[DTensor], computes: bool) -> None:
         super().__init__()
-        self.parts, self.computes = parts, computes
+        self.products, self.parts, self.computes = products, parts, computes
         self.next = 0
         """number of products so far in the recomputation"""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in WEIGHT_PRODUCTS or not is_cut_by_inputs(*args):
+        if func not in self.products or not is_cut_by_inputs(*args):
             return func(*args, **(kwargs or {}))
         if not self.computes:
             self.next += 1

@@ -46,6 +46,7 @@ def layout(
 
 
 SP = {"sequence_parallel": True}
+AGAIN = {**SP, "regather": True}
 TRACED = {
     "8B, one micro batch, last block freed": partial(layout, "llama3_8b", dp_shard=8, count=1, keep_last_block=False),
     "8B, HSDP, full recompute, larger micro batch": partial(
@@ -56,6 +57,21 @@ TRACED = {
     "8B, sequences cut, half of the products": partial(
         layout, "llama3_8b", 3, tp=4, dp_shard=4, mode="selective_half", **SP
     ),
+    "8B, inputs gathered again": partial(layout, "llama3_8b", 3, tp=8, length=8192, **AGAIN),
+    "8B, inputs gathered again, selective": partial(
+        layout, "llama3_8b", 3, tp=8, dp_shard=2, length=8192, mode="selective", **AGAIN
+    ),
+    "GPT, inputs gathered again, half of the products": partial(
+        layout, "gpt_1.7b", 4, tp=4, dp_shard=2, mode="selective_half", **AGAIN
+    ),
+    "70B, inputs gathered again, feed-forward recomputed, pipeline": partial(
+        layout, "llama3_70b", 4, tp=8, pp=2, count=4, mode="ffn", **AGAIN
+    ),
+    "1B, inputs gathered again, zero bubble": partial(
+        layout, "llama3_1b", 4, pp=2, tp=2, count=4, schedule="ZBVZeroBubble", **AGAIN
+    ),
+    "Mixtral, inputs gathered again": partial(layout, "mixtral_8x7b", 3, tp=4, dp_shard=8, ep=8, **AGAIN),
+    "GLM-4.5 Air, inputs gathered again": partial(layout, "glm4.5_air", 3, tp=4, dp_shard=8, ep=8, **AGAIN),
     "13B, matrices of scores": partial(layout, "llama_13b", dp_shard=8, attention="eager"),
     "13B, pipeline, ZeRO 1, full recompute": partial(
         layout, "llama_13b", 4, pp=2, dp_shard=2, zero_stage=1, micro=2, mode="full", count=4
@@ -102,7 +118,12 @@ ON_A_CPU = (
 """those whose norms are traced as a CPU computes them, in single float32 operations; all others as one kernel"""
 
 
-LOOSER = {"Mixtral, experts cut by tp": 0.01, "Mixtral, expert parallel over tp": 0.03}
+LOOSER = {
+    "Mixtral, experts cut by tp": 0.01,
+    "Mixtral, expert parallel over tp": 0.03,
+    "Mixtral, inputs gathered again": 0.03,
+    "GLM-4.5 Air, inputs gathered again": 0.03,
+}
 """The peak is in the backward of the experts, of which the planner knows only a few moments: beside the peak, the
 activations that are left at that moment differ."""
 
@@ -128,6 +149,8 @@ block, and takes memory for a message when it comes."""
 BY_DEFAULT = (
     "8B, one block, ZeRO 2, one micro batch",
     "8B, loss in chunks",
+    "8B, inputs gathered again",
+    "8B, inputs gathered again, selective",
     "GPT, tied",
     "1B, tied, summed over micro batches",
     "OLMo 2, norms after, selective",

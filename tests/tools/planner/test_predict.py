@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from evidence.stacks import STACKS
 from tests.tools.planner.test_comms import dgx_a100
 from torchllm.config import Model, Parallel, Recompute, Training
+from torchllm.config.schema import RecomputeMode
 from torchllm.tools.planner.case import CP, SHARD, TP, Case
 from torchllm.tools.planner.compute import Kernels
 from torchllm.tools.planner.parameters import StageSize
@@ -157,3 +158,16 @@ def test_inputs_that_are_not_kept_are_gathered_once_more() -> None:
     assert sent_again(layout) == pytest.approx(2 * gather)
     without_sp = case(tp=8, dp_shard=1, sequence_parallel=False)
     assert sent_again(without_sp) == 0
+
+
+GATHERS = {"none": 2, "ffn": 1, "every_k": 1, "full": 0, "segment": 0, "selective": 2, "selective_half": 2}
+
+
+@pytest.mark.parametrize("mode", GATHERS)
+def test_regather_sends_inputs_once_more_that_are_not_recomputed(mode: RecomputeMode) -> None:
+    """The gathers of test_regather.py, per block."""
+    kept = replace(case(tp=8, dp_shard=1, sequence_parallel=True), recompute=Recompute(mode))
+    again = replace(kept, parallel=replace(kept.parallel, regather=True))
+    gather = kept.group([TP]).gather(2.0 * kept.piece.tokens * kept.model.hidden) + kept.software.constants.wait
+    longer = cost_of_block(again).terms["tensor parallel"] - cost_of_block(kept).terms["tensor parallel"]
+    assert longer == pytest.approx(GATHERS[mode] * gather, abs=1e-12)

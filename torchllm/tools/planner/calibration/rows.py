@@ -122,6 +122,8 @@ def _resolved_cells(config: Config) -> dict[str, Any]:
     for key in OPTIONS:
         if key not in COLUMNS and getattr(model, key) != getattr(Model, key):
             window = f"with model.{key}"
+    if parallel.regather:
+        window = "with parallel.regather"
     if model.pattern:
         window = "by the kind of a block"
     return {

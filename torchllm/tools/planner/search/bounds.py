@@ -205,8 +205,8 @@ class Bounds:
         Only ZeRO stages 2 and 3 gather weights, or reduce gradients, meanwhile.
         """
         computes = layout.micro_batch_size, layout.recompute, self.job.compile_of(layout).block
-        sends = layout.pp > 1, layout.cp, layout.cp_method, layout.tp, layout.sequence_parallel, layout.ep
-        sends += (layout.regather,)
+        sequence = layout.cp, layout.cp_method, layout.sequence_parallel, layout.regather
+        sends = layout.pp > 1, *sequence, layout.tp, layout.ep
         gathers = (layout.dp_shard, layout.zero_stage) if layout.zero_stage >= 2 else ()
         key = *computes, *sends, *gathers
         costs = self._costs.get(key)
