@@ -12,8 +12,10 @@ from torch._dynamo.backends.common import aot_autograd
 from tests.operations import Operations
 from tests.parallel.test_compile import BLOCK, TRACED, check_compiled
 from tests.parallel.trace import Collective, traced
-from tests.parity import SHORT, Settings, Trainer, check, tiny
+from tests.parity import SHORT, Settings, Trainer, build, check, tiny
 from tests.workers import run
+from torchllm.facts.parameters import canonical_name
+from torchllm.parallel.tensor import gathered
 from torchllm.tools.dry_run.memory import saved_by_forwards
 from torchllm.tools.dry_run.tracker import Tracker
 from torchllm.tools.mesh_axes import axis_of_group
@@ -120,6 +122,26 @@ def test_each_input_is_gathered_once_more() -> None:
     assert more == {"none": 4, "full": 0, "segment": 0, "every_k": 2, "ffn": 2, "selective": 4, "selective_half": 4}
 
 
+def parts_that_gather_again(settings: Settings) -> dict[str, list[str]]:
+    """Return by mode the modules whose gather is `regather.py`'s."""
+    found = {}
+    for mode in MODES:
+        _, (stage,) = build(tiny({**settings, "recompute.mode": mode}))
+        modules = {canonical_name(f"{name}."): module for name, module in stage.named_modules()}
+        found[mode] = [name for name, module in modules.items() if getattr(module, "gather", gathered) is not gathered]
+    return found
+
+
+def test_what_is_recomputed_is_left_as_it_is() -> None:
+    """Else its recomputation, in a backward, would note inputs that are never forgotten."""
+    found = run(parts_that_gather_again, 2, {**AGAIN, "model.layers": 2})[0]
+    first, second = ([f"layers.{block}.{part}." for part in ("self_attn", "mlp")] for block in (0, 1))
+    assert found.pop("none") == [*first, *second]
+    assert found.pop("ffn") == [first[0], second[0]]
+    assert found.pop("every_k") == second
+    assert not any(found.values())
+
+
 KEPT: dict[str, Settings] = {
     "tp": {"parallel.tp": 2},
     "sp": SP,
@@ -153,6 +175,7 @@ def kept_by_a_forward(settings: Settings) -> dict[str, int]:
 
 
 LONG: Settings = {"training.global_batch_size": 1, "training.sequence_length": 64, "model.layers": 2}
+LONG["model.ffn"] = 32  # narrow: parts of sums would outweigh what else a selective recomputation frees
 
 
 @functools.cache
@@ -191,6 +214,14 @@ def test_kept_is_a_ranks_part_of_each_input() -> None:
     whole = 64 * 64 * 4
     plain, again = kept_under("sp"), kept_under("regather")
     freed = {mode: plain[mode] - again[mode] for mode in MODES}
-    inputs = {"none": 2.0, "ffn": 1.0, "every_k": 1.0, "selective": 4.0, "selective_half": 4.0, "full": 0.0}
+    inputs = {
+        "none": 2.0,
+        "ffn": 1.0,
+        "every_k": 1.0,
+        "selective": 4.0,
+        "selective_half": 4.0,
+        "full": 0.0,
+        "segment": 0.0,
+    }
     for mode, expected in inputs.items():  # a selective recomputation computes the part again, too
         assert freed[mode] == pytest.approx(expected * whole, abs=16 * 64), mode

@@ -28,6 +28,7 @@ from tests.test_architecture import FILES, imports
 from tests.workers import run
 from torchllm.runtime import torch_compat, torch_pipeline
 from torchllm.runtime.torch_compat import (
+    CheckpointWrapper,
     TorchDispatchMode,
     checkpoint_wrapper,
     flatten_mesh,
@@ -195,6 +196,10 @@ def test_join_meshes() -> None:
     assert list(joined.get_coordinate() or ()) == [1, 1]
     groups = [sorted(dist.get_process_group_ranks(group)) for group in joined.get_all_groups()]
     assert groups == [[1, 5], [4, 5, 6, 7]]
+
+
+def test_CheckpointWrapper() -> None:
+    assert type(checkpoint_wrapper(nn.Linear(2, 2))) is CheckpointWrapper
 
 
 def test_checkpoint_wrapper_recomputes_and_prefixes_names() -> None:
