@@ -192,6 +192,12 @@ def test_memory_agrees_with_the_dry_run(name: str) -> None:
             assert expected.gradients == pytest.approx(traced["gradients"], rel=1e-3)
 
 
+@pytest.mark.parametrize("mode", ["full", "segment"])
+def test_regather_frees_nothing_where_all_is_recomputed(mode: RecomputeMode) -> None:
+    kept, again = (layout("llama3_8b", 4, tp=8, mode=mode, chunk=256, **settings) for settings in (SP, AGAIN))
+    assert planned_memory(kept) == planned_memory(again)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("dp_replicate", "zero_stage"), [(1, 1), (1, 3), (2, 3)])
