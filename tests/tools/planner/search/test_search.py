@@ -162,3 +162,19 @@ def test_bounds_of_another_search_change_nothing() -> None:
     assert shared.best == alone.best
     assert shared.rejected == alone.rejected
     assert shared.misses == alone.misses
+
+
+def test_the_bound_of_what_regather_frees_holds() -> None:
+    """The search looks at it where it may free enough; memory includes the allocator's rest."""
+    job = make_job(LARGE, gpus=8, batch=8, length=65536)  # mostly activations
+    bounds = Bounds(job)
+    layouts = [layout for layout in all_layouts(job) if job.regather(layout) == [False, True]]
+    tightest = 0.0
+    for layout in random.Random(1).sample(layouts, 40):
+        kept, again = (
+            predict(job.case(layout._replace(regather=regather)), at_least).memory.total for regather in (False, True)
+        )
+        freed = (kept - again) / kept / bounds.freed_by_regather(layout)
+        assert freed <= 1, layout
+        tightest = max(tightest, freed)
+    assert tightest > 0.5
