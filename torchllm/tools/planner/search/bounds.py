@@ -158,6 +158,7 @@ class Bounds:
         self._shared_standing: dict[Key, float] = {}
         self._under_way: dict[Key, list[InFlight]] = {}
         self._parameters: dict[Key, float] = {}
+        self._freed: dict[Key, float] = {}
         self._block_bytes: dict[Key, dict[StageSize, BlockBytes]] = {}
 
     def for_job(self, job: Job) -> "Bounds":
@@ -408,10 +409,17 @@ class Bounds:
         return bytes_of_size
 
     def freed_by_regather(self, layout: Layout) -> float:
-        """Return the largest share of a block's kept activations that gathering its inputs again frees."""
-        kept = self.block_bytes(layout, self._one_block)
-        again = self.block_bytes(layout._replace(regather=True), self._one_block)
-        return max(1 - again[block].kept / kept[block].kept for block in self._one_block)
+        """Return the largest share of a block's kept activations that gathering its inputs again frees.
+
+        It does not depend on the number of tokens.
+        """
+        compiled = self.job.compile_of(layout).block
+        key = layout.cp, layout.cp_method, layout.tp, layout.ep, layout.recompute, compiled
+        if key not in self._freed:
+            kept = self.block_bytes(layout, self._one_block)
+            again = self.block_bytes(layout._replace(regather=True), self._one_block)
+            self._freed[key] = max(1 - again[block].kept / kept[block].kept for block in self._one_block)
+        return self._freed[key]
 
     def micro_batches(self, layout: Layout) -> int:
         """Return the micro batches of a step on one data rank."""
