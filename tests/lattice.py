@@ -346,6 +346,8 @@ class TinySpace(LayoutSpace):
         if keys.pop(ROPE_SCALING, None) is not None:
             scaling = layout[ROPE_SCALING]
             keys |= {ROPE_SCALING: scaling, "model.rope_scaling_factor": 4.0, **ROPE_SCALINGS[scaling]}
+            if layout.get(MIXER) is not None:
+                keys.pop("model.rope_query_scale", None)
         if keys.get("model.norm_position") in ("after", "both"):
             # A fresh model's attention and feed-forward layer return numbers so small that norms after them would
             # multiply rounding by hundreds: this is more than their variance.
