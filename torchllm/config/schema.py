@@ -856,6 +856,11 @@ class Parallel:
     ep: Annotated[Degree, EXPERTS] = 1
     """with model.experts: ranks that share the experts of each block (expert parallelism); it borrows the innermost
     ranks of dp_shard x cp x tp, so it is no factor of the number of ranks"""
+    expert_dispatch: Annotated[
+        Literal["exact", "optimistic"], Needs("parallel.ep over 1", "idle"), AppliedBy("TrainStep(...)")
+    ] = "exact"
+    """with ep: exact: the host waits in each sparse block for the number of rows that a rank gets; optimistic: it does
+    not, as rows travel in padded buffers; a step in which they do not fit runs again, exactly"""
     sequence_parallel: Annotated[bool, Needs("parallel.tp over 1", "idle")] = False
     """with tp: also split the sequence between the matrices (norms and residuals)"""
     regather: Annotated[bool, REGATHERED] = False

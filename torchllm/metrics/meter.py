@@ -45,6 +45,10 @@ an evaluation of tasks: tasks/TASK/METRIC.
     experts/balance_loss, experts/router_z_loss
                        the penalties of model.balance_loss and router_z_loss with their weight, which the loss does not
                        contain; only with these keys. Tokens per expert are in experts.jsonl
+    experts/padding    share of the rows that ranks sent to experts in this step that is padding; with
+                       parallel.expert_dispatch = "optimistic"
+    experts/repeated_steps
+                       steps of this process so far that ran twice, as rows did not fit; with the same key
     gpu/busy           rank 0's GPU, by its driver (needs the package nvidia-ml-py): share of the driver's last sample
                        period in which a kernel ran
     gpu/watts          its power
@@ -282,6 +286,8 @@ class Meter:
             self.loads = unpack(values[len(tensors) :], result.routing)
             record |= self.loads.as_record()
             self._write_loads(step, self.loads)
+        if result.padding is not None:
+            record |= {"experts/padding": result.padding.share, "experts/repeated_steps": result.padding.repeated}
         if self.device.type == "cuda":
             record |= allocator_record(self.device)
             if self.sinks:

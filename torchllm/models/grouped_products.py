@@ -7,9 +7,10 @@ device. Elsewhere each group is a separate product, which must read `ends`: slow
 Each function is one operation to torch (`torch.library.custom_op`), with shapes that do not depend on `ends`: the dry
 run needs no numbers, and selective recomputation saves its result as it does for any product.
 
-FOOTGUN: every row must be in a group. The kernel leaves garbage in rows past the last group, and in their gradients.
+FOOTGUN: rows past the last group are in no product: garbage is in their places in the results, and in their gradients.
 
-Shapes: T rows, E groups, M width of the input, N width of the output. ends: (E) int32, ascending, the last one is T.
+Shapes: T rows, E groups, M width of the input, N width of the output. ends: (E) int32, ascending, the last one is at
+most T.
 """
 
 from collections.abc import Iterator
@@ -66,7 +67,8 @@ class _AddBias(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(ends)
         row = torch.arange(len(rows), dtype=ends.dtype, device=ends.device)
-        return rows + bias.index_select(0, torch.searchsorted(ends, row, right=True))
+        group = torch.searchsorted(ends, row, right=True)
+        return rows + bias.index_select(0, group.clamp_(max=len(bias) - 1))  # rows past the last group have none
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:

@@ -10,7 +10,8 @@ rank; its result back; and the gradients of both. The shared experts overlap wit
 products with the way there, the others with the way back, and likewise in the backward.
 
 FOOTGUN: the number of rows that a rank receives depends on the router's choices, so the host waits for the device once
-per sparse block and pass. Rows are neither dropped nor padded: a rank that receives no tokens skips the products.
+per sparse block and pass (`optimistic.py` does not). Rows are neither dropped nor padded: a rank that receives no
+tokens skips the products.
 """
 
 from collections.abc import Callable
@@ -158,13 +159,20 @@ class ExchangeDispatch:
     def send(self, tokens: Tensor, routing: Routing) -> SentRows:
         """Sort the rows by expert, and start sending them. Waits for the device."""
         order = sort_by_expert(tokens, routing, self.experts)
+        return self.send_sorted(order, self.exchange_counts(order.counts))
+
+    def exchange_counts(self, counts: Tensor) -> Tensor:
+        """Return the `origins` of `SentRows`. counts: rows that this rank sends to each expert, (E) int64."""
         ranks = self.group.size()
         per_rank = [self.experts // ranks] * ranks
-        origins = end_all_to_all(begin_all_to_all(order.counts, per_rank, per_rank, self.group)).view(ranks, -1)
-        splits = self.splits(order.counts.view(ranks, -1).sum(1), origins.sum(1), len(order.rows))
+        return end_all_to_all(begin_all_to_all(counts, per_rank, per_rank, self.group)).view(ranks, -1)
+
+    def send_sorted(self, order: SortedRows, origins: Tensor) -> SentRows:
+        """Start sending sorted rows. Waits for the device."""
+        splits = self.splits(order.counts.view(len(origins), -1).sum(1), origins.sum(1), len(order.rows))
         exchange = RowExchange(splits, self.group)
         ticket = exchange.begin(order.rows)
-        return SentRows(order, exchange, ticket, origins, _order_by_expert(origins, sum(splits.received)))
+        return SentRows(order, exchange, ticket, origins, order_by_expert(origins, sum(splits.received)))
 
     def receive(self, sent: SentRows) -> ExpertRows:
         """Wait for the rows of this rank's experts, and sort them by expert."""
@@ -189,7 +197,7 @@ def read_splits(sent: Tensor, received: Tensor, rows: int) -> Splits:
     return Splits(to_each, from_each)
 
 
-def _order_by_expert(origins: Tensor, rows: int) -> Tensor:
+def order_by_expert(origins: Tensor, rows: int) -> Tensor:
     """Return the order that sorts received rows by expert, then by source rank: (N) int64.
 
     origins: rows from each rank for each expert on this rank, (ep, E / ep). rows: their sum, known to the host.

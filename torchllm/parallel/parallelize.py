@@ -66,7 +66,11 @@ def parallelize(
             from torchllm.parallel.expert import apply_expert_parallel
 
             apply_expert_parallel(stage, mesh.ep)
-            log_layout("expert parallel over %d ranks", parallel.ep)
+            if parallel.expert_dispatch == "optimistic":
+                from torchllm.parallel.optimistic import apply_optimistic_dispatch
+
+                apply_optimistic_dispatch(stage)
+            log_layout("expert parallel over %d ranks, %s dispatch", parallel.ep, parallel.expert_dispatch)
 
         if parallel.tp > 1:
             from torchllm.parallel.tensor import apply_tensor_parallel

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from inspect import signature
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from torchllm.parallel.forward_backward import ForwardBackward
 from torchllm.parallel.mesh import Mesh
 from torchllm.runtime.heartbeat import heartbeat
 from torchllm.runtime.phase import phase
+
+if TYPE_CHECKING:
+    from torchllm.parallel.optimistic import Capacities, Padding
 
 
 class StepResult(NamedTuple):
@@ -48,6 +51,8 @@ class StepResult(NamedTuple):
     """routing statistics of all ranks; None: there are no experts"""
     mtp_loss: Tensor | None = None
     """mean loss of the tokens further ahead, per target token, float32 (); None: model.mtp_depth is 0"""
+    padding: "Padding | None" = None
+    """what the dispatch of experts cost; None: it is exact"""
 
 
 class _OverAllRanks(NamedTuple):
@@ -58,6 +63,18 @@ class _OverAllRanks(NamedTuple):
     """`loss`, `z_loss` and `mtp_loss` of `StepResult`, those that there are"""
     routing_sums: Tensor | None
     """for `ExpertBalance.finish_step`; None: there are no experts"""
+    overflowed: Tensor | None
+    """whether rows of experts did not fit in their buffers, bool (); None: none has a capacity"""
+
+
+class _Attempt(NamedTuple):
+    """Results of running the batches of a step once, see `StepResult`."""
+
+    grad_norm: Tensor
+    losses: dict[str, Tensor]
+    routing: StepRouting | None
+    finite: Tensor
+    """whether loss and gradient are, bool ()"""
 
 
 class TrainStep:
@@ -98,6 +115,13 @@ class TrainStep:
         if stages[0].model.mtp_depth:
             self.sums_of_head.append(("mtp_loss", "ahead", 1.0))
         self.expert_balance = ExpertBalance(stages, training)
+        self.capacities: Capacities | None = None
+        """of the buffers of experts; None: they are sent as many rows as there are"""
+        if stages[0].is_optimistic:
+            from torchllm.parallel.optimistic import Capacities
+
+            self.capacities = Capacities(stages, training, mesh, device)
+        applied("parallel.expert_dispatch", "exact" if self.capacities is None else "optimistic")
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         self.skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
         self.longest_run = torch.zeros((), dtype=torch.int64, device=device)
@@ -108,35 +132,43 @@ class TrainStep:
         heartbeat().step = step
         set_mode(self.optimizer, "train")
         tokens, pairs = self._count(batches)
-        with phase("forward_backward"):  # a step without a target has gradients of 0, not nan
-            loss = self.forward_backward(batches, 1.0 / tokens.clamp(min=1))
-        norm, losses, routing_sums = self._over_all_ranks(loss, tokens)
-        loss = losses["loss"]
-        # Both: a gradient may overflow behind a finite loss, and one rank of tp alone may have a loss that is nan.
-        finite = torch.isfinite(norm) & torch.isfinite(loss)
-        clip(self.stages, norm, self.training.max_grad_norm)
-        routing = self.expert_balance.finish_step(finite, sums=routing_sums)
         learning_rate = float(self.learning_rate(step))
         if not 0 <= learning_rate < math.inf:
             raise UserError(f"step {step}: the learning rate is {learning_rate}: it must be a number of at least 0")
-        with phase("optimizer"):
-            apply_if_finite(self.optimizer, learning_rate, finite)
-            self.optimizer.zero_grad()  # frees them before an evaluation or a save
-            set_mode(self.optimizer, "eval")
+        done = self._attempt(batches, tokens, learning_rate)
+        while self.capacities is not None and self.capacities.must_repeat():
+            done = self._attempt(batches, tokens, learning_rate)
+        set_mode(self.optimizer, "eval")
         # Not in place: the results of earlier steps have these tensors, and may be read later.
-        self.skipped = self.skipped + ~finite
-        self.skipped_in_a_row = (self.skipped_in_a_row + 1) * ~finite
+        self.skipped = self.skipped + ~done.finite
+        self.skipped_in_a_row = (self.skipped_in_a_row + 1) * ~done.finite
         self.longest_run = torch.maximum(self.longest_run, self.skipped_in_a_row)
         return StepResult(
-            grad_norm=norm,
+            grad_norm=done.grad_norm,
             tokens=tokens,
             pairs=pairs,
             learning_rate=learning_rate,
             skipped=self.skipped,
             consecutive=self.longest_run,
-            routing=routing,
-            **losses,
+            routing=done.routing,
+            padding=None if self.capacities is None else self.capacities.padding,
+            **done.losses,
         )
+
+    def _attempt(self, batches: Sequence[Batch], tokens: Tensor, learning_rate: float) -> _Attempt:
+        """Run the batches, and update the weights unless a number is not finite or rows of experts did not fit."""
+        with phase("forward_backward"):  # a step without a target has gradients of 0, not nan
+            loss = self.forward_backward(batches, 1.0 / tokens.clamp(min=1))
+        norm, losses, routing_sums, overflowed = self._over_all_ranks(loss, tokens)
+        # Both: a gradient may overflow behind a finite loss, and one rank of tp alone may have a loss that is nan.
+        finite = torch.isfinite(norm) & torch.isfinite(losses["loss"])
+        is_applied = finite if overflowed is None else finite & ~overflowed
+        clip(self.stages, norm, self.training.max_grad_norm)
+        routing = self.expert_balance.finish_step(is_applied, sums=routing_sums)
+        with phase("optimizer"):
+            apply_if_finite(self.optimizer, learning_rate, is_applied)
+            self.optimizer.zero_grad()  # frees them before an evaluation or a save
+        return _Attempt(norm, losses, routing, finite)
 
     def _over_all_ranks(self, loss: Tensor, tokens: Tensor) -> _OverAllRanks:
         """Return the results of all ranks, by one message; `loss`: this rank's part.
@@ -151,10 +183,14 @@ class TrainStep:
         routed = self.expert_balance.take_sums(self.device)
         if routed is not None:
             sums = torch.cat((sums, routed.flatten()))
+        length = len(sums)
+        if self.capacities is not None:
+            sums = torch.cat((sums, self.capacities.take_sums()))
         dist.all_reduce(sums)
         losses = dict(zip([*parts][1:], sums[1 : len(parts)].float() / self.mesh.tp.size(), strict=True))
-        routing_sums = None if routed is None else sums[len(parts) :]
-        return _OverAllRanks(sums[0].sqrt(), losses, routing_sums)
+        routing_sums = None if routed is None else sums[len(parts) : length]
+        overflowed = None if self.capacities is None else self.capacities.overflowed(sums[length:])
+        return _OverAllRanks(sums[0].sqrt(), losses, routing_sums, overflowed)
 
     def _count(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
         """Return the target tokens, int64 (), and the pairs of `StepResult` of the micro batches of all ranks.

@@ -216,6 +216,8 @@ def _trace(
             rate = LearningRate(config.schedule, config.optimizer.learning_rate, training.steps)
             watched = _Watched(forward_backward, tracker, others)
             step = TrainStep([*stages, *others], watched, optimizer, rate, mesh, fewer, CPU)
+            if step.capacities is not None:  # even loads need the first level
+                step.capacities.read = lambda needed: [0] * len(needed)
             shape = (training.micro_batch_size, training.sequence_length // parallel.cp)
             batches = [_batch(shape, config.data.document_mask, config.model.mtp_depth) for _ in range(micro_batches)]
             built = tracker.now
