@@ -60,16 +60,16 @@ class OptimisticDispatch(ExchangeDispatch):
         self.capacity: int | None = None
         """rows for each rank, equal on all ranks; None: as many as there are. `Capacities` sets it between steps"""
         self.most: Tensor | None = None
-        """largest number of rows for one rank since `Capacities.take_sums`, () int64; a recomputation changes nothing"""
+        """largest number of rows for one rank since the step began, () int64; None: no `Capacities` learn from it"""
 
     def send(self, tokens: Tensor, routing: Routing) -> SentRows:
         """Sort the rows by expert, and start sending them. Waits for the device if there is no capacity."""
-        if not torch.is_grad_enabled():  # an evaluation: no step would repeat it
+        if self.most is None or not torch.is_grad_enabled():  # an evaluation: no step would repeat it
             return super().send(tokens, routing)
         order = sort_by_expert(tokens, routing, self.experts)
         origins = self.exchange_counts(order.counts)
         rows = order.counts.view(len(origins), -1).sum(1)
-        self.most = rows.amax() if self.most is None else torch.maximum(self.most, rows.amax())
+        self.most = torch.maximum(self.most, rows.amax())  # not in place: the same operations in a recomputation
         if self.capacity is None:
             return self.send_sorted(order, origins)
         return self._send_padded(order, rows, origins, self.capacity)
@@ -125,6 +125,7 @@ class Capacities:
     def __init__(self, stages: Sequence[Decoder], training: Training, mesh: Mesh, device: torch.device) -> None:
         assert mesh.ep is not None
         model = stages[0].model
+        self.nothing = torch.zeros((), dtype=torch.int64, device=device)
         self.row_of = {index: row for row, index in enumerate(model.sparse_blocks)}
         """row of a block in the numbers of all, by its index"""
         self.dispatches: dict[int, OptimisticDispatch] = {}
@@ -134,6 +135,7 @@ class Capacities:
                 for module in block.modules():
                     if isinstance(module, RoutedExperts) and isinstance(module.dispatch, OptimisticDispatch):
                         self.dispatches[self.row_of[int(name)]] = module.dispatch
+                        module.dispatch.most = self.nothing
         tokens = training.micro_batch_size * training.sequence_length // (mesh.cp.size() * mesh.tp.size())
         self.rows = tokens * model.top_k
         """of a micro batch on a rank"""
@@ -166,9 +168,9 @@ class Capacities:
         """Return this rank's part of the step's message: 1 at the level that each block needed, float64 (N)."""
         sums = torch.zeros(len(self.row_of), len(self.columns), dtype=torch.float64, device=self.columns.device)
         for row, dispatch in self.dispatches.items():
-            if dispatch.most is not None:
-                sums[row] = self.columns == torch.bucketize(dispatch.most, self.bounds)
-                dispatch.most = None
+            assert dispatch.most is not None
+            sums[row] = self.columns == torch.bucketize(dispatch.most, self.bounds)
+            dispatch.most = self.nothing
         return sums.flatten()
 
     def overflowed(self, sums: Tensor) -> Tensor:
