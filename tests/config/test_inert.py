@@ -137,6 +137,10 @@ WAITING: dict[str, tuple[Any, Settings, Settings]] = {
     "parallel.cp_method": ("ulysses", {}, {"parallel.cp": 2}),
     "parallel.sequence_parallel": (True, {}, {"parallel.tp": 2}),
     "parallel.regather": (True, {**TENSOR, "recompute.mode": "full"}, {**TENSOR, "recompute.mode": "ffn"}),
+    "parallel.expert_dispatch": (
+        *("optimistic", EXPERTS),
+        {**EXPERTS, "parallel.dp_shard": 2, "parallel.ep": 2},
+    ),
     "parallel.zero_stage": (2, {"parallel.dp_replicate": 2}, {"parallel.dp_shard": 2}),
     "parallel.keep_last_block": (False, {"parallel.dp_shard": 2, "parallel.zero_stage": 2}, {"parallel.dp_shard": 2}),
     "parallel.prefetch": (0, {"parallel.dp_shard": 2, "parallel.zero_stage": 0}, {"parallel.cp": 2}),

@@ -58,9 +58,18 @@ class OptimisticDispatch(ExchangeDispatch):
     def __init__(self, group: dist.ProcessGroup, experts: int) -> None:
         super().__init__(group, experts)
         self.capacity: int | None = None
-        """rows for each rank, equal on all ranks; None: as many as there are. `Capacities` sets it between steps"""
+        """rows for each rank, equal on all ranks; None: as many as there are"""
         self.most: Tensor | None = None
-        """largest number of rows for one rank since the step began, () int64; None: no `Capacities` learn from it"""
+        """largest number of rows for one rank since `take_most`, () int64; None: no `Capacities` learn from it"""
+
+    def limit(self, capacity: int | None) -> None:
+        """Set the capacity, between steps."""
+        self.capacity = capacity
+
+    def take_most(self, nothing: Tensor) -> Tensor | None:
+        """Return `most`, and begin with `nothing`, () int64, of the same device."""
+        most, self.most = self.most, nothing
+        return most
 
     def send(self, tokens: Tensor, routing: Routing) -> SentRows:
         """Sort the rows by expert, and start sending them. Waits for the device if there is no capacity."""
@@ -135,7 +144,7 @@ class Capacities:
                 for module in block.modules():
                     if isinstance(module, RoutedExperts) and isinstance(module.dispatch, OptimisticDispatch):
                         self.dispatches[self.row_of[int(name)]] = module.dispatch
-                        module.dispatch.most = self.nothing
+                        module.dispatch.take_most(self.nothing)
         tokens = training.micro_batch_size * training.sequence_length // (mesh.cp.size() * mesh.tp.size())
         self.rows = tokens * model.top_k
         """of a micro batch on a rank"""
@@ -162,15 +171,15 @@ class Capacities:
         self.limits = torch.tensor(self.levels).to(self.columns.device, non_blocking=True)
         for row, dispatch in self.dispatches.items():
             level = self.levels[row]
-            dispatch.capacity = None if level == LEVELS else self.capacities[level]
+            dispatch.limit(None if level == LEVELS else self.capacities[level])
 
     def take_sums(self) -> Tensor:
         """Return this rank's part of the step's message: 1 at the level that each block needed, float64 (N)."""
         sums = torch.zeros(len(self.row_of), len(self.columns), dtype=torch.float64, device=self.columns.device)
         for row, dispatch in self.dispatches.items():
-            assert dispatch.most is not None
-            sums[row] = self.columns == torch.bucketize(dispatch.most, self.bounds)
-            dispatch.most = self.nothing
+            most = dispatch.take_most(self.nothing)
+            assert most is not None
+            sums[row] = self.columns == torch.bucketize(most, self.bounds)
         return sums.flatten()
 
     def overflowed(self, sums: Tensor) -> Tensor:

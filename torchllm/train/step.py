@@ -118,9 +118,9 @@ class TrainStep:
         self.capacities: Capacities | None = None
         """of the buffers of experts; None: they are sent as many rows as there are"""
         if stages[0].is_optimistic:
-            from torchllm.parallel.optimistic import Capacities
+            from torchllm.parallel import optimistic  # of few runs
 
-            self.capacities = Capacities(stages, training, mesh, device)
+            self.capacities = optimistic.Capacities(stages, training, mesh, device)
         applied("parallel.expert_dispatch", "exact" if self.capacities is None else "optimistic")
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         self.skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
