@@ -64,6 +64,15 @@ LAYOUTS: dict[str, Settings] = {
         "model.shared_gate": True,
         "model.dense_layers": 1,
     },
+    "experts in padded buffers, pipeline, recompute": {
+        "parallel.pp": 2,
+        "parallel.dp_shard": 4,
+        "parallel.ep": 4,
+        "parallel.expert_dispatch": "optimistic",
+        "model.experts": 8,
+        "model.top_k": 2,
+        "recompute.mode": "full",
+    },
     "experts cut by hidden states": {
         "parallel.dp_shard": 4,
         "parallel.tp": 2,
@@ -155,6 +164,9 @@ def really_held(settings: Settings) -> dict[str, Any]:
     complete.stages, complete.loss_sum = step.stages, step.loss_sum  # type: ignore[attr-defined]
     rate = LearningRate(config.schedule, config.optimizer.learning_rate, config.training.steps)
     train = TrainStep(stages, complete, optimizer, rate, mesh, config.training, CPU)  # type: ignore[arg-type]
+    for stage in stages:
+        for routed in routed_experts(stage):
+            routed.router.register_forward_hook(choose_evenly)
     train(1, batches)
 
     born = Born()
@@ -167,8 +179,6 @@ def really_held(settings: Settings) -> dict[str, Any]:
         left.append(sum(size for at, size in here.items() if at not in weights))
 
     for stage in stages:
-        for routed in routed_experts(stage):
-            routed.router.register_forward_hook(choose_evenly)
         stage.register_forward_pre_hook(lambda module, args: born.storages.clear(), prepend=True)
         stage.register_forward_hook(end)
     sent = Trace(mesh)

@@ -9,7 +9,7 @@ from torchllm.facts.flops import ALL_TRAINED
 from torchllm.tools.planner import comms
 from torchllm.tools.planner.cluster import Hardware
 from torchllm.tools.planner.compute import Kernels, Piece, kernel_of_attention
-from torchllm.tools.planner.experts import IMBALANCE
+from torchllm.tools.planner.experts import IMBALANCE, PADDED
 from torchllm.tools.planner.parameters import as_read, different_views, why_not_costed
 from torchllm.tools.planner.software import Software
 
@@ -80,6 +80,7 @@ class Case:
             parallel.ep if self.model.experts else 1,
             self.imbalance,
             parallel.cp > 1 and parallel.cp_method == "ring",
+            PADDED if parallel.expert_dispatch == "optimistic" else 1.0,
         )
 
     @property

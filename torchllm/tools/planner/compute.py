@@ -105,6 +105,8 @@ class Piece(NamedTuple):
     """rows of the busiest rank's experts, divided by the average over ranks"""
     ring: bool = False
     """whether the ranks of cp share each sequence as a ring"""
+    padded: float = 1.0
+    """rows of the buffers of a sparse block, divided by those in them"""
 
     @property
     def share(self) -> RankShare:

@@ -37,6 +37,8 @@ from torchllm.tools.planner.software import Software
 IMBALANCE = 1.2
 """rows of the busiest rank's experts, divided by the average over ranks, if a run has not measured it
 (`metrics.jsonl`, experts/largest_load, is measured for single experts: an upper bound)"""
+PADDED = 2 ** (2 / 8)
+"""rows of the buffers of parallel.expert_dispatch = "optimistic", divided by the busiest rank's: their margin"""
 FLOAT32_RATE = 1 / 16
 """rate of float32 products relative to 16-bit ones: 19.5 of 312 TFLOP/s on an A100, 67 of 989 on an H100, from their
 data sheets"""
@@ -89,11 +91,18 @@ class RoutedRows(NamedTuple):
     """number of experts that have some or all of their features on this rank"""
     width: float
     """features of each expert that are on this rank"""
+    padded: float = 1.0
+    """rows of the buffers, divided by `rows`: those that are no product's"""
+
+    @property
+    def moved(self) -> float:
+        """Rows that are sent, held and moved."""
+        return self.rows * self.padded
 
     @property
     def features(self) -> float:
         """Elements of the activations between the products of the experts."""
-        return self.rows * self.width
+        return self.moved * self.width
 
 
 def routed_rows(model: Model, piece: Piece) -> RoutedRows:
@@ -106,7 +115,7 @@ def routed_rows(model: Model, piece: Piece) -> RoutedRows:
         return RoutedRows(piece.tokens, rows, model.experts, model.expert_width / piece.tp)
     tokens = piece.tokens / piece.tp
     rows_of_busiest = tokens * model.top_k * piece.imbalance
-    return RoutedRows(tokens, rows_of_busiest, model.experts // piece.ep, model.expert_width)
+    return RoutedRows(tokens, rows_of_busiest, model.experts // piece.ep, model.expert_width, piece.padded)
 
 
 def grouped_seconds(
@@ -207,7 +216,7 @@ def _elementwise_seconds(
     bytes_per_token += ROUTER_SCORE_BYTES.of(backward) * model.experts
 
     routed = routed_rows(model, piece)
-    moved = routed.rows * model.hidden * bytes_per_element
+    moved = routed.moved * model.hidden * bytes_per_element
     moved += routed.features * activation.of(backward)
     moved += routed.tokens * bytes_per_token
     return memory_seconds(moved * software.constants.traffic, hardware)
@@ -235,7 +244,7 @@ def exchange_seconds(
         return 0.0
     routed = routed_rows(model, piece)
     group = expert_group(mesh, piece.ep, hardware)
-    row_bytes = ELEMENT_BYTES * routed.rows * model.hidden
+    row_bytes = ELEMENT_BYTES * routed.moved * model.hidden
     if not sends_tokens_once:
         return group.exchange(row_bytes)
     token_bytes = row_bytes / model.top_k
@@ -317,14 +326,14 @@ def routed_activations(model: Model, piece: Piece, kernels: Kernels) -> RoutedAc
     bytes_per_token += CHOICE_BYTES * model.top_k
     order = INDEX_BYTES * (2 * rows_of_own_tokens)  # which token a row is of, and where it goes
     if has_ep:
-        order += INDEX_BYTES * (2 * routed.rows)  # by expert, and back by rank
+        order += INDEX_BYTES * (2 * routed.moved)  # by expert, and back by rank
     choices = routed.tokens * bytes_per_token + order
 
     gates = 2 * ELEMENT_BYTES * routed.features
     activated = ELEMENT_BYTES * routed.features  # the input of down
     if not kernels.compiled:
         activated += unfused_gate_bytes(model) * routed.features
-    rows = ELEMENT_BYTES * routed.rows * model.hidden
+    rows = ELEMENT_BYTES * routed.moved * model.hidden
     results = ELEMENT_BYTES * rows_of_own_tokens * model.hidden
     logits = FLOAT32_BYTES * routed.tokens * model.experts
     products = logits + gates

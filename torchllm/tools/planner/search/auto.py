@@ -162,6 +162,7 @@ def job_of(config: Config, world_size: int, written: Collection[str], hardware: 
         trained=config.trained,
         optimizer=config.optimizer,
         fixed=fixed,
+        expert_dispatch=config.parallel.expert_dispatch,
     )
 
 
