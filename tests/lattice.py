@@ -36,6 +36,7 @@ from torchllm.tools.proof import sample
 from torchllm.tools.proof.layouts import (
     AXES,
     MICRO_BATCH,
+    OPTIONS_OF_EXPERTS,
     PARALLEL,
     RECOMPUTE,
     LayoutSpace,
@@ -406,7 +407,7 @@ NO_OPTIONS_OF_EXPERTS = (EXPERTS, "lora.rank")
 EXPERT_SPACE = TinySpace(
     tiny({**SIZES, **MIXTURE}),
     {**LAYOUT, "model.family": ("llama",)},
-    {key: values for key, values in OPTIONS.items() if key not in NO_OPTIONS_OF_EXPERTS},
+    {key: values for key, values in {**OPTIONS, **OPTIONS_OF_EXPERTS}.items() if key not in NO_OPTIONS_OF_EXPERTS},
     MOST_RANKS,
 )
 """the same of one mixture of experts, in which parallel.ep is combined with all other settings of [parallel]"""

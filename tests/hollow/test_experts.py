@@ -37,6 +37,18 @@ PASSES: dict[str, tuple[Settings, int]] = {
     "ep, cp": ({**EP, "parallel.dp_shard": 1, "parallel.cp": 2, "training.global_batch_size": 2 * MICRO_BATCHES}, 1),
 }
 """layouts, and forward passes of a sparse block per micro batch in which rows travel"""
+OPTIMISTIC: dict[str, Settings] = {
+    f"{name}, optimistic": {**settings, "parallel.expert_dispatch": "optimistic"}
+    for name, settings in {
+        "ep": EP,
+        "ep, penalties": {**EP, **PENALTIES},
+        "ep, full": {**EP, "recompute.mode": "full"},
+        "ep, selective": {**EP, "recompute.mode": "selective"},
+        "ep over tp": {**TP, "parallel.ep": 2},
+        "ep, compiled": {**EP, **COMPILED},
+        "ep, pp": {**EP, "parallel.pp": 2},
+    }.items()
+}
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +69,15 @@ def test_a_stage_of_a_pipeline_waits_for_its_own_blocks() -> None:
     settings = {**EP, "parallel.pp": 2}
     (report,) = measure_all({"pp": as_arguments(CONFIG, MODEL, settings)}).values()
     assert report["syncs"] == {"cudaStreamSynchronize": BLOCKS // 2 * MICRO_BATCHES}
+
+
+def test_the_optimistic_dispatch_waits_once_per_step() -> None:
+    """For the step's message, when the update is launched: a capture of forward and backward meets no wait."""
+    reports = measure_all({name: as_arguments(CONFIG, MODEL, settings) for name, settings in OPTIMISTIC.items()})
+    once = {"cudaEventSynchronize": 1}
+    assert {layout: report["syncs"] for layout, report in reports.items()} == dict.fromkeys(OPTIMISTIC, once)
+    for column in ("graph_breaks", "compilations"):  # the capacity is chosen before the second step
+        assert {layout: report[column] for layout, report in reports.items() if report[column]} == {}, column
 
 
 QWEN = "train_configs/qwen3_30b_a3b_8gpu.toml"

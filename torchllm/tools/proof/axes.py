@@ -112,6 +112,12 @@ TECHNIQUES = (
         "experts, or on all tokens of a rank",
     ),
     Technique(
+        {"parallel.dp_shard": 2, "parallel.ep": 2, "parallel.expert_dispatch": "optimistic"},
+        lambda config: config.parallel.expert_dispatch == "optimistic",
+        "tokens travel in padded buffers, and a step in which they do not fit runs again. Look for state that a "
+        "forward or a backward changes, and for a number that depends on all rows of the experts",
+    ),
+    Technique(
         {"parallel.cp": 2, "parallel.cp_method": "ring"},
         _uses("ring"),
         "each rank has two pieces of every sequence. Look for a mean or a norm over the tokens of a sequence, for a "

@@ -49,6 +49,8 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "parallel.regather": (False, True),
 }
 """settings that a layout may have besides, of which each layout that is drawn gets some"""
+OPTIONS_OF_EXPERTS: dict[str, tuple[Any, ...]] = {"parallel.expert_dispatch": ("exact", "optimistic")}
+"""the same of a model that has experts"""
 
 
 def degrees(most_ranks: int) -> dict[str, tuple[Any, ...]]:
@@ -141,6 +143,8 @@ class LayoutSpace:
                 experts, ranks = self.base.model.experts, shard * cp * tp
                 values = tuple(ep for ep in values if experts % ep == ranks % ep == 0)
                 matters = experts > 0 and len(values) > 1 and layout.get("parallel.zero_stage") != 0
+            case "parallel.expert_dispatch":
+                matters = layout.get("parallel.ep", 1) > 1
             case "parallel.keep_last_block":
                 matters = layout.get("parallel.zero_stage") == 3
             case "parallel.prefetch":

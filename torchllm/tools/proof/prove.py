@@ -30,6 +30,7 @@ from torchllm.tools.proof.layouts import (
     BALANCED,
     MICRO_BATCH,
     OPTIONS,
+    OPTIONS_OF_EXPERTS,
     PARALLEL,
     RECOMPUTE,
     SPLIT,
@@ -116,6 +117,7 @@ PLAIN: Settings = {
     "parallel.scatter_gather": True,
     "parallel.zero_stage": 3,
     "parallel.ep": 1,
+    "parallel.expert_dispatch": "exact",
     "parallel.keep_last_block": True,
     "parallel.prefetch": 1,
     "parallel.regather": False,
@@ -172,7 +174,10 @@ class Prover:
         self.base = with_settings(shrink(config, options.ranks, self.steps, folder, kept), fixed)
         batch = self.base.training.global_batch_size
         sizes = tuple(size for size in range(batch, 0, -1) if batch % size == 0)
-        drawn_options = {key: values for key, values in {**OPTIONS, MICRO_BATCH: sizes}.items() if key not in kept}
+        # In bfloat16 the choices are forced, for tokens that a step which must be repeated may not have.
+        of_experts = OPTIONS_OF_EXPERTS if config.model.experts and not self.is_bfloat16 else {}
+        options_of_layouts = {**OPTIONS, **of_experts, MICRO_BATCH: sizes}
+        drawn_options = {key: values for key, values in options_of_layouts.items() if key not in kept}
         combined = {**degrees(options.ranks), **PARALLEL, **RECOMPUTE}
         self.space = LayoutSpace(self.base, combined, drawn_options, options.ranks)
         self.layouts = self.space.valid_layouts()

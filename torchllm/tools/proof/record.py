@@ -129,6 +129,8 @@ class Recorder:
         self.gradients: dict[str, FloatArray] | None = None
         """of the step that is under way, on rank 0, as the optimizer gets them"""
         self.has_gradients = False
+        self.optimizer: object = None
+        """whose update found the gradients"""
 
     def begin(self, config: Config, mesh: object, stages: Sequence[nn.Module], data: object, start: int) -> None:
         """Take note of the model, right before its first step."""
@@ -144,11 +146,16 @@ class Recorder:
         if is_alone:
             self.choice_record = ChoiceRecord(stages)
 
-    def before_update(self, *optimizer_and_arguments: object) -> None:
-        """Gather the gradients of a step: a hook before an optimizer's step. A second optimizer finds them gathered."""
-        if self.has_gradients or not self.stages:  # an optimizer may make its state by a step when a run is resumed
+    def before_update(self, optimizer: object, *arguments: object) -> None:
+        """Gather the gradients of a step: a hook before an optimizer's step. A second optimizer finds them gathered.
+
+        A second update of the same one is of a step that is repeated (`parallel/optimistic.py`).
+        """
+        if not self.stages:  # an optimizer may make its state by a step when a run is resumed
             return
-        self.has_gradients = True
+        if self.has_gradients and optimizer is not self.optimizer:
+            return
+        self.has_gradients, self.optimizer = True, optimizer
         whole = gather_whole(self.stages, lambda parameter: parameter.grad)
         if whole is not None:
             self.gradients = whole.tensors
