@@ -16,6 +16,7 @@ from torchllm.metrics.expert_load import ExpertLoads
 from torchllm.metrics.meter import Meter, memory_gib, peak_flops, read_gpu
 from torchllm.metrics.sinks import Record, TensorBoard
 from torchllm.optim.expert_balance import StepRouting
+from torchllm.parallel.optimistic import Padding
 from torchllm.tools.launch.lease import LeaseLost
 from torchllm.train.evaluate import HeldOutLoss
 from torchllm.train.step import StepResult
@@ -141,7 +142,8 @@ def test_loads_of_experts_are_logged(clock: Clock) -> None:
     meter.model = model
     for step, tokens in enumerate((ROUTING.tokens_per_expert, EQUAL), start=1):
         clock.now += 1
-        meter.log(step, result()._replace(routing=ROUTING._replace(tokens_per_expert=tokens)))
+        routing = ROUTING._replace(tokens_per_expert=tokens)
+        meter.log(step, result()._replace(routing=routing, padding=None if step == 1 else Padding(0.25, 3)))
     assert {key: value for key, value in sink.records[0].items() if key.startswith("experts/")} == {
         "experts/largest_load": 3.75,
         "experts/entropy": pytest.approx(0.5),
@@ -149,6 +151,7 @@ def test_loads_of_experts_are_logged(clock: Clock) -> None:
         "experts/dropped_tokens": 0,
         "experts/balance_loss": 0.25,
     }
+    assert (sink.records[1]["experts/padding"], sink.records[1]["experts/repeated_steps"]) == (0.25, 3)
     assert loads_file.records[0] == {"step": 1, "layers.1": [30, 2, 0, 0], "layers.2": [8, 8, 8, 8]}
     kinds = Kinds(sparse={}, dense={"experts": 0})
     meter.model = replace(model, dense_layers=0, pattern=("sparse", "dense", "sparse"), kinds=kinds)

@@ -857,7 +857,7 @@ class Parallel:
     """with model.experts: ranks that share the experts of each block (expert parallelism); it borrows the innermost
     ranks of dp_shard x cp x tp, so it is no factor of the number of ranks"""
     expert_dispatch: Annotated[
-        Literal["exact", "optimistic"], Needs("parallel.ep over 1", "idle"), AppliedBy("TrainStep(...)")
+        Literal["exact", "optimistic"], Needs("parallel.ep over 1", "idle"), AppliedBy("TrainStep(...)", True)
     ] = "exact"
     """with ep: exact: the host waits in each sparse block for the number of rows that a rank gets; optimistic: it does
     not, as rows travel in padded buffers; a step in which they do not fit runs again, exactly"""
