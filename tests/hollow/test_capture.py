@@ -40,7 +40,7 @@ def test_experts_of_other_ranks_make_the_host_wait() -> None:
 
 
 def test_experts_in_padded_buffers_are_captured_whole() -> None:
-    """The host waits in no forward or backward: compile.graphs refuses them for capacities that change, not for this."""
+    """The host waits in no forward or backward: compile.graphs refuses capacities that change."""
     names = ["experts, ep, selective, optimistic", "experts, ep, compiled, optimistic"]
     for report in capture_all({name: KINDS["experts"][name] for name in names}).values():
         assert obstacles(report) == []
