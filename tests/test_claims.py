@@ -35,6 +35,7 @@ TEXT_FILE = "tests/tools/prepare/test_build.py::test_memory_does_not_grow_with_a
 HELD_OUT = "tests/tools/prepare/test_build.py::test_the_same_text_is_in_the_same_split_whatever_its_source"
 NO_WAIT = "tests/hollow/test_launches.py::test_a_step_never_waits_for_the_gpu"
 SENT = "tests/parallel/test_ring.py::test_bytes_sent"
+SAME_AS_EXACT = "tests/parallel/test_optimistic.py::test_it_trains_the_same_bits"
 UPCYCLED = "tests/tools/hub/test_upcycle.py::test_each_expert_is_the_dense_layer_and_noise_to_the_bit"
 NEW_FOLDER = "tests/tools/hub/test_hf_writer.py::test_a_folder_appears_whole_or_not_at_all"
 REQUEUED = "tests/slurm/test_slurm.py::test_a_requeued_job_goes_on"
@@ -49,12 +50,17 @@ PROMISES = {
     "docs/configure.md": {"the step is the same in every layout, to the bit": SAME_STEP},
     "docs/data.md": {"A text file is never in memory as a whole": TEXT_FILE},
     "docs/hollow_gpu.md": {"the host never waits for the GPU during a step": NO_WAIT},
-    "docs/mixture_of_experts.md": {"Every layout starts from the same bytes": UPCYCLED},
+    "docs/mixture_of_experts.md": {
+        "Every layout starts from the same bytes": UPCYCLED,
+        "the exact dispatch: bit for bit in float32 and bfloat16 on a CPU": SAME_AS_EXACT,
+        "the exact dispatch": SAME_AS_EXACT,
+    },
     "docs/reliability.md": {
         "validation of every step, bit by bit": KILLED,
         "every step bit by bit as in a run without a fault": REQUEUED,
     },
     "docs/settings.md": {
+        'expert_dispatch = "exact" (one of "exact", "optimistic") with ep: exact:': SAME_AS_EXACT,
         "a CPU run is bitwise repeatable": SAME_RUN,
         "held out for evaluation and never trained on": HELD_OUT,
         "is not finite is never applied": NOT_FINITE,

@@ -179,7 +179,7 @@ def types_of_a_step(settings: Settings) -> dict[str, list[str]]:
 
     def see_angles(module: Any, args: Any) -> None:
         _, rotary, _ = args
-        for angles in rotary:
+        for angles in rotary[:2]:
             see("rotary angles", angles)
 
     for name, module in trainer.stages[0].named_modules():

@@ -860,7 +860,7 @@ class Parallel:
         Literal["exact", "optimistic"], Needs("parallel.ep over 1", "idle"), AppliedBy("TrainStep(...)", True)
     ] = "exact"
     """with ep: exact: the host waits in each sparse block for the number of rows that a rank gets; optimistic: it does
-    not, as rows travel in padded buffers; a step in which they do not fit runs again, exactly"""
+    not, as rows travel in padded buffers; a step in which they do not fit runs again without buffers"""
     sequence_parallel: Annotated[bool, Needs("parallel.tp over 1", "idle")] = False
     """with tp: also split the sequence between the matrices (norms and residuals)"""
     regather: Annotated[bool, REGATHERED] = False

@@ -6,9 +6,9 @@ the backward gathers it again: once for all products of the same input, which is
 
 Nothing is sharded. Sent besides, per block: an all-gather of each such input in the backward.
 
-What recomputation computes again it gathers again anyway, with its selective modes by `recompute.py`: it is left as it
-is. In a compiled block the kept tensors are
-those of torch's graph; there the gather is marked as what is recomputed, and the graph of the backward repeats it.
+What is recomputed gathers its inputs again anyway, in the selective modes by `recompute.py`, and is left as it is. In a
+compiled block torch's graph decides what is kept: there the gather is marked as recomputed, and the graph of the
+backward repeats it.
 """
 
 import weakref

@@ -70,11 +70,11 @@ class HarnessModel(TemplateLM):
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return the continuation of each text, up to its first stop text or the end of the document."""
-        alike: defaultdict[str, list[int]] = defaultdict(list)
+        by_settings: defaultdict[str, list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
-            alike[repr(request.args[1])].append(index)
+            by_settings[repr(request.args[1])].append(index)
         answers = [""] * len(requests)
-        for indices in alike.values():
+        for indices in by_settings.values():
             wanted = normalize_gen_kwargs(requests[indices[0]].args[1])
             tokens, temperature = min(wanted["max_gen_toks"], self.ranks.longest), float(wanted.get("temperature", 0.0))
             of_run = self.ranks.config.generate
