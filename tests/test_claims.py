@@ -129,9 +129,9 @@ def test_commands_of_benchmarks_are_accepted_as_printed(command: str, monkeypatc
     assert all((ROOT / file).exists() for file in files)
     if "-m" in arguments and program == "python":
         assert importlib.util.find_spec(arguments[1])
+    ranks = re.search(r"--nproc-per-node=(\d+)", command)
+    monkeypatch.setenv("WORLD_SIZE", ranks[1] if ranks else "1")
     if "evidence/benchmark" in arguments:
         read_arguments(arguments[arguments.index("evidence/benchmark") + 1 :], NAMES)
     if "recipes/benchmark" in arguments:
-        ranks = re.search(r"--nproc-per-node=(\d+)", command)
-        monkeypatch.setenv("WORLD_SIZE", ranks[1] if ranks else "1")
         read_arguments(arguments[arguments.index("recipes/benchmark") + 1 :])
