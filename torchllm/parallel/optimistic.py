@@ -41,7 +41,7 @@ MARGIN = 2
 WINDOW = 32
 """number of these steps"""
 TILE = 16
-"""a capacity is a multiple of so many rows"""
+"""a capacity is a multiple of this number of rows"""
 
 
 def apply_optimistic_dispatch(stage: Decoder) -> None:
@@ -217,7 +217,7 @@ class Capacities:
 
 
 def capacities(rows: int, ranks: int) -> list[int]:
-    """Return the capacity of each level. rows: all that a rank sends, to so many ranks."""
+    """Return the capacity of each level. rows: all that a rank sends, to this number of `ranks`."""
     tiles = [math.ceil(rows / ranks * 2 ** (level / PER_OCTAVE) / TILE) for level in range(LEVELS)]
     return [min(rows, number * TILE) for number in tiles]
 
