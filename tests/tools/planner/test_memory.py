@@ -64,14 +64,10 @@ TRACED = {
     "GPT, inputs gathered again, half of the products": partial(
         layout, "gpt_1.7b", 4, tp=4, dp_shard=2, mode="selective_half", **AGAIN
     ),
-    "70B, inputs gathered again, feed-forward recomputed, pipeline": partial(
-        layout, "llama3_70b", 4, tp=8, pp=2, count=4, mode="ffn", **AGAIN
-    ),
     "1B, inputs gathered again, zero bubble": partial(
         layout, "llama3_1b", 4, pp=2, tp=2, count=4, schedule="ZBVZeroBubble", **AGAIN
     ),
     "Mixtral, inputs gathered again": partial(layout, "mixtral_8x7b", 3, tp=4, dp_shard=8, ep=8, **AGAIN),
-    "GLM-4.5 Air, inputs gathered again": partial(layout, "glm4.5_air", 3, tp=4, dp_shard=8, ep=8, **AGAIN),
     "13B, matrices of scores": partial(layout, "llama_13b", dp_shard=8, attention="eager"),
     "13B, pipeline, ZeRO 1, full recompute": partial(
         layout, "llama_13b", 4, pp=2, dp_shard=2, zero_stage=1, micro=2, mode="full", count=4
@@ -122,7 +118,6 @@ LOOSER = {
     "Mixtral, experts cut by tp": 0.01,
     "Mixtral, expert parallel over tp": 0.03,
     "Mixtral, inputs gathered again": 0.03,
-    "GLM-4.5 Air, inputs gathered again": 0.03,
 }
 """The peak is in the backward of the experts, of which the planner knows only a few moments: beside the peak, the
 activations that are left at that moment differ."""
