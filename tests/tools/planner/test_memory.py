@@ -103,7 +103,7 @@ TRACED = {
     ),
     "OLMoE, ZeRO 1": partial(layout, "olmoe_1b_7b", 3, dp_shard=8, ep=2, zero_stage=1, micro=2),
 }
-"""23 layouts of 11 models; every pair of settings of every model is in test_memory_of_models.py"""
+"""28 layouts of 10 models; every pair of settings of every model is in test_memory_of_models.py"""
 
 
 ON_A_CPU = (
