@@ -6,6 +6,7 @@ Below their lines and those of the dry run it is written by hand why a run does 
 tests/config/test_train_configs.py compares.
 """
 
+import math
 import re
 import textwrap
 from dataclasses import replace
@@ -29,9 +30,7 @@ WIDTH = 128
 def planned(file: Path) -> str:
     """Return the lines of a run's header about its layout, and about the one that the planner would take."""
     config = read_model(str(file)).config
-    gpus = 1
-    for number in HARDWARE.search(file.read_text()).groups("1"):  # type: ignore[union-attr]
-        gpus *= int(number.replace(",", ""))
+    gpus = gpus_of(file)
     parallel, problems = resolve_degrees(config.parallel, gpus, "")
     hardware = read_cluster(config.cluster.name, [])
     assert not problems
@@ -52,6 +51,14 @@ def planned(file: Path) -> str:
     return textwrap.fill(text, WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False) + "\n"
 
 
+def gpus_of(file: Path) -> int:
+    """Return the number of GPUs that a run's header names."""
+    hardware = HARDWARE.search(file.read_text())
+    assert hardware is not None
+    numbers = [int(number.replace(",", "")) for number in hardware.groups("1")]
+    return math.prod(numbers)
+
+
 def figures(job: Job, prediction: Prediction) -> str:
     """Return speed, memory and the time of the whole training."""
     tokens = job.training.global_batch_size * job.training.sequence_length
@@ -66,8 +73,8 @@ def main() -> None:
     """Write all headers again."""
     for file in sorted(FOLDER.glob("*.toml")):
         text = file.read_text()
-        if PLANNED.search(text):
-            file.write_text(PLANNED.sub(lambda _, file=file: planned(file), text))  # type: ignore[misc]
+        if found := PLANNED.search(text):
+            file.write_text(text.replace(found[0], planned(file)))
 
 
 if __name__ == "__main__":

@@ -12,11 +12,12 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchllm.tools.planner.search.advice import WIDEST
+from torchllm.tools.planner.search.layouts import Layout
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/plans.md"
 BEGIN = "<!-- written by docs/plans.py -->\n"
-KNOWN = 4.0
-"""slowest over fastest step of an interval, beyond which a plan is no advice: as `plan rank` says"""
 
 
 class Question(NamedTuple):
@@ -83,10 +84,10 @@ def row(question: Question, cluster: str, folder: Path) -> str:
     low, high = pick["seconds"]
     cells = [
         cluster,
-        text_of(pick["layout"]),
+        Layout(**pick["layout"]).text(),
         f"{float(format(pick['tokens_per_second'], '.3g')):,.0f}",
         f"{pick['mfu']:.0%}",
-        f"{low:.3g} to {high:.3g}" + ("" if high <= KNOWN * low else ": not known"),
+        f"{low:.3g} to {high:.3g}" + ("" if high <= WIDEST * low else ": not known"),
         f"{pick['memory_gib']:.0f}",
         f"{max(kind['peak'] for kind in traced['kinds']) / 2**30:.0f}" if traced else "refused",
         f"{24 * pick['days']:.3g}",
@@ -101,19 +102,6 @@ def output_of(command: list[str], file: Path, variables: dict[str, str] | None =
         done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False)
         file.write_text(done.stdout if done.returncode == 0 else "null")
     return json.loads(file.read_text())
-
-
-def text_of(layout: dict[str, Any]) -> str:
-    """Return a layout in words, without what is off."""
-    degrees = [
-        f"{axis} {layout[axis]}" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep") if layout[axis] > 1
-    ]
-    schedule = (
-        f"{layout['schedule']} x {layout['virtual_stages']}" if layout["virtual_stages"] > 1 else layout["schedule"]
-    )
-    words = [*degrees, *([schedule] if layout["pp"] > 1 else [])]
-    words += [f"micro batch {layout['micro_batch_size']}", f"zero {layout['zero_stage']}"]
-    return ", ".join(words + ([f"recompute {layout['recompute']}"] if layout["recompute"] != "none" else []))
 
 
 if __name__ == "__main__":

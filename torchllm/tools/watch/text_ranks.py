@@ -80,7 +80,7 @@ class TextRanks:
                 f"context parallelism leaves out at training.sequence_length = {length}: train without parallel.cp"
             )
 
-    # -- who asks, and who answers
+    # -- requests of rank 0
 
     def ask(self, work: str, *arguments: Any) -> Any:
         """Let all ranks call the method `work`, and return its result."""
