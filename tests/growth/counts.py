@@ -30,7 +30,8 @@ from torchllm.data.loader import DataRanks, build_loader
 from torchllm.data.order import DataOrder
 from torchllm.data.packing import pack_windows
 from torchllm.metrics.sinks import cut_position
-from torchllm.models.attention import EagerAttention, ScaledDotProductAttention
+from torchllm.models.attention import ScaledDotProductAttention
+from torchllm.models.attention_cores import EagerAttention
 from torchllm.models.block_mask import document_block_mask
 from torchllm.optim.fused import ShardedAdamW
 from torchllm.optim.grad_norm import clip, grad_norm

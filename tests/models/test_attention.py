@@ -16,8 +16,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from tests.models.test_layers import filled, inputs
 from torchllm.config import Model
 from torchllm.config.errors import UserError
-from torchllm.models import attention
-from torchllm.models.attention import CORES, Attention, EagerAttention, build_attention
+from torchllm.models.attention import CORES, Attention, build_attention
+from torchllm.models.attention_cores import EagerAttention
 from torchllm.models.layers import rotary_angles, rotate
 
 pytestmark = pytest.mark.quick
@@ -86,7 +86,7 @@ def spelled_out(
 @pytest.fixture
 def flex_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlexAttention as plain operations: the same meaning, without the seconds of a compilation."""
-    monkeypatch.setattr(attention, "compiled_flex_attention", lambda: flex_attention)
+    monkeypatch.setattr("torchllm.models.attention_cores.compiled_flex_attention", lambda: flex_attention)
 
 
 def out_and_gradients(core: Callable[..., Tensor], inputs: QKV, upstream: Tensor) -> tuple[Tensor, QKV]:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from torchllm.config import Model
 from torchllm.models import document_attention as module
-from torchllm.models.attention import EagerAttention, ScaledDotProductAttention
+from torchllm.models.attention import ScaledDotProductAttention
+from torchllm.models.attention_cores import EagerAttention
 from torchllm.models.document_attention import QUERY_BLOCK, document_attention
 
 LENGTH = 29

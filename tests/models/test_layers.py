@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from tests.operations import Operations
 from torchllm.config import Model
+from torchllm.models.gpt_layers import GELUFeedForward, LayerNorm
 from torchllm.models.layers import (
-    GELUFeedForward,
-    LayerNorm,
     RMSNorm,
     SwiGLU,
     rms_norm,

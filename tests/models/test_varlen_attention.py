@@ -16,8 +16,9 @@ from tests.models.test_document_attention import (
     random_inputs,
 )
 from torchllm.config import Model
-from torchllm.models import attention, varlen_attention
-from torchllm.models.attention import EagerAttention, ScaledDotProductAttention
+from torchllm.models import varlen_attention
+from torchllm.models.attention import ScaledDotProductAttention
+from torchllm.models.attention_cores import EagerAttention
 from torchllm.models.varlen_attention import document_offsets, find_documents, takes_varlen
 from torchllm.runtime import torch_compat
 
@@ -63,7 +64,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that the CPU has flash attention, of float32 too."""
     monkeypatch.setattr(torch_compat, "varlen_attn", reference_varlen)
     monkeypatch.setattr(varlen_attention, "has_flash_attention", lambda device: True)
-    monkeypatch.setattr(attention, "takes_varlen", lambda q: True)
+    monkeypatch.setattr(varlen_attention, "takes_varlen", lambda q: True)
 
 
 @pytest.mark.parametrize(("heads", "kv", "spare"), [(4, 4, 0), (4, 2, 1), (6, 1, 100)])

@@ -15,7 +15,7 @@ import torchllm.parallel.ring
 from tests.models.test_document_attention import Inputs, Results, forward_backward
 from tests.workers import run
 from torchllm.config import Model
-from torchllm.models.attention import EagerAttention
+from torchllm.models.attention_cores import EagerAttention
 from torchllm.models.attention_kernels import (
     BlockKernel,
     CpuKernel,

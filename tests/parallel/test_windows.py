@@ -20,7 +20,8 @@ from tests.parallel.test_ring import (
 from tests.parity import FEW, Settings, check
 from tests.workers import run
 from torchllm.config import Model
-from torchllm.models.attention import CORES, EagerAttention
+from torchllm.models.attention import CORES
+from torchllm.models.attention_cores import EagerAttention
 from torchllm.models.document_attention import visible_keys
 from torchllm.parallel.windows import WindowAttention
 

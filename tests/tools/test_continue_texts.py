@@ -6,7 +6,8 @@ import torch
 
 from torchllm.config import Generate, Kinds, Model
 from torchllm.config.errors import UserError
-from torchllm.models.attention import CORES, EagerAttention
+from torchllm.models.attention import CORES
+from torchllm.models.attention_cores import EagerAttention
 from torchllm.models.decoder import Decoder, build_model
 from torchllm.parallel.initialize import initialize
 from torchllm.runtime import signs_of_life

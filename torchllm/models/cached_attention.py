@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchllm.facts.parts.part import found
-from torchllm.models.document_attention import heads_of_kernel
+from torchllm.models.fused_attention import heads_of_kernel
 
 
 class CachedAttention(nn.Module):

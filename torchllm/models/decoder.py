@@ -16,7 +16,6 @@ from torchllm.config.applied_keys import applied
 from torchllm.config.errors import UserError
 from torchllm.facts.parts.part import found
 from torchllm.facts.parts.registry import feed_forward, mixer
-from torchllm.models.attention import FlexAttention
 from torchllm.models.head import Head
 from torchllm.models.layers import Rotary, build_norm, rotary_angles
 from torchllm.models.mixer import Mixer
@@ -197,7 +196,7 @@ def core_of(blocks: nn.Module) -> Any:
 def mask_of(core: Any, positions: Tensor, document_ids: Tensor | None, document_limit: int) -> Any:
     """Return the mask of the blocks with this core. positions, document_ids: (B, S)."""
     mask = core.mask(document_ids, document_limit)
-    if mask is not None or type(core) is not FlexAttention:
+    if mask is not None or not getattr(core, "shares_causal_mask", False):  # a fork's core need not say
         return mask
     from torchllm.models.block_mask import causal_block_mask  # else each compiled block makes one
 

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from torchllm.models.fused_attention import fused_attention
 
 QUERY_BLOCK = 512
 """queries whose mask exists at a time"""
@@ -83,29 +84,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float | Non
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     mask = visible.unsqueeze(1)  # the same for all heads
     return fused_attention(q, k, v, mask, scale).transpose(1, 2)
-
-
-def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
-    """Call torch's scaled_dot_product_attention with inputs for a fused kernel, which does not store all scores.
-
-    q (B, H, S, Q), k and v (B, K, T, Q). mask: the keys that each query sees, (B, 1, S, T); None: causal. scale: factor
-    of the scores; None: 1 / sqrt(Q).
-    """
-    k, v = heads_of_kernel(q, k, mask), heads_of_kernel(q, v, mask)
-    grouped = bool(q.shape[1] != k.shape[1])  # symbolic sizes while the compiler traces
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
-
-
-def heads_of_kernel(q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
-    """Return keys or values (B, K, T, Q) with the heads, K or H, that a fused kernel for q (B, H, S, Q) takes.
-
-    On a GPU, kernels with grouped query heads take only 16 bit and no mask. The memory-efficient kernel has no grouped
-    heads: they are expanded for it.
-    """
-    grouped = bool(q.shape[1] != kv.shape[1])  # symbolic sizes while the compiler traces
-    if grouped and q.is_cuda and (mask is not None or q.dtype == torch.float32):
-        return kv.repeat_interleave(q.shape[1] // kv.shape[1], dim=1)
-    return kv
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -50,26 +50,12 @@ class RMSNorm(nn.Module):
         return self.kernel(x, self.weight, self.epsilon)
 
 
-class LayerNorm(nn.Module):
-    """Normalizes x by its mean and deviation: (x - mean(x)) / std(x) * weight + bias (arXiv 1607.06450)."""
-
-    def __init__(self, width: int, epsilon: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
-        self.bias = nn.Parameter(torch.empty(width))
-        self.epsilon = epsilon
-        self.kernel: Callable[..., Tensor] = layer_norm
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalize the last dimension of x: (..., width) -> (..., width)."""
-        return self.kernel(x, self.weight, self.bias, self.epsilon)
-
-
 def build_norm(model: Model) -> nn.Module:
     """Return the norm of the residual stream, by `model.features.norm`, with uninitialized weights."""
     if model.features.norm == "rms":
         return RMSNorm(model.hidden, model.norm_epsilon, model.norm_offset)
-    return LayerNorm(model.hidden, model.norm_epsilon)
+    norm: nn.Module = found("torchllm.models.gpt_layers:LayerNorm")(model.hidden, model.norm_epsilon)
+    return norm
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
@@ -77,14 +63,12 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, epsilon)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-    """Return the layer norm of x: x (..., width), weight and bias (width) -> (..., width)."""
-    return F.layer_norm(x, (x.shape[-1],), weight, bias, epsilon)
-
-
 def build_feed_forward(model: Model) -> nn.Module:
     """Return the dense feed-forward layer, by `model.features.gated_ffn`, with uninitialized weights."""
-    return SwiGLU(model, model.ffn) if model.features.gated_ffn else GELUFeedForward(model)
+    if model.features.gated_ffn:
+        return SwiGLU(model, model.ffn)
+    layer: nn.Module = found("torchllm.models.gpt_layers:GELUFeedForward")(model)
+    return layer
 
 
 def silu_gated(gate: Tensor, up: Tensor) -> Tensor:
@@ -134,20 +118,6 @@ class SwiGLU(nn.Module):
         return self.down_proj(self.gated(self.gate_proj(x), self.up_proj(x)))
 
 
-class GELUFeedForward(nn.Module):
-    """Computes down(gelu(up(x))), the feed-forward layer of GPT, with the tanh form of GELU (arXiv 1606.08415)."""
-
-    def __init__(self, model: Model) -> None:
-        super().__init__()
-        bias = model.features.biases
-        self.up_proj = nn.Linear(model.hidden, model.ffn, bias=bias)
-        self.down_proj = nn.Linear(model.ffn, model.hidden, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Transform each token: (B, S, D) -> (B, S, D)."""
-        return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
-
-
 class Rotary(NamedTuple):
     """Factors of rotary positions, float32."""
 
@@ -182,7 +152,7 @@ def _scaled_frequencies(model: Model, device: torch.device) -> Tensor:
         case "llama3":
             share_unscaled = _llama3_share_unscaled(model, unscaled)
         case "yarn":
-            share_unscaled = _yarn_share_unscaled(model, device)
+            share_unscaled = found("torchllm.models.yarn:share_unscaled")(model, device)  # few models have it
     return unscaled * share_unscaled + scaled * (1.0 - share_unscaled)
 
 
@@ -196,31 +166,6 @@ def _llama3_share_unscaled(model: Model, unscaled: Tensor) -> Tensor:
     low = model.rope_low_frequency_factor
     high = model.rope_high_frequency_factor
     return ((turns - low) / (high - low)).clamp(0.0, 1.0)
-
-
-def _yarn_share_unscaled(model: Model, device: torch.device) -> Tensor:
-    """Return the share of the unscaled frequency in each of YaRN, (R / 2) (Peng et al. 2023, arXiv 2309.00071, 3.2).
-
-    It is 1 at pairs that turn beta_fast times within the original context, 0 at those that turn beta_slow times, and
-    linear in the number of the pair between these; the two ends may be rounded outward (`rope_truncate`).
-    """
-    first = max(_pair_that_turns(model, model.rope_beta_fast, round_by=math.floor), 0.0)
-    last = min(_pair_that_turns(model, model.rope_beta_slow, round_by=math.ceil), model.rotary_width - 1.0)
-    if first == last:
-        last += 0.001  # as in the authors' code: no division by 0
-    pairs = torch.arange(model.rotary_width // 2, device=device, dtype=torch.float32)
-    share_scaled = ((pairs - first) / (last - first)).clamp(0.0, 1.0)
-    return 1.0 - share_scaled
-
-
-def _pair_that_turns(model: Model, turns: float, round_by: Callable[[float], int]) -> float:
-    """Return the index of the pair of features that makes `turns` turns within the original context.
-
-    round_by: makes it a whole number if the model says so.
-    """
-    wavelength = model.rope_original_length / turns
-    pair = model.rotary_width * math.log(wavelength / (2 * math.pi)) / (2 * math.log(model.rope_theta))
-    return round_by(pair) if model.rope_truncate else pair
 
 
 def rotary_angles(model: Model, positions: Tensor) -> Rotary:

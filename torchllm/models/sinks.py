@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from torchllm.config import Model
-from torchllm.models.attention import Core, EagerAttention, ScaledDotProductAttention
+from torchllm.models.attention import Core, ScaledDotProductAttention
+from torchllm.models.attention_cores import EagerAttention
 from torchllm.models.attention_kernels import (
     BlockKernel,
     CpuKernel,

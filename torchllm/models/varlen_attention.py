@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention import activate_flash_attention_impl
 
 from torchllm.facts.parts.part import WIDEST_HEAD
+from torchllm.models.document_attention import document_attention
 from torchllm.runtime.torch_compat import varlen_attention
 
 TOKENS_PER_DOCUMENT = 128
@@ -82,6 +83,21 @@ def takes_varlen(q: Tensor) -> bool:
     """Return whether the kernel computes with the type and the width of these heads, (B, S, H, Q)."""
     width = q.shape[-1]
     return q.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= WIDEST_HEAD
+
+
+def attend_to_part(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, window: int = 0, scale: float | None = None
+) -> Tensor:
+    """Let each token attend within its document and window, by the varlen kernel or else by `document_attention`.
+
+    q (B, S, H, Q), k and v (B, S, K, Q) -> (B, S, H, Q). documents: None: a sequence is one. scale: of scores; None:
+    1 / sqrt(Q).
+    """
+    if documents is None:
+        documents = one_document(q.shape[0], q.shape[1], q.device)
+    if documents.offsets is not None and takes_varlen(q):
+        return attend_within_documents(q, k, v, documents.offsets, window, scale)
+    return document_attention(q, k, v, documents.ids, window, scale)
 
 
 def attend_within_documents(

@@ -41,8 +41,9 @@ from torchllm.facts.parts.part import Cut, found
 from torchllm.facts.parts.registry import feed_forward, mixer
 from torchllm.models.decoder import Decoder
 from torchllm.models.experts import Experts, MixtureOfExperts, RoutedExperts, Router, SharedExperts
+from torchllm.models.gpt_layers import LayerNorm
 from torchllm.models.head import IGNORED, Head
-from torchllm.models.layers import LayerNorm, RMSNorm, widened
+from torchllm.models.layers import RMSNorm, widened
 from torchllm.models.lora import LowRankFactor, UpdatedLinear, add_low_rank_update
 from torchllm.parallel.shared_sequence import sum_over_sequence
 from torchllm.runtime.torch_compat import local_region
