@@ -17,7 +17,7 @@ from tests.test_docs import ROOT
 from tests.tools.planner.test_predict import case
 from torchllm.config import Kinds, Model
 from torchllm.facts.flops import block_flops, parameter_count
-from torchllm.facts.parts.part import RankShare
+from torchllm.facts.parts.costs import RankShare
 from torchllm.facts.parts.registry import ADDED_PARAMETERS, MIXERS_OF_FORKS
 from torchllm.models.decoder import build_model
 from torchllm.tools.continue_texts import caching

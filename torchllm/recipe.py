@@ -29,7 +29,7 @@ HOMES = {
     "BlockKind": "torchllm.facts.block_kinds",
     "register_block": "torchllm.facts.block_kinds",
     "BlockPart": "torchllm.facts.parts.part",
-    "MixerCosts": "torchllm.facts.parts.part",
+    "MixerCosts": "torchllm.facts.parts.costs",
     "PartParameter": "torchllm.facts.parts.part",
     "linear": "torchllm.facts.parts.part",
     "KEYS_OF_ATTENTION": "torchllm.facts.parts.part",
@@ -93,9 +93,9 @@ if TYPE_CHECKING:  # the same names, for type checkers and editors
     from torchllm.facts.block_kinds import BlockKind as BlockKind
     from torchllm.facts.block_kinds import register_block as register_block
     from torchllm.facts.parts.added import register_mixer as register_mixer
+    from torchllm.facts.parts.costs import MixerCosts as MixerCosts
     from torchllm.facts.parts.part import KEYS_OF_ATTENTION as KEYS_OF_ATTENTION
     from torchllm.facts.parts.part import BlockPart as BlockPart
-    from torchllm.facts.parts.part import MixerCosts as MixerCosts
     from torchllm.facts.parts.part import PartParameter as PartParameter
     from torchllm.facts.parts.part import linear as linear
     from torchllm.metrics.monitor import Monitor as Monitor

@@ -26,7 +26,6 @@ from torchllm.checkpoint import history
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint import tensors as checkpoint_tensors
 from torchllm.checkpoint.checkpointer import Checkpointer
-from torchllm.checkpoint.data_file import read_piece_table
 from torchllm.checkpoint.manifest import (
     PROVEN,
     SUSPECT,
@@ -36,6 +35,7 @@ from torchllm.checkpoint.manifest import (
     mark,
     read_suspects,
 )
+from torchllm.checkpoint.piece_table import read_piece_table
 from torchllm.checkpoint.state import Snapshot, nonfinite_keys, parts_of
 from torchllm.checkpoint.tensors import verify_in_parallel
 from torchllm.config.environment import ATTEMPT

@@ -14,15 +14,9 @@ from tests.checkpoint.test_index import publish_again
 from torchllm import config
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint.checkpointer import Checkpointer
-from torchllm.checkpoint.data_file import (
-    ROW,
-    DataFileWriter,
-    check_data_file,
-    data_file_name,
-    read_piece,
-    read_piece_table,
-)
+from torchllm.checkpoint.data_file import ROW, DataFileWriter, data_file_name
 from torchllm.checkpoint.manifest import DamagedCheckpoint, FileRecord
+from torchllm.checkpoint.piece_table import check_data_file, read_piece, read_piece_table
 from torchllm.tools.hub.weights import load_weights
 
 PIECES = {3: b"first", 7: b"", 8: b"the third piece"}

@@ -12,7 +12,7 @@ from torch import nn
 from tests import workers
 from tests.checkpoint.test_checkpointer import saved, steps
 from torchllm import config
-from torchllm.checkpoint import data_file, history, verify
+from torchllm.checkpoint import history, piece_table, verify
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.checkpoint.history import delete_folder, folders_to_delete, share_of
@@ -96,8 +96,8 @@ def lower_keep(folder: str) -> dict[str, int]:
         for module, name in (
             (history.shutil, "rmtree"),
             (verify, "read_content"),
-            (data_file, "read_piece_table"),
-            (data_file, "read_range"),
+            (piece_table, "read_piece_table"),
+            (piece_table, "read_range"),
         ):
             counts[name] = patches.enter_context(mock.patch.object(module, name, wraps=getattr(module, name)))
         model = nn.Linear(2, 2)

@@ -11,9 +11,10 @@ from torch import nn
 from torchllm import config
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint.checkpointer import Checkpointer
-from torchllm.checkpoint.data_file import DataFileWriter, data_file_name, read_piece_table
+from torchllm.checkpoint.data_file import DataFileWriter, data_file_name
 from torchllm.checkpoint.index import INDEX, Index, PieceGrid, parse_index
 from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint, FileRecord
+from torchllm.checkpoint.piece_table import read_piece_table
 from torchllm.tools.hub.weights import load_weights
 
 pytestmark = pytest.mark.quick

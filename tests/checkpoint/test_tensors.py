@@ -23,8 +23,8 @@ from torchllm import config
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint import tensors as tensor_io
 from torchllm.checkpoint.checkpointer import Checkpointer
-from torchllm.checkpoint.data_file import read_piece_table
 from torchllm.checkpoint.manifest import CheckpointError
+from torchllm.checkpoint.piece_table import read_piece_table
 from torchllm.checkpoint.state import model_tensors, optimizer_tensors
 from torchllm.checkpoint.tensors import verify_in_parallel
 

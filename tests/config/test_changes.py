@@ -11,7 +11,8 @@ from torchllm.config.errors import UserError
 from torchllm.config.paths import absolute_paths
 from torchllm.config.schema import Lora
 from torchllm.optim.schedule import LearningRate
-from torchllm.tools.config.changes import check_frozen_weights, config_changes, log_config_changes
+from torchllm.tools.config.changes import log_config_changes
+from torchllm.tools.config.compare import check_frozen_weights, config_changes
 
 pytestmark = pytest.mark.quick
 

@@ -7,12 +7,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torchllm.config import Kinds, Model, Recompute
 from torchllm.config.schema import TrainedParameters
+from torchllm.facts.device_peaks import DEVICE_PEAKS, device_peak_flops
 from torchllm.facts.flops import (
     ALL_TRAINED,
-    DEVICE_PEAKS,
     active_parameter_count,
     block_flops,
-    device_peak_flops,
     flops_per_token,
     head_size,
     parameter_count,

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from torchllm.config import Model, Parallel
+from torchllm.models import varlen_attention
 from torchllm.models.document_attention import QUERY_BLOCK
 from torchllm.tools.watch import chosen_kernel
 from torchllm.tools.watch.chosen_kernel import attention_kernel, log_attention_kernel
@@ -61,7 +62,7 @@ def test_torch_is_asked_about_the_heads_of_a_rank(
 def test_varlen_is_for_documents_in_16_bit(documents: bool, dtype: torch.dtype, has_flash: bool, kernel: str) -> None:
     with (
         mock.patch.object(chosen_kernel, "chosen_attention", return_value="efficient"),
-        mock.patch.object(chosen_kernel, "has_flash_attention", return_value=has_flash) as asked,
+        mock.patch.object(varlen_attention, "has_flash_attention", return_value=has_flash) as asked,
     ):
         assert attention_kernel(GROUPED, Parallel(), LONG, documents, dtype, META) == kernel
     assert all(call.args == (META,) for call in asked.call_args_list)

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torchllm import __version__, config
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint import state as run_state
-from torchllm.checkpoint import tensors as tensor_io
 from torchllm.checkpoint.agreement import (
     Group,
     change_on_first,
@@ -41,7 +40,7 @@ from torchllm.checkpoint.index import INDEX
 from torchllm.checkpoint.initial import InitialWeights, check_same_source
 from torchllm.checkpoint.manifest import CheckpointError, FileRecord, Manifest
 from torchllm.checkpoint.plan import SavePlan, agree_on_plan, save_tensors
-from torchllm.checkpoint.state import Part, holds_all_weights, was_frozen
+from torchllm.checkpoint.state import Part, holds_all_weights
 from torchllm.config.applied_keys import applied, replaced_parts, saves_state
 from torchllm.runtime.heartbeat import during
 from torchllm.train.step import Health
@@ -126,21 +125,13 @@ class Checkpointer:
         self._history.read_suspects(folders)
         manifest = self._history.load_asked_for(folders, self._load)
         if manifest is not None:
-            self._log_other_versions(manifest)
+            from torchllm.checkpoint.load import log_other_versions  # of no use to a fresh run
+
+            log_other_versions(self._group, manifest, current_versions())
         self._start_from(manifest)
         self._note_applied()
         self._history.begin(folders, None if manifest is None else manifest.step)
         return manifest
-
-    def _log_other_versions(self, manifest: Manifest) -> None:
-        """Log if other versions wrote the checkpoint: they may compute something else."""
-        differences = [
-            f"{name} {manifest.versions.get(name)}, now {version}"
-            for name, version in current_versions().items()
-            if manifest.versions.get(name) != version
-        ]
-        if differences:
-            log_on_first(self._group, f"the checkpoint was written by other versions: {'; '.join(differences)}")
 
     def _note_applied(self) -> None:
         for key in fields(self._settings):
@@ -169,37 +160,14 @@ class Checkpointer:
 
     def _load(self, folder: Path) -> Manifest:
         """Load a step folder and return its manifest. Raises DamagedCheckpoint after recording the damage."""
+        from torchllm.checkpoint.load import load_checkpoint  # as above
+
         self._history.is_whole[folder] = False  # until all of it is read: an error below leaves it so
-        stored = tensor_io.open_checkpoint(self._group, folder)
-        manifest = stored.manifest
-        ranks = manifest.world_size
-        random: dict[str, Part] = {}
-        if ranks == size_of(self._group):
-            for key, part in self._random_state().items():
-                if key in stored.index.tensors:
-                    random[key] = part
-        run_state.start_state(self._stages, self._optimizer, manifest.record)
-        extra = run_state.parts_of(self._extra_state)
-        stored_extra = {key: part for key, part in extra.items() if key in stored.index.tensors}
-        parts = self._model_parts()
-        for key in parts.keys() - stored.index.tensors.keys():
-            state = key.removeprefix(run_state.OPTIMIZER)
-            if state != key and was_frozen(manifest.record, state.rpartition(".")[0]):
-                parts.pop(key).local.zero_()  # as in a new run
-        frozen = run_state.frozen_state(self._stages)
-        left = {key for key in stored.index.tensors if key.startswith(frozen)}
-        tensor_io.load_tensors(self._group, stored, parts | random | stored_extra, left=left)
-        self.missing_extra_state = [key.removeprefix(run_state.EXTRA) for key in extra if key not in stored_extra]
+        random, extra = self._random_state(), run_state.parts_of(self._extra_state)
+        manifest, self.missing_extra_state = load_checkpoint(
+            self._group, folder, self._stages, self._optimizer, random, extra
+        )
         self._history.is_whole[folder] = True
-        for group in self._optimizer.param_groups:
-            group.update(manifest.record.get("optimizer_groups", {}))
-        run_state.fill_tied_copies(self._stages, self._optimizer)
-        run_state.set_random_state(random)
-        log_on_first(self._group, f"resuming from {folder}: step {manifest.step}, written by {ranks} ranks")
-        if not random:
-            log_on_first(self._group, f"it has random generators for {ranks} ranks: starting them from run.seed")
-        if self.missing_extra_state:
-            log_on_first(self._group, f"it has no extra state {shorten(self.missing_extra_state)}: starting without it")
         return manifest
 
     @during("save")
@@ -348,16 +316,10 @@ class Checkpointer:
 
     def _model_parts(self) -> dict[str, Part]:
         """Return this rank's part of the tensors of model and optimizer, by key."""
-        tensors = run_state.saved_model_tensors(self._stages)
-        return run_state.parts_of(tensors | run_state.optimizer_tensors(self._stages, self._optimizer))
+        return run_state.model_parts(self._stages, self._optimizer)
 
     def _random_state(self) -> dict[str, Part]:
         return run_state.random_state(rank_of(self._group), size_of(self._group))
-
-
-def shorten(names: Sequence[str]) -> str:
-    """Return the first names, and the number of all."""
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def current_versions() -> dict[str, str]:

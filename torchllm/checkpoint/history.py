@@ -25,8 +25,6 @@ from torchllm.checkpoint.manifest import (
     find_proven,
     read_suspects,
 )
-from torchllm.checkpoint.tensors import check_in_parallel, verify_in_parallel
-from torchllm.checkpoint.verify import check_sizes, newest_verified
 from torchllm.config.environment import is_restart
 from torchllm.train.step import Health
 
@@ -183,11 +181,15 @@ class CheckpointHistory:
 
     def _load_newest(self, folders: Sequence[Path], load: Callable[[Path], Manifest]) -> Manifest | None:
         """Load the newest of the run's step folders that verifies and is not suspect; None if there is none."""
+        if not folders:
+            log_on_first(self._group, f"no checkpoint in {self._root}: starting fresh")
+            return None
+        from torchllm.checkpoint.verify import newest_verified  # of no use to a fresh run
+
         warn = partial(log_on_first, self._group, level=logging.WARNING)
         newest = newest_verified(manifests.without_suspects(folders, self.suspects, warn), load, warn)
-        if newest is None:
-            log_on_first(self._group, f"no checkpoint in {self._root}: starting fresh")
-        return None if newest is None else newest[1]
+        assert newest is not None  # an error says that none verifies
+        return newest[1]
 
     def begin(self, folders: Sequence[Path], step: int | None) -> None:
         """Start at the step of the loaded checkpoint, None for a fresh run; `folders`: the run's step folders."""
@@ -274,6 +276,8 @@ class CheckpointHistory:
             self.forget(folder)
             return
         if self.is_whole.get(folder, True):
+            from torchllm.checkpoint.tensors import verify_in_parallel  # most runs write each step once
+
             try:
                 verify_in_parallel(self._group, folder)
             except CheckpointError as error:
@@ -356,6 +360,9 @@ class CheckpointHistory:
     def _seems_whole(self, folder: Path) -> bool:
         """Return whether a step folder is whole: by the sizes of its files if the run has not read or written it."""
         if folder not in self.is_whole:
+            from torchllm.checkpoint.tensors import check_in_parallel  # these are of no use to a fresh run
+            from torchllm.checkpoint.verify import check_sizes
+
             try:
                 manifest = on_first(self._group, lambda: manifests.read_manifest(folder))
                 check_in_parallel(self._group, folder, manifest, check_sizes)

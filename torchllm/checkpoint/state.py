@@ -14,7 +14,6 @@ Every parameter has its own `step`: AdamW counts only steps with a gradient, so 
 
 import logging
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -28,9 +27,8 @@ from torch.distributed.tensor.placement_types import Placement
 from torchllm.checkpoint.index import Region
 from torchllm.checkpoint.manifest import CheckpointError
 from torchllm.facts.parameters import canonical_name, is_low_rank_factor
-from torchllm.optim.optimizer import set_mode
 from torchllm.parallel.local_tensor import local_tensor
-from torchllm.runtime.torch_compat import local_region, reads_found_inf
+from torchllm.runtime.torch_compat import local_region
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +78,7 @@ def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
 
 def model_tensors(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Return parameters and persistent buffers of this rank's stages by key; they share the stages' memory."""
-    return {f"{WEIGHTS}{name}": tensor.detach() for name, tensor in _by_name(stages).items()}
+    return {f"{WEIGHTS}{name}": tensor.detach() for name, tensor in tensors_by_name(stages).items()}
 
 
 def saved_model_tensors(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
@@ -99,8 +97,8 @@ def optimizer_tensors(stages: Sequence[nn.Module], optimizer: torch.optim.Optimi
 
     Raises CheckpointError for a parameter that no stage has, TypeError if an entry of the state is not a tensor.
     """
-    names = {id(tensor): name for name, tensor in _by_name(stages).items()}
-    copies = {id(copy) for _, copy in _tied_copies(stages)}
+    names = {id(tensor): name for name, tensor in tensors_by_name(stages).items()}
+    copies = {id(copy) for _, copy in tied_copies(stages)}
     tensors: dict[str, Tensor] = {}
     for parameter, state in optimizer.state.items():
         if id(parameter) in copies:
@@ -114,42 +112,6 @@ def optimizer_tensors(stages: Sequence[nn.Module], optimizer: torch.optim.Optimi
             elif value is not None:  # SGD without momentum has a None
                 raise TypeError(f"optimizer state {entry!r} of {names[id(parameter)]} is not a tensor: {value!r}")
     return tensors
-
-
-def frozen_state(stages: Sequence[nn.Module]) -> tuple[str, ...]:
-    """Return the prefixes of keys of optimizer state that this rank's frozen parameters would have."""
-    return tuple(f"{OPTIMIZER}{name}." for name, tensor in _by_name(stages).items() if not tensor.requires_grad)
-
-
-def was_frozen(record: Mapping[str, Any], name: str) -> bool:
-    """Return whether the run that wrote the checkpoint with this record froze a parameter by model.frozen.
-
-    name: canonical. A checkpoint has no optimizer state of it and no moving average.
-    """
-    pattern = record.get("config", {}).get("model", {}).get("frozen", "")
-    return pattern != "" and re.fullmatch(pattern, name) is not None
-
-
-def start_state(stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer, record: Mapping[str, Any]) -> None:
-    """Make a torch optimizer create its state, which it lacks before its first step, so that it can be loaded.
-
-    This takes a step with gradients of zero: call it before the weights are loaded. record: of the checkpoint; a
-    parameter that was frozen there has no state yet, as in a new run.
-    """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if optimizer.state or not parameters:
-        return
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    set_mode(optimizer, "train")
-    if reads_found_inf(optimizer):  # the attributes that `apply_if_finite` sets
-        vars(optimizer).update(found_inf=torch.zeros((), device=parameters[0].device), grad_scale=None)
-    optimizer.step()
-    set_mode(optimizer, "eval")
-    optimizer.zero_grad()
-    for name, tensor in _entries(stages):
-        if was_frozen(record, name):
-            optimizer.state.pop(tensor, None)
 
 
 def changed_numbers(optimizer: torch.optim.Optimizer, before: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -178,15 +140,15 @@ def _warn_of_unsaved(key: str) -> None:
     )
 
 
-def _by_name(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
+def tensors_by_name(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Return the tensors to save by canonical name, a tied one once."""
     tensors: dict[str, Tensor] = {}
-    for name, tensor in _entries(stages):
+    for name, tensor in named_tensors(stages):
         tensors.setdefault(name, tensor)
     return tensors
 
 
-def _entries(stages: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(stages: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """Yield canonical name and tensor of every parameter and persistent buffer, each tensor once.
 
     They come from `state_dict`, since FSDP's weights in `named_parameters` may still be gathered.
@@ -199,22 +161,15 @@ def _entries(stages: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
                 yield canonical_name(name), tensor
 
 
-def _tied_copies(stages: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
+def tied_copies(stages: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
     """Return pairs of a saved tensor and its copy: a tied embedding on a rank with both ends of a pipeline."""
-    saved = _by_name(stages)
-    return [(saved[name], tensor) for name, tensor in _entries(stages) if tensor is not saved[name]]
+    saved = tensors_by_name(stages)
+    return [(saved[name], tensor) for name, tensor in named_tensors(stages) if tensor is not saved[name]]
 
 
-@torch.no_grad()
-def fill_tied_copies(stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Copy the loaded value of each tied parameter, and its optimizer state, to its other copy on this rank."""
-    for saved, copy in _tied_copies(stages):
-        copy.copy_(saved)
-        if optimizer is None:
-            continue
-        for entry, value in optimizer.state[saved].items():
-            if isinstance(value, Tensor):
-                optimizer.state[copy][entry].copy_(value)
+def model_parts(stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Part]:
+    """Return this rank's part of the tensors of model and optimizer, by key."""
+    return parts_of(saved_model_tensors(stages) | optimizer_tensors(stages, optimizer))
 
 
 def random_state(rank: int, ranks: int) -> dict[str, Part]:
@@ -227,15 +182,6 @@ def random_state(rank: int, ranks: int) -> dict[str, Part]:
         region = Region((rank, 0), (1, len(state)))
         parts[key] = Part(state.unsqueeze(0), region, TensorSharding((ranks, len(state)), None, ()))
     return parts
-
-
-def set_random_state(parts: Mapping[str, Part]) -> None:
-    """Set torch's generators to states that `random_state` returned."""
-    for key, part in parts.items():
-        if key == "rng.cpu":
-            torch.set_rng_state(part.local[0])
-        else:
-            torch.cuda.set_rng_state(part.local[0])
 
 
 def size_in_bytes(parts: Mapping[str, Part]) -> int:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchllm.checkpoint.agreement import Group, gather_rows, on_all, on_first, rank_of, size_of
-from torchllm.checkpoint.data_file import PieceTable, data_file_name, read_piece, read_piece_table
+from torchllm.checkpoint.data_file import data_file_name
 from torchllm.checkpoint.index import INDEX, Index, Region, parse_index
 from torchllm.checkpoint.manifest import (
     CheckpointError,
@@ -30,6 +30,7 @@ from torchllm.checkpoint.manifest import (
     Manifest,
     read_manifest,
 )
+from torchllm.checkpoint.piece_table import PieceTable, read_piece, read_piece_table
 from torchllm.checkpoint.plan import JobParts, gather_parts, rank_parts, tensors_by_key
 from torchllm.checkpoint.state import EXTRA, OPTIMIZER, WEIGHTS, Part
 from torchllm.checkpoint.verify import check_files, check_sizes, read_content

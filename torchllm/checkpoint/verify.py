@@ -5,8 +5,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from torchllm.checkpoint.data_file import SUFFIX, check_data_file, check_file_size
+from torchllm.checkpoint.data_file import SUFFIX
 from torchllm.checkpoint.manifest import DamagedCheckpoint, FileRecord, Manifest
+from torchllm.checkpoint.piece_table import check_data_file, check_file_size
 
 
 def read_content(path: Path, record: FileRecord) -> bytes:

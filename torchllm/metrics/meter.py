@@ -74,7 +74,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from torchllm.config import Metrics, Model, Recompute, TrainedParameters, Training
-from torchllm.facts.flops import ALL_TRAINED, device_peak_flops, flops_per_token, recomputed_flops_per_token
+from torchllm.facts.flops import ALL_TRAINED, flops_per_token, recomputed_flops_per_token
 from torchllm.metrics.console import Console
 from torchllm.metrics.sinks import Record, Sink
 from torchllm.runtime.phase import phase
@@ -370,6 +370,8 @@ def peak_flops(settings: Metrics, device: torch.device, dtype: torch.dtype, floa
     """
     if settings.peak_tflops or device.type != "cuda":
         return 1e12 * settings.peak_tflops or None
+    from torchllm.facts.device_peaks import device_peak_flops  # of no use to a CPU
+
     name = torch.cuda.get_device_name(device)
     if float8:
         return device_peak_flops(name, "float8")

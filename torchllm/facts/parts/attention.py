@@ -1,19 +1,13 @@
 """Attention with grouped heads (Ainslie et al. 2023, arXiv 2305.13245): the mixer of most models."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torchllm.config import Model
-from torchllm.facts.parts.part import (
-    BlockPart,
-    Cut,
-    MixerCosts,
-    PartParameter,
-    RankShare,
-    Shape,
-    WeightProduct,
-    linear,
-    product_of,
-)
+from torchllm.facts.parts.part import BlockPart, Cut, PartParameter, Shape, WeightProduct, linear, product_of
+
+if TYPE_CHECKING:
+    from torchllm.facts.parts.costs import MixerCosts, RankShare
 
 
 def _query_shape(view: Model) -> Shape:
@@ -47,8 +41,10 @@ def _products(view: Model) -> list[WeightProduct]:
     return [*(product_of(name, shapes[name]) for name in before if name in shapes), output]
 
 
-def costs(view: Model, share: RankShare) -> MixerCosts:
+def costs(view: Model, share: "RankShare") -> "MixerCosts":
     """Return what softmax attention costs, whatever its queries, keys and values are made of."""
+    from torchllm.facts.parts.costs import MixerCosts  # of no use to a run
+
     queries = view.heads * view.head_width / share.tp
     keys = view.kv * view.head_width / share.tp
     has_ulysses = share.cp > 1 and not share.ring

@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from torchllm.config import Model
+from torchllm.facts.parts.costs import MixerCosts, PerPass, RankShare
 from torchllm.facts.parts.part import (
     KEYS_OF_ATTENTION,
     BlockPart,
-    MixerCosts,
     PartParameter,
-    PerPass,
-    RankShare,
     Start,
     linear,
 )

@@ -6,7 +6,8 @@ from typing import Any
 
 from torchllm.config import Model
 from torchllm.facts.parts import attention
-from torchllm.facts.parts.part import BlockPart, MixerCosts, PartParameter, RankShare, linear
+from torchllm.facts.parts.costs import MixerCosts, RankShare
+from torchllm.facts.parts.part import BlockPart, PartParameter, linear
 
 
 def _has_q_latent(view: Model) -> bool:

@@ -22,7 +22,7 @@ from torchllm.facts.parameters import is_low_rank_factor
 from torchllm.facts.shapes import parameter_shapes
 from torchllm.models.lora import merge_update
 from torchllm.parallel.initialize import fill
-from torchllm.tools.config.changes import check_frozen_weights
+from torchllm.tools.config.compare import check_frozen_weights
 from torchllm.tools.hub.by_key import ReadWeight, WeightReader
 from torchllm.tools.hub.families.family import HubFamily, StoredPart, StoredTensor, UnmappedParameter
 from torchllm.tools.hub.hf_reader import fill_part

@@ -7,10 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchllm.checkpoint.data_file import data_file_name, read_piece_table
+from torchllm.checkpoint.data_file import data_file_name
 from torchllm.checkpoint.index import Region, TensorEntry
+from torchllm.checkpoint.load import was_frozen
 from torchllm.checkpoint.manifest import CheckpointError
-from torchllm.checkpoint.state import EXTRA, WEIGHTS, Part, TensorSharding, was_frozen
+from torchllm.checkpoint.piece_table import read_piece_table
+from torchllm.checkpoint.state import EXTRA, WEIGHTS, Part, TensorSharding
 from torchllm.checkpoint.tensors import load_tensors, open_checkpoint
 
 ReadWeight = Callable[[str], Tensor]

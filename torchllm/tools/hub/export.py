@@ -14,7 +14,7 @@ from torchllm.checkpoint.manifest import CheckpointError, Manifest
 from torchllm.checkpoint.state import WEIGHTS
 from torchllm.config import Config
 from torchllm.data.tokenizer import Tokenizer, load_tokenizer
-from torchllm.tools.config.changes import check_frozen_weights
+from torchllm.tools.config.compare import check_frozen_weights
 from torchllm.tools.hub.adapter import ADAPTER_KIND, card_rows, model_weights, read_updates, write_adapter
 from torchllm.tools.hub.by_key import WeightReader, read_mean
 from torchllm.tools.hub.config_json import family_to_export

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchllm.checkpoint.state import WEIGHTS, Part, fill_tied_copies
+from torchllm.checkpoint.load import fill_tied_copies
+from torchllm.checkpoint.state import WEIGHTS, Part
 from torchllm.tools.hub.dequantize import Box, decode
 from torchllm.tools.hub.families.family import StoredPart, StoredTensor, stored_shapes
 from torchllm.tools.hub.files import HubConfig, HubFiles

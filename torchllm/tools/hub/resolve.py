@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torchllm.checkpoint.manifest import CheckpointError, read_manifest, step_folders
 from torchllm.config import Config, Kinds, Model
 from torchllm.config.toml import KeyPath
-from torchllm.tools.config.changes import config_changes
+from torchllm.tools.config.compare import config_changes
 from torchllm.tools.config.draft import Draft
 from torchllm.tools.config.read import ConfigError, read_table
 from torchllm.tools.hub.config_json import form_of

@@ -10,16 +10,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchllm.checkpoint.agreement import Group, log_on_first, on_first
+from torchllm.checkpoint.load import fill_tied_copies, was_frozen
 from torchllm.checkpoint.manifest import CheckpointError, Manifest, read_suspects, step_folders, without_suspects
 from torchllm.checkpoint.state import (
     EXTRA,
     WEIGHTS,
     Part,
-    fill_tied_copies,
     model_tensors,
     parts_of,
     saved_model_tensors,
-    was_frozen,
 )
 from torchllm.checkpoint.tensors import load_tensors, open_checkpoint
 from torchllm.checkpoint.verify import newest_verified

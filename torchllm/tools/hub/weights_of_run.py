@@ -11,7 +11,7 @@ from torchllm.checkpoint.state import WEIGHTS
 from torchllm.config import Config
 from torchllm.models.decoder import Decoder
 from torchllm.parallel.initialize import fill_all
-from torchllm.tools.config.changes import check_frozen_weights
+from torchllm.tools.config.compare import check_frozen_weights
 from torchllm.tools.hub.initial import initial_weights
 from torchllm.tools.hub.weights import load_newest_weights, load_weights
 

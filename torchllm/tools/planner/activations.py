@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torchllm.config import Model, TrainedParameters
 from torchllm.facts.block_kinds import block_kind
 from torchllm.facts.flops import ALL_TRAINED, matrices
-from torchllm.facts.parts.part import MixerCosts
+from torchllm.facts.parts.costs import MixerCosts
 from torchllm.facts.parts.registry import feed_forward
 from torchllm.tools.planner.compute import (
     Kernels,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torchllm.config import Model, Recompute
 from torchllm.facts.block_kinds import block_kind
 from torchllm.facts.flops import MatrixShape, half_of_products, matrices, product_sizes
-from torchllm.facts.parts.part import MixerCosts, PerPass, RankShare
+from torchllm.facts.parts.costs import MixerCosts, PerPass, RankShare
 from torchllm.facts.parts.registry import feed_forward, mixer
 from torchllm.tools.planner.cluster import Hardware
 from torchllm.tools.planner.software import AttentionKernel, Constants, Software

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchllm.config import Model
-from torchllm.facts.parts.part import PerPass
+from torchllm.facts.parts.costs import PerPass
 from torchllm.tools.planner import comms
 from torchllm.tools.planner.cluster import Hardware
 from torchllm.tools.planner.compute import (
