@@ -62,6 +62,7 @@ PRIVATE = {  # what only TORCH_COMPAT may do, and where else and why
 }
 TORCH_COMPAT = {
     "torchllm/runtime/torch_compat.py",
+    "torchllm/runtime/torch_operations.py",
     "torchllm/runtime/torch_pipeline.py",
     "torchllm/tools/launch/torch_records.py",
     "torchllm/tools/torch_names.py",

@@ -11,13 +11,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import torchllm.metrics.sinks
 from torchllm.config import Config, Metrics
+from torchllm.metrics.cut_lines import lines_from_end
 from torchllm.metrics.sinks import (
     WAITING_RECORDS,
     JsonLines,
     Record,
     TensorBoard,
     TolerantSink,
-    lines_from_end,
     open_sinks,
 )
 
@@ -123,7 +123,7 @@ def test_a_failed_resume_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: 
 
 def test_lines_are_read_from_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     for block in (1, 7, 64, 10_000):
-        monkeypatch.setattr(torchllm.metrics.sinks, "BLOCK", block)
+        monkeypatch.setattr("torchllm.metrics.cut_lines.BLOCK", block)
         for content in (b"", b"\n", b"one", b"one\n", b"\n\ntwo\nthree\n\nlast", b"a" * 100 + b"\n" + b"b" * 100):
             assert list(lines_from_end(io.BytesIO(content))) == content.splitlines(keepends=True)[::-1]
 

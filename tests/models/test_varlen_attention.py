@@ -20,11 +20,11 @@ from torchllm.models import varlen_attention
 from torchllm.models.attention import ScaledDotProductAttention
 from torchllm.models.attention_cores import EagerAttention
 from torchllm.models.varlen_attention import document_offsets, find_documents, takes_varlen
-from torchllm.runtime import torch_compat
+from torchllm.runtime import torch_operations
 
 pytestmark = pytest.mark.quick
 CPU = torch.device("cpu")
-ANNOUNCES_GROUPS = "enable_gqa" in inspect.signature(torch_compat.varlen_attn).parameters
+ANNOUNCES_GROUPS = "enable_gqa" in inspect.signature(torch_operations.varlen_attn).parameters
 """whether torch's kernel must be told of groups of query heads; that of torch 2.11 takes them as they are"""
 
 
@@ -62,7 +62,7 @@ def reference_varlen(
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that the CPU has flash attention, of float32 too."""
-    monkeypatch.setattr(torch_compat, "varlen_attn", reference_varlen)
+    monkeypatch.setattr(torch_operations, "varlen_attn", reference_varlen)
     monkeypatch.setattr(varlen_attention, "has_flash_attention", lambda device: True)
     monkeypatch.setattr(varlen_attention, "takes_varlen", lambda q: True)
 

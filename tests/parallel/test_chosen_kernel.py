@@ -9,6 +9,7 @@ import torch
 from torchllm.config import Model, Parallel
 from torchllm.models import varlen_attention
 from torchllm.models.document_attention import QUERY_BLOCK
+from torchllm.runtime import torch_operations
 from torchllm.tools.watch import chosen_kernel
 from torchllm.tools.watch.chosen_kernel import attention_kernel, log_attention_kernel
 
@@ -34,7 +35,7 @@ ULYSSES = Parallel(tp=2, cp=2, cp_method="ulysses")
 def test_torch_is_asked_about_the_heads_of_a_rank(
     parallel: Parallel, length: int, documents: bool, q_shape: tuple[int, ...], k_shape: tuple[int, ...]
 ) -> None:
-    with mock.patch.object(chosen_kernel, "chosen_attention", return_value="flash") as chosen:
+    with mock.patch.object(torch_operations, "chosen_attention", return_value="flash") as chosen:
         assert attention_kernel(GROUPED, parallel, length, documents, torch.bfloat16, META) == "flash"
     q, k, v, mask = chosen.call_args.args
     assert q.shape == q_shape
@@ -61,7 +62,7 @@ def test_torch_is_asked_about_the_heads_of_a_rank(
 )
 def test_varlen_is_for_documents_in_16_bit(documents: bool, dtype: torch.dtype, has_flash: bool, kernel: str) -> None:
     with (
-        mock.patch.object(chosen_kernel, "chosen_attention", return_value="efficient"),
+        mock.patch.object(torch_operations, "chosen_attention", return_value="efficient"),
         mock.patch.object(varlen_attention, "has_flash_attention", return_value=has_flash) as asked,
     ):
         assert attention_kernel(GROUPED, Parallel(), LONG, documents, dtype, META) == kernel

@@ -26,7 +26,7 @@ from tests.operations import Operations
 from tests.patience import until
 from tests.test_architecture import FILES, imports
 from tests.workers import run
-from torchllm.runtime import torch_compat, torch_pipeline
+from torchllm.runtime import torch_compat, torch_operations, torch_pipeline
 from torchllm.runtime.torch_compat import (
     CheckpointWrapper,
     TorchDispatchMode,
@@ -34,8 +34,8 @@ from torchllm.runtime.torch_compat import (
     flatten_mesh,
     join_meshes,
     local_region,
-    varlen_attention,
 )
+from torchllm.runtime.torch_operations import varlen_attention
 from torchllm.runtime.torch_pipeline import ConnectedStage
 from torchllm.tools import torch_names
 from torchllm.tools.launch import torch_records
@@ -54,7 +54,7 @@ def eight_ranks() -> Iterator[None]:
 
 def test_every_name_has_a_test_here() -> None:
     tests = Path(__file__).read_text()
-    for module in (torch_compat, torch_pipeline, torch_names, torch_profile, torch_records):
+    for module in (torch_compat, torch_operations, torch_pipeline, torch_names, torch_profile, torch_records):
         prefix = f"{module.__name__}."
         names = {name.removeprefix(prefix) for file in FILES for name in imports(file) if name.startswith(prefix)}
         for name in names:

@@ -13,9 +13,9 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torchllm.config import Config
 from torchllm.config.write import dump_toml
@@ -24,8 +24,6 @@ from torchllm.runtime.tolerance import Tolerance
 
 log = logging.getLogger("torchllm")
 
-BLOCK = 2**16
-"""bytes of a file that are read at once from its end"""
 WAITING_RECORDS = 1000
 """records that a sink may miss and still get when it works again"""
 
@@ -128,7 +126,9 @@ class JsonLines:
         """Append a line. OSError: nothing of it is in the file."""
         if not self.is_cut:
             if self.file.path.exists():
-                _cut_lines_after(self.file.path, self.start)
+                from torchllm.metrics.cut_lines import cut_lines_after  # of no use to a fresh run
+
+                cut_lines_after(self.file.path, self.start)
             self.is_cut = True
         finite = {key: _finite(value) for key, value in record.items()}
         self.file.write(json.dumps(finite, allow_nan=False).encode() + b"\n")
@@ -136,54 +136,6 @@ class JsonLines:
     def close(self) -> None:
         """Close the file."""
         self.file.close()
-
-
-def _cut_lines_after(path: Path, start: int) -> None:
-    with path.open("r+b") as file:
-        length = cut_position(file, start)
-        if length < file.seek(0, os.SEEK_END):
-            os.ftruncate(file.fileno(), length)
-            os.fsync(file.fileno())
-
-
-def cut_position(file: BinaryIO, start: int) -> int:
-    """Return the length of a metrics.jsonl up to its last record of a step up to `start`."""
-    length = file.seek(0, os.SEEK_END)
-    for line in lines_from_end(file):
-        step = _step_of(line)
-        if step is not None and step <= start:
-            break
-        length -= len(line)
-        if step is None:
-            log.warning(
-                "%s: %d bytes from byte %d on are not the record of a step; dropped", file.name, len(line), length
-            )
-    return length
-
-
-def lines_from_end(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of a file with their line ends, the last one first; the file is read in blocks from its end."""
-    position = file.seek(0, os.SEEK_END)
-    unfinished = b""
-    """the begin of the earliest line read so far, as far as it was read"""
-    while position > 0:
-        size = min(BLOCK, position)
-        position -= size
-        file.seek(position)
-        first, *lines = (file.read(size) + unfinished).splitlines(keepends=True)
-        yield from reversed(lines)
-        unfinished = first
-    if unfinished:
-        yield unfinished
-
-
-def _step_of(line: bytes) -> int | None:
-    """Return the step of a line of metrics.jsonl; None if the line is no record, or not complete."""
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, TypeError, KeyError):
-        return None
-    return step if isinstance(step, int) and line.endswith(b"\n") else None
 
 
 def _finite(value: Any) -> Any:

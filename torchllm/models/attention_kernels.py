@@ -32,7 +32,8 @@ from torch import Tensor
 
 from torchllm.config import Model
 from torchllm.models.layers import soft_capped, widened
-from torchllm.runtime.torch_compat import VARLEN_FLASH, VARLEN_GRADIENTS, FakeTensor
+from torchllm.runtime.torch_compat import FakeTensor
+from torchllm.runtime.torch_operations import VARLEN_FLASH, VARLEN_GRADIENTS
 
 WIDTH_UNIT = 8
 """the CUDA kernels take head widths that are multiples of this: 16 bytes of a 16-bit type"""

@@ -16,7 +16,7 @@ from torch.nn.attention import activate_flash_attention_impl
 
 from torchllm.facts.parts.part import WIDEST_HEAD
 from torchllm.models.document_attention import document_attention
-from torchllm.runtime.torch_compat import varlen_attention
+from torchllm.runtime.torch_operations import varlen_attention
 
 TOKENS_PER_DOCUMENT = 128
 """a micro batch has room for tokens / this documents, so that the shape rarely changes: each new shape recompiles a

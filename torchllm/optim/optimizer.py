@@ -11,7 +11,7 @@ from torchllm.config import Optimizer as OptimizerConfig
 from torchllm.config.applied_keys import applied, refuse_unchecked_step
 from torchllm.facts.parameters import canonical_name, rule_of
 from torchllm.facts.parts.part import Role
-from torchllm.optim.fused import ShardedAdamW, ShardedSGD
+from torchllm.optim.fused import ShardedAdamW
 from torchllm.parallel.local_tensor import is_gathered_as_float8, scale_gathered_weights
 from torchllm.runtime.torch_compat import reads_found_inf
 
@@ -71,9 +71,11 @@ def build_optimizer(stages: Sequence[nn.Module], config: OptimizerConfig) -> tor
     groups = parameter_groups(stages, config)
     optimizer: torch.optim.Optimizer
     if config.name == "sgd":
+        from torchllm.optim.sgd import ShardedSGD  # of no use to other runs
+
         optimizer = ShardedSGD(groups, config)
     elif config.name == "muon":
-        from torchllm.optim.muon import Muon  # of no use to other runs
+        from torchllm.optim.muon import Muon  # as above
 
         optimizer = Muon(groups, config)
     elif config.state_dtype == "bfloat16" or torch.bfloat16 in {p.dtype for group in groups for p in group["params"]}:

@@ -32,7 +32,7 @@ from torchllm.models.experts import (
     put_back,
     sort_by_expert,
 )
-from torchllm.runtime.torch_compat import begin_all_to_all, end_all_to_all
+from torchllm.runtime.torch_operations import begin_all_to_all, end_all_to_all
 
 
 class Splits(NamedTuple):

@@ -7,7 +7,7 @@ peak, the graph keeps, in a pool of torch's allocator: what follows a backward (
 
 The first steps run as they would without: they compile, make communicators, and choose kernels, which a capture
 forbids. A capture runs nothing; its graph is then replayed. What the host does during a forward pass, it does not do in
-a replay, so `graph_problems` in tools/config/checks.py refuses what needs the host. No layout was replayed on a GPU
+a replay, so `graph_problems` in tools/config/rare_parts.py refuses what needs the host. No layout was replayed on a GPU
 yet; `python -m tests.hollow.capture` shows which can be captured.
 """
 

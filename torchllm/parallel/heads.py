@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchllm.runtime.torch_compat import all_to_all
+from torchllm.runtime.torch_operations import all_to_all
 
 
 def to_heads(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:

@@ -42,7 +42,8 @@ from torchllm.models.decoder import Block, Decoder, run_blocks
 from torchllm.models.document_attention import ATTENTION_OPERATIONS
 from torchllm.models.experts import Router
 from torchllm.parallel.saved_results import SavedResults
-from torchllm.runtime.torch_compat import PROFILER_MARKS, VARLEN_ATTENTION, VARLEN_FLASH, checkpoint_wrapper
+from torchllm.runtime.torch_compat import PROFILER_MARKS, checkpoint_wrapper
+from torchllm.runtime.torch_operations import VARLEN_ATTENTION, VARLEN_FLASH
 
 Operations = tuple[Any, ...]
 _WEIGHT_PRODUCTS = (

@@ -3,9 +3,6 @@
 Declared as a part of the mixer (`registry.mixer`), which is behind it. Names are those of transformers' `MtpLayer`.
 """
 
-from dataclasses import replace
-from functools import cache
-
 from torchllm.config import Model
 from torchllm.facts.parts.costs import MixerCosts, RankShare
 from torchllm.facts.parts.part import BlockPart, linear
@@ -30,21 +27,3 @@ PART = BlockPart(
     ),
     costs=costs_of_norms,
 )
-
-
-@cache
-def with_part_before(before: BlockPart, part: BlockPart) -> BlockPart:
-    """Return a part with what another one has before it: its parameters, its products, what it keeps and norms."""
-
-    def costs(view: Model, share: RankShare) -> MixerCosts:
-        assert before.costs is not None
-        assert part.costs is not None
-        more, own = before.costs(view, share), part.costs(view, share)
-        return replace(own, kept=own.kept + more.kept, normed=own.normed + more.normed)
-
-    return replace(
-        part,
-        parameters=before.parameters + part.parameters,
-        products_in_order=lambda view: before.products(view) + part.products(view),
-        costs=part.costs and costs,
-    )

@@ -1,12 +1,19 @@
 """Which parts a block has: the library's, by file, and those that a fork registers. No torch."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from torchllm.config import Model
 from torchllm.config.errors import UserError
-from torchllm.facts.parts.part import BlockPart, PartBuffer, PartParameter, Shape, found, shapes_of
+from torchllm.facts.parts.part import BlockPart, PartBuffer, PartParameter, Shape, shapes_of
+
+if TYPE_CHECKING:
+    from torchllm.facts.parts.costs import MixerCosts, RankShare
 
 MIXERS = ("attention", "gated_delta", "latent_attention")
 """values of model.mixer: files of this folder"""
@@ -42,9 +49,25 @@ def mixer(view: Model) -> BlockPart:
     if problem := problem_of_mixer(view):
         raise UserError(f"model.mixer: {problem}")
     part = MIXERS_OF_FORKS.get(view.mixer) or _of_library(view.mixer)
-    if view.is_mtp:
-        part = found("torchllm.facts.parts.multi_token:with_part_before")(_of_library(MTP), part)
-    return part
+    return with_part_before(_of_library(MTP), part) if view.is_mtp else part
+
+
+@cache
+def with_part_before(before: BlockPart, part: BlockPart) -> BlockPart:
+    """Return a part with what another one has before it: its parameters, its products, what it keeps and norms."""
+
+    def costs(view: Model, share: RankShare) -> MixerCosts:
+        assert before.costs is not None
+        assert part.costs is not None
+        more, own = before.costs(view, share), part.costs(view, share)
+        return replace(own, kept=own.kept + more.kept, normed=own.normed + more.normed)
+
+    return replace(
+        part,
+        parameters=before.parameters + part.parameters,
+        products_in_order=lambda view: before.products(view) + part.products(view),
+        costs=part.costs and costs,
+    )
 
 
 def problem_of_mixer(view: Model) -> str:

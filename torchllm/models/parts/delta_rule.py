@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torchllm.facts.parts.gated_delta import CHUNK, DeltaSizes
 from torchllm.models.document_attention import ATTENTION_OPERATIONS, BODIES
 from torchllm.models.layers import widened
-from torchllm.runtime.torch_compat import gradients_inside_operation
+from torchllm.runtime.torch_operations import gradients_inside_operation
 
 NO_DOCUMENT = -1
 """id of the tokens before a sequence, which do not exist"""

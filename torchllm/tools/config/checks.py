@@ -1,18 +1,17 @@
 """The rules of a config that need more than one key. Those of the layout are in `degrees.py`, of keys without effect in
-`idle.py`.
+`idle.py`, of parts that few runs have in `rare_parts.py`.
 """
 
 import math
 import re
 import shlex
 import shutil
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from torchllm.config.schema import Config, Data, Generate, Model, Run
-from torchllm.facts.parts.part import WIDEST_HEAD
+from torchllm.config.schema import Config, Data, Generate, Run
+from torchllm.facts.parts.part import WIDEST_HEAD, found
 from torchllm.facts.parts.registry import feed_forward, mixer
-from torchllm.tools.config.degrees import key_of_kind, layout_problems
+from torchllm.tools.config.degrees import layout_problems
 from torchllm.tools.config.idle import contradictions
 from torchllm.tools.config.read import ConfigError, config_error
 
@@ -35,10 +34,10 @@ def setting_problems(config: Config) -> list[ConfigError]:
     """Return the `conflicts` that do not depend on the number of ranks."""
     return [
         *problems_of_use(config),
-        *_router_problems(config.model),
-        *_weights_problems(config),
-        *_float8_problems(config),
-        *graph_problems(config),
+        *_problems_if(config.model.experts > 0, "router_problems", config),
+        *_problems_if(config.training.weights_dtype != "float32", "weights_problems", config),
+        *_problems_if(config.float8.is_on, "float8_problems", config),
+        *_problems_if(config.compile.graphs, "graph_problems", config),
         *_schedule_problems(config),
         *_recompute_problems(config),
         *_checkpoint_problems(config),
@@ -52,12 +51,20 @@ def problems_of_use(config: Config) -> list[ConfigError]:
     return [
         *_model_problems(config),
         *_kind_problems(config),
-        *_expert_problems(config),
-        *_lora_problems(config),
+        *_problems_if(config.model.experts > 0, "expert_problems", config),
+        *_problems_if(config.lora.is_on, "lora_problems", config),
         *_data_problems(config),
         *_secret_problems(config),
         *sampling_problems(config.generate),
     ]
+
+
+def _problems_if(has_part: bool, name: str, config: Config) -> Iterable[ConfigError]:
+    """Return the problems of a part that few runs have. name: of the function in `rare_parts.py`."""
+    if not has_part:
+        return ()
+    rule: Callable[[Config], Iterable[ConfigError]] = found(f"torchllm.tools.config.rare_parts:{name}")
+    return rule(config)
 
 
 def _kind_problems(config: Config) -> Iterator[ConfigError]:
@@ -147,151 +154,6 @@ def _model_problems(config: Config) -> Iterator[ConfigError]:
         yield config_error(
             "training.dtype", "flash attention computes in 16 bit only: use bfloat16, or another attention"
         )
-
-
-def _expert_problems(config: Config) -> Iterator[ConfigError]:
-    model = config.model
-    if not model.experts:
-        return
-    if model.top_k > model.experts:
-        yield config_error("model.top_k", f"{model.top_k} is over model.experts {model.experts}")
-    if model.router_groups > 1:
-        yield from _group_problems(model)
-    if model.dense_layers >= model.layers:
-        yield config_error(
-            "model.dense_layers", f"{model.dense_layers} leaves no block with experts: model.layers is {model.layers}"
-        )
-    elif not model.sparse_blocks:
-        yield config_error("model.experts", f"{model.experts}, but no kind of model.pattern has experts: set it to 0")
-    for path, of_kind in config.of_kinds.items():
-        view = of_kind.model
-        if view.upcycle and view.experts and view.expert_width != view.ffn:
-            key, ffn = key_of_kind(config, path, "expert_ffn"), key_of_kind(config, path, "ffn")
-            yield config_error(
-                key,
-                f"{view.expert_width} is not the width of the layers that model.upcycle copies, {ffn} = {view.ffn}: "
-                "remove the key",
-            )
-            break
-    if model.upcycle and model.shared_experts:
-        yield config_error(
-            "model.shared_experts",
-            "in addition to the experts that model.upcycle copies, a shared expert would add the dense layer a second "
-            "time: set it to 0",
-        )
-    if model.upcycle and model.expert_biases:
-        yield config_error(
-            "model.expert_biases", "the layers that model.upcycle copies have no biases: set it to false"
-        )
-    if not (model.features.gated_ffn and not model.features.biases):
-        yield config_error("model.experts", f'model.family = "{model.family}" has no experts: take "llama"')
-    if config.lora.is_on:
-        yield config_error("lora.rank", "has no low-rank updates of experts: set it to 0, which trains all weights")
-
-
-def _group_problems(model: Model) -> Iterator[ConfigError]:
-    """Check the groups of a router: two experts in each, and enough in the best ones."""
-    experts = model.experts // model.router_groups
-    if model.experts % model.router_groups or experts < 2:
-        yield config_error(
-            "model.router_groups",
-            f"{model.experts} experts are not {model.router_groups} equal groups of two experts or more",
-        )
-    elif model.router_top_groups > model.router_groups:
-        yield config_error(
-            "model.router_top_groups", f"{model.router_top_groups} is over model.router_groups {model.router_groups}"
-        )
-    elif model.router_top_groups * experts < model.top_k:
-        yield config_error(
-            "model.router_top_groups",
-            f"{model.router_top_groups} groups of {experts} experts are fewer experts than model.top_k {model.top_k}",
-        )
-
-
-def _router_problems(model: Model) -> Iterator[ConfigError]:
-    if model.experts and model.top_k == 1 and model.router_renormalize:
-        yield config_error(
-            "model.router_renormalize",
-            "with top_k = 1 the one score is divided by itself, and the router learns nothing: set it to false",
-        )
-
-
-def _weights_problems(config: Config) -> Iterator[ConfigError]:
-    """Check what goes with weights in bfloat16."""
-    if config.training.weights_dtype == "float32":
-        return
-    others = {
-        "optimizer.ema_decay": (config.optimizer.ema_decay > 0, "an average moves by less than bfloat16 can tell"),
-        "float8.recipe": (config.float8.is_on, "float8 is rounded from float32 weights"),
-        "lora.rank": (config.lora.is_on, "updates are float32, and the weights are frozen"),
-    }
-    for key, (is_on, reason) in others.items():
-        if is_on:
-            yield config_error("training.weights_dtype", f'is "bfloat16", and {key} is set, but {reason}: remove one')
-
-
-def _float8_problems(config: Config) -> Iterator[ConfigError]:
-    if config.float8.is_on and config.model.experts:
-        yield config_error("float8.recipe", 'has no products of experts: set it to "none"')
-    if config.float8.is_on and config.training.dtype == "float32":
-        yield config_error(
-            "training.dtype", f'float8.recipe = "{config.float8.recipe}" rounds factors that are bfloat16: use bfloat16'
-        )
-
-
-def graph_problems(config: Config) -> Iterator[ConfigError]:
-    """Check what a CUDA graph of a step cannot have: shapes that change, and what the host does in each step."""
-    causes = {
-        "parallel.pp": (config.parallel.pp != 1, "the stages of a pipeline are not captured"),
-        "model.experts": (
-            config.model.experts,
-            "experts get other numbers of tokens in each step, which the host notes",
-        ),
-        "data.document_mask": (config.data.document_mask, "each micro batch has another number of documents"),
-        "float8.recipe": (config.float8.is_on, "the scales of float8 weights are made anew in each step"),
-        "run.device": (config.run.device == "cpu", "a CPU has no CUDA graphs"),
-    }
-    for key, (is_set, why) in causes.items():
-        if config.compile.graphs and is_set:
-            yield config_error("compile.graphs", f"{why}: set it to false, or change {key}")
-
-
-def _lora_problems(config: Config) -> Iterator[ConfigError]:
-    model, lora = config.model, config.lora
-    if not lora.is_on:
-        return
-    if model.frozen:
-        yield config_error(
-            "model.frozen", f"lora.rank = {lora.rank} freezes all weights already, and trains their updates: remove it"
-        )
-    if model.mtp_depth:
-        yield config_error(
-            "lora.rank",
-            "has no low-rank updates of blocks of multi-token prediction: set model.mtp_depth = 0, or it to 0",
-        )
-    if model.features.learned_positions:
-        yield config_error(
-            "lora.rank",
-            f'model.family = "{model.family}" has no LoRA here: Hugging Face\'s GPT-2 has q, k and v in one transposed '
-            "matrix (Conv1D), which takes one update. Set it to 0, which trains all weights, or take another family",
-        )
-    if config.float8.is_on:
-        yield config_error(
-            "float8.recipe",
-            f'float8.recipe = "{config.float8.recipe}" has no products for the low-rank updates of lora.rank = '
-            f"{lora.rank}: set one of "
-            "them to its default",
-        )
-    if not lora.targets:
-        yield config_error("lora.targets", "is empty, so nothing would be trained: name at least one matrix")
-    if not (model.experts or model.block):
-        from torchllm.facts.flops import target_shapes  # of no use to runs without updates
-
-        if absent := [target for target in lora.targets if target not in target_shapes(model)]:
-            yield config_error("lora.targets", f"the blocks have no {', '.join(absent)}: leave it out")
-    for target, count in Counter(lora.targets).items():
-        if count > 1:
-            yield config_error("lora.targets", f"names {target} {count} times")
 
 
 def _data_problems(config: Config) -> Iterator[ConfigError]:

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from torchllm.config.field_types import field_types, notes_on, plain_type
-from torchllm.config.schema import KIND_KEYS, Bound, IsPath, Kinds, Model, Unsupported
+from torchllm.config.schema import KIND_KEYS, Bound, Config, IsPath, Kinds, Model, Unsupported
 from torchllm.config.toml import KeyPath, dotted, shown, toml_value
 
 TO_SET = "SET"
@@ -41,6 +41,12 @@ class ConfigError(NamedTuple):
 def config_error(key: str, message: str) -> ConfigError:
     """Return the error of a key of the schema: "parallel.tp"."""
     return ConfigError(tuple(key.split(".")), message)
+
+
+def key_of_kind(config: Config, path: str, name: str) -> str:
+    """Return the key that decides a setting of a kind's blocks: its own, or that of [model]. path: of `of_kinds`."""
+    is_own = path != "model" and name in config.model.kinds.get(path.rpartition(".")[2], {})
+    return f"{path}.{name}" if is_own else f"model.{name}"
 
 
 def read_table(schema: type, table: dict[str, Any], faults: list[ConfigError]) -> Any:

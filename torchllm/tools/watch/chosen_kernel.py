@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from torchllm.config import Model, Parallel
-from torchllm.runtime.torch_compat import chosen_attention
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +46,7 @@ def attention_kernel(
     from torchllm.models.document_attention import QUERY_BLOCK  # these are of no use to most runs on a CPU
     from torchllm.models.fused_attention import heads_of_kernel
     from torchllm.models.varlen_attention import has_flash_attention, takes_varlen
+    from torchllm.runtime.torch_operations import chosen_attention
 
     ranks = parallel.tp * parallel.cp  # with ulysses a rank has whole sequences of some heads
     is_masked = documents or model.window_within(sequence_length) < sequence_length

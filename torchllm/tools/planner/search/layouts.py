@@ -29,7 +29,8 @@ from torchllm.config import (
 from torchllm.config.schema import RecomputeMode
 from torchllm.facts.flops import ALL_TRAINED
 from torchllm.facts.parts.registry import mixer
-from torchllm.tools.config.degrees import BLOCK_MODES, obstacle_to_compiled_blocks, window_reaches_too_far
+from torchllm.tools.config.axis_problems import window_reaches_too_far
+from torchllm.tools.config.degrees import BLOCK_MODES, obstacle_to_compiled_blocks
 from torchllm.tools.config.float8_sizes import FLOAT8_MULTIPLE, takes_float8_tokens, unfit_for_float8
 from torchllm.tools.planner.case import Case
 from torchllm.tools.planner.cluster import Hardware
