@@ -13,7 +13,8 @@ from torchllm.config import Config, Kinds, Model, Training
 from torchllm.config.applied_keys import unapplied
 from torchllm.config.errors import UserError
 from torchllm.models.block_mask import causal_block_mask
-from torchllm.models.decoder import BlockInputs, Decoder, build_model, cast_parameters
+from torchllm.models.cast import cast_parameters
+from torchllm.models.decoder import BlockInputs, Decoder, build_model
 from torchllm.parallel.initialize import initialize
 
 pytestmark = pytest.mark.quick

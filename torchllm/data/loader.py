@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +28,6 @@ from torchllm.data.checked_file import DamagedFile
 from torchllm.data.corpus import Corpus, SequenceSource, Synthetic, close_shards
 from torchllm.data.corpus_header import CorpusHeader
 from torchllm.data.error import DataError
-from torchllm.data.held_out import HeldOut
 from torchllm.data.open_sources import OpenedSources, open_sources
 from torchllm.data.order import DataOrder, Location, PlannedStage, rounded_shares
 from torchllm.data.packing import DataRanks as DataRanks
@@ -47,6 +46,7 @@ from torchllm.data.stages import (
 from torchllm.runtime.parent import end_with_starter
 
 if TYPE_CHECKING:
+    from torchllm.data.held_out import HeldOut
     from torchllm.data.verification import Verification
 
 log = logging.getLogger(__name__)
@@ -170,10 +170,7 @@ class TrainLoader:
         """number of records skipped by data.on_bad_record = "skip", by error"""
         settings = length, self._data.document_mask, self._ranks.pieces, self._depth
         self._reader = SequenceReader(sources, *settings)
-        evaluated = self._validation or sources
-        self._held_out = HeldOut(
-            evaluated, self._data, self._training, self._ranks, SequenceReader(evaluated, *settings)
-        )
+        vars(self).pop("_held_out", None)  # of other sources
         self._sizes = sizes
         self._mixture = mixed_by_size(self._data, sizes) if self._counts_epochs else self._data
         """settings with the sources' weights in training; `data` has the weights for held-out sequences"""
@@ -188,6 +185,15 @@ class TrainLoader:
             self._fingerprint["packing"] = self._data.packing
         if any(self._max_epochs):
             self._fingerprint["max_epochs"] = self._max_epochs
+
+    @cached_property
+    def _held_out(self) -> "HeldOut":
+        """The held-out sequences of the sources."""
+        from torchllm.data.held_out import HeldOut  # of no use to runs that only train
+
+        evaluated = self._validation or self._sources
+        settings = self._training.sequence_length, self._data.document_mask, self._ranks.pieces, self._depth
+        return HeldOut(evaluated, self._data, self._training, self._ranks, SequenceReader(evaluated, *settings))
 
     def _order_by(self, stages: list[PlannedStage]) -> None:
         """Draw the sequences by these stages."""

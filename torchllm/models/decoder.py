@@ -225,7 +225,7 @@ def build_model(
     of_class = found("torchllm.models.multi_token:PredictingDecoder") if model.mtp_depth else Decoder
     decoder: Decoder = of_class(model, loss_chunk, z_loss)
     if weights_dtype == "bfloat16":
-        cast_parameters(decoder, torch.bfloat16)
+        found("torchllm.models.cast:cast_parameters")(decoder, torch.bfloat16)  # of no use to other runs
     if model.frozen:
         from torchllm.models.frozen import freeze  # of no use to other runs
 
@@ -243,22 +243,3 @@ def add_low_rank_updates(model: Decoder, config: Config, dtype: torch.dtype) -> 
         from torchllm.models.lora import apply_lora  # of no use to most runs
 
         apply_lora(model, config.lora, dtype)
-
-
-def cast_parameters(model: Decoder, dtype: torch.dtype) -> None:
-    """Cast a model to another dtype, in place. Call it before it has weights.
-
-    Routers keep the dtype that they have in training, since it decides the choice of experts: a router's bias is
-    float32, and so are its weights unless model.router_dtype says otherwise.
-    """
-    model.to(dtype)
-    if not model.model.experts:
-        return
-    from torchllm.models.experts import Router
-
-    for module in model.modules():
-        if isinstance(module, Router):
-            if model.model.router_dtype == "float32":
-                module.float()
-            elif module.bias is not None:
-                module.bias = module.bias.float()

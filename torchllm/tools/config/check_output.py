@@ -8,7 +8,10 @@ from pathlib import Path
 
 from torchllm.config.environment import HANDED
 from torchllm.config.schema import Config, Parallel, Training, gradient_accumulation
-from torchllm.tools.config.environment import Ranks, default_restarts, print_error_lines, refuse, same_words
+from torchllm.tools.config.environment import Ranks, print_error_lines, refuse, same_words
+
+SCHEDULED_RESTARTS = 3
+"""default of run.restarts under a scheduler: restarts without progress"""
 
 
 def describe_batch(training: Training, parallel: Parallel) -> str:
@@ -43,6 +46,12 @@ def print_check(config: Config, ranks: Ranks) -> None:
     if config.run.dry_run:
         print("DRY_RUN=1")
     print_error_lines([describe_batch(config.training, parallel)])
+
+
+def default_restarts() -> int:
+    """Return the value of run.restarts = -1: 3 under Slurm or with the variables for Kubernetes, else 0."""
+    is_scheduled = "SLURM_STEP_ID" in os.environ or "PET_NNODES" in os.environ
+    return SCHEDULED_RESTARTS if is_scheduled else 0
 
 
 def hand_over(configs: Sequence[Config], origins: Mapping[str, str], words: Sequence[str]) -> None:
