@@ -497,11 +497,6 @@ class Model:
         return self.heads * self.head_width * (2 if self.attention_gate == "element" else 1)
 
     @property
-    def has_norms_before(self) -> bool:
-        """Whether norms are before attention and feed-forward layer."""
-        return self.norm_position != "after"
-
-    @property
     def has_norms_after(self) -> bool:
         """Whether norms are after attention and feed-forward layer."""
         return self.norm_position != "before"

@@ -49,10 +49,10 @@ def setting_problems(config: Config) -> list[ConfigError]:
 def problems_of_use(config: Config) -> list[ConfigError]:
     """Return the `setting_problems` that also concern a recipe that only uses the weights of a model."""
     return [
-        *_model_problems(config),
-        *_kind_problems(config),
+        *model_problems(config),
+        *_problems_if(bool(config.model.pattern or config.model.kinds), "kind_problems", config),
         *_problems_if(config.model.experts > 0, "expert_problems", config),
-        *_problems_if(config.lora.is_on, "lora_problems", config),
+        *_problems_if(config.trained.only_updates, "update_problems", config),
         *_data_problems(config),
         *_secret_problems(config),
         *sampling_problems(config.generate),
@@ -67,39 +67,8 @@ def _problems_if(has_part: bool, name: str, config: Config) -> Iterable[ConfigEr
     return rule(config)
 
 
-def _kind_problems(config: Config) -> Iterator[ConfigError]:
-    """Check the pattern, then each kind of blocks as [model] is checked."""
-    model = config.model
-    for kind in dict.fromkeys(model.pattern):
-        if kind not in model.kinds:
-            yield config_error("model.pattern", f"{kind!r} has no table [model.kinds.{kind}], which may be empty")
-    for kind in model.kinds:
-        if not re.fullmatch("[A-Za-z0-9_-]+", kind):
-            yield ConfigError(("model", "kinds", kind), "is no name of a kind: use letters, digits, _ and -")
-        if kind not in model.pattern:
-            message = "is not in model.pattern: remove this table from its file, or add the kind to the pattern"
-            yield ConfigError(("model", "kinds", kind), message)
-    if len(model.pattern) > model.layers:
-        yield config_error("model.pattern", f"has {len(model.pattern)} blocks, more than model.layers = {model.layers}")
-    for kind, keys in model.kinds.items():
-        if keys.get("experts", 0) not in (0, model.experts):
-            message = f"is neither 0 nor model.experts = {model.experts}: all blocks with experts have as many"
-            yield config_error(f"model.kinds.{kind}.experts", f"{keys['experts']} {message}")
-    if model.pattern and model.block:
-        yield config_error(
-            "model.block", f"{model.block!r} does not combine with model.pattern: remove one of the keys"
-        )
-    if not model.pattern:
-        return
-    of_all = list(_model_problems(config))
-    for path, of_kind in config.of_kinds.items():
-        for problem in _model_problems(of_kind):
-            if problem not in of_all:
-                name = problem.path[-1]
-                yield config_error(f"{path}.{name}", problem.message)
-
-
-def _model_problems(config: Config) -> Iterator[ConfigError]:
+def model_problems(config: Config) -> Iterator[ConfigError]:
+    """Check [model], or a kind of its blocks, without experts."""
     model = config.model
     length = config.training.sequence_length
     if not model.head_dim and model.hidden % model.heads:
@@ -119,9 +88,7 @@ def _model_problems(config: Config) -> Iterator[ConfigError]:
     for part in (mixer(model), feed_forward(model)):
         for key, message in part.problems(model) if part.problems else ():
             yield config_error(f"model.{key}", message)
-    if model.block and (config.lora.is_on or model.from_hf):
-        other = "lora.rank" if config.lora.is_on else "model.from_hf"
-        yield config_error("model.block", f"{model.block!r} does not combine with {other}: remove one of the keys")
+    yield from _problems_if(model.block != "", "block_problems", config)
     if model.heads % model.kv:
         yield config_error("model.kv_heads", f"{model.kv} key-value heads do not divide {model.heads} heads")
     if model.features.learned_positions and length > model.max_sequence_length:

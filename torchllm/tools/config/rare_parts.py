@@ -1,10 +1,51 @@
 """The rules of parts that few runs have, each called for the runs that do; `checks.py` has the others."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 
 from torchllm.config.schema import Config, Model
+from torchllm.tools.config.checks import model_problems
 from torchllm.tools.config.read import ConfigError, config_error, key_of_kind
+
+
+def kind_problems(config: Config) -> Iterator[ConfigError]:
+    """Check the pattern, then each kind of blocks as [model] is checked."""
+    model = config.model
+    for kind in dict.fromkeys(model.pattern):
+        if kind not in model.kinds:
+            yield config_error("model.pattern", f"{kind!r} has no table [model.kinds.{kind}], which may be empty")
+    for kind in model.kinds:
+        if not re.fullmatch("[A-Za-z0-9_-]+", kind):
+            yield ConfigError(("model", "kinds", kind), "is no name of a kind: use letters, digits, _ and -")
+        if kind not in model.pattern:
+            message = "is not in model.pattern: remove this table from its file, or add the kind to the pattern"
+            yield ConfigError(("model", "kinds", kind), message)
+    if len(model.pattern) > model.layers:
+        yield config_error("model.pattern", f"has {len(model.pattern)} blocks, more than model.layers = {model.layers}")
+    for kind, keys in model.kinds.items():
+        if keys.get("experts", 0) not in (0, model.experts):
+            message = f"is neither 0 nor model.experts = {model.experts}: all blocks with experts have as many"
+            yield config_error(f"model.kinds.{kind}.experts", f"{keys['experts']} {message}")
+    if model.pattern and model.block:
+        yield config_error(
+            "model.block", f"{model.block!r} does not combine with model.pattern: remove one of the keys"
+        )
+    if not model.pattern:
+        return
+    of_all = list(model_problems(config))
+    for path, of_kind in config.of_kinds.items():
+        for problem in model_problems(of_kind):
+            if problem not in of_all:
+                name = problem.path[-1]
+                yield config_error(f"{path}.{name}", problem.message)
+
+
+def block_problems(config: Config) -> Iterator[ConfigError]:
+    model = config.model
+    if config.lora.is_on or model.from_hf:
+        other = "lora.rank" if config.lora.is_on else "model.from_hf"
+        yield config_error("model.block", f"{model.block!r} does not combine with {other}: remove one of the keys")
 
 
 def expert_problems(config: Config) -> Iterator[ConfigError]:
@@ -110,7 +151,7 @@ def graph_problems(config: Config) -> Iterator[ConfigError]:
             yield config_error("compile.graphs", f"{why}: set it to false, or change {key}")
 
 
-def lora_problems(config: Config) -> Iterator[ConfigError]:
+def update_problems(config: Config) -> Iterator[ConfigError]:
     model, lora = config.model, config.lora
     if model.frozen:
         yield config_error(

@@ -17,7 +17,8 @@ from torchllm.checkpoint.state import WEIGHTS
 from torchllm.config import Config
 from torchllm.config.errors import UserError
 from torchllm.data.tokenizer import Tokenizer, bits_per_byte, load_tokenizer
-from torchllm.models.decoder import Decoder, add_low_rank_updates, build_model, cast_parameters
+from torchllm.models.cast import cast_parameters
+from torchllm.models.decoder import Decoder, add_low_rank_updates, build_model
 from torchllm.parallel.initialize import materialize
 from torchllm.runtime.device import choose_device, compute_dtype
 from torchllm.tools.config.checks import sampling_problems
