@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from evidence.cells import Cells
 from torchllm.config import SCHEDULES, Model, Parallel, Training
-from torchllm.tools.config.degrees import micro_batch_problems
+from torchllm.tools.config.axis_problems import micro_batch_problems
 from torchllm.tools.planner.schedules import PUBLISHED
 from torchllm.tools.planner.software import Software
 

@@ -7,7 +7,7 @@ wrong.
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -131,7 +131,7 @@ class Head(nn.Module):
         if not self.chunk:
             return self._chunk_sums(rows, targets)
         if torch.is_grad_enabled() and not self.recomputes_logits:
-            with_gradients = found("torchllm.models.chunked_loss:SumsWithGradients")  # of no use to runs without chunks
+            with_gradients: Any = found("torchllm.models.chunked_loss:SumsWithGradients")  # for runs with chunks alone
             sums: Tensor = with_gradients.apply(self.local(rows), self.local(self.weight), targets, self)
             return sums
         chunks = []

@@ -36,11 +36,14 @@ def _has_stages_it_allows(parallel: Parallel) -> bool:
     return limit == math.inf or parallel.stages_per_rank == limit
 
 
-def micro_batch_problems(config: Config, parallel: Parallel) -> Iterator[ConfigError]:
-    """Check that the pipeline schedule accepts the micro batches of a step. The degrees of `parallel` are resolved."""
-    if not _has_stages_it_allows(parallel):
-        return
-    count = gradient_accumulation(config.training, parallel.data_ranks)
+def batch_problems(config: Config, parallel: Parallel) -> Iterator[ConfigError]:
+    """Check that the pipeline schedule accepts the batch. The degrees of `parallel` are resolved."""
+    if _has_stages_it_allows(parallel):
+        yield from micro_batch_problems(parallel, gradient_accumulation(config.training, parallel.data_ranks))
+
+
+def micro_batch_problems(parallel: Parallel, count: int) -> Iterator[ConfigError]:
+    """Check that the pipeline schedule accepts `count` micro batches per step."""
     key = "training.global_batch_size"
     needs = f"{parallel.schedule} on {parallel.pp} pipeline ranks needs"
     actual = f"a step has {count} (global_batch_size / micro_batch_size / data-parallel ranks)"

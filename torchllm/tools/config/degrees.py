@@ -149,7 +149,7 @@ def _data_rank_problems(config: Config, parallel: Parallel) -> Iterator[ConfigEr
             f"{parallel.data_ranks} data-parallel ranks = {per_pass}",
         )
     if parallel.pp > 1:
-        yield from found(f"{OF_AXES}:micro_batch_problems")(config, parallel)
+        yield from found(f"{OF_AXES}:batch_problems")(config, parallel)
 
 
 class Obstacle(NamedTuple):
