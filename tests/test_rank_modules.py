@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torchllm.config.environment import HANDED
 from torchllm.data.loader import DataRanks, build_loader
-from torchllm.tools.config.check_output import hand_over
 from torchllm.tools.config.load import load_config
+from torchllm.tools.config.refuse import hand_over
 
 ROOT = Path(__file__).parents[1]
 MOST = 167

@@ -12,7 +12,7 @@ from torchllm.config import Config, Source
 from torchllm.config.applied_keys import refuse_unapplied
 from torchllm.config.environment import HANDED
 from torchllm.config.errors import UserError
-from torchllm.tools.config.check_output import hand_over
+from torchllm.tools.config.refuse import hand_over
 from torchllm.tools.front.start import handed_configs, load_configs
 
 pytestmark = pytest.mark.quick

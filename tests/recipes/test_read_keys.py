@@ -15,8 +15,7 @@ from tests.recipes.warm import pretrain
 from tests.tiny_run import ROOT
 from torchllm.config import Config, files, schema
 from torchllm.tools.config.checks import problems
-from torchllm.tools.config.contradictions import keys_of_other_recipes
-from torchllm.tools.config.idle import contradictions, idle_keys
+from torchllm.tools.config.idle import contradictions, idle_keys, keys_of_other_recipes
 from torchllm.tools.proof.layouts import with_settings
 
 COPIES = tuple(str(ROOT / "torchllm" / folder) for folder in ("config", "tools/config", "tools/front"))

@@ -13,6 +13,8 @@ from torchllm.config.schema import (
     PipelineSchedule,
     RecomputeMode,
     Run,
+    Training,
+    gradient_accumulation,
 )
 from torchllm.facts.parts.part import found
 from torchllm.facts.parts.registry import mixer
@@ -123,6 +125,15 @@ def _has_rank_without_rows(rows: int, ranks: int) -> bool:
     """Whether torch, which gives the first ranks ceil(rows / ranks) rows each, leaves no rows for the last rank."""
     per_rank = math.ceil(rows / ranks)
     return per_rank * (ranks - 1) >= rows
+
+
+def describe_batch(training: Training, parallel: Parallel) -> str:
+    """Describe how ranks share the sequences of a step; the degrees of `parallel` are resolved."""
+    accumulated = gradient_accumulation(training, parallel.data_ranks)
+    return (
+        f"global batch {training.global_batch_size} sequences = {parallel.data_ranks} data ranks x "
+        f"{training.micro_batch_size} micro batch x {accumulated} accumulated"
+    )
 
 
 def _data_rank_problems(config: Config, parallel: Parallel) -> Iterator[ConfigError]:

@@ -16,7 +16,7 @@ from torchllm.config.environment import HANDED
 from torchllm.config.field_types import field_types, plain_type
 from torchllm.config.schema import AXES, KIND_KEYS, Config
 from torchllm.config.toml import KeyPath, dotted, shown, toml_value
-from torchllm.tools.config.environment import Ranks
+from torchllm.tools.config.environment import Ranks, read_ranks
 from torchllm.tools.config.read import ConfigError, read_table, type_at
 from torchllm.tools.config.toml_files import Layer, parse_value, read_files
 from torchllm.tools.resources import find_config, find_run
@@ -322,8 +322,6 @@ def read_draft(
     elif arguments.gpus:
         ranks = Ranks(world=arguments.gpus, per_node=arguments.gpus)
     else:
-        from torchllm.tools.config.read_ranks import read_ranks  # of no use on one device
-
         ranks = read_ranks(config.run.dry_run, errors)
 
     draft = Draft(arguments, layer, config, ranks, one_device, uses_weights, errors=errors)

@@ -1,6 +1,7 @@
 """The number of ranks and the job, as environment variables say; lines for the user."""
 
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -8,9 +9,12 @@ from typing import NamedTuple, NoReturn
 
 from torchllm.config.environment import LAUNCHED
 from torchllm.config.system_errors import describe_place, describe_system_error
+from torchllm.config.toml import shown
 
 PER_RANK = "PER_RANK"
 """environment variable: a scheduler has started one run_train.sh per rank; LOCAL_RANK is its index"""
+SCHEDULED_RESTARTS = 3
+"""default of run.restarts under a scheduler: restarts without progress"""
 
 
 class Ranks(NamedTuple):
@@ -27,6 +31,42 @@ class Ranks(NamedTuple):
     """why some nodes of the job wait: it has more than `nodes`, and no larger number fits the layout"""
 
 
+def read_ranks(dry_run: bool, errors: list[str]) -> Ranks | None:
+    """Return the number of ranks: WORLD_SIZE under torchrun, else NNODES x NPROC; NNODES may be a range, such as 2-4.
+
+    A dry run is no rank, and run_train.sh's default number of processes says nothing about its layout.
+    None if a variable is invalid; `errors` gets a line for each.
+    """
+    variables = ["WORLD_SIZE", "NNODES", "NPROC"]
+    if dry_run:
+        variables.remove("WORLD_SIZE")
+        if os.environ.get("NPROC_IS_DEFAULT"):
+            variables.remove("NPROC")
+    numbers: dict[str, int] = {}
+    most_nodes = None
+    is_valid = True
+    for name in variables:
+        text = os.environ.get(name, "")
+        span = re.fullmatch("([1-9][0-9]{0,4})-([1-9][0-9]{0,4})", text)
+        if name == "NNODES" and span and int(span[1]) <= int(span[2]):
+            text, most_nodes = span[1], int(span[2])
+        if re.fullmatch("[1-9][0-9]{0,8}", text):
+            numbers[name] = int(text)
+        elif text:
+            is_valid = False
+            wanted = "a range from the smaller number to the larger" if span else "a whole number of at least 1"
+            errors.append(f"environment: {name}: must be {wanted}, not {shown(text)}")
+    if not is_valid:
+        return None
+    nodes = numbers.get("NNODES", 1)
+    if "WORLD_SIZE" in numbers:
+        return Ranks(world=numbers["WORLD_SIZE"], nodes=nodes, are_started=True)
+    per_node = numbers.get("NPROC")
+    if per_node is None or most_nodes is not None:
+        return Ranks(nodes=nodes, per_node=per_node, most_nodes=most_nodes)
+    return Ranks(world=nodes * per_node, nodes=nodes, per_node=per_node)
+
+
 def job_id() -> str:
     """Return the id that a job's processes share, also after the job is requeued; "" if there is none."""
     for name in ("SLURM_JOB_ID", "PET_RDZV_ID", "TORCHELASTIC_RUN_ID"):
@@ -34,6 +74,12 @@ def job_id() -> str:
         if value not in ("", "none"):
             return value
     return ""
+
+
+def default_restarts() -> int:
+    """Return the value of run.restarts = -1: 3 under Slurm or with the variables for Kubernetes, else 0."""
+    is_scheduled = "SLURM_STEP_ID" in os.environ or "PET_NNODES" in os.environ
+    return SCHEDULED_RESTARTS if is_scheduled else 0
 
 
 def is_requeued() -> bool:

@@ -5,8 +5,7 @@ Only --check and the dry run decide this, and only if a degree is -1.
 
 from typing import Any
 
-from torchllm.tools.config.check_output import describe_batch
-from torchllm.tools.config.degrees import layout_problems, resolve_degrees
+from torchllm.tools.config.degrees import describe_batch, layout_problems, resolve_degrees
 from torchllm.tools.config.draft import Draft
 from torchllm.tools.config.environment import Ranks
 

@@ -12,7 +12,7 @@ which a resolved file keeps although it has no degree of -1 left.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
@@ -62,13 +62,13 @@ class IdleKey(NamedTuple):
 
 def contradictions(config: Config) -> list[IdleKey]:
     """Return the keys that have no effect because another key rules them out."""
-    unmet = [idle_key._replace(remedy="; or remove it") for idle_key in unmet_keys(config, "error")]
+    unmet = [idle_key._replace(remedy="; or remove it") for idle_key in _unmet(config, "error")]
     return [*unmet, *_unused_source_keys(config.data.all_sources)]
 
 
 def idle_keys(config: Config) -> list[IdleKey]:
     """Return the keys that have no effect in this layout. No degree may be -1."""
-    return [*unmet_keys(config, "idle"), *_keys_of_no_block(config.model)]
+    return [*_unmet(config, "idle"), *_keys_of_no_block(config.model)]
 
 
 def _keys_of_no_block(model: Model) -> Iterator[IdleKey]:
@@ -87,8 +87,26 @@ def _keys_of_no_block(model: Model) -> Iterator[IdleKey]:
             yield IdleKey(f"model.kinds.{kind}.{key}", f"needs a mixer that reads it, which {view.mixer} does not")
 
 
-def unmet_keys(config: Config, kind: str) -> Iterator[IdleKey]:
-    """Yield the keys whose condition is not met. kind: `Needs.unmet`."""
+def keys_of_other_recipes(config: Config, is_finetuning: bool) -> list[IdleKey]:
+    """Return the keys that have no effect in a training, by recipes/finetune.py or another recipe."""
+    found = _unmet(config, "elsewhere")
+    return [idle_key for idle_key in found if not (is_finetuning and idle_key.key.startswith("finetune."))]
+
+
+def describe_idle_keys(found: Sequence[IdleKey], located: Callable[[str], str]) -> str:
+    """Return one line about keys without effect. located: returns a key after its origin."""
+    keys: dict[str, list[str]] = {}
+    for idle_key in found:
+        keys.setdefault(idle_key.reason, []).append(located(idle_key.key))
+    parts = []
+    for reason, members in keys.items():
+        verb, subject = ("does", "it") if len(members) == 1 else ("do", "they")
+        needs = reason if len(members) == 1 else reason.replace("needs", "need", 1)
+        parts.append(f"{', '.join(members)}: {verb} nothing in this run: {subject} {needs}")
+    return "; ".join(parts)
+
+
+def _unmet(config: Config, kind: str) -> Iterator[IdleKey]:
     of_kinds = list(config.of_kinds.values())
     for item in fields(config):
         section = getattr(config, item.name)

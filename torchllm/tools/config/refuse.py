@@ -3,30 +3,35 @@
 The last of three steps: `draft.py` reads the files, `torchllm/tools/front/resolve.py` resolves hub model and layout.
 """
 
+import json
 import os
 import re
 import secrets
 import shlex
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from torchllm.config.applied_keys import note_origins
+from torchllm.config.environment import HANDED
 from torchllm.config.schema import Config
 from torchllm.config.toml import dotted, shown
 from torchllm.facts.parts.registry import problem_of_mixer
 from torchllm.tools.config.checks import problems_of_use, setting_problems
-from torchllm.tools.config.degrees import layout_problems, resolve_degrees
+from torchllm.tools.config.degrees import describe_batch, layout_problems, resolve_degrees
 from torchllm.tools.config.draft import Arguments, Draft
 from torchllm.tools.config.environment import (
     PER_RANK,
     Ranks,
+    default_restarts,
     job_id,
+    print_error_lines,
     print_notes,
     refuse,
+    same_words,
 )
 from torchllm.tools.config.idle import contradictions, idle_keys
 from torchllm.tools.config.read import key_of_kind
@@ -82,9 +87,7 @@ def finish(draft: Draft[C], alternatives: Sequence[C] = ()) -> C:
         draft.notes.append(draft.located(path, message))
     print_notes(draft.notes, is_check=draft.arguments.check)
     if draft.arguments.check:
-        from torchllm.tools.config.check_output import hand_over, print_check  # of no use to a start
-
-        print_check(config, draft.ranks)
+        _print_check(config, draft.ranks)
         configs = [config, *(replace(alternative, run=config.run) for alternative in alternatives)]
         hand_over(configs, origins, draft.arguments.words)
         raise SystemExit(0)
@@ -181,3 +184,38 @@ def _command(arguments: Arguments, per_node: int) -> str:
     """Return the command that starts this recipe on all of its ranks."""
     recipe = "" if Path(sys.argv[0]).name == "pretrain.py" else f"RECIPE={shlex.quote(sys.argv[0])} "
     return f"{recipe}NPROC={per_node} {shlex.join(['./run_train.sh', *arguments.words])}"
+
+
+def _print_check(config: Config, ranks: Ranks) -> None:
+    """Print the settings for run_train.sh on stdout, and the batch for the user on stderr."""
+    parallel = config.parallel
+    per_node, uneven = divmod(parallel.ranks, ranks.nodes)
+    if uneven:
+        refuse([f"environment: NNODES: {ranks.nodes} nodes cannot share {parallel.ranks} ranks evenly"])
+    print(f"NPROC={per_node}")
+    print(f"RUN_FOLDER={config.run.folder}")
+    print(f"SAMPLE={int(config.generate.after_training)}")
+    print(f"START_TIMEOUT={config.run.start_timeout:g}")
+    if ranks.spare:
+        print(f"TRAINING_NODES={ranks.nodes}")
+        print(f"WAIT_REASON={ranks.spare}")
+    restarts = default_restarts() if config.run.restarts < 0 else config.run.restarts
+    if restarts:
+        print(f"RESTARTS={restarts}")
+    if config.run.stopped_exit_status:
+        print(f"STOPPED_EXIT_STATUS={config.run.stopped_exit_status}")
+    if config.run.on_event:
+        print(f"ON_EVENT={config.run.on_event}")
+    if config.run.dry_run:
+        print("DRY_RUN=1")
+    print_error_lines([describe_batch(config.training, parallel)])
+
+
+def hand_over(configs: Sequence[Config], origins: Mapping[str, str], words: Sequence[str]) -> None:
+    """Write checked configs for the ranks, if run_train.sh waits for them (`torchllm/tools/front/start.py` reads them).
+
+    origins: where each key was written. words: the command line.
+    """
+    if file := os.environ.get(HANDED):
+        handed = {"words": same_words(words), "configs": [asdict(config) for config in configs], "origins": origins}
+        Path(file).write_text(json.dumps(handed))

@@ -22,10 +22,10 @@ from torchllm.config.errors import UserError
 from torchllm.config.schema import OPTIONS
 from torchllm.config.toml import shown
 from torchllm.facts.parts.registry import problem_of_mixer
-from torchllm.tools.config.contradictions import describe_idle_keys, keys_of_other_recipes
 from torchllm.tools.config.degrees import Obstacle, obstacle_to_compiled_blocks, rank_remedy
 from torchllm.tools.config.draft import Draft, parse_arguments, read_draft
 from torchllm.tools.config.environment import refuse, system_errors_on_one_line
+from torchllm.tools.config.idle import describe_idle_keys, keys_of_other_recipes
 from torchllm.tools.config.refuse import finish, refuse_unknown_mixers
 from torchllm.tools.launch.compiler import AMD_DRIVER, count_gpus, lack_of_gpu_compiler
 

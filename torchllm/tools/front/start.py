@@ -55,7 +55,7 @@ def load_configs(
 
 
 def handed_configs(words: Sequence[str], schema: type[C]) -> list[C] | None:
-    """Return the configs that `check_output.hand_over` wrote for this rank; None if a cleaned folder, say, has none.
+    """Return the configs that `refuse.hand_over` wrote for this rank; None if there are none, e.g. in a cleaned folder.
 
     words: the command line. A process of another command, started inside of a run, must not train the run's config.
     """
