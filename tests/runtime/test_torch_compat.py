@@ -92,7 +92,7 @@ def test_varlen_attention(kv_heads: int) -> None:
     offsets = torch.empty(4, dtype=torch.int32, device="meta")
     with RecordedOperations() as recorded:
         out = varlen_attention(q, k, k, offsets, 10)
-    assert recorded.operations[0] == torch_compat.VARLEN_ATTENTION
+    assert recorded.operations[0] == torch_operations.VARLEN_ATTENTION
     assert set(recorded.operations[1:]) <= {torch.ops.aten.detach.default}
     assert out.shape == q.shape
     assert out.requires_grad
@@ -103,7 +103,7 @@ def test_VARLEN_FLASH() -> None:
     with torch.device("meta"):
         q, k, offsets = torch.empty(10, 4, 8), torch.empty(6, 2, 8), torch.empty(4, dtype=torch.int32)
     options = {"scale": 0.5, "window_size_left": 4, "window_size_right": 0}
-    out, lse, *_ = torch_compat.VARLEN_FLASH(q, k, k, offsets, offsets, 7, 5, 0.0, True, False, **options)
+    out, lse, *_ = torch_operations.VARLEN_FLASH(q, k, k, offsets, offsets, 7, 5, 0.0, True, False, **options)
     assert (out.shape, lse.shape) == (q.shape, (4, 10))
 
 
@@ -113,7 +113,7 @@ def test_VARLEN_GRADIENTS() -> None:
         q, k, lse = torch.empty(10, 4, 8), torch.empty(6, 2, 8), torch.empty(4, 10)
         state, offsets = torch.empty(2, dtype=torch.uint64), torch.empty(4, dtype=torch.int32)
     arguments = q, q, k, k, q, lse, offsets, offsets, 7, 5, 0.0, True, state, state[0]
-    gradients = torch_compat.VARLEN_GRADIENTS(*arguments, scale=0.5)
+    gradients = torch_operations.VARLEN_GRADIENTS(*arguments, scale=0.5)
     assert [gradient.shape for gradient in gradients] == [q.shape, k.shape, k.shape]
 
 
@@ -124,7 +124,7 @@ def test_PROFILER_MARKS() -> None:
 
 
 def test_VARLEN_ATTENTION() -> None:
-    assert str(torch_compat.VARLEN_ATTENTION) == "torch_attn._varlen_attn.default"
+    assert str(torch_operations.VARLEN_ATTENTION) == "torch_attn._varlen_attn.default"
 
 
 def sums_on_equal_meshes() -> list[float]:
@@ -162,7 +162,7 @@ def test_foreach_norm() -> None:
 @torch.library.custom_op("torchllm_tests::gradient_of_sine", mutates_args=())
 def gradient_of_sine(x: torch.Tensor) -> torch.Tensor:
     x = x.detach().requires_grad_()
-    with torch_compat.gradients_inside_operation():
+    with torch_operations.gradients_inside_operation():
         return torch.autograd.grad(F.pad(x, (1, 0)).sin().sum(), x)[0].clone()
 
 
@@ -182,9 +182,9 @@ def test_foreach_multiply() -> None:
 def test_chosen_attention() -> None:
     """A CPU has a fused kernel for plain heads, and none for those that are summed over in the backward of a bias."""
     q = torch.zeros(1, 2, 16, 8)
-    assert torch_compat.chosen_attention(q, q, q, None) == "flash"
+    assert torch_operations.chosen_attention(q, q, q, None) == "flash"
     bias = torch.zeros(16, 16, requires_grad=True)
-    assert torch_compat.chosen_attention(q, q, q, bias) == "math"
+    assert torch_operations.chosen_attention(q, q, q, bias) == "math"
 
 
 @pytest.mark.filterwarnings("error")
@@ -311,7 +311,7 @@ def test_skip_pipeline_vote_lets_one_rank_of_a_fake_pipeline_run() -> None:
 def exchanged() -> list[list[float]]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     x = torch.tensor([[10.0 * rank + receiver, -1.0] for receiver in range(ranks)])
-    out = torch_compat.all_to_all(x, dist.group.WORLD)
+    out = torch_operations.all_to_all(x, dist.group.WORLD)
     assert type(out) is torch.Tensor  # not one still in flight, which a compiled block would take for a constant
     return out.tolist()
 
@@ -332,8 +332,8 @@ def exchanged_rows() -> ExchangedRows:
     sent = [rank] + [1] * (ranks - 1)
     received = list(range(ranks)) if rank == 0 else [1] * ranks
     x = torch.arange(float(sum(sent))) + 10.0 * rank
-    begun = torch_compat.begin_all_to_all(x, sent, received, dist.group.WORLD)
-    return ExchangedRows(x.tolist(), torch_compat.end_all_to_all(begun).tolist())
+    begun = torch_operations.begin_all_to_all(x, sent, received, dist.group.WORLD)
+    return ExchangedRows(x.tolist(), torch_operations.end_all_to_all(begun).tolist())
 
 
 def test_begin_all_to_all() -> None:
