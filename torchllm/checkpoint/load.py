@@ -34,7 +34,7 @@ def load_checkpoint(
 ) -> tuple[Manifest, list[str]]:
     """Load a step folder; return its manifest, and the names of the extra state that it lacks.
 
-    random: parts of the states of this rank's generators, which are set if as many ranks wrote the checkpoint. Raises
+    random: parts of the states of this rank's generators, set if the same number of ranks wrote the checkpoint. Raises
     DamagedCheckpoint on all ranks.
     """
     stored = open_checkpoint(group, folder)

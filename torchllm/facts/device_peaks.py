@@ -1,4 +1,4 @@
-"""Peak rates of GPUs, of which MFU and HFU are shares. No torch."""
+"""Peak rates of GPUs, for MFU and HFU. No torch."""
 
 import re
 from typing import Literal, NamedTuple

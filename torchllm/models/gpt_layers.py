@@ -1,4 +1,4 @@
-"""Norm and feed-forward layer of GPT. Shapes are those of `layers.py`."""
+"""Norm and feed-forward layer of GPT. Shapes: as in `layers.py`."""
 
 from collections.abc import Callable
 

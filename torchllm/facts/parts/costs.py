@@ -1,4 +1,4 @@
-"""What a mixer costs one rank, for the planner: see `BlockPart.costs`. No torch."""
+"""The costs of a mixer on one rank, for the planner: see `BlockPart.costs`. No torch."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

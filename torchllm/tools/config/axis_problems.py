@@ -1,4 +1,4 @@
-"""The rules of pipelines, context parallelism and expert parallelism; those of other degrees are in `degrees.py`."""
+"""The rules of pipelines, context parallelism and expert parallelism; `degrees.py` has the others."""
 
 import math
 from collections.abc import Iterator

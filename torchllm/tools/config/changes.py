@@ -1,4 +1,4 @@
-"""Log how a run's config differs from that of the checkpoint that it resumes from."""
+"""Log how a run's config differs from the checkpoint's that it resumes from."""
 
 import logging
 from collections.abc import Callable, Mapping

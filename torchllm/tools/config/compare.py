@@ -1,4 +1,4 @@
-"""Compare a config with that of a checkpoint."""
+"""Compare a config with a checkpoint's."""
 
 import tomllib
 from collections.abc import Iterable, Mapping
