@@ -1038,6 +1038,9 @@ class Checkpoint:
     """number of newest verified checkpoints to keep, in addition to the newest that later steps proved good; 0: all"""
     keep_every: Annotated[Natural, Needs("checkpoint.keep and checkpoint.interval over 0")] = 0
     """steps between checkpoints that are kept for good, a multiple of interval; 0: none"""
+    remote: str = ""
+    """URL of fsspec, as s3://bucket/run, to which each checkpoint is copied in the background, and from which a run
+    goes on whose folder lacks the newest one; empty: none"""
     asynchronous: Switch = "auto"
     """write in the background while training goes on; needs host memory for a copy of the rank's state; auto: on GPUs,
     if half of the host's available memory holds the copies"""

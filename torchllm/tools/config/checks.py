@@ -379,6 +379,11 @@ def _checkpoint_problems(config: Config) -> Iterator[ConfigError]:
             "checkpoint.keep_every",
             f"{checkpoint.keep_every} is no multiple of checkpoint.interval {checkpoint.interval}",
         )
+    if checkpoint.remote:
+        from torchllm.runtime.storage import storage_problem  # of no use to other runs
+
+        if problem := storage_problem(checkpoint.remote):
+            yield config_error("checkpoint.remote", f"{checkpoint.remote!r} {problem}")
 
 
 def _metrics_problems(config: Config) -> Iterator[ConfigError]:
