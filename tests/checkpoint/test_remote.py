@@ -307,7 +307,7 @@ def test_kills_leave_whole_copies(tmp_path: Path) -> None:
     """A run is killed at moments of its save and copy; after each the copies are whole, and a run goes on from them."""
     moments = random.Random(1)
     last = 0
-    for number in range(20):
+    for number in range(12):
         if number % 2:
             shutil.rmtree(tmp_path / "run/checkpoints", ignore_errors=True)  # but its owner's nonce goes with it
         run = subprocess.Popen([sys.executable, "-c", SAVING, tmp_path], stdout=subprocess.PIPE, text=True, cwd=ROOT)
@@ -324,4 +324,4 @@ def test_kills_leave_whole_copies(tmp_path: Path) -> None:
             folder = manifests.step_folder(tmp_path / "copies", manifest.step)
             assert not check_files(folder, manifest)
         last = max((manifest.step for manifest in whole), default=0)
-    assert last > 20
+    assert last > 12

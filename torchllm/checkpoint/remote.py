@@ -100,8 +100,10 @@ class RemoteCopies(Copies):
 
     def folders(self, local: Sequence[Path]) -> list[Path]:
         def merged() -> list[Path]:
-            copies = islice(filter(self._is_good, self._steps()), MOST)
-            return manifests.newest_first({*local, *(self._root / step for step in copies)})
+            copies = [self._root / step for step in islice(filter(self._is_good, self._steps()), MOST)]
+            if elsewhere := [folder.name for folder in copies if folder not in local]:
+                logger.info("%s has %s, which the run folder lacks", self._storage.url, ", ".join(elsewhere))
+            return manifests.newest_first({*local, *copies})
 
         return on_first(self._group, merged)
 

@@ -158,5 +158,5 @@ class Storage:
 
 
 def is_remote(path: str) -> bool:
-    """Return whether a path is a URL of a storage, and no path of this machine."""
+    """Return whether a path is the URL of a storage, and no path of this machine."""
     return "://" in path
