@@ -28,12 +28,12 @@ from torchllm.checkpoint import copies, remote
 from torchllm.checkpoint import manifest as manifests
 from torchllm.checkpoint.checkpointer import Checkpointer
 from torchllm.checkpoint.manifest import MANIFEST, PROVEN, SUSPECT, CheckpointError
-from torchllm.checkpoint.remote_owner import FOLDER, Timing
+from torchllm.checkpoint.remote_owner import FOLDER, OwnerTiming
 from torchllm.checkpoint.verify import check_files
-from torchllm.runtime.storage import Storage, StorageError
+from torchllm.runtime.storage import RemoteFolder, StorageError
 from torchllm.train.step import Health
 
-FAST = {"waits": lambda: iter(lambda: 0.02, None), "timing": Timing(beat=0.05, limit=0.3, look=0.05)}
+FAST = {"waits": lambda: iter(lambda: 0.02, None), "timing": OwnerTiming(beat=0.05, limit=0.3, look=0.05)}
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +88,7 @@ def test_the_newest_is_loaded_from_where_it_is(tmp_path: Path) -> None:
     alone.save(2, {})
     alone.close()
     later = checkpoints(tmp_path)
-    with mock.patch.object(Storage, "download", side_effect=AssertionError):
+    with mock.patch.object(RemoteFolder, "download", side_effect=AssertionError):
         restored = later.resume()
     assert restored is not None
     assert restored.step == 2
@@ -140,7 +140,7 @@ def test_a_storage_that_fails_at_the_start_ends_it(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "run/checkpoints/step-00000002")
     later = checkpoints(tmp_path)
     with (
-        mock.patch.object(Storage, "download", side_effect=StorageError("cannot read X: 403")),
+        mock.patch.object(RemoteFolder, "download", side_effect=StorageError("cannot read X: 403")),
         pytest.raises(CheckpointError, match="cannot read X: 403"),
     ):
         later.resume()
@@ -152,9 +152,9 @@ class Outage:
 
     def __init__(self) -> None:
         self.is_on = True
-        self.upload = Storage.upload
+        self.upload = RemoteFolder.upload
 
-    def __call__(self, storage: Storage, file: Path, name: str) -> None:
+    def __call__(self, storage: RemoteFolder, file: Path, name: str) -> None:
         if self.is_on:
             raise StorageError("cannot write X: expired token")
         self.upload(storage, file, name)
@@ -163,7 +163,7 @@ class Outage:
 @pytest.fixture
 def outage() -> Iterator[Outage]:
     outage = Outage()
-    with mock.patch.object(Storage, "upload", lambda *arguments: outage(*arguments)):
+    with mock.patch.object(RemoteFolder, "upload", lambda *arguments: outage(*arguments)):
         yield outage
 
 
@@ -233,8 +233,8 @@ def test_a_second_run_is_refused(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "copies" / FOLDER / "000002").read_text())["run"] == str(tmp_path / "other")
 
 
-def test_without_a_url_nothing_is_loaded() -> None:
-    assert type(copies.copies_of("", Path("x"), None, 3, 0)) is copies.Copies
+def test_without_a_url_nothing_is_copied(tmp_path: Path) -> None:
+    assert type(checkpoints(tmp_path, remote="")._copies) is copies.Copies
 
 
 def _save_and_lose(folder: str, save: bool, url: str = "", variables: Mapping[str, str] | None = None) -> list[str]:
@@ -243,15 +243,15 @@ def _save_and_lose(folder: str, save: bool, url: str = "", variables: Mapping[st
     group = dist.group.WORLD
     counted: list[str] = []
     name = "upload" if save else "download"
-    copy: Callable[..., None] = getattr(Storage, name)
+    copy: Callable[..., None] = getattr(RemoteFolder, name)
 
-    def counting(self: Storage, first: Any, second: Any) -> None:
+    def counting(self: RemoteFolder, first: Any, second: Any) -> None:
         counted.append(Path(first).name)
         copy(self, first, second)
 
     with (
         mock.patch.object(remote, "RemoteCopies", partial(remote.RemoteCopies, **FAST)),
-        mock.patch.object(Storage, name, counting),
+        mock.patch.object(RemoteFolder, name, counting),
         mock.patch.dict("os.environ", variables or {}),
     ):
         saving = checkpoints(root, float(save), group=group, remote=url or str(root / "copies"))

@@ -7,22 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from torchllm.checkpoint.remote_owner import FOLDER, NotOwner, RemoteOwner, Timing
-from torchllm.runtime.storage import Storage
+from torchllm.checkpoint.remote_owner import FOLDER, NotOwner, OwnerTiming, RemoteOwner
+from torchllm.runtime.storage import RemoteFolder
 
-FAST = Timing(beat=0.02, limit=0.6, look=0.05)
+FAST = OwnerTiming(beat=0.02, limit=0.6, look=0.05)
 
 
 @pytest.fixture
-def storage(tmp_path: Path) -> Storage:
-    return Storage(f"memory:/{tmp_path}/copies")
+def storage(tmp_path: Path) -> RemoteFolder:
+    return RemoteFolder(f"memory:/{tmp_path}/copies")
 
 
 def run(tmp_path: Path, name: str) -> Path:
     return tmp_path / name / "checkpoints"
 
 
-def test_a_living_owner_keeps_the_url(storage: Storage, tmp_path: Path) -> None:
+def test_a_living_owner_keeps_the_url(storage: RemoteFolder, tmp_path: Path) -> None:
     first = RemoteOwner(storage, run(tmp_path, "first"), FAST)
     with pytest.raises(
         NotOwner, match=r"in use by the run .*/first on .*, since .*: name another URL, or end that run"
@@ -37,7 +37,7 @@ def test_a_living_owner_keeps_the_url(storage: Storage, tmp_path: Path) -> None:
     second.release()
 
 
-def test_a_run_that_starts_again_is_the_owner_at_once(storage: Storage, tmp_path: Path) -> None:
+def test_a_run_that_starts_again_is_the_owner_at_once(storage: RemoteFolder, tmp_path: Path) -> None:
     killed = RemoteOwner(storage, run(tmp_path, "first"), FAST)
     began = time.monotonic()
     RemoteOwner(storage, run(tmp_path, "first"), FAST._replace(limit=60)).release()
@@ -46,7 +46,7 @@ def test_a_run_that_starts_again_is_the_owner_at_once(storage: Storage, tmp_path
     killed.release()
 
 
-def test_a_dead_owner_is_followed(storage: Storage, tmp_path: Path) -> None:
+def test_a_dead_owner_is_followed(storage: RemoteFolder, tmp_path: Path) -> None:
     dead = RemoteOwner(storage, run(tmp_path, "first"), FAST)
     dead._released.set()  # as if it were killed: it counts no more, and releases nothing
     dead._thread.join()
@@ -57,7 +57,7 @@ def test_a_dead_owner_is_followed(storage: Storage, tmp_path: Path) -> None:
     next_owner.release()
 
 
-def test_one_of_several_runs_succeeds(storage: Storage, tmp_path: Path) -> None:
+def test_one_of_several_runs_succeeds(storage: RemoteFolder, tmp_path: Path) -> None:
     start = threading.Barrier(4)
     owners, refused = [], []
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.s3 import s3_bucket
-from torchllm.runtime.storage import Storage, StorageError, storage_problem
+from torchllm.runtime.storage import RemoteFolder, StorageError, storage_problem
 
 
 @pytest.fixture(params=["memory", "file", "path", pytest.param("s3", marks=pytest.mark.exhaustive)])
@@ -19,7 +19,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 def test_objects(url: str, tmp_path: Path) -> None:
-    storage = Storage(url)
+    storage = RemoteFolder(url)
     assert storage.sizes() == {}
     assert storage.folders() == []
     assert not storage.exists("step/a")
@@ -43,7 +43,7 @@ def test_objects(url: str, tmp_path: Path) -> None:
 
 
 def test_one_of_several_writers_succeeds(url: str) -> None:
-    storage = Storage(url)
+    storage = RemoteFolder(url)
     start = threading.Barrier(4)
     winners = []
 
@@ -62,7 +62,7 @@ def test_one_of_several_writers_succeeds(url: str) -> None:
 
 
 def test_errors_name_the_object(url: str, tmp_path: Path) -> None:
-    storage = Storage(url)
+    storage = RemoteFolder(url)
     with pytest.raises(StorageError, match=r"^cannot read \S+/run/step/none: "):
         storage.read("step/none")
     with pytest.raises(FileNotFoundError):  # of the local file
@@ -81,4 +81,4 @@ def test_problems_of_urls(url: str, problem: str) -> None:
     assert storage_problem(url) == problem
     if problem:
         with pytest.raises(StorageError, match=problem):
-            Storage(url)
+            RemoteFolder(url)

@@ -36,7 +36,7 @@ from torchllm.checkpoint.agreement import (
     size_of,
 )
 from torchllm.checkpoint.background import SAVES_IN_BACKGROUND, saves_in_background
-from torchllm.checkpoint.copies import copies_of
+from torchllm.checkpoint.copies import Copies
 from torchllm.checkpoint.history import CheckpointHistory, Judgment
 from torchllm.checkpoint.index import INDEX
 from torchllm.checkpoint.initial import InitialWeights, check_same_source
@@ -111,7 +111,11 @@ class Checkpointer:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
             self._snapshot = run_state.Snapshot(self._parts())
         self._history = CheckpointHistory(settings, self._root, self._group, check_owner, evaluates=evaluates)
-        self._copies = copies_of(settings.remote, self._root, host_group, settings.keep, settings.keep_every)
+        self._copies = Copies()
+        if settings.remote:
+            from torchllm.checkpoint.remote import RemoteCopies  # most runs need none
+
+            self._copies = RemoteCopies(settings.remote, self._root, host_group, settings.keep, settings.keep_every)
         CHECKPOINTERS.add(self)
 
     @during("load")

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchllm.checkpoint.agreement import Group
-
 
 class Copies:
     """No copies: the interface of `remote.RemoteCopies`. Every method but `mark` must be called on all ranks."""
@@ -24,12 +22,3 @@ class Copies:
 
     def close(self) -> None:
         """Wait for the copies. The last call."""
-
-
-def copies_of(url: str, root: Path, group: Group, keep: int, keep_every: int) -> Copies:
-    """Return the copies of the step folders in `root` at a URL; an empty one: none. Other arguments: `RemoteCopies`."""
-    if not url:
-        return Copies()
-    from torchllm.checkpoint.remote import RemoteCopies  # most runs need none
-
-    return RemoteCopies(url, root, group, keep, keep_every)

@@ -23,8 +23,8 @@ from torchllm.checkpoint.agreement import Group, any_rank, on_all, on_first, ran
 from torchllm.checkpoint.copies import Copies
 from torchllm.checkpoint.history import folders_to_delete
 from torchllm.checkpoint.manifest import MANIFEST, PROVEN, SUSPECT, CheckpointError, DamagedCheckpoint, Manifest
-from torchllm.checkpoint.remote_owner import TIMING, NotOwner, RemoteOwner, Timing
-from torchllm.runtime.storage import Storage, StorageError
+from torchllm.checkpoint.remote_owner import TIMING, NotOwner, OwnerTiming, RemoteOwner
+from torchllm.runtime.storage import RemoteFolder, StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -63,13 +63,13 @@ class RemoteCopies(Copies):
         keep: int,
         keep_every: int,
         waits: Callable[[], Iterator[float]] = growing_waits,
-        timing: Timing = TIMING,
+        timing: OwnerTiming = TIMING,
     ) -> None:
         """Copy the step folders in `root` to the URL. keep, keep_every: keys of [checkpoint], for the copies too.
 
         Raises CheckpointError on all ranks if the storage cannot be reached, or another run copies to this URL.
         """
-        self._storage = Storage(url)
+        self._storage = RemoteFolder(url)
         self._root = root
         self._group = group
         self._keep, self._keep_every = keep, keep_every

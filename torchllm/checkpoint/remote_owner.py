@@ -5,7 +5,7 @@
 
 A run takes the next number by an object that is put if absent: of several runs one succeeds. Its nonce stays in the run
 folder, whose lease only one job has, so a run that starts again is the owner at once. Another run watches the count: if
-it changes within `Timing.limit` seconds, the URL is refused, else it is free; hosts' clocks do not matter.
+it changes within `OwnerTiming.limit` seconds, the URL is refused, else it is free; hosts' clocks do not matter.
 """
 
 import json
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchllm.config.errors import UserError
-from torchllm.runtime.storage import Storage, StorageError
+from torchllm.runtime.storage import RemoteFolder, StorageError
 
 FOLDER = "owner"
 NONCE = "remote.json"
@@ -28,7 +28,7 @@ RELEASED = b"released"
 logger = logging.getLogger(__name__)
 
 
-class Timing(NamedTuple):
+class OwnerTiming(NamedTuple):
     """In seconds; tests pass shorter times."""
 
     beat: float = 30.0
@@ -39,7 +39,7 @@ class Timing(NamedTuple):
     """between two looks of a run that waits"""
 
 
-TIMING = Timing()
+TIMING = OwnerTiming()
 
 
 class NotOwner(UserError):
@@ -49,7 +49,7 @@ class NotOwner(UserError):
 class RemoteOwner:
     """This run as the owner of a URL; a thread counts until `release`."""
 
-    def __init__(self, storage: Storage, root: Path, timing: Timing = TIMING) -> None:
+    def __init__(self, storage: RemoteFolder, root: Path, timing: OwnerTiming = TIMING) -> None:
         """Take the URL for the run with the step folders in `root`. Raises NotOwner, or StorageError."""
         self._storage = storage
         self._timing = timing
@@ -82,7 +82,7 @@ class RemoteOwner:
         return self._storage.read(f"{FOLDER}/{name}") if name in self._storage.sizes(FOLDER) else b""
 
     def _wait_for_end(self, number: int, owner: dict[str, str]) -> None:
-        """Return when an owner has released the URL, or has not counted for `Timing.limit`; else raise NotOwner."""
+        """Return when an owner has released the URL, or has not counted for too long; else raise NotOwner."""
         url = self._storage.url
         who = f"the run {owner['run']} on {owner['host']}, since {owner['since']}"
         before = self._counted(number)

@@ -44,7 +44,7 @@ def _open(url: str) -> tuple["AbstractFileSystem", str]:
     return system, path.rstrip("/")
 
 
-class Storage:
+class RemoteFolder:
     """A folder of objects. Every method raises StorageError, which names the object, if the storage fails."""
 
     def __init__(self, url: str) -> None:
