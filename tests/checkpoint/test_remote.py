@@ -33,7 +33,8 @@ from torchllm.checkpoint.verify import check_files
 from torchllm.runtime.storage import RemoteFolder, StorageError
 from torchllm.train.step import Health
 
-FAST = {"waits": lambda: iter(lambda: 0.02, None), "timing": OwnerTiming(beat=0.05, limit=0.3, look=0.05)}
+FAST_OWNER = OwnerTiming(beat=0.05, limit=0.3, look=0.05)
+FAST: dict[str, Any] = {"waits": lambda: iter(lambda: 0.02, None), "timing": FAST_OWNER}
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +53,9 @@ def checkpoints(folder: Path, value: float = 0.0, *, group: Any = None, **settin
 
 
 def weight(saving: Checkpointer) -> float:
-    return float(saving._stages[0].weight.detach().mean())  # type: ignore[arg-type]
+    (model,) = saving._stages
+    assert isinstance(model, nn.Linear)
+    return float(model.weight.detach().mean())
 
 
 def steps_in(folder: Path) -> list[int]:

@@ -155,8 +155,3 @@ class RemoteFolder:
     def _error(self, action: str, name: str, error: Exception) -> StorageError:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         return StorageError(f"cannot {action} {self.url}/{name}: {reason}".replace("/:", ":"))
-
-
-def is_remote(path: str) -> bool:
-    """Return whether a path is the URL of a storage, and no path of this machine."""
-    return "://" in path

@@ -9,7 +9,8 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 
-from torchllm.config.schema import Config, Data, Generate, Model, Run
+from torchllm.config.paths import is_url
+from torchllm.config.schema import Config, Data, Generate, Model, Run, Source
 from torchllm.facts.parts.part import WIDEST_HEAD
 from torchllm.facts.parts.registry import feed_forward, mixer
 from torchllm.tools.config.degrees import key_of_kind, layout_problems
@@ -294,6 +295,14 @@ def _lora_problems(config: Config) -> Iterator[ConfigError]:
             yield config_error("lora.targets", f"names {target} {count} times")
 
 
+def _url_problem(source: Source) -> str:
+    from torchllm.runtime.storage import storage_problem  # of no use to most runs
+
+    if source.kind != "tokens":
+        return 'is a URL, which only a source of kind = "tokens" reads: prepare the text, and copy the corpus there'
+    return storage_problem(source.path)
+
+
 def _data_problems(config: Config) -> Iterator[ConfigError]:
     if not config.data.sources:
         yield config_error("data.sources", "is empty: name at least one [[data.sources]]")
@@ -301,6 +310,8 @@ def _data_problems(config: Config) -> Iterator[ConfigError]:
         needs_path = source.kind not in ("stdlib", "synthetic")
         if needs_path and not source.path:
             yield config_error(f"{key}.path", f"a source of kind {source.kind!r} needs a path")
+        if is_url(source.path) and (problem := _url_problem(source)):
+            yield config_error(f"{key}.path", f"{source.path!r} {problem}")
         if source.kind == "csv" and not re.fullmatch(r'[^"\r\n]?', source.delimiter):
             yield config_error(f"{key}.delimiter", "of csv must be one character, no quote or line end")
         if source.max_epochs and key.startswith("data.validation"):
