@@ -16,7 +16,7 @@ from tests.tools.prepare.test_build import BYTES, plan_for, write_documents
 from torchllm.config import Source
 from torchllm.data import checked_file
 from torchllm.data import corpus as corpus_module
-from torchllm.data.checked_file import BLOCK, DamagedFile, unchecked
+from torchllm.data.checked_file import BLOCK, CheckedFile, CorpusFile, DamagedFile
 from torchllm.data.corpus import Corpus, Synthetic, close_shards
 from torchllm.data.error import DataError
 from torchllm.data.shard import SPLITS, OpenShard, ShardSize
@@ -279,7 +279,7 @@ def test_the_documents_of_long_shards_are_found(tmp_path: Path) -> None:
             writer.add(random.integers(256, size=int(length), dtype=np.uint16))
         writer.finish()
     size = ShardSize(writer.tokens, writer.documents, id_bytes=2)
-    shard = OpenShard(path, size, writer.largest_id, unchecked)
+    shard = OpenShard(CheckedFile(CorpusFile(path, size.file_bytes)), size, writer.largest_id)
     ids = np.fromfile(path, dtype="<u2", count=writer.tokens)
     begins = np.cumsum([0, *lengths[:-1]])
     for first in [0, 1, 65_535, 65_536, 65_537, 131_072, writer.tokens - 1, *random.integers(writer.tokens, size=50)]:

@@ -195,9 +195,10 @@ def test_a_recipe_that_trains_applies_every_key(recipe: str, trained: Path, tmp_
     upcycled = [f"--checkpoint.initial={trained}", "--model.upcycle=true", "--model.upcycle_noise=0.1"]
     lora = ["--lora.rank=2", "--lora.alpha=8", '--lora.targets=["q_proj"]', "--training.on_nonfinite=stop"]
     for name, asked in (("all", [*EVERYTHING, *upcycled]), ("updates", lora)):
-        assert pretrain(1, tmp_path / name, *FEW, *asked, recipe=recipe) == [""]
+        remote = f"--checkpoint.remote=memory:/{tmp_path}/{name}"
+        assert pretrain(1, tmp_path / name, *FEW, *asked, remote, recipe=recipe) == [""]
         assert [record["step"] for record in metrics(tmp_path / name) if "loss" in record] == [1, 2]
-    words = (word[2:].partition("=")[0].split(".") for word in (*FEW, *EVERYTHING, *upcycled, *lora))
+    words = (word[2:].partition("=")[0].split(".") for word in (*FEW, *EVERYTHING, *upcycled, *lora, remote))
     tried = {f"{section}.{name}" for section, name, *_ in words}  # of model.kinds.local.window the key is model.kinds
     assert set(REFUSED) - tried == NOT_TRIED.keys()
 

@@ -35,6 +35,7 @@ from torchllm.checkpoint.agreement import (
     size_of,
 )
 from torchllm.checkpoint.background import SAVES_IN_BACKGROUND, saves_in_background
+from torchllm.checkpoint.copies import Copies
 from torchllm.checkpoint.history import CheckpointHistory, Judgment
 from torchllm.checkpoint.index import INDEX
 from torchllm.checkpoint.initial import InitialWeights, check_same_source
@@ -109,6 +110,11 @@ class Checkpointer:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
             self._snapshot = run_state.Snapshot(self._parts())
         self._history = CheckpointHistory(settings, self._root, self._group, check_owner, evaluates=evaluates)
+        self._copies = Copies()
+        if settings.remote:
+            from torchllm.checkpoint.remote import RemoteCopies  # most runs need none
+
+            self._copies = RemoteCopies(settings.remote, self._root, host_group, settings.keep, settings.keep_every)
         CHECKPOINTERS.add(self)
 
     @during("load")
@@ -122,6 +128,7 @@ class Checkpointer:
         hidden = change_on_first(self._group, self._check_owner, lambda: manifests.hidden_folders(self._root))
         self._history.delete(hidden)
         folders = on_first(self._group, lambda: manifests.step_folders(self._root))
+        folders = self._copies.folders(folders)
         self._history.read_suspects(folders)
         manifest = self._history.load_asked_for(folders, self._load)
         if manifest is not None:
@@ -162,6 +169,7 @@ class Checkpointer:
         """Load a step folder and return its manifest. Raises DamagedCheckpoint after recording the damage."""
         from torchllm.checkpoint.load import load_checkpoint  # as above
 
+        self._copies.fetch(folder)
         self._history.is_whole[folder] = False  # until all of it is read: an error below leaves it so
         random, extra = self._random_state(), run_state.parts_of(self._extra_state)
         manifest, self.missing_extra_state = load_checkpoint(
@@ -205,6 +213,8 @@ class Checkpointer:
         for suspicion in self._history.note(health):
             self._finish()
             self._history.suspect_since(suspicion)
+            if rank_of(self._group) == 0:
+                self._copies.mark()
 
     def mark_damaged_data(self, step: int, reason: str) -> None:
         """Mark the checkpoints of `step` and later ones as suspect: they may have been trained on damaged data.
@@ -217,6 +227,7 @@ class Checkpointer:
         for folder in manifests.step_folders(self._root):
             if manifests.step_of(folder) >= step:
                 manifests.mark(folder, manifests.SUSPECT, reason)
+        self._copies.mark()
 
     def _refuse_nonfinite(self, step: int, parts: Mapping[str, Part]) -> None:
         """Raise CheckpointError on all ranks if one of them would write a value that is not finite."""
@@ -239,9 +250,10 @@ class Checkpointer:
 
     @during("save")
     def close(self) -> None:
-        """Wait for a background save, raising its error, and for the deletion of old checkpoints. The last call."""
+        """Wait for a background save, raising its error, for copies, and the deletion of old ones. The last call."""
         try:
             self._finish()
+            self._copies.close()
         finally:
             if self._executor is not None:
                 self._executor.shutdown()
@@ -293,6 +305,7 @@ class Checkpointer:
         log_on_first(self._group, f"saved {folder}")
         self._report_long_save(time.monotonic() - began)
         self._history.published(folder, judgment)
+        self._copies.add(folder)
 
     def _report_long_save(self, seconds: float) -> None:
         """Log if a save may take longer than a scheduler waits before it kills a job.

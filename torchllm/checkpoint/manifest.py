@@ -90,8 +90,12 @@ def step_folders(root: Path) -> list[Path]:
     """Return the step folders under `root`, newest first, without verifying them."""
     if not root.is_dir():
         return []
-    folders = [path for path in root.iterdir() if _STEP.fullmatch(path.name)]
-    return sorted(folders, key=step_of, reverse=True)
+    return newest_first(root.iterdir())
+
+
+def newest_first(paths: Iterable[Path]) -> list[Path]:
+    """Return the paths whose names are those of step folders, newest first."""
+    return sorted((path for path in paths if _STEP.fullmatch(path.name)), key=step_of, reverse=True)
 
 
 def check_plain_file(path: Path) -> int:
@@ -118,9 +122,9 @@ def publish(temporary: Path, final: Path, manifest: Manifest) -> None:
     Raises OSError if the disk fails, or if `final` exists and is not empty: nothing is overwritten.
     """
     write_file(temporary / MANIFEST, _serialize(manifest))
-    sync_folder(temporary)
+    sync(temporary)
     os.rename(temporary, final)
-    sync_folder(final.parent)
+    sync(final.parent)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -135,17 +139,14 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedCheckpoint(f"{folder}: has no {MANIFEST}, so it is not a whole checkpoint") from error
     except OSError as error:
         raise DamagedCheckpoint(str(error)) from error
-    manifest = _parse_manifest(content, path)
-    for name in manifest.files:
-        if not _PLAIN_NAME.fullmatch(name) or name in (".", "..", MANIFEST):
-            raise DamagedCheckpoint(f"{path}: {name!r} is not the plain name of a file in the folder")
+    manifest = parse_manifest(content, str(path))
     if _STEP.fullmatch(folder.name) and step_of(folder) != manifest.step:
         right = step_folder(folder.parent, manifest.step).name
         raise DamagedCheckpoint(f"{folder}: holds step {manifest.step}: rename it to {right}")
     return manifest
 
 
-def _parse_manifest(content: bytes, path: Path) -> Manifest:
+def parse_manifest(content: bytes, path: str) -> Manifest:
     """Return the manifest whose serialization is exactly `content`, or raise DamagedCheckpoint, naming `path`."""
     damaged = DamagedCheckpoint(f"{path}: damaged: the content has changed")
     try:
@@ -162,6 +163,9 @@ def _parse_manifest(content: bytes, path: Path) -> Manifest:
         raise damaged from error
     if not whole:
         raise damaged
+    for name in manifest.files:
+        if not _PLAIN_NAME.fullmatch(name) or name in (".", "..", MANIFEST):
+            raise DamagedCheckpoint(f"{path}: {name!r} is not the plain name of a file in the folder")
     return manifest
 
 
@@ -207,7 +211,7 @@ def hide(folder: Path) -> Path:
     """Rename a step folder before its deletion, so that no partly deleted folder looks like a checkpoint; return it."""
     temporary = _temporary_name(folder.parent, step_of(folder))
     os.rename(folder, temporary)
-    sync_folder(folder.parent)
+    sync(folder.parent)
     return temporary
 
 
@@ -231,9 +235,9 @@ def _serialize(manifest: Manifest) -> bytes:
     return json.dumps({**fields, "sha256": digest}, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
 
 
-def sync_folder(folder: Path) -> None:
-    """Force a folder's entries to disk: without it a rename can be lost in a power failure."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Force a file, or the entries of a folder, to disk: without it a rename can be lost in a power failure."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

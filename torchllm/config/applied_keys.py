@@ -20,7 +20,13 @@ AS_SET = object()
 """a key is applied with whatever value the config has"""
 BY_LIBRARY = object()
 """a key is applied by the library where the recipe does not"""
-_SAVES = ("checkpoint.interval", "checkpoint.keep", "checkpoint.keep_every", "checkpoint.asynchronous")
+_SAVES = (
+    "checkpoint.interval",
+    "checkpoint.keep",
+    "checkpoint.keep_every",
+    "checkpoint.remote",
+    "checkpoint.asynchronous",
+)
 CHANGE_NO_WEIGHT = ("recompute", "compile", *_SAVES, "evaluate")
 """keys, and sections for all of their keys, that a loop on one device may ignore: it trains the same model"""
 

@@ -26,6 +26,11 @@ def same_path(saved: str, current: str) -> bool:
     return not os.path.isabs(saved) and current.endswith(f"/{os.path.normpath(saved)}")
 
 
+def is_url(path: str) -> bool:
+    """Return whether a path is the URL of a storage, and none of this machine."""
+    return "://" in path
+
+
 def _absolute(annotated: Any, value: Any) -> Any:
     if isinstance(value, Source) and value.kind == "hub":  # its path is an id
         return value
@@ -40,4 +45,4 @@ def _absolute(annotated: Any, value: Any) -> Any:
 
 def _is_path(note: IsPath, value: str) -> bool:
     is_name = value in note.names or not value.endswith(note.ending)
-    return value != "" and not is_name and (os.path.exists(value) or not note.or_name)
+    return value != "" and not is_url(value) and not is_name and (os.path.exists(value) or not note.or_name)

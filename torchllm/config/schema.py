@@ -628,7 +628,7 @@ class Source:
     """stdlib: Python's own source code; tokens: shards from recipes/prepare.py; megatron, llmc, nanogpt and mds: token
     files of other programs, read in place; synthetic: random tokens"""
     path: Annotated[FilePath, OfKinds(("text", "tokens", *TABLES, *IN_PLACE_KINDS))] = ""
-    """file, folder, glob or hub id, depending on kind; a folder is all files in it"""
+    """file, folder, glob or hub id, depending on kind; a folder is all files in it; of tokens also a URL, as s3://..."""
     text_key: Annotated[str, OfKinds((*TABLES, "mds"))] = "text"
     """key or column with the text, or with token ids (mds: if several columns are arrays)"""
     messages_key: Annotated[str, OfKinds(TABLES)] = ""
@@ -1033,6 +1033,9 @@ class Checkpoint:
     """number of newest verified checkpoints to keep, in addition to the newest that later steps proved good; 0: all"""
     keep_every: Annotated[Natural, Needs("checkpoint.keep and checkpoint.interval over 0")] = 0
     """steps between checkpoints that are kept for good, a multiple of interval; 0: none"""
+    remote: str = ""
+    """URL of fsspec, as s3://bucket/run, to which each checkpoint is copied in the background, and from which a run
+    goes on whose folder lacks the newest one; empty: none"""
     asynchronous: Switch = "auto"
     """write in the background while training goes on; needs host memory for a copy of the rank's state; auto: on GPUs,
     if half of the host's available memory holds the copies"""

@@ -132,6 +132,9 @@ class BestFitCorpus(Corpus):
         assert length == self._length
         return int(self._first_sequences[split][-1])
 
+    def read_ahead(self, split: Split, numbers: Sequence[int], length: int) -> None:
+        """Do nothing: where a sequence is follows from its group, which is read when it is packed."""
+
     def _counts(self) -> Ints:
         """Return the number of sequences of each group, those of SPLITS one after another."""
         file = self._cache / f"{self.fingerprint}-{self._length}.npy"

@@ -40,6 +40,11 @@ class CorpusFile(NamedTuple):
         return range(number * BLOCK, min((number + 1) * BLOCK, self.size))
 
 
+def blocks_of(where: range) -> range:
+    """Return the numbers of the blocks with these bytes of a file."""
+    return range(where.start // BLOCK, -(-where.stop // BLOCK))
+
+
 class FileState(NamedTuple):
     """A file as it was when it was looked at."""
 
@@ -145,7 +150,7 @@ class CheckedFile:
 
     def _check_blocks(self, checksums: Checksums, start: int, stop: int) -> None:
         """Check the blocks with the bytes start <= i < stop that this process has not checked yet."""
-        for number in range(start // BLOCK, -(-stop // BLOCK)):
+        for number in blocks_of(range(start, stop)):
             if not checksums.is_checked[number]:
                 if zlib.crc32(self.read_block(number)) != checksums.sums[number]:
                     raise damaged_blocks(self.file, [number])

@@ -29,10 +29,11 @@ from torchllm.data.checked_file import (
     Checksums,
     CorpusFile,
     FileState,
+    blocks_of,
     damaged_blocks,
     look_at,
 )
-from torchllm.data.corpus_header import check_fingerprint, first_blocks, read_description, read_sums
+from torchllm.data.corpus_header import check_fingerprint, first_blocks, read_description, read_sums, read_url
 from torchllm.data.error import DataError
 from torchllm.data.shard import (
     SPLITS,
@@ -220,13 +221,17 @@ class ShardStream(ABC):
 
     def _parts(self, split: Split, first: int, end: int) -> Iterator[_Part]:
         """Yield the part in each shard of the tokens first <= i < end of a split's stream."""
+        for number, offset, part in self._ranges(split, first, end):
+            yield _Part(_open_shard(self, split, number), offset, part.start, part.stop)
+
+    def _ranges(self, split: Split, first: int, end: int) -> Iterator[tuple[int, int, range]]:
+        """Yield for each shard with tokens first <= i < end its number, its offset in the stream, and its tokens."""
         starts = self._starts[split]
         index = int(np.searchsorted(starts, first, side="right")) - 1
         while index < len(starts) - 1 and starts[index] < end:
             start, stop = int(starts[index]), int(starts[index + 1])
             if start < stop:
-                shard = _open_shard(self, split, index)
-                yield _Part(shard, start, max(first, start) - start, min(end, stop) - start)
+                yield index, start, range(max(first, start) - start, min(end, stop) - start)
             index += 1
 
 
@@ -245,6 +250,8 @@ class Corpus(ShardStream):
         self.fingerprint = self.header.fingerprint
         super().__init__({split: self._description.columns[split].tokens for split in SPLITS})
         record = record_path(records, self.folder, self.fingerprint) if records is not None else None
+        self.url = read_url(self.folder)
+        """of the shards in object storage; "" if they are in the folder"""
         self.documents = {split: self._description.columns[split].documents for split in SPLITS}
         """documents of each shard of each split"""
         self._verified = VerifiedFiles(record, len(SPLITS) * self.header.shards)
@@ -270,6 +277,8 @@ class Corpus(ShardStream):
         return super().check(part, parts, threads)
 
     def unverified_file(self, split: Split, number: int) -> FileState | None:
+        if self.url:  # its blocks are verified as they are read
+            return None
         file = look_at(self._file(split, number))
         return None if self._verified.has(self._file_number(split, number), file.changed_ns) else file
 
@@ -314,15 +323,37 @@ class Corpus(ShardStream):
         return CorpusFile(shard_path(self.folder, number, split), self.bytes_of(split, number))
 
     def open_shard(self, split: Split, number: int) -> OpenShard:
-        find_checksums = partial(self._checksums, split, number)
-        path = shard_path(self.folder, number, split)
-        return OpenShard(path, self._size(split, number), self.header.max_token, find_checksums)
+        file = self._open_file(split, number)
+        return OpenShard(file, self._size(split, number), self.header.max_token)
+
+    def _open_file(self, split: Split, number: int) -> CheckedFile:
+        file, find_checksums = self._file(split, number), partial(self._checksums, split, number)
+        if not self.url:
+            return CheckedFile(file, find_checksums)
+        from torchllm.data.remote_shards import RemoteFile  # most runs need none
+
+        return RemoteFile(file, self.url, find_checksums)
 
     def shard(self, split: Split, number: int) -> OpenShard:
         """Return a shard that is not empty, open until enough others have been used."""
         shard = _open_shard(self, split, number)
         assert isinstance(shard, OpenShard)
         return shard
+
+    def read_ahead(self, split: Split, numbers: Sequence[int], length: int) -> None:
+        """Read the ids of sequences from object storage into the cache, several requests at a time; else do nothing."""
+        if not self.url:
+            return
+        from torchllm.data.remote_shards import fetch
+
+        blocks = []
+        for number in numbers:
+            for shard, _, tokens in self._ranges(split, number * length, (number + 1) * length + 1):
+                size = self._size(split, shard)
+                ids = range(tokens.start * size.id_bytes, tokens.stop * size.id_bytes)
+                index = range(size.index_offset, size.targets_offset)
+                blocks += [(self._open_file(split, shard), block) for part in (ids, index) for block in blocks_of(part)]
+        fetch(blocks)
 
     def _checksums(self, split: Split, number: int, changed_ns: int) -> Checksums | None:
         """Return the checks of a shard's file with this ctime; None if it is verified."""

@@ -32,6 +32,8 @@ from torchllm.data.shard import SPLITS, ShardSize, Split
 HEADER = "corpus.json"
 SHARD_TABLE = "shards.bin"
 SUMS = "sums.bin"
+REMOTE = "remote.json"
+"""URL of the shards, in a description that was copied from object storage (`remote_shards.py`)"""
 FORMAT = 2
 """version of the format on disk"""
 
@@ -77,6 +79,12 @@ class CorpusHeader:
 
     def shard_size(self, tokens: int, documents: int) -> ShardSize:
         return ShardSize(tokens, documents, self.id_bytes, has_targets=self.sequence_length > 0)
+
+
+def read_url(folder: Path) -> str:
+    """Return the URL of the shards of a corpus; "" if they are in its folder."""
+    path = folder / REMOTE
+    return str(json.loads(path.read_bytes())["url"]) if path.exists() else ""
 
 
 class ShardColumns(NamedTuple):

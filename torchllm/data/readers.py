@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 from torchllm.config import Config, Data, Finetune, Source
 from torchllm.config.files import cache_root
+from torchllm.config.paths import is_url
 from torchllm.data.corpus import Corpus, SequenceSource, Synthetic
 from torchllm.data.error import DataError
 from torchllm.data.registry import READERS
@@ -53,8 +54,11 @@ class SourceReader(Protocol):
 class TokensReader(SourceReader):
     """Reads a corpus folder that recipes/prepare.py has written."""
 
+    def prepare(self, source: Source, settings: ReaderSettings, recorded: str = "") -> str:
+        return corpus_folder(source.path, settings.data)
+
     def open(self, source: Source, folder: str, settings: ReaderSettings) -> SequenceSource:
-        return open_corpus(source.path, settings)
+        return open_corpus(folder, settings)
 
 
 class SyntheticReader(SourceReader):
@@ -84,6 +88,15 @@ def name_source(key: str, source: Source) -> str:
 def describe_source(kind: str, path: str) -> str:
     """Describe a source: text 'a/*.txt'."""
     return f"{kind} {path!r}" if path else kind
+
+
+def corpus_folder(path: str, data: Data) -> str:
+    """Return the folder of the description of a corpus: its own, or for a URL a copy in the cache. Raises DataError."""
+    if not is_url(path):
+        return path
+    from torchllm.data.remote_shards import copy_description  # most runs need none
+
+    return str(copy_description(path, cache_root(data)))
 
 
 def open_corpus(folder: str, settings: ReaderSettings) -> Corpus:

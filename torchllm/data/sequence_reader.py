@@ -30,6 +30,12 @@ class SequenceReader:
 
     def read(self, split: Split, locations: Sequence[Location]) -> Packed:
         """Return this rank's pieces of these sequences, in order, in one array."""
+        numbers: dict[int, list[int]] = {}
+        for location in locations:
+            numbers.setdefault(location.source, []).append(location.number)
+        for index, drawn in numbers.items():
+            if isinstance(source := self.sources[index], Corpus):
+                source.read_ahead(split, drawn, self.length)
         windows, documents = [], []
         for location in locations:
             source = self.sources[location.source]

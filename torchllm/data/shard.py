@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchllm.data.checked_file import CheckedFile, CorpusFile, DamagedFile, FindChecksums
+from torchllm.data.checked_file import CheckedFile, DamagedFile
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, Split] = ("train", "validation")
@@ -115,15 +115,12 @@ class ReadableShard(ABC):
 class OpenShard(ReadableShard):
     """The open file of one split of a shard."""
 
-    def __init__(self, path: Path, size: ShardSize, max_token: int, find_checksums: FindChecksums) -> None:
-        """Open the file, whose ids are at most `max_token`.
-
-        Raises DataError if it is missing or has another size; every method does if the bytes that it reads are damaged.
-        """
+    def __init__(self, file: CheckedFile, size: ShardSize, max_token: int) -> None:
+        """Read the index. max_token: of the corpus. Every method raises DataError if the bytes it reads are damaged."""
         self._size = size
         self._max_token = max_token
         self._dtype = f"<u{size.id_bytes}"
-        self._file = CheckedFile(CorpusFile(path, size.file_bytes), find_checksums)
+        self._file = file
         self._index = self._file.read("<i8", size.index_entries, size.index_offset)
 
     def read_ids(self, first: int, end: int) -> Ids:

@@ -8,7 +8,8 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 
-from torchllm.config.schema import Config, Data, Generate, Run
+from torchllm.config.paths import is_url
+from torchllm.config.schema import Config, Data, Generate, Run, Source
 from torchllm.facts.parts.part import WIDEST_HEAD, found
 from torchllm.facts.parts.registry import feed_forward, mixer
 from torchllm.tools.config.degrees import layout_problems
@@ -123,6 +124,14 @@ def model_problems(config: Config) -> Iterator[ConfigError]:
         )
 
 
+def _url_problem(source: Source) -> str:
+    from torchllm.runtime.storage import storage_problem  # of no use to most runs
+
+    if source.kind != "tokens":
+        return 'is a URL, which only a source of kind = "tokens" reads: prepare the text, and copy the corpus there'
+    return storage_problem(source.path)
+
+
 def _data_problems(config: Config) -> Iterator[ConfigError]:
     if not config.data.sources:
         yield config_error("data.sources", "is empty: name at least one [[data.sources]]")
@@ -130,6 +139,8 @@ def _data_problems(config: Config) -> Iterator[ConfigError]:
         needs_path = source.kind not in ("stdlib", "synthetic")
         if needs_path and not source.path:
             yield config_error(f"{key}.path", f"a source of kind {source.kind!r} needs a path")
+        if is_url(source.path) and (problem := _url_problem(source)):
+            yield config_error(f"{key}.path", f"{source.path!r} {problem}")
         if source.kind == "csv" and not re.fullmatch(r'[^"\r\n]?', source.delimiter):
             yield config_error(f"{key}.delimiter", "of csv must be one character, no quote or line end")
         if source.max_epochs and key.startswith("data.validation"):
@@ -208,6 +219,11 @@ def _checkpoint_problems(config: Config) -> Iterator[ConfigError]:
             "checkpoint.keep_every",
             f"{checkpoint.keep_every} is no multiple of checkpoint.interval {checkpoint.interval}",
         )
+    if checkpoint.remote:
+        from torchllm.runtime.storage import storage_problem  # of no use to other runs
+
+        if problem := storage_problem(checkpoint.remote):
+            yield config_error("checkpoint.remote", f"{checkpoint.remote!r} {problem}")
 
 
 def _metrics_problems(config: Config) -> Iterator[ConfigError]:

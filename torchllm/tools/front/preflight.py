@@ -454,10 +454,11 @@ class _DataInspector:
     def _inspect_shards(self, key: str, source: Source, tokenizer: "Tokenizer | None") -> None:
         """Check a corpus of token shards: the size of every file. Raises DataError."""
         from torchllm.data.corpus import Corpus
-        from torchllm.data.readers import open_corpus
+        from torchllm.data.readers import corpus_folder, open_corpus
 
         settings = None if tokenizer is None else self._reader_settings(tokenizer)
-        corpus = Corpus(source.path) if settings is None else open_corpus(source.path, settings)
+        folder = corpus_folder(source.path, self.data)
+        corpus = Corpus(folder) if settings is None else open_corpus(folder, settings)
         corpus.check()
         self._count_sequences(key, corpus)
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint, sync_folder
+from torchllm.checkpoint.manifest import CheckpointError, DamagedCheckpoint, sync
 from torchllm.config import Model
 from torchllm.facts.parameters import rule_of
 from torchllm.tools.hub.by_key import ReadWeight
@@ -61,9 +61,9 @@ def new_folder(final: Path, needed: int) -> Iterator[Path]:
             )
         temporary.mkdir()
         yield temporary
-        sync_folder(temporary)
+        sync(temporary)
         os.rename(temporary, final)
-        sync_folder(parent)
+        sync(parent)
     except DamagedCheckpoint as error:
         raise DamagedCheckpoint(
             f"{error}; nothing was exported: name an older checkpoint, --checkpoint.resume=STEP_FOLDER"

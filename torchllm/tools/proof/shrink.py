@@ -60,6 +60,7 @@ def shrink(config: C, ranks: int, steps: int, folder: Path, kept: Collection[str
         "checkpoint.resume": "none",
         "checkpoint.initial": "",
         "checkpoint.keep_every": 0,
+        "checkpoint.remote": "",
         "checkpoint.asynchronous": False,
         "evaluate.tasks_interval": 0,
         "metrics.profile_steps": "",

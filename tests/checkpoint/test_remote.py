@@ -1,0 +1,330 @@
+"""Copies of checkpoints, and runs that go on from them; storage is a folder, or fails as a test says."""
+
+import json
+import logging
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests import workers
+from tests.patience import until
+from tests.s3 import s3_bucket
+from tests.tiny_run import ROOT
+from torchllm import config
+from torchllm.checkpoint import copies, remote
+from torchllm.checkpoint import manifest as manifests
+from torchllm.checkpoint.checkpointer import Checkpointer
+from torchllm.checkpoint.manifest import MANIFEST, PROVEN, SUSPECT, CheckpointError
+from torchllm.checkpoint.remote_owner import FOLDER, OwnerTiming
+from torchllm.checkpoint.verify import check_files
+from torchllm.runtime.storage import RemoteFolder, StorageError
+from torchllm.train.step import Health
+
+FAST_OWNER = OwnerTiming(beat=0.05, limit=0.3, look=0.05)
+FAST: dict[str, Any] = {"waits": lambda: iter(lambda: 0.02, None), "timing": FAST_OWNER}
+
+
+@pytest.fixture(autouse=True)
+def _fast() -> Iterator[None]:
+    with mock.patch.object(remote, "RemoteCopies", partial(remote.RemoteCopies, **FAST)):
+        yield
+
+
+def checkpoints(folder: Path, value: float = 0.0, *, group: Any = None, **settings: Any) -> Checkpointer:
+    """A run whose copies are in `folder`/copies; its weights have this value."""
+    model = nn.Linear(3, 2)
+    nn.init.constant_(model.weight, value)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"remote": str(folder / "copies"), **settings}
+    return Checkpointer(config.Checkpoint(**settings), folder / "run", [model], optimizer, host_group=group)
+
+
+def weight(saving: Checkpointer) -> float:
+    (model,) = saving._stages
+    assert isinstance(model, nn.Linear)
+    return float(model.weight.detach().mean())
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [manifests.step_of(step) for step in manifests.step_folders(folder) if (step / MANIFEST).exists()]
+
+
+def test_a_run_goes_on_without_its_folder(tmp_path: Path) -> None:
+    saving = checkpoints(tmp_path, 1.0)
+    saving.save(5, {"position": 7})
+    saving.close()
+    run, copied = tmp_path / "run/checkpoints/step-00000005", tmp_path / "copies/step-00000005"
+    names = sorted(path.name for path in run.iterdir())
+    assert names == sorted(path.name for path in copied.iterdir())
+    assert all((run / name).read_bytes() == (copied / name).read_bytes() for name in names)
+
+    shutil.rmtree(tmp_path / "run")
+    later = checkpoints(tmp_path)
+    restored = later.resume()
+    assert restored is not None
+    assert restored.step == 5
+    assert restored.data == {"position": 7}
+    assert weight(later) == 1.0
+    assert steps_in(tmp_path / "run/checkpoints") == [5]
+    later.close()
+
+
+def test_the_newest_is_loaded_from_where_it_is(tmp_path: Path) -> None:
+    saving = checkpoints(tmp_path)
+    saving.save(1, {})
+    saving.close()
+    alone = checkpoints(tmp_path, remote="")
+    assert alone.resume() is not None
+    alone.save(2, {})
+    alone.close()
+    later = checkpoints(tmp_path)
+    with mock.patch.object(RemoteFolder, "download", side_effect=AssertionError):
+        restored = later.resume()
+    assert restored is not None
+    assert restored.step == 2
+    later.close()
+
+
+def test_a_copy_without_its_manifest_or_suspect_is_not_loaded(tmp_path: Path) -> None:
+    saving = checkpoints(tmp_path, keep=0)
+    for step in (1, 2, 3):
+        saving.save(step, {})
+    saving.close()
+    (tmp_path / "copies/step-00000003" / MANIFEST).unlink()
+    (tmp_path / "copies/step-00000002" / SUSPECT).write_text("{}")
+    shutil.rmtree(tmp_path / "run")
+    later = checkpoints(tmp_path)
+    restored = later.resume()
+    assert restored is not None
+    assert restored.step == 1
+    later.save(2, {})  # the copy that is suspect is replaced
+    later.close()
+    assert not (tmp_path / "copies/step-00000002" / SUSPECT).exists()
+    assert steps_in(tmp_path / "copies") == [2, 1]
+
+
+def test_damage_to_a_copy_is_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saving = checkpoints(tmp_path)
+    for step in (1, 2):
+        saving.save(step, {})
+    saving.close()
+    damaged = tmp_path / "copies/step-00000002/__0_0.distcp"
+    content = bytearray(damaged.read_bytes())
+    content[100] ^= 1
+    damaged.write_bytes(content)
+    shutil.rmtree(tmp_path / "run")
+    later = checkpoints(tmp_path)
+    restored = later.resume()
+    assert restored is not None
+    assert restored.step == 1
+    assert "DAMAGED CHECKPOINT, the older step-00000001" in caplog.text
+    later.close()
+
+
+def test_a_storage_that_fails_at_the_start_ends_it(tmp_path: Path) -> None:
+    """An older checkpoint would lose steps because of a network that may be back in a minute."""
+    saving = checkpoints(tmp_path)
+    for step in (1, 2):
+        saving.save(step, {})
+    saving.close()
+    shutil.rmtree(tmp_path / "run/checkpoints/step-00000002")
+    later = checkpoints(tmp_path)
+    with (
+        mock.patch.object(RemoteFolder, "download", side_effect=StorageError("cannot read X: 403")),
+        pytest.raises(CheckpointError, match="cannot read X: 403"),
+    ):
+        later.resume()
+    later.close()
+
+
+class Outage:
+    """Uploads fail while `is_on`."""
+
+    def __init__(self) -> None:
+        self.is_on = True
+        self.upload = RemoteFolder.upload
+
+    def __call__(self, storage: RemoteFolder, file: Path, name: str) -> None:
+        if self.is_on:
+            raise StorageError("cannot write X: expired token")
+        self.upload(storage, file, name)
+
+
+@pytest.fixture
+def outage() -> Iterator[Outage]:
+    outage = Outage()
+    with mock.patch.object(RemoteFolder, "upload", lambda *arguments: outage(*arguments)):
+        yield outage
+
+
+def test_training_goes_on_while_storage_fails(tmp_path: Path, outage: Outage, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    saving = checkpoints(tmp_path)
+    saving.save(1, {})
+    until(lambda: "step-00000001 is not copied yet, training goes on: cannot write X: expired token" in caplog.text)
+    saving.save(2, {})  # does not wait
+    outage.is_on = False
+    until(lambda: steps_in(tmp_path / "copies") == [2, 1])
+    assert caplog.text.count("expired token") == 1
+    outage.is_on = True
+    saving.save(3, {})
+    saving.close()  # tries once more, and ends
+    assert "the run ends, and step-00000003 is not copied" in caplog.text
+    assert steps_in(tmp_path / "copies") == [2, 1]
+
+
+def test_a_folder_that_is_deleted_first_is_not_copied(tmp_path: Path, outage: Outage) -> None:
+    saving = checkpoints(tmp_path, keep=1)
+    for step in range(1, 5):
+        saving.save(step, {})
+    outage.is_on = False
+    saving.close()
+    assert steps_in(tmp_path / "copies") == [4]
+
+
+def test_copies_are_kept_by_the_same_rules(tmp_path: Path) -> None:
+    saving = checkpoints(tmp_path, keep=1, keep_every=4)
+    for step in range(1, 7):
+        saving.save(step, {})
+        until(lambda step=step: steps_in(tmp_path / "copies")[:1] == [step])  # type: ignore[misc]
+    saving.close()
+    assert steps_in(tmp_path / "copies") == steps_in(tmp_path / "run/checkpoints")
+    # A run that has lost its folder keeps the same ones.
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "copies/step-00000004" / PROVEN).write_text("{}")
+    later = checkpoints(tmp_path, keep=1)
+    assert later.resume() is not None
+    for step in (7, 8):
+        later.save(step, {})
+        until(lambda step=step: steps_in(tmp_path / "copies")[:1] == [step])  # type: ignore[misc]
+    later.close()
+    assert steps_in(tmp_path / "copies") == [8, 4]
+
+
+def test_marks_are_copied(tmp_path: Path) -> None:
+    saving = checkpoints(tmp_path)
+    for step in (1, 2):
+        saving.save(step, {})
+        until(lambda step=step: steps_in(tmp_path / "copies")[:1] == [step])  # type: ignore[misc]
+    saving.judge(Health(step=3, skipped=3, validation_loss=None, is_lost=True, problem=""))
+    copied = {step for step in (1, 2) if (tmp_path / f"copies/step-0000000{step}" / SUSPECT).exists()}
+    assert copied == {1, 2}  # at once: the run ends now
+    saving.close()
+
+
+def test_a_second_run_is_refused(tmp_path: Path) -> None:
+    first = checkpoints(tmp_path)
+    other = config.Checkpoint(remote=str(tmp_path / "copies"))
+    model = nn.Linear(3, 2)
+    with pytest.raises(CheckpointError, match="is in use by the run"):
+        Checkpointer(other, tmp_path / "other", [model], torch.optim.SGD(model.parameters(), lr=0.1))
+    first.close()
+    Checkpointer(other, tmp_path / "other", [model], torch.optim.SGD(model.parameters(), lr=0.1)).close()
+    assert json.loads((tmp_path / "copies" / FOLDER / "000002").read_text())["run"] == str(tmp_path / "other")
+
+
+def test_without_a_url_nothing_is_copied(tmp_path: Path) -> None:
+    assert type(checkpoints(tmp_path, remote="")._copies) is copies.Copies
+
+
+def _save_and_lose(folder: str, save: bool, url: str = "", variables: Mapping[str, str] | None = None) -> list[str]:
+    """Save on all ranks, or resume; return the files that this rank has copied. url: "" for a folder."""
+    root = Path(folder)
+    group = dist.group.WORLD
+    counted: list[str] = []
+    name = "upload" if save else "download"
+    copy: Callable[..., None] = getattr(RemoteFolder, name)
+
+    def counting(self: RemoteFolder, first: Any, second: Any) -> None:
+        counted.append(Path(first).name)
+        copy(self, first, second)
+
+    with (
+        mock.patch.object(remote, "RemoteCopies", partial(remote.RemoteCopies, **FAST)),
+        mock.patch.object(RemoteFolder, name, counting),
+        mock.patch.dict("os.environ", variables or {}),
+    ):
+        saving = checkpoints(root, float(save), group=group, remote=url or str(root / "copies"))
+        if save:
+            saving.save(3, {})
+        else:
+            assert saving.resume() is not None
+            assert weight(saving) == 1.0
+        saving.close()
+    return sorted(counted)
+
+
+def test_ranks_share_the_files(tmp_path: Path) -> None:
+    """In each direction every file is copied once, whatever the number of ranks."""
+    saved = workers.run(_save_and_lose, 4, str(tmp_path), True)
+    names = sorted(path.name for path in (tmp_path / "copies/step-00000003").iterdir() if path.name != MANIFEST)
+    assert sorted(name for names_of_rank in saved for name in names_of_rank) == names
+    assert len(names) == 5
+    shutil.rmtree(tmp_path / "run")
+    loaded = workers.run(_save_and_lose, 2, str(tmp_path), False)
+    assert sorted(name for names_of_rank in loaded for name in names_of_rank) == names
+
+
+@pytest.mark.exhaustive
+def test_ranks_share_the_files_in_a_bucket(tmp_path: Path) -> None:
+    with s3_bucket() as bucket:  # the ranks may be older than its environment
+        variables = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+        for ranks, save in ((4, True), (2, False)):
+            copied = workers.run(_save_and_lose, ranks, str(tmp_path), save, f"{bucket}/run", variables)
+            assert sum(map(len, copied)) == 5
+            shutil.rmtree(tmp_path / "run")
+
+
+SAVING = """
+import sys
+from pathlib import Path
+from functools import partial
+from tests.checkpoint.test_remote import FAST, checkpoints, remote
+
+remote.RemoteCopies = partial(remote.RemoteCopies, **FAST)
+saving = checkpoints(Path(sys.argv[1]), keep=2)
+restored = saving.resume()
+step = 0 if restored is None else restored.step
+print(f"resumed {step}", flush=True)
+while True:
+    step += 1
+    saving.save(step, {"position": step})
+"""
+
+
+@pytest.mark.exhaustive
+def test_kills_leave_whole_copies(tmp_path: Path) -> None:
+    """A run is killed at moments of its save and copy; after each the copies are whole, and a run goes on from them."""
+    moments = random.Random(1)
+    last = 0
+    for number in range(12):
+        if number % 2:
+            shutil.rmtree(tmp_path / "run/checkpoints", ignore_errors=True)  # but its owner's nonce goes with it
+        run = subprocess.Popen([sys.executable, "-c", SAVING, tmp_path], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        assert run.stdout is not None
+        resumed = int(run.stdout.readline().split()[1])
+        assert resumed >= last, "a copy that was whole is lost"
+        time.sleep(moments.uniform(0.05, 1))
+        run.kill()
+        run.wait()
+        whole = [
+            manifests.read_manifest(tmp_path / f"copies/step-{step:08d}") for step in steps_in(tmp_path / "copies")
+        ]
+        for manifest in whole:
+            folder = manifests.step_folder(tmp_path / "copies", manifest.step)
+            assert not check_files(folder, manifest)
+        last = max((manifest.step for manifest in whole), default=0)
+    assert last > 12

@@ -1,0 +1,78 @@
+"""Two runs, one URL: threads stand for the runs."""
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from torchllm.checkpoint.remote_owner import FOLDER, NotOwner, OwnerTiming, RemoteOwner
+from torchllm.runtime.storage import RemoteFolder
+
+FAST = OwnerTiming(beat=0.02, limit=0.6, look=0.05)
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> RemoteFolder:
+    return RemoteFolder(f"memory:/{tmp_path}/copies")
+
+
+def run(tmp_path: Path, name: str) -> Path:
+    return tmp_path / name / "checkpoints"
+
+
+def test_a_living_owner_keeps_the_url(storage: RemoteFolder, tmp_path: Path) -> None:
+    first = RemoteOwner(storage, run(tmp_path, "first"), FAST)
+    with pytest.raises(
+        NotOwner, match=r"in use by the run .*/first on .*, since .*: name another URL, or end that run"
+    ):
+        RemoteOwner(storage, run(tmp_path, "second"), FAST)
+    first.check()
+    first.release()
+    second = RemoteOwner(storage, run(tmp_path, "second"), FAST)
+    with pytest.raises(NotOwner, match="belongs to another run by now"):
+        first.check()
+    second.check()
+    second.release()
+
+
+def test_a_run_that_starts_again_is_the_owner_at_once(storage: RemoteFolder, tmp_path: Path) -> None:
+    killed = RemoteOwner(storage, run(tmp_path, "first"), FAST)
+    began = time.monotonic()
+    RemoteOwner(storage, run(tmp_path, "first"), FAST._replace(limit=60)).release()
+    assert time.monotonic() - began < 30
+    assert list(storage.sizes(FOLDER)) == ["000001", "000001.count"]
+    killed.release()
+
+
+def test_a_dead_owner_is_followed(storage: RemoteFolder, tmp_path: Path) -> None:
+    dead = RemoteOwner(storage, run(tmp_path, "first"), FAST)
+    dead._released.set()  # as if it were killed: it counts no more, and releases nothing
+    dead._thread.join()
+    next_owner = RemoteOwner(storage, run(tmp_path, "second"), FAST)
+    assert json.loads(storage.read(f"{FOLDER}/000002"))["run"] == str(tmp_path / "second")
+    with pytest.raises(NotOwner):
+        dead.check()
+    next_owner.release()
+
+
+def test_one_of_several_runs_succeeds(storage: RemoteFolder, tmp_path: Path) -> None:
+    start = threading.Barrier(4)
+    owners, refused = [], []
+
+    def take(name: str) -> None:
+        start.wait()
+        try:
+            owners.append(RemoteOwner(storage, run(tmp_path, name), FAST))
+        except NotOwner as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=take, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(owners) == 1
+    assert len(refused) == 3
+    owners[0].release()

@@ -1,0 +1,262 @@
+"""Copies of a run's checkpoints in object storage (`checkpoint.remote`), made in the background.
+
+    URL/step-00000100/...      the files of the step folder; its manifest is written last, so a copy is whole or none
+    URL/owner/000001           who copies to this URL: see `remote_owner.py`
+
+All ranks copy, each its share of the files, and exchange no message: rank 0 looks until the sizes of all files are
+right, and then writes the manifest. What fails is tried again while the folder is here; training goes on, and the
+failure is logged. A run whose folder lacks the newest step copies it back, each rank its share; it is verified as it is
+loaded, like any checkpoint.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from torchllm.checkpoint import manifest as manifests
+from torchllm.checkpoint.agreement import Group, any_rank, on_all, on_first, rank_of, size_of
+from torchllm.checkpoint.copies import Copies
+from torchllm.checkpoint.history import folders_to_delete
+from torchllm.checkpoint.manifest import MANIFEST, PROVEN, SUSPECT, CheckpointError, DamagedCheckpoint, Manifest
+from torchllm.checkpoint.remote_owner import TIMING, NotOwner, OwnerTiming, RemoteOwner
+from torchllm.runtime.storage import RemoteFolder, StorageError
+
+logger = logging.getLogger(__name__)
+
+MARKS = (PROVEN, SUSPECT)
+MOST = 3
+"""copies that a start looks at, from the newest on: a request or two each"""
+
+
+class Incomplete(Exception):
+    """Not all ranks have copied their share."""
+
+
+class Fetched(NamedTuple):
+    """A step folder that is being copied here."""
+
+    temporary: Path
+    names: list[str]
+    """of its files"""
+
+
+def growing_waits(first: float = 1.0, longest: float = 60.0) -> Iterator[float]:
+    """Yield the seconds between two attempts, forever."""
+    while True:
+        yield first
+        first = min(2 * first, longest)
+
+
+class RemoteCopies(Copies):
+    """See `Copies`. The background thread of a rank copies one step folder after the other."""
+
+    def __init__(
+        self,
+        url: str,
+        root: Path,
+        group: Group,
+        keep: int,
+        keep_every: int,
+        waits: Callable[[], Iterator[float]] = growing_waits,
+        timing: OwnerTiming = TIMING,
+    ) -> None:
+        """Copy the step folders in `root` to the URL. keep, keep_every: keys of [checkpoint], for the copies too.
+
+        Raises CheckpointError on all ranks if the storage cannot be reached, or another run copies to this URL.
+        """
+        self._storage = RemoteFolder(url)
+        self._root = root
+        self._group = group
+        self._keep, self._keep_every = keep, keep_every
+        self._waits = waits
+        self._owner: RemoteOwner | None = None
+        """on rank 0"""
+
+        def take() -> None:
+            self._owner = RemoteOwner(self._storage, root, timing)
+
+        on_first(group, take)
+        self._closing = threading.Event()
+        self._marked: set[Path] = set()
+        """marks that have been copied"""
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        # A daemon: a run that ends by an error does not wait for the storage.
+        self._thread = threading.Thread(target=self._work, name="checkpoint-copies", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        while job := self._jobs.get():
+            try:
+                job()
+            except Exception:
+                logger.exception("an error in copying checkpoints; training goes on")
+
+    # What a resumed run reads
+
+    def folders(self, local: Sequence[Path]) -> list[Path]:
+        def merged() -> list[Path]:
+            copies = [self._root / step for step in islice(filter(self._is_good, self._steps()), MOST)]
+            if elsewhere := [folder.name for folder in copies if folder not in local]:
+                logger.info("%s has %s, which the run folder lacks", self._storage.url, ", ".join(elsewhere))
+            return manifests.newest_first({*local, *copies})
+
+        return on_first(self._group, merged)
+
+    def _steps(self) -> list[Path]:
+        """Return the names of the copies, newest first."""
+        return manifests.newest_first(map(Path, self._storage.folders()))
+
+    def _is_good(self, step: Path) -> bool:
+        """Return whether a copy is whole and not suspect."""
+        return self._storage.exists(f"{step}/{MANIFEST}") and not self._storage.exists(f"{step}/{SUSPECT}")
+
+    def fetch(self, folder: Path) -> None:
+        if folder.parent != self._root or on_first(self._group, folder.exists):
+            return
+
+        def begin() -> Fetched:
+            manifest = self._manifest_of(folder)
+            needed = sum(record.size for record in manifest.files.values())
+            temporary = manifests.make_temporary(self._root, manifest.step, needed)
+            assert temporary is not None  # the folder does not exist
+            logger.info("copying %s from %s: %.1f GiB", folder.name, self._storage.url, needed / 2**30)
+            return Fetched(temporary, sorted(manifest.files))
+
+        def copy() -> None:
+            for name in self._share(fetched.names):
+                self._storage.download(f"{folder.name}/{name}", fetched.temporary / name)
+                manifests.sync(fetched.temporary / name)
+
+        def publish() -> None:
+            if self._storage.exists(f"{folder.name}/{PROVEN}"):
+                self._storage.download(f"{folder.name}/{PROVEN}", fetched.temporary / PROVEN)
+            manifests.publish(fetched.temporary, folder, self._manifest_of(folder))
+
+        fetched = on_first(self._group, begin)
+        on_all(self._group, copy)
+        on_first(self._group, publish)
+
+    def _manifest_of(self, folder: Path) -> Manifest:
+        path = f"{folder.name}/{MANIFEST}"
+        return manifests.parse_manifest(self._storage.read(path), f"{self._storage.url}/{path}")
+
+    # What a run writes
+
+    def add(self, folder: Path) -> None:
+        self._jobs.put(partial(self._copy, folder))
+
+    def mark(self) -> None:
+        for mark in self._new_marks():
+            try:
+                self._copy_mark(mark)
+            except StorageError as error:
+                logger.error("the mark %s is not copied: %s", mark, error)
+
+    def close(self) -> None:
+        self._closing.set()  # every rank still tries each file once
+        self._jobs.put(None)
+        self._thread.join()
+        any_rank(self._group, False)  # a barrier: now all files that could be copied are there
+        if self._owner is not None:
+            for folder in manifests.step_folders(self._root)[:1]:
+                if not self._until_done(folder, partial(self._complete, folder)):
+                    logger.error("the run ends, and %s is not copied to %s", folder.name, self._storage.url)
+            self._copy_marks()
+            self._until_done(self._root, self._owner.release)
+
+    def _copy(self, folder: Path) -> None:
+        """Copy this rank's share of a step folder; rank 0 also completes the copy."""
+        try:
+            names = sorted(manifests.read_manifest(folder).files)
+        except CheckpointError:
+            return  # deleted by now
+        steps = [partial(self._storage.upload, folder / name, f"{folder.name}/{name}") for name in self._share(names)]
+        if self._owner is not None:
+            steps = [partial(self._make_way, folder), *steps, partial(self._complete, folder)]
+        if all(self._until_done(folder, step) for step in steps):
+            self._copy_marks()
+
+    def _make_way(self, folder: Path) -> None:
+        """Take the manifest, first, and the marks from an older copy of a step that was saved again."""
+        older = self._storage.sizes(folder.name)
+        for name in (MANIFEST, *MARKS):
+            if name in older:
+                self._storage.delete(f"{folder.name}/{name}")
+                self._marked.discard(folder / name)
+
+    def _complete(self, folder: Path) -> None:
+        """Write the manifest of a copy, and delete old copies. Raises Incomplete while other ranks are copying."""
+        assert self._owner is not None
+        there = self._storage.sizes(folder.name)
+        files = manifests.read_manifest(folder).files
+        missing = [name for name, record in files.items() if there.get(name) != record.size]
+        if missing:
+            raise Incomplete(f"{len(missing)} of {len(files)} files are not there yet")
+        if MANIFEST not in there:
+            self._owner.check()
+            self._storage.put(f"{folder.name}/{MANIFEST}", (folder / MANIFEST).read_bytes())
+            logger.info("copied %s to %s", folder.name, self._storage.url)
+        self._delete_old()
+
+    def _delete_old(self) -> None:
+        """Delete copies by the rules of the run folder; one whose folder is still here stays."""
+        if not self._keep:
+            return
+        steps = self._steps()
+        old = folders_to_delete(steps, self._keep, self._is_good)
+        has_proven = any(self._storage.exists(f"{step}/{PROVEN}") for step in steps if step not in old)
+        for step in old:
+            for_good = self._keep_every and manifests.step_of(step) % self._keep_every == 0
+            if for_good or (self._root / step).exists():
+                continue
+            if not has_proven and self._storage.exists(f"{step}/{PROVEN}"):
+                has_proven = True  # the newest of them stays
+                continue
+            self._storage.delete_folder(step.name, first=MANIFEST)
+
+    def _copy_marks(self) -> None:
+        if self._owner is None:
+            return
+        for mark in self._new_marks():
+            self._until_done(mark.parent, partial(self._copy_mark, mark))
+
+    def _new_marks(self) -> list[Path]:
+        """Return the marks that this process has not copied."""
+        marks = [folder / name for folder in manifests.step_folders(self._root) for name in MARKS]
+        return [mark for mark in marks if mark not in self._marked and mark.exists()]
+
+    def _copy_mark(self, mark: Path) -> None:
+        self._storage.upload(mark, f"{mark.parent.name}/{mark.name}")
+        self._marked.add(mark)
+
+    def _share(self, names: Sequence[str]) -> Sequence[str]:
+        return names[rank_of(self._group) :: size_of(self._group)]
+
+    def _until_done(self, folder: Path, action: Callable[[], None]) -> bool:
+        """Try an action until it succeeds, or its folder has gone, or once when the run ends; return whether it did."""
+        reported = ""
+        for wait in self._waits():
+            is_last = self._closing.is_set()
+            try:
+                action()
+                return True
+            except (FileNotFoundError, DamagedCheckpoint):
+                break  # the folder has been deleted
+            except NotOwner as error:
+                logger.error("%s", error)
+                break
+            except Incomplete:
+                pass
+            except StorageError as error:
+                if str(error) != reported:
+                    reported = str(error)
+                    logger.error("%s is not copied yet, training goes on: %s", folder.name, error)
+            if is_last or not folder.exists():
+                break
+            self._closing.wait(wait)
+        return False

@@ -1,0 +1,167 @@
+"""The shards of a corpus in object storage: MiB blocks that are read once, verified, and kept in the cache of the data.
+
+The description of the corpus (`corpus_header.py`) is copied into a folder of the cache, with `remote.json`, which names
+the URL. There a file of a shard is a folder of its blocks; a block that is missing is read from the storage, compared
+with its checksum and renamed into place, so that all processes of a node, and later runs, share it. Where the disk has
+less than a tenth free, the oldest blocks leave.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+import uuid
+import zlib
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+
+from torchllm.data.checked_file import BLOCK, CheckedFile, CorpusFile, FindChecksums, blocks_of, damaged_blocks
+from torchllm.data.corpus_header import HEADER, REMOTE, SHARD_TABLE, SUMS
+from torchllm.data.error import DataError
+from torchllm.runtime.storage import RemoteFolder, StorageError
+
+log = logging.getLogger(__name__)
+
+FREE = 0.1
+"""share of the disk that stays free of blocks"""
+BETWEEN_LOOKS = 64
+"""blocks that a process writes between two looks at the free space"""
+READ_AT_ONCE = 16
+"""requests at a time, for the sequences of a step"""
+WAITS = (1.0, 5.0, 20.0, 60.0)
+"""seconds between attempts to read a block, above those of the storage's own package"""
+
+
+def copy_description(url: str, cache: Path) -> Path:
+    """Copy the description of the corpus at a URL into a folder of `cache`, and return it. Raises DataError.
+
+    The header is read at each call: a corpus that was prepared again has another one, and its blocks another folder.
+    """
+    try:
+        storage = RemoteFolder(url)
+        header = storage.read(HEADER)
+        folder = cache / "remote" / hashlib.sha256(url.encode() + header).hexdigest()[:16]
+        if not (folder / HEADER).exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in (SHARD_TABLE, SUMS):
+                write_whole(folder / name, storage.read(name))
+            write_whole(folder / REMOTE, json.dumps({"url": url}).encode())
+            write_whole(folder / HEADER, header)  # last: a folder with it is complete
+    except StorageError as error:
+        raise DataError(str(error)) from error
+    except OSError as error:
+        raise DataError(f"data.cache: {cache} cannot be written ({error.strerror})") from error
+    return folder
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file of the cache so that other processes see all of it or none. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@lru_cache(maxsize=64)
+def _storage_of(url: str, process: int) -> RemoteFolder:
+    """Return the storage at a URL for a process: connections do not survive a fork."""
+    return RemoteFolder(url)
+
+
+class RemoteFile(CheckedFile):
+    """A file of a shard in object storage; its path is the folder of its blocks."""
+
+    written = 0
+    """blocks that this process has written"""
+
+    def __init__(self, file: CorpusFile, url: str, find_checksums: FindChecksums) -> None:
+        """Open `file`, which has the same name at the URL. No request is made."""
+        self.file = file
+        self.changed_ns = 0
+        self._url = url
+        self._checksums = find_checksums(0)
+        file.path.mkdir(parents=True, exist_ok=True)
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+    def has(self, number: int) -> bool:
+        """Return whether a block is in the cache."""
+        return self._path(number).exists()
+
+    def read_block(self, number: int) -> bytes:
+        """Return a block that has its checksum. Raises DataError."""
+        try:
+            content = self._path(number).read_bytes()
+        except FileNotFoundError:
+            content = b""
+        if not self._is_right(number, content):  # missing, or damaged on this disk
+            content = self._read_remote(number)
+            if not self._is_right(number, content):
+                raise damaged_blocks(self.file, [number])
+            self._keep(number, content)
+        return content
+
+    def _is_right(self, number: int, content: bytes) -> bool:
+        assert self._checksums is not None  # only files that were verified whole have none
+        return zlib.crc32(content) == self._checksums.sums[number] and len(content) == len(self.file.block(number))
+
+    def _read_remote(self, number: int) -> bytes:
+        where = self.file.block(number)
+        for wait in (*WAITS, None):
+            try:
+                return _storage_of(self._url, os.getpid()).read(self.file.path.name, where.start, where.stop)
+            except StorageError as error:
+                if wait is None:
+                    raise DataError(str(error)) from error
+                log.warning("%s; trying again in %.0f s", error, wait)
+                time.sleep(wait)
+        raise AssertionError
+
+    def _keep(self, number: int, content: bytes) -> None:
+        """Write a block into the cache. Where that fails, as on a full disk, the block is read again next time."""
+        RemoteFile.written += 1
+        try:
+            if RemoteFile.written % BETWEEN_LOOKS == 1:
+                make_room(self.file.path.parent)
+            write_whole(self._path(number), content)
+        except OSError as error:
+            log.warning("%s: the cache cannot be written, training goes on: %s", self.file.path, error.strerror)
+
+    def _path(self, number: int) -> Path:
+        return self.file.path / f"{number:06d}"
+
+    def _read_bytes(self, size: int, offset: int) -> bytes:
+        end = offset + size
+        first = offset // BLOCK
+        content = b"".join(map(self.read_block, blocks_of(range(offset, end))))
+        return content[offset - first * BLOCK : end - first * BLOCK]
+
+    def _check_blocks(self, checksums: object, start: int, stop: int) -> None:
+        """`read_block` checks."""
+
+
+def fetch(blocks: Iterable[tuple[CheckedFile, int]]) -> None:
+    """Read the blocks of files that are missing into the cache, several at a time. Raises DataError."""
+    files = {(file.file.path, block): file for file, block in blocks if isinstance(file, RemoteFile)}
+    missing = [(file, block) for (_, block), file in files.items() if not file.has(block)]
+    if missing:
+        with ThreadPoolExecutor(min(READ_AT_ONCE, len(missing))) as pool:
+            list(pool.map(lambda item: item[0].read_block(item[1]), missing))
+
+
+def make_room(folder: Path) -> None:
+    """Delete the oldest tenth of the blocks of a corpus while its disk has too little free space. Raises OSError."""
+    usage = shutil.disk_usage(folder)
+    if usage.free >= FREE * usage.total:
+        return
+    blocks = sorted(folder.glob("*.bin/*"), key=lambda block: block.stat().st_mtime)
+    for block in blocks[: -(-len(blocks) // 10)]:
+        block.unlink(missing_ok=True)
